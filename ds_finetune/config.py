@@ -1,0 +1,309 @@
+"""The run file: a frozen tree read from one YAML plus dotted overrides, strict in every key."""
+
+import difflib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from ds_finetune.errors import ConfigError
+from ds_finetune.schedule import Duration, SchedulerName
+
+Precision = Literal["bf16", "fp16", "fp32"]
+Layout = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _as_model(value: object) -> object:
+    return {"path": value} if isinstance(value, str) else value
+
+
+def _checked_duration(text: object) -> object:
+    return str(Duration.parse(str(text)))
+
+
+Paths = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
+DurationText = Annotated[str, BeforeValidator(_checked_duration)]
+
+
+class Section(BaseModel):
+    """A part of the run file: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ModelConfig(Section):
+    """Which model is trained; the short form `model: PATH` sets `path` alone."""
+
+    path: str
+    """Folder or hub id holding `config.json` and safetensors weights."""
+    tokenizer: str | None = None
+    """Folder or hub id of the tokenizer; the model's own when left out."""
+    weights: Literal["load", "random"] = "load"
+    """`random` builds the model from `config.json` alone, with fresh weights, and says so loudly."""
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """Attention kernel; with `packing` each keeps the documents of a row apart."""
+
+
+class DataConfig(Section):
+    """What is trained on and how rows become tokens."""
+
+    train: Paths
+    """Training files, folders or hub ids (JSON, JSONL, CSV, Parquet, text)."""
+    eval: Paths = ()
+    """Held-out files, folders or hub ids."""
+    layout: Layout = "auto"
+    """Layout of a row; `auto` recognises it by its columns."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Other names of the layout's columns, e.g. `{prompt: question, completion: answer}`."""
+    template: str = "auto"
+    """`auto`: the tokenizer's chat template where it has one, plain text otherwise; `plain`: never; else a Jinja file."""
+    train_on: Literal["assistant", "last_assistant", "all"] = "assistant"
+    """Tokens that carry loss: every assistant turn, the last one alone, or every token."""
+    reasoning: Literal["keep", "strip"] = "keep"
+    """Whether `<think>...</think>` of an assistant turn stays in the text."""
+    packing: bool = True
+    """Fill rows of `max_seq_len` with several documents that cannot see each other; false pads each row instead."""
+    long_rows: Literal["truncate", "drop", "split"] = "truncate"
+    """Rows longer than `max_seq_len`: cut at the end, leave out, or (plain text) go on in the next row."""
+    max_dropped_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Share of rows without a supervised token, or dropped for length, above which the run refuses to start."""
+    streaming: bool = False
+    """Read and tokenise while training, for data larger than disk or patience; needs `train.for` in steps."""
+    shuffle: bool = True
+    """Draw rows in an order given by (seed, epoch); false keeps the order of the files."""
+    workers: int = Field(default=0, ge=0)
+    """Processes that tokenise; 0 takes every core of the machine."""
+    cache_dir: str = ".cache/ds_finetune"
+    """Folder of tokenised data, found again by fingerprint."""
+
+
+class TrainConfig(Section):
+    """How long, how much at a time and in which precision."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    duration: DurationText = Field(default="1 epochs", alias="for")
+    """Length of the run: `N steps`, `N epochs` or `N tokens`."""
+    global_batch_size: int = Field(default=32, ge=1)
+    """Rows of one optimizer step over all ranks (packed rows when packing)."""
+    micro_batch_size: int = Field(default=1, ge=1)
+    """Rows of one forward on one rank; accumulation is derived."""
+    max_seq_len: int = Field(default=2048, ge=2)
+    """Tokens of a row at most."""
+    precision: Precision = "bf16"
+    """Dtype of weights and activations; master weights and moments are fp32."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of data order and of fresh weights."""
+    max_grad_norm: float = Field(default=1.0, ge=0)
+    """Global norm the gradient is clipped to; 0 does not clip."""
+    activation_checkpointing: bool = True
+    """Recompute each decoder layer in backward instead of keeping its activations."""
+    max_skipped_steps: int = Field(default=5, ge=1)
+    """Steps skipped in a row for a non-finite gradient after which the run ends."""
+
+
+class OptimConfig(Section):
+    """Optimizer and learning rate."""
+
+    name: str = "AdamW"
+    """Optimizer by DeepSpeed's name: AdamW, Adam, Lion, Adagrad, Lamb, Muon, SGD."""
+    lr: float = Field(default=1e-5, gt=0)
+    """Peak learning rate, reached after `warmup`."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay of matrices; norms and biases are not decayed."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of Adam's moments."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Adam's denominator term."""
+    lr_scheduler: SchedulerName = "cosine"
+    """Shape after warm-up; `wsd` stays at `lr` and decays in the last tenth."""
+    warmup: str = "3%"
+    """Linear warm-up: `N steps`, or a share of the run such as `3%`."""
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Learning rate at the end, as a share of `lr`."""
+
+
+class GenerateConfig(Section):
+    """Greedy answers to held-out prompts during evaluation, scored by exact match."""
+
+    prompts: int = Field(default=0, ge=0)
+    """Held-out prompts answered at each evaluation; 0 generates nothing."""
+    max_new_tokens: int = Field(default=64, ge=1)
+    """Tokens of an answer at most."""
+
+
+class EvalConfig(Section):
+    """When held-out data is looked at and what follows from it."""
+
+    every: DurationText | None = None
+    """`N steps` between evaluations; left out, only at the end."""
+    generate: GenerateConfig = GenerateConfig()
+    """Optional generation with exact match."""
+    keep_best: bool = True
+    """Keep the weights with the lowest eval loss under `export/best`."""
+    patience: int = Field(default=0, ge=0)
+    """Evaluations without a lower loss after which the run ends early; 0 never does."""
+
+
+class ParallelConfig(Section):
+    """Degrees of tensor, pipeline, expert and sequence parallelism; data parallelism is what is left."""
+
+    tp: Literal[1] = 1
+    """Tensor parallel size."""
+    pp: Literal[1] = 1
+    """Pipeline parallel size."""
+    ep: Literal[1] = 1
+    """Expert parallel size."""
+    sp: Literal[1] = 1
+    """Sequence parallel size."""
+
+
+class LogConfig(Section):
+    """What is written while training beside `metrics.jsonl`."""
+
+    every: int = Field(default=1, ge=1)
+    """Steps between progress lines."""
+    trackers: tuple[str, ...] = ("tensorboard",)
+    """Trackers accelerate knows, by name: tensorboard, wandb, mlflow, ..."""
+
+
+class ExportConfig(Section):
+    """The Hugging Face folder written at the end."""
+
+    at_end: bool = True
+    """Write `export/` when training ends."""
+    max_shard_size: str = "5GB"
+    """Size of one safetensors file at most."""
+
+
+class RunConfig(Section):
+    """One run, whole: what the YAML file says, overrides applied, defaults filled in."""
+
+    model: Annotated[ModelConfig, BeforeValidator(_as_model)]
+    """The model, as a path or a section."""
+    data: DataConfig
+    """The data."""
+    deepspeed: str | dict[str, Any] | None = None
+    """DeepSpeed JSON file or section with the choices (ZeRO stage, offload); derived numbers stay "auto"."""
+    train: TrainConfig = TrainConfig()
+    """Length, batch and precision."""
+    optim: OptimConfig = OptimConfig()
+    """Optimizer."""
+    eval: EvalConfig = EvalConfig()
+    """Evaluation."""
+    parallel: ParallelConfig = ParallelConfig()
+    """Parallel sizes."""
+    log: LogConfig = LogConfig()
+    """Logging."""
+    export: ExportConfig = ExportConfig()
+    """Export."""
+    output_dir: str
+    """Folder of the run; see docs/architecture.md for what lies in it."""
+
+
+def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run file and apply `a.b=value` overrides; ConfigError names key, line and the nearest legal name."""
+    tree, lines = _read_yaml(Path(path))
+    for override in overrides:
+        _apply_override(tree, lines, override)
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as invalid:
+        raise _explain(invalid, str(path), lines) from None
+
+
+def dump_config(config: RunConfig) -> str:
+    """YAML text that `read_config` turns into the same value."""
+    return yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False)
+
+
+def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"run file `{path}` does not exist", hint="the first argument is the run's YAML file") from None
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as broken:
+        raise ConfigError(f"{path} is not YAML: {broken}", hint="check the indentation at that line") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} holds {type(tree).__name__}, not a mapping", hint="see ds_configs/runs for examples")
+    return tree, dict(_key_lines(node, ()))
+
+
+def _key_lines(node: yaml.Node | None, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], int]]:
+    if not isinstance(node, yaml.MappingNode):
+        return
+    seen: dict[str, int] = {}
+    for key, value in node.value:
+        line = key.start_mark.line + 1
+        if key.value in seen:
+            raise ConfigError(f"`{'.'.join((*path, key.value))}` is given twice, in lines {seen[key.value]} and {line}", hint="keep one of them")
+        seen[key.value] = line
+        yield (*path, key.value), line
+        yield from _key_lines(value, (*path, key.value))
+
+
+def _apply_override(tree: dict[str, Any], lines: dict[tuple[str, ...], int], override: str) -> None:
+    name, equals, text = override.partition("=")
+    keys = tuple(name.split("."))
+    if not equals or not all(keys):
+        raise ConfigError(f"override `{override}` is not of the form section.key=value", hint="e.g. optim.lr=1e-5")
+    branch = tree
+    for depth, key in enumerate(keys[:-1]):
+        value = branch.setdefault(key, {})
+        if isinstance(value, str) and keys[: depth + 1] == ("model",):
+            value = branch[key] = {"path": value}
+        if not isinstance(value, dict):
+            raise ConfigError(f"override `{override}`: `{'.'.join(keys[: depth + 1])}` is `{value}`, not a section", hint="set the whole value instead")
+        branch = value
+    branch[keys[-1]] = _scalar(text)
+    lines.pop(keys, None)
+
+
+def _scalar(text: str) -> object:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def _explain(invalid: ValidationError, source: str, lines: dict[tuple[str, ...], int]) -> ConfigError:
+    errors = [_explain_one(error, source, lines) for error in invalid.errors()]
+    return ConfigError("; ".join(message for message, _ in errors), hint="; ".join(dict.fromkeys(hint for _, hint in errors)))
+
+
+def _explain_one(error: Any, source: str, lines: dict[tuple[str, ...], int]) -> tuple[str, str]:  # noqa: ANN401 - pydantic's ErrorDetails
+    path = tuple(str(part) for part in error["loc"] if not isinstance(part, int))
+    line = lines.get(path)
+    where = f"{source} line {line}" if line else source
+    name = ".".join(path)
+    if error["type"] == "extra_forbidden":
+        known = list(_field_names(path[:-1]))
+        near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.4)
+        return f"{where}: unknown key `{name}`", f"did you mean `{near[0]}`?" if near else f"known here: {', '.join(known)}"
+    if error["type"] == "missing":
+        return f"{where}: `{name}` is missing", f"add `{name}` to the run file"
+    if path[:1] == ("parallel",) and error["type"] == "literal_error":
+        return f"{where}: `{name}` {error['input']!r} is not proven in this version", f"set `{name}` to 1"
+    return f"{where}: `{name}` is {error['input']!r}: {_plain(error['msg'])}", "see `ds-finetune config schema`"
+
+
+def _plain(message: str) -> str:
+    return message.removeprefix("Value error, ").removeprefix("Input should be ")
+
+
+def _field_names(path: tuple[str, ...]) -> Iterator[str]:
+    section: type[BaseModel] = RunConfig
+    for key in path:
+        field = next(f for n, f in section.model_fields.items() if key in (n, f.alias))
+        section = next(kind for kind in (field.annotation,) if isinstance(kind, type) and issubclass(kind, BaseModel))
+    for name, field in section.model_fields.items():
+        yield field.alias or name

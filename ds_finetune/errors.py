@@ -1,0 +1,51 @@
+"""The one root error and a leaf per stage; `cli` prints them once and turns them into an exit code."""
+
+USER_ERROR_EXIT_CODE = 2
+"""Exit code of a mistake in what the user gave: configuration, data, model folder, hostfile, output folder."""
+RUN_ERROR_EXIT_CODE = 1
+"""Exit code of a run that failed after it had started."""
+
+
+class FinetuneError(Exception):
+    """What went wrong with the values that disagree (`message`), and the way out (`hint`)."""
+
+    exit_code = USER_ERROR_EXIT_CODE
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        """Message and hint on one line each."""
+        return f"{self.message}\n  hint: {self.hint}" if self.hint else self.message
+
+
+class ConfigError(FinetuneError):
+    """The run file, an override, a DeepSpeed JSON or a launcher's environment is wrong or contradicts another."""
+
+
+class LaunchError(FinetuneError):
+    """A launcher's environment or a hostfile cannot be understood."""
+
+
+class DataError(FinetuneError):
+    """A data file, a row, a template or a tokenizer is wrong."""
+
+
+class ModelError(FinetuneError):
+    """A model folder, its config or its weights are wrong."""
+
+
+class OutputError(FinetuneError):
+    """The output folder cannot be written or is too small."""
+
+
+class ExportError(FinetuneError):
+    """An exported folder is not what it should be."""
+
+
+class RunError(FinetuneError):
+    """A run that had started cannot go on."""
+
+    exit_code = RUN_ERROR_EXIT_CODE

@@ -1,0 +1,74 @@
+"""Durations and learning-rate schedules: pure functions of plain numbers, importable without torch."""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Literal, Self
+
+Unit = Literal["steps", "epochs", "tokens"]
+SchedulerName = Literal["cosine", "linear", "constant", "wsd"]
+
+_TEXT = re.compile(r"^\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][0-9]+)?)\s*(step|epoch|token)s?\s*$")
+WSD_DECAY_SHARE = 0.1
+"""Share of the run in which `wsd` decays, after its stable phase (MiniCPM, arXiv 2404.06395)."""
+
+
+@dataclass(frozen=True)
+class Duration:
+    """A length of training in one unit; `parse` reads `200 steps`, `3 epochs`, `1e9 tokens`."""
+
+    value: float
+    unit: Unit
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `N steps | N epochs | N tokens`; ValueError names what was given."""
+        found = _TEXT.match(text)
+        if not found:
+            raise ValueError(f"`{text}` is not a duration; write `200 steps`, `3 epochs` or `1e9 tokens`")
+        value, unit = float(found[1].replace("_", "")), f"{found[2]}s"
+        if value <= 0 or (unit != "epochs" and value != int(value)):
+            raise ValueError(f"`{text}` is not a duration: {unit} must be a positive {'number' if unit == 'epochs' else 'integer'}")
+        return cls(value, unit)  # type: ignore[arg-type]
+
+    def in_steps(self, *, rows: int, tokens: int, global_batch_size: int) -> int:
+        """Optimizer steps of this duration over a data set of `rows` rows holding `tokens` tokens an epoch, rounded up."""
+        if self.unit == "steps":
+            return int(self.value)
+        epochs = self.value if self.unit == "epochs" else self.value / tokens
+        return max(1, math.ceil(round(epochs * rows, 6) / global_batch_size))
+
+    def __str__(self) -> str:
+        """The text `parse` reads."""
+        return f"{self.value:g} {self.unit}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LrSchedule:
+    """Learning rate of step `s` (1-based) of a run of `steps` steps."""
+
+    name: SchedulerName
+    lr: float
+    min_lr_ratio: float
+    warmup_steps: int
+    steps: int
+
+    def at(self, step: int) -> float:
+        """Learning rate used by optimizer step `step`, counted from 1; steps past the end keep the last value."""
+        if step <= self.warmup_steps:
+            return self.lr * step / self.warmup_steps
+        left = self.steps - self.warmup_steps
+        progress = min(1.0, (step - self.warmup_steps) / left) if left > 0 else 1.0
+        return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * _SHAPES[self.name](progress))
+
+
+def _wsd(progress: float) -> float:
+    return min(1.0, (1 - progress) / WSD_DECAY_SHARE)
+
+
+_SHAPES = {
+    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+    "linear": lambda progress: 1 - progress,
+    "constant": lambda progress: 1.0,
+    "wsd": _wsd,
+}
