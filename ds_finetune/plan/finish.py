@@ -1,0 +1,123 @@
+"""From the user's DeepSpeed choices and the run file to the finished configuration: derived numbers in, contradictions out."""
+
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ds_finetune.config import OptimConfig, RunConfig
+from ds_finetune.errors import ConfigError
+from ds_finetune.plan.options import Tree, check_keys, offload_device
+
+DEFAULT_CHOICES: Tree = {"zero_optimization": {"stage": 2}}
+"""Used when neither the run file nor a launcher chooses: optimizer states and gradients sharded, weights whole."""
+
+_ADAM_FIELDS = {"lr": "lr", "betas": "betas", "eps": "eps", "weight_decay": "weight_decay"}
+_OPTIMIZER_FIELDS = {
+    "adamw": _ADAM_FIELDS,
+    "adam": _ADAM_FIELDS,
+    "lamb": _ADAM_FIELDS,
+    "lion": {"lr": "lr", "betas": "betas", "weight_decay": "weight_decay"},
+    "adagrad": {"lr": "lr", "eps": "eps", "weight_decay": "weight_decay"},
+    "muon": {"lr": "lr", "weight_decay": "weight_decay"},
+    "sgd": {"lr": "lr", "weight_decay": "weight_decay"},
+}
+"""Which numbers of `optim` each optimizer of DeepSpeed 0.19.8 takes (runtime/config.py:63; SGD is torch.optim's)."""
+_UNTESTED = frozenset({"sgd"})
+
+
+def read_choices(given: str | Mapping[str, Any] | None) -> tuple[Tree, str]:
+    """The DeepSpeed choices as a tree and the name of their source, from a JSON file, an inline section or the default."""
+    if given is None:
+        return copy.deepcopy(DEFAULT_CHOICES), "the default (ZeRO-2)"
+    if not isinstance(given, str):
+        return copy.deepcopy(dict(given)), "`deepspeed` in the run file"
+    try:
+        tree = json.loads(Path(given).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"deepspeed file `{given}` does not exist", hint="see ds_configs/ for zero0.json ... zero3_nvme.json") from None
+    except json.JSONDecodeError as broken:
+        raise ConfigError(f"{given} line {broken.lineno} column {broken.colno} is not JSON: {broken.msg}", hint="check commas and quotes") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{given} holds {type(tree).__name__}, not an object", hint="see ds_configs/zero2.json")
+    return tree, given
+
+
+def stage_of(tree: Mapping[str, Any], source: str) -> int:
+    """ZeRO stage of the choices, 0 to 3."""
+    stage = (tree.get("zero_optimization") or {}).get("stage", 0)
+    if stage not in (0, 1, 2, 3):
+        raise ConfigError(f"{source}: zero_optimization.stage is {stage!r}", hint="use 0, 1, 2 or 3")
+    return int(stage)
+
+
+def optimizer_section(optim: OptimConfig, *, on_cpu: bool, offloaded: bool) -> Tree:
+    """DeepSpeed's optimizer section; the learning rate is 0 because the engine sets it before each step.
+
+    With a rate of 0 the zero-gradient step that stage 0 takes in its constructor (DeepSpeed 0.19.8,
+    fp16/unfused_optimizer.py:425) cannot decay the weights.
+    """
+    fields = _OPTIMIZER_FIELDS.get(optim.name.lower())
+    if fields is None:
+        raise ConfigError(f"optim.name `{optim.name}` is not known", hint=f"use one of {', '.join(sorted(_OPTIMIZER_FIELDS))}")
+    params = {key: getattr(optim, field) for key, field in fields.items()}
+    params |= {"lr": 0.0} | ({"betas": list(optim.betas)} if "betas" in fields else {})
+    if optim.name.lower() in ("adam", "adamw") and on_cpu and not offloaded:
+        # FusedAdam would be compiled for minutes and is slower than torch's own loop there (DeepSpeed 0.19.8, ops/adam).
+        params["torch_adam"] = True
+    return {"type": optim.name, "params": params}
+
+
+def finish(tree: Tree, config: RunConfig, *, accumulation: int, source: str, on_cpu: bool) -> Tree:
+    """The configuration `deepspeed.initialize` gets; ConfigError where `tree` contradicts the run file, naming both values."""
+    check_keys(tree, source)
+    zero = dict(tree.get("zero_optimization") or {})
+    offloaded = offload_device(zero, "offload_optimizer") != "none"
+    derived: Tree = {
+        "train_batch_size": config.train.global_batch_size,
+        "train_micro_batch_size_per_gpu": config.train.micro_batch_size,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": config.train.max_grad_norm,
+        "bf16": {"enabled": config.train.precision == "bf16"},
+        "fp16": {"enabled": config.train.precision == "fp16"},
+        "optimizer": optimizer_section(config.optim, on_cpu=on_cpu, offloaded=offloaded),
+    }
+    _refuse_contradictions(tree, config, derived, source)
+    finished = {key: value for key, value in copy.deepcopy(tree).items() if value != "auto"}
+    for key in ("bf16", "fp16"):
+        given = {k: v for k, v in (finished.get(key) or {}).items() if v != "auto"}
+        derived[key] = given | derived[key] if derived[key]["enabled"] else derived[key]
+    finished |= derived | {"zero_optimization": _without_auto(zero)}
+    if config.optim.name.lower() in _UNTESTED:
+        finished["zero_allow_untested_optimizer"] = True
+    return finished
+
+
+def _without_auto(tree: Mapping[str, Any]) -> Tree:
+    return {k: _without_auto(v) if isinstance(v, dict) else v for k, v in tree.items() if v != "auto"}
+
+
+def _refuse_contradictions(tree: Tree, config: RunConfig, derived: Tree, source: str) -> None:
+    for name, given, own, ours in _pairs(tree, config, derived):
+        if given in (None, "auto") or given == ours or (isinstance(given, list) and tuple(given) == ours):
+            continue
+        raise ConfigError(f"{source}: {name} {given!r} contradicts {own} {ours!r}", hint=f'write "auto" for {name}, or make them equal')
+
+
+def _pairs(tree: Tree, config: RunConfig, derived: Tree) -> Iterator[tuple[str, object, str, object]]:
+    for key, own in (
+        ("train_batch_size", "train.global_batch_size"),
+        ("train_micro_batch_size_per_gpu", "train.micro_batch_size"),
+        ("gradient_accumulation_steps", "global_batch_size / (micro_batch_size x dp) ="),
+        ("gradient_clipping", "train.max_grad_norm"),
+    ):
+        yield key, tree.get(key), own, derived[key]
+    for key in ("bf16", "fp16"):
+        enabled = (tree.get(key) or {}).get("enabled")
+        yield f"{key}.enabled", enabled, f"train.precision {config.train.precision}, that is", config.train.precision == key
+    optimizer = tree.get("optimizer") or {}
+    kind = optimizer.get("type")
+    yield "optimizer.type", kind if str(kind).lower() != config.optim.name.lower() else None, "optim.name", config.optim.name
+    for key, field in _OPTIMIZER_FIELDS[config.optim.name.lower()].items():
+        yield f"optimizer.params.{key}", (optimizer.get("params") or {}).get(key), f"optim.{field}", getattr(config.optim, field)

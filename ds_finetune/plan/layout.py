@@ -1,0 +1,73 @@
+"""The plan of a run: what is decided by arithmetic before anything is loaded."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ds_finetune.config import RunConfig
+from ds_finetune.errors import ConfigError
+from ds_finetune.plan.batch import accumulation_steps
+from ds_finetune.plan.finish import finish, read_choices, stage_of
+from ds_finetune.plan.options import Situation, apply_rules, offload_device
+from ds_finetune.world import AccelerateChoices, World
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything the engine needs to know, as plain numbers: batch triple, ZeRO stage, offload, the DeepSpeed dict and visible notes."""
+
+    config: RunConfig
+    world: World
+    device: str
+    zero_stage: int
+    offload_optimizer: str
+    offload_param: str
+    gradient_accumulation_steps: int
+    deepspeed: dict[str, Any] = field(repr=False)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel ranks."""
+        return self.world.world_size
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Name and text of each decision, as announced before anything is loaded."""
+        train = self.config.train
+        return [
+            ("model", f"{self.config.model.path} ({self.config.model.weights} weights, {train.precision})"),
+            ("ranks", f"{self.world.world_size} on {self.device}, started by {self.world.launcher}"),
+            ("layout", f"dp {self.dp}, ZeRO-{self.zero_stage}, offload optimizer {self.offload_optimizer}, param {self.offload_param}"),
+            (
+                "batch",
+                f"{train.global_batch_size} rows = micro {train.micro_batch_size} x accumulation {self.gradient_accumulation_steps}"
+                f" x dp {self.dp}, {train.max_seq_len} tokens a row at most{', packed' if self.config.data.packing else ''}",
+            ),
+            ("length", train.duration),
+        ]
+
+
+def make_plan(config: RunConfig, *, world: World, device: str, accelerate: AccelerateChoices | None = None) -> Plan:
+    """Decide the layout of `config` on `world` with accelerator `device` (`cpu` or `cuda`); ConfigError where values contradict."""
+    accumulation = accumulation_steps(
+        global_batch_size=config.train.global_batch_size, micro_batch_size=config.train.micro_batch_size, dp=world.world_size
+    )
+    given, origin = _chosen(config, accelerate)
+    tree, source = read_choices(given)
+    source = origin or source
+    stage = stage_of(tree, source)
+    finished = finish(tree, config, accumulation=accumulation, source=source, on_cpu=device == "cpu")
+    if accelerate:
+        _refuse_accelerate_contradictions(accelerate, config, stage, accumulation)
+    zero = finished["zero_optimization"]
+    notes = apply_rules(zero, Situation(device, stage, config.train.precision, config.optim.name))
+    return Plan(
+        config=config,
+        world=world,
+        device=device,
+        zero_stage=stage,
+        offload_optimizer=offload_device(zero, "offload_optimizer"),
+        offload_param=offload_device(zero, "offload_param"),
+        gradient_accumulation_steps=accumulation,
+        deepspeed=finished,
+        notes=tuple(notes),
+    )

@@ -1,0 +1,165 @@
+"""What a user may choose in a DeepSpeed JSON, and what is known to be wrong there, with version and evidence."""
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ds_finetune.errors import ConfigError
+
+Tree = dict[str, Any]
+
+KNOWN_KEYS = frozenset(
+    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping optimizer bf16 fp16 "
+    "zero_optimization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer communication_data_type prescale_gradients "
+    "gradient_predivide_factor data_types aio activation_checkpointing comms_logger flops_profiler wall_clock_breakdown "
+    "memory_breakdown dump_state log_level steps_per_print seq_parallel_communication_data_type disable_allgather timers".split()
+)
+"""Top-level keys that are passed on. DeepSpeed 0.19.8 ignores unknown ones without a word (runtime/config.py), so they are refused here."""
+
+OWNED_ELSEWHERE = {
+    "scheduler": "the learning rate belongs to optim.lr_scheduler",
+    "tensor_parallel": "sizes belong to parallel.tp",
+    "expert_parallel": "sizes belong to parallel.ep",
+    "sequence_parallel_size": "sizes belong to parallel.sp",
+    "pipeline": "sizes belong to parallel.pp",
+    "tensorboard": "trackers belong to log.trackers",
+    "wandb": "trackers belong to log.trackers",
+    "managed_gradient_accumulation": "accumulation is derived from train.global_batch_size",
+}
+REMOVED = frozenset(
+    "elasticity nebula compression_training amp quantize_training sparse_gradients eigenvalue sparse_attention graph_harvesting "
+    "curriculum_learning progressive_layer_drop".split()
+)
+"""Keys DeepSpeed 0.19.8 removed and rejects (runtime/config.py:81-132)."""
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a rule may look at: the accelerator (`cpu` or `cuda`), ZeRO stage, precision and optimizer name."""
+
+    device: str
+    stage: int
+    precision: str
+    optimizer: str
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An option known to be wrong: where, why (version and evidence), and either the value written instead or a refusal."""
+
+    name: str
+    applies: Callable[[Situation, Mapping[str, Any]], bool]
+    evidence: str
+    rewrite: Callable[[Tree], None] | None = None
+    way_out: str = ""
+
+
+def _set(*path: str, value: object) -> Callable[[Tree], None]:
+    def write(zero: Tree) -> None:
+        branch = zero
+        for key in path[:-1]:
+            branch = branch.setdefault(key, {})
+        branch[path[-1]] = value
+
+    return write
+
+
+def offload_device(zero: Mapping[str, Any], what: str) -> str:
+    """`none`, `cpu` or `nvme`: where `offload_optimizer` or `offload_param` of a ZeRO section goes."""
+    section = zero.get(what) or {}
+    return str(section.get("device") or "none")
+
+
+def _pins(what: str) -> Callable[[Situation, Mapping[str, Any]], bool]:
+    return lambda s, z: s.device == "cpu" and offload_device(z, what) != "none" and (z.get(what) or {}).get("pin_memory", True)
+
+
+_PINNED = "DeepSpeed 0.19.8: the CPU accelerator has no pinned memory; asking for it compiles an op that only copies"
+
+RULES = (
+    Rule(
+        "overlap_comm on the CPU accelerator",
+        lambda s, z: s.device == "cpu" and s.stage >= 1 and z.get("overlap_comm", s.stage == 3) is not False,
+        "DeepSpeed 0.19.8, gloo: streams are no-ops there, ZeRO-3 reads gradients before they are reduced; "
+        "four of six fp32 starts gave wrong losses without an error (same family: DeepSpeed issue 7718)",
+        rewrite=_set("overlap_comm", value=False),
+    ),
+    Rule("offload_optimizer.pin_memory on the CPU accelerator", _pins("offload_optimizer"), _PINNED, _set("offload_optimizer", "pin_memory", value=False)),
+    Rule("offload_param.pin_memory on the CPU accelerator", _pins("offload_param"), _PINNED, _set("offload_param", "pin_memory", value=False)),
+    Rule(
+        "fp16 on the CPU accelerator",
+        lambda s, z: s.device == "cpu" and s.precision == "fp16",
+        "DeepSpeed 0.19.8 has no fp16 there",
+        way_out="train.precision bf16 or fp32",
+    ),
+    Rule(
+        "offload to nvme below ZeRO-3",
+        lambda s, z: s.stage < 3 and "nvme" in (offload_device(z, "offload_optimizer"), offload_device(z, "offload_param")),
+        "DeepSpeed 0.19.8 stages 1 and 2 keep the states in CPU memory instead, without a word (zero/stage_1_and_2.py)",
+        way_out="zero_optimization.stage 3, or device cpu",
+    ),
+    Rule(
+        "offload_param below ZeRO-3",
+        lambda s, z: s.stage < 3 and offload_device(z, "offload_param") != "none",
+        "parameters are only partitioned, and so offloadable, at stage 3",
+        way_out="zero_optimization.stage 3, or leave offload_param out",
+    ),
+    Rule(
+        "offload_optimizer without ZeRO",
+        lambda s, z: s.stage == 0 and offload_device(z, "offload_optimizer") != "none",
+        "stage 0 has no partitioned optimizer to offload",
+        way_out="zero_optimization.stage 1, 2 or 3",
+    ),
+    Rule(
+        "quantized communication (ZeRO++) on the CPU accelerator",
+        lambda s, z: s.device == "cpu" and bool(z.get("zero_quantized_weights") or z.get("zero_quantized_gradients")),
+        "DeepSpeed 0.19.8: the op has not been implemented on the CPU backend",
+        way_out="leave zero_quantized_weights and zero_quantized_gradients out",
+    ),
+    Rule(
+        "Muon with reduce_scatter under ZeRO-3",
+        lambda s, z: s.stage == 3 and s.optimizer.lower() == "muon" and z.get("reduce_scatter", True) is not False,
+        "DeepSpeed 0.19.8 refuses the pair after loading (zero/stage3.py:361)",
+        way_out="zero_optimization.reduce_scatter false",
+    ),
+    Rule(
+        "ZenFlow",
+        lambda s, z: bool(z.get("zenflow")),
+        "its bounded staleness is not the gradient of the step, so it cannot pass the parity tests",
+        way_out="leave zenflow out",
+    ),
+)
+"""Options known to be wrong for an accelerator or stage; each is rewritten with one visible line, or refused."""
+
+
+def apply_rules(zero: Tree, situation: Situation) -> list[str]:
+    """Rewrite `zero` in place where a rule says so and return one line for each; ConfigError where a rule refuses."""
+    lines = []
+    for rule in RULES:
+        if not rule.applies(situation, zero):
+            continue
+        if rule.rewrite is None:
+            raise ConfigError(
+                f"{rule.name} is refused (device {situation.device}, zero stage {situation.stage}, {situation.precision}): {rule.evidence}",
+                hint=f"use {rule.way_out}",
+            )
+        rule.rewrite(zero)
+        lines.append(f"rewritten: {rule.name} is off. {rule.evidence}")
+    return lines
+
+
+def check_keys(tree: Mapping[str, Any], source: str) -> None:
+    """ConfigError for a top-level key that is removed, owned by the run file, or unknown (with the nearest name)."""
+    for key in tree:
+        if key in KNOWN_KEYS:
+            continue
+        if key in OWNED_ELSEWHERE:
+            raise ConfigError(f"{source}: `{key}` = {tree[key]!r} does not belong into the DeepSpeed configuration", hint=OWNED_ELSEWHERE[key])
+        if key in REMOVED:
+            raise ConfigError(f"{source}: `{key}` = {tree[key]!r} was removed in DeepSpeed 0.19.8", hint=f"delete `{key}`")
+        near = difflib.get_close_matches(key, KNOWN_KEYS | OWNED_ELSEWHERE.keys(), n=1)
+        raise ConfigError(
+            f"{source}: unknown key `{key}` = {tree[key]!r}",
+            hint=f"did you mean `{near[0]}`?" if near else f"known: {', '.join(sorted(KNOWN_KEYS))}",
+        )
