@@ -1,0 +1,201 @@
+"""The engine: one `step` is one optimizer step, and its loss is the mean over the supervised tokens of the global batch."""
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ds_finetune.data.batches import Batch, MicroBatch
+from ds_finetune.engine.finite import FiniteProbe
+from ds_finetune.errors import RunError
+from ds_finetune.plan.layout import Plan
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did, the same on every rank: loss is a mean in nats per supervised token of the global batch."""
+
+    loss: float
+    accuracy: float
+    grad_norm: float
+    num_tokens: int
+    num_supervised_tokens: int
+    skipped: bool
+    culprit: str
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """Mean loss in nats per supervised token and share of tokens predicted, over every row once."""
+
+    loss: float
+    accuracy: float
+    num_supervised_tokens: int
+
+
+class Engine:
+    """A model under DeepSpeed, seen as `step`, `evaluate`, `generate` and `tensors`."""
+
+    def __init__(self, wrapped: Any, plan: Plan) -> None:  # noqa: ANN401 - a DeepSpeedEngine
+        self.plan = plan
+        self._ds = wrapped
+        self._device = torch.device(wrapped.device)
+        self._probe = FiniteProbe(_named(wrapped.module))
+
+    @property
+    def lm(self) -> nn.Module:
+        """The Hugging Face model inside."""
+        return self._ds.module.lm
+
+    @property
+    def is_rank_zero(self) -> bool:
+        """Whether this process is the one that writes and prints."""
+        return self.plan.world.rank == 0
+
+    def step(self, batch: Batch, *, lr: float) -> StepResult:
+        """Do one optimizer step with learning rate `lr` on the global batch of which `batch` is this rank's share."""
+        self._ds.train()
+        tokens, supervised = self._sum_over_ranks(batch.num_tokens, batch.num_supervised_tokens)
+        for group in self._ds.optimizer.param_groups:
+            group["lr"] = lr
+        # DeepSpeed divides by dp in its reducers (zero/stage_1_and_2.py, engine.allreduce_bucket in 0.19.8); our loss is a mean already.
+        scale = self.plan.dp / max(supervised, 1)
+        sums = torch.zeros(2, dtype=torch.float64, device=self._device)
+        self._probe.reset()
+        for index, micro in enumerate(batch.micro, start=1):
+            loss_sum, num_correct = self._forward(micro)
+            self._ds.backward(loss_sum * scale, scale_wrt_gas=False)
+            sums += torch.stack([loss_sum.detach().double(), num_correct.double()])
+            if index < len(batch.micro):
+                self._ds.step()
+        loss_sum, correct, bad = self._sum_over_ranks(*sums.tolist(), float(self._probe.is_bad()))
+        grad_norm, skipped = self._apply(bad > 0)
+        return StepResult(
+            loss=loss_sum / max(supervised, 1),
+            accuracy=correct / max(supervised, 1),
+            grad_norm=grad_norm,
+            num_tokens=int(tokens),
+            num_supervised_tokens=int(supervised),
+            skipped=skipped,
+            culprit=self._culprit() if skipped else "",
+        )
+
+    def evaluate(self, batches: Iterable[Batch]) -> EvalResult:
+        """Mean loss and token accuracy over `batches`, which hold every row of the data once over all ranks."""
+        self._ds.eval()
+        sums = torch.zeros(3, dtype=torch.float64, device=self._device)
+        with torch.no_grad():
+            for batch in batches:
+                for micro in batch.micro:
+                    loss_sum, num_correct = self._forward(micro)
+                    sums[:2] += torch.stack([loss_sum.double(), num_correct.double()])
+                sums[2] += batch.num_supervised_tokens
+        loss_sum, correct, supervised = self._sum_over_ranks(*sums.tolist())
+        return EvalResult(loss_sum / max(supervised, 1), correct / max(supervised, 1), int(supervised))
+
+    def generate(self, prompts: list[list[int]], *, max_new_tokens: int, stop_ids: list[int], pad_id: int) -> list[list[int]]:
+        """Greedy answers (token ids without the prompt and the stop token) to `prompts`, shared out over the ranks."""
+        self._ds.eval()
+        mine = {i: self._answer(p, max_new_tokens, stop_ids, pad_id) for i, p in self._my_share(prompts)}
+        everyones: list[dict[int, list[int]]] = [{}] * self.plan.dp
+        dist.all_gather_object(everyones, mine)
+        merged = {index: answer for part in everyones for index, answer in part.items()}
+        return [merged[index] for index in range(len(prompts))]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Every parameter and persistent buffer by its Hugging Face name: the whole tensor on rank zero's CPU, None elsewhere.
+
+        One parameter is gathered at a time; every rank must run the iterator to its end.
+        """
+        for name, param in _named(self._ds.module):
+            with self._gathered(param):
+                yield name, param.detach().cpu() if self.is_rank_zero else None
+        persistent = self._ds.module.state_dict().keys() if self.plan.zero_stage < 3 else None
+        for name, buffer in self._ds.module.named_buffers():
+            owner, _, leaf = name.rpartition(".")
+            if persistent is None and leaf in self._ds.module.get_submodule(owner)._non_persistent_buffers_set:
+                continue
+            if persistent is None or name in persistent:
+                yield name.removeprefix("lm."), buffer.detach().cpu() if self.is_rank_zero else None
+
+    def _forward(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        parts = (micro.input_ids, micro.position_ids, micro.labels)
+        return self._ds(*(part.to(self._device, non_blocking=True) for part in parts))
+
+    def _apply(self, has_bad_gradient: bool) -> tuple[float, bool]:
+        """Take the optimizer step of a whole batch; returns the gradient norm before clipping and whether the step was skipped."""
+        if self._is_plain:
+            norm = self._plain_norm()
+            if has_bad_gradient or not math.isfinite(norm):
+                # DeepSpeed 0.19.8 applies NaN at stage 0 in fp32; parameters without a gradient are left alone by torch's optimizers.
+                self._ds.zero_grad()
+                self._ds.step()
+                return norm, True
+            self._ds.step()
+            return norm, False
+        skipped_before = self._ds.skipped_steps
+        self._ds.step()
+        skipped = self._ds.skipped_steps > skipped_before
+        if has_bad_gradient and not skipped:
+            raise RunError(f"a non-finite gradient was applied at ZeRO stage {self.plan.zero_stage}: {self._culprit()}", hint="please report this")
+        norm = self._ds.get_global_grad_norm()
+        return float("nan") if norm is None else float(norm), skipped
+
+    @property
+    def _is_plain(self) -> bool:
+        return self.plan.zero_stage == 0 and self.plan.config.train.precision == "fp32"
+
+    def _plain_norm(self) -> float:
+        grads = [p.grad for p in self._ds.module.parameters() if p.grad is not None]
+        return float(torch.nn.utils.get_total_norm(grads))
+
+    def _culprit(self) -> str:
+        found: list[str | None] = [None] * self.plan.dp
+        dist.all_gather_object(found, self._probe.first_bad())
+        named = [f"{name} on rank {rank}" for rank, name in enumerate(found) if name]
+        return named[0] if named else "no single gradient; the reduction overflowed"
+
+    def _sum_over_ranks(self, *values: float) -> list[float]:
+        summed = torch.tensor(values, dtype=torch.float64, device=self._device)
+        dist.all_reduce(summed)
+        return summed.tolist()
+
+    def _my_share(self, prompts: list[list[int]]) -> list[tuple[int, list[int]]]:
+        """This rank's prompts; under ZeRO-3 every rank must run the model equally often, so the last ones may be answered twice."""
+        dp, rank = self.plan.dp, self.plan.world.rank
+        rounds = math.ceil(len(prompts) / dp)
+        numbers = [min(turn * dp + rank, len(prompts) - 1) for turn in range(rounds)]
+        return [(number, prompts[number]) for number in numbers]
+
+    def _answer(self, prompt: list[int], max_new_tokens: int, stop_ids: list[int], pad_id: int) -> list[int]:
+        ids = torch.tensor([prompt], device=self._device)
+        with torch.no_grad():
+            out = self.lm.generate(  # type: ignore[operator]
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=max_new_tokens,
+                eos_token_id=stop_ids,
+                pad_token_id=pad_id,
+                use_cache=True,
+                synced_gpus=self.plan.zero_stage == 3 and self.plan.dp > 1,
+            )
+        answer = out[0, len(prompt) :].tolist()
+        ends = [place for place, token in enumerate(answer) if token in stop_ids]
+        return answer[: ends[0]] if ends else answer
+
+    def _gathered(self, param: nn.Parameter) -> Any:  # noqa: ANN401 - a context manager of DeepSpeed
+        if not hasattr(param, "ds_id"):
+            return nullcontext()
+        import deepspeed  # noqa: PLC0415
+
+        return deepspeed.zero.GatheredParameters([param])
+
+
+def _named(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name.removeprefix("lm."), param) for name, param in module.named_parameters()]

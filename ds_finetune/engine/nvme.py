@@ -1,0 +1,49 @@
+"""A guard for NVMe offload: some disks return from a direct read without having read."""
+
+from pathlib import Path
+
+import torch
+
+from ds_finetune.errors import ConfigError
+from ds_finetune.plan.layout import Plan
+
+_ELEMENTS = 512 * 1024
+_OFFSET = 64
+"""Elements before the destination: 256 bytes, which is no multiple of a 512-byte sector."""
+
+
+def check_nvme(plan: Plan) -> None:
+    """Write, read back at an unaligned address and compare on each `nvme_path` of the plan; ConfigError where the bytes differ.
+
+    DeepSpeed 0.19.8 reads gradients into `buffer.narrow(offset)`; where the disk's direct IO wants aligned addresses,
+    the read returns without an error and the gradient is stale.
+    """
+    zero = plan.deepspeed["zero_optimization"]
+    folders = {str(s["nvme_path"]) for s in (zero.get("offload_optimizer"), zero.get("offload_param")) if s and s.get("device") == "nvme"}
+    for folder in sorted(folders):
+        _check_folder(Path(folder), plan.world.rank)
+
+
+def _check_folder(folder: Path, rank: int) -> None:
+    from deepspeed.ops.op_builder import AsyncIOBuilder  # noqa: PLC0415
+
+    if not folder.is_dir():
+        raise ConfigError(f"nvme_path `{folder}` is not a folder", hint="create it, or name another disk")
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        raise ConfigError(f"nvme_path `{folder}` needs DeepSpeed's async_io, which cannot be built", hint="install libaio (Debian: libaio-dev)")
+    handle = AsyncIOBuilder().load().aio_handle(1 << 20, 8, False, True, 1)
+    path = folder / f"probe-rank{rank}.swp"
+    written = handle.new_cpu_locked_tensor(_ELEMENTS, torch.empty(0, dtype=torch.float32))
+    written.copy_(torch.arange(_ELEMENTS) + 1)
+    handle.sync_pwrite(written, str(path), 0)
+    buffer = handle.new_cpu_locked_tensor(2 * _ELEMENTS, torch.empty(0, dtype=torch.float32))
+    buffer.zero_()
+    handle.async_pread(buffer.narrow(0, _OFFSET, _ELEMENTS), str(path), 0)
+    handle.wait()
+    path.unlink()
+    if not torch.equal(buffer[_OFFSET : _OFFSET + _ELEMENTS], written):
+        raise ConfigError(
+            f"nvme_path `{folder}` does not read back what was written to an address that is no multiple of 512 bytes: "
+            "DeepSpeed 0.19.8 would train on stale gradients there",
+            hint="use a disk whose direct IO takes unaligned buffers (tmpfs does), or offload to cpu",
+        )
