@@ -1,0 +1,69 @@
+"""Held-out data every so often: loss, perplexity, token accuracy, optional exact match; early stopping and the best weights."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from ds_finetune.config import EvalConfig
+from ds_finetune.engine.core import EvalResult
+from ds_finetune.observers.record import StepRecord
+
+_OVERFLOW_NATS = 700.0
+"""exp() of more than this overflows a float."""
+
+
+@dataclass
+class Evaluation:
+    """Calls `evaluate` (and `exact_match`, where prompts are asked for) every `every_steps` and at the last step."""
+
+    every_steps: int
+    evaluate: Callable[[], EvalResult]
+    exact_match: Callable[[], float] | None = None
+
+    def after_step(self, record: StepRecord) -> StepRecord:
+        """Add `eval/*` values when it is time."""
+        if not (record.is_last or record.stop or (self.every_steps and record.step % self.every_steps == 0)):
+            return record
+        result = self.evaluate()
+        values = {"eval/loss": result.loss, "eval/perplexity": math.exp(min(result.loss, _OVERFLOW_NATS)), "eval/accuracy": result.accuracy}
+        if self.exact_match:
+            values["eval/exact_match"] = self.exact_match()
+        return record.with_values(values)
+
+    def close(self) -> None:
+        """Nothing is held back."""
+
+
+@dataclass
+class BestAndPatience:
+    """Remembers the lowest `eval/loss`, keeps its weights, and stops after `patience` evaluations without a lower one."""
+
+    config: EvalConfig
+    keep: Callable[[int], None]
+    best_loss: float = math.inf
+    best_step: int = 0
+    worse_in_a_row: int = 0
+
+    def after_step(self, record: StepRecord) -> StepRecord:
+        """Act on `eval/loss` where the record has one."""
+        loss = record.values.get("eval/loss")
+        if loss is None:
+            return record
+        if loss < self.best_loss:
+            self.best_loss, self.best_step, self.worse_in_a_row = loss, record.step, 0
+            if self.config.keep_best:
+                self.keep(record.step)
+        else:
+            self.worse_in_a_row += 1
+        record = replace(record, best_step=self.best_step)
+        if self.config.patience and self.worse_in_a_row >= self.config.patience:
+            return record.stopping(f"eval/loss has not fallen below {self.best_loss:.4f} of step {self.best_step} for {self.worse_in_a_row} evaluations")
+        return record
+
+    def close(self) -> None:
+        """Nothing is held back."""
+
+
+def matches(answers: Sequence[str], expected: Sequence[str]) -> float:
+    """Share of `answers` equal to `expected` after stripping white space at both ends."""
+    return sum(a.strip() == e.strip() for a, e in zip(answers, expected, strict=True)) / max(len(expected), 1)

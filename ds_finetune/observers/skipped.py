@@ -1,0 +1,27 @@
+"""Skipped steps are counted and said; too many in a row end the run."""
+
+from dataclasses import dataclass
+
+from ds_finetune.errors import RunError
+from ds_finetune.observers.record import StepRecord
+
+
+@dataclass
+class SkippedSteps:
+    """Raises RunError after `limit` skipped steps in a row."""
+
+    limit: int
+    in_a_row: int = 0
+
+    def after_step(self, record: StepRecord) -> StepRecord:
+        """Count; a step that was applied starts again from 0."""
+        self.in_a_row = self.in_a_row + 1 if record.values["train/skipped"] else 0
+        if self.in_a_row >= self.limit:
+            raise RunError(
+                f"{self.in_a_row} steps in a row were skipped for a non-finite gradient, the last at step {record.step}: {record.notice}",
+                hint="lower optim.lr, use train.precision bf16 or fp32, or look at the data of these steps; nothing was exported",
+            )
+        return record
+
+    def close(self) -> None:
+        """Nothing is held back."""
