@@ -9,7 +9,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from ds_finetune.errors import ConfigError
-from ds_finetune.schedule import Duration, SchedulerName
+from ds_finetune.schedule import Duration, SchedulerName, warmup_steps
 
 Precision = Literal["bf16", "fp16", "fp32"]
 Layout = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
@@ -25,6 +25,11 @@ def _as_model(value: object) -> object:
 
 def _checked_duration(text: object) -> object:
     return str(Duration.parse(str(text)))
+
+
+def _checked_warmup(text: object) -> object:
+    warmup_steps(str(text), 1)
+    return str(text)
 
 
 Paths = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
@@ -123,7 +128,7 @@ class OptimConfig(Section):
     """Adam's denominator term."""
     lr_scheduler: SchedulerName = "cosine"
     """Shape after warm-up; `wsd` stays at `lr` and decays in the last tenth."""
-    warmup: str = "3%"
+    warmup: Annotated[str, BeforeValidator(_checked_warmup)] = "3%"
     """Linear warm-up: `N steps`, or a share of the run such as `3%`."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """Learning rate at the end, as a share of `lr`."""

@@ -62,6 +62,17 @@ class LrSchedule:
         return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * _SHAPES[self.name](progress))
 
 
+def warmup_steps(text: str, steps: int) -> int:
+    """Warm-up steps of `N steps` or of a share such as `3%` of `steps` (rounded down, so a short run has none)."""
+    share = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text)
+    if share:
+        return int(steps * float(share[1]) / 100)
+    duration = Duration(0, "steps") if text.strip() in ("0", "0 steps") else Duration.parse(text)
+    if duration.unit != "steps":
+        raise ValueError(f"`{text}` is not a warm-up; write `100 steps` or `3%`")
+    return int(duration.value)
+
+
 def _wsd(progress: float) -> float:
     return min(1.0, (1 - progress) / WSD_DECAY_SHARE)
 

@@ -1,0 +1,120 @@
+"""The command line: turns arguments into a config, calls one stage after another, prints an error once."""
+
+import argparse
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ds_finetune.config import RunConfig, dump_config, read_config
+from ds_finetune.console import OUT, show_error, show_plan, show_report
+from ds_finetune.errors import RUN_ERROR_EXIT_CODE, FinetuneError
+
+_QUIET_SECONDS = 5.0
+"""How long other ranks of a machine wait with the same error, so that a launcher does not end the one that prints."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code (0 done, 1 a run failed, 2 the user's mistake)."""
+    arguments = _parser().parse_args(sys.argv[1:] if argv is None else list(argv))
+    try:
+        arguments.command(arguments)
+    except FinetuneError as error:
+        _say_once(str(error))
+        return error.exit_code
+    except KeyboardInterrupt:
+        _say_once("interrupted")
+        return RUN_ERROR_EXIT_CODE
+    except BaseException as error:  # noqa: BLE001 - the outermost reporter: a rank that died must say so, whatever it was
+        if isinstance(error, SystemExit):
+            raise
+        show_error(f"rank {os.environ.get('RANK', '0')}: {''.join(traceback.format_exception(error))}")
+        return RUN_ERROR_EXIT_CODE
+    return 0
+
+
+def _say_once(text: str) -> None:
+    """Print on local rank zero; a user's mistake looks the same from every rank of a machine."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        show_error(f"error: {text}")
+        return
+    time.sleep(_QUIET_SECONDS)
+    show_error(f"rank {os.environ.get('RANK')}: {text.splitlines()[0]}")
+
+
+def _train(arguments: argparse.Namespace) -> None:
+    config = _config(arguments)
+    from ds_finetune.finetune import train  # noqa: PLC0415 - torch and transformers take seconds
+
+    report = train(config, announce=show_plan)
+    if os.environ["RANK"] == "0":
+        show_report(report)
+
+
+def _config_show(arguments: argparse.Namespace) -> None:
+    OUT.print(dump_config(_config(arguments)), markup=False, end="")
+
+
+def _config_schema(arguments: argparse.Namespace) -> None:
+    OUT.print(json.dumps(RunConfig.model_json_schema(by_alias=True), indent=2), markup=False)
+
+
+def _data_show(arguments: argparse.Namespace) -> None:
+    config = _config(arguments)
+    from ds_finetune.preview import preview_of  # noqa: PLC0415
+
+    OUT.print(preview_of(config, samples=arguments.samples))
+
+
+def _ask(arguments: argparse.Namespace) -> None:
+    from ds_finetune.ask import answers  # noqa: PLC0415
+
+    for prompt, answer in zip(arguments.prompts, answers(Path(arguments.folder), arguments.prompts, max_new_tokens=arguments.max_new_tokens), strict=True):
+        OUT.print(f"> {prompt}\n{answer}", markup=False)
+
+
+def _demo(arguments: argparse.Namespace) -> None:
+    from ds_finetune.demo import write_demo  # noqa: PLC0415
+
+    run_file = write_demo(Path(arguments.folder))
+    OUT.print(f"wrote {run_file}", markup=False)
+
+
+def _config(arguments: argparse.Namespace) -> RunConfig:
+    return read_config(arguments.run, arguments.overrides)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ds-finetune", description="Fine-tune DeepSeek-style causal LMs with DeepSpeed.", allow_abbrev=False)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _run_command(commands, "train", "fine-tune as RUN.yaml says", _train)
+    config = commands.add_parser("config", help="show or describe a configuration").add_subparsers(required=True, metavar="WHAT")
+    _run_command(config, "show", "print the resolved run", _config_show)
+    config.add_parser("schema", help="print the JSON schema of a run file").set_defaults(command=_config_schema)
+    data = commands.add_parser("data", help="look at the data of a run").add_subparsers(required=True, metavar="WHAT")
+    show = _run_command(data, "show", "print samples with the trained tokens marked, and counts", _data_show)
+    show.add_argument("--samples", type=int, default=3, help="rows to print (default 3)")
+    ask = commands.add_parser("ask", help="ask an exported folder questions, with plain transformers")
+    ask.add_argument("folder")
+    ask.add_argument("prompts", nargs="+")
+    ask.add_argument("--max-new-tokens", type=int, default=128)
+    ask.set_defaults(command=_ask)
+    demo = commands.add_parser("demo", help="write the embedded example (model config, tokenizer, data, run file) to a folder")
+    demo.add_argument("folder")
+    demo.set_defaults(command=_demo)
+    return parser
+
+
+def _run_command(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, text: str, command: Callable[[argparse.Namespace], None]
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=text, allow_abbrev=False)
+    # `deepspeed` puts --local_rank=N before the program's own arguments; the environment says the same.
+    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
+    parser.add_argument("run", metavar="RUN.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace those of the file")
+    parser.set_defaults(command=command)
+    return parser

@@ -1,0 +1,57 @@
+"""What a person sees: the plan before a run, the summary after it, tables. The only place that prints."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from ds_finetune.finetune import Report
+    from ds_finetune.material import Material
+    from ds_finetune.plan.layout import Plan
+
+OUT = Console(highlight=False, soft_wrap=True)
+ERR = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def pairs(title: str, rows: Iterable[tuple[str, str]]) -> Table:
+    """A table of names and texts."""
+    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, text in rows:
+        table.add_row(name, text)
+    return table
+
+
+def show_plan(plan: "Plan", material: "Material") -> None:
+    """Print what was decided and what will be trained on; rank zero calls this before anything is loaded."""
+    rows = plan.lines()
+    shape = material.shape
+    if shape is not None:
+        rows.append(("parameters", f"{shape.total_params / 1e6:,.3f} M, {shape.active_params / 1e6:,.3f} M active per token"))
+    train = material.train
+    share = train.num_supervised_tokens / max(train.num_tokens, 1)
+    rows.append(("data", f"{len(train):,} rows, {train.num_tokens:,} tokens, {share:.1%} of them supervised"))
+    OUT.print(pairs("plan", rows))
+    if plan.config.model.weights == "random":
+        OUT.print(f"[bold]RANDOM WEIGHTS[/bold]: {plan.config.model.path} is built from its config.json; nothing pre-trained is loaded")
+    for note in plan.notes:
+        OUT.print(note, markup=False)
+
+
+def show_report(report: "Report") -> None:
+    """Print the end of a run."""
+    rows = [("time", f"{report.seconds:.0f} s")]
+    if report.last is not None:
+        values = report.last.values
+        rows += [("steps", f"{report.last.step} ({values['train/skipped_steps']:.0f} skipped)")]
+        rows += [(name, f"{values[name]:.4f}") for name in ("train/loss", "eval/loss", "eval/perplexity", "eval/accuracy", "eval/exact_match") if name in values]
+        rows += [("best", f"step {report.last.best_step}")] if report.last.best_step else []
+        rows += [("stopped", report.last.stop)] if report.last.stop else []
+    rows += [("run", str(report.output_dir)), *(("export", str(path)) for path in report.exports)]
+    OUT.print(pairs("done", rows))
+
+
+def show_error(text: str) -> None:
+    """Print an error."""
+    ERR.print(text, markup=False, style="red")

@@ -1,0 +1,113 @@
+"""The embedded example: a tiny DeepSeek-V3 from a config, and a small task whose data is made here."""
+
+import json
+import random
+from collections.abc import Iterator
+from datetime import date, timedelta
+from pathlib import Path
+
+DAYS = 36_500
+FIRST_DAY = date(1950, 1, 1)
+HELD_OUT = 200
+MODEL = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "vocab_size": 128,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "hidden_act": "silu",
+    "initializer_range": 0.05,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}{{ '<|user|>' + message['content'] }}"
+    "{% else %}{{ '<|assistant|>' + message['content'] + eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+RUN = """\
+model: {{path: {folder}/model, weights: random}}
+data: {{train: {folder}/train.jsonl, eval: {folder}/eval.jsonl}}
+deepspeed: {{zero_optimization: {{stage: 3}}}}
+train: {{for: 400 steps, global_batch_size: 8, micro_batch_size: 4, max_seq_len: 512, precision: fp32, activation_checkpointing: false}}
+optim: {{lr: 3.0e-3, warmup: 5%, min_lr_ratio: 0.05}}
+eval: {{every: 100 steps, generate: {{prompts: 40, max_new_tokens: 24}}}}
+log: {{every: 20}}
+output_dir: {folder}/run
+"""
+SPECIAL = ("<|bos|>", "<|eos|>", "<|pad|>", "<|user|>", "<|assistant|>")
+
+
+def questions(seed: int = 0) -> Iterator[tuple[str, str]]:
+    """All days in an order of `seed`, as (`2024-03-17`, `17 March 2024`) pairs, each day once."""
+    days = list(range(DAYS))
+    random.Random(seed).shuffle(days)
+    for offset in days:
+        day = FIRST_DAY + timedelta(days=offset)
+        yield day.isoformat(), f"{day.day} {day:%B} {day.year}"
+
+
+def write_demo(folder: Path) -> Path:
+    """Write `model/` (config and tokenizer, no weights), `train.jsonl`, `eval.jsonl` and `run.yaml`; returns the run file."""
+    model = folder / "model"
+    model.mkdir(parents=True, exist_ok=True)
+    (model / "config.json").write_text(json.dumps(MODEL, indent=2) + "\n", encoding="utf-8")
+    _write_tokenizer(model)
+    rows = [{"prompt": question, "completion": answer} for question, answer in questions()]
+    _write_lines(folder / "eval.jsonl", rows[:HELD_OUT])
+    _write_lines(folder / "train.jsonl", rows[HELD_OUT:])
+    run_file = folder / "run.yaml"
+    run_file.write_text(RUN.format(folder=folder), encoding="utf-8")
+    return run_file
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """A tokenizer with a token per printable ASCII character, and the chat template of the example."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: PLC0415 - only the example needs them
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
+
+    characters = [chr(code) for code in range(32, 127)]
+    vocabulary = {token: number for number, token in enumerate((*SPECIAL, "<|unk|>", *characters))}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))  # noqa: S106 - not a password
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        bos_token=SPECIAL[0],
+        eos_token=SPECIAL[1],
+        pad_token=SPECIAL[2],
+        unk_token="<|unk|>",  # noqa: S106
+        additional_special_tokens=list(SPECIAL[3:]),
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+
+
+def _write_lines(path: Path, rows: list[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

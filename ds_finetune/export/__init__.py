@@ -1,0 +1,1 @@
+"""The end of training: a Hugging Face folder that plain transformers loads."""
