@@ -1,0 +1,112 @@
+"""A model without weights: configuration, modules, and where each tensor lives on this rank."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from ds_finetune.errors import ModelError
+from ds_finetune.model.families import family_of
+
+_HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt")
+_LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier_scale")
+"""Config keys of model types that change the logits after `lm_head`, where the chunked loss would not see it."""
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """The part of a tensor that lives here: `flat` (1-D, writable) holds elements `start, start + 1, ...` of the
+    row-major flattened tensor of `shape`; it may reach past the end, where ZeRO-3 pads."""
+
+    flat: torch.Tensor
+    start: int
+    shape: tuple[int, ...]
+
+
+Where = Callable[[torch.Tensor], Fragment]
+
+
+def whole(tensor: torch.Tensor) -> Fragment:
+    """The fragment of a tensor that lives here entirely."""
+    return Fragment(flat=tensor.data.view(-1), start=0, shape=tuple(tensor.shape))
+
+
+def resolve_folder(path: str) -> Path:
+    """The folder of a model or tokenizer: a local one as it is, a hub id downloaded to the hub's cache."""
+    folder = Path(path)
+    if folder.is_dir():
+        return folder
+    if folder.exists() or path.startswith((".", "/", "~")) or path.count("/") != 1:
+        raise ModelError(f"model `{path}` is not a folder", hint="name a folder that holds config.json, or a hub id such as org/name")
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - only for hub ids
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=list(_HUB_FILES)))
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as missing:
+        raise ModelError(f"model `{path}` is neither a folder nor to be had from the hub: {missing}", hint="check the name, or give a local folder") from missing
+
+
+def read_hf_config(path: str) -> PretrainedConfig:
+    """The transformers configuration of a model folder or hub id; ModelError where there is none, or it is no causal LM's."""
+    folder = resolve_folder(path)
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"model folder `{folder}` has no config.json", hint="name the folder that holds the model's config.json")
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except ValueError as unknown:
+        raise ModelError(f"{folder}/config.json: {unknown}", hint="model_type must be one that this transformers knows") from unknown
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ModelError(f"{folder}/config.json: model_type `{config.model_type}` is not a causal LM", hint="use a model with a language-model head")
+    transformed = [key for key in _LOGIT_TRANSFORMS if getattr(config, key, None) not in (None, 1, 1.0)]
+    if transformed:
+        raise ModelError(
+            f"{folder}/config.json: `{transformed[0]}` = {getattr(config, transformed[0])} changes the logits after the head, "
+            f"which the chunked loss of model_type `{config.model_type}` would not see",
+            hint="train a model without it",
+        )
+    return config
+
+
+def build_skeleton(
+    hf_config: PretrainedConfig,
+    *,
+    attention: str,
+    dtype: torch.dtype,
+    device: str,
+    init_context: AbstractContextManager[object] | None = None,
+) -> PreTrainedModel:
+    """The modules of a causal LM with unset parameters in `dtype` on `device`; buffers hold their true values.
+
+    `init_context` is entered around the construction, e.g. one that partitions each parameter as it is made.
+    Experts run through the grouped implementation; the cache is off, since packed rows are only kept apart without it
+    (transformers 5.23, masking_utils.py:873).
+    """
+    hf_config.use_cache = False
+    hf_config._attn_implementation = attention
+    hf_config.dtype = dtype
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with no_init_weights(), init_context or nullcontext(), torch.device(device):
+            model = AutoModelForCausalLM._model_mapping[type(hf_config)](hf_config)
+    finally:
+        torch.set_default_dtype(default)
+    model.tie_weights()
+    if family_of(hf_config.model_type).fused_experts:
+        assert model.config._experts_implementation == "grouped_mm", model.config._experts_implementation
+    _keep_buffers(model, device)
+    return model.train()
+
+
+def _keep_buffers(model: PreTrainedModel, device: str) -> None:
+    """Buffers that a family keeps in fp32 are made so, whatever the default dtype was during construction."""
+    kept = family_of(model.config.model_type).fp32_buffers
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if name in kept:
+                setattr(module, name, torch.zeros_like(buffer, dtype=torch.float32, device=device))

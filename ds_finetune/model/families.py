@@ -1,0 +1,47 @@
+"""What differs between model types, as rows of a table."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model type: how its tensors are named in published checkpoints, and what may be absent or left over there."""
+
+    model_type: str
+    fused_experts: bool = False
+    """Experts are one 3-D tensor per layer in transformers 5 and one matrix each in published checkpoints."""
+    drops_layers_beyond: bool = False
+    """Layers numbered past `num_hidden_layers` (DeepSeek-V3's multi-token prediction) are published and not built."""
+    may_be_unexpected: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$",)
+    """Regular expressions of checkpoint keys that are declared not to be loaded."""
+    fp32_buffers: tuple[str, ...] = ()
+    """Last parts of buffer names that stay fp32 whatever the precision."""
+    export_config: Mapping[str, object] = field(default_factory=dict)
+    """Keys a served `config.json` must have, added where the base has none."""
+    is_generic: bool = False
+
+
+_EXPERTS = {"fused_experts": True}
+_FAMILIES = (
+    Family("deepseek_v2", **_EXPERTS),
+    Family(
+        "deepseek_v3",
+        **_EXPERTS,
+        drops_layers_beyond=True,
+        fp32_buffers=("e_score_correction_bias",),
+        export_config={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    ),
+    Family("qwen2"),
+    Family("qwen3"),
+    Family("qwen2_moe", **_EXPERTS),
+    Family("qwen3_moe", **_EXPERTS),
+    Family("llama"),
+)
+FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _FAMILIES}
+"""Families by `model_type` of their config.json; R1 is deepseek_v3, its distills are qwen2, qwen3 and llama."""
+
+
+def family_of(model_type: str) -> Family:
+    """The row of a model type, or the generic row: same tensor names in checkpoint and model, nothing declared absent."""
+    return FAMILIES.get(model_type, Family(model_type, is_generic=True))

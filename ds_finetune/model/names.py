@@ -1,0 +1,38 @@
+"""One map between a model's tensors and the tensors of a published checkpoint, used for loading and for export."""
+
+import re
+from dataclasses import dataclass
+
+from ds_finetune.model.families import Family
+
+Index = tuple[int | slice, ...]
+_FUSED = re.compile(r"^(?P<experts>.*\.mlp\.experts)\.(?P<part>gate_up_proj|down_proj)$")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A checkpoint tensor `key` of `shape`, which is `tensor[index]` of the model's tensor."""
+
+    key: str
+    index: Index
+    shape: tuple[int, ...]
+
+
+def hub_pieces(name: str, shape: tuple[int, ...], family: Family) -> tuple[Piece, ...]:
+    """The checkpoint tensors that a model tensor `name` of `shape` is made of; together they cover it once.
+
+    Fused experts `gate_up_proj` [experts, 2 x inner, hidden] and `down_proj` [experts, hidden, inner] are one matrix per
+    expert and projection there (transformers 5.23, conversion_mapping.py:51-53); every other tensor is the same.
+    """
+    fused = _FUSED.match(name) if family.fused_experts else None
+    if not fused:
+        return (Piece(name, (), shape),)
+    experts, rows, columns = shape
+    if fused["part"] == "down_proj":
+        return tuple(Piece(f"{fused['experts']}.{e}.down_proj.weight", (e,), (rows, columns)) for e in range(experts))
+    half = rows // 2
+    return tuple(
+        Piece(f"{fused['experts']}.{e}.{part}.weight", (e, where), (half, columns))
+        for e in range(experts)
+        for part, where in (("gate_proj", slice(0, half)), ("up_proj", slice(half, rows)))
+    )

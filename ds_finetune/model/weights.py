@@ -1,0 +1,204 @@
+"""Weights into the fragments that live on this rank: streamed from safetensors, or drawn afresh; every tensor accounted for."""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import PreTrainedModel
+
+from ds_finetune.errors import ModelError
+from ds_finetune.model.build import Fragment, Where, whole
+from ds_finetune.model.families import Family
+from ds_finetune.model.names import Piece, hub_pieces
+
+_SHOWN = 10
+_FP8 = ("F8_E4M3", "F8_E5M2")
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What was loaded and which checkpoint keys the family declares not to be."""
+
+    num_tensors: int
+    skipped: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A tensor of the model: its name, its fragment, and the checkpoint tensors it is made of."""
+
+    name: str
+    fragment: Fragment
+    pieces: tuple[Piece, ...]
+
+
+def load_weights(model: PreTrainedModel, folder: Path, *, family: Family, where: Where = whole) -> LoadReport:
+    """Copy the safetensors of `folder` into the fragments of `model` that `where` names, a bounded piece at a time.
+
+    Keys and shapes are compared from the headers alone before anything is written; ModelError lists what is missing,
+    unexpected or of another shape. Values are cast to the dtype of their target; a NaN or infinity is a ModelError.
+    """
+    with _Checkpoint(folder) as checkpoint:
+        targets = list(_targets(model, family, where))
+        skipped = _account(checkpoint, targets, model, family)
+        for target in targets:
+            for piece in target.pieces:
+                _copy_piece(checkpoint, target.fragment, piece)
+    return LoadReport(num_tensors=sum(len(t.pieces) for t in targets), skipped=tuple(skipped))
+
+
+def initialise_weights(model: PreTrainedModel, *, seed: int, where: Where = whole) -> None:
+    """Draw fresh weights by the model's own rule (`_init_weights`), the same for any world size and ZeRO stage.
+
+    One module at a time is materialised in fp32 on the CPU, seeded from (seed, module name), and its fragment kept.
+    """
+    tied = {name for name in (model.all_tied_weights_keys or {}) if model.config.tie_word_embeddings}
+    for name, module in model.named_modules():
+        own = [(leaf, p) for leaf, p in module.named_parameters(recurse=False) if f"{name}.{leaf}".lstrip(".") not in tied]
+        if own:
+            _initialise_module(model, module, own, _seed(seed, name), where)
+
+
+def _seed(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:7], "big")
+
+
+def _initialise_module(model: PreTrainedModel, module: nn.Module, own: list[tuple[str, nn.Parameter]], seed: int, where: Where) -> None:
+    drawn = {leaf: torch.zeros(where(param).shape, dtype=torch.float32) for leaf, param in own}
+    kept = dict(module._parameters)
+    buffers = dict(module._buffers)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        for leaf, tensor in drawn.items():
+            module._parameters[leaf] = nn.Parameter(tensor)
+        module._buffers.update({leaf: b.clone() for leaf, b in buffers.items() if b is not None})
+        model._init_weights(module)
+        values = {leaf: param.data for leaf, param in module._parameters.items() if leaf in drawn and param is not None}
+    module._parameters.update(kept)
+    module._buffers.update(buffers)
+    for leaf, param in own:
+        fragment = where(param)
+        end = min(fragment.start + fragment.flat.numel(), math.prod(fragment.shape))
+        if end > fragment.start:
+            fragment.flat[: end - fragment.start].copy_(values[leaf].view(-1)[fragment.start : end])
+
+
+def _targets(model: PreTrainedModel, family: Family, where: Where) -> Iterator[_Target]:
+    for name, param in model.named_parameters():
+        fragment = where(param)
+        yield _Target(name, fragment, hub_pieces(name, fragment.shape, family))
+    for module_name, module in model.named_modules():
+        for leaf, buffer in module.named_buffers(recurse=False):
+            if leaf not in module._non_persistent_buffers_set:
+                name = f"{module_name}.{leaf}".lstrip(".")
+                yield _Target(name, whole(buffer), hub_pieces(name, tuple(buffer.shape), family))
+
+
+class _Checkpoint:
+    """The safetensors files of a folder as one name space, opened lazily and read by slices."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._stack = ExitStack()
+        self._files: dict[str, Any] = {}
+        self.file_of = self._read_index()
+
+    def __enter__(self) -> "_Checkpoint":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def slice_of(self, key: str) -> Any:  # noqa: ANN401 - safetensors' PySafeSlice
+        return self._open(self.file_of[key]).get_slice(key)
+
+    def _open(self, file: str) -> Any:  # noqa: ANN401
+        if file not in self._files:
+            self._files[file] = self._stack.enter_context(safe_open(self.folder / file, framework="pt"))
+        return self._files[file]
+
+    def _read_index(self) -> dict[str, str]:
+        index = self.folder / "model.safetensors.index.json"
+        if index.is_file():
+            weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            absent = sorted({file for file in weight_map.values() if not (self.folder / file).is_file()})
+            if absent:
+                raise ModelError(f"{index} names {len(absent)} files that are not there: {', '.join(absent[:_SHOWN])}", hint="download the model again")
+            return weight_map
+        files = sorted(self.folder.glob("*.safetensors"))
+        if not files:
+            raise ModelError(
+                f"model folder `{self.folder}` has no safetensors weights",
+                hint="give a folder with weights, or set model.weights: random to build from config.json alone",
+            )
+        return {key: file.name for file in files for key in self._open(file.name).keys()}  # noqa: SIM118 - not a dict
+
+
+def _account(checkpoint: _Checkpoint, targets: Iterable[_Target], model: PreTrainedModel, family: Family) -> list[str]:
+    wanted = {piece.key: piece.shape for target in targets for piece in target.pieces}
+    missing = sorted(wanted.keys() - checkpoint.file_of.keys())
+    left_over = sorted(checkpoint.file_of.keys() - wanted.keys())
+    skipped = [key for key in left_over if _is_declared(key, model, family)]
+    unexpected = sorted(set(left_over) - set(skipped))
+    shapes = {key: tuple(checkpoint.slice_of(key).get_shape()) for key in wanted.keys() & checkpoint.file_of.keys()}
+    mismatched = [f"{key}: model {wanted[key]}, checkpoint {shape}" for key, shape in sorted(shapes.items()) if shape != wanted[key]]
+    fp8 = [key for key in shapes if checkpoint.slice_of(key).get_dtype() in _FP8]
+    if fp8:
+        raise ModelError(f"{checkpoint.folder} holds {len(fp8)} FP8 tensors, e.g. `{fp8[0]}`", hint="give a bf16 copy of the checkpoint")
+    problems = [("missing", missing), ("unexpected", unexpected), ("of another shape", mismatched)]
+    found = [f"{len(keys)} {what}: {', '.join(keys[:_SHOWN])}{' ...' if len(keys) > _SHOWN else ''}" for what, keys in problems if keys]
+    if found:
+        raise ModelError(
+            f"{checkpoint.folder} does not fit {type(model).__name__}: {'; '.join(found)}",
+            hint="the checkpoint is incomplete or of another model; nothing is trained from weights that were not loaded",
+        )
+    return skipped
+
+
+def _is_declared(key: str, model: PreTrainedModel, family: Family) -> bool:
+    """Whether a checkpoint key may be left over: declared by the family, a tied head, or a layer past the last one."""
+    if any(re.search(pattern, key) for pattern in family.may_be_unexpected):
+        return True
+    if model.config.tie_word_embeddings and key in (model.all_tied_weights_keys or {}):
+        return True
+    layer = re.match(r"^model\.layers\.(\d+)\.", key)
+    return bool(family.drops_layers_beyond and layer and int(layer[1]) >= model.config.num_hidden_layers)
+
+
+def _copy_piece(checkpoint: _Checkpoint, fragment: Fragment, piece: Piece) -> None:
+    """Copy the part of `piece` that lies in `fragment`, reading only the rows it needs."""
+    begin, rows_apart = _place(fragment.shape, piece)
+    width = math.prod(piece.shape[1:])
+    first = max(0, (fragment.start - begin) // rows_apart)
+    last = min(piece.shape[0] if piece.shape else 1, -(-(fragment.start + fragment.flat.numel() - begin) // rows_apart))
+    if first >= last:
+        return
+    source = checkpoint.slice_of(piece.key)
+    values = source[first:last] if piece.shape else source[...]
+    if not bool(torch.isfinite(values).all()):
+        raise ModelError(f"tensor `{piece.key}` of {checkpoint.folder} holds NaN or infinity", hint="the checkpoint is damaged; download it again")
+    # Rows of a piece lie `rows_apart` elements apart in the flattened tensor, which is their own width for every map there is.
+    assert rows_apart == width
+    flat_values = values.reshape(-1)
+    offset = begin + first * width - fragment.start
+    source_from, target_from = max(0, -offset), max(0, offset)
+    count = min(flat_values.numel() - source_from, fragment.flat.numel() - target_from)
+    fragment.flat[target_from : target_from + count].copy_(flat_values[source_from : source_from + count])
+
+
+def _place(shape: tuple[int, ...], piece: Piece) -> tuple[int, int]:
+    """Where a piece begins in the row-major flattened tensor of `shape`, and how many elements its rows are apart there."""
+    begin, stride = 0, math.prod(shape)
+    for size, part in zip(shape, piece.index, strict=False):
+        stride //= size
+        begin += stride * (part if isinstance(part, int) else part.start)
+    return begin, max(1, math.prod(piece.shape[1:]))

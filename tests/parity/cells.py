@@ -1,0 +1,101 @@
+"""The cells of the parity matrix, the samples they all train on, and the rows each layout makes of them."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import AutoConfig, PretrainedConfig
+
+from ds_finetune.data.rows import Row
+from ds_finetune.labels import IGNORE_INDEX
+
+VOCAB, SAMPLES, ROW_LEN, PACKED_ROWS = 96, 64, 64, 32
+_DENSE = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+_DENSE |= {"num_key_value_heads": 2, "max_position_embeddings": 128, "tie_word_embeddings": False, "initializer_range": 0.1}
+_MLA = _DENSE | {"num_key_value_heads": 4, "moe_intermediate_size": 16, "n_shared_experts": 1, "n_routed_experts": 8, "kv_lora_rank": 16}
+_MLA |= {"q_lora_rank": 24, "qk_rope_head_dim": 8, "v_head_dim": 12, "qk_nope_head_dim": 16, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": _MLA | {"n_group": 2, "topk_group": 1},
+    "qwen2": _DENSE | {"tie_word_embeddings": True},
+    "llama": _DENSE,
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One way of doing the same optimizer step."""
+
+    family: str
+    stage: int
+    accumulation: int
+    packing: bool
+    offload: str = "none"
+    start: int = 0
+    precision: str = "fp32"
+    max_grad_norm: float = 0.0
+    checkpointing: bool = False
+
+    @property
+    def name(self) -> str:
+        """A name for files and test ids."""
+        return "-".join(f"{key}={value}" for key, value in asdict(self).items())
+
+
+def hf_config(family: str) -> PretrainedConfig:
+    """The tiny model of a family."""
+    return AutoConfig.for_model(family, **FAMILIES[family])
+
+
+def samples() -> list[tuple[np.ndarray, np.ndarray]]:
+    """64 documents of 3 to 30 tokens as (ids, shifted labels); about a third of the tokens is not supervised."""
+    rng = np.random.default_rng(7)
+    documents = []
+    for _ in range(SAMPLES):
+        ids = rng.integers(3, VOCAB, size=int(rng.integers(3, 31))).astype(np.int32)
+        labels = np.concatenate([ids[1:], [IGNORE_INDEX]]).astype(np.int32)
+        labels[: int(rng.integers(0, len(ids) - 1))] = IGNORE_INDEX
+        documents.append((ids, labels))
+    return documents
+
+
+def rows(packing: bool) -> list[Row]:
+    """The samples one to a row, or several to a row with positions that start again."""
+    bins: list[list[tuple[np.ndarray, np.ndarray]]] = []
+    for document in samples():
+        if not packing or not bins or sum(len(ids) for ids, _ in bins[-1]) + len(document[0]) > ROW_LEN:
+            bins.append([])
+        bins[-1].append(document)
+    return [_row(documents) for documents in bins]
+
+
+def _row(documents: list[tuple[np.ndarray, np.ndarray]]) -> Row:
+    ids, labels = (np.concatenate(parts) for parts in zip(*documents, strict=True))
+    positions = np.concatenate([np.arange(len(i)) for i, _ in documents]).astype(np.int32)
+    return Row(input_ids=ids, position_ids=positions, labels=labels, supervised=int((labels != IGNORE_INDEX).sum()))
+
+
+def run_tree(cell: Cell, model: Path, out: Path, *, dp: int) -> dict[str, Any]:
+    """The run file of a cell; one optimizer step holds all samples."""
+    total = PACKED_ROWS if cell.packing else SAMPLES
+    zero: dict[str, Any] = {"stage": cell.stage, "stage3_param_persistence_threshold": 40}
+    if cell.offload != "none":
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if cell.offload == "param":
+        zero["offload_param"] = {"device": "cpu"}
+    return {
+        "model": str(model),
+        "data": {"train": "none.jsonl", "packing": cell.packing, "shuffle": False},
+        "deepspeed": {"zero_optimization": zero},
+        "train": {
+            "for": "1 steps",
+            "global_batch_size": total,
+            "micro_batch_size": total // (dp * cell.accumulation),
+            "max_seq_len": ROW_LEN,
+            "precision": cell.precision,
+            "max_grad_norm": cell.max_grad_norm,
+            "activation_checkpointing": cell.checkpointing,
+        },
+        "optim": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.0},
+        "output_dir": str(out),
+    }

@@ -1,0 +1,83 @@
+"""Run many cells inside one launched world: one optimizer step each, gradients read back from Adam's first moment.
+
+Started by the tests as `torchrun --nproc-per-node N worker.py MODELS_DIR OUT_DIR CELLS.json`.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_finetune.config import RunConfig
+from ds_finetune.data.batches import BatchPlan, training_batches
+from ds_finetune.engine.core import Engine
+from ds_finetune.engine.processes import choose_device, process_group
+from ds_finetune.engine.start import start_engine
+from ds_finetune.model.build import read_hf_config
+from ds_finetune.plan.layout import make_plan
+from ds_finetune.world import World
+
+sys.path.insert(0, str(Path(__file__).parent))
+from cells import ROW_LEN, Cell, rows, run_tree  # noqa: E402
+
+STEPS = 3
+LR = 1e-3
+
+
+def main() -> None:
+    """Run every cell and let rank zero write what came of it."""
+    models, out, cells = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(Path(sys.argv[3]).read_text())
+    world, device = World.from_environment(os.environ), choose_device()
+    with process_group(world, device):
+        for cell in (Cell(**tree) for tree in cells):
+            config = RunConfig.model_validate(run_tree(cell, models / cell.family, out, dp=world.world_size))
+            plan = make_plan(config, world=world, device=device)
+            with start_engine(plan, read_hf_config(config.model.path)) as engine:
+                found = _three_steps(engine, config, world)
+            if world.rank == 0:
+                torch.save(found, out / f"{cell.name}-world={world.world_size}.pt")
+
+
+def _three_steps(engine: Engine, config: RunConfig, world: World) -> dict[str, Any]:
+    plan = BatchPlan(
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+        rank=world.rank,
+        dp=world.world_size,
+        seed=0,
+        shuffle=False,
+        pad_token_id=0,
+        row_len=ROW_LEN if config.data.packing else None,
+    )
+    every = rows(config.data.packing)
+    found: dict[str, Any] = {"losses": [], "norms": []}
+    for step in range(STEPS):
+        batch = next(iter(training_batches(every, plan, start_step=0, total_rows=len(every))))
+        result = engine.step(batch, lr=LR)
+        found["losses"].append(result.loss)
+        found["norms"].append(result.grad_norm)
+        if step == 0:
+            found["gradients"] = _gradients(engine)
+    found["weights"] = {name: tensor.clone() for name, tensor in engine.tensors() if tensor is not None}
+    return found
+
+
+def _gradients(engine: Engine) -> dict[str, torch.Tensor]:
+    """Gradient of the first step by parameter name: Adam's first moment is then (1 - beta1) times it."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    found = {}
+    for name, param in engine._ds.module.named_parameters():
+        if engine.plan.zero_stage:
+            moment = safe_get_full_optimizer_state(param, "exp_avg")
+        else:
+            moment = engine._ds.optimizer.state[param]["exp_avg"]
+        found[name.removeprefix("lm.")] = moment.detach().clone().float().cpu() / 0.1
+    return found
+
+
+if __name__ == "__main__":
+    main()
