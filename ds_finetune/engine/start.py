@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -61,11 +61,19 @@ def _build(plan: Plan, hf_config: PretrainedConfig) -> PreTrainedModel:
     return lm
 
 
-def _partitioned(plan: Plan) -> AbstractContextManager[None]:
-    """Context in which each parameter is partitioned over all ranks as soon as it is made."""
-    import deepspeed  # noqa: PLC0415
+@contextmanager
+def _partitioned(plan: Plan) -> Iterator[None]:
+    """Context in which each parameter is partitioned over all ranks as soon as it is made.
 
-    return deepspeed.zero.Init(config_dict_or_path=plan.deepspeed, dtype=DTYPES[plan.config.train.precision])
+    `zero.Init` also changes the dtype of `torch.arange`, which would round the rotary frequencies to bf16
+    (transformers 5.23, integrations/deepspeed.py:778).
+    """
+    import deepspeed  # noqa: PLC0415
+    from transformers.integrations.deepspeed import prevent_arange_dtype_change  # noqa: PLC0415
+
+    dtype = DTYPES[plan.config.train.precision]
+    with prevent_arange_dtype_change(), deepspeed.zero.Init(config_dict_or_path=plan.deepspeed, dtype=dtype):
+        yield
 
 
 def _fragment(param: torch.Tensor) -> Fragment:

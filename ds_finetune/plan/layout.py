@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ds_finetune.config import RunConfig
-from ds_finetune.errors import ConfigError
 from ds_finetune.plan.batch import accumulation_steps
+from ds_finetune.plan.chosen import chosen, refuse_accelerate_contradictions
 from ds_finetune.plan.finish import finish, read_choices, stage_of
 from ds_finetune.plan.options import Situation, apply_rules, offload_device
 from ds_finetune.world import AccelerateChoices, World
@@ -51,13 +51,11 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
     accumulation = accumulation_steps(
         global_batch_size=config.train.global_batch_size, micro_batch_size=config.train.micro_batch_size, dp=world.world_size
     )
-    given, origin = _chosen(config, accelerate)
-    tree, source = read_choices(given)
-    source = origin or source
+    tree, source = read_choices(chosen(config, accelerate))
     stage = stage_of(tree, source)
     finished = finish(tree, config, accumulation=accumulation, source=source, on_cpu=device == "cpu")
     if accelerate:
-        _refuse_accelerate_contradictions(accelerate, config, stage, accumulation)
+        refuse_accelerate_contradictions(accelerate, config, finished)
     zero = finished["zero_optimization"]
     notes = apply_rules(zero, Situation(device, stage, config.train.precision, config.optim.name))
     return Plan(

@@ -1,0 +1,47 @@
+"""Whose DeepSpeed choices count: the run file's, or those of `accelerate launch`; where both speak they must agree."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ds_finetune.config import RunConfig
+from ds_finetune.errors import ConfigError
+from ds_finetune.plan.options import offload_device
+from ds_finetune.world import AccelerateChoices
+
+
+def chosen(config: RunConfig, accelerate: AccelerateChoices | None) -> str | Mapping[str, Any] | None:
+    """The run file's `deepspeed`, else accelerate's DeepSpeed file or fields, else None for the default."""
+    if config.deepspeed is not None or accelerate is None:
+        return config.deepspeed
+    if accelerate.config_file:
+        return accelerate.config_file
+    if accelerate.zero_stage is None:
+        return None
+    zero: dict[str, Any] = {"stage": accelerate.zero_stage}
+    zero |= {"offload_optimizer": {"device": accelerate.offload_optimizer}} if accelerate.offload_optimizer else {}
+    zero |= {"offload_param": {"device": accelerate.offload_param}} if accelerate.offload_param else {}
+    return {"zero_optimization": zero}
+
+
+def refuse_accelerate_contradictions(accelerate: AccelerateChoices, config: RunConfig, finished: Mapping[str, Any]) -> None:
+    """ConfigError where `accelerate launch` and the run file say different things, naming both values."""
+    zero = finished["zero_optimization"]
+    pairs = (
+        ("zero_stage", accelerate.zero_stage, "zero_optimization.stage", zero.get("stage", 0)),
+        ("offload_optimizer_device", accelerate.offload_optimizer, "offload_optimizer.device", offload_device(zero, "offload_optimizer")),
+        ("offload_param_device", accelerate.offload_param, "offload_param.device", offload_device(zero, "offload_param")),
+        (
+            "gradient_accumulation_steps",
+            accelerate.gradient_accumulation_steps,
+            "global_batch_size / (micro_batch_size x dp) =",
+            finished["gradient_accumulation_steps"],
+        ),
+        ("gradient_clipping", accelerate.gradient_clipping, "train.max_grad_norm", config.train.max_grad_norm),
+        ("mixed_precision", accelerate.mixed_precision, "train.precision", config.train.precision),
+    )
+    for name, theirs, own, ours in pairs:
+        if theirs is not None and theirs != ours:
+            raise ConfigError(
+                f"accelerate's {name} {theirs!r} contradicts {own} {ours!r} of the run file",
+                hint=f"leave {name} out of accelerate's file, or make them equal",
+            )

@@ -1,0 +1,213 @@
+"""Who this process is, from any launcher's environment; the hostfile; what `accelerate launch` chose."""
+
+import re
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from ds_finetune.errors import LaunchError
+
+_STANDARD = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+_OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+_FIRST_PORT, _PORTS = 20_000, 20_000
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all of a run, and where they meet."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    launcher: str
+    master_addr: str = "127.0.0.1"
+    master_port: int = 29_500
+
+    def __post_init__(self) -> None:
+        """LaunchError where the numbers cannot be."""
+        if not 0 <= self.rank < self.world_size:
+            raise LaunchError(f"rank {self.rank} is not below world size {self.world_size}, said {self.launcher}", hint="start every rank with the same launcher")
+        if not 0 <= self.local_rank < self.local_world_size <= self.world_size:
+            raise LaunchError(
+                f"local rank {self.local_rank} of {self.local_world_size} does not fit rank {self.rank} of {self.world_size}, said {self.launcher}",
+                hint="unset RANK, WORLD_SIZE and LOCAL_RANK left from another launch",
+            )
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> Self:
+        """Read torchrun's, DeepSpeed's, accelerate's, Open MPI's or Slurm's variables; without any, a world of one."""
+        given = [name for name in _STANDARD if name in environ]
+        if len(given) == len(_STANDARD):
+            return cls._standard(environ)
+        if given and not {"OMPI_COMM_WORLD_RANK", "SLURM_PROCID"} & environ.keys():
+            absent = [name for name in _STANDARD if name not in environ]
+            raise LaunchError(
+                f"{given[0]} is {environ[given[0]]} but {', '.join(absent)} is not set", hint=f"unset {', '.join(given)}, or start with a launcher"
+            )
+        if "OMPI_COMM_WORLD_RANK" in environ:
+            return cls._open_mpi(environ)
+        if "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ:
+            return cls._slurm(environ)
+        return cls(0, 1, 0, 1, "python")
+
+    def export_to(self, environ: MutableMapping[str, str]) -> None:
+        """Set the standard variables where they are missing, before DeepSpeed looks for them (else it wants mpi4py)."""
+        values = {
+            "RANK": self.rank,
+            "WORLD_SIZE": self.world_size,
+            "LOCAL_RANK": self.local_rank,
+            "LOCAL_WORLD_SIZE": self.local_world_size,
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": self.master_port,
+        }
+        for name, value in values.items():
+            environ.setdefault(name, str(value))
+
+    @classmethod
+    def _standard(cls, environ: Mapping[str, str]) -> Self:
+        rank, size, local = (_number(environ, name) for name in _STANDARD)
+        local_size = _number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else _number(environ, "LOCAL_SIZE", default=size)
+        launcher = "accelerate" if "ACCELERATE_MIXED_PRECISION" in environ else "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "deepspeed"
+        return cls(rank, size, local, local_size, launcher, *_meeting_place(environ, ""))
+
+    @classmethod
+    def _open_mpi(cls, environ: Mapping[str, str]) -> Self:
+        rank, size, local, local_size = (_number(environ, name) for name in _OPEN_MPI)
+        if local_size < size and "MASTER_ADDR" not in environ:
+            raise LaunchError(
+                f"Open MPI runs {size} ranks on several hosts ({local_size} here) and MASTER_ADDR is not set",
+                hint="mpirun -x MASTER_ADDR=FIRST_HOST -x MASTER_PORT=29500 ...",
+            )
+        job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid") or "0"
+        return cls(rank, size, local, local_size, "mpirun", *_meeting_place(environ, job))
+
+    @classmethod
+    def _slurm(cls, environ: Mapping[str, str]) -> Self:
+        rank, size, local = (_number(environ, name) for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
+        tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", str(size)))
+        per_node = list(_tasks_per_node(tasks))
+        node = _number(environ, "SLURM_NODEID", default=0)
+        local_size = per_node[node] if node < len(per_node) else size
+        nodes = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_NODELIST", "127.0.0.1"))
+        address, port = _meeting_place(environ, environ.get("SLURM_JOB_ID", "0"))
+        if "MASTER_ADDR" not in environ and len(per_node) > 1:
+            address = next(_expand_nodes(nodes))
+        return cls(rank, size, local, local_size, "srun", address, port)
+
+
+@dataclass(frozen=True)
+class Host:
+    """One line of a hostfile."""
+
+    name: str
+    slots: int
+    line: int
+
+
+@dataclass(frozen=True)
+class AccelerateChoices:
+    """What `accelerate launch` with DeepSpeed put into the environment; None where its file does not say."""
+
+    config_file: str | None
+    zero_stage: int | None
+    offload_optimizer: str | None
+    offload_param: str | None
+    gradient_accumulation_steps: int | None
+    gradient_clipping: float | None
+    mixed_precision: str | None
+
+
+def accelerate_choices(environ: Mapping[str, str]) -> AccelerateChoices | None:
+    """The choices of `accelerate launch`, or None where it was not used or its file chooses no DeepSpeed."""
+    if environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() != "true":
+        return None
+
+    def said(name: str) -> str | None:
+        value = environ.get(f"ACCELERATE_{name}", "auto").lower()
+        return None if value in ("auto", "none", "") else environ[f"ACCELERATE_{name}"]
+
+    file = said("DEEPSPEED_CONFIG_FILE")
+    stage, accumulation, clipping = said("DEEPSPEED_ZERO_STAGE"), said("GRADIENT_ACCUMULATION_STEPS"), said("GRADIENT_CLIPPING")
+    precision = said("MIXED_PRECISION")
+    return AccelerateChoices(
+        config_file=file,
+        zero_stage=int(stage) if stage and not file else None,
+        offload_optimizer=said("DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"),
+        offload_param=said("DEEPSPEED_OFFLOAD_PARAM_DEVICE"),
+        gradient_accumulation_steps=int(accumulation) if accumulation else None,
+        gradient_clipping=float(clipping) if clipping else None,
+        mixed_precision=None if precision in (None, "no") else precision,
+    )
+
+
+def read_hostfile(path: str | Path) -> tuple[Host, ...]:
+    """Hosts and slots of a hostfile; LaunchError with line and column. A hostfile that was named and is missing never means a local run."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise LaunchError(f"hostfile `{path}` does not exist", hint="create it; a run is never started locally instead") from None
+    hosts: dict[str, Host] = {}
+    for number, line in enumerate(lines, start=1):
+        text = line.split("#", 1)[0]
+        if not text.strip():
+            continue
+        host = _read_host(text, f"{path} line {number}", number)
+        if host.name in hosts:
+            raise LaunchError(f"{path} line {number}: host `{host.name}` is already in line {hosts[host.name].line}", hint="write each host once")
+        hosts[host.name] = host
+    if not hosts:
+        raise LaunchError(f"hostfile `{path}` names no host in {len(lines)} lines", hint="write lines such as `worker-1 slots=8`")
+    return tuple(hosts.values())
+
+
+def _read_host(text: str, where: str, number: int) -> Host:
+    found = re.match(r"^\s*(\S+)(\s*)(.*?)\s*$", text)
+    assert found
+    name, rest = found[1], found[3]
+    if "=" in name:
+        raise LaunchError(f"{where} column {found.start(1) + 1}: `{name}` stands where a host's name is wanted", hint="write e.g. `worker-1 slots=8`")
+    slots = re.fullmatch(r"slots\s*=\s*(\d+)", rest)
+    column = found.start(3) + 1
+    if not slots:
+        raise LaunchError(f"{where} column {column}: `{rest}` after host `{name}` is not `slots=N`", hint="write e.g. `worker-1 slots=8`")
+    if not int(slots[1]):
+        raise LaunchError(f"{where} column {column}: host `{name}` has slots=0", hint="leave the host out, or give it slots")
+    return Host(name, int(slots[1]), number)
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not re.fullmatch(r"\d+", text):
+        raise LaunchError(f"{name} is {text!r}, not a number", hint="start every rank with the same launcher")
+    return int(text)
+
+
+def _meeting_place(environ: Mapping[str, str], job: str) -> tuple[str, int]:
+    """Address and port; without a given port, one that follows from the job, so that jobs on one host do not meet."""
+    port = _FIRST_PORT + sum(ord(c) * 31**i for i, c in enumerate(job)) % _PORTS if job else 29_500
+    return environ.get("MASTER_ADDR", "127.0.0.1"), _number(environ, "MASTER_PORT", default=port)
+
+
+def _tasks_per_node(text: str) -> Iterator[int]:
+    """`2(x3),1` -> 2, 2, 2, 1."""
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if not found:
+            raise LaunchError(f"Slurm's tasks per node `{text}` cannot be read at `{part}`", hint="start with srun")
+        yield from [int(found[1])] * int(found[2] or 1)
+
+
+def _expand_nodes(text: str) -> Iterator[str]:
+    """`node[01-03,7],gpu2` -> node01, node02, node03, node7, gpu2."""
+    for part in re.findall(r"[^,\[]+(?:\[[^\]]*\])?", text):
+        found = re.fullmatch(r"([^\[]+)\[([^\]]*)\]", part)
+        if not found:
+            yield part
+            continue
+        for piece in found[2].split(","):
+            first, _, last = piece.partition("-")
+            yield from (f"{found[1]}{n:0{len(first)}d}" for n in range(int(first), int(last or first) + 1))
