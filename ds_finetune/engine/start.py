@@ -71,8 +71,8 @@ def _partitioned(plan: Plan) -> Iterator[None]:
     import deepspeed  # noqa: PLC0415
     from transformers.integrations.deepspeed import prevent_arange_dtype_change  # noqa: PLC0415
 
-    dtype = DTYPES[plan.config.train.precision]
-    with prevent_arange_dtype_change(), deepspeed.zero.Init(config_dict_or_path=plan.deepspeed, dtype=dtype):
+    # No `dtype` argument: without fp16 support it is ignored and bf16 taken (operator precedence in partition_parameters.py:409).
+    with prevent_arange_dtype_change(), deepspeed.zero.Init(config_dict_or_path=plan.deepspeed):
         yield
 
 

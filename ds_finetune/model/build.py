@@ -89,11 +89,13 @@ def build_skeleton(
     hf_config.use_cache = False
     hf_config._attn_implementation = attention
     hf_config.dtype = dtype
+    # Imported before the context: DeepSpeed 0.19.8 forgets decorators of classes that are defined inside zero.Init (partition_parameters.py:581-622).
+    model_class = AutoModelForCausalLM._model_mapping[type(hf_config)]
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with no_init_weights(), init_context or nullcontext(), torch.device(device):
-            model = AutoModelForCausalLM._model_mapping[type(hf_config)](hf_config)
+            model = model_class(hf_config)
     finally:
         torch.set_default_dtype(default)
     model.tie_weights()

@@ -69,6 +69,10 @@ def _gradients(engine: Engine) -> dict[str, torch.Tensor]:
     """Gradient of the first step by parameter name: Adam's first moment is then (1 - beta1) times it."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
+    if engine.plan.zero_stage in (1, 2):
+        # DeepSpeed 0.19.8 links the states after the first group's step, when the others have none yet (zero/stage_1_and_2.py:2987).
+        engine._ds.optimizer._hp_optimizer_states_linked = False
+        engine._ds.optimizer._lazy_init_hp_params_optimizer_state()
     found = {}
     for name, param in engine._ds.module.named_parameters():
         if engine.plan.zero_stage:

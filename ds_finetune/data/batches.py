@@ -1,0 +1,137 @@
+"""Batches from rows: the order is a pure function of (seed, epoch), so any position is found without reading what came before."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ds_finetune.data.rows import Ints, Row, Rows, empty_row
+from ds_finetune.labels import IGNORE_INDEX
+
+_PAD_MULTIPLE = 8
+"""Unpacked rows are padded to a multiple of this, so that fewer shapes occur."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows of one forward: `input_ids`, `position_ids`, `labels` (already shifted), int64 [rows, tokens] each."""
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    labels: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where the data stands after a batch: the next row is number `index` of `epoch`."""
+
+    epoch: int
+    index: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's share of one optimizer step; counts are this rank's and leave padding out."""
+
+    micro: tuple[MicroBatch, ...]
+    position: Position
+    row_ids: tuple[int, ...]
+    num_tokens: int
+    num_supervised_tokens: int
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How rows are shared out; `row_len` is the length packed rows are filled up to, None pads to the longest of a forward."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    rank: int
+    dp: int
+    seed: int
+    shuffle: bool
+    pad_token_id: int
+    row_len: int | None
+
+
+def training_batches(rows: Rows, plan: BatchPlan, *, start_step: int, total_rows: int) -> Iterator[Batch]:
+    """Batches of steps `start_step, start_step + 1, ...` (0-based) until `total_rows` rows have been given out.
+
+    Step s holds numbers [s x global_batch_size, (s + 1) x global_batch_size) of the endless sequence of epochs, each a
+    permutation of all rows. Numbers from `total_rows` on are empty rows: every row is seen equally often and every rank
+    runs as many forwards as the others.
+    """
+    steps = -(-total_rows // plan.global_batch_size)
+    for step in range(start_step, steps):
+        first = step * plan.global_batch_size
+        numbers = [first + place for place in _my_places(plan)]
+        ids = [_row_id(number, len(rows), plan) if number < total_rows else None for number in numbers]
+        after = min(first + plan.global_batch_size, total_rows)
+        yield _batch(rows, ids, plan, Position(*divmod(after, len(rows))))
+
+
+def eval_batches(rows: Rows, plan: BatchPlan) -> Iterator[Batch]:
+    """Every row once, in order; as many forwards on each rank, the last ones filled with empty rows."""
+    per_round = plan.micro_batch_size * plan.dp
+    for first in range(0, len(rows), per_round):
+        mine = range(first + plan.rank * plan.micro_batch_size, first + (plan.rank + 1) * plan.micro_batch_size)
+        yield _batch(rows, [number if number < len(rows) else None for number in mine], plan, Position(0, min(first + per_round, len(rows))))
+
+
+def _my_places(plan: BatchPlan) -> range:
+    """Places within the global batch that are this rank's: one contiguous part, so the batch is the same for any number of ranks."""
+    share = plan.global_batch_size // plan.dp
+    return range(plan.rank * share, (plan.rank + 1) * share)
+
+
+def _row_id(number: int, num_rows: int, plan: BatchPlan) -> int:
+    epoch, index = divmod(number, num_rows)
+    return int(_order(plan.seed, epoch, num_rows)[index]) if plan.shuffle else index
+
+
+@lru_cache(maxsize=2)
+def _order(seed: int, epoch: int, num_rows: int) -> NDArray[np.int64]:
+    return np.random.default_rng([seed, epoch]).permutation(num_rows)
+
+
+def _batch(rows: Rows, ids: Sequence[int | None], plan: BatchPlan, position: Position) -> Batch:
+    found = [rows[i] if i is not None else empty_row(plan.pad_token_id) for i in ids]
+    real = [row for row, i in zip(found, ids, strict=True) if i is not None]
+    size = plan.micro_batch_size
+    return Batch(
+        micro=tuple(_stack(found[start : start + size], plan) for start in range(0, len(found), size)),
+        position=position,
+        row_ids=tuple(i for i in ids if i is not None),
+        num_tokens=sum(len(row.input_ids) for row in real),
+        num_supervised_tokens=sum(row.supervised for row in real),
+    )
+
+
+def _stack(rows: Sequence[Row], plan: BatchPlan) -> MicroBatch:
+    longest = max(len(row.input_ids) for row in rows)
+    length = plan.row_len or -(-longest // _PAD_MULTIPLE) * _PAD_MULTIPLE
+    return MicroBatch(
+        input_ids=_padded([row.input_ids for row in rows], length, plan.pad_token_id),
+        position_ids=_positions(rows, length, restarts=plan.row_len is not None),
+        labels=_padded([row.labels for row in rows], length, IGNORE_INDEX),
+    )
+
+
+def _padded(parts: Sequence[Ints], length: int, value: int) -> torch.Tensor:
+    out = np.full((len(parts), length), value, dtype=np.int64)
+    for row, part in zip(out, parts, strict=True):
+        row[: len(part)] = part
+    return torch.from_numpy(out)
+
+
+def _positions(rows: Sequence[Row], length: int, *, restarts: bool) -> torch.Tensor:
+    """Padding of a packed row is a document of its own; behind a single document positions go on, which keeps attention plainly causal."""
+    out = np.empty((len(rows), length), dtype=np.int64)
+    for line, row in zip(out, rows, strict=True):
+        given = len(row.position_ids)
+        line[:given] = row.position_ids
+        line[given:] = np.arange(length - given) + (0 if restarts else given)
+    return torch.from_numpy(out)

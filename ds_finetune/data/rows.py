@@ -1,0 +1,46 @@
+"""A row of tokens, and what a collection of rows is."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds_finetune.labels import IGNORE_INDEX
+
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One row: `input_ids`, `position_ids` (0 at the start of each document) and `labels`, int32 [tokens] each.
+
+    `labels[t]` is the token after `input_ids[t]` in the same document where it carries loss, else IGNORE_INDEX.
+    """
+
+    input_ids: Ints
+    position_ids: Ints
+    labels: Ints
+    supervised: int
+
+
+class Rows(Protocol):
+    """Rows by number, without reading the ones before."""
+
+    def __len__(self) -> int:
+        """How many rows there are."""
+        ...
+
+    def __getitem__(self, index: int) -> Row:
+        """Row `index`."""
+        ...
+
+
+def empty_row(pad_token_id: int) -> Row:
+    """A row with nothing to learn, which fills the last batch of a run."""
+    return Row(
+        input_ids=np.array([pad_token_id], dtype=np.int32),
+        position_ids=np.zeros(1, dtype=np.int32),
+        labels=np.array([IGNORE_INDEX], dtype=np.int32),
+        supervised=0,
+    )
