@@ -146,11 +146,12 @@ def _evaluations(engine: Engine, material: Material) -> tuple[Callable[[], EvalR
     def exact_match() -> float:
         prompts = held_out.prompts(asked.prompts)
         ids = engine.generate(
-            [list(prompt) for prompt, _ in prompts],
+            [prompt for prompt, _ in prompts],
             max_new_tokens=asked.max_new_tokens,
             stop_ids=material.stop_ids,
             pad_id=material.pad_token_id,
         )
-        return matches([material.tokenizer.decode(answer) for answer in ids], [expected for _, expected in prompts])
+        texts = ([material.tokenizer.decode(part, skip_special_tokens=True) for part in parts] for parts in (ids, [answer for _, answer in prompts]))
+        return matches(*texts)
 
     return evaluate, exact_match if asked.prompts else None

@@ -135,7 +135,7 @@ class Templater:
         header, _, ending = closed.partition(mark)
         content = self._kept(str(message["content"]))
         done = ("mark", mark + ending)
-        if _THINK_END in content and not opened.startswith(header):
+        if _THINK_END in content and _THINK_END in header.removeprefix(opened):
             # The template writes an empty reasoning before an answer without one; this answer brings its own.
             header = opened
         if header.startswith(opened):

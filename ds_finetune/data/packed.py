@@ -1,0 +1,68 @@
+"""Tokenised rows by number, read from a memory map."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds_finetune.data.documents import Counts, Documents
+from ds_finetune.data.rows import Row
+from ds_finetune.labels import IGNORE_INDEX
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedRows:
+    """Rows made of documents: row i holds documents `order[offsets[i] : offsets[i + 1]]`; a few bytes a document stay in memory."""
+
+    documents: Documents
+    order: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    counts: Counts
+
+    def __len__(self) -> int:
+        """How many rows there are."""
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int) -> Row:
+        """Row `index`, its documents one behind the other."""
+        parts = [self._document(int(number)) for number in self.order[self.offsets[index] : self.offsets[index + 1]]]
+        ids, positions, labels = (np.concatenate(arrays).astype(np.int32) for arrays in zip(*parts, strict=True))
+        return Row(ids, positions, labels, supervised=int((labels != IGNORE_INDEX).sum()))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows, without padding."""
+        return self.counts.tokens
+
+    @property
+    def num_supervised_tokens(self) -> int:
+        """Tokens that carry loss."""
+        return self.counts.supervised
+
+    def fill_ratio(self, max_seq_len: int) -> float:
+        """Share of `max_seq_len` x rows that is tokens."""
+        return self.num_tokens / (len(self) * max_seq_len)
+
+    def prompts(self, number: int) -> list[tuple[list[int], list[int]]]:
+        """The first documents as (ids up to the last learnt stretch, ids of that stretch), for answers to be compared."""
+        return [self._last_answer(i) for i in range(min(number, self.counts.documents))]
+
+    def document(self, number: int) -> tuple[list[int], list[bool]]:
+        """Ids of a document and which of them are learnt."""
+        here = slice(self.documents.offsets[number], self.documents.offsets[number + 1])
+        return self.documents.ids[here].tolist(), self.documents.mask[here].tolist()
+
+    def _document(self, number: int) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]:
+        here = slice(self.documents.offsets[number], self.documents.offsets[number + 1])
+        ids, mask = self.documents.ids[here], self.documents.mask[here]
+        labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int32)
+        labels[:-1] = np.where(mask[1:], ids[1:], IGNORE_INDEX)
+        return ids, np.arange(len(ids)), labels
+
+    def _last_answer(self, number: int) -> tuple[list[int], list[int]]:
+        ids, mask = self.document(number)
+        end = max(place for place, learnt in enumerate(mask) if learnt) + 1
+        start = end
+        while start > 0 and mask[start - 1]:
+            start -= 1
+        return ids[:start], ids[start:end]
