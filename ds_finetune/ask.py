@@ -8,8 +8,8 @@ from ds_finetune.errors import ExportError
 
 def answers(folder: Path, prompts: Sequence[str], *, max_new_tokens: int = 128) -> list[str]:
     """Greedy answers of the model in `folder` to each prompt, asked through its chat template where it has one."""
-    import torch  # noqa: PLC0415 - seconds to import
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if not (folder / "config.json").is_file():
         raise ExportError(f"`{folder}` holds no config.json", hint="name the run's export folder, e.g. runs/quickstart/export")

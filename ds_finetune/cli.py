@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _say_once("interrupted")
         return RUN_ERROR_EXIT_CODE
-    except BaseException as error:  # noqa: BLE001 - the outermost reporter: a rank that died must say so, whatever it was
+    except BaseException as error:
         if isinstance(error, SystemExit):
             raise
         show_error(f"rank {os.environ.get('RANK', '0')}: {''.join(traceback.format_exception(error))}")
@@ -47,7 +47,7 @@ def _say_once(text: str) -> None:
 
 def _train(arguments: argparse.Namespace) -> None:
     config = _config(arguments)
-    from ds_finetune.finetune import train  # noqa: PLC0415 - torch and transformers take seconds
+    from ds_finetune.finetune import train
 
     report = train(config, announce=show_plan)
     if os.environ["RANK"] == "0":
@@ -64,20 +64,22 @@ def _config_schema(arguments: argparse.Namespace) -> None:
 
 def _data_show(arguments: argparse.Namespace) -> None:
     config = _config(arguments)
-    from ds_finetune.preview import preview_of  # noqa: PLC0415
+    from ds_finetune.preview import preview_of
 
     OUT.print(preview_of(config, samples=arguments.samples))
 
 
 def _ask(arguments: argparse.Namespace) -> None:
-    from ds_finetune.ask import answers  # noqa: PLC0415
+    from ds_finetune.ask import answers
 
-    for prompt, answer in zip(arguments.prompts, answers(Path(arguments.folder), arguments.prompts, max_new_tokens=arguments.max_new_tokens), strict=True):
+    for prompt, answer in zip(
+        arguments.prompts, answers(Path(arguments.folder), arguments.prompts, max_new_tokens=arguments.max_new_tokens), strict=True
+    ):
         OUT.print(f"> {prompt}\n{answer}", markup=False)
 
 
 def _demo(arguments: argparse.Namespace) -> None:
-    from ds_finetune.demo import write_demo  # noqa: PLC0415
+    from ds_finetune.demo import write_demo
 
     run_file = write_demo(Path(arguments.folder))
     OUT.print(f"wrote {run_file}", markup=False)

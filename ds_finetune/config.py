@@ -267,7 +267,9 @@ def _apply_override(tree: dict[str, Any], lines: dict[tuple[str, ...], int], ove
         if isinstance(value, str) and keys[: depth + 1] == ("model",):
             value = branch[key] = {"path": value}
         if not isinstance(value, dict):
-            raise ConfigError(f"override `{override}`: `{'.'.join(keys[: depth + 1])}` is `{value}`, not a section", hint="set the whole value instead")
+            raise ConfigError(
+                f"override `{override}`: `{'.'.join(keys[: depth + 1])}` is `{value}`, not a section", hint="set the whole value instead"
+            )
         branch = value
     branch[keys[-1]] = _scalar(text)
     lines.pop(keys, None)

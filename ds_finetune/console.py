@@ -45,7 +45,11 @@ def show_report(report: "Report") -> None:
     if report.last is not None:
         values = report.last.values
         rows += [("steps", f"{report.last.step} ({values['train/skipped_steps']:.0f} skipped)")]
-        rows += [(name, f"{values[name]:.4f}") for name in ("train/loss", "eval/loss", "eval/perplexity", "eval/accuracy", "eval/exact_match") if name in values]
+        rows += [
+            (name, f"{values[name]:.4f}")
+            for name in ("train/loss", "eval/loss", "eval/perplexity", "eval/accuracy", "eval/exact_match")
+            if name in values
+        ]
         rows += [("best", f"step {report.last.best_step}")] if report.last.best_step else []
         rows += [("stopped", report.last.stop)] if report.last.stop else []
     rows += [("run", str(report.output_dir)), *(("export", str(path)) for path in report.exports)]

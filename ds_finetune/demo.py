@@ -54,9 +54,9 @@ RUN = """\
 model: {{path: {folder}/model, weights: random}}
 data: {{train: {folder}/train.jsonl, eval: {folder}/eval.jsonl}}
 deepspeed: {{zero_optimization: {{stage: 3}}}}
-train: {{for: 400 steps, global_batch_size: 8, micro_batch_size: 4, max_seq_len: 512, precision: fp32, activation_checkpointing: false}}
+train: {{for: 160 steps, global_batch_size: 8, micro_batch_size: 4, max_seq_len: 512, precision: fp32, activation_checkpointing: false}}
 optim: {{lr: 3.0e-3, warmup: 5%, min_lr_ratio: 0.05}}
-eval: {{every: 100 steps, generate: {{prompts: 40, max_new_tokens: 24}}}}
+eval: {{every: 80 steps, generate: {{prompts: 40, max_new_tokens: 24}}}}
 log: {{every: 20}}
 output_dir: {folder}/run
 """
@@ -88,12 +88,12 @@ def write_demo(folder: Path) -> Path:
 
 def _write_tokenizer(folder: Path) -> None:
     """A tokenizer with a token per printable ASCII character, and the chat template of the example."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: PLC0415 - only the example needs them
-    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
 
     characters = [chr(code) for code in range(32, 127)]
     vocabulary = {token: number for number, token in enumerate((*SPECIAL, "<|unk|>", *characters))}
-    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))  # noqa: S106 - not a password
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
     core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     core.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
@@ -101,7 +101,7 @@ def _write_tokenizer(folder: Path) -> None:
         bos_token=SPECIAL[0],
         eos_token=SPECIAL[1],
         pad_token=SPECIAL[2],
-        unk_token="<|unk|>",  # noqa: S106
+        unk_token="<|unk|>",
         additional_special_tokens=list(SPECIAL[3:]),
         clean_up_tokenization_spaces=False,
     )

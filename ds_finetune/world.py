@@ -28,7 +28,9 @@ class World:
     def __post_init__(self) -> None:
         """LaunchError where the numbers cannot be."""
         if not 0 <= self.rank < self.world_size:
-            raise LaunchError(f"rank {self.rank} is not below world size {self.world_size}, said {self.launcher}", hint="start every rank with the same launcher")
+            raise LaunchError(
+                f"rank {self.rank} is not below world size {self.world_size}, said {self.launcher}", hint="start every rank with the same launcher"
+            )
         if not 0 <= self.local_rank < self.local_world_size <= self.world_size:
             raise LaunchError(
                 f"local rank {self.local_rank} of {self.local_world_size} does not fit rank {self.rank} of {self.world_size}, said {self.launcher}",

@@ -59,7 +59,9 @@ def recognise(record: Record, columns: Mapping[str, str], where: str) -> str:
         if needed <= names:
             return layout
     wanted = "; ".join(f"{layout}: {', '.join(sorted(needed))}" for layout, (needed, _) in LAYOUTS.items())
-    raise DataError(f"{where} has columns {', '.join(sorted(record))}, which fit no layout", hint=f"name them under data.columns; layouts are {wanted}")
+    raise DataError(
+        f"{where} has columns {', '.join(sorted(record))}, which fit no layout", hint=f"name them under data.columns; layouts are {wanted}"
+    )
 
 
 def read_sample(record: Record, layout: str, columns: Mapping[str, str], where: str) -> Sample:
@@ -69,7 +71,9 @@ def read_sample(record: Record, layout: str, columns: Mapping[str, str], where: 
     absent = sorted(needed - view.keys())
     if absent:
         asked = [columns.get(name, name) for name in absent]
-        raise DataError(f"{where} has no column `{asked[0]}` (columns: {', '.join(sorted(record))})", hint=f"layout {layout} needs {', '.join(sorted(needed))}")
+        raise DataError(
+            f"{where} has no column `{asked[0]}` (columns: {', '.join(sorted(record))})", hint=f"layout {layout} needs {', '.join(sorted(needed))}"
+        )
     return read(view, where)
 
 

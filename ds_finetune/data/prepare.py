@@ -148,7 +148,7 @@ def _open_parts(sources: Sequence[Source], folder: Path, parts: list[Path]) -> I
 
 def _is_large(sources: Sequence[Source]) -> bool:
     """Whether starting processes (seconds each) pays: above 2 MB of raw data."""
-    return any(source.kind == "hub" for source in sources) or sum(source.fingerprint[1] for source in sources) > 2_000_000  # noqa: PLR2004
+    return any(source.kind == "hub" for source in sources) or sum(source.fingerprint[1] for source in sources) > 2_000_000
 
 
 _worker: list[_Work] = []

@@ -71,7 +71,9 @@ def _read_jsonl(path: str) -> Iterator[tuple[str, Record]]:
             try:
                 record = json.loads(line)
             except json.JSONDecodeError as broken:
-                raise DataError(f"{where} column {broken.colno} is not JSON: {broken.msg}: {line.strip()[:80]}", hint="mend or remove that line") from None
+                raise DataError(
+                    f"{where} column {broken.colno} is not JSON: {broken.msg}: {line.strip()[:80]}", hint="mend or remove that line"
+                ) from None
             yield where, _as_record(record, where)
 
 
@@ -79,7 +81,9 @@ def _read_json(path: str) -> Iterator[tuple[str, Record]]:
     try:
         records = json.loads(Path(path).read_text(encoding="utf-8"))
     except json.JSONDecodeError as broken:
-        raise DataError(f"{path} line {broken.lineno} column {broken.colno} is not JSON: {broken.msg}", hint="a .json file holds one list of objects") from None
+        raise DataError(
+            f"{path} line {broken.lineno} column {broken.colno} is not JSON: {broken.msg}", hint="a .json file holds one list of objects"
+        ) from None
     if not isinstance(records, list):
         raise DataError(f"{path} holds {type(records).__name__}, not a list of objects", hint="name the file .jsonl if it has an object a line")
     for number, record in enumerate(records, start=1):
@@ -100,8 +104,8 @@ def _read_text(path: str) -> Iterator[tuple[str, Record]]:
 
 def _read_table(kind: str) -> Callable[[str], Iterator[tuple[str, Record]]]:
     def read(path: str) -> Iterator[tuple[str, Record]]:
-        from datasets import load_dataset  # noqa: PLC0415 - slow to import
-        from datasets.exceptions import DatasetGenerationError  # noqa: PLC0415
+        from datasets import load_dataset
+        from datasets.exceptions import DatasetGenerationError
 
         try:
             rows = load_dataset(kind, data_files=path, split="train", streaming=True)
@@ -114,8 +118,8 @@ def _read_table(kind: str) -> Callable[[str], Iterator[tuple[str, Record]]]:
 
 
 def _read_hub(path: str) -> Iterator[tuple[str, Record]]:
-    from datasets import load_dataset  # noqa: PLC0415
-    from datasets.exceptions import DatasetNotFoundError  # noqa: PLC0415
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetNotFoundError
 
     try:
         rows = load_dataset(path, split="train")

@@ -86,12 +86,18 @@ class Templater:
             return self._plain_segments(sample, where), False
         conversation = sample.conversation if isinstance(sample, Completion) else sample
         turns = self._turns(conversation, where)
-        trained = {"assistant": range(len(turns)), "last_assistant": range(len(turns) - 1, len(turns)), "all": range(len(turns))}[self._settings.train_on]
+        trained = {"assistant": range(len(turns)), "last_assistant": range(len(turns) - 1, len(turns)), "all": range(len(turns))}[
+            self._settings.train_on
+        ]
         segments: list[Segment] = []
         for number, turn in enumerate(turns):
             learnt = number in trained
             before = "all" if self._settings.train_on == "all" else "none"
-            segments += [Segment(turn.prompt, before), Segment(turn.body, "all" if learnt else "none"), Segment(turn.ending, "turn_end" if learnt else "none")]
+            segments += [
+                Segment(turn.prompt, before),
+                Segment(turn.body, "all" if learnt else "none"),
+                Segment(turn.ending, "turn_end" if learnt else "none"),
+            ]
         return segments, any(turn.lead_differs for turn in turns)
 
     def _plain_segments(self, sample: Conversation | Completion, where: str) -> list[Segment]:
@@ -186,16 +192,22 @@ class _Renderer:
         self._tokenizer, self._template, self._tools, self._where = tokenizer, template, tools, where
 
     def __call__(self, messages: Sequence[Mapping[str, Any]], *, opens: bool = False) -> str:
-        from jinja2 import TemplateError  # noqa: PLC0415
+        from jinja2 import TemplateError
 
         if not messages:
             return ""
         try:
             rendered = self._tokenizer.apply_chat_template(
-                list(messages), tools=list(self._tools) if self._tools else None, chat_template=self._template, add_generation_prompt=opens, tokenize=False
+                list(messages),
+                tools=list(self._tools) if self._tools else None,
+                chat_template=self._template,
+                add_generation_prompt=opens,
+                tokenize=False,
             )
         except (TemplateError, TypeError) as broken:
-            raise DataError(f"{self._where}: the chat template refuses the row: {broken}", hint="mend the row, or give another data.template") from broken
+            raise DataError(
+                f"{self._where}: the chat template refuses the row: {broken}", hint="mend the row, or give another data.template"
+            ) from broken
         return str(rendered)
 
 
@@ -209,4 +221,7 @@ def _after(done: tuple[str, str] | None, rendered: str, where: str) -> str:
     _, found, rest = rendered.partition(text)
     if kind == "mark" and found:
         return rest
-    raise DataError(f"{where}: the chat template changes an earlier turn when a later one is added", hint="give a template that only appends, or set data.train_on last_assistant")
+    raise DataError(
+        f"{where}: the chat template changes an earlier turn when a later one is added",
+        hint="give a template that only appends, or set data.train_on last_assistant",
+    )

@@ -13,6 +13,7 @@ from torch import nn
 from ds_finetune.data.batches import Batch, MicroBatch
 from ds_finetune.engine.finite import FiniteProbe
 from ds_finetune.errors import RunError
+from ds_finetune.model.loss import TokenLoss
 from ds_finetune.plan.layout import Plan
 
 
@@ -68,9 +69,9 @@ class Engine:
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)
         self._probe.reset()
         for index, micro in enumerate(batch.micro, start=1):
-            loss_sum, num_correct = self._forward(micro)
-            self._ds.backward(loss_sum * scale, scale_wrt_gas=False)
-            sums += torch.stack([loss_sum.detach().double(), num_correct.double()])
+            loss = self._forward(micro)
+            self._ds.backward(loss.loss_sum * scale, scale_wrt_gas=False)
+            sums += torch.stack([loss.loss_sum.detach().double(), loss.num_correct.double()])
             if index < len(batch.micro):
                 self._ds.step()
         loss_sum, correct, bad = self._sum_over_ranks(*sums.tolist(), float(self._probe.is_bad()))
@@ -92,8 +93,8 @@ class Engine:
         with torch.no_grad():
             for batch in batches:
                 for micro in batch.micro:
-                    loss_sum, num_correct = self._forward(micro)
-                    sums[:2] += torch.stack([loss_sum.double(), num_correct.double()])
+                    loss = self._forward(micro)
+                    sums[:2] += torch.stack([loss.loss_sum.double(), loss.num_correct.double()])
                 sums[2] += batch.num_supervised_tokens
         loss_sum, correct, supervised = self._sum_over_ranks(*sums.tolist())
         return EvalResult(loss_sum / max(supervised, 1), correct / max(supervised, 1), int(supervised))
@@ -123,9 +124,9 @@ class Engine:
             if persistent is None or name in persistent:
                 yield name.removeprefix("lm."), buffer.detach().cpu() if self.is_rank_zero else None
 
-    def _forward(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _forward(self, micro: MicroBatch) -> TokenLoss:
         parts = (micro.input_ids, micro.position_ids, micro.labels)
-        return self._ds(*(part.to(self._device, non_blocking=True) for part in parts))
+        return TokenLoss(*self._ds(*(part.to(self._device, non_blocking=True) for part in parts)))
 
     def _apply(self, has_bad_gradient: bool) -> tuple[float, bool]:
         """Take the optimizer step of a whole batch; returns the gradient norm before clipping and whether the step was skipped."""
@@ -192,7 +193,7 @@ class Engine:
     def _gathered(self, param: nn.Parameter) -> Any:  # noqa: ANN401 - a context manager of DeepSpeed
         if not hasattr(param, "ds_id"):
             return nullcontext()
-        import deepspeed  # noqa: PLC0415
+        import deepspeed
 
         return deepspeed.zero.GatheredParameters([param])
 

@@ -25,7 +25,7 @@ def check_nvme(plan: Plan) -> None:
 
 
 def _check_folder(folder: Path, rank: int) -> None:
-    from deepspeed.ops.op_builder import AsyncIOBuilder  # noqa: PLC0415
+    from deepspeed.ops.op_builder import AsyncIOBuilder
 
     if not folder.is_dir():
         raise ConfigError(f"nvme_path `{folder}` is not a folder", hint="create it, or name another disk")

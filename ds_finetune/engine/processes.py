@@ -25,7 +25,7 @@ def choose_device() -> str:
 @contextmanager
 def process_group(world: World, device: str) -> Iterator[None]:
     """Open the default process group of `world` (NCCL on GPUs, gloo otherwise) and close it at the end."""
-    import deepspeed  # noqa: PLC0415 - seconds to import, and only after DS_ACCELERATOR is set
+    import deepspeed
 
     world.export_to(os.environ)
     if device == "cuda":
@@ -33,9 +33,7 @@ def process_group(world: World, device: str) -> Iterator[None]:
     else:
         # Without this, init_distributed compiles an op for two minutes that only inference uses (DeepSpeed 0.19.8, comm/torch.py:47).
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(
-        "nccl" if device == "cuda" else "gloo", auto_mpi_discovery=False, timeout=COLLECTIVE_TIMEOUT, verbose=False
-    )
+    deepspeed.init_distributed("nccl" if device == "cuda" else "gloo", auto_mpi_discovery=False, timeout=COLLECTIVE_TIMEOUT, verbose=False)
     try:
         yield
     finally:

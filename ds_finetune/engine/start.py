@@ -24,8 +24,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 @contextmanager
 def start_engine(plan: Plan, hf_config: PretrainedConfig) -> Iterator[Engine]:
     """Build the model of `plan` under its ZeRO stage and yield the engine; needs an open process group."""
-    import deepspeed  # noqa: PLC0415 - seconds to import
-    from deepspeed.utils import logger  # noqa: PLC0415
+    import deepspeed
+    from deepspeed.utils import logger
 
     logger.setLevel(logging.WARNING)
     check_nvme(plan)
@@ -68,8 +68,8 @@ def _partitioned(plan: Plan) -> Iterator[None]:
     `zero.Init` also changes the dtype of `torch.arange`, which would round the rotary frequencies to bf16
     (transformers 5.23, integrations/deepspeed.py:778).
     """
-    import deepspeed  # noqa: PLC0415
-    from transformers.integrations.deepspeed import prevent_arange_dtype_change  # noqa: PLC0415
+    import deepspeed
+    from transformers.integrations.deepspeed import prevent_arange_dtype_change
 
     # No `dtype` argument: without fp16 support it is ignored and bf16 taken (operator precedence in partition_parameters.py:409).
     with prevent_arange_dtype_change(), deepspeed.zero.Init(config_dict_or_path=plan.deepspeed):

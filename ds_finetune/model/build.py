@@ -42,13 +42,15 @@ def resolve_folder(path: str) -> Path:
         return folder
     if folder.exists() or path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise ModelError(f"model `{path}` is not a folder", hint="name a folder that holds config.json, or a hub id such as org/name")
-    from huggingface_hub import snapshot_download  # noqa: PLC0415 - only for hub ids
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(path, allow_patterns=list(_HUB_FILES)))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as missing:
-        raise ModelError(f"model `{path}` is neither a folder nor to be had from the hub: {missing}", hint="check the name, or give a local folder") from missing
+        raise ModelError(
+            f"model `{path}` is neither a folder nor to be had from the hub: {missing}", hint="check the name, or give a local folder"
+        ) from missing
 
 
 def read_hf_config(path: str) -> PretrainedConfig:

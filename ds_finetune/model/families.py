@@ -22,20 +22,19 @@ class Family:
     is_generic: bool = False
 
 
-_EXPERTS = {"fused_experts": True}
 _FAMILIES = (
-    Family("deepseek_v2", **_EXPERTS),
+    Family("deepseek_v2", fused_experts=True),
     Family(
         "deepseek_v3",
-        **_EXPERTS,
+        fused_experts=True,
         drops_layers_beyond=True,
         fp32_buffers=("e_score_correction_bias",),
         export_config={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     ),
     Family("qwen2"),
     Family("qwen3"),
-    Family("qwen2_moe", **_EXPERTS),
-    Family("qwen3_moe", **_EXPERTS),
+    Family("qwen2_moe", fused_experts=True),
+    Family("qwen3_moe", fused_experts=True),
     Family("llama"),
 )
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _FAMILIES}

@@ -132,7 +132,9 @@ class _Checkpoint:
             weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             absent = sorted({file for file in weight_map.values() if not (self.folder / file).is_file()})
             if absent:
-                raise ModelError(f"{index} names {len(absent)} files that are not there: {', '.join(absent[:_SHOWN])}", hint="download the model again")
+                raise ModelError(
+                    f"{index} names {len(absent)} files that are not there: {', '.join(absent[:_SHOWN])}", hint="download the model again"
+                )
             return weight_map
         files = sorted(self.folder.glob("*.safetensors"))
         if not files:

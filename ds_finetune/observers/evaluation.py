@@ -57,7 +57,9 @@ class BestAndPatience:
             self.worse_in_a_row += 1
         record = replace(record, best_step=self.best_step)
         if self.config.patience and self.worse_in_a_row >= self.config.patience:
-            return record.stopping(f"eval/loss has not fallen below {self.best_loss:.4f} of step {self.best_step} for {self.worse_in_a_row} evaluations")
+            return record.stopping(
+                f"eval/loss has not fallen below {self.best_loss:.4f} of step {self.best_step} for {self.worse_in_a_row} evaluations"
+            )
         return record
 
     def close(self) -> None:

@@ -39,7 +39,7 @@ class Trackers:
     @classmethod
     def open(cls, names: Sequence[str], output_dir: Path, settings: Mapping[str, Any]) -> Self:
         """Start each tracker of `names`; ConfigError names the known ones, or the package that is missing."""
-        from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers  # noqa: PLC0415 - slow to import
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
         available = {str(name) for name in get_available_trackers()}
         known = sorted(str(name) for name in LOGGER_TYPE_TO_CLASS)

@@ -10,10 +10,34 @@ from ds_finetune.errors import ConfigError
 Tree = dict[str, Any]
 
 KNOWN_KEYS = frozenset(
-    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping optimizer bf16 fp16 "
-    "zero_optimization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer communication_data_type prescale_gradients "
-    "gradient_predivide_factor data_types aio activation_checkpointing comms_logger flops_profiler wall_clock_breakdown "
-    "memory_breakdown dump_state log_level steps_per_print seq_parallel_communication_data_type disable_allgather timers".split()
+    [
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+        "optimizer",
+        "bf16",
+        "fp16",
+        "zero_optimization",
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
+        "communication_data_type",
+        "prescale_gradients",
+        "gradient_predivide_factor",
+        "data_types",
+        "aio",
+        "activation_checkpointing",
+        "comms_logger",
+        "flops_profiler",
+        "wall_clock_breakdown",
+        "memory_breakdown",
+        "dump_state",
+        "log_level",
+        "steps_per_print",
+        "seq_parallel_communication_data_type",
+        "disable_allgather",
+        "timers",
+    ]
 )
 """Top-level keys that are passed on. DeepSpeed 0.19.8 ignores unknown ones without a word (runtime/config.py), so they are refused here."""
 
@@ -28,8 +52,19 @@ OWNED_ELSEWHERE = {
     "managed_gradient_accumulation": "accumulation is derived from train.global_batch_size",
 }
 REMOVED = frozenset(
-    "elasticity nebula compression_training amp quantize_training sparse_gradients eigenvalue sparse_attention graph_harvesting "
-    "curriculum_learning progressive_layer_drop".split()
+    [
+        "elasticity",
+        "nebula",
+        "compression_training",
+        "amp",
+        "quantize_training",
+        "sparse_gradients",
+        "eigenvalue",
+        "sparse_attention",
+        "graph_harvesting",
+        "curriculum_learning",
+        "progressive_layer_drop",
+    ]
 )
 """Keys DeepSpeed 0.19.8 removed and rejects (runtime/config.py:81-132)."""
 
@@ -85,7 +120,12 @@ RULES = (
         "four of six fp32 starts gave wrong losses without an error (same family: DeepSpeed issue 7718)",
         rewrite=_set("overlap_comm", value=False),
     ),
-    Rule("offload_optimizer.pin_memory on the CPU accelerator", _pins("offload_optimizer"), _PINNED, _set("offload_optimizer", "pin_memory", value=False)),
+    Rule(
+        "offload_optimizer.pin_memory on the CPU accelerator",
+        _pins("offload_optimizer"),
+        _PINNED,
+        _set("offload_optimizer", "pin_memory", value=False),
+    ),
     Rule("offload_param.pin_memory on the CPU accelerator", _pins("offload_param"), _PINNED, _set("offload_param", "pin_memory", value=False)),
     Rule(
         "fp16 on the CPU accelerator",

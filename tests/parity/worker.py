@@ -21,7 +21,7 @@ from ds_finetune.plan.layout import make_plan
 from ds_finetune.world import World
 
 sys.path.insert(0, str(Path(__file__).parent))
-from cells import ROW_LEN, Cell, rows, run_tree  # noqa: E402
+from cells import ROW_LEN, Cell, rows, run_tree
 
 STEPS = 3
 LR = 1e-3
@@ -75,10 +75,7 @@ def _gradients(engine: Engine) -> dict[str, torch.Tensor]:
         engine._ds.optimizer._lazy_init_hp_params_optimizer_state()
     found = {}
     for name, param in engine._ds.module.named_parameters():
-        if engine.plan.zero_stage:
-            moment = safe_get_full_optimizer_state(param, "exp_avg")
-        else:
-            moment = engine._ds.optimizer.state[param]["exp_avg"]
+        moment = safe_get_full_optimizer_state(param, "exp_avg") if engine.plan.zero_stage else engine._ds.optimizer.state[param]["exp_avg"]
         found[name.removeprefix("lm.")] = moment.detach().clone().float().cpu() / 0.1
     return found
 

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Install what is missing and run every check. Arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. scripts/install.sh test
+export DS_ACCELERATOR="${DS_ACCELERATOR:-$(python -c 'import torch; print("cuda" if torch.cuda.is_available() else "cpu")')}"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+ruff check .
+mypy
+PYTHONPATH=. lint-imports
+python -m pytest --durations=15 "$@"
