@@ -119,7 +119,7 @@ _ATTENTION: Mapping[str, Callable[[Mapping[str, Any]], tuple[int, int, int]]] = 
 
 def _moe(c: Mapping[str, Any], layers: int, hidden: int) -> dict[str, int]:
     """Dense and expert MLPs over all layers; every projection triple is 3 x hidden x inner."""
-    experts = c.get("n_routed_experts") or c.get("num_experts") or 0
+    experts = c.get("n_routed_experts") or c.get("num_experts") or c.get("num_local_experts") or 0
     sparse = sum(_is_sparse(c, layer) for layer in range(layers)) if experts else 0
     inner = 3 * hidden * (c.get("moe_intermediate_size") or 0)
     return {

@@ -1,0 +1,16 @@
+"""Fixtures of more than one test file."""
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Real tokenizers, configs and data beside the checkout; tests that need them skip where they are absent."""
+    folder = ROOT.parent / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip(f"real data is not here: {folder.name}/ beside the checkout is absent")
+    return folder

@@ -1,0 +1,107 @@
+"""Who a process is under each launcher, and what a hostfile says."""
+
+from pathlib import Path
+
+import pytest
+
+from ds_finetune.errors import LaunchError
+from ds_finetune.world import Host, World, accelerate_choices, read_hostfile
+from tests.conftest import ROOT
+
+MPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+SLURM = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "77", "SLURM_PROCID": "5", "SLURM_NTASKS": "6", "SLURM_LOCALID": "1", "SLURM_NODEID": "2"}
+SLURM |= {"SLURM_STEP_TASKS_PER_NODE": "2(x3)", "SLURM_STEP_NODELIST": "gpu[08-10]"}
+
+
+def test_without_a_launcher_the_world_is_one() -> None:
+    assert World.from_environment({}) == World(0, 1, 0, 1, "python")
+
+
+def test_standard_variables() -> None:
+    environ = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "5"}
+    assert World.from_environment(environ) == World(1, 2, 1, 2, "deepspeed", "h", 5)
+    assert World.from_environment(environ | {"TORCHELASTIC_RUN_ID": "x"}).launcher == "torchrun"
+    assert World.from_environment(environ | {"ACCELERATE_MIXED_PRECISION": "no"}).launcher == "accelerate"
+
+
+def test_open_mpi_fills_what_deepspeed_looks_for() -> None:
+    environ = MPI | {"MASTER_ADDR": "first"}
+    World.from_environment(environ).export_to(environ)
+    assert [environ[k] for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")] == ["3", "4", "1", "2", "first"]
+    assert environ["MASTER_PORT"].isdigit()
+
+
+def test_open_mpi_on_several_hosts_needs_an_address() -> None:
+    with pytest.raises(LaunchError, match=r"4 ranks on several hosts \(2 here\) and MASTER_ADDR is not set"):
+        World.from_environment(MPI)
+
+
+def test_slurm_meets_on_the_first_node() -> None:
+    world = World.from_environment(SLURM)
+    assert (world.rank, world.world_size, world.local_rank, world.local_world_size, world.master_addr) == (5, 6, 1, 2, "gpu08")
+    assert world.master_port == World.from_environment(SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).master_port
+
+
+def test_a_shell_inside_an_allocation_is_a_world_of_one() -> None:
+    assert World.from_environment({"SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}).world_size == 1
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"RANK": "0"}, "RANK is 0 but WORLD_SIZE, LOCAL_RANK is not set"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "rank 2 is not below world size 2"),
+        ({"RANK": "x", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK is 'x', not a number"),
+    ],
+)
+def test_environments_that_cannot_be(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        World.from_environment(environ)
+    assert message in caught.value.message
+
+
+def test_hostfiles_of_the_project_are_read() -> None:
+    found = {path.name: read_hostfile(path) for path in sorted((ROOT / "hostfiles").iterdir())}
+    assert {name: sum(host.slots for host in hosts) for name, hosts in found.items()} == {"nodes64": 512, "one_node": 8, "two_nodes": 16, "unequal": 12}
+
+
+def test_hostfile_forms(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("# two\n\nme@10.0.0.1 slots=2 # first\nfe80::1   slots = 4\n")
+    assert read_hostfile(path) == (Host("me@10.0.0.1", 2, 3), Host("fe80::1", 4, 4))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a slots=2\na slots=1\n", "line 2: host `a` is already in line 1"),
+        ("a slots=0\n", "line 1 column 3: host `a` has slots=0"),
+        ("a\n", "line 1 column 2: `` after host `a` is not `slots=N`"),
+        ("a 8\n", "line 1 column 3: `8` after host `a` is not `slots=N`"),
+        ("slots=4\n", "column 1: `slots=4` stands where a host's name is wanted"),
+        ("# none\n", "names no host in 1 lines"),
+    ],
+)
+def test_bad_hostfiles(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "hosts"
+    path.write_text(text)
+    with pytest.raises(LaunchError) as caught:
+        read_hostfile(path)
+    assert message in caught.value.message
+
+
+def test_a_named_hostfile_that_is_missing_is_never_a_local_run(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError) as caught:
+        read_hostfile(tmp_path / "hosts")
+    assert "does not exist" in caught.value.message
+    assert "never started locally" in caught.value.hint
+
+
+def test_accelerate_choices() -> None:
+    assert accelerate_choices({}) is None
+    environ = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3", "ACCELERATE_MIXED_PRECISION": "no"}
+    environ |= {"ACCELERATE_GRADIENT_CLIPPING": "0.5", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none"}
+    found = accelerate_choices(environ)
+    assert found is not None
+    assert (found.zero_stage, found.gradient_clipping, found.offload_param, found.mixed_precision) == (3, 0.5, None, None)
+    assert accelerate_choices(environ | {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "x.json"}).zero_stage is None  # type: ignore[union-attr]
