@@ -1,0 +1,153 @@
+"""Every tensor accounted for, streamed to where it lives, or drawn the same for any layout."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from ds_finetune.errors import ModelError
+from ds_finetune.model.build import Fragment, build_skeleton, read_hf_config
+from ds_finetune.model.families import family_of
+from ds_finetune.model.weights import initialise_weights, load_weights
+from tests.model.tiny import CONFIGS
+
+EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
+
+
+def published(family: str, folder: Path) -> PreTrainedModel:
+    """A tiny model of a family saved as transformers publishes it, with a router bias that is not zero."""
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **CONFIGS[family])).float().eval()
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.linspace(-0.2, 0.2, len(buffer)))
+    model.save_pretrained(folder)
+    return model
+
+
+def skeleton(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    return build_skeleton(read_hf_config(str(folder)), attention="sdpa", dtype=dtype, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("v3")
+    published("deepseek_v3", folder)
+    return folder
+
+
+@pytest.fixture
+def copy(deepseek: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(deepseek, tmp_path / "copy"))
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_loaded_logits_equal_transformers(family: str, tmp_path: Path) -> None:
+    wanted = published(family, tmp_path)
+    model = skeleton(tmp_path)
+    report = load_weights(model, tmp_path, family=family_of(family))
+    ids = torch.arange(3, 20)[None]
+    assert torch.equal(model.eval()(ids).logits, wanted(ids).logits)
+    assert report.num_tensors == len(load_file(tmp_path / "model.safetensors"))
+
+
+def test_buffers_of_the_router_stay_fp32_in_bf16(deepseek: Path) -> None:
+    model = skeleton(deepseek, torch.bfloat16)
+    load_weights(model, deepseek, family=family_of("deepseek_v3"))
+    dtypes = {name.rpartition(".")[2]: buffer.dtype for name, buffer in model.named_buffers()}
+    assert dtypes["e_score_correction_bias"] == dtypes["inv_freq"] == torch.float32
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model.get_buffer("model.layers.1.mlp.gate.e_score_correction_bias")[0].item() == pytest.approx(-0.2)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 7])
+def test_fragments_together_hold_the_tensor(deepseek: Path, ranks: int) -> None:
+    """Each rank loads and draws only its flat slice, as ZeRO-3 lays it out, with padding past the end."""
+    family = family_of("deepseek_v3")
+    whole, drawn = skeleton(deepseek), skeleton(deepseek)
+    load_weights(whole, deepseek, family=family)
+    initialise_weights(drawn, seed=5)
+    for wanted, fill in ((whole, lambda m, w: load_weights(m, deepseek, family=family, where=w)), (drawn, lambda m, w: initialise_weights(m, seed=5, where=w))):
+        parts: dict[str, list[torch.Tensor]] = {}
+        for rank in range(ranks):
+            model = skeleton(deepseek)
+            names = {id(p): name for name, p in model.named_parameters()}
+            held: dict[int, Fragment] = {}
+
+            def where(param: torch.Tensor, held: dict[int, Fragment] = held, rank: int = rank) -> Fragment:
+                size = math.ceil(param.numel() / ranks)
+                return held.setdefault(id(param), Fragment(torch.zeros(size), rank * size, tuple(param.shape)))
+
+            fill(model, where)
+            for key, fragment in held.items():
+                parts.setdefault(names[key], []).append(fragment.flat)
+        for name, param in wanted.named_parameters():
+            assert torch.equal(torch.cat(parts[name])[: param.numel()].view_as(param), param), name
+
+
+def test_fresh_weights_follow_the_models_rule_and_the_seed(deepseek: Path) -> None:
+    one, again, other = (skeleton(deepseek) for _ in range(3))
+    for model, seed in ((one, 1), (again, 1), (other, 2)):
+        initialise_weights(model, seed=seed)
+    for (name, a), b, c in zip(one.named_parameters(), again.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+        if "norm" in name:
+            assert torch.equal(a, torch.ones_like(a))
+        else:
+            assert not torch.equal(a, c)
+            assert a.std().item() == pytest.approx(CONFIGS["deepseek_v3"]["initializer_range"], rel=0.15)
+
+
+def _rewrite(folder: Path, change: object) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)  # type: ignore[operator]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(EXPERT), f"1 missing: {EXPERT}"),
+        (lambda t: t.update({"model.extra.weight": torch.zeros(2)}), "1 unexpected: model.extra.weight"),
+        (lambda t: t.update({"lm_head.weight": torch.zeros(95, 32)}), "1 of another shape: lm_head.weight: model (96, 32), checkpoint (95, 32)"),
+        (lambda t: t[EXPERT].__setitem__((2, 3), float("nan")), f"tensor `{EXPERT}` of"),
+        (lambda t: t.update({EXPERT: t[EXPERT].to(torch.float8_e4m3fn)}), "holds 1 FP8 tensors"),
+    ],
+    ids=["missing", "unexpected", "shape", "nan", "fp8"],
+)
+def test_a_tensor_that_does_not_fit_stops_the_run(copy: Path, change: object, message: str) -> None:
+    _rewrite(copy, change)
+    with pytest.raises(ModelError) as caught:
+        load_weights(skeleton(copy), copy, family=family_of("deepseek_v3"))
+    assert message in caught.value.message
+
+
+def test_multi_token_prediction_layers_are_declared_and_reported(copy: Path) -> None:
+    _rewrite(copy, lambda t: t.update({"model.layers.3.eh_proj.weight": torch.zeros(2)}))
+    report = load_weights(skeleton(copy), copy, family=family_of("deepseek_v3"))
+    assert report.skipped == ("model.layers.3.eh_proj.weight",)
+
+
+def test_folders_that_are_no_model(copy: Path, tmp_path: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="has no safetensors weights") as caught:
+        load_weights(skeleton(copy), copy, family=family_of("deepseek_v3"))
+    assert "model.weights: random" in caught.value.hint
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
+    with pytest.raises(ModelError, match=r"names 1 files that are not there: model-1\.safetensors"):
+        load_weights(skeleton(copy), copy, family=family_of("deepseek_v3"))
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        read_hf_config(str(tmp_path))
+    with pytest.raises(ModelError, match="is not a folder"):
+        read_hf_config("./none")
+
+
+def test_logits_changed_behind_the_head_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma2", "final_logit_softcapping": 30.0}))
+    with pytest.raises(ModelError, match=r"`final_logit_softcapping` = 30\.0 changes the logits"):
+        read_hf_config(str(tmp_path))

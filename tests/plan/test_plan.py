@@ -1,0 +1,139 @@
+"""The plan: batch triple, contradictions, options known to be wrong."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ds_finetune.config import RunConfig, read_config
+from ds_finetune.errors import ConfigError
+from ds_finetune.plan.layout import Plan, make_plan
+from ds_finetune.world import AccelerateChoices, World
+from tests.conftest import ROOT
+
+DEEPSPEED_FILES = sorted((ROOT / "ds_configs").glob("*.json"))
+NOTHING = AccelerateChoices(None, None, None, None, None, None, None)
+
+
+def plan_of(deepspeed: Any = None, *, dp: int = 2, device: str = "cuda", accelerate: AccelerateChoices | None = None, **sections: Any) -> Plan:
+    tree = {"model": "m", "data": {"train": "a.jsonl"}, "output_dir": "o", "train": {"global_batch_size": 8, "micro_batch_size": 2}, "deepspeed": deepspeed}
+    config = RunConfig.model_validate(tree | sections)
+    return make_plan(config, world=World(0, dp, 0, dp, "torchrun"), device=device, accelerate=accelerate)
+
+
+def zero(stage: int, **options: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, **options}}
+
+
+def test_the_batch_triple_is_derived_and_written() -> None:
+    plan = plan_of()
+    assert plan.gradient_accumulation_steps == 2
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    assert [plan.deepspeed[key] for key in keys] == [8, 2, 2, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("deepspeed", "sections", "message", "hint"),
+    [
+        (None, {"train": {"global_batch_size": 100, "micro_batch_size": 8}}, "100 is not a multiple of micro_batch_size 8 x dp 2 = 16", "96 or 112"),
+        ({"train_batch_size": 16}, {}, "train_batch_size 16 contradicts train.global_batch_size 8", '"auto"'),
+        ({"gradient_accumulation_steps": 4}, {}, "gradient_accumulation_steps 4 contradicts global_batch_size / (micro_batch_size x dp) = 2", '"auto"'),
+        ({"gradient_clipping": 0.5}, {}, "gradient_clipping 0.5 contradicts train.max_grad_norm 1.0", '"auto"'),
+        ({"fp16": {"enabled": True}}, {}, "fp16.enabled True contradicts train.precision bf16", '"auto"'),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, {}, "optimizer.params.lr 0.001 contradicts optim.lr 1e-05", '"auto"'),
+        ({"optimizer": {"type": "Lamb"}}, {}, "optimizer.type 'Lamb' contradicts optim.name 'AdamW'", '"auto"'),
+        ({"scheduler": {"type": "WarmupLR"}}, {}, "`scheduler` = {'type': 'WarmupLR'} does not belong", "optim.lr_scheduler"),
+        ({"elasticity": {}}, {}, "`elasticity` = {} was removed in DeepSpeed 0.19.8", "delete"),
+        ({"zero_optimisation": {}}, {}, "unknown key `zero_optimisation`", "did you mean `zero_optimization`?"),
+        ({"zero_optimization": {"stage": 4}}, {}, "zero_optimization.stage is 4", "0, 1, 2 or 3"),
+        (zero(2, offload_param={"device": "cpu"}), {}, "offload_param below ZeRO-3 is refused", "stage 3"),
+        (zero(2, offload_optimizer={"device": "nvme"}), {}, "offload to nvme below ZeRO-3 is refused", "device cpu"),
+        (zero(0, offload_optimizer={"device": "cpu"}), {}, "offload_optimizer without ZeRO is refused", "stage 1, 2 or 3"),
+        (zero(3), {"optim": {"name": "Muon"}}, "Muon with reduce_scatter under ZeRO-3 is refused", "reduce_scatter false"),
+        (None, {"optim": {"name": "Adamw2"}}, "optim.name `Adamw2` is not known", "adamw"),
+        ("none.json", {}, "deepspeed file `none.json` does not exist", "ds_configs/"),
+    ],
+)
+def test_contradictions_name_both_values(deepspeed: Any, sections: dict[str, Any], message: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_of(deepspeed, **sections)
+    assert message in caught.value.message
+    assert hint in caught.value.hint
+
+
+def test_fp16_on_cpu_is_refused() -> None:
+    with pytest.raises(ConfigError, match="fp16 on the CPU accelerator is refused") as caught:
+        plan_of(device="cpu", train={"precision": "fp16", "global_batch_size": 8})
+    assert "bf16 or fp32" in caught.value.hint
+
+
+def test_wrong_options_are_rewritten_with_a_visible_line() -> None:
+    plan = plan_of(zero(3, overlap_comm=True, offload_optimizer={"device": "cpu"}), device="cpu")
+    section = plan.deepspeed["zero_optimization"]
+    assert (section["overlap_comm"], section["offload_optimizer"]["pin_memory"]) == (False, False)
+    assert [note.split(" is off")[0] for note in plan.notes] == [
+        "rewritten: overlap_comm on the CPU accelerator",
+        "rewritten: offload_optimizer.pin_memory on the CPU accelerator",
+    ]
+    assert plan_of(zero(3, overlap_comm=True)).notes == ()
+
+
+def test_the_users_tree_is_not_changed() -> None:
+    given = zero(3, offload_optimizer={"device": "cpu"})
+    before = json.dumps(given)
+    plan_of(given, device="cpu")
+    assert json.dumps(given) == before
+
+
+@pytest.mark.parametrize("path", DEEPSPEED_FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_every_deepspeed_file_is_finished(path: Path, precision: str) -> None:
+    plan = plan_of(str(path), device="cpu", train={"precision": precision, "global_batch_size": 8})
+    assert "auto" not in json.dumps(plan.deepspeed)
+    assert f"zero{plan.zero_stage}" in path.stem
+    assert plan.deepspeed["bf16"]["enabled"] == (precision == "bf16")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "ds_configs" / "runs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_run_file_is_read_and_planned(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    config = read_config(path)
+    assert path.read_text().startswith("# Planned on") or path.read_text().startswith("# Proven on")
+    for ranks in (1, 8):
+        make_plan(config, world=World(0, ranks, 0, ranks, "deepspeed"), device="cuda")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "ds_configs" / "accelerate").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_accelerate_file_names_a_deepspeed_file(path: Path) -> None:
+    tree = yaml.safe_load(path.read_text())
+    assert tree["distributed_type"] == "DEEPSPEED"
+    assert (ROOT / tree["deepspeed_config"]["deepspeed_config_file"]).is_file()
+    hosts = tree["deepspeed_config"].get("deepspeed_hostfile")
+    assert hosts is None or (ROOT / hosts).is_file()
+
+
+def test_accelerate_chooses_where_the_run_file_does_not() -> None:
+    choices = AccelerateChoices(None, 3, "cpu", None, None, None, None)
+    plan = plan_of(accelerate=choices)
+    assert (plan.zero_stage, plan.offload_optimizer) == (3, "cpu")
+    file = AccelerateChoices(str(ROOT / "ds_configs" / "zero1.json"), None, None, None, None, None, None)
+    assert plan_of(accelerate=file).zero_stage == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("zero_stage", 3, "accelerate's zero_stage 3 contradicts zero_optimization.stage 1"),
+        ("gradient_accumulation_steps", 7, "accelerate's gradient_accumulation_steps 7 contradicts global_batch_size / (micro_batch_size x dp) = 2"),
+        ("gradient_clipping", 0.3, "accelerate's gradient_clipping 0.3 contradicts train.max_grad_norm 1.0"),
+        ("mixed_precision", "fp16", "accelerate's mixed_precision 'fp16' contradicts train.precision 'bf16'"),
+    ],
+)
+def test_accelerate_and_the_run_file_must_agree(field: str, value: Any, message: str) -> None:
+    choices = AccelerateChoices(**{**NOTHING.__dict__, field: value})
+    with pytest.raises(ConfigError) as caught:
+        plan_of(zero(1), accelerate=choices)
+    assert message in caught.value.message
+    assert "leave" in caught.value.hint
