@@ -26,7 +26,7 @@ from ds_finetune.observers.writers import MetricsFile, Trackers
 from ds_finetune.plan.layout import Plan, make_plan
 from ds_finetune.run_folder import check_output, read_json, write_run_files
 from ds_finetune.schedule import Duration, LrSchedule, warmup_steps
-from ds_finetune.world import World, accelerate_choices
+from ds_finetune.world import World, accelerate_choices, refuse_missing_hostfile
 
 Announce = Callable[[Plan, Material], None]
 
@@ -46,6 +46,7 @@ def train(config: RunConfig, *, announce: Announce) -> Report:
     began = time.monotonic()
     world = World.from_environment(os.environ)
     world.export_to(os.environ)
+    refuse_missing_hostfile()
     plan = make_plan(config, world=world, device=choose_device(), accelerate=accelerate_choices(os.environ))
     material = gather_material(config)
     check_output(config, material.shape.total_params if material.shape else None)

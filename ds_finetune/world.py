@@ -164,6 +164,33 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
     return tuple(hosts.values())
 
 
+def refuse_missing_hostfile(process: str = "self") -> None:
+    """LaunchError where a `deepspeed` above this process was given a `--hostfile` that does not exist.
+
+    DeepSpeed 0.19.8 then starts on this machine alone (launcher/runner.py, fetch_hostfile) and tells its ranks nothing;
+    its command line is found among the ancestors in /proc, where there is one.
+    """
+    place = Path("/proc") / process
+    while (place / "cmdline").is_file():
+        line = (place / "cmdline").read_bytes().decode(errors="replace").split("\0")
+        if any(Path(word).name == "deepspeed" for word in line[:2]):
+            _refuse_missing(line)
+        parent = re.search(r"^PPid:\s*(\d+)", (place / "status").read_text(), re.MULTILINE)
+        if not parent or int(parent[1]) <= 1:
+            return
+        place = Path("/proc") / parent[1]
+
+
+def _refuse_missing(line: list[str]) -> None:
+    for word, value in zip(line, [*line[1:], ""], strict=True):
+        name = word.partition("=")[2] if word.startswith("--hostfile=") else value if word in ("--hostfile", "-H") else None
+        if name and not Path(name).is_file():
+            raise LaunchError(
+                f"`deepspeed` was given hostfile `{name}`, which does not exist, and started on this machine alone",
+                hint="create it, or leave --hostfile out",
+            )
+
+
 def _read_host(text: str, where: str, number: int) -> Host:
     found = re.match(r"^\s*(\S+)(\s*)(.*?)\s*$", text)
     assert found

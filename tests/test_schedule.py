@@ -5,7 +5,9 @@ import pytest
 from ds_finetune.schedule import Duration, LrSchedule, warmup_steps
 
 
-@pytest.mark.parametrize(("text", "steps"), [("200 steps", 200), ("1 step", 1), ("3 epochs", 15), ("0.5 epochs", 3), ("1_000 tokens", 3), ("2e3 tokens", 5)])
+@pytest.mark.parametrize(
+    ("text", "steps"), [("200 steps", 200), ("1 step", 1), ("3 epochs", 15), ("0.5 epochs", 3), ("1_000 tokens", 3), ("2e3 tokens", 5)]
+)
 def test_duration_in_steps(text: str, steps: int) -> None:
     assert Duration.parse(text).in_steps(rows=20, tokens=2000, global_batch_size=4) == steps
 

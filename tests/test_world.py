@@ -62,7 +62,12 @@ def test_environments_that_cannot_be(environ: dict[str, str], message: str) -> N
 
 def test_hostfiles_of_the_project_are_read() -> None:
     found = {path.name: read_hostfile(path) for path in sorted((ROOT / "hostfiles").iterdir())}
-    assert {name: sum(host.slots for host in hosts) for name, hosts in found.items()} == {"nodes64": 512, "one_node": 8, "two_nodes": 16, "unequal": 12}
+    assert {name: sum(host.slots for host in hosts) for name, hosts in found.items()} == {
+        "nodes64": 512,
+        "one_node": 8,
+        "two_nodes": 16,
+        "unequal": 12,
+    }
 
 
 def test_hostfile_forms(tmp_path: Path) -> None:

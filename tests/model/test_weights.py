@@ -72,7 +72,10 @@ def test_fragments_together_hold_the_tensor(deepseek: Path, ranks: int) -> None:
     whole, drawn = skeleton(deepseek), skeleton(deepseek)
     load_weights(whole, deepseek, family=family)
     initialise_weights(drawn, seed=5)
-    for wanted, fill in ((whole, lambda m, w: load_weights(m, deepseek, family=family, where=w)), (drawn, lambda m, w: initialise_weights(m, seed=5, where=w))):
+    for wanted, fill in (
+        (whole, lambda m, w: load_weights(m, deepseek, family=family, where=w)),
+        (drawn, lambda m, w: initialise_weights(m, seed=5, where=w)),
+    ):
         parts: dict[str, list[torch.Tensor]] = {}
         for rank in range(ranks):
             model = skeleton(deepseek)

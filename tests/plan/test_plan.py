@@ -18,7 +18,13 @@ NOTHING = AccelerateChoices(None, None, None, None, None, None, None)
 
 
 def plan_of(deepspeed: Any = None, *, dp: int = 2, device: str = "cuda", accelerate: AccelerateChoices | None = None, **sections: Any) -> Plan:
-    tree = {"model": "m", "data": {"train": "a.jsonl"}, "output_dir": "o", "train": {"global_batch_size": 8, "micro_batch_size": 2}, "deepspeed": deepspeed}
+    tree = {
+        "model": "m",
+        "data": {"train": "a.jsonl"},
+        "output_dir": "o",
+        "train": {"global_batch_size": 8, "micro_batch_size": 2},
+        "deepspeed": deepspeed,
+    }
     config = RunConfig.model_validate(tree | sections)
     return make_plan(config, world=World(0, dp, 0, dp, "torchrun"), device=device, accelerate=accelerate)
 
@@ -39,7 +45,12 @@ def test_the_batch_triple_is_derived_and_written() -> None:
     [
         (None, {"train": {"global_batch_size": 100, "micro_batch_size": 8}}, "100 is not a multiple of micro_batch_size 8 x dp 2 = 16", "96 or 112"),
         ({"train_batch_size": 16}, {}, "train_batch_size 16 contradicts train.global_batch_size 8", '"auto"'),
-        ({"gradient_accumulation_steps": 4}, {}, "gradient_accumulation_steps 4 contradicts global_batch_size / (micro_batch_size x dp) = 2", '"auto"'),
+        (
+            {"gradient_accumulation_steps": 4},
+            {},
+            "gradient_accumulation_steps 4 contradicts global_batch_size / (micro_batch_size x dp) = 2",
+            '"auto"',
+        ),
         ({"gradient_clipping": 0.5}, {}, "gradient_clipping 0.5 contradicts train.max_grad_norm 1.0", '"auto"'),
         ({"fp16": {"enabled": True}}, {}, "fp16.enabled True contradicts train.precision bf16", '"auto"'),
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, {}, "optimizer.params.lr 0.001 contradicts optim.lr 1e-05", '"auto"'),

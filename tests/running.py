@@ -1,0 +1,62 @@
+"""A tiny task in a folder, and how tests start the program on it."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ds_finetune.demo import MODEL, write_demo
+from tests.conftest import ROOT
+
+ROWS = 32
+SECONDS = 300
+TINY = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+TINY |= {"num_key_value_heads": 2, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "n_group": 1}
+
+
+def tiny_task(folder: Path, **sections: Any) -> Path:
+    """The embedded example cut down to seconds: two layers, 32 rows, three steps in fp32; returns the run file."""
+    run_file = write_demo(folder)
+    (folder / "model" / "config.json").write_text(json.dumps(MODEL | TINY))
+    for name in ("train.jsonl", "eval.jsonl"):
+        lines = (folder / name).read_text().splitlines(keepends=True)
+        (folder / name).write_text("".join(lines[:ROWS]))
+    tree = yaml.safe_load(run_file.read_text())
+    tree["data"] |= {"packing": False, "cache_dir": str(folder / "cache")}
+    tree["train"] = {
+        "for": "3 steps",
+        "global_batch_size": 8,
+        "micro_batch_size": 2,
+        "max_seq_len": 64,
+        "precision": "fp32",
+        "activation_checkpointing": False,
+    }
+    tree["eval"] = {"keep_best": False}
+    tree["deepspeed"] = {"zero_optimization": {"stage": 2}}
+    tree["log"] = {"trackers": []}
+    for name, values in sections.items():
+        tree[name] = tree.get(name, {}) | values if isinstance(values, dict) and name != "deepspeed" else values
+    run_file.write_text(yaml.safe_dump({name: value for name, value in tree.items() if value is not None}))
+    return run_file
+
+
+def start(command: Sequence[str], environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command from the repository on the CPU accelerator and return what it printed."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    settings = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    return subprocess.run(command, cwd=ROOT, env=clean | settings | dict(environ or {}), capture_output=True, text=True, timeout=SECONDS, check=False)
+
+
+def torchrun(*arguments: str, ranks: int = 2) -> list[str]:
+    """The command that starts `ranks` ranks of a file with torchrun."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *arguments]
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """The records of a run."""
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
