@@ -22,7 +22,7 @@ from ds_finetune.observers.progress import ProgressLine
 from ds_finetune.observers.record import Observer, StepRecord
 from ds_finetune.observers.skipped import SkippedSteps
 from ds_finetune.observers.utilisation import Utilisation, peak_flops
-from ds_finetune.observers.writers import MetricsFile, Trackers
+from ds_finetune.observers.writers import MetricsFile, Trackers, check_trackers
 from ds_finetune.plan.layout import Plan, make_plan
 from ds_finetune.run_folder import check_output, read_json, write_run_files
 from ds_finetune.schedule import Duration, LrSchedule, warmup_steps
@@ -48,6 +48,7 @@ def train(config: RunConfig, *, announce: Announce) -> Report:
     world.export_to(os.environ)
     refuse_missing_hostfile()
     plan = make_plan(config, world=world, device=choose_device(), accelerate=accelerate_choices(os.environ))
+    check_trackers(config.log.trackers)
     material = gather_material(config)
     check_output(config, material.shape.total_params if material.shape else None)
     if world.rank == 0:

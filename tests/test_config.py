@@ -65,7 +65,7 @@ def test_bad_override(run_file: Path, override: str, message: str) -> None:
 
 
 def test_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="none.yaml` does not exist"):
+    with pytest.raises(ConfigError, match=r"none\.yaml` does not exist"):
         read_config(tmp_path / "none.yaml")
 
 

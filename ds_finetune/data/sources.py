@@ -69,7 +69,7 @@ def _read_jsonl(path: str) -> Iterator[tuple[str, Record]]:
                 continue
             where = f"{path} line {number}"
             try:
-                record = json.loads(line)
+                record = json.loads(line.rstrip())
             except json.JSONDecodeError as broken:
                 raise DataError(
                     f"{where} column {broken.colno} is not JSON: {broken.msg}: {line.strip()[:80]}", hint="mend or remove that line"

@@ -30,6 +30,19 @@ class MetricsFile:
         self._file.close()
 
 
+def check_trackers(names: Sequence[str]) -> None:
+    """ConfigError for a tracker accelerate does not know (naming the known ones), or whose package is missing."""
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+    available = {str(name) for name in get_available_trackers()}
+    known = sorted(str(name) for name in LOGGER_TYPE_TO_CLASS)
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"log.trackers names `{name}`", hint=f"accelerate knows {', '.join(known)}")
+        if name not in available:
+            raise ConfigError(f"log.trackers names `{name}`, whose package is not installed", hint=f"pip install {name}, or leave it out")
+
+
 class Trackers:
     """Trackers that accelerate knows, by name; TensorBoard lies in the run folder."""
 
@@ -38,16 +51,9 @@ class Trackers:
 
     @classmethod
     def open(cls, names: Sequence[str], output_dir: Path, settings: Mapping[str, Any]) -> Self:
-        """Start each tracker of `names`; ConfigError names the known ones, or the package that is missing."""
-        from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+        """Start each tracker of `names`, which `check_trackers` has passed."""
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-        available = {str(name) for name in get_available_trackers()}
-        known = sorted(str(name) for name in LOGGER_TYPE_TO_CLASS)
-        for name in names:
-            if name not in known:
-                raise ConfigError(f"log.trackers names `{name}`", hint=f"accelerate knows {', '.join(known)}")
-            if name not in available:
-                raise ConfigError(f"log.trackers names `{name}`, whose package is not installed", hint=f"pip install {name}, or leave it out")
         opened = [_open(LOGGER_TYPE_TO_CLASS[name], output_dir) for name in names]
         for tracker in opened:
             if hasattr(tracker, "start"):
