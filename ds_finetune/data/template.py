@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from ds_finetune.data.layouts import Completion, Conversation, PlainText, Sample
 from ds_finetune.errors import DataError
@@ -63,8 +64,7 @@ class Templater:
         self._tokenizer = tokenizer
         self._settings = settings
         self._special = set(tokenizer.all_special_ids) | {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        # transformers 5.23 does not apply `add_bos_token` of tokenizer_config.json to a tokenizer.json without a post-processor.
-        adds_bos = bool(getattr(tokenizer, "add_bos_token", False)) or tokenizer("x")["input_ids"][:1] == [tokenizer.bos_token_id]
+        adds_bos = tokenizer("x")["input_ids"][:1] == [tokenizer.bos_token_id]
         self._bos = [tokenizer.bos_token_id] if adds_bos and tokenizer.bos_token_id is not None else []
 
     def tokens(self, samples: Sequence[tuple[str, Sample]]) -> list[Tokens]:
@@ -197,12 +197,14 @@ class _Renderer:
         if not messages:
             return ""
         try:
-            rendered = self._tokenizer.apply_chat_template(
-                list(messages),
+            # Not `apply_chat_template`: transformers 5.23 drops keys whose value is None (tokenization_utils_base.py:3144),
+            # and R1's own template tells a tool call by `message['content'] is none`.
+            (rendered,), _ = render_jinja_template(
+                conversations=[list(messages)],
                 tools=list(self._tools) if self._tools else None,
                 chat_template=self._template,
                 add_generation_prompt=opens,
-                tokenize=False,
+                **self._tokenizer.special_tokens_map,
             )
         except (TemplateError, TypeError) as broken:
             raise DataError(

@@ -1,0 +1,216 @@
+"""Packing, the cache and the order of rows."""
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from ds_finetune.config import DataConfig
+from ds_finetune.data.batches import BatchPlan, eval_batches, training_batches
+from ds_finetune.data.documents import Counts
+from ds_finetune.data.pack import pack
+from ds_finetune.data.packed import PreparedRows
+from ds_finetune.data.prepare import TokenSpec, prepare
+from ds_finetune.data.tokenizer_files import load_tokenizer
+from ds_finetune.demo import write_demo
+from ds_finetune.errors import ConfigError, DataError
+from ds_finetune.labels import IGNORE_INDEX
+
+SPEC = TokenSpec(max_seq_len=64, vocab_size=128, max_positions=512)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("demo")
+    write_demo(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo: Path) -> PreTrainedTokenizerBase:
+    return load_tokenizer(str(demo / "model"))
+
+
+def rows_of(demo: Path, tokenizer: PreTrainedTokenizerBase, cache: Path, spec: TokenSpec = SPEC, **options: object) -> PreparedRows:
+    config = DataConfig.model_validate({"train": str(demo / "eval.jsonl"), "cache_dir": str(cache), **options})
+    return prepare(config, "train", tokenizer=tokenizer, spec=spec)
+
+
+def plan(rank: int = 0, dp: int = 1, micro: int = 2, **options: object) -> BatchPlan:
+    given = {"global_batch_size": 8, "micro_batch_size": micro, "seed": 3, "shuffle": True, "pad_token_id": 2, "row_len": None}
+    return BatchPlan(rank=rank, dp=dp, **(given | options))  # type: ignore[arg-type]
+
+
+def test_packing_is_tight_complete_and_the_same_each_time() -> None:
+    lengths = np.random.default_rng(0).integers(5, 600, size=3000)
+    rows = pack(lengths, 2048)
+    assert sorted(int(i) for row in rows for i in row) == list(range(3000))
+    assert max(lengths[row].sum() for row in rows) <= 2048
+    assert lengths.sum() / (len(rows) * 2048) > 0.99
+    assert all(np.array_equal(a, b) for a, b in zip(rows, pack(lengths, 2048), strict=True))
+
+
+def test_a_million_documents_pack_in_seconds() -> None:
+    lengths = np.random.default_rng(1).integers(20, 500, size=1_000_000)
+    began = time.perf_counter()
+    rows = pack(lengths, 4096)
+    assert time.perf_counter() - began < 20
+    assert lengths.sum() / (len(rows) * 4096) > 0.999
+
+
+def test_gsm8k_fills_its_rows(shared_data: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(shared_data / "tokenizers" / "deepseek-llm"))
+    config = DataConfig.model_validate(
+        {"train": str(shared_data / "gsm8k" / "train.jsonl"), "columns": {"prompt": "question", "completion": "answer"}, "cache_dir": str(tmp_path)}
+    )
+    rows = prepare(config, "train", tokenizer=tokenizer, spec=TokenSpec(2048, 102_400, 4096))
+    assert rows.counts == Counts(read=7473, documents=7473, tokens=rows.num_tokens, supervised=rows.num_supervised_tokens)
+    assert rows.fill_ratio(2048) >= 0.99
+    assert 0.6 < rows.num_supervised_tokens / rows.num_tokens < 0.7
+
+
+def test_rows_hold_every_document_once_with_labels_that_stop_at_its_end(demo: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    packed = rows_of(demo, tokenizer, tmp_path)
+    found = []
+    for row in (packed[i] for i in range(len(packed))):
+        starts = [*np.flatnonzero(row.position_ids == 0), len(row.input_ids)]
+        for first, last in itertools.pairwise(starts):
+            ids, labels = row.input_ids[first:last], row.labels[first:last]
+            assert np.array_equal(row.position_ids[first:last], np.arange(last - first))
+            assert labels[-1] == IGNORE_INDEX
+            supervised = labels[:-1] != IGNORE_INDEX
+            assert np.array_equal(labels[:-1][supervised], ids[1:][supervised])
+            found.append(tokenizer.decode(ids))
+        assert row.supervised == (row.labels != IGNORE_INDEX).sum()
+    padded = rows_of(demo, tokenizer, tmp_path, packing=False)
+    assert sorted(found) == sorted(tokenizer.decode(padded[i].input_ids) for i in range(len(padded)))
+    assert len(padded) == 200
+
+
+def test_prompts_for_generation(demo: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    (prompt, answer), *_ = rows_of(demo, tokenizer, tmp_path).prompts(2)
+    assert tokenizer.decode(prompt).endswith("<|assistant|>")
+    assert tokenizer.decode(answer).endswith("<|eos|>")
+
+
+def test_the_second_start_reads_no_raw_data(demo: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    raw = tmp_path / "raw.jsonl"
+    raw.write_bytes((demo / "eval.jsonl").read_bytes())
+    config = DataConfig.model_validate({"train": str(raw), "cache_dir": str(tmp_path / "cache")})
+    first = prepare(config, "train", tokenizer=tokenizer, spec=SPEC)
+    stat = raw.stat()
+    raw.write_bytes(b"x" * stat.st_size)
+    os.utime(raw, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    again = prepare(config, "train", tokenizer=tokenizer, spec=SPEC)
+    assert np.array_equal(first[0].input_ids, again[0].input_ids)
+    os.utime(raw, ns=(0, 0))
+    with pytest.raises(DataError, match="line 1 column 1 is not JSON"):
+        prepare(config, "train", tokenizer=tokenizer, spec=SPEC)
+
+
+KILLED = """
+import sys
+from ds_finetune.config import DataConfig
+from ds_finetune.data.prepare import TokenSpec, prepare
+from ds_finetune.data.tokenizer_files import load_tokenizer
+if __name__ == "__main__":
+    config = DataConfig.model_validate({"train": sys.argv[1], "cache_dir": sys.argv[2], "workers": 1})
+    prepare(config, "train", tokenizer=load_tokenizer(sys.argv[3]), spec=TokenSpec(64, 128, 512))
+"""
+
+
+def test_a_killed_preparation_goes_on(demo: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    (tmp_path / "killed.py").write_text(KILLED)
+    cache = tmp_path / "cache"
+    command = [sys.executable, str(tmp_path / "killed.py"), str(demo / "train.jsonl"), str(cache), str(demo / "model")]
+    process = subprocess.Popen(command, start_new_session=True)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and len(list(cache.glob("*/part-*[0-9]"))) < 3:
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    parts = {part: part.stat().st_mtime_ns for part in cache.glob("*/part-*[0-9]")}
+    assert len(parts) >= 3
+    assert not list(cache.glob("*/whole"))
+    kept = sorted(parts)[0]
+    (kept / "kept").write_text("untouched")
+    linked = tmp_path / "kept"
+    os.link(kept / "counts.json", linked)
+    config = DataConfig.model_validate({"train": str(demo / "train.jsonl"), "cache_dir": str(cache), "workers": 1})
+    rows = prepare(config, "train", tokenizer=tokenizer, spec=SPEC)
+    assert rows.counts.read == 36_300
+    assert rows.counts.documents == 36_300
+    assert linked.stat().st_nlink == 1
+
+
+@pytest.mark.parametrize(("dp", "micro"), [(1, 8), (1, 2), (2, 4), (4, 1)])
+def test_the_global_batch_is_the_same_for_any_split(demo: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, dp: int, micro: int) -> None:
+    rows = rows_of(demo, tokenizer, tmp_path, packing=False)
+    wanted = [batch.row_ids for batch in training_batches(rows, plan(), start_step=0, total_rows=40)]
+    split = [list(training_batches(rows, plan(rank, dp, micro), start_step=0, total_rows=40)) for rank in range(dp)]
+    assert [tuple(i for part in parts for i in part.row_ids) for parts in zip(*split, strict=True)] == wanted
+    assert {len(batch.micro) for part in split for batch in part} == {8 // dp // micro}
+
+
+def test_each_epoch_holds_every_row_once_in_another_order(demo: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    rows = rows_of(demo, tokenizer, tmp_path, packing=False)
+    batches = list(training_batches(rows, plan(), start_step=0, total_rows=2 * 200))
+    ids = [i for batch in batches for i in batch.row_ids]
+    assert sorted(ids[:200]) == sorted(ids[200:]) == list(range(200))
+    assert ids[:200] != ids[200:]
+    assert (batches[-1].position.epoch, batches[-1].position.index) == (2, 0)
+
+
+def test_a_later_start_gives_the_same_batches(demo: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    rows = rows_of(demo, tokenizer, tmp_path, packing=False)
+    whole = [batch.row_ids for batch in training_batches(rows, plan(), start_step=0, total_rows=300)]
+    assert [batch.row_ids for batch in training_batches(rows, plan(), start_step=20, total_rows=300)] == whole[20:]
+
+
+def test_what_is_left_over_is_filled_with_rows_of_nothing(demo: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    rows = rows_of(demo, tokenizer, tmp_path, packing=False)
+    last = [list(training_batches(rows, plan(rank, 2, 2), start_step=0, total_rows=17))[-1] for rank in range(2)]
+    assert [len(batch.row_ids) for batch in last] == [1, 0]
+    assert [len(batch.micro) for batch in last] == [2, 2]
+    assert last[1].num_supervised_tokens == 0
+    assert all(bool((micro.labels == IGNORE_INDEX).all()) for micro in last[1].micro)
+    evaluated = [i for rank in range(2) for batch in eval_batches(rows, plan(rank, 2, 3)) for i in batch.row_ids]
+    assert sorted(evaluated) == list(range(200))
+
+
+def test_long_rows(demo: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    short = TokenSpec(max_seq_len=20, vocab_size=128, max_positions=512)
+    counts = rows_of(demo, tokenizer, tmp_path, short).counts
+    assert (counts.truncated, counts.documents, counts.tokens) == (200, 200, 200 * 20)
+    with pytest.raises(DataError, match=r"none of the 200 rows of .* is left \(0 with nothing supervised, 200 too long\)"):
+        rows_of(demo, tokenizer, tmp_path, short, long_rows="drop")
+    with pytest.raises(ConfigError, match=r"long_rows split needs data\.layout text, not auto"):
+        rows_of(demo, tokenizer, tmp_path, short, long_rows="split")
+    text = tmp_path / "book.txt"
+    text.write_text("abcde" * 11)
+    config = DataConfig.model_validate({"train": str(text), "layout": "text", "long_rows": "split", "cache_dir": str(tmp_path)})
+    found = prepare(config, "train", tokenizer=tokenizer, spec=short)
+    assert (found.counts.split, found.counts.documents, found.num_tokens) == (1, 3, 56)
+
+
+def test_rows_without_anything_to_learn_are_counted_and_too_many_refused(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    good, bad = (
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n',
+        '{"messages": [{"role": "user", "content": "a"}]}\n',
+    )
+    raw = tmp_path / "raw.jsonl"
+    raw.write_text(good * 19 + bad)
+    config = DataConfig.model_validate({"train": str(raw), "cache_dir": str(tmp_path)})
+    assert prepare(config, "train", tokenizer=tokenizer, spec=SPEC).counts.nothing_supervised == 1
+    raw.write_text(good * 10 + bad * 2)
+    with pytest.raises(DataError) as caught:
+        prepare(config, "train", tokenizer=tokenizer, spec=SPEC)
+    assert "2 of 12 rows of" in caught.value.message
+    assert "more than data.max_dropped_ratio 0.1" in caught.value.message

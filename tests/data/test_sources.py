@@ -1,0 +1,135 @@
+"""Files, folders and layouts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from ds_finetune.data.layouts import Completion, Conversation, PlainText, read_sample, recognise
+from ds_finetune.data.sources import find_sources, read_records
+from ds_finetune.errors import DataError
+
+ROWS = [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "d"}]
+
+
+def _write(folder: Path, kind: str) -> Path:
+    path = folder / f"rows.{kind}"
+    if kind == "jsonl":
+        path.write_text("\n".join(json.dumps(row) for row in ROWS))
+    elif kind == "json":
+        path.write_text(json.dumps(ROWS))
+    elif kind == "csv":
+        pd.DataFrame(ROWS).to_csv(path, index=False)
+    else:
+        pd.DataFrame(ROWS).to_parquet(path)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
+def test_every_kind_of_file_gives_the_same_rows_also_from_a_folder(tmp_path: Path, kind: str) -> None:
+    path = _write(tmp_path, kind)
+    for place in (path, tmp_path):
+        (source,) = find_sources([str(place)])
+        assert [dict(record) for _, record in read_records(source)] == ROWS
+
+
+def test_text_is_one_document_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\ntwo\n")
+    (source,) = find_sources([str(tmp_path / "a.txt")])
+    assert [record for _, record in read_records(source)] == [{"text": "one\ntwo\n"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", '{"a": 1}\n[1]\n', "a.jsonl line 2 holds list, not an object"),
+        ("a.json", '{"a": 1}', "holds dict, not a list of objects"),
+        ("a.json", "[1,\n2", "line 2 column 2 is not JSON"),
+        ("a.doc", "x", "ends in `.doc`"),
+        ("a.csv", "", "is empty"),
+        ("a.parquet", "nonsense", "cannot be read as parquet"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError) as caught:
+        [list(read_records(source)) for source in find_sources([str(tmp_path / name)])]
+    assert message in caught.value.message
+    assert caught.value.hint
+
+
+def test_folders_that_mix_or_hold_nothing(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds no"):
+        find_sources([str(tmp_path)])
+    _write(tmp_path, "json")
+    _write(tmp_path, "csv")
+    with pytest.raises(DataError, match="mixes csv and json files"):
+        find_sources([str(tmp_path)])
+
+
+RECORDS: dict[str, tuple[dict[str, Any], type]] = {
+    "messages": ({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}, Conversation),
+    "sharegpt": ({"conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}], "system": "s"}, Conversation),
+    "alpaca": ({"instruction": "i", "input": "j", "output": "o"}, Completion),
+    "prompt_completion": ({"prompt": "p", "completion": "c"}, Completion),
+    "text": ({"text": "t"}, PlainText),
+}
+
+
+@pytest.mark.parametrize("layout", RECORDS)
+def test_layouts_are_recognised_by_their_columns(layout: str) -> None:
+    record, kind = RECORDS[layout]
+    assert recognise(record, {}, "row 1") == layout
+    assert isinstance(read_sample(record, layout, {}, "row 1"), kind)
+
+
+def test_alpaca_as_turns_and_as_text() -> None:
+    sample = read_sample({"instruction": "i", "input": "j", "output": "o", "history": [["q", "a"]]}, "alpaca", {}, "row 1")
+    assert isinstance(sample, Completion)
+    assert [m["content"] for m in sample.conversation.messages] == ["q", "a", "i\nj", "o"]
+    assert sample.prompt.endswith("### Instruction:\ni\n\n### Input:\nj\n\n### Response:\n")
+
+
+def test_sharegpt_roles() -> None:
+    turns = [{"from": f, "value": f} for f in ("human", "function_call", "observation", "gpt")]
+    sample = read_sample({"conversations": turns}, "sharegpt", {}, "row 1")
+    assert isinstance(sample, Conversation)
+    assert [m["role"] for m in sample.messages] == ["user", "assistant", "tool", "assistant"]
+
+
+def test_columns_by_other_names() -> None:
+    columns = {"prompt": "question", "completion": "answer"}
+    record = {"question": "q", "answer": "a"}
+    assert recognise(record, columns, "row 1") == "prompt_completion"
+    sample = read_sample(record, "prompt_completion", columns, "row 1")
+    assert isinstance(sample, Completion)
+    assert (sample.prompt, sample.completion) == ("q", "a")
+
+
+@pytest.mark.parametrize(
+    ("record", "layout", "message"),
+    [
+        ({"prompt": "a"}, "prompt_completion", "row 1 has no column `completion` (columns: prompt)"),
+        ({"prompt": "a", "completion": None}, "prompt_completion", "row 1: column `completion` holds NoneType None, not text"),
+        ({"conversations": [{"from": "cat", "value": "x"}]}, "sharegpt", "row 1: unknown role 'cat'"),
+        ({"messages": []}, "messages", "row 1: `messages` holds list []"),
+    ],
+)
+def test_rows_that_do_not_fit(record: dict[str, Any], layout: str, message: str) -> None:
+    with pytest.raises(DataError) as caught:
+        read_sample(record, layout, {}, "row 1")
+    assert message in caught.value.message
+    assert caught.value.hint
+
+
+def test_real_instruction_files_are_recognised(shared_data: Path) -> None:
+    layouts = {}
+    for name in ("alpaca_en_demo", "glaive_toolcall_en_demo", "identity"):
+        (source,) = find_sources([str(shared_data / "instruct" / f"{name}.json")])
+        samples = [(recognise(record, {}, where), record, where) for where, record in read_records(source)]
+        layouts[name] = {layout for layout, _, _ in samples}
+        for layout, record, where in samples:
+            read_sample(record, layout, {}, where)
+    assert layouts == {"alpaca_en_demo": {"alpaca"}, "glaive_toolcall_en_demo": {"sharegpt"}, "identity": {"alpaca"}}
