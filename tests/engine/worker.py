@@ -1,0 +1,103 @@
+"""Started by the tests as `torchrun --nproc-per-node 2 worker.py MODEL OUT.json`: what the engine does when a step goes wrong."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_finetune.config import RunConfig
+from ds_finetune.data.batches import Batch, BatchPlan, training_batches
+from ds_finetune.engine.core import Engine
+from ds_finetune.engine.processes import choose_device, process_group
+from ds_finetune.engine.start import start_engine
+from ds_finetune.loop import training_steps
+from ds_finetune.model.build import read_hf_config
+from ds_finetune.plan.layout import make_plan
+from ds_finetune.schedule import LrSchedule
+from ds_finetune.world import World
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
+from cells import SAMPLES, Cell, rows, run_tree
+
+STEPS = 4
+
+
+def main() -> None:
+    """Run every case and let rank zero write what came of it."""
+    world, device = World.from_environment(os.environ), choose_device()
+    found: dict[str, Any] = {}
+    with process_group(world, device):
+        for stage in (0, 1, 2, 3):
+            for precision in ("fp32", "bf16"):
+                with _engine(world, device, Cell("deepseek_v3", stage, 2, packing=False, precision=precision)) as engine:
+                    found[f"plain-{stage}-{precision}"] = [record.values["train/loss"] for record in _steps(engine)]
+                with _engine(world, device, Cell("deepseek_v3", stage, 2, packing=False, precision=precision)) as engine:
+                    found[f"poisoned-{stage}-{precision}"] = _poisoned(engine)
+            with _engine(world, device, Cell("deepseek_v3", stage, 2, packing=False)) as engine:
+                _route_apart(engine, world.rank)
+                found[f"apart-{stage}"] = [record.values["train/loss"] for record in _steps(engine)]
+    if world.rank == 0:
+        Path(sys.argv[2]).write_text(json.dumps(found))
+
+
+def _engine(world: World, device: str, cell: Cell) -> Any:
+    config = RunConfig.model_validate(run_tree(cell, Path(sys.argv[1]), Path(sys.argv[2]).parent, dp=world.world_size))
+    return start_engine(make_plan(config, world=world, device=device), read_hf_config(config.model.path))
+
+
+def _batches(engine: Engine) -> Iterator[Batch]:
+    train = engine.plan.config.train
+    plan = BatchPlan(train.global_batch_size, train.micro_batch_size, engine.plan.world.rank, engine.plan.dp, 0, False, 0, None)
+    return training_batches(rows(packing=False), plan, start_step=0, total_rows=STEPS * SAMPLES)
+
+
+def _steps(engine: Engine) -> list[Any]:
+    schedule = LrSchedule(name="linear", lr=1e-3, min_lr_ratio=0.0, warmup_steps=0, steps=STEPS)
+    return list(training_steps(engine, _batches(engine), schedule))
+
+
+def _poisoned(engine: Engine) -> dict[str, Any]:
+    """Rank 1's gradient becomes NaN behind the last norm in the second step only."""
+    calls = 0
+
+    def poison(module: torch.nn.Module, inward: tuple[torch.Tensor, ...], outward: object) -> tuple[torch.Tensor, ...]:
+        nonlocal calls
+        calls += 1
+        return tuple(grad * float("nan") for grad in inward) if calls in (3, 4) else inward
+
+    if engine.plan.world.rank == 1:
+        engine.lm.get_submodule("model.norm").register_full_backward_hook(poison)
+    schedule = LrSchedule(name="linear", lr=1e-3, min_lr_ratio=0.0, warmup_steps=0, steps=STEPS)
+    before: dict[str, torch.Tensor] = {}
+    unchanged = None
+    records = []
+    for record in training_steps(engine, _batches(engine), schedule):
+        now = {name: tensor.clone() for name, tensor in engine.tensors() if tensor is not None}
+        if record.step == 2:
+            unchanged = all(torch.equal(tensor, before[name]) for name, tensor in now.items())
+        before = now
+        records.append(record)
+    return {
+        "skipped": [record.values["train/skipped"] for record in records],
+        "total": records[-1].values["train/skipped_steps"],
+        "lr": [record.values["optim/lr"] for record in records],
+        "culprit": records[1].notice,
+        "unchanged": unchanged,
+        "loss": [record.values["train/loss"] for record in records],
+    }
+
+
+def _route_apart(engine: Engine, rank: int) -> None:
+    """Each rank's router bias sends every token to experts of its own, which the other rank never uses."""
+    for name, buffer in engine.lm.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            half = len(buffer) // 2
+            buffer[rank * half : (rank + 1) * half] += 10.0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""The limits of the house that ruff does not hold: lengths, nesting, names, and messages that carry values."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+PACKAGE = sorted((ROOT / "ds_finetune").rglob("*.py"))
+FUNCTION_LINES, FILE_LINES, NESTING = 60, 400, 3
+BLOCKS = (ast.For, ast.While, ast.If, ast.With, ast.Try)
+ERRORS = {"ConfigError", "LaunchError", "DataError", "ModelError", "OutputError", "ExportError", "RunError"}
+
+
+def _functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def _depth(node: ast.AST, depth: int = 0) -> int:
+    inner = [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.FunctionDef)]
+    chained = node.orelse if isinstance(node, ast.If) and len(node.orelse) == 1 and isinstance(node.orelse[0], ast.If) else []
+    return max([depth] + [_depth(child, depth + (isinstance(child, BLOCKS) and child not in chained)) for child in inner])
+
+
+@pytest.mark.parametrize("path", PACKAGE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_lengths_and_nesting(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    assert len(path.read_text().splitlines()) <= FILE_LINES
+    for function in _functions(tree):
+        assert (function.end_lineno or 0) - function.lineno < FUNCTION_LINES, function.name
+        assert _depth(function) <= NESTING, function.name
+
+
+@pytest.mark.parametrize("path", PACKAGE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_messages_to_users_carry_a_value_and_a_way_out(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ERRORS) or not node.args:
+            continue
+        message = ast.unparse(node.args[0])
+        assert "{" in message or ".join" in message, f"line {node.lineno}: {message}"
+        assert any(keyword.arg == "hint" for keyword in node.keywords), f"line {node.lineno}: no hint"
+
+
+def test_no_module_hides_another_when_started_by_path() -> None:
+    """Launchers start `ds_finetune/train.py`, so Python puts the package's own folder first on the path."""
+    taken = set(sys.stdlib_module_names) | set(packages_distributions()) - {"ds_finetune"}
+    names = {path.stem for path in (ROOT / "ds_finetune").iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    assert not (names - {"__init__", "__main__"}) & taken
+
+
+def test_tests_are_at_least_six_tenths_of_the_source() -> None:
+    source = sum(len(path.read_text().splitlines()) for path in PACKAGE)
+    tests = sum(len(path.read_text().splitlines()) for path in (ROOT / "tests").rglob("*.py"))
+    assert tests >= 0.6 * source
+
+
+def test_importing_the_planning_floor_loads_no_torch() -> None:
+    code = "import sys, ds_finetune.plan.layout, ds_finetune.arch; sys.exit(bool({'torch', 'deepspeed', 'transformers'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
