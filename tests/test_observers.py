@@ -1,0 +1,152 @@
+"""What happens on steps: evaluation, best weights, patience, lines, files, utilisation."""
+
+import io
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from ds_finetune.config import EvalConfig
+from ds_finetune.engine.core import EvalResult, StepResult
+from ds_finetune.errors import ConfigError
+from ds_finetune.loop import run, step_values
+from ds_finetune.observers.evaluation import BestAndPatience, Evaluation, matches
+from ds_finetune.observers.progress import ProgressLine
+from ds_finetune.observers.record import StepRecord
+from ds_finetune.observers.utilisation import Utilisation, peak_flops
+from ds_finetune.observers.writers import MetricsFile, Trackers, check_trackers
+
+
+def values(**more: float) -> dict[str, float]:
+    result = StepResult(2.5, 0.5, 1.25, num_tokens=1000, num_supervised_tokens=600, skipped=False, culprit="")
+    return step_values(result, seconds=2.0, waited=0.5) | {"optim/lr": 1e-3, "data/tokens_seen": 1000, "train/skipped_steps": 0} | more
+
+
+def record(step: int, *, last: bool = False, **more: float) -> StepRecord:
+    return StepRecord(step, values(**more), is_last=last)
+
+
+def test_values_of_a_step_are_rates_over_the_whole_step() -> None:
+    found = values()
+    assert (found["perf/tokens_per_second"], found["perf/supervised_tokens_per_second"], found["perf/data_wait_seconds"]) == (500, 300, 0.5)
+    assert found["memory/peak_gib"] > 0
+
+
+def test_evaluation_comes_every_so_often_and_at_the_end() -> None:
+    losses = iter([3.0, 2.0, 1.0])
+    observer = Evaluation(2, lambda: EvalResult(next(losses), 0.5, 10), lambda: 0.25)
+    found = [observer.after_step(record(step, last=step == 5)) for step in range(1, 6)]
+    assert [r.values.get("eval/loss") for r in found] == [None, 3.0, None, 2.0, 1.0]
+    assert found[1].values["eval/perplexity"] == pytest.approx(math.exp(3))
+    assert found[1].values["eval/exact_match"] == 0.25
+    assert "train/loss" in found[1].values
+
+
+def test_evaluation_without_an_interval_comes_only_at_the_end() -> None:
+    observer = Evaluation(0, lambda: EvalResult(1000.0, 0.0, 10))
+    found = [observer.after_step(record(step, last=step == 3)) for step in range(1, 4)]
+    assert ["eval/loss" in r.values for r in found] == [False, False, True]
+    assert math.isfinite(found[-1].values["eval/perplexity"])
+    assert "eval/exact_match" not in found[-1].values
+
+
+def test_best_is_kept_and_patience_ends_the_run() -> None:
+    kept: list[int] = []
+    observer = BestAndPatience(EvalConfig(patience=2), kept.append)
+    found = [observer.after_step(record(step, **{"eval/loss": loss})) for step, loss in enumerate([3.0, 2.0, 2.5, 2.1], start=1)]
+    assert kept == [1, 2]
+    assert [bool(r.stop) for r in found] == [False, False, False, True]
+    assert found[-1].stop == "eval/loss has not fallen below 2.0000 of step 2 for 2 evaluations"
+    assert found[-1].best_step == 2
+    assert observer.after_step(record(5)).stop == ""
+
+
+def test_a_nan_is_never_the_best() -> None:
+    kept: list[int] = []
+    observer = BestAndPatience(EvalConfig(), kept.append)
+    observer.after_step(record(1, **{"eval/loss": math.nan}))
+    assert kept == []
+
+
+def test_the_loop_stops_where_an_observer_says_so() -> None:
+    class Stopper:
+        def after_step(self, record: StepRecord) -> StepRecord:
+            return record.stopping("enough") if record.step == 2 else record
+
+        def close(self) -> None: ...
+
+    drawn: list[int] = []
+
+    def steps() -> object:
+        for step in range(1, 9):
+            drawn.append(step)
+            yield record(step)
+
+    last = run(steps(), [Stopper()])  # type: ignore[arg-type]
+    assert (last.step, last.stop, drawn) == (2, "enough", [1, 2])  # type: ignore[union-attr]
+    assert run([], []) is None
+
+
+def test_metrics_file_is_json_also_for_nan(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.after_step(record(1))
+    file.after_step(StepRecord(2, values(**{"train/grad_norm": math.inf}), notice="w on rank 0"))
+    file.close()
+    first, second = (
+        json.loads(line, parse_constant=lambda name: pytest.fail(name)) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    )
+    assert (first["step"], first["train/loss"]) == (1, 2.5)
+    assert (second["train/grad_norm"], second["non_finite"], second["notice"]) == (None, ["train/grad_norm"], "w on rank 0")
+
+
+def test_progress_lines_elsewhere_than_on_a_terminal() -> None:
+    out = io.StringIO()
+    line = ProgressLine(steps=10, every=4, out=out)
+    for step in range(1, 9):
+        line.after_step(StepRecord(step, values(**{"perf/mfu": 0.4}), notice="w on rank 1" if step == 3 else ""))
+    line.after_step(record(9, **{"eval/loss": 1.5, "eval/accuracy": 0.5}))
+    line.close()
+    lines = out.getvalue().splitlines()
+    assert [text.split()[1] for text in lines] == ["3/10", "4/10", "8/10", "9/10"]
+    assert lines[0].endswith("SKIPPED: w on rank 1")
+    for part in ("loss 2.5000", "grad_norm 1.25", "lr 0.001", "500 tokens/s", "mfu 40.0%", "GiB", "eta "):
+        assert part in lines[1]
+    assert "eval/loss 1.5000" in lines[3]
+
+
+def test_progress_stays_in_place_on_a_terminal() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    out = Terminal()
+    line = ProgressLine(steps=2, every=1, out=out)
+    line.after_step(record(1))
+    line.after_step(record(2, last=True))
+    assert out.getvalue().count("\n") == 1
+    assert out.getvalue().startswith("\r")
+
+
+def test_utilisation_is_model_flops_over_the_peak_of_all_ranks() -> None:
+    found = Utilisation(flops_per_token=6e9, peak_flops=1e12, world_size=2).after_step(record(1))
+    assert found.values["perf/mfu"] == pytest.approx(500 * 6e9 / 2e12)
+    assert (peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("Unknown")) == (989e12, None)
+
+
+def test_exact_match_ignores_outer_white_space_alone() -> None:
+    assert matches(["a ", "b", "c d"], ["a", "B", "c d"]) == pytest.approx(2 / 3)
+    assert matches([], []) == 0
+
+
+def test_trackers_by_name(tmp_path: Path) -> None:
+    check_trackers(["tensorboard"])
+    trackers = Trackers.open(["tensorboard"], tmp_path, {"lr": 1e-3})
+    trackers.after_step(record(1, **{"train/grad_norm": math.nan}))
+    trackers.close()
+    assert list((tmp_path / "tensorboard").rglob("events*"))
+    with pytest.raises(ConfigError, match=r"log\.trackers names `tensorbord`") as caught:
+        check_trackers(["tensorbord"])
+    assert "tensorboard" in caught.value.hint
+    with pytest.raises(ConfigError, match="whose package is not installed"):
+        check_trackers(["comet_ml"])
