@@ -1,0 +1,84 @@
+"""The command line: one error, the right exit code, launchers' extra arguments."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ds_finetune import __version__, cli
+from ds_finetune.demo import questions, write_demo
+from ds_finetune.errors import ConfigError, RunError
+from tests.conftest import ROOT
+
+
+@pytest.fixture(autouse=True)
+def environ() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def test_an_error_carries_its_hint() -> None:
+    assert str(ConfigError("a is 1", hint="use 2")) == "a is 1\n  hint: use 2"
+    assert str(ConfigError("a is 1")) == "a is 1"
+    assert (ConfigError("x").exit_code, RunError("x").exit_code) == (2, 1)
+
+
+def test_a_users_mistake_is_said_once_by_local_rank_zero(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", "show", "none.yaml"]) == 2
+    assert capsys.readouterr().err == "error: run file `none.yaml` does not exist\n  hint: the first argument is the run's YAML file\n"
+
+
+def test_other_ranks_of_a_machine_wait_and_say_it_in_a_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "_QUIET_SECONDS", 0.01)
+    os.environ.update({"RANK": "3", "LOCAL_RANK": "1"})
+    assert cli.main(["config", "show", "none.yaml"]) == 2
+    assert capsys.readouterr().err == "rank 3: run file `none.yaml` does not exist\n"
+
+
+def test_what_deepspeed_adds_to_the_arguments_is_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_file = write_demo(tmp_path)
+    assert cli.main(["config", "show", "--local_rank=1", str(run_file), "train.seed=3"]) == 0
+    assert "seed: 3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["train"], ["config"]])
+def test_wrong_usage_exits_with_two(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+
+
+def test_started_by_path_hides_no_module() -> None:
+    """Run as launchers do: the package's folder is first on the path, and must not stay there."""
+    code = "import runpy, sys; sys.argv = ['train.py', 'none.yaml']; runpy.run_path('ds_finetune/train.py', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "run file `none.yaml` does not exist" in done.stderr
+    listed = subprocess.run(
+        [sys.executable, "-c", "import runpy, sys; runpy.run_path('ds_finetune/train.py', run_name='x'); print('\\n'.join(sys.path))"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    assert listed[0] == str(ROOT)
+    assert str(ROOT / "ds_finetune") not in listed
+
+
+def test_the_demos_questions_are_all_different_and_right() -> None:
+    pairs = list(questions())
+    assert len(dict(pairs)) == len(pairs) == 36_500
+    assert dict(pairs)["1969-07-20"] == "20 July 1969"
+    assert pairs == list(questions())
+    assert pairs != list(questions(seed=1))
+
+
+def test_the_version_is_the_packages() -> None:
+    from importlib.metadata import version
+
+    assert version("ds_finetune") == __version__
