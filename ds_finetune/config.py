@@ -78,6 +78,8 @@ class DataConfig(Section):
     """Rows longer than `max_seq_len`: cut at the end, leave out, or (plain text) go on in the next row."""
     max_dropped_ratio: float = Field(default=0.1, ge=0, le=1)
     """Share of rows without a supervised token, or dropped for length, above which the run refuses to start."""
+    streaming: bool = False
+    """Read and tokenise while training, for data larger than disk or patience; `train.for` is then in steps."""
     shuffle: bool = True
     """Draw rows in an order given by (seed, epoch); false keeps the order of the files."""
     workers: int = Field(default=0, ge=0)

@@ -29,9 +29,7 @@ def show_plan(plan: "Plan", material: "Material") -> None:
     shape = material.shape
     if shape is not None:
         rows.append(("parameters", f"{shape.total_params / 1e6:,.3f} M, {shape.active_params / 1e6:,.3f} M active per token"))
-    train = material.train
-    share = train.num_supervised_tokens / max(train.num_tokens, 1)
-    rows.append(("data", f"{len(train):,} rows, {train.num_tokens:,} tokens, {share:.1%} of them supervised"))
+    rows.append(("data", material.train.summary()))
     OUT.print(pairs("plan", rows))
     if plan.config.model.weights == "random":
         OUT.print(f"[bold]RANDOM WEIGHTS[/bold]: {plan.config.model.path} is built from its config.json; nothing pre-trained is loaded")

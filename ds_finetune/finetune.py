@@ -10,6 +10,7 @@ import torch
 
 from ds_finetune.config import RunConfig
 from ds_finetune.data.batches import Batch, BatchPlan, eval_batches, training_batches
+from ds_finetune.data.stream import StreamedRows, streaming_batches
 from ds_finetune.engine.core import Engine, EvalResult
 from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.engine.start import DTYPES, start_engine
@@ -68,9 +69,9 @@ def train(config: RunConfig, *, announce: Announce) -> Report:
 
 def lr_schedule(config: RunConfig, material: Material) -> LrSchedule:
     """Learning rate over the run, whose length in steps is known once the rows are."""
-    steps = Duration.parse(config.train.duration).in_steps(
-        rows=len(material.train), tokens=material.train.num_tokens, global_batch_size=config.train.global_batch_size
-    )
+    length = Duration.parse(config.train.duration)
+    rows, tokens = (0, 0) if isinstance(material.train, StreamedRows) else (len(material.train), material.train.num_tokens)
+    steps = length.in_steps(rows=rows, tokens=tokens, global_batch_size=config.train.global_batch_size)
     optim = config.optim
     warmup = warmup_steps(optim.warmup, steps)
     return LrSchedule(name=optim.lr_scheduler, lr=optim.lr, min_lr_ratio=optim.min_lr_ratio, warmup_steps=warmup, steps=steps)
@@ -78,6 +79,8 @@ def lr_schedule(config: RunConfig, material: Material) -> LrSchedule:
 
 def batches_of(plan: Plan, material: Material, schedule: LrSchedule) -> Iterator[Batch]:
     """This rank's batches of the whole run; a run given in epochs sees each row exactly that often."""
+    if isinstance(material.train, StreamedRows):
+        return streaming_batches(material.train, batch_plan(plan, material), steps=schedule.steps)
     length = Duration.parse(plan.config.train.duration)
     rows = round(length.value * len(material.train)) if length.unit == "epochs" else schedule.steps * plan.config.train.global_batch_size
     return training_batches(material.train, batch_plan(plan, material), start_step=0, total_rows=rows)

@@ -8,9 +8,11 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from ds_finetune.arch import Shape
 from ds_finetune.config import RunConfig
 from ds_finetune.data.prepare import PreparedRows, TokenSpec, prepare
+from ds_finetune.data.stream import StreamedRows, stream
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.errors import ConfigError
 from ds_finetune.model.build import read_hf_config, resolve_folder
+from ds_finetune.schedule import Duration
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Material:
     shape: Shape | None
     tokenizer: PreTrainedTokenizerBase
     tokenizer_folder: Path
-    train: PreparedRows
+    train: PreparedRows | StreamedRows
     held_out: PreparedRows | None
 
     @property
@@ -46,13 +48,15 @@ def gather_material(config: RunConfig) -> Material:
     tokenizer_folder = resolve_folder(config.model.tokenizer) if config.model.tokenizer else folder
     tokenizer = load_tokenizer(str(tokenizer_folder))
     spec = token_spec(config, hf_config)
+    if config.data.streaming and Duration.parse(config.train.duration).unit != "steps":
+        raise ConfigError(f"data.streaming does not know how long `{config.train.duration}` is", hint="give train.for in steps")
     return Material(
         folder=folder,
         hf_config=hf_config,
         shape=_shape(folder),
         tokenizer=tokenizer,
         tokenizer_folder=tokenizer_folder,
-        train=prepare(config.data, "train", tokenizer=tokenizer, spec=spec),
+        train=(stream if config.data.streaming else prepare)(config.data, "train", tokenizer=tokenizer, spec=spec),
         held_out=prepare(config.data, "eval", tokenizer=tokenizer, spec=spec) if config.data.eval else None,
     )
 

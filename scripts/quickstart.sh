@@ -2,7 +2,7 @@
 # Install, train the embedded example on every GPU (or two CPU ranks), export it and ask the export three questions.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-. scripts/install.sh
+. scripts/install.sh ""
 gpus="$(python -c 'import torch; print(torch.cuda.device_count())')"
 if [ "$gpus" = 0 ]; then export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1; fi
 folder="${1:-runs/quickstart-$(date +%Y%m%d-%H%M%S)}"

@@ -98,13 +98,19 @@ def _order(seed: int, epoch: int, num_rows: int) -> NDArray[np.int64]:
 
 
 def _batch(rows: Rows, ids: Sequence[int | None], plan: BatchPlan, position: Position) -> Batch:
-    found = [rows[i] if i is not None else empty_row(plan.pad_token_id) for i in ids]
-    real = [row for row, i in zip(found, ids, strict=True) if i is not None]
+    found = [rows[i] if i is not None else None for i in ids]
+    return batch_of(found, plan, position, tuple(i for i in ids if i is not None))
+
+
+def batch_of(rows: Sequence[Row | None], plan: BatchPlan, position: Position, row_ids: tuple[int, ...]) -> Batch:
+    """One rank's share of a step from its rows; None is a row of nothing."""
+    found = [row or empty_row(plan.pad_token_id) for row in rows]
+    real = [row for row in rows if row is not None]
     size = plan.micro_batch_size
     return Batch(
         micro=tuple(_stack(found[start : start + size], plan) for start in range(0, len(found), size)),
         position=position,
-        row_ids=tuple(i for i in ids if i is not None),
+        row_ids=row_ids,
         num_tokens=sum(len(row.input_ids) for row in real),
         num_supervised_tokens=sum(row.supervised for row in real),
     )

@@ -39,6 +39,11 @@ class PreparedRows:
         """Tokens that carry loss."""
         return self.counts.supervised
 
+    def summary(self) -> str:
+        """Rows, tokens and share of learnt tokens, in a line."""
+        share = self.num_supervised_tokens / max(self.num_tokens, 1)
+        return f"{len(self):,} rows, {self.num_tokens:,} tokens, {share:.1%} of them supervised"
+
     def fill_ratio(self, max_seq_len: int) -> float:
         """Share of `max_seq_len` x rows that is tokens."""
         return self.num_tokens / (len(self) * max_seq_len)

@@ -39,7 +39,7 @@ class TokenSpec:
 
 
 @dataclass(frozen=True)
-class _Work:
+class Work:
     """All a process needs to turn records into documents."""
 
     tokenizer: PreTrainedTokenizerBase
@@ -55,20 +55,34 @@ def prepare(config: DataConfig, which: str, *, tokenizer: PreTrainedTokenizerBas
     The cache is found by the paths, sizes and modification times of the files, the tokenizer, the template and the
     settings: a second start reads no raw data, and a preparation that was killed goes on after its last whole part.
     """
-    _check_vocabulary(tokenizer, spec)
-    sources = find_sources(config.train if which == "train" else config.eval)
-    settings = TemplateSettings(_chat_template(config, tokenizer), config.train_on, config.reasoning)
-    if config.long_rows == "split" and config.layout != "text":
-        raise ConfigError(f"data.long_rows split needs data.layout text, not {config.layout}", hint="use truncate or drop")
-    work = _Work(tokenizer, settings, config.layout, dict(config.columns), Limits(spec.max_seq_len, config.long_rows))
+    sources, work = plan_work(config, which, tokenizer=tokenizer, spec=spec)
     folder = Path(config.cache_dir) / _fingerprint(sources, work)
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "lock"):
         if not (folder / "whole").is_dir():
             _tokenise(sources, work, folder, workers=config.workers or os.cpu_count() or 1)
     counts = read_counts(folder / "whole")
-    _refuse_losses(counts, config, sources)
+    refuse_losses(counts, config, sources)
     return _rows(folder, counts, config, spec)
+
+
+def plan_work(config: DataConfig, which: str, *, tokenizer: PreTrainedTokenizerBase, spec: TokenSpec) -> tuple[list[Source], Work]:
+    """The sources of `config.train` or `config.eval` and what is to be done with their records, checked but not read."""
+    _check_vocabulary(tokenizer, spec)
+    sources = find_sources(config.train if which == "train" else config.eval)
+    settings = TemplateSettings(_chat_template(config, tokenizer), config.train_on, config.reasoning)
+    if config.long_rows == "split" and config.layout != "text":
+        raise ConfigError(f"data.long_rows split needs data.layout text, not {config.layout}", hint="use truncate or drop")
+    return sources, Work(tokenizer, settings, config.layout, dict(config.columns), Limits(spec.max_seq_len, config.long_rows))
+
+
+def documents_of(records: Sequence[tuple[str, Record]], work: Work) -> tuple[Documents, Counts]:
+    """Documents of a stretch of records, in one tokenizer call, and what became of the records."""
+    samples: list[tuple[str, Sample]] = []
+    for where, record in records:
+        layout = recognise(record, work.columns, where) if work.layout == "auto" else work.layout
+        samples.append((where, read_sample(record, layout, work.columns, where)))
+    return gather(Templater(work.tokenizer, work.settings).tokens(samples), work.limits)
 
 
 def _rows(folder: Path, counts: Counts, config: DataConfig, spec: TokenSpec) -> PreparedRows:
@@ -107,7 +121,7 @@ def _chat_template(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> st
         raise ConfigError(f"data.template `{config.template}` does not exist", hint="use auto, plain, or the path of a Jinja file") from None
 
 
-def _fingerprint(sources: Sequence[Source], work: _Work) -> str:
+def _fingerprint(sources: Sequence[Source], work: Work) -> str:
     parts = {
         "format": FORMAT,
         "sources": [source.fingerprint for source in sources],
@@ -120,7 +134,7 @@ def _fingerprint(sources: Sequence[Source], work: _Work) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 
 
-def _tokenise(sources: Sequence[Source], work: _Work, folder: Path, *, workers: int) -> None:
+def _tokenise(sources: Sequence[Source], work: Work, folder: Path, *, workers: int) -> None:
     """Write a part per `ROWS_PER_PART` rows, passing over those that exist, then join them."""
     parts: list[Path] = []
     with multiprocessing.get_context("spawn").Pool(workers, _start_worker, (work,)) if _is_large(sources) else _Here(work) as pool:
@@ -151,23 +165,18 @@ def _is_large(sources: Sequence[Source]) -> bool:
     return any(source.kind == "hub" for source in sources) or sum(source.fingerprint[1] for source in sources) > 2_000_000
 
 
-_worker: list[_Work] = []
+_worker: list[Work] = []
 """The work of this tokenising process, set once when it starts."""
 
 
-def _start_worker(work: _Work) -> None:
+def _start_worker(work: Work) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker[:] = [work]
 
 
 def _write_part(task: tuple[Path, _PLACED_RECORDS]) -> Path:
     folder, records = task
-    work = _worker[0]
-    samples: list[tuple[str, Sample]] = []
-    for where, record in records:
-        layout = recognise(record, work.columns, where) if work.layout == "auto" else work.layout
-        samples.append((where, read_sample(record, layout, work.columns, where)))
-    documents, counts = gather(Templater(work.tokenizer, work.settings).tokens(samples), work.limits)
+    documents, counts = documents_of(records, _worker[0])
     documents.write(folder, counts)
     return folder
 
@@ -175,7 +184,7 @@ def _write_part(task: tuple[Path, _PLACED_RECORDS]) -> Path:
 class _Here:
     """The interface of a pool, in this process."""
 
-    def __init__(self, work: _Work) -> None:
+    def __init__(self, work: Work) -> None:
         self._work = work
 
     def __enter__(self) -> "_Here":
@@ -188,7 +197,7 @@ class _Here:
     imap_unordered = staticmethod(map)
 
 
-def _refuse_losses(counts: Counts, config: DataConfig, sources: Sequence[Source]) -> None:
+def refuse_losses(counts: Counts, config: DataConfig, sources: Sequence[Source]) -> None:
     """DataError where too many rows are lost, or none is left."""
     names = ", ".join(source.path for source in sources)
     lost = counts.nothing_supervised + counts.too_long_dropped

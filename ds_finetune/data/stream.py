@@ -1,0 +1,88 @@
+"""Rows read and tokenised while training, for data that is not to be prepared first."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from ds_finetune.config import DataConfig
+from ds_finetune.data.batches import Batch, BatchPlan, Position, batch_of
+from ds_finetune.data.documents import Counts, Documents
+from ds_finetune.data.pack import pack
+from ds_finetune.data.packed import PreparedRows
+from ds_finetune.data.prepare import TokenSpec, Work, documents_of, plan_work, refuse_losses
+from ds_finetune.data.rows import Row
+from ds_finetune.data.sources import Record, Source, read_records
+from ds_finetune.errors import DataError
+
+RECORDS_AT_A_TIME = 1000
+"""Records that are tokenised, packed and shuffled together; what one rank holds in memory."""
+
+
+@dataclass(frozen=True)
+class StreamedRows:
+    """Sources and what is to be done with their records; nothing has been read."""
+
+    sources: list[Source]
+    work: Work
+    config: DataConfig
+
+    def summary(self) -> str:
+        """What is streamed, in a line."""
+        return f"streamed from {len(self.sources)} sources, {RECORDS_AT_A_TIME:,} records at a time on each rank"
+
+
+def stream(config: DataConfig, which: str, *, tokenizer: PreTrainedTokenizerBase, spec: TokenSpec) -> StreamedRows:
+    """The training data of `config` as a stream; sources, template and vocabulary are checked."""
+    sources, work = plan_work(config, which, tokenizer=tokenizer, spec=spec)
+    return StreamedRows(sources, work, config)
+
+
+def streaming_batches(rows: StreamedRows, plan: BatchPlan, *, steps: int) -> Iterator[Batch]:
+    """Batches of `steps` steps; rank r takes records r, r + dp, ... of each pass over the sources, so ranks see different rows.
+
+    Rows are shuffled among `RECORDS_AT_A_TIME` records by (seed, pass, stretch). The batches depend on dp, unlike prepared ones.
+    """
+    mine = _my_rows(rows, plan)
+    share = plan.global_batch_size // plan.dp
+    for step in range(steps):
+        numbers = tuple(range(step * share, (step + 1) * share))
+        yield batch_of(list(islice(mine, share)), plan, Position(0, (step + 1) * plan.global_batch_size), numbers)
+
+
+def _my_rows(rows: StreamedRows, plan: BatchPlan) -> Iterator[Row]:
+    passes = 0
+    while True:
+        records = islice(_all_records(rows.sources), plan.rank, None, plan.dp)
+        given = 0
+        for stretch, chunk in enumerate(iter(lambda records=records: list(islice(records, RECORDS_AT_A_TIME)), [])):  # type: ignore[misc]
+            given += len(chunk)
+            yield from _rows_of(chunk, rows, plan, seed=[plan.seed, passes, stretch, plan.rank])
+        if not given:
+            raise DataError(
+                f"rank {plan.rank} of {plan.dp} finds no row in {', '.join(source.path for source in rows.sources)}",
+                hint="stream at least as many rows as there are ranks",
+            )
+        passes += 1
+
+
+def _all_records(sources: list[Source]) -> Iterator[tuple[str, Record]]:
+    for source in sources:
+        yield from read_records(source)
+
+
+def _rows_of(chunk: list[tuple[str, Record]], rows: StreamedRows, plan: BatchPlan, *, seed: list[int]) -> Iterator[Row]:
+    documents, counts = documents_of(chunk, rows.work)
+    refuse_losses(counts, rows.config, rows.sources)
+    prepared = _packed(documents, counts, plan.row_len)
+    order = np.random.default_rng(seed).permutation(len(prepared)) if plan.shuffle else range(len(prepared))
+    yield from (prepared[int(number)] for number in order)
+
+
+def _packed(documents: Documents, counts: Counts, row_len: int | None) -> PreparedRows:
+    if row_len is None:
+        return PreparedRows(documents, np.arange(counts.documents), np.arange(counts.documents + 1), counts)
+    bins = pack(np.diff(documents.offsets), row_len)
+    return PreparedRows(documents, np.concatenate(bins), np.concatenate([[0], np.cumsum([len(row) for row in bins])]), counts)

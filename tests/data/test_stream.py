@@ -1,0 +1,80 @@
+"""Streaming: ranks see different rows, each pass holds them all, and no rank runs out."""
+
+import json
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from ds_finetune.config import DataConfig
+from ds_finetune.data import stream as streaming
+from ds_finetune.data.batches import Batch, BatchPlan
+from ds_finetune.data.prepare import TokenSpec
+from ds_finetune.data.tokenizer_files import load_tokenizer
+from ds_finetune.demo import write_demo
+from ds_finetune.errors import DataError
+
+SPEC = TokenSpec(64, 128, 512)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    folder = tmp_path_factory.mktemp("demo")
+    write_demo(folder)
+    return load_tokenizer(str(folder / "model"))
+
+
+def batches(path: Path, tokenizer: PreTrainedTokenizerBase, *, rank: int, dp: int, steps: int, packing: bool = False) -> list[Batch]:
+    config = DataConfig.model_validate({"train": str(path), "packing": packing})
+    plan = BatchPlan(8, 2, rank, dp, 0, shuffle=True, pad_token_id=2, row_len=64 if packing else None)
+    return list(streaming.streaming_batches(streaming.stream(config, "train", tokenizer=tokenizer, spec=SPEC), plan, steps=steps))
+
+
+def texts(found: list[Batch], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    return [tokenizer.decode(row, skip_special_tokens=True) for batch in found for micro in batch.micro for row in micro.input_ids]
+
+
+def write(path: Path, number: int) -> Path:
+    path.write_text("".join(json.dumps({"prompt": f"q{i}", "completion": f"a{i}"}) + "\n" for i in range(number)))
+    return path
+
+
+@pytest.mark.parametrize("at_a_time", [5, 1000])
+def test_a_pass_over_all_ranks_holds_every_row_once(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_a_time: int
+) -> None:
+    monkeypatch.setattr(streaming, "RECORDS_AT_A_TIME", at_a_time)
+    path = write(tmp_path / "rows.jsonl", 32)
+    found = [texts(batches(path, tokenizer, rank=rank, dp=2, steps=8), tokenizer) for rank in range(2)]
+    for passed in (slice(0, 16), slice(16, 32)):
+        assert sorted(found[0][passed] + found[1][passed]) == sorted(f"q{i}a{i}" for i in range(32))
+    assert found[0][:16] != found[0][16:]
+    assert found == [texts(batches(path, tokenizer, rank=rank, dp=2, steps=8), tokenizer) for rank in range(2)]
+
+
+def test_ranks_with_unequal_shares_run_equally_often(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", 9)
+    for packing in (False, True):
+        found = [batches(path, tokenizer, rank=rank, dp=2, steps=5, packing=packing) for rank in range(2)]
+        assert [[len(batch.micro) for batch in part] for part in found] == [[2] * 5] * 2
+        assert all(batch.num_supervised_tokens > 0 for part in found for batch in part)
+
+
+def test_nothing_is_read_before_it_is_needed(tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "RECORDS_AT_A_TIME", 8)
+    path = write(tmp_path / "rows.jsonl", 20)
+    with path.open("a") as file:
+        file.write("{broken\n")
+    config = DataConfig.model_validate({"train": str(path), "packing": False})
+    plan = BatchPlan(8, 2, 0, 1, 0, shuffle=False, pad_token_id=2, row_len=None)
+    endless = streaming.streaming_batches(streaming.stream(config, "train", tokenizer=tokenizer, spec=SPEC), plan, steps=9)
+    assert len(list(islice(endless, 2))) == 2
+    with pytest.raises(DataError, match="line 21 column 2 is not JSON"):
+        next(endless)
+
+
+def test_fewer_rows_than_ranks_is_an_error_not_a_hang(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", 1)
+    with pytest.raises(DataError, match="rank 1 of 2 finds no row in"):
+        batches(path, tokenizer, rank=1, dp=2, steps=1)
