@@ -112,6 +112,17 @@ def test_one_row_more_than_the_batches_hold_does_not_hang(tmp_path: Path) -> Non
     assert records[-1]["data/supervised_tokens"] < records[-2]["data/supervised_tokens"] / 4
 
 
+def test_streaming_trains_on_two_ranks(tmp_path: Path) -> None:
+    run_file = tiny_task(tmp_path, data={"streaming": True, "packing": True}, deepspeed={"zero_optimization": {"stage": 3}})
+    done = start(torchrun("ds_finetune/train.py", str(run_file)))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "streamed from 1 sources" in done.stdout
+    losses = [record["train/loss"] for record in metrics(tmp_path)]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+    assert not list((tmp_path / "cache").glob("*/train*"))
+
+
 def test_early_stopping(tmp_path: Path) -> None:
     run_file = tiny_task(
         tmp_path, train={"for": "50 steps"}, optim={"lr": 5.0, "warmup": "0"}, eval={"every": "1 steps", "patience": 2}, export={"at_end": False}
@@ -177,6 +188,11 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
         None,
         {"train": {"global_batch_size": 7}},
         "train.global_batch_size 7 is not a multiple of micro_batch_size 2 x dp 1 = 2",
+    ),
+    "streaming for epochs": (
+        None,
+        {"data": {"streaming": True}, "train": {"for": "2 epochs"}},
+        "data.streaming does not know how long `2 epochs` is",
     ),
     "no template file": (None, {"data": {"template": "none.jinja"}}, "data.template `none.jinja` does not exist"),
     "unknown tracker": (None, {"log": {"trackers": ["wandbb"]}}, "log.trackers names `wandbb`"),
