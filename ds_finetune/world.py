@@ -1,7 +1,7 @@
 """Who this process is, from any launcher's environment; the hostfile; what `accelerate launch` chose."""
 
 import re
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -10,7 +10,12 @@ from ds_finetune.errors import LaunchError
 
 _STANDARD = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
-_FIRST_PORT, _PORTS = 20_000, 20_000
+_NODE_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")
+"""Set by torchrun (and accelerate) and by DeepSpeed 0.19.8 (launcher/launch.py:181), one of which a scheduler may start on each host."""
+_NO_RANKS = (0xFFFFFFFA, 0xFFFFFFFB, 0xFFFFFFFC)
+"""Slurm's step ids of an interactive shell, a batch script and an adopted process (slurm.h): each is one process, whatever SLURM_NTASKS says."""
+_FIRST_PORT, _PORTS = 20_000, 12_000
+"""Below 32768, where Linux takes the ports of outgoing connections from."""
 
 
 @dataclass(frozen=True)
@@ -39,19 +44,24 @@ class World:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Self:
-        """Read torchrun's, DeepSpeed's, accelerate's, Open MPI's or Slurm's variables; without any, a world of one."""
+        """Read torchrun's, DeepSpeed's, accelerate's, Open MPI's or Slurm's variables; without any, a world of one.
+
+        LaunchError where they are half set, or where RANK and its like say other than the scheduler that started this process.
+        """
         given = [name for name in _STANDARD if name in environ]
-        if len(given) == len(_STANDARD):
+        complete = len(given) == len(_STANDARD)
+        scheduler = _scheduler(environ)
+        if scheduler and given and not any(name in environ for name in _NODE_LAUNCHERS):
+            _refuse_leftovers(environ, scheduler, given[:2] if complete else given)
+        if complete:
             return cls._standard(environ)
-        if given and not {"OMPI_COMM_WORLD_RANK", "SLURM_PROCID"} & environ.keys():
+        if scheduler:
+            return cls._open_mpi(environ) if scheduler == _OPEN_MPI else cls._slurm(environ)
+        if given:
             absent = [name for name in _STANDARD if name not in environ]
             raise LaunchError(
                 f"{given[0]} is {environ[given[0]]} but {', '.join(absent)} is not set", hint=f"unset {', '.join(given)}, or start with a launcher"
             )
-        if "OMPI_COMM_WORLD_RANK" in environ:
-            return cls._open_mpi(environ)
-        if "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ:
-            return cls._slurm(environ)
         return cls(0, 1, 0, 1, "python")
 
     def export_to(self, environ: MutableMapping[str, str]) -> None:
@@ -71,6 +81,11 @@ class World:
     def _standard(cls, environ: Mapping[str, str]) -> Self:
         rank, size, local = (_number(environ, name) for name in _STANDARD)
         local_size = _number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else _number(environ, "LOCAL_SIZE", default=size)
+        if local_size < size and "MASTER_ADDR" not in environ:
+            raise LaunchError(
+                f"WORLD_SIZE is {size} with {local_size} ranks on this host, and MASTER_ADDR is not set",
+                hint="set MASTER_ADDR and MASTER_PORT to the host of rank 0, the same on every rank",
+            )
         launcher = "accelerate" if "ACCELERATE_MIXED_PRECISION" in environ else "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "deepspeed"
         return cls(rank, size, local, local_size, launcher, *_meeting_place(environ, ""))
 
@@ -87,16 +102,16 @@ class World:
 
     @classmethod
     def _slurm(cls, environ: Mapping[str, str]) -> Self:
-        rank, size, local = (_number(environ, name) for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
+        rank, size, local = (_number(environ, name) for name in _slurm_names(environ))
         tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", str(size)))
         per_node = list(_tasks_per_node(tasks))
         node = _number(environ, "SLURM_NODEID", default=0)
-        local_size = per_node[node] if node < len(per_node) else size
-        nodes = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_NODELIST", "127.0.0.1"))
-        address, port = _meeting_place(environ, environ.get("SLURM_JOB_ID", "0"))
+        if node >= len(per_node):
+            raise LaunchError(f"SLURM_NODEID is {node} but tasks per node `{tasks}` tell of {len(per_node)} nodes", hint="start with srun")
+        address, port = _meeting_place(environ, f"{environ.get('SLURM_JOB_ID', '0')}.{environ['SLURM_STEP_ID']}")
         if "MASTER_ADDR" not in environ and len(per_node) > 1:
-            address = next(_expand_nodes(nodes))
-        return cls(rank, size, local, local_size, "srun", address, port)
+            address = _first_node(environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_NODELIST", "")))
+        return cls(rank, size, local, per_node[node], "srun", address, port)
 
 
 @dataclass(frozen=True)
@@ -150,6 +165,10 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         raise LaunchError(f"hostfile `{path}` does not exist", hint="create it; a run is never started locally instead") from None
+    except OSError as unreadable:
+        raise LaunchError(
+            f"hostfile `{path}` cannot be read: {unreadable.strerror}", hint="name a file with lines such as `worker-1 slots=8`"
+        ) from None
     hosts: dict[str, Host] = {}
     for number, line in enumerate(lines, start=1):
         text = line.split("#", 1)[0]
@@ -165,7 +184,7 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
 
 
 def refuse_missing_hostfile(process: str = "self") -> None:
-    """LaunchError where a `deepspeed` above this process was given a `--hostfile` that does not exist.
+    """LaunchError where a `deepspeed` above this process was given a `--hostfile` that does not exist or cannot be right.
 
     DeepSpeed 0.19.8 then starts on this machine alone (launcher/runner.py, fetch_hostfile) and tells its ranks nothing;
     its command line is found among the ancestors in /proc, where there is one.
@@ -189,6 +208,8 @@ def _refuse_missing(line: list[str]) -> None:
                 f"`deepspeed` was given hostfile `{name}`, which does not exist, and started on this machine alone",
                 hint="create it, or leave --hostfile out",
             )
+        if name:
+            read_hostfile(name)
 
 
 def _read_host(text: str, where: str, number: int) -> Host:
@@ -204,6 +225,30 @@ def _read_host(text: str, where: str, number: int) -> Host:
     if not int(slots[1]):
         raise LaunchError(f"{where} column {column}: host `{name}` has slots=0", hint="leave the host out, or give it slots")
     return Host(name, int(slots[1]), number)
+
+
+def _scheduler(environ: Mapping[str, str]) -> tuple[str, ...] | None:
+    """Names of rank, size and local rank of what started this process as one rank of several, if Open MPI or Slurm did."""
+    if _OPEN_MPI[0] in environ:
+        return _OPEN_MPI
+    if "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ and _number(environ, "SLURM_STEP_ID") not in _NO_RANKS:
+        return _slurm_names(environ)
+    return None
+
+
+def _slurm_names(environ: Mapping[str, str]) -> tuple[str, str, str]:
+    """SLURM_NTASKS may be the allocation's; the step's own count is what runs."""
+    return "SLURM_PROCID", "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS", "SLURM_LOCALID"
+
+
+def _refuse_leftovers(environ: Mapping[str, str], scheduler: tuple[str, ...], given: Sequence[str]) -> None:
+    """Every rank would take RANK 0 of WORLD_SIZE 1 left in the shell for itself, and as many runs as ranks would write one folder."""
+    for name in given:
+        theirs = scheduler[_STANDARD.index(name)]
+        if _number(environ, name) != _number(environ, theirs):
+            raise LaunchError(
+                f"{name} is {environ[name]} but {theirs} is {environ[theirs]}", hint=f"unset {', '.join(given)}, left from another launch"
+            )
 
 
 def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -230,13 +275,9 @@ def _tasks_per_node(text: str) -> Iterator[int]:
         yield from [int(found[1])] * int(found[2] or 1)
 
 
-def _expand_nodes(text: str) -> Iterator[str]:
-    """`node[01-03,7],gpu2` -> node01, node02, node03, node7, gpu2."""
-    for part in re.findall(r"[^,\[]+(?:\[[^\]]*\])?", text):
-        found = re.fullmatch(r"([^\[]+)\[([^\]]*)\]", part)
-        if not found:
-            yield part
-            continue
-        for piece in found[2].split(","):
-            first, _, last = piece.partition("-")
-            yield from (f"{found[1]}{n:0{len(first)}d}" for n in range(int(first), int(last or first) + 1))
+def _first_node(text: str) -> str:
+    """`node[01-03,7]-ib,gpu2` -> node01-ib, where rank 0 is."""
+    first = re.match(r"(?:[^,\[\]]|\[[^\[\]]+\])+(?=,|$)", text)
+    if not first:
+        raise LaunchError(f"Slurm's node list `{text}` names no first host", hint="set MASTER_ADDR and MASTER_PORT to the host of rank 0")
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])

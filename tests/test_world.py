@@ -1,5 +1,7 @@
 """Who a process is under each launcher, and what a hostfile says."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,8 +44,44 @@ def test_slurm_meets_on_the_first_node() -> None:
     assert world.master_port == World.from_environment(SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).master_port
 
 
-def test_a_shell_inside_an_allocation_is_a_world_of_one() -> None:
-    assert World.from_environment({"SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}).world_size == 1
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"},
+        {"SLURM_NTASKS": "8", "SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
+        {"SLURM_NTASKS": "8", "SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_ID": "4294967290"},
+    ],
+    ids=["salloc", "sbatch", "interactive step"],
+)
+def test_a_shell_inside_an_allocation_is_a_world_of_one(environ: dict[str, str]) -> None:
+    assert World.from_environment(environ) == World(0, 1, 0, 1, "python")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("a,b", "a"),
+        ("node[01-03,7]", "node01"),
+        ("node[7,9-12]-ib,gpu2", "node7-ib"),
+        ("rack[2-3]n[08-10]", "rack2n08"),
+        ("gpu-1,node[2-3]", "gpu-1"),
+    ],
+)
+def test_first_node_of_a_list(nodes: str, first: str) -> None:
+    assert World.from_environment(SLURM | {"SLURM_STEP_NODELIST": nodes}).master_addr == first
+
+
+def test_a_step_counts_its_own_tasks_and_two_steps_of_a_job_do_not_meet() -> None:
+    step = SLURM | {"SLURM_NTASKS": "64", "SLURM_STEP_NUM_TASKS": "6"}
+    assert World.from_environment(step).world_size == 6
+    assert World.from_environment(step).master_port != World.from_environment(step | {"SLURM_STEP_ID": "1"}).master_port
+
+
+def test_torchrun_on_each_host_of_a_scheduler_counts_its_own_ranks() -> None:
+    inner = {"RANK": "3", "WORLD_SIZE": "16", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "a", "TORCHELASTIC_RUN_ID": "x"}
+    assert World.from_environment(SLURM | inner).launcher == "torchrun"
+    inner = {"RANK": "3", "WORLD_SIZE": "16", "LOCAL_RANK": "3", "LOCAL_SIZE": "8", "MASTER_ADDR": "a", "CROSS_SIZE": "2"}
+    assert World.from_environment(SLURM | inner).launcher == "deepspeed"
 
 
 @pytest.mark.parametrize(
@@ -52,6 +90,18 @@ def test_a_shell_inside_an_allocation_is_a_world_of_one() -> None:
         ({"RANK": "0"}, "RANK is 0 but WORLD_SIZE, LOCAL_RANK is not set"),
         ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "rank 2 is not below world size 2"),
         ({"RANK": "x", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK is 'x', not a number"),
+        (MPI | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, "RANK is 0 but OMPI_COMM_WORLD_RANK is 3"),
+        (MPI | {"WORLD_SIZE": "8"}, "WORLD_SIZE is 8 but OMPI_COMM_WORLD_SIZE is 4"),
+        (SLURM | {"LOCAL_RANK": "0"}, "LOCAL_RANK is 0 but SLURM_LOCALID is 1"),
+        (SLURM | {"RANK": "5", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, "WORLD_SIZE is 1 but SLURM_NTASKS is 6"),
+        (SLURM | {"SLURM_NODEID": "3"}, "SLURM_NODEID is 3 but tasks per node `2(x3)` tell of 3 nodes"),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x"}, "tasks per node `2(x` cannot be read at `2(x`"),
+        (SLURM | {"SLURM_STEP_NODELIST": "gpu[1-2"}, "node list `gpu[1-2` names no first host"),
+        (
+            {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"},
+            "WORLD_SIZE is 16 with 8 ranks on this host, and MASTER_ADDR",
+        ),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "2"}, "local rank 3 of 2 does not fit rank 1 of 2"),
     ],
 )
 def test_environments_that_cannot_be(environ: dict[str, str], message: str) -> None:
@@ -100,6 +150,23 @@ def test_a_named_hostfile_that_is_missing_is_never_a_local_run(tmp_path: Path) -
         read_hostfile(tmp_path / "hosts")
     assert "does not exist" in caught.value.message
     assert "never started locally" in caught.value.hint
+
+
+def test_a_hostfile_that_is_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="cannot be read: Is a directory"):
+        read_hostfile(tmp_path)
+
+
+def test_the_hostfile_of_a_deepspeed_above_is_read(tmp_path: Path) -> None:
+    """The real ancestor: a program named `deepspeed` that starts this check as its child."""
+    path = tmp_path / "hosts"
+    path.write_text("worker-1 slots=0\n")
+    launcher = tmp_path / "deepspeed"
+    launcher.write_text("import subprocess, sys\nsys.exit(subprocess.run([sys.executable, '-c', sys.argv[-1]]).returncode)\n")
+    code = "from ds_finetune.world import refuse_missing_hostfile; refuse_missing_hostfile()"
+    done = subprocess.run([sys.executable, launcher, "-H", path, code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "host `worker-1` has slots=0" in done.stderr
+    assert done.returncode == 1
 
 
 def test_accelerate_choices() -> None:
