@@ -36,19 +36,28 @@ class Shape:
 
     @classmethod
     def of(cls, source: Mapping[str, Any] | str | Path) -> Self:
-        """Read a config.json (folder or mapping); ConfigError names the model types whose arithmetic is known."""
+        """Read a config.json (folder or mapping); ConfigError names the model types whose arithmetic is known, or the key that is absent."""
         config = source if isinstance(source, Mapping) else json.loads((Path(source) / "config.json").read_text(encoding="utf-8"))
-        model_type = config.get("model_type")
-        attention = _ATTENTION.get(str(model_type))
-        if attention is None:
-            raise ConfigError(f"parameters of model_type `{model_type}` are not known by arithmetic", hint=f"known: {', '.join(sorted(_ATTENTION))}")
+        family = _FAMILIES.get(str(config.get("model_type")))
+        if family is None:
+            raise ConfigError(
+                f"parameters of model_type `{config.get('model_type')}` are not known by arithmetic", hint=f"known: {', '.join(sorted(_FAMILIES))}"
+            )
+        try:
+            return cls._counted(config, family)
+        except KeyError as absent:
+            raise ConfigError(
+                f"config.json of a {config['model_type']} model says nothing of {absent}", hint="take the config.json published with the model"
+            ) from None
+
+    @classmethod
+    def _counted(cls, config: Mapping[str, Any], family: "_Family") -> Self:
         layers, hidden = config["num_hidden_layers"], config["hidden_size"]
-        per_layer, norm_extra, width = attention(config)
-        moe = _moe(config, layers, hidden)
+        per_layer, norm_extra, width = family.attention(config)
         vocabulary = config["vocab_size"] * hidden
         tied = bool(config.get("tie_word_embeddings", False))
         return cls(
-            model_type=str(model_type),
+            model_type=config["model_type"],
             layers=layers,
             hidden=hidden,
             vocab=config["vocab_size"],
@@ -59,7 +68,7 @@ class Shape:
             attention=layers * per_layer,
             norms=layers * (2 * hidden + norm_extra) + hidden,
             attention_width=width,
-            **moe,
+            **_mlps(config, sum(family.is_sparse(config, layer) for layer in range(layers)), family),
         )
 
     @property
@@ -72,11 +81,15 @@ class Shape:
         """Parameters that one token meets, the embedding and the head included."""
         return self._always + self.active_routed_experts
 
-    def flops_per_token(self, seq_len: int) -> float:
-        """Training FLOPs of one token: 6 x parameters it is multiplied with (no embedding look-up, the head included)
-        + causal attention over `seq_len / 2` positions on average, forward and backward, recomputation not counted."""
+    def flops_per_token(self, seq_len: int, *, mean_attended: float | None = None) -> float:
+        """Training FLOPs of one token: 6 x (parameters it is multiplied with + layers x attention_width x positions it attends to).
+
+        Forward and backward, recomputation not counted; no embedding look-up, the head included. Causal attention over one
+        document of `seq_len` tokens attends to `seq_len / 2` on average; for documents packed into a row give their mean as
+        `mean_attended`, sum(n * n / 2) / sum(n) over document lengths n.
+        """
         matmul = self.active_params - self.norms - self.embedding + (self.embedding if self.tied else 0)
-        attended = seq_len / 2
+        attended = seq_len / 2 if mean_attended is None else mean_attended
         return 2 * _FORWARD_AND_BACKWARD * (matmul + self.layers * self.attention_width * attended)
 
     @property
@@ -107,32 +120,59 @@ def _grouped_query(*, qkv_bias: bool = False, head_norms: bool = False) -> Calla
     return count
 
 
-_ATTENTION: Mapping[str, Callable[[Mapping[str, Any]], tuple[int, int, int]]] = {
-    "deepseek_v2": _mla,
-    "deepseek_v3": _mla,
-    "llama": _grouped_query(),
-    "qwen2": _grouped_query(qkv_bias=True),
-    "qwen3": _grouped_query(head_norms=True),
-    "qwen3_moe": _grouped_query(head_norms=True),
+def _never_sparse(_: Mapping[str, Any], __: int) -> bool:
+    return False
+
+
+def _sparse_after_first(c: Mapping[str, Any], layer: int) -> bool:
+    """transformers 5.23 does not read `moe_layer_freq` (deepseek_v2/modeling_deepseek_v2.py:427), which is 1 in every published config."""
+    return layer >= (c["first_k_dense_replace"] or 0)
+
+
+def _sparse_by_step(c: Mapping[str, Any], layer: int) -> bool:
+    return layer not in (c.get("mlp_only_layers") or ()) and _experts(c) > 0 and (layer + 1) % c.get("decoder_sparse_step", 1) == 0
+
+
+def _experts(c: Mapping[str, Any]) -> int:
+    """DeepSeek's name, Qwen's, or the one transformers 5.23 writes for Qwen's; KeyError where none is given."""
+    return int(c[next((name for name in ("n_routed_experts", "num_experts", "num_local_experts") if name in c), "num_experts")])
+
+
+@dataclass(frozen=True)
+class _Family:
+    """What differs between model types, as transformers 5.23 builds them."""
+
+    attention: Callable[[Mapping[str, Any]], tuple[int, int, int]]
+    is_sparse: Callable[[Mapping[str, Any], int], bool] = _never_sparse
+    mlp_bias: bool = False
+    """Whether `mlp_bias` of the config is read: dense and shared experts have it then, routed experts never."""
+
+
+_FAMILIES: Mapping[str, _Family] = {
+    "deepseek_v2": _Family(_mla, _sparse_after_first, mlp_bias=True),
+    "deepseek_v3": _Family(_mla, _sparse_after_first),
+    "llama": _Family(_grouped_query(), mlp_bias=True),
+    "qwen2": _Family(_grouped_query(qkv_bias=True)),
+    "qwen3": _Family(_grouped_query(head_norms=True)),
+    "qwen3_moe": _Family(_grouped_query(head_norms=True), _sparse_by_step),
 }
 
 
-def _moe(c: Mapping[str, Any], layers: int, hidden: int) -> dict[str, int]:
-    """Dense and expert MLPs over all layers; every projection triple is 3 x hidden x inner."""
-    experts = c.get("n_routed_experts") or c.get("num_experts") or c.get("num_local_experts") or 0
-    sparse = sum(_is_sparse(c, layer) for layer in range(layers)) if experts else 0
-    inner = 3 * hidden * (c.get("moe_intermediate_size") or 0)
-    return {
-        "dense_mlp": (layers - sparse) * 3 * hidden * c["intermediate_size"],
-        "shared_experts": sparse * inner * (c.get("n_shared_experts") or 0),
-        "routed_experts": sparse * inner * experts,
-        "active_routed_experts": sparse * inner * (c.get("num_experts_per_tok") or 0),
-        "router": sparse * hidden * experts,
-    }
+def _mlps(c: Mapping[str, Any], sparse: int, family: _Family) -> dict[str, int]:
+    """Dense and expert MLPs over all layers, `sparse` of which hold experts."""
+    hidden, biased = c["hidden_size"], family.mlp_bias and bool(c.get("mlp_bias"))
+    counts = dict.fromkeys(("shared_experts", "routed_experts", "active_routed_experts", "router"), 0)
+    counts["dense_mlp"] = (c["num_hidden_layers"] - sparse) * _mlp(hidden, c["intermediate_size"], biased=biased)
+    if sparse:
+        experts = _experts(c)
+        inner, shared = c["moe_intermediate_size"], c.get("n_shared_experts") or 0
+        counts["shared_experts"] = sparse * _mlp(hidden, shared * inner, biased=biased) if shared else 0
+        counts["routed_experts"] = sparse * experts * _mlp(hidden, inner)
+        counts["active_routed_experts"] = sparse * c["num_experts_per_tok"] * _mlp(hidden, inner)
+        counts["router"] = sparse * hidden * experts
+    return counts
 
 
-def _is_sparse(c: Mapping[str, Any], layer: int) -> bool:
-    if layer < c.get("first_k_dense_replace", 0) or layer in c.get("mlp_only_layers", ()):
-        return False
-    step = c.get("moe_layer_freq") or c.get("decoder_sparse_step") or 1
-    return layer % step == 0 if "moe_layer_freq" in c else (layer + 1) % step == 0
+def _mlp(hidden: int, inner: int, *, biased: bool = False) -> int:
+    """Gate, up and down projection."""
+    return 3 * hidden * inner + (2 * inner + hidden if biased else 0)
