@@ -14,6 +14,8 @@ _NODE_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")
 """Set by torchrun (and accelerate) and by DeepSpeed 0.19.8 (launcher/launch.py:181), one of which a scheduler may start on each host."""
 _NO_RANKS = (0xFFFFFFFA, 0xFFFFFFFB, 0xFFFFFFFC)
 """Slurm's step ids of an interactive shell, a batch script and an adopted process (slurm.h): each is one process, whatever SLURM_NTASKS says."""
+_ANY_PORT = 0
+"""The system picks a free one: a world of one meets nobody, and two of them on a machine must not want the same port."""
 _FIRST_PORT, _PORTS = 20_000, 12_000
 """Below 32768, where Linux takes the ports of outgoing connections from."""
 
@@ -62,7 +64,7 @@ class World:
             raise LaunchError(
                 f"{given[0]} is {environ[given[0]]} but {', '.join(absent)} is not set", hint=f"unset {', '.join(given)}, or start with a launcher"
             )
-        return cls(0, 1, 0, 1, "python")
+        return cls(0, 1, 0, 1, "python", master_port=_ANY_PORT)
 
     def export_to(self, environ: MutableMapping[str, str]) -> None:
         """Set the standard variables where they are missing, before DeepSpeed looks for them (else it wants mpi4py)."""

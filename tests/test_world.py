@@ -1,5 +1,6 @@
 """Who a process is under each launcher, and what a hostfile says."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,19 @@ SLURM |= {"SLURM_STEP_TASKS_PER_NODE": "2(x3)", "SLURM_STEP_NODELIST": "gpu[08-1
 
 
 def test_without_a_launcher_the_world_is_one() -> None:
-    assert World.from_environment({}) == World(0, 1, 0, 1, "python")
+    assert World.from_environment({}) == World(0, 1, 0, 1, "python", master_port=0)
+
+
+def test_two_plain_runs_on_one_machine_do_not_want_the_same_port() -> None:
+    """Each opens its process group while the other still has its own; torch's default would be port 29500 for both."""
+    code = "import os, sys, torch.distributed as d; from ds_finetune.world import World; World.from_environment(os.environ).export_to(os.environ); "
+    code += "d.init_process_group('gloo'); print('open', flush=True); sys.stdin.readline()"
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+    command = [sys.executable, "-c", code]
+    runs = [subprocess.Popen(command, cwd=ROOT, env=clean, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [run.stdout.readline() for run in runs if run.stdout] == ["open\n", "open\n"]
+    for run in runs:
+        run.communicate("\n", timeout=60)
 
 
 def test_standard_variables() -> None:
@@ -54,7 +67,7 @@ def test_slurm_meets_on_the_first_node() -> None:
     ids=["salloc", "sbatch", "interactive step"],
 )
 def test_a_shell_inside_an_allocation_is_a_world_of_one(environ: dict[str, str]) -> None:
-    assert World.from_environment(environ) == World(0, 1, 0, 1, "python")
+    assert World.from_environment(environ) == World(0, 1, 0, 1, "python", master_port=0)
 
 
 @pytest.mark.parametrize(
