@@ -1,13 +1,18 @@
 """A guard for NVMe offload: some disks return from a direct read without having read."""
 
+import copy
 from pathlib import Path
 
 import torch
+from transformers import PretrainedConfig
 
 from ds_finetune.errors import ConfigError
+from ds_finetune.model.build import build_skeleton
 from ds_finetune.plan.layout import Plan
 
 _ELEMENTS = 512 * 1024
+_DEFAULT_BUFFER = 100_000_000
+"""Elements, where `buffer_size` is not given (DeepSpeed 0.19.8, zero/offload_config.py)."""
 _OFFSET = 64
 """Elements before the destination: 256 bytes, which is no multiple of a 512-byte sector."""
 
@@ -22,6 +27,24 @@ def check_nvme(plan: Plan) -> None:
     folders = {str(s["nvme_path"]) for s in (zero.get("offload_optimizer"), zero.get("offload_param")) if s and s.get("device") == "nvme"}
     for folder in sorted(folders):
         _check_folder(Path(folder), plan.world.rank)
+
+
+def check_buffers(plan: Plan, hf_config: PretrainedConfig) -> None:
+    """ConfigError where a rank's slice of the largest tensor does not fit a buffer of `offload_param` to NVMe.
+
+    DeepSpeed 0.19.8 asserts so in the middle of building the model (swap_tensor/partitioned_param_swapper.py:352).
+    """
+    section = plan.deepspeed["zero_optimization"].get("offload_param") or {}
+    if section.get("device") != "nvme":
+        return
+    skeleton = build_skeleton(copy.deepcopy(hf_config), attention=plan.config.model.attention, dtype=torch.bfloat16, device="meta")
+    numel, name = max((param.numel(), name) for name, param in skeleton.named_parameters())
+    needed, given = -(-numel // plan.dp), int(float(section.get("buffer_size", _DEFAULT_BUFFER)))
+    if needed > given:
+        raise ConfigError(
+            f"offload_param.buffer_size {given:,} elements is smaller than a rank's slice of `{name}`, {needed:,}",
+            hint=f"set offload_param.buffer_size to {needed} or more, or train on more ranks than {plan.dp}",
+        )
 
 
 def _check_folder(folder: Path, rank: int) -> None:

@@ -6,13 +6,13 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ds_finetune.engine.core import Engine
-from ds_finetune.engine.nvme import check_nvme
-from ds_finetune.model.build import Fragment, build_skeleton, resolve_folder, whole
+from ds_finetune.engine.fragments import partition
+from ds_finetune.engine.nvme import check_buffers, check_nvme
+from ds_finetune.model.build import build_skeleton, resolve_folder, whole
 from ds_finetune.model.families import family_of
 from ds_finetune.model.loss import TrainedModel, install_loss_head
 from ds_finetune.model.weights import initialise_weights, load_weights
@@ -29,6 +29,7 @@ def start_engine(plan: Plan, hf_config: PretrainedConfig) -> Iterator[Engine]:
 
     logger.setLevel(logging.WARNING)
     check_nvme(plan)
+    check_buffers(plan, hf_config)
     lm = _build(plan, hf_config)
     install_loss_head(lm)
     if plan.config.train.activation_checkpointing:
@@ -55,9 +56,9 @@ def _build(plan: Plan, hf_config: PretrainedConfig) -> PreTrainedModel:
         init_context=_partitioned(plan) if stage3 else nullcontext(),
     )
     if model.weights == "random":
-        initialise_weights(lm, seed=plan.config.train.seed, where=_fragment if stage3 else whole)
+        initialise_weights(lm, seed=plan.config.train.seed, where=partition if stage3 else whole)
     else:
-        load_weights(lm, resolve_folder(model.path), family=family_of(hf_config.model_type), where=_fragment if stage3 else whole)
+        load_weights(lm, resolve_folder(model.path), family=family_of(hf_config.model_type), where=partition if stage3 else whole)
     return lm
 
 
@@ -74,15 +75,6 @@ def _partitioned(plan: Plan) -> Iterator[None]:
     # No `dtype` argument: without fp16 support it is ignored and bf16 taken (operator precedence in partition_parameters.py:409).
     with prevent_arange_dtype_change(), deepspeed.zero.Init(config_dict_or_path=plan.deepspeed):
         yield
-
-
-def _fragment(param: torch.Tensor) -> Fragment:
-    """This rank's slice of a ZeRO-3 parameter: `ds_tensor`, one of equal flat pieces (DeepSpeed 0.19.8, zero/partition_parameters.py)."""
-    if not hasattr(param, "ds_tensor"):
-        return whole(param)
-    flat: torch.Tensor = param.ds_tensor
-    rank = dist.get_rank(param.ds_process_group)  # type: ignore[attr-defined]
-    return Fragment(flat=flat.data.view(-1), start=rank * flat.numel(), shape=tuple(param.ds_shape))  # type: ignore[attr-defined]
 
 
 def _parameter_groups(model: nn.Module, plan: Plan) -> list[dict[str, Any]]:

@@ -1,5 +1,6 @@
 """A model without weights: configuration, modules, and where each tensor lives on this rank."""
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -19,20 +20,34 @@ _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale",
 
 @dataclass(frozen=True)
 class Fragment:
-    """The part of a tensor that lives here: `flat` (1-D, writable) holds elements `start, start + 1, ...` of the
-    row-major flattened tensor of `shape`; it may reach past the end, where ZeRO-3 pads."""
+    """The part of a tensor that lives here: elements `start` to `start + numel` of the row-major flattened tensor of `shape`.
 
-    flat: torch.Tensor
+    It may reach past the end, where ZeRO-3 pads. `opened()` gives those elements (1-D) to read and write; what is written
+    is kept when the context closes, so that a fragment on disk needs memory only while it is open.
+    """
+
     start: int
+    numel: int
     shape: tuple[int, ...]
+    opened: Callable[[], AbstractContextManager[torch.Tensor]]
+
+    @property
+    def end(self) -> int:
+        """Where the elements of the tensor end here, padding left out."""
+        return min(self.start + self.numel, math.prod(self.shape))
 
 
 Where = Callable[[torch.Tensor], Fragment]
 
 
+def in_memory(flat: torch.Tensor, *, start: int, shape: tuple[int, ...]) -> Fragment:
+    """The fragment whose elements are `flat` (1-D)."""
+    return Fragment(start, flat.numel(), shape, lambda: nullcontext(flat))
+
+
 def whole(tensor: torch.Tensor) -> Fragment:
     """The fragment of a tensor that lives here entirely."""
-    return Fragment(flat=tensor.data.view(-1), start=0, shape=tuple(tensor.shape))
+    return in_memory(tensor.data.view(-1), start=0, shape=tuple(tensor.shape))
 
 
 def resolve_folder(path: str) -> Path:

@@ -51,8 +51,9 @@ def load_weights(model: PreTrainedModel, folder: Path, *, family: Family, where:
         targets = list(_targets(model, family, where))
         skipped = _account(checkpoint, targets, model, family)
         for target in targets:
-            for piece in target.pieces:
-                _copy_piece(checkpoint, target.fragment, piece)
+            with target.fragment.opened() as flat:
+                for piece in target.pieces:
+                    _copy_piece(checkpoint, target.fragment, flat, piece)
     return LoadReport(num_tensors=sum(len(t.pieces) for t in targets), skipped=tuple(skipped))
 
 
@@ -87,9 +88,9 @@ def _initialise_module(model: PreTrainedModel, module: nn.Module, own: list[tupl
     module._buffers.update(buffers)
     for leaf, param in own:
         fragment = where(param)
-        end = min(fragment.start + fragment.flat.numel(), math.prod(fragment.shape))
-        if end > fragment.start:
-            fragment.flat[: end - fragment.start].copy_(values[leaf].view(-1)[fragment.start : end])
+        if fragment.end > fragment.start:
+            with fragment.opened() as flat:
+                flat[: fragment.end - fragment.start].copy_(values[leaf].view(-1)[fragment.start : fragment.end])
 
 
 def _targets(model: PreTrainedModel, family: Family, where: Where) -> Iterator[_Target]:
@@ -176,12 +177,12 @@ def _is_declared(key: str, model: PreTrainedModel, family: Family) -> bool:
     return bool(family.drops_layers_beyond and layer and int(layer[1]) >= model.config.num_hidden_layers)
 
 
-def _copy_piece(checkpoint: _Checkpoint, fragment: Fragment, piece: Piece) -> None:
-    """Copy the part of `piece` that lies in `fragment`, reading only the rows it needs."""
+def _copy_piece(checkpoint: _Checkpoint, fragment: Fragment, flat: torch.Tensor, piece: Piece) -> None:
+    """Copy the part of `piece` that lies in `fragment` into its elements `flat`, reading only the rows it needs."""
     begin, rows_apart = _place(fragment.shape, piece)
     width = math.prod(piece.shape[1:])
     first = max(0, (fragment.start - begin) // rows_apart)
-    last = min(piece.shape[0] if piece.shape else 1, -(-(fragment.start + fragment.flat.numel() - begin) // rows_apart))
+    last = min(piece.shape[0] if piece.shape else 1, -(-(fragment.start + fragment.numel - begin) // rows_apart))
     if first >= last:
         return
     source = checkpoint.slice_of(piece.key)
@@ -193,8 +194,8 @@ def _copy_piece(checkpoint: _Checkpoint, fragment: Fragment, piece: Piece) -> No
     flat_values = values.reshape(-1)
     offset = begin + first * width - fragment.start
     source_from, target_from = max(0, -offset), max(0, offset)
-    count = min(flat_values.numel() - source_from, fragment.flat.numel() - target_from)
-    fragment.flat[target_from : target_from + count].copy_(flat_values[source_from : source_from + count])
+    count = min(flat_values.numel() - source_from, fragment.numel - target_from)
+    flat[target_from : target_from + count].copy_(flat_values[source_from : source_from + count])
 
 
 def _place(shape: tuple[int, ...], piece: Piece) -> tuple[int, int]:

@@ -140,12 +140,6 @@ RULES = (
         way_out="zero_optimization.stage 3, or device cpu",
     ),
     Rule(
-        "offload_param to nvme",
-        lambda s, z: s.stage == 3 and offload_device(z, "offload_param") == "nvme",
-        "weights are read into the memory of this rank and would not reach the disk: losses were NaN (DeepSpeed 0.19.8)",
-        way_out="offload_param.device cpu; the optimizer may go to nvme",
-    ),
-    Rule(
         "offload_param below ZeRO-3",
         lambda s, z: s.stage < 3 and offload_device(z, "offload_param") != "none",
         "parameters are only partitioned, and so offloadable, at stage 3",

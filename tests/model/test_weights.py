@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ds_finetune.errors import ModelError
-from ds_finetune.model.build import Fragment, build_skeleton, read_hf_config
+from ds_finetune.model.build import Fragment, build_skeleton, in_memory, read_hf_config
 from ds_finetune.model.families import family_of
 from ds_finetune.model.weights import initialise_weights, load_weights
 from tests.model.tiny import CONFIGS
@@ -80,15 +80,15 @@ def test_fragments_together_hold_the_tensor(deepseek: Path, ranks: int) -> None:
         for rank in range(ranks):
             model = skeleton(deepseek)
             names = {id(p): name for name, p in model.named_parameters()}
-            held: dict[int, Fragment] = {}
+            held: dict[int, torch.Tensor] = {}
 
-            def where(param: torch.Tensor, held: dict[int, Fragment] = held, rank: int = rank) -> Fragment:
+            def where(param: torch.Tensor, held: dict[int, torch.Tensor] = held, rank: int = rank) -> Fragment:
                 size = math.ceil(param.numel() / ranks)
-                return held.setdefault(id(param), Fragment(torch.zeros(size), rank * size, tuple(param.shape)))
+                return in_memory(held.setdefault(id(param), torch.zeros(size)), start=rank * size, shape=tuple(param.shape))
 
             fill(model, where)
-            for key, fragment in held.items():
-                parts.setdefault(names[key], []).append(fragment.flat)
+            for key, flat in held.items():
+                parts.setdefault(names[key], []).append(flat)
         for name, param in wanted.named_parameters():
             assert torch.equal(torch.cat(parts[name])[: param.numel()].view_as(param), param), name
 

@@ -61,7 +61,6 @@ def test_the_batch_triple_is_derived_and_written() -> None:
         ({"zero_optimization": {"stage": 4}}, {}, "zero_optimization.stage is 4", "0, 1, 2 or 3"),
         (zero(2, offload_param={"device": "cpu"}), {}, "offload_param below ZeRO-3 is refused", "stage 3"),
         (zero(2, offload_optimizer={"device": "nvme"}), {}, "offload to nvme below ZeRO-3 is refused", "device cpu"),
-        (zero(3, offload_param={"device": "nvme"}), {}, "offload_param to nvme is refused", "offload_param.device cpu"),
         (zero(0, offload_optimizer={"device": "cpu"}), {}, "offload_optimizer without ZeRO is refused", "stage 1, 2 or 3"),
         (zero(3), {"optim": {"name": "Muon"}}, "Muon with reduce_scatter under ZeRO-3 is refused", "reduce_scatter false"),
         (None, {"optim": {"name": "Adamw2"}}, "optim.name `Adamw2` is not known", "adamw"),
