@@ -117,13 +117,13 @@ class OptimConfig(Section):
     """Optimizer and learning rate."""
 
     name: str = "AdamW"
-    """Optimizer by DeepSpeed's name: AdamW, Adam, Lion, Adagrad, Lamb, Muon, SGD."""
+    """Optimizer by DeepSpeed's name: AdamW (Adam is the same), Lion, Adagrad, Lamb, SGD, Muon (with AdamW for embedding, head and vectors)."""
     lr: float = Field(default=1e-5, gt=0)
     """Peak learning rate, reached after `warmup`."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay of matrices; norms and biases are not decayed."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of Adam's moments."""
+    """Decay rates of the moments of Adam and Lion."""
     eps: float = Field(default=1e-8, gt=0)
     """Adam's denominator term."""
     lr_scheduler: SchedulerName = "cosine"

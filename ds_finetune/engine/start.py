@@ -80,9 +80,6 @@ def _partitioned(plan: Plan) -> Iterator[None]:
 def _parameter_groups(model: nn.Module, plan: Plan) -> list[dict[str, Any]]:
     """Matrices with weight decay, norms and biases without; the optimizer's own numbers come from the DeepSpeed section."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    if plan.config.optim.name.lower() == "muon":
-        for name, param in model.named_parameters():
-            param.use_muon = len(_shape(param)) == 2 and not any(end in name for end in ("embed_tokens", "lm_head"))  # type: ignore[attr-defined]
     matrices = [p for p in trained if len(_shape(p)) > 1]
     vectors = [p for p in trained if len(_shape(p)) <= 1]
     groups = [{"params": matrices, "weight_decay": plan.config.optim.weight_decay}, {"params": vectors, "weight_decay": 0.0}]

@@ -20,7 +20,7 @@ _OPTIMIZER_FIELDS = {
     "lamb": _ADAM_FIELDS,
     "lion": {"lr": "lr", "betas": "betas", "weight_decay": "weight_decay"},
     "adagrad": {"lr": "lr", "eps": "eps", "weight_decay": "weight_decay"},
-    "muon": {"lr": "lr", "weight_decay": "weight_decay"},
+    "muon": _ADAM_FIELDS,
     "sgd": {"lr": "lr", "weight_decay": "weight_decay"},
 }
 """Which numbers of `optim` each optimizer of DeepSpeed 0.19.8 takes (runtime/config.py:63; SGD is torch.optim's)."""
@@ -63,7 +63,12 @@ def optimizer_section(optim: OptimConfig, *, on_cpu: bool, offloaded: bool) -> T
         raise ConfigError(f"optim.name `{optim.name}` is not known", hint=f"use one of {', '.join(sorted(_OPTIMIZER_FIELDS))}")
     params = {key: getattr(optim, field) for key, field in fields.items()}
     params |= {"lr": 0.0} | ({"betas": list(optim.betas)} if "betas" in fields else {})
-    if optim.name.lower() in ("adam", "adamw") and on_cpu and not offloaded:
+    if optim.name.lower() == "adagrad" and optim.weight_decay:
+        raise ConfigError(
+            f"optim.weight_decay {optim.weight_decay} with Adagrad would be added to the gradient (torch.optim.Adagrad), not decoupled",
+            hint="set optim.weight_decay to 0, or take AdamW",
+        )
+    if optim.name.lower() in ("adam", "adamw", "muon") and on_cpu and not offloaded:
         # FusedAdam would be compiled for minutes and is slower than torch's own loop there (DeepSpeed 0.19.8, ops/adam).
         params["torch_adam"] = True
     return {"type": optim.name, "params": params}

@@ -164,6 +164,30 @@ RULES = (
         way_out="zero_optimization.reduce_scatter false",
     ),
     Rule(
+        "Adagrad without offload_optimizer under ZeRO",
+        lambda s, z: s.stage >= 1 and s.optimizer.lower() == "adagrad" and offload_device(z, "offload_optimizer") == "none",
+        "DeepSpeed 0.19.8: torch.optim.Adagrad makes its states in its constructor, which ZeRO's flat partitions have not; it ends in an IndexError",
+        way_out="offload_optimizer.device cpu (DeepSpeedCPUAdagrad), or zero_optimization.stage 0",
+    ),
+    Rule(
+        "Lion without offload_optimizer on the CPU accelerator",
+        lambda s, z: s.device == "cpu" and s.optimizer.lower() == "lion" and offload_device(z, "offload_optimizer") == "none",
+        "DeepSpeed 0.19.8: FusedLion has not been implemented on the CPU backend",
+        way_out="offload_optimizer.device cpu (DeepSpeedCPULion) with zero_optimization.stage 1, 2 or 3",
+    ),
+    Rule(
+        "Lamb on the CPU accelerator",
+        lambda s, z: s.device == "cpu" and s.optimizer.lower() == "lamb",
+        "DeepSpeed 0.19.8: FusedLamb has not been implemented on the CPU backend",
+        way_out="optim.name AdamW, or a GPU",
+    ),
+    Rule(
+        "Lamb under ZeRO",
+        lambda s, z: s.stage >= 1 and s.optimizer.lower() == "lamb",
+        "its trust ratio is a ratio of whole parameters' norms; on a rank's flat partition it would be another number on each count of ranks",
+        way_out="zero_optimization.stage 0, or optim.name AdamW",
+    ),
+    Rule(
         "ZenFlow",
         lambda s, z: bool(z.get("zenflow")),
         "its bounded staleness is not the gradient of the step, so it cannot pass the parity tests",

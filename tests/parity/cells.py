@@ -35,6 +35,8 @@ class Cell:
     precision: str = "fp32"
     max_grad_norm: float = 0.0
     checkpointing: bool = False
+    optimizer: str = "AdamW"
+    weight_decay: float = 0.0
 
     @property
     def name(self) -> str:
@@ -79,6 +81,8 @@ def run_tree(cell: Cell, model: Path, out: Path, *, dp: int) -> dict[str, Any]:
     """The run file of a cell; one optimizer step holds all samples."""
     total = PACKED_ROWS if cell.packing else SAMPLES
     zero: dict[str, Any] = {"stage": cell.stage, "stage3_param_persistence_threshold": 40}
+    if cell.stage == 3 and cell.optimizer == "Muon":
+        zero["reduce_scatter"] = False
     if cell.offload != "none":
         zero["offload_optimizer"] = {"device": "cpu"}
     if cell.offload == "param":
@@ -96,6 +100,6 @@ def run_tree(cell: Cell, model: Path, out: Path, *, dp: int) -> dict[str, Any]:
             "max_grad_norm": cell.max_grad_norm,
             "activation_checkpointing": cell.checkpointing,
         },
-        "optim": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.0},
+        "optim": {"name": cell.optimizer, "lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": cell.weight_decay},
         "output_dir": str(out),
     }

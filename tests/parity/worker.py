@@ -59,7 +59,7 @@ def _three_steps(engine: Engine, config: RunConfig, world: World) -> dict[str, A
         result = engine.step(batch, lr=LR)
         found["losses"].append(result.loss)
         found["norms"].append(result.grad_norm)
-        if step == 0:
+        if step == 0 and config.optim.name == "AdamW":
             found["gradients"] = _gradients(engine)
     found["weights"] = {name: tensor.clone() for name, tensor in engine.tensors() if tensor is not None}
     return found

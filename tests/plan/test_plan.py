@@ -63,6 +63,9 @@ def test_the_batch_triple_is_derived_and_written() -> None:
         (zero(2, offload_optimizer={"device": "nvme"}), {}, "offload to nvme below ZeRO-3 is refused", "device cpu"),
         (zero(0, offload_optimizer={"device": "cpu"}), {}, "offload_optimizer without ZeRO is refused", "stage 1, 2 or 3"),
         (zero(3), {"optim": {"name": "Muon"}}, "Muon with reduce_scatter under ZeRO-3 is refused", "reduce_scatter false"),
+        (zero(2), {"optim": {"name": "Adagrad"}}, "Adagrad without offload_optimizer under ZeRO is refused", "DeepSpeedCPUAdagrad"),
+        (zero(1), {"optim": {"name": "Lamb"}}, "Lamb under ZeRO is refused", "stage 0"),
+        (zero(0), {"optim": {"name": "Adagrad", "weight_decay": 0.1}}, "weight_decay 0.1 with Adagrad would be added to the gradient", "AdamW"),
         (None, {"optim": {"name": "Adamw2"}}, "optim.name `Adamw2` is not known", "adamw"),
         ("none.json", {}, "deepspeed file `none.json` does not exist", "ds_configs/"),
     ],
@@ -78,6 +81,13 @@ def test_fp16_on_cpu_is_refused() -> None:
     with pytest.raises(ConfigError, match="fp16 on the CPU accelerator is refused") as caught:
         plan_of(device="cpu", train={"precision": "fp16", "global_batch_size": 8})
     assert "bf16 or fp32" in caught.value.hint
+
+
+@pytest.mark.parametrize("name", ["Lion", "Lamb"])
+def test_optimizers_without_a_cpu_kernel_are_refused_there(name: str) -> None:
+    with pytest.raises(ConfigError, match="on the CPU accelerator is refused"):
+        plan_of(zero(0), device="cpu", optim={"name": name})
+    assert plan_of(zero(0), optim={"name": name}).zero_stage == 0
 
 
 def test_wrong_options_are_rewritten_with_a_visible_line() -> None:

@@ -1,0 +1,68 @@
+"""What every cell is held against: a plain single-process loop; and how cells are run, many inside one launched world."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from ds_finetune.labels import IGNORE_INDEX
+from tests.parity.cells import Cell, samples
+from tests.parity.optimizers import plain_optimizer
+
+WORKER = Path(__file__).with_name("worker.py")
+WORLDS = (1, 2)
+
+
+def run_cells(cells: Sequence[Cell], models: Path, out: Path) -> None:
+    """Run each cell on every number of ranks; what came of it lies in `out`."""
+    (out / "cells.json").write_text(json.dumps([asdict(cell) for cell in cells]))
+    for world in WORLDS:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", str(WORKER)]
+        done = subprocess.run(
+            [*command, str(models), str(out), str(out / "cells.json")],
+            env=os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=1500,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+
+
+def found(cell: Cell, world: int, out: Path) -> dict[str, Any]:
+    """What a cell did on `world` ranks."""
+    return torch.load(out / f"{cell.name}-world={world}.pt", weights_only=True)
+
+
+@cache
+def plain_loop(folder: Path, max_grad_norm: float = 0.0, optimizer_name: str = "AdamW", weight_decay: float = 0.0) -> dict[str, Any]:
+    """Three steps of a plain loop, one unpadded sample at a time, logits and loss as transformers and torch give them."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.train()
+    optimizer = plain_optimizer(optimizer_name, model, weight_decay)
+    supervised = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in samples())
+    found: dict[str, Any] = {"losses": [], "norms": []}
+    for step in range(3):
+        loss_sum = 0.0
+        for ids, labels in samples():
+            logits = model(input_ids=torch.from_numpy(ids).long()[None], use_cache=False).logits[0]
+            loss = functional.cross_entropy(logits, torch.from_numpy(labels).long(), ignore_index=IGNORE_INDEX, reduction="sum")
+            (loss / supervised).backward()
+            loss_sum += loss.item()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf"))
+        found["losses"].append(loss_sum / supervised)
+        found["norms"].append(float(norm))
+        if step == 0:
+            found["gradients"] = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+    return found

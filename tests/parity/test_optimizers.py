@@ -1,0 +1,66 @@
+"""Every optimizer that may be named takes the steps of its published rule, at each ZeRO stage and offload it is legal with."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.parity.cells import Cell
+from tests.parity.reference import WORLDS, found, plain_loop, run_cells
+
+
+def _cells(names: dict[str, list[tuple[int, str]]]) -> list[Cell]:
+    return [
+        Cell("deepseek_v3", stage, 1, packing=True, offload=offload, optimizer=name, weight_decay=0.0 if name == "Adagrad" else 0.1)
+        for name, places in names.items()
+        for stage, offload in places
+    ]
+
+
+EVERY_STAGE = [(stage, "none") for stage in (0, 1, 2, 3)]
+OFFLOADED = [(stage, "optimizer") for stage in (1, 2, 3)]
+CELLS = _cells(
+    {
+        "AdamW": EVERY_STAGE + OFFLOADED,
+        "Adam": [(0, "none"), (3, "none"), (2, "optimizer")],
+        "SGD": EVERY_STAGE,
+        "Adagrad": [(0, "none")],
+        "Muon": EVERY_STAGE + OFFLOADED,
+    }
+)
+COMPILED = _cells({"Adagrad": OFFLOADED, "Lion": OFFLOADED})
+"""Their CPU kernels are compiled for minutes at first use."""
+
+
+@pytest.fixture(scope="session")
+def results(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cells run, all of a world size in one launch."""
+    out = tmp_path_factory.mktemp("optimizers")
+    run_cells(CELLS, models, out)
+    return out
+
+
+@pytest.fixture(scope="session")
+def compiled(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cells of the optimizers that are compiled."""
+    out = tmp_path_factory.mktemp("compiled")
+    run_cells(COMPILED, models, out)
+    return out
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell.optimizer}-{cell.stage}-{cell.offload}")
+def test_optimizer_follows_its_rule(cell: Cell, world: int, results: Path, models: Path) -> None:
+    _compare(cell, world, results, models)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("cell", COMPILED, ids=lambda cell: f"{cell.optimizer}-{cell.stage}-{cell.offload}")
+def test_compiled_optimizer_follows_its_rule(cell: Cell, world: int, compiled: Path, models: Path) -> None:
+    _compare(cell, world, compiled, models)
+
+
+def _compare(cell: Cell, world: int, out: Path, models: Path) -> None:
+    wanted = plain_loop(models / cell.family, optimizer_name=cell.optimizer, weight_decay=cell.weight_decay)
+    assert wanted["losses"][2] < wanted["losses"][0] - 1e-3, "three steps must tell optimizers apart"
+    assert found(cell, world, out)["losses"] == pytest.approx(wanted["losses"], rel=2e-6)
