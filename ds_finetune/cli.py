@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ds_finetune.config import RunConfig, dump_config, read_config
-from ds_finetune.console import OUT, show_error, show_plan, show_report
+from ds_finetune.console import OUT, pairs, show_error, show_plan, show_report
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, FinetuneError
 
 _QUIET_SECONDS = 5.0
@@ -78,6 +78,13 @@ def _ask(arguments: argparse.Namespace) -> None:
         OUT.print(f"> {prompt}\n{answer}", markup=False)
 
 
+def _bench(arguments: argparse.Namespace) -> None:
+    config = _config(arguments)
+    from ds_finetune.bench import step_contest
+
+    OUT.print(pairs("one optimizer step", step_contest(config, steps=arguments.steps).lines()))
+
+
 def _demo(arguments: argparse.Namespace) -> None:
     from ds_finetune.demo import write_demo
 
@@ -104,6 +111,8 @@ def _parser() -> argparse.ArgumentParser:
     ask.add_argument("prompts", nargs="+")
     ask.add_argument("--max-new-tokens", type=int, default=128)
     ask.set_defaults(command=_ask)
+    bench = _run_command(commands, "bench", "time the step against a plain PyTorch loop on the same documents", _bench)
+    bench.add_argument("--steps", type=int, default=5, help="timed steps of each (default 5)")
     demo = commands.add_parser("demo", help="write the embedded example (model config, tokenizer, data, run file) to a folder")
     demo.add_argument("folder")
     demo.set_defaults(command=_demo)

@@ -52,7 +52,7 @@ class ModelConfig(Section):
     weights: Literal["load", "random"] = "load"
     """`random` builds the model from `config.json` alone, with fresh weights, and says so loudly."""
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    """Attention kernel; with `packing` each keeps the documents of a row apart."""
+    """Attention kernel; with `packing` each keeps the documents of a row apart, `sdpa` by a call for each document."""
 
 
 class DataConfig(Section):

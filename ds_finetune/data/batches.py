@@ -17,11 +17,15 @@ _PAD_MULTIPLE = 8
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows of one forward: `input_ids`, `position_ids`, `labels` (already shifted), int64 [rows, tokens] each."""
+    """Rows of one forward: `input_ids`, `position_ids`, `labels` (already shifted), int64 [rows, tokens] each.
+
+    `documents` holds the lengths of each packed row's documents, padding as one of them; None where a row is one document.
+    """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     labels: torch.Tensor
+    documents: tuple[tuple[int, ...], ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -119,11 +123,18 @@ def batch_of(rows: Sequence[Row | None], plan: BatchPlan, position: Position, ro
 def _stack(rows: Sequence[Row], plan: BatchPlan) -> MicroBatch:
     longest = max(len(row.input_ids) for row in rows)
     length = plan.row_len or -(-longest // _PAD_MULTIPLE) * _PAD_MULTIPLE
+    is_packed = plan.row_len is not None
+    positions = _positions(rows, length, restarts=is_packed)
     return MicroBatch(
         input_ids=_padded([row.input_ids for row in rows], length, plan.pad_token_id),
-        position_ids=_positions(rows, length, restarts=plan.row_len is not None),
+        position_ids=torch.from_numpy(positions),
         labels=_padded([row.labels for row in rows], length, IGNORE_INDEX),
+        documents=tuple(_document_lengths(row) for row in positions) if is_packed else None,
     )
+
+
+def _document_lengths(positions: NDArray[np.int64]) -> tuple[int, ...]:
+    return tuple(np.diff(np.flatnonzero(positions == 0), append=len(positions)).tolist())
 
 
 def _padded(parts: Sequence[Ints], length: int, value: int) -> torch.Tensor:
@@ -133,11 +144,11 @@ def _padded(parts: Sequence[Ints], length: int, value: int) -> torch.Tensor:
     return torch.from_numpy(out)
 
 
-def _positions(rows: Sequence[Row], length: int, *, restarts: bool) -> torch.Tensor:
+def _positions(rows: Sequence[Row], length: int, *, restarts: bool) -> NDArray[np.int64]:
     """Padding of a packed row is a document of its own; behind a single document positions go on, which keeps attention plainly causal."""
     out = np.empty((len(rows), length), dtype=np.int64)
     for line, row in zip(out, rows, strict=True):
         given = len(row.position_ids)
         line[:given] = row.position_ids
         line[given:] = np.arange(length - given) + (0 if restarts else given)
-    return torch.from_numpy(out)
+    return out

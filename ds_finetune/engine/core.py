@@ -125,8 +125,8 @@ class Engine:
                 yield name.removeprefix("lm."), buffer.detach().cpu() if self.is_rank_zero else None
 
     def _forward(self, micro: MicroBatch) -> TokenLoss:
-        parts = (micro.input_ids, micro.position_ids, micro.labels)
-        return TokenLoss(*self._ds(*(part.to(self._device, non_blocking=True) for part in parts)))
+        parts = (part.to(self._device, non_blocking=True) for part in (micro.input_ids, micro.position_ids, micro.labels))
+        return TokenLoss(*self._ds(*parts, micro.documents))
 
     def _apply(self, has_bad_gradient: bool) -> tuple[float, bool]:
         """Take the optimizer step of a whole batch; returns the gradient norm before clipping and whether the step was skipped."""

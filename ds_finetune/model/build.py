@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.initialization import no_init_weights
 
 from ds_finetune.errors import ModelError
+from ds_finetune.model.attention import BY_DOCUMENT
 from ds_finetune.model.families import family_of
 
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt")
@@ -100,11 +101,12 @@ def build_skeleton(
     """The modules of a causal LM with unset parameters in `dtype` on `device`; buffers hold their true values.
 
     `init_context` is entered around the construction, e.g. one that partitions each parameter as it is made.
-    Experts run through the grouped implementation; the cache is off, since packed rows are only kept apart without it
-    (transformers 5.23, masking_utils.py:873).
+    `sdpa` attends by document in the families of the table. Experts run through the grouped implementation; the cache
+    is off, since packed rows are only kept apart without it (transformers 5.23, masking_utils.py:873).
     """
     hf_config.use_cache = False
-    hf_config._attn_implementation = attention
+    is_ours = attention == "sdpa" and not family_of(hf_config.model_type).is_generic
+    hf_config._attn_implementation = BY_DOCUMENT if is_ours else attention
     hf_config.dtype = dtype
     # Imported before the context: DeepSpeed 0.19.8 forgets decorators of classes that are defined inside zero.Init (partition_parameters.py:581-622).
     model_class = AutoModelForCausalLM._model_mapping[type(hf_config)]

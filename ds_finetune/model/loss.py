@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from ds_finetune.errors import ModelError
 from ds_finetune.labels import IGNORE_INDEX
+from ds_finetune.model.attention import BY_DOCUMENT, Documents
 
 CHUNK_TOKENS = 1024
 """Supervised positions whose logits exist at a time."""
@@ -125,11 +126,18 @@ class TrainedModel(nn.Module):
         """The model's configuration, where DeepSpeed looks for it."""
         return self.lm.config
 
-    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, labels: torch.Tensor) -> TokenLoss:
-        """Loss of rows [batch, tokens] (int64 each); documents of a row are kept apart by positions that start again.
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, labels: torch.Tensor, documents: tuple[Documents, ...] | None
+    ) -> TokenLoss:
+        """Loss of rows [batch, tokens] (int64 each) whose documents have the lengths `documents`; None where a row is one."""
+        return self.lm.get_output_embeddings()(self.hidden(input_ids, position_ids, documents), labels)
 
-        No attention mask and no cache are given: with either, transformers 5.23 does not look at the positions
+    def hidden(self, input_ids: torch.Tensor, position_ids: torch.Tensor, documents: tuple[Documents, ...] | None) -> torch.Tensor:
+        """Hidden states before the head, [batch, tokens, width].
+
+        Documents are kept apart by their lengths where attention is by document, by positions that start again where it is
+        transformers'. No attention mask and no cache are given: with either, transformers 5.23 does not look at the positions
         (masking_utils.py:873) and packed documents would see each other.
         """
-        hidden = self.lm.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
-        return self.lm.get_output_embeddings()(hidden, labels)
+        lengths = {"documents": documents} if self.lm.config._attn_implementation == BY_DOCUMENT else {}
+        return self.lm.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **lengths).last_hidden_state

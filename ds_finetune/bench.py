@@ -1,0 +1,148 @@
+"""The step measured against a plain PyTorch loop on the same documents, in one process and by turns."""
+
+import copy
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from ds_finetune.config import RunConfig
+from ds_finetune.data.batches import Batch, MicroBatch
+from ds_finetune.engine.core import Engine
+from ds_finetune.engine.processes import choose_device, process_group
+from ds_finetune.engine.start import DTYPES, start_engine
+from ds_finetune.errors import ConfigError
+from ds_finetune.finetune import batches_of, lr_schedule
+from ds_finetune.labels import IGNORE_INDEX
+from ds_finetune.material import gather_material
+from ds_finetune.plan.layout import make_plan
+from ds_finetune.world import World
+
+_LR = 1e-4
+PADDED_DOCUMENTS = 8
+"""Documents a forward of the padded loop holds."""
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Seconds of each timed step of each contestant, supervised tokens of these steps, and how far losses lay apart."""
+
+    seconds: dict[str, list[float]]
+    supervised_tokens: int
+    largest_loss_difference: float
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Median seconds, supervised tokens a second and ratio to the first contestant."""
+        first = statistics.median(next(iter(self.seconds.values())))
+        found = [("largest relative difference of losses", f"{self.largest_loss_difference:.1e}")]
+        for name, seconds in self.seconds.items():
+            median = statistics.median(seconds)
+            rate = self.supervised_tokens / sum(seconds)
+            found.append((name, f"{median:.3f} s/step, {rate:,.0f} supervised tokens/s, {median / first:.2f} x"))
+        return found
+
+
+def step_contest(config: RunConfig, *, steps: int) -> Contest:
+    """Time `steps` optimizer steps of `config` (after one to warm up) by turns with plain loops over the same documents.
+
+    The plain loops are transformers' model with all logits and torch's AdamW: over documents padded to the longest of
+    eight, and over the same packed rows. All start from the same weights.
+    """
+    world = World.from_environment(os.environ)
+    world.export_to(os.environ)
+    if world.world_size > 1:
+        raise ConfigError(
+            f"bench compares one process with a plain loop, and this is rank {world.rank} of {world.world_size}", hint="start one process"
+        )
+    plan = make_plan(config, world=world, device=choose_device())
+    material = gather_material(config)
+    schedule = lr_schedule(config, material)
+    with process_group(world, plan.device), start_engine(plan, material.hf_config) as engine:
+        plain = {"plain loop, padded": _padded, "plain loop, same rows": _same_rows}
+        loops = {name: _PlainLoop(engine, material.hf_config, layout) for name, layout in plain.items()}
+        contestants: dict[str, Callable[[Batch], float]] = {"ds_finetune": lambda batch: engine.step(batch, lr=_LR).loss}
+        contestants |= {name: loop.step for name, loop in loops.items()}
+        return _by_turns(contestants, islice(batches_of(plan, material, schedule), steps + 1))
+
+
+def _by_turns(contestants: dict[str, Callable[[Batch], float]], batches: Iterator[Batch]) -> Contest:
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    tokens, apart = 0, 0.0
+    for number, batch in enumerate(batches):
+        losses = []
+        for name, step in contestants.items():
+            began = time.perf_counter()
+            losses.append(step(batch))
+            if number:
+                seconds[name].append(time.perf_counter() - began)
+        tokens += batch.num_supervised_tokens if number else 0
+        apart = max(apart, (max(losses) - min(losses)) / min(losses))
+    return Contest(seconds, tokens, apart)
+
+
+Layout = Callable[[Batch], list[dict[str, torch.Tensor]]]
+
+
+class _PlainLoop:
+    """A copy of the engine's model as transformers builds it, stepped by what anybody would write."""
+
+    def __init__(self, engine: Engine, hf_config: PretrainedConfig, layout: Layout) -> None:
+        self._layout = layout
+        self._precision = engine.plan.config.train.precision
+        self._max_norm = engine.plan.config.train.max_grad_norm or float("inf")
+        config = copy.deepcopy(hf_config)
+        config._attn_implementation = "sdpa"
+        self._device = engine.plan.device
+        self._lm = AutoModelForCausalLM.from_config(config).to(torch.float32)
+        self._lm.load_state_dict({name: tensor for name, tensor in engine.tensors() if tensor is not None}, strict=False)
+        self._lm.to(self._device).train()
+        if engine.plan.config.train.activation_checkpointing:
+            self._lm.gradient_checkpointing_enable({"use_reentrant": False})
+        self._optimizer = torch.optim.AdamW(self._lm.parameters(), lr=_LR, betas=engine.plan.config.optim.betas, weight_decay=0.0)
+
+    def step(self, batch: Batch) -> float:
+        """One optimizer step; the loss is the mean over the supervised tokens of the batch."""
+        total = 0.0
+        is_mixed = self._precision != "fp32"
+        for part in self._layout(batch):
+            inputs = {name: tensor.to(self._device) for name, tensor in part.items()}
+            labels = inputs.pop("labels")
+            with torch.autocast(self._device, DTYPES[self._precision]) if is_mixed else nullcontext():
+                logits = self._lm(**inputs, use_cache=False).logits
+            loss = functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+            (loss / batch.num_supervised_tokens).backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(self._lm.parameters(), self._max_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return total / batch.num_supervised_tokens
+
+
+def _same_rows(batch: Batch) -> list[dict[str, torch.Tensor]]:
+    return [{"input_ids": micro.input_ids, "position_ids": micro.position_ids, "labels": micro.labels} for micro in batch.micro]
+
+
+def _padded(batch: Batch) -> list[dict[str, torch.Tensor]]:
+    """Documents of a batch apart, eight to a forward, filled up to the longest."""
+    documents = [document for micro in batch.micro for document in _documents(micro) if bool((document[1] != IGNORE_INDEX).any())]
+    return [_stacked(documents[start : start + PADDED_DOCUMENTS]) for start in range(0, len(documents), PADDED_DOCUMENTS)]
+
+
+def _documents(micro: MicroBatch) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for number, (ids, labels) in enumerate(zip(micro.input_ids, micro.labels, strict=True)):
+        lengths = micro.documents[number] if micro.documents else (len(ids),)
+        yield from zip(ids.split(lengths), labels.split(lengths), strict=True)
+
+
+def _stacked(documents: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    ids, labels = zip(*documents, strict=True)
+    pad = torch.nn.utils.rnn.pad_sequence
+    mask = pad([torch.ones_like(one) for one in ids], batch_first=True)
+    return {"input_ids": pad(list(ids), batch_first=True), "attention_mask": mask, "labels": pad(list(labels), True, IGNORE_INDEX)}
