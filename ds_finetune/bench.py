@@ -41,11 +41,11 @@ class Contest:
     def lines(self) -> list[tuple[str, str]]:
         """Median seconds, supervised tokens a second and ratio to the first contestant."""
         first = statistics.median(next(iter(self.seconds.values())))
-        found = [("largest relative difference of losses", f"{self.largest_loss_difference:.1e}")]
+        found = [("losses differ by", f"{self.largest_loss_difference:.1e}, relative")]
         for name, seconds in self.seconds.items():
             median = statistics.median(seconds)
             rate = self.supervised_tokens / sum(seconds)
-            found.append((name, f"{median:.3f} s/step, {rate:,.0f} supervised tokens/s, {median / first:.2f} x"))
+            found.append((name, f"{median:.3f} s/step, {rate:,.0f} tokens/s, {median / first:.2f} x"))
         return found
 
 
@@ -65,7 +65,7 @@ def step_contest(config: RunConfig, *, steps: int) -> Contest:
     material = gather_material(config)
     schedule = lr_schedule(config, material)
     with process_group(world, plan.device), start_engine(plan, material.hf_config) as engine:
-        plain = {"plain loop, padded": _padded, "plain loop, same rows": _same_rows}
+        plain = {"plain loop, padded": _padded, "plain loop, packed": _same_rows}
         loops = {name: _PlainLoop(engine, material.hf_config, layout) for name, layout in plain.items()}
         contestants: dict[str, Callable[[Batch], float]] = {"ds_finetune": lambda batch: engine.step(batch, lr=_LR).loss}
         contestants |= {name: loop.step for name, loop in loops.items()}

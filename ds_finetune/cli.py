@@ -82,7 +82,7 @@ def _bench(arguments: argparse.Namespace) -> None:
     config = _config(arguments)
     from ds_finetune.bench import step_contest
 
-    OUT.print(pairs("one optimizer step", step_contest(config, steps=arguments.steps).lines()))
+    OUT.print(pairs("one optimizer step, supervised tokens a second", step_contest(config, steps=arguments.steps).lines()))
 
 
 def _demo(arguments: argparse.Namespace) -> None:

@@ -137,7 +137,9 @@ def _utilisation(plan: Plan, material: Material) -> list[Observer]:
     peak = peak_flops(torch.cuda.get_device_name()) if plan.device == "cuda" else None
     if material.shape is None or peak is None:
         return []
-    return [Utilisation(material.shape.flops_per_token(plan.config.train.max_seq_len), peak, plan.world.world_size)]
+    attended = None if isinstance(material.train, StreamedRows) else material.train.mean_attended
+    flops = material.shape.flops_per_token(plan.config.train.max_seq_len, mean_attended=attended)
+    return [Utilisation(flops, peak, plan.world.world_size)]
 
 
 def _evaluations(engine: Engine, material: Material) -> tuple[Callable[[], EvalResult], Callable[[], float] | None]:

@@ -44,6 +44,12 @@ class PreparedRows:
         share = self.num_supervised_tokens / max(self.num_tokens, 1)
         return f"{len(self):,} rows, {self.num_tokens:,} tokens, {share:.1%} of them supervised"
 
+    @property
+    def mean_attended(self) -> float:
+        """Positions a token attends to on average under causal attention within its document."""
+        lengths = np.diff(self.documents.offsets)[self.order].astype(np.float64)
+        return float((lengths**2).sum() / 2 / lengths.sum())
+
     def fill_ratio(self, max_seq_len: int) -> float:
         """Share of `max_seq_len` x rows that is tokens."""
         return self.num_tokens / (len(self) * max_seq_len)

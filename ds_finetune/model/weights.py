@@ -51,9 +51,7 @@ def load_weights(model: PreTrainedModel, folder: Path, *, family: Family, where:
         targets = list(_targets(model, family, where))
         skipped = _account(checkpoint, targets, model, family)
         for target in targets:
-            with target.fragment.opened() as flat:
-                for piece in target.pieces:
-                    _copy_piece(checkpoint, target.fragment, flat, piece)
+            _fill(checkpoint, target)
     return LoadReport(num_tensors=sum(len(t.pieces) for t in targets), skipped=tuple(skipped))
 
 
@@ -175,6 +173,12 @@ def _is_declared(key: str, model: PreTrainedModel, family: Family) -> bool:
         return True
     layer = re.match(r"^model\.layers\.(\d+)\.", key)
     return bool(family.drops_layers_beyond and layer and int(layer[1]) >= model.config.num_hidden_layers)
+
+
+def _fill(checkpoint: _Checkpoint, target: _Target) -> None:
+    with target.fragment.opened() as flat:
+        for piece in target.pieces:
+            _copy_piece(checkpoint, target.fragment, flat, piece)
 
 
 def _copy_piece(checkpoint: _Checkpoint, fragment: Fragment, flat: torch.Tensor, piece: Piece) -> None:

@@ -73,6 +73,8 @@ def test_gsm8k_fills_its_rows(shared_data: Path, tmp_path: Path) -> None:
     rows = prepare(config, "train", tokenizer=tokenizer, spec=TokenSpec(2048, 102_400, 4096))
     assert rows.counts == Counts(read=7473, documents=7473, tokens=rows.num_tokens, supervised=rows.num_supervised_tokens)
     assert rows.fill_ratio(2048) >= 0.99
+    lengths = [len(rows.document(number)[0]) for number in range(rows.counts.documents)]
+    assert rows.mean_attended == pytest.approx(sum(n * n / 2 for n in lengths) / sum(lengths))
     assert 0.6 < rows.num_supervised_tokens / rows.num_tokens < 0.7
 
 

@@ -1,0 +1,31 @@
+"""The bench trains the same steps as the plain loops it is compared with."""
+
+from pathlib import Path
+
+import pytest
+
+from ds_finetune.bench import Contest
+from tests.running import start, tiny_task
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_all_contestants_have_the_same_losses(tmp_path: Path, packing: bool) -> None:
+    run_file = tiny_task(tmp_path, data={"packing": packing}, train={"for": "4 steps"})
+    done = start(["ds-finetune", "bench", str(run_file), "--steps", "2"])
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()[-4:]
+    assert float(lines[0].split("differ by")[1].split(",")[0]) < 1e-5
+    assert [line.split("  ")[0] for line in lines[1:]] == ["ds_finetune", "plain loop, padded", "plain loop, packed"]
+    assert "1.00 x" in lines[1]
+
+
+def test_ratios_are_of_medians_and_rates_of_sums() -> None:
+    contest = Contest({"a": [1.0, 1.0, 4.0], "b": [2.0, 2.0, 2.0]}, supervised_tokens=600, largest_loss_difference=0.0)
+    assert dict(contest.lines())["a"] == "1.000 s/step, 100 tokens/s, 1.00 x"
+    assert dict(contest.lines())["b"] == "2.000 s/step, 100 tokens/s, 2.00 x"
+
+
+def test_several_ranks_are_refused(tmp_path: Path) -> None:
+    done = start(["ds-finetune", "bench", str(tiny_task(tmp_path))], {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"})
+    assert done.returncode == 2
+    assert "rank 0 of 2" in done.stderr
