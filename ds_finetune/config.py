@@ -53,6 +53,8 @@ class ModelConfig(Section):
     """`random` builds the model from `config.json` alone, with fresh weights, and says so loudly."""
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     """Attention kernel; with `packing` each keeps the documents of a row apart, `sdpa` by a call for each document."""
+    loss: Literal["auto", "chunked", "liger"] = "auto"
+    """Loss kernel; `auto` is Liger's fused one on GPUs where liger-kernel is installed, the chunked one elsewhere."""
 
 
 class DataConfig(Section):

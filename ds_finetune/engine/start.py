@@ -13,6 +13,7 @@ from ds_finetune.engine.core import Engine
 from ds_finetune.engine.fragments import partition
 from ds_finetune.engine.nvme import check_buffers, check_nvme
 from ds_finetune.model.build import build_skeleton, resolve_folder, whole
+from ds_finetune.model.cross_entropy import KERNELS
 from ds_finetune.model.families import family_of
 from ds_finetune.model.loss import TrainedModel, install_loss_head
 from ds_finetune.model.weights import initialise_weights, load_weights
@@ -31,7 +32,7 @@ def start_engine(plan: Plan, hf_config: PretrainedConfig) -> Iterator[Engine]:
     check_nvme(plan)
     check_buffers(plan, hf_config)
     lm = _build(plan, hf_config)
-    install_loss_head(lm)
+    install_loss_head(lm, kernel=KERNELS[plan.loss_kernel])
     if plan.config.train.activation_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     model = TrainedModel(lm)

@@ -9,9 +9,7 @@ from transformers import PreTrainedModel
 from ds_finetune.errors import ModelError
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.model.attention import BY_DOCUMENT, Documents
-
-CHUNK_TOKENS = 1024
-"""Supervised positions whose logits exist at a time."""
+from ds_finetune.model.cross_entropy import Kernel, Wants, chunked_cross_entropy
 
 
 class TokenLoss(NamedTuple):
@@ -21,12 +19,12 @@ class TokenLoss(NamedTuple):
     num_correct: torch.Tensor
 
 
-class _ChunkedCrossEntropy(torch.autograd.Function):
+class _CrossEntropy(torch.autograd.Function):
     """Summed cross entropy of `hidden @ weight.T + bias` against `targets`.
 
     The gradients are computed chunk by chunk in forward, while a chunk's logits exist, and only scaled in backward:
     three matrix products instead of the four that recomputation would need, for the price of one gradient of the head's
-    size, which backward would need a moment later anyway. Softmax and the sum over chunks are fp32.
+    size, which backward would need a moment later anyway.
     """
 
     @staticmethod
@@ -36,41 +34,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         targets: torch.Tensor,
-        chunk: int,
-        wants: tuple[bool, bool, bool],
+        kernel: Kernel,
+        wants: Wants,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        wants_hidden, wants_weight, wants_bias = wants
-        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
-        d_hidden = torch.zeros_like(hidden) if wants_hidden else None
-        d_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
-        d_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias and bias is not None else None
-        # One buffer for the logits of every chunk: fresh pages cost a third of the product on a CPU (torch 2.13, [1024, 102400] fp32).
-        buffer = hidden.new_empty(min(chunk, len(hidden)), weight.shape[0])
-        for start in range(0, len(hidden), chunk):
-            part, wanted = hidden[start : start + chunk], targets[start : start + chunk]
-            logits = _logits(part, weight, bias, buffer[: len(part)])
-            top, most_likely = logits.max(-1, keepdim=True)
-            correct += (most_likely.squeeze(1) == wanted).sum()
-            loss += (top - logits.gather(1, wanted[:, None])).sum()
-            weights = logits.sub_(top).exp_()
-            norm = weights.sum(-1, keepdim=True)
-            loss += norm.log().sum()
-            if not any(wants):
-                continue
-            d_logits = weights.div_(norm)
-            d_logits[torch.arange(len(wanted), device=wanted.device), wanted] -= 1
-            if d_bias is not None:
-                d_bias += d_logits.sum(0)
-            d_logits = d_logits.to(hidden.dtype)
-            if d_hidden is not None:
-                torch.mm(d_logits, weight, out=d_hidden[start : start + chunk])
-            if d_weight is not None:
-                _add_product(d_weight, d_logits.T, part)
-        ctx.save_for_backward(d_hidden, d_weight, d_bias)
+        found = kernel(hidden, weight, bias, targets, wants)
+        ctx.save_for_backward(found.d_hidden, found.d_weight, found.d_bias)
         ctx.dtypes = (weight.dtype, bias.dtype if bias is not None else None)
-        ctx.mark_non_differentiable(correct)
-        return loss, correct
+        ctx.mark_non_differentiable(found.num_correct)
+        return found.loss_sum, found.num_correct
 
     @staticmethod
     def backward(ctx: Any, d_loss: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
@@ -86,25 +57,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         )
 
 
-def _logits(part: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, buffer: torch.Tensor) -> torch.Tensor:
-    """`part @ weight.T + bias` in fp32, in `buffer` where that is fp32."""
-    torch.mm(part, weight.T, out=buffer)
-    logits = buffer.float()
-    return logits if bias is None else logits.add_(bias)
-
-
-def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add `left @ right` to the fp32 `total`."""
-    if left.dtype == total.dtype:
-        torch.addmm(total, left, right, out=total)
-    else:
-        total += left @ right
-
-
 class LossHead(nn.Linear):
     """A language-model head that gives logits as before, and with `labels` the summed loss without them."""
 
-    chunk_tokens: int = CHUNK_TOKENS
+    kernel: Kernel = staticmethod(chunked_cross_entropy)
 
     def forward(self, hidden: torch.Tensor, labels: torch.Tensor | None = None) -> Any:  # noqa: ANN401 - logits or TokenLoss
         """`hidden` [..., width] -> logits [..., vocabulary]; with `labels` [...] (already shifted, int64) -> TokenLoss.
@@ -118,18 +74,18 @@ class LossHead(nn.Linear):
         part = hidden.reshape(-1, hidden.shape[-1]).index_select(0, places)
         targets = labels.reshape(-1).index_select(0, places)
         is_on = torch.is_grad_enabled()
-        wants = (is_on and part.requires_grad, is_on and self.weight.requires_grad, is_on and self.bias is not None and self.bias.requires_grad)
-        return TokenLoss(*_ChunkedCrossEntropy.apply(part, self.weight, self.bias, targets, self.chunk_tokens, wants))
+        wants = Wants(*(is_on and tensor is not None and tensor.requires_grad for tensor in (part, self.weight, self.bias)))
+        return TokenLoss(*_CrossEntropy.apply(part, self.weight, self.bias, targets, self.kernel, wants))
 
 
-def install_loss_head(lm: PreTrainedModel, *, chunk_tokens: int = CHUNK_TOKENS) -> LossHead:
+def install_loss_head(lm: PreTrainedModel, *, kernel: Kernel = chunked_cross_entropy) -> LossHead:
     """Turn the head of `lm` into a LossHead in place: same module, same parameters, same name."""
     head = lm.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise ModelError(f"the head of {type(lm).__name__} is a {type(head).__name__}, not a Linear", hint="train a model with a plain head")
     head.__class__ = LossHead
     assert isinstance(head, LossHead)
-    head.chunk_tokens = chunk_tokens
+    head.kernel = kernel
     return head
 
 

@@ -1,9 +1,11 @@
 """The plan of a run: what is decided by arithmetic before anything is loaded."""
 
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 from ds_finetune.config import RunConfig
+from ds_finetune.errors import ConfigError
 from ds_finetune.plan.batch import accumulation_steps
 from ds_finetune.plan.chosen import chosen, refuse_accelerate_contradictions
 from ds_finetune.plan.finish import finish, read_choices, stage_of
@@ -22,6 +24,7 @@ class Plan:
     offload_optimizer: str
     offload_param: str
     gradient_accumulation_steps: int
+    loss_kernel: str
     deepspeed: dict[str, Any] = field(repr=False)
     notes: tuple[str, ...] = ()
 
@@ -42,8 +45,18 @@ class Plan:
                 f"{train.global_batch_size} rows = micro {train.micro_batch_size} x accumulation {self.gradient_accumulation_steps}"
                 f" x dp {self.dp}, {train.max_seq_len} tokens a row at most{', packed' if self.config.data.packing else ''}",
             ),
+            ("loss", f"{self.loss_kernel} kernel, mean over the supervised tokens of the global batch"),
             ("length", train.duration),
         ]
+
+
+def loss_kernel(asked: str, *, device: str) -> str:
+    """`chunked` or `liger`; ConfigError where Liger's is asked for and cannot run."""
+    is_there = find_spec("liger_kernel") is not None
+    if asked == "liger" and not (device == "cuda" and is_there):
+        found = f"device {device}, liger-kernel {'installed' if is_there else 'not installed'}"
+        raise ConfigError(f"model.loss liger needs a GPU and liger-kernel: {found}", hint="install the extra `gpu`, or set model.loss to auto")
+    return "liger" if is_there and device == "cuda" and asked != "chunked" else "chunked"
 
 
 def make_plan(config: RunConfig, *, world: World, device: str, accelerate: AccelerateChoices | None = None) -> Plan:
@@ -66,6 +79,7 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
         offload_optimizer=offload_device(zero, "offload_optimizer"),
         offload_param=offload_device(zero, "offload_param"),
         gradient_accumulation_steps=accumulation,
+        loss_kernel=loss_kernel(config.model.loss, device=device),
         deepspeed=finished,
         notes=tuple(notes),
     )

@@ -1,5 +1,7 @@
 """The chunked loss equals the plain one, and packed documents do not see each other."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,7 @@ from transformers import AutoConfig
 
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.model.build import build_skeleton
+from ds_finetune.model.cross_entropy import chunked_cross_entropy
 from ds_finetune.model.loss import LossHead, TrainedModel, install_loss_head
 from ds_finetune.model.weights import initialise_weights
 from tests.model.tiny import CONFIGS
@@ -18,7 +21,7 @@ def head_of(width: int, vocabulary: int, *, bias: bool, chunk: int) -> LossHead:
     head = nn.Linear(width, vocabulary, bias=bias)
     head.__class__ = LossHead
     assert isinstance(head, LossHead)
-    head.chunk_tokens = chunk
+    head.kernel = partial(chunked_cross_entropy, chunk=chunk)
     return head
 
 

@@ -19,7 +19,8 @@ from tests.parity.cells import Cell, samples
 from tests.parity.optimizers import plain_optimizer
 
 WORKER = Path(__file__).with_name("worker.py")
-WORLDS = (1, 2)
+ACCELERATOR = os.environ.get("DS_ACCELERATOR", "cpu")
+WORLDS = (1, 2) if ACCELERATOR == "cpu" or torch.cuda.device_count() > 1 else (1,)
 
 
 def run_cells(cells: Sequence[Cell], models: Path, out: Path) -> None:
@@ -29,7 +30,7 @@ def run_cells(cells: Sequence[Cell], models: Path, out: Path) -> None:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", str(WORKER)]
         done = subprocess.run(
             [*command, str(models), str(out), str(out / "cells.json")],
-            env=os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+            env=os.environ | {"DS_ACCELERATOR": ACCELERATOR, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
             timeout=1500,

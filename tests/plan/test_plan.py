@@ -9,6 +9,7 @@ import yaml
 
 from ds_finetune.config import RunConfig, read_config
 from ds_finetune.errors import ConfigError
+from ds_finetune.plan import layout
 from ds_finetune.plan.layout import Plan, make_plan
 from ds_finetune.world import AccelerateChoices, World
 from tests.conftest import ROOT
@@ -88,6 +89,24 @@ def test_optimizers_without_a_cpu_kernel_are_refused_there(name: str) -> None:
     with pytest.raises(ConfigError, match="on the CPU accelerator is refused"):
         plan_of(zero(0), device="cpu", optim={"name": name})
     assert plan_of(zero(0), optim={"name": name}).zero_stage == 0
+
+
+def test_the_loss_kernel_is_ligers_only_on_a_gpu_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for is_there in (True, False):
+        monkeypatch.setattr(layout, "find_spec", lambda name, is_there=is_there: name if is_there else None)
+        chosen = {(asked, device): _kernel(asked, device) for asked in ("auto", "chunked", "liger") for device in ("cpu", "cuda")}
+        on_gpu = "liger" if is_there else "chunked"
+        assert chosen["auto", "cuda"] == on_gpu
+        assert chosen["auto", "cpu"] == chosen["chunked", "cpu"] == chosen["chunked", "cuda"] == "chunked"
+        assert chosen["liger", "cpu"] == "refused"
+        assert chosen["liger", "cuda"] == ("liger" if is_there else "refused")
+
+
+def _kernel(asked: str, device: str) -> str:
+    try:
+        return layout.loss_kernel(asked, device=device)
+    except ConfigError:
+        return "refused"
 
 
 def test_wrong_options_are_rewritten_with_a_visible_line() -> None:

@@ -1,0 +1,127 @@
+"""Summed cross entropy and its gradients, a chunk of tokens at a time: in plain PyTorch, and by Liger's fused kernel."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+
+CHUNK_TOKENS = 1024
+"""Supervised positions whose logits exist at a time."""
+
+
+class Wants(NamedTuple):
+    """Which gradients are asked for."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+
+class Found(NamedTuple):
+    """Summed cross entropy in nats (fp32 scalar), number of tokens predicted right (int64 scalar), and the gradients of the sum.
+
+    Gradients have the shapes of `hidden`, `weight` and `bias`; None where not wanted.
+    """
+
+    loss_sum: torch.Tensor
+    num_correct: torch.Tensor
+    d_hidden: torch.Tensor | None
+    d_weight: torch.Tensor | None
+    d_bias: torch.Tensor | None
+
+
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, Wants], Found]
+"""From `hidden` [tokens, width], `weight` [vocabulary, width], `bias` [vocabulary] or None, `targets` [tokens] int64."""
+
+
+def chunked_cross_entropy(  # noqa: PLR0913 - a Kernel and its chunk
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, wants: Wants, *, chunk: int = CHUNK_TOKENS
+) -> Found:
+    """The loss in plain PyTorch; softmax and the sums over chunks are fp32, as are `d_weight` and `d_bias`."""
+    found = Found(
+        loss_sum=torch.zeros((), dtype=torch.float32, device=hidden.device),
+        num_correct=torch.zeros((), dtype=torch.int64, device=hidden.device),
+        d_hidden=torch.zeros_like(hidden) if wants.hidden else None,
+        d_weight=torch.zeros_like(weight, dtype=torch.float32) if wants.weight else None,
+        d_bias=torch.zeros_like(bias, dtype=torch.float32) if wants.bias and bias is not None else None,
+    )
+    # One buffer for the logits of every chunk: fresh pages cost a third of the product on a CPU (torch 2.13, [1024, 102400] fp32).
+    buffer = hidden.new_empty(min(chunk, len(hidden)), weight.shape[0])
+    for start in range(0, len(hidden), chunk):
+        part, wanted = hidden[start : start + chunk], targets[start : start + chunk]
+        logits = _logits(part, weight, bias, buffer[: len(part)])
+        d_logits = _softmax_minus_one_hot(logits, wanted, found)
+        if found.d_bias is not None:
+            found.d_bias.add_(d_logits.sum(0))
+        d_logits = d_logits.to(hidden.dtype)
+        if found.d_hidden is not None:
+            torch.mm(d_logits, weight, out=found.d_hidden[start : start + chunk])
+        if found.d_weight is not None:
+            _add_product(found.d_weight, d_logits.T, part)
+    return found
+
+
+def _logits(part: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, buffer: torch.Tensor) -> torch.Tensor:
+    """`part @ weight.T + bias` in fp32, in `buffer` where that is fp32."""
+    torch.mm(part, weight.T, out=buffer)
+    logits = buffer.float()
+    return logits if bias is None else logits.add_(bias)
+
+
+def _softmax_minus_one_hot(logits: torch.Tensor, wanted: torch.Tensor, found: Found) -> torch.Tensor:
+    """The gradient of the summed loss by the logits, in their place; loss and right predictions are added to `found`."""
+    top, most_likely = logits.max(-1, keepdim=True)
+    found.num_correct.add_((most_likely.squeeze(1) == wanted).sum())
+    found.loss_sum.add_((top - logits.gather(1, wanted[:, None])).sum())
+    weights = logits.sub_(top).exp_()
+    norm = weights.sum(-1, keepdim=True)
+    found.loss_sum.add_(norm.log().sum())
+    if found.d_hidden is found.d_weight is found.d_bias is None:
+        return weights
+    d_logits = weights.div_(norm)
+    d_logits[torch.arange(len(wanted), device=wanted.device), wanted] -= 1
+    return d_logits
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add `left @ right` to the fp32 `total`."""
+    if left.dtype == total.dtype:
+        torch.addmm(total, left, right, out=total)
+    else:
+        total += left @ right
+
+
+def liger_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, wants: Wants) -> Found:
+    """The loss by liger-kernel (0.8.5, ops/fused_linear_cross_entropy.py): softmax, loss and gradient of the logits in one pass over them.
+
+    `d_weight` is summed in fp32 and rounded to the dtype of `weight` once. Liger's own chunks hold as many logits as
+    `hidden` has numbers, a hundred tokens or so, and each costs a pass over `d_weight`; here they hold CHUNK_TOKENS or more.
+    """
+    from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy_forward
+
+    if len(hidden) == 0:
+        return chunked_cross_entropy(hidden, weight, bias, targets, wants)
+    logits_per_hidden = -(-CHUNK_TOKENS * weight.shape[0] // hidden.numel())
+    loss, _, _, predicted, d_hidden, d_weight, d_bias = fused_linear_cross_entropy_forward(
+        hidden,
+        weight,
+        targets,
+        bias=bias,
+        reduction="sum",
+        accum_dtype=torch.float32,
+        return_predicted_tokens=True,
+        compute_gradients=any(wants),
+        weight_requires_grad=wants.weight,
+        chunk_mem_const=max(1, logits_per_hidden),
+    )
+    return Found(
+        loss_sum=loss,
+        num_correct=(predicted == targets).sum(),
+        d_hidden=d_hidden if wants.hidden else None,
+        d_weight=d_weight if wants.weight else None,
+        d_bias=d_bias if wants.bias else None,
+    )
+
+
+KERNELS: Mapping[str, Kernel] = {"chunked": chunked_cross_entropy, "liger": liger_cross_entropy}
+"""Kernels by the name a plan gives them."""

@@ -1,0 +1,46 @@
+"""Liger's fused loss equals the chunked one: on a GPU where there is one, by Triton's interpreter elsewhere."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import ROOT
+
+CASES = """
+import sys
+import torch
+from ds_finetune.model import cross_entropy as ce
+
+device, worst = sys.argv[1], 0.0
+ce.CHUNK_TOKENS = 8
+for tokens, width, vocabulary, bias in ((37, 16, 300, False), (5, 24, 1030, True), (1, 8, 17, False), (0, 8, 17, True)):
+    torch.manual_seed(tokens)
+    make = lambda *shape: torch.randn(*shape, device=device)
+    given = make(tokens, width), make(vocabulary, width), make(vocabulary) if bias else None, torch.randint(0, vocabulary, (tokens,), device=device)
+    for wants in (ce.Wants(True, True, bias), ce.Wants(True, False, False), ce.Wants(False, False, False)):
+        wanted, found = ce.chunked_cross_entropy(*given, wants, chunk=8), ce.liger_cross_entropy(*given, wants)
+        assert found.num_correct.item() == wanted.num_correct.item()
+        assert abs(found.loss_sum - wanted.loss_sum) <= 1e-6 * wanted.loss_sum.abs(), (found.loss_sum, wanted.loss_sum)
+        for mine, theirs in zip(found[2:], wanted[2:], strict=True):
+            assert (mine is None) == (theirs is None)
+            if theirs is not None and theirs.numel():
+                worst = max(worst, float((mine - theirs).norm() / theirs.norm()))
+assert worst < 1e-5, worst
+print("worst", worst)
+"""
+
+
+def test_liger_equals_the_chunked_loss() -> None:
+    if find_spec("liger_kernel") is None:
+        pytest.skip("liger-kernel is not installed: pip install -e .[gpu]")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
+        pytest.skip("Triton's interpreter (3.6) does not run with numpy 2.4")
+    environ = os.environ | ({} if device == "cuda" else {"TRITON_INTERPRET": "1"})
+    done = subprocess.run([sys.executable, "-c", CASES, device], cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
