@@ -15,6 +15,7 @@ from tests.conftest import ROOT
 
 ROWS = 32
 SECONDS = 300
+BUILD_SECONDS = 900
 TINY = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 TINY |= {"num_key_value_heads": 2, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "n_group": 1}
 
@@ -54,6 +55,12 @@ def start(command: Sequence[str], environ: Mapping[str, str] | None = None) -> s
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
     return subprocess.run(command, cwd=ROOT, env=clean | settings | dict(environ or {}), capture_output=True, text=True, timeout=SECONDS, check=False)
+
+
+def build_ops(*builders: str) -> None:
+    """Compile DeepSpeed's ops by builder name, which takes minutes the first time, outside the time limit of a run."""
+    code = f"import deepspeed.ops.op_builder as ops; [getattr(ops, name)().load(verbose=False) for name in {builders}]"
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {"DS_ACCELERATOR": "cpu"}, capture_output=True, timeout=BUILD_SECONDS, check=True)
 
 
 def torchrun(*arguments: str, ranks: int = 2) -> list[str]:

@@ -11,7 +11,7 @@ import torch
 
 from ds_finetune.model.build import build_skeleton, read_hf_config
 from ds_finetune.model.weights import initialise_weights
-from tests.running import metrics, start, tiny_task, torchrun
+from tests.running import build_ops, metrics, start, tiny_task, torchrun
 
 WIDE = {"hidden_size": 512, "intermediate_size": 1536, "moe_intermediate_size": 512}
 """Slices above 1 MiB on each of two ranks, which DeepSpeed swaps."""
@@ -26,6 +26,7 @@ def disk() -> Iterator[Path]:
         pytest.skip("async_io cannot be built here: libaio is missing (Debian: libaio-dev)")
     if not Path("/dev/shm").is_dir():
         pytest.skip("no /dev/shm on this machine")
+    build_ops("AsyncIOBuilder", "CPUAdamBuilder")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         yield Path(folder)
 
