@@ -10,15 +10,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ds_finetune.config import RunConfig, dump_config, read_config
-from ds_finetune.console import OUT, pairs, show_error, show_plan, show_report
-from ds_finetune.errors import RUN_ERROR_EXIT_CODE, FinetuneError
+from ds_finetune.console import OUT, pairs, show_error, show_line, show_plan, show_report
+from ds_finetune.errors import INTERRUPTED_EXIT_CODE, RUN_ERROR_EXIT_CODE, FinetuneError
 
 _QUIET_SECONDS = 5.0
 """How long other ranks of a machine wait with the same error, so that a launcher does not end the one that prints."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code (0 done, 1 a run failed, 2 the user's mistake)."""
+    """Run one command; returns the exit code (0 done, 1 a run failed, 2 the user's mistake); 3, saved after a signal, is raised."""
     arguments = _parser().parse_args(sys.argv[1:] if argv is None else list(argv))
     try:
         arguments.command(arguments)
@@ -49,9 +49,11 @@ def _train(arguments: argparse.Namespace) -> None:
     config = _config(arguments)
     from ds_finetune.finetune import train
 
-    report = train(config, announce=show_plan)
+    report = train(config, announce=show_plan, say=show_line)
     if os.environ["RANK"] == "0":
         show_report(report)
+    if report.interrupted:
+        raise SystemExit(INTERRUPTED_EXIT_CODE)
 
 
 def _config_show(arguments: argparse.Namespace) -> None:

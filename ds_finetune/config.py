@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from ds_finetune.errors import ConfigError
 from ds_finetune.schedule import Duration, SchedulerName, warmup_steps
@@ -34,6 +34,13 @@ def _checked_warmup(text: object) -> object:
 
 Paths = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
 DurationText = Annotated[str, BeforeValidator(_checked_duration)]
+
+
+def _checked_every(text: object) -> object:
+    return "never" if text == "never" else _checked_duration(text)
+
+
+EveryText = Annotated[str, BeforeValidator(_checked_every)]
 
 
 class Section(BaseModel):
@@ -153,9 +160,38 @@ class EvalConfig(Section):
     generate: GenerateConfig = GenerateConfig()
     """Optional generation with exact match."""
     keep_best: bool = True
-    """Keep the weights with the lowest eval loss under `export/best`."""
+    """Keep the weights with the lowest eval loss in `export-best/`."""
     patience: int = Field(default=0, ge=0)
     """Evaluations without a lower loss after which the run ends early; 0 never does."""
+
+
+class CheckpointConfig(Section):
+    """When the state of the run is saved, and what a start goes on from."""
+
+    every: EveryText = "500 steps"
+    """`N steps` between checkpoints; the last step and a signal save too. `never` saves nothing at all."""
+    keep: int = Field(default=2, ge=1)
+    """Newest checkpoints that are kept."""
+    keep_best: bool = True
+    """Keep the one with the lowest eval loss beside them."""
+    resume: str = "auto"
+    """`auto` goes on from the newest complete checkpoint of `output_dir`; `never` starts anew; else a run or checkpoint folder."""
+    asynchronous: bool = True
+    """Copy the state to host memory and write it while training goes on; false writes it at once and needs no such memory."""
+    node_local: bool = False
+    """Each node keeps its own ranks' parts in its own `output_dir`, where there is no shared file system."""
+
+    @field_validator("every")
+    @classmethod
+    def _in_steps(cls, text: str) -> str:
+        if text != "never" and Duration.parse(text).unit != "steps":
+            raise ValueError(f"`{text}` is not a number of steps; write `500 steps` or `never`")
+        return text
+
+    @property
+    def every_steps(self) -> int:
+        """Steps between checkpoints; 0 where nothing is saved."""
+        return 0 if self.every == "never" else int(Duration.parse(self.every).value)
 
 
 class ParallelConfig(Section):
@@ -204,6 +240,8 @@ class RunConfig(Section):
     """Optimizer."""
     eval: EvalConfig = EvalConfig()
     """Evaluation."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Checkpoints."""
     parallel: ParallelConfig = ParallelConfig()
     """Parallel sizes."""
     log: LogConfig = LogConfig()

@@ -37,6 +37,11 @@ def show_plan(plan: "Plan", material: "Material") -> None:
         OUT.print(note, markup=False)
 
 
+def show_line(text: str) -> None:
+    """Print a line at once, whatever it holds."""
+    OUT.print(text, markup=False)
+
+
 def show_report(report: "Report") -> None:
     """Print the end of a run."""
     rows = [("time", f"{report.seconds:.0f} s")]
@@ -49,9 +54,10 @@ def show_report(report: "Report") -> None:
             if name in values
         ]
         rows += [("best", f"step {report.last.best_step}")] if report.last.best_step else []
-        rows += [("stopped", report.last.stop)] if report.last.stop else []
+        rows += [("stopped", report.last.stop)] if report.last.stop and not report.interrupted else []
+    rows += [("interrupted", report.interrupted)] if report.interrupted else []
     rows += [("run", str(report.output_dir)), *(("export", str(path)) for path in report.exports)]
-    OUT.print(pairs("done", rows))
+    OUT.print(pairs("interrupted" if report.interrupted else "done", rows))
 
 
 def show_error(text: str) -> None:

@@ -4,6 +4,8 @@ USER_ERROR_EXIT_CODE = 2
 """Exit code of a mistake in what the user gave: configuration, data, model folder, hostfile, output folder."""
 RUN_ERROR_EXIT_CODE = 1
 """Exit code of a run that failed after it had started."""
+INTERRUPTED_EXIT_CODE = 3
+"""Exit code of a run that a signal ended after it had saved; the same command goes on."""
 
 
 class FinetuneError(Exception):
@@ -39,6 +41,10 @@ class ModelError(FinetuneError):
 
 class OutputError(FinetuneError):
     """The output folder cannot be written or is too small."""
+
+
+class CheckpointError(FinetuneError):
+    """A checkpoint is missing, incomplete, damaged or of another run."""
 
 
 class ExportError(FinetuneError):

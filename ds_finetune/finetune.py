@@ -3,24 +3,29 @@
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.config import RunConfig
-from ds_finetune.data.batches import Batch, BatchPlan, eval_batches, training_batches
-from ds_finetune.data.stream import StreamedRows, streaming_batches
-from ds_finetune.engine.core import Engine, EvalResult
+from ds_finetune.continuation import Origin, Say, find_origin, go_on, remember, run_text, saver_of
+from ds_finetune.data.batches import Batch, BatchPlan, Position, eval_batches, training_batches
+from ds_finetune.data.stream import START, StreamedRows, streaming_batches
+from ds_finetune.engine.core import Engine, EvalResult, Limits
 from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.engine.start import DTYPES, start_engine
 from ds_finetune.export.folder import TOKENIZER_FILES, FolderParts, parse_bytes, write_folder
-from ds_finetune.loop import run, training_steps
+from ds_finetune.loop import BEGINNING, Progress, run, training_steps
 from ds_finetune.material import Material, gather_material
 from ds_finetune.model.families import family_of
+from ds_finetune.observers.checkpointing import Checkpointing, Kept
 from ds_finetune.observers.evaluation import BestAndPatience, Evaluation, matches
+from ds_finetune.observers.interrupts import Interrupts
 from ds_finetune.observers.progress import ProgressLine
-from ds_finetune.observers.record import Observer, StepRecord
+from ds_finetune.observers.record import Observer, Resumable, StepRecord
 from ds_finetune.observers.skipped import SkippedSteps
 from ds_finetune.observers.utilisation import Utilisation, peak_flops
 from ds_finetune.observers.writers import MetricsFile, Trackers, check_trackers
@@ -30,20 +35,25 @@ from ds_finetune.schedule import Duration, LrSchedule, warmup_steps
 from ds_finetune.world import World, accelerate_choices, refuse_missing_hostfile
 
 Announce = Callable[[Plan, Material], None]
+GENERATION = "generation_config.json"
 
 
 @dataclass(frozen=True)
 class Report:
-    """What happened: the last record, the run folder, the exports that were written and how long it took."""
+    """What happened: the last record, the run folder, the exports that were written and how long it took.
+
+    `interrupted` says which signal ended the run, and where it goes on.
+    """
 
     last: StepRecord | None
     output_dir: Path
     exports: tuple[Path, ...]
     seconds: float
+    interrupted: str = ""
 
 
-def train(config: RunConfig, *, announce: Announce) -> Report:
-    """Fine-tune as `config` says and return what happened."""
+def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
+    """Fine-tune as `config` says and return what happened; `say` prints a line."""
     began = time.monotonic()
     world = World.from_environment(os.environ)
     world.export_to(os.environ)
@@ -51,20 +61,35 @@ def train(config: RunConfig, *, announce: Announce) -> Report:
     plan = make_plan(config, world=world, device=choose_device(), accelerate=accelerate_choices(os.environ))
     check_trackers(config.log.trackers)
     material = gather_material(config)
-    check_output(config, material.shape.total_params if material.shape else None)
+    check_space(plan, material)
     if world.rank == 0:
         announce(plan, material)
     schedule = lr_schedule(config, material)
-    with process_group(world, plan.device), start_engine(plan, material.hf_config) as engine:
-        folder = write_run_files(plan)
-        observers = make_observers(engine, material, schedule, folder)
-        last = run(training_steps(engine, batches_of(plan, material, schedule), schedule), observers)
-        for observer in observers:
-            observer.close()
-        exports = [folder / "export"] if config.export.at_end else []
-        for out in exports:
-            export(engine, material, out)
-    return Report(last, folder, tuple(exports), time.monotonic() - began)
+    with Interrupts() as interrupts, process_group(world, plan.device):
+        origin = find_origin(plan, material, say if world.rank == 0 else _nothing)
+        with start_engine(plan, material.hf_config, has_weights=origin.found is None) as engine, kept(engine, origin, material) as saver:
+            last, exports = run_engine(engine, material, schedule, Keeping(origin, saver, interrupts, say))
+            asked = interrupts.is_asked()
+    interrupted = (last.stop if last else f"{interrupts.name or 'a signal'} before a step was done") if asked else ""
+    return Report(last, Path(config.output_dir), exports, time.monotonic() - began, interrupted)
+
+
+def run_engine(engine: Engine, material: Material, schedule: LrSchedule, keeping: "Keeping") -> tuple[StepRecord | None, tuple[Path, ...]]:
+    """Do what is left of a run and export it; returns the last record and the exports. A signal ends it after a checkpoint."""
+    progress = keeping.origin.progress
+    place_in_stream = go_on(engine, keeping.origin, material)
+    folder = write_run_files(engine.plan, after_step=progress.step)
+    if keeping.interrupts.is_asked():
+        return None, ()
+    observers = make_observers(engine, material, schedule, keeping)
+    batches = batches_of(engine.plan, material, schedule, after=progress, place_in_stream=place_in_stream)
+    last = run(training_steps(engine, batches, schedule, after=progress), observers)
+    for observer in observers:
+        observer.close()
+    if not engine.plan.config.export.at_end or keeping.interrupts.is_asked():
+        return last, ()
+    export(engine, material, folder / "export")
+    return last, (folder / "export",)
 
 
 def lr_schedule(config: RunConfig, material: Material) -> LrSchedule:
@@ -77,13 +102,15 @@ def lr_schedule(config: RunConfig, material: Material) -> LrSchedule:
     return LrSchedule(name=optim.lr_scheduler, lr=optim.lr, min_lr_ratio=optim.min_lr_ratio, warmup_steps=warmup, steps=steps)
 
 
-def batches_of(plan: Plan, material: Material, schedule: LrSchedule) -> Iterator[Batch]:
-    """This rank's batches of the whole run; a run given in epochs sees each row exactly that often."""
+def batches_of(
+    plan: Plan, material: Material, schedule: LrSchedule, *, after: Progress = BEGINNING, place_in_stream: Position = START
+) -> Iterator[Batch]:
+    """This rank's batches of what is left of the run; a run given in epochs sees each row exactly that often."""
     if isinstance(material.train, StreamedRows):
-        return streaming_batches(material.train, batch_plan(plan, material), steps=schedule.steps)
+        return streaming_batches(material.train, batch_plan(plan, material), steps=schedule.steps, start_step=after.step, start=place_in_stream)
     length = Duration.parse(plan.config.train.duration)
     rows = round(length.value * len(material.train)) if length.unit == "epochs" else schedule.steps * plan.config.train.global_batch_size
-    return training_batches(material.train, batch_plan(plan, material), start_step=0, total_rows=rows)
+    return training_batches(material.train, batch_plan(plan, material), start_step=after.step, total_rows=rows)
 
 
 def batch_plan(plan: Plan, material: Material) -> BatchPlan:
@@ -101,14 +128,30 @@ def batch_plan(plan: Plan, material: Material) -> BatchPlan:
     )
 
 
-def make_observers(engine: Engine, material: Material, schedule: LrSchedule, folder: Path) -> list[Observer]:
+@dataclass(frozen=True)
+class Keeping:
+    """How a run is kept: what it goes on from, the saver where there is one, the signals that end it, and who prints."""
+
+    origin: Origin
+    saver: Saver | None
+    interrupts: Interrupts
+    say: Say
+
+
+def make_observers(engine: Engine, material: Material, schedule: LrSchedule, keeping: Keeping) -> list[Observer]:
     """The observers of a run in the order they see a record; files and lines are rank zero's."""
-    config = engine.plan.config
-    observers: list[Observer] = [SkippedSteps(config.train.max_skipped_steps), *_utilisation(engine.plan, material)]
+    config, folder = engine.plan.config, Path(engine.plan.config.output_dir)
+    skipped = SkippedSteps(config.train.max_skipped_steps)
+    best = BestAndPatience(config.eval, lambda step: export(engine, material, folder / "export-best"))
+    observers: list[Observer] = [skipped, *_utilisation(engine.plan, material)]
     if material.held_out is not None:
         every = int(Duration.parse(config.eval.every).value) if config.eval.every else 0
-        observers.append(Evaluation(every, *_evaluations(engine, material)))
-        observers.append(BestAndPatience(config.eval, lambda step: export(engine, material, folder / "export-best")))
+        observers += [Evaluation(every, *_evaluations(engine, material, keeping.interrupts)), best]
+    remembered: dict[str, Resumable] = {"skipped": skipped, "best": best}
+    remember(remembered, keeping.origin)
+    if keeping.saver is not None:
+        wanted = Kept(config.checkpoint.every_steps, config.checkpoint.keep, config.checkpoint.keep_best)
+        observers.append(Checkpointing(keeping.saver, keeping.interrupts, wanted, remembered, run_text(engine, material), keeping.say))
     if engine.is_rank_zero:
         observers.append(MetricsFile(folder / "metrics.jsonl"))
         observers.append(Trackers.open(config.log.trackers, folder, {"model": config.model.path, "lr": config.optim.lr}))
@@ -116,19 +159,40 @@ def make_observers(engine: Engine, material: Material, schedule: LrSchedule, fol
     return observers
 
 
+def kept(engine: Engine, origin: Origin, material: Material) -> AbstractContextManager[Saver | None]:
+    """The saver of a run, or None where nothing is saved."""
+    if origin.place is None:
+        return nullcontext()
+    return saver_of(engine, origin.place, {"config.json": material.folder / "config.json", **files_beside(engine.plan.config, material)})
+
+
+def check_space(plan: Plan, material: Material) -> None:
+    """OutputError where the output folder cannot hold what the run will write."""
+    params = material.shape.total_params if material.shape else None
+    here = plan.world.local_world_size / plan.world.world_size if plan.config.checkpoint.node_local else 1
+    saves = bool(plan.config.checkpoint.every_steps)
+    check_output(plan.config, params, checkpoint_bytes=round((params or 0) * plan.bytes_per_parameter * here) if saves else 0)
+
+
+def files_beside(config: RunConfig, material: Material) -> dict[str, Path]:
+    """Files that lie beside the weights in an export, by name, with where they come from."""
+    found = {name: material.tokenizer_folder / name for name in TOKENIZER_FILES} | {GENERATION: material.folder / GENERATION}
+    if config.data.template not in ("auto", "plain"):
+        found["chat_template.jinja"] = Path(config.data.template)
+    return {name: path for name, path in found.items() if path.is_file()}
+
+
 def export(engine: Engine, material: Material, out: Path) -> None:
     """Write the weights as they are now to the Hugging Face folder `out`; every rank takes part, rank zero writes."""
     config = engine.plan.config
-    names = ("generation_config.json",)
-    files = [material.folder / name for name in names] + [material.tokenizer_folder / name for name in TOKENIZER_FILES]
-    template = {} if config.data.template in ("auto", "plain") else {"chat_template.jinja": Path(config.data.template).read_text(encoding="utf-8")}
+    beside = files_beside(config, material)
     parts = FolderParts(
         family=family_of(material.hf_config.model_type),
         config=read_json(material.folder / "config.json"),
         architecture=type(engine.lm).__name__,
         dtype=DTYPES[config.train.precision],
-        files=tuple(file for file in files if file.is_file()),
-        texts=template,
+        files=tuple(path for name, path in beside.items() if path.name == name),
+        texts={name: path.read_text(encoding="utf-8") for name, path in beside.items() if path.name != name},
     )
     write_folder(engine.tensors(), out, parts, max_shard_bytes=parse_bytes(config.export.max_shard_size))
 
@@ -142,23 +206,27 @@ def _utilisation(plan: Plan, material: Material) -> list[Observer]:
     return [Utilisation(flops, peak, plan.world.world_size)]
 
 
-def _evaluations(engine: Engine, material: Material) -> tuple[Callable[[], EvalResult], Callable[[], float] | None]:
+def _evaluations(
+    engine: Engine, material: Material, interrupts: Interrupts
+) -> tuple[Callable[[], EvalResult | None], Callable[[], float | None] | None]:
     held_out = material.held_out
     assert held_out is not None
     asked = engine.plan.config.eval.generate
+    limits = Limits(asked.max_new_tokens, material.stop_ids, material.pad_token_id)
 
-    def evaluate() -> EvalResult:
-        return engine.evaluate(eval_batches(held_out, batch_plan(engine.plan, material)))
+    def evaluate() -> EvalResult | None:
+        return engine.evaluate(eval_batches(held_out, batch_plan(engine.plan, material)), is_over=interrupts.is_asked)
 
-    def exact_match() -> float:
+    def exact_match() -> float | None:
         prompts = held_out.prompts(asked.prompts)
-        ids = engine.generate(
-            [prompt for prompt, _ in prompts],
-            max_new_tokens=asked.max_new_tokens,
-            stop_ids=material.stop_ids,
-            pad_id=material.pad_token_id,
-        )
+        ids = engine.generate([prompt for prompt, _ in prompts], limits, is_over=interrupts.is_asked)
+        if ids is None:
+            return None
         texts = ([material.tokenizer.decode(part, skip_special_tokens=True) for part in parts] for parts in (ids, [answer for _, answer in prompts]))
         return matches(*texts)
 
     return evaluate, exact_match if asked.prompts else None
+
+
+def _nothing(_: str) -> None:
+    """Said by rank zero alone."""

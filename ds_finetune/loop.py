@@ -4,6 +4,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass
 
 import torch
 
@@ -15,11 +16,27 @@ from ds_finetune.schedule import LrSchedule
 _GIB = 2**30
 
 
-def training_steps(engine: Engine, batches: Iterable[Batch], schedule: LrSchedule, *, start: int = 0) -> Iterator[StepRecord]:
-    """Do optimizer steps `start + 1 ... schedule.steps` and yield the record of each; skipped steps do not move the learning rate."""
-    seen = skipped = 0
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come: optimizer steps done, those of them that were skipped, and tokens seen."""
+
+    step: int = 0
+    skipped_steps: int = 0
+    tokens_seen: int = 0
+
+
+BEGINNING = Progress()
+"""Nothing done yet."""
+
+
+def training_steps(engine: Engine, batches: Iterable[Batch], schedule: LrSchedule, *, after: Progress = BEGINNING) -> Iterator[StepRecord]:
+    """Do the optimizer steps `after` what is done until `schedule.steps` and yield the record of each.
+
+    `batches` begin with that of the first of these steps; skipped steps do not move the learning rate.
+    """
+    seen, skipped = after.tokens_seen, after.skipped_steps
     waited_from = time.perf_counter()
-    for step, batch in enumerate(batches, start=start + 1):
+    for step, batch in enumerate(batches, start=after.step + 1):
         began = time.perf_counter()
         lr = schedule.at(step - skipped)
         result = engine.step(batch, lr=lr)
@@ -27,7 +44,7 @@ def training_steps(engine: Engine, batches: Iterable[Batch], schedule: LrSchedul
         seen, skipped = seen + result.num_tokens, skipped + result.skipped
         values = step_values(result, seconds=ended - waited_from, waited=began - waited_from)
         values |= {"optim/lr": lr, "data/tokens_seen": seen, "train/skipped_steps": skipped}
-        yield StepRecord(step, values, is_last=step >= schedule.steps, notice=result.culprit)
+        yield StepRecord(step, values, is_last=step >= schedule.steps, notice=result.culprit, position=astuple(batch.position))
         waited_from = time.perf_counter()
 
 

@@ -14,11 +14,14 @@ _BYTES_PER_PARAMETER = {"bf16": 2, "fp16": 2, "fp32": 4}
 _GIB = 2**30
 
 
-def check_output(config: RunConfig, total_params: int | None) -> None:
-    """OutputError where `output_dir` cannot be written, is a file, or its disk is too small for the exports; leaves nothing behind."""
+def check_output(config: RunConfig, total_params: int | None, *, checkpoint_bytes: int = 0) -> None:
+    """OutputError where `output_dir` cannot be written, is a file, holds a run that is not gone on with, or its disk is too small.
+
+    `checkpoint_bytes` are those of one checkpoint on this host. Leaves nothing behind.
+    """
     folder = Path(config.output_dir)
     existing = _nearest_existing(folder)
-    if (folder / "metrics.jsonl").exists():
+    if (folder / "metrics.jsonl").exists() and not _goes_on(folder, config):
         raise OutputError(f"output_dir `{folder}` already holds a run (metrics.jsonl)", hint="name another output_dir, or move that run away")
     if not existing.is_dir():
         raise OutputError(f"output_dir `{folder}` lies below `{existing}`, which is not a folder", hint="name another output_dir")
@@ -27,17 +30,44 @@ def check_output(config: RunConfig, total_params: int | None) -> None:
     if total_params is None:
         return
     folders = config.export.at_end + (config.eval.keep_best and bool(config.data.eval))
-    needed = folders * total_params * _BYTES_PER_PARAMETER[config.train.precision]
-    free = shutil.disk_usage(existing).free
+    checkpoints = (config.checkpoint.keep + 1 + (config.checkpoint.keep_best and bool(config.data.eval))) if checkpoint_bytes else 0
+    needed = folders * total_params * _BYTES_PER_PARAMETER[config.train.precision] + checkpoints * checkpoint_bytes
+    free = shutil.disk_usage(existing).free + _bytes_of(folder)
     if needed > free:
         raise OutputError(
-            f"output_dir `{folder}`: {folders} export(s) need {needed / _GIB:.2f} GiB and the disk has {free / _GIB:.2f} GiB free",
-            hint="free some space, name another output_dir, or set eval.keep_best false",
+            f"output_dir `{folder}`: {folders} export(s) and {checkpoints} checkpoints need {needed / _GIB:.2f} GiB"
+            f" and the disk has {free / _GIB:.2f} GiB for them",
+            hint="free some space, name another output_dir, lower checkpoint.keep, or set eval.keep_best false",
         )
 
 
-def write_run_files(plan: Plan) -> Path:
-    """The run folder; rank zero creates it with `config.yaml` (alone enough to run again), `plan.json` and `deepspeed.json`."""
+def _goes_on(folder: Path, config: RunConfig) -> bool:
+    """Whether a run in `folder` may be gone on with: it has checkpoints, or it ended before its first one and left nothing else."""
+    if not config.checkpoint.every_steps or config.checkpoint.resume == "never":
+        return False
+    has_checkpoints = any((folder / "checkpoints").glob("step-*"))
+    return has_checkpoints or not any(folder.glob("export*"))
+
+
+def _bytes_of(folder: Path) -> int:
+    """What a run in `folder` takes already, which its next files replace."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink()) if folder.is_dir() else 0
+
+
+def available_bytes() -> int | None:
+    """Memory of this host that is not in use; None where the system does not say (it is no Linux)."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+
+
+def write_run_files(plan: Plan, *, after_step: int = 0) -> Path:
+    """The run folder; rank zero creates it with `config.yaml` (alone enough to run again), `plan.json` and `deepspeed.json`.
+
+    Records of steps past `after_step`, which are done again, leave `metrics.jsonl`.
+    """
     folder = Path(plan.config.output_dir)
     if plan.world.rank:
         return folder
@@ -45,7 +75,25 @@ def write_run_files(plan: Plan) -> Path:
     (folder / "config.yaml").write_text(dump_config(plan.config), encoding="utf-8")
     (folder / "plan.json").write_text(json.dumps({**dict(plan.lines()), "notes": plan.notes}, indent=2) + "\n", encoding="utf-8")
     (folder / "deepspeed.json").write_text(json.dumps(plan.deepspeed, indent=2) + "\n", encoding="utf-8")
+    _forget_records(folder / "metrics.jsonl", after_step)
     return folder
+
+
+def _forget_records(metrics: Path, after_step: int) -> None:
+    if not metrics.exists():
+        return
+    kept = [line for line in metrics.read_text(encoding="utf-8").splitlines() if _is_before(line, after_step)]
+    aside = metrics.with_name("metrics.jsonl.aside")
+    aside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    aside.rename(metrics)
+
+
+def _is_before(line: str, after_step: int) -> bool:
+    """Whether the record is whole, which the last one of a killed run need not be, and of a step that is not done again."""
+    try:
+        return int(json.loads(line)["step"]) <= after_step
+    except json.JSONDecodeError:
+        return False
 
 
 def _nearest_existing(folder: Path) -> Path:

@@ -30,10 +30,14 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Position:
-    """Where the data stands after a batch: the next row is number `index` of `epoch`."""
+    """Where the data stands after a batch: the next row is number `index` of `epoch`.
+
+    Of a stream: row `row` of stretch `index` of this rank's records in pass `epoch`.
+    """
 
     epoch: int
     index: int
+    row: int = 0
 
 
 @dataclass(frozen=True)

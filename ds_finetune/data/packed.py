@@ -3,11 +3,15 @@
 from dataclasses import dataclass
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from ds_finetune.data.documents import Counts, Documents
 from ds_finetune.data.rows import Row
 from ds_finetune.labels import IGNORE_INDEX
+
+_SAMPLED_ROWS = 500
+"""Rows whose tokens go into the fingerprint."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +53,16 @@ class PreparedRows:
         """Positions a token attends to on average under causal attention within its document."""
         lengths = np.diff(self.documents.offsets)[self.order].astype(np.float64)
         return float((lengths**2).sum() / 2 / lengths.sum())
+
+    def fingerprint(self) -> str:
+        """A hash of how documents lie in rows and of some of their tokens, the same on any machine."""
+        digest = xxhash.xxh3_64()
+        for numbers in (self.documents.offsets, self.order, self.offsets):
+            digest.update(np.ascontiguousarray(numbers, dtype=np.int64).tobytes())
+        for number in range(0, len(self), max(1, len(self) // _SAMPLED_ROWS)):
+            row = self[number]
+            digest.update(row.input_ids.tobytes() + row.labels.tobytes())
+        return f"{len(self)} rows, {self.num_tokens} tokens, {digest.hexdigest()}"
 
     def fill_ratio(self, max_seq_len: int) -> float:
         """Share of `max_seq_len` x rows that is tokens."""

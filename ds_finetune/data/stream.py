@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -17,6 +17,8 @@ from ds_finetune.data.rows import Row
 from ds_finetune.data.sources import Record, Source, read_records
 from ds_finetune.errors import DataError
 
+START = Position(0, 0)
+"""Before the first row."""
 RECORDS_AT_A_TIME = 1000
 """Records that are tokenised, packed and shuffled together; what one rank holds in memory."""
 
@@ -40,32 +42,37 @@ def stream(config: DataConfig, which: str, *, tokenizer: PreTrainedTokenizerBase
     return StreamedRows(sources, work, config)
 
 
-def streaming_batches(rows: StreamedRows, plan: BatchPlan, *, steps: int) -> Iterator[Batch]:
-    """Batches of `steps` steps; rank r takes records r, r + dp, ... of each pass over the sources, so ranks see different rows.
+def streaming_batches(rows: StreamedRows, plan: BatchPlan, *, steps: int, start_step: int = 0, start: Position = START) -> Iterator[Batch]:
+    """Batches of steps `start_step, ...` (0-based) until `steps`; rank r takes records r, r + dp, ... of each pass over the sources.
 
-    Rows are shuffled among `RECORDS_AT_A_TIME` records by (seed, pass, stretch). The batches depend on dp, unlike prepared ones.
+    Rows are shuffled among `RECORDS_AT_A_TIME` records by (seed, pass, stretch). The batches depend on dp, unlike prepared
+    ones. `start` is the position of the batch before; records before it are read again and not tokenised.
     """
-    mine = _my_rows(rows, plan)
+    mine = _my_rows(rows, plan, start)
     share = plan.global_batch_size // plan.dp
-    for step in range(steps):
+    for step in range(start_step, steps):
+        found = list(islice(mine, share))
         numbers = tuple(range(step * share, (step + 1) * share))
-        yield batch_of(list(islice(mine, share)), plan, Position(0, (step + 1) * plan.global_batch_size), numbers)
+        yield batch_of([row for row, _ in found], plan, found[-1][1], numbers)
 
 
-def _my_rows(rows: StreamedRows, plan: BatchPlan) -> Iterator[Row]:
-    passes = 0
-    while True:
-        records = islice(_all_records(rows.sources), plan.rank, None, plan.dp)
-        given = 0
-        for stretch, chunk in enumerate(iter(lambda records=records: list(islice(records, RECORDS_AT_A_TIME)), [])):  # type: ignore[misc]
+def _my_rows(rows: StreamedRows, plan: BatchPlan, start: Position) -> Iterator[tuple[Row, Position]]:
+    """This rank's rows from `start`, each with the position after it."""
+    first, skipped = start.index, start.row
+    for passes in count(start.epoch):
+        records = islice(_all_records(rows.sources), plan.rank + first * RECORDS_AT_A_TIME * plan.dp, None, plan.dp)
+        given = first
+        for stretch, chunk in enumerate(iter(lambda records=records: list(islice(records, RECORDS_AT_A_TIME)), []), start=first):  # type: ignore[misc]
             given += len(chunk)
-            yield from _rows_of(chunk, rows, plan, seed=[plan.seed, passes, stretch, plan.rank])
+            every = enumerate(_rows_of(chunk, rows, plan, seed=[plan.seed, passes, stretch, plan.rank]), start=1)
+            yield from ((row, Position(passes, stretch, number)) for number, row in islice(every, skipped, None))
+            skipped = 0
         if not given:
             raise DataError(
                 f"rank {plan.rank} of {plan.dp} finds no row in {', '.join(source.path for source in rows.sources)}",
                 hint="stream at least as many rows as there are ranks",
             )
-        passes += 1
+        first = 0
 
 
 def _all_records(sources: list[Source]) -> Iterator[tuple[str, Record]]:

@@ -1,7 +1,7 @@
 """The engine: one `step` is one optimizer step, and its loss is the mean over the supervised tokens of the global batch."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,7 @@ from torch import nn
 
 from ds_finetune.data.batches import Batch, MicroBatch
 from ds_finetune.engine.finite import FiniteProbe
+from ds_finetune.engine.state import EngineState, persistent_buffers
 from ds_finetune.errors import RunError
 from ds_finetune.model.loss import TokenLoss
 from ds_finetune.plan.layout import Plan
@@ -39,6 +40,19 @@ class EvalResult:
     num_supervised_tokens: int
 
 
+@dataclass(frozen=True)
+class Limits:
+    """Where an answer ends: at most `max_new_tokens`, or at one of `stop_ids`; `pad_id` fills."""
+
+    max_new_tokens: int
+    stop_ids: list[int]
+    pad_id: int
+
+
+def _never() -> bool:
+    return False
+
+
 class Engine:
     """A model under DeepSpeed, seen as `step`, `evaluate`, `generate` and `tensors`."""
 
@@ -52,6 +66,11 @@ class Engine:
     def lm(self) -> nn.Module:
         """The Hugging Face model inside."""
         return self._ds.module.lm
+
+    @property
+    def state(self) -> EngineState:
+        """What a checkpoint saves and restores of this rank."""
+        return EngineState(self._ds, self.plan)
 
     @property
     def is_rank_zero(self) -> bool:
@@ -86,12 +105,17 @@ class Engine:
             culprit=self._culprit() if skipped else "",
         )
 
-    def evaluate(self, batches: Iterable[Batch]) -> EvalResult:
-        """Mean loss and token accuracy over `batches`, which hold every row of the data once over all ranks."""
+    def evaluate(self, batches: Iterable[Batch], *, is_over: Callable[[], bool] = _never) -> EvalResult | None:
+        """Mean loss and token accuracy over `batches`, which hold every row of the data once over all ranks.
+
+        None where `is_over`, asked before each batch and the same on every rank, ends it.
+        """
         self._ds.eval()
         sums = torch.zeros(3, dtype=torch.float64, device=self._device)
         with torch.no_grad():
             for batch in batches:
+                if is_over():
+                    return None
                 for micro in batch.micro:
                     loss = self._forward(micro)
                     sums[:2] += torch.stack([loss.loss_sum.double(), loss.num_correct.double()])
@@ -99,10 +123,17 @@ class Engine:
         loss_sum, correct, supervised = self._sum_over_ranks(*sums.tolist())
         return EvalResult(loss_sum / max(supervised, 1), correct / max(supervised, 1), int(supervised))
 
-    def generate(self, prompts: list[list[int]], *, max_new_tokens: int, stop_ids: list[int], pad_id: int) -> list[list[int]]:
-        """Greedy answers (token ids without the prompt and the stop token) to `prompts`, shared out over the ranks."""
+    def generate(self, prompts: list[list[int]], limits: Limits, *, is_over: Callable[[], bool] = _never) -> list[list[int]] | None:
+        """Greedy answers (token ids without the prompt and the stop token) to `prompts`, shared out over the ranks.
+
+        None where `is_over`, asked before each answer and the same on every rank, ends it.
+        """
         self._ds.eval()
-        mine = {i: self._answer(p, max_new_tokens, stop_ids, pad_id) for i, p in self._my_share(prompts)}
+        mine = {}
+        for number, prompt in self._my_share(prompts):
+            if is_over():
+                return None
+            mine[number] = self._answer(prompt, limits)
         everyones: list[dict[int, list[int]]] = [{}] * self.plan.dp
         dist.all_gather_object(everyones, mine)
         merged = {index: answer for part in everyones for index, answer in part.items()}
@@ -116,13 +147,8 @@ class Engine:
         for name, param in _named(self._ds.module):
             with self._gathered(param):
                 yield name, param.detach().cpu() if self.is_rank_zero else None
-        persistent = self._ds.module.state_dict().keys() if self.plan.zero_stage < 3 else None
-        for name, buffer in self._ds.module.named_buffers():
-            owner, _, leaf = name.rpartition(".")
-            if persistent is None and leaf in self._ds.module.get_submodule(owner)._non_persistent_buffers_set:
-                continue
-            if persistent is None or name in persistent:
-                yield name.removeprefix("lm."), buffer.detach().cpu() if self.is_rank_zero else None
+        for name, buffer in persistent_buffers(self._ds.module):
+            yield name, buffer.detach().cpu() if self.is_rank_zero else None
 
     def _forward(self, micro: MicroBatch) -> TokenLoss:
         parts = (part.to(self._device, non_blocking=True) for part in (micro.input_ids, micro.position_ids, micro.labels))
@@ -173,21 +199,21 @@ class Engine:
         numbers = [min(turn * dp + rank, len(prompts) - 1) for turn in range(rounds)]
         return [(number, prompts[number]) for number in numbers]
 
-    def _answer(self, prompt: list[int], max_new_tokens: int, stop_ids: list[int], pad_id: int) -> list[int]:
+    def _answer(self, prompt: list[int], limits: Limits) -> list[int]:
         ids = torch.tensor([prompt], device=self._device)
         with torch.no_grad():
             out = self.lm.generate(  # type: ignore[operator]
                 ids,
                 attention_mask=torch.ones_like(ids),
                 do_sample=False,
-                max_new_tokens=max_new_tokens,
-                eos_token_id=stop_ids,
-                pad_token_id=pad_id,
+                max_new_tokens=limits.max_new_tokens,
+                eos_token_id=limits.stop_ids,
+                pad_token_id=limits.pad_id,
                 use_cache=True,
                 synced_gpus=self.plan.zero_stage == 3 and self.plan.dp > 1,
             )
         answer = out[0, len(prompt) :].tolist()
-        ends = [place for place, token in enumerate(answer) if token in stop_ids]
+        ends = [place for place, token in enumerate(answer) if token in limits.stop_ids]
         return answer[: ends[0]] if ends else answer
 
     def _gathered(self, param: nn.Parameter) -> Any:  # noqa: ANN401 - a context manager of DeepSpeed

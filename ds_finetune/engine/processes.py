@@ -4,11 +4,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ds_finetune.world import World
+
+T = TypeVar("T")
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """How long a rank waits in a collective for the others."""
@@ -39,3 +42,18 @@ def process_group(world: World, device: str) -> Iterator[None]:
     finally:
         # After a failure the other ranks may never answer, so nothing here waits for them.
         dist.destroy_process_group()
+
+
+def everyones(mine: T) -> list[T]:
+    """A plain value of every rank, by rank."""
+    found: list[T] = [mine] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def largest(*mine: float) -> list[float]:
+    """The largest of each value over all ranks; cheap enough for every step."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    values = torch.tensor(mine, dtype=torch.float64, device=device)
+    dist.all_reduce(values, dist.ReduceOp.MAX)
+    return values.tolist()

@@ -16,22 +16,25 @@ from ds_finetune.model.build import build_skeleton, resolve_folder, whole
 from ds_finetune.model.cross_entropy import KERNELS
 from ds_finetune.model.families import family_of
 from ds_finetune.model.loss import TrainedModel, install_loss_head
-from ds_finetune.model.weights import initialise_weights, load_weights
+from ds_finetune.model.weights import clear_weights, initialise_weights, load_weights
 from ds_finetune.plan.layout import Plan
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @contextmanager
-def start_engine(plan: Plan, hf_config: PretrainedConfig) -> Iterator[Engine]:
-    """Build the model of `plan` under its ZeRO stage and yield the engine; needs an open process group."""
+def start_engine(plan: Plan, hf_config: PretrainedConfig, *, has_weights: bool = True) -> Iterator[Engine]:
+    """Build the model of `plan` under its ZeRO stage and yield the engine; needs an open process group.
+
+    Without `has_weights` parameters hold zeros, for a checkpoint to be restored into.
+    """
     import deepspeed
     from deepspeed.utils import logger
 
     logger.setLevel(logging.WARNING)
     check_nvme(plan)
     check_buffers(plan, hf_config)
-    lm = _build(plan, hf_config)
+    lm = _build(plan, hf_config, has_weights=has_weights)
     install_loss_head(lm, kernel=KERNELS[plan.loss_kernel])
     if plan.config.train.activation_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
@@ -47,7 +50,7 @@ def start_engine(plan: Plan, hf_config: PretrainedConfig) -> Iterator[Engine]:
         wrapped.destroy()
 
 
-def _build(plan: Plan, hf_config: PretrainedConfig) -> PreTrainedModel:
+def _build(plan: Plan, hf_config: PretrainedConfig, *, has_weights: bool) -> PreTrainedModel:
     model, stage3 = plan.config.model, plan.zero_stage == 3
     lm = build_skeleton(
         hf_config,
@@ -56,7 +59,9 @@ def _build(plan: Plan, hf_config: PretrainedConfig) -> PreTrainedModel:
         device="cpu" if plan.device == "cpu" else f"cuda:{plan.world.local_rank}",
         init_context=_partitioned(plan) if stage3 else nullcontext(),
     )
-    if model.weights == "random":
+    if not has_weights:
+        clear_weights(lm, where=partition if stage3 else whole)
+    elif model.weights == "random":
         initialise_weights(lm, seed=plan.config.train.seed, where=partition if stage3 else whole)
     else:
         load_weights(lm, resolve_folder(model.path), family=family_of(hf_config.model_type), where=partition if stage3 else whole)
@@ -67,14 +72,15 @@ def _build(plan: Plan, hf_config: PretrainedConfig) -> PreTrainedModel:
 def _partitioned(plan: Plan) -> Iterator[None]:
     """Context in which each parameter is partitioned over all ranks as soon as it is made.
 
-    `zero.Init` also changes the dtype of `torch.arange`, which would round the rotary frequencies to bf16
-    (transformers 5.23, integrations/deepspeed.py:778).
+    `zero.Init` also puts a wrapper around `torch.arange` that changes its dtype (DeepSpeed 0.19.8,
+    zero/partition_parameters.py:664), which would round the rotary frequencies to bf16; it is taken off again.
     """
     import deepspeed
-    from transformers.integrations.deepspeed import prevent_arange_dtype_change
 
+    arange = torch.arange
     # No `dtype` argument: without fp16 support it is ignored and bf16 taken (operator precedence in partition_parameters.py:409).
-    with prevent_arange_dtype_change(), deepspeed.zero.Init(config_dict_or_path=plan.deepspeed):
+    with deepspeed.zero.Init(config_dict_or_path=plan.deepspeed):
+        torch.arange = arange
         yield
 
 

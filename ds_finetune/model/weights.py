@@ -67,6 +67,13 @@ def initialise_weights(model: PreTrainedModel, *, seed: int, where: Where = whol
             _initialise_module(model, module, own, _seed(seed, name), where)
 
 
+def clear_weights(model: PreTrainedModel, *, where: Where = whole) -> None:
+    """Set every parameter to zero, for values that come later; unset memory may hold NaN."""
+    for param in model.parameters():
+        with where(param).opened() as flat:
+            flat.zero_()
+
+
 def _seed(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:7], "big")
 

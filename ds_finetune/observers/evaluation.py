@@ -1,8 +1,9 @@
 """Held-out data every so often: loss, perplexity, token accuracy, optional exact match; early stopping and the best weights."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ds_finetune.config import EvalConfig
 from ds_finetune.engine.core import EvalResult
@@ -14,20 +15,26 @@ _OVERFLOW_NATS = 700.0
 
 @dataclass
 class Evaluation:
-    """Calls `evaluate` (and `exact_match`, where prompts are asked for) every `every_steps` and at the last step."""
+    """Calls `evaluate` (and `exact_match`, where prompts are asked for) every `every_steps` and at the last step.
+
+    Either gives None where a signal asks the run to end; there are no `eval/*` values then.
+    """
 
     every_steps: int
-    evaluate: Callable[[], EvalResult]
-    exact_match: Callable[[], float] | None = None
+    evaluate: Callable[[], EvalResult | None]
+    exact_match: Callable[[], float | None] | None = None
 
     def after_step(self, record: StepRecord) -> StepRecord:
         """Add `eval/*` values when it is time."""
         if not (record.is_last or record.stop or (self.every_steps and record.step % self.every_steps == 0)):
             return record
         result = self.evaluate()
+        if result is None:
+            return record
         values = {"eval/loss": result.loss, "eval/perplexity": math.exp(min(result.loss, _OVERFLOW_NATS)), "eval/accuracy": result.accuracy}
-        if self.exact_match:
-            values["eval/exact_match"] = self.exact_match()
+        share = self.exact_match() if self.exact_match else None
+        if share is not None:
+            values["eval/exact_match"] = share
         return record.with_values(values)
 
     def close(self) -> None:
@@ -61,6 +68,14 @@ class BestAndPatience:
                 f"eval/loss has not fallen below {self.best_loss:.4f} of step {self.best_step} for {self.worse_in_a_row} evaluations"
             )
         return record
+
+    def state(self) -> dict[str, Any]:
+        """The best so far."""
+        return {"best_loss": self.best_loss, "best_step": self.best_step, "worse_in_a_row": self.worse_in_a_row}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from the best of the run before."""
+        self.best_loss, self.best_step, self.worse_in_a_row = state["best_loss"], state["best_step"], state["worse_in_a_row"]
 
     def close(self) -> None:
         """Nothing is held back."""

@@ -1,20 +1,24 @@
 """The record of one optimizer step, and what an observer is."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Protocol, Self
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Numbers of one optimizer step by metric name (`train/loss`, ...); `step` counts from 1; `stop` says why the run ends here."""
+    """Numbers of one optimizer step by metric name (`train/loss`, ...); `step` counts from 1; `stop` says why the run ends here.
+
+    `position` is where this rank's data stands after the step.
+    """
 
     step: int
     values: Mapping[str, float]
     is_last: bool = False
     notice: str = ""
     stop: str = ""
-    best_step: int = field(default=0)
+    best_step: int = 0
+    position: tuple[int, ...] = ()
 
     def with_values(self, values: Mapping[str, float]) -> Self:
         """The same record with more values."""
@@ -34,4 +38,16 @@ class Observer(Protocol):
 
     def close(self) -> None:
         """Write what is still held back."""
+        ...
+
+
+class Resumable(Protocol):
+    """An observer that remembers something from step to step, which a checkpoint keeps."""
+
+    def state(self) -> dict[str, Any]:
+        """What it remembers, as plain values."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Remember what `state` gave."""
         ...

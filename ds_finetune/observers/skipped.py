@@ -1,6 +1,8 @@
 """Skipped steps are counted and said; too many in a row end the run."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ds_finetune.errors import RunError
 from ds_finetune.observers.record import StepRecord
@@ -22,6 +24,14 @@ class SkippedSteps:
                 hint="lower optim.lr, use train.precision bf16 or fp32, or look at the data of these steps; nothing was exported",
             )
         return record
+
+    def state(self) -> dict[str, Any]:
+        """Skipped steps in a row."""
+        return {"in_a_row": self.in_a_row}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on counting."""
+        self.in_a_row = state["in_a_row"]
 
     def close(self) -> None:
         """Nothing is held back."""

@@ -24,6 +24,8 @@ _OPTIMIZER_FIELDS = {
     "sgd": {"lr": "lr", "weight_decay": "weight_decay"},
 }
 """Which numbers of `optim` each optimizer of DeepSpeed 0.19.8 takes (runtime/config.py:63; SGD is torch.optim's)."""
+MOMENTS = {"adamw": 2, "adam": 2, "lamb": 2, "lion": 1, "adagrad": 1, "muon": 2, "sgd": 0}
+"""Numbers of each parameter's size that an optimizer remembers, at most (Muon: one of matrices, two of the rest)."""
 _UNTESTED = frozenset({"sgd"})
 
 

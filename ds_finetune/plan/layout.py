@@ -8,7 +8,7 @@ from ds_finetune.config import RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.batch import accumulation_steps
 from ds_finetune.plan.chosen import chosen, refuse_accelerate_contradictions
-from ds_finetune.plan.finish import finish, read_choices, stage_of
+from ds_finetune.plan.finish import MOMENTS, finish, read_choices, stage_of
 from ds_finetune.plan.options import Situation, apply_rules, offload_device
 from ds_finetune.world import AccelerateChoices, World
 
@@ -33,6 +33,16 @@ class Plan:
         """Data-parallel ranks."""
         return self.world.world_size
 
+    @property
+    def bytes_per_parameter(self) -> int:
+        """Bytes of a checkpoint for each trained parameter: fp32 weight and moments."""
+        return 4 * (1 + MOMENTS[self.config.optim.name.lower()])
+
+    @property
+    def saves_aside(self) -> bool:
+        """Whether checkpoints are copied to host memory and written from there; a state on NVMe is not, it may not fit."""
+        return self.config.checkpoint.asynchronous and self.offload_optimizer != "nvme"
+
     def lines(self) -> list[tuple[str, str]]:
         """Name and text of each decision, as announced before anything is loaded."""
         train = self.config.train
@@ -47,7 +57,15 @@ class Plan:
             ),
             ("loss", f"{self.loss_kernel} kernel, mean over the supervised tokens of the global batch"),
             ("length", train.duration),
+            ("checkpoints", self._checkpoints()),
         ]
+
+    def _checkpoints(self) -> str:
+        wanted = self.config.checkpoint
+        if not wanted.every_steps:
+            return "never"
+        how = "written aside" if self.saves_aside else "written at once"
+        return f"every {wanted.every}, the last {wanted.keep}{' and the best' if wanted.keep_best else ''} kept, {how}"
 
 
 def loss_kernel(asked: str, *, device: str) -> str:

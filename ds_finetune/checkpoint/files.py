@@ -1,0 +1,234 @@
+"""Files of a checkpoint: written aside, summed, described by a manifest, and complete by one rename. Needs no torch."""
+
+import errno
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Self
+
+import xxhash
+
+from ds_finetune.errors import CheckpointError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+STATE = "state.json"
+_STATUS = ".written.json"
+_PREFIX = "step-"
+_CHUNK_BYTES = 16 * 2**20
+_POLL_SECONDS = 0.01
+
+
+def step_name(step: int) -> str:
+    """Folder name of the checkpoint of a step."""
+    return f"{_PREFIX}{step:06d}"
+
+
+def partial_name(step: int, token: str) -> str:
+    """Folder name while it is being written; `token` is the run's own, so leftovers of another are never mixed in."""
+    return f"{step_name(step)}.partial-{token}"
+
+
+@dataclass(frozen=True)
+class FileSum:
+    """Size of a file and xxh3-128 of its bytes."""
+
+    num_bytes: int
+    xxh3_128: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a complete checkpoint folder holds; `ranks` are those whose parts are here, all of them unless folders are a node's own."""
+
+    step: int
+    world_size: int
+    ranks: tuple[int, ...]
+    host: str
+    token: str
+    eval_loss: float | None
+    files: Mapping[str, FileSum]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.num_bytes for file in self.files.values())
+
+    def text(self) -> str:
+        """The file's exact text, which ends with its own checksum."""
+        body = json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
+        return f"{body}\n{xxhash.xxh3_128_hexdigest(body.encode())}\n"
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """The manifest of `folder`; CheckpointError where there is none, or a byte of it is wrong."""
+        path = folder / MANIFEST
+        try:
+            body, _, checksum = path.read_bytes().rstrip(b"\n").rpartition(b"\n")
+        except OSError as absent:
+            raise CheckpointError(f"{folder} is not a complete checkpoint: {absent}", hint="take another one") from absent
+        if xxhash.xxh3_128_hexdigest(body).encode() != checksum:
+            raise CheckpointError(f"{path} is damaged: its checksum is not that of its text", hint="take another checkpoint")
+        tree = json.loads(body)
+        if tree.pop("format") != FORMAT:
+            raise CheckpointError(f"{path} has a format this version does not read, {FORMAT} being known", hint="use the version that wrote it")
+        files = {name: FileSum(**file) for name, file in tree.pop("files").items()}
+        return cls(**{**tree, "ranks": tuple(tree["ranks"])}, files=files)
+
+
+class SummedFile:
+    """A new file that is summed while it is written; on disk once `close` has returned its sum."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("xb", buffering=0)
+        self._digest = xxhash.xxh3_128()
+        self._total = 0
+
+    def write(self, data: memoryview | bytes) -> None:
+        """Write all of `data`."""
+        view = memoryview(data)
+        self._digest.update(view)
+        self._total += len(view)
+        while view:
+            view = view[self._file.write(view) :]
+
+    def close(self) -> FileSum:
+        """Flush to disk."""
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return FileSum(self._total, self._digest.hexdigest())
+
+
+def write_summed(path: Path, chunks: Iterable[memoryview | bytes]) -> FileSum:
+    """Write `chunks` to a new file, on disk when this returns."""
+    file = SummedFile(path)
+    for chunk in chunks:
+        file.write(chunk)
+    return file.close()
+
+
+def chunks_of(data: memoryview) -> Iterable[memoryview]:
+    """Bytes in pieces of bounded size."""
+    return (data[start : start + _CHUNK_BYTES] for start in range(0, len(data), _CHUNK_BYTES))
+
+
+def sum_of(path: Path) -> FileSum:
+    """Size and checksum of a file, read in bounded pieces; its pages do not stay in the cache."""
+    total, digest = 0, xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            total += len(chunk)
+    return FileSum(total, digest.hexdigest())
+
+
+def say_written(part: Path, found: FileSum) -> None:
+    """Leave word beside `part` that it is whole."""
+    aside = part.with_name(part.name + ".aside")
+    write_summed(aside, [json.dumps(asdict(found)).encode()])
+    aside.rename(part.with_name(part.name + _STATUS))
+
+
+def commit(partial: Path, manifest: Manifest, texts: Mapping[str, str], beside: Mapping[str, str], keep_waiting: Callable[[], bool]) -> Path:
+    """Make `partial` the complete checkpoint `step-N` once every part named in `manifest.files` is written; returns the new folder.
+
+    `texts` are written and `beside` (name to source) linked first. TimeoutError where `keep_waiting` says no before all
+    parts are there. An older folder of the same step goes away once the new one has its name.
+    """
+    sums = _small_files(partial, texts, beside)
+    sums |= _wait_for_parts(partial, list(manifest.files), keep_waiting)
+    whole = Manifest(**{**manifest.__dict__, "files": dict(sorted(sums.items()))})
+    for name in manifest.files:
+        (partial / (name + _STATUS)).unlink()
+    write_summed(partial / MANIFEST, [whole.text().encode()])
+    sync_folder(partial)
+    final = partial.with_name(step_name(manifest.step))
+    replaced = final.with_name(f"{final.name}.replaced-{manifest.token}")
+    if final.exists():
+        final.rename(replaced)
+    partial.rename(final)
+    sync_folder(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+    return final
+
+
+def remove(folder: Path) -> None:
+    """Take a checkpoint away; it loses its name first, so that no half of it ever looks complete."""
+    going = folder if ".removing" in folder.name else folder.with_name(folder.name + ".removing")
+    if folder.exists():
+        folder.rename(going)
+    shutil.rmtree(going, ignore_errors=True)
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """A second name for a file that is never changed, or a copy where the file system has no links."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, target)
+    except OSError as refused:
+        if refused.errno == errno.ENOSPC:
+            raise
+        shutil.copyfile(source, target)
+
+
+def sync_folder(folder: Path) -> None:
+    """Names in `folder` are on disk when this returns."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _small_files(partial: Path, texts: Mapping[str, str], beside: Mapping[str, str]) -> dict[str, FileSum]:
+    sums = {name: write_summed(partial / name, [text.encode()]) for name, text in texts.items()}
+    for name, source in beside.items():
+        link_or_copy(Path(source), partial / name)
+        sums[name] = sum_of(partial / name)
+    return sums
+
+
+def _wait_for_parts(partial: Path, names: list[str], keep_waiting: Callable[[], bool]) -> dict[str, FileSum]:
+    sums: dict[str, FileSum] = {}
+    while True:
+        for name in [name for name in names if name not in sums]:
+            status = partial / (name + _STATUS)
+            if status.exists():
+                sums[name] = FileSum(**json.loads(status.read_bytes()))
+        if len(sums) == len(names):
+            return sums
+        if not keep_waiting():
+            raise TimeoutError(f"{len(names) - len(sums)} of {len(names)} parts were not written")
+        time.sleep(_POLL_SECONDS)
+
+
+def damage_of(folder: Path, manifest: Manifest, names: Iterable[str], *, sums: bool) -> list[str]:
+    """What is wrong with files of a complete checkpoint: missing, of another size, or (with `sums`) with another checksum."""
+    found = []
+    for name in names:
+        path, wanted = folder / name, manifest.files[name]
+        size = path.stat().st_size if path.is_file() else None
+        if size != wanted.num_bytes:
+            found.append(f"{path} has {size} bytes, the manifest says {wanted.num_bytes}" if size is not None else f"{path} is missing")
+        elif sums and (seen := sum_of(path)) != wanted:
+            found.append(f"{path} is damaged: checksum {seen.xxh3_128}, the manifest says {wanted.xxh3_128}")
+    return found
+
+
+def complete_steps(checkpoints: Path) -> list[int]:
+    """Steps whose folders have their final name, oldest first."""
+    if not checkpoints.is_dir():
+        return []
+    numbers = [path.name.removeprefix(_PREFIX) for path in checkpoints.iterdir() if path.name.startswith(_PREFIX) and path.is_dir()]
+    return sorted(int(number) for number in numbers if number.isdigit())
+
+
+def leftovers(checkpoints: Path) -> list[Path]:
+    """Folders that were not finished, or not fully taken away."""
+    if not checkpoints.is_dir():
+        return []
+    return sorted(path for path in checkpoints.iterdir() if path.is_dir() and "." in path.name)

@@ -1,0 +1,93 @@
+"""Which ranks share a checkpoint folder: all of them on a shared file system, those of a node on folders of its own."""
+
+import os
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from ds_finetune.engine.processes import everyones
+from ds_finetune.errors import FinetuneError, OutputError
+
+_SEEN_SECONDS = 5.0
+"""How long a file may take to be seen from another host of a shared file system."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where checkpoints of this rank go and with whom it shares the folder; `ranks` are those that do, the first one leads.
+
+    `token` is this start's own, so that what another start left is never mixed in.
+    """
+
+    folder: Path
+    ranks: tuple[int, ...]
+    rank: int
+    world_size: int
+    token: str
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank commits and removes."""
+        return self.rank == self.ranks[0]
+
+    @property
+    def writer(self) -> tuple[int, int]:
+        """This rank's place among those that can share out what all of them hold."""
+        return self.ranks.index(self.rank), len(self.ranks)
+
+
+def find_place(folder: Path, *, rank: int, node_local: bool) -> Place:
+    """Make `folder` on every rank and find out who sees the same one; collective.
+
+    OutputError on every rank where it cannot be made, or where it is not shared and `node_local` does not say so.
+    """
+    agree(_made(folder))
+    tokens = everyones(f"{time.time_ns():x}-{os.getpid():x}")
+    token = tokens[0]
+    if node_local:
+        status = folder.stat()
+        homes = everyones((socket.gethostname(), status.st_dev, status.st_ino))
+        return Place(folder, tuple(other for other, home in enumerate(homes) if home == homes[rank]), rank, len(homes), token)
+    mark = folder / f".seen-{token}"
+    if rank == 0:
+        mark.touch()
+    everyones(rank)
+    is_seen = _is_seen(mark)
+    agree(None if is_seen else _not_shared(folder))
+    if rank == 0:
+        mark.unlink()
+    return Place(folder, tuple(range(len(tokens))), rank, len(tokens), token)
+
+
+def agree(error: FinetuneError | None) -> None:
+    """Raise the first rank's error on every rank; collective."""
+    errors = [found for found in everyones(error) if found is not None]
+    if errors:
+        raise errors[0]
+
+
+def _made(folder: Path) -> OutputError | None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as refused:
+        return OutputError(
+            f"checkpoint folder {folder} on {socket.gethostname()}: {refused}", hint="change the permissions or name another output_dir"
+        )
+    return None
+
+
+def _is_seen(mark: Path) -> bool:
+    until = time.monotonic() + _SEEN_SECONDS
+    while not mark.exists():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _not_shared(folder: Path) -> OutputError:
+    return OutputError(
+        f"checkpoint folder {folder} on {socket.gethostname()} is not the one that rank 0 writes",
+        hint="name a folder that all hosts share, or set checkpoint.node_local true",
+    )

@@ -1,0 +1,141 @@
+"""Fragments of an engine's state as torch.distributed.checkpoint sees them: what to write, and what to read into."""
+
+import io
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from ds_finetune.checkpoint.boxes import Box, flat_boxes
+from ds_finetune.engine.state import Read, Slice, StateGroup
+from ds_finetune.errors import CheckpointError
+
+
+def boxes_of(part: Slice) -> list[tuple[Box, int]]:
+    """The boxes of the global tensor that a slice covers, and where each begins among the slice's elements."""
+    found, position = [], 0
+    for box in flat_boxes(part.local_shape or part.shape, part.start, part.numel):
+        found.append((box.moved(part.origin) if part.origin else box, position))
+        position += box.numel
+    return found
+
+
+def share(part: Slice, index: int, count: int) -> Slice:
+    """What writer `index` of `count` writes of a slice that all of them hold."""
+    first, last = part.numel * index // count, part.numel * (index + 1) // count
+    return Slice(part.key, part.shape, part.start + first, last - first, part.dtype, part.is_replicated, part.origin, part.local_shape)
+
+
+class StatePlanner(SavePlanner):
+    """Plans one rank's part, in the order of its groups; a group is brought into memory when its first box is written."""
+
+    def __init__(self, groups: Sequence[StateGroup], slices: Sequence[Sequence[Slice]]) -> None:
+        self._groups, self._slices = groups, slices
+        self._place: dict[MetadataIndex, tuple[int, int, int]] = {}
+        self._stack = ExitStack()
+        self._open: tuple[int, Read] | None = None
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:  # noqa: ANN401
+        """The groups were given at the start."""
+
+    def create_local_plan(self) -> SavePlan:
+        """A write item for each box."""
+        items = []
+        for number, slices in enumerate(self._slices):
+            held_from = {held.key: held.start for held in self._groups[number].slices}
+            for part in slices:
+                for box, position in boxes_of(part):
+                    index = MetadataIndex(part.key, torch.Size(box.offsets))
+                    # A share of a slice begins behind the slice's own first element.
+                    self._place[index] = (number, part.start - held_from[part.key] + position, box.numel)
+                    items.append(_write_item(index, part, box))
+        return SavePlan(items)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Nothing is shared out: each rank knows its part, and no part overlaps another."""
+        return all_plans, Metadata({})
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """The plan as it was made."""
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        """The elements of a box, 1-D, where they live."""
+        number, begin, numel = self._place[write_item.index]
+        if self._open is None or self._open[0] != number:
+            self.close()
+            self._open = (number, self._stack.enter_context(self._groups[number].opened(False)))
+        return self._open[1](write_item.index.fqn)[begin : begin + numel]
+
+    def close(self) -> None:
+        """Give back what was brought into memory."""
+        self._open = None
+        self._stack.close()
+
+
+class RestorePlanner(LoadPlanner):
+    """Reads the boxes of one open group from wherever the checkpoint holds them; `absent` names parts that are not here."""
+
+    def __init__(self, slices: Sequence[Slice], read: Read, *, absent: str) -> None:
+        self._slices = {part.key: part for part in slices}
+        self._boxes = {key: {torch.Size(box.offsets): (box, at) for box, at in boxes_of(part)} for key, part in self._slices.items()}
+        self._read, self._absent = read, absent
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:  # noqa: ANN401
+        """Take what the checkpoint holds."""
+        assert metadata is not None
+        self._held = metadata.state_dict_metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        """A read item for each overlap of a box here with one there; CheckpointError for a tensor that is missing or of another shape."""
+        items: list[ReadItem] = []
+        for key, part in self._slices.items():
+            held = self._held.get(key)
+            if not isinstance(held, TensorStorageMetadata) or tuple(held.size) != part.shape:
+                found = "nothing" if held is None else f"shape {tuple(held.size)}"  # type: ignore[union-attr]
+                raise CheckpointError(f"`{key}` has shape {part.shape} here, the checkpoint holds {found}", hint="resume the model it was saved from")
+            chunks = [ChunkStorageMetadata(offsets, torch.Size(box.sizes)) for offsets, (box, _) in self._boxes[key].items()]
+            reads = create_read_items_for_chunk_list(key, held, chunks)
+            covered = sum(item.lengths.numel() for item in reads)
+            if covered != part.numel:
+                raise CheckpointError(
+                    f"{part.numel - covered:,} elements of `{key}` are in parts that are not here: {self._absent}",
+                    hint="make the checkpoint whole with `ds-finetune checkpoint gather`, or start the same ranks on the same nodes",
+                )
+            items += reads
+        return LoadPlan(items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Each rank reads for itself."""
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """The plan as it was made."""
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Never called: everything stored is a tensor."""
+        raise AssertionError(read_item)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """The place in memory that `read_item` fills, in the shape of the box that is read."""
+        key, offset = read_item.dest_index.fqn, read_item.dest_index.offset
+        assert offset is not None
+        box, position = self._boxes[key][offset]
+        target = self._read(key)[position : position + box.numel].view(box.sizes)
+        for dim, (first, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            target = target.narrow(dim, first, length)
+        return target
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Values are copied in place."""
+
+
+def _write_item(index: MetadataIndex, part: Slice, box: Box) -> WriteItem:
+    chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+    data = TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=part.dtype), size=torch.Size(part.shape))
+    return WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)

@@ -1,0 +1,126 @@
+"""Finding the checkpoint to go on from, and bringing it into an engine of whatever layout."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_finetune.checkpoint.files import Manifest, complete_steps, damage_of, leftovers, step_name
+from ds_finetune.checkpoint.part_file import part_name
+from ds_finetune.checkpoint.place import Place, agree
+from ds_finetune.checkpoint.run_state import RunState
+from ds_finetune.checkpoint.storage import PartsReader, read_groups
+from ds_finetune.engine.core import Engine
+from ds_finetune.engine.processes import everyones
+from ds_finetune.engine.state import BUFFER, WEIGHT
+from ds_finetune.errors import CheckpointError
+
+CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint whose files are whole, the run's state in it, and what was newer but passed over, with the reason."""
+
+    folder: Path
+    manifest: Manifest
+    state: RunState
+    passed_over: tuple[str, ...]
+
+
+def newest(place: Place, folder: Path) -> Found | None:
+    """The newest checkpoint in `folder` that is complete on every node and undamaged, its sums taken by all ranks; collective.
+
+    None where there is none at all; CheckpointError where there are some and none can be used.
+    """
+    steps = sorted(set.intersection(*map(set, everyones(complete_steps(folder)))), reverse=True)
+    last = steps[0] if steps else -1
+    passed = _unfinished(folder, newer_than=last)
+    for step in steps:
+        problems = _problems(place, folder / step_name(step))
+        if not problems:
+            return _found(folder / step_name(step), tuple(passed))
+        passed += [f"{folder / step_name(step)} passed over: {problem}" for problem in problems]
+    if steps:
+        raise CheckpointError(
+            f"none of the {len(steps)} checkpoints in {folder} can be used: {'; '.join(passed)}",
+            hint="restore one from elsewhere, or set checkpoint.resume never and another output_dir to begin anew",
+        )
+    return None
+
+
+def named(place: Place, path: Path) -> Found:
+    """The checkpoint at `path`, which is one itself, or a run (or its folder of checkpoints) whose newest is taken; collective."""
+    for folder in (path / CHECKPOINTS, path):
+        if any(everyones(bool(complete_steps(folder)))):
+            found = newest(place, folder)
+            if found is not None:
+                return found
+    problems = _problems(place, path)
+    if problems:
+        raise CheckpointError(f"checkpoint.resume names {path}: {'; '.join(problems)}", hint="name a run or one of its checkpoints")
+    return _found(path, ())
+
+
+def restore(engine: Engine, place: Place, found: Found) -> dict[str, Any]:
+    """Fill `engine` from the checkpoint and return what this rank itself had saved, empty where it had saved nothing; collective.
+
+    CheckpointError on every rank where a tensor is missing, of another shape, or in a part that is not here.
+    """
+    names = [part_name(rank, found.manifest.world_size) for rank in found.manifest.ranks]
+    reader = PartsReader(found.folder / name for name in names)
+    error, state = None, engine.state
+    try:
+        state.make_room(_kinds(reader))
+        read_groups(state.groups(), reader, absent=_absent(found.manifest))
+    except CheckpointError as failed:
+        error = failed
+    agree(error)
+    state.finish(found.state.engine)
+    taken = state.scalars()["steps"]
+    assert taken == found.state.engine["steps"], (taken, found.state.engine["steps"])
+    own = [part.extra for part in reader.parts if part.extra["rank"] == place.rank]
+    return own[0] if own and found.manifest.world_size == place.world_size else {}
+
+
+def _found(folder: Path, passed: tuple[str, ...]) -> Found:
+    return Found(folder, Manifest.read(folder), RunState.read(folder), passed)
+
+
+def _problems(place: Place, folder: Path) -> list[str]:
+    """What is wrong with a checkpoint, seen by all ranks together; each sums its share of the files."""
+    try:
+        manifest = Manifest.read(folder)
+    except CheckpointError as error:
+        mine, token = [error.message], None
+    else:
+        index, count = place.writer
+        mine, token = damage_of(folder, manifest, sorted(manifest.files)[index::count], sums=True), manifest.token
+    found = everyones((mine, token))
+    problems = [problem for others, _ in found for problem in others]
+    tokens = {token for _, token in found if token is not None}
+    if len(tokens) > 1:
+        problems.append(f"its parts are of {len(tokens)} different starts of the run")
+    return list(dict.fromkeys(problems))
+
+
+def _unfinished(folder: Path, *, newer_than: int) -> list[str]:
+    """Folders of later steps that were never committed."""
+    steps = [(path, path.name.partition(".")[0].removeprefix("step-")) for path in leftovers(folder) if ".partial-" in path.name]
+    mine = [str(path) for path, step in steps if step.isdigit() and int(step) > newer_than]
+    return [f"{path} passed over: it was never completed" for path in dict.fromkeys(path for others in everyones(mine) for path in others)]
+
+
+def _kinds(reader: PartsReader) -> dict[str, set[str]]:
+    """Kinds of optimizer state by parameter name."""
+    found: dict[str, set[str]] = {}
+    for key in reader.read_metadata().state_dict_metadata:
+        kind, _, name = key.partition("/")
+        if kind not in (WEIGHT, BUFFER):
+            found.setdefault(name, set()).add(kind)
+    return found
+
+
+def _absent(manifest: Manifest) -> str:
+    here: Sequence[int] = manifest.ranks
+    return ", ".join(part_name(rank, manifest.world_size) for rank in range(manifest.world_size) if rank not in here) or "none"

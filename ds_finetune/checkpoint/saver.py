@@ -1,0 +1,143 @@
+"""Saving: each rank copies its part and goes on; a process beside it writes, and one rank of those that share a folder commits."""
+
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ds_finetune.checkpoint.files import STATE, Manifest, commit, complete_steps, partial_name, remove, step_name
+from ds_finetune.checkpoint.part_file import part_name
+from ds_finetune.checkpoint.place import Place
+from ds_finetune.checkpoint.staging import FileSink, WriterProcess
+from ds_finetune.checkpoint.storage import write_part
+from ds_finetune.engine.processes import largest
+from ds_finetune.engine.state import StateGroup
+
+_POLL_SECONDS = 0.005
+_COMMIT_SECONDS = 600.0
+"""How long the leader of a save without a process of its own waits for word from others that have already said they are done."""
+
+
+@dataclass
+class Outcome:
+    """What became of a save: the step, and what went wrong on this rank and on any."""
+
+    step: int
+    errors: list[str] = field(default_factory=list)
+    has_failed: bool = False
+
+
+@dataclass
+class Saver:
+    """Saves what `groups` gives, one checkpoint at a time, with the files `beside` it by name.
+
+    Every method but `start`, `remove` and `close` must be called by all ranks alike.
+    """
+
+    groups: Callable[[], list[StateGroup]]
+    place: Place
+    is_asynchronous: bool
+    beside: Mapping[str, Path]
+    _process: WriterProcess = field(default_factory=WriterProcess)
+    _pending: Outcome | None = None
+
+    def start(self, num_bytes: int) -> None:
+        """Start the writer process and let it take the memory that a part of `num_bytes` will need."""
+        if self.is_asynchronous:
+            self._process.start()
+            self._process.send("reserve", num_bytes=num_bytes)
+
+    def save(self, step: int, state: str, *, rank_state: Mapping[str, Any], eval_loss: float | None = None) -> float:
+        """Begin to save; returns the seconds this rank was blocked. The save before must have been settled."""
+        assert self._pending is None
+        began = time.perf_counter()
+        groups = self.groups()
+        self._pending = Outcome(step)
+        partial = self.place.folder / partial_name(step, self.place.token)
+        job = self._commit_job(partial, step, state, eval_loss)
+        extra = {"rank": self.place.rank, "host": socket.gethostname(), **rank_state}
+        try:
+            partial.mkdir(exist_ok=True)
+            part = partial / part_name(self.place.rank, self.place.world_size)
+            if self.is_asynchronous:
+                write_part(groups, self._process, extra, writer=self.place.writer)
+                self._process.send("write", part=str(part), num_bytes=self._process.num_bytes, commit=job if self.place.leads else None)
+            else:
+                sink = FileSink(part)
+                write_part(groups, sink, extra, writer=self.place.writer)
+                sink.finish()
+        except OSError as failed:
+            self._pending.errors.append(f"OSError: {failed}")
+        if not self.is_asynchronous:
+            self._commit_now(job)
+        return time.perf_counter() - began
+
+    def settle(self, *, wait: bool = False) -> Outcome | None:
+        """What became of the save that is on its way, once that is known on every rank; with `wait`, once it is."""
+        while (pending := self._pending) is not None:
+            pending.errors += self._process.errors() if self.is_asynchronous else []
+            is_busy, has_failed = largest(self.is_asynchronous and self._process.is_busy, bool(pending.errors) or pending.has_failed)
+            if has_failed and not pending.has_failed:
+                pending.has_failed = True
+                if self.place.leads and self.is_asynchronous and self._process.is_busy:
+                    self._process.send("stop_waiting")
+            if not is_busy:
+                self._pending = None
+                return pending
+            if not wait:
+                return None
+            time.sleep(_POLL_SECONDS)
+        return None
+
+    def remove(self, folders: list[Path]) -> None:
+        """Take folders away, in the writer process where there is one; for ranks that lead, in no hurry."""
+        if not self.place.leads or not folders:
+            return
+        if self.is_asynchronous:
+            self._process.send("remove", folders=[str(folder) for folder in folders])
+            return
+        for folder in folders:
+            remove(folder)
+
+    def clean_up(self, pending: Outcome) -> None:
+        """Take away what a failed save left."""
+        self.remove([self.place.folder / partial_name(pending.step, self.place.token)])
+
+    def close(self) -> None:
+        """Let the writer process end."""
+        self._process.close()
+
+    def _commit_job(self, partial: Path, step: int, state: str, eval_loss: float | None) -> dict[str, Any]:
+        place = self.place
+        manifest = {"step": step, "world_size": place.world_size, "ranks": place.ranks, "host": socket.gethostname(), "token": place.token}
+        return {
+            "partial": str(partial),
+            "manifest": {**manifest, "eval_loss": eval_loss},
+            "parts": [part_name(rank, place.world_size) for rank in place.ranks],
+            "texts": {STATE: state},
+            "beside": {name: str(source) for name, source in self.beside.items()},
+        }
+
+    def _commit_now(self, job: Mapping[str, Any]) -> None:
+        """Every part is written or has failed; the leader commits while the others wait."""
+        assert self._pending is not None
+        (failed,) = largest(bool(self._pending.errors))
+        if failed or not self.place.leads:
+            return
+        manifest = Manifest(**{**job["manifest"], "ranks": tuple(job["manifest"]["ranks"]), "files": dict.fromkeys(job["parts"])})
+        until = time.monotonic() + _COMMIT_SECONDS
+        try:
+            commit(Path(job["partial"]), manifest, job["texts"], job["beside"], lambda: time.monotonic() < until)
+        except OSError as error:
+            self._pending.errors.append(f"{type(error).__name__}: {error}")
+
+
+def superseded(folder: Path, *, keep: int, keep_best: bool) -> list[Path]:
+    """Complete checkpoints of `folder` that need not be kept: all but the last `keep` and the one with the lowest eval loss."""
+    steps = complete_steps(folder)
+    manifests = {step: Manifest.read(folder / step_name(step)) for step in steps}
+    losses = {step: m.eval_loss for step, m in manifests.items() if m.eval_loss is not None}
+    best = {min(losses, key=lambda step: (losses[step], step))} if losses and keep_best else set()
+    return [folder / step_name(step) for step in steps[:-keep] if step not in best]

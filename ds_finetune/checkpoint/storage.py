@@ -1,0 +1,166 @@
+"""torch.distributed.checkpoint's storage over parts: one file for each rank, described by plain JSON."""
+
+import os
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.checkpoint import load, save
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from ds_finetune.checkpoint.boxes import Box
+from ds_finetune.checkpoint.part_file import PartFile, Stored, header_of
+from ds_finetune.checkpoint.planners import RestorePlanner, StatePlanner, share
+from ds_finetune.engine.state import WEIGHT, StateGroup
+
+# Each rank saves and loads by itself, on purpose. Once for all: a filter put on and off again makes every other warning come anew.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+
+class Sink(Protocol):
+    """Where the bytes of a part go, in order."""
+
+    def begin(self, num_bytes: int) -> None:
+        """Make place for a part of `num_bytes`."""
+        ...
+
+    def write(self, values: torch.Tensor) -> None:
+        """Take the bytes of a contiguous 1-D tensor, on any device."""
+        ...
+
+
+class PartWriter(StorageWriter):
+    """Writes one rank's boxes to `sink`, one behind the other after their header; `extra` is kept in it."""
+
+    def __init__(self, sink: Sink, extra: Mapping[str, Any]) -> None:
+        self._sink, self._extra = sink, extra
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing is kept from one save to the next."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        """Nothing to set up: the sink is given."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """The plans as they are."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write header and boxes."""
+        stored = [_stored(item) for item in plan.items]
+        head = header_of(stored, self._extra)
+        self._sink.begin(len(head) + sum(item.num_bytes for item in stored))
+        self._sink.write(torch.frombuffer(bytearray(head), dtype=torch.uint8))
+        for item in plan.items:
+            values = planner.resolve_data(item)
+            assert isinstance(values, torch.Tensor)
+            self._sink.write(values)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([WriteResult(item.index, stored.num_bytes, None) for item, stored in zip(plan.items, stored, strict=True)])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """The header describes the part; there is no file of metadata."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Never chosen by a path."""
+        return False
+
+
+class PartsReader(StorageReader):
+    """Reads boxes from the parts in a folder; what is asked for may be cut in any other way."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self.parts = [PartFile(path) for path in paths]
+        self._where = {
+            MetadataIndex(item.key, torch.Size(item.box.offsets)): (part, item) for part in self.parts for item in part.stored if item.box.numel
+        }
+        self._metadata = _metadata(item for part in self.parts for item in part.stored)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """The parts were given at the start."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ANN401
+        """Every tensor of the parts with its boxes."""
+        return self._metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        """Nothing to set up."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy the asked for part of each box to where the planner wants it."""
+        for item in plan.items:
+            part, stored = self._where[item.storage_index]
+            source = part.tensor(stored)
+            for dim, (first, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                source = source.narrow(dim, first, length)
+            target = planner.resolve_tensor(item)
+            target.copy_(source)
+            planner.commit_tensor(item, target)
+            del source
+            part.forget()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Never chosen by a path."""
+        return False
+
+
+def write_part(groups: Sequence[StateGroup], sink: Sink, extra: Mapping[str, Any], *, writer: tuple[int, int]) -> None:
+    """Save this rank's part of `groups` through torch.distributed.checkpoint; `writer` (index, count) is its place among those that hold the same."""
+    slices = [[share(part, *writer) if part.is_replicated else part for part in group.slices] for group in groups]
+    planner = StatePlanner(groups, slices)
+    try:
+        save({}, storage_writer=PartWriter(sink, extra), planner=planner, no_dist=True)
+    finally:
+        planner.close()
+
+
+def read_groups(groups: Sequence[StateGroup], reader: PartsReader, *, absent: str) -> None:
+    """Fill the slices of `groups` from the parts of `reader`; `absent` names parts that are not here, for the error."""
+    for group in groups:
+        with group.opened(True) as read:
+            load({}, storage_reader=reader, planner=RestorePlanner(group.slices, read, absent=absent), no_dist=True)
+
+
+def num_weights(groups: Sequence[StateGroup], *, writer: tuple[int, int]) -> int:
+    """Parameters whose weights are in this rank's part."""
+    slices = (share(part, *writer) if part.is_replicated else part for group in groups for part in group.slices)
+    return sum(part.numel for part in slices if part.key.startswith(f"{WEIGHT}/"))
+
+
+def _stored(item: WriteItem) -> Stored:
+    data = item.tensor_data
+    assert data is not None
+    box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+    return Stored(item.index.fqn, tuple(data.size), box, data.properties.dtype, 0)
+
+
+def _metadata(stored: Iterable[Stored]) -> Metadata:
+    tensors: dict[str, TensorStorageMetadata] = {}
+    for item in stored:
+        properties = TensorProperties(dtype=item.dtype)
+        held = tensors.setdefault(item.key, TensorStorageMetadata(properties, torch.Size(item.shape), []))
+        held.chunks.append(ChunkStorageMetadata(torch.Size(item.box.offsets), torch.Size(item.box.sizes)))
+    return Metadata(dict(tensors))

@@ -1,0 +1,119 @@
+"""The process that writes a rank's part while training goes on. Started as `python -m ds_finetune.checkpoint.writer FD`.
+
+Jobs come as JSON lines on stdin, an answer to each goes to stdout. It needs no torch: it sees bytes in shared memory
+(file descriptor FD), writes them, and, on the rank that leads, waits for the parts of the others and commits.
+"""
+
+import json
+import mmap
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ds_finetune.checkpoint.files import Manifest, chunks_of, commit, remove, say_written, write_summed
+
+ORPHAN_SECONDS = 60.0
+"""How long a writer whose rank is gone waits for the parts of other ranks."""
+
+
+class _Inbox:
+    """Lines of stdin, as they come; `is_closed` once the rank is gone."""
+
+    def __init__(self) -> None:
+        self._buffer = b""
+        self.is_closed = False
+
+    def next(self, seconds: float | None) -> dict[str, Any] | None:
+        """The next job, or None after `seconds` or when there will be none."""
+        while b"\n" not in self._buffer and not self.is_closed:
+            ready, _, _ = select.select([0], [], [], seconds)
+            if not ready:
+                return None
+            chunk = os.read(0, 65_536)
+            self._buffer += chunk
+            self.is_closed = not chunk
+        line, newline, self._buffer = self._buffer.partition(b"\n")
+        return json.loads(line) if newline else None
+
+
+def main() -> None:
+    """Do jobs until the rank is gone."""
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        # Launchers and schedulers signal every process of a job; the rank decides when this one ends.
+        signal.signal(name, signal.SIG_IGN)
+    memory, inbox = int(sys.argv[1]), _Inbox()
+    while (job := inbox.next(None)) is not None:
+        began = time.monotonic()
+        try:
+            error = _DO[job["do"]](job, memory, inbox)
+        except Exception as failed:  # noqa: BLE001 - whatever went wrong is the rank's to say; this process goes on
+            error = f"{type(failed).__name__}: {failed}"
+        _answer({"number": job["number"], "error": error, "seconds": time.monotonic() - began})
+
+
+def _answer(tree: dict[str, Any]) -> None:
+    try:
+        sys.stdout.write(json.dumps(tree) + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def _reserve(job: dict[str, Any], memory: int, _: _Inbox) -> str:
+    """Take the memory now: a fresh page costs training three times what a known one does."""
+    os.posix_fallocate(memory, 0, max(1, job["num_bytes"]))
+    return ""
+
+
+def _write(job: dict[str, Any], memory: int, inbox: _Inbox) -> str:
+    part = Path(job["part"])
+    with mmap.mmap(memory, job["num_bytes"], access=mmap.ACCESS_READ) as staged, memoryview(staged) as data:
+        say_written(part, write_summed(part, chunks_of(data)))
+    return _commit(job["commit"], inbox) if job["commit"] else ""
+
+
+def _commit(job: dict[str, Any], inbox: _Inbox) -> str:
+    manifest = Manifest(**{**job["manifest"], "files": dict.fromkeys(job["parts"])})
+    commit(Path(job["partial"]), manifest, job["texts"], job["beside"], _patience(inbox))
+    return ""
+
+
+def _patience(inbox: _Inbox) -> Callable[[], bool]:
+    """Wait while the rank is there and says nothing; a while longer when it is gone, since the others may still be writing."""
+    gone_since: list[float] = []
+
+    def keep_waiting() -> bool:
+        if not inbox.is_closed:
+            return inbox.next(0) is None
+        gone_since[:] = gone_since or [time.monotonic()]
+        return time.monotonic() - gone_since[0] < ORPHAN_SECONDS
+
+    return keep_waiting
+
+
+def _remove(job: dict[str, Any], _: int, __: _Inbox) -> str:
+    for folder in job["folders"]:
+        remove(Path(folder))
+    return ""
+
+
+def _stop_waiting(_: dict[str, Any], __: int, ___: _Inbox) -> str:
+    """Said while another job waits; reaching it here means that one had just ended."""
+    return ""
+
+
+_DO: dict[str, Callable[[dict[str, Any], int, _Inbox], str]] = {
+    "reserve": _reserve,
+    "write": _write,
+    "remove": _remove,
+    "stop_waiting": _stop_waiting,
+}
+
+
+if __name__ == "__main__":
+    main()

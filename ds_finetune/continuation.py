@@ -1,0 +1,210 @@
+"""Where a run goes on from and how it is kept: the folder is tried, the newest checkpoint found, and a saver made."""
+
+import json
+import shutil
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_finetune.checkpoint.files import leftovers, remove, step_name
+from ds_finetune.checkpoint.part_file import part_name
+from ds_finetune.checkpoint.place import Place, agree, find_place
+from ds_finetune.checkpoint.random_state import restore_random_state
+from ds_finetune.checkpoint.restore import CHECKPOINTS, Found, named, newest, restore
+from ds_finetune.checkpoint.run_state import RunState, changes, layout_of, versions
+from ds_finetune.checkpoint.saver import Saver
+from ds_finetune.checkpoint.storage import PartsReader, num_weights, read_groups
+from ds_finetune.data.batches import Position
+from ds_finetune.data.stream import START, StreamedRows
+from ds_finetune.engine.core import Engine
+from ds_finetune.engine.state import Slice, StateGroup
+from ds_finetune.errors import CheckpointError, FinetuneError, OutputError
+from ds_finetune.loop import BEGINNING, Progress
+from ds_finetune.material import Material
+from ds_finetune.observers.record import Resumable, StepRecord
+from ds_finetune.plan.layout import Plan
+from ds_finetune.run_folder import available_bytes
+
+Say = Callable[[str], None]
+BASE = "base"
+"""Folder, in a run and in each checkpoint, of the files that an export needs beside the weights."""
+_GIB = 2**30
+_REHEARSED = 4096
+"""Elements that each rank writes and reads back before anything is loaded."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a run goes on from; nothing where it begins anew."""
+
+    place: Place | None
+    found: Found | None = None
+
+    @property
+    def progress(self) -> Progress:
+        """Steps, skipped steps and tokens of the run so far."""
+        if self.found is None:
+            return BEGINNING
+        state = self.found.state
+        return Progress(state.step, state.skipped_steps, state.tokens_seen)
+
+
+def find_origin(plan: Plan, material: Material, say: Say) -> Origin:
+    """Try the checkpoint folder for real and find what to go on from; collective, before the model is built.
+
+    OutputError or CheckpointError on every rank; `say` prints which checkpoint is taken, and which were passed over and why.
+    """
+    wanted = plan.config.checkpoint
+    if not wanted.every_steps:
+        return Origin(None)
+    folder = Path(plan.config.output_dir) / CHECKPOINTS
+    place = find_place(folder, rank=plan.world.rank, node_local=wanted.node_local)
+    rehearse(place, is_asynchronous=plan.saves_aside)
+    if wanted.resume == "never":
+        return Origin(place)
+    found = newest(place, folder) if wanted.resume == "auto" else named(place, Path(wanted.resume))
+    if found is None:
+        return Origin(place)
+    later = [path.name for path in folder.glob("step-*[0-9]") if path.name > step_name(found.state.step)]
+    agree(_mixed(folder, later, found) if wanted.resume != "auto" and later else None)
+    lines = changes(found.state, plan.config, data=fingerprint(material))
+    for line in (*found.passed_over, f"going on from {found.folder}, step {found.state.step} of {found.state.layout}", *lines):
+        say(line)
+    if place.leads:
+        for path in leftovers(folder):
+            remove(path)
+    return Origin(place, found)
+
+
+def _mixed(folder: Path, later: list[str], found: Found) -> CheckpointError:
+    return CheckpointError(
+        f"{folder} holds {', '.join(sorted(later))}, later than step {found.state.step} that checkpoint.resume names",
+        hint="move them away, or name another output_dir",
+    )
+
+
+def rehearse(place: Place, *, is_asynchronous: bool) -> None:
+    """Save a few numbers by the very path that checkpoints take, read them back and take them away; collective.
+
+    OutputError on every rank with the first one's reason where that fails.
+    """
+    trial = replace(place, folder=place.folder / f".rehearsal-{place.token}")
+    numbers = torch.arange(_REHEARSED, dtype=torch.float32) + place.rank
+    group = _group_of(numbers, place)
+    trial.folder.mkdir(exist_ok=True)
+    saver = Saver(lambda: [group], trial, is_asynchronous, {})
+    saver.start(0)
+    saver.save(0, "{}", rank_state={})
+    outcome = saver.settle(wait=True)
+    saver.close()
+    assert outcome is not None
+    error: FinetuneError | None = None
+    if outcome.errors:
+        error = OutputError(f"checkpoint folder {place.folder}, rank {place.rank}: {'; '.join(outcome.errors)}", hint="mend it before training")
+    agree(error)
+    agree(_misread(trial, numbers))
+    if place.leads:
+        shutil.rmtree(trial.folder)
+
+
+def _misread(trial: Place, numbers: torch.Tensor) -> OutputError | None:
+    again = torch.full_like(numbers, float("nan"))
+    reader = PartsReader(trial.folder / step_name(0) / part_name(rank, trial.world_size) for rank in trial.ranks)
+    read_groups([_group_of(again, trial)], reader, absent="")
+    if torch.equal(again, numbers):
+        return None
+    return OutputError(f"checkpoint folder {trial.folder.parent} gives back other numbers than rank {trial.rank} wrote", hint="use another disk")
+
+
+def _group_of(numbers: torch.Tensor, place: Place) -> StateGroup:
+    shape = (place.world_size, _REHEARSED)
+    part = Slice("weight/rehearsal", shape, place.rank * _REHEARSED, _REHEARSED, torch.float32)
+    return StateGroup((part,), lambda write: nullcontext(lambda key: numbers))
+
+
+def go_on(engine: Engine, origin: Origin, material: Material) -> Position:
+    """Bring the checkpoint of `origin` into `engine`; returns where the data of a stream stands. Collective.
+
+    CheckpointError where a stream was shared out among another number of ranks.
+    """
+    if origin.found is None or origin.place is None:
+        return START
+    own = restore(engine, origin.place, origin.found)
+    if own:
+        restore_random_state(own["random"])
+    is_stream = isinstance(material.train, StreamedRows)
+    if is_stream and not own:
+        raise CheckpointError(
+            f"data.streaming goes on with as many ranks as it began: {origin.found.manifest.world_size}, not {engine.plan.dp}",
+            hint=f"start {origin.found.manifest.world_size} ranks, or prepare the data (data.streaming false) in a new run",
+        )
+    return Position(*own["position"]) if is_stream else START
+
+
+@contextmanager
+def saver_of(engine: Engine, place: Place, base: Mapping[str, Path]) -> Iterator[Saver]:
+    """A saver of the engine's state whose process is running; `base` are files by name that an export will need."""
+    kept = Path(engine.plan.config.output_dir) / BASE
+    if place.leads:
+        for name, source in base.items():
+            (kept / name).unlink(missing_ok=True)
+            # Copied once, so that whoever changes the model's folder does not change the checkpoint.
+            (kept / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, kept / name)
+    saver = Saver(engine.state.groups, place, engine.plan.saves_aside, {f"{BASE}/{name}": kept / name for name in base})
+    num_bytes = num_weights(engine.state.groups(), writer=place.writer) * engine.plan.bytes_per_parameter
+    agree(_short_of_memory(num_bytes, engine.plan))
+    saver.start(num_bytes)
+    try:
+        yield saver
+    finally:
+        saver.close()
+
+
+def _short_of_memory(num_bytes: int, plan: Plan) -> OutputError | None:
+    needed, free = num_bytes * plan.world.local_world_size, available_bytes()
+    if not plan.saves_aside or free is None or needed <= free:
+        return None
+    sizes = f"{needed / _GIB:.2f} GiB of state to the memory of {socket.gethostname()}, which has {free / _GIB:.2f} GiB left"
+    return OutputError(
+        f"checkpoint.asynchronous copies {sizes}",
+        hint="set checkpoint.asynchronous false: training then waits while a checkpoint is written",
+    )
+
+
+def run_text(engine: Engine, material: Material) -> Callable[[StepRecord, Mapping[str, Mapping[str, Any]]], str]:
+    """A function that puts the run's state after a step into text."""
+
+    def text(record: StepRecord, observers: Mapping[str, Mapping[str, Any]]) -> str:
+        return RunState(
+            step=record.step,
+            skipped_steps=int(record.values["train/skipped_steps"]),
+            tokens_seen=int(record.values["data/tokens_seen"]),
+            position=tuple(record.position),
+            engine=engine.state.scalars(),
+            observers=observers,
+            data=fingerprint(material),
+            config=engine.plan.config.model_dump(mode="json", by_alias=True),
+            layout=layout_of(engine.plan),
+            versions=versions(),
+        ).text()
+
+    return text
+
+
+def remember(observers: Mapping[str, Resumable], origin: Origin) -> None:
+    """Give observers back what they remembered."""
+    kept = origin.found.state.observers if origin.found else {}
+    for name in observers.keys() & kept.keys():
+        observers[name].restore(kept[name])
+
+
+def fingerprint(material: Material) -> str:
+    """What the training rows are, however they came about; a stream is known by its sources alone."""
+    rows = material.train
+    return json.dumps([source.path for source in rows.sources]) if isinstance(rows, StreamedRows) else rows.fingerprint()

@@ -1,0 +1,229 @@
+"""The state of a run under DeepSpeed as named pieces of whole tensors: what a checkpoint saves and restores."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_finetune.engine.masters import Master, Part, masters_of
+from ds_finetune.plan.layout import Plan
+
+WEIGHT, BUFFER = "weight", "buffer"
+_SAME_KIND = {"sum": "exp_avg_sq"}
+"""Names of optimizer state in torch by those of DeepSpeed's CPU kernels, where they are the same numbers (Adagrad)."""
+_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""What a dynamic loss scale is made of (fp16/loss_scaler.py:92-150; fp16/fused_optimizer.py:60-75 holds it itself)."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Elements `start` to `start + numel` of a row-major local tensor, which is the part of the global tensor `shape` from index `origin`.
+
+    `key` is `kind/name`, the same for any layout: `weight/model.norm.weight`, `exp_avg/...`, `buffer/...`. Without tensor
+    parallelism the local tensor is the global one. `is_replicated`: every rank holds the same elements.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    start: int
+    numel: int
+    dtype: torch.dtype
+    is_replicated: bool = False
+    origin: tuple[int, ...] | None = None
+    local_shape: tuple[int, ...] | None = None
+
+
+Read = Callable[[str], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StateGroup:
+    """Slices that are in memory together: `opened(write)` gives a function from a slice's key to its elements (1-D)."""
+
+    slices: tuple[Slice, ...]
+    opened: Callable[[bool], AbstractContextManager[Read]]
+
+
+class EngineState:
+    """Weights, optimizer state, persistent buffers and counters of one rank."""
+
+    def __init__(self, wrapped: Any, plan: Plan) -> None:  # noqa: ANN401 - a DeepSpeedEngine
+        self._ds, self._plan = wrapped, plan
+        self._masters = masters_of(wrapped, plan)
+        self._is_plain = plan.zero_stage == 0 and plan.config.train.precision == "fp32"
+        self._is_fp16 = plan.config.train.precision == "fp16"
+        # With a ratio of offload below 1 part of the sub-groups have a second optimizer (zero/stage3.py:1253).
+        backup = getattr(wrapped.optimizer, "backup_optimizer", None)
+        base = wrapped.optimizer if self._is_plain else wrapped.optimizer.optimizer
+        self._optimizers = [base, *([backup] if backup is not None else [])]
+
+    def groups(self) -> list[StateGroup]:
+        """Every slice of this rank, weights before moments; each sub-group on NVMe is a group of its own."""
+        if self._plan.device == "cuda":
+            torch.cuda.synchronize()
+        swapped = [[master] for master in self._masters if master.is_swapped]
+        here = [master for master in self._masters if not master.is_swapped]
+        return [self._group(masters) for masters in [here, *swapped] if masters] + [_buffers(self._ds.module)]
+
+    def scalars(self) -> dict[str, Any]:
+        """Optimizer steps taken (`steps`; at stage 0 `steps_of` parameters that took fewer) and the loss scale, as plain numbers."""
+        found = {part.name: self._steps(master) for master in self._masters for part in master.parts}
+        common = max(found.values(), default=0)
+        return {
+            "steps": common,
+            "steps_of": {name: steps for name, steps in found.items() if steps != common},
+            "loss_scale": {name: getattr(self._scaler, name) for name in _SCALER if hasattr(self._scaler, name)} if self._is_fp16 else {},
+        }
+
+    def make_room(self, kinds_of: Mapping[str, set[str]]) -> None:
+        """Create the optimizer state for parameters by name and kind, by a step with zero gradient and learning rate."""
+        wanted = {master: {kind for part in master.parts for kind in kinds_of.get(part.name, ())} for master in self._masters}
+        fresh = [master for master, kinds in wanted.items() if kinds]
+        with _learning_rate_zero(self._optimizers):
+            for masters in [[master] for master in fresh] if self._plan.zero_stage == 3 else [fresh]:
+                self._zero_step(masters)
+        for master in fresh:
+            for kind in wanted[master] - self._kinds(master).keys():
+                # Muon's momentum below stage 3, which its first step with a gradient would make.
+                self._optimizers[0].state[master.flat][kind] = torch.zeros_like(master.flat, requires_grad=False)
+
+    def finish(self, scalars: Mapping[str, Any]) -> None:
+        """Set counters to `scalars` and bring the weights the model computes with in line with the restored fp32 ones."""
+        for master in self._masters:
+            self._set_steps(master, max((scalars["steps_of"].get(part.name, scalars["steps"]) for part in master.parts), default=scalars["steps"]))
+        for group in (group for optimizer in self._optimizers for group in optimizer.param_groups):
+            if "step" in group:
+                group["step"] = scalars["steps"]
+        for name, value in (scalars["loss_scale"] if self._is_fp16 else {}).items():
+            setattr(self._scaler, name, value)
+        self._refresh()
+
+    @property
+    def _scaler(self) -> Any:  # noqa: ANN401
+        return getattr(self._ds.optimizer, "loss_scaler", self._ds.optimizer)
+
+    def _state(self, master: Master) -> dict[str, Any]:
+        found = [optimizer.state[master.flat] for optimizer in self._optimizers if master.flat in optimizer.state]
+        return found[0] if found else {}
+
+    def _kinds(self, master: Master) -> dict[str, torch.Tensor]:
+        """State tensors with an element for each of the master's, by DeepSpeed's name; without elements while on NVMe."""
+        size = master.flat.numel()
+        tensors = {kind: value for kind, value in self._state(master).items() if torch.is_tensor(value) and kind != "step"}
+        return {_SAME_KIND.get(kind, kind): value for kind, value in tensors.items() if value.numel() == size}
+
+    def _group(self, masters: Sequence[Master]) -> StateGroup:
+        kinds = {master: self._kinds(master) for master in masters}
+        pairs = [(WEIGHT, master, master.flat) for master in masters]
+        pairs += [
+            (kind, m, kinds[m][kind]) for kind in sorted({kind for held in kinds.values() for kind in held}) for m in masters if kind in kinds[m]
+        ]
+        slices = [_slice(kind, part, held.dtype, self._plan) for kind, master, held in pairs for part in master.parts]
+        return StateGroup(tuple(slices), lambda write: self._opened(masters, write))
+
+    @contextmanager
+    def _opened(self, masters: Sequence[Master], write: bool) -> Iterator[Read]:
+        place = {part.name: (master, part) for master in masters for part in master.parts}
+
+        def read(key: str) -> torch.Tensor:
+            kind, _, name = key.partition("/")
+            master, part = place[name]
+            held = master.flat if kind == WEIGHT else self._kinds(master)[kind]
+            return held.detach().view(-1)[part.offset : part.offset + part.numel]
+
+        with self._in_memory(masters[0], write) if masters[0].is_swapped else nullcontext():
+            yield read
+            if write and masters[0].is_swapped:
+                # The parameters of this sub-group, perhaps on NVMe themselves, while its master is in memory.
+                self._ds.optimizer._reassign_or_swap_out_partitioned_parameters(masters[0].number)
+
+    @contextmanager
+    def _in_memory(self, master: Master, write: bool) -> Iterator[None]:
+        optimizer = self._ds.optimizer
+        optimizer._optimizer_states_and_gradient_swap_in(master.number)
+        try:
+            yield
+        finally:
+            if write:
+                optimizer._optimizer_states_and_gradient_swap_out(master.number)
+            else:
+                optimizer._release_swap_buffers(master.number)
+
+    def _zero_step(self, masters: Sequence[Master]) -> None:
+        """One step of the optimizer on `masters`; at stage 3 that is one sub-group, which may have to come from NVMe."""
+        with self._in_memory(masters[0], write=True) if masters[0].is_swapped else nullcontext():
+            kept = [master.flat.grad for master in masters]
+            for master in masters:
+                master.flat.grad = torch.zeros_like(master.flat)
+            if self._plan.zero_stage == 3:
+                self._ds.optimizer._optimizer_step(masters[0].number)
+            else:
+                self._optimizers[0].step()
+            for master, grad in zip(masters, kept, strict=True):
+                master.flat.grad = grad
+
+    def _steps(self, master: Master) -> int:
+        own = self._state(master).get("step")
+        shared = max((int(group["step"]) for group in self._optimizers[0].param_groups if "step" in group), default=0)
+        return shared if own is None else int(own)
+
+    def _set_steps(self, master: Master, steps: int) -> None:
+        state = self._state(master)
+        if torch.is_tensor(state.get("step")):
+            state["step"].fill_(steps)
+        elif "step" in state:
+            state["step"] = steps
+
+    def _refresh(self) -> None:
+        optimizer, stage = self._ds.optimizer, self._plan.zero_stage
+        if stage == 3:
+            for master in self._masters:
+                if not master.is_swapped:
+                    optimizer._reassign_or_swap_out_partitioned_parameters(master.number)
+            if optimizer.persistent_parameters:
+                optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+        elif stage:
+            optimizer.update_lp_params()
+        elif not self._is_plain:
+            self._copy_down()
+
+    def _copy_down(self) -> None:
+        params = {name.removeprefix("lm."): param for name, param in self._ds.module.named_parameters()}
+        for master in self._masters:
+            for part in master.parts:
+                params[part.name].data.view(-1).copy_(master.flat.detach().view(-1)[part.offset : part.offset + part.numel])
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers that belong to the weights, by Hugging Face name."""
+    for name, buffer in module.named_buffers():
+        owner, _, leaf = name.rpartition(".")
+        if leaf not in module.get_submodule(owner)._non_persistent_buffers_set:
+            yield name.removeprefix("lm."), buffer
+
+
+def _buffers(module: nn.Module) -> StateGroup:
+    tensors = {f"{BUFFER}/{name}": buffer.detach().view(-1) for name, buffer in persistent_buffers(module)}
+    shapes = {f"{BUFFER}/{name}": tuple(buffer.shape) for name, buffer in persistent_buffers(module)}
+    slices = [Slice(key, shapes[key], 0, held.numel(), held.dtype, is_replicated=True) for key, held in tensors.items()]
+    return StateGroup(tuple(slices), lambda write: nullcontext(tensors.__getitem__))
+
+
+def _slice(kind: str, part: Part, dtype: torch.dtype, plan: Plan) -> Slice:
+    return Slice(f"{kind}/{part.name}", part.shape, part.start, part.numel, dtype, is_replicated=plan.zero_stage == 0)
+
+
+@contextmanager
+def _learning_rate_zero(optimizers: Sequence[Any]) -> Iterator[None]:
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    kept = [group["lr"] for group in groups]
+    for group in groups:
+        group["lr"] = 0.0
+    try:
+        yield
+    finally:
+        for group, lr in zip(groups, kept, strict=True):
+            group["lr"] = lr

@@ -1,0 +1,70 @@
+"""Checkpoints every so often, at the last step and when a signal asks for it; what went wrong with one is said at the next step."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ds_finetune.checkpoint.random_state import random_state
+from ds_finetune.checkpoint.saver import Outcome, Saver, superseded
+from ds_finetune.observers.interrupts import Interrupts
+from ds_finetune.observers.record import Resumable, StepRecord
+
+RunText = Callable[[StepRecord, Mapping[str, Mapping[str, Any]]], str]
+"""The run's state as text, from the record of a step and what observers remember."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """How often a checkpoint is written, and which are kept: the last `keep`, and the one with the lowest eval loss."""
+
+    every_steps: int
+    keep: int
+    keep_best: bool
+
+
+@dataclass
+class Checkpointing:
+    """Saves as `kept` says; `say` prints a line, `remembered` are observers by name whose state is kept."""
+
+    saver: Saver
+    interrupts: Interrupts
+    kept: Kept
+    remembered: Mapping[str, Resumable]
+    run_text: RunText
+    say: Callable[[str], None]
+
+    def after_step(self, record: StepRecord) -> StepRecord:
+        """Settle the save before where it is done, and begin one where it is time."""
+        is_asked = self.interrupts.is_asked()
+        self._report(self.saver.settle())
+        if not (is_asked or record.is_last or record.stop or record.step % self.kept.every_steps == 0):
+            return record
+        self._report(self.saver.settle(wait=True))
+        state = self.run_text(record, {name: observer.state() for name, observer in self.remembered.items()})
+        rank_state = {"random": random_state(), "position": record.position}
+        blocked = self.saver.save(record.step, state, rank_state=rank_state, eval_loss=record.values.get("eval/loss"))
+        record = record.with_values({"checkpoint/blocked_seconds": blocked})
+        if not is_asked:
+            return record
+        has_saved = self._report(self.saver.settle(wait=True))
+        name = self.interrupts.name or "a signal to another rank"
+        return record.stopping(f"{name}: {'saved' if has_saved else 'NOT saved'} at step {record.step}; the same command goes on from there")
+
+    def close(self) -> None:
+        """Wait for the save that is on its way."""
+        self._report(self.saver.settle(wait=True))
+
+    def _report(self, outcome: Outcome | None) -> bool:
+        """Say what went wrong with a save on the rank concerned, and take away what is no longer needed; returns whether it is complete."""
+        if outcome is None:
+            return False
+        if not outcome.has_failed:
+            self.saver.remove(superseded(self.saver.place.folder, keep=self.kept.keep, keep_best=self.kept.keep_best))
+            return True
+        place = self.saver.place
+        for error in outcome.errors:
+            self.say(f"CHECKPOINT OF STEP {outcome.step} WAS NOT WRITTEN: rank {place.rank}, {place.folder}: {error}")
+        if place.rank == 0 and not outcome.errors:
+            self.say(f"CHECKPOINT OF STEP {outcome.step} WAS NOT WRITTEN: another rank failed; the ones before are untouched")
+        self.saver.clean_up(outcome)
+        return False
