@@ -44,7 +44,9 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 def test_the_run_folder_holds_what_it_should(finished: Path) -> None:
     run = finished / "run"
-    assert {"config.yaml", "plan.json", "deepspeed.json", "metrics.jsonl", "tensorboard", "export", "export-best"} == {p.name for p in run.iterdir()}
+    assert {"config.yaml", "plan.json", "deepspeed.json", "metrics.jsonl", "tensorboard", "base", "checkpoints", "export", "export-best"} == {
+        p.name for p in run.iterdir()
+    }
     records = metrics(finished)
     assert [record["step"] for record in records] == list(range(1, 9))
     assert all(record.keys() >= KEYS for record in records)

@@ -72,7 +72,7 @@ def restore(engine: Engine, place: Place, found: Found) -> dict[str, Any]:
     error, state = None, engine.state
     try:
         state.make_room(_kinds(reader))
-        read_groups(state.groups(), reader, absent=_absent(found.manifest))
+        read_groups(state.groups(restoring=True), reader, absent=_absent(found.manifest))
     except CheckpointError as failed:
         error = failed
     agree(error)

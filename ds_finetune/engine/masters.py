@@ -1,7 +1,7 @@
 """Where each layout keeps the fp32 weights an optimizer steps on, and which parts of which parameters lie in them."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,12 +22,26 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Master:
-    """A tensor an optimizer steps on, the parameter parts in it, and its number; on NVMe it is empty until swapped in."""
+    """A tensor an optimizer steps on, the parameter parts in it, and its number; on NVMe it is empty until swapped in.
+
+    `wholes` are the places of the same parameters in a buffer that holds each of them whole, as Muon's momentum does below
+    stage 3 (zero/stage_1_and_2.py:2805): one that two ranks share is there on both.
+    """
 
     flat: torch.Tensor
     parts: tuple[Part, ...]
     number: int
     is_swapped: bool = False
+    wholes: tuple[Part, ...] = ()
+
+    def parts_in(self, held: torch.Tensor, *, restoring: bool) -> tuple[Part, ...]:
+        """The parts in `held`, a state of this master: each element by one rank to save them, by all that hold it to restore."""
+        if held.numel() == self.flat.numel():
+            return self.parts
+        if restoring:
+            return self.wholes
+        begins = {part.name: part.offset for part in self.wholes}
+        return tuple(replace(part, offset=begins[part.name] + part.start) for part in self.parts)
 
 
 def masters_of(wrapped: Any, plan: Plan) -> list[Master]:  # noqa: ANN401 - a DeepSpeedEngine
@@ -70,7 +84,11 @@ def _sharded(optimizer: Any, number: int, names: dict[int, str]) -> Master:  # n
         if mapping is not None:
             where = mapping.lp_fragment_address
             parts.append(Part(names[id(param)], tuple(param.shape), where.start, where.numel, mapping.hp_fragment_address.start))
-    return Master(optimizer.single_partition_of_fp32_groups[number], tuple(parts), number)
+    offset, wholes = 0, []
+    for param in optimizer.params_in_partition[number]:
+        wholes.append(_whole(param, names, offset))
+        offset += param.numel()
+    return Master(optimizer.single_partition_of_fp32_groups[number], tuple(parts), number, wholes=tuple(wholes))
 
 
 def _partitioned(optimizer: Any, names: dict[int, str], plan: Plan) -> Iterator[Master]:  # noqa: ANN401

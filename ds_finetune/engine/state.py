@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_finetune.engine.masters import Master, Part, masters_of
+from ds_finetune.engine.masters import Master, masters_of
 from ds_finetune.plan.layout import Plan
 
 WEIGHT, BUFFER = "weight", "buffer"
+_MUON = "momentum_buffer"
 _SAME_KIND = {"sum": "exp_avg_sq"}
 """Names of optimizer state in torch by those of DeepSpeed's CPU kernels, where they are the same numbers (Adagrad)."""
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -60,13 +61,16 @@ class EngineState:
         base = wrapped.optimizer if self._is_plain else wrapped.optimizer.optimizer
         self._optimizers = [base, *([backup] if backup is not None else [])]
 
-    def groups(self) -> list[StateGroup]:
-        """Every slice of this rank, weights before moments; each sub-group on NVMe is a group of its own."""
+    def groups(self, *, restoring: bool = False) -> list[StateGroup]:
+        """Every slice of this rank, weights before moments; each sub-group on NVMe is a group of its own.
+
+        To save, each element is some one rank's; `restoring` gives all that this rank must have.
+        """
         if self._plan.device == "cuda":
             torch.cuda.synchronize()
         swapped = [[master] for master in self._masters if master.is_swapped]
         here = [master for master in self._masters if not master.is_swapped]
-        return [self._group(masters) for masters in [here, *swapped] if masters] + [_buffers(self._ds.module)]
+        return [self._group(masters, restoring) for masters in [here, *swapped] if masters] + [_buffers(self._ds.module)]
 
     def scalars(self) -> dict[str, Any]:
         """Optimizer steps taken (`steps`; at stage 0 `steps_of` parameters that took fewer) and the loss scale, as plain numbers."""
@@ -82,13 +86,17 @@ class EngineState:
         """Create the optimizer state for parameters by name and kind, by a step with zero gradient and learning rate."""
         wanted = {master: {kind for part in master.parts for kind in kinds_of.get(part.name, ())} for master in self._masters}
         fresh = [master for master, kinds in wanted.items() if kinds]
+        if not fresh:
+            return
         with _learning_rate_zero(self._optimizers):
             for masters in [[master] for master in fresh] if self._plan.zero_stage == 3 else [fresh]:
                 self._zero_step(masters)
         for master in fresh:
             for kind in wanted[master] - self._kinds(master).keys():
-                # Muon's momentum below stage 3, which its first step with a gradient would make.
-                self._optimizers[0].state[master.flat][kind] = torch.zeros_like(master.flat, requires_grad=False)
+                # Muon's momentum below stage 3, which its first step with a gradient would make; with the optimizer offloaded it is a part.
+                is_whole = kind == _MUON and master.wholes and self._plan.offload_optimizer == "none"
+                size = sum(part.numel for part in master.wholes) if is_whole else master.flat.numel()
+                self._optimizers[0].state[master.flat][kind] = torch.zeros(size, device=master.flat.device)
 
     def finish(self, scalars: Mapping[str, Any]) -> None:
         """Set counters to `scalars` and bring the weights the model computes with in line with the restored fp32 ones."""
@@ -110,33 +118,38 @@ class EngineState:
         return found[0] if found else {}
 
     def _kinds(self, master: Master) -> dict[str, torch.Tensor]:
-        """State tensors with an element for each of the master's, by DeepSpeed's name; without elements while on NVMe."""
-        size = master.flat.numel()
+        """State tensors with an element for each of the master's (or its `wholes`), by DeepSpeed's name; without elements while on NVMe."""
+        sizes = (master.flat.numel(), sum(part.numel for part in master.wholes))
         tensors = {kind: value for kind, value in self._state(master).items() if torch.is_tensor(value) and kind != "step"}
-        return {_SAME_KIND.get(kind, kind): value for kind, value in tensors.items() if value.numel() == size}
+        return {_SAME_KIND.get(kind, kind): value for kind, value in tensors.items() if value.numel() in sizes}
 
-    def _group(self, masters: Sequence[Master]) -> StateGroup:
+    def _group(self, masters: Sequence[Master], restoring: bool) -> StateGroup:
+        held = [(WEIGHT, master, master.flat) for master in masters]
         kinds = {master: self._kinds(master) for master in masters}
-        pairs = [(WEIGHT, master, master.flat) for master in masters]
-        pairs += [
-            (kind, m, kinds[m][kind]) for kind in sorted({kind for held in kinds.values() for kind in held}) for m in masters if kind in kinds[m]
+        for kind in sorted({kind for found in kinds.values() for kind in found}):
+            held += [(kind, master, kinds[master][kind]) for master in masters if kind in kinds[master]]
+        place = {f"{kind}/{part.name}": (kind, master, part) for kind, master, value in held for part in master.parts_in(value, restoring=restoring)}
+        dtypes = {(kind, master): value.dtype for kind, master, value in held}
+        slices = [
+            Slice(key, part.shape, part.start, part.numel, dtypes[kind, master], is_replicated=self._plan.zero_stage == 0)
+            for key, (kind, master, part) in place.items()
         ]
-        slices = [_slice(kind, part, held.dtype, self._plan) for kind, master, held in pairs for part in master.parts]
-        return StateGroup(tuple(slices), lambda write: self._opened(masters, write))
-
-    @contextmanager
-    def _opened(self, masters: Sequence[Master], write: bool) -> Iterator[Read]:
-        place = {part.name: (master, part) for master in masters for part in master.parts}
 
         def read(key: str) -> torch.Tensor:
-            kind, _, name = key.partition("/")
-            master, part = place[name]
-            held = master.flat if kind == WEIGHT else self._kinds(master)[kind]
-            return held.detach().view(-1)[part.offset : part.offset + part.numel]
+            kind, master, part = place[key]
+            value = master.flat if kind == WEIGHT else self._kinds(master)[kind]
+            return value.detach().view(-1)[part.offset : part.offset + part.numel]
 
-        with self._in_memory(masters[0], write) if masters[0].is_swapped else nullcontext():
+        return StateGroup(tuple(slices), lambda write: self._opened(masters, read, write))
+
+    @contextmanager
+    def _opened(self, masters: Sequence[Master], read: Read, write: bool) -> Iterator[Read]:
+        if not masters[0].is_swapped:
             yield read
-            if write and masters[0].is_swapped:
+            return
+        with self._in_memory(masters[0], write):
+            yield read
+            if write:
                 # The parameters of this sub-group, perhaps on NVMe themselves, while its master is in memory.
                 self._ds.optimizer._reassign_or_swap_out_partitioned_parameters(masters[0].number)
 
@@ -210,10 +223,6 @@ def _buffers(module: nn.Module) -> StateGroup:
     shapes = {f"{BUFFER}/{name}": tuple(buffer.shape) for name, buffer in persistent_buffers(module)}
     slices = [Slice(key, shapes[key], 0, held.numel(), held.dtype, is_replicated=True) for key, held in tensors.items()]
     return StateGroup(tuple(slices), lambda write: nullcontext(tensors.__getitem__))
-
-
-def _slice(kind: str, part: Part, dtype: torch.dtype, plan: Plan) -> Slice:
-    return Slice(f"{kind}/{part.name}", part.shape, part.start, part.numel, dtype, is_replicated=plan.zero_stage == 0)
 
 
 @contextmanager
