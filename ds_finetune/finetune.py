@@ -130,7 +130,7 @@ def export(engine: Engine, material: Material, out: Path) -> None:
         files=tuple(file for file in files if file.is_file()),
         texts=template,
     )
-    write_folder(engine.tensors(), out, parts, max_shard_bytes=parse_bytes(config.export.max_shard_size))
+    write_folder(engine.tensors(), engine.tensor_specs(), out, parts, max_shard_bytes=parse_bytes(config.export.max_shard_size))
 
 
 def _utilisation(plan: Plan, material: Material) -> list[Observer]:

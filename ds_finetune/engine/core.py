@@ -40,7 +40,7 @@ class EvalResult:
 
 
 class Engine:
-    """A model under DeepSpeed, seen as `step`, `evaluate`, `generate` and `tensors`."""
+    """A model under DeepSpeed, seen as `step`, `evaluate`, `generate` and `tensors` (`tensor_specs` in advance)."""
 
     def __init__(self, wrapped: Any, plan: Plan) -> None:  # noqa: ANN401 - a DeepSpeedEngine
         self.plan = plan
@@ -116,13 +116,20 @@ class Engine:
         for name, param in _named(self._ds.module):
             with self._gathered(param):
                 yield name, param.detach().cpu() if self.is_rank_zero else None
-        persistent = self._ds.module.state_dict().keys() if self.plan.zero_stage < 3 else None
-        for name, buffer in self._ds.module.named_buffers():
-            owner, _, leaf = name.rpartition(".")
-            if persistent is None and leaf in self._ds.module.get_submodule(owner)._non_persistent_buffers_set:
-                continue
-            if persistent is None or name in persistent:
-                yield name.removeprefix("lm."), buffer.detach().cpu() if self.is_rank_zero else None
+        for name, buffer in self._persistent_buffers():
+            yield name, buffer.detach().cpu() if self.is_rank_zero else None
+
+    def tensor_specs(self) -> dict[str, torch.Tensor]:
+        """Shape and dtype of what `tensors` yields, in its order, as tensors on the meta device; nothing is gathered."""
+        shapes = {name: tuple(getattr(param, "ds_shape", param.shape)) for name, param in _named(self._ds.module)}
+        specs = {name: torch.empty(shapes[name], dtype=param.dtype, device="meta") for name, param in _named(self._ds.module)}
+        return specs | {name: buffer.to("meta") for name, buffer in self._persistent_buffers()}
+
+    def _persistent_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for owner, module in self._ds.module.named_modules():
+            for leaf, buffer in module.named_buffers(recurse=False):
+                if leaf not in module._non_persistent_buffers_set:
+                    yield f"{owner}.{leaf}".lstrip(".").removeprefix("lm."), buffer
 
     def _forward(self, micro: MicroBatch) -> TokenLoss:
         parts = (part.to(self._device, non_blocking=True) for part in (micro.input_ids, micro.position_ids, micro.labels))

@@ -1,5 +1,6 @@
 """One map between a model's tensors and the tensors of a published checkpoint, used for loading and for export."""
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -16,6 +17,14 @@ class Piece:
     key: str
     index: Index
     shape: tuple[int, ...]
+
+    def first_element(self, whole: tuple[int, ...]) -> int:
+        """Where its elements begin in the row-major flattened tensor of shape `whole`, in which they lie without a gap."""
+        begin, stride = 0, math.prod(whole)
+        for size, part in zip(whole, self.index, strict=False):
+            stride //= size
+            begin += stride * (part if isinstance(part, int) else part.start)
+        return begin
 
 
 def hub_pieces(name: str, shape: tuple[int, ...], family: Family) -> tuple[Piece, ...]:

@@ -183,29 +183,17 @@ def _fill(checkpoint: _Checkpoint, target: _Target) -> None:
 
 def _copy_piece(checkpoint: _Checkpoint, fragment: Fragment, flat: torch.Tensor, piece: Piece) -> None:
     """Copy the part of `piece` that lies in `fragment` into its elements `flat`, reading only the rows it needs."""
-    begin, rows_apart = _place(fragment.shape, piece)
-    width = math.prod(piece.shape[1:])
-    first = max(0, (fragment.start - begin) // rows_apart)
-    last = min(piece.shape[0] if piece.shape else 1, -(-(fragment.start + fragment.numel - begin) // rows_apart))
+    begin, width = piece.first_element(fragment.shape), max(1, math.prod(piece.shape[1:]))
+    first = max(0, (fragment.start - begin) // width)
+    last = min(piece.shape[0] if piece.shape else 1, -(-(fragment.start + fragment.numel - begin) // width))
     if first >= last:
         return
     source = checkpoint.slice_of(piece.key)
     values = source[first:last] if piece.shape else source[...]
     if not bool(torch.isfinite(values).all()):
         raise ModelError(f"tensor `{piece.key}` of {checkpoint.folder} holds NaN or infinity", hint="the checkpoint is damaged; download it again")
-    # Rows of a piece lie `rows_apart` elements apart in the flattened tensor, which is their own width for every map there is.
-    assert rows_apart == width
     flat_values = values.reshape(-1)
     offset = begin + first * width - fragment.start
     source_from, target_from = max(0, -offset), max(0, offset)
     count = min(flat_values.numel() - source_from, fragment.numel - target_from)
     flat[target_from : target_from + count].copy_(flat_values[source_from : source_from + count])
-
-
-def _place(shape: tuple[int, ...], piece: Piece) -> tuple[int, int]:
-    """Where a piece begins in the row-major flattened tensor of `shape`, and how many elements its rows are apart there."""
-    begin, stride = 0, math.prod(shape)
-    for size, part in zip(shape, piece.index, strict=False):
-        stride //= size
-        begin += stride * (part if isinstance(part, int) else part.start)
-    return begin, max(1, math.prod(piece.shape[1:]))
