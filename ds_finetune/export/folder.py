@@ -48,11 +48,11 @@ class FolderParts:
     """Further files by name, e.g. a generation config made from the tokenizer or a chat template given in the run file."""
 
 
-def parse_bytes(text: str) -> int:
-    """`5GB`, `500MB`, `2GiB` as a number of bytes; ConfigError names what was given."""
+def parse_bytes(text: str, *, name: str = "export.max_shard_size") -> int:
+    """`5GB`, `500MB`, `2GiB` as a number of bytes; ConfigError says what `name` was given as."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B)\s*", text, re.IGNORECASE)
     if not found:
-        raise ConfigError(f"export.max_shard_size is `{text}`", hint="write e.g. 5GB or 500MB")
+        raise ConfigError(f"{name} is `{text}`", hint="write e.g. 5GB or 500MB")
     return int(float(found[1]) * _UNITS[found[2].upper()])
 
 

@@ -18,6 +18,11 @@ _INDEX = "model.safetensors.index.json"
 _SHOWN = 5
 
 
+def num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes of a tensor's data."""
+    return math.prod(shape) * dtype.itemsize
+
+
 @dataclass(frozen=True)
 class HubTensor:
     """A tensor of the files to be written: its published name, shape and dtype."""
@@ -34,7 +39,7 @@ class HubTensor:
     @property
     def num_bytes(self) -> int:
         """Bytes of its data."""
-        return self.numel * self.dtype.itemsize
+        return num_bytes(self.shape, self.dtype)
 
 
 @dataclass(frozen=True)

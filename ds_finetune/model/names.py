@@ -2,11 +2,13 @@
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ds_finetune.model.families import Family
 
 Index = tuple[int | slice, ...]
+_SHOWN = 10
 _FUSED = re.compile(r"^(?P<experts>.*\.mlp\.experts)\.(?P<part>gate_up_proj|down_proj)$")
 
 
@@ -45,3 +47,15 @@ def hub_pieces(name: str, shape: tuple[int, ...], family: Family) -> tuple[Piece
         for e in range(experts)
         for part, where in (("gate_proj", slice(0, half)), ("up_proj", slice(half, rows)))
     )
+
+
+def differences(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> str:
+    """How the tensors `found` in a checkpoint differ from those `wanted` by a model, by name and shape; empty where they do not."""
+    common = sorted(wanted.keys() & found.keys())
+    mismatched = [f"{key}: model {wanted[key]}, checkpoint {found[key]}" for key in common if wanted[key] != found[key]]
+    problems = [
+        ("missing", sorted(wanted.keys() - found.keys())),
+        ("unexpected", sorted(found.keys() - wanted.keys())),
+        ("of another shape", mismatched),
+    ]
+    return "; ".join(f"{len(keys)} {what}: {', '.join(keys[:_SHOWN])}{' ...' if len(keys) > _SHOWN else ''}" for what, keys in problems if keys)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from ds_finetune.errors import ModelError
 from ds_finetune.model.build import Fragment, Where, whole
 from ds_finetune.model.families import Family
-from ds_finetune.model.names import Piece, hub_pieces
+from ds_finetune.model.names import Piece, differences, hub_pieces
 
 _SHOWN = 10
 _FP8 = ("F8_E4M3", "F8_E5M2")
@@ -146,20 +146,15 @@ class _Checkpoint:
 
 def _account(checkpoint: _Checkpoint, targets: Iterable[_Target], model: PreTrainedModel, family: Family) -> list[str]:
     wanted = {piece.key: piece.shape for target in targets for piece in target.pieces}
-    missing = sorted(wanted.keys() - checkpoint.file_of.keys())
-    left_over = sorted(checkpoint.file_of.keys() - wanted.keys())
-    skipped = [key for key in left_over if _is_declared(key, model, family)]
-    unexpected = sorted(set(left_over) - set(skipped))
-    shapes = {key: tuple(checkpoint.slice_of(key).get_shape()) for key in wanted.keys() & checkpoint.file_of.keys()}
-    mismatched = [f"{key}: model {wanted[key]}, checkpoint {shape}" for key, shape in sorted(shapes.items()) if shape != wanted[key]]
-    fp8 = [key for key in shapes if checkpoint.slice_of(key).get_dtype() in _FP8]
+    skipped = [key for key in sorted(checkpoint.file_of.keys() - wanted.keys()) if _is_declared(key, model, family)]
+    found = {key: tuple(checkpoint.slice_of(key).get_shape()) for key in checkpoint.file_of.keys() - set(skipped)}
+    fp8 = [key for key in sorted(wanted.keys() & found.keys()) if checkpoint.slice_of(key).get_dtype() in _FP8]
     if fp8:
         raise ModelError(f"{checkpoint.folder} holds {len(fp8)} FP8 tensors, e.g. `{fp8[0]}`", hint="give a bf16 copy of the checkpoint")
-    problems = [("missing", missing), ("unexpected", unexpected), ("of another shape", mismatched)]
-    found = [f"{len(keys)} {what}: {', '.join(keys[:_SHOWN])}{' ...' if len(keys) > _SHOWN else ''}" for what, keys in problems if keys]
-    if found:
+    wrong = differences(wanted, found)
+    if wrong:
         raise ModelError(
-            f"{checkpoint.folder} does not fit {type(model).__name__}: {'; '.join(found)}",
+            f"{checkpoint.folder} does not fit {type(model).__name__}: {wrong}",
             hint="the checkpoint is incomplete or of another model; nothing is trained from weights that were not loaded",
         )
     return skipped
