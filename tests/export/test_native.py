@@ -71,6 +71,17 @@ def test_the_export_is_what_deepspeed_makes_of_it(name: str, dtype: str, written
     assert model.dtype == DTYPES[dtype]
 
 
+def test_a_folder_of_the_hugging_face_trainer(written: Path, tmp_path: Path) -> None:
+    """At ZeRO 2 the Trainer also saves the weights it computes with, which are the masters in bf16."""
+    folder, out = written / "trainer" / "checkpoint-2", tmp_path / "out"
+    assert cli.main(["export", str(folder), str(out)]) == 0
+    theirs, found = load_file(folder / "model.safetensors"), load_file(out / "model.safetensors")
+    assert found.keys() == theirs.keys()
+    assert all(torch.equal(found[key], tensor.to(found[key].dtype)) for key, tensor in theirs.items())
+    assert found["model.layers.1.mlp.gate.e_score_correction_bias"].dtype == torch.float32
+    assert (out / "generation_config.json").read_bytes() == (folder / "generation_config.json").read_bytes()
+
+
 @pytest.mark.parametrize("numel", [1, 7, 1000])
 def test_any_range_of_any_tensor_can_be_read(numel: int, written: Path) -> None:
     name = "deepseek_v3-stage3-bf16"

@@ -1,6 +1,7 @@
 """Started by the tests as `torchrun --nproc-per-node 2 worker.py OUT`: plain DeepSpeed trains a step and writes its own checkpoints.
 
-Each `OUT/CELL` holds the checkpoint, `config.json`, and `truth.pt`: the fp32 state dict DeepSpeed itself makes of it.
+Each `OUT/CELL` holds the checkpoint, `config.json`, and `truth.pt`: the fp32 state dict DeepSpeed itself makes of it. `OUT/trainer`
+is the output folder of a Hugging Face Trainer.
 """
 
 import os
@@ -11,7 +12,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.world import World
@@ -24,6 +25,7 @@ def main() -> None:
     with process_group(World.from_environment(os.environ), choose_device()):
         for cell in CELLS:
             _write(cell, out / cell.name)
+        _train_with_transformers(out / "trainer")
 
 
 def _write(cell: Cell, folder: Path) -> None:
@@ -56,6 +58,25 @@ def _settings(cell: Cell) -> dict[str, Any]:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
         "zero_optimization": zero | dict.fromkeys(cell.options, True),
     }
+
+
+def _train_with_transformers(folder: Path) -> None:
+    rows = [{"input_ids": torch.arange(3, 20), "labels": torch.arange(3, 20)} for _ in range(8)]
+    zero = {"stage": 2, "overlap_comm": False}
+    settings = TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        bf16=True,
+        max_steps=2,
+        save_steps=2,
+        warmup_steps=1,
+        per_device_train_batch_size=2,
+        optim="adamw_torch",
+        lr_scheduler_type="cosine",
+        report_to=[],
+        deepspeed={"train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": "auto"}, "zero_optimization": zero},
+    )
+    Trainer(model=fresh("deepseek_v3"), args=settings, train_dataset=rows).train()
 
 
 if __name__ == "__main__":
