@@ -87,6 +87,21 @@ def _bench(arguments: argparse.Namespace) -> None:
     OUT.print(pairs("one optimizer step, supervised tokens a second", step_contest(config, steps=arguments.steps).lines()))
 
 
+def _export(arguments: argparse.Namespace) -> None:
+    from ds_finetune.export.checkpoint import export_checkpoint
+    from ds_finetune.export.folder import parse_bytes
+
+    exported = export_checkpoint(
+        Path(arguments.source),
+        Path(arguments.out),
+        dtype=arguments.dtype,
+        max_shard_bytes=parse_bytes(arguments.max_shard_size, name="--max-shard-size"),
+        base=Path(arguments.base) if arguments.base else None,
+    )
+    size = f"{exported.num_tensors} tensors, {exported.num_bytes / 2**30:.2f} GiB"
+    OUT.print(f"wrote {exported.folder}: {size} in {exported.seconds:.1f} s", markup=False)
+
+
 def _demo(arguments: argparse.Namespace) -> None:
     from ds_finetune.demo import write_demo
 
@@ -115,6 +130,13 @@ def _parser() -> argparse.ArgumentParser:
     ask.set_defaults(command=_ask)
     bench = _run_command(commands, "bench", "time the step against a plain PyTorch loop on the same documents", _bench)
     bench.add_argument("--steps", type=int, default=5, help="timed steps of each (default 5)")
+    export = commands.add_parser("export", help="convert a checkpoint to a Hugging Face folder", allow_abbrev=False)
+    export.add_argument("source", metavar="SOURCE", help="folder of a DeepSpeed checkpoint")
+    export.add_argument("out", metavar="OUT", help="folder to write, new or empty")
+    export.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="dtype of the weights (default bf16)")
+    export.add_argument("--max-shard-size", default="5GB", help="largest file (default 5GB)")
+    export.add_argument("--base", metavar="FOLDER", help="folder with config.json and tokenizer, where SOURCE has none")
+    export.set_defaults(command=_export)
     demo = commands.add_parser("demo", help="write the embedded example (model config, tokenizer, data, run file) to a folder")
     demo.add_argument("folder")
     demo.set_defaults(command=_demo)

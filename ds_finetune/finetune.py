@@ -194,7 +194,7 @@ def export(engine: Engine, material: Material, out: Path) -> None:
         files=tuple(path for name, path in beside.items() if path.name == name),
         texts={name: path.read_text(encoding="utf-8") for name, path in beside.items() if path.name != name},
     )
-    write_folder(engine.tensors(), out, parts, max_shard_bytes=parse_bytes(config.export.max_shard_size))
+    write_folder(engine.tensors(), engine.tensor_specs(), out, parts, max_shard_bytes=parse_bytes(config.export.max_shard_size))
 
 
 def _utilisation(plan: Plan, material: Material) -> list[Observer]:

@@ -54,7 +54,7 @@ def _never() -> bool:
 
 
 class Engine:
-    """A model under DeepSpeed, seen as `step`, `evaluate`, `generate` and `tensors`."""
+    """A model under DeepSpeed, seen as `step`, `evaluate`, `generate` and `tensors` (`tensor_specs` in advance)."""
 
     def __init__(self, wrapped: Any, plan: Plan) -> None:  # noqa: ANN401 - a DeepSpeedEngine
         self.plan = plan
@@ -149,6 +149,12 @@ class Engine:
                 yield name, param.detach().cpu() if self.is_rank_zero else None
         for name, buffer in persistent_buffers(self._ds.module):
             yield name, buffer.detach().cpu() if self.is_rank_zero else None
+
+    def tensor_specs(self) -> dict[str, torch.Tensor]:
+        """Shape and dtype of what `tensors` yields, in its order, as tensors on the meta device; nothing is gathered."""
+        shapes = {name: tuple(getattr(param, "ds_shape", param.shape)) for name, param in _named(self._ds.module)}
+        specs = {name: torch.empty(shapes[name], dtype=param.dtype, device="meta") for name, param in _named(self._ds.module)}
+        return specs | {name: buffer.to("meta") for name, buffer in persistent_buffers(self._ds.module)}
 
     def _forward(self, micro: MicroBatch) -> TokenLoss:
         parts = (part.to(self._device, non_blocking=True) for part in (micro.input_ids, micro.position_ids, micro.labels))

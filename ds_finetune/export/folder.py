@@ -1,17 +1,19 @@
 """Write a Hugging Face folder tensor by tensor: hub names, shards, index, config, tokenizer; complete only once it has its name."""
 
 import json
+import math
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from ds_finetune.errors import ConfigError, ExportError
+from ds_finetune.export.shards import HubTensor, ShardWriter, plan_shards, synchronise
 from ds_finetune.model.families import Family
 from ds_finetune.model.names import hub_pieces
 
@@ -29,6 +31,9 @@ TOKENIZER_FILES = (
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
+Specs = Mapping[str, torch.Tensor]
+"""What will be written, by model name in order: shape and dtype as a tensor on the meta device."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FolderParts:
@@ -43,80 +48,62 @@ class FolderParts:
     """Further files by name, e.g. a generation config made from the tokenizer or a chat template given in the run file."""
 
 
-def parse_bytes(text: str) -> int:
-    """`5GB`, `500MB`, `2GiB` as a number of bytes; ConfigError names what was given."""
+def parse_bytes(text: str, *, name: str = "export.max_shard_size") -> int:
+    """`5GB`, `500MB`, `2GiB` as a number of bytes; ConfigError says what `name` was given as."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B)\s*", text, re.IGNORECASE)
     if not found:
-        raise ConfigError(f"export.max_shard_size is `{text}`", hint="write e.g. 5GB or 500MB")
+        raise ConfigError(f"{name} is `{text}`", hint="write e.g. 5GB or 500MB")
     return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
-def write_folder(tensors: Iterable[tuple[str, torch.Tensor | None]], out: Path, parts: FolderParts, *, max_shard_bytes: int) -> None:
+def write_folder(tensors: Iterable[tuple[str, torch.Tensor | None]], specs: Specs, out: Path, parts: FolderParts, *, max_shard_bytes: int) -> None:
     """Write `tensors` (whole, by model name, on the CPU) and `parts` to `out`, which appears under its name only when complete.
 
-    Every rank drains `tensors`; the ranks that get None write nothing. At most one shard and one tensor are held at a time.
+    `specs` says in advance what `tensors` will yield. Every rank drains `tensors`; the ranks that get None write nothing.
+    One tensor is held at a time, and no copy of it is made.
     """
+    with ExitStack() as stack:
+        writer: ShardWriter | None = None
+        for name, tensor in tensors:
+            if tensor is not None:
+                writer = writer or stack.enter_context(folder_writer(specs, out, parts, max_shard_bytes=max_shard_bytes))
+                _write_whole(writer, name, tensor, specs[name], parts.family)
+            # The next tensor is gathered before this name is bound to it.
+            del tensor
+
+
+def _write_whole(writer: ShardWriter, name: str, tensor: torch.Tensor, spec: torch.Tensor, family: Family) -> None:
+    if tensor.shape != spec.shape or tensor.dtype != spec.dtype:
+        raise ExportError(
+            f"tensor `{name}` has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, expected {tuple(spec.shape)} and {spec.dtype}",
+            hint="it was not gathered; please report this",
+        )
+    shape, flat = tuple(tensor.shape), tensor.contiguous().view(-1)
+    for piece in hub_pieces(name, shape, family):
+        begin = piece.first_element(shape)
+        writer.write(piece.key, 0, flat[begin : begin + math.prod(piece.shape)])
+
+
+@contextmanager
+def folder_writer(specs: Specs, out: Path, parts: FolderParts, *, max_shard_bytes: int) -> Iterator[ShardWriter]:
+    """The writer of the hub tensors that `specs` become; when the context closes without an error, `out` is whole and has its name.
+
+    Everything is written to `out`.partial and synchronised to the disk before it takes the place of an older `out`.
+    """
+    hub = (HubTensor(p.key, p.shape, spec.dtype) for name, spec in specs.items() for p in hub_pieces(name, tuple(spec.shape), parts.family))
+    shards = plan_shards(hub, max_shard_bytes)
     partial = out.with_name(out.name + ".partial")
-    writer: _ShardWriter | None = None
-    for name, tensor in tensors:
-        if tensor is None:
-            continue
-        if writer is None:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            writer = _ShardWriter(partial, max_shard_bytes)
-        for key, piece in _pieces(name, tensor, parts.family):
-            writer.add(key, piece)
-    if writer is None:
-        return
-    writer.finish()
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    with closing(ShardWriter(partial, shards)) as writer:
+        yield writer
+        writer.finish()
     _write_beside(partial, parts)
+    for path in (*partial.iterdir(), partial):
+        synchronise(path)
     shutil.rmtree(out, ignore_errors=True)
     partial.rename(out)
-
-
-def _pieces(name: str, tensor: torch.Tensor, family: Family) -> Iterator[tuple[str, torch.Tensor]]:
-    for piece in hub_pieces(name, tuple(tensor.shape), family):
-        yield piece.key, tensor[piece.index].clone(memory_format=torch.contiguous_format)
-
-
-class _ShardWriter:
-    """Collects tensors until a shard is full, writes it and forgets it; names are final once their number is known."""
-
-    def __init__(self, folder: Path, max_bytes: int) -> None:
-        self._folder, self._max_bytes = folder, max_bytes
-        self._held: dict[str, torch.Tensor] = {}
-        self._held_bytes = self._total_bytes = 0
-        self._shards: list[list[str]] = []
-
-    def add(self, key: str, tensor: torch.Tensor) -> None:
-        if tensor.numel() == 0:
-            raise ExportError(f"tensor `{key}` has shape {tuple(tensor.shape)}, without an element", hint="it was not gathered; please report this")
-        size = tensor.numel() * tensor.element_size()
-        if self._held and self._held_bytes + size > self._max_bytes:
-            self._flush()
-        self._held[key] = tensor
-        self._held_bytes += size
-        self._total_bytes += size
-
-    def finish(self) -> None:
-        self._flush()
-        count = len(self._shards)
-        names = ["model.safetensors"] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-        for number, name in enumerate(names):
-            self._path(number).rename(self._folder / name)
-        if count > 1:
-            weight_map = {key: name for name, keys in zip(names, self._shards, strict=True) for key in keys}
-            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-            (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-    def _flush(self) -> None:
-        save_file(self._held, self._path(len(self._shards)), metadata={"format": "pt"})
-        self._shards.append(list(self._held))
-        self._held, self._held_bytes = {}, 0
-
-    def _path(self, number: int) -> Path:
-        return self._folder / f"shard-{number}.safetensors"
+    synchronise(out.parent)
 
 
 def _write_beside(folder: Path, parts: FolderParts) -> None:

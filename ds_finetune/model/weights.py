@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from ds_finetune.errors import ModelError
 from ds_finetune.model.build import Fragment, Where, whole
 from ds_finetune.model.families import Family
-from ds_finetune.model.names import Piece, hub_pieces
+from ds_finetune.model.names import Piece, differences, hub_pieces
 
 _SHOWN = 10
 _FP8 = ("F8_E4M3", "F8_E5M2")
@@ -153,20 +153,15 @@ class _Checkpoint:
 
 def _account(checkpoint: _Checkpoint, targets: Iterable[_Target], model: PreTrainedModel, family: Family) -> list[str]:
     wanted = {piece.key: piece.shape for target in targets for piece in target.pieces}
-    missing = sorted(wanted.keys() - checkpoint.file_of.keys())
-    left_over = sorted(checkpoint.file_of.keys() - wanted.keys())
-    skipped = [key for key in left_over if _is_declared(key, model, family)]
-    unexpected = sorted(set(left_over) - set(skipped))
-    shapes = {key: tuple(checkpoint.slice_of(key).get_shape()) for key in wanted.keys() & checkpoint.file_of.keys()}
-    mismatched = [f"{key}: model {wanted[key]}, checkpoint {shape}" for key, shape in sorted(shapes.items()) if shape != wanted[key]]
-    fp8 = [key for key in shapes if checkpoint.slice_of(key).get_dtype() in _FP8]
+    skipped = [key for key in sorted(checkpoint.file_of.keys() - wanted.keys()) if _is_declared(key, model, family)]
+    found = {key: tuple(checkpoint.slice_of(key).get_shape()) for key in checkpoint.file_of.keys() - set(skipped)}
+    fp8 = [key for key in sorted(wanted.keys() & found.keys()) if checkpoint.slice_of(key).get_dtype() in _FP8]
     if fp8:
         raise ModelError(f"{checkpoint.folder} holds {len(fp8)} FP8 tensors, e.g. `{fp8[0]}`", hint="give a bf16 copy of the checkpoint")
-    problems = [("missing", missing), ("unexpected", unexpected), ("of another shape", mismatched)]
-    found = [f"{len(keys)} {what}: {', '.join(keys[:_SHOWN])}{' ...' if len(keys) > _SHOWN else ''}" for what, keys in problems if keys]
-    if found:
+    wrong = differences(wanted, found)
+    if wrong:
         raise ModelError(
-            f"{checkpoint.folder} does not fit {type(model).__name__}: {'; '.join(found)}",
+            f"{checkpoint.folder} does not fit {type(model).__name__}: {wrong}",
             hint="the checkpoint is incomplete or of another model; nothing is trained from weights that were not loaded",
         )
     return skipped
@@ -190,29 +185,17 @@ def _fill(checkpoint: _Checkpoint, target: _Target) -> None:
 
 def _copy_piece(checkpoint: _Checkpoint, fragment: Fragment, flat: torch.Tensor, piece: Piece) -> None:
     """Copy the part of `piece` that lies in `fragment` into its elements `flat`, reading only the rows it needs."""
-    begin, rows_apart = _place(fragment.shape, piece)
-    width = math.prod(piece.shape[1:])
-    first = max(0, (fragment.start - begin) // rows_apart)
-    last = min(piece.shape[0] if piece.shape else 1, -(-(fragment.start + fragment.numel - begin) // rows_apart))
+    begin, width = piece.first_element(fragment.shape), max(1, math.prod(piece.shape[1:]))
+    first = max(0, (fragment.start - begin) // width)
+    last = min(piece.shape[0] if piece.shape else 1, -(-(fragment.start + fragment.numel - begin) // width))
     if first >= last:
         return
     source = checkpoint.slice_of(piece.key)
     values = source[first:last] if piece.shape else source[...]
     if not bool(torch.isfinite(values).all()):
         raise ModelError(f"tensor `{piece.key}` of {checkpoint.folder} holds NaN or infinity", hint="the checkpoint is damaged; download it again")
-    # Rows of a piece lie `rows_apart` elements apart in the flattened tensor, which is their own width for every map there is.
-    assert rows_apart == width
     flat_values = values.reshape(-1)
     offset = begin + first * width - fragment.start
     source_from, target_from = max(0, -offset), max(0, offset)
     count = min(flat_values.numel() - source_from, fragment.numel - target_from)
     flat[target_from : target_from + count].copy_(flat_values[source_from : source_from + count])
-
-
-def _place(shape: tuple[int, ...], piece: Piece) -> tuple[int, int]:
-    """Where a piece begins in the row-major flattened tensor of `shape`, and how many elements its rows are apart there."""
-    begin, stride = 0, math.prod(shape)
-    for size, part in zip(shape, piece.index, strict=False):
-        stride //= size
-        begin += stride * (part if isinstance(part, int) else part.start)
-    return begin, max(1, math.prod(piece.shape[1:]))

@@ -25,6 +25,10 @@ def tensors_of(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
 
 
+def specs_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {name: tensor.to("meta") for name, tensor in tensors_of(model)}
+
+
 def parts_of(folder: Path, family: str) -> FolderParts:
     return FolderParts(
         family=family_of(family), config=read_json(folder / "config.json"), architecture="X", dtype=torch.float32, files=(), texts={"a.txt": "b"}
@@ -36,7 +40,7 @@ def parts_of(folder: Path, family: str) -> FolderParts:
 def test_folder_equals_what_transformers_writes(family: str, shard: str, tmp_path: Path) -> None:
     model = published(family, tmp_path / "base")
     out = tmp_path / "out"
-    write_folder(tensors_of(model), out, parts_of(tmp_path / "base", family), max_shard_bytes=parse_bytes(shard))
+    write_folder(tensors_of(model), specs_of(model), out, parts_of(tmp_path / "base", family), max_shard_bytes=parse_bytes(shard))
     wanted = load_file(tmp_path / "base" / "model.safetensors")
     found = {key: tensor for file in out.glob("*.safetensors") for key, tensor in load_file(file).items()}
     assert found.keys() == wanted.keys()
@@ -54,7 +58,7 @@ def test_the_configs_own_schema_stays(tmp_path: Path) -> None:
     parts = parts_of(tmp_path / "base", "deepseek_v3")
     given = {"model_type": "deepseek_v3", "rope_theta": 1e4, "quantization_config": {"x": 1}, "topk_method": "greedy"}
     parts = FolderParts(**{**parts.__dict__, "config": given, "dtype": torch.bfloat16})
-    write_folder(tensors_of(model), tmp_path / "out", parts, max_shard_bytes=10**9)
+    write_folder(tensors_of(model), specs_of(model), tmp_path / "out", parts, max_shard_bytes=10**9)
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {
         "model_type": "deepseek_v3",
         "rope_theta": 1e4,
@@ -68,21 +72,22 @@ def test_the_configs_own_schema_stays(tmp_path: Path) -> None:
 def test_a_failure_leaves_the_older_export_whole(tmp_path: Path) -> None:
     model = published("llama", tmp_path / "base")
     parts = parts_of(tmp_path / "base", "llama")
-    write_folder(tensors_of(model), tmp_path / "out", parts, max_shard_bytes=10**9)
+    write_folder(tensors_of(model), specs_of(model), tmp_path / "out", parts, max_shard_bytes=10**9)
     before = (tmp_path / "out" / "model.safetensors").read_bytes()
 
     def failing() -> Iterator[tuple[str, torch.Tensor]]:
         yield next(tensors_of(model))
         yield "empty", torch.zeros(0)
 
+    specs = dict([next(iter(specs_of(model).items())), ("empty", torch.empty(4, device="meta"))])
     with pytest.raises(ExportError, match=r"tensor `empty` has shape \(0,\)"):
-        write_folder(failing(), tmp_path / "out", parts, max_shard_bytes=10**9)
+        write_folder(failing(), specs, tmp_path / "out", parts, max_shard_bytes=10**9)
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
 
 
 def test_other_ranks_drain_and_write_nothing(tmp_path: Path) -> None:
     drained = iter([("a", None), ("b", None)])
-    write_folder(drained, tmp_path / "out", parts_of(_config(tmp_path), "llama"), max_shard_bytes=1)
+    write_folder(drained, {}, tmp_path / "out", parts_of(_config(tmp_path), "llama"), max_shard_bytes=1)
     assert list(drained) == []
     assert not (tmp_path / "out").exists()
 

@@ -1,0 +1,91 @@
+"""`ds-finetune export`: a checkpoint folder to a Hugging Face folder, from what is found to what was written."""
+
+import json
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ds_finetune.errors import ExportError, OutputError
+from ds_finetune.export.convert import ModelSpec, fitted, read_model_spec, write_from
+from ds_finetune.export.folder import TOKENIZER_FILES, FolderParts
+from ds_finetune.export.shards import num_bytes
+from ds_finetune.export.sources import Opened, open_source
+from ds_finetune.model.families import family_of
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_MOST_WORKERS = 16
+"""Threads hold a chunk each; more than this many gain nothing from one disk."""
+_BESIDE = ("generation_config.json", *TOKENIZER_FILES)
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    folder: Path
+    num_tensors: int
+    num_bytes: int
+    seconds: float
+
+
+def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int, base: Path | None) -> Exported:
+    """Convert the checkpoint in `path` to the Hugging Face folder `out` in `dtype`, a key of `DTYPES`.
+
+    config.json and tokenizer come from `base` first, else from beside the checkpoint. ExportError where the checkpoint
+    cannot be read or does not fit the config's model class, OutputError where `out` is not empty or does not fit the disk.
+    """
+    began = time.monotonic()
+    _check_out(out)
+    opened = open_source(path)
+    folders = (*([base] if base else []), *opened.folders)
+    spec = read_model_spec(_config_file(folders).parent)
+    source = fitted(opened.source, spec, label=str(path))
+    parts = _parts(folders, spec, opened, DTYPES[dtype])
+    size = sum(num_bytes(shape, torch.float32 if name in source.fp32_names else parts.dtype) for name, shape in source.shapes.items())
+    _check_disk(out, size)
+    write_from(source, out, parts, max_shard_bytes=max_shard_bytes, workers=min(len(os.sched_getaffinity(0)), _MOST_WORKERS))
+    return Exported(out, len(source.shapes), size, time.monotonic() - began)
+
+
+def _check_out(out: Path) -> None:
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        held = ", ".join(sorted(entry.name for entry in out.iterdir())[:5]) if out.is_dir() else "it is a file"
+        raise OutputError(f"`{out}` is not empty: {held}", hint="name a new folder, or move that one away")
+
+
+def _check_disk(out: Path, size: int) -> None:
+    existing = next(place for place in out.absolute().parents if place.exists())
+    free = shutil.disk_usage(existing).free
+    if size > free:
+        raise OutputError(
+            f"`{out}` needs {size / _GIB:.2f} GiB and the disk has {free / _GIB:.2f} GiB free", hint="free some space or name another folder"
+        )
+
+
+def _config_file(folders: tuple[Path, ...]) -> Path:
+    found = _first(folders, "config.json")
+    if found is None:
+        looked = ", ".join(map(str, folders))
+        raise ExportError(f"no config.json in {looked}", hint="name the folder of the model it was trained from by --base")
+    return found
+
+
+def _first(folders: tuple[Path, ...], name: str) -> Path | None:
+    return next((folder / name for folder in folders if (folder / name).is_file()), None)
+
+
+def _parts(folders: tuple[Path, ...], spec: ModelSpec, opened: Opened, dtype: torch.dtype) -> FolderParts:
+    beside = (_first(folders, name) for name in _BESIDE)
+    return FolderParts(
+        family=family_of(spec.model_type),
+        config=json.loads(_config_file(folders).read_text(encoding="utf-8")),
+        architecture=spec.architecture,
+        dtype=dtype,
+        files=tuple(file for file in beside if file is not None),
+        texts=dict(opened.texts),
+    )

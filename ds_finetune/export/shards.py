@@ -1,0 +1,217 @@
+"""Safetensors files written in any order: every header and offset follows from names and shapes, so memory is what one write holds."""
+
+import json
+import math
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from ds_finetune.errors import ExportError
+
+DTYPE_CODES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+"""The names safetensors gives the dtypes that are written here."""
+_INDEX = "model.safetensors.index.json"
+_SHOWN = 5
+
+
+def num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes of a tensor's data."""
+    return math.prod(shape) * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class HubTensor:
+    """A tensor of the files to be written: its published name, shape and dtype."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its data."""
+        return num_bytes(self.shape, self.dtype)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file: its name and its tensors."""
+
+    name: str
+    tensors: tuple[HubTensor, ...]
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes after the header."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+
+def plan_shards(tensors: Iterable[HubTensor], max_shard_bytes: int) -> tuple[Shard, ...]:
+    """Tensors to files in the order given; a file is closed when the next tensor would make it larger than `max_shard_bytes`."""
+    filled: list[list[HubTensor]] = []
+    room = 0
+    for tensor in tensors:
+        if not filled or tensor.num_bytes > room:
+            filled.append([])
+            room = max_shard_bytes
+        filled[-1].append(tensor)
+        room -= tensor.num_bytes
+    count = len(filled)
+    names = ["model.safetensors"] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    return tuple(Shard(name, tuple(tensors)) for name, tensors in zip(names, filled, strict=True))
+
+
+@dataclass
+class _Place:
+    """Where a tensor's data lies in which file, and which ranges of its elements have been written."""
+
+    tensor: HubTensor
+    file: "_File"
+    begin_byte: int
+    written: list[tuple[int, int]] = field(default_factory=list)
+
+    def is_complete(self) -> bool:
+        """Whether the written ranges cover every element once."""
+        end = 0
+        for start, stop in sorted(self.written):
+            if start != end:
+                return False
+            end = stop
+        return end == self.tensor.numel
+
+    def progress(self) -> str:
+        """How many elements have been written."""
+        return f"{sum(stop - start for start, stop in self.written)} of {self.tensor.numel} elements"
+
+
+class ShardWriter:
+    """The safetensors files of `shards` in `folder`; `write` may be called from several threads and in any order.
+
+    A file is created with its header at the first write into it, and synchronised to the disk and closed when it is full,
+    so a long list of files needs few open ones.
+    """
+
+    def __init__(self, folder: Path, shards: Sequence[Shard]) -> None:
+        self._folder, self._shards = folder, tuple(shards)
+        self._lock = threading.Lock()
+        self._places: dict[str, _Place] = {}
+        self._files = [_File(folder / shard.name, shard) for shard in self._shards]
+        for file in self._files:
+            for tensor, begin in file.layout():
+                if not tensor.numel:
+                    raise ExportError(f"tensor `{tensor.key}` has shape {tensor.shape}, without an element", hint="please report this")
+                assert tensor.key not in self._places, tensor.key
+                self._places[tensor.key] = _Place(tensor, file, begin)
+
+    def write(self, key: str, start: int, flat: torch.Tensor) -> None:
+        """Write `flat` (1-D, contiguous, on the CPU, of the planned dtype) as the elements from `start` of the row-major tensor `key`."""
+        place = self._places[key]
+        tensor = place.tensor
+        assert flat.dim() == 1, (key, flat.shape)
+        assert flat.dtype == tensor.dtype, (key, flat.dtype, tensor.dtype)
+        assert start + flat.numel() <= tensor.numel, (key, start, flat.numel(), tensor.shape)
+        with self._lock:
+            place.file.open()
+        place.file.write(flat.view(torch.uint8).numpy().data, place.begin_byte + start * tensor.dtype.itemsize)
+        with self._lock:
+            place.written.append((start, start + flat.numel()))
+            is_full = place.file.count(flat.numel() * tensor.dtype.itemsize)
+        if is_full:
+            place.file.synchronise()
+            place.file.close()
+
+    def finish(self) -> None:
+        """Check that every tensor was written completely and once, and write the index where there are several files."""
+        torn = [key for key, place in self._places.items() if not place.is_complete()]
+        if torn:
+            shown = ", ".join(f"`{key}` ({self._places[key].progress()})" for key in torn[:_SHOWN])
+            raise ExportError(f"{len(torn)} of {len(self._places)} tensors were not written once and whole: {shown}", hint="please report this")
+        if len(self._shards) > 1:
+            weight_map = {tensor.key: shard.name for shard in self._shards for tensor in shard.tensors}
+            index = {"metadata": {"total_size": sum(shard.data_bytes for shard in self._shards)}, "weight_map": dict(sorted(weight_map.items()))}
+            (self._folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+    def close(self) -> None:
+        """Close what is still open after an error."""
+        for file in self._files:
+            file.close()
+
+
+class _File:
+    """One safetensors file: 8 bytes of header length, the JSON header padded to 8 bytes, then the data without gaps."""
+
+    def __init__(self, path: Path, shard: Shard) -> None:
+        self._path, self._missing = path, shard.data_bytes
+        self._descriptor: int | None = None
+        # Wide dtypes first keeps each tensor at a multiple of its own width, which readers that map the file rely on.
+        self._ordered = sorted(shard.tensors, key=lambda tensor: -tensor.dtype.itemsize)
+        self._header = self._make_header()
+
+    def layout(self) -> list[tuple[HubTensor, int]]:
+        """Each tensor and the byte of the file where its data begins."""
+        return [(tensor, len(self._header) + begin) for tensor, begin in self._offsets()]
+
+    def open(self) -> None:
+        """Create the file with its header and its final size, once."""
+        if self._descriptor is None:
+            assert self._missing, self._path
+            self._descriptor = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+            os.ftruncate(self._descriptor, len(self._header) + self._missing)
+            self.write(memoryview(self._header), 0)
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Write all of `data` at byte `offset`; the system may take it in several parts."""
+        assert self._descriptor is not None
+        while data:
+            done = os.pwrite(self._descriptor, data, offset)
+            data, offset = data[done:], offset + done
+
+    def count(self, num_bytes: int) -> bool:
+        """Note that `num_bytes` of data have arrived; true when they were the last."""
+        self._missing -= num_bytes
+        return self._missing == 0
+
+    def synchronise(self) -> None:
+        """Wait until the disk has what was written."""
+        assert self._descriptor is not None
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Close, if it is open."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _offsets(self) -> list[tuple[HubTensor, int]]:
+        begins, end = [], 0
+        for tensor in self._ordered:
+            begins.append((tensor, end))
+            end += tensor.num_bytes
+        return begins
+
+    def _make_header(self) -> bytes:
+        entries = {
+            tensor.key: {"dtype": DTYPE_CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, begin + tensor.num_bytes]}
+            for tensor, begin in self._offsets()
+        }
+        text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+
+def synchronise(path: Path) -> None:
+    """Make a file's content, or a folder's names, last through a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

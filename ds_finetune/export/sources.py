@@ -1,0 +1,46 @@
+"""What a folder given to `export` is: a table of kinds, each recognised by its files and opened as one `TensorSource`."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ds_finetune.errors import ExportError
+from ds_finetune.export.convert import TensorSource
+from ds_finetune.export.native import is_native, read_native
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A source, the folders where its config.json and tokenizer may lie (the first that has a file gives it), and further files as text."""
+
+    source: TensorSource
+    folders: tuple[Path, ...]
+    texts: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of checkpoint: what to call it, how to recognise a folder of it, how to open one."""
+
+    name: str
+    is_here: Callable[[Path], bool]
+    open: Callable[[Path], Opened]
+
+
+def open_native(path: Path) -> Opened:
+    """A checkpoint of DeepSpeed's own; config.json lies beside it where the Hugging Face Trainer wrote it."""
+    return Opened(read_native(path), (path,) if (path / "latest").is_file() else (path, path.absolute().parent))
+
+
+KINDS = (Kind("a DeepSpeed checkpoint (`latest`, or *_states.pt files)", is_native, open_native),)
+
+
+def open_source(path: Path) -> Opened:
+    """The checkpoint in `path`; ExportError where it is none of `KINDS`."""
+    if not path.is_dir():
+        raise ExportError(f"`{path}` is not a folder", hint="name the folder of a checkpoint")
+    for kind in KINDS:
+        if kind.is_here(path):
+            return kind.open(path)
+    held = ", ".join(sorted(entry.name for entry in path.iterdir())[:10]) or "nothing"
+    raise ExportError(f"`{path}` holds no checkpoint: {held}", hint=f"name a folder that holds {' or '.join(kind.name for kind in KINDS)}")

@@ -1,0 +1,246 @@
+"""From a source to a folder: equal to what transformers writes, in memory that does not grow with the model, or refused."""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ds_finetune.errors import ExportError
+from ds_finetune.export import convert
+from ds_finetune.export.convert import fitted, read_model_spec, write_from
+from ds_finetune.export.folder import FolderParts
+from ds_finetune.model.families import family_of
+from ds_finetune.model.names import hub_pieces
+from ds_finetune.run_folder import read_json
+from tests.model.test_weights import published
+from tests.model.tiny import CONFIGS
+from tests.running import start
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """A source over a dictionary of tensors."""
+
+    tensors: dict[str, torch.Tensor]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+
+    @property
+    def fp32_names(self) -> set[str]:
+        return {name for name in self.tensors if name.endswith("e_score_correction_bias")}
+
+    def read(self, name: str, start: int, numel: int) -> torch.Tensor:
+        flat = self.tensors[name].reshape(-1)[start : start + numel]
+        assert len(flat) == numel
+        return flat
+
+
+def source_of(model: PreTrainedModel, **changed: torch.Tensor) -> InMemory:
+    """The model's tensors once each, in another order than its own."""
+    state = {name: tensor for name, tensor in sorted(model.state_dict().items()) if name not in (model.all_tied_weights_keys or {})}
+    return InMemory(state | {name.replace("__", "."): tensor for name, tensor in changed.items()})
+
+
+def parts_of(folder: Path, dtype: torch.dtype) -> FolderParts:
+    config = read_json(folder / "config.json")
+    return FolderParts(family=family_of(config["model_type"]), config=config, architecture="X", dtype=dtype, files=())
+
+
+def read_all(folder: Path) -> dict[str, torch.Tensor]:
+    return {key: tensor for file in folder.glob("*.safetensors") for key, tensor in load_file(file).items()}
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> PreTrainedModel:
+    return published("llama", tmp_path / "base")
+
+
+@pytest.mark.parametrize("max_bytes", [3000, 10**9])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_equals_what_transformers_writes(family: str, dtype: str, max_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convert, "CHUNK_NUMEL", 97)
+    base, out = tmp_path / "base", tmp_path / "out"
+    model = published(family, base)
+    AutoModelForCausalLM.from_pretrained(base, dtype=DTYPES[dtype]).save_pretrained(tmp_path / "theirs")
+    source = fitted(source_of(model), read_model_spec(base), label="it")
+    write_from(source, out, parts_of(base, DTYPES[dtype]), max_shard_bytes=max_bytes, workers=3)
+    wanted, found = read_all(tmp_path / "theirs"), read_all(out)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], tensor) and found[key].dtype == tensor.dtype for key, tensor in wanted.items())
+    assert (len(list(out.glob("*.safetensors"))) > 1) == (max_bytes < 10**6)
+    assert json.loads((out / "config.json").read_text())["dtype"] == str(DTYPES[dtype]).removeprefix("torch.")
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_names_of_published_checkpoints_are_taken_too(tmp_path: Path) -> None:
+    """A program with transformers 4 keeps one matrix for each expert."""
+    model = published("deepseek_v3", tmp_path / "base")
+    split = {p.key: t[p.index] for name, t in model.state_dict().items() for p in hub_pieces(name, tuple(t.shape), family_of("deepseek_v3"))}
+    source = fitted(InMemory(split), read_model_spec(tmp_path / "base"), label="it")
+    write_from(source, tmp_path / "out", parts_of(tmp_path / "base", torch.float32), max_shard_bytes=10**9, workers=1)
+    wanted, found = read_all(tmp_path / "base"), read_all(tmp_path / "out")
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
+
+
+def test_the_spec_is_the_models_class(llama: PreTrainedModel, tmp_path: Path) -> None:
+    spec = read_model_spec(tmp_path / "base")
+    assert (spec.architecture, spec.model_type, spec.tied) == ("LlamaForCausalLM", "llama", {})
+    assert spec.shapes == {name: tuple(tensor.shape) for name, tensor in llama.state_dict().items()}
+    published("qwen2", tmp_path / "tied")
+    tied = read_model_spec(tmp_path / "tied")
+    assert tied.tied == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert "lm_head.weight" not in tied.shapes
+
+
+@pytest.mark.parametrize(("tree", "said"), [({"model_type": "none"}, "none"), ({"model_type": "vit"}, "Unrecognized"), ({}, "model_type")])
+def test_a_config_without_a_causal_lm(tree: dict[str, str], said: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    with pytest.raises(ExportError, match=said) as caught:
+        read_model_spec(tmp_path)
+    assert caught.value.message.startswith(f"{tmp_path}/config.json: ")
+
+
+def test_what_does_not_fit_is_listed(llama: PreTrainedModel, tmp_path: Path) -> None:
+    source = source_of(llama, model__norm__weight=torch.zeros(31), adapter=torch.zeros(2))
+    del source.tensors["lm_head.weight"]
+    with pytest.raises(ExportError) as caught:
+        fitted(source, read_model_spec(tmp_path / "base"), label="run/step-3")
+    assert caught.value.message == (
+        "run/step-3 does not fit LlamaForCausalLM: 1 missing: lm_head.weight; 1 unexpected: adapter; "
+        "1 of another shape: model.norm.weight: model (32,), checkpoint (31,)"
+    )
+
+
+def test_a_tied_head_is_left_out_where_it_is_the_same_and_refused_where_not(tmp_path: Path) -> None:
+    model = published("qwen2", tmp_path / "base")
+    spec = read_model_spec(tmp_path / "base")
+    head = model.get_input_embeddings().weight.detach()
+    assert "lm_head.weight" not in fitted(source_of(model, lm_head__weight=head.clone()), spec, label="it").shapes
+    for other in (head + 1, head[:-1]):
+        with pytest.raises(ExportError, match=r"it: `lm_head.weight` differs from `model.embed_tokens.weight`"):
+            fitted(source_of(model, lm_head__weight=other), spec, label="it")
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "said"),
+    [
+        (float("nan"), "bf16", r"tensor `model.norm.weight` holds NaN or infinity in the checkpoint"),
+        (float("-inf"), "fp32", r"tensor `model.norm.weight` holds NaN or infinity in the checkpoint"),
+        (1e5, "fp16", r"tensor `model.norm.weight` holds NaN or infinity as torch.float16"),
+    ],
+)
+@pytest.mark.parametrize("workers", [1, 3])
+def test_numbers_that_are_none_stop_it_and_the_older_export_stays(
+    value: float, dtype: str, said: str, workers: int, llama: PreTrainedModel, tmp_path: Path
+) -> None:
+    out, parts = tmp_path / "out", parts_of(tmp_path / "base", DTYPES[dtype])
+    write_from(source_of(llama), out, parts, max_shard_bytes=10**9, workers=workers)
+    before = (out / "model.safetensors").read_bytes()
+    weight = torch.ones(32)
+    weight[5] = value
+    with pytest.raises(ExportError, match=said):
+        write_from(source_of(llama, model__norm__weight=weight), out, parts, max_shard_bytes=10**9, workers=workers)
+    assert (out / "model.safetensors").read_bytes() == before
+
+
+def test_after_a_failure_nothing_new_is_read(llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convert, "CHUNK_NUMEL", 8)
+    reads: list[str] = []
+
+    @dataclass(frozen=True)
+    class Failing(InMemory):
+        def read(self, name: str, start: int, numel: int) -> torch.Tensor:
+            reads.append(name)
+            if len(reads) == 4:
+                raise OSError(5, "disk")
+            return super().read(name, start, numel)
+
+    with pytest.raises(OSError, match="disk"):
+        write_from(Failing(source_of(llama).tensors), tmp_path / "out", parts_of(tmp_path / "base", torch.bfloat16), max_shard_bytes=10**9, workers=2)
+    assert len(reads) < 10
+    assert not (tmp_path / "out").exists()
+
+
+MEASURE = """
+import sys, torch
+from pathlib import Path
+from ds_finetune.export import convert
+from ds_finetune.export.folder import FolderParts, write_folder
+from ds_finetune.export.native import read_native
+from ds_finetune.model.families import family_of
+
+convert.CHUNK_NUMEL = 2**18
+SIDE = 1024
+folder = Path(sys.argv[1])
+parts = FolderParts(family=family_of("llama"), config={}, architecture="X", dtype=torch.bfloat16, files=())
+
+
+def checkpoint(place, count):
+    shapes = {f"t{i}": torch.Size((SIDE, SIDE)) for i in range(count)}
+    place.mkdir()
+    model = {"module": {}, "buffer_names": [], "dp_world_size": 1, "param_shapes": [shapes], "shared_params": {}}
+    torch.save(model, place / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    zero = {"partition_count": 1, "fp32_flat_groups": [torch.rand(count * SIDE * SIDE)]}
+    torch.save({"optimizer_state_dict": zero}, place / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+
+
+def stream(place):
+    convert.write_from(read_native(place), place / "out", parts, max_shard_bytes=5 * 10**9, workers=2)
+
+
+def live(place, count):
+    specs = {f"t{i}": torch.empty(SIDE, SIDE, device="meta") for i in range(count)}
+    write_folder(((name, torch.rand(SIDE, SIDE)) for name in specs), specs, place / "out", parts, max_shard_bytes=5 * 10**9)
+
+
+def status(key):
+    return int(next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key)).split()[1]) * 1024
+
+
+def growth(work, *arguments):
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    before = status("VmRSS")
+    work(*arguments)
+    return status("VmHWM") - before
+
+
+for name, count in (("warm", 1), ("full", 20)):
+    checkpoint(folder / name, count)
+    (folder / f"live-{name}").mkdir()
+stream(folder / "warm")
+live(folder / "live-warm", 1)
+print(growth(stream, folder / "full"), growth(live, folder / "live-full", 20), (folder / "full" / "out" / "model.safetensors").stat().st_size)
+"""
+
+
+def test_memory_does_not_grow_with_the_model_or_the_file(tmp_path: Path) -> None:
+    """80 MiB of fp32 in one file: converted by two threads with chunks of 1 MiB, and written live from tensors of 4 MiB."""
+    # Freed blocks go back to the system at once, so that what is seen is what is held.
+    done = start([sys.executable, "-c", MEASURE, str(tmp_path)], {"MALLOC_MMAP_THRESHOLD_": "65536"})
+    assert done.returncode == 0, done.stderr
+    converted, live, size = map(int, done.stdout.split())
+    mib = 2**20
+    assert size > 40 * mib
+    assert converted < 2 * 2 * mib
+    assert live < 1.5 * 4 * mib
+
+
+def test_the_callers_threads_stay_as_they_were(llama: PreTrainedModel, tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        write_from(source_of(llama), tmp_path / "out", parts_of(tmp_path / "base", torch.bfloat16), max_shard_bytes=10**9, workers=1)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
