@@ -102,6 +102,30 @@ def _export(arguments: argparse.Namespace) -> None:
     OUT.print(f"wrote {exported.folder}: {size} in {exported.seconds:.1f} s", markup=False)
 
 
+def _checkpoint_list(arguments: argparse.Namespace) -> None:
+    from ds_finetune.checkpoint.tools import listed
+
+    OUT.print(pairs("checkpoints", listed(Path(arguments.run))))
+
+
+def _checkpoint_show(arguments: argparse.Namespace) -> None:
+    from ds_finetune.checkpoint.tools import shown
+
+    OUT.print(pairs("checkpoint", shown(Path(arguments.folder))))
+
+
+def _checkpoint_verify(arguments: argparse.Namespace) -> None:
+    from ds_finetune.checkpoint.tools import verify
+
+    OUT.print(verify(Path(arguments.folder), workers=os.cpu_count() or 1), markup=False)
+
+
+def _checkpoint_gather(arguments: argparse.Namespace) -> None:
+    from ds_finetune.checkpoint.tools import gather
+
+    OUT.print(gather([Path(folder) for folder in arguments.folders], Path(arguments.out)), markup=False)
+
+
 def _demo(arguments: argparse.Namespace) -> None:
     from ds_finetune.demo import write_demo
 
@@ -137,10 +161,28 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--max-shard-size", default="5GB", help="largest file (default 5GB)")
     export.add_argument("--base", metavar="FOLDER", help="folder with config.json and tokenizer, where SOURCE has none")
     export.set_defaults(command=_export)
+    _checkpoint_commands(commands.add_parser("checkpoint", help="look at checkpoints").add_subparsers(required=True, metavar="WHAT"))
     demo = commands.add_parser("demo", help="write the embedded example (model config, tokenizer, data, run file) to a folder")
     demo.add_argument("folder")
     demo.set_defaults(command=_demo)
     return parser
+
+
+def _checkpoint_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    listing = commands.add_parser("list", help="list the checkpoints of a run")
+    listing.add_argument("run", metavar="RUN")
+    listing.set_defaults(command=_checkpoint_list)
+    for name, text, command in (
+        ("show", "print what a checkpoint holds", _checkpoint_show),
+        ("verify", "sum every file again and compare", _checkpoint_verify),
+    ):
+        parser = commands.add_parser(name, help=text)
+        parser.add_argument("folder", metavar="RUN_OR_CHECKPOINT")
+        parser.set_defaults(command=command)
+    gathering = commands.add_parser("gather", help="make one whole checkpoint of those that several nodes kept")
+    gathering.add_argument("out", metavar="OUT")
+    gathering.add_argument("folders", nargs="+", metavar="CHECKPOINT")
+    gathering.set_defaults(command=_checkpoint_gather)
 
 
 def _run_command(

@@ -15,10 +15,11 @@ from ds_finetune.checkpoint.files import leftovers, remove, step_name
 from ds_finetune.checkpoint.part_file import part_name
 from ds_finetune.checkpoint.place import Place, agree, find_place
 from ds_finetune.checkpoint.random_state import restore_random_state
-from ds_finetune.checkpoint.restore import CHECKPOINTS, Found, named, newest, restore
+from ds_finetune.checkpoint.restore import Found, named, newest, restore
 from ds_finetune.checkpoint.run_state import RunState, changes, layout_of, versions
 from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.checkpoint.storage import PartsReader, num_weights, read_groups
+from ds_finetune.checkpoint.tools import BASE, CHECKPOINTS
 from ds_finetune.data.batches import Position
 from ds_finetune.data.stream import START, StreamedRows
 from ds_finetune.engine.core import Engine
@@ -31,8 +32,6 @@ from ds_finetune.plan.layout import Plan
 from ds_finetune.run_folder import available_bytes
 
 Say = Callable[[str], None]
-BASE = "base"
-"""Folder, in a run and in each checkpoint, of the files that an export needs beside the weights."""
 _GIB = 2**30
 _REHEARSED = 4096
 """Elements that each rank writes and reads back before anything is loaded."""

@@ -93,12 +93,6 @@ class PartFile:
         """The box of `item` as it lies in the file; copy what is needed, then call `forget`."""
         return torch.frombuffer(self._map, dtype=item.dtype, count=item.box.numel, offset=item.begin).view(item.box.sizes)
 
-    def flat(self, item: Stored, start: int, numel: int) -> torch.Tensor:
-        """A copy of elements [start, start + numel) of the flattened box of `item`."""
-        found = torch.frombuffer(self._map, dtype=item.dtype, count=numel, offset=item.begin + start * item.dtype.itemsize).clone()
-        self.forget()
-        return found
-
     def forget(self) -> None:
         """Take the pages read so far out of this process's memory."""
         self._map.madvise(mmap.MADV_DONTNEED)

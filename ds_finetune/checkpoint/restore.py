@@ -10,12 +10,11 @@ from ds_finetune.checkpoint.part_file import part_name
 from ds_finetune.checkpoint.place import Place, agree
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.storage import PartsReader, read_groups
+from ds_finetune.checkpoint.tools import CHECKPOINTS
 from ds_finetune.engine.core import Engine
 from ds_finetune.engine.processes import everyones
 from ds_finetune.engine.state import BUFFER, WEIGHT
 from ds_finetune.errors import CheckpointError
-
-CHECKPOINTS = "checkpoints"
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,16 @@
 """What a folder given to `export` is: a table of kinds, each recognised by its files and opened as one `TensorSource`."""
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ds_finetune.checkpoint.files import MANIFEST, complete_steps
+from ds_finetune.checkpoint.tools import BASE, CHECKPOINTS, find_checkpoint, verify
 from ds_finetune.errors import ExportError
 from ds_finetune.export.convert import TensorSource
 from ds_finetune.export.native import is_native, read_native
+from ds_finetune.export.parts import CheckpointSource
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,22 @@ def open_native(path: Path) -> Opened:
     return Opened(read_native(path), (path,) if (path / "latest").is_file() else (path, path.absolute().parent))
 
 
-KINDS = (Kind("a DeepSpeed checkpoint (`latest`, or *_states.pt files)", is_native, open_native),)
+def open_checkpoint(path: Path) -> Opened:
+    """A checkpoint of a run, or the newest complete one of a run; every file is summed before any is believed."""
+    folder = find_checkpoint(path)
+    verify(folder, workers=os.cpu_count() or 1)
+    return Opened(CheckpointSource(folder), (folder / BASE,))
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether `path` is a complete checkpoint, or holds some."""
+    return (path / MANIFEST).is_file() or any(complete_steps(folder) for folder in (path, path / CHECKPOINTS))
+
+
+KINDS = (
+    Kind("a run or a checkpoint of one (manifest.json)", is_checkpoint, open_checkpoint),
+    Kind("a DeepSpeed checkpoint (`latest`, or *_states.pt files)", is_native, open_native),
+)
 
 
 def open_source(path: Path) -> Opened:

@@ -1,0 +1,66 @@
+"""Weights of one of our own checkpoints, read a bounded piece at a time from the parts of all ranks."""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import torch
+
+from ds_finetune.checkpoint.boxes import flat_boxes, overlap
+from ds_finetune.checkpoint.files import Manifest
+from ds_finetune.checkpoint.part_file import PartFile, Stored, part_name
+from ds_finetune.engine.state import BUFFER, WEIGHT
+from ds_finetune.errors import CheckpointError
+
+
+class CheckpointSource:
+    """The fp32 weights and the buffers of a checkpoint, as a TensorSource."""
+
+    def __init__(self, folder: Path) -> None:
+        manifest = Manifest.read(folder)
+        absent = [part_name(rank, manifest.world_size) for rank in range(manifest.world_size) if rank not in manifest.ranks]
+        if absent:
+            raise CheckpointError(
+                f"{folder} lacks {', '.join(absent)}: other nodes keep them", hint="make it whole with `ds-finetune checkpoint gather`"
+            )
+        self._held: dict[str, list[tuple[PartFile, Stored]]] = {}
+        for rank in manifest.ranks:
+            part = PartFile(folder / part_name(rank, manifest.world_size))
+            for item in part.stored:
+                kind, _, name = item.key.partition("/")
+                if kind in (WEIGHT, BUFFER):
+                    self._held.setdefault(name, []).append((part, item))
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every parameter and persistent buffer by the model's name for it."""
+        return {name: held[0][1].shape for name, held in self._held.items()}
+
+    @property
+    def fp32_names(self) -> Collection[str]:
+        """Buffers that training kept in fp32."""
+        return {name for name, held in self._held.items() if held[0][1].key.startswith(f"{BUFFER}/") and held[0][1].dtype == torch.float32}
+
+    def read(self, name: str, start: int, numel: int) -> torch.Tensor:
+        """Elements [start, start + numel) of the flattened tensor, 1-D; CheckpointError where no part holds some of them."""
+        held = self._held[name]
+        out = torch.empty(numel, dtype=held[0][1].dtype)
+        position = copied = 0
+        for box in flat_boxes(held[0][1].shape, start, numel):
+            target = out[position : position + box.numel].view(box.sizes)
+            position += box.numel
+            for part, item in held:
+                both = overlap(box, item.box)
+                if both is None:
+                    continue
+                source = part.tensor(item)
+                mine = target
+                for dim, (at, length) in enumerate(zip(both.offsets, both.sizes, strict=True)):
+                    source = source.narrow(dim, at - item.box.offsets[dim], length)
+                    mine = mine.narrow(dim, at - box.offsets[dim], length)
+                mine.copy_(source)
+                copied += both.numel
+                del source
+                part.forget()
+        if copied != numel:
+            raise CheckpointError(f"{numel - copied:,} of {numel:,} elements of `{name}` are in no part", hint="take another checkpoint")
+        return out
