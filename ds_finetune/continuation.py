@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
-from ds_finetune.checkpoint.files import leftovers, remove, step_name
+from ds_finetune.checkpoint.files import complete_steps, leftovers, remove, step_name
 from ds_finetune.checkpoint.part_file import part_name
-from ds_finetune.checkpoint.place import Place, agree, find_place
+from ds_finetune.checkpoint.place import LOCK_SECONDS, Place, agree, find_place, lock
 from ds_finetune.checkpoint.random_state import restore_random_state
 from ds_finetune.checkpoint.restore import Found, named, newest, restore
 from ds_finetune.checkpoint.run_state import RunState, changes, layout_of, versions
@@ -39,9 +39,10 @@ _REHEARSED = 4096
 
 @dataclass(frozen=True)
 class Origin:
-    """What a run goes on from; nothing where it begins anew."""
+    """What a run goes on from; nothing where it begins anew. `held` keeps other runs out of the folder, on the rank that leads."""
 
     place: Place | None
+    held: TextIO | None = None
     found: Found | None = None
 
     @property
@@ -63,13 +64,14 @@ def find_origin(plan: Plan, material: Material, say: Say) -> Origin:
         return Origin(None)
     folder = Path(plan.config.output_dir) / CHECKPOINTS
     place = find_place(folder, rank=plan.world.rank, node_local=wanted.node_local)
+    held = _locked(place, say)
     rehearse(place, is_asynchronous=plan.saves_aside)
     if wanted.resume == "never":
-        return Origin(place)
+        return Origin(place, held)
     found = newest(place, folder) if wanted.resume == "auto" else named(place, Path(wanted.resume))
     if found is None:
-        return Origin(place)
-    later = [path.name for path in folder.glob("step-*[0-9]") if path.name > step_name(found.state.step)]
+        return Origin(place, held)
+    later = [step_name(step) for step in complete_steps(folder) if step > found.state.step]
     agree(_mixed(folder, later, found) if wanted.resume != "auto" and later else None)
     lines = changes(found.state, plan.config, data=fingerprint(material))
     for line in (*found.passed_over, f"going on from {found.folder}, step {found.state.step} of {found.state.layout}", *lines):
@@ -77,12 +79,23 @@ def find_origin(plan: Plan, material: Material, say: Say) -> Origin:
     if place.leads:
         for path in leftovers(folder):
             remove(path)
-    return Origin(place, found)
+    return Origin(place, held, found)
+
+
+def _locked(place: Place, say: Say) -> TextIO | None:
+    held, error = None, None
+    if place.leads:
+        try:
+            held = lock(place.folder, seconds=LOCK_SECONDS, say=say)
+        except OutputError as taken:
+            error = taken
+    agree(error)
+    return held
 
 
 def _mixed(folder: Path, later: list[str], found: Found) -> CheckpointError:
     return CheckpointError(
-        f"{folder} holds {', '.join(sorted(later))}, later than step {found.state.step} that checkpoint.resume names",
+        f"{folder} holds {', '.join(later)}, later than step {found.state.step} that checkpoint.resume names",
         hint="move them away, or name another output_dir",
     )
 
@@ -146,8 +159,12 @@ def go_on(engine: Engine, origin: Origin, material: Material) -> Position:
 
 
 @contextmanager
-def saver_of(engine: Engine, place: Place, base: Mapping[str, Path]) -> Iterator[Saver]:
-    """A saver of the engine's state whose process is running; `base` are files by name that an export will need."""
+def saver_of(engine: Engine, origin: Origin, base: Mapping[str, Path]) -> Iterator[Saver | None]:
+    """A saver of the engine's state whose process is running, None where nothing is saved; `base` are files that an export will need."""
+    place = origin.place
+    if place is None:
+        yield None
+        return
     kept = Path(engine.plan.config.output_dir) / BASE
     if place.leads:
         for name, source in base.items():
@@ -155,7 +172,8 @@ def saver_of(engine: Engine, place: Place, base: Mapping[str, Path]) -> Iterator
             # Copied once, so that whoever changes the model's folder does not change the checkpoint.
             (kept / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, kept / name)
-    saver = Saver(engine.state.groups, place, engine.plan.saves_aside, {f"{BASE}/{name}": kept / name for name in base})
+    beside = {f"{BASE}/{name}": kept / name for name in base}
+    saver = Saver(engine.state.groups, place, engine.plan.saves_aside, beside, [origin.held] if origin.held else [])
     num_bytes = num_weights(engine.state.groups(), writer=place.writer) * engine.plan.bytes_per_parameter
     agree(_short_of_memory(num_bytes, engine.plan))
     saver.start(num_bytes)

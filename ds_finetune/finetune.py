@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -161,9 +161,7 @@ def make_observers(engine: Engine, material: Material, schedule: LrSchedule, kee
 
 def kept(engine: Engine, origin: Origin, material: Material) -> AbstractContextManager[Saver | None]:
     """The saver of a run, or None where nothing is saved."""
-    if origin.place is None:
-        return nullcontext()
-    return saver_of(engine, origin.place, {"config.json": material.folder / "config.json", **files_beside(engine.plan.config, material)})
+    return saver_of(engine, origin, {"config.json": material.folder / "config.json", **files_beside(engine.plan.config, material)})
 
 
 def check_space(plan: Plan, material: Material) -> None:

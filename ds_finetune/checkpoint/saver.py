@@ -2,10 +2,10 @@
 
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from ds_finetune.checkpoint.files import STATE, Manifest, commit, complete_steps, partial_name, remove, step_name
 from ds_finetune.checkpoint.part_file import part_name
@@ -33,6 +33,7 @@ class Outcome:
 class Saver:
     """Saves what `groups` gives, one checkpoint at a time, with the files `beside` it by name.
 
+    `inherited` files stay open in the writer process, which may outlive this one by a little.
     Every method but `start`, `remove` and `close` must be called by all ranks alike.
     """
 
@@ -40,8 +41,12 @@ class Saver:
     place: Place
     is_asynchronous: bool
     beside: Mapping[str, Path]
-    _process: WriterProcess = field(default_factory=WriterProcess)
+    inherited: Sequence[TextIO] = ()
     _pending: Outcome | None = None
+
+    def __post_init__(self) -> None:
+        """The process is made now and started later."""
+        self._process = WriterProcess([file.fileno() for file in self.inherited])
 
     def start(self, num_bytes: int) -> None:
         """Start the writer process and let it take the memory that a part of `num_bytes` will need."""

@@ -5,6 +5,7 @@ import mmap
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ _PARTING_SECONDS = 5.0
 class WriterProcess:
     """The process of `writer.py` and the memory it reads from; jobs are answered in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, inherited: Sequence[int] = ()) -> None:
+        self._inherited = tuple(inherited)
         # Not in /dev/shm, which containers keep small: an anonymous file is bounded by memory alone.
         self._memory = os.memfd_create("checkpoint")
         self._map: mmap.mmap | None = None
@@ -34,7 +36,9 @@ class WriterProcess:
         package = str(Path(ds_finetune.__file__).parents[1])
         environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))}
         command = [sys.executable, "-m", "ds_finetune.checkpoint.writer", str(self._memory)]
-        self._process = subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[self._memory])
+        self._process = subprocess.Popen(
+            command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[self._memory, *self._inherited]
+        )
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
 

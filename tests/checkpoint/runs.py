@@ -1,0 +1,89 @@
+"""Runs of the program that are watched, signalled and killed from outside."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import ROOT
+from tests.running import torchrun
+
+SECONDS = 120
+NUMBERS = ("train/loss", "train/grad_norm", "train/accuracy", "optim/lr", "data/tokens_seen", "data/supervised_tokens", "train/skipped_steps")
+"""What must be the same bits in a run that was interrupted."""
+
+
+class Running:
+    """A started run; `ranks` are its processes by rank."""
+
+    def __init__(self, run_file: Path, *overrides: str, ranks: int = 2) -> None:
+        self.folder = run_file.parent / "run"
+        self.log = run_file.parent / f"log-{time.time_ns()}.txt"
+        self._out = self.log.open("w")
+        environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+        environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+        command = torchrun("ds_finetune/train.py", str(run_file), *overrides, ranks=ranks) if ranks > 1 else _alone(run_file, overrides)
+        self.process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=self._out, stderr=self._out, start_new_session=True)
+
+    @property
+    def text(self) -> str:
+        """What it printed so far."""
+        return self.log.read_text()
+
+    @property
+    def steps(self) -> int:
+        """Steps in its metrics."""
+        file = self.folder / "metrics.jsonl"
+        return sum(line.endswith("}\n") for line in file.read_text().splitlines(keepends=True)) if file.exists() else 0
+
+    def ranks(self) -> list[int]:
+        """Process ids of the ranks, by rank."""
+        found = {}
+        for place in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                variables = (place / "environ").read_bytes().decode(errors="replace").split("\0")
+                command = (place / "cmdline").read_bytes().decode(errors="replace")
+                rank = next((int(v.removeprefix("RANK=")) for v in variables if re.fullmatch(r"RANK=\d+", v)), None)
+                if rank is not None and str(self.folder.parent) in command and "checkpoint.writer" not in command:
+                    found[rank] = int(place.name)
+        return [found[rank] for rank in sorted(found)]
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Wait until `condition` holds; fails where the run ends before."""
+        until = time.monotonic() + SECONDS
+        while not condition():
+            assert self.process.poll() is None, self.text[-4000:]
+            assert time.monotonic() < until, self.text[-4000:]
+            time.sleep(0.01)
+
+    def finish(self) -> int:
+        """Wait for the end and return the exit code."""
+        code = self.process.wait(timeout=SECONDS)
+        self._out.close()
+        return code
+
+    def kill(self) -> None:
+        """End every process of the run at once; torchrun gives each rank a session of its own."""
+        for rank in self.ranks():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.finish()
+
+
+def _alone(run_file: Path, overrides: Sequence[str]) -> list[str]:
+    return [sys.executable, "ds_finetune/train.py", str(run_file), *overrides]
+
+
+def numbers(folder: Path) -> list[dict[str, Any]]:
+    """What must be equal, of each step."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{"step": record["step"], **{name: record[name] for name in NUMBERS}} for record in records]
