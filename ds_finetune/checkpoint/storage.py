@@ -2,12 +2,13 @@
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch.distributed.checkpoint import load, save
+from torch.distributed.checkpoint import CheckpointException, load, save
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
@@ -132,7 +133,8 @@ def write_part(groups: Sequence[StateGroup], sink: Sink, extra: Mapping[str, Any
     slices = [[share(part, *writer) if part.is_replicated else part for part in group.slices] for group in groups]
     planner = StatePlanner(groups, slices)
     try:
-        save({}, storage_writer=PartWriter(sink, extra), planner=planner, no_dist=True)
+        with _plain_errors():
+            save({}, storage_writer=PartWriter(sink, extra), planner=planner, no_dist=True)
     finally:
         planner.close()
 
@@ -140,7 +142,7 @@ def write_part(groups: Sequence[StateGroup], sink: Sink, extra: Mapping[str, Any
 def read_groups(groups: Sequence[StateGroup], reader: PartsReader, *, absent: str) -> None:
     """Fill the slices of `groups` from the parts of `reader`; `absent` names parts that are not here, for the error."""
     for group in groups:
-        with group.opened(True) as read:
+        with group.opened(True) as read, _plain_errors():
             load({}, storage_reader=reader, planner=RestorePlanner(group.slices, read, absent=absent), no_dist=True)
 
 
@@ -148,6 +150,16 @@ def num_weights(groups: Sequence[StateGroup], *, writer: tuple[int, int]) -> int
     """Parameters whose weights are in this rank's part."""
     slices = (share(part, *writer) if part.is_replicated else part for group in groups for part in group.slices)
     return sum(part.numel for part in slices if part.key.startswith(f"{WEIGHT}/"))
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """torch.distributed.checkpoint wraps every error in a BaseException of its own; what went wrong is raised instead."""
+    try:
+        yield
+    except CheckpointException as wrapped:
+        error, _ = next(iter(wrapped.failures.values()))
+        raise error from None
 
 
 def _stored(item: WriteItem) -> Stored:

@@ -1,0 +1,286 @@
+"""Files of a checkpoint: complete or absent, summed, and one of several kept."""
+
+import errno
+import itertools
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch.distributed.checkpoint import load
+
+from ds_finetune.checkpoint import files
+from ds_finetune.checkpoint.boxes import Box, flat_boxes, overlap
+from ds_finetune.checkpoint.files import Manifest, commit, complete_steps, leftovers, partial_name, remove, say_written, step_name, write_summed
+from ds_finetune.checkpoint.part_file import PartFile, part_name
+from ds_finetune.checkpoint.place import Place
+from ds_finetune.checkpoint.planners import share
+from ds_finetune.checkpoint.run_state import RunState, changes
+from ds_finetune.checkpoint.saver import superseded
+from ds_finetune.checkpoint.staging import FileSink, WriterProcess
+from ds_finetune.checkpoint.storage import PartsReader, read_groups, write_part
+from ds_finetune.checkpoint.tools import find_checkpoint, gather, listed, shown, verify
+from ds_finetune.config import RunConfig
+from ds_finetune.engine.state import Slice, StateGroup
+from ds_finetune.errors import CheckpointError
+from tests.checkpoint.groups import group_of, reading
+
+
+def test_boxes_are_the_flat_range_in_order() -> None:
+    rng = random.Random(0)
+    for _ in range(2000):
+        shape = tuple(rng.randint(1, 4) for _ in range(rng.randint(0, 4)))
+        total = math.prod(shape)
+        start = rng.randint(0, total)
+        numel = rng.randint(0, total - start)
+        boxes = list(flat_boxes(shape, start, numel))
+        places = torch.arange(total).view(shape)
+        found = [
+            int(places[index])
+            for box in boxes
+            for index in itertools.product(*(range(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True)))
+        ]
+        assert found == list(range(start, start + numel))
+        assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+def test_overlap() -> None:
+    assert overlap(Box((0, 2), (3, 3)), Box((2, 0), (4, 4))) == Box((2, 2), (1, 2))
+    assert overlap(Box((0,), (3,)), Box((3,), (1,))) is None
+
+
+def manifest(step: int, *, parts: int = 1, eval_loss: float | None = None, token: str = "t") -> Manifest:
+    names = [part_name(rank, parts) for rank in range(parts)]
+    return Manifest(step, parts, tuple(range(parts)), "host", token, eval_loss, dict.fromkeys(names))  # type: ignore[arg-type]
+
+
+def complete(folder: Path, step: int, *, eval_loss: float | None = None) -> Path:
+    """A complete checkpoint of one part."""
+    partial = folder / partial_name(step, "t")
+    partial.mkdir(parents=True)
+    part = partial / part_name(0, 1)
+    say_written(part, write_summed(part, [f"part of {step}".encode()]))
+    return commit(partial, manifest(step, eval_loss=eval_loss), {"state.json": "{}"}, {}, lambda: False)
+
+
+def test_nothing_is_complete_before_every_part_is(tmp_path: Path) -> None:
+    partial = tmp_path / partial_name(7, "t")
+    partial.mkdir()
+    part = partial / part_name(0, 2)
+    say_written(part, write_summed(part, [b"one"]))
+    asked = []
+    with pytest.raises(TimeoutError, match="1 of 2 parts were not written"):
+        commit(partial, manifest(7, parts=2), {}, {}, lambda: len(asked) < 3 and not asked.append(1))
+    assert complete_steps(tmp_path) == []
+    assert leftovers(tmp_path) == [partial]
+    with pytest.raises(CheckpointError, match="is not a complete checkpoint"):
+        Manifest.read(partial)
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced_whole(tmp_path: Path) -> None:
+    complete(tmp_path, 3)
+    old = (tmp_path / step_name(3)).stat().st_ino
+    (tmp_path / step_name(3) / "old").touch()
+    folder = complete(tmp_path, 3)
+    assert folder.stat().st_ino != old
+    assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", part_name(0, 1), "state.json"]
+    assert [path.name for path in tmp_path.iterdir()] == [step_name(3)]
+
+
+def test_what_is_kept(tmp_path: Path) -> None:
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, None)):
+        complete(tmp_path, step, eval_loss=loss)
+    assert [path.name for path in superseded(tmp_path, keep=2, keep_best=True)] == [step_name(1), step_name(3)]
+    assert [path.name for path in superseded(tmp_path, keep=1, keep_best=False)] == [step_name(step) for step in (1, 2, 3, 4)]
+    remove(tmp_path / step_name(1))
+    assert complete_steps(tmp_path) == [2, 3, 4, 5]
+    assert leftovers(tmp_path) == []
+
+
+def test_a_checkpoint_half_taken_away_never_looks_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = complete(tmp_path, 3)
+
+    def killed(path: Path, **_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(files.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        remove(folder)
+    assert complete_steps(tmp_path) == []
+    assert [path.name for path in leftovers(tmp_path)] == [f"{step_name(3)}.removing"]
+
+
+def place(folder: Path, rank: int, ranks: tuple[int, ...], world: int) -> Place:
+    folder.mkdir(parents=True, exist_ok=True)
+    return Place(folder, ranks, rank, world, "token")
+
+
+def written(folder: Path, groups: list[StateGroup]) -> list[Path]:
+    """Parts of several writers, by their number."""
+    paths = []
+    for rank, group in enumerate(groups):
+        paths.append(folder / part_name(rank, len(groups)))
+        sink = FileSink(paths[-1])
+        write_part([group], sink, {"rank": rank}, writer=(rank, len(groups)))
+        sink.finish()
+    return paths
+
+
+def test_a_part_is_a_plain_safetensors_file(tmp_path: Path) -> None:
+    numbers = torch.arange(24.0)
+    (path,) = written(tmp_path, [group_of({"weight/w": (numbers[3:20], (4, 6), 3)})])
+    with safe_open(path, framework="pt") as file:
+        assert sorted(file.keys()) == ["weight/w@0,3", "weight/w@1,0", "weight/w@3,0"]
+        assert torch.equal(file.get_tensor("weight/w@1,0"), numbers[6:18].view(2, 6))
+    with pytest.raises(CheckpointError, match=r"is not a part of a checkpoint"):
+        PartFile(_cut(path))
+
+
+def _cut(path: Path) -> Path:
+    path.write_bytes(path.read_bytes()[:-8])
+    return path
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_any_cut_is_read_by_any_other(dtype: torch.dtype, tmp_path: Path) -> None:
+    shape, total = (5, 3, 4), 60
+    whole = torch.arange(total).to(dtype)
+    groups = [group_of({"m/w": (whole[a:b], shape, a)}) for a, b in itertools.pairwise((0, 17, 17, 40, 60))]
+    reader = PartsReader(written(tmp_path, groups))
+    for a, b in ((0, 60), (1, 2), (16, 41), (60, 60)):
+        found = torch.zeros(b - a, dtype=dtype)
+        read_groups([group_of({"m/w": (found, shape, a)})], reader, absent="")
+        assert torch.equal(found, whole[a:b])
+
+
+def test_slices_of_tensor_parallel_ranks_are_boxes_of_the_whole(tmp_path: Path) -> None:
+    """Two ranks hold half the columns each, cut flat in turn by ZeRO; read whole, and by rows."""
+    whole = torch.arange(48.0).view(6, 8)
+    groups = []
+    for column in (0, 4):
+        local = whole[:, column : column + 4].contiguous().view(-1)
+        for a, b in ((0, 13), (13, 24)):
+            part = Slice("weight/w", (6, 8), a, b - a, torch.float32, origin=(0, column), local_shape=(6, 4))
+            groups.append(reading({part: local[a:b]}))
+    reader = PartsReader(written(tmp_path, groups))
+    found = torch.zeros(48)
+    read_groups([group_of({"weight/w": (found, (6, 8), 0)})], reader, absent="")
+    assert torch.equal(found.view(6, 8), whole)
+    rows = torch.zeros(16)
+    part = Slice("weight/w", (6, 8), 0, 16, torch.float32, origin=(2, 0), local_shape=(2, 8))
+    read_groups([reading({part: rows})], reader, absent="")
+    assert torch.equal(rows.view(2, 8), whole[2:4])
+
+
+def test_what_all_ranks_hold_is_shared_out(tmp_path: Path) -> None:
+    part = Slice("weight/w", (7,), 0, 7, torch.float32, is_replicated=True)
+    shares = [share(part, index, 3) for index in range(3)]
+    assert [(piece.start, piece.numel) for piece in shares] == [(0, 2), (2, 2), (4, 3)]
+    numbers = torch.arange(7.0)
+    paths = written(tmp_path, [reading({part: numbers})] * 3)
+    assert [sum(item.box.numel for item in PartFile(path).stored) for path in paths] == [2, 2, 3]
+
+
+def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+    reader = PartsReader(written(tmp_path, [group_of({"weight/w": (torch.zeros(6), (3, 4), 0)})]))
+    with pytest.raises(CheckpointError, match=r"6 elements of `weight/w` are in parts that are not here: part-x"):
+        read_groups([group_of({"weight/w": (torch.zeros(12), (3, 4), 0)})], reader, absent="part-x")
+    with pytest.raises(CheckpointError, match=r"`weight/w` has shape \(4, 3\) here, the checkpoint holds shape \(3, 4\)"):
+        read_groups([group_of({"weight/w": (torch.zeros(6), (4, 3), 0)})], reader, absent="")
+    with pytest.raises(CheckpointError, match=r"`weight/v` has shape \(6,\) here, the checkpoint holds nothing"):
+        read_groups([group_of({"weight/v": (torch.zeros(6), (6,), 0)})], reader, absent="")
+
+
+def test_plain_tensors_are_read_by_torch_itself(tmp_path: Path) -> None:
+    """The reader is one of torch.distributed.checkpoint's: its own planner resolves whole tensors from our parts."""
+    whole = torch.arange(60.0).view(5, 3, 4)
+    flat = whole.view(-1)
+    reader = PartsReader(written(tmp_path, [group_of({"weight/w": (flat[a:b], (5, 3, 4), a)}) for a, b in ((0, 23), (23, 60))]))
+    state = {"weight/w": torch.zeros(5, 3, 4)}
+    load(state, storage_reader=reader, no_dist=True)
+    assert torch.equal(state["weight/w"], whole)
+
+
+def test_nodes_keep_their_parts_and_gather_makes_them_whole(tmp_path: Path) -> None:
+    whole = torch.arange(12.0)
+    for rank, node in enumerate(("a", "b")):
+        group = group_of({"weight/w": (whole[rank * 6 : rank * 6 + 6], (3, 4), rank * 6)})
+        home = place(tmp_path / node / "checkpoints", rank, (rank,), 2)
+        sink = FileSink(_aside(home, rank))
+        write_part([group], sink, {"rank": rank, "host": node}, writer=home.writer)
+        sink.finish()
+        commit(_aside(home, rank).parent, _of_node(rank, node), {"state.json": _state().text()}, {}, lambda: False)
+    a, b = tmp_path / "a", tmp_path / "b"
+    with pytest.raises(CheckpointError, match=r"part-00001-of-00002\.safetensors of 2 ranks are in none of"):
+        gather([a], tmp_path / "whole")
+    assert "2 parts of step 5" in gather([a, b], tmp_path / "whole")
+    assert "3 files" in verify(tmp_path / "whole", workers=2)
+    found = torch.zeros(12)
+    reader = PartsReader(tmp_path / "whole" / part_name(rank, 2) for rank in range(2))
+    read_groups([group_of({"weight/w": (found, (3, 4), 0)})], reader, absent="")
+    assert torch.equal(found, whole)
+    with pytest.raises(CheckpointError, match="exists already"):
+        gather([a, b], tmp_path / "whole")
+    assert "1 of 2 parts" in dict(listed(a))[step_name(5)]
+    assert dict(shown(b))["optimizer"] == "5 steps taken, 0 skipped"
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+        find_checkpoint(tmp_path)
+
+
+def _aside(home: Place, rank: int) -> Path:
+    partial = home.folder / partial_name(5, home.token)
+    partial.mkdir(exist_ok=True)
+    return partial / part_name(rank, 2)
+
+
+def _of_node(rank: int, host: str) -> Manifest:
+    return Manifest(5, 2, (rank,), host, "token", None, {part_name(rank, 2): None})  # type: ignore[dict-item]
+
+
+def _state(**config: object) -> RunState:
+    engine = {"steps": 5, "steps_of": {}, "loss_scale": {}}
+    tree = {"model": "m", "data": {"train": "a.jsonl"}, "output_dir": "x"} | config
+    dumped = RunConfig.model_validate(tree).model_dump(mode="json", by_alias=True)
+    return RunState(5, 0, 100, (0, 3), engine, {"best": {"best_loss": math.inf}}, "rows", dumped, {}, {})
+
+
+def test_the_state_comes_back_and_says_what_changed(tmp_path: Path) -> None:
+    state = _state()
+    (tmp_path / "state.json").write_text(state.text())
+    assert RunState.read(tmp_path) == state
+    config = {"model": "m", "data": {"train": "a.jsonl"}, "output_dir": "y", "optim": {"lr": 0.5}, "checkpoint": {"keep": 7}}
+    assert changes(state, RunConfig.model_validate(config), data="rows") == ["changed since the checkpoint: optim.lr 1e-05 -> 0.5"]
+    with pytest.raises(CheckpointError, match=r"train\.seed 0 -> 3; training rows rows -> others"):
+        changes(state, RunConfig.model_validate(config | {"train": {"seed": 3}}), data="others")
+
+
+def test_a_writer_that_dies_is_said_and_started_again() -> None:
+    process = WriterProcess()
+    process.start()
+    process.send("write", part="/proc/no/such/place", num_bytes=1, commit=None)
+    found: list[str] = []
+    while process.is_busy:
+        found += process.errors()
+    assert any("Error" in error for error in found)
+    assert process._process is not None
+    process._process.kill()
+    process._process.wait()
+    process.send("remove", folders=[])
+    assert process.errors() == ["the writer process ended with code -9"]
+    process.send("remove", folders=[])
+    while process.is_busy:
+        assert process.errors() == []
+    process.close()
+
+
+def test_a_full_disk_while_linking_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").write_text("x")
+
+    def no_links(*_: object) -> None:
+        raise OSError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(files.os, "link", no_links)
+    files.link_or_copy(tmp_path / "a", tmp_path / "deep" / "b")
+    assert (tmp_path / "deep" / "b").read_text() == "x"
