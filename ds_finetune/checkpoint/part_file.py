@@ -81,6 +81,11 @@ class PartFile:
         except (OSError, ValueError, KeyError, struct.error) as broken:
             raise CheckpointError(f"{path} is not a part of a checkpoint: {broken}", hint="take another checkpoint") from broken
 
+    @property
+    def home(self) -> int:
+        """The first of the ranks that share a folder with the one that wrote this."""
+        return int(self.extra.get("home", 0))
+
     def _item(self, name: str, item: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], base: int) -> Stored:
         key, _, offsets = name.rpartition("@")
         box = Box(tuple(int(o) for o in offsets.split(",") if o), tuple(item["shape"]))

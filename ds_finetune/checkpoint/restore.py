@@ -1,5 +1,6 @@
 """Finding the checkpoint to go on from, and bringing it into an engine of whatever layout."""
 
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,18 +33,22 @@ def newest(place: Place, folder: Path) -> Found | None:
 
     None where there is none at all; CheckpointError where there are some and none can be used.
     """
-    steps = sorted(set.intersection(*map(set, everyones(complete_steps(folder)))), reverse=True)
-    last = steps[0] if steps else -1
-    passed = _unfinished(folder, newer_than=last)
+    everywhere = everyones((socket.gethostname(), set(complete_steps(folder))))
+    some = set.union(*(steps for _, steps in everywhere))
+    steps = sorted(set.intersection(*(steps for _, steps in everywhere)), reverse=True)
+    passed = _unfinished(folder, newer_than=max(some, default=-1))
+    for step in sorted(some - set(steps), reverse=True):
+        hosts = ", ".join(f"rank {rank} on {host}" for rank, (host, found) in enumerate(everywhere) if step not in found)
+        passed.append(f"{folder / step_name(step)} passed over: {hosts} does not have it")
     for step in steps:
         problems = _problems(place, folder / step_name(step))
         if not problems:
             return _found(folder / step_name(step), tuple(passed))
         passed += [f"{folder / step_name(step)} passed over: {problem}" for problem in problems]
-    if steps:
+    if some:
         raise CheckpointError(
-            f"none of the {len(steps)} checkpoints in {folder} can be used: {'; '.join(passed)}",
-            hint="restore one from elsewhere, or set checkpoint.resume never and another output_dir to begin anew",
+            f"none of the {len(some)} checkpoints in {folder} can be used: {'; '.join(passed)}",
+            hint="bring the missing ones back, or set checkpoint.resume never and another output_dir to begin anew",
         )
     return None
 

@@ -62,7 +62,7 @@ class Saver:
         self._pending = Outcome(step)
         partial = self.place.folder / partial_name(step, self.place.token)
         job = self._commit_job(partial, step, state, eval_loss)
-        extra = {"rank": self.place.rank, "host": socket.gethostname(), **rank_state}
+        extra = {"rank": self.place.rank, "home": self.place.ranks[0], "host": socket.gethostname(), **rank_state}
         try:
             partial.mkdir(exist_ok=True)
             part = partial / part_name(self.place.rank, self.place.world_size)

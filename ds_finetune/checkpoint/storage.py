@@ -83,17 +83,25 @@ class PartsReader(StorageReader):
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self.parts = [PartFile(path) for path in paths]
-        self._where = {
-            MetadataIndex(item.key, torch.Size(item.box.offsets)): (part, item) for part in self.parts for item in part.stored if item.box.numel
-        }
-        self._metadata = _metadata(item for part in self.parts for item in part.stored)
+        # Of what every rank holds each node kept all, cut among its own ranks; one node's is taken.
+        homes: dict[str, int] = {}
+        for part in self.parts:
+            for key in part.extra["replicated"]:
+                homes[key] = min(homes.get(key, part.home), part.home)
+        self.held: dict[str, list[tuple[PartFile, Stored]]] = {}
+        for part in self.parts:
+            for item in part.stored:
+                if homes.get(item.key, part.home) == part.home:
+                    self.held.setdefault(item.key, []).append((part, item))
+        every = [pair for held in self.held.values() for pair in held if pair[1].box.numel]
+        self._where = {MetadataIndex(item.key, torch.Size(item.box.offsets)): (part, item) for part, item in every}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """The parts were given at the start."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ANN401
         """Every tensor of the parts with its boxes."""
-        return self._metadata
+        return _metadata(item for held in self.held.values() for _, item in held)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
         """Nothing to set up."""
@@ -132,6 +140,7 @@ def write_part(groups: Sequence[StateGroup], sink: Sink, extra: Mapping[str, Any
     """Save this rank's part of `groups` through torch.distributed.checkpoint; `writer` (index, count) is its place among those that hold the same."""
     slices = [[share(part, *writer) if part.is_replicated else part for part in group.slices] for group in groups]
     planner = StatePlanner(groups, slices)
+    extra = {**extra, "replicated": sorted({part.key for group in groups for part in group.slices if part.is_replicated})}
     try:
         with _plain_errors():
             save({}, storage_writer=PartWriter(sink, extra), planner=planner, no_dist=True)

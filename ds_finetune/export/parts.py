@@ -7,7 +7,8 @@ import torch
 
 from ds_finetune.checkpoint.boxes import flat_boxes, overlap
 from ds_finetune.checkpoint.files import Manifest
-from ds_finetune.checkpoint.part_file import PartFile, Stored, part_name
+from ds_finetune.checkpoint.part_file import part_name
+from ds_finetune.checkpoint.storage import PartsReader
 from ds_finetune.engine.state import BUFFER, WEIGHT
 from ds_finetune.errors import CheckpointError
 
@@ -22,13 +23,9 @@ class CheckpointSource:
             raise CheckpointError(
                 f"{folder} lacks {', '.join(absent)}: other nodes keep them", hint="make it whole with `ds-finetune checkpoint gather`"
             )
-        self._held: dict[str, list[tuple[PartFile, Stored]]] = {}
-        for rank in manifest.ranks:
-            part = PartFile(folder / part_name(rank, manifest.world_size))
-            for item in part.stored:
-                kind, _, name = item.key.partition("/")
-                if kind in (WEIGHT, BUFFER):
-                    self._held.setdefault(name, []).append((part, item))
+        reader = PartsReader(folder / part_name(rank, manifest.world_size) for rank in manifest.ranks)
+        kinds = {key: key.partition("/") for key in reader.held}
+        self._held = {name: reader.held[key] for key, (kind, _, name) in kinds.items() if kind in (WEIGHT, BUFFER)}
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

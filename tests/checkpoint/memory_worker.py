@@ -48,7 +48,9 @@ def main() -> None:
             place = find_place(folder / f"asynchronous-{is_asynchronous}", rank=0, node_local=False)
             saver = Saver(engine.state.groups, place, is_asynchronous, {})
             with closing(saver):
-                saver.start(0)
+                saver.start(found.get("bytes", 0))
+                while is_asynchronous and saver._process.is_busy:
+                    saver._process.errors()
                 state = RunState(1, 0, 0, (0, 0), engine.state.scalars(), {}, "", {}, {}, {}).text()
                 Path("/proc/self/clear_refs").write_text("5")
                 before = resident("VmRSS")
@@ -60,7 +62,7 @@ def main() -> None:
                 found[str(is_asynchronous)] = {"extra": resident("VmHWM") - before, "blocked": blocked, "rest": time.monotonic() - began}
             found["bytes"] = sum(path.stat().st_size for path in place.folder.rglob("part-*"))
         found["largest"] = max(param.numel() for param in engine.lm.parameters()) * 4
-    print("FOUND", json.dumps(found))
+    sys.stdout.write(f"FOUND {json.dumps(found)}\n")
 
 
 if __name__ == "__main__":

@@ -183,6 +183,21 @@ def test_what_all_ranks_hold_is_shared_out(tmp_path: Path) -> None:
     assert [sum(item.box.numel for item in PartFile(path).stored) for path in paths] == [2, 2, 3]
 
 
+def test_what_two_nodes_both_hold_is_taken_from_one(tmp_path: Path) -> None:
+    """One node cut it among two ranks, the other gave it to its only one."""
+    part, numbers = Slice("buffer/b", (9,), 0, 9, torch.float32, is_replicated=True), torch.arange(9.0)
+    paths = []
+    for rank, (home, writer) in enumerate(((0, (0, 2)), (0, (1, 2)), (2, (0, 1)))):
+        paths.append(tmp_path / part_name(rank, 3))
+        sink = FileSink(paths[-1])
+        write_part([reading({part: numbers})], sink, {"rank": rank, "home": home}, writer=writer)
+        sink.finish()
+    for some in (paths, paths[2:], paths[:2]):
+        found = torch.zeros(9)
+        read_groups([reading({part: found})], PartsReader(some), absent="")
+        assert torch.equal(found, numbers)
+
+
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     reader = PartsReader(written(tmp_path, [group_of({"weight/w": (torch.zeros(6), (3, 4), 0)})]))
     with pytest.raises(CheckpointError, match=r"6 elements of `weight/w` are in parts that are not here: part-x"):
