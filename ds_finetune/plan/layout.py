@@ -88,7 +88,7 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
     if accelerate:
         refuse_accelerate_contradictions(accelerate, config, finished)
     zero = finished["zero_optimization"]
-    notes = apply_rules(zero, Situation(device, stage, config.train.precision, config.optim.name))
+    notes = apply_rules(zero, Situation(device, stage, config.train.precision, config.optim.name, config.train.max_grad_norm))
     return Plan(
         config=config,
         world=world,

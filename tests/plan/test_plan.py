@@ -44,6 +44,12 @@ def test_the_batch_triple_is_derived_and_written() -> None:
 @pytest.mark.parametrize(
     ("deepspeed", "sections", "message", "hint"),
     [
+        (
+            None,
+            {"train": {"global_batch_size": 9, "micro_batch_size": 3}},
+            "9 is not a multiple of micro_batch_size 3 x dp 2 = 6",
+            "or start 1, 3 ranks",
+        ),
         (None, {"train": {"global_batch_size": 100, "micro_batch_size": 8}}, "100 is not a multiple of micro_batch_size 8 x dp 2 = 16", "96 or 112"),
         ({"train_batch_size": 16}, {}, "train_batch_size 16 contradicts train.global_batch_size 8", '"auto"'),
         (
@@ -63,7 +69,13 @@ def test_the_batch_triple_is_derived_and_written() -> None:
         (zero(2, offload_param={"device": "cpu"}), {}, "offload_param below ZeRO-3 is refused", "stage 3"),
         (zero(2, offload_optimizer={"device": "nvme"}), {}, "offload to nvme below ZeRO-3 is refused", "device cpu"),
         (zero(0, offload_optimizer={"device": "cpu"}), {}, "offload_optimizer without ZeRO is refused", "stage 1, 2 or 3"),
-        (zero(3), {"optim": {"name": "Muon"}}, "Muon with reduce_scatter under ZeRO-3 is refused", "reduce_scatter false"),
+        (zero(1), {"optim": {"name": "Muon"}}, "clipping with Muon under ZeRO is refused", "train.max_grad_norm 0"),
+        (
+            zero(3),
+            {"optim": {"name": "Muon"}, "train": {"max_grad_norm": 0}},
+            "Muon with reduce_scatter under ZeRO-3 is refused",
+            "reduce_scatter false",
+        ),
         (zero(2), {"optim": {"name": "Adagrad"}}, "Adagrad without offload_optimizer under ZeRO is refused", "DeepSpeedCPUAdagrad"),
         (zero(1), {"optim": {"name": "Lamb"}}, "Lamb under ZeRO is refused", "stage 0"),
         (zero(0), {"optim": {"name": "Adagrad", "weight_decay": 0.1}}, "weight_decay 0.1 with Adagrad would be added to the gradient", "AdamW"),
