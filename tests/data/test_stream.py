@@ -78,3 +78,19 @@ def test_fewer_rows_than_ranks_is_an_error_not_a_hang(tokenizer: PreTrainedToken
     path = write(tmp_path / "rows.jsonl", 1)
     with pytest.raises(DataError, match="rank 1 of 2 finds no row in"):
         batches(path, tokenizer, rank=1, dp=2, steps=1)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_stream_goes_on_from_any_batch(tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: bool) -> None:
+    """In the middle of a stretch, at its end, and in a later pass; what came before is not tokenised again."""
+    monkeypatch.setattr(streaming, "RECORDS_AT_A_TIME", 7)
+    path = write(tmp_path / "rows.jsonl", 45)
+    config = DataConfig.model_validate({"train": str(path), "packing": packing})
+    plan = BatchPlan(8, 2, 1, 2, 0, shuffle=True, pad_token_id=2, row_len=64 if packing else None)
+    rows = streaming.stream(config, "train", tokenizer=tokenizer, spec=SPEC)
+    whole = list(streaming.streaming_batches(rows, plan, steps=12))
+    assert whole[-1].position.epoch > 0
+    for done in range(1, 12):
+        rest = list(streaming.streaming_batches(rows, plan, steps=12, start_step=done, start=whole[done - 1].position))
+        assert texts(rest, tokenizer) == texts(whole[done:], tokenizer)
+        assert [batch.position for batch in rest] == [batch.position for batch in whole[done:]]
