@@ -30,7 +30,7 @@ from ds_finetune.observers.skipped import SkippedSteps
 from ds_finetune.observers.utilisation import Utilisation, peak_flops
 from ds_finetune.observers.writers import MetricsFile, Trackers, check_trackers
 from ds_finetune.plan.layout import Plan, make_plan
-from ds_finetune.run_folder import check_output, read_json, write_run_files
+from ds_finetune.run_folder import check_output, nothing_half_written, read_json, write_run_files
 from ds_finetune.schedule import Duration, LrSchedule, warmup_steps
 from ds_finetune.world import World, accelerate_choices, refuse_missing_hostfile
 
@@ -65,7 +65,7 @@ def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
     if world.rank == 0:
         announce(plan, material)
     schedule = lr_schedule(config, material)
-    with Interrupts() as interrupts, process_group(world, plan.device):
+    with Interrupts() as interrupts, process_group(world, plan.device), nothing_half_written(Path(config.output_dir)):
         origin = find_origin(plan, material, say if world.rank == 0 else _nothing)
         with start_engine(plan, material.hf_config, has_weights=origin.found is None) as engine, kept(engine, origin, material) as saver:
             last, exports = run_engine(engine, material, schedule, Keeping(origin, saver, interrupts, say))

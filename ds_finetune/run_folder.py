@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,20 @@ def available_bytes() -> int | None:
     except OSError:
         return None
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+
+
+@contextmanager
+def nothing_half_written(folder: Path) -> Iterator[None]:
+    """After a failure before the first step, take away the folders that trying the save path has made."""
+    try:
+        yield
+    except BaseException:
+        if not (folder / "metrics.jsonl").exists():
+            (folder / "checkpoints" / ".lock").unlink(missing_ok=True)
+            for made in (folder / "checkpoints", folder):
+                with suppress(OSError):
+                    made.rmdir()
+        raise
 
 
 def write_run_files(plan: Plan, *, after_step: int = 0) -> Path:

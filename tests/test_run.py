@@ -56,6 +56,22 @@ def test_the_run_folder_holds_what_it_should(finished: Path) -> None:
     assert read_config(run / "config.yaml").train.duration == "2 epochs"
 
 
+def test_an_export_of_the_checkpoint_is_the_export_of_the_run(finished: Path, tmp_path: Path) -> None:
+    """From the fp32 masters on disk, without an engine: the same bytes in the same files; and nothing of a damaged one."""
+    run = finished / "run"
+    assert main(["export", str(run), str(tmp_path / "out"), "--dtype", "bf16", "--max-shard-size", "20KB"]) == 0
+    names = sorted(path.name for path in (run / "export").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "out").iterdir())
+    for name in names:
+        assert (tmp_path / "out" / name).read_bytes() == (run / "export" / name).read_bytes(), name
+    damaged = tmp_path / "step-000008"
+    shutil.copytree(run / "checkpoints" / "step-000008", damaged)
+    part = next(damaged.glob("part-00001*"))
+    part.write_bytes(part.read_bytes()[:-1] + b"x")
+    assert main(["export", str(damaged), str(tmp_path / "none")]) == 2
+    assert not (tmp_path / "none").exists()
+
+
 def test_the_export_loads_in_plain_transformers(finished: Path) -> None:
     export = finished / "run" / "export"
     index = json.loads((export / "model.safetensors.index.json").read_text())

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from ds_finetune.engine.start import DTYPES
 from ds_finetune.errors import ExportError, OutputError
 from ds_finetune.export.convert import ModelSpec, fitted, read_model_spec, write_from
 from ds_finetune.export.folder import TOKENIZER_FILES, FolderParts
@@ -16,9 +17,8 @@ from ds_finetune.export.shards import num_bytes
 from ds_finetune.export.sources import Opened, open_source
 from ds_finetune.model.families import family_of
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_MOST_WORKERS = 16
-"""Threads hold a chunk each; more than this many gain nothing from one disk."""
+_WORKERS_PER_CORE, _MOST_WORKERS = 2, 16
+"""Threads that each hold a chunk: while some wait for the disk, others cast; beyond the limit one disk gains nothing."""
 _BESIDE = ("generation_config.json", *TOKENIZER_FILES)
 _GIB = 2**30
 
@@ -42,14 +42,18 @@ def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int
     began = time.monotonic()
     _check_out(out)
     opened = open_source(path)
-    folders = (*([base] if base else []), *opened.folders)
+    folders = (*_checked(base), *opened.folders)
     spec = read_model_spec(_config_file(folders).parent)
     source = fitted(opened.source, spec, label=str(path))
     parts = _parts(folders, spec, opened, DTYPES[dtype])
     size = sum(num_bytes(shape, torch.float32 if name in source.fp32_names else parts.dtype) for name, shape in source.shapes.items())
     _check_disk(out, size)
-    write_from(source, out, parts, max_shard_bytes=max_shard_bytes, workers=min(len(os.sched_getaffinity(0)), _MOST_WORKERS))
+    write_from(source, out, parts, max_shard_bytes=max_shard_bytes, workers=_workers())
     return Exported(out, len(source.shapes), size, time.monotonic() - began)
+
+
+def _workers() -> int:
+    return min(_WORKERS_PER_CORE * len(os.sched_getaffinity(0)), _MOST_WORKERS)
 
 
 def _check_out(out: Path) -> None:
@@ -65,6 +69,13 @@ def _check_disk(out: Path, size: int) -> None:
         raise OutputError(
             f"`{out}` needs {size / _GIB:.2f} GiB and the disk has {free / _GIB:.2f} GiB free", hint="free some space or name another folder"
         )
+
+
+def _checked(base: Path | None) -> tuple[Path, ...]:
+    """A folder that was named is the one that is used."""
+    if base is not None and not (base / "config.json").is_file():
+        raise ExportError(f"--base `{base}` has no config.json", hint="name the folder of the model that was trained")
+    return (base,) if base else ()
 
 
 def _config_file(folders: tuple[Path, ...]) -> Path:

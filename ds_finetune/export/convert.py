@@ -19,8 +19,8 @@ from ds_finetune.export.shards import ShardWriter
 from ds_finetune.model.families import Family, family_of
 from ds_finetune.model.names import differences, hub_pieces
 
-CHUNK_NUMEL = 4 * 2**20
-"""Elements read, cast and written at a time by each thread: 16 MiB of fp32."""
+CHUNK_NUMEL = 2**20
+"""Elements read, cast and written at a time by each thread: 4 MiB of fp32, which caches still hold when they are cast."""
 
 
 class TensorSource(Protocol):
@@ -56,11 +56,11 @@ class ModelSpec:
 
 
 def read_model_spec(folder: Path) -> ModelSpec:
-    """The causal LM of `folder`/config.json, built on the meta device; ExportError where transformers has no class for it."""
+    """The causal LM of `folder`/config.json, built on the meta device; ExportError where transformers has none. No code of the folder is run."""
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except (ValueError, OSError) as unknown:
         reason = str(unknown).splitlines()[0]
         raise ExportError(f"{folder}/config.json: {reason}", hint="name a folder with the config.json of a causal LM by --base") from unknown

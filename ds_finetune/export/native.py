@@ -35,6 +35,7 @@ _REFUSED = (
 )
 """File names of layouts that are not read, and what they mean."""
 _MODEL_KEYS, _OPTIM_KEYS = ("module", "buffer_names", "dp_world_size"), ("optimizer_state_dict",)
+_AUTOEP_KEYS = ("ds_autoep_layers", "autoep_layers")
 _PREFIXES = ("module.", "lm.")
 
 
@@ -172,7 +173,7 @@ def _trained(step: Path, model: Sequence[_States], optim: Sequence[_States]) -> 
     if not optim:
         return iter(())
     zero = _zero(optim[0])
-    if "ds_zero_partition_groups" in zero or model[0].values.get("ds_autoep_layers"):
+    if "ds_zero_partition_groups" in zero or any(model[0].values.get(key) for key in _AUTOEP_KEYS):
         raise ExportError(f"{step}: {_REFUSED[0][1]}, which is not read here", hint=_ELSEWHERE)
     if "fp32_flat_groups" in zero:
         return _of_stage_3(step, model[0].values["param_shapes"], optim)
@@ -187,29 +188,32 @@ def _of_stage_3(step: Path, groups: Sequence[Mapping[str, Sequence[int]]], optim
         share = math.ceil(math.prod(shape) / len(optim))
         yield name, shape, Slices(vectors, offset, share, math.prod(shape))
         offset += share
-    _check_numel(step, [vector.numel for vector in vectors], [offset] * len(vectors))
+    _check_count(step, [vector.numel for vector in vectors], [offset] * len(vectors), "elements")
 
 
 def _of_stage_1_and_2(step: Path, groups: Sequence[Mapping[str, Sequence[int]]], optim: Sequence[_States]) -> Iterator[_Found]:
     """The ranks' partitions of a group follow one another and hold its parameters one after another, with the paddings that the file names."""
     paddings = _zero(optim[0]).get("param_alignment_paddings") or [[0] * len(group) for group in groups]
+    flats = [_zero(states)["single_partition_of_fp32_groups"] for states in optim]
+    _check_count(step, [len(found) for found in (*flats, paddings)], [len(groups)] * (len(flats) + 1), "parameter groups")
     for index, group in enumerate(groups):
-        vector = FlatVector([states.run(_zero(states)["single_partition_of_fp32_groups"][index]) for states in optim])
+        vector = FlatVector([states.run(flat[index]) for states, flat in zip(optim, flats, strict=True)])
+        _check_count(step, [len(paddings[index])], [len(group)], "parameters")
         offset = 0
         for (name, shape), padding in zip(group.items(), paddings[index], strict=True):
             numel = math.prod(shape)
             yield name, tuple(shape), Slices([vector], offset, numel, numel)
             offset += numel + int(padding)
-        # Both are padded to 2 x ranks, one on the file and one not (zero_to_fp32.py:364-381).
+        # The file's end may or may not be padded to a multiple of 2 x ranks (zero_to_fp32.py:364-381).
         align = 2 * len(optim)
-        _check_numel(step, [math.ceil(vector.numel / align)], [math.ceil(offset / align)], unit=align)
+        _check_count(step, [align * math.ceil(vector.numel / align)], [align * math.ceil(offset / align)], "elements")
 
 
-def _check_numel(step: Path, found: Sequence[int], wanted: Sequence[int], unit: int = 1) -> None:
+def _check_count(step: Path, found: Sequence[int], wanted: Sequence[int], unit: str) -> None:
     for rank, (has, needs) in enumerate(zip(found, wanted, strict=True)):
         if has != needs:
             raise ExportError(
-                f"{step}: the flat weights hold {has * unit} elements where the parameters need {needs * unit} (file {rank})",
+                f"{step}: the flat weights hold {has} {unit} where the model states need {needs} (file {rank})",
                 hint="files of different saves are mixed; use another step",
             )
 

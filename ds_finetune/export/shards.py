@@ -16,6 +16,8 @@ DTYPE_CODES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32
 """The names safetensors gives the dtypes that are written here."""
 _INDEX = "model.safetensors.index.json"
 _SHOWN = 5
+_RELEASE_BYTES = 64 * 2**20
+"""How much is written to a file before its pages are given back to the system."""
 
 
 def num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -150,7 +152,7 @@ class _File:
     """One safetensors file: 8 bytes of header length, the JSON header padded to 8 bytes, then the data without gaps."""
 
     def __init__(self, path: Path, shard: Shard) -> None:
-        self._path, self._missing = path, shard.data_bytes
+        self._path, self._missing, self._unreleased = path, shard.data_bytes, 0
         self._descriptor: int | None = None
         # Wide dtypes first keeps each tensor at a multiple of its own width, which readers that map the file rely on.
         self._ordered = sorted(shard.tensors, key=lambda tensor: -tensor.dtype.itemsize)
@@ -169,11 +171,19 @@ class _File:
             self.write(memoryview(self._header), 0)
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Write all of `data` at byte `offset`; the system may take it in several parts."""
+        """Write all of `data` at byte `offset`; the system may take it in several parts.
+
+        Pages already on the disk are given back, and others begun to be written: nobody reads them soon, and a model that
+        fills the page cache slows every other program of the machine (docs/results.md).
+        """
         assert self._descriptor is not None
+        self._unreleased += len(data)
         while data:
             done = os.pwrite(self._descriptor, data, offset)
             data, offset = data[done:], offset + done
+        if self._unreleased >= _RELEASE_BYTES:
+            self._unreleased = 0
+            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def count(self, num_bytes: int) -> bool:
         """Note that `num_bytes` of data have arrived; true when they were the last."""

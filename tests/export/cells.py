@@ -37,7 +37,7 @@ CELLS = (
         for family, bf16, frozen in (("deepseek_v3", True, False), ("deepseek_v3", False, True), ("qwen2", True, True))
     ),
     Cell("deepseek_v3", 2, True, options=("parameter_alignment", "round_robin_gradients")),
-    Cell("qwen2", 0, False),
+    Cell("qwen2", 0, True),
 )
 
 

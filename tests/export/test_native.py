@@ -3,6 +3,7 @@
 import os
 import pickle
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,14 @@ def test_a_pickle_that_would_run_code_is_refused_and_not_run(pattern: str, copy:
     assert mark.exists()
 
 
+def test_deepspeed_is_not_needed(copy: Path, tmp_path: Path) -> None:
+    """Its classes in the pickles are answered by stand-ins; nothing imports it, as a real unpickling would."""
+    code = "import sys; sys.modules['deepspeed'] = None; from ds_finetune.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = start([sys.executable, "-c", code, "export", str(copy), str(tmp_path / "out")])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"wrote {tmp_path / 'out'}: 38 tensors, 0.00 GiB in ")
+
+
 def test_torn_files_are_named(copy: Path) -> None:
     victim = next(step_of(copy).glob("*rank_1*_optim_states.pt"))
     whole = victim.read_bytes()
@@ -187,11 +196,22 @@ def test_torn_files_are_named(copy: Path) -> None:
         read_native(copy)
 
 
-def test_files_of_different_saves_are_noticed(written: Path, copy: Path) -> None:
-    for file in step_of(written / "deepseek_v3-stage3-bf16").glob("*_optim_states.pt"):
-        shutil.copy(file, step_of(copy))
-    with pytest.raises(ExportError, match=r"the flat weights hold \d+ elements where the parameters need \d+ \(file 0\)"):
-        read_native(copy)
+@pytest.mark.parametrize(
+    ("mine", "others", "said"),
+    [
+        ("qwen2-stage3-bf16-frozen", "deepseek_v3-stage3-bf16", r"the flat weights hold \d+ elements where the model states need \d+ \(file 0\)"),
+        ("qwen2-stage2-bf16-frozen", "deepseek_v3-stage2-bf16", r"the flat weights hold 32 parameters where the model states need 15"),
+        ("deepseek_v3-stage1-bf16", "deepseek_v3-stage1-fp32-frozen", r"the flat weights hold \d+ parameters where the model states need \d+"),
+    ],
+)
+def test_files_of_different_saves_are_noticed(mine: str, others: str, said: str, written: Path, tmp_path: Path) -> None:
+    mixed = shutil.copytree(written / mine, tmp_path / "mixed")
+    for file in step_of(mixed).glob("*_optim_states.pt"):
+        file.unlink()
+    for file in step_of(written / others).glob("*_optim_states.pt"):
+        shutil.copy(file, step_of(mixed))
+    with pytest.raises(ExportError, match=said):
+        read_native(mixed)
 
 
 def test_a_file_that_was_cut_after_it_was_opened(copy: Path) -> None:
@@ -231,5 +251,6 @@ def test_what_the_command_refuses(copy: Path, tmp_path: Path, capsys: pytest.Cap
     assert "is not a folder" in said(str(tmp_path / "none"), str(out))
     assert "--max-shard-size is `5 apples`" in said(str(copy), str(out), "--max-shard-size", "5 apples")
     assert f"`{copy}` is not empty: config.json" in said(str(copy), str(copy))
+    assert f"--base `{empty}` has no config.json" in said(str(copy), str(out), "--base", str(empty))
     assert not out.exists()
     assert not out.with_name("out.partial").exists()
