@@ -70,6 +70,8 @@ def find_origin(plan: Plan, material: Material, say: Say) -> Origin:
         return Origin(place, held)
     found = newest(place, folder) if wanted.resume == "auto" else named(place, Path(wanted.resume))
     if found is None:
+        if (folder.parent / "metrics.jsonl").exists():
+            say(f"{folder.parent} holds a run that ended before its first checkpoint: it begins again, and its records go")
         return Origin(place, held)
     later = [step_name(step) for step in complete_steps(folder) if step > found.state.step]
     agree(_mixed(folder, later, found) if wanted.resume != "auto" and later else None)

@@ -47,8 +47,8 @@ def _goes_on(folder: Path, config: RunConfig) -> bool:
     """Whether a run in `folder` may be gone on with: it has checkpoints, or it ended before its first one and left nothing else."""
     if not config.checkpoint.every_steps or config.checkpoint.resume == "never":
         return False
-    has_checkpoints = any((folder / "checkpoints").glob("step-*"))
-    return has_checkpoints or not any(folder.glob("export*"))
+    checkpoints = folder / "checkpoints"
+    return any(checkpoints.glob("step-*")) or (checkpoints.is_dir() and not any(folder.glob("export*")))
 
 
 def _bytes_of(folder: Path) -> int:

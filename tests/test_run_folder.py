@@ -49,12 +49,15 @@ def test_a_folder_that_holds_a_run_is_gone_on_with_or_refused(tmp_path: Path) ->
     run = tmp_path / "run"
     run.mkdir()
     (run / "metrics.jsonl").touch()
+    with pytest.raises(OutputError, match="already holds a run"):
+        check_output(config_of(run), None)
+    (run / "checkpoints").mkdir()
     check_output(config_of(run), None)
     (run / "export").mkdir()
     for sections in ({}, {"checkpoint": {"resume": "never"}}, {"checkpoint": {"every": "never"}}):
         with pytest.raises(OutputError, match="already holds a run"):
             check_output(config_of(run, **sections), None)
-    (run / "checkpoints" / "step-000003").mkdir(parents=True)
+    (run / "checkpoints" / "step-000003").mkdir()
     check_output(config_of(run), None)
     with pytest.raises(OutputError, match="already holds a run"):
         check_output(config_of(run, checkpoint={"resume": "never"}), None)
