@@ -20,6 +20,7 @@ from ds_finetune.checkpoint.run_state import RunState, changes, layout_of, versi
 from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.checkpoint.storage import PartsReader, num_weights, read_groups
 from ds_finetune.checkpoint.tools import BASE, CHECKPOINTS
+from ds_finetune.config import RunConfig
 from ds_finetune.data.batches import Position
 from ds_finetune.data.stream import START, StreamedRows
 from ds_finetune.engine.core import Engine
@@ -221,6 +222,12 @@ def remember(observers: Mapping[str, Resumable], origin: Origin) -> None:
     kept = origin.found.state.observers if origin.found else {}
     for name in observers.keys() & kept.keys():
         observers[name].restore(kept[name])
+
+
+def ended_early(origin: Origin, config: RunConfig) -> bool:
+    """Whether the run that is gone on with had lost its patience."""
+    best = origin.found.state.observers.get("best", {}) if origin.found else {}
+    return 0 < config.eval.patience <= best.get("worse_in_a_row", 0)
 
 
 def fingerprint(material: Material) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.config import RunConfig
-from ds_finetune.continuation import Origin, Say, find_origin, go_on, remember, run_text, saver_of
+from ds_finetune.continuation import Origin, Say, ended_early, find_origin, go_on, remember, run_text, saver_of
 from ds_finetune.data.batches import Batch, BatchPlan, Position, eval_batches, training_batches
 from ds_finetune.data.stream import START, StreamedRows, streaming_batches
 from ds_finetune.engine.core import Engine, EvalResult, Limits
@@ -65,31 +65,34 @@ def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
     if world.rank == 0:
         announce(plan, material)
     schedule = lr_schedule(config, material)
-    with Interrupts() as interrupts, process_group(world, plan.device), nothing_half_written(Path(config.output_dir)):
+    with process_group(world, plan.device), nothing_half_written(Path(config.output_dir)):
         origin = find_origin(plan, material, say if world.rank == 0 else _nothing)
         with start_engine(plan, material.hf_config, has_weights=origin.found is None) as engine, kept(engine, origin, material) as saver:
-            last, exports = run_engine(engine, material, schedule, Keeping(origin, saver, interrupts, say))
-            asked = interrupts.is_asked()
-    interrupted = (last.stop if last else f"{interrupts.name or 'a signal'} before a step was done") if asked else ""
-    return Report(last, Path(config.output_dir), exports, time.monotonic() - began, interrupted)
+            last, interrupted = train_engine(engine, material, schedule, Keeping(origin, saver, say))
+            exports = [Path(config.output_dir) / "export"] if config.export.at_end and not interrupted else []
+            for out in exports:
+                export(engine, material, out)
+    return Report(last, Path(config.output_dir), tuple(exports), time.monotonic() - began, interrupted)
 
 
-def run_engine(engine: Engine, material: Material, schedule: LrSchedule, keeping: "Keeping") -> tuple[StepRecord | None, tuple[Path, ...]]:
-    """Do what is left of a run and export it; returns the last record and the exports. A signal ends it after a checkpoint."""
+def train_engine(engine: Engine, material: Material, schedule: LrSchedule, keeping: "Keeping") -> tuple[StepRecord | None, str]:
+    """Do what is left of a run; returns the last record, and which signal ended it, if one did.
+
+    Signals are minded here alone: before and after there is nothing to save that is not saved, and they end the process.
+    """
     progress = keeping.origin.progress
     place_in_stream = go_on(engine, keeping.origin, material)
-    folder = write_run_files(engine.plan, after_step=progress.step)
-    if keeping.interrupts.is_asked():
-        return None, ()
-    observers = make_observers(engine, material, schedule, keeping)
-    batches = batches_of(engine.plan, material, schedule, after=progress, place_in_stream=place_in_stream)
-    last = run(training_steps(engine, batches, schedule, after=progress), observers)
-    for observer in observers:
-        observer.close()
-    if not engine.plan.config.export.at_end or keeping.interrupts.is_asked():
-        return last, ()
-    export(engine, material, folder / "export")
-    return last, (folder / "export",)
+    write_run_files(engine.plan, after_step=progress.step)
+    if ended_early(keeping.origin, engine.plan.config):
+        (keeping.say if engine.is_rank_zero else _nothing)("the run had ended early for want of a lower eval/loss; nothing is left to train")
+        return None, ""
+    with Interrupts(can_save=keeping.saver is not None) as interrupts:
+        observers = make_observers(engine, material, schedule, keeping, interrupts)
+        batches = batches_of(engine.plan, material, schedule, after=progress, place_in_stream=place_in_stream)
+        last = run(training_steps(engine, batches, schedule, after=progress), observers)
+        for observer in observers:
+            observer.close()
+        return last, last.stop if last and interrupts.is_asked() else ""
 
 
 def lr_schedule(config: RunConfig, material: Material) -> LrSchedule:
@@ -130,15 +133,14 @@ def batch_plan(plan: Plan, material: Material) -> BatchPlan:
 
 @dataclass(frozen=True)
 class Keeping:
-    """How a run is kept: what it goes on from, the saver where there is one, the signals that end it, and who prints."""
+    """How a run is kept: what it goes on from, the saver where there is one, and who prints."""
 
     origin: Origin
     saver: Saver | None
-    interrupts: Interrupts
     say: Say
 
 
-def make_observers(engine: Engine, material: Material, schedule: LrSchedule, keeping: Keeping) -> list[Observer]:
+def make_observers(engine: Engine, material: Material, schedule: LrSchedule, keeping: Keeping, interrupts: Interrupts) -> list[Observer]:
     """The observers of a run in the order they see a record; files and lines are rank zero's."""
     config, folder = engine.plan.config, Path(engine.plan.config.output_dir)
     skipped = SkippedSteps(config.train.max_skipped_steps)
@@ -146,12 +148,12 @@ def make_observers(engine: Engine, material: Material, schedule: LrSchedule, kee
     observers: list[Observer] = [skipped, *_utilisation(engine.plan, material)]
     if material.held_out is not None:
         every = int(Duration.parse(config.eval.every).value) if config.eval.every else 0
-        observers += [Evaluation(every, *_evaluations(engine, material, keeping.interrupts)), best]
+        observers += [Evaluation(every, *_evaluations(engine, material, interrupts)), best]
     remembered: dict[str, Resumable] = {"skipped": skipped, "best": best}
     remember(remembered, keeping.origin)
     if keeping.saver is not None:
         wanted = Kept(config.checkpoint.every_steps, config.checkpoint.keep, config.checkpoint.keep_best)
-        observers.append(Checkpointing(keeping.saver, keeping.interrupts, wanted, remembered, run_text(engine, material), keeping.say))
+        observers.append(Checkpointing(keeping.saver, interrupts, wanted, remembered, run_text(engine, material), keeping.say))
     if engine.is_rank_zero:
         observers.append(MetricsFile(folder / "metrics.jsonl"))
         observers.append(Trackers.open(config.log.trackers, folder, {"model": config.model.path, "lr": config.optim.lr}))

@@ -79,7 +79,7 @@ def lock(folder: Path, *, seconds: float, say: Callable[[str], None]) -> TextIO:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
-        except OSError as taken:
+        except BlockingIOError as taken:
             if time.monotonic() > until:
                 file.seek(0)
                 raise OutputError(f"{folder} is being written by {file.read()}", hint="end that run, or name another output_dir") from taken
@@ -87,6 +87,9 @@ def lock(folder: Path, *, seconds: float, say: Callable[[str], None]) -> TextIO:
                 say(f"{folder} is still being written; waiting {seconds:.0f} s at most")
             is_said = True
             time.sleep(_LOCK_POLL_SECONDS)
+        except OSError as refused:
+            say(f"{folder} cannot be locked ({refused}): see that no other run writes it")
+            break
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()

@@ -1,8 +1,10 @@
 """Saving: each rank copies its part and goes on; a process beside it writes, and one rank of those that share a folder commits."""
 
+import math
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -14,6 +16,7 @@ from ds_finetune.checkpoint.staging import FileSink, WriterProcess
 from ds_finetune.checkpoint.storage import write_part
 from ds_finetune.engine.processes import largest
 from ds_finetune.engine.state import StateGroup
+from ds_finetune.errors import CheckpointError
 
 _POLL_SECONDS = 0.005
 _COMMIT_SECONDS = 600.0
@@ -140,9 +143,15 @@ class Saver:
 
 
 def superseded(folder: Path, *, keep: int, keep_best: bool) -> list[Path]:
-    """Complete checkpoints of `folder` that need not be kept: all but the last `keep` and the one with the lowest eval loss."""
+    """Complete checkpoints of `folder` that need not be kept: all but the last `keep` and the one with the lowest eval loss.
+
+    One that cannot be read, or is just being taken away, is left alone.
+    """
     steps = complete_steps(folder)
-    manifests = {step: Manifest.read(folder / step_name(step)) for step in steps}
-    losses = {step: m.eval_loss for step, m in manifests.items() if m.eval_loss is not None}
+    losses: dict[int, float] = {}
+    for step in steps:
+        with suppress(CheckpointError):
+            loss = Manifest.read(folder / step_name(step)).eval_loss
+            losses |= {step: loss} if loss is not None and math.isfinite(loss) else {}
     best = {min(losses, key=lambda step: (losses[step], step))} if losses and keep_best else set()
     return [folder / step_name(step) for step in steps[:-keep] if step not in best]

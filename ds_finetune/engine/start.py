@@ -26,7 +26,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 def start_engine(plan: Plan, hf_config: PretrainedConfig, *, has_weights: bool = True) -> Iterator[Engine]:
     """Build the model of `plan` under its ZeRO stage and yield the engine; needs an open process group.
 
-    Without `has_weights` parameters hold zeros, for a checkpoint to be restored into.
+    Without `has_weights` parameters hold zeros, for a checkpoint to be restored into; where some are not trained, and so in
+    no checkpoint, weights are loaded all the same.
     """
     import deepspeed
     from deepspeed.utils import logger
@@ -59,7 +60,7 @@ def _build(plan: Plan, hf_config: PretrainedConfig, *, has_weights: bool) -> Pre
         device="cpu" if plan.device == "cpu" else f"cuda:{plan.world.local_rank}",
         init_context=_partitioned(plan) if stage3 else nullcontext(),
     )
-    if not has_weights:
+    if not has_weights and all(param.requires_grad for param in lm.parameters()):
         clear_weights(lm, where=partition if stage3 else whole)
     elif model.weights == "random":
         initialise_weights(lm, seed=plan.config.train.seed, where=partition if stage3 else whole)

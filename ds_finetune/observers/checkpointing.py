@@ -58,10 +58,11 @@ class Checkpointing:
         """Say what went wrong with a save on the rank concerned, and take away what is no longer needed; returns whether it is complete."""
         if outcome is None:
             return False
-        if not outcome.has_failed:
-            self.saver.remove(superseded(self.saver.place.folder, keep=self.kept.keep, keep_best=self.kept.keep_best))
-            return True
         place = self.saver.place
+        if not outcome.has_failed:
+            if place.leads:
+                self.saver.remove(superseded(place.folder, keep=self.kept.keep, keep_best=self.kept.keep_best))
+            return True
         for error in outcome.errors:
             self.say(f"CHECKPOINT OF STEP {outcome.step} WAS NOT WRITTEN: rank {place.rank}, {place.folder}: {error}")
         if place.rank == 0 and not outcome.errors:

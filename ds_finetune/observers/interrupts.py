@@ -14,15 +14,19 @@ _ECHO_SECONDS = 2.0
 
 
 class Interrupts:
-    """While it is open the first signal is remembered, and a second one ends this process at once."""
+    """While it is open the first signal is remembered, and a second one ends this process at once.
 
-    def __init__(self) -> None:
+    Without `can_save` signals do what they always do.
+    """
+
+    def __init__(self, *, can_save: bool = True) -> None:
         self.name = ""
+        self._can_save = can_save
         self._since = 0.0
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._take) for number in SIGNALS}
+        self._before = {number: signal.signal(number, self._take) for number in SIGNALS} if self._can_save else {}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -31,7 +35,7 @@ class Interrupts:
 
     def is_asked(self) -> bool:
         """Whether any rank was signalled; collective."""
-        return largest(bool(self.name))[0] > 0
+        return self._can_save and largest(bool(self.name))[0] > 0
 
     def _take(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()

@@ -90,7 +90,7 @@ def test_a_checkpoint_of_the_same_step_is_replaced_whole(tmp_path: Path) -> None
 
 
 def test_what_is_kept(tmp_path: Path) -> None:
-    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, None)):
+    for step, loss in ((1, 3.0), (2, 1.0), (3, float("nan")), (4, None), (5, None)):
         complete(tmp_path, step, eval_loss=loss)
     assert [path.name for path in superseded(tmp_path, keep=2, keep_best=True)] == [step_name(1), step_name(3)]
     assert [path.name for path in superseded(tmp_path, keep=1, keep_best=False)] == [step_name(step) for step in (1, 2, 3, 4)]

@@ -78,6 +78,7 @@ def test_a_signal_before_the_first_step_and_one_in_evaluation(tmp_path: Path) ->
     time.sleep(0.3)
     os.kill(early.process.pid, signal.SIGTERM)
     assert early.finish() in (3, -signal.SIGTERM), early.text[-3000:]
+    assert not complete_steps(early.folder / "checkpoints") or early.steps
     before = early.steps
     inside = Running(run_file, ranks=1)
     inside.wait_for(lambda: inside.steps > before)
