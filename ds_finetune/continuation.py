@@ -13,7 +13,7 @@ import torch
 
 from ds_finetune.checkpoint.files import complete_steps, leftovers, remove, step_name
 from ds_finetune.checkpoint.part_file import part_name
-from ds_finetune.checkpoint.place import LOCK_SECONDS, Place, agree, find_place, lock
+from ds_finetune.checkpoint.place import LOCK_SECONDS, Place, agree, find_place, lock, tried
 from ds_finetune.checkpoint.random_state import restore_random_state
 from ds_finetune.checkpoint.restore import Found, named, newest, restore
 from ds_finetune.checkpoint.run_state import RunState, changes, layout_of, versions
@@ -111,7 +111,7 @@ def rehearse(place: Place, *, is_asynchronous: bool) -> None:
     trial = replace(place, folder=place.folder / f".rehearsal-{place.token}")
     numbers = torch.arange(_REHEARSED, dtype=torch.float32) + place.rank
     group = _group_of(numbers, place)
-    trial.folder.mkdir(exist_ok=True)
+    agree(tried(place.folder, lambda: trial.folder.mkdir(exist_ok=True)))
     saver = Saver(lambda: [group], trial, is_asynchronous, {})
     saver.start(0)
     saver.save(0, "{}", rank_state={})

@@ -5,6 +5,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -50,7 +51,7 @@ def find_place(folder: Path, *, rank: int, node_local: bool) -> Place:
 
     OutputError on every rank where it cannot be made, or where it is not shared and `node_local` does not say so.
     """
-    agree(_made(folder))
+    agree(tried(folder, lambda: folder.mkdir(parents=True, exist_ok=True)))
     tokens = everyones(f"{time.time_ns():x}-{os.getpid():x}")
     token = tokens[0]
     if node_local:
@@ -58,9 +59,7 @@ def find_place(folder: Path, *, rank: int, node_local: bool) -> Place:
         homes = everyones((socket.gethostname(), status.st_dev, status.st_ino))
         return Place(folder, tuple(other for other, home in enumerate(homes) if home == homes[rank]), rank, len(homes), token)
     mark = folder / f".seen-{token}"
-    if rank == 0:
-        mark.touch()
-    everyones(rank)
+    agree(tried(folder, mark.touch) if rank == 0 else None)
     is_seen = _is_seen(mark)
     agree(None if is_seen else _not_shared(folder))
     if rank == 0:
@@ -90,9 +89,11 @@ def lock(folder: Path, *, seconds: float, say: Callable[[str], None]) -> TextIO:
         except OSError as refused:
             say(f"{folder} cannot be locked ({refused}): see that no other run writes it")
             break
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}")
-    file.flush()
+    with suppress(OSError):
+        # For whoever is kept out; on a full disk it stays empty.
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
     return file
 
 
@@ -103,13 +104,13 @@ def agree(error: FinetuneError | None) -> None:
         raise errors[0]
 
 
-def _made(folder: Path) -> OutputError | None:
+def tried(folder: Path, work: Callable[[], object]) -> OutputError | None:
+    """The error of `work` in the checkpoint folder, in the user's terms."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        work()
     except OSError as refused:
-        return OutputError(
-            f"checkpoint folder {folder} on {socket.gethostname()}: {refused}", hint="change the permissions or name another output_dir"
-        )
+        reason = f"checkpoint folder {folder} on {socket.gethostname()}: {refused}"
+        return OutputError(reason, hint="mend it before training: permissions, free space, or another output_dir")
     return None
 
 

@@ -12,8 +12,8 @@ from ds_finetune.data.batches import Batch, BatchPlan, training_batches
 from ds_finetune.engine.core import Engine
 from tests.parity.cells import FAMILIES, ROW_LEN, Cell, hf_config, rows, run_tree
 
-BEFORE, AFTER = 2, 2
-"""Steps before a save and after it."""
+BEFORE, AFTER = 2, 3
+"""Steps before a save and after it, beyond the end of the first epoch (four steps, packed two)."""
 LR = 1e-3
 ROWS_A_STEP = 16
 
@@ -77,7 +77,7 @@ def config_of(layout: Layout, model: Path, out: Path, *, dp: int, disk: Path) ->
     return RunConfig.model_validate(tree)
 
 
-def batches(engine: Engine, *, start_step: int, steps: int, shuffle: bool = False) -> Iterator[Batch]:
+def batches(engine: Engine, *, start_step: int, steps: int) -> Iterator[Batch]:
     """This rank's share of the batches from `start_step` (0-based) on."""
     train = engine.plan.config.train
     is_packed = engine.plan.config.data.packing
@@ -87,7 +87,7 @@ def batches(engine: Engine, *, start_step: int, steps: int, shuffle: bool = Fals
         rank=engine.plan.world.rank,
         dp=engine.plan.dp,
         seed=0,
-        shuffle=shuffle,
+        shuffle=True,
         pad_token_id=0,
         row_len=ROW_LEN if is_packed else None,
     )

@@ -2,10 +2,12 @@
 
 import errno
 import itertools
+import json
 import math
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -17,6 +19,7 @@ from ds_finetune.checkpoint.files import Manifest, commit, complete_steps, lefto
 from ds_finetune.checkpoint.part_file import PartFile, part_name
 from ds_finetune.checkpoint.place import Place
 from ds_finetune.checkpoint.planners import share
+from ds_finetune.checkpoint.random_state import random_state, restore_random_state
 from ds_finetune.checkpoint.run_state import RunState, changes
 from ds_finetune.checkpoint.saver import superseded
 from ds_finetune.checkpoint.staging import FileSink, WriterProcess
@@ -269,6 +272,13 @@ def test_the_state_comes_back_and_says_what_changed(tmp_path: Path) -> None:
     assert changes(state, RunConfig.model_validate(config), data="rows") == ["changed since the checkpoint: optim.lr 1e-05 -> 0.5"]
     with pytest.raises(CheckpointError, match=r"train\.seed 0 -> 3; training rows rows -> others"):
         changes(state, RunConfig.model_validate(config | {"train": {"seed": 3}}), data="others")
+
+
+def test_random_states_come_back() -> None:
+    kept = json.loads(json.dumps(random_state()))
+    first = (torch.rand(3).tolist(), float(np.random.rand()), random.random())
+    restore_random_state(kept)
+    assert (torch.rand(3).tolist(), float(np.random.rand()), random.random()) == first
 
 
 def test_a_writer_that_dies_is_said_and_started_again() -> None:

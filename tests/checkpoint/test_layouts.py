@@ -109,17 +109,20 @@ def test_the_steps_would_show_a_lost_moment(found: dict[str, Any]) -> None:
     assert abs(losses(steps["after"])[0] - losses(steps["after"])[1]) > 1e-3
 
 
+@pytest.fixture(scope="module")
+def everything(folder: Path) -> dict[str, Any]:
+    """Saved at every layout on 1, 2 and 4 ranks."""
+    return {key: value for ranks in (1, 2, 4) for key, value in run(ranks, LAYOUTS, [], folder).items()}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_every_layout_from_every_other(folder: Path, world: int) -> None:
-    """Saved at every layout on 1, 2 and 4 ranks, restored at every layout on `world`."""
-    wanted: dict[str, Any] = {}
-    for ranks in (1, 2, 4):
-        wanted |= {key: value for key, value in run(ranks, LAYOUTS, [], folder).items()}
+def test_every_layout_from_every_other(folder: Path, everything: dict[str, Any], world: int) -> None:
+    """Restored at every layout on `world` ranks."""
     pairs = [(name_of(source, ranks), layout) for ranks in (1, 2, 4) for source in LAYOUTS for layout in others(source)]
     seen = run(world, [], pairs, folder)
     assert len(seen) == len(pairs)
     for key, value in seen.items():
-        source = wanted[f"saved {key.split(' -> ')[0]}"]
+        source = everything[f"saved {key.split(' -> ')[0]}"]
         assert losses(value["after"]) == pytest.approx(losses(source["after"]), abs=1e-6), key
         assert value["weights"] == pytest.approx(source["weights"], rel=1e-5), key

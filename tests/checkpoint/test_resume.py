@@ -182,6 +182,20 @@ def test_a_full_disk_is_said_loudly_and_the_run_goes_on(tmp_path: Path, small_di
     assert complete_steps(small_disk)[-1] == run.steps
 
 
+def test_a_disk_that_takes_nothing_ends_the_run_before_it_loads(tmp_path: Path, small_disk: Path) -> None:
+    run_file = task(tmp_path / "t")
+    (tmp_path / "t" / "run").mkdir()
+    (tmp_path / "t" / "run" / "checkpoints").symlink_to(small_disk)
+    with contextlib.suppress(OSError), (small_disk / "filler").open("wb", buffering=0) as file:
+        while file.write(b"x" * 4096):
+            pass
+    run = Running(run_file, ranks=1)
+    assert run.finish() == 2, run.text[-3000:]
+    assert "No space left on device" in run.text
+    assert "mend it before training" in run.text
+    assert run.steps == 0
+
+
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run file of a run of which four checkpoints are left and steps are still to do."""
