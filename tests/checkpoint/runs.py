@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from tests.conftest import ROOT
 from tests.running import torchrun
@@ -23,6 +23,8 @@ NUMBERS = ("train/loss", "train/grad_norm", "train/accuracy", "optim/lr", "data/
 class Running:
     """A started run; `ranks` are its processes by rank."""
 
+    started: ClassVar[list["Running"]] = []
+
     def __init__(self, run_file: Path, *overrides: str, ranks: int = 2) -> None:
         self.folder = run_file.parent / "run"
         self.log = run_file.parent / f"log-{time.time_ns()}.txt"
@@ -31,6 +33,7 @@ class Running:
         environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
         command = torchrun("ds_finetune/train.py", str(run_file), *overrides, ranks=ranks) if ranks > 1 else _alone(run_file, overrides)
         self.process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=self._out, stderr=self._out, start_new_session=True)
+        self.started.append(self)
 
     @property
     def text(self) -> str:
