@@ -5,15 +5,16 @@ import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 
-from ds_finetune.checkpoint.files import complete_steps, leftovers, remove, step_name
+from ds_finetune.checkpoint.files import complete_steps, leftovers, remove, set_aside, step_name
+from ds_finetune.checkpoint.locking import LOCK_SECONDS, lock
 from ds_finetune.checkpoint.part_file import part_name
-from ds_finetune.checkpoint.place import LOCK_SECONDS, Place, agree, find_place, lock, tried
+from ds_finetune.checkpoint.place import Place, agree, find_place, tried
 from ds_finetune.checkpoint.random_state import restore_random_state
 from ds_finetune.checkpoint.restore import Found, named, newest, restore
 from ds_finetune.checkpoint.run_state import RunState, changes, layout_of, versions
@@ -66,6 +67,10 @@ def find_origin(plan: Plan, material: Material, say: Say) -> Origin:
     folder = Path(plan.config.output_dir) / CHECKPOINTS
     place = find_place(folder, rank=plan.world.rank, node_local=wanted.node_local)
     held = _locked(place, say)
+    if place.leads:
+        for left in leftovers(folder):
+            say(f"taken away: {left}, never completed")
+            remove(left)
     rehearse(place, is_asynchronous=plan.saves_aside)
     if wanted.resume == "never":
         return Origin(place, held)
@@ -76,12 +81,10 @@ def find_origin(plan: Plan, material: Material, say: Say) -> Origin:
         return Origin(place, held)
     later = [step_name(step) for step in complete_steps(folder) if step > found.state.step]
     agree(_mixed(folder, later, found) if wanted.resume != "auto" and later else None)
+    aside = _set_aside(place, later)
     lines = changes(found.state, plan.config, data=fingerprint(material))
-    for line in (*found.passed_over, f"going on from {found.folder}, step {found.state.step} of {found.state.layout}", *lines):
+    for line in (*found.passed_over, *aside, f"going on from {found.folder}, step {found.state.step} of {found.state.layout}", *lines):
         say(line)
-    if place.leads:
-        for path in leftovers(folder):
-            remove(path)
     return Origin(place, held, found)
 
 
@@ -94,6 +97,11 @@ def _locked(place: Place, say: Say) -> TextIO | None:
             error = taken
     agree(error)
     return held
+
+
+def _set_aside(place: Place, names: list[str]) -> list[str]:
+    """Checkpoints later than the one that is gone on with cannot be used: they must not be counted among those that are kept."""
+    return [f"{place.folder / name} is now {set_aside(place.folder / name).name}" for name in names] if place.leads else []
 
 
 def _mixed(folder: Path, later: list[str], found: Found) -> CheckpointError:
@@ -200,6 +208,8 @@ def _short_of_memory(num_bytes: int, plan: Plan) -> OutputError | None:
 def run_text(engine: Engine, material: Material) -> Callable[[StepRecord, Mapping[str, Mapping[str, Any]]], str]:
     """A function that puts the run's state after a step into text."""
 
+    data = fingerprint(material)
+
     def text(record: StepRecord, observers: Mapping[str, Mapping[str, Any]]) -> str:
         return RunState(
             step=record.step,
@@ -208,7 +218,8 @@ def run_text(engine: Engine, material: Material) -> Callable[[StepRecord, Mappin
             position=tuple(record.position),
             engine=engine.state.scalars(),
             observers=observers,
-            data=fingerprint(material),
+            values=dict(record.values),
+            data=data,
             config=engine.plan.config.model_dump(mode="json", by_alias=True),
             layout=layout_of(engine.plan),
             versions=versions(),
@@ -228,6 +239,15 @@ def ended_early(origin: Origin, config: RunConfig) -> bool:
     """Whether the run that is gone on with had lost its patience."""
     best = origin.found.state.observers.get("best", {}) if origin.found else {}
     return 0 < config.eval.patience <= best.get("worse_in_a_row", 0)
+
+
+def cut_evaluation(origin: Origin, place_in_stream: Position, *, steps: int) -> list[StepRecord]:
+    """The record of the step at which a signal cut the evaluation short, to be passed to the observers again; else nothing."""
+    state = origin.found.state if origin.found else None
+    if state is None or not state.observers.get("evaluation", {}).get("is_due"):
+        return []
+    position = astuple(place_in_stream) if place_in_stream != START else state.position
+    return [StepRecord(state.step, state.values, is_last=state.step >= steps, position=position)]
 
 
 def fingerprint(material: Material) -> str:

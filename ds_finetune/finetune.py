@@ -5,13 +5,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
 
 from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.config import RunConfig
-from ds_finetune.continuation import Origin, Say, ended_early, find_origin, go_on, remember, run_text, saver_of
+from ds_finetune.continuation import Origin, Say, cut_evaluation, ended_early, find_origin, go_on, remember, run_text, saver_of
 from ds_finetune.data.batches import Batch, BatchPlan, Position, eval_batches, training_batches
 from ds_finetune.data.stream import START, StreamedRows, streaming_batches
 from ds_finetune.engine.core import Engine, EvalResult, Limits
@@ -82,14 +83,15 @@ def train_engine(engine: Engine, material: Material, schedule: LrSchedule, keepi
     """
     progress = keeping.origin.progress
     place_in_stream = go_on(engine, keeping.origin, material)
-    write_run_files(engine.plan, after_step=progress.step)
+    due = cut_evaluation(keeping.origin, place_in_stream, steps=schedule.steps)
+    write_run_files(engine.plan, after_step=progress.step - len(due))
     if ended_early(keeping.origin, engine.plan.config):
         (keeping.say if engine.is_rank_zero else _nothing)("the run had ended early for want of a lower eval/loss; nothing is left to train")
         return None, ""
     with Interrupts(can_save=keeping.saver is not None) as interrupts:
         observers = make_observers(engine, material, schedule, keeping, interrupts)
         batches = batches_of(engine.plan, material, schedule, after=progress, place_in_stream=place_in_stream)
-        last = run(training_steps(engine, batches, schedule, after=progress), observers)
+        last = run(chain(due, training_steps(engine, batches, schedule, after=progress)), observers)
         for observer in observers:
             observer.close()
         return last, last.stop if last and interrupts.is_asked() else ""
@@ -146,10 +148,12 @@ def make_observers(engine: Engine, material: Material, schedule: LrSchedule, kee
     skipped = SkippedSteps(config.train.max_skipped_steps)
     best = BestAndPatience(config.eval, lambda step: export(engine, material, folder / "export-best"))
     observers: list[Observer] = [skipped, *_utilisation(engine.plan, material)]
+    remembered: dict[str, Resumable] = {"skipped": skipped}
     if material.held_out is not None:
         every = int(Duration.parse(config.eval.every).value) if config.eval.every else 0
-        observers += [Evaluation(every, *_evaluations(engine, material, interrupts)), best]
-    remembered: dict[str, Resumable] = {"skipped": skipped, "best": best}
+        evaluation = Evaluation(every, *_evaluations(engine, material, interrupts))
+        observers += [evaluation, best]
+        remembered |= {"evaluation": evaluation, "best": best}
     remember(remembered, keeping.origin)
     if keeping.saver is not None:
         wanted = Kept(config.checkpoint.every_steps, config.checkpoint.keep, config.checkpoint.keep_best)

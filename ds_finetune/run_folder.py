@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from ds_finetune.checkpoint.locking import unlock_own
 from ds_finetune.config import RunConfig, dump_config
 from ds_finetune.errors import OutputError
 from ds_finetune.plan.layout import Plan
@@ -57,12 +58,31 @@ def _bytes_of(folder: Path) -> int:
 
 
 def available_bytes() -> int | None:
-    """Memory of this host that is not in use; None where the system does not say (it is no Linux)."""
+    """Memory that this process may still take: of the host, or of its control group where that has less; None on no Linux."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return None
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    host = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    return min([host, *_left_in_groups()])
+
+
+def _left_in_groups() -> Iterator[int]:
+    """What the limits of control groups leave, version 2 and version 1, of this process's own group and of a container's root."""
+    own = [line.rpartition(":")[2].lstrip("/") for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    for root, limit, used in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        for group in {Path(root), *(Path(root) / name for name in own)}:
+            with suppress(OSError, ValueError):
+                wanted, taken = (int((group / name).read_text()) for name in (limit, used))
+                yield wanted - taken + _page_cache(group)
+
+
+def _page_cache(group: Path) -> int:
+    lines = (group / "memory.stat").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("inactive_file ", "active_file ")))
 
 
 @contextmanager
@@ -72,11 +92,15 @@ def nothing_half_written(folder: Path) -> Iterator[None]:
         yield
     except BaseException:
         if not (folder / "metrics.jsonl").exists():
-            (folder / "checkpoints" / ".lock").unlink(missing_ok=True)
-            for made in (folder / "checkpoints", folder):
-                with suppress(OSError):
-                    made.rmdir()
+            _remove_empty(folder)
         raise
+
+
+def _remove_empty(folder: Path) -> None:
+    unlock_own(folder / "checkpoints")
+    for made in (folder / "checkpoints", folder):
+        with suppress(OSError):
+            made.rmdir()
 
 
 def write_run_files(plan: Plan, *, after_step: int = 0) -> Path:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +21,10 @@ STATE = "state.json"
 _STATUS = ".written.json"
 _PREFIX = "step-"
 _CHUNK_BYTES = 16 * 2**20
-_POLL_SECONDS = 0.01
+_POLL_SECONDS = 0.05
+_NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.EACCES, errno.ENOSYS)
+_LEFT = re.compile(r"step-\d+\.(partial-[0-9a-f-]+|replaced-[0-9a-f-]+|removing)|\.rehearsal-[0-9a-f-]+")
+"""Names of folders that are only ever ours and never complete; whatever else lies there is the user's."""
 
 
 def step_name(step: int) -> str:
@@ -164,15 +168,22 @@ def remove(folder: Path) -> None:
     shutil.rmtree(going, ignore_errors=True)
 
 
+def set_aside(folder: Path) -> Path:
+    """Give a checkpoint that cannot be used another name, under which it is neither found nor counted; returns the new place."""
+    aside = next(place for number in range(1, 10_000) if not (place := folder.with_name(f"{folder.name}.unusable-{number}")).exists())
+    return folder.rename(aside)
+
+
 def link_or_copy(source: Path, target: Path) -> None:
-    """A second name for a file that is never changed, or a copy where the file system has no links."""
+    """A second name for a file that is never changed, or a copy where the file system has no links; `target` must be new."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(source, target)
     except OSError as refused:
-        if refused.errno == errno.ENOSPC:
+        if refused.errno not in _NO_LINKS:
             raise
-        shutil.copyfile(source, target)
+        with source.open("rb") as file:
+            write_summed(target, iter(lambda: file.read(_CHUNK_BYTES), b""))
 
 
 def sync_folder(folder: Path) -> None:
@@ -189,16 +200,18 @@ def _small_files(partial: Path, texts: Mapping[str, str], beside: Mapping[str, s
     for name, source in beside.items():
         link_or_copy(Path(source), partial / name)
         sums[name] = sum_of(partial / name)
+    for folder in {(partial / name).parent for name in beside}:
+        sync_folder(folder)
     return sums
 
 
 def _wait_for_parts(partial: Path, names: list[str], keep_waiting: Callable[[], bool]) -> dict[str, FileSum]:
     sums: dict[str, FileSum] = {}
     while True:
-        for name in [name for name in names if name not in sums]:
-            status = partial / (name + _STATUS)
-            if status.exists():
-                sums[name] = FileSum(**json.loads(status.read_bytes()))
+        # A listing sees what other hosts have made; asking for one name again and again would be answered from a cache of absent names (NFS).
+        seen = {entry.name for entry in os.scandir(partial)}
+        for name in [name for name in names if name not in sums and name + _STATUS in seen]:
+            sums[name] = FileSum(**json.loads((partial / (name + _STATUS)).read_bytes()))
         if len(sums) == len(names):
             return sums
         if not keep_waiting():
@@ -231,4 +244,4 @@ def leftovers(checkpoints: Path) -> list[Path]:
     """Folders that were not finished, or not fully taken away."""
     if not checkpoints.is_dir():
         return []
-    return sorted(path for path in checkpoints.iterdir() if path.is_dir() and "." in path.name)
+    return sorted(path for path in checkpoints.iterdir() if path.is_dir() and _LEFT.fullmatch(path.name))

@@ -26,6 +26,8 @@ DTYPES = {
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8
+_MAP_NORESERVE = 0x4000
+"""Linux's; Python names it from 3.13 on."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,9 @@ class PartFile:
             with path.open("rb") as file:
                 (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
                 tree = json.loads(file.read(length))
-                # A private copy-on-write map: torch.frombuffer warns about read-only ones, and nothing is ever written.
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                # Private and writable, since torch.frombuffer warns about other ones; nothing is ever written, so no memory is set apart
+                # for it: a part may be larger than memory.
+                self._map = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
             metadata = tree.pop("__metadata__")
             shapes, self.extra = json.loads(metadata["shapes"]), json.loads(metadata["extra"])
             self.stored = tuple(self._item(name, item, shapes, _LENGTH.size + length) for name, item in tree.items())

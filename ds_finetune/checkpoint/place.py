@@ -1,23 +1,15 @@
 """Which ranks share a checkpoint folder: all of them on a shared file system, those of a node on folders of its own."""
 
-import fcntl
 import os
 import socket
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
 from ds_finetune.engine.processes import everyones
 from ds_finetune.errors import FinetuneError, OutputError
 
-LOCK = ".lock"
-"""File that the run which writes a checkpoint folder holds locked."""
-LOCK_SECONDS = 90.0
-"""More than the writer of a dead run takes to end (writer.py, ORPHAN_SECONDS)."""
-_LOCK_POLL_SECONDS = 0.05
 _SEEN_SECONDS = 5.0
 """How long a file may take to be seen from another host of a shared file system."""
 
@@ -67,36 +59,6 @@ def find_place(folder: Path, *, rank: int, node_local: bool) -> Place:
     return Place(folder, tuple(range(len(tokens))), rank, len(tokens), token)
 
 
-def lock(folder: Path, *, seconds: float, say: Callable[[str], None]) -> TextIO:
-    """Keep other runs out of a checkpoint folder until the file is closed, also by the end of this process.
-
-    Waits `seconds` for the one that is there, which may be the writer of a run that has just died; then OutputError.
-    """
-    file = (folder / LOCK).open("a+", encoding="utf-8")
-    until, is_said = time.monotonic() + seconds, False
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError as taken:
-            if time.monotonic() > until:
-                file.seek(0)
-                raise OutputError(f"{folder} is being written by {file.read()}", hint="end that run, or name another output_dir") from taken
-            if not is_said:
-                say(f"{folder} is still being written; waiting {seconds:.0f} s at most")
-            is_said = True
-            time.sleep(_LOCK_POLL_SECONDS)
-        except OSError as refused:
-            say(f"{folder} cannot be locked ({refused}): see that no other run writes it")
-            break
-    with suppress(OSError):
-        # For whoever is kept out; on a full disk it stays empty.
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
-    return file
-
-
 def agree(error: FinetuneError | None) -> None:
     """Raise the first rank's error on every rank; collective."""
     errors = [found for found in everyones(error) if found is not None]
@@ -109,14 +71,15 @@ def tried(folder: Path, work: Callable[[], object]) -> OutputError | None:
     try:
         work()
     except OSError as refused:
-        reason = f"checkpoint folder {folder} on {socket.gethostname()}: {refused}"
-        return OutputError(reason, hint="mend it before training: permissions, free space, or another output_dir")
+        where = f"{folder} on {socket.gethostname()}"
+        return OutputError(f"checkpoint folder {where}: {refused}", hint="mend it before training: permissions, free space, or another output_dir")
     return None
 
 
 def _is_seen(mark: Path) -> bool:
     until = time.monotonic() + _SEEN_SECONDS
-    while not mark.exists():
+    # By a listing: the absence of a name asked for too early may be remembered (NFS).
+    while mark not in set(mark.parent.iterdir()):
         if time.monotonic() > until:
             return False
         time.sleep(0.05)

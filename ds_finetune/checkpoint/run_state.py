@@ -20,7 +20,7 @@ _MUST_STAY = ("train.global_batch_size", "train.seed", "data.shuffle", "data.str
 @dataclass(frozen=True)
 class RunState:
     """Plain values alone. `position` is (epoch, next row) of the data, `engine` counters of optimizer and loss scale,
-    `observers` what each remembers by name, `data` a fingerprint of the rows."""
+    `observers` what each remembers by name, `values` the step's own record, `data` a fingerprint of the rows."""
 
     step: int
     skipped_steps: int
@@ -28,6 +28,7 @@ class RunState:
     position: tuple[int, ...]
     engine: Mapping[str, Any]
     observers: Mapping[str, Mapping[str, Any]]
+    values: Mapping[str, float]
     data: str
     config: Mapping[str, Any]
     layout: Mapping[str, Any]
@@ -69,6 +70,9 @@ def versions() -> dict[str, str]:
 def changes(state: RunState, config: RunConfig, *, data: str) -> list[str]:
     """Keys of the run file that differ from the checkpoint's, one line each; CheckpointError where the run would not be the same one."""
     then, now = dict(_leaves(state.config)), dict(_leaves(config.model_dump(mode="json", by_alias=True)))
+    for tree in (then, now):
+        name = str(tree["optim.name"]).lower()
+        tree["optim.name"] = "adamw" if name == "adam" else name
     differ = {key: f"{key} {then.get(key)!r} -> {now.get(key)!r}" for key in sorted(then.keys() | now.keys()) if then.get(key) != now.get(key)}
     broken = [differ[key] for key in _MUST_STAY if key in differ]
     broken += [f"training rows {state.data} -> {data}"] if state.data != data else []

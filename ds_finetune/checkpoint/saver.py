@@ -90,7 +90,7 @@ class Saver:
             if has_failed and not pending.has_failed:
                 pending.has_failed = True
                 if self.place.leads and self.is_asynchronous and self._process.is_busy:
-                    self._process.send("stop_waiting")
+                    self._process.stop_waiting()
             if not is_busy:
                 self._pending = None
                 return pending

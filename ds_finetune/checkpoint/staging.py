@@ -14,6 +14,7 @@ import torch
 
 import ds_finetune
 from ds_finetune.checkpoint.files import SummedFile, say_written
+from ds_finetune.checkpoint.writer import STOP_WAITING
 
 _BUFFER_BYTES = 16 * 2**20
 _PARTING_SECONDS = 5.0
@@ -44,14 +45,19 @@ class WriterProcess:
 
     def send(self, do: str, **job: Any) -> None:  # noqa: ANN401 - plain values
         """Ask for a job; a process that is gone is noticed by `errors`."""
+        self._sent += 1
+        self._tell({"do": do, **job})
+
+    def stop_waiting(self) -> None:
+        """Let a commit that waits for the parts of other ranks end with an error."""
+        self._tell({"do": STOP_WAITING})
+
+    def _tell(self, tree: dict[str, Any]) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
-        self._sent += 1
-        try:
-            self._process.stdin.write(json.dumps({"do": do, "number": self._sent, **job}).encode() + b"\n")
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(tree).encode() + b"\n")
             self._process.stdin.flush()
-        except BrokenPipeError:
-            pass
 
     @property
     def is_busy(self) -> bool:
@@ -59,14 +65,17 @@ class WriterProcess:
         return self._answered < self._sent
 
     def errors(self) -> list[str]:
-        """Take the answers there are; what went wrong in each job that failed, or that the process is gone."""
+        """Take the answers there are; what went wrong in writing or reserving, or that the process is gone.
+
+        A checkpoint that could not be taken away is no error of a save; it is tried again after the next.
+        """
         assert self._process is not None
         assert self._process.stdout is not None
         self._buffer += self._process.stdout.read() or b""
         *lines, self._buffer = self._buffer.split(b"\n")
         answers = [json.loads(line) for line in lines]
         self._answered += len(answers)
-        found = [answer["error"] for answer in answers if answer["error"]]
+        found = [answer["error"] for answer in answers if answer["error"] and answer["do"] != "remove"]
         if self._process.poll() is not None and self.is_busy:
             self._answered = self._sent
             found.append(f"the writer process ended with code {self._process.returncode}")

@@ -94,6 +94,7 @@ class PartsReader(StorageReader):
                 if homes.get(item.key, part.home) == part.home:
                     self.held.setdefault(item.key, []).append((part, item))
         every = [pair for held in self.held.values() for pair in held if pair[1].box.numel]
+        self._metadata = _metadata(item for held in self.held.values() for _, item in held)
         self._where = {MetadataIndex(item.key, torch.Size(item.box.offsets)): (part, item) for part, item in every}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -101,7 +102,7 @@ class PartsReader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ANN401
         """Every tensor of the parts with its boxes."""
-        return _metadata(item for held in self.held.values() for _, item in held)
+        return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
         """Nothing to set up."""

@@ -1,5 +1,6 @@
 """What one can do with checkpoints on disk: list, show, verify, and make one whole from the folders of several nodes."""
 
+import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -97,7 +98,7 @@ def gather(folders: Sequence[Path], out: Path) -> str:
     damage = [problem for folder, manifest in found for problem in damage_of(folder, manifest, manifest.files, sums=True)]
     if damage or out.exists():
         raise CheckpointError("; ".join(damage) or f"{out} exists already", hint="name undamaged folders and a new one to gather them in")
-    partial = out.with_name(out.name + ".partial")
+    partial = out.with_name(f"{out.name}.partial-{os.getpid():x}")
     files = {name: (folder, file) for folder, manifest in reversed(found) for name, file in manifest.files.items()}
     for name, (folder, _) in files.items():
         link_or_copy(folder / name, partial / name)
@@ -105,7 +106,10 @@ def gather(folders: Sequence[Path], out: Path) -> str:
     whole = Manifest(**{**first.__dict__, "ranks": tuple(range(first.world_size)), "files": sums})
     write_summed(partial / MANIFEST, [whole.text().encode()])
     sync_folder(partial)
+    for folder in {(partial / name).parent for name in files}:
+        sync_folder(folder)
     partial.rename(out)
+    sync_folder(out.absolute().parent)
     return f"{out}: {first.world_size} parts of step {first.step}, {whole.num_bytes / _GIB:.2f} GiB"
 
 

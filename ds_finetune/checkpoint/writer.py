@@ -17,6 +17,8 @@ from typing import Any
 
 from ds_finetune.checkpoint.files import Manifest, chunks_of, commit, remove, say_written, write_summed
 
+STOP_WAITING = "stop_waiting"
+"""Said while a job waits for the parts of other ranks, one of which has failed; it has no answer of its own."""
 ORPHAN_SECONDS = 60.0
 """How long a writer whose rank is gone waits for the parts of other ranks."""
 
@@ -26,10 +28,17 @@ class _Inbox:
 
     def __init__(self) -> None:
         self._buffer = b""
+        self._put_back: list[dict[str, Any]] = []
         self.is_closed = False
+
+    def put_back(self, job: dict[str, Any]) -> None:
+        """Keep a job for later."""
+        self._put_back.append(job)
 
     def next(self, seconds: float | None) -> dict[str, Any] | None:
         """The next job, or None after `seconds` or when there will be none."""
+        if self._put_back and seconds is None:
+            return self._put_back.pop(0)
         while b"\n" not in self._buffer and not self.is_closed:
             ready, _, _ = select.select([0], [], [], seconds)
             if not ready:
@@ -48,12 +57,15 @@ def main() -> None:
         signal.signal(name, signal.SIG_IGN)
     memory, inbox = int(sys.argv[1]), _Inbox()
     while (job := inbox.next(None)) is not None:
+        if job["do"] == STOP_WAITING:
+            # The wait it was meant for had just ended.
+            continue
         began = time.monotonic()
         try:
             error = _DO[job["do"]](job, memory, inbox)
         except Exception as failed:  # noqa: BLE001 - whatever went wrong is the rank's to say; this process goes on
             error = f"{type(failed).__name__}: {failed}"
-        _answer({"number": job["number"], "error": error, "seconds": time.monotonic() - began})
+        _answer({"do": job["do"], "error": error, "seconds": time.monotonic() - began})
 
 
 def _answer(tree: dict[str, Any]) -> None:
@@ -90,7 +102,10 @@ def _patience(inbox: _Inbox) -> Callable[[], bool]:
 
     def keep_waiting() -> bool:
         if not inbox.is_closed:
-            return inbox.next(0) is None
+            job = inbox.next(0)
+            if job is not None and job["do"] != STOP_WAITING:
+                inbox.put_back(job)
+            return job is None or job["do"] != STOP_WAITING
         gone_since[:] = gone_since or [time.monotonic()]
         return time.monotonic() - gone_since[0] < ORPHAN_SECONDS
 
@@ -103,16 +118,10 @@ def _remove(job: dict[str, Any], _: int, __: _Inbox) -> str:
     return ""
 
 
-def _stop_waiting(_: dict[str, Any], __: int, ___: _Inbox) -> str:
-    """Said while another job waits; reaching it here means that one had just ended."""
-    return ""
-
-
 _DO: dict[str, Callable[[dict[str, Any], int, _Inbox], str]] = {
     "reserve": _reserve,
     "write": _write,
     "remove": _remove,
-    "stop_waiting": _stop_waiting,
 }
 
 

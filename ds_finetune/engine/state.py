@@ -16,7 +16,7 @@ _MUON = "momentum_buffer"
 _SAME_KIND = {"sum": "exp_avg_sq"}
 """Names of optimizer state in torch by those of DeepSpeed's CPU kernels, where they are the same numbers (Adagrad)."""
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""What a dynamic loss scale is made of (fp16/loss_scaler.py:92-150; fp16/fused_optimizer.py:60-75 holds it itself)."""
+"""What a dynamic loss scale is made of (DeepSpeed 0.19.8, fp16/loss_scaler.py:74, 153)."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ class EngineState:
         common = max(found.values(), default=0)
         return {
             "steps": common,
-            "steps_of": {name: steps for name, steps in found.items() if steps != common},
-            "loss_scale": {name: getattr(self._scaler, name) for name in _SCALER if hasattr(self._scaler, name)} if self._is_fp16 else {},
+            "steps_of": {name: steps for name, steps in found.items() if steps != common} if self._counts_apart else {},
+            "loss_scale": loss_scale(self._scaler) if self._is_fp16 else {},
         }
 
     def make_room(self, kinds_of: Mapping[str, set[str]]) -> None:
@@ -105,13 +105,18 @@ class EngineState:
         for group in (group for optimizer in self._optimizers for group in optimizer.param_groups):
             if "step" in group:
                 group["step"] = scalars["steps"]
-        for name, value in (scalars["loss_scale"] if self._is_fp16 else {}).items():
-            setattr(self._scaler, name, value)
+        if self._is_fp16:
+            restore_loss_scale(self._scaler, scalars["loss_scale"])
         self._refresh()
 
     @property
     def _scaler(self) -> Any:  # noqa: ANN401
-        return getattr(self._ds.optimizer, "loss_scaler", self._ds.optimizer)
+        return scaler_of(self._ds.optimizer)
+
+    @property
+    def _counts_apart(self) -> bool:
+        """Whether each parameter has a count of its own; DeepSpeed's fused kernels count in a group's last one alone (ops/adam/fused_adam.py)."""
+        return type(self._optimizers[0]).__module__.startswith("torch.")
 
     def _state(self, master: Master) -> dict[str, Any]:
         found = [optimizer.state[master.flat] for optimizer in self._optimizers if master.flat in optimizer.state]
@@ -208,6 +213,28 @@ class EngineState:
         for master in self._masters:
             for part in master.parts:
                 params[part.name].data.view(-1).copy_(master.flat.detach().view(-1)[part.offset : part.offset + part.numel])
+
+
+def scaler_of(optimizer: Any) -> Any:  # noqa: ANN401 - one of DeepSpeed's wrappers
+    """Where a wrapper keeps its loss scale: `loss_scale_config` at stage 0 (fp16/fused_optimizer.py, unfused_optimizer.py), else `loss_scaler`."""
+    return getattr(optimizer, "loss_scale_config", None) or optimizer.loss_scaler
+
+
+def is_dynamic(scaler: Any) -> bool:  # noqa: ANN401
+    """Whether the scale follows the gradients; a static one is the run file's."""
+    return bool(getattr(scaler, "dynamic_loss_scale", getattr(scaler, "dynamic", False)))
+
+
+def loss_scale(scaler: Any) -> dict[str, Any]:  # noqa: ANN401
+    """A dynamic loss scale as plain numbers, empty for a static one."""
+    return {name: getattr(scaler, name) for name in _SCALER if hasattr(scaler, name)} if is_dynamic(scaler) else {}
+
+
+def restore_loss_scale(scaler: Any, kept: Mapping[str, Any]) -> None:  # noqa: ANN401
+    """Set a dynamic loss scale to what `loss_scale` gave, as far as this kind of scaler has it."""
+    for name, value in kept.items() if is_dynamic(scaler) else ():
+        if hasattr(scaler, name):
+            setattr(scaler, name, value)
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from ds_finetune.checkpoint.random_state import random_state
 from ds_finetune.checkpoint.saver import Outcome, Saver, superseded
+from ds_finetune.errors import RunError
 from ds_finetune.observers.interrupts import Interrupts
 from ds_finetune.observers.record import Resumable, StepRecord
 
@@ -46,9 +47,10 @@ class Checkpointing:
         record = record.with_values({"checkpoint/blocked_seconds": blocked})
         if not is_asked:
             return record
-        has_saved = self._report(self.saver.settle(wait=True))
         name = self.interrupts.name or "a signal to another rank"
-        return record.stopping(f"{name}: {'saved' if has_saved else 'NOT saved'} at step {record.step}; the same command goes on from there")
+        if not self._report(self.saver.settle(wait=True)):
+            raise RunError(f"{name}: NOT saved at step {record.step}", hint="the same command goes on from the checkpoint before")
+        return record.stopping(f"{name}: saved at step {record.step}; the same command goes on from there")
 
     def close(self) -> None:
         """Wait for the save that is on its way."""

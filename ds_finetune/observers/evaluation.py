@@ -17,25 +17,36 @@ _OVERFLOW_NATS = 700.0
 class Evaluation:
     """Calls `evaluate` (and `exact_match`, where prompts are asked for) every `every_steps` and at the last step.
 
-    Either gives None where a signal asks the run to end; there are no `eval/*` values then.
+    Either gives None where a signal asks the run to end; the evaluation `is_due` then, when the run goes on.
     """
 
     every_steps: int
     evaluate: Callable[[], EvalResult | None]
     exact_match: Callable[[], float | None] | None = None
+    is_due: bool = False
 
     def after_step(self, record: StepRecord) -> StepRecord:
         """Add `eval/*` values when it is time."""
         if not (record.is_last or record.stop or (self.every_steps and record.step % self.every_steps == 0)):
             return record
         result = self.evaluate()
+        self.is_due = result is None
         if result is None:
             return record
         values = {"eval/loss": result.loss, "eval/perplexity": math.exp(min(result.loss, _OVERFLOW_NATS)), "eval/accuracy": result.accuracy}
         share = self.exact_match() if self.exact_match else None
-        if share is not None:
-            values["eval/exact_match"] = share
-        return record.with_values(values)
+        self.is_due = self.exact_match is not None and share is None
+        if self.is_due:
+            return record
+        return record.with_values(values if share is None else values | {"eval/exact_match": share})
+
+    def state(self) -> dict[str, Any]:
+        """Whether the evaluation of the last step was cut short."""
+        return {"is_due": self.is_due}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Remember it."""
+        self.is_due = state["is_due"]
 
     def close(self) -> None:
         """Nothing is held back."""

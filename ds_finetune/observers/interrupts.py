@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -16,7 +17,8 @@ _ECHO_SECONDS = 2.0
 class Interrupts:
     """While it is open the first signal is remembered, and a second one ends this process at once.
 
-    Without `can_save` signals do what they always do.
+    Signals are taken by a thread, for Python's own handlers do not run while the process waits in a collective. Without
+    `can_save` signals do what they always do.
     """
 
     def __init__(self, *, can_save: bool = True) -> None:
@@ -26,20 +28,40 @@ class Interrupts:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._take) for number in SIGNALS} if self._can_save else {}
+        if not self._can_save:
+            return self
+        self._read, write = os.pipe()
+        os.set_blocking(write, False)
+        threading.Thread(target=self._watch, args=(self._read,), daemon=True).start()
+        self._wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        self._before = {number: signal.signal(number, _leave_to_thread) for number in SIGNALS}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not self._can_save:
+            return
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        # The thread ends with the pipe.
+        os.close(signal.set_wakeup_fd(self._wakeup))
 
     def is_asked(self) -> bool:
         """Whether any rank was signalled; collective."""
         return self._can_save and largest(bool(self.name))[0] > 0
 
-    def _take(self, number: int, _: FrameType | None) -> None:
+    def _watch(self, pipe: int) -> None:
+        while number := os.read(pipe, 1):
+            if number[0] in SIGNALS:
+                self._take(number[0])
+        os.close(pipe)
+
+    def _take(self, number: int) -> None:
         now = time.monotonic()
         if self.name and now - self._since > _ECHO_SECONDS:
             os._exit(128 + number)
         if not self.name:
-            self.name, self._since = signal.Signals(number).name, now
+            self._since, self.name = now, signal.Signals(number).name
+
+
+def _leave_to_thread(number: int, frame: FrameType | None) -> None:
+    """A handler of Python's must be there for the signal to reach the pipe."""

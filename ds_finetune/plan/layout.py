@@ -77,6 +77,15 @@ def loss_kernel(asked: str, *, device: str) -> str:
     return "liger" if is_there and device == "cuda" and asked != "chunked" else "chunked"
 
 
+def _refuse_other_wrapper(tree: dict[str, Any], stage: int, precision: str) -> None:
+    """DeepSpeed 0.19.8 then takes its BF16_Optimizer (runtime/engine.py:2305), whose state nothing here knows or has compared."""
+    given = (tree.get("data_types") or {}).get("grad_accum_dtype")
+    if given not in (None, "auto") and stage < 2 and precision == "bf16":
+        raise ConfigError(
+            f"data_types.grad_accum_dtype {given!r} with zero stage {stage} in bf16 is not proven", hint="use stage 2 or 3, or leave it out"
+        )
+
+
 def make_plan(config: RunConfig, *, world: World, device: str, accelerate: AccelerateChoices | None = None) -> Plan:
     """Decide the layout of `config` on `world` with accelerator `device` (`cpu` or `cuda`); ConfigError where values contradict."""
     accumulation = accumulation_steps(
@@ -84,6 +93,7 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
     )
     tree, source = read_choices(chosen(config, accelerate))
     stage = stage_of(tree, source)
+    _refuse_other_wrapper(tree, stage, config.train.precision)
     finished = finish(tree, config, accumulation=accumulation, source=source, on_cpu=device == "cpu")
     if accelerate:
         refuse_accelerate_contradictions(accelerate, config, finished)

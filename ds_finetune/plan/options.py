@@ -196,6 +196,13 @@ RULES = (
         way_out="zero_optimization.stage 0, or optim.name AdamW",
     ),
     Rule(
+        "hierarchical partitions (hpZ, MiCS)",
+        lambda s, z: int(z.get("zero_hpz_partition_size") or 1) > 1 or int(z.get("mics_shard_size") or -1) > 0,
+        "DeepSpeed 0.19.8 keeps a second copy of each partition, made before weights are loaded (zero/partition_parameters.py:1900);"
+        " no parity test has compared it",
+        way_out="no zero_hpz_partition_size and no mics_shard_size",
+    ),
+    Rule(
         "ZenFlow",
         lambda s, z: bool(z.get("zenflow")),
         "its bounded staleness is not the gradient of the step, so it cannot pass the parity tests",

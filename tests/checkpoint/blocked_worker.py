@@ -55,7 +55,7 @@ def _contest(engine: Engine, folder: Path) -> dict[str, Any]:
     engine.step(next(iter(batches(engine, start_step=0, steps=1))), lr=LR)
     place = find_place(folder / "ours", rank=engine.plan.world.rank, node_local=False)
     saver = Saver(engine.state.groups, place, True, {})
-    state = RunState(1, 0, 0, (0, 0), engine.state.scalars(), {}, "", {}, {}, {}).text()
+    state = RunState(1, 0, 0, (0, 0), engine.state.scalars(), {}, {}, "", {}, {}, {}).text()
     ours, whole, theirs = [], [], []
     with closing(saver):
         saver.start(num_weights(engine.state.groups(), writer=place.writer) * engine.plan.bytes_per_parameter)

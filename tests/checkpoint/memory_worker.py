@@ -51,7 +51,7 @@ def main() -> None:
                 saver.start(found.get("bytes", 0))
                 while is_asynchronous and saver._process.is_busy:
                     saver._process.errors()
-                state = RunState(1, 0, 0, (0, 0), engine.state.scalars(), {}, "", {}, {}, {}).text()
+                state = RunState(1, 0, 0, (0, 0), engine.state.scalars(), {}, {}, "", {}, {}, {}).text()
                 Path("/proc/self/clear_refs").write_text("5")
                 before = resident("VmRSS")
                 blocked = saver.save(1, state, rank_state={})

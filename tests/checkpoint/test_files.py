@@ -5,11 +5,16 @@ import itertools
 import json
 import math
 import random
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaleConfig, LossScaler
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from safetensors import safe_open
 from torch.distributed.checkpoint import load
 
@@ -26,7 +31,7 @@ from ds_finetune.checkpoint.staging import FileSink, WriterProcess
 from ds_finetune.checkpoint.storage import PartsReader, read_groups, write_part
 from ds_finetune.checkpoint.tools import find_checkpoint, gather, listed, shown, verify
 from ds_finetune.config import RunConfig
-from ds_finetune.engine.state import Slice, StateGroup
+from ds_finetune.engine.state import Slice, StateGroup, loss_scale, restore_loss_scale, scaler_of
 from ds_finetune.errors import CheckpointError
 from tests.checkpoint.groups import group_of, reading
 
@@ -54,14 +59,14 @@ def test_overlap() -> None:
     assert overlap(Box((0,), (3,)), Box((3,), (1,))) is None
 
 
-def manifest(step: int, *, parts: int = 1, eval_loss: float | None = None, token: str = "t") -> Manifest:
+def manifest(step: int, *, parts: int = 1, eval_loss: float | None = None, token: str = "a") -> Manifest:
     names = [part_name(rank, parts) for rank in range(parts)]
     return Manifest(step, parts, tuple(range(parts)), "host", token, eval_loss, dict.fromkeys(names))  # type: ignore[arg-type]
 
 
 def complete(folder: Path, step: int, *, eval_loss: float | None = None) -> Path:
     """A complete checkpoint of one part."""
-    partial = folder / partial_name(step, "t")
+    partial = folder / partial_name(step, "a")
     partial.mkdir(parents=True)
     part = partial / part_name(0, 1)
     say_written(part, write_summed(part, [f"part of {step}".encode()]))
@@ -69,7 +74,7 @@ def complete(folder: Path, step: int, *, eval_loss: float | None = None) -> Path
 
 
 def test_nothing_is_complete_before_every_part_is(tmp_path: Path) -> None:
-    partial = tmp_path / partial_name(7, "t")
+    partial = tmp_path / partial_name(7, "a")
     partial.mkdir()
     part = partial / part_name(0, 2)
     say_written(part, write_summed(part, [b"one"]))
@@ -261,7 +266,7 @@ def _state(**config: object) -> RunState:
     engine = {"steps": 5, "steps_of": {}, "loss_scale": {}}
     tree = {"model": "m", "data": {"train": "a.jsonl"}, "output_dir": "x"} | config
     dumped = RunConfig.model_validate(tree).model_dump(mode="json", by_alias=True)
-    return RunState(5, 0, 100, (0, 3), engine, {"best": {"best_loss": math.inf}}, "rows", dumped, {}, {})
+    return RunState(5, 0, 100, (0, 3), engine, {"best": {"best_loss": math.inf}}, {"train/loss": 1.0}, "rows", dumped, {}, {})
 
 
 def test_the_state_comes_back_and_says_what_changed(tmp_path: Path) -> None:
@@ -292,12 +297,88 @@ def test_a_writer_that_dies_is_said_and_started_again() -> None:
     assert process._process is not None
     process._process.kill()
     process._process.wait()
-    process.send("remove", folders=[])
+    process.send("reserve", num_bytes=1)
     assert process.errors() == ["the writer process ended with code -9"]
     process.send("remove", folders=[])
     while process.is_busy:
         assert process.errors() == []
     process.close()
+
+
+def test_a_commit_is_told_not_to_wait_for_a_rank_that_failed(tmp_path: Path) -> None:
+    """The word is no job of its own: one answer, and the process is free again."""
+    process = WriterProcess()
+    process.start()
+    process.begin(3)
+    process.write(torch.tensor([1, 2, 3], dtype=torch.uint8))
+    partial = tmp_path / partial_name(4, "a-1")
+    partial.mkdir()
+    told = {"step": 4, "world_size": 2, "ranks": (0, 1), "host": "h", "token": "a-1", "eval_loss": None}
+    job = {"partial": str(partial), "manifest": told, "parts": [part_name(0, 2), part_name(1, 2)], "texts": {}, "beside": {}}
+    process.send("write", part=str(partial / part_name(0, 2)), num_bytes=3, commit=job)
+    time.sleep(0.3)
+    assert process.errors() == []
+    assert process.is_busy
+    process.stop_waiting()
+    found: list[str] = []
+    until = time.monotonic() + 5
+    while process.is_busy:
+        found += process.errors()
+        assert time.monotonic() < until
+    assert found == ["TimeoutError: 1 of 2 parts were not written"]
+    process.stop_waiting()
+    process.send("remove", folders=[str(partial)])
+    while process.is_busy:
+        assert process.errors() == []
+        assert time.monotonic() < until
+    assert not partial.exists()
+    process.close()
+
+
+def test_only_our_own_leftovers_are_taken_away(tmp_path: Path) -> None:
+    ours = ["step-000200.partial-18a-1f", "step-000200.replaced-18a-1f", "step-000200.removing", ".rehearsal-18a-1f"]
+    theirs = ["step-000200.good", "best-0.5", ".snapshot", "step-000300.unusable-1", "step-000400"]
+    for name in ours + theirs:
+        (tmp_path / name).mkdir()
+    assert sorted(path.name for path in leftovers(tmp_path)) == sorted(ours)
+    aside = files.set_aside(tmp_path / "step-000400")
+    assert aside.name == "step-000400.unusable-1"
+    assert complete_steps(tmp_path) == []
+
+
+def test_gathering_again_leaves_other_checkpoints_alone(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("one")
+    files.link_or_copy(tmp_path / "a", tmp_path / "b")
+    (tmp_path / "c").write_text("two")
+    with pytest.raises(FileExistsError):
+        files.link_or_copy(tmp_path / "c", tmp_path / "b")
+    assert (tmp_path / "a").read_text() == "one"
+
+
+@pytest.mark.parametrize("wrapper", [FP16_Optimizer, FP16_UnfusedOptimizer])
+def test_the_loss_scale_is_found_where_each_wrapper_keeps_it(wrapper: type) -> None:
+    """DeepSpeed runs fp16 on GPUs alone; the places are its own classes'."""
+    for found in (_stage_0(wrapper, 128.0), _with_scaler(128.0)):
+        kept = loss_scale(scaler_of(found))
+        assert kept["cur_scale"] == 128.0
+        other = _stage_0(wrapper, 4.0) if isinstance(found, wrapper) else _with_scaler(4.0)
+        restore_loss_scale(scaler_of(other), kept | {"cur_iter": 7})
+        assert (scaler_of(other).cur_scale, scaler_of(other).cur_iter) == (128.0, 7)
+    static = SimpleNamespace(loss_scaler=LossScaler(scale=8.0))
+    assert loss_scale(scaler_of(static)) == {}
+    restore_loss_scale(scaler_of(static), {"cur_scale": 128.0})
+    assert static.loss_scaler.cur_scale == 8.0
+
+
+def _stage_0(wrapper: type, scale: float) -> object:
+    found = object.__new__(wrapper)
+    arguments = {"init_scale": scale, "scale_window": 10, "min_scale": 1}
+    found.loss_scale_config = LossScaleConfig(torch.float16, True, 1.0, arguments)
+    return found
+
+
+def _with_scaler(scale: float) -> SimpleNamespace:
+    return SimpleNamespace(loss_scaler=DynamicLossScaler(scale, 10, 1, 2, False))
 
 
 def test_a_full_disk_while_linking_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

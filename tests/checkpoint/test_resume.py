@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import json
 import os
 import random
 import signal
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from ds_finetune.checkpoint.files import complete_steps, step_name
-from ds_finetune.checkpoint.place import LOCK, lock
+from ds_finetune.checkpoint.locking import LOCK, lock
 from ds_finetune.checkpoint.tools import verify
 from ds_finetune.errors import CheckpointError, OutputError
 from tests.checkpoint.runs import Running, numbers
@@ -89,16 +90,23 @@ def test_a_signal_before_the_first_step_and_one_in_evaluation(tmp_path: Path) ->
     assert inside.finish() == 3, inside.text[-3000:]
     assert time.monotonic() - asked < 5
     assert complete_steps(inside.folder / "checkpoints")[-1] == inside.steps
-    assert "eval/exact_match" not in (inside.folder / "metrics.jsonl").read_text().splitlines()[-1]
+    cut = inside.steps
+    assert "eval/loss" not in (inside.folder / "metrics.jsonl").read_text().splitlines()[-1]
+    again = Running(run_file, f"train.for={cut + 1} steps", "eval.generate.max_new_tokens=2", ranks=1)
+    assert again.finish() == 0, again.text[-3000:]
+    records = [json.loads(line) for line in (again.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(1, cut + 2))
+    assert all("eval/exact_match" in record for record in records)
 
 
 WAITING = """
-import time
+import datetime, time
+import torch.distributed as dist
 from ds_finetune.observers.interrupts import Interrupts
 with Interrupts() as interrupts:
     print("ready", flush=True)
-    while True:
-        time.sleep(0.01)
+    # As a rank waits for one that is gone: in C++, where no handler of Python's runs.
+    dist.TCPStore("127.0.0.1", 0, is_master=True).wait(["never"], datetime.timedelta(seconds=60))
 """
 
 
@@ -236,6 +244,8 @@ def test_auto_passes_over_what_is_damaged_and_a_named_one_is_refused(stopped: Pa
     damaged, unfinished = folder / step_name(4) / "state.json", folder / f"{step_name(9)}.partial-1"
     damaged.write_bytes(damaged.read_bytes().replace(b"0", b"1", 1))
     unfinished.mkdir()
+    mine = folder / "step-000002.mine"
+    mine.mkdir()
     named = Running(stopped, f"checkpoint.resume={folder / step_name(4)}", ranks=1)
     assert named.finish() == 2
     assert str(damaged) in named.text
@@ -253,4 +263,6 @@ def test_auto_passes_over_what_is_damaged_and_a_named_one_is_refused(stopped: Pa
     assert "changed since the checkpoint: optim.lr" in auto.text
     assert [record["step"] for record in numbers(auto.folder)] == [1, 2, 3, 4, 5, 6]
     assert complete_steps(folder) == [3, 4, 5, 6]
+    assert (folder / "step-000004.unusable-1").is_dir()
     assert not unfinished.exists()
+    assert mine.is_dir()

@@ -78,7 +78,7 @@ def _save(layout: Layout, world: World, device: str, job: dict[str, Any]) -> dic
         saver = Saver(engine.state.groups, place, engine.plan.saves_aside, {})
         with closing(saver):
             saver.start(0)
-            state = RunState(BEFORE, 0, 0, (0, 0), engine.state.scalars(), {}, "", {}, {}, {})
+            state = RunState(BEFORE, 0, 0, (0, 0), engine.state.scalars(), {}, {}, "", {}, {}, {})
             saver.save(BEFORE, state.text(), rank_state={})
             # Training goes on while the part is written: what was copied must not change.
             after = _steps(engine, start_step=BEFORE, steps=AFTER)

@@ -69,6 +69,8 @@ def test_the_batch_triple_is_derived_and_written() -> None:
         (zero(2, offload_param={"device": "cpu"}), {}, "offload_param below ZeRO-3 is refused", "stage 3"),
         (zero(2, offload_optimizer={"device": "nvme"}), {}, "offload to nvme below ZeRO-3 is refused", "device cpu"),
         (zero(0, offload_optimizer={"device": "cpu"}), {}, "offload_optimizer without ZeRO is refused", "stage 1, 2 or 3"),
+        (zero(3, zero_hpz_partition_size=2), {}, "hierarchical partitions (hpZ, MiCS) is refused", "no zero_hpz_partition_size"),
+        (zero(1) | {"data_types": {"grad_accum_dtype": "fp32"}}, {}, "grad_accum_dtype 'fp32' with zero stage 1 in bf16", "stage 2 or 3"),
         (zero(1), {"optim": {"name": "Muon"}}, "clipping with Muon under ZeRO is refused", "train.max_grad_norm 0"),
         (
             zero(3),

@@ -1,0 +1,76 @@
+"""One run to a checkpoint folder: a lock that ends with the process that holds it, and with the writer it leaves behind."""
+
+import fcntl
+import os
+import re
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
+
+from ds_finetune.errors import OutputError
+
+LOCK = ".lock"
+"""File that the run which writes a checkpoint folder holds locked."""
+LOCK_SECONDS = 90.0
+"""More than the writer of a dead run waits for the parts of others (writer.py, ORPHAN_SECONDS)."""
+DEAD_SECONDS = 1800.0
+"""How long the writer of a run that is known to be dead may take for its own part."""
+_POLL_SECONDS = 0.05
+
+
+def lock(folder: Path, *, seconds: float, say: Callable[[str], None]) -> TextIO:
+    """Keep other runs out of a checkpoint folder until the file is closed, also by the end of this process.
+
+    Waits `seconds` for the one that is there, longer where it is dead and only its writer is left; then OutputError.
+    """
+    began, is_said = time.monotonic(), False
+    while True:
+        file = (folder / LOCK).open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as taken:
+            file.seek(0)
+            holder = file.read()
+            file.close()
+            if time.monotonic() - began > (DEAD_SECONDS if _is_dead(holder) else seconds):
+                raise OutputError(f"{folder} is being written by {holder}", hint="end that run, or name another output_dir") from taken
+            if not is_said:
+                say(f"{folder} is still being written by {holder}; waiting")
+            is_said = True
+            time.sleep(_POLL_SECONDS)
+            continue
+        except OSError as refused:
+            say(f"{folder} cannot be locked ({refused}): see that no other run writes it")
+        if os.fstat(file.fileno()).st_nlink:
+            _sign(file)
+            return file
+        # It was taken away between opening and locking: a lock that nobody else will see.
+        file.close()
+
+
+def unlock_own(folder: Path) -> None:
+    """Take the lock file away where this process holds it, and no other's."""
+    with suppress(OSError):
+        if (folder / LOCK).read_text(encoding="utf-8") == _owner():
+            (folder / LOCK).unlink()
+
+
+def _sign(file: TextIO) -> None:
+    """For whoever is kept out; on a full disk it stays empty."""
+    with suppress(OSError):
+        file.truncate(0)
+        file.write(_owner())
+        file.flush()
+
+
+def _owner() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def _is_dead(holder: str) -> bool:
+    """Whether the process that signed is of this host and gone."""
+    found = re.fullmatch(r"process (\d+) on (.*)", holder)
+    return bool(found) and found[2] == socket.gethostname() and not Path(f"/proc/{found[1]}").exists()  # type: ignore[index]
