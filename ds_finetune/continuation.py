@@ -67,25 +67,31 @@ def find_origin(plan: Plan, material: Material, say: Say) -> Origin:
     folder = Path(plan.config.output_dir) / CHECKPOINTS
     place = find_place(folder, rank=plan.world.rank, node_local=wanted.node_local)
     held = _locked(place, say)
-    if place.leads:
-        for left in leftovers(folder):
-            say(f"taken away: {left}, never completed")
-            remove(left)
     rehearse(place, is_asynchronous=plan.saves_aside)
     if wanted.resume == "never":
-        return Origin(place, held)
+        return _tidied(Origin(place, held), say)
     found = newest(place, folder) if wanted.resume == "auto" else named(place, Path(wanted.resume))
     if found is None:
         if (folder.parent / "metrics.jsonl").exists():
             say(f"{folder.parent} holds a run that ended before its first checkpoint: it begins again, and its records go")
-        return Origin(place, held)
+        return _tidied(Origin(place, held), say)
     later = [step_name(step) for step in complete_steps(folder) if step > found.state.step]
     agree(_mixed(folder, later, found) if wanted.resume != "auto" and later else None)
-    aside = _set_aside(place, later)
     lines = changes(found.state, plan.config, data=fingerprint(material))
-    for line in (*found.passed_over, *aside, f"going on from {found.folder}, step {found.state.step} of {found.state.layout}", *lines):
+    for line in (*found.passed_over, *_set_aside(place, later)):
         say(line)
-    return Origin(place, held, found)
+    for line in (f"going on from {found.folder}, step {found.state.step} of {found.state.layout}", *lines):
+        say(line)
+    return _tidied(Origin(place, held, found), say)
+
+
+def _tidied(origin: Origin, say: Say) -> Origin:
+    """Take away what an earlier start did not finish; done last, when nothing can be refused any more."""
+    if origin.place is not None and origin.place.leads:
+        for left in leftovers(origin.place.folder):
+            say(f"taken away: {left}, never completed")
+            remove(left)
+    return origin
 
 
 def _locked(place: Place, say: Say) -> TextIO | None:

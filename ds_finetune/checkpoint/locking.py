@@ -14,10 +14,10 @@ from ds_finetune.errors import OutputError
 
 LOCK = ".lock"
 """File that the run which writes a checkpoint folder holds locked."""
-LOCK_SECONDS = 90.0
-"""More than the writer of a dead run waits for the parts of others (writer.py, ORPHAN_SECONDS)."""
+LOCK_SECONDS = 60.0
+"""Time for a run that is about to end."""
 DEAD_SECONDS = 1800.0
-"""How long the writer of a run that is known to be dead may take for its own part."""
+"""How long the writers of a run that is known to be dead may take for its last checkpoint (writer.py)."""
 _POLL_SECONDS = 0.05
 
 

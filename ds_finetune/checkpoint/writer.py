@@ -19,8 +19,8 @@ from ds_finetune.checkpoint.files import Manifest, chunks_of, commit, remove, sa
 
 STOP_WAITING = "stop_waiting"
 """Said while a job waits for the parts of other ranks, one of which has failed; it has no answer of its own."""
-ORPHAN_SECONDS = 60.0
-"""How long a writer whose rank is gone waits for the parts of other ranks."""
+ORPHAN_SECONDS = 10.0
+"""How long a writer whose rank is gone waits for the parts of other ranks while none of them grows."""
 
 
 class _Inbox:
@@ -92,13 +92,13 @@ def _write(job: dict[str, Any], memory: int, inbox: _Inbox) -> str:
 
 def _commit(job: dict[str, Any], inbox: _Inbox) -> str:
     manifest = Manifest(**{**job["manifest"], "files": dict.fromkeys(job["parts"])})
-    commit(Path(job["partial"]), manifest, job["texts"], job["beside"], _patience(inbox))
+    commit(Path(job["partial"]), manifest, job["texts"], job["beside"], _patience(inbox, Path(job["partial"])))
     return ""
 
 
-def _patience(inbox: _Inbox) -> Callable[[], bool]:
-    """Wait while the rank is there and says nothing; a while longer when it is gone, since the others may still be writing."""
-    gone_since: list[float] = []
+def _patience(inbox: _Inbox, partial: Path) -> Callable[[], bool]:
+    """Wait while the rank is there and says nothing; when it is gone, as long as others are seen to write."""
+    size, since = -1, time.monotonic()
 
     def keep_waiting() -> bool:
         if not inbox.is_closed:
@@ -106,8 +106,11 @@ def _patience(inbox: _Inbox) -> Callable[[], bool]:
             if job is not None and job["do"] != STOP_WAITING:
                 inbox.put_back(job)
             return job is None or job["do"] != STOP_WAITING
-        gone_since[:] = gone_since or [time.monotonic()]
-        return time.monotonic() - gone_since[0] < ORPHAN_SECONDS
+        nonlocal size, since
+        now = sum(entry.stat().st_size for entry in os.scandir(partial))
+        if now != size:
+            size, since = now, time.monotonic()
+        return time.monotonic() - since < ORPHAN_SECONDS
 
     return keep_waiting
 
