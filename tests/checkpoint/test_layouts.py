@@ -25,6 +25,8 @@ DENSE = [Layout(2, family="qwen2"), Layout(3, family="qwen2")]
 OTHERS = [Layout(0, name="Muon"), Layout(1, name="Muon"), Layout(3, name="Muon"), Layout(2, "cpu", name="Muon"), Layout(1, "cpu", name="Lion")]
 OTHERS += [Layout(0, name="Adagrad"), Layout(2, "cpu", name="Adagrad"), Layout(0, name="SGD"), Layout(3, name="SGD")]
 """Saved and restored at the same layout, where the numbers must be the same bits."""
+CHOSEN = (*PLAIN, Layout(2, family="wide"), Layout(3, "nvme", "nvme", family="wide"))
+"""Every stage and offload, of those on NVMe the one with most on it; the others are in the slow matrix."""
 Pair = tuple[str, Layout, int]
 
 
@@ -68,16 +70,16 @@ def name_of(layout: Layout, world: int) -> str:
 @pytest.fixture(scope="module")
 def found(folder: Path) -> dict[str, Any]:
     """Everything saved on two ranks and on one, restored at the same layout and at a choice of others."""
-    same = [*LAYOUTS, *PRECISE, *PACKED, *DENSE, *OTHERS]
+    same = [*CHOSEN, *PRECISE, *PACKED, *DENSE, *OTHERS]
     two = run(2, same, [(name_of(layout, 2), layout) for layout in same], folder)
-    one = run(1, PLAIN[:4], [(name_of(_shifted(layout, 3), 2), layout) for layout in LAYOUTS], folder)
+    one = run(1, PLAIN[:4], [(name_of(_shifted(layout, 3), 2), layout) for layout in CHOSEN], folder)
     back = [(name_of(PLAIN[(n + 1) % 4], 1), layout) for n, layout in enumerate(PLAIN)]
-    across = [(name_of(layout, 2), _shifted(layout, 5)) for layout in LAYOUTS]
+    across = [(name_of(layout, 2), _shifted(layout, 5)) for layout in CHOSEN]
     return two | one | run(2, [], [*back, *across], folder)
 
 
 def _shifted(layout: Layout, by: int) -> Layout:
-    family = others(layout)
+    family = [other for other in CHOSEN if other.family == layout.family]
     return family[(family.index(layout) + by) % len(family)]
 
 
@@ -85,9 +87,16 @@ def losses(steps: Sequence[dict[str, Any]]) -> list[float]:
     return [step["loss"] for step in steps]
 
 
+def assert_goes_on(value: dict[str, Any], wanted: dict[str, Any], key: str) -> None:
+    """The first loss to 1e-6, later ones to a millionth of themselves: sums are taken in another order at another layout."""
+    assert losses(value["after"])[0] == pytest.approx(losses(wanted["after"])[0], abs=1e-6), key
+    assert losses(value["after"]) == pytest.approx(losses(wanted["after"]), rel=1e-6), key
+    assert value["weights"] == pytest.approx(wanted["weights"], rel=1e-5), key
+
+
 def test_the_same_layout_gives_the_same_bits(found: dict[str, Any]) -> None:
     same = {key: value for key, value in found.items() if " -> " in key and key.split(" -> ")[0] == key.split(" -> ")[1]}
-    assert len(same) == len(LAYOUTS) + len(PRECISE) + len(PACKED) + len(DENSE) + len(OTHERS)
+    assert len(same) == len(CHOSEN) + len(PRECISE) + len(PACKED) + len(DENSE) + len(OTHERS)
     for key, value in same.items():
         wanted = found[f"saved {key.split(' -> ')[0]}"]
         assert value["after"] == wanted["after"], key
@@ -96,11 +105,10 @@ def test_the_same_layout_gives_the_same_bits(found: dict[str, Any]) -> None:
 
 def test_another_layout_gives_the_same_numbers(found: dict[str, Any]) -> None:
     other = {key: value for key, value in found.items() if " -> " in key and key.split(" -> ")[0] != key.split(" -> ")[1]}
-    assert len(other) == 2 * len(LAYOUTS) + len(PLAIN)
+    assert len(other) == 2 * len(CHOSEN) + len(PLAIN)
     for key, value in other.items():
         wanted = found[f"saved {key.split(' -> ')[0]}"]
-        assert losses(value["after"]) == pytest.approx(losses(wanted["after"]), abs=1e-6), key
-        assert value["weights"] == pytest.approx(wanted["weights"], rel=1e-5), key
+        assert_goes_on(value, wanted, key)
 
 
 def test_the_steps_would_show_a_lost_moment(found: dict[str, Any]) -> None:
@@ -124,5 +132,4 @@ def test_every_layout_from_every_other(folder: Path, everything: dict[str, Any],
     assert len(seen) == len(pairs)
     for key, value in seen.items():
         source = everything[f"saved {key.split(' -> ')[0]}"]
-        assert losses(value["after"]) == pytest.approx(losses(source["after"]), abs=1e-6), key
-        assert value["weights"] == pytest.approx(source["weights"], rel=1e-5), key
+        assert_goes_on(value, source, key)
