@@ -67,13 +67,19 @@ def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
         announce(plan, material)
     schedule = lr_schedule(config, material)
     with process_group(world, plan.device), nothing_half_written(Path(config.output_dir)):
-        origin = find_origin(plan, material, say if world.rank == 0 else _nothing)
-        with start_engine(plan, material.hf_config, has_weights=origin.found is None) as engine, kept(engine, origin, material) as saver:
-            last, interrupted = train_engine(engine, material, schedule, Keeping(origin, saver, say))
-            exports = [Path(config.output_dir) / "export"] if config.export.at_end and not interrupted else []
-            for out in exports:
-                export(engine, material, out)
-    return Report(last, Path(config.output_dir), tuple(exports), time.monotonic() - began, interrupted)
+        last, interrupted, exports = _train_and_export(plan, material, schedule, say)
+    return Report(last, Path(config.output_dir), exports, time.monotonic() - began, interrupted)
+
+
+def _train_and_export(plan: Plan, material: Material, schedule: LrSchedule, say: Say) -> tuple[StepRecord | None, str, tuple[Path, ...]]:
+    """The last record, which signal ended the run if one did, and the folders exported."""
+    origin = find_origin(plan, material, say if plan.world.rank == 0 else _nothing)
+    with start_engine(plan, material.hf_config, has_weights=origin.found is None) as engine, kept(engine, origin, material) as saver:
+        last, interrupted = train_engine(engine, material, schedule, Keeping(origin, saver, say))
+        exports = (Path(plan.config.output_dir) / "export",) if plan.config.export.at_end and not interrupted else ()
+        for out in exports:
+            export(engine, material, out)
+    return last, interrupted, exports
 
 
 def train_engine(engine: Engine, material: Material, schedule: LrSchedule, keeping: "Keeping") -> tuple[StepRecord | None, str]:

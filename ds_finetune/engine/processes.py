@@ -1,5 +1,6 @@
 """The accelerator and the process group, opened as DeepSpeed needs them."""
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +28,11 @@ def choose_device() -> str:
 
 @contextmanager
 def process_group(world: World, device: str) -> Iterator[None]:
-    """Open the default process group of `world` (NCCL on GPUs, gloo otherwise) and close it at the end."""
+    """Open the default process group of `world` (NCCL on GPUs, gloo otherwise) and close it at the end.
+
+    No engine may be referred to when it closes: what holds a group keeps its threads alive, and one that lets go of its last
+    tensor while Python ends aborts a process whose work is done ("terminate called without an active exception", exit code -6).
+    """
     import deepspeed
 
     world.export_to(os.environ)
@@ -39,9 +44,25 @@ def process_group(world: World, device: str) -> Iterator[None]:
     deepspeed.init_distributed("nccl" if device == "cuda" else "gloo", auto_mpi_discovery=False, timeout=COLLECTIVE_TIMEOUT, verbose=False)
     try:
         yield
-    finally:
-        # After a failure the other ranks may never answer, so nothing here waits for them.
+    except BaseException:
+        # The other ranks may never answer, so nothing here waits for them.
         dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
+    _forget_groups()
+    gc.collect()
+
+
+def _forget_groups() -> None:
+    """Let go of the groups that DeepSpeed keeps for the life of the process (0.19.8, utils/groups.py:37)."""
+    from deepspeed.utils import groups
+
+    for name, value in list(vars(groups).items()):
+        if isinstance(value, dist.ProcessGroup):
+            setattr(groups, name, None)
+        elif name.startswith("_") and not name.startswith("__") and isinstance(value, dict):
+            value.clear()
+    groups.mesh_device = None
 
 
 def everyones(mine: T) -> list[T]:

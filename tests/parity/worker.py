@@ -17,7 +17,7 @@ from ds_finetune.engine.core import Engine
 from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.engine.start import start_engine
 from ds_finetune.model.build import read_hf_config
-from ds_finetune.plan.layout import make_plan
+from ds_finetune.plan.layout import Plan, make_plan
 from ds_finetune.world import World
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -34,11 +34,16 @@ def main() -> None:
     with process_group(world, device):
         for cell in (Cell(**tree) for tree in cells):
             config = RunConfig.model_validate(run_tree(cell, models / cell.family, out, dp=world.world_size))
-            plan = make_plan(config, world=world, device=device)
-            with start_engine(plan, read_hf_config(config.model.path)) as engine:
-                found = _three_steps(engine, config, world)
+            found = _run(make_plan(config, world=world, device=device))
             if world.rank == 0:
                 torch.save(found, out / f"{cell.name}-world={world.world_size}.pt")
+    left = [name.read_text().strip() for name in Path("/proc/self/task").glob("*/comm")]
+    assert not any("gloo" in name for name in left), f"threads that outlive the process group abort a process that ends: {left}"
+
+
+def _run(plan: Plan) -> dict[str, Any]:
+    with start_engine(plan, read_hf_config(plan.config.model.path)) as engine:
+        return _three_steps(engine, plan.config, plan.world)
 
 
 def _three_steps(engine: Engine, config: RunConfig, world: World) -> dict[str, Any]:
