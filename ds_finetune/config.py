@@ -203,8 +203,8 @@ class ParallelConfig(Section):
     """Pipeline parallel size."""
     ep: Literal[1] = 1
     """Expert parallel size."""
-    sp: Literal[1] = 1
-    """Sequence parallel size."""
+    sp: int = Field(default=1, ge=1)
+    """Sequence parallel size: ranks that share the tokens of each row; attention is over whole rows, a part of the heads on each."""
 
 
 class LogConfig(Section):

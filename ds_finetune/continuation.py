@@ -169,8 +169,8 @@ def go_on(engine: Engine, origin: Origin, material: Material) -> Position:
     is_stream = isinstance(material.train, StreamedRows)
     if is_stream and not own:
         raise CheckpointError(
-            f"data.streaming goes on with as many ranks as it began: {origin.found.manifest.world_size}, not {engine.plan.dp}",
-            hint=f"start {origin.found.manifest.world_size} ranks, or prepare the data (data.streaming false) in a new run",
+            f"data.streaming goes on with the ranks it began with: {origin.found.state.layout['mesh']}, not {engine.plan.mesh}",
+            hint=f"start {origin.found.manifest.world_size} ranks with the same `parallel`, or prepare the data (data.streaming false) in a new run",
         )
     return Position(*own["position"]) if is_stream else START
 

@@ -21,6 +21,7 @@ from ds_finetune.engine.start import DTYPES, start_engine
 from ds_finetune.export.folder import TOKENIZER_FILES, FolderParts, parse_bytes, write_folder
 from ds_finetune.loop import BEGINNING, Progress, run, training_steps
 from ds_finetune.material import Material, gather_material
+from ds_finetune.model.build import read_hf_config
 from ds_finetune.model.families import family_of
 from ds_finetune.observers.checkpointing import Checkpointing, Kept
 from ds_finetune.observers.evaluation import BestAndPatience, Evaluation, matches
@@ -31,6 +32,7 @@ from ds_finetune.observers.skipped import SkippedSteps
 from ds_finetune.observers.utilisation import Utilisation, peak_flops
 from ds_finetune.observers.writers import MetricsFile, Trackers, check_trackers
 from ds_finetune.plan.layout import Plan, make_plan
+from ds_finetune.plan.legal import check_divides
 from ds_finetune.run_folder import check_output, nothing_half_written, read_json, write_run_files
 from ds_finetune.schedule import Duration, LrSchedule, warmup_steps
 from ds_finetune.world import World, accelerate_choices, refuse_missing_hostfile
@@ -61,6 +63,7 @@ def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
     refuse_missing_hostfile()
     plan = make_plan(config, world=world, device=choose_device(), accelerate=accelerate_choices(os.environ))
     check_trackers(config.log.trackers)
+    check_divides(plan.mesh, read_hf_config(config.model.path).to_dict())
     material = gather_material(config)
     check_space(plan, material)
     if world.rank == 0:
@@ -130,12 +133,13 @@ def batch_plan(plan: Plan, material: Material) -> BatchPlan:
     return BatchPlan(
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=config.train.micro_batch_size,
-        rank=plan.world.rank,
+        rank=plan.mesh.place("dp"),
         dp=plan.dp,
         seed=config.train.seed,
         shuffle=config.data.shuffle,
         pad_token_id=material.pad_token_id,
         row_len=config.train.max_seq_len if config.data.packing else None,
+        multiple=plan.mesh.sp,
     )
 
 

@@ -52,6 +52,7 @@ def start(command: Sequence[str], environ: Mapping[str, str] | None = None) -> s
     settings = {
         "DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu"),
         "OMP_NUM_THREADS": "1",
+        "PYTHONFAULTHANDLER": "1",
         "PYTHONPATH": str(ROOT),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }

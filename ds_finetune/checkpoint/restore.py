@@ -85,7 +85,8 @@ def restore(engine: Engine, place: Place, found: Found) -> dict[str, Any]:
     has_state = any(_kinds(reader).values())
     agree(None if taken == wanted or not has_state else _other_steps(found.folder, taken, wanted))
     own = [part.extra for part in reader.parts if part.extra["rank"] == place.rank]
-    return own[0] if own and found.manifest.world_size == place.world_size else {}
+    is_same = found.manifest.world_size == place.world_size and found.state.layout.get("mesh") == str(engine.plan.mesh)
+    return own[0] if own and is_same else {}
 
 
 def _other_steps(folder: Path, taken: int, wanted: int) -> CheckpointError:

@@ -46,9 +46,10 @@ class RunState:
 
 
 def layout_of(plan: Plan) -> dict[str, Any]:
-    """What the state was cut by, for people; nothing depends on it."""
+    """What the state was cut by, for people; a rank's own state is its own again on the same `mesh`, and nothing else depends on it."""
     return {
         "world_size": plan.world.world_size,
+        "mesh": str(plan.mesh),
         "zero_stage": plan.zero_stage,
         "offload_optimizer": plan.offload_optimizer,
         "offload_param": plan.offload_param,

@@ -1,5 +1,6 @@
 """Batches from rows: the order is a pure function of (seed, epoch), so any position is found without reading what came before."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -53,7 +54,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How rows are shared out; `row_len` is the length packed rows are filled up to, None pads to the longest of a forward."""
+    """How rows are shared out; `row_len` is the length packed rows are filled up to, None pads to the longest of a forward.
+
+    `rank` of `dp` counts shares of the batch; ranks that work on the same rows have the same.
+    """
 
     global_batch_size: int
     micro_batch_size: int
@@ -63,6 +67,8 @@ class BatchPlan:
     shuffle: bool
     pad_token_id: int
     row_len: int | None
+    multiple: int = 1
+    """Number whose multiple the length of every forward is, for ranks to share its tokens."""
 
 
 def training_batches(rows: Rows, plan: BatchPlan, *, start_step: int, total_rows: int) -> Iterator[Batch]:
@@ -126,7 +132,8 @@ def batch_of(rows: Sequence[Row | None], plan: BatchPlan, position: Position, ro
 
 def _stack(rows: Sequence[Row], plan: BatchPlan) -> MicroBatch:
     longest = max(len(row.input_ids) for row in rows)
-    length = plan.row_len or -(-longest // _PAD_MULTIPLE) * _PAD_MULTIPLE
+    multiple = math.lcm(_PAD_MULTIPLE, plan.multiple)
+    length = plan.row_len or -(-longest // multiple) * multiple
     is_packed = plan.row_len is not None
     positions = _positions(rows, length, restarts=is_packed)
     return MicroBatch(

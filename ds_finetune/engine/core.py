@@ -12,6 +12,7 @@ from torch import nn
 
 from ds_finetune.data.batches import Batch, MicroBatch
 from ds_finetune.engine.finite import FiniteProbe
+from ds_finetune.engine.processes import everyones
 from ds_finetune.engine.state import EngineState, persistent_buffers
 from ds_finetune.errors import RunError
 from ds_finetune.model.loss import TokenLoss
@@ -80,11 +81,11 @@ class Engine:
     def step(self, batch: Batch, *, lr: float) -> StepResult:
         """Do one optimizer step with learning rate `lr` on the global batch of which `batch` is this rank's share."""
         self._ds.train()
-        tokens, supervised = self._sum_over_ranks(batch.num_tokens, batch.num_supervised_tokens)
+        tokens, supervised = self._sum_over_batch(batch.num_tokens, batch.num_supervised_tokens)
         for group in self._ds.optimizer.param_groups:
             group["lr"] = lr
-        # DeepSpeed divides by dp in its reducers (zero/stage_1_and_2.py, engine.allreduce_bucket in 0.19.8); our loss is a mean already.
-        scale = self.plan.dp / max(supervised, 1)
+        # DeepSpeed divides by its ranks in its reducers (zero/stage_1_and_2.py, engine.allreduce_bucket in 0.19.8); our loss is a mean already.
+        scale = self.plan.zero_ranks / max(supervised, 1)
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)
         self._probe.reset()
         for index, micro in enumerate(batch.micro, start=1):
@@ -119,7 +120,7 @@ class Engine:
                 for micro in batch.micro:
                     loss = self._forward(micro)
                     sums[:2] += torch.stack([loss.loss_sum.double(), loss.num_correct.double()])
-                sums[2] += batch.num_supervised_tokens
+                sums[2] += batch.num_supervised_tokens / self.plan.mesh.sharing
         loss_sum, correct, supervised = self._sum_over_ranks(*sums.tolist())
         return EvalResult(loss_sum / max(supervised, 1), correct / max(supervised, 1), int(supervised))
 
@@ -134,9 +135,7 @@ class Engine:
             if is_over():
                 return None
             mine[number] = self._answer(prompt, limits)
-        everyones: list[dict[int, list[int]]] = [{}] * self.plan.dp
-        dist.all_gather_object(everyones, mine)
-        merged = {index: answer for part in everyones for index, answer in part.items()}
+        merged = {index: answer for part in everyones(mine) for index, answer in part.items()}
         return [merged[index] for index in range(len(prompts))]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor | None]]:
@@ -157,7 +156,9 @@ class Engine:
         return specs | {name: buffer.to("meta") for name, buffer in persistent_buffers(self._ds.module)}
 
     def _forward(self, micro: MicroBatch) -> TokenLoss:
-        parts = (part.to(self._device, non_blocking=True) for part in (micro.input_ids, micro.position_ids, micro.labels))
+        sequence = self._ds.module.sequence
+        rows = (micro.input_ids, micro.position_ids, micro.labels)
+        parts = ((sequence.shard(part) if sequence else part).to(self._device, non_blocking=True) for part in rows)
         return TokenLoss(*self._ds(*parts, micro.documents))
 
     def _apply(self, has_bad_gradient: bool) -> tuple[float, bool]:
@@ -188,9 +189,7 @@ class Engine:
         return float(torch.nn.utils.get_total_norm(grads))
 
     def _culprit(self) -> str:
-        found: list[str | None] = [None] * self.plan.dp
-        dist.all_gather_object(found, self._probe.first_bad())
-        named = [f"{name} on rank {rank}" for rank, name in enumerate(found) if name]
+        named = [f"{name} on rank {rank}" for rank, name in enumerate(everyones(self._probe.first_bad())) if name]
         return named[0] if named else "no single gradient; the reduction overflowed"
 
     def _sum_over_ranks(self, *values: float) -> list[float]:
@@ -198,11 +197,15 @@ class Engine:
         dist.all_reduce(summed)
         return summed.tolist()
 
+    def _sum_over_batch(self, *values: float) -> list[float]:
+        """Sums over the global batch of values that ranks working on the same rows have in common."""
+        return [value / self.plan.mesh.sharing for value in self._sum_over_ranks(*values)]
+
     def _my_share(self, prompts: list[list[int]]) -> list[tuple[int, list[int]]]:
         """This rank's prompts; under ZeRO-3 every rank must run the model equally often, so the last ones may be answered twice."""
-        dp, rank = self.plan.dp, self.plan.world.rank
-        rounds = math.ceil(len(prompts) / dp)
-        numbers = [min(turn * dp + rank, len(prompts) - 1) for turn in range(rounds)]
+        ranks, rank = self.plan.world.world_size, self.plan.world.rank
+        rounds = math.ceil(len(prompts) / ranks)
+        numbers = [min(turn * ranks + rank, len(prompts) - 1) for turn in range(rounds)]
         return [(number, prompts[number]) for number in numbers]
 
     def _answer(self, prompt: list[int], limits: Limits) -> list[int]:
@@ -216,7 +219,7 @@ class Engine:
                 eos_token_id=limits.stop_ids,
                 pad_token_id=limits.pad_id,
                 use_cache=True,
-                synced_gpus=self.plan.zero_stage == 3 and self.plan.dp > 1,
+                synced_gpus=self.plan.zero_stage == 3 and self.plan.zero_ranks > 1,
             )
         answer = out[0, len(prompt) :].tolist()
         ends = [place for place, token in enumerate(answer) if token in limits.stop_ids]

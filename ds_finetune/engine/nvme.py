@@ -39,11 +39,11 @@ def check_buffers(plan: Plan, hf_config: PretrainedConfig) -> None:
         return
     skeleton = build_skeleton(copy.deepcopy(hf_config), attention=plan.config.model.attention, dtype=torch.bfloat16, device="meta")
     numel, name = max((param.numel(), name) for name, param in skeleton.named_parameters())
-    needed, given = -(-numel // plan.dp), int(float(section.get("buffer_size", _DEFAULT_BUFFER)))
+    needed, given = -(-numel // plan.zero_ranks), int(float(section.get("buffer_size", _DEFAULT_BUFFER)))
     if needed > given:
         raise ConfigError(
             f"offload_param.buffer_size {given:,} elements is smaller than a rank's slice of `{name}`, {needed:,}",
-            hint=f"set offload_param.buffer_size to {needed} or more, or train on more ranks than {plan.dp}",
+            hint=f"set offload_param.buffer_size to {needed} or more, or train on more ranks than {plan.zero_ranks}",
         )
 
 

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ds_finetune.engine.core import Engine
 from ds_finetune.engine.fragments import partition
+from ds_finetune.engine.groups import sequence_group
 from ds_finetune.engine.nvme import check_buffers, check_nvme
 from ds_finetune.model.build import build_skeleton, resolve_folder, whole
 from ds_finetune.model.cross_entropy import KERNELS
@@ -39,7 +40,8 @@ def start_engine(plan: Plan, hf_config: PretrainedConfig, *, has_weights: bool =
     install_loss_head(lm, kernel=KERNELS[plan.loss_kernel])
     if plan.config.train.activation_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
-    model = TrainedModel(lm)
+    sequence = sequence_group(plan.mesh)
+    model = TrainedModel(lm, sequence)
     wrapped, optimizer, _, _ = deepspeed.initialize(
         model=model, model_parameters=_parameter_groups(model, plan), config=plan.deepspeed, dist_init_required=False
     )
@@ -49,6 +51,9 @@ def start_engine(plan: Plan, hf_config: PretrainedConfig, *, has_weights: bool =
         yield engine
     finally:
         wrapped.destroy()
+        # DeepSpeed 0.19.8 keeps a model under ZeRO-3 past `destroy`, and with it what it refers to.
+        if sequence is not None:
+            sequence.close()
 
 
 def _build(plan: Plan, hf_config: PretrainedConfig, *, has_weights: bool) -> PreTrainedModel:

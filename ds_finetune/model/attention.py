@@ -11,6 +11,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.masking_utils import flash_attention_mask
 
+from ds_finetune.model.sequence import SequenceGroup
+
 BY_DOCUMENT = "ds_finetune_by_document"
 """Name of this attention in a model's configuration."""
 
@@ -56,6 +58,7 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
     *,
     scaling: float,
     documents: tuple[Documents, ...] | None = None,
+    sequence: SequenceGroup | None = None,
     sliding_window: int | None = None,
     dropout: float = 0.0,
     **_: Any,  # noqa: ANN401 - what other implementations take
@@ -63,9 +66,12 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
     """transformers' attention interface: query [rows, heads, tokens, width], key and value [rows, key heads, tokens, width].
 
     Returns [rows, tokens, heads, value width]. `documents` has one entry a row; None takes each row as one document,
-    or, with fewer queries than keys, the queries as its last tokens (decoding with a cache).
+    or, with fewer queries than keys, the queries as its last tokens (decoding with a cache). Given a `sequence` group, the
+    tokens are this rank's of rows that its ranks share, and `documents` are of the whole rows.
     """
     assert attention_mask is None, "rows with masked tokens inside are not attended to by document"
+    if sequence is not None:
+        query, key, value = sequence.whole_rows(query, key, value)
     groups = query.shape[1] // key.shape[1]
     parts = (query, repeat_kv(key, groups), repeat_kv(value, groups))
     causal = _Causal(scaling, sliding_window, dropout)
@@ -74,7 +80,8 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
     else:
         rows = zip(*(tensor.split(1) for tensor in parts), documents, strict=True)
         out = torch.cat([_row(causal, row, lengths) for *row, lengths in rows])
-    return out.transpose(1, 2).contiguous(), None
+    out = out.transpose(1, 2).contiguous()
+    return out if sequence is None else sequence.own_tokens(out), None
 
 
 def _row(causal: _Causal, parts: Sequence[torch.Tensor], lengths: Documents) -> torch.Tensor:

@@ -10,6 +10,7 @@ from ds_finetune.errors import ModelError
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.model.attention import BY_DOCUMENT, Documents
 from ds_finetune.model.cross_entropy import Kernel, Wants, chunked_cross_entropy
+from ds_finetune.model.sequence import SequenceGroup
 
 
 class TokenLoss(NamedTuple):
@@ -92,9 +93,10 @@ def install_loss_head(lm: PreTrainedModel, *, kernel: Kernel = chunked_cross_ent
 class TrainedModel(nn.Module):
     """A causal LM whose forward is the loss; the Hugging Face model is `lm`."""
 
-    def __init__(self, lm: PreTrainedModel) -> None:
+    def __init__(self, lm: PreTrainedModel, sequence: SequenceGroup | None = None) -> None:
         super().__init__()
         self.lm = lm
+        self.sequence = sequence
 
     @property
     def config(self) -> Any:  # noqa: ANN401 - a PretrainedConfig
@@ -104,7 +106,10 @@ class TrainedModel(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, labels: torch.Tensor, documents: tuple[Documents, ...] | None
     ) -> TokenLoss:
-        """Loss of rows [batch, tokens] (int64 each) whose documents have the lengths `documents`; None where a row is one."""
+        """Loss of rows [batch, tokens] (int64 each) whose documents have the lengths `documents`; None where a row is one.
+
+        With a sequence group these are this rank's tokens of the rows, and `documents` are of whole rows.
+        """
         return self.lm.get_output_embeddings()(self.hidden(input_ids, position_ids, documents), labels)
 
     def hidden(self, input_ids: torch.Tensor, position_ids: torch.Tensor, documents: tuple[Documents, ...] | None) -> torch.Tensor:
@@ -114,5 +119,5 @@ class TrainedModel(nn.Module):
         transformers'. No attention mask and no cache are given: with either, transformers 5.23 does not look at the positions
         (masking_utils.py:873) and packed documents would see each other.
         """
-        lengths = {"documents": documents} if self.lm.config._attn_implementation == BY_DOCUMENT else {}
+        lengths = {"documents": documents, "sequence": self.sequence} if self.lm.config._attn_implementation == BY_DOCUMENT else {}
         return self.lm.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **lengths).last_hidden_state

@@ -9,6 +9,8 @@ from ds_finetune.errors import ConfigError
 from ds_finetune.plan.batch import accumulation_steps
 from ds_finetune.plan.chosen import chosen, refuse_accelerate_contradictions
 from ds_finetune.plan.finish import MOMENTS, finish, read_choices, stage_of
+from ds_finetune.plan.legal import check_layout
+from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.options import Situation, apply_rules, offload_device
 from ds_finetune.world import AccelerateChoices, World
 
@@ -19,6 +21,7 @@ class Plan:
 
     config: RunConfig
     world: World
+    mesh: Mesh
     device: str
     zero_stage: int
     offload_optimizer: str
@@ -30,8 +33,13 @@ class Plan:
 
     @property
     def dp(self) -> int:
-        """Data-parallel ranks."""
-        return self.world.world_size
+        """Parts the global batch is shared out in."""
+        return self.mesh.dp
+
+    @property
+    def zero_ranks(self) -> int:
+        """Ranks that DeepSpeed averages gradients over and shards among: all that hold the same part of the model."""
+        return self.mesh.dp * self.mesh.sp
 
     @property
     def bytes_per_parameter(self) -> int:
@@ -49,7 +57,7 @@ class Plan:
         return [
             ("model", f"{self.config.model.path} ({self.config.model.weights} weights, {train.precision})"),
             ("ranks", f"{self.world.world_size} on {self.device}, started by {self.world.launcher}"),
-            ("layout", f"dp {self.dp}, ZeRO-{self.zero_stage}, offload optimizer {self.offload_optimizer}, param {self.offload_param}"),
+            ("layout", f"{self.mesh}, ZeRO-{self.zero_stage}, offload optimizer {self.offload_optimizer}, param {self.offload_param}"),
             (
                 "batch",
                 f"{train.global_batch_size} rows = micro {train.micro_batch_size} x accumulation {self.gradient_accumulation_steps}"
@@ -88,20 +96,23 @@ def _refuse_other_wrapper(tree: dict[str, Any], stage: int, precision: str) -> N
 
 def make_plan(config: RunConfig, *, world: World, device: str, accelerate: AccelerateChoices | None = None) -> Plan:
     """Decide the layout of `config` on `world` with accelerator `device` (`cpu` or `cuda`); ConfigError where values contradict."""
-    accumulation = accumulation_steps(
-        global_batch_size=config.train.global_batch_size, micro_batch_size=config.train.micro_batch_size, dp=world.world_size
-    )
+    mesh = Mesh.of(config.parallel, world_size=world.world_size, rank=world.rank)
+    accumulation = accumulation_steps(global_batch_size=config.train.global_batch_size, micro_batch_size=config.train.micro_batch_size, dp=mesh.dp)
     tree, source = read_choices(chosen(config, accelerate))
     stage = stage_of(tree, source)
+    check_layout(mesh, config, stage=stage)
     _refuse_other_wrapper(tree, stage, config.train.precision)
     finished = finish(tree, config, accumulation=accumulation, source=source, on_cpu=device == "cpu")
     if accelerate:
         refuse_accelerate_contradictions(accelerate, config, finished)
+    # Ranks that share rows are data parallel ranks to DeepSpeed (runtime/config.py, _batch_assertion), and the global batch so much larger.
+    finished["train_batch_size"] = config.train.micro_batch_size * accumulation * mesh.dp * mesh.sp
     zero = finished["zero_optimization"]
     notes = apply_rules(zero, Situation(device, stage, config.train.precision, config.optim.name, config.train.max_grad_norm))
     return Plan(
         config=config,
         world=world,
+        mesh=mesh,
         device=device,
         zero_stage=stage,
         offload_optimizer=offload_device(zero, "offload_optimizer"),

@@ -29,11 +29,13 @@ class Layout:
     packing: bool = False
     name: str = "AdamW"
     family: str = "deepseek_v3"
+    sp: int = 1
 
     @property
     def text(self) -> str:
         """A name for folders and test ids."""
-        return f"z{self.stage}-{self.optimizer}-{self.param}-{self.precision}-{'packed' if self.packing else 'padded'}-{self.name}-{self.family}"
+        how = "packed" if self.packing else "padded"
+        return f"z{self.stage}-{self.optimizer}-{self.param}-{self.precision}-{how}-{self.name}-{self.family}-sp{self.sp}"
 
     @property
     def uses_nvme(self) -> bool:
@@ -63,8 +65,8 @@ def config_of(layout: Layout, model: Path, out: Path, *, dp: int, disk: Path) ->
     """The run file of a layout; one step holds sixteen rows."""
     disk.mkdir(exist_ok=True)
     norm = 0.0 if layout.name == "Muon" else 0.5
-    cell = Cell(layout.family, layout.stage, 1, layout.packing, precision=layout.precision, optimizer=layout.name, max_grad_norm=norm)
-    tree = run_tree(cell, model, out, dp=dp)
+    cell = Cell(layout.family, layout.stage, 1, layout.packing, precision=layout.precision, optimizer=layout.name, max_grad_norm=norm, sp=layout.sp)
+    tree = run_tree(cell, model, out, dp=dp // cell.sharing)
     tree["train"] |= {"global_batch_size": ROWS_A_STEP, "micro_batch_size": ROWS_A_STEP // 4 if dp <= 4 else 1, "for": "8 steps"}
     zero: dict[str, Any] = tree["deepspeed"]["zero_optimization"]
     place = {"nvme_path": str(disk)}
@@ -84,11 +86,12 @@ def batches(engine: Engine, *, start_step: int, steps: int) -> Iterator[Batch]:
     plan = BatchPlan(
         global_batch_size=train.global_batch_size,
         micro_batch_size=train.micro_batch_size,
-        rank=engine.plan.world.rank,
+        rank=engine.plan.mesh.place("dp"),
         dp=engine.plan.dp,
         seed=0,
         shuffle=True,
         pad_token_id=0,
         row_len=ROW_LEN if is_packed else None,
+        multiple=engine.plan.mesh.sp,
     )
     return training_batches(rows(is_packed), plan, start_step=start_step, total_rows=(start_step + steps) * train.global_batch_size)

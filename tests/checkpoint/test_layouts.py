@@ -27,6 +27,8 @@ OTHERS += [Layout(0, name="Adagrad"), Layout(2, "cpu", name="Adagrad"), Layout(0
 """Saved and restored at the same layout, where the numbers must be the same bits."""
 CHOSEN = (*PLAIN, Layout(2, family="wide"), Layout(3, "nvme", "nvme", family="wide"))
 """Every stage and offload, of those on NVMe the one with most on it; the others are in the slow matrix."""
+PARALLEL = (Layout(0, sp=2), Layout(2, sp=2), Layout(3, sp=2))
+"""Layouts of two ranks that work on the same rows, to and from those that do not."""
 Pair = tuple[str, Layout, int]
 
 
@@ -70,11 +72,12 @@ def name_of(layout: Layout, world: int) -> str:
 @pytest.fixture(scope="module")
 def found(folder: Path) -> dict[str, Any]:
     """Everything saved on two ranks and on one, restored at the same layout and at a choice of others."""
-    same = [*CHOSEN, *PRECISE, *PACKED, *DENSE, *OTHERS]
+    same = [*CHOSEN, *PRECISE, *PACKED, *DENSE, *OTHERS, *PARALLEL]
     two = run(2, same, [(name_of(layout, 2), layout) for layout in same], folder)
     one = run(1, PLAIN[:4], [(name_of(_shifted(layout, 3), 2), layout) for layout in CHOSEN], folder)
     back = [(name_of(PLAIN[(n + 1) % 4], 1), layout) for n, layout in enumerate(PLAIN)]
     across = [(name_of(layout, 2), _shifted(layout, 5)) for layout in CHOSEN]
+    across += [pair for n, layout in enumerate(PARALLEL) for pair in ((name_of(layout, 2), PLAIN[n + 1]), (name_of(PLAIN[n], 2), layout))]
     return two | one | run(2, [], [*back, *across], folder)
 
 
@@ -96,7 +99,7 @@ def assert_goes_on(value: dict[str, Any], wanted: dict[str, Any], key: str) -> N
 
 def test_the_same_layout_gives_the_same_bits(found: dict[str, Any]) -> None:
     same = {key: value for key, value in found.items() if " -> " in key and key.split(" -> ")[0] == key.split(" -> ")[1]}
-    assert len(same) == len(CHOSEN) + len(PRECISE) + len(PACKED) + len(DENSE) + len(OTHERS)
+    assert len(same) == len(CHOSEN) + len(PRECISE) + len(PACKED) + len(DENSE) + len(OTHERS) + len(PARALLEL)
     for key, value in same.items():
         wanted = found[f"saved {key.split(' -> ')[0]}"]
         assert value["after"] == wanted["after"], key
@@ -105,7 +108,7 @@ def test_the_same_layout_gives_the_same_bits(found: dict[str, Any]) -> None:
 
 def test_another_layout_gives_the_same_numbers(found: dict[str, Any]) -> None:
     other = {key: value for key, value in found.items() if " -> " in key and key.split(" -> ")[0] != key.split(" -> ")[1]}
-    assert len(other) == 2 * len(CHOSEN) + len(PLAIN)
+    assert len(other) == 2 * len(CHOSEN) + len(PLAIN) + 2 * len(PARALLEL)
     for key, value in other.items():
         wanted = found[f"saved {key.split(' -> ')[0]}"]
         assert_goes_on(value, wanted, key)

@@ -20,6 +20,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": _DENSE | {"tie_word_embeddings": True},
     "llama": _DENSE,
 }
+OTHERS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": _MLA | {"n_group": 2, "topk_group": 1, "topk_method": "group_limited_greedy"},
+    "qwen3": _DENSE | {"head_dim": 12},
+}
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,17 @@ class Cell:
     checkpointing: bool = False
     optimizer: str = "AdamW"
     weight_decay: float = 0.0
+    sp: int = 1
+
+    @property
+    def layout(self) -> str:
+        """Axes beside data parallelism."""
+        return " x ".join(f"{axis} {getattr(self, axis)}" for axis in ("sp",) if getattr(self, axis) > 1) or "dp"
+
+    @property
+    def sharing(self) -> int:
+        """Ranks that work on the same rows."""
+        return self.sp
 
     @property
     def name(self) -> str:
@@ -46,7 +61,7 @@ class Cell:
 
 def hf_config(family: str) -> PretrainedConfig:
     """The tiny model of a family."""
-    return AutoConfig.for_model(family, **FAMILIES[family])
+    return AutoConfig.for_model(family, **(FAMILIES | OTHERS)[family])
 
 
 def samples() -> list[tuple[np.ndarray, np.ndarray]]:
@@ -78,7 +93,7 @@ def _row(documents: list[tuple[np.ndarray, np.ndarray]]) -> Row:
 
 
 def run_tree(cell: Cell, model: Path, out: Path, *, dp: int) -> dict[str, Any]:
-    """The run file of a cell; one optimizer step holds all samples."""
+    """The run file of a cell on ranks that share the batch in `dp` parts; one optimizer step holds all samples."""
     total = PACKED_ROWS if cell.packing else SAMPLES
     zero: dict[str, Any] = {"stage": cell.stage, "stage3_param_persistence_threshold": 40}
     if cell.stage == 3 and cell.optimizer == "Muon":
@@ -91,6 +106,7 @@ def run_tree(cell: Cell, model: Path, out: Path, *, dp: int) -> dict[str, Any]:
         "model": str(model),
         "data": {"train": "none.jsonl", "packing": cell.packing, "shuffle": False},
         "deepspeed": {"zero_optimization": zero},
+        "parallel": {"sp": cell.sp},
         "train": {
             "for": "1 steps",
             "global_batch_size": total,

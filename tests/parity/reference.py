@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
@@ -23,14 +24,14 @@ ACCELERATOR = os.environ.get("DS_ACCELERATOR", "cpu")
 WORLDS = (1, 2) if ACCELERATOR == "cpu" or torch.cuda.device_count() > 1 else (1,)
 
 
-def run_cells(cells: Sequence[Cell], models: Path, out: Path) -> None:
+def run_cells(cells: Sequence[Cell], models: Path, out: Path, *, worlds: Sequence[int] = WORLDS) -> None:
     """Run each cell on every number of ranks it is for; what came of it lies in `out`."""
-    for world in WORLDS:
+    for world in worlds:
         (out / "cells.json").write_text(json.dumps([asdict(cell) for cell in cells if is_for(cell, world)]))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", str(WORKER)]
         done = subprocess.run(
             [*command, str(models), str(out), str(out / "cells.json")],
-            env=os.environ | {"DS_ACCELERATOR": ACCELERATOR, "OMP_NUM_THREADS": "1"},
+            env=os.environ | {"DS_ACCELERATOR": ACCELERATOR, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
             capture_output=True,
             text=True,
             timeout=1500,
@@ -41,12 +42,32 @@ def run_cells(cells: Sequence[Cell], models: Path, out: Path) -> None:
 
 def is_for(cell: Cell, world: int) -> bool:
     """Whether a cell is run on `world` ranks; a start is repeated to catch races in reductions, which one rank has none of."""
-    return world > 1 or cell.start == 0
+    return world % cell.sharing == 0 and (world > cell.sharing or cell.start == 0)
 
 
 def found(cell: Cell, world: int, out: Path) -> dict[str, Any]:
     """What a cell did on `world` ranks."""
     return torch.load(out / f"{cell.name}-world={world}.pt", weights_only=True)
+
+
+GRADIENT_TOLERANCE = 1e-4
+LOSS_TOLERANCE = 1e-6
+
+
+def assert_equals_plain_loop(cell: Cell, result: dict[str, Any], models: Path) -> None:
+    """Loss, norm and the gradient of every parameter in the first step, and the losses of the others."""
+    wanted = plain_loop(models / cell.family, cell.max_grad_norm)
+    assert result["losses"][0] == pytest.approx(wanted["losses"][0], abs=LOSS_TOLERANCE)
+    assert result["norms"][0] == pytest.approx(wanted["norms"][0], rel=GRADIENT_TOLERANCE)
+    assert result["gradients"].keys() == wanted["gradients"].keys()
+    wrong = {name: error for name, grad in wanted["gradients"].items() if (error := relative(result["gradients"][name], grad)) > GRADIENT_TOLERANCE}
+    assert not wrong
+    assert result["losses"][1:] == pytest.approx(wanted["losses"][1:], rel=1e-4)
+
+
+def relative(result: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Norm of the difference by the norm of what is wanted."""
+    return float((result - wanted).norm() / wanted.norm().clamp_min(1e-12))
 
 
 @cache

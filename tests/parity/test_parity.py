@@ -4,13 +4,10 @@ import itertools
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.parity.cells import FAMILIES, Cell
-from tests.parity.reference import WORLDS, found, is_for, plain_loop, run_cells
+from tests.parity.reference import WORLDS, assert_equals_plain_loop, found, is_for, run_cells
 
-GRADIENT_TOLERANCE = 1e-4
-LOSS_TOLERANCE = 1e-6
 STARTS_OF_STAGE_3 = 3
 
 
@@ -45,15 +42,4 @@ def results(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("cell", "world"), PAIRS, ids=[f"{cell.name}-{world}" for cell, world in PAIRS])
 def test_cell_equals_plain_loop(cell: Cell, world: int, results: Path, models: Path) -> None:
-    result = found(cell, world, results)
-    wanted = plain_loop(models / cell.family, cell.max_grad_norm)
-    assert result["losses"][0] == pytest.approx(wanted["losses"][0], abs=LOSS_TOLERANCE)
-    assert result["norms"][0] == pytest.approx(wanted["norms"][0], rel=GRADIENT_TOLERANCE)
-    assert result["gradients"].keys() == wanted["gradients"].keys()
-    wrong = {name: error for name, grad in wanted["gradients"].items() if (error := _relative(result["gradients"][name], grad)) > GRADIENT_TOLERANCE}
-    assert not wrong
-    assert result["losses"][1:] == pytest.approx(wanted["losses"][1:], rel=1e-4)
-
-
-def _relative(result: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((result - wanted).norm() / wanted.norm().clamp_min(1e-12))
+    assert_equals_plain_loop(cell, found(cell, world, results), models)

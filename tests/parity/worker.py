@@ -33,34 +33,34 @@ def main() -> None:
     world, device = World.from_environment(os.environ), choose_device()
     with process_group(world, device):
         for cell in (Cell(**tree) for tree in cells):
-            config = RunConfig.model_validate(run_tree(cell, models / cell.family, out, dp=world.world_size))
+            config = RunConfig.model_validate(run_tree(cell, models / cell.family, out, dp=world.world_size // cell.sharing))
             found = _run(make_plan(config, world=world, device=device))
             if world.rank == 0:
                 torch.save(found, out / f"{cell.name}-world={world.world_size}.pt")
-    left = [name.read_text().strip() for name in Path("/proc/self/task").glob("*/comm")]
-    assert not any("gloo" in name for name in left), f"threads that outlive the process group abort a process that ends: {left}"
 
 
 def _run(plan: Plan) -> dict[str, Any]:
     with start_engine(plan, read_hf_config(plan.config.model.path)) as engine:
-        return _three_steps(engine, plan.config, plan.world)
+        return _three_steps(engine, plan)
 
 
-def _three_steps(engine: Engine, config: RunConfig, world: World) -> dict[str, Any]:
-    plan = BatchPlan(
+def _three_steps(engine: Engine, plan: Plan) -> dict[str, Any]:
+    config = plan.config
+    shares = BatchPlan(
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=config.train.micro_batch_size,
-        rank=world.rank,
-        dp=world.world_size,
+        rank=plan.mesh.place("dp"),
+        dp=plan.dp,
         seed=0,
         shuffle=False,
         pad_token_id=0,
         row_len=ROW_LEN if config.data.packing else None,
+        multiple=plan.mesh.sp,
     )
     every = rows(config.data.packing)
     found: dict[str, Any] = {"losses": [], "norms": []}
     for step in range(STEPS):
-        batch = next(iter(training_batches(every, plan, start_step=0, total_rows=len(every))))
+        batch = next(iter(training_batches(every, shares, start_step=0, total_rows=len(every))))
         result = engine.step(batch, lr=LR)
         found["losses"].append(result.loss)
         found["norms"].append(result.grad_norm)

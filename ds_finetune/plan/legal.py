@@ -1,0 +1,64 @@
+"""Which layouts may be trained: those whose gradients a test compares with a plain loop's, and sizes that divide the model."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ds_finetune.config import RunConfig
+from ds_finetune.errors import ConfigError
+from ds_finetune.plan.mesh import Axis, Mesh
+
+FAMILIES = ("deepseek_v2", "deepseek_v3", "qwen2", "qwen3", "llama")
+"""Model types whose parallel layouts are compared, each in every row of `PROVEN` (tests/parity/test_parallel.py)."""
+
+
+@dataclass(frozen=True)
+class Proven:
+    """A combination of axes longer than one, beside data parallelism, and the ZeRO stages it is compared with."""
+
+    axes: frozenset[Axis]
+    stages: tuple[int, ...]
+
+
+PROVEN = (Proven(frozenset({"sp"}), (0, 1, 2, 3)),)
+"""Every row is a row of the parity tests."""
+
+
+def check_layout(mesh: Mesh, config: RunConfig, *, stage: int) -> None:
+    """ConfigError where the layout of a run is in no row of `PROVEN`, naming the nearest."""
+    axes = frozenset(axis for axis in ("pp", "sp", "tp") if getattr(mesh, axis) > 1)
+    if not axes:
+        return
+    rows = [row for row in PROVEN if row.axes == axes]
+    if not any(stage in row.stages for row in rows):
+        raise ConfigError(f"parallel {mesh} with zero stage {stage} is not proven", hint=f"nearest: {_nearest(axes, stage)}")
+    if config.model.attention != "sdpa":
+        raise ConfigError(f"parallel {mesh} with model.attention {config.model.attention} is not proven", hint="set model.attention to sdpa")
+    tokens = config.train.max_seq_len
+    if config.data.packing and tokens % mesh.sp:
+        legal = [str(n * mesh.sp) for n in (tokens // mesh.sp, tokens // mesh.sp + 1) if n]
+        raise ConfigError(f"train.max_seq_len {tokens} is not a multiple of parallel.sp {mesh.sp}", hint=f"set it to {' or '.join(legal)}")
+
+
+def _nearest(axes: frozenset[Axis], stage: int) -> str:
+    row = min(PROVEN, key=lambda row: (len(row.axes ^ axes), min(abs(stage - other) for other in row.stages)))
+    return f"{' and '.join(f'parallel.{axis}' for axis in sorted(row.axes))} with zero stage {', '.join(map(str, row.stages))}"
+
+
+def check_divides(mesh: Mesh, model: Mapping[str, Any]) -> None:
+    """ConfigError where a size does not divide what it is to share out of the model whose config.json is given, naming the sizes that do."""
+    if mesh.sharing == 1:
+        return
+    kind = str(model.get("model_type"))
+    if kind not in FAMILIES:
+        raise ConfigError(f"parallel {mesh} of model_type {kind} is not proven", hint=f"proven: {', '.join(FAMILIES)}")
+    for axis, what, number in _shared_out(model):
+        size = getattr(mesh, axis)
+        if number % size:
+            legal = ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+            raise ConfigError(f"parallel.{axis} {size} does not divide the {number} {what} of the model", hint=f"set it to one of {legal}")
+
+
+def _shared_out(model: Mapping[str, Any]) -> Iterator[tuple[Axis, str, int]]:
+    """What each axis cuts into equal parts, and how many there are."""
+    yield "sp", "attention heads", int(model["num_attention_heads"])

@@ -1,0 +1,68 @@
+"""Ranks as a grid: which rank holds which part of the model, of a row and of the batch."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, Self, get_args
+
+from ds_finetune.config import ParallelConfig
+from ds_finetune.errors import ConfigError
+
+Axis = Literal["pp", "dp", "sp", "tp"]
+AXES: tuple[Axis, ...] = get_args(Axis)
+"""Axes of the grid, outermost first: ranks that talk most stand next to each other."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Sizes of pipeline, data, sequence and tensor parallelism; ranks are numbered row-major over `AXES`.
+
+    Ranks that differ in `sp` or `tp` alone work on the same rows: parts of the rows, or parts of the model.
+    """
+
+    rank: int
+    dp: int
+    pp: int = 1
+    sp: int = 1
+    tp: int = 1
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig, *, world_size: int, rank: int) -> Self:
+        """The grid of `world_size` ranks, data parallelism being what is left; ConfigError where they do not factor."""
+        inner = {"tp": parallel.tp, "pp": parallel.pp, "sp": parallel.sp}
+        size = math.prod(inner.values())
+        dp, rest = divmod(world_size, size)
+        if rest:
+            text = " x ".join(f"{axis} {n}" for axis, n in inner.items() if n > 1)
+            legal = " or ".join(str(n * size) for n in (dp, dp + 1) if n)
+            raise ConfigError(f"{world_size} ranks are not a multiple of parallel {text} = {size}", hint=f"start {legal} ranks, or set smaller sizes")
+        return cls(rank, dp, **inner)
+
+    def __str__(self) -> str:
+        """`dp 4 x sp 2`, sizes of one left out."""
+        return " x ".join(f"{axis} {getattr(self, axis)}" for axis in ("dp", "pp", "sp", "tp") if axis == "dp" or getattr(self, axis) > 1)
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return math.prod(self._sizes)
+
+    @property
+    def sharing(self) -> int:
+        """Ranks that work on the same rows."""
+        return self.sp * self.tp * self.pp
+
+    def place(self, axis: Axis, rank: int | None = None) -> int:
+        """Number of a rank (this one by default) along an axis."""
+        inner = math.prod(self._sizes[AXES.index(axis) + 1 :])
+        return (self.rank if rank is None else rank) // inner % self._sizes[AXES.index(axis)]
+
+    def lines(self, *axes: Axis) -> list[list[int]]:
+        """The groups of ranks that differ along `axes` alone, each in order; every rank is in one."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            found.setdefault(tuple(self.place(axis, rank) for axis in AXES if axis not in axes), []).append(rank)
+        return list(found.values())
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        return tuple(getattr(self, axis) for axis in AXES)

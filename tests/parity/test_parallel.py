@@ -1,0 +1,74 @@
+"""Every layout that may be trained takes the steps of a plain single-process loop."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from ds_finetune.plan.legal import FAMILIES, PROVEN
+from tests.parity.cells import Cell
+from tests.parity.reference import WORLDS, assert_equals_plain_loop, found, is_for, run_cells
+
+FIRST = ("deepseek_v3", "llama")
+"""Families compared by default; the others are behind the marker."""
+
+
+def _cells(families: tuple[str, ...]) -> list[Cell]:
+    return [
+        Cell(family, stage, 2, packing=packing, max_grad_norm=0.5 if packing else 0.0, checkpointing=packing, **dict.fromkeys(row.axes, 2))
+        for row, family in itertools.product(PROVEN, families)
+        for stage, packing in itertools.product(row.stages, (True, False))
+    ]
+
+
+def _offloaded() -> list[Cell]:
+    places = ((1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, "param"))
+    return [
+        Cell("deepseek_v3", stage, 2, packing=True, offload=offload, max_grad_norm=0.5, **dict.fromkeys(row.axes, 2))
+        for row in PROVEN
+        for stage, offload in places
+        if stage in row.stages
+    ]
+
+
+CELLS = _cells(FIRST) + _offloaded()
+REST = _cells(tuple(family for family in FAMILIES if family not in FIRST))
+
+
+def _pairs(cells: list[Cell], worlds: tuple[int, ...]) -> list[tuple[Cell, int]]:
+    return [(cell, world) for cell in cells for world in worlds if is_for(cell, world)]
+
+
+def _ids(pairs: list[tuple[Cell, int]]) -> list[str]:
+    return [f"{cell.layout}-z{cell.stage}-{cell.offload}-{cell.family}-{'packed' if cell.packing else 'padded'}-{world}" for cell, world in pairs]
+
+
+@pytest.fixture(scope="session")
+def results(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cells run, all of a world size in one launch."""
+    out = tmp_path_factory.mktemp("parallel")
+    run_cells(CELLS, models, out)
+    return out
+
+
+@pytest.fixture(scope="session")
+def rest(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The other families on two ranks, and all on four, where there are data parallel ranks beside."""
+    out = tmp_path_factory.mktemp("parallel-rest")
+    run_cells(REST, models, out)
+    run_cells(CELLS + REST, models, out, worlds=(4,))
+    return out
+
+
+@pytest.mark.parametrize(("cell", "world"), _pairs(CELLS, WORLDS), ids=_ids(_pairs(CELLS, WORLDS)))
+def test_layout_equals_plain_loop(cell: Cell, world: int, results: Path, models: Path) -> None:
+    assert_equals_plain_loop(cell, found(cell, world, results), models)
+
+
+REST_PAIRS = _pairs(REST, WORLDS) + _pairs(CELLS + REST, (4,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cell", "world"), REST_PAIRS, ids=_ids(REST_PAIRS))
+def test_other_layout_equals_plain_loop(cell: Cell, world: int, rest: Path, models: Path) -> None:
+    assert_equals_plain_loop(cell, found(cell, world, rest), models)

@@ -1,0 +1,74 @@
+"""The grid of ranks, and what is refused before anything is read."""
+
+from typing import Any
+
+import pytest
+
+from ds_finetune.config import ParallelConfig, RunConfig
+from ds_finetune.errors import ConfigError
+from ds_finetune.plan.legal import check_divides, check_layout
+from ds_finetune.plan.mesh import Mesh
+from tests.parity.cells import FAMILIES
+
+
+def test_ranks_are_numbered_row_major_and_tensor_ranks_stand_together() -> None:
+    mesh = Mesh(rank=13, dp=3, pp=2, sp=2, tp=2)
+    assert mesh.world_size == 24
+    assert [mesh.place(axis) for axis in ("pp", "dp", "sp", "tp")] == [1, 0, 0, 1]
+    assert mesh.lines("tp")[:2] == [[0, 1], [2, 3]]
+    assert mesh.lines("sp")[0] == [0, 2]
+    assert mesh.lines("dp", "sp")[1] == [1, 3, 5, 7, 9, 11]
+    assert sorted(rank for line in mesh.lines("pp") for rank in line) == list(range(24))
+    assert str(mesh) == "dp 3 x pp 2 x sp 2 x tp 2"
+
+
+def test_ranks_that_do_not_factor_are_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Mesh.of(ParallelConfig(sp=4), world_size=6, rank=0)
+    assert caught.value.message == "6 ranks are not a multiple of parallel sp 4 = 4"
+    assert caught.value.hint == "start 4 or 8 ranks, or set smaller sizes"
+
+
+def _config(**sections: Any) -> RunConfig:
+    tree = {"model": "m", "data": {"train": "t.jsonl"}, "train": {"for": "1 steps", "max_seq_len": 30}, "parallel": {"sp": 4}, "output_dir": "o"}
+    return RunConfig.model_validate(tree | sections)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message", "hint"),
+    [
+        ({}, "train.max_seq_len 30 is not a multiple of parallel.sp 4", "set it to 28 or 32"),
+        (
+            {"model": {"path": "m", "attention": "eager"}},
+            "parallel dp 1 x sp 4 with model.attention eager is not proven",
+            "set model.attention to sdpa",
+        ),
+    ],
+)
+def test_layouts_that_cannot_be_are_refused(sections: dict[str, Any], message: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_layout(Mesh(rank=0, dp=1, sp=4), _config(**sections), stage=2)
+    assert (caught.value.message, caught.value.hint) == (message, hint)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "model", "message", "hint"),
+    [
+        (
+            Mesh(0, 1, sp=3),
+            FAMILIES["llama"] | {"model_type": "llama"},
+            "parallel.sp 3 does not divide the 4 attention heads of the model",
+            "set it to one of 1, 2, 4",
+        ),
+        (
+            Mesh(0, 1, sp=2),
+            {"model_type": "gpt2"},
+            "parallel dp 1 x sp 2 of model_type gpt2 is not proven",
+            "proven: deepseek_v2, deepseek_v3, qwen2, qwen3, llama",
+        ),
+    ],
+)
+def test_sizes_that_do_not_divide_the_model_are_refused(mesh: Mesh, model: dict[str, Any], message: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_divides(mesh, model)
+    assert (caught.value.message, caught.value.hint) == (message, hint)
