@@ -197,8 +197,8 @@ class CheckpointConfig(Section):
 class ParallelConfig(Section):
     """Degrees of tensor, pipeline, expert and sequence parallelism; data parallelism is what is left."""
 
-    tp: Literal[1] = 1
-    """Tensor parallel size."""
+    tp: int = Field(default=1, ge=1)
+    """Tensor parallel size: ranks that hold parts of every layer, cut by heads, inner width and vocabulary."""
     pp: Literal[1] = 1
     """Pipeline parallel size."""
     ep: Literal[1] = 1

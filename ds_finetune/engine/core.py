@@ -15,7 +15,9 @@ from ds_finetune.engine.finite import FiniteProbe
 from ds_finetune.engine.processes import everyones
 from ds_finetune.engine.state import EngineState, persistent_buffers
 from ds_finetune.errors import RunError
+from ds_finetune.model.cuts import Cut
 from ds_finetune.model.loss import TokenLoss
+from ds_finetune.model.tensor import TensorGroup
 from ds_finetune.plan.layout import Plan
 
 
@@ -57,8 +59,10 @@ def _never() -> bool:
 class Engine:
     """A model under DeepSpeed, seen as `step`, `evaluate`, `generate` and `tensors` (`tensor_specs` in advance)."""
 
-    def __init__(self, wrapped: Any, plan: Plan) -> None:  # noqa: ANN401 - a DeepSpeedEngine
+    def __init__(self, wrapped: Any, plan: Plan, tensor: TensorGroup | None = None) -> None:  # noqa: ANN401 - a DeepSpeedEngine
         self.plan = plan
+        self._tensor = tensor
+        self._cut = Cut(plan.mesh.tp, plan.mesh.place("tp"))
         self._ds = wrapped
         self._device = torch.device(wrapped.device)
         self._probe = FiniteProbe(_named(wrapped.module))
@@ -94,7 +98,7 @@ class Engine:
             sums += torch.stack([loss.loss_sum.detach().double(), loss.num_correct.double()])
             if index < len(batch.micro):
                 self._ds.step()
-        loss_sum, correct, bad = self._sum_over_ranks(*sums.tolist(), float(self._probe.is_bad()))
+        loss_sum, correct, bad = self._sum_over_parts(*sums.tolist(), float(self._probe.is_bad()))
         grad_norm, skipped = self._apply(bad > 0)
         return StepResult(
             loss=loss_sum / max(supervised, 1),
@@ -120,8 +124,8 @@ class Engine:
                 for micro in batch.micro:
                     loss = self._forward(micro)
                     sums[:2] += torch.stack([loss.loss_sum.double(), loss.num_correct.double()])
-                sums[2] += batch.num_supervised_tokens / self.plan.mesh.sharing
-        loss_sum, correct, supervised = self._sum_over_ranks(*sums.tolist())
+                sums[2] += batch.num_supervised_tokens / self.plan.mesh.sp
+        loss_sum, correct, supervised = self._sum_over_parts(*sums.tolist())
         return EvalResult(loss_sum / max(supervised, 1), correct / max(supervised, 1), int(supervised))
 
     def generate(self, prompts: list[list[int]], limits: Limits, *, is_over: Callable[[], bool] = _never) -> list[list[int]] | None:
@@ -145,13 +149,14 @@ class Engine:
         """
         for name, param in _named(self._ds.module):
             with self._gathered(param):
-                yield name, param.detach().cpu() if self.is_rank_zero else None
+                whole = self._joined(name, param.detach())
+                yield name, whole.cpu() if self.is_rank_zero else None
         for name, buffer in persistent_buffers(self._ds.module):
             yield name, buffer.detach().cpu() if self.is_rank_zero else None
 
     def tensor_specs(self) -> dict[str, torch.Tensor]:
         """Shape and dtype of what `tensors` yields, in its order, as tensors on the meta device; nothing is gathered."""
-        shapes = {name: tuple(getattr(param, "ds_shape", param.shape)) for name, param in _named(self._ds.module)}
+        shapes = {name: self._cut.window(name, tuple(getattr(param, "ds_shape", param.shape))).shape for name, param in _named(self._ds.module)}
         specs = {name: torch.empty(shapes[name], dtype=param.dtype, device="meta") for name, param in _named(self._ds.module)}
         return specs | {name: buffer.to("meta") for name, buffer in persistent_buffers(self._ds.module)}
 
@@ -185,8 +190,12 @@ class Engine:
         return self.plan.zero_stage == 0 and self.plan.config.train.precision == "fp32"
 
     def _plain_norm(self) -> float:
-        grads = [p.grad for p in self._ds.module.parameters() if p.grad is not None]
-        return float(torch.nn.utils.get_total_norm(grads))
+        params = [param for param in self._ds.module.parameters() if param.grad is not None]
+        if self._tensor is None:
+            return float(torch.nn.utils.get_total_norm([param.grad for param in params]))
+        cut, whole = ([param.grad for param in params if param.model_parallel == is_cut] for is_cut in (True, False))
+        squares = self._tensor.total(torch.nn.utils.get_total_norm(cut) ** 2)
+        return float((squares + torch.nn.utils.get_total_norm(whole) ** 2).sqrt())
 
     def _culprit(self) -> str:
         named = [f"{name} on rank {rank}" for rank, name in enumerate(everyones(self._probe.first_bad())) if name]
@@ -197,13 +206,17 @@ class Engine:
         dist.all_reduce(summed)
         return summed.tolist()
 
+    def _sum_over_parts(self, *values: float) -> list[float]:
+        """Sums over all tokens of values that tensor parallel ranks have in common."""
+        return [value / self.plan.mesh.tp for value in self._sum_over_ranks(*values)]
+
     def _sum_over_batch(self, *values: float) -> list[float]:
         """Sums over the global batch of values that ranks working on the same rows have in common."""
         return [value / self.plan.mesh.sharing for value in self._sum_over_ranks(*values)]
 
     def _my_share(self, prompts: list[list[int]]) -> list[tuple[int, list[int]]]:
         """This rank's prompts; under ZeRO-3 every rank must run the model equally often, so the last ones may be answered twice."""
-        ranks, rank = self.plan.world.world_size, self.plan.world.rank
+        ranks, rank = self.plan.zero_ranks, self.plan.world.rank // self.plan.mesh.tp
         rounds = math.ceil(len(prompts) / ranks)
         numbers = [min(turn * ranks + rank, len(prompts) - 1) for turn in range(rounds)]
         return [(number, prompts[number]) for number in numbers]
@@ -224,6 +237,13 @@ class Engine:
         answer = out[0, len(prompt) :].tolist()
         ends = [place for place, token in enumerate(answer) if token in limits.stop_ids]
         return answer[: ends[0]] if ends else answer
+
+    def _joined(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """The whole parameter from this rank's part of it; collective among tensor parallel ranks."""
+        window = self._cut.window(name, tuple(part.shape))
+        if self._tensor is None or window.dim is None:
+            return part
+        return window.joined(self._tensor.parts(part.reshape(-1)))
 
     def _gathered(self, param: nn.Parameter) -> Any:  # noqa: ANN401 - a context manager of DeepSpeed
         if not hasattr(param, "ds_id"):

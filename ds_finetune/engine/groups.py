@@ -1,18 +1,79 @@
 """Process groups of a mesh."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
 import torch.distributed as dist
 
 from ds_finetune.engine.processes import COLLECTIVE_TIMEOUT
 from ds_finetune.model.sequence import SequenceGroup
+from ds_finetune.model.tensor import TensorGroup
 from ds_finetune.plan.mesh import Axis, Mesh
 
 
-def sequence_group(mesh: Mesh) -> SequenceGroup | None:
-    """The ranks that share this rank's rows by tokens, None where there is one; collective."""
-    return SequenceGroup(_line(mesh, "sp"), mesh.sp, mesh.place("sp")) if mesh.sp > 1 else None
+class ModelParallel:
+    """What DeepSpeed asks a model parallel unit (`mpu`) for: who holds other parts of the model, and who the same."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._model, self._data = _line(mesh, "tp"), _line(mesh, "dp", "sp")
+
+    def close(self) -> None:
+        """Let go of the process groups, whatever still refers to this."""
+        self._model = self._data = None
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
+        """The ranks that together hold the model."""
+        return self._model
+
+    def get_model_parallel_rank(self) -> int:
+        """This rank's part of the model."""
+        return self._mesh.place("tp")
+
+    def get_model_parallel_world_size(self) -> int:
+        """Parts of the model."""
+        return self._mesh.tp
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same part of the model."""
+        return self._data
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank's number among them."""
+        return dist.get_rank(self._data)
+
+    def get_data_parallel_world_size(self) -> int:
+        """How many they are."""
+        return self._mesh.dp * self._mesh.sp
 
 
-def _line(mesh: Mesh, *axes: Axis) -> dist.ProcessGroup:
+@dataclass(frozen=True)
+class Groups:
+    """The groups this rank is in; None along an axis of one rank."""
+
+    sequence: SequenceGroup | None
+    tensor: TensorGroup | None
+    mpu: ModelParallel | None
+
+
+@contextmanager
+def open_groups(mesh: Mesh) -> Iterator[Groups]:
+    """Make the groups of `mesh`, collectively, and let go of them at the end: DeepSpeed 0.19.8 keeps a model under ZeRO-3 past `destroy`."""
+    groups = Groups(
+        sequence=SequenceGroup(_line(mesh, "sp"), mesh.sp, mesh.place("sp")) if mesh.sp > 1 else None,
+        tensor=TensorGroup(_line(mesh, "tp"), mesh.tp, mesh.place("tp")) if mesh.tp > 1 else None,
+        mpu=ModelParallel(mesh) if mesh.tp > 1 else None,
+    )
+    try:
+        yield groups
+    finally:
+        for part in (groups.sequence, groups.tensor, groups.mpu):
+            if part is not None:
+                part.close()
+
+
+def _line(mesh: Mesh, *axes: Axis) -> dist.ProcessGroup | None:
     """The group of this rank along `axes`; every rank makes every group."""
     made = [(ranks, dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT)) for ranks in mesh.lines(*axes)]
     return next(group for ranks, group in made if mesh.rank in ranks)

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,12 +12,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ds_finetune.engine.core import Engine
 from ds_finetune.engine.fragments import partition
-from ds_finetune.engine.groups import sequence_group
+from ds_finetune.engine.groups import Groups, open_groups
 from ds_finetune.engine.nvme import check_buffers, check_nvme
-from ds_finetune.model.build import build_skeleton, resolve_folder, whole
-from ds_finetune.model.cross_entropy import KERNELS
+from ds_finetune.model.build import Where, build_skeleton, resolve_folder, whole
+from ds_finetune.model.cross_entropy import KERNELS, chunked_cross_entropy
+from ds_finetune.model.cuts import Cut
 from ds_finetune.model.families import family_of
 from ds_finetune.model.loss import TrainedModel, install_loss_head
+from ds_finetune.model.tensor import install_tensor_parallel, local_config
 from ds_finetune.model.weights import clear_weights, initialise_weights, load_weights
 from ds_finetune.plan.layout import Plan
 
@@ -35,48 +38,56 @@ def start_engine(plan: Plan, hf_config: PretrainedConfig, *, has_weights: bool =
 
     logger.setLevel(logging.WARNING)
     check_nvme(plan)
-    check_buffers(plan, hf_config)
-    lm = _build(plan, hf_config, has_weights=has_weights)
-    install_loss_head(lm, kernel=KERNELS[plan.loss_kernel])
-    if plan.config.train.activation_checkpointing:
-        lm.gradient_checkpointing_enable({"use_reentrant": False})
-    sequence = sequence_group(plan.mesh)
-    model = TrainedModel(lm, sequence)
-    wrapped, optimizer, _, _ = deepspeed.initialize(
-        model=model, model_parameters=_parameter_groups(model, plan), config=plan.deepspeed, dist_init_required=False
-    )
-    _forget_phantom_step(optimizer, plan)
-    engine = Engine(wrapped, plan)
-    try:
-        yield engine
-    finally:
-        wrapped.destroy()
-        # DeepSpeed 0.19.8 keeps a model under ZeRO-3 past `destroy`, and with it what it refers to.
-        if sequence is not None:
-            sequence.close()
+    check_buffers(plan, local_config(hf_config, plan.mesh.tp))
+    with open_groups(plan.mesh) as groups:
+        model = TrainedModel(_built(plan, hf_config, groups, has_weights=has_weights), groups.sequence)
+        wrapped, optimizer, _, _ = deepspeed.initialize(
+            model=model, model_parameters=_parameter_groups(model, plan), config=plan.deepspeed, dist_init_required=False, mpu=groups.mpu
+        )
+        _forget_phantom_step(optimizer, plan)
+        engine = Engine(wrapped, plan, groups.tensor)
+        try:
+            yield engine
+        finally:
+            wrapped.destroy()
 
 
-def _build(plan: Plan, hf_config: PretrainedConfig, *, has_weights: bool) -> PreTrainedModel:
+def _built(plan: Plan, hf_config: PretrainedConfig, groups: Groups, *, has_weights: bool) -> PreTrainedModel:
     model, stage3 = plan.config.model, plan.zero_stage == 3
     lm = build_skeleton(
-        hf_config,
+        local_config(hf_config, plan.mesh.tp),
         attention=model.attention,
         dtype=DTYPES[plan.config.train.precision],
         device="cpu" if plan.device == "cpu" else f"cuda:{plan.world.local_rank}",
-        init_context=_partitioned(plan) if stage3 else nullcontext(),
+        init_context=_partitioned(plan, groups) if stage3 else nullcontext(),
     )
-    if not has_weights and all(param.requires_grad for param in lm.parameters()):
-        clear_weights(lm, where=partition if stage3 else whole)
-    elif model.weights == "random":
-        initialise_weights(lm, seed=plan.config.train.seed, where=partition if stage3 else whole)
-    else:
-        load_weights(lm, resolve_folder(model.path), family=family_of(hf_config.model_type), where=partition if stage3 else whole)
+    kernel = KERNELS[plan.loss_kernel]
+    if groups.tensor is not None:
+        install_tensor_parallel(lm, groups.tensor, padding_idx=hf_config.pad_token_id)
+        kernel = partial(chunked_cross_entropy, tensor=groups.tensor)
+    _fill(lm, plan, where=partition if stage3 else whole, has_weights=has_weights)
+    install_loss_head(lm, kernel=kernel, tensor=groups.tensor)
+    if plan.config.train.activation_checkpointing:
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
     return lm
 
 
+def _fill(lm: PreTrainedModel, plan: Plan, *, where: Where, has_weights: bool) -> None:
+    model, cut = plan.config.model, Cut(plan.mesh.tp, plan.mesh.place("tp"))
+    for name, param in lm.named_parameters():
+        # DeepSpeed 0.19.8 counts other parameters once in norms (runtime/utils.py:134).
+        param.model_parallel = cut.window(name, tuple(_shape(param))).dim is not None  # type: ignore[attr-defined]
+    if not has_weights and all(param.requires_grad for param in lm.parameters()):
+        clear_weights(lm, where=where)
+    elif model.weights == "random":
+        initialise_weights(lm, seed=plan.config.train.seed, where=where, cut=cut)
+    else:
+        load_weights(lm, resolve_folder(model.path), family=family_of(lm.config.model_type), where=where, cut=cut)
+
+
 @contextmanager
-def _partitioned(plan: Plan) -> Iterator[None]:
-    """Context in which each parameter is partitioned over all ranks as soon as it is made.
+def _partitioned(plan: Plan, groups: Groups) -> Iterator[None]:
+    """Context in which each parameter is partitioned over the ranks that share it as soon as it is made.
 
     `zero.Init` also puts a wrapper around `torch.arange` that changes its dtype (DeepSpeed 0.19.8,
     zero/partition_parameters.py:664), which would round the rotary frequencies to bf16; it is taken off again.
@@ -85,7 +96,8 @@ def _partitioned(plan: Plan) -> Iterator[None]:
 
     arange = torch.arange
     # No `dtype` argument: without fp16 support it is ignored and bf16 taken (operator precedence in partition_parameters.py:409).
-    with deepspeed.zero.Init(config_dict_or_path=plan.deepspeed):
+    shared = groups.mpu.get_data_parallel_group() if groups.mpu else None
+    with deepspeed.zero.Init(config_dict_or_path=plan.deepspeed, data_parallel_group=shared, mpu=groups.mpu):
         torch.arange = arange
         yield
 

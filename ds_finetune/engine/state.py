@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_finetune.engine.masters import Master, masters_of
+from ds_finetune.engine.masters import Master, Part, masters_of
+from ds_finetune.model.cuts import Cut
 from ds_finetune.plan.layout import Plan
 
 WEIGHT, BUFFER = "weight", "buffer"
@@ -24,7 +25,8 @@ class Slice:
     """Elements `start` to `start + numel` of a row-major local tensor, which is the part of the global tensor `shape` from index `origin`.
 
     `key` is `kind/name`, the same for any layout: `weight/model.norm.weight`, `exp_avg/...`, `buffer/...`. Without tensor
-    parallelism the local tensor is the global one. `is_replicated`: every rank holds the same elements.
+    parallelism the local tensor is the global one. `is_replicated`: every rank holds the same elements. Fused
+    `gate_up_proj` has the shape [experts, 2, inner, hidden], in which a tensor parallel rank's part is one box.
     """
 
     key: str
@@ -53,6 +55,7 @@ class EngineState:
 
     def __init__(self, wrapped: Any, plan: Plan) -> None:  # noqa: ANN401 - a DeepSpeedEngine
         self._ds, self._plan = wrapped, plan
+        self._cut = Cut(plan.mesh.tp, plan.mesh.place("tp"))
         self._masters = masters_of(wrapped, plan)
         self._is_plain = plan.zero_stage == 0 and plan.config.train.precision == "fp32"
         self._is_fp16 = plan.config.train.precision == "fp16"
@@ -135,10 +138,8 @@ class EngineState:
             held += [(kind, master, kinds[master][kind]) for master in masters if kind in kinds[master]]
         place = {f"{kind}/{part.name}": (kind, master, part) for kind, master, value in held for part in master.parts_in(value, restoring=restoring)}
         dtypes = {(kind, master): value.dtype for kind, master, value in held}
-        slices = [
-            Slice(key, part.shape, part.start, part.numel, dtypes[kind, master], is_replicated=self._plan.zero_stage == 0)
-            for key, (kind, master, part) in place.items()
-        ]
+        found = [self._slice(key, part, dtypes[kind, master]) for key, (kind, master, part) in place.items()]
+        slices = [part for part in found if restoring or self._is_saved_here(part)]
 
         def read(key: str) -> torch.Tensor:
             kind, master, part = place[key]
@@ -146,6 +147,20 @@ class EngineState:
             return value.detach().view(-1)[part.offset : part.offset + part.numel]
 
         return StateGroup(tuple(slices), lambda write: self._opened(masters, read, write))
+
+    def _slice(self, key: str, part: Part, dtype: torch.dtype) -> Slice:
+        window = self._cut.window(part.name, part.shape)
+        is_replicated = self._plan.zero_stage == 0 and window.dim is None
+        return Slice(key, window.whole, part.start, part.numel, dtype, is_replicated, window.origin, window.local)
+
+    def _is_saved_here(self, part: Slice) -> bool:
+        """Whether this rank is the one that saves what others hold too: whole tensors of tensor parallel ranks, cut ones at stage 0."""
+        mesh = self._plan.mesh
+        if part.is_replicated:
+            return True
+        if part.local_shape == part.shape:
+            return mesh.place("tp") == 0
+        return self._plan.zero_stage > 0 or (mesh.place("dp"), mesh.place("sp")) == (0, 0)
 
     @contextmanager
     def _opened(self, masters: Sequence[Master], read: Read, write: bool) -> Iterator[Read]:

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import torch
 
+from ds_finetune.model.tensor import TensorGroup
+
 CHUNK_TOKENS = 1024
 """Supervised positions whose logits exist at a time."""
 
@@ -34,10 +36,21 @@ Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor
 """From `hidden` [tokens, width], `weight` [vocabulary, width], `bias` [vocabulary] or None, `targets` [tokens] int64."""
 
 
-def chunked_cross_entropy(  # noqa: PLR0913 - a Kernel and its chunk
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, wants: Wants, *, chunk: int = CHUNK_TOKENS
+def chunked_cross_entropy(  # noqa: PLR0913 - a Kernel, its chunk and the ranks it is cut over
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    wants: Wants,
+    *,
+    chunk: int = CHUNK_TOKENS,
+    tensor: TensorGroup | None = None,
 ) -> Found:
-    """The loss in plain PyTorch; softmax and the sums over chunks are fp32, as are `d_weight` and `d_bias`."""
+    """The loss in plain PyTorch; softmax and the sums over chunks are fp32, as are `d_weight` and `d_bias`.
+
+    With a `tensor` group `weight` and `bias` are this rank's part of the vocabulary, and `d_hidden` its part of the sum;
+    three numbers a token are exchanged, the logits never.
+    """
     found = Found(
         loss_sum=torch.zeros((), dtype=torch.float32, device=hidden.device),
         num_correct=torch.zeros((), dtype=torch.int64, device=hidden.device),
@@ -50,7 +63,7 @@ def chunked_cross_entropy(  # noqa: PLR0913 - a Kernel and its chunk
     for start in range(0, len(hidden), chunk):
         part, wanted = hidden[start : start + chunk], targets[start : start + chunk]
         logits = _logits(part, weight, bias, buffer[: len(part)])
-        d_logits = _softmax_minus_one_hot(logits, wanted, found)
+        d_logits = _softmax_minus_one_hot(logits, wanted, found) if tensor is None else _over_ranks(logits, wanted, found, tensor)
         if found.d_bias is not None:
             found.d_bias.add_(d_logits.sum(0))
         d_logits = d_logits.to(hidden.dtype)
@@ -80,6 +93,26 @@ def _softmax_minus_one_hot(logits: torch.Tensor, wanted: torch.Tensor, found: Fo
         return weights
     d_logits = weights.div_(norm)
     d_logits[torch.arange(len(wanted), device=wanted.device), wanted] -= 1
+    return d_logits
+
+
+def _over_ranks(logits: torch.Tensor, wanted: torch.Tensor, found: Found, tensor: TensorGroup) -> torch.Tensor:
+    """The same where `logits` are this rank's part of the vocabulary."""
+    size = logits.shape[1]
+    start = tensor.place * size
+    top, most_likely = logits.max(-1)
+    top, most_likely = tensor.largest(top, most_likely + start)
+    found.num_correct.add_((most_likely == wanted).sum())
+    local = wanted - start
+    here = ((local >= 0) & (local < size)).nonzero().squeeze(1)
+    sums = torch.zeros(2, len(wanted), device=logits.device)
+    sums[0, here] = top[here] - logits[here, local[here]]
+    weights = logits.sub_(top[:, None]).exp_()
+    sums[1] = weights.sum(-1)
+    below_top, norm = tensor.total(sums)
+    found.loss_sum.add_(below_top.sum() + norm.log().sum())
+    d_logits = weights.div_(norm[:, None])
+    d_logits[here, local[here]] -= 1
     return d_logits
 
 

@@ -11,6 +11,7 @@ from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.model.attention import BY_DOCUMENT, Documents
 from ds_finetune.model.cross_entropy import Kernel, Wants, chunked_cross_entropy
 from ds_finetune.model.sequence import SequenceGroup
+from ds_finetune.model.tensor import TensorGroup, copy_in
 
 
 class TokenLoss(NamedTuple):
@@ -62,6 +63,7 @@ class LossHead(nn.Linear):
     """A language-model head that gives logits as before, and with `labels` the summed loss without them."""
 
     kernel: Kernel = staticmethod(chunked_cross_entropy)
+    tensor: TensorGroup | None = None
 
     def forward(self, hidden: torch.Tensor, labels: torch.Tensor | None = None) -> Any:  # noqa: ANN401 - logits or TokenLoss
         """`hidden` [..., width] -> logits [..., vocabulary]; with `labels` [...] (already shifted, int64) -> TokenLoss.
@@ -70,23 +72,28 @@ class LossHead(nn.Linear):
         gradients are zeros, so every rank still takes part in the reductions.
         """
         if labels is None:
-            return super().forward(hidden)
+            logits = super().forward(hidden)
+            return logits if self.tensor is None else self.tensor.side_by_side(logits)
         places = (labels.reshape(-1) != IGNORE_INDEX).nonzero().squeeze(1)
         part = hidden.reshape(-1, hidden.shape[-1]).index_select(0, places)
+        part = part if self.tensor is None else copy_in(part, self.tensor)
         targets = labels.reshape(-1).index_select(0, places)
         is_on = torch.is_grad_enabled()
         wants = Wants(*(is_on and tensor is not None and tensor.requires_grad for tensor in (part, self.weight, self.bias)))
         return TokenLoss(*_CrossEntropy.apply(part, self.weight, self.bias, targets, self.kernel, wants))
 
 
-def install_loss_head(lm: PreTrainedModel, *, kernel: Kernel = chunked_cross_entropy) -> LossHead:
-    """Turn the head of `lm` into a LossHead in place: same module, same parameters, same name."""
+def install_loss_head(lm: PreTrainedModel, *, kernel: Kernel = chunked_cross_entropy, tensor: TensorGroup | None = None) -> LossHead:
+    """Turn the head of `lm` into a LossHead in place: same module, same parameters, same name.
+
+    With a `tensor` group it holds a part of the vocabulary, and `kernel` must know.
+    """
     head = lm.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise ModelError(f"the head of {type(lm).__name__} is a {type(head).__name__}, not a Linear", hint="train a model with a plain head")
     head.__class__ = LossHead
     assert isinstance(head, LossHead)
-    head.kernel = kernel
+    head.kernel, head.tensor = kernel, tensor
     return head
 
 

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from ds_finetune.errors import ModelError
 from ds_finetune.model.build import Fragment, Where, whole
+from ds_finetune.model.cuts import WHOLE, Cut, Window, cut_dim, whole_shape
 from ds_finetune.model.families import Family
 from ds_finetune.model.names import Piece, differences, hub_pieces
 
@@ -41,22 +42,24 @@ class _Target:
     pieces: tuple[Piece, ...]
 
 
-def load_weights(model: PreTrainedModel, folder: Path, *, family: Family, where: Where = whole) -> LoadReport:
+def load_weights(model: PreTrainedModel, folder: Path, *, family: Family, where: Where = whole, cut: Cut = WHOLE) -> LoadReport:
     """Copy the safetensors of `folder` into the fragments of `model` that `where` names, a bounded piece at a time.
+
+    A model cut over tensor parallel ranks takes its part `cut` of each tensor, of which nothing else is read.
 
     Keys and shapes are compared from the headers alone before anything is written; ModelError lists what is missing,
     unexpected or of another shape. Values are cast to the dtype of their target; a NaN or infinity is a ModelError.
     """
     with _Checkpoint(folder) as checkpoint:
         targets = list(_targets(model, family, where))
-        skipped = _account(checkpoint, targets, model, family)
+        skipped = _account(checkpoint, targets, model, family, cut)
         for target in targets:
-            _fill(checkpoint, target)
+            _fill(checkpoint, target, cut)
     return LoadReport(num_tensors=sum(len(t.pieces) for t in targets), skipped=tuple(skipped))
 
 
-def initialise_weights(model: PreTrainedModel, *, seed: int, where: Where = whole) -> None:
-    """Draw fresh weights by the model's own rule (`_init_weights`), the same for any world size and ZeRO stage.
+def initialise_weights(model: PreTrainedModel, *, seed: int, where: Where = whole, cut: Cut = WHOLE) -> None:
+    """Draw fresh weights by the model's own rule (`_init_weights`), the same for any world size, ZeRO stage and cut.
 
     One module at a time is materialised in fp32 on the CPU, seeded from (seed, module name), and its fragment kept.
     """
@@ -64,7 +67,8 @@ def initialise_weights(model: PreTrainedModel, *, seed: int, where: Where = whol
     for name, module in model.named_modules():
         own = [(leaf, p) for leaf, p in module.named_parameters(recurse=False) if f"{name}.{leaf}".lstrip(".") not in tied]
         if own:
-            _initialise_module(model, module, own, _seed(seed, name), where)
+            windows = {leaf: cut.window(f"{name}.{leaf}", where(param).shape) for leaf, param in own}
+            _initialise_module(model, module, own, _seed(seed, name), where, windows)
 
 
 def clear_weights(model: PreTrainedModel, *, where: Where = whole) -> None:
@@ -78,8 +82,10 @@ def _seed(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:7], "big")
 
 
-def _initialise_module(model: PreTrainedModel, module: nn.Module, own: list[tuple[str, nn.Parameter]], seed: int, where: Where) -> None:
-    drawn = {leaf: torch.zeros(where(param).shape, dtype=torch.float32) for leaf, param in own}
+def _initialise_module(  # noqa: PLR0913
+    model: PreTrainedModel, module: nn.Module, own: list[tuple[str, nn.Parameter]], seed: int, where: Where, windows: Mapping[str, Window]
+) -> None:
+    drawn = {leaf: torch.zeros(windows[leaf].shape, dtype=torch.float32) for leaf, _ in own}
     kept = dict(module._parameters)
     buffers = dict(module._buffers)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -95,7 +101,7 @@ def _initialise_module(model: PreTrainedModel, module: nn.Module, own: list[tupl
         fragment = where(param)
         if fragment.end > fragment.start:
             with fragment.opened() as flat:
-                flat[: fragment.end - fragment.start].copy_(values[leaf].view(-1)[fragment.start : fragment.end])
+                flat[: fragment.end - fragment.start].copy_(windows[leaf].of(values[leaf])[fragment.start : fragment.end])
 
 
 def _targets(model: PreTrainedModel, family: Family, where: Where) -> Iterator[_Target]:
@@ -151,8 +157,8 @@ class _Checkpoint:
         return {key: file.name for file in files for key in self._open(file.name).keys()}  # noqa: SIM118 - not a dict
 
 
-def _account(checkpoint: _Checkpoint, targets: Iterable[_Target], model: PreTrainedModel, family: Family) -> list[str]:
-    wanted = {piece.key: piece.shape for target in targets for piece in target.pieces}
+def _account(checkpoint: _Checkpoint, targets: Iterable[_Target], model: PreTrainedModel, family: Family, cut: Cut) -> list[str]:
+    wanted = {piece.key: whole_shape(piece.key, piece.shape, cut.parts) for target in targets for piece in target.pieces}
     skipped = [key for key in sorted(checkpoint.file_of.keys() - wanted.keys()) if _is_declared(key, model, family)]
     found = {key: tuple(checkpoint.slice_of(key).get_shape()) for key in checkpoint.file_of.keys() - set(skipped)}
     fp8 = [key for key in sorted(wanted.keys() & found.keys()) if checkpoint.slice_of(key).get_dtype() in _FP8]
@@ -177,21 +183,20 @@ def _is_declared(key: str, model: PreTrainedModel, family: Family) -> bool:
     return bool(family.drops_layers_beyond and layer and int(layer[1]) >= model.config.num_hidden_layers)
 
 
-def _fill(checkpoint: _Checkpoint, target: _Target) -> None:
+def _fill(checkpoint: _Checkpoint, target: _Target, cut: Cut) -> None:
     with target.fragment.opened() as flat:
         for piece in target.pieces:
-            _copy_piece(checkpoint, target.fragment, flat, piece)
+            _copy_piece(checkpoint, target.fragment, flat, piece, cut)
 
 
-def _copy_piece(checkpoint: _Checkpoint, fragment: Fragment, flat: torch.Tensor, piece: Piece) -> None:
-    """Copy the part of `piece` that lies in `fragment` into its elements `flat`, reading only the rows it needs."""
+def _copy_piece(checkpoint: _Checkpoint, fragment: Fragment, flat: torch.Tensor, piece: Piece, cut: Cut) -> None:
+    """Copy the part of `piece` that lies in `fragment` into its elements `flat`, reading only what it needs."""
     begin, width = piece.first_element(fragment.shape), max(1, math.prod(piece.shape[1:]))
     first = max(0, (fragment.start - begin) // width)
     last = min(piece.shape[0] if piece.shape else 1, -(-(fragment.start + fragment.numel - begin) // width))
     if first >= last:
         return
-    source = checkpoint.slice_of(piece.key)
-    values = source[first:last] if piece.shape else source[...]
+    values = _read(checkpoint.slice_of(piece.key), piece, first, last, cut)
     if not bool(torch.isfinite(values).all()):
         raise ModelError(f"tensor `{piece.key}` of {checkpoint.folder} holds NaN or infinity", hint="the checkpoint is damaged; download it again")
     flat_values = values.reshape(-1)
@@ -199,3 +204,14 @@ def _copy_piece(checkpoint: _Checkpoint, fragment: Fragment, flat: torch.Tensor,
     source_from, target_from = max(0, -offset), max(0, offset)
     count = min(flat_values.numel() - source_from, fragment.numel - target_from)
     flat[target_from : target_from + count].copy_(flat_values[source_from : source_from + count])
+
+
+def _read(source: Any, piece: Piece, first: int, last: int, cut: Cut) -> torch.Tensor:  # noqa: ANN401 - safetensors' PySafeSlice
+    """Rows `first` to `last` of a piece, of which `source` is the whole and this rank has a part."""
+    if not piece.shape:
+        return source[...]  # type: ignore[no-any-return]
+    dim = cut_dim(piece.key) if cut.parts > 1 else None
+    row = cut.place * piece.shape[0] if dim == 0 else 0
+    if dim == 1:
+        return source[first:last, cut.place * piece.shape[1] : (cut.place + 1) * piece.shape[1]]  # type: ignore[no-any-return]
+    return source[row + first : row + last]  # type: ignore[no-any-return]

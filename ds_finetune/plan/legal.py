@@ -6,7 +6,7 @@ from typing import Any
 
 from ds_finetune.config import RunConfig
 from ds_finetune.errors import ConfigError
-from ds_finetune.plan.mesh import Axis, Mesh
+from ds_finetune.plan.mesh import AXES, Axis, Mesh
 
 FAMILIES = ("deepseek_v2", "deepseek_v3", "qwen2", "qwen3", "llama")
 """Model types whose parallel layouts are compared, each in every row of `PROVEN` (tests/parity/test_parallel.py)."""
@@ -20,13 +20,13 @@ class Proven:
     stages: tuple[int, ...]
 
 
-PROVEN = (Proven(frozenset({"sp"}), (0, 1, 2, 3)),)
+PROVEN = (Proven(frozenset({"sp"}), (0, 1, 2, 3)), Proven(frozenset({"tp"}), (0, 1, 2, 3)))
 """Every row is a row of the parity tests."""
 
 
 def check_layout(mesh: Mesh, config: RunConfig, *, stage: int) -> None:
     """ConfigError where the layout of a run is in no row of `PROVEN`, naming the nearest."""
-    axes = frozenset(axis for axis in ("pp", "sp", "tp") if getattr(mesh, axis) > 1)
+    axes: frozenset[Axis] = frozenset(axis for axis in AXES if axis != "dp" and getattr(mesh, axis) > 1)
     if not axes:
         return
     rows = [row for row in PROVEN if row.axes == axes]
@@ -62,3 +62,8 @@ def check_divides(mesh: Mesh, model: Mapping[str, Any]) -> None:
 def _shared_out(model: Mapping[str, Any]) -> Iterator[tuple[Axis, str, int]]:
     """What each axis cuts into equal parts, and how many there are."""
     yield "sp", "attention heads", int(model["num_attention_heads"])
+    yield "tp", "key and value heads", int(model.get("num_key_value_heads") or model["num_attention_heads"])
+    yield "tp", "columns of the MLP", int(model["intermediate_size"])
+    if model.get("moe_intermediate_size"):
+        yield "tp", "columns of an expert", int(model["moe_intermediate_size"])
+    yield "tp", "tokens of the vocabulary", int(model["vocab_size"])

@@ -81,7 +81,8 @@ def _gradients(engine: Engine) -> dict[str, torch.Tensor]:
     found = {}
     for name, param in engine._ds.module.named_parameters():
         moment = safe_get_full_optimizer_state(param, "exp_avg") if engine.plan.zero_stage else engine._ds.optimizer.state[param]["exp_avg"]
-        found[name.removeprefix("lm.")] = moment.detach().clone().float().cpu() / 0.1
+        whole = engine._joined(name.removeprefix("lm."), moment.detach().float())
+        found[name.removeprefix("lm.")] = whole.clone().cpu() / 0.1
     return found
 
 
