@@ -20,7 +20,10 @@ class ModelParallel:
         self._model, self._data = _line(mesh, "tp"), _line(mesh, "dp", "sp")
 
     def close(self) -> None:
-        """Let go of the process groups, whatever still refers to this."""
+        """Let go of the process groups, whatever still refers to this; DeepSpeed 0.19.8 keeps the last unit (utils/groups.py:50)."""
+        from deepspeed.utils import groups
+
+        groups.mpu = None
         self._model = self._data = None
 
     def get_model_parallel_group(self) -> dist.ProcessGroup | None:

@@ -76,9 +76,13 @@ class Plan:
         return f"every {wanted.every}, the last {wanted.keep}{' and the best' if wanted.keep_best else ''} kept, {how}"
 
 
-def loss_kernel(asked: str, *, device: str) -> str:
+def loss_kernel(asked: str, *, device: str, tp: int = 1) -> str:
     """`chunked` or `liger`; ConfigError where Liger's is asked for and cannot run."""
     is_there = find_spec("liger_kernel") is not None
+    if tp > 1:
+        if asked == "liger":
+            raise ConfigError(f"model.loss liger with parallel.tp {tp}: its kernel needs the whole vocabulary", hint="set model.loss to auto")
+        return "chunked"
     if asked == "liger" and not (device == "cuda" and is_there):
         found = f"device {device}, liger-kernel {'installed' if is_there else 'not installed'}"
         raise ConfigError(f"model.loss liger needs a GPU and liger-kernel: {found}", hint="install the extra `gpu`, or set model.loss to auto")
@@ -118,7 +122,7 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
         offload_optimizer=offload_device(zero, "offload_optimizer"),
         offload_param=offload_device(zero, "offload_param"),
         gradient_accumulation_steps=accumulation,
-        loss_kernel=loss_kernel(config.model.loss, device=device),
+        loss_kernel=loss_kernel(config.model.loss, device=device, tp=mesh.tp),
         deepspeed=finished,
         notes=tuple(notes),
     )

@@ -20,8 +20,16 @@ class Proven:
     stages: tuple[int, ...]
 
 
-PROVEN = (Proven(frozenset({"sp"}), (0, 1, 2, 3)), Proven(frozenset({"tp"}), (0, 1, 2, 3)))
+PROVEN = (
+    Proven(frozenset({"sp"}), (0, 1, 2, 3)),
+    Proven(frozenset({"tp"}), (0, 1, 2, 3)),
+    Proven(frozenset({"sp", "tp"}), (0, 1, 2, 3)),
+)
 """Every row is a row of the parity tests."""
+
+
+_OF_WHOLE_TENSORS = ("muon", "lamb")
+"""Optimizers whose step depends on a tensor as a whole."""
 
 
 def check_layout(mesh: Mesh, config: RunConfig, *, stage: int) -> None:
@@ -34,6 +42,10 @@ def check_layout(mesh: Mesh, config: RunConfig, *, stage: int) -> None:
         raise ConfigError(f"parallel {mesh} with zero stage {stage} is not proven", hint=f"nearest: {_nearest(axes, stage)}")
     if config.model.attention != "sdpa":
         raise ConfigError(f"parallel {mesh} with model.attention {config.model.attention} is not proven", hint="set model.attention to sdpa")
+    if mesh.tp > 1 and config.optim.name.lower() in _OF_WHOLE_TENSORS:
+        raise ConfigError(f"optim.name {config.optim.name} with parallel.tp {mesh.tp} would see parts of each matrix", hint="use AdamW")
+    if mesh.tp > 1 and config.checkpoint.node_local:
+        raise ConfigError(f"checkpoint.node_local with parallel.tp {mesh.tp} is not proven", hint="save to a folder that all hosts share")
     tokens = config.train.max_seq_len
     if config.data.packing and tokens % mesh.sp:
         legal = [str(n * mesh.sp) for n in (tokens // mesh.sp, tokens // mesh.sp + 1) if n]
@@ -52,17 +64,19 @@ def check_divides(mesh: Mesh, model: Mapping[str, Any]) -> None:
     kind = str(model.get("model_type"))
     if kind not in FAMILIES:
         raise ConfigError(f"parallel {mesh} of model_type {kind} is not proven", hint=f"proven: {', '.join(FAMILIES)}")
-    for axis, what, number in _shared_out(model):
+    for axis, what, number in _shared_out(mesh, model):
         size = getattr(mesh, axis)
         if number % size:
             legal = ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
             raise ConfigError(f"parallel.{axis} {size} does not divide the {number} {what} of the model", hint=f"set it to one of {legal}")
 
 
-def _shared_out(model: Mapping[str, Any]) -> Iterator[tuple[Axis, str, int]]:
+def _shared_out(mesh: Mesh, model: Mapping[str, Any]) -> Iterator[tuple[Axis, str, int]]:
     """What each axis cuts into equal parts, and how many there are."""
-    yield "sp", "attention heads", int(model["num_attention_heads"])
-    yield "tp", "key and value heads", int(model.get("num_key_value_heads") or model["num_attention_heads"])
+    heads = int(model["num_attention_heads"])
+    yield "tp", "attention heads", heads
+    yield "sp", f"attention heads{' of a tensor parallel rank' if mesh.tp > 1 else ''}", heads // mesh.tp
+    yield "tp", "key and value heads", int(model.get("num_key_value_heads") or heads)
     yield "tp", "columns of the MLP", int(model["intermediate_size"])
     if model.get("moe_intermediate_size"):
         yield "tp", "columns of an expert", int(model["moe_intermediate_size"])

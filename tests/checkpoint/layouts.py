@@ -30,12 +30,13 @@ class Layout:
     name: str = "AdamW"
     family: str = "deepseek_v3"
     sp: int = 1
+    tp: int = 1
 
     @property
     def text(self) -> str:
         """A name for folders and test ids."""
         how = "packed" if self.packing else "padded"
-        return f"z{self.stage}-{self.optimizer}-{self.param}-{self.precision}-{how}-{self.name}-{self.family}-sp{self.sp}"
+        return f"z{self.stage}-{self.optimizer}-{self.param}-{self.precision}-{how}-{self.name}-{self.family}-sp{self.sp}-tp{self.tp}"
 
     @property
     def uses_nvme(self) -> bool:
@@ -65,7 +66,17 @@ def config_of(layout: Layout, model: Path, out: Path, *, dp: int, disk: Path) ->
     """The run file of a layout; one step holds sixteen rows."""
     disk.mkdir(exist_ok=True)
     norm = 0.0 if layout.name == "Muon" else 0.5
-    cell = Cell(layout.family, layout.stage, 1, layout.packing, precision=layout.precision, optimizer=layout.name, max_grad_norm=norm, sp=layout.sp)
+    cell = Cell(
+        layout.family,
+        layout.stage,
+        1,
+        layout.packing,
+        precision=layout.precision,
+        optimizer=layout.name,
+        max_grad_norm=norm,
+        sp=layout.sp,
+        tp=layout.tp,
+    )
     tree = run_tree(cell, model, out, dp=dp // cell.sharing)
     tree["train"] |= {"global_batch_size": ROWS_A_STEP, "micro_batch_size": ROWS_A_STEP // 4 if dp <= 4 else 1, "for": "8 steps"}
     zero: dict[str, Any] = tree["deepspeed"]["zero_optimization"]

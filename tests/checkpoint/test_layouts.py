@@ -27,7 +27,7 @@ OTHERS += [Layout(0, name="Adagrad"), Layout(2, "cpu", name="Adagrad"), Layout(0
 """Saved and restored at the same layout, where the numbers must be the same bits."""
 CHOSEN = (*PLAIN, Layout(2, family="wide"), Layout(3, "nvme", "nvme", family="wide"))
 """Every stage and offload, of those on NVMe the one with most on it; the others are in the slow matrix."""
-PARALLEL = (Layout(0, sp=2), Layout(2, sp=2), Layout(3, sp=2))
+PARALLEL = (Layout(2, sp=2), Layout(0, tp=2), Layout(1, tp=2), Layout(3, tp=2), Layout(2, "cpu", tp=2))
 """Layouts of two ranks that work on the same rows, to and from those that do not."""
 Pair = tuple[str, Layout, int]
 
@@ -78,6 +78,7 @@ def found(folder: Path) -> dict[str, Any]:
     back = [(name_of(PLAIN[(n + 1) % 4], 1), layout) for n, layout in enumerate(PLAIN)]
     across = [(name_of(layout, 2), _shifted(layout, 5)) for layout in CHOSEN]
     across += [pair for n, layout in enumerate(PARALLEL) for pair in ((name_of(layout, 2), PLAIN[n + 1]), (name_of(PLAIN[n], 2), layout))]
+    across += [(name_of(PARALLEL[n - 1], 2), layout) for n, layout in enumerate(PARALLEL)]
     return two | one | run(2, [], [*back, *across], folder)
 
 
@@ -108,7 +109,7 @@ def test_the_same_layout_gives_the_same_bits(found: dict[str, Any]) -> None:
 
 def test_another_layout_gives_the_same_numbers(found: dict[str, Any]) -> None:
     other = {key: value for key, value in found.items() if " -> " in key and key.split(" -> ")[0] != key.split(" -> ")[1]}
-    assert len(other) == 2 * len(CHOSEN) + len(PLAIN) + 2 * len(PARALLEL)
+    assert len(other) == 2 * len(CHOSEN) + len(PLAIN) + 3 * len(PARALLEL)
     for key, value in other.items():
         wanted = found[f"saved {key.split(' -> ')[0]}"]
         assert_goes_on(value, wanted, key)

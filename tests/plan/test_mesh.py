@@ -61,6 +61,18 @@ def test_layouts_that_cannot_be_are_refused(sections: dict[str, Any], message: s
             "set it to one of 1, 2, 4",
         ),
         (
+            Mesh(0, 1, sp=4, tp=2),
+            FAMILIES["llama"] | {"model_type": "llama"},
+            "parallel.sp 4 does not divide the 2 attention heads of a tensor parallel rank of the model",
+            "set it to one of 1, 2",
+        ),
+        (
+            Mesh(0, 1, tp=4),
+            FAMILIES["llama"] | {"model_type": "llama"},
+            "parallel.tp 4 does not divide the 2 key and value heads of the model",
+            "set it to one of 1, 2",
+        ),
+        (
             Mesh(0, 1, sp=2),
             {"model_type": "gpt2"},
             "parallel dp 1 x sp 2 of model_type gpt2 is not proven",
