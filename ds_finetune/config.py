@@ -201,8 +201,8 @@ class ParallelConfig(Section):
     """Tensor parallel size: ranks that hold parts of every layer, cut by heads, inner width and vocabulary."""
     pp: Literal[1] = 1
     """Pipeline parallel size."""
-    ep: Literal[1] = 1
-    """Expert parallel size."""
+    ep: int = Field(default=1, ge=1)
+    """Expert parallel size: data (and sequence) parallel ranks that share out the routed experts."""
     sp: int = Field(default=1, ge=1)
     """Sequence parallel size: ranks that share the tokens of each row; attention is over whole rows, a part of the heads on each."""
 

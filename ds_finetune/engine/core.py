@@ -12,12 +12,12 @@ from torch import nn
 
 from ds_finetune.data.batches import Batch, MicroBatch
 from ds_finetune.engine.finite import FiniteProbe
+from ds_finetune.engine.groups import Groups
 from ds_finetune.engine.processes import everyones
 from ds_finetune.engine.state import EngineState, persistent_buffers
 from ds_finetune.errors import RunError
 from ds_finetune.model.cuts import Cut
 from ds_finetune.model.loss import TokenLoss
-from ds_finetune.model.tensor import TensorGroup
 from ds_finetune.plan.layout import Plan
 
 
@@ -59,10 +59,10 @@ def _never() -> bool:
 class Engine:
     """A model under DeepSpeed, seen as `step`, `evaluate`, `generate` and `tensors` (`tensor_specs` in advance)."""
 
-    def __init__(self, wrapped: Any, plan: Plan, tensor: TensorGroup | None = None) -> None:  # noqa: ANN401 - a DeepSpeedEngine
+    def __init__(self, wrapped: Any, plan: Plan, groups: Groups) -> None:  # noqa: ANN401 - a DeepSpeedEngine
         self.plan = plan
-        self._tensor = tensor
-        self._cut = Cut(plan.mesh.tp, plan.mesh.place("tp"))
+        self._groups = groups
+        self._cut = Cut.of(plan.mesh)
         self._ds = wrapped
         self._device = torch.device(wrapped.device)
         self._probe = FiniteProbe(_named(wrapped.module))
@@ -191,10 +191,11 @@ class Engine:
 
     def _plain_norm(self) -> float:
         params = [param for param in self._ds.module.parameters() if param.grad is not None]
-        if self._tensor is None:
+        tensor = self._groups.tensor
+        if tensor is None:
             return float(torch.nn.utils.get_total_norm([param.grad for param in params]))
         cut, whole = ([param.grad for param in params if param.model_parallel == is_cut] for is_cut in (True, False))
-        squares = self._tensor.total(torch.nn.utils.get_total_norm(cut) ** 2)
+        squares = tensor.total(torch.nn.utils.get_total_norm(cut) ** 2)
         return float((squares + torch.nn.utils.get_total_norm(whole) ** 2).sqrt())
 
     def _culprit(self) -> str:
@@ -239,11 +240,14 @@ class Engine:
         return answer[: ends[0]] if ends else answer
 
     def _joined(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """The whole parameter from this rank's part of it; collective among tensor parallel ranks."""
+        """The whole parameter from this rank's part of it; collective among the ranks that hold its parts."""
         window = self._cut.window(name, tuple(part.shape))
-        if self._tensor is None or window.dim is None:
-            return part
-        return window.joined(self._tensor.parts(part.reshape(-1)))
+        box = part.reshape(window.local)
+        if self._groups.tensor is not None and window.dim is not None:
+            box = torch.cat(self._groups.tensor.parts(box), dim=window.dim)
+        if self._groups.experts is not None and window.is_shared_out:
+            box = torch.cat(self._groups.experts.joined(box), dim=0)
+        return box.reshape(window.shape)
 
     def _gathered(self, param: nn.Parameter) -> Any:  # noqa: ANN401 - a context manager of DeepSpeed
         if not hasattr(param, "ds_id"):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from ds_finetune.engine.processes import COLLECTIVE_TIMEOUT
+from ds_finetune.model.experts import ExpertGroup
 from ds_finetune.model.sequence import SequenceGroup
 from ds_finetune.model.tensor import TensorGroup
 from ds_finetune.plan.mesh import Axis, Mesh
@@ -53,11 +54,24 @@ class ModelParallel:
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups this rank is in; None along an axis of one rank."""
+    """The groups this rank is in; None along an axis of one rank. `same_experts` is known to DeepSpeed by `expert_name`."""
 
     sequence: SequenceGroup | None
     tensor: TensorGroup | None
+    experts: ExpertGroup | None
     mpu: ModelParallel | None
+    same_experts: dist.ProcessGroup | None = None
+
+    @property
+    def expert_name(self) -> str:
+        """Name under which DeepSpeed finds the groups of experts."""
+        return f"ep_size_{self.experts.size if self.experts else 1}"
+
+    def shared_by(self, *, is_expert: bool) -> dist.ProcessGroup | None:
+        """The ranks that hold the same part of a parameter; None for all ranks."""
+        if is_expert:
+            return self.same_experts
+        return self.mpu.get_data_parallel_group() if self.mpu else None
 
 
 @contextmanager
@@ -66,17 +80,36 @@ def open_groups(mesh: Mesh) -> Iterator[Groups]:
     groups = Groups(
         sequence=SequenceGroup(_line(mesh, "sp"), mesh.sp, mesh.place("sp")) if mesh.sp > 1 else None,
         tensor=TensorGroup(_line(mesh, "tp"), mesh.tp, mesh.place("tp")) if mesh.tp > 1 else None,
+        experts=ExpertGroup(_own(mesh.rank, mesh.expert_lines()), mesh.ep, mesh.expert_place) if mesh.ep > 1 else None,
         mpu=ModelParallel(mesh) if mesh.tp > 1 else None,
+        same_experts=_own(mesh.rank, mesh.same_expert_lines()) if mesh.ep > 1 else None,
     )
+    _tell_deepspeed(groups, mesh)
     try:
         yield groups
     finally:
-        for part in (groups.sequence, groups.tensor, groups.mpu):
+        for part in (groups.sequence, groups.tensor, groups.experts, groups.mpu):
             if part is not None:
                 part.close()
 
 
+def _tell_deepspeed(groups: Groups, mesh: Mesh) -> None:
+    """Register the groups of experts where DeepSpeed 0.19.8 looks for them by name (utils/groups.py:37-44)."""
+    from deepspeed.utils import groups as known
+
+    if groups.experts is None:
+        return
+    name = groups.expert_name
+    known._EXPERT_PARALLEL_GROUP[name], known._EXPERT_PARALLEL_GROUP_RANKS[name] = groups.experts.group, mesh.expert_lines()
+    known._EXPERT_DATA_PARALLEL_GROUP[name], known._EXPERT_DATA_PARALLEL_GROUP_RANKS[name] = groups.same_experts, mesh.same_expert_lines()
+
+
 def _line(mesh: Mesh, *axes: Axis) -> dist.ProcessGroup | None:
-    """The group of this rank along `axes`; every rank makes every group."""
-    made = [(ranks, dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT)) for ranks in mesh.lines(*axes)]
-    return next(group for ranks, group in made if mesh.rank in ranks)
+    """The group of this rank along `axes`."""
+    return _own(mesh.rank, mesh.lines(*axes))
+
+
+def _own(rank: int, lines: list[list[int]]) -> dist.ProcessGroup | None:
+    """The group of this rank; every rank makes every group."""
+    made = [(ranks, dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT)) for ranks in lines]
+    return next(group for ranks, group in made if rank in ranks)

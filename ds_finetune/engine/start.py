@@ -7,16 +7,17 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ds_finetune.engine.core import Engine
+from ds_finetune.engine.experts import experts_marker, local_shape, parameter_groups, tag_expert
 from ds_finetune.engine.fragments import partition
 from ds_finetune.engine.groups import Groups, open_groups
 from ds_finetune.engine.nvme import check_buffers, check_nvme
-from ds_finetune.model.build import Where, build_skeleton, resolve_folder, whole
+from ds_finetune.model.build import Where, build_skeleton, model_class, resolve_folder, whole
 from ds_finetune.model.cross_entropy import KERNELS, chunked_cross_entropy
 from ds_finetune.model.cuts import Cut
+from ds_finetune.model.experts import fewer_experts, install_expert_parallel
 from ds_finetune.model.families import family_of
 from ds_finetune.model.loss import TrainedModel, install_loss_head
 from ds_finetune.model.tensor import install_tensor_parallel, local_config
@@ -41,11 +42,13 @@ def start_engine(plan: Plan, hf_config: PretrainedConfig, *, has_weights: bool =
     check_buffers(plan, local_config(hf_config, plan.mesh.tp))
     with open_groups(plan.mesh) as groups:
         model = TrainedModel(_built(plan, hf_config, groups, has_weights=has_weights), groups.sequence)
+        if groups.experts is not None and plan.zero_stage < 3:
+            model.has_experts = experts_marker(groups.experts.size)
         wrapped, optimizer, _, _ = deepspeed.initialize(
-            model=model, model_parameters=_parameter_groups(model, plan), config=plan.deepspeed, dist_init_required=False, mpu=groups.mpu
+            model=model, model_parameters=parameter_groups(model, plan, groups), config=plan.deepspeed, dist_init_required=False, mpu=groups.mpu
         )
         _forget_phantom_step(optimizer, plan)
-        engine = Engine(wrapped, plan, groups.tensor)
+        engine = Engine(wrapped, plan, groups)
         try:
             yield engine
         finally:
@@ -54,17 +57,20 @@ def start_engine(plan: Plan, hf_config: PretrainedConfig, *, has_weights: bool =
 
 def _built(plan: Plan, hf_config: PretrainedConfig, groups: Groups, *, has_weights: bool) -> PreTrainedModel:
     model, stage3 = plan.config.model, plan.zero_stage == 3
-    lm = build_skeleton(
-        local_config(hf_config, plan.mesh.tp),
-        attention=model.attention,
-        dtype=DTYPES[plan.config.train.precision],
-        device="cpu" if plan.device == "cpu" else f"cuda:{plan.world.local_rank}",
-        init_context=_partitioned(plan, groups) if stage3 else nullcontext(),
-    )
+    with fewer_experts(model_class(hf_config), family_of(hf_config.model_type), parts=plan.mesh.ep, tag=partial(tag_expert, groups=groups)):
+        lm = build_skeleton(
+            local_config(hf_config, plan.mesh.tp),
+            attention=model.attention,
+            dtype=DTYPES[plan.config.train.precision],
+            device="cpu" if plan.device == "cpu" else f"cuda:{plan.world.local_rank}",
+            init_context=_partitioned(plan, groups) if stage3 else nullcontext(),
+        )
     kernel = KERNELS[plan.loss_kernel]
     if groups.tensor is not None:
         install_tensor_parallel(lm, groups.tensor, padding_idx=hf_config.pad_token_id)
         kernel = partial(chunked_cross_entropy, tensor=groups.tensor)
+    if groups.experts is not None:
+        install_expert_parallel(lm, groups.experts)
     _fill(lm, plan, where=partition if stage3 else whole, has_weights=has_weights)
     install_loss_head(lm, kernel=kernel, tensor=groups.tensor)
     if plan.config.train.activation_checkpointing:
@@ -73,10 +79,10 @@ def _built(plan: Plan, hf_config: PretrainedConfig, groups: Groups, *, has_weigh
 
 
 def _fill(lm: PreTrainedModel, plan: Plan, *, where: Where, has_weights: bool) -> None:
-    model, cut = plan.config.model, Cut(plan.mesh.tp, plan.mesh.place("tp"))
+    model, cut = plan.config.model, Cut.of(plan.mesh)
     for name, param in lm.named_parameters():
         # DeepSpeed 0.19.8 counts other parameters once in norms (runtime/utils.py:134).
-        param.model_parallel = cut.window(name, tuple(_shape(param))).dim is not None  # type: ignore[attr-defined]
+        param.model_parallel = cut.window(name, tuple(local_shape(param))).dim is not None  # type: ignore[attr-defined]
     if not has_weights and all(param.requires_grad for param in lm.parameters()):
         clear_weights(lm, where=where)
     elif model.weights == "random":
@@ -96,23 +102,10 @@ def _partitioned(plan: Plan, groups: Groups) -> Iterator[None]:
 
     arange = torch.arange
     # No `dtype` argument: without fp16 support it is ignored and bf16 taken (operator precedence in partition_parameters.py:409).
-    shared = groups.mpu.get_data_parallel_group() if groups.mpu else None
+    shared = groups.shared_by(is_expert=False)
     with deepspeed.zero.Init(config_dict_or_path=plan.deepspeed, data_parallel_group=shared, mpu=groups.mpu):
         torch.arange = arange
         yield
-
-
-def _parameter_groups(model: nn.Module, plan: Plan) -> list[dict[str, Any]]:
-    """Matrices with weight decay, norms and biases without; the optimizer's own numbers come from the DeepSpeed section."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    matrices = [p for p in trained if len(_shape(p)) > 1]
-    vectors = [p for p in trained if len(_shape(p)) <= 1]
-    groups = [{"params": matrices, "weight_decay": plan.config.optim.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
-
-
-def _shape(param: torch.Tensor) -> tuple[int, ...]:
-    return tuple(getattr(param, "ds_shape", param.shape))
 
 
 def _forget_phantom_step(optimizer: Any, plan: Plan) -> None:  # noqa: ANN401 - one of DeepSpeed's wrappers

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ds_finetune.engine.masters import Master, Part, masters_of
-from ds_finetune.model.cuts import Cut
+from ds_finetune.model.cuts import Cut, model_shape
 from ds_finetune.plan.layout import Plan
 
 WEIGHT, BUFFER = "weight", "buffer"
@@ -55,7 +55,7 @@ class EngineState:
 
     def __init__(self, wrapped: Any, plan: Plan) -> None:  # noqa: ANN401 - a DeepSpeedEngine
         self._ds, self._plan = wrapped, plan
-        self._cut = Cut(plan.mesh.tp, plan.mesh.place("tp"))
+        self._cut = Cut.of(plan.mesh)
         self._masters = masters_of(wrapped, plan)
         self._is_plain = plan.zero_stage == 0 and plan.config.train.precision == "fp32"
         self._is_fp16 = plan.config.train.precision == "fp16"
@@ -150,7 +150,7 @@ class EngineState:
 
     def _slice(self, key: str, part: Part, dtype: torch.dtype) -> Slice:
         window = self._cut.window(part.name, part.shape)
-        is_replicated = self._plan.zero_stage == 0 and window.dim is None
+        is_replicated = self._plan.zero_stage == 0 and window.local == window.whole
         return Slice(key, window.whole, part.start, part.numel, dtype, is_replicated, window.origin, window.local)
 
     def _is_saved_here(self, part: Slice) -> bool:
@@ -158,9 +158,10 @@ class EngineState:
         mesh = self._plan.mesh
         if part.is_replicated:
             return True
-        if part.local_shape == part.shape:
-            return mesh.place("tp") == 0
-        return self._plan.zero_stage > 0 or (mesh.place("dp"), mesh.place("sp")) == (0, 0)
+        is_cut = self._cut.window(part.key.partition("/")[2], model_shape(part.local_shape or part.shape)).dim is not None
+        if mesh.place("tp") and not is_cut:
+            return False
+        return self._plan.zero_stage > 0 or (mesh.place("dp") * mesh.sp + mesh.place("sp")) < mesh.ep
 
     @contextmanager
     def _opened(self, masters: Sequence[Master], read: Read, write: bool) -> Iterator[Read]:

@@ -90,6 +90,11 @@ def read_hf_config(path: str) -> PretrainedConfig:
     return config
 
 
+def model_class(hf_config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The causal LM that transformers builds from a configuration."""
+    return AutoModelForCausalLM._model_mapping[type(hf_config)]  # type: ignore[no-any-return]
+
+
 def build_skeleton(
     hf_config: PretrainedConfig,
     *,
@@ -109,12 +114,12 @@ def build_skeleton(
     hf_config._attn_implementation = BY_DOCUMENT if is_ours else attention
     hf_config.dtype = dtype
     # Imported before the context: DeepSpeed 0.19.8 forgets decorators of classes that are defined inside zero.Init (partition_parameters.py:581-622).
-    model_class = AutoModelForCausalLM._model_mapping[type(hf_config)]
+    kind = model_class(hf_config)
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with no_init_weights(), init_context or nullcontext(), torch.device(device):
-            model = model_class(hf_config)
+            model = kind(hf_config)
     finally:
         torch.set_default_dtype(default)
     model.tie_weights()

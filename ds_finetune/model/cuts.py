@@ -1,10 +1,12 @@
 """How tensor parallelism cuts each tensor of a model: by name, for weights, state and gradients alike."""
 
-import math
 import re
 from dataclasses import dataclass
+from typing import Self
 
 import torch
+
+from ds_finetune.plan.mesh import Mesh
 
 Ints = tuple[int, ...]
 
@@ -18,20 +20,31 @@ _FUSED = re.compile(r"\.mlp\.experts\.(?P<part>gate_up_proj|down_proj)$")
 
 @dataclass(frozen=True)
 class Cut:
-    """This rank's part, number `place` of `parts`."""
+    """This rank's part of a model: number `place` of `parts` of each tensor, and number `expert_place` of `expert_parts` of the experts."""
 
     parts: int = 1
     place: int = 0
+    expert_parts: int = 1
+    expert_place: int = 0
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> Self:
+        """The part of this rank of a mesh."""
+        return cls(mesh.tp, mesh.place("tp"), mesh.ep, mesh.expert_place)
 
     def window(self, name: str, local: Ints) -> "Window":
         """Where the tensor `name`, of shape `local` on this rank, lies in the whole one."""
         fused = _FUSED.search(name)
         box = (local[0], 2, local[1] // 2, local[2]) if fused and fused["part"] == "gate_up_proj" else local
         dim = 2 if fused else cut_dim(name)
-        if dim is None or self.parts == 1:
-            return Window(box, box, (0,) * len(box), None)
-        whole = (*box[:dim], box[dim] * self.parts, *box[dim + 1 :])
-        return Window(whole, box, tuple(self.place * box[dim] if at == dim else 0 for at in range(len(box))), dim)
+        counts = [1] * len(box)
+        origin = [0] * len(box)
+        if fused:
+            counts[0], origin[0] = self.expert_parts, self.expert_place * box[0]
+        if dim is not None:
+            counts[dim], origin[dim] = self.parts, self.place * box[dim]
+        whole = tuple(size * count for size, count in zip(box, counts, strict=True))
+        return Window(whole, box, tuple(origin), dim if self.parts > 1 else None, is_shared_out=bool(fused) and self.expert_parts > 1)
 
 
 WHOLE = Cut()
@@ -39,15 +52,17 @@ WHOLE = Cut()
 
 @dataclass(frozen=True)
 class Window:
-    """A box `local` from index `origin` of a tensor of shape `whole`, cut along `dim`; None where it is not cut.
+    """A box `local` from index `origin` of a tensor of shape `whole`, cut along `dim`; None where tensor parallel ranks all have it.
 
     Fused `gate_up_proj` [experts, 2 x inner, hidden] is seen as [experts, 2, inner, hidden], in which a cut is one box.
+    `is_shared_out`: it holds some of the experts, dim 0.
     """
 
     whole: Ints
     local: Ints
     origin: Ints
     dim: int | None
+    is_shared_out: bool = False
 
     @property
     def shape(self) -> Ints:
@@ -56,15 +71,10 @@ class Window:
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The elements of a whole tensor that are here, one behind the other (1-D)."""
-        if self.dim is None:
-            return tensor.reshape(-1)
-        return tensor.view(self.whole).narrow(self.dim, self.origin[self.dim], self.local[self.dim]).reshape(-1)
-
-    def joined(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """The whole tensor from the flat parts of all ranks, in order."""
-        if self.dim is None:
-            return parts[0].view(self.shape)
-        return torch.cat([part.view(self.local) for part in parts], dim=self.dim).view(self.shape)
+        part = tensor.view(self.whole)
+        for dim, (start, size) in enumerate(zip(self.origin, self.local, strict=True)):
+            part = part.narrow(dim, start, size)
+        return part.reshape(-1)
 
 
 def model_shape(whole: Ints) -> Ints:
@@ -78,10 +88,3 @@ def cut_dim(name: str) -> int | None:
     if _COLUMNS.search(name):
         return 0
     return 1 if _ROWS.search(name) else None
-
-
-def whole_shape(name: str, local: Ints, parts: int) -> Ints:
-    """Shape of the published tensor of which `local` is one of `parts` equal parts."""
-    dim = cut_dim(name)
-    assert math.prod(local) > 0, name
-    return local if dim is None else (*local[:dim], local[dim] * parts, *local[dim + 1 :])

@@ -11,6 +11,8 @@ class Family:
     model_type: str
     fused_experts: bool = False
     """Experts are one 3-D tensor per layer in transformers 5 and one matrix each in published checkpoints."""
+    experts_class: str | None = None
+    """Class of its routed experts in transformers, where they may be shared out over ranks."""
     drops_layers_beyond: bool = False
     """Layers numbered past `num_hidden_layers` (DeepSeek-V3's multi-token prediction) are published and not built."""
     may_be_unexpected: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$",)
@@ -23,10 +25,11 @@ class Family:
 
 
 _FAMILIES = (
-    Family("deepseek_v2", fused_experts=True),
+    Family("deepseek_v2", fused_experts=True, experts_class="DeepseekV2Experts"),
     Family(
         "deepseek_v3",
         fused_experts=True,
+        experts_class="DeepseekV3Experts",
         drops_layers_beyond=True,
         fp32_buffers=("e_score_correction_bias",),
         export_config={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},

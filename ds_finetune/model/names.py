@@ -29,21 +29,22 @@ class Piece:
         return begin
 
 
-def hub_pieces(name: str, shape: tuple[int, ...], family: Family) -> tuple[Piece, ...]:
+def hub_pieces(name: str, shape: tuple[int, ...], family: Family, *, first_expert: int = 0) -> tuple[Piece, ...]:
     """The checkpoint tensors that a model tensor `name` of `shape` is made of; together they cover it once.
 
     Fused experts `gate_up_proj` [experts, 2 x inner, hidden] and `down_proj` [experts, hidden, inner] are one matrix per
-    expert and projection there (transformers 5.23, conversion_mapping.py:51-53); every other tensor is the same.
+    expert and projection there (transformers 5.23, conversion_mapping.py:51-53); every other tensor is the same. A part of
+    the experts begins with number `first_expert` of the layer.
     """
     fused = _FUSED.match(name) if family.fused_experts else None
     if not fused:
         return (Piece(name, (), shape),)
     experts, rows, columns = shape
     if fused["part"] == "down_proj":
-        return tuple(Piece(f"{fused['experts']}.{e}.down_proj.weight", (e,), (rows, columns)) for e in range(experts))
+        return tuple(Piece(f"{fused['experts']}.{first_expert + e}.down_proj.weight", (e,), (rows, columns)) for e in range(experts))
     half = rows // 2
     return tuple(
-        Piece(f"{fused['experts']}.{e}.{part}.weight", (e, where), (half, columns))
+        Piece(f"{fused['experts']}.{first_expert + e}.{part}.weight", (e, where), (half, columns))
         for e in range(experts)
         for part, where in (("gate_proj", slice(0, half)), ("up_proj", slice(half, rows)))
     )

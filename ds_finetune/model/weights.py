@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ds_finetune.errors import ModelError
 from ds_finetune.model.build import Fragment, Where, whole
-from ds_finetune.model.cuts import WHOLE, Cut, Window, cut_dim, whole_shape
+from ds_finetune.model.cuts import WHOLE, Cut, Window, cut_dim
 from ds_finetune.model.families import Family
 from ds_finetune.model.names import Piece, differences, hub_pieces
 
@@ -51,8 +51,8 @@ def load_weights(model: PreTrainedModel, folder: Path, *, family: Family, where:
     unexpected or of another shape. Values are cast to the dtype of their target; a NaN or infinity is a ModelError.
     """
     with _Checkpoint(folder) as checkpoint:
-        targets = list(_targets(model, family, where))
-        skipped = _account(checkpoint, targets, model, family, cut)
+        targets = list(_targets(model, family, where, cut))
+        skipped = _account(checkpoint, _wanted(model, family, where, cut), model, family)
         for target in targets:
             _fill(checkpoint, target, cut)
     return LoadReport(num_tensors=sum(len(t.pieces) for t in targets), skipped=tuple(skipped))
@@ -104,10 +104,18 @@ def _initialise_module(  # noqa: PLR0913
                 flat[: fragment.end - fragment.start].copy_(windows[leaf].of(values[leaf])[fragment.start : fragment.end])
 
 
-def _targets(model: PreTrainedModel, family: Family, where: Where) -> Iterator[_Target]:
+def _wanted(model: PreTrainedModel, family: Family, where: Where, cut: Cut) -> dict[str, tuple[int, ...]]:
+    """Key and shape of every checkpoint tensor that the whole model is made of."""
+    windows = {target.name: cut.window(target.name, target.fragment.shape) for target in _targets(model, family, where, cut)}
+    return {piece.key: piece.shape for name, window in windows.items() for piece in hub_pieces(name, window.shape, family)}
+
+
+def _targets(model: PreTrainedModel, family: Family, where: Where, cut: Cut) -> Iterator[_Target]:
     for name, param in model.named_parameters():
         fragment = where(param)
-        yield _Target(name, fragment, hub_pieces(name, fragment.shape, family))
+        window = cut.window(name, fragment.shape)
+        first = window.origin[0] if window.is_shared_out else 0
+        yield _Target(name, fragment, hub_pieces(name, fragment.shape, family, first_expert=first))
     for module_name, module in model.named_modules():
         for leaf, buffer in module.named_buffers(recurse=False):
             if leaf not in module._non_persistent_buffers_set:
@@ -157,8 +165,7 @@ class _Checkpoint:
         return {key: file.name for file in files for key in self._open(file.name).keys()}  # noqa: SIM118 - not a dict
 
 
-def _account(checkpoint: _Checkpoint, targets: Iterable[_Target], model: PreTrainedModel, family: Family, cut: Cut) -> list[str]:
-    wanted = {piece.key: whole_shape(piece.key, piece.shape, cut.parts) for target in targets for piece in target.pieces}
+def _account(checkpoint: _Checkpoint, wanted: Mapping[str, tuple[int, ...]], model: PreTrainedModel, family: Family) -> list[str]:
     skipped = [key for key in sorted(checkpoint.file_of.keys() - wanted.keys()) if _is_declared(key, model, family)]
     found = {key: tuple(checkpoint.slice_of(key).get_shape()) for key in checkpoint.file_of.keys() - set(skipped)}
     fp8 = [key for key in sorted(wanted.keys() & found.keys()) if checkpoint.slice_of(key).get_dtype() in _FP8]

@@ -6,8 +6,13 @@ from typing import Any
 
 from ds_finetune.config import RunConfig
 from ds_finetune.errors import ConfigError
-from ds_finetune.plan.mesh import AXES, Axis, Mesh
+from ds_finetune.plan.mesh import Mesh
 
+AXES = ("pp", "sp", "tp", "ep")
+"""Sizes beside data parallelism."""
+
+FUSED = ("deepseek_v2", "deepseek_v3")
+"""Model types whose routed experts may be shared out."""
 FAMILIES = ("deepseek_v2", "deepseek_v3", "qwen2", "qwen3", "llama")
 """Model types whose parallel layouts are compared, each in every row of `PROVEN` (tests/parity/test_parallel.py)."""
 
@@ -16,14 +21,16 @@ FAMILIES = ("deepseek_v2", "deepseek_v3", "qwen2", "qwen3", "llama")
 class Proven:
     """A combination of axes longer than one, beside data parallelism, and the ZeRO stages it is compared with."""
 
-    axes: frozenset[Axis]
+    axes: frozenset[str]
     stages: tuple[int, ...]
+    families: tuple[str, ...] = FAMILIES
 
 
 PROVEN = (
     Proven(frozenset({"sp"}), (0, 1, 2, 3)),
     Proven(frozenset({"tp"}), (0, 1, 2, 3)),
     Proven(frozenset({"sp", "tp"}), (0, 1, 2, 3)),
+    Proven(frozenset({"ep"}), (1, 2, 3), FUSED),
 )
 """Every row is a row of the parity tests."""
 
@@ -34,7 +41,7 @@ _OF_WHOLE_TENSORS = ("muon", "lamb")
 
 def check_layout(mesh: Mesh, config: RunConfig, *, stage: int) -> None:
     """ConfigError where the layout of a run is in no row of `PROVEN`, naming the nearest."""
-    axes: frozenset[Axis] = frozenset(axis for axis in AXES if axis != "dp" and getattr(mesh, axis) > 1)
+    axes = _axes(mesh)
     if not axes:
         return
     rows = [row for row in PROVEN if row.axes == axes]
@@ -52,18 +59,24 @@ def check_layout(mesh: Mesh, config: RunConfig, *, stage: int) -> None:
         raise ConfigError(f"train.max_seq_len {tokens} is not a multiple of parallel.sp {mesh.sp}", hint=f"set it to {' or '.join(legal)}")
 
 
-def _nearest(axes: frozenset[Axis], stage: int) -> str:
+def _axes(mesh: Mesh) -> frozenset[str]:
+    return frozenset(axis for axis in AXES if getattr(mesh, axis) > 1)
+
+
+def _nearest(axes: frozenset[str], stage: int) -> str:
     row = min(PROVEN, key=lambda row: (len(row.axes ^ axes), min(abs(stage - other) for other in row.stages)))
     return f"{' and '.join(f'parallel.{axis}' for axis in sorted(row.axes))} with zero stage {', '.join(map(str, row.stages))}"
 
 
 def check_divides(mesh: Mesh, model: Mapping[str, Any]) -> None:
     """ConfigError where a size does not divide what it is to share out of the model whose config.json is given, naming the sizes that do."""
-    if mesh.sharing == 1:
+    axes = _axes(mesh)
+    if not axes:
         return
     kind = str(model.get("model_type"))
-    if kind not in FAMILIES:
-        raise ConfigError(f"parallel {mesh} of model_type {kind} is not proven", hint=f"proven: {', '.join(FAMILIES)}")
+    proven = next(row.families for row in PROVEN if row.axes == axes)
+    if kind not in proven:
+        raise ConfigError(f"parallel {mesh} of model_type {kind} is not proven", hint=f"proven: {', '.join(proven)}")
     for axis, what, number in _shared_out(mesh, model):
         size = getattr(mesh, axis)
         if number % size:
@@ -71,7 +84,7 @@ def check_divides(mesh: Mesh, model: Mapping[str, Any]) -> None:
             raise ConfigError(f"parallel.{axis} {size} does not divide the {number} {what} of the model", hint=f"set it to one of {legal}")
 
 
-def _shared_out(mesh: Mesh, model: Mapping[str, Any]) -> Iterator[tuple[Axis, str, int]]:
+def _shared_out(mesh: Mesh, model: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
     """What each axis cuts into equal parts, and how many there are."""
     heads = int(model["num_attention_heads"])
     yield "tp", "attention heads", heads
@@ -81,3 +94,5 @@ def _shared_out(mesh: Mesh, model: Mapping[str, Any]) -> Iterator[tuple[Axis, st
     if model.get("moe_intermediate_size"):
         yield "tp", "columns of an expert", int(model["moe_intermediate_size"])
     yield "tp", "tokens of the vocabulary", int(model["vocab_size"])
+    if model.get("n_routed_experts"):
+        yield "ep", "routed experts", int(model["n_routed_experts"])

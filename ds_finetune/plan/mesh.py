@@ -16,7 +16,8 @@ AXES: tuple[Axis, ...] = get_args(Axis)
 class Mesh:
     """Sizes of pipeline, data, sequence and tensor parallelism; ranks are numbered row-major over `AXES`.
 
-    Ranks that differ in `sp` or `tp` alone work on the same rows: parts of the rows, or parts of the model.
+    Ranks that differ in `sp` or `tp` alone work on the same rows: parts of the rows, or parts of the model. Of the dp x sp
+    ranks that would hold the same experts each `ep` in a row share them out.
     """
 
     rank: int
@@ -24,6 +25,7 @@ class Mesh:
     pp: int = 1
     sp: int = 1
     tp: int = 1
+    ep: int = 1
 
     @classmethod
     def of(cls, parallel: ParallelConfig, *, world_size: int, rank: int) -> Self:
@@ -35,11 +37,31 @@ class Mesh:
             text = " x ".join(f"{axis} {n}" for axis, n in inner.items() if n > 1)
             legal = " or ".join(str(n * size) for n in (dp, dp + 1) if n)
             raise ConfigError(f"{world_size} ranks are not a multiple of parallel {text} = {size}", hint=f"start {legal} ranks, or set smaller sizes")
-        return cls(rank, dp, **inner)
+        if dp * parallel.sp % parallel.ep:
+            legal = ", ".join(str(n) for n in range(1, dp * parallel.sp + 1) if dp * parallel.sp % n == 0)
+            raise ConfigError(
+                f"parallel.ep {parallel.ep} does not divide the {dp * parallel.sp} ranks of dp {dp} x sp {parallel.sp}",
+                hint=f"set it to one of {legal}",
+            )
+        return cls(rank, dp, **inner, ep=parallel.ep)
 
     def __str__(self) -> str:
         """`dp 4 x sp 2`, sizes of one left out."""
-        return " x ".join(f"{axis} {getattr(self, axis)}" for axis in ("dp", "pp", "sp", "tp") if axis == "dp" or getattr(self, axis) > 1)
+        sizes = ("dp", "pp", "sp", "tp", "ep")
+        return " x ".join(f"{axis} {getattr(self, axis)}" for axis in sizes if axis == "dp" or getattr(self, axis) > 1)
+
+    @property
+    def expert_place(self) -> int:
+        """This rank's part of the experts."""
+        return (self.place("dp") * self.sp + self.place("sp")) % self.ep
+
+    def expert_lines(self) -> list[list[int]]:
+        """Groups of ranks that share out the experts; every rank is in one."""
+        return [line[start : start + self.ep] for line in self.lines("dp", "sp") for start in range(0, len(line), self.ep)]
+
+    def same_expert_lines(self) -> list[list[int]]:
+        """Groups of ranks that hold the same experts; every rank is in one."""
+        return [line[start :: self.ep] for line in self.lines("dp", "sp") for start in range(self.ep)]
 
     @property
     def world_size(self) -> int:

@@ -43,11 +43,12 @@ class Cell:
     weight_decay: float = 0.0
     sp: int = 1
     tp: int = 1
+    ep: int = 1
 
     @property
     def layout(self) -> str:
         """Axes beside data parallelism."""
-        return " x ".join(f"{axis} {getattr(self, axis)}" for axis in ("sp", "tp") if getattr(self, axis) > 1) or "dp"
+        return " x ".join(f"{axis} {getattr(self, axis)}" for axis in ("sp", "tp", "ep") if getattr(self, axis) > 1) or "dp"
 
     @property
     def sharing(self) -> int:
@@ -107,7 +108,7 @@ def run_tree(cell: Cell, model: Path, out: Path, *, dp: int) -> dict[str, Any]:
         "model": str(model),
         "data": {"train": "none.jsonl", "packing": cell.packing, "shuffle": False},
         "deepspeed": {"zero_optimization": zero},
-        "parallel": {"sp": cell.sp, "tp": cell.tp},
+        "parallel": {"sp": cell.sp, "tp": cell.tp, "ep": cell.ep},
         "train": {
             "for": "1 steps",
             "global_batch_size": total,
