@@ -28,6 +28,7 @@ class Running:
     def __init__(self, run_file: Path, *overrides: str, ranks: int = 2) -> None:
         self.folder = run_file.parent / "run"
         self.log = run_file.parent / f"log-{time.time_ns()}.txt"
+        self._began = time.time_ns()
         self._out = self.log.open("w")
         environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
         environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
@@ -45,6 +46,12 @@ class Running:
         """Steps in its metrics."""
         file = self.folder / "metrics.jsonl"
         return sum(line.endswith("}\n") for line in file.read_text().splitlines(keepends=True)) if file.exists() else 0
+
+    @property
+    def has_written(self) -> bool:
+        """Whether the metrics are this start's; until then they hold steps that the one before took and did not save."""
+        file = self.folder / "metrics.jsonl"
+        return file.exists() and file.stat().st_mtime_ns > self._began
 
     def ranks(self) -> list[int]:
         """Process ids of the ranks, by rank."""

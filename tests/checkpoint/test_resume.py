@@ -126,7 +126,7 @@ def test_a_second_signal_leaves_at_once_and_an_echo_does_not() -> None:
 def _crash(run_file: Path, rng: random.Random, done: int) -> tuple[int, int]:
     """Start, kill one rank or all at a random moment of training, and return steps recorded and the newest checkpoint."""
     run = Running(run_file)
-    run.wait_for(lambda: run.steps > done)
+    run.wait_for(lambda: run.has_written and run.steps > done)
     time.sleep(rng.uniform(0, 0.6))
     if rng.random() < 0.5:
         os.kill(rng.choice(run.ranks()), signal.SIGKILL)
