@@ -100,7 +100,9 @@ def _tell_deepspeed(groups: Groups, mesh: Mesh) -> None:
     if groups.experts is None:
         return
     name = groups.expert_name
-    known._EXPERT_PARALLEL_GROUP[name], known._EXPERT_PARALLEL_GROUP_RANKS[name] = groups.experts.group, mesh.expert_lines()
+    # Asked for to add up norms alone, for which tensor parallel ranks hold parts of experts as well (zero/stage3.py:1995).
+    parts = groups.experts.group if mesh.tp == 1 else _own(mesh.rank, mesh.expert_part_lines())
+    known._EXPERT_PARALLEL_GROUP[name], known._EXPERT_PARALLEL_GROUP_RANKS[name] = parts, mesh.expert_part_lines()
     known._EXPERT_DATA_PARALLEL_GROUP[name], known._EXPERT_DATA_PARALLEL_GROUP_RANKS[name] = groups.same_experts, mesh.same_expert_lines()
 
 

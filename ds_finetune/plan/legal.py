@@ -31,6 +31,8 @@ PROVEN = (
     Proven(frozenset({"tp"}), (0, 1, 2, 3)),
     Proven(frozenset({"sp", "tp"}), (0, 1, 2, 3)),
     Proven(frozenset({"ep"}), (1, 2, 3), FUSED),
+    Proven(frozenset({"sp", "ep"}), (1, 2, 3), FUSED),
+    Proven(frozenset({"tp", "ep"}), (1, 2, 3), FUSED),
 )
 """Every row is a row of the parity tests."""
 

@@ -59,6 +59,13 @@ class Mesh:
         """Groups of ranks that share out the experts; every rank is in one."""
         return [line[start : start + self.ep] for line in self.lines("dp", "sp") for start in range(0, len(line), self.ep)]
 
+    def expert_part_lines(self) -> list[list[int]]:
+        """Groups of ranks that together hold every part of every expert once: `expert_lines` of all tensor parallel ranks."""
+        found: dict[tuple[int, int], list[int]] = {}
+        for line in self.expert_lines():
+            found.setdefault((self.place("pp", line[0]), line[0] // self.tp), []).extend(line)
+        return [sorted(ranks) for ranks in found.values()]
+
     def same_expert_lines(self) -> list[list[int]]:
         """Groups of ranks that hold the same experts; every rank is in one."""
         return [line[start :: self.ep] for line in self.lines("dp", "sp") for start in range(self.ep)]

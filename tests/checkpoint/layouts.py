@@ -31,12 +31,13 @@ class Layout:
     family: str = "deepseek_v3"
     sp: int = 1
     tp: int = 1
+    ep: int = 1
 
     @property
     def text(self) -> str:
         """A name for folders and test ids."""
         how = "packed" if self.packing else "padded"
-        return f"z{self.stage}-{self.optimizer}-{self.param}-{self.precision}-{how}-{self.name}-{self.family}-sp{self.sp}-tp{self.tp}"
+        return f"z{self.stage}-{self.optimizer}-{self.param}-{self.precision}-{how}-{self.name}-{self.family}-sp{self.sp}-tp{self.tp}-ep{self.ep}"
 
     @property
     def uses_nvme(self) -> bool:
@@ -76,6 +77,7 @@ def config_of(layout: Layout, model: Path, out: Path, *, dp: int, disk: Path) ->
         max_grad_norm=norm,
         sp=layout.sp,
         tp=layout.tp,
+        ep=layout.ep,
     )
     tree = run_tree(cell, model, out, dp=dp // cell.sharing)
     tree["train"] |= {"global_batch_size": ROWS_A_STEP, "micro_batch_size": ROWS_A_STEP // 4 if dp <= 4 else 1, "for": "8 steps"}

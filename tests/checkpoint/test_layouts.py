@@ -27,7 +27,7 @@ OTHERS += [Layout(0, name="Adagrad"), Layout(2, "cpu", name="Adagrad"), Layout(0
 """Saved and restored at the same layout, where the numbers must be the same bits."""
 CHOSEN = (*PLAIN, Layout(2, family="wide"), Layout(3, "nvme", "nvme", family="wide"))
 """Every stage and offload, of those on NVMe the one with most on it; the others are in the slow matrix."""
-PARALLEL = (Layout(2, sp=2), Layout(0, tp=2), Layout(1, tp=2), Layout(3, tp=2), Layout(2, "cpu", tp=2))
+PARALLEL = (Layout(2, sp=2), Layout(0, tp=2), Layout(1, ep=2), Layout(2, "cpu", tp=2), Layout(3, ep=2), Layout(3, tp=2))
 """Layouts of two ranks that work on the same rows, to and from those that do not."""
 Pair = tuple[str, Layout, int]
 

@@ -17,6 +17,7 @@ def _cells(families: tuple[str, ...]) -> list[Cell]:
     return [
         Cell(family, stage, 2, packing=packing, max_grad_norm=0.5 if packing else 0.0, checkpointing=packing, **dict.fromkeys(row.axes, 2))
         for row, family in itertools.product(PROVEN, families)
+        if family in row.families
         for stage, packing in itertools.product(row.stages, (True, False))
     ]
 
