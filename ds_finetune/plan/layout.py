@@ -104,7 +104,6 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
     accumulation = accumulation_steps(global_batch_size=config.train.global_batch_size, micro_batch_size=config.train.micro_batch_size, dp=mesh.dp)
     tree, source = read_choices(chosen(config, accelerate))
     stage = stage_of(tree, source)
-    check_layout(mesh, config, stage=stage)
     _refuse_other_wrapper(tree, stage, config.train.precision)
     finished = finish(tree, config, accumulation=accumulation, source=source, on_cpu=device == "cpu")
     if accelerate:
@@ -112,6 +111,8 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
     # Ranks that share rows are data parallel ranks to DeepSpeed (runtime/config.py, _batch_assertion), and the global batch so much larger.
     finished["train_batch_size"] = config.train.micro_batch_size * accumulation * mesh.dp * mesh.sp
     zero = finished["zero_optimization"]
+    offloads = offload_device(zero, "offload_optimizer"), offload_device(zero, "offload_param")
+    check_layout(mesh, config, stage=stage, offloads=offloads)
     notes = apply_rules(zero, Situation(device, stage, config.train.precision, config.optim.name, config.train.max_grad_norm))
     return Plan(
         config=config,
@@ -119,8 +120,8 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
         mesh=mesh,
         device=device,
         zero_stage=stage,
-        offload_optimizer=offload_device(zero, "offload_optimizer"),
-        offload_param=offload_device(zero, "offload_param"),
+        offload_optimizer=offloads[0],
+        offload_param=offloads[1],
         gradient_accumulation_steps=accumulation,
         loss_kernel=loss_kernel(config.model.loss, device=device, tp=mesh.tp),
         deepspeed=finished,

@@ -2,12 +2,13 @@
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ds_finetune.plan.legal import FAMILIES, PROVEN
 from tests.parity.cells import Cell
-from tests.parity.reference import WORLDS, assert_equals_plain_loop, found, is_for, run_cells
+from tests.parity.reference import WORLDS, assert_equals_plain_loop, found, is_for, plain_loop, run_cells
 
 FIRST = ("deepseek_v3", "llama")
 """Families compared by default; the others are behind the marker."""
@@ -32,7 +33,17 @@ def _offloaded() -> list[Cell]:
     ]
 
 
+def _rounded() -> list[Cell]:
+    return [
+        Cell("deepseek_v3", stage, 2, packing=True, precision="bf16", **dict.fromkeys(row.axes, 2))
+        for row in PROVEN
+        for stage in row.stages
+        if stage or "tp" not in row.axes
+    ]
+
+
 CELLS = _cells(FIRST) + _offloaded()
+ROUNDED = _rounded()
 REST = _cells(tuple(family for family in FAMILIES if family not in FIRST))
 
 
@@ -48,7 +59,7 @@ def _ids(pairs: list[tuple[Cell, int]]) -> list[str]:
 def results(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The cells run, all of a world size in one launch."""
     out = tmp_path_factory.mktemp("parallel")
-    run_cells(CELLS, models, out)
+    run_cells(CELLS + ROUNDED, models, out)
     return out
 
 
@@ -57,13 +68,31 @@ def rest(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The other families on two ranks, and all on four, where there are data parallel ranks beside."""
     out = tmp_path_factory.mktemp("parallel-rest")
     run_cells(REST, models, out)
-    run_cells(CELLS + REST, models, out, worlds=(4,))
+    run_cells(CELLS + REST + ROUNDED, models, out, worlds=(4,))
     return out
 
 
 @pytest.mark.parametrize(("cell", "world"), _pairs(CELLS, WORLDS), ids=_ids(_pairs(CELLS, WORLDS)))
 def test_layout_equals_plain_loop(cell: Cell, world: int, results: Path, models: Path) -> None:
     assert_equals_plain_loop(cell, found(cell, world, results), models)
+
+
+def _assert_follows_fp32(cell: Cell, result: dict[str, Any], models: Path) -> None:
+    """bf16 weights round the losses in the third digit; a gradient left out would show in the second."""
+    wanted = plain_loop(models / cell.family, cell.max_grad_norm)
+    assert result["losses"] == pytest.approx(wanted["losses"], abs=1.5e-2)
+    assert result["norms"] == pytest.approx(wanted["norms"], rel=2e-2)
+
+
+@pytest.mark.parametrize(("cell", "world"), _pairs(ROUNDED, WORLDS), ids=_ids(_pairs(ROUNDED, WORLDS)))
+def test_layout_in_bf16_follows_fp32(cell: Cell, world: int, results: Path, models: Path) -> None:
+    _assert_follows_fp32(cell, found(cell, world, results), models)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cell", "world"), _pairs(ROUNDED, (4,)), ids=_ids(_pairs(ROUNDED, (4,))))
+def test_other_layout_in_bf16_follows_fp32(cell: Cell, world: int, rest: Path, models: Path) -> None:
+    _assert_follows_fp32(cell, found(cell, world, rest), models)
 
 
 REST_PAIRS = _pairs(REST, WORLDS) + _pairs(CELLS + REST, (4,))

@@ -6,8 +6,9 @@ import pytest
 
 from ds_finetune.config import ParallelConfig, RunConfig
 from ds_finetune.errors import ConfigError
-from ds_finetune.plan.legal import check_divides, check_layout
+from ds_finetune.plan.legal import check_divides, check_layout, table
 from ds_finetune.plan.mesh import Mesh
+from tests.conftest import ROOT
 from tests.parity.cells import FAMILIES
 
 
@@ -49,6 +50,54 @@ def test_layouts_that_cannot_be_are_refused(sections: dict[str, Any], message: s
     with pytest.raises(ConfigError) as caught:
         check_layout(Mesh(rank=0, dp=1, sp=4), _config(**sections), stage=2)
     assert (caught.value.message, caught.value.hint) == (message, hint)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "stage", "offload", "message", "hint"),
+    [
+        (Mesh(0, 2, ep=2), 0, "none", "parallel dp 2 x ep 2 with zero stage 0 is not proven", "nearest: parallel.ep with zero stage 1, 2, 3"),
+        (
+            Mesh(0, 2, sp=2, tp=2, ep=2),
+            3,
+            "none",
+            "parallel dp 2 x sp 2 x tp 2 x ep 2 with zero stage 3 is not proven",
+            "nearest: parallel.sp and parallel.tp with zero stage 0, 1, 2, 3",
+        ),
+        (Mesh(0, 1, tp=2), 0, "none", "parallel dp 1 x tp 2 with zero stage 0 in bf16 clips by a wrong norm", "use zero stage 1, or fp32"),
+        (Mesh(0, 1, tp=2), 3, "nvme", "parallel dp 1 x tp 2 with offload to nvme is not proven", "offload to cpu"),
+    ],
+)
+def test_combinations_that_nothing_compares_are_refused(mesh: Mesh, stage: int, offload: str, message: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_layout(mesh, _config(), stage=stage, offloads=[offload])
+    assert (caught.value.message, caught.value.hint) == (message, hint)
+
+
+@pytest.mark.parametrize("sections", [{"optim": {"lr": 1e-3, "name": "Muon"}}, {"optim": {"lr": 1e-3, "name": "Lamb"}}])
+def test_optimizers_of_whole_matrices_are_refused(sections: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="whose steps depend on whole matrices"):
+        check_layout(Mesh(0, 1, tp=2), _config(**sections), stage=2)
+
+
+def test_fp16_and_node_local_checkpoints_are_refused() -> None:
+    for sections in ({"train": {"for": "1 steps", "precision": "fp16"}}, {"checkpoint": {"node_local": True}}):
+        with pytest.raises(ConfigError, match="is not proven"):
+            check_layout(Mesh(0, 1, tp=2), _config(**sections), stage=2)
+
+
+def test_the_documentation_shows_the_table_of_the_code() -> None:
+    assert table() in (ROOT / "docs" / "parallelism.md").read_text()
+
+
+def test_ranks_of_experts() -> None:
+    mesh = Mesh(rank=6, dp=4, tp=2, ep=2)
+    assert mesh.expert_lines() == [[0, 2], [4, 6], [1, 3], [5, 7]]
+    assert mesh.same_expert_lines() == [[0, 4], [2, 6], [1, 5], [3, 7]]
+    assert mesh.expert_part_lines() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert mesh.expert_place == 1
+    with pytest.raises(ConfigError) as caught:
+        Mesh.of(ParallelConfig(ep=4, tp=2), world_size=12, rank=0)
+    assert (caught.value.message, caught.value.hint) == ("parallel.ep 4 does not divide the 6 ranks of dp 6 x sp 1", "set it to one of 1, 2, 3, 6")
 
 
 @pytest.mark.parametrize(
