@@ -71,6 +71,13 @@ def _data_show(arguments: argparse.Namespace) -> None:
     OUT.print(preview_of(config, samples=arguments.samples))
 
 
+def _plan(arguments: argparse.Namespace) -> None:
+    config = _config(arguments)
+    from ds_finetune.dry_run import dry_run
+
+    OUT.print(dry_run(config, gpus=arguments.gpus, gpus_per_node=arguments.gpus_per_node))
+
+
 def _ask(arguments: argparse.Namespace) -> None:
     from ds_finetune.ask import answers
 
@@ -147,6 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     data = commands.add_parser("data", help="look at the data of a run").add_subparsers(required=True, metavar="WHAT")
     show = _run_command(data, "show", "print samples with the trained tokens marked, and counts", _data_show)
     show.add_argument("--samples", type=int, default=3, help="rows to print (default 3)")
+    _plan_command(_run_command(commands, "plan", "show the layout of a run on machines that are not here", _plan))
     ask = commands.add_parser("ask", help="ask an exported folder questions, with plain transformers")
     ask.add_argument("folder")
     ask.add_argument("prompts", nargs="+")
@@ -166,6 +174,12 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("folder")
     demo.set_defaults(command=_demo)
     return parser
+
+
+def _plan_command(plan: argparse.ArgumentParser) -> None:
+    plan.add_argument("--gpus", type=int, required=True, help="GPUs of the run")
+    plan.add_argument("--gpus-per-node", type=int, default=8, help="GPUs of a machine (default 8)")
+    plan.add_argument("--dry-run", action="store_true", required=True, help="build the layout alone: from config.json, without weights or data")
 
 
 def _checkpoint_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -97,6 +97,7 @@ def test_an_absent_key_is_named() -> None:
 
 
 RUN_FILES = {
+    "deepseek_v3": "deepseek-ai--DeepSeek-V3",
     "deepseek_v2_lite": "deepseek-ai--DeepSeek-V2-Lite",
     "moonlight_16b": "moonshotai--Moonlight-16B-A3B",
     "qwen3_8b": "Qwen--Qwen3-8B",

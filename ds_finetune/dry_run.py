@@ -1,0 +1,155 @@
+"""The layout of a run on machines that are not here: who holds what, from config.json alone."""
+
+import json
+import math
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from transformers import PretrainedConfig
+
+from ds_finetune.config import RunConfig
+from ds_finetune.errors import ConfigError
+from ds_finetune.model.build import build_skeleton, model_class, read_hf_config
+from ds_finetune.model.cuts import Cut
+from ds_finetune.model.experts import fewer_experts
+from ds_finetune.model.families import family_of
+from ds_finetune.model.tensor import local_config
+from ds_finetune.plan.finish import MOMENTS
+from ds_finetune.plan.layout import Plan, make_plan
+from ds_finetune.plan.legal import check_divides
+from ds_finetune.plan.mesh import AXES, Mesh
+from ds_finetune.world import World
+
+_GIB = 2**30
+_SHOWN_NODES = 4
+_MASTER_BYTES = 4
+_LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
+
+
+@dataclass(frozen=True)
+class Held:
+    """A kind of tensor: its name with `N` for the layer, how often it is there, its shape, its shape on a rank, and who shares that."""
+
+    name: str
+    count: int
+    whole: tuple[int, ...]
+    local: tuple[int, ...]
+    sharers: int
+
+    @property
+    def numel(self) -> int:
+        """Elements on a rank, of all layers, before ZeRO shards them."""
+        return self.count * math.prod(self.local)
+
+    @property
+    def sharded(self) -> int:
+        """Elements of a rank where ZeRO shards them."""
+        return self.count * -(-math.prod(self.local) // self.sharers)
+
+
+def dry_run(config: RunConfig, *, gpus: int, gpus_per_node: int) -> RenderableType:
+    """The plan of `config` on `gpus` GPUs; ConfigError as a run would raise it."""
+    if gpus < 1 or gpus % min(gpus, gpus_per_node):
+        raise ConfigError(f"{gpus} GPUs do not fill nodes of {gpus_per_node}", hint="give a multiple of --gpus-per-node")
+    world = World(0, gpus, 0, min(gpus, gpus_per_node), "a dry run")
+    plan = make_plan(config, world=world, device="cuda")
+    hf_config = read_hf_config(config.model.path)
+    check_divides(plan.mesh, hf_config.to_dict())
+    held = held_tensors(plan, hf_config)
+    return Group(
+        _decisions(plan.lines() + _totals(plan, held)),
+        _rank_map(plan.mesh, world.local_world_size),
+        _shapes(held, plan),
+        Text("DeepSpeed", style="bold"),
+        Text(json.dumps(plan.deepspeed, indent=1)),
+    )
+
+
+def held_tensors(plan: Plan, hf_config: PretrainedConfig) -> list[Held]:
+    """What rank 0 holds of the model, built without memory; other ranks hold as much."""
+    family, mesh = family_of(hf_config.model_type), plan.mesh
+    with fewer_experts(model_class(hf_config), family, parts=mesh.ep, tag=lambda _: None):
+        lm = build_skeleton(local_config(hf_config, mesh.tp), attention=plan.config.model.attention, dtype=torch.bfloat16, device="meta")
+    cut = Cut.of(mesh)
+    kinds: Counter[tuple[str, tuple[int, ...], tuple[int, ...], int]] = Counter()
+    for name, param in lm.named_parameters():
+        window = cut.window(name, tuple(param.shape))
+        sharers = plan.zero_ranks // (mesh.ep if window.is_shared_out else 1)
+        kinds[_LAYER.sub("N", name), window.shape, tuple(param.shape), sharers] += 1
+    return [Held(name, count, whole, local, sharers) for (name, whole, local, sharers), count in kinds.items()]
+
+
+def state_bytes(plan: Plan, held: list[Held]) -> dict[str, int]:
+    """Bytes a rank keeps for weights, gradients, and fp32 weights with moments, by ZeRO stage; activations and buffers are not counted."""
+    width = 4 if plan.config.train.precision == "fp32" else 2
+    numel, sharded = sum(kind.numel for kind in held), sum(kind.sharded for kind in held)
+    moments = _MASTER_BYTES * MOMENTS[plan.config.optim.name.lower()]
+    master = moments + (_MASTER_BYTES if width < _MASTER_BYTES else 0)
+    stage = plan.zero_stage
+    return {
+        "weights": width * (sharded if stage >= 3 else numel),
+        "gradients": width * (sharded if stage >= 2 else numel),
+        "optimizer": master * (sharded if stage else numel),
+    }
+
+
+def _decisions(rows: list[tuple[str, str]]) -> Table:
+    table = Table(title="plan", title_justify="left", show_header=False, box=None)
+    for name, text in rows:
+        table.add_row(name, text)
+    return table
+
+
+def _totals(plan: Plan, held: list[Held]) -> list[tuple[str, str]]:
+    whole = sum(kind.count * math.prod(kind.whole) for kind in held)
+    where = {"weights": plan.offload_param, "gradients": plan.offload_optimizer, "optimizer": plan.offload_optimizer}
+    parts = [f"{name} {size / _GIB:,.2f} GiB{'' if where[name] == 'none' else f' ({where[name]})'}" for name, size in state_bytes(plan, held).items()]
+    return [("parameters", f"{whole / 1e9:,.3f} B, {sum(kind.numel for kind in held) / 1e9:,.3f} B on a rank"), ("state of a rank", ", ".join(parts))]
+
+
+def _rank_map(mesh: Mesh, per_node: int) -> Table:
+    nodes = mesh.world_size // per_node
+    shown = [*range(min(_SHOWN_NODES, nodes)), *([nodes - 1] if nodes > _SHOWN_NODES else [])]
+    axes = [axis for axis in AXES if getattr(mesh, axis) > 1] or ["dp"]
+    table = Table(title="ranks", title_justify="left", box=None)
+    for head in ("node", "ranks", *axes, *(["experts"] if mesh.ep > 1 else [])):
+        table.add_column(head)
+    for node in shown:
+        ranks = range(node * per_node, (node + 1) * per_node)
+        places = [_range({mesh.place(axis, rank) for rank in ranks}) for axis in axes]
+        parts = [_range({Mesh(**{**mesh.__dict__, "rank": rank}).expert_place for rank in ranks})] if mesh.ep > 1 else []
+        table.add_row(str(node), _range(set(ranks)), *places, *parts)
+    lines = [(axis, mesh.lines(axis)) for axis in axes] + ([("experts", mesh.expert_lines())] if mesh.ep > 1 else [])
+    table.caption = "; ".join(f"a group along {axis} spans {_nodes(groups, per_node)}" for axis, groups in lines)
+    table.caption_justify = "left"
+    return table
+
+
+def _nodes(groups: list[list[int]], per_node: int) -> str:
+    most = max(len({rank // per_node for rank in group}) for group in groups)
+    return "one node" if most == 1 else f"{most} nodes"
+
+
+def _range(values: set[int]) -> str:
+    return str(min(values)) if len(values) == 1 else f"{min(values)}-{max(values)}"
+
+
+def _shapes(held: list[Held], plan: Plan) -> Table:
+    table = Table(title="tensors", title_justify="left", box=None)
+    for head in ("name", "times", "whole", "on a rank", "shared by"):
+        table.add_column(head, overflow="fold")
+    for kind in held:
+        table.add_row(kind.name, str(kind.count), _by(kind.whole), _by(kind.local), f"{kind.sharers} ranks")
+    if plan.zero_stage == 3:
+        table.caption = "ZeRO-3 keeps on each rank one of as many equal parts as ranks share a tensor"
+        table.caption_justify = "left"
+    return table
+
+
+def _by(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))
