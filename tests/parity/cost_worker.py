@@ -1,0 +1,119 @@
+# ruff: noqa: E402 - collectives are wrapped before DeepSpeed, which keeps some of them, is imported
+"""What a step costs at each layout: seconds, and bytes a rank sends. Started as `torchrun --nproc-per-node 2 cost_worker.py OUT.json`.
+
+Bytes are those of the ring or pairwise algorithms: of an all-reduce 2 (n - 1) / n of the tensor, of gathers and scatters
+(n - 1) / n of the whole, of an all-to-all what is for other ranks.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+SENT: Counter[str] = Counter()
+
+
+def _counted(name: str, size: Callable[..., float]) -> None:
+    plain = getattr(dist, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        ranks = dist.get_world_size(kwargs.get("group"))
+        SENT[name] += int(size(ranks, *args, **kwargs))
+        return plain(*args, **kwargs)
+
+    setattr(dist, name, call)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _for_others(ranks: int, out: torch.Tensor, given: torch.Tensor, taken: Any = None, sent: list[int] | None = None, **_: Any) -> float:
+    if sent is None:
+        return _bytes(given) * (ranks - 1) / ranks
+    own = sent[dist.get_rank() % ranks]
+    return _bytes(given) * (sum(sent) - own) / max(1, sum(sent))
+
+
+# Before DeepSpeed is imported, which keeps some of them.
+_counted("all_reduce", lambda n, tensor, *_, **__: 2 * _bytes(tensor) * (n - 1) / n)
+for _name in ("reduce_scatter_tensor", "all_gather_into_tensor"):
+    _counted(_name, lambda n, out, given, *_, **__: max(_bytes(out), _bytes(given)) * (n - 1) / n)
+_counted("all_gather", lambda n, parts, *_, **__: sum(map(_bytes, parts)) * (n - 1) / n)
+_counted("all_to_all_single", _for_others)
+
+from transformers import AutoConfig
+
+from ds_finetune.config import RunConfig
+from ds_finetune.data.batches import BatchPlan, training_batches
+from ds_finetune.data.rows import Row
+from ds_finetune.engine.processes import choose_device, process_group
+from ds_finetune.engine.start import start_engine
+from ds_finetune.model.build import read_hf_config
+from ds_finetune.plan.layout import make_plan
+from ds_finetune.world import World
+
+MODEL = {"hidden_size": 256, "intermediate_size": 768, "moe_intermediate_size": 128, "num_hidden_layers": 4, "first_k_dense_replace": 1}
+MODEL |= {"num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16}
+MODEL |= {
+    "v_head_dim": 32,
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "vocab_size": 8192,
+}
+TOKENS, ROWS, STEPS = 512, 4, 5
+LAYOUTS: dict[str, dict[str, int]] = {"dp 2": {}, "tp 2": {"tp": 2}, "sp 2": {"sp": 2}, "ep 2": {"ep": 2}}
+
+
+def main() -> None:
+    """Every layout at ZeRO 1, 2 and 3, by turns, on the same rows."""
+    world, device = World.from_environment(os.environ), choose_device()
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name, process_group(world, device):
+        AutoConfig.for_model("deepseek_v3", **MODEL).save_pretrained(name)
+        for stage in (1, 2, 3):
+            for layout, parallel in LAYOUTS.items():
+                found[f"{layout}, ZeRO-{stage}"] = _measured(name, stage, parallel, world, device)
+    if world.rank == 0:
+        Path(sys.argv[1]).write_text(json.dumps(found, indent=1))
+
+
+def _measured(model: str, stage: int, parallel: dict[str, int], world: World, device: str) -> dict[str, Any]:
+    sharing = parallel.get("tp", 1) * parallel.get("sp", 1)
+    train = {"for": "9 steps", "global_batch_size": ROWS, "micro_batch_size": sharing, "max_seq_len": TOKENS, "precision": "bf16"}
+    tree = {"model": {"path": model, "weights": "random"}, "data": {"train": "none.jsonl"}, "parallel": parallel, "output_dir": model}
+    tree |= {"train": train | {"activation_checkpointing": False}, "deepspeed": {"zero_optimization": {"stage": stage}}}
+    plan = make_plan(RunConfig.model_validate(tree), world=world, device=device)
+    with start_engine(plan, read_hf_config(model)) as engine:
+        shares = BatchPlan(ROWS, train["micro_batch_size"], plan.mesh.place("dp"), plan.dp, 0, False, 0, TOKENS)  # type: ignore[arg-type]
+        seconds = []
+        for step, batch in enumerate(training_batches(_rows(), shares, start_step=0, total_rows=ROWS * (STEPS + 1))):
+            SENT.clear()
+            began = time.perf_counter()
+            engine.step(batch, lr=1e-3)
+            seconds.append(time.perf_counter() - began)
+            assert step <= STEPS
+        return {"seconds": sorted(seconds[1:])[STEPS // 2], "bytes": dict(SENT)}
+
+
+def _rows() -> list[Row]:
+    ids = torch.randint(3, MODEL["vocab_size"], (ROWS, TOKENS), generator=torch.Generator().manual_seed(0)).int().numpy()
+    places = torch.arange(TOKENS).int().numpy()
+    return [Row(input_ids=row, position_ids=places, labels=row, supervised=TOKENS) for row in ids]
+
+
+if __name__ == "__main__":
+    main()
