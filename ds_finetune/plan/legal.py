@@ -99,6 +99,9 @@ def check_divides(mesh: Mesh, model: Mapping[str, Any]) -> None:
     proven = next(row.families for row in PROVEN if row.axes == axes)
     if kind not in proven:
         raise ConfigError(f"parallel {mesh} of model_type {kind} is not proven", hint=f"proven: {', '.join(proven)}")
+    biased = [key for key in ("attention_bias", "mlp_bias") if mesh.tp > 1 and model.get(key)]
+    if biased:
+        raise ConfigError(f"parallel {mesh} of a model with {biased[0]} true is not proven", hint="set parallel.tp to 1")
     for axis, what, number in _shared_out(mesh, model):
         size = getattr(mesh, axis)
         if number % size:

@@ -23,6 +23,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 OTHERS: dict[str, dict[str, Any]] = {
     "deepseek_v2": _MLA | {"n_group": 2, "topk_group": 1, "topk_method": "group_limited_greedy"},
     "qwen3": _DENSE | {"head_dim": 12},
+    "deepseek_v2_lite": _MLA | {"model_type": "deepseek_v2", "q_lora_rank": None, "topk_method": "greedy"},
 }
 
 
@@ -63,7 +64,7 @@ class Cell:
 
 def hf_config(family: str) -> PretrainedConfig:
     """The tiny model of a family."""
-    return AutoConfig.for_model(family, **(FAMILIES | OTHERS)[family])
+    return AutoConfig.for_model(**{"model_type": family} | (FAMILIES | OTHERS)[family])
 
 
 def samples() -> list[tuple[np.ndarray, np.ndarray]]:

@@ -18,7 +18,7 @@ def _cells(families: tuple[str, ...]) -> list[Cell]:
     return [
         Cell(family, stage, 2, packing=packing, max_grad_norm=0.5 if packing else 0.0, checkpointing=packing, **dict.fromkeys(row.axes, 2))
         for row, family in itertools.product(PROVEN, families)
-        if family in row.families
+        if family.removesuffix("_lite") in row.families
         for stage, packing in itertools.product(row.stages, (True, False))
     ]
 
@@ -44,7 +44,8 @@ def _rounded() -> list[Cell]:
 
 CELLS = _cells(FIRST) + _offloaded()
 ROUNDED = _rounded()
-REST = _cells(tuple(family for family in FAMILIES if family not in FIRST))
+REST = _cells((*(family for family in FAMILIES if family not in FIRST), "deepseek_v2_lite"))
+"""V2-Lite has no latent queries: one projection from the hidden states to the heads."""
 
 
 def _pairs(cells: list[Cell], worlds: tuple[int, ...]) -> list[tuple[Cell, int]]:

@@ -116,6 +116,12 @@ def test_ranks_of_experts() -> None:
             "set it to one of 1, 2",
         ),
         (
+            Mesh(0, 1, tp=2),
+            FAMILIES["llama"] | {"model_type": "llama", "mlp_bias": True},
+            "parallel dp 1 x tp 2 of a model with mlp_bias true is not proven",
+            "set parallel.tp to 1",
+        ),
+        (
             Mesh(0, 1, tp=4),
             FAMILIES["llama"] | {"model_type": "llama"},
             "parallel.tp 4 does not divide the 2 key and value heads of the model",
