@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 
 from ds_finetune.config import RunConfig
 from ds_finetune.errors import ConfigError
+from ds_finetune.material import token_spec
 from ds_finetune.model.build import build_skeleton, model_class, read_hf_config
 from ds_finetune.model.cuts import Cut
 from ds_finetune.model.experts import fewer_experts
@@ -54,11 +55,12 @@ class Held:
 
 def dry_run(config: RunConfig, *, gpus: int, gpus_per_node: int) -> RenderableType:
     """The plan of `config` on `gpus` GPUs; ConfigError as a run would raise it."""
-    if gpus < 1 or gpus % min(gpus, gpus_per_node):
+    if gpus < 1 or gpus_per_node < 1 or gpus % min(gpus, gpus_per_node):
         raise ConfigError(f"{gpus} GPUs do not fill nodes of {gpus_per_node}", hint="give a multiple of --gpus-per-node")
     world = World(0, gpus, 0, min(gpus, gpus_per_node), "a dry run")
     plan = make_plan(config, world=world, device="cuda")
-    hf_config = read_hf_config(config.model.path)
+    hf_config = read_hf_config(config.model.path, files=("*.json",))
+    token_spec(config, hf_config)
     check_divides(plan.mesh, hf_config.to_dict())
     held = held_tensors(plan, hf_config)
     return Group(
@@ -88,9 +90,10 @@ def state_bytes(plan: Plan, held: list[Held]) -> dict[str, int]:
     """Bytes a rank keeps for weights, gradients, and fp32 weights with moments, by ZeRO stage; activations and buffers are not counted."""
     width = 4 if plan.config.train.precision == "fp32" else 2
     numel, sharded = sum(kind.numel for kind in held), sum(kind.sharded for kind in held)
-    moments = _MASTER_BYTES * MOMENTS[plan.config.optim.name.lower()]
-    master = moments + (_MASTER_BYTES if width < _MASTER_BYTES else 0)
     stage = plan.zero_stage
+    # DeepSpeed 0.19.8 keeps a second fp32 copy of fp32 weights under ZeRO (zero/stage_1_and_2.py:560).
+    copies = 1 if stage or width < _MASTER_BYTES else 0
+    master = _MASTER_BYTES * (MOMENTS[plan.config.optim.name.lower()] + copies)
     return {
         "weights": width * (sharded if stage >= 3 else numel),
         "gradients": width * (sharded if stage >= 2 else numel),

@@ -15,7 +15,7 @@ import xxhash
 
 from ds_finetune.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 STATE = "state.json"
 _STATUS = ".written.json"

@@ -17,7 +17,9 @@ from ds_finetune.engine.processes import everyones
 from ds_finetune.engine.state import EngineState, persistent_buffers
 from ds_finetune.errors import RunError
 from ds_finetune.model.cuts import Cut
+from ds_finetune.model.experts import ExpertGroup
 from ds_finetune.model.loss import TokenLoss
+from ds_finetune.model.tensor import TensorGroup
 from ds_finetune.plan.layout import Plan
 
 
@@ -233,21 +235,29 @@ class Engine:
                 eos_token_id=limits.stop_ids,
                 pad_token_id=limits.pad_id,
                 use_cache=True,
-                synced_gpus=self.plan.zero_stage == 3 and self.plan.zero_ranks > 1,
+                synced_gpus=self._meets_others,
             )
         answer = out[0, len(prompt) :].tolist()
         ends = [place for place, token in enumerate(answer) if token in limits.stop_ids]
         return answer[: ends[0]] if ends else answer
 
+    @property
+    def _meets_others(self) -> bool:
+        """Whether a forward waits for other ranks, which must then do as many: parameters gathered, or experts elsewhere."""
+        return (self.plan.zero_stage == 3 and self.plan.zero_ranks > 1) or self.plan.mesh.ep > 1
+
     def _joined(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """The whole parameter from this rank's part of it; collective among the ranks that hold its parts."""
+        """The whole parameter on rank zero's CPU from the parts of it; something else on other ranks, of which those that hold parts take part."""
         window = self._cut.window(name, tuple(part.shape))
         box = part.reshape(window.local)
+        mesh = self.plan.mesh
+        if mesh.rank not in mesh.parts_of_rank_zero():
+            return box
         if self._groups.tensor is not None and window.dim is not None:
-            box = torch.cat(self._groups.tensor.parts(box), dim=window.dim)
-        if self._groups.experts is not None and window.is_shared_out:
-            box = torch.cat(self._groups.experts.joined(box), dim=0)
-        return box.reshape(window.shape)
+            box = _side_by_side(box, self._groups.tensor, dim=window.dim)
+        if self._groups.experts is not None and window.is_shared_out and mesh.place("tp") == 0:
+            box = _side_by_side(box, self._groups.experts, dim=0)
+        return box.reshape(window.shape) if self.is_rank_zero else box
 
     def _gathered(self, param: nn.Parameter) -> Any:  # noqa: ANN401 - a context manager of DeepSpeed
         if not hasattr(param, "ds_id"):
@@ -255,6 +265,14 @@ class Engine:
         import deepspeed
 
         return deepspeed.zero.GatheredParameters([param])
+
+
+def _side_by_side(part: torch.Tensor, held: TensorGroup | ExpertGroup, *, dim: int) -> torch.Tensor:
+    """The parts of a group's ranks, joined on the CPU of its first; the own part elsewhere."""
+    part = part.contiguous()
+    parts = [torch.empty_like(part) for _ in range(held.size)] if held.place == 0 else None
+    dist.gather(part, parts, group=held.group, group_dst=0)
+    return part if parts is None else torch.cat([each.cpu() for each in parts], dim=dim)
 
 
 def _named(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -16,9 +16,9 @@ from ds_finetune.plan.mesh import Axis, Mesh
 class ModelParallel:
     """What DeepSpeed asks a model parallel unit (`mpu`) for: who holds other parts of the model, and who the same."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, tensor: TensorGroup) -> None:
         self._mesh = mesh
-        self._model, self._data = _line(mesh, "tp"), _line(mesh, "dp", "sp")
+        self._model, self._data = tensor.group, _line(mesh, "dp", "sp")
 
     def close(self) -> None:
         """Let go of the process groups, whatever still refers to this; DeepSpeed 0.19.8 keeps the last unit (utils/groups.py:50)."""
@@ -77,11 +77,12 @@ class Groups:
 @contextmanager
 def open_groups(mesh: Mesh) -> Iterator[Groups]:
     """Make the groups of `mesh`, collectively, and let go of them at the end: DeepSpeed 0.19.8 keeps a model under ZeRO-3 past `destroy`."""
+    tensor = TensorGroup(_line(mesh, "tp"), mesh.tp, mesh.place("tp")) if mesh.tp > 1 else None
     groups = Groups(
         sequence=SequenceGroup(_line(mesh, "sp"), mesh.sp, mesh.place("sp")) if mesh.sp > 1 else None,
-        tensor=TensorGroup(_line(mesh, "tp"), mesh.tp, mesh.place("tp")) if mesh.tp > 1 else None,
+        tensor=tensor,
         experts=ExpertGroup(_own(mesh.rank, mesh.expert_lines()), mesh.ep, mesh.expert_place) if mesh.ep > 1 else None,
-        mpu=ModelParallel(mesh) if mesh.tp > 1 else None,
+        mpu=ModelParallel(mesh, tensor) if tensor else None,
         same_experts=_own(mesh.rank, mesh.same_expert_lines()) if mesh.ep > 1 else None,
     )
     _tell_deepspeed(groups, mesh)

@@ -67,7 +67,9 @@ def _built(plan: Plan, hf_config: PretrainedConfig, groups: Groups, *, has_weigh
         )
     kernel = KERNELS[plan.loss_kernel]
     if groups.tensor is not None:
-        install_tensor_parallel(lm, groups.tensor, padding_idx=hf_config.pad_token_id)
+        pad = hf_config.pad_token_id
+        # As nn.Embedding takes a negative one.
+        install_tensor_parallel(lm, groups.tensor, padding_idx=pad + hf_config.vocab_size if pad is not None and pad < 0 else pad)
         kernel = partial(chunked_cross_entropy, tensor=groups.tensor)
     if groups.experts is not None:
         install_expert_parallel(lm, groups.experts)

@@ -1,7 +1,7 @@
 """A model without weights: configuration, modules, and where each tensor lives on this rank."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,8 +51,8 @@ def whole(tensor: torch.Tensor) -> Fragment:
     return in_memory(tensor.data.view(-1), start=0, shape=tuple(tensor.shape))
 
 
-def resolve_folder(path: str) -> Path:
-    """The folder of a model or tokenizer: a local one as it is, a hub id downloaded to the hub's cache."""
+def resolve_folder(path: str, *, files: Sequence[str] = _HUB_FILES) -> Path:
+    """The folder of a model or tokenizer: a local one as it is, of a hub id `files` downloaded to the hub's cache."""
     folder = Path(path)
     if folder.is_dir():
         return folder
@@ -62,16 +62,16 @@ def resolve_folder(path: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(path, allow_patterns=list(_HUB_FILES)))
+        return Path(snapshot_download(path, allow_patterns=list(files)))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as missing:
         raise ModelError(
             f"model `{path}` is neither a folder nor to be had from the hub: {missing}", hint="check the name, or give a local folder"
         ) from missing
 
 
-def read_hf_config(path: str) -> PretrainedConfig:
+def read_hf_config(path: str, *, files: Sequence[str] = _HUB_FILES) -> PretrainedConfig:
     """The transformers configuration of a model folder or hub id; ModelError where there is none, or it is no causal LM's."""
-    folder = resolve_folder(path)
+    folder = resolve_folder(path, files=files)
     if not (folder / "config.json").is_file():
         raise ModelError(f"model folder `{folder}` has no config.json", hint="name the folder that holds the model's config.json")
     try:

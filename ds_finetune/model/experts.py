@@ -37,12 +37,6 @@ class ExpertGroup:
         dist.all_to_all_single(out, rows.contiguous(), taken, sent, group=self.group)
         return out
 
-    def joined(self, part: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of all ranks, in order; no gradient."""
-        parts = [torch.empty_like(part) for _ in range(self.size)]
-        dist.all_gather(parts, part.contiguous(), group=self.group)
-        return parts
-
 
 class _Exchange(torch.autograd.Function):
     """Rows to the ranks they are for; their gradients come the same way back."""

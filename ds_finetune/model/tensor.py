@@ -46,13 +46,9 @@ class TensorGroup:
 
     def side_by_side(self, part: torch.Tensor) -> torch.Tensor:
         """The parts of all ranks along the last dimension; no gradient."""
-        return torch.cat(self.parts(part), dim=-1)
-
-    def parts(self, part: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of all ranks, in order; no gradient."""
         parts = [torch.empty_like(part) for _ in range(self.size)]
         dist.all_gather(parts, part.contiguous(), group=self.group)
-        return parts
+        return torch.cat(parts, dim=-1)
 
 
 class _CopyIn(torch.autograd.Function):
@@ -164,7 +160,7 @@ def _install_attention(attention: Any, tensor: TensorGroup) -> None:  # noqa: AN
     if not hasattr(attention, "kv_a_proj_with_mqa"):
         attention.register_forward_pre_hook(lambda _, args, kwargs: _copied(args, kwargs, tensor), with_kwargs=True)
         for norm in (getattr(attention, name, None) for name in ("q_norm", "k_norm")):
-            if norm is not None:
+            if norm is not None and norm.weight.requires_grad:
                 # Shared by all heads, of which this rank sees its own.
                 norm.weight.register_hook(tensor.total)
         return

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from ds_finetune.config import RunConfig
@@ -35,12 +36,21 @@ PROVEN = (
     Proven(frozenset({"tp", "ep"}), (1, 2, 3), FUSED),
 )
 """Every row is a row of the parity tests."""
-_OF_WHOLE_TENSORS = ("muon", "lamb")
-"""Optimizers whose step depends on a tensor as a whole."""
+_OPTIMIZERS = ("adam", "adamw")
+"""Optimizers the layouts are compared with; Muon and Lamb depend on whole matrices."""
+_OPTIONS: Mapping[str, tuple[object, ...]] = {
+    "reduce_scatter": (True,),
+    "contiguous_gradients": (True,),
+    "zero_quantized_gradients": (False,),
+    "zero_quantized_weights": (False,),
+    "gradient_predivide_factor": (1, 1.0),
+    "prescale_gradients": (False,),
+}
+"""DeepSpeed's choices that are not compared with other values: some assert after weights are read, some mix up the experts of ranks."""
 
 
-def check_layout(mesh: Mesh, config: RunConfig, *, stage: int, offloads: Sequence[str] = ()) -> None:
-    """ConfigError where the layout of a run, with offload to these devices, is in no row of `PROVEN`, naming the nearest."""
+def check_layout(mesh: Mesh, config: RunConfig, *, stage: int, offloads: Sequence[str] = (), tree: Mapping[str, Any] | None = None) -> None:
+    """ConfigError where a run's layout, with offload to these devices and DeepSpeed's `tree`, is in no row of `PROVEN`, naming the nearest."""
     axes = _axes(mesh)
     if not axes:
         return
@@ -50,7 +60,7 @@ def check_layout(mesh: Mesh, config: RunConfig, *, stage: int, offloads: Sequenc
     if mesh.tp > 1 and stage == 0 and config.train.precision != "fp32":
         # DeepSpeed 0.19.8 takes the norm of a rank's own part there (fp16/unfused_optimizer.py): 0.78 of the whole on the tiny DeepSeek-V3.
         raise ConfigError(f"parallel {mesh} with zero stage 0 in {config.train.precision} clips by a wrong norm", hint="use zero stage 1, or fp32")
-    for what, way_out in _unproven(mesh, config, offloads):
+    for what, way_out in chain(_unproven(mesh, config, offloads), _unproven_options(tree or {})):
         raise ConfigError(f"parallel {mesh} with {what} is not proven", hint=way_out)
     tokens = config.train.max_seq_len
     if config.data.packing and tokens % mesh.sp:
@@ -65,10 +75,17 @@ def _unproven(mesh: Mesh, config: RunConfig, offloads: Sequence[str]) -> Iterato
         yield "train.precision fp16", "set train.precision to bf16"
     if "nvme" in offloads:
         yield "offload to nvme", "offload to cpu"
-    if (mesh.tp > 1 or mesh.ep > 1) and config.optim.name.lower() in _OF_WHOLE_TENSORS:
-        yield f"optim.name {config.optim.name}, whose steps depend on whole matrices,", "use AdamW"
+    if config.optim.name.lower() not in _OPTIMIZERS:
+        yield f"optim.name {config.optim.name}", "use AdamW"
     if (mesh.tp > 1 or mesh.ep > 1) and config.checkpoint.node_local:
         yield "checkpoint.node_local", "save to a folder that all hosts share"
+
+
+def _unproven_options(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    given = {**tree, **(tree.get("zero_optimization") or {})}
+    for name, proven in _OPTIONS.items():
+        if name in given and given[name] not in proven:
+            yield f"{name} {given[name]}", "leave it out"
 
 
 def table() -> str:
@@ -99,6 +116,10 @@ def check_divides(mesh: Mesh, model: Mapping[str, Any]) -> None:
     proven = next(row.families for row in PROVEN if row.axes == axes)
     if kind not in proven:
         raise ConfigError(f"parallel {mesh} of model_type {kind} is not proven", hint=f"proven: {', '.join(proven)}")
+    scaling = model.get("rope_parameters") or model.get("rope_scaling") or {}
+    if mesh.sp > 1 and scaling.get("rope_type", scaling.get("type")) == "longrope":
+        # transformers 5.23 chooses its factors by the positions it is given (modeling_rope_utils.py:47), of which a rank has a part.
+        raise ConfigError(f"parallel {mesh} of a model with rope_type longrope is not proven", hint="set parallel.sp to 1")
     biased = [key for key in ("attention_bias", "mlp_bias") if mesh.tp > 1 and model.get(key)]
     if biased:
         raise ConfigError(f"parallel {mesh} of a model with {biased[0]} true is not proven", hint="set parallel.tp to 1")

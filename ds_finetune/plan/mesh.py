@@ -66,6 +66,10 @@ class Mesh:
             found.setdefault((self.place("pp", line[0]), line[0] // self.tp), []).extend(line)
         return [sorted(ranks) for ranks in found.values()]
 
+    def parts_of_rank_zero(self) -> list[int]:
+        """Ranks that with rank zero hold every part of the model and of its experts once."""
+        return next(line for line in self.expert_part_lines() if 0 in line)
+
     def same_expert_lines(self) -> list[list[int]]:
         """Groups of ranks that hold the same experts; every rank is in one."""
         return [line[start :: self.ep] for line in self.lines("dp", "sp") for start in range(self.ep)]

@@ -23,33 +23,30 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 SENT: Counter[str] = Counter()
 
 
-def _counted(name: str, size: Callable[..., float]) -> None:
+def _counted(name: str, sent: Callable[[int, list[int], Any], float]) -> None:
     plain = getattr(dist, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        ranks = dist.get_world_size(kwargs.get("group"))
-        SENT[name] += int(size(ranks, *args, **kwargs))
+        given = [value for held in (*args, *kwargs.values()) for value in (held if isinstance(held, list) else [held])]
+        sizes = [value.numel() * value.element_size() for value in given if torch.is_tensor(value)]
+        SENT[name] += int(sent(dist.get_world_size(kwargs.get("group")), sizes, args))
         return plain(*args, **kwargs)
 
     setattr(dist, name, call)
 
 
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def _for_others(ranks: int, sizes: list[int], args: Any) -> float:
+    """Of an all-to-all (out, given[, rows taken, rows sent])."""
+    if len(args) <= 2:
+        return sizes[1] * (ranks - 1) / ranks
+    rows = args[3]
+    return sizes[1] * (sum(rows) - rows[dist.get_rank() % ranks]) / max(1, sum(rows))
 
 
-def _for_others(ranks: int, out: torch.Tensor, given: torch.Tensor, taken: Any = None, sent: list[int] | None = None, **_: Any) -> float:
-    if sent is None:
-        return _bytes(given) * (ranks - 1) / ranks
-    own = sent[dist.get_rank() % ranks]
-    return _bytes(given) * (sum(sent) - own) / max(1, sum(sent))
-
-
-# Before DeepSpeed is imported, which keeps some of them.
-_counted("all_reduce", lambda n, tensor, *_, **__: 2 * _bytes(tensor) * (n - 1) / n)
-for _name in ("reduce_scatter_tensor", "all_gather_into_tensor"):
-    _counted(_name, lambda n, out, given, *_, **__: max(_bytes(out), _bytes(given)) * (n - 1) / n)
-_counted("all_gather", lambda n, parts, *_, **__: sum(map(_bytes, parts)) * (n - 1) / n)
+_counted("all_reduce", lambda n, sizes, _: 2 * sizes[0] * (n - 1) / n)
+_counted("reduce_scatter_tensor", lambda n, sizes, _: max(sizes) * (n - 1) / n)
+_counted("all_gather_into_tensor", lambda n, sizes, _: max(sizes) * (n - 1) / n)
+_counted("all_gather", lambda n, sizes, _: (sum(sizes) - sizes[-1]) * (n - 1) / n)
 _counted("all_to_all_single", _for_others)
 
 from transformers import AutoConfig

@@ -75,8 +75,14 @@ def test_combinations_that_nothing_compares_are_refused(mesh: Mesh, stage: int, 
 
 @pytest.mark.parametrize("sections", [{"optim": {"lr": 1e-3, "name": "Muon"}}, {"optim": {"lr": 1e-3, "name": "Lamb"}}])
 def test_optimizers_of_whole_matrices_are_refused(sections: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="whose steps depend on whole matrices"):
+    with pytest.raises(ConfigError, match=r"with optim.name (Muon|Lamb) is not proven"):
         check_layout(Mesh(0, 1, tp=2), _config(**sections), stage=2)
+
+
+@pytest.mark.parametrize("zero", [{"reduce_scatter": False}, {"contiguous_gradients": False}, {"zero_quantized_gradients": True}])
+def test_choices_of_deepspeed_that_nothing_compares_are_refused(zero: dict[str, bool]) -> None:
+    with pytest.raises(ConfigError, match=f"with {next(iter(zero))} .* is not proven"):
+        check_layout(Mesh(0, 2, ep=2), _config(), stage=2, tree={"zero_optimization": {"stage": 2} | zero})
 
 
 def test_fp16_and_node_local_checkpoints_are_refused() -> None:
@@ -114,6 +120,12 @@ def test_ranks_of_experts() -> None:
             FAMILIES["llama"] | {"model_type": "llama"},
             "parallel.sp 4 does not divide the 2 attention heads of a tensor parallel rank of the model",
             "set it to one of 1, 2",
+        ),
+        (
+            Mesh(0, 1, sp=2),
+            FAMILIES["llama"] | {"model_type": "llama", "rope_parameters": {"rope_type": "longrope"}},
+            "parallel dp 1 x sp 2 of a model with rope_type longrope is not proven",
+            "set parallel.sp to 1",
         ),
         (
             Mesh(0, 1, tp=2),
