@@ -256,6 +256,11 @@ def cut_evaluation(origin: Origin, place_in_stream: Position, *, steps: int) -> 
     return [StepRecord(state.step, state.values, is_last=state.step >= steps, position=position)]
 
 
+def saved_record(origin: Origin) -> StepRecord | None:
+    """The record of the step that is gone on from, as far as it was made when it was saved."""
+    return StepRecord(origin.found.state.step, origin.found.state.values) if origin.found else None
+
+
 def fingerprint(material: Material) -> str:
     """What the training rows are, however they came about; a stream is known by its sources alone."""
     rows = material.train

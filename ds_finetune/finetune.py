@@ -12,7 +12,7 @@ import torch
 
 from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.config import RunConfig
-from ds_finetune.continuation import Origin, Say, cut_evaluation, ended_early, find_origin, go_on, remember, run_text, saver_of
+from ds_finetune.continuation import Origin, Say, cut_evaluation, ended_early, find_origin, go_on, remember, run_text, saved_record, saver_of
 from ds_finetune.data.batches import Batch, BatchPlan, Position, eval_batches, training_batches
 from ds_finetune.data.stream import START, StreamedRows, streaming_batches
 from ds_finetune.engine.core import Engine, EvalResult, Limits
@@ -93,7 +93,7 @@ def train_engine(engine: Engine, material: Material, schedule: LrSchedule, keepi
     progress = keeping.origin.progress
     place_in_stream = go_on(engine, keeping.origin, material)
     due = cut_evaluation(keeping.origin, place_in_stream, steps=schedule.steps)
-    write_run_files(engine.plan, after_step=progress.step - len(due))
+    write_run_files(engine.plan, after_step=progress.step - len(due), last=None if due else saved_record(keeping.origin))
     if ended_early(keeping.origin, engine.plan.config):
         (keeping.say if engine.is_rank_zero else _nothing)("the run had ended early for want of a lower eval/loss; nothing is left to train")
         return None, ""

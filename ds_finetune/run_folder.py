@@ -11,6 +11,8 @@ from typing import Any
 from ds_finetune.checkpoint.locking import unlock_own
 from ds_finetune.config import RunConfig, dump_config
 from ds_finetune.errors import OutputError
+from ds_finetune.observers.record import StepRecord
+from ds_finetune.observers.writers import line_of
 from ds_finetune.plan.layout import Plan
 
 _BYTES_PER_PARAMETER = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -103,10 +105,11 @@ def _remove_empty(folder: Path) -> None:
             made.rmdir()
 
 
-def write_run_files(plan: Plan, *, after_step: int = 0) -> Path:
+def write_run_files(plan: Plan, *, after_step: int = 0, last: StepRecord | None = None) -> Path:
     """The run folder; rank zero creates it with `config.yaml` (alone enough to run again), `plan.json` and `deepspeed.json`.
 
-    Records of steps past `after_step`, which are done again, leave `metrics.jsonl`.
+    Records of steps past `after_step`, which are done again, leave `metrics.jsonl`; `last`, the record of that step, joins
+    it where the run was killed after the step was saved and before its line was written.
     """
     folder = Path(plan.config.output_dir)
     if plan.world.rank:
@@ -115,14 +118,16 @@ def write_run_files(plan: Plan, *, after_step: int = 0) -> Path:
     (folder / "config.yaml").write_text(dump_config(plan.config), encoding="utf-8")
     (folder / "plan.json").write_text(json.dumps({**dict(plan.lines()), "notes": plan.notes}, indent=2) + "\n", encoding="utf-8")
     (folder / "deepspeed.json").write_text(json.dumps(plan.deepspeed, indent=2) + "\n", encoding="utf-8")
-    _forget_records(folder / "metrics.jsonl", after_step)
+    _forget_records(folder / "metrics.jsonl", after_step, last)
     return folder
 
 
-def _forget_records(metrics: Path, after_step: int) -> None:
+def _forget_records(metrics: Path, after_step: int, last: StepRecord | None) -> None:
     if not metrics.exists():
         return
     kept = [line for line in metrics.read_text(encoding="utf-8").splitlines() if _is_before(line, after_step)]
+    if last is not None and all(json.loads(line)["step"] != last.step for line in kept):
+        kept.append(line_of(last).rstrip("\n"))
     aside = metrics.with_name("metrics.jsonl.aside")
     aside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
     aside.rename(metrics)

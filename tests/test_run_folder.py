@@ -6,6 +6,7 @@ import pytest
 
 from ds_finetune.config import RunConfig, read_config
 from ds_finetune.errors import OutputError
+from ds_finetune.observers.record import StepRecord
 from ds_finetune.plan.layout import make_plan
 from ds_finetune.run_folder import check_output, write_run_files
 from ds_finetune.world import World
@@ -67,6 +68,8 @@ def test_records_of_steps_that_are_done_again_go(tmp_path: Path) -> None:
     lines = [f'{{"step": {step}, "train/loss": 1.0}}' for step in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 4, "tra']))
     plan = make_plan(config_of(tmp_path), world=World(0, 1, 0, 1, "python"), device="cpu")
-    write_run_files(plan, after_step=2)
+    write_run_files(plan, after_step=2, last=StepRecord(2, {"train/loss": 9.0}))
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == lines[:2]
+    write_run_files(plan, after_step=3, last=StepRecord(3, {"train/loss": 1.0}))
+    assert (tmp_path / "metrics.jsonl").read_text().splitlines() == lines, "the record of a step that was saved, and not written before the kill"
     assert read_config(tmp_path / "config.yaml") == plan.config

@@ -18,16 +18,21 @@ class MetricsFile:
 
     def after_step(self, record: StepRecord) -> StepRecord:
         """Write the record."""
-        finite = {name: value if math.isfinite(value) else None for name, value in record.values.items()}
-        odd = {"non_finite": [name for name, value in finite.items() if value is None]} if None in finite.values() else {}
-        notice = {"notice": record.notice} if record.notice else {}
-        self._file.write(json.dumps({"step": record.step, **finite, **odd, **notice}) + "\n")
+        self._file.write(line_of(record))
         self._file.flush()
         return record
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def line_of(record: StepRecord) -> str:
+    """The line of a record."""
+    finite = {name: value if math.isfinite(value) else None for name, value in record.values.items()}
+    odd = {"non_finite": [name for name, value in finite.items() if value is None]} if None in finite.values() else {}
+    notice = {"notice": record.notice} if record.notice else {}
+    return json.dumps({"step": record.step, **finite, **odd, **notice}) + "\n"
 
 
 def check_trackers(names: Sequence[str]) -> None:
