@@ -8,7 +8,6 @@ import copy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,19 +16,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ds_finetune.model.families import Family
+from ds_finetune.model.ranks import RankGroup
 
 
-@dataclass
-class ExpertGroup:
-    """Ranks that hold the experts of a layer; rank i holds the i-th of equal parts. Without `group` once it is closed."""
-
-    group: dist.ProcessGroup | None
-    size: int
-    place: int
-
-    def close(self) -> None:
-        """Let go of the process group, whatever still refers to this."""
-        self.group = None
+class ExpertGroup(RankGroup):
+    """Ranks that hold the experts of a layer; rank i holds the i-th of equal parts."""
 
     def exchanged(self, rows: torch.Tensor, sent: list[int], taken: list[int]) -> torch.Tensor:
         """`sent[i]` rows to rank i, in order, for `taken[i]` rows from it."""

@@ -1,12 +1,13 @@
 """Sequence parallelism: ranks share the tokens of a row, and in attention its heads (Ulysses, Jacobs et al., arXiv 2309.14509)."""
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers.integrations.sdpa_attention import repeat_kv
+
+from ds_finetune.model.ranks import RankGroup
 
 
 class _AllToAll(torch.autograd.Function):
@@ -22,17 +23,8 @@ class _AllToAll(torch.autograd.Function):
         return ctx.sequence.exchanged(grad), None
 
 
-@dataclass
-class SequenceGroup:
-    """Ranks that share rows; rank i holds the i-th of equal parts of each row's tokens. Without `group` once it is closed."""
-
-    group: dist.ProcessGroup | None
-    size: int
-    place: int
-
-    def close(self) -> None:
-        """Let go of the process group, whatever still refers to this."""
-        self.group = None
+class SequenceGroup(RankGroup):
+    """Ranks that share rows; rank i holds the i-th of equal parts of each row's tokens."""
 
     def exchanged(self, given: torch.Tensor) -> torch.Tensor:
         """Slice i of dim 0 from rank i, for slice i of `given` to rank i."""

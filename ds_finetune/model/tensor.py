@@ -5,7 +5,6 @@ has to be summed over the ranks that use it: DeepSpeed 0.19.8's AutoTP does not.
 """
 
 import copy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,21 +13,14 @@ from torch import nn
 from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 
+from ds_finetune.model.ranks import RankGroup
+
 _ATTENTION, _MLP = "self_attn", "mlp"
 _CUT_NUMBERS = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size", "vocab_size")
 
 
-@dataclass
-class TensorGroup:
-    """Ranks that hold the parts of each tensor; rank i holds the i-th. Without `group` once it is closed."""
-
-    group: dist.ProcessGroup | None
-    size: int
-    place: int
-
-    def close(self) -> None:
-        """Let go of the process group, whatever still refers to this."""
-        self.group = None
+class TensorGroup(RankGroup):
+    """Ranks that hold the parts of each tensor; rank i holds the i-th."""
 
     def total(self, part: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, in a tensor of its own."""
