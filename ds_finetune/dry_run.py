@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from rich.console import Group, RenderableType
@@ -125,7 +125,7 @@ def _rank_map(mesh: Mesh, per_node: int) -> Table:
     for node in shown:
         ranks = range(node * per_node, (node + 1) * per_node)
         places = [_range({mesh.place(axis, rank) for rank in ranks}) for axis in axes]
-        parts = [_range({Mesh(**{**mesh.__dict__, "rank": rank}).expert_place for rank in ranks})] if mesh.ep > 1 else []
+        parts = [_range({replace(mesh, rank=rank).expert_place for rank in ranks})] if mesh.ep > 1 else []
         table.add_row(str(node), _range(set(ranks)), *places, *parts)
     lines = [(axis, mesh.lines(axis)) for axis in axes] + ([("experts", mesh.expert_lines())] if mesh.ep > 1 else [])
     table.caption = "; ".join(f"a group along {axis} spans {_nodes(groups, per_node)}" for axis, groups in lines)

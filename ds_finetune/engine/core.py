@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_finetune.data.batches import Batch, MicroBatch
+from ds_finetune.engine.experts import local_shape
 from ds_finetune.engine.finite import FiniteProbe
 from ds_finetune.engine.groups import Groups
 from ds_finetune.engine.processes import everyones
@@ -87,7 +88,7 @@ class Engine:
     def step(self, batch: Batch, *, lr: float) -> StepResult:
         """Do one optimizer step with learning rate `lr` on the global batch of which `batch` is this rank's share."""
         self._ds.train()
-        tokens, supervised = self._sum_over_batch(batch.num_tokens, batch.num_supervised_tokens)
+        tokens, supervised = self._sum_over_ranks(batch.num_tokens, batch.num_supervised_tokens, copies=self.plan.mesh.sharing)
         for group in self._ds.optimizer.param_groups:
             group["lr"] = lr
         # DeepSpeed divides by its ranks in its reducers (zero/stage_1_and_2.py, engine.allreduce_bucket in 0.19.8); our loss is a mean already.
@@ -100,7 +101,7 @@ class Engine:
             sums += torch.stack([loss.loss_sum.detach().double(), loss.num_correct.double()])
             if index < len(batch.micro):
                 self._ds.step()
-        loss_sum, correct, bad = self._sum_over_parts(*sums.tolist(), float(self._probe.is_bad()))
+        loss_sum, correct, bad = self._sum_over_ranks(*sums.tolist(), float(self._probe.is_bad()), copies=self.plan.mesh.tp)
         grad_norm, skipped = self._apply(bad > 0)
         return StepResult(
             loss=loss_sum / max(supervised, 1),
@@ -127,7 +128,7 @@ class Engine:
                     loss = self._forward(micro)
                     sums[:2] += torch.stack([loss.loss_sum.double(), loss.num_correct.double()])
                 sums[2] += batch.num_supervised_tokens / self.plan.mesh.sp
-        loss_sum, correct, supervised = self._sum_over_parts(*sums.tolist())
+        loss_sum, correct, supervised = self._sum_over_ranks(*sums.tolist(), copies=self.plan.mesh.tp)
         return EvalResult(loss_sum / max(supervised, 1), correct / max(supervised, 1), int(supervised))
 
     def generate(self, prompts: list[list[int]], limits: Limits, *, is_over: Callable[[], bool] = _never) -> list[list[int]] | None:
@@ -158,7 +159,7 @@ class Engine:
 
     def tensor_specs(self) -> dict[str, torch.Tensor]:
         """Shape and dtype of what `tensors` yields, in its order, as tensors on the meta device; nothing is gathered."""
-        shapes = {name: self._cut.window(name, tuple(getattr(param, "ds_shape", param.shape))).shape for name, param in _named(self._ds.module)}
+        shapes = {name: self._cut.window(name, local_shape(param)).shape for name, param in _named(self._ds.module)}
         specs = {name: torch.empty(shapes[name], dtype=param.dtype, device="meta") for name, param in _named(self._ds.module)}
         return specs | {name: buffer.to("meta") for name, buffer in persistent_buffers(self._ds.module)}
 
@@ -204,18 +205,11 @@ class Engine:
         named = [f"{name} on rank {rank}" for rank, name in enumerate(everyones(self._probe.first_bad())) if name]
         return named[0] if named else "no single gradient; the reduction overflowed"
 
-    def _sum_over_ranks(self, *values: float) -> list[float]:
+    def _sum_over_ranks(self, *values: float, copies: int) -> list[float]:
+        """Sums of values of which each is had by `copies` ranks alike."""
         summed = torch.tensor(values, dtype=torch.float64, device=self._device)
         dist.all_reduce(summed)
-        return summed.tolist()
-
-    def _sum_over_parts(self, *values: float) -> list[float]:
-        """Sums over all tokens of values that tensor parallel ranks have in common."""
-        return [value / self.plan.mesh.tp for value in self._sum_over_ranks(*values)]
-
-    def _sum_over_batch(self, *values: float) -> list[float]:
-        """Sums over the global batch of values that ranks working on the same rows have in common."""
-        return [value / self.plan.mesh.sharing for value in self._sum_over_ranks(*values)]
+        return (summed / copies).tolist()
 
     def _my_share(self, prompts: list[list[int]]) -> list[tuple[int, list[int]]]:
         """This rank's prompts; under ZeRO-3 every rank must run the model equally often, so the last ones may be answered twice."""

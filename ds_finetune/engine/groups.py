@@ -67,10 +67,9 @@ class Groups:
         """Name under which DeepSpeed finds the groups of experts."""
         return f"ep_size_{self.experts.size if self.experts else 1}"
 
-    def shared_by(self, *, is_expert: bool) -> dist.ProcessGroup | None:
-        """The ranks that hold the same part of a parameter; None for all ranks."""
-        if is_expert:
-            return self.same_experts
+    @property
+    def same_part(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same part of what is no expert; None for all ranks."""
         return self.mpu.get_data_parallel_group() if self.mpu else None
 
 

@@ -104,7 +104,7 @@ def _partitioned(plan: Plan, groups: Groups) -> Iterator[None]:
 
     arange = torch.arange
     # No `dtype` argument: without fp16 support it is ignored and bf16 taken (operator precedence in partition_parameters.py:409).
-    shared = groups.shared_by(is_expert=False)
+    shared = groups.same_part
     with deepspeed.zero.Init(config_dict_or_path=plan.deepspeed, data_parallel_group=shared, mpu=groups.mpu):
         torch.arange = arange
         yield
