@@ -199,8 +199,10 @@ class ParallelConfig(Section):
 
     tp: int = Field(default=1, ge=1)
     """Tensor parallel size: ranks that hold parts of every layer, cut by heads, inner width and vocabulary."""
-    pp: Literal[1] = 1
-    """Pipeline parallel size."""
+    pp: int = Field(default=1, ge=1)
+    """Pipeline parallel size: stages of consecutive layers, balanced by parameters."""
+    pp_layers: tuple[int, ...] = ()
+    """Layers of each stage, where they are not to be balanced by parameters, e.g. after measuring: [12, 16]."""
     ep: int = Field(default=1, ge=1)
     """Expert parallel size: data (and sequence) parallel ranks that share out the routed experts."""
     sp: int = Field(default=1, ge=1)

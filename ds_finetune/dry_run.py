@@ -61,7 +61,7 @@ def dry_run(config: RunConfig, *, gpus: int, gpus_per_node: int) -> RenderableTy
     plan = make_plan(config, world=world, device="cuda")
     hf_config = read_hf_config(config.model.path, files=("*.json",))
     token_spec(config, hf_config)
-    check_divides(plan.mesh, hf_config.to_dict())
+    check_divides(plan.mesh, hf_config.to_dict(), pp_layers=config.parallel.pp_layers)
     held = held_tensors(plan, hf_config)
     return Group(
         _decisions(plan.lines() + _totals(plan, held)),

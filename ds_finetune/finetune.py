@@ -63,7 +63,7 @@ def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
     refuse_missing_hostfile()
     plan = make_plan(config, world=world, device=choose_device(), accelerate=accelerate_choices(os.environ))
     check_trackers(config.log.trackers)
-    check_divides(plan.mesh, read_hf_config(config.model.path).to_dict())
+    check_divides(plan.mesh, read_hf_config(config.model.path).to_dict(), pp_layers=config.parallel.pp_layers)
     material = gather_material(config)
     check_space(plan, material)
     if world.rank == 0:

@@ -1,7 +1,8 @@
 """The engine: one `step` is one optimizer step, and its loss is the mean over the supervised tokens of the global batch."""
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -11,15 +12,17 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_finetune.data.batches import Batch, MicroBatch
-from ds_finetune.engine.experts import local_shape
+from ds_finetune.engine.experts import is_expert, local_shape
 from ds_finetune.engine.finite import FiniteProbe
 from ds_finetune.engine.groups import Groups
+from ds_finetune.engine.pipeline import is_copy, reduced_at_end, run_by_turns
 from ds_finetune.engine.processes import everyones
 from ds_finetune.engine.state import EngineState, persistent_buffers
 from ds_finetune.errors import RunError
 from ds_finetune.model.cuts import Cut
 from ds_finetune.model.experts import ExpertGroup
 from ds_finetune.model.loss import TokenLoss
+from ds_finetune.model.stages import StageGroup
 from ds_finetune.model.tensor import TensorGroup
 from ds_finetune.plan.layout import Plan
 
@@ -65,10 +68,12 @@ class Engine:
     def __init__(self, wrapped: Any, plan: Plan, groups: Groups) -> None:  # noqa: ANN401 - a DeepSpeedEngine
         self.plan = plan
         self._groups = groups
+        self._stage = groups.stage
         self._cut = Cut.of(plan.mesh)
         self._ds = wrapped
         self._device = torch.device(wrapped.device)
         self._probe = FiniteProbe(_named(wrapped.module))
+        self._specs = [self._own_specs()] if self._stage is None else self._stage.everyones(self._own_specs())
 
     @property
     def lm(self) -> nn.Module:
@@ -93,14 +98,8 @@ class Engine:
             group["lr"] = lr
         # DeepSpeed divides by its ranks in its reducers (zero/stage_1_and_2.py, engine.allreduce_bucket in 0.19.8); our loss is a mean already.
         scale = self.plan.zero_ranks / max(supervised, 1)
-        sums = torch.zeros(2, dtype=torch.float64, device=self._device)
         self._probe.reset()
-        for index, micro in enumerate(batch.micro, start=1):
-            loss = self._forward(micro)
-            self._ds.backward(loss.loss_sum * scale, scale_wrt_gas=False)
-            sums += torch.stack([loss.loss_sum.detach().double(), loss.num_correct.double()])
-            if index < len(batch.micro):
-                self._ds.step()
+        sums = self._passes(batch, scale) if self._stage is None else self._pipelined(batch, scale, self._stage)
         loss_sum, correct, bad = self._sum_over_ranks(*sums.tolist(), float(self._probe.is_bad()), copies=self.plan.mesh.tp)
         grad_norm, skipped = self._apply(bad > 0)
         return StepResult(
@@ -125,9 +124,10 @@ class Engine:
                 if is_over():
                     return None
                 for micro in batch.micro:
-                    loss = self._forward(micro)
-                    sums[:2] += torch.stack([loss.loss_sum.double(), loss.num_correct.double()])
-                sums[2] += batch.num_supervised_tokens / self.plan.mesh.sp
+                    out = self._forward(micro)
+                    if isinstance(out, TokenLoss):
+                        sums[:2] += _counted(out)
+                sums[2] += batch.num_supervised_tokens / (self.plan.mesh.sp * self.plan.mesh.pp)
         loss_sum, correct, supervised = self._sum_over_ranks(*sums.tolist(), copies=self.plan.mesh.tp)
         return EvalResult(loss_sum / max(supervised, 1), correct / max(supervised, 1), int(supervised))
 
@@ -150,36 +150,68 @@ class Engine:
 
         One parameter is gathered at a time; every rank must run the iterator to its end.
         """
-        for name, param in _named(self._ds.module):
-            with self._gathered(param):
-                whole = self._joined(name, param.detach())
-                yield name, whole.cpu() if self.is_rank_zero else None
-        for name, buffer in persistent_buffers(self._ds.module):
-            yield name, buffer.detach().cpu() if self.is_rank_zero else None
+        here = dict(_named(self._ds.module)) | dict(persistent_buffers(self._ds.module))
+        for stage, specs in enumerate(self._specs):
+            held = here if stage == self.plan.mesh.place("pp") else {}
+            for name, spec in specs.items():
+                with self._gathered(held.get(name)):
+                    whole = self.joined(name, held[name].detach()) if name in held else None
+                    yield name, self._on_rank_zero(whole, spec, stage)
 
     def tensor_specs(self) -> dict[str, torch.Tensor]:
         """Shape and dtype of what `tensors` yields, in its order, as tensors on the meta device; nothing is gathered."""
-        shapes = {name: self._cut.window(name, local_shape(param)).shape for name, param in _named(self._ds.module)}
-        specs = {name: torch.empty(shapes[name], dtype=param.dtype, device="meta") for name, param in _named(self._ds.module)}
-        return specs | {name: buffer.to("meta") for name, buffer in persistent_buffers(self._ds.module)}
+        return {name: spec for specs in self._specs for name, spec in specs.items()}
 
-    def _forward(self, micro: MicroBatch) -> TokenLoss:
+    def _forward(self, micro: MicroBatch) -> TokenLoss | torch.Tensor:
+        """The loss, or hidden states from a stage before the last."""
         sequence = self._ds.module.sequence
         rows = (micro.input_ids, micro.position_ids, micro.labels)
         parts = ((sequence.shard(part) if sequence else part).to(self._device, non_blocking=True) for part in rows)
-        return TokenLoss(*self._ds(*parts, micro.documents))
+        out: TokenLoss | torch.Tensor = self._ds(*parts, micro.documents)
+        return out
+
+    def _passes(self, batch: Batch, scale: float) -> torch.Tensor:
+        """Forward and backward of every micro-batch; returns summed loss and right predictions of this rank, fp64 [2]."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self._device)
+        for index, micro in enumerate(batch.micro, start=1):
+            loss = self._forward(micro)
+            assert isinstance(loss, TokenLoss)
+            self._ds.backward(loss.loss_sum * scale, scale_wrt_gas=False)
+            sums += _counted(loss)
+            if index < len(batch.micro):
+                self._ds.step()
+        return sums
+
+    def _pipelined(self, batch: Batch, scale: float, stage: StageGroup) -> torch.Tensor:
+        """The same of a pipeline stage, whose sums are zeros before the last."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self._device)
+
+        def forward(micro: MicroBatch) -> torch.Tensor:
+            out = self._forward(micro)
+            if not isinstance(out, TokenLoss):
+                return out
+            sums.add_(_counted(out))
+            return out.loss_sum * scale
+
+        with reduced_at_end(self._ds, zero_stage=self.plan.zero_stage):
+            run_by_turns(stage, batch.micro, forward, lambda scalar: self._ds.backward(scalar, scale_wrt_gas=False))
+            if self._is_tied:
+                stage.add_other_end(self._ds.module.lm.get_input_embeddings().weight.grad)
+        return sums
 
     def _apply(self, has_bad_gradient: bool) -> tuple[float, bool]:
         """Take the optimizer step of a whole batch; returns the gradient norm before clipping and whether the step was skipped."""
         if self._is_plain:
-            norm = self._plain_norm()
-            if has_bad_gradient or not math.isfinite(norm):
+            params = [param for param in self._ds.module.parameters() if param.grad is not None]
+            norm = self._plain_norm(params)
+            is_skipped = has_bad_gradient or not math.isfinite(norm)
+            if is_skipped:
                 # DeepSpeed 0.19.8 applies NaN at stage 0 in fp32; parameters without a gradient are left alone by torch's optimizers.
                 self._ds.zero_grad()
-                self._ds.step()
-                return norm, True
+            elif self.plan.config.train.max_grad_norm:
+                torch.nn.utils.clip_grads_with_norm_(params, self.plan.config.train.max_grad_norm, torch.tensor(norm, device=self._device))
             self._ds.step()
-            return norm, False
+            return norm, is_skipped
         skipped_before = self._ds.skipped_steps
         self._ds.step()
         skipped = self._ds.skipped_steps > skipped_before
@@ -189,17 +221,27 @@ class Engine:
         return float("nan") if norm is None else float(norm), skipped
 
     @property
+    def _is_tied(self) -> bool:
+        """Whether this stage holds an embedding whose weight is the head's as well."""
+        stage = self._stage
+        return stage is not None and (stage.is_first or stage.is_last) and bool(self._ds.module.config.tie_word_embeddings)
+
+    @property
     def _is_plain(self) -> bool:
         return self.plan.zero_stage == 0 and self.plan.config.train.precision == "fp32"
 
-    def _plain_norm(self) -> float:
-        params = [param for param in self._ds.module.parameters() if param.grad is not None]
-        tensor = self._groups.tensor
-        if tensor is None:
-            return float(torch.nn.utils.get_total_norm([param.grad for param in params]))
-        cut, whole = ([param.grad for param in params if param.model_parallel == is_cut] for is_cut in (True, False))
-        squares = tensor.total(torch.nn.utils.get_total_norm(cut) ** 2)
-        return float((squares + torch.nn.utils.get_total_norm(whole) ** 2).sqrt())
+    def _plain_norm(self, params: Sequence[nn.Parameter]) -> float:
+        """Norm of the whole gradient, of which this rank has parts along every axis but the data's."""
+        tensor, experts, stage = self._groups.tensor, self._groups.experts, self._stage
+        square = torch.zeros((), device=self._device)
+        for has_cut, has_experts in itertools.product((False, True), repeat=2):
+            kind = [param.grad for param in params if not is_copy(param) and (_is_cut(param), is_expert(param)) == (has_cut, has_experts)]
+            part = torch.nn.utils.get_total_norm([grad for grad in kind if grad is not None]).to(self._device) ** 2
+            for group, is_shared_out in ((tensor, has_cut), (experts, has_experts), (stage, True)):
+                if group is not None and is_shared_out:
+                    dist.all_reduce(part, group=group.group)
+            square += part
+        return float(square.sqrt())
 
     def _culprit(self) -> str:
         named = [f"{name} on rank {rank}" for rank, name in enumerate(everyones(self._probe.first_bad())) if name]
@@ -240,25 +282,51 @@ class Engine:
         """Whether a forward waits for other ranks, which must then do as many: parameters gathered, or experts elsewhere."""
         return (self.plan.zero_stage == 3 and self.plan.zero_ranks > 1) or self.plan.mesh.ep > 1
 
-    def _joined(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """The whole parameter on rank zero's CPU from the parts of it; something else on other ranks, of which those that hold parts take part."""
+    def _own_specs(self) -> dict[str, torch.Tensor]:
+        found = {}
+        for name, param in _named(self._ds.module):
+            if not is_copy(param):
+                found[name] = torch.empty(self._cut.window(name, local_shape(param)).shape, dtype=param.dtype, device="meta")
+        return found | {name: buffer.to("meta") for name, buffer in persistent_buffers(self._ds.module)}
+
+    def joined(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """The whole of a tensor cut as parameter `name` is, on the stage's first rank; something else on other ranks, of which some take part."""
         window = self._cut.window(name, tuple(part.shape))
         box = part.reshape(window.local)
         mesh = self.plan.mesh
-        if mesh.rank not in mesh.parts_of_rank_zero():
+        if mesh.rank not in mesh.parts_of_leader():
             return box
         if self._groups.tensor is not None and window.dim is not None:
             box = _side_by_side(box, self._groups.tensor, dim=window.dim)
         if self._groups.experts is not None and window.is_shared_out and mesh.place("tp") == 0:
             box = _side_by_side(box, self._groups.experts, dim=0)
-        return box.reshape(window.shape) if self.is_rank_zero else box
+        return box.reshape(window.shape) if mesh.rank == mesh.leader else box
 
-    def _gathered(self, param: nn.Parameter) -> Any:  # noqa: ANN401 - a context manager of DeepSpeed
+    def _on_rank_zero(self, whole: torch.Tensor | None, spec: torch.Tensor, stage: int) -> torch.Tensor | None:
+        """The whole tensor that stage number `stage` has, on rank zero's CPU; None elsewhere."""
+        mesh = self.plan.mesh
+        if self._stage is not None and stage and mesh.rank == mesh.leader:
+            if mesh.place("pp") == stage:
+                assert whole is not None
+                self._stage.send(whole.to(self._device), to=0)
+            elif self.is_rank_zero:
+                whole = self._stage.receive(torch.empty_like(spec, device=self._device), source=stage)
+        return whole.cpu() if self.is_rank_zero and whole is not None else None
+
+    def _gathered(self, param: torch.Tensor | None) -> Any:  # noqa: ANN401 - a context manager of DeepSpeed
         if not hasattr(param, "ds_id"):
             return nullcontext()
         import deepspeed
 
         return deepspeed.zero.GatheredParameters([param])
+
+
+def _is_cut(param: nn.Parameter) -> bool:
+    return bool(param.model_parallel)  # type: ignore[attr-defined]
+
+
+def _counted(loss: TokenLoss) -> torch.Tensor:
+    return torch.stack([loss.loss_sum.detach().double(), loss.num_correct.double()])
 
 
 def _side_by_side(part: torch.Tensor, held: TensorGroup | ExpertGroup, *, dim: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from ds_finetune.engine.processes import COLLECTIVE_TIMEOUT
 from ds_finetune.model.experts import ExpertGroup
 from ds_finetune.model.sequence import SequenceGroup
+from ds_finetune.model.stages import StageGroup
 from ds_finetune.model.tensor import TensorGroup
 from ds_finetune.plan.mesh import Axis, Mesh
 
@@ -16,9 +17,9 @@ from ds_finetune.plan.mesh import Axis, Mesh
 class ModelParallel:
     """What DeepSpeed asks a model parallel unit (`mpu`) for: who holds other parts of the model, and who the same."""
 
-    def __init__(self, mesh: Mesh, tensor: TensorGroup) -> None:
+    def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._model, self._data = tensor.group, _line(mesh, "dp", "sp")
+        self._model, self._data = _line(mesh, "pp", "tp"), _line(mesh, "dp", "sp")
 
     def close(self) -> None:
         """Let go of the process groups, whatever still refers to this; DeepSpeed 0.19.8 keeps the last unit (utils/groups.py:50)."""
@@ -32,12 +33,12 @@ class ModelParallel:
         return self._model
 
     def get_model_parallel_rank(self) -> int:
-        """This rank's part of the model."""
+        """This rank's part of its stage: parameters that are not cut are counted by those whose part is 0."""
         return self._mesh.place("tp")
 
     def get_model_parallel_world_size(self) -> int:
-        """Parts of the model."""
-        return self._mesh.tp
+        """Parts of the model, of all stages."""
+        return self._mesh.pp * self._mesh.tp
 
     def get_data_parallel_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold the same part of the model."""
@@ -56,6 +57,7 @@ class ModelParallel:
 class Groups:
     """The groups this rank is in; None along an axis of one rank. `same_experts` is known to DeepSpeed by `expert_name`."""
 
+    stage: StageGroup | None
     sequence: SequenceGroup | None
     tensor: TensorGroup | None
     experts: ExpertGroup | None
@@ -76,19 +78,19 @@ class Groups:
 @contextmanager
 def open_groups(mesh: Mesh) -> Iterator[Groups]:
     """Make the groups of `mesh`, collectively, and let go of them at the end: DeepSpeed 0.19.8 keeps a model under ZeRO-3 past `destroy`."""
-    tensor = TensorGroup(_line(mesh, "tp"), mesh.tp, mesh.place("tp")) if mesh.tp > 1 else None
     groups = Groups(
+        stage=StageGroup(_line(mesh, "pp"), mesh.pp, mesh.place("pp")) if mesh.pp > 1 else None,
         sequence=SequenceGroup(_line(mesh, "sp"), mesh.sp, mesh.place("sp")) if mesh.sp > 1 else None,
-        tensor=tensor,
+        tensor=TensorGroup(_line(mesh, "tp"), mesh.tp, mesh.place("tp")) if mesh.tp > 1 else None,
         experts=ExpertGroup(_own(mesh.rank, mesh.expert_lines()), mesh.ep, mesh.expert_place) if mesh.ep > 1 else None,
-        mpu=ModelParallel(mesh, tensor) if tensor else None,
+        mpu=ModelParallel(mesh) if mesh.tp * mesh.pp > 1 else None,
         same_experts=_own(mesh.rank, mesh.same_expert_lines()) if mesh.ep > 1 else None,
     )
     _tell_deepspeed(groups, mesh)
     try:
         yield groups
     finally:
-        for part in (groups.sequence, groups.tensor, groups.experts, groups.mpu):
+        for part in (groups.stage, groups.sequence, groups.tensor, groups.experts, groups.mpu):
             if part is not None:
                 part.close()
 

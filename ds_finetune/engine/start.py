@@ -14,12 +14,14 @@ from ds_finetune.engine.experts import experts_marker, local_shape, parameter_gr
 from ds_finetune.engine.fragments import partition
 from ds_finetune.engine.groups import Groups, open_groups
 from ds_finetune.engine.nvme import check_buffers, check_nvme
+from ds_finetune.engine.pipeline import mark_copy
 from ds_finetune.model.build import Where, build_skeleton, model_class, resolve_folder, whole
 from ds_finetune.model.cross_entropy import KERNELS, chunked_cross_entropy
 from ds_finetune.model.cuts import Cut
 from ds_finetune.model.experts import fewer_experts, install_expert_parallel
 from ds_finetune.model.families import family_of
 from ds_finetune.model.loss import TrainedModel, install_loss_head
+from ds_finetune.model.stages import install_stage, is_copy_of_tied, only_layers, stages_of, without_memory
 from ds_finetune.model.tensor import install_tensor_parallel, local_config
 from ds_finetune.model.weights import clear_weights, initialise_weights, load_weights
 from ds_finetune.plan.layout import Plan
@@ -41,7 +43,7 @@ def start_engine(plan: Plan, hf_config: PretrainedConfig, *, has_weights: bool =
     check_nvme(plan)
     check_buffers(plan, local_config(hf_config, plan.mesh.tp))
     with open_groups(plan.mesh) as groups:
-        model = TrainedModel(_built(plan, hf_config, groups, has_weights=has_weights), groups.sequence)
+        model = TrainedModel(_built(plan, hf_config, groups, has_weights=has_weights), groups.sequence, groups.stage)
         if groups.experts is not None and plan.zero_stage < 3:
             model.has_experts = experts_marker(groups.experts.size)
         wrapped, optimizer, _, _ = deepspeed.initialize(
@@ -56,8 +58,9 @@ def start_engine(plan: Plan, hf_config: PretrainedConfig, *, has_weights: bool =
 
 
 def _built(plan: Plan, hf_config: PretrainedConfig, groups: Groups, *, has_weights: bool) -> PreTrainedModel:
-    model, stage3 = plan.config.model, plan.zero_stage == 3
-    with fewer_experts(model_class(hf_config), family_of(hf_config.model_type), parts=plan.mesh.ep, tag=partial(tag_expert, groups=groups)):
+    model, stage3, kind = plan.config.model, plan.zero_stage == 3, model_class(hf_config)
+    few = fewer_experts(kind, family_of(hf_config.model_type), parts=plan.mesh.ep, tag=partial(tag_expert, groups=groups))
+    with few, only_layers(kind, stages_of(hf_config, plan.config.parallel)[plan.mesh.place("pp")]):
         lm = build_skeleton(
             local_config(hf_config, plan.mesh.tp),
             attention=model.attention,
@@ -66,6 +69,8 @@ def _built(plan: Plan, hf_config: PretrainedConfig, groups: Groups, *, has_weigh
             init_context=_partitioned(plan, groups) if stage3 else nullcontext(),
         )
     kernel = KERNELS[plan.loss_kernel]
+    if groups.stage is not None:
+        install_stage(lm, groups.stage, vocabulary=hf_config.vocab_size)
     if groups.tensor is not None:
         pad = hf_config.pad_token_id
         # As nn.Embedding takes a negative one.
@@ -73,14 +78,17 @@ def _built(plan: Plan, hf_config: PretrainedConfig, groups: Groups, *, has_weigh
         kernel = partial(chunked_cross_entropy, tensor=groups.tensor)
     if groups.experts is not None:
         install_expert_parallel(lm, groups.experts)
-    _fill(lm, plan, where=partition if stage3 else whole, has_weights=has_weights)
-    install_loss_head(lm, kernel=kernel, tensor=groups.tensor)
+    _fill(lm, plan, hf_config, where=partition if stage3 else whole, has_weights=has_weights)
+    if groups.stage is not None and is_copy_of_tied(lm, groups.stage):
+        mark_copy(lm.get_input_embeddings().weight)
+    if groups.stage is None or groups.stage.is_last:
+        install_loss_head(lm, kernel=kernel, tensor=groups.tensor, stage=groups.stage)
     if plan.config.train.activation_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     return lm
 
 
-def _fill(lm: PreTrainedModel, plan: Plan, *, where: Where, has_weights: bool) -> None:
+def _fill(lm: PreTrainedModel, plan: Plan, hf_config: PretrainedConfig, *, where: Where, has_weights: bool) -> None:
     model, cut = plan.config.model, Cut.of(plan.mesh)
     for name, param in lm.named_parameters():
         # DeepSpeed 0.19.8 counts other parameters once in norms (runtime/utils.py:134).
@@ -90,7 +98,8 @@ def _fill(lm: PreTrainedModel, plan: Plan, *, where: Where, has_weights: bool) -
     elif model.weights == "random":
         initialise_weights(lm, seed=plan.config.train.seed, where=where, cut=cut)
     else:
-        load_weights(lm, resolve_folder(model.path), family=family_of(lm.config.model_type), where=where, cut=cut)
+        skeleton = without_memory(hf_config) if plan.mesh.pp > 1 else None
+        load_weights(lm, resolve_folder(model.path), family=family_of(lm.config.model_type), where=where, cut=cut, skeleton=skeleton)
 
 
 @contextmanager

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from ds_finetune.engine.masters import Master, Part, masters_of
+from ds_finetune.engine.pipeline import is_copy
+from ds_finetune.engine.processes import everyones
 from ds_finetune.model.cuts import Cut, model_shape
 from ds_finetune.plan.layout import Plan
 
@@ -57,6 +59,7 @@ class EngineState:
         self._ds, self._plan = wrapped, plan
         self._cut = Cut.of(plan.mesh)
         self._masters = masters_of(wrapped, plan)
+        self._copies = {name.removeprefix("lm.") for name, param in wrapped.module.named_parameters() if is_copy(param)}
         self._is_plain = plan.zero_stage == 0 and plan.config.train.precision == "fp32"
         self._is_fp16 = plan.config.train.precision == "fp16"
         # With a ratio of offload below 1 part of the sub-groups have a second optimizer (zero/stage3.py:1253).
@@ -73,11 +76,16 @@ class EngineState:
             torch.cuda.synchronize()
         swapped = [[master] for master in self._masters if master.is_swapped]
         here = [master for master in self._masters if not master.is_swapped]
-        return [self._group(masters, restoring) for masters in [here, *swapped] if masters] + [_buffers(self._ds.module)]
+        return [self._group(masters, restoring) for masters in [here, *swapped] if masters] + [self._buffers(restoring)]
 
     def scalars(self) -> dict[str, Any]:
-        """Optimizer steps taken (`steps`; at stage 0 `steps_of` parameters that took fewer) and the loss scale, as plain numbers."""
+        """Optimizer steps taken (`steps`; at stage 0 `steps_of` parameters that took fewer) and the loss scale, as plain numbers.
+
+        Collective with pipeline stages, of which each knows its own parameters.
+        """
         found = {part.name: self._steps(master) for master in self._masters for part in master.parts}
+        if self._plan.mesh.pp > 1:
+            found = {name: steps for others in everyones(found) for name, steps in others.items()}
         common = max(found.values(), default=0)
         return {
             "steps": common,
@@ -150,7 +158,7 @@ class EngineState:
 
     def _slice(self, key: str, part: Part, dtype: torch.dtype) -> Slice:
         window = self._cut.window(part.name, part.shape)
-        is_replicated = self._plan.zero_stage == 0 and window.local == window.whole
+        is_replicated = self._plan.zero_stage == 0 and window.local == window.whole and self._plan.mesh.pp == 1
         return Slice(key, window.whole, part.start, part.numel, dtype, is_replicated, window.origin, window.local)
 
     def _is_saved_here(self, part: Slice) -> bool:
@@ -158,10 +166,21 @@ class EngineState:
         mesh = self._plan.mesh
         if part.is_replicated:
             return True
+        if part.key.partition("/")[2] in self._copies:
+            return False
         is_cut = self._cut.window(part.key.partition("/")[2], model_shape(part.local_shape or part.shape)).dim is not None
         if mesh.place("tp") and not is_cut:
             return False
         return self._plan.zero_stage > 0 or (mesh.place("dp") * mesh.sp + mesh.place("sp")) < mesh.ep
+
+    def _buffers(self, restoring: bool) -> StateGroup:
+        mesh, found = self._plan.mesh, dict(persistent_buffers(self._ds.module))
+        is_saved = restoring or mesh.pp == 1 or mesh.rank == mesh.leader
+        slices = [
+            Slice(f"{BUFFER}/{name}", tuple(buffer.shape), 0, buffer.numel(), buffer.dtype, is_replicated=mesh.pp == 1)
+            for name, buffer in (found if is_saved else {}).items()
+        ]
+        return StateGroup(tuple(slices), lambda write: nullcontext(lambda key: found[key.partition("/")[2]].detach().view(-1)))
 
     @contextmanager
     def _opened(self, masters: Sequence[Master], read: Read, write: bool) -> Iterator[Read]:
@@ -259,13 +278,6 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         owner, _, leaf = name.rpartition(".")
         if leaf not in module.get_submodule(owner)._non_persistent_buffers_set:
             yield name.removeprefix("lm."), buffer
-
-
-def _buffers(module: nn.Module) -> StateGroup:
-    tensors = {f"{BUFFER}/{name}": buffer.detach().view(-1) for name, buffer in persistent_buffers(module)}
-    shapes = {f"{BUFFER}/{name}": tuple(buffer.shape) for name, buffer in persistent_buffers(module)}
-    slices = [Slice(key, shapes[key], 0, held.numel(), held.dtype, is_replicated=True) for key, held in tensors.items()]
-    return StateGroup(tuple(slices), lambda write: nullcontext(tensors.__getitem__))
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.model.attention import BY_DOCUMENT, Documents
 from ds_finetune.model.cross_entropy import Kernel, Wants, chunked_cross_entropy
 from ds_finetune.model.sequence import SequenceGroup
+from ds_finetune.model.stages import StageGroup
 from ds_finetune.model.tensor import TensorGroup, copy_in
 
 
@@ -64,6 +65,7 @@ class LossHead(nn.Linear):
 
     kernel: Kernel = staticmethod(chunked_cross_entropy)
     tensor: TensorGroup | None = None
+    stage: StageGroup | None = None
 
     def forward(self, hidden: torch.Tensor, labels: torch.Tensor | None = None) -> Any:  # noqa: ANN401 - logits or TokenLoss
         """`hidden` [..., width] -> logits [..., vocabulary]; with `labels` [...] (already shifted, int64) -> TokenLoss.
@@ -73,7 +75,8 @@ class LossHead(nn.Linear):
         """
         if labels is None:
             logits = super().forward(hidden)
-            return logits if self.tensor is None else self.tensor.side_by_side(logits)
+            logits = logits if self.tensor is None else self.tensor.side_by_side(logits)
+            return logits if self.stage is None else self.stage.from_last(logits)
         places = (labels.reshape(-1) != IGNORE_INDEX).nonzero().squeeze(1)
         part = hidden.reshape(-1, hidden.shape[-1]).index_select(0, places)
         part = part if self.tensor is None else copy_in(part, self.tensor)
@@ -83,27 +86,31 @@ class LossHead(nn.Linear):
         return TokenLoss(*_CrossEntropy.apply(part, self.weight, self.bias, targets, self.kernel, wants))
 
 
-def install_loss_head(lm: PreTrainedModel, *, kernel: Kernel = chunked_cross_entropy, tensor: TensorGroup | None = None) -> LossHead:
+def install_loss_head(
+    lm: PreTrainedModel, *, kernel: Kernel = chunked_cross_entropy, tensor: TensorGroup | None = None, stage: StageGroup | None = None
+) -> LossHead:
     """Turn the head of `lm` into a LossHead in place: same module, same parameters, same name.
 
-    With a `tensor` group it holds a part of the vocabulary, and `kernel` must know.
+    With a `tensor` group it holds a part of the vocabulary, and `kernel` must know; with a `stage` it is the last one's, and
+    gives its logits to the others.
     """
     head = lm.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise ModelError(f"the head of {type(lm).__name__} is a {type(head).__name__}, not a Linear", hint="train a model with a plain head")
     head.__class__ = LossHead
     assert isinstance(head, LossHead)
-    head.kernel, head.tensor = kernel, tensor
+    head.kernel, head.tensor, head.stage = kernel, tensor, stage
     return head
 
 
 class TrainedModel(nn.Module):
-    """A causal LM whose forward is the loss; the Hugging Face model is `lm`."""
+    """A causal LM whose forward is the loss; the Hugging Face model is `lm`, or a stage of it."""
 
-    def __init__(self, lm: PreTrainedModel, sequence: SequenceGroup | None = None) -> None:
+    def __init__(self, lm: PreTrainedModel, sequence: SequenceGroup | None = None, stage: StageGroup | None = None) -> None:
         super().__init__()
         self.lm = lm
         self.sequence = sequence
+        self.has_head = stage is None or stage.is_last
 
     @property
     def config(self) -> Any:  # noqa: ANN401 - a PretrainedConfig
@@ -112,12 +119,14 @@ class TrainedModel(nn.Module):
 
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, labels: torch.Tensor, documents: tuple[Documents, ...] | None
-    ) -> TokenLoss:
+    ) -> TokenLoss | torch.Tensor:
         """Loss of rows [batch, tokens] (int64 each) whose documents have the lengths `documents`; None where a row is one.
 
-        With a sequence group these are this rank's tokens of the rows, and `documents` are of whole rows.
+        With a sequence group these are this rank's tokens of the rows, and `documents` are of whole rows. A stage before the
+        last gives hidden states.
         """
-        return self.lm.get_output_embeddings()(self.hidden(input_ids, position_ids, documents), labels)
+        hidden = self.hidden(input_ids, position_ids, documents)
+        return self.lm.get_output_embeddings()(hidden, labels) if self.has_head else hidden
 
     def hidden(self, input_ids: torch.Tensor, position_ids: torch.Tensor, documents: tuple[Documents, ...] | None) -> torch.Tensor:
         """Hidden states before the head, [batch, tokens, width].

@@ -14,6 +14,7 @@ from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ds_finetune.model.ranks import RankGroup
+from ds_finetune.model.stages import Received
 
 _ATTENTION, _MLP = "self_attn", "mlp"
 _CUT_NUMBERS = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size", "vocab_size")
@@ -131,9 +132,10 @@ def local_config(hf_config: PretrainedConfig, parts: int) -> PretrainedConfig:
 def install_tensor_parallel(lm: PreTrainedModel, tensor: TensorGroup, *, padding_idx: int | None) -> None:
     """Make the modules of a model built from `local_config` work together with those of the other ranks."""
     embedding = lm.get_input_embeddings()
-    assert type(embedding) is nn.Embedding, type(embedding)
-    embedding.padding_idx = padding_idx
-    _become(embedding, VocabularyEmbedding, tensor)
+    if not isinstance(embedding, Received):
+        assert type(embedding) is nn.Embedding, type(embedding)
+        embedding.padding_idx = padding_idx
+        _become(embedding, VocabularyEmbedding, tensor)
     for name, module in lm.named_modules():
         kind = name.rpartition(".")[2]
         if kind == _ATTENTION:

@@ -42,17 +42,21 @@ class _Target:
     pieces: tuple[Piece, ...]
 
 
-def load_weights(model: PreTrainedModel, folder: Path, *, family: Family, where: Where = whole, cut: Cut = WHOLE) -> LoadReport:
+def load_weights(  # noqa: PLR0913
+    model: PreTrainedModel, folder: Path, *, family: Family, where: Where = whole, cut: Cut = WHOLE, skeleton: PreTrainedModel | None = None
+) -> LoadReport:
     """Copy the safetensors of `folder` into the fragments of `model` that `where` names, a bounded piece at a time.
 
-    A model cut over tensor parallel ranks takes its part `cut` of each tensor, of which nothing else is read.
+    A model cut over tensor parallel ranks takes its part `cut` of each tensor, of which nothing else is read; for a pipeline
+    stage `skeleton` is the whole model, without memory, that the checkpoint has to fit.
 
     Keys and shapes are compared from the headers alone before anything is written; ModelError lists what is missing,
     unexpected or of another shape. Values are cast to the dtype of their target; a NaN or infinity is a ModelError.
     """
     with _Checkpoint(folder) as checkpoint:
         targets = list(_targets(model, family, where, cut))
-        skipped = _account(checkpoint, _wanted(model, family, where, cut), model, family)
+        wanted = _wanted(model, family, where, cut) if skeleton is None else _wanted(skeleton, family, whole, WHOLE)
+        skipped = _account(checkpoint, wanted, model, family)
         for target in targets:
             _fill(checkpoint, target, cut)
     return LoadReport(num_tensors=sum(len(t.pieces) for t in targets), skipped=tuple(skipped))

@@ -110,6 +110,9 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
         refuse_accelerate_contradictions(accelerate, config, finished)
     # Ranks that share rows are data parallel ranks to DeepSpeed (runtime/config.py, _batch_assertion), and the global batch so much larger.
     finished["train_batch_size"] = config.train.micro_batch_size * accumulation * mesh.dp * mesh.sp
+    if stage == 0 and config.train.precision == "fp32":
+        # The engine clips itself: DeepSpeed 0.19.8 counts copies of tied weights twice there (runtime/utils.py:393) and parts of experts apart.
+        finished["gradient_clipping"] = 0.0
     zero = finished["zero_optimization"]
     offloads = offload_device(zero, "offload_optimizer"), offload_device(zero, "offload_param")
     check_layout(mesh, config, stage=stage, offloads=offloads, tree=finished)

@@ -31,9 +31,12 @@ PROVEN = (
     Proven(frozenset({"sp"}), (0, 1, 2, 3)),
     Proven(frozenset({"tp"}), (0, 1, 2, 3)),
     Proven(frozenset({"sp", "tp"}), (0, 1, 2, 3)),
-    Proven(frozenset({"ep"}), (1, 2, 3), FUSED),
+    Proven(frozenset({"ep"}), (0, 1, 2, 3), FUSED),
     Proven(frozenset({"sp", "ep"}), (1, 2, 3), FUSED),
     Proven(frozenset({"tp", "ep"}), (1, 2, 3), FUSED),
+    Proven(frozenset({"pp"}), (0, 1)),
+    Proven(frozenset({"pp", "tp"}), (0, 1)),
+    Proven(frozenset({"pp", "sp"}), (0, 1)),
 )
 """Every row is a row of the parity tests."""
 _OPTIMIZERS = ("adam", "adamw")
@@ -57,7 +60,7 @@ def check_layout(mesh: Mesh, config: RunConfig, *, stage: int, offloads: Sequenc
     rows = [row for row in PROVEN if row.axes == axes]
     if not any(stage in row.stages for row in rows):
         raise ConfigError(f"parallel {mesh} with zero stage {stage} is not proven", hint=f"nearest: {_nearest(axes, stage)}")
-    if mesh.tp > 1 and stage == 0 and config.train.precision != "fp32":
+    if mesh.tp * mesh.pp > 1 and stage == 0 and config.train.precision != "fp32":
         # DeepSpeed 0.19.8 takes the norm of a rank's own part there (fp16/unfused_optimizer.py): 0.78 of the whole on the tiny DeepSeek-V3.
         raise ConfigError(f"parallel {mesh} with zero stage 0 in {config.train.precision} clips by a wrong norm", hint="use zero stage 1, or fp32")
     for what, way_out in chain(_unproven(mesh, config, offloads), _unproven_options(tree or {})):
@@ -77,7 +80,7 @@ def _unproven(mesh: Mesh, config: RunConfig, offloads: Sequence[str]) -> Iterato
         yield "offload to nvme", "offload to cpu"
     if config.optim.name.lower() not in _OPTIMIZERS:
         yield f"optim.name {config.optim.name}", "use AdamW"
-    if (mesh.tp > 1 or mesh.ep > 1) and config.checkpoint.node_local:
+    if mesh.pp * mesh.tp * mesh.ep > 1 and config.checkpoint.node_local:
         yield "checkpoint.node_local", "save to a folder that all hosts share"
 
 
@@ -107,9 +110,10 @@ def _nearest(axes: frozenset[str], stage: int) -> str:
     return f"{' and '.join(f'parallel.{axis}' for axis in sorted(row.axes))} with zero stage {', '.join(map(str, row.stages))}"
 
 
-def check_divides(mesh: Mesh, model: Mapping[str, Any]) -> None:
+def check_divides(mesh: Mesh, model: Mapping[str, Any], *, pp_layers: Sequence[int] = ()) -> None:
     """ConfigError where a size does not divide what it is to share out of the model whose config.json is given, naming the sizes that do."""
     axes = _axes(mesh)
+    _check_stages(mesh.pp, int(model["num_hidden_layers"]), pp_layers)
     if not axes:
         return
     kind = str(model.get("model_type"))
@@ -128,6 +132,16 @@ def check_divides(mesh: Mesh, model: Mapping[str, Any]) -> None:
         if number % size:
             legal = ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
             raise ConfigError(f"parallel.{axis} {size} does not divide the {number} {what} of the model", hint=f"set it to one of {legal}")
+
+
+def _check_stages(stages: int, layers: int, given: Sequence[int]) -> None:
+    if stages > layers:
+        raise ConfigError(f"parallel.pp {stages} is more than the {layers} layers of the model", hint=f"set it to {layers} at most")
+    if given and (len(given) != stages or sum(given) != layers or min(given) < 1):
+        raise ConfigError(
+            f"parallel.pp_layers {list(given)} does not share out {layers} layers over {stages} stages",
+            hint=f"name {stages} numbers of at least 1 whose sum is {layers}, or leave it out",
+        )
 
 
 def _shared_out(mesh: Mesh, model: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:

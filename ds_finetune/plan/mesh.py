@@ -16,7 +16,7 @@ AXES: tuple[Axis, ...] = get_args(Axis)
 class Mesh:
     """Sizes of pipeline, data, sequence and tensor parallelism; ranks are numbered row-major over `AXES`.
 
-    Ranks that differ in `sp` or `tp` alone work on the same rows: parts of the rows, or parts of the model. Of the dp x sp
+    Ranks that differ in `pp`, `sp` or `tp` alone work on the same rows: parts of the rows, or parts of the model. Of the dp x sp
     ranks that would hold the same experts each `ep` in a row share them out.
     """
 
@@ -66,9 +66,14 @@ class Mesh:
             found.setdefault((self.place("pp", line[0]), line[0] // self.tp), []).extend(line)
         return [sorted(ranks) for ranks in found.values()]
 
-    def parts_of_rank_zero(self) -> list[int]:
-        """Ranks that with rank zero hold every part of the model and of its experts once."""
-        return next(line for line in self.expert_part_lines() if 0 in line)
+    @property
+    def leader(self) -> int:
+        """The first rank of this rank's pipeline stage."""
+        return self.place("pp") * self.dp * self.sp * self.tp
+
+    def parts_of_leader(self) -> list[int]:
+        """Ranks that with the leader hold every part of the stage and of its experts once."""
+        return next(line for line in self.expert_part_lines() if self.leader in line)
 
     def same_expert_lines(self) -> list[list[int]]:
         """Groups of ranks that hold the same experts; every rank is in one."""

@@ -42,6 +42,7 @@ class Cell:
     checkpointing: bool = False
     optimizer: str = "AdamW"
     weight_decay: float = 0.0
+    pp: int = 1
     sp: int = 1
     tp: int = 1
     ep: int = 1
@@ -49,12 +50,12 @@ class Cell:
     @property
     def layout(self) -> str:
         """Axes beside data parallelism."""
-        return " x ".join(f"{axis} {getattr(self, axis)}" for axis in ("sp", "tp", "ep") if getattr(self, axis) > 1) or "dp"
+        return " x ".join(f"{axis} {getattr(self, axis)}" for axis in ("pp", "sp", "tp", "ep") if getattr(self, axis) > 1) or "dp"
 
     @property
     def sharing(self) -> int:
         """Ranks that work on the same rows."""
-        return self.sp * self.tp
+        return self.pp * self.sp * self.tp
 
     @property
     def name(self) -> str:
@@ -109,7 +110,7 @@ def run_tree(cell: Cell, model: Path, out: Path, *, dp: int) -> dict[str, Any]:
         "model": str(model),
         "data": {"train": "none.jsonl", "packing": cell.packing, "shuffle": False},
         "deepspeed": {"zero_optimization": zero},
-        "parallel": {"sp": cell.sp, "tp": cell.tp, "ep": cell.ep},
+        "parallel": {"pp": cell.pp, "sp": cell.sp, "tp": cell.tp, "ep": cell.ep},
         "train": {
             "for": "1 steps",
             "global_batch_size": total,

@@ -37,12 +37,12 @@ def run_cells(cells: Sequence[Cell], models: Path, out: Path, *, worlds: Sequenc
             timeout=1500,
             check=False,
         )
-        assert done.returncode == 0, done.stderr[-4000:]
+        assert done.returncode == 0, done.stderr[-9000:]
 
 
 def is_for(cell: Cell, world: int) -> bool:
     """Whether a cell is run on `world` ranks; a start is repeated to catch races in reductions, which one rank has none of."""
-    return world % cell.sharing == 0 and world // cell.tp % cell.ep == 0 and (world > cell.sharing or cell.start == 0)
+    return world % cell.sharing == 0 and world // (cell.tp * cell.pp) % cell.ep == 0 and (world > cell.sharing or cell.start == 0)
 
 
 def found(cell: Cell, world: int, out: Path) -> dict[str, Any]:

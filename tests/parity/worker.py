@@ -4,6 +4,7 @@ Started by the tests as `torchrun --nproc-per-node N worker.py MODELS_DIR OUT_DI
 """
 
 import gc
+import itertools
 import json
 import os
 import sys
@@ -15,7 +16,7 @@ import torch
 from ds_finetune.config import RunConfig
 from ds_finetune.data.batches import BatchPlan, training_batches
 from ds_finetune.engine.core import Engine
-from ds_finetune.engine.processes import choose_device, process_group
+from ds_finetune.engine.processes import choose_device, everyones, process_group
 from ds_finetune.engine.start import start_engine
 from ds_finetune.model.build import read_hf_config
 from ds_finetune.plan.layout import Plan, make_plan
@@ -85,9 +86,14 @@ def _gradients(engine: Engine) -> dict[str, torch.Tensor]:
     found = {}
     for name, param in engine._ds.module.named_parameters():
         moment = safe_get_full_optimizer_state(param, "exp_avg") if engine.plan.zero_stage else engine._ds.optimizer.state[param]["exp_avg"]
-        whole = engine._joined(name.removeprefix("lm."), moment.detach().float())
+        whole = engine.joined(name.removeprefix("lm."), moment.detach().float())
         found[name.removeprefix("lm.")] = whole.clone().cpu() / 0.1
-    return found
+    mesh = engine.plan.mesh
+    # Of the stages' first ranks; a weight on both ends of a pipeline has to have the same gradient there.
+    stages = everyones(found if mesh.rank == mesh.leader else {}) if mesh.pp > 1 else [found]
+    for earlier, later in itertools.combinations(stages, 2):
+        assert all(torch.equal(earlier[name], later[name]) for name in earlier.keys() & later.keys())
+    return {name: grad for stage in stages for name, grad in stage.items()}
 
 
 if __name__ == "__main__":
