@@ -25,10 +25,13 @@ def pairs(title: str, rows: Iterable[tuple[str, str]]) -> Table:
 
 def show_plan(plan: "Plan", material: "Material") -> None:
     """Print what was decided and what will be trained on; rank zero calls this before anything is loaded."""
+    from ds_finetune.model.stages import stages_of
+
     rows = plan.lines()
     shape = material.shape
     if shape is not None:
         rows.append(("parameters", f"{shape.total_params / 1e6:,.3f} M, {shape.active_params / 1e6:,.3f} M active per token"))
+    rows += plan.stage_lines(stages_of(material.hf_config, plan.config.parallel))
     rows.append(("data", material.train.summary()))
     OUT.print(pairs("plan", rows))
     if plan.config.model.weights == "random":

@@ -4,7 +4,9 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from rich.console import Group, RenderableType
@@ -19,6 +21,7 @@ from ds_finetune.model.build import build_skeleton, model_class, read_hf_config
 from ds_finetune.model.cuts import Cut
 from ds_finetune.model.experts import fewer_experts
 from ds_finetune.model.families import family_of
+from ds_finetune.model.stages import StageGroup, install_stage, only_layers, stages_of
 from ds_finetune.model.tensor import local_config
 from ds_finetune.plan.finish import MOMENTS
 from ds_finetune.plan.layout import Plan, make_plan
@@ -30,6 +33,7 @@ _GIB = 2**30
 _SHOWN_NODES = 4
 _MASTER_BYTES = 4
 _LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
+_IN_LAYER = re.compile(r"\.layers\.N\.")
 
 
 @dataclass(frozen=True)
@@ -62,21 +66,24 @@ def dry_run(config: RunConfig, *, gpus: int, gpus_per_node: int) -> RenderableTy
     hf_config = read_hf_config(config.model.path, files=("*.json",))
     token_spec(config, hf_config)
     check_divides(plan.mesh, hf_config.to_dict(), pp_layers=config.parallel.pp_layers)
-    held = held_tensors(plan, hf_config)
+    stages = stages_of(hf_config, config.parallel)
+    held = [held_tensors(plan, hf_config, stages, place) for place in range(plan.mesh.pp)]
     return Group(
-        _decisions(plan.lines() + _totals(plan, held)),
+        _decisions(plan.lines() + plan.stage_lines(stages) + _totals(plan, held)),
         _rank_map(plan.mesh, world.local_world_size),
-        _shapes(held, plan),
+        _shapes(_merged(held), plan),
         Text("DeepSpeed", style="bold"),
         Text(json.dumps(plan.deepspeed, indent=1)),
     )
 
 
-def held_tensors(plan: Plan, hf_config: PretrainedConfig) -> list[Held]:
-    """What rank 0 holds of the model, built without memory; other ranks hold as much."""
-    family, mesh = family_of(hf_config.model_type), plan.mesh
-    with fewer_experts(model_class(hf_config), family, parts=mesh.ep, tag=lambda _: None):
+def held_tensors(plan: Plan, hf_config: PretrainedConfig, stages: Sequence[range | None] = (None,), place: int = 0) -> list[Held]:
+    """What a rank of stage number `place` holds of the model, built without memory; the other ranks of the stage hold as much."""
+    family, mesh, kind = family_of(hf_config.model_type), plan.mesh, model_class(hf_config)
+    with fewer_experts(kind, family, parts=mesh.ep, tag=lambda _: None), only_layers(kind, stages[place]):
         lm = build_skeleton(local_config(hf_config, mesh.tp), attention=plan.config.model.attention, dtype=torch.bfloat16, device="meta")
+    if mesh.pp > 1:
+        install_stage(lm, StageGroup(None, mesh.pp, place), vocabulary=hf_config.vocab_size)
     cut = Cut.of(mesh)
     kinds: Counter[tuple[str, tuple[int, ...], tuple[int, ...], int]] = Counter()
     for name, param in lm.named_parameters():
@@ -84,6 +91,15 @@ def held_tensors(plan: Plan, hf_config: PretrainedConfig) -> list[Held]:
         sharers = plan.zero_ranks // (mesh.ep if window.is_shared_out else 1)
         kinds[_LAYER.sub("N", name), window.shape, tuple(param.shape), sharers] += 1
     return [Held(name, count, whole, local, sharers) for (name, whole, local, sharers), count in kinds.items()]
+
+
+def _merged(stages: Sequence[list[Held]]) -> list[Held]:
+    """The kinds of all stages, each once."""
+    found: dict[Held, int] = {}
+    for kind in chain.from_iterable(stages):
+        key = replace(kind, count=0)
+        found[key] = found.get(key, 0) + kind.count
+    return [replace(kind, count=count) for kind, count in found.items()]
 
 
 def state_bytes(plan: Plan, held: list[Held]) -> dict[str, int]:
@@ -108,11 +124,23 @@ def _decisions(rows: list[tuple[str, str]]) -> Table:
     return table
 
 
-def _totals(plan: Plan, held: list[Held]) -> list[tuple[str, str]]:
-    whole = sum(kind.count * math.prod(kind.whole) for kind in held)
+def _totals(plan: Plan, stages: Sequence[list[Held]]) -> list[tuple[str, str]]:
+    """Parameters of the model and of a rank, and the bytes of its state: of the stage that holds most."""
+    # A tied weight is on both ends of a pipeline and counts once.
+    whole = sum(kind.count * math.prod(kind.whole) for kind in _merged(stages)) - _copied(stages)
+    most = max(stages, key=lambda held: sum(kind.numel for kind in held))
     where = {"weights": plan.offload_param, "gradients": plan.offload_optimizer, "optimizer": plan.offload_optimizer}
-    parts = [f"{name} {size / _GIB:,.2f} GiB{'' if where[name] == 'none' else f' ({where[name]})'}" for name, size in state_bytes(plan, held).items()]
-    return [("parameters", f"{whole / 1e9:,.3f} B, {sum(kind.numel for kind in held) / 1e9:,.3f} B on a rank"), ("state of a rank", ", ".join(parts))]
+    parts = [f"{name} {size / _GIB:,.2f} GiB{'' if where[name] == 'none' else f' ({where[name]})'}" for name, size in state_bytes(plan, most).items()]
+    where_most = f" of stage {stages.index(most)}" if len(stages) > 1 else ""
+    return [
+        ("parameters", f"{whole / 1e9:,.3f} B, {sum(kind.numel for kind in most) / 1e9:,.3f} B on a rank{where_most}"),
+        (f"state of a rank{where_most}", ", ".join(parts)),
+    ]
+
+
+def _copied(stages: Sequence[list[Held]]) -> int:
+    ends = [{kind.name: math.prod(kind.whole) for kind in held if not _IN_LAYER.search(kind.name)} for held in stages]
+    return sum(size for name, size in ends[-1].items() if len(stages) > 1 and name in ends[0])
 
 
 def _rank_map(mesh: Mesh, per_node: int) -> Table:

@@ -23,6 +23,7 @@ from ds_finetune.loop import BEGINNING, Progress, run, training_steps
 from ds_finetune.material import Material, gather_material
 from ds_finetune.model.build import read_hf_config
 from ds_finetune.model.families import family_of
+from ds_finetune.model.stages import stages_of
 from ds_finetune.observers.checkpointing import Checkpointing, Kept
 from ds_finetune.observers.evaluation import BestAndPatience, Evaluation, matches
 from ds_finetune.observers.interrupts import Interrupts
@@ -63,7 +64,9 @@ def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
     refuse_missing_hostfile()
     plan = make_plan(config, world=world, device=choose_device(), accelerate=accelerate_choices(os.environ))
     check_trackers(config.log.trackers)
-    check_divides(plan.mesh, read_hf_config(config.model.path).to_dict(), pp_layers=config.parallel.pp_layers)
+    hf_config = read_hf_config(config.model.path)
+    check_divides(plan.mesh, hf_config.to_dict(), pp_layers=config.parallel.pp_layers)
+    stages_of(hf_config, config.parallel)
     material = gather_material(config)
     check_space(plan, material)
     if world.rank == 0:

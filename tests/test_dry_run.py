@@ -11,6 +11,7 @@ from ds_finetune.cli import main
 from ds_finetune.config import RunConfig
 from ds_finetune.dry_run import held_tensors, state_bytes
 from ds_finetune.model.build import read_hf_config
+from ds_finetune.model.stages import stages_of
 from ds_finetune.plan.layout import make_plan
 from ds_finetune.world import World
 
@@ -36,14 +37,20 @@ def _config(model: Path, parallel: dict[str, int], stage: int) -> RunConfig:
         ({"tp": 8}, 3, None),
         ({"ep": 32}, 3, 671_026_404_352 - 58 * 256 * 3 * 7168 * 2048 * 31 // 32),
         ({"tp": 4, "ep": 8}, 1, None),
+        ({"pp": 16, "ep": 8}, 1, None),
     ],
 )
 def test_every_parameter_of_deepseek_v3_is_somewhere(deepseek_v3: Path, parallel: dict[str, int], stage: int, on_a_rank: int | None) -> None:
     config = _config(deepseek_v3, parallel, stage)
     plan = make_plan(config, world=World(0, 256, 0, 8, "test"), device="cuda")
-    held = held_tensors(plan, read_hf_config(str(deepseek_v3)))
+    hf_config = read_hf_config(str(deepseek_v3))
+    stages = stages_of(hf_config, config.parallel)
+    by_stage = [held_tensors(plan, hf_config, stages, place) for place in range(len(stages))]
+    held = [kind for stage in by_stage for kind in stage]
     assert sum(kind.count * math.prod(kind.whole) for kind in held) == 671_026_404_352
-    everywhere = sum(kind.numel * plan.mesh.world_size / kind.sharers for kind in held)
+    everywhere = sum(kind.numel * plan.mesh.world_size / len(stages) / kind.sharers for kind in held)
+    largest, smallest = (choose(sum(kind.numel for kind in stage) for stage in by_stage) for choose in (max, min))
+    assert largest < 1.35 * smallest
     cut = sum(kind.count * math.prod(kind.whole) for kind in held if math.prod(kind.whole) != math.prod(kind.local))
     assert everywhere >= 671_026_404_352
     assert cut > 0 or not parallel

@@ -27,7 +27,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _run(tmp_path_factory.mktemp("alone"), ranks=1, deepspeed={"zero_optimization": {"stage": 0}})
 
 
-@pytest.mark.parametrize(("parallel", "stage"), [({"sp": 2}, 3), ({"tp": 2}, 2), ({"ep": 2}, 1)], ids=["sp", "tp", "ep"])
+@pytest.mark.parametrize(("parallel", "stage"), [({"sp": 2}, 3), ({"tp": 2}, 2), ({"ep": 2}, 1), ({"pp": 2}, 1)], ids=["sp", "tp", "ep", "pp"])
 def test_a_run_of_shared_rows_is_the_run_of_one_rank(alone: Path, tmp_path: Path, parallel: dict[str, int], stage: int) -> None:
     shared = _run(tmp_path, ranks=2, parallel=parallel, deepspeed={"zero_optimization": {"stage": stage}})
     ours, wanted = metrics(shared), metrics(alone)

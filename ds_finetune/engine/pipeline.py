@@ -80,7 +80,7 @@ def reduced_at_end(wrapped: Any, *, zero_stage: int) -> Iterator[None]:  # noqa:
 
 
 def mark_copy(param: nn.Parameter) -> None:
-    """Mark a parameter that another stage holds as well: norms and checkpoints leave it out (DeepSpeed 0.19.8, runtime/constants.py, PIPE_REPLICATED)."""
+    """Mark a parameter that another stage holds as well: norms (DeepSpeed 0.19.8, zero/stage_1_and_2.py:2680) and checkpoints leave it out."""
     param.ds_pipe_replicated = True  # type: ignore[attr-defined]
 
 

@@ -10,7 +10,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ds_finetune.engine.core import Engine
-from ds_finetune.engine.experts import experts_marker, local_shape, parameter_groups, tag_expert
+from ds_finetune.engine.experts import experts_marker, is_expert, local_shape, parameter_groups, tag_expert
 from ds_finetune.engine.fragments import partition
 from ds_finetune.engine.groups import Groups, open_groups
 from ds_finetune.engine.nvme import check_buffers, check_nvme
@@ -44,7 +44,7 @@ def start_engine(plan: Plan, hf_config: PretrainedConfig, *, has_weights: bool =
     check_buffers(plan, local_config(hf_config, plan.mesh.tp))
     with open_groups(plan.mesh) as groups:
         model = TrainedModel(_built(plan, hf_config, groups, has_weights=has_weights), groups.sequence, groups.stage)
-        if groups.experts is not None and plan.zero_stage < 3:
+        if groups.experts is not None and plan.zero_stage < 3 and any(is_expert(param) for param in model.parameters()):
             model.has_experts = experts_marker(groups.experts.size)
         wrapped, optimizer, _, _ = deepspeed.initialize(
             model=model, model_parameters=parameter_groups(model, plan, groups), config=plan.deepspeed, dist_init_required=False, mpu=groups.mpu

@@ -5,6 +5,7 @@ a pipeline read the same rows: positions, documents and labels are known on ever
 """
 
 import copy
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,10 +20,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ds_finetune.config import ParallelConfig
+from ds_finetune.errors import ConfigError
 from ds_finetune.model.build import build_skeleton
 from ds_finetune.model.ranks import RankGroup
 
 T = TypeVar("T")
+_EXPERTS = re.compile(r"mlp\.experts\.")
+"""Routed experts, by their names within a layer."""
 
 
 class StageGroup(RankGroup):
@@ -82,8 +86,9 @@ class Absent(nn.Module):
     def forward(self, hidden: torch.Tensor, *_: Any, past_key_values: Cache | None = None, **__: Any) -> torch.Tensor:  # noqa: ANN401
         """Hidden states as they are; a cache is told of the tokens, whose number it is asked for by its first layer."""
         if past_key_values is not None:
-            nothing = hidden.new_empty(hidden.shape[0], 1, hidden.shape[1], 0)
-            past_key_values.update(nothing, nothing, self.layer)
+            # One number a token: with none it would count as empty (transformers 5.23, cache_utils.py, get_seq_length).
+            token = hidden[:, None, :, :1]
+            past_key_values.update(token, token, self.layer)
         return hidden
 
 
@@ -153,17 +158,31 @@ def without_memory(hf_config: PretrainedConfig) -> PreTrainedModel:
 
 
 def stages_of(hf_config: PretrainedConfig, parallel: ParallelConfig) -> list[range | None]:
-    """Layers of each pipeline stage, those of `pp_layers` or balanced by parameters; None where one rank holds all."""
+    """Layers of each pipeline stage, those of `pp_layers` or balanced by parameters; None where one rank holds all.
+
+    ConfigError where experts are shared out and a stage has none: DeepSpeed 0.19.8 adds up norms over stages for each group of
+    parameters (zero/stage_1_and_2.py:2951), of which all must have as many.
+    """
     if parallel.pp == 1:
         return [None]
+    lm = without_memory(hf_config)
     if parallel.pp_layers:
-        return [range(first, last) for first, last in pairwise(accumulate(parallel.pp_layers, initial=0))]
-    return [*stage_layers(_layer_weights(without_memory(hf_config)), parallel.pp)]
+        stages = [range(first, last) for first, last in pairwise(accumulate(parallel.pp_layers, initial=0))]
+    else:
+        stages = stage_layers(_layer_weights(lm, parallel.ep), parallel.pp)
+    have_experts = {number for number, layer in enumerate(lm.base_model.layers) if any(_EXPERTS.match(name) for name, _ in layer.named_parameters())}
+    for place, layers in enumerate(stages):
+        if parallel.ep > 1 and not have_experts & set(layers):
+            raise ConfigError(
+                f"parallel.ep {parallel.ep}: stage {place} of parallel.pp {parallel.pp}, layers {layers[0]} to {layers[-1]}, has no routed experts",
+                hint=f"layers {min(have_experts)} to {max(have_experts)} have them; set parallel.pp_layers, or a smaller parallel.pp",
+            )
+    return [*stages]
 
 
-def _layer_weights(lm: PreTrainedModel) -> list[int]:
-    """Parameters of each layer, the embedding counted with the first and norm and head with the last; a tied head on both ends."""
-    found = [_numel(layer) for layer in lm.base_model.layers]
+def _layer_weights(lm: PreTrainedModel, expert_parts: int) -> list[int]:
+    """Parameters a rank has of each layer, the embedding counted with the first and norm and head with the last; a tied head on both ends."""
+    found = [_numel(layer, expert_parts) for layer in lm.base_model.layers]
     found[0] += _numel(lm.get_input_embeddings())
     found[-1] += _numel(lm.base_model.norm) + _numel(lm.get_output_embeddings())
     return found
@@ -211,5 +230,5 @@ def is_copy_of_tied(lm: PreTrainedModel, stage: StageGroup) -> bool:
     return stage.is_last and lm.get_input_embeddings().weight is not None
 
 
-def _numel(module: nn.Module) -> int:
-    return sum(param.numel() for param in module.parameters())
+def _numel(module: nn.Module, expert_parts: int = 1) -> int:
+    return sum(param.numel() // (expert_parts if _EXPERTS.match(name) else 1) for name, param in module.named_parameters())

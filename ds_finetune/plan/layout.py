@@ -1,5 +1,6 @@
 """The plan of a run: what is decided by arithmetic before anything is loaded."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
@@ -67,6 +68,12 @@ class Plan:
             ("length", train.duration),
             ("checkpoints", self._checkpoints()),
         ]
+
+    def stage_lines(self, stages: Sequence[range | None]) -> list[tuple[str, str]]:
+        """Which layers each pipeline stage has, and how long it waits for others in a step whose turns all take as long."""
+        layers = [f"{part[0]}-{part[-1]}" for part in stages if part is not None]
+        idle = (self.mesh.pp - 1) / (self.gradient_accumulation_steps + self.mesh.pp - 1)
+        return [("stages", f"layers {', '.join(layers)}; each waits {idle:.0%} of a step")] if layers else []
 
     def _checkpoints(self) -> str:
         wanted = self.config.checkpoint

@@ -32,11 +32,12 @@ PROVEN = (
     Proven(frozenset({"tp"}), (0, 1, 2, 3)),
     Proven(frozenset({"sp", "tp"}), (0, 1, 2, 3)),
     Proven(frozenset({"ep"}), (0, 1, 2, 3), FUSED),
-    Proven(frozenset({"sp", "ep"}), (1, 2, 3), FUSED),
-    Proven(frozenset({"tp", "ep"}), (1, 2, 3), FUSED),
+    Proven(frozenset({"sp", "ep"}), (0, 1, 2, 3), FUSED),
+    Proven(frozenset({"tp", "ep"}), (0, 1, 2, 3), FUSED),
     Proven(frozenset({"pp"}), (0, 1)),
     Proven(frozenset({"pp", "tp"}), (0, 1)),
     Proven(frozenset({"pp", "sp"}), (0, 1)),
+    Proven(frozenset({"pp", "ep"}), (0, 1), FUSED),
 )
 """Every row is a row of the parity tests."""
 _OPTIMIZERS = ("adam", "adamw")
@@ -113,13 +114,15 @@ def _nearest(axes: frozenset[str], stage: int) -> str:
 def check_divides(mesh: Mesh, model: Mapping[str, Any], *, pp_layers: Sequence[int] = ()) -> None:
     """ConfigError where a size does not divide what it is to share out of the model whose config.json is given, naming the sizes that do."""
     axes = _axes(mesh)
-    _check_stages(mesh.pp, int(model["num_hidden_layers"]), pp_layers)
+    if pp_layers and mesh.pp == 1:
+        raise ConfigError(f"parallel.pp_layers {list(pp_layers)} with parallel.pp 1", hint="set parallel.pp, or leave it out")
     if not axes:
         return
     kind = str(model.get("model_type"))
     proven = next(row.families for row in PROVEN if row.axes == axes)
     if kind not in proven:
         raise ConfigError(f"parallel {mesh} of model_type {kind} is not proven", hint=f"proven: {', '.join(proven)}")
+    _check_stages(mesh.pp, int(model["num_hidden_layers"]), pp_layers)
     scaling = model.get("rope_parameters") or model.get("rope_scaling") or {}
     if mesh.sp > 1 and scaling.get("rope_type", scaling.get("type")) == "longrope":
         # transformers 5.23 chooses its factors by the positions it is given (modeling_rope_utils.py:47), of which a rank has a part.

@@ -29,6 +29,7 @@ class Layout:
     packing: bool = False
     name: str = "AdamW"
     family: str = "deepseek_v3"
+    pp: int = 1
     sp: int = 1
     tp: int = 1
     ep: int = 1
@@ -37,7 +38,8 @@ class Layout:
     def text(self) -> str:
         """A name for folders and test ids."""
         how = "packed" if self.packing else "padded"
-        return f"z{self.stage}-{self.optimizer}-{self.param}-{self.precision}-{how}-{self.name}-{self.family}-sp{self.sp}-tp{self.tp}-ep{self.ep}"
+        sizes = f"pp{self.pp}-sp{self.sp}-tp{self.tp}-ep{self.ep}"
+        return f"z{self.stage}-{self.optimizer}-{self.param}-{self.precision}-{how}-{self.name}-{self.family}-{sizes}"
 
     @property
     def uses_nvme(self) -> bool:
@@ -75,6 +77,7 @@ def config_of(layout: Layout, model: Path, out: Path, *, dp: int, disk: Path) ->
         precision=layout.precision,
         optimizer=layout.name,
         max_grad_norm=norm,
+        pp=layout.pp,
         sp=layout.sp,
         tp=layout.tp,
         ep=layout.ep,

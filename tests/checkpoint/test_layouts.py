@@ -21,7 +21,8 @@ from tests.running import build_ops
 WORKER = Path(__file__).with_name("worker.py")
 PRECISE = [Layout(stage, precision="bf16") for stage in range(4)]
 PACKED = [Layout(stage, packing=True) for stage in (0, 3)]
-DENSE = [Layout(2, family="qwen2"), Layout(3, family="qwen2")]
+DENSE = [Layout(2, family="qwen2"), Layout(3, family="qwen2"), Layout(1, family="qwen2", pp=2)]
+"""Tied weights, of which a pipeline has one on each end."""
 OTHERS = [Layout(0, name="Muon"), Layout(1, name="Muon"), Layout(3, name="Muon"), Layout(2, "cpu", name="Muon")]
 OTHERS += [Layout(0, name="Adagrad"), Layout(0, name="SGD"), Layout(3, name="SGD")]
 """Saved and restored at the same layout, where the numbers must be the same bits."""
@@ -29,7 +30,16 @@ COMPILED = [Layout(1, "cpu", name="Lion"), Layout(2, "cpu", name="Adagrad")]
 """The same of optimizers whose CPU kernels are compiled for minutes at first use."""
 CHOSEN = (*PLAIN, Layout(2, family="wide"), Layout(3, "nvme", "nvme", family="wide"))
 """Every stage and offload, of those on NVMe the one with most on it; the others are in the slow matrix."""
-PARALLEL = (Layout(2, sp=2), Layout(0, tp=2), Layout(1, ep=2), Layout(2, "cpu", tp=2), Layout(3, ep=2), Layout(3, tp=2))
+PARALLEL = (
+    Layout(2, sp=2),
+    Layout(0, tp=2),
+    Layout(1, ep=2),
+    Layout(2, "cpu", tp=2),
+    Layout(3, ep=2),
+    Layout(3, tp=2),
+    Layout(0, pp=2),
+    Layout(1, pp=2),
+)
 """Layouts of two ranks that work on the same rows, to and from those that do not."""
 Pair = tuple[str, Layout, int]
 
@@ -81,6 +91,7 @@ def found(folder: Path) -> dict[str, Any]:
     across = [(name_of(layout, 2), _shifted(layout, 5)) for layout in CHOSEN]
     across += [pair for n, layout in enumerate(PARALLEL) for pair in ((name_of(layout, 2), PLAIN[n + 1]), (name_of(PLAIN[n], 2), layout))]
     across += [(name_of(PARALLEL[n - 1], 2), layout) for n, layout in enumerate(PARALLEL)]
+    across += [(name_of(DENSE[n - 1], 2), layout) for n, layout in enumerate(DENSE)]
     return two | one | run(2, [], [*back, *across], folder)
 
 
@@ -111,7 +122,7 @@ def test_the_same_layout_gives_the_same_bits(found: dict[str, Any]) -> None:
 
 def test_another_layout_gives_the_same_numbers(found: dict[str, Any]) -> None:
     other = {key: value for key, value in found.items() if " -> " in key and key.split(" -> ")[0] != key.split(" -> ")[1]}
-    assert len(other) == 2 * len(CHOSEN) + len(PLAIN) + 3 * len(PARALLEL)
+    assert len(other) == 2 * len(CHOSEN) + len(PLAIN) + 3 * len(PARALLEL) + len(DENSE)
     for key, value in other.items():
         wanted = found[f"saved {key.split(' -> ')[0]}"]
         assert_goes_on(value, wanted, key)

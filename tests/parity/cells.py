@@ -23,6 +23,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 OTHERS: dict[str, dict[str, Any]] = {
     "deepseek_v2": _MLA | {"n_group": 2, "topk_group": 1, "topk_method": "group_limited_greedy"},
     "qwen3": _DENSE | {"head_dim": 12},
+    "deepseek_v3_deep": _MLA | {"model_type": "deepseek_v3", "n_group": 2, "topk_group": 1, "num_hidden_layers": 4},
+    "deepseek_v2_deep": _MLA | {"model_type": "deepseek_v2", "topk_method": "greedy", "num_hidden_layers": 4},
+    "llama_deep": _DENSE | {"model_type": "llama", "num_hidden_layers": 5},
     "deepseek_v2_lite": _MLA | {"model_type": "deepseek_v2", "q_lora_rank": None, "topk_method": "greedy"},
 }
 
@@ -46,6 +49,7 @@ class Cell:
     sp: int = 1
     tp: int = 1
     ep: int = 1
+    pp_layers: str = ""
 
     @property
     def layout(self) -> str:
@@ -110,7 +114,7 @@ def run_tree(cell: Cell, model: Path, out: Path, *, dp: int) -> dict[str, Any]:
         "model": str(model),
         "data": {"train": "none.jsonl", "packing": cell.packing, "shuffle": False},
         "deepspeed": {"zero_optimization": zero},
-        "parallel": {"pp": cell.pp, "sp": cell.sp, "tp": cell.tp, "ep": cell.ep},
+        "parallel": {"pp": cell.pp, "pp_layers": [int(layers) for layers in cell.pp_layers.split()], "sp": cell.sp, "tp": cell.tp, "ep": cell.ep},
         "train": {
             "for": "1 steps",
             "global_batch_size": total,

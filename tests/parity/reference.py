@@ -34,7 +34,7 @@ def run_cells(cells: Sequence[Cell], models: Path, out: Path, *, worlds: Sequenc
             env=os.environ | {"DS_ACCELERATOR": ACCELERATOR, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
             capture_output=True,
             text=True,
-            timeout=1500,
+            timeout=int(os.environ.get("CELL_TIMEOUT", "1500")),
             check=False,
         )
         assert done.returncode == 0, done.stderr[-9000:]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ds_finetune.plan.legal import FAMILIES, PROVEN
+from ds_finetune.plan.legal import FAMILIES, PROVEN, Proven
 from tests.parity.cells import Cell
 from tests.parity.reference import WORLDS, assert_equals_plain_loop, found, is_for, plain_loop, run_cells
 
@@ -16,17 +16,30 @@ FIRST = ("deepseek_v3", "llama")
 
 def _cells(families: tuple[str, ...]) -> list[Cell]:
     return [
-        Cell(family, stage, 2, packing=packing, max_grad_norm=0.5 if packing else 0.0, checkpointing=packing, **dict.fromkeys(row.axes, 2))
+        Cell(
+            _deep_enough(family, row),
+            stage,
+            2,
+            packing=packing,
+            max_grad_norm=0.5 if packing else 0.0,
+            checkpointing=packing,
+            **dict.fromkeys(row.axes, 2),
+        )
         for row, family in itertools.product(PROVEN, families)
         if family.removesuffix("_lite") in row.families
         for stage, packing in itertools.product(row.stages, (True, False))
     ]
 
 
+def _deep_enough(family: str, row: Proven) -> str:
+    """Stages that share out experts need some each; the first layer has none."""
+    return f"{family}_deep" if {"pp", "ep"} <= row.axes else family
+
+
 def _offloaded() -> list[Cell]:
     places = ((1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, "param"))
     return [
-        Cell("deepseek_v3", stage, 2, packing=True, offload=offload, max_grad_norm=0.5, **dict.fromkeys(row.axes, 2))
+        Cell(_deep_enough("deepseek_v3", row), stage, 2, packing=True, offload=offload, max_grad_norm=0.5, **dict.fromkeys(row.axes, 2))
         for row in PROVEN
         for stage, offload in places
         if stage in row.stages
@@ -35,16 +48,22 @@ def _offloaded() -> list[Cell]:
 
 def _rounded() -> list[Cell]:
     return [
-        Cell("deepseek_v3", stage, 2, packing=True, precision="bf16", **dict.fromkeys(row.axes, 2))
+        Cell(_deep_enough("deepseek_v3", row), stage, 2, packing=True, precision="bf16", **dict.fromkeys(row.axes, 2))
         for row in PROVEN
         for stage in row.stages
-        if stage or "tp" not in row.axes
+        if stage or not row.axes & {"pp", "tp"}
     ]
 
 
-CELLS = _cells(FIRST) + _offloaded()
+FOUR_STAGES = [Cell("llama_deep", 1, 4, packing=True, pp=4), Cell("llama_deep", 0, 1, packing=True, max_grad_norm=0.5, pp=4, pp_layers="2 1 1 1")]
+TIED = [
+    Cell("qwen2", stage, 2, packing=True, offload=offload, max_grad_norm=0.5, pp=2) for stage, offload in ((0, "none"), (1, "none"), (1, "optimizer"))
+]
+"""The embedding is on the first stage, the head that shares its weight on the last."""
+CELLS = _cells(FIRST) + _offloaded() + TIED
 ROUNDED = _rounded()
-REST = _cells((*(family for family in FAMILIES if family not in FIRST), "deepseek_v2_lite"))
+REST = [cell for cell in _cells((*(family for family in FAMILIES if family not in FIRST), "deepseek_v2_lite")) if "lite_deep" not in cell.family]
+REST += FOUR_STAGES
 """V2-Lite has no latent queries: one projection from the hidden states to the heads."""
 
 

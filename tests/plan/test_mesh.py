@@ -21,6 +21,8 @@ def test_ranks_are_numbered_row_major_and_tensor_ranks_stand_together() -> None:
     assert mesh.lines("dp", "sp")[1] == [1, 3, 5, 7, 9, 11]
     assert sorted(rank for line in mesh.lines("pp") for rank in line) == list(range(24))
     assert str(mesh) == "dp 3 x pp 2 x sp 2 x tp 2"
+    assert mesh.leader == 12
+    assert mesh.parts_of_leader() == [12, 13]
 
 
 def test_ranks_that_do_not_factor_are_refused() -> None:
@@ -55,7 +57,15 @@ def test_layouts_that_cannot_be_are_refused(sections: dict[str, Any], message: s
 @pytest.mark.parametrize(
     ("mesh", "stage", "offload", "message", "hint"),
     [
-        (Mesh(0, 2, ep=2), 0, "none", "parallel dp 2 x ep 2 with zero stage 0 is not proven", "nearest: parallel.ep with zero stage 1, 2, 3"),
+        (Mesh(0, 1, pp=2), 2, "none", "parallel dp 1 x pp 2 with zero stage 2 is not proven", "nearest: parallel.pp with zero stage 0, 1"),
+        (
+            Mesh(0, 1, pp=2, tp=2),
+            3,
+            "none",
+            "parallel dp 1 x pp 2 x tp 2 with zero stage 3 is not proven",
+            "nearest: parallel.pp and parallel.tp with zero stage 0, 1",
+        ),
+        (Mesh(0, 1, pp=2), 0, "none", "parallel dp 1 x pp 2 with zero stage 0 in bf16 clips by a wrong norm", "use zero stage 1, or fp32"),
         (
             Mesh(0, 2, sp=2, tp=2, ep=2),
             3,
@@ -150,4 +160,29 @@ def test_ranks_of_experts() -> None:
 def test_sizes_that_do_not_divide_the_model_are_refused(mesh: Mesh, model: dict[str, Any], message: str, hint: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_divides(mesh, model)
+    assert (caught.value.message, caught.value.hint) == (message, hint)
+
+
+@pytest.mark.parametrize(
+    ("pp", "given", "message", "hint"),
+    [
+        (3, [], "parallel.pp 3 is more than the 2 layers of the model", "set it to 2 at most"),
+        (
+            2,
+            [2],
+            "parallel.pp_layers [2] does not share out 2 layers over 2 stages",
+            "name 2 numbers of at least 1 whose sum is 2, or leave it out",
+        ),
+        (
+            2,
+            [2, 0],
+            "parallel.pp_layers [2, 0] does not share out 2 layers over 2 stages",
+            "name 2 numbers of at least 1 whose sum is 2, or leave it out",
+        ),
+        (1, [1, 1], "parallel.pp_layers [1, 1] with parallel.pp 1", "set parallel.pp, or leave it out"),
+    ],
+)
+def test_stages_that_do_not_share_out_the_layers_are_refused(pp: int, given: list[int], message: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_divides(Mesh(0, 1, pp=pp), FAMILIES["llama"] | {"model_type": "llama"}, pp_layers=given)
     assert (caught.value.message, caught.value.hint) == (message, hint)
