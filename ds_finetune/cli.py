@@ -94,6 +94,17 @@ def _bench(arguments: argparse.Namespace) -> None:
     OUT.print(pairs("one optimizer step, supervised tokens a second", step_contest(config, steps=arguments.steps).lines()))
 
 
+def _selftest(arguments: argparse.Namespace) -> None:
+    config = _config(arguments) if arguments.run else None
+    from ds_finetune.selftest.run import selftest, start_world
+
+    if "RANK" in os.environ or (arguments.hostfile is None and arguments.nproc == 1):
+        selftest(config, say=show_line)
+        return
+    given = [*([arguments.run] if arguments.run else []), *arguments.overrides]
+    raise SystemExit(start_world(given, config, nproc=arguments.nproc, hostfile=arguments.hostfile))
+
+
 def _export(arguments: argparse.Namespace) -> None:
     from ds_finetune.export.checkpoint import export_checkpoint
     from ds_finetune.export.folder import parse_bytes
@@ -162,6 +173,7 @@ def _parser() -> argparse.ArgumentParser:
     ask.set_defaults(command=_ask)
     bench = _run_command(commands, "bench", "time the step against a plain PyTorch loop on the same documents", _bench)
     bench.add_argument("--steps", type=int, default=5, help="timed steps of each (default 5)")
+    _selftest_command(commands.add_parser("selftest", help="hold layouts against a plain loop on the machines at hand", allow_abbrev=False))
     export = commands.add_parser("export", help="convert a checkpoint to a Hugging Face folder", allow_abbrev=False)
     export.add_argument("source", metavar="SOURCE", help="folder of a DeepSpeed checkpoint")
     export.add_argument("out", metavar="OUT", help="folder to write, new or empty")
@@ -174,6 +186,16 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("folder")
     demo.set_defaults(command=_demo)
     return parser
+
+
+def _selftest_command(selftest: argparse.ArgumentParser) -> None:
+    selftest.add_argument("run", metavar="RUN.yaml", nargs="?", help="the layout to check, with a tiny model of its family; else a standard set")
+    selftest.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace those of the file")
+    where = selftest.add_mutually_exclusive_group()
+    where.add_argument("--nproc", type=int, default=1, help="processes on this machine (default 1)")
+    where.add_argument("--hostfile", help="hosts to start on, which share the working directory")
+    selftest.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
+    selftest.set_defaults(command=_selftest)
 
 
 def _plan_command(plan: argparse.ArgumentParser) -> None:

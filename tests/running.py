@@ -46,7 +46,7 @@ def tiny_task(folder: Path, **sections: Any) -> Path:
     return run_file
 
 
-def start(command: Sequence[str], environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def start(command: Sequence[str], environ: Mapping[str, str] | None = None, *, timeout: float = SECONDS) -> subprocess.CompletedProcess[str]:
     """Run a command from the repository on the CPU accelerator and return what it printed."""
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     settings = {
@@ -56,7 +56,7 @@ def start(command: Sequence[str], environ: Mapping[str, str] | None = None) -> s
         "PYTHONPATH": str(ROOT),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
-    return subprocess.run(command, cwd=ROOT, env=clean | settings | dict(environ or {}), capture_output=True, text=True, timeout=SECONDS, check=False)
+    return subprocess.run(command, cwd=ROOT, env=clean | settings | dict(environ or {}), capture_output=True, text=True, timeout=timeout, check=False)
 
 
 def build_ops(*builders: str) -> None:

@@ -120,6 +120,19 @@ class EngineState:
             restore_loss_scale(self._scaler, scalars["loss_scale"])
         self._refresh()
 
+    def first_moment(self, param: nn.Parameter) -> torch.Tensor:
+        """Adam's first moment of a parameter as this rank computes with it, fp32; collective among ranks that share it."""
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        optimizer, stage = self._ds.optimizer, self._plan.zero_stage
+        if not stage:
+            return self._optimizers[0].state[param]["exp_avg"].detach().float()
+        if stage < 3:
+            # DeepSpeed 0.19.8 links the states after the first group's step, when the others have none yet (zero/stage_1_and_2.py:2987).
+            optimizer._hp_optimizer_states_linked = False
+            optimizer._lazy_init_hp_params_optimizer_state()
+        return safe_get_full_optimizer_state(param, "exp_avg").detach().float()
+
     @property
     def _scaler(self) -> Any:  # noqa: ANN401
         return scaler_of(self._ds.optimizer)

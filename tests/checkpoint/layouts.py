@@ -10,7 +10,7 @@ from transformers import AutoConfig, PretrainedConfig
 from ds_finetune.config import RunConfig
 from ds_finetune.data.batches import Batch, BatchPlan, training_batches
 from ds_finetune.engine.core import Engine
-from tests.parity.cells import FAMILIES, ROW_LEN, Cell, hf_config, rows, run_tree
+from ds_finetune.selftest.cells import FAMILIES, ROW_LEN, Cell, hf_config, rows, run_tree
 
 BEFORE, AFTER = 2, 3
 """Steps before a save and after it, beyond the end of the first epoch (four steps, packed two)."""

@@ -19,9 +19,9 @@ from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.engine.start import start_engine
 from ds_finetune.model.build import read_hf_config
 from ds_finetune.plan.layout import make_plan
+from ds_finetune.selftest.cells import FAMILIES, Cell, run_tree
 from ds_finetune.world import World
 from tests.checkpoint.layouts import LR, batches
-from tests.parity.cells import FAMILIES, Cell, run_tree
 
 DEEP = FAMILIES["llama"] | {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 16}
 

@@ -89,7 +89,11 @@ def found(folder: Path) -> dict[str, Any]:
     one = run(1, PLAIN[:4], [(name_of(_shifted(layout, 3), 2), layout) for layout in CHOSEN], folder)
     back = [(name_of(PLAIN[(n + 1) % 4], 1), layout) for n, layout in enumerate(PLAIN)]
     across = [(name_of(layout, 2), _shifted(layout, 5)) for layout in CHOSEN]
-    across += [pair for n, layout in enumerate(PARALLEL) for pair in ((name_of(layout, 2), PLAIN[n + 1]), (name_of(PLAIN[n], 2), layout))]
+    across += [
+        pair
+        for n, layout in enumerate(PARALLEL)
+        for pair in ((name_of(layout, 2), PLAIN[(n + 1) % len(PLAIN)]), (name_of(PLAIN[n % len(PLAIN)], 2), layout))
+    ]
     across += [(name_of(PARALLEL[n - 1], 2), layout) for n, layout in enumerate(PARALLEL)]
     across += [(name_of(DENSE[n - 1], 2), layout) for n, layout in enumerate(DENSE)]
     return two | one | run(2, [], [*back, *across], folder)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from ds_finetune.errors import RunError
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.skipped import SkippedSteps
-from tests.parity.cells import hf_config
+from ds_finetune.selftest.cells import hf_config
 from tests.running import start, torchrun
 
 STAGES = (0, 1, 2, 3)

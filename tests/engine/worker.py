@@ -18,10 +18,8 @@ from ds_finetune.loop import training_steps
 from ds_finetune.model.build import read_hf_config
 from ds_finetune.plan.layout import make_plan
 from ds_finetune.schedule import LrSchedule
+from ds_finetune.selftest.cells import SAMPLES, Cell, rows, run_tree
 from ds_finetune.world import World
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
-from cells import SAMPLES, Cell, rows, run_tree
 
 STEPS = 4
 

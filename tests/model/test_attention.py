@@ -12,7 +12,7 @@ from ds_finetune.model.attention import attend_by_document
 from ds_finetune.model.build import build_skeleton
 from ds_finetune.model.loss import TrainedModel, install_loss_head
 from ds_finetune.model.weights import initialise_weights
-from tests.parity.cells import FAMILIES
+from ds_finetune.selftest.cells import FAMILIES
 
 LENGTHS = ((5, 9, 2), (16,), (1, 1, 14))
 CONFIGS: dict[str, dict[str, Any]] = FAMILIES | {

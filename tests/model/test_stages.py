@@ -12,7 +12,7 @@ from ds_finetune.config import ParallelConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.model.build import build_skeleton, model_class
 from ds_finetune.model.stages import Absent, StageGroup, install_stage, is_copy_of_tied, only_layers, stage_layers, stages_of, without_memory
-from tests.parity.cells import hf_config
+from ds_finetune.selftest.cells import hf_config
 
 
 def test_the_largest_stage_is_as_small_as_can_be() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.parity.cells import FAMILIES, OTHERS, hf_config
+from ds_finetune.selftest.cells import FAMILIES, OTHERS, hf_config
 
 
 @pytest.fixture(scope="session")

@@ -6,17 +6,16 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional
-from transformers import AutoModelForCausalLM
+from torch import nn
 
-from ds_finetune.labels import IGNORE_INDEX
-from tests.parity.cells import Cell, samples
+from ds_finetune.selftest import plain
+from ds_finetune.selftest.cells import Cell
 from tests.parity.optimizers import plain_optimizer
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -72,24 +71,10 @@ def relative(result: torch.Tensor, wanted: torch.Tensor) -> float:
 
 @cache
 def plain_loop(folder: Path, max_grad_norm: float = 0.0, optimizer_name: str = "AdamW", weight_decay: float = 0.0) -> dict[str, Any]:
-    """Three steps of a plain loop, one unpadded sample at a time, logits and loss as transformers and torch give them."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model.train()
-    optimizer = plain_optimizer(optimizer_name, model, weight_decay)
-    supervised = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in samples())
-    found: dict[str, Any] = {"losses": [], "norms": []}
-    for step in range(3):
-        loss_sum = 0.0
-        for ids, labels in samples():
-            logits = model(input_ids=torch.from_numpy(ids).long()[None], use_cache=False).logits[0]
-            loss = functional.cross_entropy(logits, torch.from_numpy(labels).long(), ignore_index=IGNORE_INDEX, reduction="sum")
-            (loss / supervised).backward()
-            loss_sum += loss.item()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf"))
-        found["losses"].append(loss_sum / supervised)
-        found["norms"].append(float(norm))
-        if step == 0:
-            found["gradients"] = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
+    """Three steps of a plain loop with the published rule of an optimizer."""
+    optimizer = partial(_optimizer, optimizer_name, weight_decay)
+    return asdict(plain.plain_loop(folder, steps=3, max_grad_norm=max_grad_norm, optimizer=optimizer))
+
+
+def _optimizer(name: str, weight_decay: float, model: nn.Module) -> Any:
+    return plain_optimizer(name, model, weight_decay)

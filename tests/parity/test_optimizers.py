@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.cells import Cell
+from ds_finetune.selftest.cells import Cell
 from tests.parity.reference import WORLDS, found, plain_loop, run_cells
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ds_finetune.plan.legal import FAMILIES, PROVEN, Proven
-from tests.parity.cells import Cell
+from ds_finetune.selftest.cells import Cell
 from tests.parity.reference import WORLDS, assert_equals_plain_loop, found, is_for, plain_loop, run_cells
 
 FIRST = ("deepseek_v3", "llama")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.cells import FAMILIES, Cell
+from ds_finetune.selftest.cells import FAMILIES, Cell
 from tests.parity.reference import WORLDS, assert_equals_plain_loop, found, is_for, run_cells
 
 STARTS_OF_STAGE_3 = 3

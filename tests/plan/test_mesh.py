@@ -8,8 +8,8 @@ from ds_finetune.config import ParallelConfig, RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.legal import check_divides, check_layout, table
 from ds_finetune.plan.mesh import Mesh
+from ds_finetune.selftest.cells import FAMILIES
 from tests.conftest import ROOT
-from tests.parity.cells import FAMILIES
 
 
 def test_ranks_are_numbered_row_major_and_tensor_ranks_stand_together() -> None:

@@ -1,5 +1,6 @@
-"""The cells of the parity matrix, the samples they all train on, and the rows each layout makes of them."""
+"""Ways of doing the same optimizer step, the tiny models and samples they all train on, and the rows each layout makes of them."""
 
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -7,11 +8,12 @@ from typing import Any
 import numpy as np
 from transformers import AutoConfig, PretrainedConfig
 
+from ds_finetune.config import ParallelConfig
 from ds_finetune.data.rows import Row
 from ds_finetune.labels import IGNORE_INDEX
 
 VOCAB, SAMPLES, ROW_LEN, PACKED_ROWS = 96, 64, 64, 32
-_DENSE = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+_DENSE: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 _DENSE |= {"num_key_value_heads": 2, "max_position_embeddings": 128, "tie_word_embeddings": False, "initializer_range": 0.1}
 _MLA = _DENSE | {"num_key_value_heads": 4, "moe_intermediate_size": 16, "n_shared_experts": 1, "n_routed_experts": 8, "kv_lora_rank": 16}
 _MLA |= {"q_lora_rank": 24, "qk_rope_head_dim": 8, "v_head_dim": 12, "qk_nope_head_dim": 16, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
@@ -70,6 +72,26 @@ class Cell:
 def hf_config(family: str) -> PretrainedConfig:
     """The tiny model of a family."""
     return AutoConfig.for_model(**{"model_type": family} | (FAMILIES | OTHERS)[family])
+
+
+def grown(config: PretrainedConfig, parallel: ParallelConfig) -> PretrainedConfig:
+    """A tiny model with enough heads, experts, columns and layers for the sizes of `parallel` to share out."""
+    tree = config.to_dict()
+    keys = math.lcm(tree["num_key_value_heads"], parallel.tp)
+    heads = math.lcm(tree["num_attention_heads"], parallel.tp * parallel.sp, keys)
+    tree["hidden_size"] = tree["hidden_size"] // tree["num_attention_heads"] * heads
+    tree |= {"num_attention_heads": heads, "num_key_value_heads": heads if "kv_lora_rank" in tree else keys}
+    for name in ("intermediate_size", "moe_intermediate_size", "vocab_size"):
+        if name in tree:
+            tree[name] = math.lcm(tree[name], parallel.tp)
+    if "n_routed_experts" in tree:
+        tree["n_routed_experts"] = math.lcm(tree["n_routed_experts"], parallel.ep)
+    if parallel.pp > 1:
+        tree["num_hidden_layers"] = 2 * parallel.pp
+    for derived in ("layer_types", "head_dim", "mlp_layer_types"):
+        if derived != "head_dim" or tree["model_type"] != "qwen3":
+            tree.pop(derived, None)
+    return AutoConfig.for_model(**tree)
 
 
 def samples() -> list[tuple[np.ndarray, np.ndarray]]:

@@ -1,0 +1,136 @@
+"""One layout held against the plain loop: loss, gradients, norm, resume and export, each as how far it is off."""
+
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from ds_finetune.checkpoint.place import find_place
+from ds_finetune.checkpoint.restore import newest, restore
+from ds_finetune.checkpoint.run_state import RunState
+from ds_finetune.checkpoint.saver import Saver
+from ds_finetune.config import RunConfig
+from ds_finetune.engine.core import Engine
+from ds_finetune.engine.start import DTYPES, start_engine
+from ds_finetune.errors import CheckpointError
+from ds_finetune.export.folder import FolderParts, write_folder
+from ds_finetune.model.build import read_hf_config
+from ds_finetune.model.families import family_of
+from ds_finetune.plan.layout import Plan, make_plan
+from ds_finetune.plan.legal import check_divides
+from ds_finetune.run_folder import read_json
+from ds_finetune.selftest.plain import Steps, mean_loss, plain_loop
+from ds_finetune.selftest.steps import evaluated, take_steps
+from ds_finetune.world import World
+
+STEPS = 3
+_EXACT = {"loss": 1e-5, "gradient": 1e-4, "norm": 1e-4, "resume": 1e-6, "export": 1e-5}
+_ROUNDED = {"loss": 1.5e-2, "norm": 2e-2, "resume": 1e-6, "export": 1.5e-2}
+"""In 16 bits weights round losses in the third digit; a gradient left out would show in the second."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How far a layout is off: `loss` of each step, `resume` and `export` in nats, `gradient` and `norm` relative; and how far it may be."""
+
+    differences: dict[str, float]
+    limits: dict[str, float]
+
+    @property
+    def is_right(self) -> bool:
+        """Whether nothing is further off than it may be; NaN is."""
+        return all(self.differences[name] <= limit for name, limit in self.limits.items())
+
+    def text(self) -> str:
+        """One line."""
+        limits = {name: "" if self.differences[name] <= limit else f" (limit {limit:.0e})" for name, limit in self.limits.items()}
+        return ", ".join(f"{name} {self.differences[name]:.1e}{limits[name]}" for name in self.limits)
+
+
+def write_model(config: PretrainedConfig, folder: Path) -> None:
+    """A tiny model of `config`, the same on every machine."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(11)
+        AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
+
+
+def check(config: RunConfig, world: World, device: str, folder: Path) -> Verdict | None:
+    """Hold the layout of `config` against the plain loop on its tiny model; `folder` is shared by all ranks. The verdict is rank zero's."""
+    plan = make_plan(config, world=world, device=device)
+    hf_config = read_hf_config(config.model.path)
+    check_divides(plan.mesh, hf_config.to_dict(), pp_layers=config.parallel.pp_layers)
+    with start_engine(plan, hf_config) as engine:
+        steps = _saved_after_first(engine, folder)
+        loss = evaluated(engine)
+        _export(engine, config.model.path, folder / "export")
+    with start_engine(plan, read_hf_config(config.model.path), has_weights=False) as engine:
+        resumed = _resumed(engine, folder)
+    if world.rank:
+        return None
+    reloaded = mean_loss(folder / "export", DTYPES[config.train.precision])
+    return _verdict(plan, steps, resumed, abs(reloaded - loss))
+
+
+def _verdict(plan: Plan, steps: Steps, resumed: Steps, export: float) -> Verdict:
+    train = plan.config.train
+    wanted = _plain(plan.config.model.path, train.max_grad_norm)
+    is_exact = train.precision == "fp32"
+    found = {
+        "loss": _farthest(steps.losses, wanted.losses),
+        "norm": max(abs(norm - other) / other for norm, other in zip(steps.norms, wanted.norms, strict=True)),
+        "resume": _farthest(resumed.losses, steps.losses[1:]),
+        "export": export,
+    }
+    if is_exact:
+        assert steps.gradients.keys() == wanted.gradients.keys(), "the layout has other parameters"
+        pairs = ((steps.gradients[name], grad) for name, grad in wanted.gradients.items())
+        found["gradient"] = max(float((grad - other).norm() / other.norm().clamp_min(1e-12)) for grad, other in pairs)
+    return Verdict(found, _EXACT if is_exact else _ROUNDED)
+
+
+@cache
+def _plain(model: str, max_grad_norm: float) -> Steps:
+    return plain_loop(Path(model), steps=STEPS, max_grad_norm=max_grad_norm)
+
+
+def _farthest(found: list[float], wanted: list[float]) -> float:
+    differences = [abs(one - other) for one, other in zip(found, wanted, strict=True)]
+    return max(differences) if all(difference == difference for difference in differences) else float("nan")
+
+
+def _saved_after_first(engine: Engine, folder: Path) -> Steps:
+    """The steps, with a checkpoint of the first one left in `folder`."""
+    saver = Saver(engine.state.groups, find_place(folder, rank=engine.plan.world.rank, node_local=False), False, {})
+    with closing(saver):
+        taking = take_steps(engine, STEPS)
+        next(taking)
+        state = RunState(1, 0, 0, (0, 0), engine.state.scalars(), {}, {}, "", {}, {}, {})
+        saver.save(1, state.text(), rank_state={})
+        outcome = saver.settle(wait=True)
+        if outcome is None or outcome.has_failed:
+            raise CheckpointError(f"nothing could be saved in {folder}: {outcome}", hint="name a folder that all hosts share and may write to")
+        return list(taking)[-1]
+
+
+def _resumed(engine: Engine, folder: Path) -> Steps:
+    """The steps after the first, from the checkpoint."""
+    place = find_place(folder, rank=engine.plan.world.rank, node_local=False)
+    found = newest(place, folder)
+    assert found is not None
+    restore(engine, place, found)
+    *_, steps = take_steps(engine, STEPS - 1)
+    return steps
+
+
+def _export(engine: Engine, model: str, out: Path) -> None:
+    config = read_json(Path(model) / "config.json")
+    family = family_of(config["model_type"])
+    parts = FolderParts(
+        family=family, config=config, architecture=type(engine.lm).__name__, dtype=DTYPES[engine.plan.config.train.precision], files=()
+    )
+    write_folder(engine.tensors(), engine.tensor_specs(), out, parts, max_shard_bytes=2**30)
+    dist.barrier()

@@ -1,0 +1,65 @@
+"""What every layout is held against: a loop anybody would write, in one process on the CPU."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from ds_finetune.labels import IGNORE_INDEX
+from ds_finetune.selftest.cells import samples
+
+LR, BETAS, EPS = 1e-3, (0.9, 0.95), 1e-8
+
+
+@dataclass
+class Steps:
+    """What some optimizer steps did: losses, norms before clipping, and the gradients of the first step after it, fp32 on the CPU."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW without decay."""
+    return torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=0.0)
+
+
+def plain_loop(folder: Path, *, steps: int, max_grad_norm: float = 0.0, optimizer: Callable[[nn.Module], Any] = adamw) -> Steps:
+    """Steps on all samples, one unpadded sample at a time, logits and loss as transformers and torch give them."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.train()
+    stepper = optimizer(model)
+    supervised = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in samples())
+    found = Steps()
+    for _ in range(steps):
+        loss_sum = 0.0
+        for ids, labels in samples():
+            logits = model(input_ids=torch.from_numpy(ids).long()[None], use_cache=False).logits[0]
+            loss = functional.cross_entropy(logits, torch.from_numpy(labels).long(), ignore_index=IGNORE_INDEX, reduction="sum")
+            (loss / supervised).backward()
+            loss_sum += loss.item()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf"))
+        found.losses.append(loss_sum / supervised)
+        found.norms.append(float(norm))
+        found.gradients = found.gradients or {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        stepper.step()
+        stepper.zero_grad()
+    return found
+
+
+def mean_loss(folder: Path, dtype: torch.dtype) -> float:
+    """Mean loss over the samples of the model that plain transformers loads from `folder`."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    total, supervised = 0.0, 0
+    with torch.no_grad():
+        for ids, labels in samples():
+            logits = model(input_ids=torch.from_numpy(ids).long()[None], use_cache=False).logits[0].float()
+            total += functional.cross_entropy(logits, torch.from_numpy(labels).long(), ignore_index=IGNORE_INDEX, reduction="sum").item()
+            supervised += int((labels != IGNORE_INDEX).sum())
+    return total / supervised

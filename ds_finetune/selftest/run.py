@@ -1,0 +1,159 @@
+"""`ds-finetune selftest`: the layouts of a run, or of the program, held against a plain loop in the world at hand; or that world started first."""
+
+import copy
+import gc
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import logging as transformers_logging
+
+from ds_finetune.config import ParallelConfig, RunConfig
+from ds_finetune.engine.processes import choose_device, everyones, process_group
+from ds_finetune.errors import ConfigError, LaunchError, RunError
+from ds_finetune.model.build import read_hf_config
+from ds_finetune.plan.finish import read_choices
+from ds_finetune.plan.layout import make_plan
+from ds_finetune.plan.legal import FUSED, PROVEN
+from ds_finetune.plan.mesh import Mesh
+from ds_finetune.selftest.cells import FAMILIES, OTHERS, Cell, grown, hf_config, rows, run_tree
+from ds_finetune.selftest.check import check, write_model
+from ds_finetune.world import World
+
+Say = Callable[[str], None]
+_DERIVED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "optimizer", "bf16", "fp16")
+"""Keys of a DeepSpeed configuration that follow from a run file's numbers, which are others here."""
+_ACCUMULATION = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout to be held against the plain loop: the run file's tree without its model, and the family of that."""
+
+    name: str
+    family: str
+    tree: dict[str, Any]
+
+
+def start_world(arguments: list[str], config: RunConfig | None, *, nproc: int, hostfile: str | None) -> int:
+    """Run `ds-finetune selftest` with `arguments` in `nproc` processes here, or on the hosts of `hostfile`; returns the exit code.
+
+    What a run would refuse here is refused before anything is started.
+    """
+    if hostfile is not None:
+        if not Path(hostfile).is_file():
+            raise LaunchError(f"hostfile `{hostfile}` does not exist", hint="name an existing file with lines like `host1 slots=8`")
+        command = ["deepspeed", "--hostfile", hostfile, "--no_local_rank", "--module", "ds_finetune"]
+    else:
+        world = World(0, nproc, 0, nproc, "selftest")
+        for case in _of_run(config, world) if config is not None else []:
+            make_plan(_run_file(case, Path()), world=world, device=choose_device())
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", "-m", "ds_finetune"]
+    return subprocess.run([*command, "selftest", *arguments], check=False).returncode
+
+
+def selftest(config: RunConfig | None, *, say: Say) -> None:
+    """Check every case in this world, a line each; RunError where one is off. Without `config` the standard ones."""
+    # The tiny models are loaded and gathered hundreds of times, each with its bar or its warning.
+    transformers_logging.disable_progress_bar()
+    warnings.simplefilter("ignore", FutureWarning)
+    world = World.from_environment(os.environ)
+    world.export_to(os.environ)
+    device = choose_device()
+    cases = _standard(world.world_size) if config is None else _of_run(config, world)
+    wrong, began = 0, time.monotonic()
+    with process_group(world, device), _shared_folder(world) as folder:
+        for number, case in enumerate(cases):
+            wrong += not _is_right(case, world, device, folder / str(number), say)
+            if number == 0:
+                # What was imported is looked through no more: ZeRO-3 collects garbage at each start.
+                gc.freeze()
+    if world.rank == 0:
+        right, seconds = len(cases) - wrong, time.monotonic() - began
+        say(f"{right} of {len(cases)} layouts equal a plain loop on {world.world_size} ranks ({device}), {seconds:.0f} s")
+    if wrong:
+        raise RunError(f"{wrong} of {len(cases)} layouts are off", hint="do not train with them here; compare versions with constraints.txt")
+
+
+def _is_right(case: Case, world: World, device: str, folder: Path, say: Say) -> bool:
+    parallel = ParallelConfig.model_validate(case.tree["parallel"])
+    if world.rank == 0:
+        write_model(grown(hf_config(case.family), parallel), folder / "model")
+    everyones(None)
+    verdict = check(_run_file(case, folder), world, device, folder)
+    if verdict is not None:
+        say(f"{'equal' if verdict.is_right else 'WRONG'}  {case.name:34} {verdict.text()}")
+    return everyones(verdict)[0].is_right  # type: ignore[union-attr]
+
+
+def _run_file(case: Case, folder: Path) -> RunConfig:
+    model = case.tree["model"] | {"path": str(folder / "model")}
+    return RunConfig.model_validate(case.tree | {"model": model, "output_dir": str(folder)})
+
+
+def _standard(world_size: int) -> list[Case]:
+    """Plain ZeRO at every stage, and the proven combinations of two that `world_size` ranks can do, in fp32; two of them in bf16."""
+    cells = [Cell(family, stage, _ACCUMULATION, packing=True) for family in ("deepseek_v3", "llama") for stage in range(4)]
+    for row in PROVEN:
+        sizes: dict[str, Any] = dict.fromkeys(row.axes, 2)
+        cell = Cell("deepseek_v3", 0, _ACCUMULATION, packing=True, max_grad_norm=0.5, checkpointing=True, **sizes)
+        if world_size % cell.sharing == 0 and world_size // (cell.tp * cell.pp) % cell.ep == 0:
+            cells += [replace(cell, stage=stage) for stage in row.stages]
+            if row.families != FUSED:
+                cells.append(replace(cell, stage=max(row.stages), family="llama"))
+    cells += [Cell("deepseek_v3", stage, _ACCUMULATION, packing=True, precision="bf16") for stage in (1, 3)]
+    return [_case(cell, world_size) for cell in cells]
+
+
+def _case(cell: Cell, world_size: int) -> Case:
+    tree = run_tree(cell, Path(), Path(), dp=world_size // cell.sharing) | {"model": {"path": ""}}
+    name = f"{cell.family} {cell.layout} ZeRO-{cell.stage} {cell.precision}"
+    return Case(name, cell.family, _sized(tree, world_size // cell.sharing))
+
+
+def _of_run(config: RunConfig, world: World) -> list[Case]:
+    """The layout of a run with a tiny model of its family: in fp32, where gradients can be compared, and in its own precision."""
+    family = str(read_hf_config(config.model.path, files=("*.json",)).model_type)
+    if family not in FAMILIES | OTHERS:
+        raise ConfigError(f"model_type {family} has no tiny model", hint=f"known: {', '.join([*FAMILIES, 'deepseek_v2', 'qwen3'])}")
+    mesh = Mesh.of(config.parallel, world_size=world.world_size, rank=world.rank)
+    given, _ = read_choices(config.deepspeed)
+    choices = {key: value for key, value in copy.deepcopy(given).items() if key not in _DERIVED}
+    stage = (choices.get("zero_optimization") or {}).get("stage", 0)
+    found = []
+    for precision in dict.fromkeys(("fp32", config.train.precision)):
+        cell = Cell(family, stage, _ACCUMULATION, config.data.packing, precision=precision, checkpointing=config.train.activation_checkpointing)
+        tree = run_tree(replace(cell, max_grad_norm=0.5), Path(), Path(), dp=mesh.dp)
+        tree["parallel"] = config.parallel.model_copy(update={"pp_layers": ()}).model_dump()
+        tree |= {"model": {"path": "", "attention": config.model.attention, "loss": config.model.loss}, "deepspeed": choices}
+        found.append(Case(f"{family} {mesh} ZeRO-{stage} {precision}", family, _sized(tree, mesh.dp)))
+    return found
+
+
+def _sized(tree: Mapping[str, Any], dp: int) -> dict[str, Any]:
+    """The same with a batch of all samples for `dp` data parallel ranks, some of them with nothing where there are many."""
+    share = dp * _ACCUMULATION
+    size = -(-len(rows(tree["data"]["packing"])) // share)
+    return {**tree, "train": tree["train"] | {"global_batch_size": size * share, "micro_batch_size": size}}
+
+
+@contextmanager
+def _shared_folder(world: World) -> Iterator[Path]:
+    """A new folder for all ranks: in the working directory where there are several hosts, which have to share it."""
+    is_one_host = world.local_world_size == world.world_size
+    mine = tempfile.mkdtemp(prefix="selftest-", dir=None if is_one_host else Path.cwd()) if world.rank == 0 else ""
+    folder = Path(everyones(mine)[0])
+    try:
+        yield folder
+    finally:
+        if world.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,70 @@
+"""Optimizer steps of an engine on the samples, and the gradients it took them with."""
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from ds_finetune.data.batches import Batch, BatchPlan, eval_batches, training_batches
+from ds_finetune.engine.core import Engine
+from ds_finetune.engine.processes import everyones
+from ds_finetune.plan.layout import Plan
+from ds_finetune.selftest.cells import ROW_LEN, rows
+from ds_finetune.selftest.plain import BETAS, LR, Steps
+
+
+def batch_plan(plan: Plan) -> BatchPlan:
+    """How the samples are shared out."""
+    train = plan.config.train
+    return BatchPlan(
+        global_batch_size=train.global_batch_size,
+        micro_batch_size=train.micro_batch_size,
+        rank=plan.mesh.place("dp"),
+        dp=plan.dp,
+        seed=0,
+        shuffle=False,
+        pad_token_id=0,
+        row_len=ROW_LEN if plan.config.data.packing else None,
+        multiple=plan.mesh.sp,
+    )
+
+
+def take_steps(engine: Engine, steps: int) -> Iterator[Steps]:
+    """Step after step on all samples; what is yielded grows, and holds gradients from the first step on where they can be read."""
+    config, found = engine.plan.config, Steps()
+    for step in range(steps):
+        result = engine.step(_whole_batch(engine.plan), lr=LR)
+        found.losses.append(result.loss)
+        found.norms.append(result.grad_norm)
+        if step == 0 and config.optim.name == "AdamW" and config.train.precision == "fp32":
+            found.gradients = _gradients(engine)
+        yield found
+
+
+def evaluated(engine: Engine) -> float:
+    """Mean loss over the samples."""
+    found = engine.evaluate(eval_batches(rows(engine.plan.config.data.packing), batch_plan(engine.plan)))
+    assert found is not None
+    return found.loss
+
+
+def _whole_batch(plan: Plan) -> Batch:
+    every = rows(plan.config.data.packing)
+    return next(iter(training_batches(every, batch_plan(plan), start_step=0, total_rows=len(every))))
+
+
+def _gradients(engine: Engine) -> dict[str, torch.Tensor]:
+    """Gradient of the first step by parameter name, on the first rank of each pipeline stage: Adam's first moment is (1 - beta1) times it."""
+    found = {}
+    for name, param in engine.lm.named_parameters():
+        assert isinstance(param, nn.Parameter)
+        whole = engine.joined(name, engine.state.first_moment(param))
+        found[name] = whole.clone().cpu() / (1 - BETAS[0])
+    mesh = engine.plan.mesh
+    if mesh.pp == 1:
+        return found
+    stages = everyones(found if mesh.rank == mesh.leader else {})
+    for earlier, later in itertools.combinations(stages, 2):
+        assert all(torch.equal(earlier[name], later[name]) for name in earlier.keys() & later.keys()), "tied weights have two gradients"
+    return {name: grad for stage in stages for name, grad in stage.items()}

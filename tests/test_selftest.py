@@ -1,0 +1,76 @@
+"""`ds-finetune selftest`: says that a layout is right where it is, and by how much it is off where it is not."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_finetune.config import ParallelConfig
+from ds_finetune.model.build import build_skeleton
+from ds_finetune.plan.legal import check_divides
+from ds_finetune.plan.mesh import Mesh
+from ds_finetune.selftest.cells import FAMILIES, OTHERS, grown, hf_config
+from tests.running import start, tiny_task
+
+COMMAND = [sys.executable, "-m", "ds_finetune", "selftest"]
+
+
+def test_the_layout_of_a_run_is_checked_in_two_precisions(tmp_path: Path) -> None:
+    run_file = tiny_task(tmp_path, parallel={"tp": 2}, deepspeed={"zero_optimization": {"stage": 1}}, train={"precision": "bf16"})
+    done = start([*COMMAND, str(run_file), "--nproc", "2"], timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line for line in done.stdout.splitlines() if "ZeRO-1" in line]
+    assert [line.split()[0] for line in lines] == ["equal", "equal"]
+    assert [word for line in lines for word in line.split() if word in ("fp32", "bf16")] == ["fp32", "bf16"]
+    assert all(name in lines[0] for name in ("loss", "gradient", "norm", "resume", "export"))
+    assert "2 of 2 layouts equal a plain loop on 2 ranks (cpu)" in done.stdout
+
+
+def test_gradients_twice_as_large_are_found(tmp_path: Path) -> None:
+    """The losses of the first step and the export are right, and without clipping Adam would hide it for long."""
+    script = tmp_path / "broken.py"
+    script.write_text(
+        "import sys\n"
+        "from ds_finetune.plan.layout import Plan\n"
+        "from ds_finetune.cli import main\n"
+        "Plan.zero_ranks = property(lambda plan: 2 * plan.mesh.dp * plan.mesh.sp)\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    run_file = tiny_task(tmp_path, deepspeed={"zero_optimization": {"stage": 2}})
+    done = start([sys.executable, str(script), "selftest", str(run_file)], timeout=120)
+    assert done.returncode == 1, done.stdout + done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("WRONG"))
+    assert "norm 1.0e+00 (limit 1e-04)" in line
+    assert "error: 1 of 1 layouts are off" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["RUN", "parallel.tp=3", "--nproc", "2"], "2 ranks are not a multiple of parallel tp 3 = 3"),
+        (["RUN", "parallel.pp=2", "--nproc", "2"], "parallel dp 1 x pp 2 with zero stage 2 is not proven"),
+        (["--hostfile", "nowhere"], "hostfile `nowhere` does not exist"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(tmp_path: Path, arguments: list[str], text: str) -> None:
+    run_file = str(tiny_task(tmp_path, deepspeed={"zero_optimization": {"stage": 2}}))
+    done = start([*COMMAND, *(run_file if word == "RUN" else word for word in arguments)], timeout=60)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert text in done.stderr
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES | OTHERS))
+def test_tiny_models_grow_with_the_sizes(family: str) -> None:
+    parallel = ParallelConfig(tp=8, sp=4, pp=3)
+    config = grown(hf_config(family), parallel)
+    check_divides(Mesh(0, 1, pp=3, tp=8), config.to_dict())
+    check_divides(Mesh(0, 1, sp=4, tp=8), config.to_dict())
+    build_skeleton(config, attention="sdpa", dtype=torch.float32, device="meta")
+
+
+@pytest.mark.slow
+def test_the_standard_set_takes_two_minutes_at_most() -> None:
+    done = start([*COMMAND, "--nproc", "2"], timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WRONG" not in done.stdout
