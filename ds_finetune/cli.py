@@ -96,12 +96,13 @@ def _bench(arguments: argparse.Namespace) -> None:
 
 def _selftest(arguments: argparse.Namespace) -> None:
     config = _config(arguments) if arguments.run else None
-    from ds_finetune.selftest.run import selftest, start_world
+    from ds_finetune.selftest.run import Extent, selftest, start_world
 
+    extent = Extent(arguments.steps, tuple(arguments.families.split(",")))
     if "RANK" in os.environ or (arguments.hostfile is None and arguments.nproc == 1):
-        selftest(config, say=show_line)
+        selftest(config, extent, say=show_line)
         return
-    given = [*([arguments.run] if arguments.run else []), *arguments.overrides]
+    given = [*([arguments.run] if arguments.run else []), *arguments.overrides, *extent.arguments]
     raise SystemExit(start_world(given, config, nproc=arguments.nproc, hostfile=arguments.hostfile))
 
 
@@ -194,6 +195,8 @@ def _selftest_command(selftest: argparse.ArgumentParser) -> None:
     where = selftest.add_mutually_exclusive_group()
     where.add_argument("--nproc", type=int, default=1, help="processes on this machine (default 1)")
     where.add_argument("--hostfile", help="hosts to start on, which share the working directory")
+    selftest.add_argument("--steps", type=int, default=3, help="optimizer steps of each layout, 2 at least (default 3)")
+    selftest.add_argument("--families", default="deepseek_v3,llama", help="of the standard set (default deepseek_v3,llama)")
     selftest.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     selftest.set_defaults(command=_selftest)
 

@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import hashlib
+import itertools
 import os
 import shutil
 import subprocess
@@ -9,7 +11,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +25,7 @@ from ds_finetune.errors import ConfigError, LaunchError, RunError
 from ds_finetune.model.build import read_hf_config
 from ds_finetune.plan.finish import read_choices
 from ds_finetune.plan.layout import make_plan
-from ds_finetune.plan.legal import FUSED, PROVEN
+from ds_finetune.plan.legal import PROVEN
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.selftest.cells import FAMILIES, OTHERS, Cell, grown, hf_config, rows, run_tree
 from ds_finetune.selftest.check import check, write_model
@@ -44,6 +46,19 @@ class Case:
     tree: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Extent:
+    """How much is checked: optimizer steps of each layout, and families of the standard set; the first one in every layout."""
+
+    steps: int = 3
+    families: tuple[str, ...] = ("deepseek_v3", "llama")
+
+    @property
+    def arguments(self) -> list[str]:
+        """The same as command-line arguments."""
+        return ["--steps", str(self.steps), "--families", ",".join(self.families)]
+
+
 def start_world(arguments: list[str], config: RunConfig | None, *, nproc: int, hostfile: str | None) -> int:
     """Run `ds-finetune selftest` with `arguments` in `nproc` processes here, or on the hosts of `hostfile`; returns the exit code.
 
@@ -56,12 +71,12 @@ def start_world(arguments: list[str], config: RunConfig | None, *, nproc: int, h
     else:
         world = World(0, nproc, 0, nproc, "selftest")
         for case in _of_run(config, world) if config is not None else []:
-            make_plan(_run_file(case, Path()), world=world, device=choose_device())
+            make_plan(_run_file(case, Path(), Path()), world=world, device=choose_device())
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", "-m", "ds_finetune"]
     return subprocess.run([*command, "selftest", *arguments], check=False).returncode
 
 
-def selftest(config: RunConfig | None, *, say: Say) -> None:
+def selftest(config: RunConfig | None, extent: Extent, *, say: Say) -> None:
     """Check every case in this world, a line each; RunError where one is off. Without `config` the standard ones."""
     # The tiny models are loaded and gathered hundreds of times, each with its bar or its warning.
     transformers_logging.disable_progress_bar()
@@ -69,11 +84,11 @@ def selftest(config: RunConfig | None, *, say: Say) -> None:
     world = World.from_environment(os.environ)
     world.export_to(os.environ)
     device = choose_device()
-    cases = _standard(world.world_size) if config is None else _of_run(config, world)
+    cases = _standard(world.world_size, extent.families) if config is None else _of_run(config, world)
     wrong, began = 0, time.monotonic()
     with process_group(world, device), _shared_folder(world) as folder:
         for number, case in enumerate(cases):
-            wrong += not _is_right(case, world, device, folder / str(number), say)
+            wrong += not _is_right(case, world, device, folder / str(number), extent.steps, say)
             if number == 0:
                 # What was imported is looked through no more: ZeRO-3 collects garbage at each start.
                 gc.freeze()
@@ -84,33 +99,36 @@ def selftest(config: RunConfig | None, *, say: Say) -> None:
         raise RunError(f"{wrong} of {len(cases)} layouts are off", hint="do not train with them here; compare versions with constraints.txt")
 
 
-def _is_right(case: Case, world: World, device: str, folder: Path, say: Say) -> bool:
-    parallel = ParallelConfig.model_validate(case.tree["parallel"])
-    if world.rank == 0:
-        write_model(grown(hf_config(case.family), parallel), folder / "model")
+def _is_right(case: Case, world: World, device: str, folder: Path, steps: int, say: Say) -> bool:  # noqa: PLR0913
+    model = grown(hf_config(case.family), ParallelConfig.model_validate(case.tree["parallel"]))
+    # One folder for a model whatever the layout: the plain loop runs once on each.
+    where = folder.parent / f"model-{hashlib.sha256(model.to_json_string().encode()).hexdigest()[:12]}"
+    if world.rank == 0 and not where.exists():
+        write_model(model, where)
     everyones(None)
-    verdict = check(_run_file(case, folder), world, device, folder)
+    verdict = check(_run_file(case, where, folder), world, device, folder, steps=steps)
     if verdict is not None:
-        say(f"{'equal' if verdict.is_right else 'WRONG'}  {case.name:34} {verdict.text()}")
+        say(f"{'equal' if verdict.is_right else 'WRONG'}  {case.name:44} {verdict.text()}")
     return everyones(verdict)[0].is_right  # type: ignore[union-attr]
 
 
-def _run_file(case: Case, folder: Path) -> RunConfig:
-    model = case.tree["model"] | {"path": str(folder / "model")}
+def _run_file(case: Case, model_folder: Path, folder: Path) -> RunConfig:
+    model = case.tree["model"] | {"path": str(model_folder)}
     return RunConfig.model_validate(case.tree | {"model": model, "output_dir": str(folder)})
 
 
-def _standard(world_size: int) -> list[Case]:
-    """Plain ZeRO at every stage, and the proven combinations of two that `world_size` ranks can do, in fp32; two of them in bf16."""
-    cells = [Cell(family, stage, _ACCUMULATION, packing=True) for family in ("deepseek_v3", "llama") for stage in range(4)]
-    for row in PROVEN:
+def _standard(world_size: int, families: Sequence[str]) -> list[Case]:
+    """Plain ZeRO at every stage, and the proven combinations of two that `world_size` ranks can do, in fp32; two stages in bf16."""
+    unknown = [family for family in families if family not in FAMILIES | OTHERS]
+    if unknown:
+        raise ConfigError(f"--families {','.join(unknown)} is not known", hint=f"use some of {','.join(FAMILIES | OTHERS)}")
+    cells = [Cell(family, stage, _ACCUMULATION, packing=True) for family in families for stage in range(4)]
+    for row, family in itertools.product(PROVEN, families):
         sizes: dict[str, Any] = dict.fromkeys(row.axes, 2)
-        cell = Cell("deepseek_v3", 0, _ACCUMULATION, packing=True, max_grad_norm=0.5, checkpointing=True, **sizes)
-        if world_size % cell.sharing == 0 and world_size // (cell.tp * cell.pp) % cell.ep == 0:
-            cells += [replace(cell, stage=stage) for stage in row.stages]
-            if row.families != FUSED:
-                cells.append(replace(cell, stage=max(row.stages), family="llama"))
-    cells += [Cell("deepseek_v3", stage, _ACCUMULATION, packing=True, precision="bf16") for stage in (1, 3)]
+        cell = Cell(family, 0, _ACCUMULATION, packing=True, max_grad_norm=0.5, checkpointing=True, **sizes)
+        if world_size % cell.sharing == 0 and world_size // (cell.tp * cell.pp) % cell.ep == 0 and hf_config(family).model_type in row.families:
+            cells += [replace(cell, stage=stage) for stage in (row.stages if family == families[0] else row.stages[-1:])]
+    cells += [Cell(families[0], stage, _ACCUMULATION, packing=True, precision="bf16") for stage in (1, 3)]
     return [_case(cell, world_size) for cell in cells]
 
 

@@ -5,6 +5,7 @@ Bytes are those of the ring or pairwise algorithms: of an all-reduce 2 (n - 1) /
 (n - 1) / n of the whole, of an all-to-all what is for other ranks.
 """
 
+import itertools
 import json
 import os
 import sys
@@ -48,6 +49,7 @@ _counted("reduce_scatter_tensor", lambda n, sizes, _: max(sizes) * (n - 1) / n)
 _counted("all_gather_into_tensor", lambda n, sizes, _: max(sizes) * (n - 1) / n)
 _counted("all_gather", lambda n, sizes, _: (sum(sizes) - sizes[-1]) * (n - 1) / n)
 _counted("all_to_all_single", _for_others)
+_counted("send", lambda n, sizes, _: sizes[0])
 
 from transformers import AutoConfig
 
@@ -71,33 +73,50 @@ MODEL |= {
     "topk_group": 2,
     "vocab_size": 8192,
 }
+EVEN = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 256}
+"""A model whose layers are nearly all of its work, so that two stages of four take as long."""
 TOKENS, ROWS, STEPS = 512, 4, 5
-LAYOUTS: dict[str, dict[str, int]] = {"dp 2": {}, "tp 2": {"tp": 2}, "sp 2": {"sp": 2}, "ep 2": {"ep": 2}}
+LAYOUTS: dict[str, dict[str, int]] = {"dp 2": {}, "tp 2": {"tp": 2}, "sp 2": {"sp": 2}, "ep 2": {"ep": 2}, "pp 2": {"pp": 2}}
+BUBBLE = (1, 2, 4, 8)
+"""Forwards of a step for which the waiting of a pipeline is measured."""
 
 
 def main() -> None:
-    """Every layout at ZeRO 1, 2 and 3, by turns, on the same rows."""
+    """Every layout at ZeRO 1, 2 and 3, by turns, on the same rows; and the whole model or a pipeline of it with 1 to 8 forwards."""
     world, device = World.from_environment(os.environ), choose_device()
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name, process_group(world, device):
         AutoConfig.for_model("deepseek_v3", **MODEL).save_pretrained(name)
-        for stage in (1, 2, 3):
-            for layout, parallel in LAYOUTS.items():
+        for stage, (layout, parallel) in itertools.product((1, 2, 3) if world.world_size > 1 else (), LAYOUTS.items()):
+            if layout != "pp 2" or stage == 1:
                 found[f"{layout}, ZeRO-{stage}"] = _measured(name, stage, parallel, world, device)
+        AutoConfig.for_model("llama", **EVEN).save_pretrained(name)
+        for forwards in BUBBLE:
+            found[f"{forwards} forwards"] = _measured(
+                name, 1, {"pp": world.world_size, "pp_layers": [4, 4]} if world.world_size > 1 else {}, world, device, forwards
+            )
     if world.rank == 0:
         Path(sys.argv[1]).write_text(json.dumps(found, indent=1))
 
 
-def _measured(model: str, stage: int, parallel: dict[str, int], world: World, device: str) -> dict[str, Any]:
-    sharing = parallel.get("tp", 1) * parallel.get("sp", 1)
-    train = {"for": "9 steps", "global_batch_size": ROWS, "micro_batch_size": sharing, "max_seq_len": TOKENS, "precision": "bf16"}
+def _measured(model: str, stage: int, parallel: dict[str, Any], world: World, device: str, forwards: int = 0) -> dict[str, Any]:
+    """Median seconds of a step and bytes sent, two forwards of two rows a rank; given `forwards`, as many of one row each."""
+    sharing = parallel.get("tp", 1) * parallel.get("sp", 1) * parallel.get("pp", 1)
+    rows, micro = (forwards, 1) if forwards else (ROWS, sharing)
+    train = {
+        "for": "9 steps",
+        "global_batch_size": rows,
+        "micro_batch_size": micro,
+        "max_seq_len": TOKENS,
+        "precision": "fp32" if forwards else "bf16",
+    }
     tree = {"model": {"path": model, "weights": "random"}, "data": {"train": "none.jsonl"}, "parallel": parallel, "output_dir": model}
     tree |= {"train": train | {"activation_checkpointing": False}, "deepspeed": {"zero_optimization": {"stage": stage}}}
     plan = make_plan(RunConfig.model_validate(tree), world=world, device=device)
     with start_engine(plan, read_hf_config(model)) as engine:
-        shares = BatchPlan(ROWS, train["micro_batch_size"], plan.mesh.place("dp"), plan.dp, 0, False, 0, TOKENS)  # type: ignore[arg-type]
+        shares = BatchPlan(rows, micro, plan.mesh.place("dp"), plan.dp, 0, False, 0, TOKENS)
         seconds = []
-        for step, batch in enumerate(training_batches(_rows(), shares, start_step=0, total_rows=ROWS * (STEPS + 1))):
+        for step, batch in enumerate(training_batches(_rows(), shares, start_step=0, total_rows=rows * (STEPS + 1))):
             SENT.clear()
             began = time.perf_counter()
             engine.step(batch, lr=1e-3)
@@ -107,7 +126,7 @@ def _measured(model: str, stage: int, parallel: dict[str, int], world: World, de
 
 
 def _rows() -> list[Row]:
-    ids = torch.randint(3, MODEL["vocab_size"], (ROWS, TOKENS), generator=torch.Generator().manual_seed(0)).int().numpy()
+    ids = torch.randint(3, EVEN["vocab_size"], (ROWS, TOKENS), generator=torch.Generator().manual_seed(0)).int().numpy()
     places = torch.arange(TOKENS).int().numpy()
     return [Row(input_ids=row, position_ids=places, labels=row, supervised=TOKENS) for row in ids]
 
