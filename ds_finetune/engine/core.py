@@ -255,7 +255,8 @@ class Engine:
 
     def _my_share(self, prompts: list[list[int]]) -> list[tuple[int, list[int]]]:
         """This rank's prompts; under ZeRO-3 every rank must run the model equally often, so the last ones may be answered twice."""
-        ranks, rank = self.plan.zero_ranks, self.plan.world.rank // self.plan.mesh.tp
+        mesh = self.plan.mesh
+        ranks, rank = self.plan.zero_ranks, mesh.place("dp") * mesh.sp + mesh.place("sp")
         rounds = math.ceil(len(prompts) / ranks)
         numbers = [min(turn * ranks + rank, len(prompts) - 1) for turn in range(rounds)]
         return [(number, prompts[number]) for number in numbers]

@@ -30,14 +30,17 @@ from ds_finetune.world import World
 _FEW = 3
 _CURVE = 2e-4
 """How far a loss may be off beyond the first few steps, over which roundings grow."""
-_EXACT = {"loss": 1e-5, "gradient": 1e-4, "norm": 1e-4, "resume": 1e-6, "export": 1e-5}
+_EXACT = {"loss": 1e-5, "gradient": 1e-4, "norm": 1e-4, "resume": 1e-6, "export": 1e-5, "answers": 0.0}
 _ROUNDED = {"loss": 1.5e-2, "norm": 2e-2, "resume": 1e-6, "export": 1.5e-2}
 """In 16 bits weights round losses in the third digit; a gradient left out would show in the second."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How far a layout is off: `loss` of each step, `resume` and `export` in nats, `gradient` and `norm` relative; and how far it may be."""
+    """How far a layout is off, and how far it may be.
+
+    `loss` of each step, `resume` and `export` in nats, `gradient` and `norm` relative, `answers` by how many differ.
+    """
 
     differences: dict[str, float]
     limits: dict[str, float]
@@ -50,7 +53,7 @@ class Verdict:
     def text(self) -> str:
         """One line."""
         limits = {name: "" if self.differences[name] <= limit else f" (limit {limit:.0e})" for name, limit in self.limits.items()}
-        return ", ".join(f"{name} {self.differences[name]:.1e}{limits[name]}" for name in self.limits)
+        return ", ".join(f"{name} {self.differences[name]:.1g}{limits[name]}" for name in self.limits)
 
 
 def write_model(config: PretrainedConfig, folder: Path) -> None:
@@ -89,6 +92,7 @@ def _verdict(plan: Plan, steps: Steps, resumed: Steps, export: float) -> Verdict
         "norm": max(abs(norm - other) / other for norm, other in zip(steps.norms, wanted.norms, strict=True)),
         "resume": _farthest(resumed.losses, steps.losses[1:]),
         "export": export,
+        "answers": float(sum(one != other for one, other in zip(steps.answers, wanted.answers, strict=True))),
     }
     if is_exact:
         assert steps.gradients.keys() == wanted.gradients.keys(), "the layout has other parameters"

@@ -11,7 +11,7 @@ from ds_finetune.engine.core import Engine
 from ds_finetune.engine.processes import everyones
 from ds_finetune.plan.layout import Plan
 from ds_finetune.selftest.cells import ROW_LEN, rows
-from ds_finetune.selftest.plain import BETAS, LR, Steps
+from ds_finetune.selftest.plain import BETAS, LIMITS, LR, PROMPTS, Steps
 
 
 def batch_plan(plan: Plan) -> BatchPlan:
@@ -31,7 +31,7 @@ def batch_plan(plan: Plan) -> BatchPlan:
 
 
 def take_steps(engine: Engine, steps: int) -> Iterator[Steps]:
-    """Step after step on all samples; what is yielded grows, and holds gradients from the first step on where they can be read."""
+    """Step after step on all samples; what is yielded grows, with gradients from the first step on where they can be read, and answers at last."""
     config, found = engine.plan.config, Steps()
     for step in range(steps):
         result = engine.step(_whole_batch(engine.plan), lr=LR)
@@ -39,6 +39,10 @@ def take_steps(engine: Engine, steps: int) -> Iterator[Steps]:
         found.norms.append(result.grad_norm)
         if step == 0 and config.optim.name == "AdamW" and config.train.precision == "fp32":
             found.gradients = _gradients(engine)
+        if step == steps - 1:
+            answers = engine.generate(PROMPTS, LIMITS)
+            assert answers is not None
+            found.answers = answers
         yield found
 
 
