@@ -244,7 +244,10 @@ class Engine:
         return float(square.sqrt())
 
     def _culprit(self) -> str:
-        named = [f"{name} on rank {rank}" for rank, name in enumerate(everyones(self._probe.first_bad())) if name]
+        found = everyones(self._probe.first_bad())
+        # The last stage of a pipeline hands what is wrong there to the ones before.
+        ranks = sorted(range(len(found)), key=lambda rank: -self.plan.mesh.place("pp", rank))
+        named = [f"{found[rank]} on rank {rank}" for rank in ranks if found[rank]]
         return named[0] if named else "no single gradient; the reduction overflowed"
 
     def _sum_over_ranks(self, *values: float, copies: int) -> list[float]:

@@ -1,5 +1,6 @@
 """Started by the tests as `torchrun --nproc-per-node 2 worker.py MODEL OUT.json`: what the engine does when a step goes wrong."""
 
+import itertools
 import json
 import os
 import sys
@@ -34,22 +35,28 @@ def main() -> None:
                 with _engine(world, device, Cell("deepseek_v3", stage, 2, packing=False, precision=precision)) as engine:
                     found[f"plain-{stage}-{precision}"] = [record.values["train/loss"] for record in _steps(engine)]
                 with _engine(world, device, Cell("deepseek_v3", stage, 2, packing=False, precision=precision)) as engine:
-                    found[f"poisoned-{stage}-{precision}"] = _poisoned(engine)
+                    found[f"poisoned-{stage}-{precision}"] = _poisoned(engine, 1, "model.norm")
             with _engine(world, device, Cell("deepseek_v3", stage, 2, packing=False)) as engine:
                 _route_apart(engine, world.rank)
                 found[f"apart-{stage}"] = [record.values["train/loss"] for record in _steps(engine)]
+        for stage, precision, (rank, module) in itertools.product(
+            (0, 1), ("fp32", "bf16"), enumerate(("model.layers.0.input_layernorm", "model.norm"))
+        ):
+            if stage or precision == "fp32":
+                with _engine(world, device, Cell("deepseek_v3", stage, 2, packing=False, precision=precision, pp=2)) as engine:
+                    found[f"pipeline-{stage}-{precision}-{rank}"] = _poisoned(engine, rank, module)
     if world.rank == 0:
         Path(sys.argv[2]).write_text(json.dumps(found))
 
 
 def _engine(world: World, device: str, cell: Cell) -> Any:
-    config = RunConfig.model_validate(run_tree(cell, Path(sys.argv[1]), Path(sys.argv[2]).parent, dp=world.world_size))
+    config = RunConfig.model_validate(run_tree(cell, Path(sys.argv[1]), Path(sys.argv[2]).parent, dp=world.world_size // cell.sharing))
     return start_engine(make_plan(config, world=world, device=device), read_hf_config(config.model.path))
 
 
 def _batches(engine: Engine) -> Iterator[Batch]:
     train = engine.plan.config.train
-    plan = BatchPlan(train.global_batch_size, train.micro_batch_size, engine.plan.world.rank, engine.plan.dp, 0, False, 0, None)
+    plan = BatchPlan(train.global_batch_size, train.micro_batch_size, engine.plan.mesh.place("dp"), engine.plan.dp, 0, False, 0, None)
     return training_batches(rows(packing=False), plan, start_step=0, total_rows=STEPS * SAMPLES)
 
 
@@ -58,8 +65,8 @@ def _steps(engine: Engine) -> list[Any]:
     return list(training_steps(engine, _batches(engine), schedule))
 
 
-def _poisoned(engine: Engine) -> dict[str, Any]:
-    """Rank 1's gradient becomes NaN behind the last norm in the second step only."""
+def _poisoned(engine: Engine, rank: int, module: str) -> dict[str, Any]:
+    """The gradient of what enters `module` on `rank` becomes NaN in the second step only."""
     calls = 0
 
     def poison(module: torch.nn.Module, inward: tuple[torch.Tensor, ...], outward: object) -> tuple[torch.Tensor, ...]:
@@ -67,8 +74,8 @@ def _poisoned(engine: Engine) -> dict[str, Any]:
         calls += 1
         return tuple(grad * float("nan") for grad in inward) if calls in (3, 4) else inward
 
-    if engine.plan.world.rank == 1:
-        engine.lm.get_submodule("model.norm").register_full_backward_hook(poison)
+    if engine.plan.world.rank == rank:
+        engine.lm.get_submodule(module).register_full_backward_hook(poison)
     schedule = LrSchedule(name="linear", lr=1e-3, min_lr_ratio=0.0, warmup_steps=0, steps=STEPS)
     before: dict[str, torch.Tensor] = {}
     unchanged = None
