@@ -74,3 +74,12 @@ def test_the_standard_set_takes_two_minutes_at_most() -> None:
     done = start([*COMMAND, "--nproc", "2"], timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "WRONG" not in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ten_steps_of_every_layout_and_family(ranks: int) -> None:
+    families = "deepseek_v3,deepseek_v2,qwen2,qwen3,llama"
+    done = start([*COMMAND, "--nproc", str(ranks), "--steps", "10", "--families", families], timeout=2400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"layouts equal a plain loop on {ranks} ranks" in done.stdout

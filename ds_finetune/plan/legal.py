@@ -61,7 +61,7 @@ def check_layout(mesh: Mesh, config: RunConfig, *, stage: int, offloads: Sequenc
     rows = [row for row in PROVEN if row.axes == axes]
     if not any(stage in row.stages for row in rows):
         raise ConfigError(f"parallel {mesh} with zero stage {stage} is not proven", hint=f"nearest: {_nearest(axes, stage)}")
-    if mesh.tp * mesh.pp > 1 and stage == 0 and config.train.precision != "fp32":
+    if mesh.pp * mesh.tp * mesh.ep > 1 and stage == 0 and config.train.precision != "fp32":
         # DeepSpeed 0.19.8 takes the norm of a rank's own part there (fp16/unfused_optimizer.py): 0.78 of the whole on the tiny DeepSeek-V3.
         raise ConfigError(f"parallel {mesh} with zero stage 0 in {config.train.precision} clips by a wrong norm", hint="use zero stage 1, or fp32")
     for what, way_out in chain(_unproven(mesh, config, offloads), _unproven_options(tree or {})):
