@@ -53,6 +53,10 @@ def test_a_nan_on_one_stage_of_a_pipeline_skips_the_step_on_all(found: dict[str,
     assert case["loss"][2] < case["loss"][0]
 
 
+def test_an_error_on_one_rank_waits_for_no_other(found: dict[str, Any]) -> None:
+    assert found["alone"]
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_bf16_follows_fp32_at_every_stage(found: dict[str, Any], stage: int) -> None:
     """Stage 0 did not, until the zero-gradient step of DeepSpeed's constructor was undone (engine/start.py)."""

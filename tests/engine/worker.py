@@ -13,6 +13,7 @@ import torch
 from ds_finetune.config import RunConfig
 from ds_finetune.data.batches import Batch, BatchPlan, training_batches
 from ds_finetune.engine.core import Engine
+from ds_finetune.engine.pipeline import reduced_at_end
 from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.engine.start import start_engine
 from ds_finetune.loop import training_steps
@@ -45,6 +46,8 @@ def main() -> None:
             if stage or precision == "fp32":
                 with _engine(world, device, Cell("deepseek_v3", stage, 2, packing=False, precision=precision, pp=2)) as engine:
                     found[f"pipeline-{stage}-{precision}-{rank}"] = _poisoned(engine, rank, module)
+        with _engine(world, device, Cell("deepseek_v3", 1, 2, packing=False)) as engine:
+            found["alone"] = _error_on_one_rank(engine, world.rank)
     if world.rank == 0:
         Path(sys.argv[2]).write_text(json.dumps(found))
 
@@ -94,6 +97,19 @@ def _poisoned(engine: Engine, rank: int, module: str) -> dict[str, Any]:
         "unchanged": unchanged,
         "loss": [record.values["train/loss"] for record in records],
     }
+
+
+def _error_on_one_rank(engine: Engine, rank: int) -> bool:
+    """Rank 0 fails with gradients that wait to be reduced, which rank 1 never does."""
+    if rank:
+        return False
+    try:
+        with reduced_at_end(engine._ds, zero_stage=1):
+            loss = engine._forward(next(_batches(engine)).micro[0])
+            engine._ds.backward(loss.loss_sum, scale_wrt_gas=False)
+            raise MemoryError  # noqa: TRY301
+    except MemoryError:
+        return True
 
 
 def _route_apart(engine: Engine, rank: int) -> None:
