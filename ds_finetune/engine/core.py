@@ -58,6 +58,10 @@ class Limits:
     pad_id: int
 
 
+_PIECE = 2**26
+"""Elements of a tensor that go from one stage to another at a time."""
+
+
 def _never() -> bool:
     return False
 
@@ -118,7 +122,7 @@ class Engine:
         None where `is_over`, asked before each batch and the same on every rank, ends it.
         """
         self._ds.eval()
-        sums = torch.zeros(3, dtype=torch.float64, device=self._device)
+        sums, counted = torch.zeros(2, dtype=torch.float64, device=self._device), 0
         with torch.no_grad():
             for batch in batches:
                 if is_over():
@@ -126,9 +130,10 @@ class Engine:
                 for micro in batch.micro:
                     out = self._forward(micro)
                     if isinstance(out, TokenLoss):
-                        sums[:2] += _counted(out)
-                sums[2] += batch.num_supervised_tokens / (self.plan.mesh.sp * self.plan.mesh.pp)
-        loss_sum, correct, supervised = self._sum_over_ranks(*sums.tolist(), copies=self.plan.mesh.tp)
+                        sums += _counted(out)
+                counted += batch.num_supervised_tokens
+        (supervised,) = self._sum_over_ranks(counted, copies=self.plan.mesh.sharing)
+        loss_sum, correct = self._sum_over_ranks(*sums.tolist(), copies=self.plan.mesh.tp)
         return EvalResult(loss_sum / max(supervised, 1), correct / max(supervised, 1), int(supervised))
 
     def generate(self, prompts: list[list[int]], limits: Limits, *, is_over: Callable[[], bool] = _never) -> list[list[int]] | None:
@@ -148,12 +153,14 @@ class Engine:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Every parameter and persistent buffer by its Hugging Face name: the whole tensor on rank zero's CPU, None elsewhere.
 
-        One parameter is gathered at a time; every rank must run the iterator to its end.
+        One parameter is gathered at a time; every rank must run the iterator to its end. Ranks go from one to the next together,
+        so that none waits longer than for what is done with one tensor.
         """
         here = dict(_named(self._ds.module)) | dict(persistent_buffers(self._ds.module))
         for stage, specs in enumerate(self._specs):
             held = here if stage == self.plan.mesh.place("pp") else {}
             for name, spec in specs.items():
+                dist.barrier()
                 with self._gathered(held.get(name)):
                     whole = self.joined(name, held[name].detach()) if name in held else None
                     yield name, self._on_rank_zero(whole, spec, stage)
@@ -312,9 +319,12 @@ class Engine:
         if self._stage is not None and stage and mesh.rank == mesh.leader:
             if mesh.place("pp") == stage:
                 assert whole is not None
-                self._stage.send(whole.to(self._device), to=0)
+                for piece in whole.reshape(-1).split(_PIECE):
+                    self._stage.send(piece.to(self._device), to=0)
             elif self.is_rank_zero:
-                whole = self._stage.receive(torch.empty_like(spec, device=self._device), source=stage)
+                whole = torch.empty_like(spec, device="cpu")
+                for piece in whole.view(-1).split(_PIECE):
+                    piece.copy_(self._stage.receive(torch.empty_like(piece, device=self._device), source=stage))
         return whole.cpu() if self.is_rank_zero and whole is not None else None
 
     def _gathered(self, param: torch.Tensor | None) -> Any:  # noqa: ANN401 - a context manager of DeepSpeed

@@ -90,7 +90,7 @@ class _Made:
     def own(self, lines: list[list[int]]) -> dist.ProcessGroup:
         """The group of this rank; every rank makes every group."""
         made = [(ranks, dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT)) for ranks in lines]
-        self._groups.append(next(group for ranks, group in made if self.mesh.rank in ranks))
+        self._groups += [group for ranks, group in made if self.mesh.rank in ranks]
         return self._groups[-1]
 
     def destroy(self) -> None:
@@ -104,7 +104,7 @@ def open_groups(mesh: Mesh) -> Iterator[Groups]:
     """Make the groups of `mesh`, collectively, and take them apart at the end: DeepSpeed 0.19.8 keeps a model under ZeRO-3 past `destroy`."""
     made = _Made(mesh)
     groups = Groups(
-        stage=StageGroup(made.line("pp"), mesh.pp, mesh.place("pp")) if mesh.pp > 1 else None,
+        stage=_stage(made) if mesh.pp > 1 else None,
         sequence=SequenceGroup(made.line("sp"), mesh.sp, mesh.place("sp")) if mesh.sp > 1 else None,
         tensor=TensorGroup(made.line("tp"), mesh.tp, mesh.place("tp")) if mesh.tp > 1 else None,
         experts=ExpertGroup(made.own(mesh.expert_lines()), mesh.ep, mesh.expert_place) if mesh.ep > 1 else None,
@@ -119,6 +119,14 @@ def open_groups(mesh: Mesh) -> Iterator[Groups]:
             part.close()
     _tell_deepspeed_no_more(groups)
     made.destroy()
+
+
+def _stage(made: _Made) -> StageGroup:
+    mesh = made.mesh
+    stage = StageGroup(made.line("pp"), mesh.pp, mesh.place("pp"))
+    ends = made.own([[rank for rank in line if mesh.place("pp", rank) in (0, mesh.pp - 1)] for line in mesh.lines("pp", "dp", "sp")])
+    stage.ends = ends if stage.is_first or stage.is_last else None
+    return stage
 
 
 def _tell_deepspeed(groups: Groups, made: _Made) -> None:

@@ -10,7 +10,7 @@ from ds_finetune.data.batches import Batch, BatchPlan, eval_batches, training_ba
 from ds_finetune.engine.core import Engine
 from ds_finetune.engine.processes import everyones
 from ds_finetune.plan.layout import Plan
-from ds_finetune.selftest.cells import ROW_LEN, rows
+from ds_finetune.selftest.cells import rows
 from ds_finetune.selftest.plain import BETAS, LIMITS, LR, PROMPTS, Steps
 
 
@@ -25,7 +25,7 @@ def batch_plan(plan: Plan) -> BatchPlan:
         seed=0,
         shuffle=False,
         pad_token_id=0,
-        row_len=ROW_LEN if plan.config.data.packing else None,
+        row_len=train.max_seq_len if plan.config.data.packing else None,
         multiple=plan.mesh.sp,
     )
 
