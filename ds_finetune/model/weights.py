@@ -166,6 +166,9 @@ class HubFiles:
         index = self.folder / "model.safetensors.index.json"
         if index.is_file():
             weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            outside = sorted({file for file in weight_map.values() if Path(file).name != file})
+            if outside:
+                raise ModelError(f"{index} names `{outside[0]}`, which is not a file of the folder", hint="the index is damaged; get it again")
             absent = sorted({file for file in weight_map.values() if not (self.folder / file).is_file()})
             if absent:
                 raise ModelError(
