@@ -87,7 +87,7 @@ def make_reference(folder: Path) -> Reference:
         logits = {case: _plain_logits(model, *tokens_of(case, vocab)) for case in (*WHOLE, *STEPS)}
         tokens, leads = _plain_greedy(model, *tokens_of(PROMPTS, vocab))
     counts = [len(experts) for experts in seen.values()]
-    return Reference(logits, tokens, leads, f"{min(counts)} to {max(counts)} of {model.config.n_routed_experts} a layer" if counts else "")
+    return Reference(logits, tokens, leads, f"{min(counts)} to {max(counts)} of {model.config.n_routed_experts} experts a layer" if counts else "")
 
 
 def compare(folder: Path, reference: Reference) -> Verdict:

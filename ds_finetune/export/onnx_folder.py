@@ -45,7 +45,7 @@ class OnnxExported:
     def lines(self) -> list[str]:
         """For a person: what was written and how it was verified."""
         verdict = self.verdict
-        reached = f", reaching {verdict.experts} experts" if verdict.experts else ""
+        reached = f", reaching {verdict.experts}" if verdict.experts else ""
         flipped = f", {verdict.beyond} of them by a router's near tie" if verdict.beyond else ""
         return [
             f"wrote {self.folder}: {self.num_bytes / _GIB:.2f} GiB in {self.seconds:.1f} s",
@@ -83,6 +83,8 @@ def _check_packages() -> None:
 def _hub_folder(source: Path, out: Path, base: Path | None) -> Iterator[Path]:
     """`source` itself where it is a Hugging Face folder, else what it is exported to for the time being."""
     if (source / "config.json").is_file() and any(source.glob("*.safetensors")):
+        if base is not None:
+            raise ExportError(f"--base {base} says nothing to the Hugging Face folder {source}", hint="leave it out: the folder has a config.json")
         yield source
         return
     out.parent.mkdir(parents=True, exist_ok=True)

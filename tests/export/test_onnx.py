@@ -294,6 +294,9 @@ def test_arguments_that_say_nothing_are_refused(tmp_path: Path, monkeypatch: pyt
     ):
         assert cli.main(["export", source, out, *arguments]) == 2
         assert message in " ".join(capsys.readouterr().err.split())
+    saved(Path(source), fresh("llama"))
+    assert cli.main(["export", source, out, "--format", "onnx", "--base", source]) == 2
+    assert "says nothing to the Hugging Face folder" in " ".join(capsys.readouterr().err.split())
     Path(out).mkdir()
     (Path(out) / "kept").touch()
     with pytest.raises(OutputError, match="is not empty: kept"):
