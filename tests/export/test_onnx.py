@@ -322,7 +322,7 @@ def test_from_a_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_more_than_a_protobuf_holds(tmp_path: Path) -> None:
-    """2.3 GiB of fp32 weights, which no single message can hold."""
+    """2.2 GiB of fp32 weights, which no single message can hold."""
     model = fresh("llama", vocab_size=100_000, hidden_size=2048, intermediate_size=8192, num_attention_heads=16, num_key_value_heads=4)
     source = saved(tmp_path / "hub", model.to(torch.bfloat16))
     del model
