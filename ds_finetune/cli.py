@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ds_finetune.config import RunConfig, dump_config, read_config
 from ds_finetune.console import OUT, pairs, show_error, show_line, show_plan, show_report
-from ds_finetune.errors import INTERRUPTED_EXIT_CODE, RUN_ERROR_EXIT_CODE, FinetuneError
+from ds_finetune.errors import INTERRUPTED_EXIT_CODE, RUN_ERROR_EXIT_CODE, ConfigError, FinetuneError
 
 _QUIET_SECONDS = 5.0
 """How long other ranks of a machine wait with the same error, so that a launcher does not end the one that prints."""
@@ -107,18 +107,38 @@ def _selftest(arguments: argparse.Namespace) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> None:
+    if arguments.format == "onnx":
+        _export_onnx(arguments)
+        return
     from ds_finetune.export.checkpoint import export_checkpoint
     from ds_finetune.export.folder import parse_bytes
 
+    if arguments.no_cache:
+        raise ConfigError(f"--no-cache says nothing to --format {arguments.format}", hint="it is an option of --format onnx")
     exported = export_checkpoint(
         Path(arguments.source),
         Path(arguments.out),
-        dtype=arguments.dtype,
-        max_shard_bytes=parse_bytes(arguments.max_shard_size, name="--max-shard-size"),
+        dtype=arguments.dtype or "bf16",
+        max_shard_bytes=parse_bytes(arguments.max_shard_size or "5GB", name="--max-shard-size"),
         base=Path(arguments.base) if arguments.base else None,
     )
     size = f"{exported.num_tensors} tensors, {exported.num_bytes / 2**30:.2f} GiB"
     OUT.print(f"wrote {exported.folder}: {size} in {exported.seconds:.1f} s", markup=False)
+
+
+def _export_onnx(arguments: argparse.Namespace) -> None:
+    from ds_finetune.export.onnx_folder import export_onnx
+
+    if arguments.max_shard_size:
+        raise ConfigError(f"--max-shard-size {arguments.max_shard_size} says nothing to --format onnx", hint="leave it out: weights are one file")
+    exported = export_onnx(
+        Path(arguments.source),
+        Path(arguments.out),
+        dtype=arguments.dtype or "fp32",
+        with_cache=not arguments.no_cache,
+        base=Path(arguments.base) if arguments.base else None,
+    )
+    OUT.print("\n".join(exported.lines()), markup=False)
 
 
 def _checkpoint_list(arguments: argparse.Namespace) -> None:
@@ -175,13 +195,7 @@ def _parser() -> argparse.ArgumentParser:
     bench = _run_command(commands, "bench", "time the step against a plain PyTorch loop on the same documents", _bench)
     bench.add_argument("--steps", type=int, default=5, help="timed steps of each (default 5)")
     _selftest_command(commands.add_parser("selftest", help="hold layouts against a plain loop on the machines at hand", allow_abbrev=False))
-    export = commands.add_parser("export", help="convert a checkpoint to a Hugging Face folder", allow_abbrev=False)
-    export.add_argument("source", metavar="SOURCE", help="folder of a DeepSpeed checkpoint")
-    export.add_argument("out", metavar="OUT", help="folder to write, new or empty")
-    export.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="dtype of the weights (default bf16)")
-    export.add_argument("--max-shard-size", default="5GB", help="largest file (default 5GB)")
-    export.add_argument("--base", metavar="FOLDER", help="folder with config.json and tokenizer, where SOURCE has none")
-    export.set_defaults(command=_export)
+    _export_command(commands.add_parser("export", help="convert a checkpoint to a folder for others", allow_abbrev=False))
     _checkpoint_commands(commands.add_parser("checkpoint", help="look at checkpoints").add_subparsers(required=True, metavar="WHAT"))
     demo = commands.add_parser("demo", help="write the embedded example (model config, tokenizer, data, run file) to a folder")
     demo.add_argument("folder")
@@ -199,6 +213,17 @@ def _selftest_command(selftest: argparse.ArgumentParser) -> None:
     selftest.add_argument("--families", default="deepseek_v3,llama", help="of the standard set (default deepseek_v3,llama)")
     selftest.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     selftest.set_defaults(command=_selftest)
+
+
+def _export_command(export: argparse.ArgumentParser) -> None:
+    export.add_argument("source", metavar="SOURCE", help="folder of a checkpoint; for onnx also a Hugging Face folder")
+    export.add_argument("out", metavar="OUT", help="folder to write, new or empty")
+    export.add_argument("--format", choices=("safetensors", "onnx"), default="safetensors", help="what OUT is for (default safetensors)")
+    export.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="dtype of the weights (default bf16, for onnx fp32)")
+    export.add_argument("--max-shard-size", help="largest safetensors file (default 5GB)")
+    export.add_argument("--base", metavar="FOLDER", help="folder with config.json and tokenizer, where SOURCE has none")
+    export.add_argument("--no-cache", action="store_true", help="onnx: a graph without past keys and values")
+    export.set_defaults(command=_export)
 
 
 def _plan_command(plan: argparse.ArgumentParser) -> None:

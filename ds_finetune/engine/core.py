@@ -127,10 +127,8 @@ class Engine:
             for batch in batches:
                 if is_over():
                     return None
-                for micro in batch.micro:
-                    out = self._forward(micro)
-                    if isinstance(out, TokenLoss):
-                        sums += _counted(out)
+                for out in map(self._forward, batch.micro):
+                    sums += _counted(out)
                 counted += batch.num_supervised_tokens
         (supervised,) = self._sum_over_ranks(counted, copies=self.plan.mesh.sharing)
         loss_sum, correct = self._sum_over_ranks(*sums.tolist(), copies=self.plan.mesh.tp)
@@ -195,10 +193,8 @@ class Engine:
 
         def forward(micro: MicroBatch) -> torch.Tensor:
             out = self._forward(micro)
-            if not isinstance(out, TokenLoss):
-                return out
             sums.add_(_counted(out))
-            return out.loss_sum * scale
+            return out.loss_sum * scale if isinstance(out, TokenLoss) else out
 
         with reduced_at_end(self._ds, zero_stage=self.plan.zero_stage):
             run_by_turns(stage, batch.micro, forward, lambda scalar: self._ds.backward(scalar, scale_wrt_gas=False))
@@ -339,8 +335,11 @@ def _is_cut(param: nn.Parameter) -> bool:
     return bool(param.model_parallel)  # type: ignore[attr-defined]
 
 
-def _counted(loss: TokenLoss) -> torch.Tensor:
-    return torch.stack([loss.loss_sum.detach().double(), loss.num_correct.double()])
+def _counted(out: TokenLoss | torch.Tensor) -> torch.Tensor:
+    """Summed loss and right predictions, fp64 [2]; zeros of hidden states, which an earlier pipeline stage gives."""
+    if not isinstance(out, TokenLoss):
+        return torch.zeros(2, dtype=torch.float64, device=out.device)
+    return torch.stack([out.loss_sum.detach().double(), out.num_correct.double()])
 
 
 def _side_by_side(part: torch.Tensor, held: TensorGroup | ExpertGroup, *, dim: int) -> torch.Tensor:

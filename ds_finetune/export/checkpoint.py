@@ -19,7 +19,8 @@ from ds_finetune.model.families import family_of
 
 _WORKERS_PER_CORE, _MOST_WORKERS = 2, 16
 """Threads that each hold a chunk: while some wait for the disk, others cast; beyond the limit one disk gains nothing."""
-_BESIDE = ("generation_config.json", *TOKENIZER_FILES)
+BESIDE = ("generation_config.json", *TOKENIZER_FILES)
+"""Files that go with the weights byte for byte, where they are there."""
 _GIB = 2**30
 
 
@@ -40,14 +41,14 @@ def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int
     cannot be read or does not fit the config's model class, OutputError where `out` is not empty or does not fit the disk.
     """
     began = time.monotonic()
-    _check_out(out)
+    check_out(out)
     opened = open_source(path)
     folders = (*_checked(base), *opened.folders)
     spec = read_model_spec(_config_file(folders).parent)
     source = fitted(opened.source, spec, label=str(path))
     parts = _parts(folders, spec, opened, DTYPES[dtype])
     size = sum(num_bytes(shape, torch.float32 if name in source.fp32_names else parts.dtype) for name, shape in source.shapes.items())
-    _check_disk(out, size)
+    check_disk(out, size)
     write_from(source, out, parts, max_shard_bytes=max_shard_bytes, workers=_workers())
     return Exported(out, len(source.shapes), size, time.monotonic() - began)
 
@@ -56,13 +57,15 @@ def _workers() -> int:
     return min(_WORKERS_PER_CORE * len(os.sched_getaffinity(0)), _MOST_WORKERS)
 
 
-def _check_out(out: Path) -> None:
+def check_out(out: Path) -> None:
+    """OutputError where `out` is a file or a folder that holds something."""
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         held = ", ".join(sorted(entry.name for entry in out.iterdir())[:5]) if out.is_dir() else "it is a file"
         raise OutputError(f"`{out}` is not empty: {held}", hint="name a new folder, or move that one away")
 
 
-def _check_disk(out: Path, size: int) -> None:
+def check_disk(out: Path, size: int) -> None:
+    """OutputError where the disk of `out` has less than `size` bytes free."""
     existing = next(place for place in out.absolute().parents if place.exists())
     free = shutil.disk_usage(existing).free
     if size > free:
@@ -91,7 +94,7 @@ def _first(folders: tuple[Path, ...], name: str) -> Path | None:
 
 
 def _parts(folders: tuple[Path, ...], spec: ModelSpec, opened: Opened, dtype: torch.dtype) -> FolderParts:
-    beside = (_first(folders, name) for name in _BESIDE)
+    beside = (_first(folders, name) for name in BESIDE)
     return FolderParts(
         family=family_of(spec.model_type),
         config=json.loads(_config_file(folders).read_text(encoding="utf-8")),

@@ -5,13 +5,13 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -53,13 +53,21 @@ def load_weights(  # noqa: PLR0913
     Keys and shapes are compared from the headers alone before anything is written; ModelError lists what is missing,
     unexpected or of another shape. Values are cast to the dtype of their target; a NaN or infinity is a ModelError.
     """
-    with _Checkpoint(folder) as checkpoint:
+    with HubFiles(folder) as checkpoint:
         targets = list(_targets(model, family, where, cut))
         wanted = _wanted(model, family, where, cut) if skeleton is None else _wanted(skeleton, family, whole, WHOLE)
         skipped = _account(checkpoint, wanted, model, family)
         for target in targets:
             _fill(checkpoint, target, cut)
     return LoadReport(num_tensors=sum(len(t.pieces) for t in targets), skipped=tuple(skipped))
+
+
+@contextmanager
+def open_weights(model: PreTrainedModel, folder: Path, *, family: Family) -> Iterator["HubFiles"]:
+    """The safetensors of `folder` for reading; ModelError as in `load_weights` where they do not fit `model`, which may be without memory."""
+    with HubFiles(folder) as files:
+        _account(files, _wanted(model, family, whole, WHOLE), model, family)
+        yield files
 
 
 def initialise_weights(model: PreTrainedModel, *, seed: int, where: Where = whole, cut: Cut = WHOLE) -> None:
@@ -127,7 +135,7 @@ def _targets(model: PreTrainedModel, family: Family, where: Where, cut: Cut) -> 
                 yield _Target(name, whole(buffer), hub_pieces(name, tuple(buffer.shape), family))
 
 
-class _Checkpoint:
+class HubFiles:
     """The safetensors files of a folder as one name space, opened lazily and read by slices."""
 
     def __init__(self, folder: Path) -> None:
@@ -136,24 +144,31 @@ class _Checkpoint:
         self._files: dict[str, Any] = {}
         self.file_of = self._read_index()
 
-    def __enter__(self) -> "_Checkpoint":
+    def __enter__(self) -> "HubFiles":
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def slice_of(self, key: str) -> Any:  # noqa: ANN401 - safetensors' PySafeSlice
+        """The tensor `key`, of which nothing is read until it is indexed."""
         return self._open(self.file_of[key]).get_slice(key)
 
     def _open(self, file: str) -> Any:  # noqa: ANN401
         if file not in self._files:
-            self._files[file] = self._stack.enter_context(safe_open(self.folder / file, framework="pt"))
+            try:
+                self._files[file] = self._stack.enter_context(safe_open(self.folder / file, framework="pt"))
+            except SafetensorError as damaged:
+                raise ModelError(f"{self.folder / file} cannot be read: {damaged}", hint="the file is damaged; get it again") from damaged
         return self._files[file]
 
     def _read_index(self) -> dict[str, str]:
         index = self.folder / "model.safetensors.index.json"
         if index.is_file():
             weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            outside = sorted({file for file in weight_map.values() if Path(file).name != file})
+            if outside:
+                raise ModelError(f"{index} names `{outside[0]}`, which is not a file of the folder", hint="the index is damaged; get it again")
             absent = sorted({file for file in weight_map.values() if not (self.folder / file).is_file()})
             if absent:
                 raise ModelError(
@@ -169,7 +184,7 @@ class _Checkpoint:
         return {key: file.name for file in files for key in self._open(file.name).keys()}  # noqa: SIM118 - not a dict
 
 
-def _account(checkpoint: _Checkpoint, wanted: Mapping[str, tuple[int, ...]], model: PreTrainedModel, family: Family) -> list[str]:
+def _account(checkpoint: HubFiles, wanted: Mapping[str, tuple[int, ...]], model: PreTrainedModel, family: Family) -> list[str]:
     skipped = [key for key in sorted(checkpoint.file_of.keys() - wanted.keys()) if _is_declared(key, model, family)]
     found = {key: tuple(checkpoint.slice_of(key).get_shape()) for key in checkpoint.file_of.keys() - set(skipped)}
     fp8 = [key for key in sorted(wanted.keys() & found.keys()) if checkpoint.slice_of(key).get_dtype() in _FP8]
@@ -194,13 +209,13 @@ def _is_declared(key: str, model: PreTrainedModel, family: Family) -> bool:
     return bool(family.drops_layers_beyond and layer and int(layer[1]) >= model.config.num_hidden_layers)
 
 
-def _fill(checkpoint: _Checkpoint, target: _Target, cut: Cut) -> None:
+def _fill(checkpoint: HubFiles, target: _Target, cut: Cut) -> None:
     with target.fragment.opened() as flat:
         for piece in target.pieces:
             _copy_piece(checkpoint, target.fragment, flat, piece, cut)
 
 
-def _copy_piece(checkpoint: _Checkpoint, fragment: Fragment, flat: torch.Tensor, piece: Piece, cut: Cut) -> None:
+def _copy_piece(checkpoint: HubFiles, fragment: Fragment, flat: torch.Tensor, piece: Piece, cut: Cut) -> None:
     """Copy the part of `piece` that lies in `fragment` into its elements `flat`, reading only what it needs."""
     begin, width = piece.first_element(fragment.shape), max(1, math.prod(piece.shape[1:]))
     first = max(0, (fragment.start - begin) // width)
