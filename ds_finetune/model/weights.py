@@ -72,7 +72,7 @@ def initialise_weights(model: PreTrainedModel, *, seed: int, where: Where = whol
         own = [(leaf, p) for leaf, p in module.named_parameters(recurse=False) if f"{name}.{leaf}".lstrip(".") not in tied]
         if own:
             windows = {leaf: cut.window(f"{name}.{leaf}", where(param).shape) for leaf, param in own}
-            _initialise_module(model, module, own, _seed(seed, name), where, windows)
+            _initialise_module(model, module, own, seed_of(seed, name), where, windows)
 
 
 def clear_weights(model: PreTrainedModel, *, where: Where = whole) -> None:
@@ -82,7 +82,8 @@ def clear_weights(model: PreTrainedModel, *, where: Where = whole) -> None:
             flat.zero_()
 
 
-def _seed(seed: int, name: str) -> int:
+def seed_of(seed: int, name: str) -> int:
+    """The seed of what is drawn for `name` in a run with `seed`."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:7], "big")
 
 
