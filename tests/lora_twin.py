@@ -45,7 +45,7 @@ def write_adapter_of(model: PreTrainedModel, lora: LoraConfig, out: Path, *, bas
     """The adapters of a model as an adapter folder."""
     tensors = {name: param.detach() for name, param in model.named_parameters() if is_adapter(name)}
     family = family_of(model.config.model_type)
-    write_adapter(factors_of(tensors, lora.alpha / lora.rank), lora, out, base=str(base), family=family)
+    write_adapter(factors_of(tensors, lora.alpha / lora.rank), lora, out, base=str(base), digest="", family=family)
 
 
 def in_peft(base: PreTrainedModel, adapter: Path, *, trainable: bool = False) -> Any:

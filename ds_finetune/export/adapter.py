@@ -34,16 +34,20 @@ _REWRITTEN = ("gate_proj", "up_proj", "down_proj")
 """Last names in `target_modules` that peft takes for routed experts in models that have fused ones (utils/transformers_weight_conversion.py:411)."""
 _REFUSED = {"use_dora": False, "bias": "none", "modules_to_save": None, "fan_in_fan_out": False, "lora_bias": False, "layer_replication": None}
 """Settings with which the sum would be another one, and what they have to be."""
+_DIGEST = "base_weights"
 _OUTER, _INNER = "down_proj", "gate_up_proj"
 
 
-def write_adapter(factors: Mapping[str, Factors], lora: LoraConfig, out: Path, *, base: str, family: Family) -> None:
-    """Write adapters (by the weight they adapt) to the folder `out`, which appears when complete; `base` is the model they belong to."""
+def write_adapter(factors: Mapping[str, Factors], lora: LoraConfig, out: Path, *, base: str, digest: str, family: Family) -> None:  # noqa: PLR0913
+    """Write adapters (by the weight they adapt) to the folder `out`, which appears when complete.
+
+    `base` names the model they belong to, `digest` are the digits of its weights.
+    """
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     tensors = {key: tensor for name, adapter in factors.items() for key, tensor in _peft_tensors(name, adapter)}
-    save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
+    save_file(tensors, partial / WEIGHTS, metadata={"format": "pt", _DIGEST: digest})
     text = json.dumps(_peft_config(factors, lora, base, family), indent=2)
     (partial / CONFIG).write_text(text + "\n", encoding="utf-8")
     for path in (*partial.iterdir(), partial):
@@ -89,6 +93,8 @@ class PeftAdapter:
     config: Mapping[str, Any]
     keys: Mapping[tuple[str, str], str]
     """Key in the file by weight and side."""
+    base: str
+    """Digest of the weights it was trained on; empty where it was trained elsewhere."""
 
     @classmethod
     def open(cls, folder: Path) -> "PeftAdapter":
@@ -97,6 +103,7 @@ class PeftAdapter:
             config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
             with safe_open(folder / WEIGHTS, framework="pt") as file:
                 found = {key: _KEY.match(key) for key in file.keys()}  # noqa: SIM118 - not a dict
+                digest = (file.metadata() or {}).get(_DIGEST, "")
         except (OSError, ValueError, SafetensorError) as broken:
             raise ExportError(f"{folder} cannot be read as an adapter: {broken}", hint="save it again with peft's save_pretrained") from broken
         odd = [f"{key} {config[key]!r}" for key, plain in _REFUSED.items() if key in config and config[key] != plain]
@@ -110,10 +117,9 @@ class PeftAdapter:
         keys = {(f"{match['module']}.{leaves[key]}", match["side"]): key for key, match in found.items() if match}
         lone = sorted(name for name, side in keys if (name, "B" if side == "A" else "A") not in keys)
         if lone or not keys:
-            raise ExportError(
-                f"{folder}/{WEIGHTS} has one half of {len(lone)} adapters: {', '.join(lone[:5])}", hint="the file is torn; save it again"
-            )
-        return cls(folder, config, keys)
+            shown = ", ".join(lone[:5])
+            raise ExportError(f"{folder}/{WEIGHTS}: {len(keys)} tensors, one half alone of {len(lone)} adapters: {shown}", hint="save it again")
+        return cls(folder, config, keys, digest)
 
     @property
     def names(self) -> list[str]:
@@ -158,10 +164,9 @@ class Merged:
         self._places: dict[str, tuple[str, int]] = {}
         for name in names:
             shape = self._factors(name).shape
-            pieces = (
-                [(name, 0, shape)] if name in base.shapes else [(p.key, p.first_element(shape), p.shape) for p in hub_pieces(name, shape, family)]
-            )
-            wrong = [f"{key} {held} there, {base.shapes.get(key, 'nothing')} in the base" for key, _, held in pieces if base.shapes.get(key) != held]
+            parts = [(piece.key, piece.first_element(shape), piece.shape) for piece in hub_pieces(name, shape, family)]
+            pieces = [(name, 0, shape)] if name in base.shapes else parts
+            wrong = [f"{key} {held}, in the base {base.shapes.get(key, 'absent')}" for key, _, held in pieces if base.shapes.get(key) != held]
             if wrong:
                 raise ExportError(
                     f"{label} does not fit the base: `{name}` is {shape}, {'; '.join(wrong[:3])}", hint="name the model it was trained on by --base"

@@ -130,6 +130,9 @@ class _Adapted(nn.Module):
 
 
 class _AdaptedLinear(_Adapted):
+    lora_A: torch.Tensor  # noqa: N815 - peft's name
+    lora_B: torch.Tensor  # noqa: N815
+
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]."""
         low = functional.linear(functional.linear(hidden, self.lora_A), self.lora_B)
@@ -137,6 +140,10 @@ class _AdaptedLinear(_Adapted):
 
 
 class _AdaptedRouter(_Adapted):
+    weight: torch.Tensor
+    lora_A: torch.Tensor  # noqa: N815 - peft's name
+    lora_B: torch.Tensor  # noqa: N815
+
     def forward(self, *args: Any) -> Any:  # noqa: ANN401 - the family's own
         """The family's own forward, which reads `self.weight`; it is small enough to be merged each time."""
         merged = self.weight + (self.lora_B @ self.lora_A) * self.lora_scale

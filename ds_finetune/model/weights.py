@@ -22,6 +22,7 @@ from ds_finetune.model.families import Family
 from ds_finetune.model.names import Piece, differences, hub_pieces
 
 _SHOWN = 10
+_DIGESTED = 256
 _FP8 = ("F8_E4M3", "F8_E5M2")
 
 
@@ -60,6 +61,21 @@ def load_weights(  # noqa: PLR0913
         for target in targets:
             _fill(checkpoint, target, cut)
     return LoadReport(num_tensors=sum(len(t.pieces) for t in targets), skipped=tuple(skipped))
+
+
+def weights_digest(folder: Path) -> str:
+    """Sixteen hexadecimal digits that tell the weights of `folder` from those of others: of the first rows of tensors all over the model.
+
+    A copy in fp32 of a bf16 model has the same ones.
+    """
+    digest = hashlib.sha256()
+    with _Checkpoint(folder) as checkpoint:
+        keys = sorted(checkpoint.file_of)
+        for key in keys[:: -(-len(keys) // _DIGESTED)]:
+            found = checkpoint.slice_of(key)
+            rows = found[:1] if found.get_shape() else found[...]
+            digest.update(key.encode() + rows.to(torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def initialise_weights(model: PreTrainedModel, *, seed: int, where: Where = whole, cut: Cut = WHOLE) -> None:

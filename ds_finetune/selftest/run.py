@@ -140,6 +140,8 @@ def _case(cell: Cell, world_size: int) -> Case:
 
 def _of_run(config: RunConfig, world: World) -> list[Case]:
     """The layout of a run with a tiny model of its family: in fp32, where gradients can be compared, and in its own precision."""
+    if config.lora is not None:
+        raise ConfigError(f"selftest trains every weight, and lora.rank is {config.lora.rank}", hint="leave `lora` out to check the layout")
     family = str(read_hf_config(config.model.path, files=("*.json",)).model_type)
     if family not in FAMILIES | OTHERS:
         raise ConfigError(f"model_type {family} has no tiny model", hint=f"known: {', '.join([*FAMILIES, 'deepseek_v2', 'qwen3'])}")

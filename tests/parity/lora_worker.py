@@ -44,7 +44,8 @@ def main() -> None:
 def _run(plan: Plan) -> dict[str, Any]:
     with start_engine(plan, read_hf_config(plan.config.model.path)) as engine:
         moments: list[dict[str, torch.Tensor]] = []
-        for steps in take_steps(engine, STEPS):
+        for found in take_steps(engine, STEPS):
+            steps = found
             moments.append(first_moments(engine) if plan.config.train.precision == "fp32" else {})
         return {"losses": steps.losses, "norms": steps.norms, "gradients": _gradients(moments), "frozen": _frozen(engine.tensors())}
 
