@@ -24,7 +24,7 @@ from ds_finetune.loop import BEGINNING, Progress, run, training_steps
 from ds_finetune.material import Material, gather_material
 from ds_finetune.model.build import read_hf_config
 from ds_finetune.model.families import family_of
-from ds_finetune.model.lora import Factors, chosen_targets, factors_of, merged
+from ds_finetune.model.lora import Factors, chosen_targets, factors_of, lora_lines, merged
 from ds_finetune.model.stages import stages_of
 from ds_finetune.observers.checkpointing import Checkpointing, Kept
 from ds_finetune.observers.evaluation import BestAndPatience, Evaluation, matches
@@ -69,6 +69,7 @@ def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
     hf_config = read_hf_config(config.model.path)
     check_divides(plan.mesh, hf_config.to_dict(), pp_layers=config.parallel.pp_layers)
     stages_of(hf_config, config.parallel)
+    lora_lines(hf_config, config.lora)
     material = gather_material(config)
     check_space(plan, material)
     if world.rank == 0:

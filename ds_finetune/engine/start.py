@@ -80,10 +80,12 @@ def _built(plan: Plan, hf_config: PretrainedConfig, groups: Groups, *, has_weigh
         kernel = partial(chunked_cross_entropy, tensor=groups.tensor)
     if groups.experts is not None:
         install_expert_parallel(lm, groups.experts)
-    _fill(lm, plan, hf_config, where=partition if stage3 else whole, has_weights=has_weights or plan.config.lora is not None)
-    if plan.config.lora is not None:
-        targets, where = chosen_targets(hf_config, plan.config.lora), partition if stage3 else whole
-        install_lora(lm, targets, plan.config.lora, seed=plan.config.train.seed, where=where, share=partial(_share, lm) if stage3 else _keep)
+    where, lora = partition if stage3 else whole, plan.config.lora
+    _fill(lm, plan, hf_config, where=where, has_weights=has_weights or lora is not None)
+    if lora is not None:
+        # After the weights, of which every one is accounted for; what is drawn for adapters depends on their names alone.
+        share = partial(_share, lm) if stage3 else _keep
+        install_lora(lm, chosen_targets(hf_config, lora), lora, seed=plan.config.train.seed, where=where, share=share)
     if groups.stage is not None and is_copy_of_tied(lm, groups.stage):
         mark_copy(lm.get_input_embeddings().weight)
     if groups.stage is None or groups.stage.is_last:
