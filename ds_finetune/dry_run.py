@@ -114,9 +114,10 @@ def state_bytes(plan: Plan, held: list[Held], *, adapters: int = 0) -> dict[str,
     width = 4 if plan.config.train.precision == "fp32" else 2
     numel, sharded = sum(kind.numel for kind in held), sum(kind.sharded for kind in held)
     stage = plan.zero_stage
-    weights = (sharded if stage >= _STAGE_OF_PARTITIONED_WEIGHTS else numel) + adapters
+    share = -(-adapters // plan.zero_ranks)
+    weights = sharded + share if stage >= _STAGE_OF_PARTITIONED_WEIGHTS else numel + adapters
     if plan.config.lora is not None:
-        numel, sharded = adapters, -(-adapters // plan.zero_ranks)
+        numel, sharded = adapters, share
     # DeepSpeed 0.19.8 keeps a second fp32 copy of fp32 weights under ZeRO (zero/stage_1_and_2.py:560).
     copies = 1 if stage or width < _MASTER_BYTES else 0
     master = _MASTER_BYTES * (MOMENTS[plan.config.optim.name.lower()] + copies)

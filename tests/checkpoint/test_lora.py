@@ -1,6 +1,7 @@
 """A checkpoint of adapters holds them alone, and goes on at any ZeRO stage."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ from transformers import AutoModelForCausalLM
 
 from ds_finetune.checkpoint.files import Manifest
 from ds_finetune.checkpoint.part_file import part_name
+from ds_finetune.checkpoint.run_state import RunState, changes
 from ds_finetune.checkpoint.storage import PartsReader
-from ds_finetune.config import LoraConfig
+from ds_finetune.config import LoraConfig, RunConfig
+from ds_finetune.errors import CheckpointError
 from ds_finetune.model.lora import chosen_targets, is_adapter
 from ds_finetune.selftest.cells import hf_config
 from tests.checkpoint.layouts import Layout
@@ -45,6 +48,25 @@ def test_adapters_are_saved_alone_and_go_on_at_another_stage(folder: Path) -> No
     assert all(is_adapter(key.partition("/")[2]) for key in held if not key.startswith("buffer/"))
     numel = sum(target.num_params(RANK) for target in chosen_targets(hf_config("deepseek_v3"), LoraConfig(rank=RANK)))
     assert manifest.num_bytes < 3 * 4 * numel + 100_000
+
+
+@pytest.mark.parametrize(
+    ("lora", "base", "said"),
+    [
+        ({"rank": 16}, "b", "lora.rank 8 -> 16"),
+        ({"rank": 8, "alpha": 8}, "b", "lora.alpha 32.0 -> 8.0"),
+        ({"rank": 8, "target_modules": ["o_proj"]}, "b", r"lora.target_modules None -> \['o_proj'\]"),
+        (None, "", "lora None -> None|lora.rank 8 -> None"),
+        ({"rank": 8}, "other", "weights that adapters belong to b -> other"),
+    ],
+)
+def test_other_adapters_or_another_base_are_another_run(lora: dict[str, Any] | None, base: str, said: str) -> None:
+    tree = {"model": "m", "data": {"train": "rows"}, "output_dir": "out"}
+    config = RunConfig.model_validate(tree | {"lora": {"rank": 8}})
+    state = RunState(1, 0, 0, (0, 0), {}, {}, {}, "", config.model_dump(mode="json", by_alias=True), {}, {}, "b")
+    assert not changes(state, config, data="", base="b")
+    with pytest.raises(CheckpointError, match=said):
+        changes(state, RunConfig.model_validate(tree | {"lora": lora}), data="", base=base)
 
 
 @pytest.mark.slow

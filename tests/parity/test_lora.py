@@ -23,8 +23,10 @@ from tests.running import start, torchrun
 pytest.importorskip("peft", reason="peft is not installed")
 WORKER = Path(__file__).with_name("lora_worker.py")
 CLIP = 0.5
-CELLS = [Cell(family, stage, 2, True, max_grad_norm=CLIP, checkpointing=True) for family in ("deepseek_v3", "llama") for stage in (0, 2, 3)]
+CLIPPED = [Cell(family, stage, 2, True, max_grad_norm=CLIP, checkpointing=True) for family in ("deepseek_v3", "llama") for stage in (0, 2, 3)]
+CELLS = [cell for cell in CLIPPED if cell.family == "deepseek_v3" or cell.stage == 3]
 MORE = [
+    *(cell for cell in CLIPPED if cell not in CELLS),
     *(Cell(family, 1, 1, False) for family in ("deepseek_v3", "llama")),
     *(Cell(family, stage, 4, False) for family in ("deepseek_v2", "qwen2", "qwen3") for stage in (0, 1, 2, 3)),
     *(Cell(family, stage, 2, True, offload="optimizer") for family in ("deepseek_v3", "llama") for stage in (1, 2, 3)),
