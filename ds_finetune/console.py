@@ -25,6 +25,7 @@ def pairs(title: str, rows: Iterable[tuple[str, str]]) -> Table:
 
 def show_plan(plan: "Plan", material: "Material") -> None:
     """Print what was decided and what will be trained on; rank zero calls this before anything is loaded."""
+    from ds_finetune.model.lora import lora_lines
     from ds_finetune.model.stages import stages_of
 
     rows = plan.lines()
@@ -32,6 +33,7 @@ def show_plan(plan: "Plan", material: "Material") -> None:
     if shape is not None:
         rows.append(("parameters", f"{shape.total_params / 1e6:,.3f} M, {shape.active_params / 1e6:,.3f} M active per token"))
     rows += plan.stage_lines(stages_of(material.hf_config, plan.config.parallel))
+    rows += lora_lines(material.hf_config, plan.config.lora)
     rows.append(("data", material.train.summary()))
     OUT.print(pairs("plan", rows))
     if plan.config.model.weights == "random":

@@ -11,18 +11,20 @@ from pathlib import Path
 import torch
 
 from ds_finetune.checkpoint.saver import Saver
-from ds_finetune.config import RunConfig
+from ds_finetune.config import LoraConfig, RunConfig
 from ds_finetune.continuation import Origin, Say, cut_evaluation, ended_early, find_origin, go_on, remember, run_text, saved_record, saver_of
 from ds_finetune.data.batches import Batch, BatchPlan, Position, eval_batches, training_batches
 from ds_finetune.data.stream import START, StreamedRows, streaming_batches
 from ds_finetune.engine.core import Engine, EvalResult, Limits
 from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.engine.start import DTYPES, start_engine
+from ds_finetune.export.adapter import write_adapter
 from ds_finetune.export.folder import TOKENIZER_FILES, FolderParts, parse_bytes, write_folder
 from ds_finetune.loop import BEGINNING, Progress, run, training_steps
 from ds_finetune.material import Material, gather_material
 from ds_finetune.model.build import read_hf_config
 from ds_finetune.model.families import family_of
+from ds_finetune.model.lora import Factors, chosen_targets, factors_of, lora_lines, merged
 from ds_finetune.model.stages import stages_of
 from ds_finetune.observers.checkpointing import Checkpointing, Kept
 from ds_finetune.observers.evaluation import BestAndPatience, Evaluation, matches
@@ -67,6 +69,7 @@ def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
     hf_config = read_hf_config(config.model.path)
     check_divides(plan.mesh, hf_config.to_dict(), pp_layers=config.parallel.pp_layers)
     stages_of(hf_config, config.parallel)
+    lora_lines(hf_config, config.lora)
     material = gather_material(config)
     check_space(plan, material)
     if world.rank == 0:
@@ -186,9 +189,11 @@ def kept(engine: Engine, origin: Origin, material: Material) -> AbstractContextM
 def check_space(plan: Plan, material: Material) -> None:
     """OutputError where the output folder cannot hold what the run will write."""
     params = material.shape.total_params if material.shape else None
+    lora = plan.config.lora
+    trained = (params or 0) if lora is None else sum(target.num_params(lora.rank) for target in chosen_targets(material.hf_config, lora))
     here = plan.world.local_world_size / plan.world.world_size if plan.config.checkpoint.node_local else 1
     saves = bool(plan.config.checkpoint.every_steps)
-    check_output(plan.config, params, checkpoint_bytes=round((params or 0) * plan.bytes_per_parameter * here) if saves else 0)
+    check_output(plan.config, params, checkpoint_bytes=round(trained * plan.bytes_per_parameter * here) if saves else 0)
 
 
 def files_beside(config: RunConfig, material: Material) -> dict[str, Path]:
@@ -200,7 +205,10 @@ def files_beside(config: RunConfig, material: Material) -> dict[str, Path]:
 
 
 def export(engine: Engine, material: Material, out: Path) -> None:
-    """Write the weights as they are now to the Hugging Face folder `out`; every rank takes part, rank zero writes."""
+    """Write the weights as they are now to the Hugging Face folder `out`; every rank takes part, rank zero writes.
+
+    Adapters are added to the weights, and written in peft's format to a folder beside `out`: `adapter` or `adapter-best`.
+    """
     config = engine.plan.config
     beside = files_beside(config, material)
     parts = FolderParts(
@@ -211,12 +219,25 @@ def export(engine: Engine, material: Material, out: Path) -> None:
         files=tuple(path for name, path in beside.items() if path.name == name),
         texts={name: path.read_text(encoding="utf-8") for name, path in beside.items() if path.name != name},
     )
-    write_folder(engine.tensors(), engine.tensor_specs(), out, parts, max_shard_bytes=parse_bytes(config.export.max_shard_size))
+    factors = _exported_adapters(engine, material, out.with_name(out.name.replace("export", "adapter")), config.lora) if config.lora else {}
+    write_folder(merged(engine.tensors(), factors), engine.tensor_specs(), out, parts, max_shard_bytes=parse_bytes(config.export.max_shard_size))
+
+
+def _exported_adapters(engine: Engine, material: Material, out: Path, lora: LoraConfig) -> dict[str, Factors]:
+    """Write adapters to `out` and return them by the weight they adapt: all of them on rank zero, nothing on others."""
+    # Cloned, because what is gathered goes, and a live tensor on the CPU changes with the next step.
+    whole = {name: tensor.clone() for name, tensor in engine.adapters() if tensor is not None}
+    factors = factors_of(whole, lora.alpha / lora.rank)
+    if engine.is_rank_zero:
+        family = family_of(material.hf_config.model_type)
+        write_adapter(factors, lora, out, base=engine.plan.config.model.path, digest=material.base, family=family)
+    return factors
 
 
 def _utilisation(plan: Plan, material: Material) -> list[Observer]:
     peak = peak_flops(torch.cuda.get_device_name()) if plan.device == "cuda" else None
-    if material.shape is None or peak is None:
+    # The count of FLOPs is that of training every weight.
+    if material.shape is None or peak is None or plan.config.lora is not None:
         return []
     attended = None if isinstance(material.train, StreamedRows) else material.train.mean_attended
     flops = material.shape.flops_per_token(plan.config.train.max_seq_len, mean_attended=attended)

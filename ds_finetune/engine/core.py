@@ -21,6 +21,7 @@ from ds_finetune.engine.state import EngineState, persistent_buffers
 from ds_finetune.errors import RunError
 from ds_finetune.model.cuts import Cut
 from ds_finetune.model.experts import ExpertGroup
+from ds_finetune.model.lora import is_adapter
 from ds_finetune.model.loss import TokenLoss
 from ds_finetune.model.stages import StageGroup
 from ds_finetune.model.tensor import TensorGroup
@@ -152,12 +153,19 @@ class Engine:
         """Every parameter and persistent buffer by its Hugging Face name: the whole tensor on rank zero's CPU, None elsewhere.
 
         One parameter is gathered at a time; every rank must run the iterator to its end. Ranks go from one to the next together,
-        so that none waits longer than for what is done with one tensor.
+        so that none waits longer than for what is done with one tensor. Adapters are left out, and not added.
         """
+        return self._whole(lambda name: not is_adapter(name))
+
+    def adapters(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """The parameters of adapters in the same way."""
+        return self._whole(is_adapter)
+
+    def _whole(self, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor | None]]:
         here = dict(_named(self._ds.module)) | dict(persistent_buffers(self._ds.module))
         for stage, specs in enumerate(self._specs):
             held = here if stage == self.plan.mesh.place("pp") else {}
-            for name, spec in specs.items():
+            for name, spec in ((name, spec) for name, spec in specs.items() if is_wanted(name)):
                 dist.barrier()
                 with self._gathered(held.get(name)):
                     whole = self.joined(name, held[name].detach()) if name in held else None
@@ -165,7 +173,7 @@ class Engine:
 
     def tensor_specs(self) -> dict[str, torch.Tensor]:
         """Shape and dtype of what `tensors` yields, in its order, as tensors on the meta device; nothing is gathered."""
-        return {name: spec for specs in self._specs for name, spec in specs.items()}
+        return {name: spec for specs in self._specs for name, spec in specs.items() if not is_adapter(name)}
 
     def _forward(self, micro: MicroBatch) -> TokenLoss | torch.Tensor:
         """The loss, or hidden states from a stage before the last."""

@@ -42,8 +42,9 @@ def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int
     """
     began = time.monotonic()
     check_out(out)
-    opened = open_source(path)
-    folders = (*_checked(base), *opened.folders)
+    given = _checked(base)
+    opened = open_source(path, base)
+    folders = (*given, *opened.folders)
     spec = read_model_spec(_config_file(folders).parent)
     source = fitted(opened.source, spec, label=str(path))
     parts = _parts(folders, spec, opened, DTYPES[dtype])

@@ -1,6 +1,7 @@
 """A checkpoint to a Hugging Face folder in bounded pieces: checked against the model's class, cast, written where each piece belongs."""
 
 import math
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -19,6 +20,7 @@ from ds_finetune.export.shards import ShardWriter
 from ds_finetune.model.families import Family, family_of
 from ds_finetune.model.names import differences, hub_pieces
 
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 CHUNK_NUMEL = 2**20
 """Elements read, cast and written at a time by each thread: 4 MiB of fp32, which caches still hold when they are cast."""
 
@@ -91,10 +93,14 @@ def fitted(source: TensorSource, spec: ModelSpec, *, label: str) -> TensorSource
     """`source` with exactly the tensors of `spec` in its order; ExportError lists what is missing, unexpected or of another shape.
 
     Names may also be those of published checkpoints (transformers 4 names one expert at a time). A tied tensor may be
-    absent; where it is there, it must equal the tensor it is tied to, and is left out.
+    absent; where it is there, it must equal the tensor it is tied to, and is left out. Layers beyond the last one, which
+    the class does not build, are carried over.
     """
-    found = {name: shape for name, shape in source.shapes.items() if name not in spec.tied}
-    published = {p.key: p.shape for name, shape in spec.shapes.items() for p in hub_pieces(name, shape, family_of(spec.model_type))}
+    family = family_of(spec.model_type)
+    carried = {name: shape for name, shape in source.shapes.items() if family.drops_layers_beyond and _is_beyond(name, spec)}
+    left_out = {name for name in source.shapes if any(re.search(pattern, name) for pattern in family.may_be_unexpected)}
+    found = {name: shape for name, shape in source.shapes.items() if name not in spec.tied.keys() | carried.keys() | left_out}
+    published = {p.key: p.shape for name, shape in spec.shapes.items() for p in hub_pieces(name, shape, family)}
     wanted = published if len(published.keys() ^ found.keys()) < len(spec.shapes.keys() ^ found.keys()) else spec.shapes
     wrong = differences(wanted, found)
     if wrong:
@@ -105,7 +111,14 @@ def fitted(source: TensorSource, spec: ModelSpec, *, label: str) -> TensorSource
                 f"{label}: `{name}` differs from `{owner}`, to which the config ties it",
                 hint="untie them: tie_word_embeddings false in config.json",
             )
-    return _Fitted(source, dict(wanted))
+    return _Fitted(source, {**wanted, **carried})
+
+
+def _is_beyond(name: str, spec: ModelSpec) -> bool:
+    """Whether a tensor is of a layer after the last one that the class builds, as those of multi-token prediction are."""
+    layers = {int(found[1]) for found in map(_LAYER.match, spec.shapes) if found}
+    found = _LAYER.match(name)
+    return found is not None and int(found[1]) > max(layers)
 
 
 def _is_equal(source: TensorSource, name: str, other: str) -> bool:

@@ -14,7 +14,8 @@ from ds_finetune.errors import ExportError
 
 DTYPE_CODES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 """The names safetensors gives the dtypes that are written here."""
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
+"""The file that says which tensor is in which shard."""
 _SHOWN = 5
 _RELEASE_BYTES = 64 * 2**20
 """How much is written to a file before its pages are given back to the system."""
@@ -140,7 +141,7 @@ class ShardWriter:
         if len(self._shards) > 1:
             weight_map = {tensor.key: shard.name for shard in self._shards for tensor in shard.tensors}
             index = {"metadata": {"total_size": sum(shard.data_bytes for shard in self._shards)}, "weight_map": dict(sorted(weight_map.items()))}
-            (self._folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def close(self) -> None:
         """Close what is still open after an error."""

@@ -1,16 +1,27 @@
 """What a folder given to `export` is: a table of kinds, each recognised by its files and opened as one `TensorSource`."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 
 from ds_finetune.checkpoint.files import MANIFEST, complete_steps
+from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.tools import BASE, CHECKPOINTS, find_checkpoint, verify
-from ds_finetune.errors import ExportError
-from ds_finetune.export.convert import TensorSource
+from ds_finetune.config import LoraConfig
+from ds_finetune.engine.start import DTYPES
+from ds_finetune.errors import ExportError, ModelError
+from ds_finetune.export.adapter import CONFIG as ADAPTER_CONFIG
+from ds_finetune.export.adapter import Merged, PeftAdapter
+from ds_finetune.export.convert import TensorSource, read_model_spec
+from ds_finetune.export.hub import HubFolder
 from ds_finetune.export.native import is_native, read_native
 from ds_finetune.export.parts import CheckpointSource
+from ds_finetune.model.build import resolve_folder
+from ds_finetune.model.families import family_of
+from ds_finetune.model.lora import Factors, is_adapter, weight_of
+from ds_finetune.model.weights import weights_digest
 
 
 @dataclass(frozen=True)
@@ -28,19 +39,69 @@ class Kind:
 
     name: str
     is_here: Callable[[Path], bool]
-    open: Callable[[Path], Opened]
+    open: Callable[[Path, Path | None], Opened]
 
 
-def open_native(path: Path) -> Opened:
+def open_native(path: Path, _: Path | None) -> Opened:
     """A checkpoint of DeepSpeed's own; config.json lies beside it where the Hugging Face Trainer wrote it."""
     return Opened(read_native(path), (path,) if (path / "latest").is_file() else (path, path.absolute().parent))
 
 
-def open_checkpoint(path: Path) -> Opened:
-    """A checkpoint of a run, or the newest complete one of a run; every file is summed before any is believed."""
+def open_checkpoint(path: Path, base: Path | None) -> Opened:
+    """A checkpoint of a run, or the newest complete one of a run; every file is summed before any is believed.
+
+    Adapters are added to `base`, or to the model that the run file names.
+    """
     folder = find_checkpoint(path)
     verify(folder, workers=os.cpu_count() or 1)
-    return Opened(CheckpointSource(folder), (folder / BASE,))
+    source = CheckpointSource(folder)
+    sides = {weight_of(name): name for name in source.shapes if is_adapter(name)}
+    if not sides:
+        return Opened(source, (folder / BASE,))
+    state = RunState.read(folder)
+    lora, dtype = LoraConfig.model_validate(state.config["lora"]), DTYPES[state.config["train"]["precision"]]
+
+    def factors(weight: str) -> Factors:
+        """As the model computed with them: rounded to the training dtype."""
+        a, b = (source.read(name, 0, prod(source.shapes[name])).view(source.shapes[name]).to(dtype) for name in (sides[weight, s] for s in "AB"))
+        return Factors(a, b, lora.alpha / lora.rank)
+
+    found = _base(str(base or state.config["model"]["path"]), path)
+    check_base(state.base, found, label=str(path))
+    return _merged(found, [weight for weight, side in sides if side == "A"], factors, beside=folder / BASE, label=str(path))
+
+
+def open_adapter(path: Path, base: Path | None) -> Opened:
+    """An adapter folder of peft's, added to `base`, or to the model that its configuration names."""
+    adapter = PeftAdapter.open(path)
+    found = _base(str(base or adapter.config.get("base_model_name_or_path") or ""), path)
+    check_base(adapter.base, found, label=str(path))
+    return _merged(found, adapter.names, adapter.factors, beside=path, label=str(path))
+
+
+def _base(name: str, path: Path) -> Path:
+    try:
+        return resolve_folder(name)
+    except ModelError as absent:
+        raise ExportError(f"{path} holds adapters for `{name}`: {absent.message}", hint="name the folder of that model by --base") from absent
+
+
+def check_base(digest: str, folder: Path, *, label: str) -> None:
+    """ExportError where adapters know the weights they were trained on by `digest`, and those of `folder` are others."""
+    if digest and (found := weights_digest(folder)) != digest:
+        raise ExportError(
+            f"{label} was trained on weights with digest {digest}, and those of `{folder}` have {found}", hint="name that model's folder by --base"
+        )
+
+
+def _merged(base: Path, names: Collection[str], factors: Callable[[str], Factors], *, beside: Path, label: str) -> Opened:
+    family = family_of(read_model_spec(base).model_type)
+    return Opened(Merged(HubFolder(base, family), names, factors, family, label=label), (beside, base))
+
+
+def is_peft_adapter(path: Path) -> bool:
+    """Whether `path` holds an adapter that peft, or a run, has written."""
+    return (path / ADAPTER_CONFIG).is_file()
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -51,15 +112,16 @@ def is_checkpoint(path: Path) -> bool:
 KINDS = (
     Kind("a run or a checkpoint of one (manifest.json)", is_checkpoint, open_checkpoint),
     Kind("a DeepSpeed checkpoint (`latest`, or *_states.pt files)", is_native, open_native),
+    Kind("an adapter (adapter_config.json)", is_peft_adapter, open_adapter),
 )
 
 
-def open_source(path: Path) -> Opened:
-    """The checkpoint in `path`; ExportError where it is none of `KINDS`."""
+def open_source(path: Path, base: Path | None = None) -> Opened:
+    """The checkpoint in `path`, with `base` the model that was trained; ExportError where it is none of `KINDS`."""
     if not path.is_dir():
         raise ExportError(f"`{path}` is not a folder", hint="name the folder of a checkpoint")
     for kind in KINDS:
         if kind.is_here(path):
-            return kind.open(path)
+            return kind.open(path, base)
     held = ", ".join(sorted(entry.name for entry in path.iterdir())[:10]) or "nothing"
     raise ExportError(f"`{path}` holds no checkpoint: {held}", hint=f"name a folder that holds {' or '.join(kind.name for kind in KINDS)}")

@@ -22,6 +22,7 @@ from ds_finetune.model.families import Family
 from ds_finetune.model.names import Piece, differences, hub_pieces
 
 _SHOWN = 10
+_DIGESTED = 256
 _FP8 = ("F8_E4M3", "F8_E5M2")
 
 
@@ -70,6 +71,21 @@ def open_weights(model: PreTrainedModel, folder: Path, *, family: Family) -> Ite
         yield files
 
 
+def weights_digest(folder: Path) -> str:
+    """Sixteen hexadecimal digits that tell the weights of `folder` from those of others: of the first rows of tensors all over the model.
+
+    A copy in fp32 of a bf16 model has the same ones.
+    """
+    digest = hashlib.sha256()
+    with HubFiles(folder) as checkpoint:
+        keys = sorted(checkpoint.file_of)
+        for key in keys[:: -(-len(keys) // _DIGESTED)]:
+            found = checkpoint.slice_of(key)
+            rows = found[:1] if found.get_shape() else found[...]
+            digest.update(key.encode() + rows.to(torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
 def initialise_weights(model: PreTrainedModel, *, seed: int, where: Where = whole, cut: Cut = WHOLE) -> None:
     """Draw fresh weights by the model's own rule (`_init_weights`), the same for any world size, ZeRO stage and cut.
 
@@ -80,7 +96,7 @@ def initialise_weights(model: PreTrainedModel, *, seed: int, where: Where = whol
         own = [(leaf, p) for leaf, p in module.named_parameters(recurse=False) if f"{name}.{leaf}".lstrip(".") not in tied]
         if own:
             windows = {leaf: cut.window(f"{name}.{leaf}", where(param).shape) for leaf, param in own}
-            _initialise_module(model, module, own, _seed(seed, name), where, windows)
+            _initialise_module(model, module, own, seed_of(seed, name), where, windows)
 
 
 def clear_weights(model: PreTrainedModel, *, where: Where = whole) -> None:
@@ -90,7 +106,8 @@ def clear_weights(model: PreTrainedModel, *, where: Where = whole) -> None:
             flat.zero_()
 
 
-def _seed(seed: int, name: str) -> int:
+def seed_of(seed: int, name: str) -> int:
+    """The seed of what is drawn for `name` in a run with `seed`."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:7], "big")
 
 

@@ -36,8 +36,12 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def plain_loop(folder: Path, *, steps: int, max_grad_norm: float = 0.0, optimizer: Callable[[nn.Module], Any] = adamw) -> Steps:
+    """Steps on all samples of the model that plain transformers loads from `folder`."""
+    return plain_steps(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), steps, max_grad_norm, optimizer)
+
+
+def plain_steps(model: nn.Module, steps: int, max_grad_norm: float, optimizer: Callable[[nn.Module], Any]) -> Steps:
     """Steps on all samples, one unpadded sample at a time, logits and loss as transformers and torch give them."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.train()
     stepper = optimizer(model)
     supervised = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in samples())

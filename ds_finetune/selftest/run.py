@@ -154,6 +154,8 @@ def _case(cell: Cell, world_size: int) -> Case:
 
 def _of_run(config: RunConfig, world: World) -> list[Case]:
     """The layout of a run with a tiny model of its family and structure: in fp32, where gradients can be compared, and in its own precision."""
+    if config.lora is not None:
+        raise ConfigError(f"selftest trains every weight, and lora.rank is {config.lora.rank}", hint="leave `lora` out to check the layout")
     hub = read_hf_config(config.model.path, files=("*.json",))
     if hub.model_type not in FAMILIES | OTHERS:
         raise ConfigError(f"model_type {hub.model_type} has no tiny model", hint=f"known: {', '.join([*FAMILIES, 'deepseek_v2', 'qwen3'])}")

@@ -58,13 +58,19 @@ def _whole_batch(plan: Plan) -> Batch:
     return next(iter(training_batches(every, batch_plan(plan), start_step=0, total_rows=len(every))))
 
 
-def _gradients(engine: Engine) -> dict[str, torch.Tensor]:
-    """Gradient of the first step by parameter name, on the first rank of each pipeline stage: Adam's first moment is (1 - beta1) times it."""
+def first_moments(engine: Engine) -> dict[str, torch.Tensor]:
+    """Adam's first moment of each trained parameter by name, fp32 on the CPU; whole on the first rank of each pipeline stage."""
     found = {}
     for name, param in engine.lm.named_parameters():
         assert isinstance(param, nn.Parameter)
-        whole = engine.joined(name, engine.state.first_moment(param))
-        found[name] = whole.clone().cpu() / (1 - BETAS[0])
+        if param.requires_grad:
+            found[name] = engine.joined(name, engine.state.first_moment(param)).clone().cpu()
+    return found
+
+
+def _gradients(engine: Engine) -> dict[str, torch.Tensor]:
+    """Gradient of the first step by parameter name, on the first rank of each pipeline stage: Adam's first moment is (1 - beta1) times it."""
+    found = {name: moment / (1 - BETAS[0]) for name, moment in first_moments(engine).items()}
     mesh = engine.plan.mesh
     if mesh.pp == 1:
         return found
