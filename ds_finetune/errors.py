@@ -51,6 +51,12 @@ class ExportError(FinetuneError):
     """An exported folder is not what it should be."""
 
 
+class VerificationError(FinetuneError):
+    """An exported folder is not what was exported."""
+
+    exit_code = RUN_ERROR_EXIT_CODE
+
+
 class RunError(FinetuneError):
     """A run that had started cannot go on."""
 

@@ -5,12 +5,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ds_finetune.checkpoint.files import MANIFEST, complete_steps
+from ds_finetune.checkpoint.files import MANIFEST, complete_steps, step_name
 from ds_finetune.checkpoint.tools import BASE, CHECKPOINTS, find_checkpoint, verify
 from ds_finetune.errors import ExportError
 from ds_finetune.export.convert import TensorSource
 from ds_finetune.export.native import is_native, read_native
 from ds_finetune.export.parts import CheckpointSource
+from ds_finetune.export.record import RECORD, Record
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,8 @@ class Opened:
     source: TensorSource
     folders: tuple[Path, ...]
     texts: Mapping[str, str] = field(default_factory=dict)
+    record: Record | None = None
+    """Logits that the run had of these very weights, where it kept them."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,14 @@ def open_checkpoint(path: Path) -> Opened:
     """A checkpoint of a run, or the newest complete one of a run; every file is summed before any is believed."""
     folder = find_checkpoint(path)
     verify(folder, workers=os.cpu_count() or 1)
-    return Opened(CheckpointSource(folder), (folder / BASE,))
+    return Opened(CheckpointSource(folder), (folder / BASE,), record=_record_of_run(folder))
+
+
+def _record_of_run(checkpoint: Path) -> Record | None:
+    """The record of an export that the run of `checkpoint` wrote after the same step."""
+    run = checkpoint.absolute().parent.parent
+    records = (Record.read(folder) for folder in (run / "export", run / "export-best") if (folder / RECORD).is_file())
+    return next((record for record in records if record.step is not None and step_name(record.step) == checkpoint.name), None)
 
 
 def is_checkpoint(path: Path) -> bool:
