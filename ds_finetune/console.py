@@ -46,6 +46,12 @@ def show_line(text: str) -> None:
     OUT.print(text, markup=False)
 
 
+def show_piece(text: str) -> None:
+    """Print a piece of a line as it is, at once."""
+    OUT.file.write(text)
+    OUT.file.flush()
+
+
 def show_report(report: "Report") -> None:
     """Print the end of a run."""
     rows = [("time", f"{report.seconds:.0f} s")]

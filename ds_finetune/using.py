@@ -1,4 +1,4 @@
-"""The commands for a model that is trained: score it."""
+"""The commands for a model that is trained: score it, serve it, talk to it."""
 
 import argparse
 import json
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from ds_finetune.config import DataConfig
-from ds_finetune.console import OUT, show_line
+from ds_finetune.console import OUT, show_line, show_piece
 from ds_finetune.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,8 +20,13 @@ _EXTRACTORS = ("gsm8k", "choice", "json", "text")
 
 
 def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add `eval` to the program's commands."""
+    """Add `eval`, `serve` and `chat` to the program's commands."""
     _eval_command(commands.add_parser("eval", help="score an exported folder on held-out rows, beside its base", allow_abbrev=False))
+    _serve_command(commands.add_parser("serve", help="an OpenAI-compatible endpoint over an exported folder", allow_abbrev=False))
+    chat = commands.add_parser("chat", help="talk to an exported folder, with plain transformers", allow_abbrev=False)
+    chat.add_argument("folder", metavar="OUT")
+    chat.add_argument("--max-new-tokens", type=int, default=512, help="tokens of an answer at most (default 512)")
+    chat.set_defaults(command=_chat)
 
 
 def _eval_command(scoring: argparse.ArgumentParser) -> None:
@@ -39,6 +44,30 @@ def _eval_command(scoring: argparse.ArgumentParser) -> None:
     scoring.add_argument("--tasks", help="tasks of lm-evaluation-harness, separated by commas, where it is installed")
     scoring.add_argument("--json", metavar="FILE", help="write the numbers to a file as well")
     scoring.set_defaults(command=_eval)
+
+
+def _serve_command(serving: argparse.ArgumentParser) -> None:
+    serving.add_argument("folder", metavar="OUT", help="an exported folder")
+    serving.add_argument("--engine", choices=("auto", "vllm", "transformers"), default="auto", help="auto: vLLM on a GPU where it is installed")
+    serving.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine alone)")
+    serving.add_argument("--port", type=int, default=8000, help="port to listen on (default 8000)")
+    serving.add_argument("--ready-seconds", type=float, default=1800, help="how long loading may take (default 1800)")
+    serving.set_defaults(command=_serve)
+
+
+def _serve(arguments: argparse.Namespace) -> None:
+    from ds_finetune.serve import Address, serve
+
+    address = Address(arguments.host, arguments.port)
+    serve(Path(arguments.folder), address, engine=arguments.engine, ready_seconds=arguments.ready_seconds, say=show_line)
+
+
+def _chat(arguments: argparse.Namespace) -> None:
+    from ds_finetune.chat import END, Conversation, converse
+
+    conversation = Conversation(Path(arguments.folder), max_new_tokens=arguments.max_new_tokens)
+    show_line(f"`{END}` ends it")
+    converse(conversation, ask=lambda: OUT.input("> "), say=show_piece)
 
 
 def _eval(arguments: argparse.Namespace) -> None:
