@@ -115,7 +115,7 @@ def _references(extract: str, documents: Sequence[Document], tokenizer: PreTrain
         text = tokenizer.decode(documents[absent[0]].answer, skip_special_tokens=True)
         raise DataError(
             f"`--extract {extract}` finds no answer in {len(absent)} of {len(found)} rows, the first number {absent[0]}: {text!r:.80}",
-            hint=f"name another of {', '.join(EXTRACTORS)}, raise --max-seq-len if rows are cut, or mend the rows",
+            hint=f"name another of {', '.join(EXTRACTORS)}, --long-rows drop if rows are cut, or mend the rows",
         )
     return [*found]
 
