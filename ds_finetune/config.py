@@ -237,6 +237,8 @@ class ExportConfig(Section):
     """Write `export/` when training ends."""
     max_shard_size: str = "5GB"
     """Size of one safetensors file at most."""
+    verify: bool = True
+    """Record logits of fixed prompts with each export, and hold the folder against them in a fresh process of plain transformers."""
 
 
 class RunConfig(Section):

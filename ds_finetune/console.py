@@ -1,12 +1,13 @@
 """What a person sees: the plan before a run, the summary after it, tables. The only place that prints."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from ds_finetune.export.verify import Verdict
     from ds_finetune.finetune import Report
     from ds_finetune.material import Material
     from ds_finetune.plan.layout import Plan
@@ -47,6 +48,12 @@ def show_line(text: str) -> None:
     OUT.print(text, markup=False)
 
 
+def show_piece(text: str) -> None:
+    """Print a piece of a line as it is, at once."""
+    OUT.file.write(text)
+    OUT.file.flush()
+
+
 def show_report(report: "Report") -> None:
     """Print the end of a run."""
     rows = [("time", f"{report.seconds:.0f} s")]
@@ -63,6 +70,15 @@ def show_report(report: "Report") -> None:
     rows += [("interrupted", report.interrupted)] if report.interrupted else []
     rows += [("run", str(report.output_dir)), *(("export", str(path)) for path in report.exports)]
     OUT.print(pairs("interrupted" if report.interrupted else "done", rows))
+
+
+def show_verdicts(verdicts: "Sequence[Verdict]") -> None:
+    """Print what exported folders were compared with and what came of it."""
+    for verdict in verdicts:
+        state = "verified" if verdict.is_verified else "not checked" if verdict.left else "UNVERIFIED"
+        OUT.print(f"{state}: {verdict.folder}", markup=False)
+        for text in (*verdict.lines, *verdict.problems, *([verdict.left] if verdict.left else [])):
+            OUT.print(f"  {text}", markup=False)
 
 
 def show_error(text: str) -> None:

@@ -57,6 +57,10 @@ class VerificationError(ExportError):
     exit_code = RUN_ERROR_EXIT_CODE
 
 
+class ServeError(FinetuneError):
+    """A server cannot be started, or ended by itself."""
+
+
 class RunError(FinetuneError):
     """A run that had started cannot go on."""
 

@@ -20,6 +20,8 @@ from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.engine.start import DTYPES, start_engine
 from ds_finetune.export.adapter import write_adapter
 from ds_finetune.export.folder import TOKENIZER_FILES, FolderParts, parse_bytes, write_folder
+from ds_finetune.export.record import RECORD, UNVERIFIED, Record, kept_logits, prompts_of
+from ds_finetune.export.verify import Verdict, verify
 from ds_finetune.loop import BEGINNING, Progress, run, training_steps
 from ds_finetune.material import Material, gather_material
 from ds_finetune.model.build import read_hf_config
@@ -36,7 +38,7 @@ from ds_finetune.observers.utilisation import Utilisation, peak_flops
 from ds_finetune.observers.writers import MetricsFile, Trackers, check_trackers
 from ds_finetune.plan.layout import Plan, make_plan
 from ds_finetune.plan.legal import check_divides
-from ds_finetune.run_folder import check_output, nothing_half_written, read_json, write_run_files
+from ds_finetune.run_folder import available_bytes, check_output, nothing_half_written, read_json, write_run_files
 from ds_finetune.schedule import Duration, LrSchedule, warmup_steps
 from ds_finetune.world import World, accelerate_choices, refuse_missing_hostfile
 
@@ -56,6 +58,8 @@ class Report:
     exports: tuple[Path, ...]
     seconds: float
     interrupted: str = ""
+    verdicts: tuple[Verdict, ...] = ()
+    """What came of holding the exports against the run; known to rank zero."""
 
 
 def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
@@ -77,7 +81,8 @@ def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
     schedule = lr_schedule(config, material)
     with process_group(world, plan.device), nothing_half_written(Path(config.output_dir)):
         last, interrupted, exports = _train_and_export(plan, material, schedule, say)
-    return Report(last, Path(config.output_dir), exports, time.monotonic() - began, interrupted)
+    verdicts = checked(config, exports) if world.rank == 0 and not interrupted else ()
+    return Report(last, Path(config.output_dir), exports, time.monotonic() - began, interrupted, verdicts)
 
 
 def _train_and_export(plan: Plan, material: Material, schedule: LrSchedule, say: Say) -> tuple[StepRecord | None, str, tuple[Path, ...]]:
@@ -87,7 +92,7 @@ def _train_and_export(plan: Plan, material: Material, schedule: LrSchedule, say:
         last, interrupted = train_engine(engine, material, schedule, Keeping(origin, saver, say))
         exports = (Path(plan.config.output_dir) / "export",) if plan.config.export.at_end and not interrupted else ()
         for out in exports:
-            export(engine, material, out)
+            export(engine, material, out, step=origin.progress.step if last is None else last.step)
     return last, interrupted, exports
 
 
@@ -162,7 +167,7 @@ def make_observers(engine: Engine, material: Material, schedule: LrSchedule, kee
     """The observers of a run in the order they see a record; files and lines are rank zero's."""
     config, folder = engine.plan.config, Path(engine.plan.config.output_dir)
     skipped = SkippedSteps(config.train.max_skipped_steps)
-    best = BestAndPatience(config.eval, lambda step: export(engine, material, folder / "export-best"))
+    best = BestAndPatience(config.eval, lambda step: export(engine, material, folder / "export-best", step=step))
     observers: list[Observer] = [skipped, *_utilisation(engine.plan, material)]
     remembered: dict[str, Resumable] = {"skipped": skipped}
     if material.held_out is not None:
@@ -204,8 +209,32 @@ def files_beside(config: RunConfig, material: Material) -> dict[str, Path]:
     return {name: path for name, path in found.items() if path.is_file()}
 
 
-def export(engine: Engine, material: Material, out: Path) -> None:
-    """Write the weights as they are now to the Hugging Face folder `out`; every rank takes part, rank zero writes.
+def checked(config: RunConfig, exports: tuple[Path, ...]) -> tuple[Verdict, ...]:
+    """The folders exported, and the best weights', held against what the run recorded with them, in one fresh process."""
+    best = Path(config.output_dir) / "export-best"
+    folders = [*exports, *([best] if (best / RECORD).is_file() and (best / UNVERIFIED).is_file() else [])]
+    if not config.export.verify or not folders:
+        return ()
+    torch.cuda.empty_cache()
+    return tuple(verify(folders, available_bytes=available_bytes()))
+
+
+def recorded(engine: Engine, material: Material, *, step: int) -> Record:
+    """Logits of the fixed prompts from the weights as they are now, after `step` steps; every rank takes part."""
+    vocab_size = int(material.hf_config.vocab_size)
+    prompts = prompts_of(vocab_size, material.tokenizer)
+    return Record(
+        base=str(material.folder.absolute()),
+        dtype=str(DTYPES[engine.plan.config.train.precision]).removeprefix("torch."),
+        vocab_size=vocab_size,
+        prompts=prompts,
+        step=step,
+        logits=kept_logits(engine.logits(prompts), prompts, vocab_size),
+    )
+
+
+def export(engine: Engine, material: Material, out: Path, *, step: int) -> None:
+    """Write the weights as they are now, after `step` steps, to the Hugging Face folder `out`; every rank takes part, rank zero writes.
 
     Adapters are added to the weights, and written in peft's format to a folder beside `out`: `adapter` or `adapter-best`.
     """
@@ -216,6 +245,7 @@ def export(engine: Engine, material: Material, out: Path) -> None:
         config=read_json(material.folder / "config.json"),
         architecture=type(engine.lm).__name__,
         dtype=DTYPES[config.train.precision],
+        record=recorded(engine, material, step=step) if config.export.verify else None,
         files=tuple(path for name, path in beside.items() if path.name == name),
         texts={name: path.read_text(encoding="utf-8") for name, path in beside.items() if path.name != name},
     )

@@ -68,7 +68,7 @@ def _never() -> bool:
 
 
 class Engine:
-    """A model under DeepSpeed, seen as `step`, `evaluate`, `generate` and `tensors` (`tensor_specs` in advance)."""
+    """A model under DeepSpeed, seen as `step`, `evaluate`, `generate`, `logits` and `tensors` (`tensor_specs` in advance)."""
 
     def __init__(self, wrapped: Any, plan: Plan, groups: Groups) -> None:  # noqa: ANN401 - a DeepSpeedEngine
         self.plan = plan
@@ -148,6 +148,13 @@ class Engine:
             mine[number] = self._answer(prompt, limits)
         merged = {index: answer for part in everyones(mine) for index, answer in part.items()}
         return [merged[index] for index in range(len(prompts))]
+
+    def logits(self, prompts: Sequence[Sequence[int]]) -> Iterator[torch.Tensor]:
+        """Logits of each prompt (token ids) in the run's precision, [tokens, vocabulary] as fp32, on every rank; all ranks run it to its end."""
+        self._ds.eval()
+        for prompt in prompts:
+            with torch.no_grad():
+                yield self.lm(input_ids=torch.tensor([prompt], device=self._device), use_cache=False).logits[0].float()
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Every parameter and persistent buffer by its Hugging Face name: the whole tensor on rank zero's CPU, None elsewhere.

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from transformers import AutoConfig
 
 from ds_finetune.engine.start import DTYPES
 from ds_finetune.errors import ExportError, OutputError
 from ds_finetune.export.convert import ModelSpec, fitted, read_model_spec, write_from
 from ds_finetune.export.folder import TOKENIZER_FILES, FolderParts
+from ds_finetune.export.record import Record, prompts_of
 from ds_finetune.export.shards import num_bytes
 from ds_finetune.export.sources import Opened, open_source
 from ds_finetune.model.families import family_of
@@ -102,5 +104,13 @@ def _parts(folders: tuple[Path, ...], spec: ModelSpec, opened: Opened, dtype: to
         architecture=spec.architecture,
         dtype=dtype,
         files=tuple(file for file in beside if file is not None),
+        record=opened.record or _record_without_logits(folders, dtype),
         texts=dict(opened.texts),
     )
+
+
+def _record_without_logits(folders: tuple[Path, ...], dtype: torch.dtype) -> Record:
+    """No live model gave logits: the folder is held against the sums of its tensors, and must load and give finite logits."""
+    folder = _config_file(folders).parent
+    vocab_size = int(AutoConfig.from_pretrained(folder, trust_remote_code=False).vocab_size)
+    return Record(str(folder.absolute()), str(dtype).removeprefix("torch."), vocab_size, prompts_of(vocab_size, None))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ds_finetune.errors import ConfigError, ExportError
+from ds_finetune.export.record import Record, mark_unchecked
 from ds_finetune.export.shards import HubTensor, ShardWriter, plan_shards, synchronise
 from ds_finetune.model.families import Family
 from ds_finetune.model.names import hub_pieces
@@ -44,6 +45,8 @@ class FolderParts:
     architecture: str
     dtype: torch.dtype
     files: tuple[Path, ...]
+    record: Record | None = None
+    """What the folder will be held against; None writes no record."""
     texts: dict[str, str] = field(default_factory=dict)
     """Further files by name, e.g. a generation config made from the tokenizer or a chat template given in the run file."""
 
@@ -99,6 +102,9 @@ def folder_writer(specs: Specs, out: Path, parts: FolderParts, *, max_shard_byte
         yield writer
         writer.finish()
     _write_beside(partial, parts)
+    if parts.record is not None:
+        parts.record.with_digests(writer.digests()).write(partial)
+        mark_unchecked(partial)
     for path in (*partial.iterdir(), partial):
         synchronise(path)
     shutil.rmtree(out, ignore_errors=True)

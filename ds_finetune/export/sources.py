@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
-from ds_finetune.checkpoint.files import MANIFEST, complete_steps
+from ds_finetune.checkpoint.files import MANIFEST, complete_steps, step_name
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.tools import BASE, CHECKPOINTS, find_checkpoint, verify
 from ds_finetune.config import LoraConfig
@@ -18,6 +18,7 @@ from ds_finetune.export.convert import TensorSource, read_model_spec
 from ds_finetune.export.hub import HubFolder
 from ds_finetune.export.native import is_native, read_native
 from ds_finetune.export.parts import CheckpointSource
+from ds_finetune.export.record import RECORD, Record
 from ds_finetune.model.build import resolve_folder
 from ds_finetune.model.families import family_of
 from ds_finetune.model.lora import Factors, is_adapter, weight_of
@@ -31,6 +32,8 @@ class Opened:
     source: TensorSource
     folders: tuple[Path, ...]
     texts: Mapping[str, str] = field(default_factory=dict)
+    record: Record | None = None
+    """Logits that the run had of these very weights, where it kept them."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ def open_checkpoint(path: Path, base: Path | None) -> Opened:
     source = CheckpointSource(folder)
     sides = {weight_of(name): name for name in source.shapes if is_adapter(name)}
     if not sides:
-        return Opened(source, (folder / BASE,))
+        return Opened(source, (folder / BASE,), record=_record_of_run(folder))
     state = RunState.read(folder)
     lora, dtype = LoraConfig.model_validate(state.config["lora"]), DTYPES[state.config["train"]["precision"]]
 
@@ -102,6 +105,13 @@ def _merged(base: Path, names: Collection[str], factors: Callable[[str], Factors
 def is_peft_adapter(path: Path) -> bool:
     """Whether `path` holds an adapter that peft, or a run, has written."""
     return (path / ADAPTER_CONFIG).is_file()
+
+
+def _record_of_run(checkpoint: Path) -> Record | None:
+    """The record of an export that the run of `checkpoint` wrote after the same step."""
+    run = checkpoint.absolute().parent.parent
+    records = (Record.read(folder) for folder in (run / "export", run / "export-best") if (folder / RECORD).is_file())
+    return next((record for record in records if record.step is not None and step_name(record.step) == checkpoint.name), None)
 
 
 def is_checkpoint(path: Path) -> bool:
