@@ -356,8 +356,6 @@ def _explain_one(error: Any, source: str, lines: dict[tuple[str, ...], int]) -> 
         return f"{where}: unknown key `{name}`", f"did you mean `{near[0]}`?" if near else f"known here: {', '.join(known)}"
     if error["type"] == "missing":
         return f"{where}: `{name}` is missing", f"add `{name}` to the run file"
-    if path[:1] == ("parallel",) and error["type"] == "literal_error":
-        return f"{where}: `{name}` {error['input']!r} is not proven in this version", f"set `{name}` to 1"
     return f"{where}: `{name}` is {error['input']!r}: {_plain(error['msg'])}", "see `ds-finetune config schema`"
 
 
