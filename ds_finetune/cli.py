@@ -117,6 +117,8 @@ def _export(arguments: argparse.Namespace) -> None:
         max_shard_bytes=parse_bytes(arguments.max_shard_size, name="--max-shard-size"),
         base=Path(arguments.base) if arguments.base else None,
     )
+    for note in exported.notes:
+        show_line(note)
     size = f"{exported.num_tensors} tensors, {exported.num_bytes / 2**30:.2f} GiB"
     OUT.print(f"wrote {exported.folder}: {size} in {exported.seconds:.1f} s", markup=False)
 
@@ -175,12 +177,12 @@ def _parser() -> argparse.ArgumentParser:
     bench = _run_command(commands, "bench", "time the step against a plain PyTorch loop on the same documents", _bench)
     bench.add_argument("--steps", type=int, default=5, help="timed steps of each (default 5)")
     _selftest_command(commands.add_parser("selftest", help="hold layouts against a plain loop on the machines at hand", allow_abbrev=False))
-    export = commands.add_parser("export", help="convert a checkpoint to a Hugging Face folder", allow_abbrev=False)
-    export.add_argument("source", metavar="SOURCE", help="folder of a DeepSpeed checkpoint")
+    export = commands.add_parser("export", help="convert a run, a checkpoint or a model to a Hugging Face folder", allow_abbrev=False)
+    export.add_argument("source", metavar="SOURCE", help="folder of a run, a checkpoint (ours or DeepSpeed's) or a model")
     export.add_argument("out", metavar="OUT", help="folder to write, new or empty")
-    export.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="dtype of the weights (default bf16)")
+    export.add_argument("--dtype", choices=("bf16", "fp16", "fp32", "fp8"), default="bf16", help="dtype of the weights (default bf16)")
     export.add_argument("--max-shard-size", default="5GB", help="largest file (default 5GB)")
-    export.add_argument("--base", metavar="FOLDER", help="folder with config.json and tokenizer, where SOURCE has none")
+    export.add_argument("--base", metavar="FOLDER", help="folder of the model that was trained: config.json, tokenizer, untouched weights")
     export.set_defaults(command=_export)
     _checkpoint_commands(commands.add_parser("checkpoint", help="look at checkpoints").add_subparsers(required=True, metavar="WHAT"))
     demo = commands.add_parser("demo", help="write the embedded example (model config, tokenizer, data, run file) to a folder")

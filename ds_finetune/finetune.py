@@ -18,11 +18,15 @@ from ds_finetune.data.stream import START, StreamedRows, streaming_batches
 from ds_finetune.engine.core import Engine, EvalResult, Limits
 from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.engine.start import DTYPES, start_engine
+from ds_finetune.errors import OutputError, RunError
+from ds_finetune.export.base import Base, counted
+from ds_finetune.export.convert import read_model_spec
 from ds_finetune.export.folder import TOKENIZER_FILES, FolderParts, parse_bytes, write_folder
 from ds_finetune.loop import BEGINNING, Progress, run, training_steps
 from ds_finetune.material import Material, gather_material
 from ds_finetune.model.build import read_hf_config
 from ds_finetune.model.families import family_of
+from ds_finetune.model.hub_folder import has_weights
 from ds_finetune.model.stages import stages_of
 from ds_finetune.observers.checkpointing import Checkpointing, Kept
 from ds_finetune.observers.evaluation import BestAndPatience, Evaluation, matches
@@ -84,7 +88,7 @@ def _train_and_export(plan: Plan, material: Material, schedule: LrSchedule, say:
         last, interrupted = train_engine(engine, material, schedule, Keeping(origin, saver, say))
         exports = (Path(plan.config.output_dir) / "export",) if plan.config.export.at_end and not interrupted else ()
         for out in exports:
-            export(engine, material, out)
+            export(engine, material, out, say if engine.is_rank_zero else _nothing)
     return last, interrupted, exports
 
 
@@ -159,7 +163,7 @@ def make_observers(engine: Engine, material: Material, schedule: LrSchedule, kee
     """The observers of a run in the order they see a record; files and lines are rank zero's."""
     config, folder = engine.plan.config, Path(engine.plan.config.output_dir)
     skipped = SkippedSteps(config.train.max_skipped_steps)
-    best = BestAndPatience(config.eval, lambda step: export(engine, material, folder / "export-best"))
+    best = BestAndPatience(config.eval, lambda step: export(engine, material, folder / "export-best", _nothing))
     observers: list[Observer] = [skipped, *_utilisation(engine.plan, material)]
     remembered: dict[str, Resumable] = {"skipped": skipped}
     if material.held_out is not None:
@@ -199,8 +203,11 @@ def files_beside(config: RunConfig, material: Material) -> dict[str, Path]:
     return {name: path for name, path in found.items() if path.is_file()}
 
 
-def export(engine: Engine, material: Material, out: Path) -> None:
-    """Write the weights as they are now to the Hugging Face folder `out`; every rank takes part, rank zero writes."""
+def export(engine: Engine, material: Material, out: Path, say: Say) -> None:
+    """Write the weights as they are now to the Hugging Face folder `out`; every rank takes part, rank zero writes.
+
+    Tensors of the model's folder that are not built, e.g. of multi-token prediction, are copied to it and said.
+    """
     config = engine.plan.config
     beside = files_beside(config, material)
     parts = FolderParts(
@@ -211,7 +218,16 @@ def export(engine: Engine, material: Material, out: Path) -> None:
         files=tuple(path for name, path in beside.items() if path.name == name),
         texts={name: path.read_text(encoding="utf-8") for name, path in beside.items() if path.name != name},
     )
-    write_folder(engine.tensors(), engine.tensor_specs(), out, parts, max_shard_bytes=parse_bytes(config.export.max_shard_size))
+    if config.model.weights == "load" and has_weights(material.folder):
+        parts, notes = Base.read(material.folder, read_model_spec(material.folder)).carried(parts)
+        for note in notes:
+            say(note)
+    for note in counted(parts, (tensor.key for copied in parts.carried for tensor in copied.tensors)):
+        say(note)
+    try:
+        write_folder(engine.tensors(), engine.tensor_specs(), out, parts, max_shard_bytes=parse_bytes(config.export.max_shard_size))
+    except OutputError as full:
+        raise RunError(f"{full.message}; the run is done up to its export", hint=full.hint) from full
 
 
 def _utilisation(plan: Plan, material: Material) -> list[Observer]:

@@ -1,16 +1,21 @@
 """What a folder given to `export` is: a table of kinds, each recognised by its files and opened as one `TensorSource`."""
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ds_finetune.checkpoint.files import MANIFEST, complete_steps
+from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.tools import BASE, CHECKPOINTS, find_checkpoint, verify
 from ds_finetune.errors import ExportError
+from ds_finetune.export.base import HubSource, base_of_run
 from ds_finetune.export.convert import TensorSource
 from ds_finetune.export.native import is_native, read_native
 from ds_finetune.export.parts import CheckpointSource
+from ds_finetune.model.families import family_of
+from ds_finetune.model.hub_folder import HubFolder, has_weights
 
 
 @dataclass(frozen=True)
@@ -20,6 +25,11 @@ class Opened:
     source: TensorSource
     folders: tuple[Path, ...]
     texts: Mapping[str, str] = field(default_factory=dict)
+    hub: HubFolder | None = None
+    """The folder, where it is a whole model with its own config.json and tokenizer."""
+    base: Path | None = None
+    """The folder of the model that it was trained from, where that is known and here."""
+    why_no_base: str = "no --base was given"
 
 
 @dataclass(frozen=True)
@@ -40,7 +50,27 @@ def open_checkpoint(path: Path) -> Opened:
     """A checkpoint of a run, or the newest complete one of a run; every file is summed before any is believed."""
     folder = find_checkpoint(path)
     verify(folder, workers=os.cpu_count() or 1)
-    return Opened(CheckpointSource(folder), (folder / BASE,))
+    model = RunState.read(folder).config["model"]
+    base = base_of_run(model["path"]) if model["weights"] != "random" else None
+    why = (
+        "its weights were drawn afresh" if model["weights"] == "random" else f"the weights of {model['path']} are not here (--base FOLDER names them)"
+    )
+    return Opened(CheckpointSource(folder), (folder / BASE,), base=base, why_no_base=why)
+
+
+def open_model(path: Path) -> Opened:
+    """A folder of published weights with its config.json, in FP8 too; ModelError where a file of it is missing or torn."""
+    try:
+        model_type = str(json.loads((path / "config.json").read_text(encoding="utf-8"))["model_type"])
+    except (ValueError, KeyError, TypeError) as broken:
+        raise ExportError(f"{path}/config.json is not that of a model: {broken!r}", hint="take the config.json published with it") from broken
+    hub = HubFolder(path)
+    return Opened(HubSource(hub, family_of(model_type)), (path,), hub=hub)
+
+
+def is_model(path: Path) -> bool:
+    """Whether `path` holds published weights beside a config.json."""
+    return (path / "config.json").is_file() and has_weights(path)
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -51,13 +81,14 @@ def is_checkpoint(path: Path) -> bool:
 KINDS = (
     Kind("a run or a checkpoint of one (manifest.json)", is_checkpoint, open_checkpoint),
     Kind("a DeepSpeed checkpoint (`latest`, or *_states.pt files)", is_native, open_native),
+    Kind("a model (config.json and *.safetensors)", is_model, open_model),
 )
 
 
 def open_source(path: Path) -> Opened:
-    """The checkpoint in `path`; ExportError where it is none of `KINDS`."""
+    """The checkpoint or model in `path`; ExportError where it is none of `KINDS`."""
     if not path.is_dir():
-        raise ExportError(f"`{path}` is not a folder", hint="name the folder of a checkpoint")
+        raise ExportError(f"`{path}` is not a folder", hint="name the folder of a run, a checkpoint or a model")
     for kind in KINDS:
         if kind.is_here(path):
             return kind.open(path)

@@ -63,6 +63,22 @@ def quantise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (padded / scale[None, :, None]).to(FP8).view(rows, -1)[:, :columns], scale
 
 
+def quantise_like(values: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`quantise`, and which blocks kept what they were: `stored` of `scale` [block columns] where `values` are that multiplied out.
+
+    Multiplied out as fp32, or that cast to bf16 or fp16; one of them, all over a block. Whatever made the scale, such a block
+    gets its bytes back, which `quantise` alone gives only where the scale is that of bf16 numbers.
+    """
+    made, made_scale = quantise(values)
+    plain = dequantise(stored, scale[None])
+    kept = torch.zeros(len(scale), dtype=torch.bool)
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        differ = torch.nn.functional.pad(values != plain.to(dtype).float(), (0, -values.shape[1] % BLOCK))
+        kept |= ~differ.view(len(values), -1, BLOCK).any(2).any(0)
+    spread = kept.repeat_interleave(BLOCK)[: values.shape[1]]
+    return torch.where(spread, stored.view(torch.uint8), made.view(torch.uint8)).view(FP8), torch.where(kept, scale, made_scale), kept
+
+
 def check_readable(given: Any, label: str, error: type[FinetuneError]) -> None:  # noqa: ANN401 - whatever a config.json holds
     """`error` where the `quantization_config` that `label` gives is not the block format that is read here."""
     tree = given if isinstance(given, Mapping) else {}

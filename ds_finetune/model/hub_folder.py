@@ -93,6 +93,11 @@ class HubFolder:
         scales = {key + SCALE for key in fp8}
         self.shapes: Mapping[str, Shape] = {key: stored.shape for key, stored in self._stored.items() if key not in scales}
 
+    @property
+    def has_fp8(self) -> bool:
+        """Whether any tensor is stored in FP8 blocks."""
+        return bool(self._scaled)
+
     def is_fp8(self, key: str) -> bool:
         """Whether the tensor is stored in FP8 blocks."""
         return key in self._scaled

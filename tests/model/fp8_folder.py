@@ -95,10 +95,11 @@ def is_published_in_fp8(key: str) -> bool:
     return re.search(r"\.((q_a|q_b|kv_b|o|gate|up|down)_proj|kv_a_proj_with_mqa)\.weight$", key) is not None
 
 
-def master(seed: int = 3) -> dict[str, torch.Tensor]:
+def master(**changes: Any) -> dict[str, torch.Tensor]:
     """The weights before they are quantised, by published name: bf16, the router's bias fp32, with the prediction layer."""
-    torch.manual_seed(seed)
-    config = AutoConfig.for_model(**{key: value for key, value in V3.items() if key != "quantization_config"} | {"num_hidden_layers": MTP + 1})
+    torch.manual_seed(3)
+    plain = {key: value for key, value in V3.items() if key != "quantization_config"}
+    config = AutoConfig.for_model(**plain | {"num_hidden_layers": MTP + 1} | changes)
     model = AutoModelForCausalLM.from_config(config).float()
     state = {}
     for name, tensor in model.state_dict().items():
