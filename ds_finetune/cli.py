@@ -117,10 +117,10 @@ def _export(arguments: argparse.Namespace) -> None:
         max_shard_bytes=parse_bytes(arguments.max_shard_size, name="--max-shard-size"),
         base=Path(arguments.base) if arguments.base else None,
     )
-    for note in exported.notes:
-        show_line(note)
     size = f"{exported.num_tensors} tensors, {exported.num_bytes / 2**30:.2f} GiB"
     OUT.print(f"wrote {exported.folder}: {size} in {exported.seconds:.1f} s", markup=False)
+    for note in exported.notes:
+        show_line(note)
 
 
 def _checkpoint_list(arguments: argparse.Namespace) -> None:

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import struct
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -55,9 +56,9 @@ class _File:
         weakref.finalize(self, os.close, descriptor)
         return descriptor
 
-    def read(self, dtype: torch.dtype, numel: int, offset: int) -> torch.Tensor:
-        """`numel` elements from byte `offset`, 1-D."""
-        out = torch.empty(numel, dtype=dtype)
+    def read(self, dtype: torch.dtype, numel: int, offset: int, *, into: "_Scratch | None" = None) -> torch.Tensor:
+        """`numel` elements from byte `offset`, 1-D, in memory of their own or in that of `into`."""
+        out = torch.empty(numel, dtype=dtype) if into is None else into.take(numel, dtype)
         view = out.view(torch.uint8).numpy().data
         while view:
             done = os.preadv(self._descriptor, [view], offset)
@@ -65,6 +66,20 @@ class _File:
                 raise ModelError(f"{self.path} ends at byte {offset}, {len(view)} bytes early", hint="it changed while it was read")
             view, offset = view[done:], offset + done
         return out
+
+
+class _Scratch(threading.local):
+    """One growing buffer for each thread: fresh memory costs more than what is read into it."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A 1-D tensor over this thread's buffer, valid until its next `take`."""
+        size = numel * dtype.itemsize
+        if self._bytes.numel() < size:
+            self._bytes = torch.empty(size, dtype=torch.uint8)
+        return self._bytes[:size].view(dtype)
 
 
 @dataclass(frozen=True)
@@ -86,6 +101,7 @@ class HubFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._scratch = _Scratch()
         self._stored = _stored(folder)
         fp8 = [key for key, stored in self._stored.items() if stored.dtype == FP8]
         _check_scales(folder, self._stored, fp8)
@@ -107,19 +123,25 @@ class HubFolder:
         return torch.float32 if self.is_fp8(key) else self._stored[key].dtype
 
     def read(self, key: str, start: int, numel: int) -> torch.Tensor:
-        """Elements `start` to `start + numel` of the row-major flattened tensor, 1-D; of FP8 the rows that they lie in are read."""
+        """Elements `start` to `start + numel` of the row-major flattened tensor, 1-D, valid until the same thread's next read.
+
+        Of FP8 the rows that they lie in are read.
+        """
         stored = self._stored[key]
         if not self.is_fp8(key):
-            return stored.file.read(stored.dtype, numel, stored.begin + start * stored.dtype.itemsize)
+            return stored.file.read(stored.dtype, numel, stored.begin + start * stored.dtype.itemsize, into=self._scratch)
         width = stored.shape[1]
         first, last = start // width, -(-(start + numel) // width)
         return self.rows(key, first, last).view(-1)[start - first * width :][:numel]
 
     def rows(self, key: str, first: int, last: int, columns: slice | None = None) -> torch.Tensor:
-        """Rows `first` to `last`, [rows, ...]; of a matrix perhaps some consecutive `columns`, and no others are multiplied out."""
+        """Rows `first` to `last`, [rows, ...], valid until the same thread's next read.
+
+        Of a matrix perhaps some consecutive `columns`, and no others are multiplied out.
+        """
         stored = self._stored[key]
         width = math.prod(stored.shape[1:])
-        values = stored.file.read(stored.dtype, (last - first) * width, stored.begin + first * width * stored.dtype.itemsize)
+        values = stored.file.read(stored.dtype, (last - first) * width, stored.begin + first * width * stored.dtype.itemsize, into=self._scratch)
         values = values.view(last - first, *stored.shape[1:])
         begin = columns.start if columns else 0
         values = values[:, columns] if columns else values

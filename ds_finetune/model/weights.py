@@ -17,7 +17,7 @@ from ds_finetune.model.families import Family
 from ds_finetune.model.hub_folder import HubFolder
 from ds_finetune.model.names import Piece, hub_pieces
 
-_STRIP_NUMEL = 2**22
+_STRIP_NUMEL = 2**20
 """Elements of a checkpoint tensor that are held at a time, whole rows."""
 
 
@@ -140,7 +140,8 @@ def _copy_piece(hub: HubFolder, fragment: Fragment, flat: torch.Tensor, piece: P
     step = max(1, _STRIP_NUMEL // width)
     for low in range(first, last, step):
         values = _read(hub, piece, low, min(low + step, last), cut)
-        if not bool(torch.isfinite(values).all()):
+        # Several times faster than isfinite over all; NaN is the least and the greatest where there is one.
+        if not all(map(math.isfinite, map(float, torch.aminmax(values)))):
             raise ModelError(f"tensor `{piece.key}` of {hub.folder} holds NaN or infinity", hint="the checkpoint is damaged; download it again")
         flat_values = values.reshape(-1)
         offset = begin + low * width - fragment.start

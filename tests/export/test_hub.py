@@ -121,6 +121,18 @@ def test_a_dense_model_in_fp8_is_what_plain_loops_make_and_transformers_reads(tm
     assert torch.equal(ours, theirs)
 
 
+def test_deepseek_in_fp8_is_read_by_plain_transformers(tmp_path: Path) -> None:
+    """At widths that are multiples of 128, since transformers 5.23 takes other blocks elsewhere (integrations/finegrained_fp8.py:1130-1175)."""
+    whole = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "kv_lora_rank": 128, "q_lora_rank": 128}
+    whole |= {"qk_rope_head_dim": 128, "qk_nope_head_dim": 32, "v_head_dim": 32}
+    export(publish(tmp_path / "base", master(**whole), config=V3 | whole), tmp_path / "out", "fp8")
+    plain = multiplied_out(read_all(tmp_path / "out"), torch.bfloat16)
+    publish(tmp_path / "plain", plain, config={key: value for key, value in (V3 | whole).items() if key != "quantization_config"})
+    ids = torch.arange(3, 20)[None]
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.bfloat16).eval()(ids).logits for name in ("out", "plain"))
+    assert torch.equal(ours, theirs)
+
+
 def test_what_only_the_base_has_is_carried_over_and_said(base: Path, tmp_path: Path) -> None:
     """As transformers saves it after training: without the prediction layer."""
     plain = multiplied_out(read_all(base), torch.bfloat16)

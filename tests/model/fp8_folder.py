@@ -112,7 +112,7 @@ def master(**changes: Any) -> dict[str, torch.Tensor]:
             state |= {name.replace("down_proj", f"{e}.down_proj.weight"): part for e, part in enumerate(tensor)}
         else:
             state[name] = tensor
-    layer, hidden = f"model.layers.{MTP}", V3["hidden_size"]
+    layer, hidden = f"model.layers.{MTP}", config.hidden_size
     state |= {f"{layer}.{norm}.weight": torch.rand(hidden) for norm in ("enorm", "hnorm", "shared_head.norm")}
     state |= {f"{layer}.eh_proj.weight": torch.randn(hidden, 2 * hidden) / 10}
     state |= {f"{layer}.embed_tokens.weight": state["model.embed_tokens.weight"], f"{layer}.shared_head.head.weight": state["lm_head.weight"]}

@@ -53,7 +53,7 @@ def reference(published: Path) -> AutoModelForCausalLM:
     return AutoModelForCausalLM.from_pretrained(published.parent / "plain", dtype=torch.bfloat16).eval()
 
 
-@pytest.mark.parametrize("shape", [(576, 260), (128, 128), (1, 1), (300, 129)])
+@pytest.mark.parametrize("shape", [(576, 7168), (576, 260), (128, 128), (1, 1), (300, 129)])
 def test_blocks_as_numpy_multiplies_them_out(shape: tuple[int, int], tmp_path: Path) -> None:
     """All bytes that are numbers; rows and columns that fill no block; any rows, columns and flat ranges."""
     rows, columns = shape
