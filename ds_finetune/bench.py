@@ -61,6 +61,8 @@ def step_contest(config: RunConfig, *, steps: int) -> Contest:
         raise ConfigError(
             f"bench compares one process with a plain loop, and this is rank {world.rank} of {world.world_size}", hint="start one process"
         )
+    if config.lora is not None:
+        raise ConfigError(f"bench compares with loops that train every weight, and lora.rank is {config.lora.rank}", hint="leave `lora` out")
     plan = make_plan(config, world=world, device=choose_device())
     material = gather_material(config)
     schedule = lr_schedule(config, material)

@@ -8,10 +8,15 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ds_finetune.config import RunConfig, dump_config, read_config
-from ds_finetune.console import OUT, pairs, show_error, show_line, show_plan, show_report
-from ds_finetune.errors import INTERRUPTED_EXIT_CODE, RUN_ERROR_EXIT_CODE, FinetuneError
+from ds_finetune.console import OUT, pairs, show_error, show_line, show_plan, show_report, show_verdicts
+from ds_finetune.errors import INTERRUPTED_EXIT_CODE, RUN_ERROR_EXIT_CODE, ConfigError, FinetuneError, VerificationError
+from ds_finetune.using import add_commands
+
+if TYPE_CHECKING:
+    from ds_finetune.export.verify import Verdict
 
 _QUIET_SECONDS = 5.0
 """How long other ranks of a machine wait with the same error, so that a launcher does not end the one that prints."""
@@ -52,6 +57,8 @@ def _train(arguments: argparse.Namespace) -> None:
     report = train(config, announce=show_plan, say=show_line)
     if os.environ["RANK"] == "0":
         show_report(report)
+        show_verdicts(report.verdicts)
+        _refuse_unverified(report.verdicts)
     if report.interrupted:
         raise SystemExit(INTERRUPTED_EXIT_CODE)
 
@@ -107,20 +114,65 @@ def _selftest(arguments: argparse.Namespace) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> None:
+    if arguments.check:
+        _verify([Path(arguments.check)], arguments.base)
+        return
+    if arguments.out is None:
+        raise ConfigError(f"export has SOURCE `{arguments.source}` and no OUT", hint="write `ds-finetune export SOURCE OUT`, or `--check OUT`")
+    if arguments.format == "onnx":
+        _export_onnx(arguments)
+        return
     from ds_finetune.export.checkpoint import export_checkpoint
     from ds_finetune.export.folder import parse_bytes
 
+    if arguments.no_cache:
+        raise ConfigError(f"--no-cache says nothing to --format {arguments.format}", hint="it is an option of --format onnx")
     exported = export_checkpoint(
         Path(arguments.source),
         Path(arguments.out),
-        dtype=arguments.dtype,
-        max_shard_bytes=parse_bytes(arguments.max_shard_size, name="--max-shard-size"),
+        dtype=arguments.dtype or "bf16",
+        max_shard_bytes=parse_bytes(arguments.max_shard_size or "5GB", name="--max-shard-size"),
         base=Path(arguments.base) if arguments.base else None,
     )
     size = f"{exported.num_tensors} tensors, {exported.num_bytes / 2**30:.2f} GiB"
     OUT.print(f"wrote {exported.folder}: {size} in {exported.seconds:.1f} s", markup=False)
     for note in exported.notes:
         show_line(note)
+    if arguments.verify:
+        _verify([exported.folder], arguments.base)
+
+
+def _verify(folders: list[Path], base: str | None) -> None:
+    from ds_finetune.export.verify import verify
+    from ds_finetune.run_folder import available_bytes
+
+    verdicts = verify(folders, base=Path(base) if base else None, available_bytes=available_bytes())
+    show_verdicts(verdicts)
+    _refuse_unverified(verdicts)
+
+
+def _refuse_unverified(verdicts: "Sequence[Verdict]") -> None:
+    wrong = [verdict for verdict in verdicts if verdict.problems]
+    if wrong:
+        raise VerificationError(
+            "; ".join(f"{verdict.folder} is not what was exported: {'; '.join(verdict.problems)}" for verdict in wrong),
+            hint="do not serve it; export it again, and please report this if it stays",
+        )
+
+
+def _export_onnx(arguments: argparse.Namespace) -> None:
+    from ds_finetune.export.onnx_folder import export_onnx
+
+    if arguments.max_shard_size:
+        raise ConfigError(f"--max-shard-size {arguments.max_shard_size} says nothing to --format onnx", hint="leave it out: weights are one file")
+    exported = export_onnx(
+        Path(arguments.source),
+        Path(arguments.out),
+        dtype=arguments.dtype or "fp32",
+        with_cache=not arguments.no_cache,
+        base=Path(arguments.base) if arguments.base else None,
+    )
+    OUT.print("\n".join(exported.lines()), markup=False)
 
 
 def _checkpoint_list(arguments: argparse.Namespace) -> None:
@@ -177,18 +229,29 @@ def _parser() -> argparse.ArgumentParser:
     bench = _run_command(commands, "bench", "time the step against a plain PyTorch loop on the same documents", _bench)
     bench.add_argument("--steps", type=int, default=5, help="timed steps of each (default 5)")
     _selftest_command(commands.add_parser("selftest", help="hold layouts against a plain loop on the machines at hand", allow_abbrev=False))
-    export = commands.add_parser("export", help="convert a run, a checkpoint or a model to a Hugging Face folder", allow_abbrev=False)
-    export.add_argument("source", metavar="SOURCE", help="folder of a run, a checkpoint (ours or DeepSpeed's) or a model")
-    export.add_argument("out", metavar="OUT", help="folder to write, new or empty")
-    export.add_argument("--dtype", choices=("bf16", "fp16", "fp32", "fp8"), default="bf16", help="dtype of the weights (default bf16)")
-    export.add_argument("--max-shard-size", default="5GB", help="largest file (default 5GB)")
-    export.add_argument("--base", metavar="FOLDER", help="folder of the model that was trained: config.json, tokenizer, untouched weights")
-    export.set_defaults(command=_export)
+    _export_command(
+        commands.add_parser("export", help="convert a run, a checkpoint, an adapter or a model to a folder for others", allow_abbrev=False)
+    )
     _checkpoint_commands(commands.add_parser("checkpoint", help="look at checkpoints").add_subparsers(required=True, metavar="WHAT"))
+    add_commands(commands)
     demo = commands.add_parser("demo", help="write the embedded example (model config, tokenizer, data, run file) to a folder")
     demo.add_argument("folder")
     demo.set_defaults(command=_demo)
     return parser
+
+
+def _export_command(export: argparse.ArgumentParser) -> None:
+    which = export.add_mutually_exclusive_group(required=True)
+    which.add_argument("source", metavar="SOURCE", nargs="?", help="folder of a run, a checkpoint (ours or DeepSpeed's), an adapter or a model")
+    which.add_argument("--check", metavar="OUT", help="hold an exported folder against its record again")
+    export.add_argument("out", metavar="OUT", nargs="?", help="folder to write, new or empty")
+    export.add_argument("--format", choices=("safetensors", "onnx"), default="safetensors", help="what OUT is for (default safetensors)")
+    export.add_argument("--dtype", choices=("bf16", "fp16", "fp32", "fp8"), help="dtype of the weights (default bf16, for onnx fp32)")
+    export.add_argument("--max-shard-size", help="largest safetensors file (default 5GB)")
+    export.add_argument("--base", metavar="FOLDER", help="folder of the model that was trained: config.json, tokenizer, untouched weights")
+    export.add_argument("--no-cache", action="store_true", help="onnx: a graph without past keys and values")
+    export.add_argument("--no-verify", dest="verify", action="store_false", help="do not load OUT in a fresh process; it stays marked UNVERIFIED")
+    export.set_defaults(command=_export)
 
 
 def _selftest_command(selftest: argparse.ArgumentParser) -> None:

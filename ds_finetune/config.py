@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
@@ -209,6 +209,18 @@ class ParallelConfig(Section):
     """Sequence parallel size: ranks that share the tokens of each row; attention is over whole rows, a part of the heads on each."""
 
 
+class LoraConfig(Section):
+    """Low-rank adapters; with this section the weights of the model stay as they are and the adapters alone are trained."""
+
+    rank: int = Field(default=16, ge=1)
+    """Rows of A and columns of B; of routed experts a multiple of 8."""
+    alpha: float = Field(default=32, gt=0)
+    """The product B A is added times alpha / rank."""
+    target_modules: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(_as_list)] | None = None
+    """Modules by last name such as `q_proj` or `experts`, or by regular expressions on full names; left out, all linear modules of
+    attention, MLPs, shared and routed experts. The router is adapted where `gate` is named, embeddings and head never."""
+
+
 class LogConfig(Section):
     """What is written while training beside `metrics.jsonl`."""
 
@@ -225,6 +237,8 @@ class ExportConfig(Section):
     """Write `export/` when training ends."""
     max_shard_size: str = "5GB"
     """Size of one safetensors file at most."""
+    verify: bool = True
+    """Record logits of fixed prompts with each export, and hold the folder against them in a fresh process of plain transformers."""
 
 
 class RunConfig(Section):
@@ -246,6 +260,8 @@ class RunConfig(Section):
     """Checkpoints."""
     parallel: ParallelConfig = ParallelConfig()
     """Parallel sizes."""
+    lora: LoraConfig | None = None
+    """Low-rank adapters; left out, all weights are trained."""
     log: LogConfig = LogConfig()
     """Logging."""
     export: ExportConfig = ExportConfig()
@@ -340,8 +356,6 @@ def _explain_one(error: Any, source: str, lines: dict[tuple[str, ...], int]) -> 
         return f"{where}: unknown key `{name}`", f"did you mean `{near[0]}`?" if near else f"known here: {', '.join(known)}"
     if error["type"] == "missing":
         return f"{where}: `{name}` is missing", f"add `{name}` to the run file"
-    if path[:1] == ("parallel",) and error["type"] == "literal_error":
-        return f"{where}: `{name}` {error['input']!r} is not proven in this version", f"set `{name}` to 1"
     return f"{where}: `{name}` is {error['input']!r}: {_plain(error['msg'])}", "see `ds-finetune config schema`"
 
 
@@ -353,6 +367,7 @@ def _field_names(path: tuple[str, ...]) -> Iterator[str]:
     section: type[BaseModel] = RunConfig
     for key in path:
         field = next(f for n, f in section.model_fields.items() if key in (n, f.alias))
-        section = next(kind for kind in (field.annotation,) if isinstance(kind, type) and issubclass(kind, BaseModel))
+        kinds = (field.annotation, *get_args(field.annotation))
+        section = next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
     for name, field in section.model_fields.items():
         yield field.alias or name

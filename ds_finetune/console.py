@@ -1,12 +1,13 @@
 """What a person sees: the plan before a run, the summary after it, tables. The only place that prints."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from ds_finetune.export.verify import Verdict
     from ds_finetune.finetune import Report
     from ds_finetune.material import Material
     from ds_finetune.plan.layout import Plan
@@ -25,6 +26,7 @@ def pairs(title: str, rows: Iterable[tuple[str, str]]) -> Table:
 
 def show_plan(plan: "Plan", material: "Material") -> None:
     """Print what was decided and what will be trained on; rank zero calls this before anything is loaded."""
+    from ds_finetune.model.lora import lora_lines
     from ds_finetune.model.stages import stages_of
 
     rows = plan.lines()
@@ -32,6 +34,7 @@ def show_plan(plan: "Plan", material: "Material") -> None:
     if shape is not None:
         rows.append(("parameters", f"{shape.total_params / 1e6:,.3f} M, {shape.active_params / 1e6:,.3f} M active per token"))
     rows += plan.stage_lines(stages_of(material.hf_config, plan.config.parallel))
+    rows += lora_lines(material.hf_config, plan.config.lora)
     rows.append(("data", material.train.summary()))
     OUT.print(pairs("plan", rows))
     if plan.config.model.weights == "random":
@@ -43,6 +46,12 @@ def show_plan(plan: "Plan", material: "Material") -> None:
 def show_line(text: str) -> None:
     """Print a line at once, whatever it holds."""
     OUT.print(text, markup=False)
+
+
+def show_piece(text: str) -> None:
+    """Print a piece of a line as it is, at once."""
+    OUT.file.write(text)
+    OUT.file.flush()
 
 
 def show_report(report: "Report") -> None:
@@ -61,6 +70,15 @@ def show_report(report: "Report") -> None:
     rows += [("interrupted", report.interrupted)] if report.interrupted else []
     rows += [("run", str(report.output_dir)), *(("export", str(path)) for path in report.exports)]
     OUT.print(pairs("interrupted" if report.interrupted else "done", rows))
+
+
+def show_verdicts(verdicts: "Sequence[Verdict]") -> None:
+    """Print what exported folders were compared with and what came of it."""
+    for verdict in verdicts:
+        state = "verified" if verdict.is_verified else "not checked" if verdict.left else "UNVERIFIED"
+        OUT.print(f"{state}: {verdict.folder}", markup=False)
+        for text in (*verdict.lines, *verdict.problems, *([verdict.left] if verdict.left else [])):
+            OUT.print(f"  {text}", markup=False)
 
 
 def show_error(text: str) -> None:

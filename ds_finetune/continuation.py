@@ -77,7 +77,7 @@ def find_origin(plan: Plan, material: Material, say: Say) -> Origin:
         return _tidied(Origin(place, held), say)
     later = [step_name(step) for step in complete_steps(folder) if step > found.state.step]
     agree(_mixed(folder, later, found) if wanted.resume != "auto" and later else None)
-    lines = changes(found.state, plan.config, data=fingerprint(material))
+    lines = changes(found.state, plan.config, data=fingerprint(material), base=material.base)
     for line in (*found.passed_over, *_set_aside(place, later)):
         say(line)
     for line in (f"going on from {found.folder}, step {found.state.step} of {found.state.layout}", *lines):
@@ -229,6 +229,7 @@ def run_text(engine: Engine, material: Material) -> Callable[[StepRecord, Mappin
             config=engine.plan.config.model_dump(mode="json", by_alias=True),
             layout=layout_of(engine.plan),
             versions=versions(),
+            base=material.base,
         ).text()
 
     return text

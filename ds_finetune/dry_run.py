@@ -21,6 +21,7 @@ from ds_finetune.model.build import build_skeleton, model_class, read_hf_config
 from ds_finetune.model.cuts import Cut
 from ds_finetune.model.experts import fewer_experts
 from ds_finetune.model.families import family_of
+from ds_finetune.model.lora import chosen_targets, lora_lines
 from ds_finetune.model.stages import StageGroup, install_stage, only_layers, stages_of
 from ds_finetune.model.tensor import local_config
 from ds_finetune.plan.finish import MOMENTS
@@ -32,6 +33,7 @@ from ds_finetune.world import World
 _GIB = 2**30
 _SHOWN_NODES = 4
 _MASTER_BYTES = 4
+_STAGE_OF_PARTITIONED_WEIGHTS = 3
 _LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
 _IN_LAYER = re.compile(r"\.layers\.N\.")
 
@@ -67,9 +69,11 @@ def dry_run(config: RunConfig, *, gpus: int, gpus_per_node: int) -> RenderableTy
     token_spec(config, hf_config)
     check_divides(plan.mesh, hf_config.to_dict(), pp_layers=config.parallel.pp_layers)
     stages = stages_of(hf_config, config.parallel)
+    lora = config.lora
+    adapters = sum(target.num_params(lora.rank) for target in chosen_targets(hf_config, lora)) if lora is not None else 0
     held = [held_tensors(plan, hf_config, stages, place) for place in range(plan.mesh.pp)]
     return Group(
-        _decisions(plan.lines() + plan.stage_lines(stages) + _totals(plan, held)),
+        _decisions(plan.lines() + plan.stage_lines(stages) + lora_lines(hf_config, lora) + _totals(plan, held, adapters=adapters)),
         _rank_map(plan.mesh, world.local_world_size),
         _shapes(_merged(held), plan),
         Text("DeepSpeed", style="bold"),
@@ -102,16 +106,23 @@ def _merged(stages: Sequence[list[Held]]) -> list[Held]:
     return [replace(kind, count=count) for kind, count in found.items()]
 
 
-def state_bytes(plan: Plan, held: list[Held]) -> dict[str, int]:
-    """Bytes a rank keeps for weights, gradients, and fp32 weights with moments, by ZeRO stage; activations and buffers are not counted."""
+def state_bytes(plan: Plan, held: list[Held], *, adapters: int = 0) -> dict[str, int]:
+    """Bytes a rank keeps for weights, gradients, and fp32 weights with moments, by ZeRO stage; activations and buffers are not counted.
+
+    With LoRA the parameters of `adapters` alone have gradients and moments.
+    """
     width = 4 if plan.config.train.precision == "fp32" else 2
     numel, sharded = sum(kind.numel for kind in held), sum(kind.sharded for kind in held)
     stage = plan.zero_stage
+    share = -(-adapters // plan.zero_ranks)
+    weights = sharded + share if stage >= _STAGE_OF_PARTITIONED_WEIGHTS else numel + adapters
+    if plan.config.lora is not None:
+        numel, sharded = adapters, share
     # DeepSpeed 0.19.8 keeps a second fp32 copy of fp32 weights under ZeRO (zero/stage_1_and_2.py:560).
     copies = 1 if stage or width < _MASTER_BYTES else 0
     master = _MASTER_BYTES * (MOMENTS[plan.config.optim.name.lower()] + copies)
     return {
-        "weights": width * (sharded if stage >= 3 else numel),
+        "weights": width * weights,
         "gradients": width * (sharded if stage >= 2 else numel),
         "optimizer": master * (sharded if stage else numel),
     }
@@ -124,13 +135,14 @@ def _decisions(rows: list[tuple[str, str]]) -> Table:
     return table
 
 
-def _totals(plan: Plan, stages: Sequence[list[Held]]) -> list[tuple[str, str]]:
+def _totals(plan: Plan, stages: Sequence[list[Held]], *, adapters: int) -> list[tuple[str, str]]:
     """Parameters of the model and of a rank, and the bytes of its state: of the stage that holds most."""
     # A tied weight is on both ends of a pipeline and counts once.
     whole = sum(kind.count * math.prod(kind.whole) for kind in _merged(stages)) - _copied(stages)
     most = max(stages, key=lambda held: sum(kind.numel for kind in held))
     where = {"weights": plan.offload_param, "gradients": plan.offload_optimizer, "optimizer": plan.offload_optimizer}
-    parts = [f"{name} {size / _GIB:,.2f} GiB{'' if where[name] == 'none' else f' ({where[name]})'}" for name, size in state_bytes(plan, most).items()]
+    sizes = state_bytes(plan, most, adapters=adapters)
+    parts = [f"{name} {size / _GIB:,.2f} GiB{'' if where[name] == 'none' else f' ({where[name]})'}" for name, size in sizes.items()]
     where_most = f" of stage {stages.index(most)}" if len(stages) > 1 else ""
     return [
         ("parameters", f"{whole / 1e9:,.3f} B, {sum(kind.numel for kind in most) / 1e9:,.3f} B on a rank{where_most}"),

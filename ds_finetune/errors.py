@@ -51,6 +51,16 @@ class ExportError(FinetuneError):
     """An exported folder is not what it should be."""
 
 
+class VerificationError(ExportError):
+    """What was exported, reloaded, does not compute what the model did."""
+
+    exit_code = RUN_ERROR_EXIT_CODE
+
+
+class ServeError(FinetuneError):
+    """A server cannot be started, or ended by itself."""
+
+
 class RunError(FinetuneError):
     """A run that had started cannot go on."""
 

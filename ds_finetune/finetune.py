@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from ds_finetune.checkpoint.saver import Saver
-from ds_finetune.config import RunConfig
+from ds_finetune.config import LoraConfig, RunConfig
 from ds_finetune.continuation import Origin, Say, cut_evaluation, ended_early, find_origin, go_on, remember, run_text, saved_record, saver_of
 from ds_finetune.data.batches import Batch, BatchPlan, Position, eval_batches, training_batches
 from ds_finetune.data.stream import START, StreamedRows, streaming_batches
@@ -19,14 +19,18 @@ from ds_finetune.engine.core import Engine, EvalResult, Limits
 from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.engine.start import DTYPES, start_engine
 from ds_finetune.errors import OutputError, RunError
+from ds_finetune.export.adapter import write_adapter
 from ds_finetune.export.base import Base, counted
 from ds_finetune.export.convert import read_model_spec
 from ds_finetune.export.folder import TOKENIZER_FILES, FolderParts, parse_bytes, write_folder
+from ds_finetune.export.record import RECORD, UNVERIFIED, Record, kept_logits, prompts_of
+from ds_finetune.export.verify import Verdict, verify
 from ds_finetune.loop import BEGINNING, Progress, run, training_steps
 from ds_finetune.material import Material, gather_material
 from ds_finetune.model.build import read_hf_config
 from ds_finetune.model.families import family_of
 from ds_finetune.model.hub_folder import has_weights
+from ds_finetune.model.lora import Factors, chosen_targets, factors_of, lora_lines, merged
 from ds_finetune.model.stages import stages_of
 from ds_finetune.observers.checkpointing import Checkpointing, Kept
 from ds_finetune.observers.evaluation import BestAndPatience, Evaluation, matches
@@ -38,7 +42,7 @@ from ds_finetune.observers.utilisation import Utilisation, peak_flops
 from ds_finetune.observers.writers import MetricsFile, Trackers, check_trackers
 from ds_finetune.plan.layout import Plan, make_plan
 from ds_finetune.plan.legal import check_divides
-from ds_finetune.run_folder import check_output, nothing_half_written, read_json, write_run_files
+from ds_finetune.run_folder import available_bytes, check_output, nothing_half_written, read_json, write_run_files
 from ds_finetune.schedule import Duration, LrSchedule, warmup_steps
 from ds_finetune.world import World, accelerate_choices, refuse_missing_hostfile
 
@@ -58,6 +62,8 @@ class Report:
     exports: tuple[Path, ...]
     seconds: float
     interrupted: str = ""
+    verdicts: tuple[Verdict, ...] = ()
+    """What came of holding the exports against the run; known to rank zero."""
 
 
 def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
@@ -71,6 +77,7 @@ def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
     hf_config = read_hf_config(config.model.path)
     check_divides(plan.mesh, hf_config.to_dict(), pp_layers=config.parallel.pp_layers)
     stages_of(hf_config, config.parallel)
+    lora_lines(hf_config, config.lora)
     material = gather_material(config)
     check_space(plan, material)
     if world.rank == 0:
@@ -78,7 +85,8 @@ def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
     schedule = lr_schedule(config, material)
     with process_group(world, plan.device), nothing_half_written(Path(config.output_dir)):
         last, interrupted, exports = _train_and_export(plan, material, schedule, say)
-    return Report(last, Path(config.output_dir), exports, time.monotonic() - began, interrupted)
+    verdicts = checked(config, exports) if world.rank == 0 and not interrupted else ()
+    return Report(last, Path(config.output_dir), exports, time.monotonic() - began, interrupted, verdicts)
 
 
 def _train_and_export(plan: Plan, material: Material, schedule: LrSchedule, say: Say) -> tuple[StepRecord | None, str, tuple[Path, ...]]:
@@ -88,7 +96,8 @@ def _train_and_export(plan: Plan, material: Material, schedule: LrSchedule, say:
         last, interrupted = train_engine(engine, material, schedule, Keeping(origin, saver, say))
         exports = (Path(plan.config.output_dir) / "export",) if plan.config.export.at_end and not interrupted else ()
         for out in exports:
-            export(engine, material, out, say if engine.is_rank_zero else _nothing)
+            step = origin.progress.step if last is None else last.step
+            export(engine, material, out, say if engine.is_rank_zero else _nothing, step=step)
     return last, interrupted, exports
 
 
@@ -163,7 +172,7 @@ def make_observers(engine: Engine, material: Material, schedule: LrSchedule, kee
     """The observers of a run in the order they see a record; files and lines are rank zero's."""
     config, folder = engine.plan.config, Path(engine.plan.config.output_dir)
     skipped = SkippedSteps(config.train.max_skipped_steps)
-    best = BestAndPatience(config.eval, lambda step: export(engine, material, folder / "export-best", _nothing))
+    best = BestAndPatience(config.eval, lambda step: export(engine, material, folder / "export-best", _nothing, step=step))
     observers: list[Observer] = [skipped, *_utilisation(engine.plan, material)]
     remembered: dict[str, Resumable] = {"skipped": skipped}
     if material.held_out is not None:
@@ -190,9 +199,11 @@ def kept(engine: Engine, origin: Origin, material: Material) -> AbstractContextM
 def check_space(plan: Plan, material: Material) -> None:
     """OutputError where the output folder cannot hold what the run will write."""
     params = material.shape.total_params if material.shape else None
+    lora = plan.config.lora
+    trained = (params or 0) if lora is None else sum(target.num_params(lora.rank) for target in chosen_targets(material.hf_config, lora))
     here = plan.world.local_world_size / plan.world.world_size if plan.config.checkpoint.node_local else 1
     saves = bool(plan.config.checkpoint.every_steps)
-    check_output(plan.config, params, checkpoint_bytes=round((params or 0) * plan.bytes_per_parameter * here) if saves else 0)
+    check_output(plan.config, params, checkpoint_bytes=round(trained * plan.bytes_per_parameter * here) if saves else 0)
 
 
 def files_beside(config: RunConfig, material: Material) -> dict[str, Path]:
@@ -203,10 +214,35 @@ def files_beside(config: RunConfig, material: Material) -> dict[str, Path]:
     return {name: path for name, path in found.items() if path.is_file()}
 
 
-def export(engine: Engine, material: Material, out: Path, say: Say) -> None:
-    """Write the weights as they are now to the Hugging Face folder `out`; every rank takes part, rank zero writes.
+def checked(config: RunConfig, exports: tuple[Path, ...]) -> tuple[Verdict, ...]:
+    """The folders exported, and the best weights', held against what the run recorded with them, in one fresh process."""
+    best = Path(config.output_dir) / "export-best"
+    folders = [*exports, *([best] if (best / RECORD).is_file() and (best / UNVERIFIED).is_file() else [])]
+    if not config.export.verify or not folders:
+        return ()
+    torch.cuda.empty_cache()
+    return tuple(verify(folders, available_bytes=available_bytes()))
+
+
+def recorded(engine: Engine, material: Material, *, step: int) -> Record:
+    """Logits of the fixed prompts from the weights as they are now, after `step` steps; every rank takes part."""
+    vocab_size = int(material.hf_config.vocab_size)
+    prompts = prompts_of(vocab_size, material.tokenizer)
+    return Record(
+        base=str(material.folder.absolute()),
+        dtype=str(DTYPES[engine.plan.config.train.precision]).removeprefix("torch."),
+        vocab_size=vocab_size,
+        prompts=prompts,
+        step=step,
+        logits=kept_logits(engine.logits(prompts), prompts, vocab_size),
+    )
+
+
+def export(engine: Engine, material: Material, out: Path, say: Say, *, step: int) -> None:
+    """Write the weights as they are now, after `step` steps, to the Hugging Face folder `out`; every rank takes part, rank zero writes.
 
     Tensors of the model's folder that are not built, e.g. of multi-token prediction, are copied to it and said.
+    Adapters are added to the weights, and written in peft's format to a folder beside `out`: `adapter` or `adapter-best`.
     """
     config = engine.plan.config
     beside = files_beside(config, material)
@@ -215,6 +251,7 @@ def export(engine: Engine, material: Material, out: Path, say: Say) -> None:
         config=read_json(material.folder / "config.json"),
         architecture=type(engine.lm).__name__,
         dtype=DTYPES[config.train.precision],
+        record=recorded(engine, material, step=step) if config.export.verify else None,
         files=tuple(path for name, path in beside.items() if path.name == name),
         texts={name: path.read_text(encoding="utf-8") for name, path in beside.items() if path.name != name},
     )
@@ -224,15 +261,28 @@ def export(engine: Engine, material: Material, out: Path, say: Say) -> None:
             say(note)
     for note in counted(parts, (tensor.key for copied in parts.carried for tensor in copied.tensors)):
         say(note)
+    factors = _exported_adapters(engine, material, out.with_name(out.name.replace("export", "adapter")), config.lora) if config.lora else {}
     try:
-        write_folder(engine.tensors(), engine.tensor_specs(), out, parts, max_shard_bytes=parse_bytes(config.export.max_shard_size))
+        write_folder(merged(engine.tensors(), factors), engine.tensor_specs(), out, parts, max_shard_bytes=parse_bytes(config.export.max_shard_size))
     except OutputError as full:
         raise RunError(f"{full.message}; the run is done up to its export", hint=full.hint) from full
 
 
+def _exported_adapters(engine: Engine, material: Material, out: Path, lora: LoraConfig) -> dict[str, Factors]:
+    """Write adapters to `out` and return them by the weight they adapt: all of them on rank zero, nothing on others."""
+    # Cloned, because what is gathered goes, and a live tensor on the CPU changes with the next step.
+    whole = {name: tensor.clone() for name, tensor in engine.adapters() if tensor is not None}
+    factors = factors_of(whole, lora.alpha / lora.rank)
+    if engine.is_rank_zero:
+        family = family_of(material.hf_config.model_type)
+        write_adapter(factors, lora, out, base=engine.plan.config.model.path, digest=material.base, family=family)
+    return factors
+
+
 def _utilisation(plan: Plan, material: Material) -> list[Observer]:
     peak = peak_flops(torch.cuda.get_device_name()) if plan.device == "cuda" else None
-    if material.shape is None or peak is None:
+    # The count of FLOPs is that of training every weight.
+    if material.shape is None or peak is None or plan.config.lora is not None:
         return []
     attended = None if isinstance(material.train, StreamedRows) else material.train.mean_attended
     flops = material.shape.flops_per_token(plan.config.train.max_seq_len, mean_attended=attended)

@@ -12,6 +12,7 @@ from ds_finetune.data.stream import StreamedRows, stream
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.errors import ConfigError
 from ds_finetune.model.build import read_hf_config, resolve_folder
+from ds_finetune.model.weights import weights_digest
 from ds_finetune.schedule import Duration
 
 
@@ -26,6 +27,8 @@ class Material:
     tokenizer_folder: Path
     train: PreparedRows | StreamedRows
     held_out: PreparedRows | None
+    base: str = ""
+    """Digest of the weights that adapters are trained on; empty where there are none."""
 
     @property
     def pad_token_id(self) -> int:
@@ -58,6 +61,7 @@ def gather_material(config: RunConfig) -> Material:
         tokenizer_folder=tokenizer_folder,
         train=(stream if config.data.streaming else prepare)(config.data, "train", tokenizer=tokenizer, spec=spec),
         held_out=prepare(config.data, "eval", tokenizer=tokenizer, spec=spec) if config.data.eval else None,
+        base=weights_digest(folder) if config.lora is not None else "",
     )
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What only a GPU can show, on one GPU: parity and optimizers there, Liger's kernel, fp16, and a real vocabulary with tokens/s and MFU.
+# What only a GPU can show, on one GPU: the selftest and optimizers there, Liger's kernel, fp16, and a real vocabulary with tokens/s and MFU.
 # Usage: [WHEELS=folder] scripts/gpu_check.sh DATA.jsonl MODEL_FOLDER [OUT]
 # MODEL_FOLDER holds config.json and a tokenizer; weights are random. WHEELS is a folder of wheels for a machine without a network.
 set -euo pipefail
@@ -13,6 +13,7 @@ export DS_ACCELERATOR="${DS_ACCELERATOR:-$(python -c 'import torch; print("cuda"
 if python -c 'import pytest' 2>/dev/null; then
     python -m pytest -q tests/model/test_liger.py tests/model/test_loss.py tests/parity/test_optimizers.py
 fi
+ds-finetune selftest
 mkdir -p "$out"
 common=("data.train=$data" "model.path=$model" "model.weights=random" "log.trackers=[]" "eval.keep_best=false" "export.at_end=false")
 cat > "$out/run.yaml" <<YAML

@@ -40,6 +40,7 @@ def tiny_task(folder: Path, **sections: Any) -> Path:
     tree["eval"] = {"keep_best": False}
     tree["deepspeed"] = {"zero_optimization": {"stage": 2}}
     tree["log"] = {"trackers": []}
+    tree["export"] = {"verify": False}
     for name, values in sections.items():
         tree[name] = tree.get(name, {}) | values if isinstance(values, dict) and name != "deepspeed" else values
     run_file.write_text(yaml.safe_dump({name: value for name, value in tree.items() if value is not None}))

@@ -37,7 +37,6 @@ def test_override_replaces_and_creates(run_file: Path) -> None:
         ("train: {micro_batchsize: 2}\n", "line 4: unknown key `train.micro_batchsize`", "did you mean `micro_batch_size`?"),
         ("optim: {lr: 0}\n", "line 4: `optim.lr` is 0: Input should be greater than 0", "config schema"),
         ("train: {for: 3 weeks}\n", "`train.for` is '3 weeks': `3 weeks` is not a duration", "config schema"),
-        ("parallel: {pp: 2}\n", "line 4: `parallel.pp` 2 is not proven in this version", "set `parallel.pp` to 1"),
         ("model: again\n", "`model` is given twice, in lines 1 and 4", "keep one"),
         ("data: [\n", "is not YAML", "indentation"),
     ],

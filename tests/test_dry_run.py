@@ -11,6 +11,7 @@ from ds_finetune.cli import main
 from ds_finetune.config import RunConfig
 from ds_finetune.dry_run import held_tensors, state_bytes
 from ds_finetune.model.build import read_hf_config
+from ds_finetune.model.lora import chosen_targets
 from ds_finetune.model.stages import stages_of
 from ds_finetune.plan.layout import make_plan
 from ds_finetune.world import World
@@ -83,3 +84,17 @@ def test_the_command_shows_ranks_shapes_and_deepspeed(
     assert main(["plan", str(run_file), "parallel.ep=3", "--gpus", "256", "--dry-run"]) == 2
     assert main(["plan", str(run_file), "parallel.tp=3", "--gpus", "240", "--dry-run"]) == 2
     assert main(["plan", str(run_file), "--gpus", "12", "--dry-run"]) == 2
+
+
+def test_with_lora_adapters_alone_have_gradients_and_moments(deepseek_v3: Path) -> None:
+    config = RunConfig.model_validate(_config(deepseek_v3, {}, 3).model_dump(by_alias=True) | {"lora": {"rank": 16}})
+    plan, hf_config = make_plan(config, world=World(0, 256, 0, 8, "test"), device="cuda"), read_hf_config(str(deepseek_v3))
+    assert config.lora is not None
+    adapters = sum(target.num_params(16) for target in chosen_targets(hf_config, config.lora))
+    # Of 61 layers 58 have 256 experts with weights [4096, 7168] and [7168, 2048].
+    assert adapters > 58 * 256 * 16 * (4096 + 7168 + 7168 + 2048)
+    held = held_tensors(plan, hf_config)
+    sizes = state_bytes(plan, held, adapters=adapters)
+    assert sizes["gradients"] == 2 * -(-adapters // 256)
+    assert sizes["optimizer"] == 12 * -(-adapters // 256)
+    assert sizes["weights"] == state_bytes(plan, held)["weights"] + 2 * -(-adapters // 256)

@@ -34,7 +34,7 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         deepspeed={"zero_optimization": {"stage": request.param}},
         train={"for": "2 epochs", "precision": "bf16"},
         eval={"every": "4 steps", "keep_best": True, "generate": {"prompts": 3, "max_new_tokens": 4}},
-        export={"max_shard_size": "20KB"},
+        export={"max_shard_size": "20KB", "verify": True},
         log={"trackers": ["tensorboard"]},
     )
     done = start(torchrun("ds_finetune/train.py", str(run_file)))
@@ -57,9 +57,11 @@ def test_the_run_folder_holds_what_it_should(finished: Path) -> None:
 
 
 def test_an_export_of_the_checkpoint_is_the_export_of_the_run(finished: Path, tmp_path: Path) -> None:
-    """From the fp32 masters on disk, without an engine: the same bytes in the same files; and nothing of a damaged one."""
+    """From the fp32 masters on disk, without an engine: the same bytes in the same files, the run's logits too; and nothing of a damaged one."""
     run = finished / "run"
-    assert main(["export", str(run), str(tmp_path / "out"), "--dtype", "bf16", "--max-shard-size", "20KB"]) == 0
+    assert main(["export", str(run), str(tmp_path / "out"), "--no-verify", "--dtype", "bf16", "--max-shard-size", "20KB"]) == 0
+    assert "not checked yet" in (tmp_path / "out" / "UNVERIFIED").read_text()
+    (tmp_path / "out" / "UNVERIFIED").unlink()
     names = sorted(path.name for path in (run / "export").iterdir())
     assert names == sorted(path.name for path in (tmp_path / "out").iterdir())
     for name in names:

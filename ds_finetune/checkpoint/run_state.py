@@ -14,7 +14,8 @@ from ds_finetune.plan.layout import Plan
 
 _PACKAGES = ("ds_finetune", "torch", "deepspeed", "transformers")
 _MUST_STAY = ("train.global_batch_size", "train.seed", "data.shuffle", "data.streaming", "optim.name")
-"""Keys on which the order of the data or the kind of optimizer state depends."""
+_OF_ADAPTERS = ("lora", "lora.rank", "lora.alpha", "lora.target_modules")
+"""Keys on which the order of the data, the kind of optimizer state, and what is trained depend."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class RunState:
     config: Mapping[str, Any]
     layout: Mapping[str, Any]
     versions: Mapping[str, str]
+    base: str = ""
+    """Digest of the weights that adapters belong to; empty where all weights are trained."""
 
     def text(self) -> str:
         """JSON that `read` turns into the same value."""
@@ -68,15 +71,16 @@ def versions() -> dict[str, str]:
     return found
 
 
-def changes(state: RunState, config: RunConfig, *, data: str) -> list[str]:
+def changes(state: RunState, config: RunConfig, *, data: str, base: str) -> list[str]:
     """Keys of the run file that differ from the checkpoint's, one line each; CheckpointError where the run would not be the same one."""
     then, now = dict(_leaves(state.config)), dict(_leaves(config.model_dump(mode="json", by_alias=True)))
     for tree in (then, now):
         name = str(tree["optim.name"]).lower()
         tree["optim.name"] = "adamw" if name == "adam" else name
     differ = {key: f"{key} {then.get(key)!r} -> {now.get(key)!r}" for key in sorted(then.keys() | now.keys()) if then.get(key) != now.get(key)}
-    broken = [differ[key] for key in _MUST_STAY if key in differ]
+    broken = [differ[key] for key in (*_MUST_STAY, *_OF_ADAPTERS) if key in differ]
     broken += [f"training rows {state.data} -> {data}"] if state.data != data else []
+    broken += [f"weights that adapters belong to {state.base or 'none'} -> {base or 'none'}"] if state.base != base else []
     if broken:
         raise CheckpointError(
             f"the checkpoint of step {state.step} was written with other values: {'; '.join(broken)}",

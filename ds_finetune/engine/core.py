@@ -21,6 +21,7 @@ from ds_finetune.engine.state import EngineState, persistent_buffers
 from ds_finetune.errors import RunError
 from ds_finetune.model.cuts import Cut
 from ds_finetune.model.experts import ExpertGroup
+from ds_finetune.model.lora import is_adapter
 from ds_finetune.model.loss import TokenLoss
 from ds_finetune.model.stages import StageGroup
 from ds_finetune.model.tensor import TensorGroup
@@ -58,12 +59,16 @@ class Limits:
     pad_id: int
 
 
+_PIECE = 2**26
+"""Elements of a tensor that go from one stage to another at a time."""
+
+
 def _never() -> bool:
     return False
 
 
 class Engine:
-    """A model under DeepSpeed, seen as `step`, `evaluate`, `generate` and `tensors` (`tensor_specs` in advance)."""
+    """A model under DeepSpeed, seen as `step`, `evaluate`, `generate`, `logits` and `tensors` (`tensor_specs` in advance)."""
 
     def __init__(self, wrapped: Any, plan: Plan, groups: Groups) -> None:  # noqa: ANN401 - a DeepSpeedEngine
         self.plan = plan
@@ -118,17 +123,16 @@ class Engine:
         None where `is_over`, asked before each batch and the same on every rank, ends it.
         """
         self._ds.eval()
-        sums = torch.zeros(3, dtype=torch.float64, device=self._device)
+        sums, counted = torch.zeros(2, dtype=torch.float64, device=self._device), 0
         with torch.no_grad():
             for batch in batches:
                 if is_over():
                     return None
-                for micro in batch.micro:
-                    out = self._forward(micro)
-                    if isinstance(out, TokenLoss):
-                        sums[:2] += _counted(out)
-                sums[2] += batch.num_supervised_tokens / (self.plan.mesh.sp * self.plan.mesh.pp)
-        loss_sum, correct, supervised = self._sum_over_ranks(*sums.tolist(), copies=self.plan.mesh.tp)
+                for out in map(self._forward, batch.micro):
+                    sums += _counted(out)
+                counted += batch.num_supervised_tokens
+        (supervised,) = self._sum_over_ranks(counted, copies=self.plan.mesh.sharing)
+        loss_sum, correct = self._sum_over_ranks(*sums.tolist(), copies=self.plan.mesh.tp)
         return EvalResult(loss_sum / max(supervised, 1), correct / max(supervised, 1), int(supervised))
 
     def generate(self, prompts: list[list[int]], limits: Limits, *, is_over: Callable[[], bool] = _never) -> list[list[int]] | None:
@@ -145,22 +149,38 @@ class Engine:
         merged = {index: answer for part in everyones(mine) for index, answer in part.items()}
         return [merged[index] for index in range(len(prompts))]
 
+    def logits(self, prompts: Sequence[Sequence[int]]) -> Iterator[torch.Tensor]:
+        """Logits of each prompt (token ids) in the run's precision, [tokens, vocabulary] as fp32, on every rank; all ranks run it to its end."""
+        self._ds.eval()
+        for prompt in prompts:
+            with torch.no_grad():
+                yield self.lm(input_ids=torch.tensor([prompt], device=self._device), use_cache=False).logits[0].float()
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Every parameter and persistent buffer by its Hugging Face name: the whole tensor on rank zero's CPU, None elsewhere.
 
-        One parameter is gathered at a time; every rank must run the iterator to its end.
+        One parameter is gathered at a time; every rank must run the iterator to its end. Ranks go from one to the next together,
+        so that none waits longer than for what is done with one tensor. Adapters are left out, and not added.
         """
+        return self._whole(lambda name: not is_adapter(name))
+
+    def adapters(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """The parameters of adapters in the same way."""
+        return self._whole(is_adapter)
+
+    def _whole(self, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor | None]]:
         here = dict(_named(self._ds.module)) | dict(persistent_buffers(self._ds.module))
         for stage, specs in enumerate(self._specs):
             held = here if stage == self.plan.mesh.place("pp") else {}
-            for name, spec in specs.items():
+            for name, spec in ((name, spec) for name, spec in specs.items() if is_wanted(name)):
+                dist.barrier()
                 with self._gathered(held.get(name)):
                     whole = self.joined(name, held[name].detach()) if name in held else None
                     yield name, self._on_rank_zero(whole, spec, stage)
 
     def tensor_specs(self) -> dict[str, torch.Tensor]:
         """Shape and dtype of what `tensors` yields, in its order, as tensors on the meta device; nothing is gathered."""
-        return {name: spec for specs in self._specs for name, spec in specs.items()}
+        return {name: spec for specs in self._specs for name, spec in specs.items() if not is_adapter(name)}
 
     def _forward(self, micro: MicroBatch) -> TokenLoss | torch.Tensor:
         """The loss, or hidden states from a stage before the last."""
@@ -188,10 +208,8 @@ class Engine:
 
         def forward(micro: MicroBatch) -> torch.Tensor:
             out = self._forward(micro)
-            if not isinstance(out, TokenLoss):
-                return out
             sums.add_(_counted(out))
-            return out.loss_sum * scale
+            return out.loss_sum * scale if isinstance(out, TokenLoss) else out
 
         with reduced_at_end(self._ds, zero_stage=self.plan.zero_stage):
             run_by_turns(stage, batch.micro, forward, lambda scalar: self._ds.backward(scalar, scale_wrt_gas=False))
@@ -244,7 +262,10 @@ class Engine:
         return float(square.sqrt())
 
     def _culprit(self) -> str:
-        named = [f"{name} on rank {rank}" for rank, name in enumerate(everyones(self._probe.first_bad())) if name]
+        found = everyones(self._probe.first_bad())
+        # The last stage of a pipeline hands what is wrong there to the ones before.
+        ranks = sorted(range(len(found)), key=lambda rank: -self.plan.mesh.place("pp", rank))
+        named = [f"{found[rank]} on rank {rank}" for rank in ranks if found[rank]]
         return named[0] if named else "no single gradient; the reduction overflowed"
 
     def _sum_over_ranks(self, *values: float, copies: int) -> list[float]:
@@ -255,7 +276,8 @@ class Engine:
 
     def _my_share(self, prompts: list[list[int]]) -> list[tuple[int, list[int]]]:
         """This rank's prompts; under ZeRO-3 every rank must run the model equally often, so the last ones may be answered twice."""
-        ranks, rank = self.plan.zero_ranks, self.plan.world.rank // self.plan.mesh.tp
+        mesh = self.plan.mesh
+        ranks, rank = self.plan.zero_ranks, mesh.place("dp") * mesh.sp + mesh.place("sp")
         rounds = math.ceil(len(prompts) / ranks)
         numbers = [min(turn * ranks + rank, len(prompts) - 1) for turn in range(rounds)]
         return [(number, prompts[number]) for number in numbers]
@@ -308,9 +330,12 @@ class Engine:
         if self._stage is not None and stage and mesh.rank == mesh.leader:
             if mesh.place("pp") == stage:
                 assert whole is not None
-                self._stage.send(whole.to(self._device), to=0)
+                for piece in whole.reshape(-1).split(_PIECE):
+                    self._stage.send(piece.to(self._device), to=0)
             elif self.is_rank_zero:
-                whole = self._stage.receive(torch.empty_like(spec, device=self._device), source=stage)
+                whole = torch.empty_like(spec, device="cpu")
+                for piece in whole.view(-1).split(_PIECE):
+                    piece.copy_(self._stage.receive(torch.empty_like(piece, device=self._device), source=stage))
         return whole.cpu() if self.is_rank_zero and whole is not None else None
 
     def _gathered(self, param: torch.Tensor | None) -> Any:  # noqa: ANN401 - a context manager of DeepSpeed
@@ -325,8 +350,11 @@ def _is_cut(param: nn.Parameter) -> bool:
     return bool(param.model_parallel)  # type: ignore[attr-defined]
 
 
-def _counted(loss: TokenLoss) -> torch.Tensor:
-    return torch.stack([loss.loss_sum.detach().double(), loss.num_correct.double()])
+def _counted(out: TokenLoss | torch.Tensor) -> torch.Tensor:
+    """Summed loss and right predictions, fp64 [2]; zeros of hidden states, which an earlier pipeline stage gives."""
+    if not isinstance(out, TokenLoss):
+        return torch.zeros(2, dtype=torch.float64, device=out.device)
+    return torch.stack([out.loss_sum.detach().double(), out.num_correct.double()])
 
 
 def _side_by_side(part: torch.Tensor, held: TensorGroup | ExpertGroup, *, dim: int) -> torch.Tensor:

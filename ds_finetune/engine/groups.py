@@ -17,9 +17,10 @@ from ds_finetune.plan.mesh import Axis, Mesh
 class ModelParallel:
     """What DeepSpeed asks a model parallel unit (`mpu`) for: who holds other parts of the model, and who the same."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-        self._model, self._data = _line(mesh, "pp", "tp"), _line(mesh, "dp", "sp")
+    def __init__(self, made: "_Made") -> None:
+        self._mesh = made.mesh
+        self._model: dist.ProcessGroup | None = made.line("pp", "tp")
+        self._data: dist.ProcessGroup | None = made.line("dp", "sp")
 
     def close(self) -> None:
         """Let go of the process groups, whatever still refers to this; DeepSpeed 0.19.8 keeps the last unit (utils/groups.py:50)."""
@@ -75,45 +76,75 @@ class Groups:
         return self.mpu.get_data_parallel_group() if self.mpu else None
 
 
+class _Made:
+    """The process groups of a mesh that were made, to be taken apart again: each has threads of its own."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._groups: list[dist.ProcessGroup] = []
+
+    def line(self, *axes: Axis) -> dist.ProcessGroup:
+        """The group of this rank along `axes`."""
+        return self.own(self.mesh.lines(*axes))
+
+    def own(self, lines: list[list[int]]) -> dist.ProcessGroup:
+        """The group of this rank; every rank makes every group."""
+        made = [(ranks, dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT)) for ranks in lines]
+        self._groups += [group for ranks, group in made if self.mesh.rank in ranks]
+        return self._groups[-1]
+
+    def destroy(self) -> None:
+        """Take them apart."""
+        while self._groups:
+            dist.destroy_process_group(self._groups.pop())
+
+
 @contextmanager
 def open_groups(mesh: Mesh) -> Iterator[Groups]:
-    """Make the groups of `mesh`, collectively, and let go of them at the end: DeepSpeed 0.19.8 keeps a model under ZeRO-3 past `destroy`."""
+    """Make the groups of `mesh`, collectively, and take them apart at the end: DeepSpeed 0.19.8 keeps a model under ZeRO-3 past `destroy`."""
+    made = _Made(mesh)
     groups = Groups(
-        stage=StageGroup(_line(mesh, "pp"), mesh.pp, mesh.place("pp")) if mesh.pp > 1 else None,
-        sequence=SequenceGroup(_line(mesh, "sp"), mesh.sp, mesh.place("sp")) if mesh.sp > 1 else None,
-        tensor=TensorGroup(_line(mesh, "tp"), mesh.tp, mesh.place("tp")) if mesh.tp > 1 else None,
-        experts=ExpertGroup(_own(mesh.rank, mesh.expert_lines()), mesh.ep, mesh.expert_place) if mesh.ep > 1 else None,
-        mpu=ModelParallel(mesh) if mesh.tp * mesh.pp > 1 else None,
-        same_experts=_own(mesh.rank, mesh.same_expert_lines()) if mesh.ep > 1 else None,
+        stage=_stage(made) if mesh.pp > 1 else None,
+        sequence=SequenceGroup(made.line("sp"), mesh.sp, mesh.place("sp")) if mesh.sp > 1 else None,
+        tensor=TensorGroup(made.line("tp"), mesh.tp, mesh.place("tp")) if mesh.tp > 1 else None,
+        experts=ExpertGroup(made.own(mesh.expert_lines()), mesh.ep, mesh.expert_place) if mesh.ep > 1 else None,
+        mpu=ModelParallel(made) if mesh.tp * mesh.pp > 1 else None,
+        same_experts=made.own(mesh.same_expert_lines()) if mesh.ep > 1 else None,
     )
-    _tell_deepspeed(groups, mesh)
-    try:
-        yield groups
-    finally:
-        for part in (groups.stage, groups.sequence, groups.tensor, groups.experts, groups.mpu):
-            if part is not None:
-                part.close()
+    _tell_deepspeed(groups, made)
+    yield groups
+    # Not after an error, when others may never come to it.
+    for part in (groups.stage, groups.sequence, groups.tensor, groups.experts, groups.mpu):
+        if part is not None:
+            part.close()
+    _tell_deepspeed_no_more(groups)
+    made.destroy()
 
 
-def _tell_deepspeed(groups: Groups, mesh: Mesh) -> None:
+def _stage(made: _Made) -> StageGroup:
+    mesh = made.mesh
+    stage = StageGroup(made.line("pp"), mesh.pp, mesh.place("pp"))
+    ends = made.own([[rank for rank in line if mesh.place("pp", rank) in (0, mesh.pp - 1)] for line in mesh.lines("pp", "dp", "sp")])
+    stage.ends = ends if stage.is_first or stage.is_last else None
+    return stage
+
+
+def _tell_deepspeed(groups: Groups, made: _Made) -> None:
     """Register the groups of experts where DeepSpeed 0.19.8 looks for them by name (utils/groups.py:37-44)."""
     from deepspeed.utils import groups as known
 
     if groups.experts is None:
         return
-    name = groups.expert_name
+    name, mesh = groups.expert_name, made.mesh
     # Asked for to add up norms alone, for which tensor parallel ranks hold parts of experts as well (zero/stage3.py:1995).
-    parts = groups.experts.group if mesh.tp == 1 else _own(mesh.rank, mesh.expert_part_lines())
+    parts = groups.experts.group if mesh.tp == 1 else made.own(mesh.expert_part_lines())
     known._EXPERT_PARALLEL_GROUP[name], known._EXPERT_PARALLEL_GROUP_RANKS[name] = parts, mesh.expert_part_lines()
     known._EXPERT_DATA_PARALLEL_GROUP[name], known._EXPERT_DATA_PARALLEL_GROUP_RANKS[name] = groups.same_experts, mesh.same_expert_lines()
 
 
-def _line(mesh: Mesh, *axes: Axis) -> dist.ProcessGroup | None:
-    """The group of this rank along `axes`."""
-    return _own(mesh.rank, mesh.lines(*axes))
+def _tell_deepspeed_no_more(groups: Groups) -> None:
+    from deepspeed.utils import groups as known
 
-
-def _own(rank: int, lines: list[list[int]]) -> dist.ProcessGroup | None:
-    """The group of this rank; every rank makes every group."""
-    made = [(ranks, dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT)) for ranks in lines]
-    return next(group for ranks, group in made if rank in ranks)
+    if groups.experts is not None:
+        for registered in (known._EXPERT_PARALLEL_GROUP, known._EXPERT_DATA_PARALLEL_GROUP):
+            registered.pop(groups.expert_name, None)

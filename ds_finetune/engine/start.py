@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ds_finetune.engine.core import Engine
@@ -20,6 +21,7 @@ from ds_finetune.model.cross_entropy import KERNELS, chunked_cross_entropy
 from ds_finetune.model.cuts import Cut
 from ds_finetune.model.experts import fewer_experts, install_expert_parallel
 from ds_finetune.model.families import family_of
+from ds_finetune.model.lora import chosen_targets, install_lora
 from ds_finetune.model.loss import TrainedModel, install_loss_head
 from ds_finetune.model.stages import install_stage, is_copy_of_tied, only_layers, stages_of, without_memory
 from ds_finetune.model.tensor import install_tensor_parallel, local_config
@@ -78,7 +80,12 @@ def _built(plan: Plan, hf_config: PretrainedConfig, groups: Groups, *, has_weigh
         kernel = partial(chunked_cross_entropy, tensor=groups.tensor)
     if groups.experts is not None:
         install_expert_parallel(lm, groups.experts)
-    _fill(lm, plan, hf_config, where=partition if stage3 else whole, has_weights=has_weights)
+    where, lora = partition if stage3 else whole, plan.config.lora
+    _fill(lm, plan, hf_config, where=where, has_weights=has_weights or lora is not None)
+    if lora is not None:
+        # After the weights, of which every one is accounted for; what is drawn for adapters depends on their names alone.
+        share = partial(_share, lm) if stage3 else _keep
+        install_lora(lm, chosen_targets(hf_config, lora), lora, seed=plan.config.train.seed, where=where, share=share)
     if groups.stage is not None and is_copy_of_tied(lm, groups.stage):
         mark_copy(lm.get_input_embeddings().weight)
     if groups.stage is None or groups.stage.is_last:
@@ -100,6 +107,16 @@ def _fill(lm: PreTrainedModel, plan: Plan, hf_config: PretrainedConfig, *, where
     else:
         skeleton = without_memory(hf_config) if plan.mesh.pp > 1 else None
         load_weights(lm, resolve_folder(model.path), family=family_of(lm.config.model_type), where=where, cut=cut, skeleton=skeleton)
+
+
+def _share(lm: PreTrainedModel, params: list[nn.Parameter]) -> None:
+    """Partition parameters like the others of `lm`, by the context that made those (DeepSpeed 0.19.8, zero/partition_parameters.py:1660)."""
+    known: Any = next(param for param in lm.parameters() if hasattr(param, "ds_tensor"))
+    known.convert_to_zero_parameters(param_list=params)
+
+
+def _keep(_: list[nn.Parameter]) -> None:
+    """Below stage 3 every rank has adapters whole."""
 
 
 @contextmanager

@@ -181,10 +181,11 @@ class EngineState:
             return True
         if part.key.partition("/")[2] in self._copies:
             return False
-        is_cut = self._cut.window(part.key.partition("/")[2], model_shape(part.local_shape or part.shape)).dim is not None
-        if mesh.place("tp") and not is_cut:
+        window = self._cut.window(part.key.partition("/")[2], model_shape(part.local_shape or part.shape))
+        if mesh.place("tp") and window.dim is None:
             return False
-        return self._plan.zero_stage > 0 or (mesh.place("dp") * mesh.sp + mesh.place("sp")) < mesh.ep
+        holder = mesh.place("dp") * mesh.sp + mesh.place("sp")
+        return self._plan.zero_stage > 0 or holder < (mesh.ep if window.is_shared_out else 1)
 
     def _buffers(self, restoring: bool) -> StateGroup:
         mesh, found = self._plan.mesh, dict(persistent_buffers(self._ds.module))

@@ -8,19 +8,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from transformers import AutoConfig
 
 from ds_finetune.engine.start import DTYPES
 from ds_finetune.errors import ExportError, OutputError
 from ds_finetune.export.base import Base, counted
 from ds_finetune.export.convert import Conversion, ModelSpec, fitted, read_model_spec, workers, write_from
 from ds_finetune.export.folder import TOKENIZER_FILES, FolderParts
+from ds_finetune.export.record import Record, prompts_of
 from ds_finetune.export.sources import Opened, open_source
 from ds_finetune.model.families import family_of
 from ds_finetune.model.fp8 import FP8 as FP8_DTYPE
 from ds_finetune.model.fp8 import QUANTIZATION_CONFIG
 from ds_finetune.model.hub_folder import has_weights
 
-_BESIDE = ("generation_config.json", *TOKENIZER_FILES)
+BESIDE = ("generation_config.json", *TOKENIZER_FILES)
+"""Files that go with the weights byte for byte, where they are there."""
 _GIB = 2**30
 
 
@@ -48,19 +51,20 @@ def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int
     not fit the config's model class, OutputError where `out` is not empty or does not fit the disk.
     """
     began = time.monotonic()
-    _check_out(out)
-    opened = open_source(path)
-    folders = (*opened.folders, *_checked(base)) if opened.hub else (*_checked(base), *opened.folders)
+    check_out(out)
+    given = _checked(base)
+    opened = open_source(path, base)
+    folders = (*opened.folders, *given) if opened.is_model else (*given, *opened.folders)
     spec = read_model_spec(_config_file(folders).parent)
     source = fitted(opened.source, spec, label=str(path))
     parts, notes = _with_base(_parts(folders, spec, opened, dtype), spec, opened, base, without=source.shapes)
     tensors = [tensor for copied in (Conversion(source, parts, 1), *parts.carried) for tensor in copied.tensors]
     own = [name for name in source.shapes if spec.may_leave(name)]
-    notes = [*_passed_through(path, own), *notes, *counted(parts, (tensor.key for tensor in tensors))]
+    notes = [*_passed_through(opened.hub.folder if opened.hub else path, own), *notes, *counted(parts, (tensor.key for tensor in tensors))]
     if parts.is_fp8 and all(tensor.dtype != FP8_DTYPE for tensor in tensors):
         raise ExportError(f"{path} has no linear weights that are published in FP8 ({spec.architecture})", hint="export with --dtype bf16")
     size = sum(tensor.num_bytes for tensor in tensors)
-    _check_disk(out, size)
+    check_disk(out, size)
     blocks = write_from(source, out, parts, max_shard_bytes=max_shard_bytes, workers=workers())
     if parts.fp8_base:
         notes.append(f"{blocks.kept:,} of {blocks.written:,} FP8 blocks hold the numbers of {parts.fp8_base.folder} and keep its bytes")
@@ -72,23 +76,27 @@ def _with_base(parts: FolderParts, spec: ModelSpec, opened: Opened, given: Path 
     folder = given or opened.base
     if parts.is_fp8 and opened.hub and opened.hub.has_fp8:
         parts = replace(parts, fp8_base=opened.hub)
+    if opened.hub and folder in (None, opened.hub.folder):
+        return parts, []
     if folder is not None and has_weights(folder):
         return Base.read(folder, spec).carried(parts, without=without)
     why = opened.why_no_base if folder is None else f"{folder} has no safetensors"
-    return parts, [] if opened.hub else [f"nothing was carried over from a base: {why}"]
+    return parts, [] if opened.is_model else [f"nothing was carried over from a base: {why}"]
 
 
 def _passed_through(path: Path, names: list[str]) -> list[str]:
     return [f"{len(names)} tensors of {path} that the model does not build go along, e.g. {names[0]}"] if names else []
 
 
-def _check_out(out: Path) -> None:
+def check_out(out: Path) -> None:
+    """OutputError where `out` is a file or a folder that holds something."""
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         held = ", ".join(sorted(entry.name for entry in out.iterdir())[:5]) if out.is_dir() else "it is a file"
         raise OutputError(f"`{out}` is not empty: {held}", hint="name a new folder, or move that one away")
 
 
-def _check_disk(out: Path, size: int) -> None:
+def check_disk(out: Path, size: int) -> None:
+    """OutputError where the disk of `out` has less than `size` bytes free."""
     existing = next(place for place in out.absolute().parents if place.exists())
     free = shutil.disk_usage(existing).free
     if size > free:
@@ -117,19 +125,27 @@ def _first(folders: tuple[Path, ...], name: str) -> Path | None:
 
 
 def _parts(folders: tuple[Path, ...], spec: ModelSpec, opened: Opened, dtype: str) -> FolderParts:
-    file, beside = _config_file(folders), (_first(folders, name) for name in _BESIDE)
+    file, beside = _config_file(folders), (_first(folders, name) for name in BESIDE)
     config = json.loads(file.read_text(encoding="utf-8"))
     if dtype == FP8 and config.get("quantization_config") not in (None, QUANTIZATION_CONFIG):
         raise ExportError(
             f"{file}: quantization_config {config['quantization_config']} is not the one that is written, {dict(QUANTIZATION_CONFIG)}",
             hint="export with --dtype bf16",
         )
+    plain = torch.bfloat16 if dtype == FP8 else DTYPES[dtype]
     return FolderParts(
         family=family_of(spec.model_type),
         config=config,
         architecture=spec.architecture,
-        dtype=torch.bfloat16 if dtype == FP8 else DTYPES[dtype],
+        dtype=plain,
         is_fp8=dtype == FP8,
         files=tuple(file for file in beside if file is not None),
+        record=opened.record or _record_without_logits(file.parent, opened, plain),
         texts=dict(opened.texts),
     )
+
+
+def _record_without_logits(folder: Path, opened: Opened, dtype: torch.dtype) -> Record:
+    """No live model gave logits: the folder is held against the sums of its tensors, and must load and give finite logits."""
+    vocab_size = int(AutoConfig.from_pretrained(folder, trust_remote_code=False).vocab_size)
+    return Record(str((opened.base or folder).absolute()), str(dtype).removeprefix("torch."), vocab_size, prompts_of(vocab_size, None))

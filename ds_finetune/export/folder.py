@@ -14,6 +14,7 @@ import torch
 
 from ds_finetune.errors import ConfigError, ExportError
 from ds_finetune.export.model_config import served_config
+from ds_finetune.export.record import Record, mark_unchecked
 from ds_finetune.export.shards import HubTensor, ShardWriter, plan_shards, said, synchronise
 from ds_finetune.model.families import Family
 from ds_finetune.model.fp8 import QUANTIZATION_CONFIG
@@ -54,6 +55,8 @@ class FolderParts:
     """A folder in FP8 whose bytes blocks keep that hold its numbers still."""
     carried: Iterable["Copied"] = ()
     """Tensors of the base that the model does not build, copied when the model's own are written."""
+    record: Record | None = None
+    """What the folder will be held against; None writes no record."""
     texts: dict[str, str] = field(default_factory=dict)
     """Further files by name, e.g. a generation config made from the tokenizer or a chat template given in the run file."""
 
@@ -131,6 +134,9 @@ def folder_writer(tensors: Iterable[HubTensor], out: Path, parts: FolderParts, *
             writer.finish()
         with said(partial):
             _write_beside(partial, parts, [tensor.key for tensor in hub])
+            if parts.record is not None:
+                parts.record.with_digests(writer.digests()).write(partial)
+                mark_unchecked(partial)
             for path in (*partial.iterdir(), partial):
                 synchronise(path)
         shutil.rmtree(out, ignore_errors=True)

@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import xxhash
 
 from ds_finetune.errors import ExportError, OutputError
+from ds_finetune.export.record import Digest
+from ds_finetune.model.hub_folder import INDEX
 
 DTYPE_CODES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float8_e4m3fn: "F8_E4M3"}
 """The names safetensors gives the dtypes that are written here."""
-_INDEX = "model.safetensors.index.json"
 _SHOWN = 5
 _RELEASE_BYTES = 64 * 2**20
 """How much is written to a file before its pages are given back to the system."""
@@ -75,17 +77,18 @@ def plan_shards(tensors: Iterable[HubTensor], max_shard_bytes: int) -> tuple[Sha
 
 @dataclass
 class _Place:
-    """Where a tensor's data lies in which file, and which ranges of its elements have been written."""
+    """Where a tensor's data lies in which file, and which ranges of its elements have been written with which sums."""
 
     tensor: HubTensor
     file: "_File"
     begin_byte: int
-    written: list[tuple[int, int]] = field(default_factory=list)
+    written: list[tuple[int, int, int]] = field(default_factory=list)
+    """First and last element, and xxh3 of the bytes between."""
 
     def is_complete(self) -> bool:
         """Whether the written ranges cover every element once."""
         end = 0
-        for start, stop in sorted(self.written):
+        for start, stop, _ in sorted(self.written):
             if start != end:
                 return False
             end = stop
@@ -93,7 +96,7 @@ class _Place:
 
     def progress(self) -> str:
         """How many elements have been written."""
-        return f"{sum(stop - start for start, stop in self.written)} of {self.tensor.numel} elements"
+        return f"{sum(stop - start for start, stop, _ in self.written)} of {self.tensor.numel} elements"
 
 
 class ShardWriter:
@@ -131,9 +134,11 @@ class ShardWriter:
         assert start + flat.numel() <= tensor.numel, (key, start, flat.numel(), tensor.shape)
         with self._lock:
             place.file.open()
-        place.file.write(flat.view(torch.uint8).numpy().data, place.begin_byte + start * tensor.dtype.itemsize)
+        data = flat.view(torch.uint8).numpy().data
+        place.file.write(data, place.begin_byte + start * tensor.dtype.itemsize)
+        summed = xxhash.xxh3_64_intdigest(data)
         with self._lock:
-            place.written.append((start, start + flat.numel()))
+            place.written.append((start, start + flat.numel(), summed))
             is_full = place.file.count(flat.numel() * tensor.dtype.itemsize)
         if is_full:
             place.file.synchronise()
@@ -149,7 +154,11 @@ class ShardWriter:
             weight_map = {tensor.key: shard.name for shard in self._shards for tensor in shard.tensors}
             index = {"metadata": {"total_size": sum(shard.data_bytes for shard in self._shards)}, "weight_map": dict(sorted(weight_map.items()))}
             with said(self._folder):
-                (self._folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+                (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+    def digests(self) -> dict[str, Digest]:
+        """Sum of what was given to `write`, by tensor."""
+        return {key: Digest.of((stop - start, summed) for start, stop, summed in sorted(place.written)) for key, place in self._places.items()}
 
     def close(self) -> None:
         """Close what is still open after an error."""

@@ -149,6 +149,12 @@ class HubFolder:
             return values
         return dequantise(values, self.scales(key, first, last)[:, begin // BLOCK :], row=first, column=begin)
 
+    def whole(self, key: str) -> torch.Tensor:
+        """The tensor in memory of its own."""
+        stored = self._stored[key]
+        values = stored.file.read(stored.dtype, math.prod(stored.shape), stored.begin).view(stored.shape)
+        return dequantise(values, self.scales(key, 0, stored.shape[0])) if self.is_fp8(key) else values
+
     def scales(self, key: str, first: int, last: int) -> torch.Tensor:
         """Scales of the blocks that rows `first` to `last` of an FP8 weight meet: fp32 [block rows, block columns]."""
         scale = self._stored[key + SCALE]

@@ -32,6 +32,8 @@ _EXPERTS = re.compile(r"mlp\.experts\.")
 class StageGroup(RankGroup):
     """Ranks that hold a model's layers, in order; rank i is stage i."""
 
+    ends: dist.ProcessGroup | None = None
+    """The ranks that hold the same part of the first and of the last stage, whatever rows they read; None on stages between."""
     arrived: torch.Tensor | None = None
     """Hidden states that came from the stage before for the forward done last; a leaf that takes a gradient where gradients are on."""
 
@@ -66,14 +68,19 @@ class StageGroup(RankGroup):
         dist.all_gather_object(found, mine, group=self.group)
         return found
 
-    def add_other_end(self, tensor: torch.Tensor) -> None:
-        """Make `tensor` of the first and of the last stage the sum of both, bit for bit the same; others do nothing."""
-        if self.is_first:
-            tensor += self.receive(torch.empty_like(tensor), source=self.size - 1)
-            self.send(tensor, to=self.size - 1)
-        elif self.is_last:
-            self.send(tensor, to=0)
-            self.receive(tensor, source=0)
+    def add_other_end(self, grad: torch.Tensor) -> None:
+        """Make the gradient of a weight that the first and the last stage hold the sum of both ends, averaged over the ranks that read other rows.
+
+        Bit for bit the same on all of them, so that a reduction of it is too, in whatever order it adds: elsewhere the two
+        copies would drift apart, as the place of an element in a bucket decides the order.
+        """
+        dist.all_reduce(grad, group=self.ends)
+        grad /= dist.get_world_size(self.ends) // 2
+
+    def close(self) -> None:
+        """Let go of the process groups."""
+        super().close()
+        self.ends = None
 
 
 class Absent(nn.Module):

@@ -132,9 +132,9 @@ def local_config(hf_config: PretrainedConfig, parts: int) -> PretrainedConfig:
 def install_tensor_parallel(lm: PreTrainedModel, tensor: TensorGroup, *, padding_idx: int | None) -> None:
     """Make the modules of a model built from `local_config` work together with those of the other ranks."""
     embedding = lm.get_input_embeddings()
+    assert isinstance(embedding, nn.Embedding), type(embedding)
+    embedding.padding_idx = padding_idx
     if not isinstance(embedding, Received):
-        assert type(embedding) is nn.Embedding, type(embedding)
-        embedding.padding_idx = padding_idx
         _become(embedding, VocabularyEmbedding, tensor)
     for name, module in lm.named_modules():
         kind = name.rpartition(".")[2]

@@ -19,6 +19,8 @@ from ds_finetune.model.names import Piece, hub_pieces
 
 _STRIP_NUMEL = 2**20
 """Elements of a checkpoint tensor that are held at a time, whole rows."""
+_DIGESTED = 256
+"""About how many tensors a digest is made of."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,30 @@ def load_weights(  # noqa: PLR0913
     hub = HubFolder(folder)
     targets = list(_targets(model, family, where, cut))
     wanted = _wanted(model, family, where, cut) if skeleton is None else _wanted(skeleton, family, whole, WHOLE)
-    tied = set(model.all_tied_weights_keys or {}) if model.config.tie_word_embeddings else set()
-    layers = model.config.num_hidden_layers
-    skipped = hub.left_over(wanted, model=type(model).__name__, may_be=lambda key: key in tied or family.may_leave(key, layers=layers))
+    skipped = _account(hub, wanted, model, family)
     for target in targets:
         _fill(hub, target, cut)
     return LoadReport(num_tensors=sum(len(t.pieces) for t in targets), skipped=tuple(skipped))
+
+
+def open_weights(model: PreTrainedModel, folder: Path, *, family: Family) -> HubFolder:
+    """The safetensors of `folder` for reading; ModelError as in `load_weights` where they do not fit `model`, which may be without memory."""
+    hub = HubFolder(folder)
+    _account(hub, _wanted(model, family, whole, WHOLE), model, family)
+    return hub
+
+
+def weights_digest(folder: Path) -> str:
+    """Sixteen hexadecimal digits that tell the weights of `folder` from those of others: of the first rows of tensors all over the model.
+
+    A copy in fp32 of a bf16 model has the same ones, and so has a bf16 copy of one in FP8.
+    """
+    digest, hub = hashlib.sha256(), HubFolder(folder)
+    keys = sorted(hub.shapes)
+    for key in keys[:: -(-len(keys) // _DIGESTED)]:
+        row = hub.read(key, 0, math.prod(hub.shapes[key][1:]))
+        digest.update(key.encode() + row.to(torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def initialise_weights(model: PreTrainedModel, *, seed: int, where: Where = whole, cut: Cut = WHOLE) -> None:
@@ -71,7 +91,7 @@ def initialise_weights(model: PreTrainedModel, *, seed: int, where: Where = whol
         own = [(leaf, p) for leaf, p in module.named_parameters(recurse=False) if f"{name}.{leaf}".lstrip(".") not in tied]
         if own:
             windows = {leaf: cut.window(f"{name}.{leaf}", where(param).shape) for leaf, param in own}
-            _initialise_module(model, module, own, _seed(seed, name), where, windows)
+            _initialise_module(model, module, own, seed_of(seed, name), where, windows)
 
 
 def clear_weights(model: PreTrainedModel, *, where: Where = whole) -> None:
@@ -81,7 +101,8 @@ def clear_weights(model: PreTrainedModel, *, where: Where = whole) -> None:
             flat.zero_()
 
 
-def _seed(seed: int, name: str) -> int:
+def seed_of(seed: int, name: str) -> int:
+    """The seed of what is drawn for `name` in a run with `seed`."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:7], "big")
 
 
@@ -124,6 +145,13 @@ def _targets(model: PreTrainedModel, family: Family, where: Where, cut: Cut) -> 
             if leaf not in module._non_persistent_buffers_set:
                 name = f"{module_name}.{leaf}".lstrip(".")
                 yield _Target(name, whole(buffer), hub_pieces(name, tuple(buffer.shape), family))
+
+
+def _account(hub: HubFolder, wanted: Mapping[str, tuple[int, ...]], model: PreTrainedModel, family: Family) -> list[str]:
+    """Names of checkpoint tensors that are not loaded: declared by the family, a tied head, or of a layer past the last one."""
+    tied = set(model.all_tied_weights_keys or {}) if model.config.tie_word_embeddings else set()
+    layers = model.config.num_hidden_layers
+    return hub.left_over(wanted, model=type(model).__name__, may_be=lambda key: key in tied or family.may_leave(key, layers=layers))
 
 
 def _fill(hub: HubFolder, target: _Target, cut: Cut) -> None:

@@ -10,7 +10,7 @@ from ds_finetune.errors import ConfigError
 from ds_finetune.plan.batch import accumulation_steps
 from ds_finetune.plan.chosen import chosen, refuse_accelerate_contradictions
 from ds_finetune.plan.finish import MOMENTS, finish, read_choices, stage_of
-from ds_finetune.plan.legal import check_layout
+from ds_finetune.plan.legal import check_layout, check_lora
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.options import Situation, apply_rules, offload_device
 from ds_finetune.world import AccelerateChoices, World
@@ -123,6 +123,7 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
     zero = finished["zero_optimization"]
     offloads = offload_device(zero, "offload_optimizer"), offload_device(zero, "offload_param")
     check_layout(mesh, config, stage=stage, offloads=offloads, tree=finished)
+    check_lora(mesh, config, offloads=offloads, tree=finished)
     notes = apply_rules(zero, Situation(device, stage, config.train.precision, config.optim.name, config.train.max_grad_norm))
     return Plan(
         config=config,

@@ -53,6 +53,9 @@ _OPTIONS: Mapping[str, tuple[object, ...]] = {
 """DeepSpeed's choices that are not compared with other values: some assert after weights are read, some mix up the experts of ranks."""
 
 
+_QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+
+
 def check_layout(mesh: Mesh, config: RunConfig, *, stage: int, offloads: Sequence[str] = (), tree: Mapping[str, Any] | None = None) -> None:
     """ConfigError where a run's layout, with offload to these devices and DeepSpeed's `tree`, is in no row of `PROVEN`, naming the nearest."""
     axes = _axes(mesh)
@@ -61,7 +64,7 @@ def check_layout(mesh: Mesh, config: RunConfig, *, stage: int, offloads: Sequenc
     rows = [row for row in PROVEN if row.axes == axes]
     if not any(stage in row.stages for row in rows):
         raise ConfigError(f"parallel {mesh} with zero stage {stage} is not proven", hint=f"nearest: {_nearest(axes, stage)}")
-    if mesh.tp * mesh.pp > 1 and stage == 0 and config.train.precision != "fp32":
+    if mesh.pp * mesh.tp * mesh.ep > 1 and stage == 0 and config.train.precision != "fp32":
         # DeepSpeed 0.19.8 takes the norm of a rank's own part there (fp16/unfused_optimizer.py): 0.78 of the whole on the tiny DeepSeek-V3.
         raise ConfigError(f"parallel {mesh} with zero stage 0 in {config.train.precision} clips by a wrong norm", hint="use zero stage 1, or fp32")
     for what, way_out in chain(_unproven(mesh, config, offloads), _unproven_options(tree or {})):
@@ -70,6 +73,22 @@ def check_layout(mesh: Mesh, config: RunConfig, *, stage: int, offloads: Sequenc
     if config.data.packing and tokens % mesh.sp:
         legal = [str(n * mesh.sp) for n in (tokens // mesh.sp, tokens // mesh.sp + 1) if n]
         raise ConfigError(f"train.max_seq_len {tokens} is not a multiple of parallel.sp {mesh.sp}", hint=f"set it to {' or '.join(legal)}")
+
+
+def check_lora(mesh: Mesh, config: RunConfig, *, offloads: Sequence[str], tree: Mapping[str, Any]) -> None:
+    """ConfigError where adapters are trained in a way that no test compares with peft (tests/lora)."""
+    if config.lora is None:
+        return
+    for what, is_so, way_out in (
+        (f"parallel {mesh}", bool(_axes(mesh)), "set tp, pp, sp and ep to 1"),
+        ("offload to nvme", "nvme" in offloads, "offload to cpu"),
+        ("train.precision fp16", config.train.precision == "fp16", "set train.precision to bf16"),
+        (f"optim.name {config.optim.name}", config.optim.name.lower() not in _OPTIMIZERS, "use AdamW"),
+        (f"model.weights {config.model.weights}", config.model.weights == "random", "adapters belong to weights that are loaded"),
+        *((f"{name} true", bool((tree.get("zero_optimization") or {}).get(name)), "leave it out") for name in _QUANTIZED),
+    ):
+        if is_so:
+            raise ConfigError(f"lora with {what} is not proven", hint=way_out)
 
 
 def _unproven(mesh: Mesh, config: RunConfig, offloads: Sequence[str]) -> Iterator[tuple[str, str]]:

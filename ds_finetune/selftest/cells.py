@@ -123,8 +123,9 @@ def _row(documents: list[tuple[np.ndarray, np.ndarray]]) -> Row:
 
 
 def run_tree(cell: Cell, model: Path, out: Path, *, dp: int) -> dict[str, Any]:
-    """The run file of a cell on ranks that share the batch in `dp` parts; one optimizer step holds all samples."""
-    total = PACKED_ROWS if cell.packing else SAMPLES
+    """The run file of a cell on ranks that share the batch in `dp` parts; one optimizer step holds all samples, and rows of nothing to fill it."""
+    share = dp * cell.accumulation
+    size = -(-(PACKED_ROWS if cell.packing else SAMPLES) // share)
     zero: dict[str, Any] = {"stage": cell.stage, "stage3_param_persistence_threshold": 40}
     if cell.stage == 3 and cell.optimizer == "Muon":
         zero["reduce_scatter"] = False
@@ -139,9 +140,9 @@ def run_tree(cell: Cell, model: Path, out: Path, *, dp: int) -> dict[str, Any]:
         "parallel": {"pp": cell.pp, "pp_layers": [int(layers) for layers in cell.pp_layers.split()], "sp": cell.sp, "tp": cell.tp, "ep": cell.ep},
         "train": {
             "for": "1 steps",
-            "global_batch_size": total,
-            "micro_batch_size": total // (dp * cell.accumulation),
-            "max_seq_len": ROW_LEN,
+            "global_batch_size": size * share,
+            "micro_batch_size": size,
+            "max_seq_len": -(-ROW_LEN // cell.sp) * cell.sp,
             "precision": cell.precision,
             "max_grad_norm": cell.max_grad_norm,
             "activation_checkpointing": cell.checkpointing,

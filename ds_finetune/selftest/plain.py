@@ -10,19 +10,24 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
+from ds_finetune.engine.core import Limits
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.selftest.cells import samples
 
 LR, BETAS, EPS = 1e-3, (0.9, 0.95), 1e-8
+PROMPTS = [ids[: 3 + 2 * number].tolist() for number, (ids, _) in enumerate(samples()[:5])]
+LIMITS = Limits(max_new_tokens=6, stop_ids=[1], pad_id=0)
 
 
 @dataclass
 class Steps:
-    """What some optimizer steps did: losses, norms before clipping, and the gradients of the first step after it, fp32 on the CPU."""
+    """What some optimizer steps did: losses, norms before clipping, the gradients of the first step after it (fp32 on the CPU), and greedy
+    answers to `PROMPTS` after the last one."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    answers: list[list[int]] = field(default_factory=list)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -31,8 +36,12 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def plain_loop(folder: Path, *, steps: int, max_grad_norm: float = 0.0, optimizer: Callable[[nn.Module], Any] = adamw) -> Steps:
+    """Steps on all samples of the model that plain transformers loads from `folder`."""
+    return plain_steps(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), steps, max_grad_norm, optimizer)
+
+
+def plain_steps(model: nn.Module, steps: int, max_grad_norm: float, optimizer: Callable[[nn.Module], Any]) -> Steps:
     """Steps on all samples, one unpadded sample at a time, logits and loss as transformers and torch give them."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.train()
     stepper = optimizer(model)
     supervised = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in samples())
@@ -50,7 +59,15 @@ def plain_loop(folder: Path, *, steps: int, max_grad_norm: float = 0.0, optimize
         found.gradients = found.gradients or {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         stepper.step()
         stepper.zero_grad()
+    found.answers = [_answer(model, prompt) for prompt in PROMPTS]
     return found
+
+
+def _answer(model: Any, prompt: list[int]) -> list[int]:  # noqa: ANN401 - a causal LM
+    ids, asked = torch.tensor([prompt]), {"max_new_tokens": LIMITS.max_new_tokens, "eos_token_id": LIMITS.stop_ids, "pad_token_id": LIMITS.pad_id}
+    with torch.no_grad():
+        out = model.eval().generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **asked)
+    return [token for token in out[0, len(prompt) :].tolist() if token not in LIMITS.stop_ids]
 
 
 def mean_loss(folder: Path, dtype: torch.dtype) -> float:

@@ -6,43 +6,55 @@ import hashlib
 import itertools
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from transformers import PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from ds_finetune.config import ParallelConfig, RunConfig
 from ds_finetune.engine.processes import choose_device, everyones, process_group
 from ds_finetune.errors import ConfigError, LaunchError, RunError
 from ds_finetune.model.build import read_hf_config
+from ds_finetune.plan.chosen import chosen
 from ds_finetune.plan.finish import read_choices
 from ds_finetune.plan.layout import make_plan
 from ds_finetune.plan.legal import PROVEN
 from ds_finetune.plan.mesh import Mesh
-from ds_finetune.selftest.cells import FAMILIES, OTHERS, Cell, grown, hf_config, rows, run_tree
+from ds_finetune.selftest.cells import FAMILIES, OTHERS, Cell, grown, hf_config, run_tree
 from ds_finetune.selftest.check import check, write_model
-from ds_finetune.world import World
+from ds_finetune.world import World, accelerate_choices
 
 Say = Callable[[str], None]
 _DERIVED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "optimizer", "bf16", "fp16")
 """Keys of a DeepSpeed configuration that follow from a run file's numbers, which are others here."""
+_ROUNDING = ("communication_data_type", "data_types")
+"""Keys that change numbers on purpose."""
+_SMALL = {
+    "stage3_param_persistence_threshold": 40,
+    "reduce_bucket_size": 20_000,
+    "allgather_bucket_size": 20_000,
+    "stage3_prefetch_bucket_size": 5_000,
+}
+_STRUCTURE = ("tie_word_embeddings", "attention_bias", "mlp_bias", "topk_method", "scoring_func", "norm_topk_prob", "routed_scaling_factor")
 _ACCUMULATION = 2
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layout to be held against the plain loop: the run file's tree without its model, and the family of that."""
+    """A layout to be held against the plain loop: its tiny model, before it grows with the sizes, and the run file's tree without it."""
 
     name: str
-    family: str
+    model: PretrainedConfig
     tree: dict[str, Any]
 
 
@@ -67,7 +79,7 @@ def start_world(arguments: list[str], config: RunConfig | None, *, nproc: int, h
     if hostfile is not None:
         if not Path(hostfile).is_file():
             raise LaunchError(f"hostfile `{hostfile}` does not exist", hint="name an existing file with lines like `host1 slots=8`")
-        command = ["deepspeed", "--hostfile", hostfile, "--no_local_rank", "--module", "ds_finetune"]
+        command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", hostfile, "--no_local_rank", "--module", "ds_finetune"]
     else:
         world = World(0, nproc, 0, nproc, "selftest")
         for case in _of_run(config, world) if config is not None else []:
@@ -81,6 +93,8 @@ def selftest(config: RunConfig | None, extent: Extent, *, say: Say) -> None:
     # The tiny models are loaded and gathered hundreds of times, each with its bar or its warning.
     transformers_logging.disable_progress_bar()
     warnings.simplefilter("ignore", FutureWarning)
+    # A launcher ends the other ranks by this signal when one fails; rank zero has a folder to take away.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     world = World.from_environment(os.environ)
     world.export_to(os.environ)
     device = choose_device()
@@ -100,16 +114,16 @@ def selftest(config: RunConfig | None, extent: Extent, *, say: Say) -> None:
 
 
 def _is_right(case: Case, world: World, device: str, folder: Path, steps: int, say: Say) -> bool:  # noqa: PLR0913
-    model = grown(hf_config(case.family), ParallelConfig.model_validate(case.tree["parallel"]))
+    model = grown(case.model, ParallelConfig.model_validate(case.tree["parallel"]))
     # One folder for a model whatever the layout: the plain loop runs once on each.
     where = folder.parent / f"model-{hashlib.sha256(model.to_json_string().encode()).hexdigest()[:12]}"
     if world.rank == 0 and not where.exists():
         write_model(model, where)
     everyones(None)
-    verdict = check(_run_file(case, where, folder), world, device, folder, steps=steps)
-    if verdict is not None:
-        say(f"{'equal' if verdict.is_right else 'WRONG'}  {case.name:44} {verdict.text()}")
-    return everyones(verdict)[0].is_right  # type: ignore[union-attr]
+    found = check(_run_file(case, where, folder), world, device, folder, steps=steps)
+    if found is not None:
+        say(f"{'equal' if found.is_right else 'WRONG'}  {case.name:44} {found.text()}")
+    return everyones(found)[0].is_right  # type: ignore[union-attr]
 
 
 def _run_file(case: Case, model_folder: Path, folder: Path) -> RunConfig:
@@ -135,33 +149,47 @@ def _standard(world_size: int, families: Sequence[str]) -> list[Case]:
 def _case(cell: Cell, world_size: int) -> Case:
     tree = run_tree(cell, Path(), Path(), dp=world_size // cell.sharing) | {"model": {"path": ""}}
     name = f"{cell.family} {cell.layout} ZeRO-{cell.stage} {cell.precision}"
-    return Case(name, cell.family, _sized(tree, world_size // cell.sharing))
+    return Case(name, hf_config(cell.family), tree)
 
 
 def _of_run(config: RunConfig, world: World) -> list[Case]:
-    """The layout of a run with a tiny model of its family: in fp32, where gradients can be compared, and in its own precision."""
-    family = str(read_hf_config(config.model.path, files=("*.json",)).model_type)
-    if family not in FAMILIES | OTHERS:
-        raise ConfigError(f"model_type {family} has no tiny model", hint=f"known: {', '.join([*FAMILIES, 'deepseek_v2', 'qwen3'])}")
+    """The layout of a run with a tiny model of its family and structure: in fp32, where gradients can be compared, and in its own precision."""
+    if config.lora is not None:
+        raise ConfigError(f"selftest trains every weight, and lora.rank is {config.lora.rank}", hint="leave `lora` out to check the layout")
+    hub = read_hf_config(config.model.path, files=("*.json",))
+    if hub.model_type not in FAMILIES | OTHERS:
+        raise ConfigError(f"model_type {hub.model_type} has no tiny model", hint=f"known: {', '.join([*FAMILIES, 'deepseek_v2', 'qwen3'])}")
     mesh = Mesh.of(config.parallel, world_size=world.world_size, rank=world.rank)
-    given, _ = read_choices(config.deepspeed)
-    choices = {key: value for key, value in copy.deepcopy(given).items() if key not in _DERIVED}
-    stage = (choices.get("zero_optimization") or {}).get("stage", 0)
+    given, _ = read_choices(chosen(config, accelerate_choices(os.environ)))
+    choices = _scaled({key: value for key, value in copy.deepcopy(given).items() if key not in _DERIVED})
+    stage = choices["zero_optimization"].get("stage", 0)
     found = []
     for precision in dict.fromkeys(("fp32", config.train.precision)):
-        cell = Cell(family, stage, _ACCUMULATION, config.data.packing, precision=precision, checkpointing=config.train.activation_checkpointing)
-        tree = run_tree(replace(cell, max_grad_norm=0.5), Path(), Path(), dp=mesh.dp)
+        cell = Cell(hub.model_type, stage, _ACCUMULATION, config.data.packing, precision=precision, max_grad_norm=0.5, sp=config.parallel.sp)
+        tree = run_tree(replace(cell, checkpointing=config.train.activation_checkpointing), Path(), Path(), dp=mesh.dp)
         tree["parallel"] = config.parallel.model_copy(update={"pp_layers": ()}).model_dump()
-        tree |= {"model": {"path": "", "attention": config.model.attention, "loss": config.model.loss}, "deepspeed": choices}
-        found.append(Case(f"{family} {mesh} ZeRO-{stage} {precision}", family, _sized(tree, mesh.dp)))
+        attention = config.model.attention if precision == config.train.precision else "sdpa"
+        tree |= {"model": {"path": "", "attention": attention, "loss": config.model.loss}, "deepspeed": choices}
+        found.append(Case(f"{hub.model_type} {mesh} ZeRO-{stage} {precision}", _like(hub, cell.family), tree))
     return found
 
 
-def _sized(tree: Mapping[str, Any], dp: int) -> dict[str, Any]:
-    """The same with a batch of all samples for `dp` data parallel ranks, some of them with nothing where there are many."""
-    share = dp * _ACCUMULATION
-    size = -(-len(rows(tree["data"]["packing"])) // share)
-    return {**tree, "train": tree["train"] | {"global_batch_size": size * share, "micro_batch_size": size}}
+def _like(hub: PretrainedConfig, family: str) -> PretrainedConfig:
+    """The tiny model of a family with what decides how a model is built: tied or not, biases, latent queries, routing, a padding row."""
+    tiny = hf_config(family)
+    for name in _STRUCTURE:
+        if hasattr(hub, name):
+            setattr(tiny, name, getattr(hub, name))
+    if getattr(hub, "q_lora_rank", 0) is None:
+        tiny.q_lora_rank = None
+    tiny.pad_token_id = None if hub.pad_token_id is None else 0
+    return tiny
+
+
+def _scaled(choices: dict[str, Any]) -> dict[str, Any]:
+    """A run's choices with buckets and thresholds of the tiny model's size: with those of a real one everything would stay in one piece."""
+    zero = (choices.get("zero_optimization") or {}) | _SMALL
+    return {key: value for key, value in choices.items() if key not in _ROUNDING} | {"zero_optimization": zero}
 
 
 @contextmanager

@@ -10,8 +10,8 @@ from ds_finetune.data.batches import Batch, BatchPlan, eval_batches, training_ba
 from ds_finetune.engine.core import Engine
 from ds_finetune.engine.processes import everyones
 from ds_finetune.plan.layout import Plan
-from ds_finetune.selftest.cells import ROW_LEN, rows
-from ds_finetune.selftest.plain import BETAS, LR, Steps
+from ds_finetune.selftest.cells import rows
+from ds_finetune.selftest.plain import BETAS, LIMITS, LR, PROMPTS, Steps
 
 
 def batch_plan(plan: Plan) -> BatchPlan:
@@ -25,13 +25,13 @@ def batch_plan(plan: Plan) -> BatchPlan:
         seed=0,
         shuffle=False,
         pad_token_id=0,
-        row_len=ROW_LEN if plan.config.data.packing else None,
+        row_len=train.max_seq_len if plan.config.data.packing else None,
         multiple=plan.mesh.sp,
     )
 
 
 def take_steps(engine: Engine, steps: int) -> Iterator[Steps]:
-    """Step after step on all samples; what is yielded grows, and holds gradients from the first step on where they can be read."""
+    """Step after step on all samples; what is yielded grows, with gradients from the first step on where they can be read, and answers at last."""
     config, found = engine.plan.config, Steps()
     for step in range(steps):
         result = engine.step(_whole_batch(engine.plan), lr=LR)
@@ -39,6 +39,10 @@ def take_steps(engine: Engine, steps: int) -> Iterator[Steps]:
         found.norms.append(result.grad_norm)
         if step == 0 and config.optim.name == "AdamW" and config.train.precision == "fp32":
             found.gradients = _gradients(engine)
+        if step == steps - 1:
+            answers = engine.generate(PROMPTS, LIMITS)
+            assert answers is not None
+            found.answers = answers
         yield found
 
 
@@ -54,13 +58,19 @@ def _whole_batch(plan: Plan) -> Batch:
     return next(iter(training_batches(every, batch_plan(plan), start_step=0, total_rows=len(every))))
 
 
-def _gradients(engine: Engine) -> dict[str, torch.Tensor]:
-    """Gradient of the first step by parameter name, on the first rank of each pipeline stage: Adam's first moment is (1 - beta1) times it."""
+def first_moments(engine: Engine) -> dict[str, torch.Tensor]:
+    """Adam's first moment of each trained parameter by name, fp32 on the CPU; whole on the first rank of each pipeline stage."""
     found = {}
     for name, param in engine.lm.named_parameters():
         assert isinstance(param, nn.Parameter)
-        whole = engine.joined(name, engine.state.first_moment(param))
-        found[name] = whole.clone().cpu() / (1 - BETAS[0])
+        if param.requires_grad:
+            found[name] = engine.joined(name, engine.state.first_moment(param)).clone().cpu()
+    return found
+
+
+def _gradients(engine: Engine) -> dict[str, torch.Tensor]:
+    """Gradient of the first step by parameter name, on the first rank of each pipeline stage: Adam's first moment is (1 - beta1) times it."""
+    found = {name: moment / (1 - BETAS[0]) for name, moment in first_moments(engine).items()}
     mesh = engine.plan.mesh
     if mesh.pp == 1:
         return found

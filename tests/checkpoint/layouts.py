@@ -33,13 +33,14 @@ class Layout:
     sp: int = 1
     tp: int = 1
     ep: int = 1
+    lora: int = 0
 
     @property
     def text(self) -> str:
         """A name for folders and test ids."""
         how = "packed" if self.packing else "padded"
         sizes = f"pp{self.pp}-sp{self.sp}-tp{self.tp}-ep{self.ep}"
-        return f"z{self.stage}-{self.optimizer}-{self.param}-{self.precision}-{how}-{self.name}-{self.family}-{sizes}"
+        return f"z{self.stage}-{self.optimizer}-{self.param}-{self.precision}-{how}-{self.name}-{self.family}-{sizes}{f'-lora{self.lora}' if self.lora else ''}"
 
     @property
     def uses_nvme(self) -> bool:
@@ -92,6 +93,8 @@ def config_of(layout: Layout, model: Path, out: Path, *, dp: int, disk: Path) ->
     if layout.param != "none":
         zero["offload_param"] = {"device": layout.param} | (place | {"buffer_size": 1_300_000} if layout.param == "nvme" else {})
     tree["checkpoint"] = {"every": "1 steps"}
+    if layout.lora:
+        tree["lora"] = {"rank": layout.lora}
     return RunConfig.model_validate(tree)
 
 

@@ -274,9 +274,9 @@ def test_the_state_comes_back_and_says_what_changed(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text(state.text())
     assert RunState.read(tmp_path) == state
     config = {"model": "m", "data": {"train": "a.jsonl"}, "output_dir": "y", "optim": {"lr": 0.5}, "checkpoint": {"keep": 7}}
-    assert changes(state, RunConfig.model_validate(config), data="rows") == ["changed since the checkpoint: optim.lr 1e-05 -> 0.5"]
+    assert changes(state, RunConfig.model_validate(config), data="rows", base="") == ["changed since the checkpoint: optim.lr 1e-05 -> 0.5"]
     with pytest.raises(CheckpointError, match=r"train\.seed 0 -> 3; training rows rows -> others"):
-        changes(state, RunConfig.model_validate(config | {"train": {"seed": 3}}), data="others")
+        changes(state, RunConfig.model_validate(config | {"train": {"seed": 3}}), data="others", base="")
 
 
 def test_random_states_come_back() -> None:

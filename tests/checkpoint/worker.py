@@ -6,6 +6,7 @@ import os
 import sys
 from contextlib import closing
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def _steps(engine: Engine, *, start_step: int, steps: int) -> list[dict[str, Any
 def _weights(engine: Engine) -> list[float]:
     """Three numbers that would differ for other weights: sums, sums of squares, and sums weighted by place."""
     sums = torch.zeros(3, dtype=torch.float64)
-    for _, tensor in engine.tensors():
+    for _, tensor in chain(engine.tensors(), engine.adapters()):
         if tensor is not None:
             flat = tensor.double().view(-1)
             sums += torch.stack([flat.sum(), (flat**2).sum(), (flat * torch.arange(1, len(flat) + 1)).sum() / len(flat)])

@@ -42,6 +42,21 @@ def test_a_nan_on_one_rank_is_named_and_changes_nothing(found: dict[str, Any], s
     assert case["loss"][2] < case["loss"][0]
 
 
+@pytest.mark.parametrize(("rank", "culprit"), [(0, "model.embed_tokens."), (1, "model.layers.1.")])
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "fp32"), (1, "bf16")])
+def test_a_nan_on_one_stage_of_a_pipeline_skips_the_step_on_all(found: dict[str, Any], stage: int, precision: str, rank: int, culprit: str) -> None:
+    case = found[f"pipeline-{stage}-{precision}-{rank}"]
+    assert case["skipped"] == [0, 1, 0, 0]
+    assert case["unchanged"]
+    assert case["culprit"].startswith(culprit)
+    assert case["culprit"].endswith(f" on rank {rank}")
+    assert case["loss"][2] < case["loss"][0]
+
+
+def test_an_error_on_one_rank_waits_for_no_other(found: dict[str, Any]) -> None:
+    assert found["alone"]
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_bf16_follows_fp32_at_every_stage(found: dict[str, Any], stage: int) -> None:
     """Stage 0 did not, until the zero-gradient step of DeepSpeed's constructor was undone (engine/start.py)."""

@@ -1,5 +1,6 @@
 """Started by the tests as `torchrun --nproc-per-node 2 worker.py MODEL OUT.json`: what the engine does when a step goes wrong."""
 
+import itertools
 import json
 import os
 import sys
@@ -12,6 +13,7 @@ import torch
 from ds_finetune.config import RunConfig
 from ds_finetune.data.batches import Batch, BatchPlan, training_batches
 from ds_finetune.engine.core import Engine
+from ds_finetune.engine.pipeline import reduced_at_end
 from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.engine.start import start_engine
 from ds_finetune.loop import training_steps
@@ -34,22 +36,30 @@ def main() -> None:
                 with _engine(world, device, Cell("deepseek_v3", stage, 2, packing=False, precision=precision)) as engine:
                     found[f"plain-{stage}-{precision}"] = [record.values["train/loss"] for record in _steps(engine)]
                 with _engine(world, device, Cell("deepseek_v3", stage, 2, packing=False, precision=precision)) as engine:
-                    found[f"poisoned-{stage}-{precision}"] = _poisoned(engine)
+                    found[f"poisoned-{stage}-{precision}"] = _poisoned(engine, 1, "model.norm")
             with _engine(world, device, Cell("deepseek_v3", stage, 2, packing=False)) as engine:
                 _route_apart(engine, world.rank)
                 found[f"apart-{stage}"] = [record.values["train/loss"] for record in _steps(engine)]
+        for stage, precision, (rank, module) in itertools.product(
+            (0, 1), ("fp32", "bf16"), enumerate(("model.layers.0.input_layernorm", "model.norm"))
+        ):
+            if stage or precision == "fp32":
+                with _engine(world, device, Cell("deepseek_v3", stage, 2, packing=False, precision=precision, pp=2)) as engine:
+                    found[f"pipeline-{stage}-{precision}-{rank}"] = _poisoned(engine, rank, module)
+        with _engine(world, device, Cell("deepseek_v3", 1, 2, packing=False)) as engine:
+            found["alone"] = _error_on_one_rank(engine, world.rank)
     if world.rank == 0:
         Path(sys.argv[2]).write_text(json.dumps(found))
 
 
 def _engine(world: World, device: str, cell: Cell) -> Any:
-    config = RunConfig.model_validate(run_tree(cell, Path(sys.argv[1]), Path(sys.argv[2]).parent, dp=world.world_size))
+    config = RunConfig.model_validate(run_tree(cell, Path(sys.argv[1]), Path(sys.argv[2]).parent, dp=world.world_size // cell.sharing))
     return start_engine(make_plan(config, world=world, device=device), read_hf_config(config.model.path))
 
 
 def _batches(engine: Engine) -> Iterator[Batch]:
     train = engine.plan.config.train
-    plan = BatchPlan(train.global_batch_size, train.micro_batch_size, engine.plan.world.rank, engine.plan.dp, 0, False, 0, None)
+    plan = BatchPlan(train.global_batch_size, train.micro_batch_size, engine.plan.mesh.place("dp"), engine.plan.dp, 0, False, 0, None)
     return training_batches(rows(packing=False), plan, start_step=0, total_rows=STEPS * SAMPLES)
 
 
@@ -58,8 +68,8 @@ def _steps(engine: Engine) -> list[Any]:
     return list(training_steps(engine, _batches(engine), schedule))
 
 
-def _poisoned(engine: Engine) -> dict[str, Any]:
-    """Rank 1's gradient becomes NaN behind the last norm in the second step only."""
+def _poisoned(engine: Engine, rank: int, module: str) -> dict[str, Any]:
+    """The gradient of what enters `module` on `rank` becomes NaN in the second step only."""
     calls = 0
 
     def poison(module: torch.nn.Module, inward: tuple[torch.Tensor, ...], outward: object) -> tuple[torch.Tensor, ...]:
@@ -67,8 +77,8 @@ def _poisoned(engine: Engine) -> dict[str, Any]:
         calls += 1
         return tuple(grad * float("nan") for grad in inward) if calls in (3, 4) else inward
 
-    if engine.plan.world.rank == 1:
-        engine.lm.get_submodule("model.norm").register_full_backward_hook(poison)
+    if engine.plan.world.rank == rank:
+        engine.lm.get_submodule(module).register_full_backward_hook(poison)
     schedule = LrSchedule(name="linear", lr=1e-3, min_lr_ratio=0.0, warmup_steps=0, steps=STEPS)
     before: dict[str, torch.Tensor] = {}
     unchanged = None
@@ -87,6 +97,19 @@ def _poisoned(engine: Engine) -> dict[str, Any]:
         "unchanged": unchanged,
         "loss": [record.values["train/loss"] for record in records],
     }
+
+
+def _error_on_one_rank(engine: Engine, rank: int) -> bool:
+    """Rank 0 fails with gradients that wait to be reduced, which rank 1 never does."""
+    if rank:
+        return False
+    try:
+        with reduced_at_end(engine._ds, zero_stage=1):
+            loss = engine._forward(next(_batches(engine)).micro[0])
+            engine._ds.backward(loss.loss_sum, scale_wrt_gas=False)
+            raise MemoryError  # noqa: TRY301
+    except MemoryError:
+        return True
 
 
 def _route_apart(engine: Engine, rank: int) -> None:

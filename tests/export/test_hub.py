@@ -10,10 +10,16 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_finetune.cli import main
+from ds_finetune.config import LoraConfig
+from ds_finetune.export.adapter import write_adapter
 from ds_finetune.export.checkpoint import Exported, export_checkpoint
 from ds_finetune.export.model_config import served_config
+from ds_finetune.export.record import UNVERIFIED, Record
+from ds_finetune.export.verify import tensors_of, verify
 from ds_finetune.model.families import family_of
-from tests.model.fp8_folder import V3, coded, in_fp8, is_published_in_fp8, master, multiplied_out, publish, read_all, with_other_scales
+from ds_finetune.model.lora import Factors
+from ds_finetune.model.weights import weights_digest
+from tests.model.fp8_folder import V3, coded, decoded, in_fp8, is_published_in_fp8, master, multiplied_out, publish, read_all, with_other_scales
 from tests.model.test_weights import published
 from tests.running import metrics, start, tiny_task
 
@@ -162,7 +168,12 @@ def test_a_tied_head_is_written_once(tmp_path: Path) -> None:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run in bf16 from an FP8 folder whose learning rate is 0 in fp32, so that no number changes."""
     folder = tmp_path_factory.mktemp("run")
-    sections = {"train": {"precision": "bf16"}, "optim": {"lr": 1e-50, "weight_decay": 0.0}, "checkpoint": {"every": "3 steps"}}
+    sections = {
+        "train": {"precision": "bf16"},
+        "optim": {"lr": 1e-50, "weight_decay": 0.0},
+        "checkpoint": {"every": "3 steps"},
+        "export": {"verify": True},
+    }
     run_file = tiny_task(folder, model={"path": str(folder / "fp8"), "weights": "load"}, **sections)
     publish(folder / "fp8", with_other_scales(in_fp8(master(vocab_size=128))), config=V3 | {"vocab_size": 128})
     for file in (folder / "model").glob("token*"):
@@ -182,12 +193,82 @@ def test_a_run_from_fp8_carries_the_prediction_layer_to_its_export(run: Path) ->
     assert "quantization_config" not in config
 
 
+def test_its_export_is_verified_with_the_carried_tensors(run: Path) -> None:
+    out = run / "run" / "export"
+    assert not (out / UNVERIFIED).exists()
+    assert (Record.read(out).digests or {}).keys() == read_all(out).keys()
+    assert f"{len(read_all(out))} tensors on the disk, each with the bytes that were written" in " ".join((run / "said").read_text().split())
+
+
+def test_a_checkpoint_export_with_carried_tensors_is_verified_also_where_the_base_has_gone(run: Path, tmp_path: Path) -> None:
+    """Against the run's logits; the prediction layer, which transformers does not know, is summed and may be there."""
+    out = tmp_path / "out"
+    assert main(["export", str(run / "run"), str(out)]) == 0
+    assert Record.read(out).step == 3
+    (verdict,) = verify([out], base=tmp_path / "gone")
+    assert verdict.is_verified, verdict
+    assert "logits of 16 prompts deviate" in verdict.lines[-1]
+    key = "model.layers.2.enorm.weight"
+    _flip(out, key)
+    (verdict,) = verify([out])
+    assert verdict.problems == (f"1 tensors hold other bytes than were written: {key}",)
+
+
+def test_an_export_in_fp8_is_summed_and_says_that_its_logits_are_not_checked(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert main(["export", str(run / "run"), str(out), "--dtype", "fp8"]) == 0
+    assert "logits are not checked: plain transformers misreads FP8 blocks" in (out / UNVERIFIED).read_text()
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"{len(read_all(out))} tensors on the disk, each with the bytes that were written" in said
+    assert f"names, shapes and dtypes of all {len(read_all(out))} tensors are those of the base" in said
+    key = "model.layers.1.self_attn.o_proj.weight_scale_inv"
+    _flip(out, key)
+    assert main(["export", "--check", str(out)]) == 1
+    assert (out / UNVERIFIED).read_text() == f"1 tensors hold other bytes than were written: {key}\n"
+
+
+def _flip(folder: Path, key: str) -> None:
+    """Change the last bit of a tensor's first byte."""
+    held = tensors_of(folder)[key]
+    with held.file.open("r+b") as file:
+        file.seek(held.begin)
+        byte = file.read(1)[0]
+        file.seek(held.begin)
+        file.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_adapters_are_merged_into_an_fp8_base_and_the_rest_is_as_published(dtype: str, base: Path, tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    name, other = "model.layers.1.self_attn.o_proj.weight", "model.layers.0.mlp.up_proj.weight"
+    plain, published = multiplied_out(read_all(base), torch.float32), read_all(base)
+    factors = {key: Factors(torch.randn(4, plain[key].shape[1]), torch.randn(plain[key].shape[0], 4), 0.5) for key in (name, other)}
+    lora = LoraConfig(rank=4, alpha=2, target_modules=("o_proj", "up_proj"))
+    digest = weights_digest(base)
+    write_adapter(factors, lora, tmp_path / "adapter", base=str(base), digest=digest, family=family_of("deepseek_v3"))
+    exported = export(tmp_path / "adapter", tmp_path / "out", dtype)
+    found = read_all(tmp_path / "out")
+    untouched = published if dtype == "fp8" else multiplied_out(published, torch.bfloat16)
+    changed = {key for weight in factors for key in (weight, weight + "_scale_inv")}
+    assert_same({key: t for key, t in found.items() if key not in changed}, {key: t for key, t in untouched.items() if key not in changed})
+    for key, adapter in factors.items():
+        wanted = plain[key] + 0.5 * adapter.b @ adapter.a
+        ours = decoded(found[key], found[key + "_scale_inv"]) if dtype == "fp8" else found[key].float()
+        # Half a step of E4M3's three bits of mantissa, of bf16's seven.
+        assert torch.allclose(ours, wanted, rtol=2**-4 if dtype == "fp8" else 2**-8, atol=1e-3), key
+        assert (wanted - plain[key]).abs().max() > 1
+    assert not any("nothing was carried over" in note for note in exported.notes)
+    assert f"tensors of {base} that the model does not build go along" in exported.notes[0]
+    export(base, tmp_path / "copy", "bf16")
+    assert weights_digest(tmp_path / "copy") == digest
+
+
 def test_its_checkpoint_knows_its_base(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The published bytes again after three steps that changed nothing; and the same files as the run's own export in bf16."""
-    assert main(["export", str(run / "run"), str(tmp_path / "fp8"), "--dtype", "fp8"]) == 0
+    assert main(["export", "--no-verify", str(run / "run"), str(tmp_path / "fp8"), "--dtype", "fp8"]) == 0
     assert_same(read_all(tmp_path / "fp8"), read_all(run / "fp8"))
     assert "keep its bytes" in capsys.readouterr().out
-    assert main(["export", str(run / "run"), str(tmp_path / "bf16")]) == 0
+    assert main(["export", "--no-verify", str(run / "run"), str(tmp_path / "bf16")]) == 0
     for file in (run / "run" / "export").iterdir():
         assert (tmp_path / "bf16" / file.name).read_bytes() == file.read_bytes(), file.name
 
@@ -196,9 +277,9 @@ def test_without_its_base_a_checkpoint_says_what_is_missing(run: Path, tmp_path:
     moved = run / "fp8-moved"
     (run / "fp8").rename(moved)
     try:
-        assert main(["export", str(run / "run"), str(tmp_path / "out")]) == 0
+        assert main(["export", "--no-verify", str(run / "run"), str(tmp_path / "out")]) == 0
         said = capsys.readouterr().out
-        assert main(["export", str(run / "run"), str(tmp_path / "named"), "--base", str(moved)]) == 0
+        assert main(["export", "--no-verify", str(run / "run"), str(tmp_path / "named"), "--base", str(moved)]) == 0
     finally:
         moved.rename(run / "fp8")
     assert f"nothing was carried over from a base: the weights of {run / 'fp8'} are not here" in said

@@ -86,7 +86,7 @@ def _config(folder: Path, **changes: object) -> None:
 )
 def test_a_damaged_model(damage: Callable[[Path], None], said: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damage(source)
-    assert main(["export", str(source), str(tmp_path / "out")]) == 2
+    assert main(["export", "--no-verify", str(source), str(tmp_path / "out")]) == 2
     printed = capsys.readouterr().err
     assert said in printed
     assert "Traceback" not in printed
@@ -99,7 +99,7 @@ def test_a_damaged_base(damage: Callable[[Path], None], model: Path, source: Pat
     plain = multiplied_out(read_all(model), torch.bfloat16)
     tuned = publish(tmp_path / "tuned", {key: tensor for key, tensor in plain.items() if "layers.2." not in key}, config=V3)
     damage(source)
-    assert main(["export", str(tuned), str(tmp_path / "out"), "--base", str(source), "--dtype", "fp8"]) == 2
+    assert main(["export", "--no-verify", str(tuned), str(tmp_path / "out"), "--base", str(source), "--dtype", "fp8"]) == 2
     printed = capsys.readouterr().err
     assert str(source) in printed or "`model.layers.2.enorm.weight` has shape (0,)" in printed
     assert not list(tmp_path.glob("out*"))
@@ -109,10 +109,10 @@ def test_a_grown_vocabulary_is_exported_where_the_config_knows_of_it(source: Pat
     """And refused with a base whose prediction layer knows fewer tokens."""
     _change(source, _grown)
     _config(source, vocab_size=100)
-    assert main(["export", str(source), str(tmp_path / "out")]) == 0
+    assert main(["export", "--no-verify", str(source), str(tmp_path / "out")]) == 0
     assert read_all(tmp_path / "out")[EMBEDDING].shape == (100, V3["hidden_size"])
     base = publish(tmp_path / "base", in_fp8(master()))
-    assert main(["export", str(source), str(tmp_path / "other"), "--base", str(base)]) == 2
+    assert main(["export", "--no-verify", str(source), str(tmp_path / "other"), "--base", str(base)]) == 2
     assert f"{base} does not fit DeepseekV3ForCausalLM: 2 of another shape: lm_head.weight: model (100, 160), checkpoint (96, 160)" in (
         capsys.readouterr().err
     )
@@ -121,10 +121,10 @@ def test_a_grown_vocabulary_is_exported_where_the_config_knows_of_it(source: Pat
 def test_out_that_holds_something_and_a_dtype_that_is_none(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("x")
-    assert main(["export", str(source), str(tmp_path / "out")]) == 2
-    assert main(["export", str(source), str(source)]) == 2
+    assert main(["export", "--no-verify", str(source), str(tmp_path / "out")]) == 2
+    assert main(["export", "--no-verify", str(source), str(source)]) == 2
     with pytest.raises(SystemExit) as caught:
-        main(["export", str(source), str(tmp_path / "new"), "--dtype", "int8"])
+        main(["export", "--no-verify", str(source), str(tmp_path / "new"), "--dtype", "int8"])
     assert caught.value.code == 2
     assert "invalid choice: 'int8'" in capsys.readouterr().err
     assert (tmp_path / "out" / "mine").read_text() == "x"
@@ -133,9 +133,9 @@ def test_out_that_holds_something_and_a_dtype_that_is_none(source: Path, tmp_pat
 
 def test_fp8_of_a_format_that_is_not_written(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _config(source, quantization_config=V3["quantization_config"] | {"scale_fmt": "ue8m0"})
-    assert main(["export", str(source), str(tmp_path / "out"), "--dtype", "fp8"]) == 2
+    assert main(["export", "--no-verify", str(source), str(tmp_path / "out"), "--dtype", "fp8"]) == 2
     assert "'scale_fmt': 'ue8m0'} is not the one that is written" in capsys.readouterr().err
-    assert main(["export", str(source), str(tmp_path / "out"), "--dtype", "bf16"]) == 0
+    assert main(["export", "--no-verify", str(source), str(tmp_path / "out"), "--dtype", "bf16"]) == 0
 
 
 @pytest.mark.parametrize("kib", [4, 50])

@@ -70,6 +70,7 @@ def test_blocks_as_numpy_multiplies_them_out(shape: tuple[int, int], tmp_path: P
             assert torch.equal(hub.rows("w", first, last, part), wanted[first:last, part])
     for start, numel in ((0, rows * columns), (rows * columns // 3, -(-rows * columns // 2)), (rows * columns - 1, 1)):
         assert torch.equal(hub.read("w", start, numel), wanted.reshape(-1)[start : start + numel])
+    assert torch.equal(hub.whole("w"), wanted)
 
 
 def test_the_cast_and_the_table_agree() -> None:

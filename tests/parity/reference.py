@@ -54,7 +54,7 @@ LOSS_TOLERANCE = 1e-6
 
 
 def assert_equals_plain_loop(cell: Cell, result: dict[str, Any], models: Path) -> None:
-    """Loss, norm and the gradient of every parameter in the first step, and the losses of the others."""
+    """Loss, norm and the gradient of every parameter in the first step, the losses of the others, and greedy answers after them."""
     wanted = plain_loop(models / cell.family, cell.max_grad_norm)
     assert result["losses"][0] == pytest.approx(wanted["losses"][0], abs=LOSS_TOLERANCE)
     assert result["norms"][0] == pytest.approx(wanted["norms"][0], rel=GRADIENT_TOLERANCE)
@@ -62,6 +62,7 @@ def assert_equals_plain_loop(cell: Cell, result: dict[str, Any], models: Path) -
     wrong = {name: error for name, grad in wanted["gradients"].items() if (error := relative(result["gradients"][name], grad)) > GRADIENT_TOLERANCE}
     assert not wrong
     assert result["losses"][1:] == pytest.approx(wanted["losses"][1:], rel=1e-4)
+    assert result["answers"] == wanted["answers"]
 
 
 def relative(result: torch.Tensor, wanted: torch.Tensor) -> float:

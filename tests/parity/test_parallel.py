@@ -51,7 +51,7 @@ def _rounded() -> list[Cell]:
         Cell(_deep_enough("deepseek_v3", row), stage, 2, packing=True, precision="bf16", **dict.fromkeys(row.axes, 2))
         for row in PROVEN
         for stage in row.stages
-        if stage or not row.axes & {"pp", "tp"}
+        if stage or row.axes == {"sp"}
     ]
 
 

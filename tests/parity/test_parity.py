@@ -8,21 +8,24 @@ import pytest
 from ds_finetune.selftest.cells import FAMILIES, Cell
 from tests.parity.reference import WORLDS, assert_equals_plain_loop, found, is_for, run_cells
 
-STARTS_OF_STAGE_3 = 3
+
+def _starts(family: str, stage: int) -> range:
+    """Reductions of ZeRO-3 are looked at three times, for races."""
+    return range(3 if stage == 3 and family == "deepseek_v3" else 1)
 
 
 def _cells() -> list[Cell]:
     plain = [
         Cell(family, stage, accumulation, packing, start=start)
         for family, stage, accumulation, packing in itertools.product(FAMILIES, (0, 1, 2, 3), (1, 4), (False, True))
-        for start in range(STARTS_OF_STAGE_3 if stage == 3 else 1)
+        for start in _starts(family, stage)
     ]
     offloaded = [
         Cell(family, stage, accumulation, packing, offload=offload, start=start)
         for family, (stage, offload), accumulation, packing in itertools.product(
             FAMILIES, ((1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, "param")), (1, 4), (False, True)
         )
-        for start in range(STARTS_OF_STAGE_3 if stage == 3 else 1)
+        for start in _starts(family, stage)
     ]
     clipped = [Cell("deepseek_v3", stage, 4, True, max_grad_norm=0.5, checkpointing=True) for stage in (0, 1, 2, 3)]
     return plain + offloaded + clipped

@@ -1,0 +1,161 @@
+"""An OpenAI-compatible endpoint over an exported folder, by servers that exist: started, waited for, stopped."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from ds_finetune.errors import ServeError
+from ds_finetune.export.record import UNVERIFIED
+
+ENGINES = ("vllm", "transformers")
+_SERVING = ("fastapi", "uvicorn", "pydantic", "openai")
+"""What `transformers serve` imports (transformers 5.23, utils/import_utils.py:972)."""
+_POLL_SECONDS = 0.3
+_STOP_SECONDS = 30.0
+"""How long a server may take to end what it is doing."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server listens."""
+
+    host: str
+    port: int
+
+    @property
+    def url(self) -> str:
+        """How this machine reaches it."""
+        here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://{f'[{here}]' if ':' in here else here}:{self.port}"
+
+
+def serve(folder: Path, address: Address, *, engine: str, ready_seconds: float, say: Callable[[str], None]) -> None:
+    """Serve `folder` until SIGINT or SIGTERM, and leave no process behind; `engine` is one of `ENGINES` or `auto`.
+
+    ServeError where the folder, the engine or the address cannot be used, where the server ends by itself, and where it is
+    not healthy after `ready_seconds`.
+    """
+    if not (folder / "config.json").is_file():
+        raise ServeError(f"`{folder}` holds no config.json", hint="name an exported folder, e.g. runs/r1/export")
+    chosen = choose_engine(engine)
+    _check_free(address)
+    if (folder / UNVERIFIED).is_file():
+        say(f"{folder} is UNVERIFIED: {(folder / UNVERIFIED).read_text(encoding='utf-8').strip()}")
+    with tempfile.TemporaryDirectory() as cache, _asked_to_stop() as asked, _running(command_of(chosen, folder, address), cache) as server:
+        _await_health(server, address, asked, ready_seconds)
+        if not asked:
+            say(f"ready: {address.url}/v1, model `{folder}`, by {chosen}; Ctrl-C ends it")
+        while not asked:
+            _refuse_end(server)
+            time.sleep(_POLL_SECONDS)
+    say("stopped")
+
+
+def choose_engine(engine: str) -> str:
+    """`auto` is vLLM where it is installed and there is a GPU, else `transformers serve`; ServeError where the engine is not installed."""
+    if engine == "auto":
+        engine = "vllm" if shutil.which("vllm") and _has_gpu() else "transformers"
+    if engine == "vllm" and not shutil.which("vllm"):
+        raise ServeError(f"--engine {engine}: there is no `vllm` on the path", hint="pip install vllm, or take --engine transformers")
+    absent = [name for name in _SERVING if find_spec(name) is None]
+    if engine == "transformers" and absent:
+        raise ServeError(f"--engine {engine} needs {', '.join(absent)}", hint="pip install 'ds_finetune[serve]'")
+    return engine
+
+
+def command_of(engine: str, folder: Path, address: Address) -> list[str]:
+    """The command that serves `folder` under its own path as the model's name."""
+    where = ["--host", address.host, "--port", str(address.port)]
+    if engine == "vllm":
+        return ["vllm", "serve", str(folder), "--served-model-name", str(folder), *where]
+    return [sys.executable, "-m", "transformers.cli.transformers", "serve", str(folder), "--device", "auto" if _has_gpu() else "cpu", *where]
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _check_free(address: Address) -> None:
+    """ServeError where something listens there already, or the address is not this machine's."""
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(place)
+    except OSError as taken:
+        raise ServeError(f"cannot listen on {address.host} port {address.port}: {taken}", hint="name another --port or --host") from taken
+
+
+@contextmanager
+def _asked_to_stop() -> Iterator[list[int]]:
+    """A list that holds the signals SIGINT and SIGTERM once they have come."""
+    asked: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: asked.append(number)) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _running(command: list[str], cache: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """A server in a session of its own, so that the terminal's Ctrl-C reaches it once, through here; at the end nothing of the session is left."""
+    # /v1/models of transformers 5.23 fails where the hub's cache folder does not exist (cli/serving/model_manager.py:503).
+    environ = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": cache}
+    server = subprocess.Popen(command, env=environ, start_new_session=True)
+    try:
+        yield server
+    finally:
+        _end(server)
+
+
+def _end(server: "subprocess.Popen[bytes]") -> None:
+    """Ask the server to end, wait, and kill what is left of its group."""
+    if server.poll() is None:
+        server.send_signal(signal.SIGINT)
+    try:
+        server.wait(_STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
+    try:
+        os.killpg(server.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _await_health(server: "subprocess.Popen[bytes]", address: Address, asked: list[int], ready_seconds: float) -> None:
+    began = time.monotonic()
+    while not asked and not _is_healthy(address):
+        _refuse_end(server)
+        if time.monotonic() - began > ready_seconds:
+            raise ServeError(f"{address.url}/health does not answer after {ready_seconds:.0f} s", hint="raise --ready-seconds for a large model")
+        time.sleep(_POLL_SECONDS)
+
+
+def _is_healthy(address: Address) -> bool:
+    try:
+        with urllib.request.urlopen(f"{address.url}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _refuse_end(server: "subprocess.Popen[bytes]") -> None:
+    if server.poll() is not None:
+        raise ServeError(f"the server ended by itself with exit code {server.returncode}", hint="its own lines above say why")

@@ -1,0 +1,187 @@
+"""A folder is verified when plain transformers gives the recorded logits from the bytes that were written; every kind of wrong folder is found."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ds_finetune.cli import main
+from ds_finetune.errors import ExportError
+from ds_finetune.export.folder import FolderParts, write_folder
+from ds_finetune.export.record import RECORD, UNVERIFIED, Digest, Record, kept_logits, prompts_of
+from ds_finetune.export.verify import Verdict, _digest, deviations, verify
+from ds_finetune.export.verify import tensors_of as stored
+from ds_finetune.model.families import family_of
+from ds_finetune.run_folder import read_json
+from tests.export.test_folder import specs_of, tensors_of
+from tests.model.test_weights import published
+
+EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
+
+
+def _logits(model: PreTrainedModel, prompts: tuple[tuple[int, ...], ...]) -> Iterator[torch.Tensor]:
+    with torch.no_grad():
+        yield from (model(torch.tensor([prompt])).logits[0].float() for prompt in prompts)
+
+
+def _exported(family: str, folder: Path, dtype: torch.dtype = torch.float32, *, shard: int = 40_000) -> Path:
+    """`folder`/base as published, and `folder`/out as exported from it in `dtype` with the logits of a plain model in that dtype."""
+    model = published(family, folder / "base").to(dtype)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            # As training keeps it.
+            model.get_submodule(name.rpartition(".")[0]).e_score_correction_bias = torch.linspace(-0.2, 0.2, len(buffer))
+    vocab_size = model.config.vocab_size
+    prompts = prompts_of(vocab_size, None)
+    logits = kept_logits(_logits(model, prompts), prompts, vocab_size)
+    record = Record(str(folder / "base"), str(dtype).removeprefix("torch."), vocab_size, prompts, step=3, logits=logits)
+    config = read_json(folder / "base" / "config.json")
+    parts = FolderParts(family=family_of(family), config=config, architecture=type(model).__name__, dtype=dtype, record=record, files=())
+    write_folder(tensors_of(model), specs_of(model), folder / "out", parts, max_shard_bytes=shard)
+    assert "not checked yet" in (folder / "out" / UNVERIFIED).read_text()
+    return folder / "out"
+
+
+def _change_config(folder: Path, **values: object) -> None:
+    (folder / "config.json").write_text(json.dumps(read_json(folder / "config.json") | values))
+
+
+def _rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None], *, hide: bool) -> None:
+    """Change the tensors of a folder of one file; with `hide` its record says that they were written so."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    if hide:
+        record = Record.read(folder)
+        held = stored(folder)
+        data = {key: np.memmap(at.file, dtype=np.uint8, mode="r") for key, at in held.items()}
+        whole = {key: Digest(((tensor.numel(), 1),), "") for key, tensor in tensors.items()}
+        replace(record, digests={key: _digest(data[key], held[key], whole[key]) for key in held}).write(folder)
+
+
+def _swap_gate_and_up(tensors: dict[str, torch.Tensor]) -> None:
+    for name in list(tensors):
+        if ".experts." in name and "gate_proj" in name:
+            other = name.replace("gate_proj", "up_proj")
+            tensors[name], tensors[other] = tensors[other], tensors[name]
+
+
+def _last_bit(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[EXPERT].view(torch.int32)[0, 0] ^= 1
+
+
+def _drop_norm(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["model.norm.weight"]
+
+
+def _put_nan(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["lm_head.weight"][0, 0] = float("nan")
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verdict]:
+    """The verdict on every folder below; plain transformers loads them all in two processes, since one cannot be loaded."""
+    root = tmp_path_factory.mktemp("verify")
+    folders: dict[str, Path] = {}
+    for name in ("deepseek_v3", "deepseek_v2", "qwen2", "llama"):
+        folders[name] = _exported(name, root / name)
+    folders["bf16"] = _exported("deepseek_v3", root / "bf16", torch.bfloat16)
+    whole = _exported("deepseek_v3", root / "whole", shard=10**9)
+    rounded = _exported("qwen3", root / "rounded", torch.bfloat16, shard=10**9)
+
+    def spoilt(name: str, source: Path) -> Path:
+        folders[name] = Path(shutil.copytree(source, root / name.replace(" ", "-")))
+        return folders[name]
+
+    _change_config(spoilt("another rope", whole), rope_parameters={"rope_theta": 500.0, "rope_type": "default"})
+    _change_config(spoilt("another rope in bf16", rounded), rope_parameters={"rope_theta": 100.0, "rope_type": "default"})
+    _rewrite(spoilt("gate for up", whole), _swap_gate_and_up, hide=True)
+    _rewrite(spoilt("a bit", whole), _last_bit, hide=False)
+    with (spoilt("cut short", whole) / "model.safetensors").open("r+b") as file:
+        file.truncate(50_000)
+    _rewrite(spoilt("a tensor less", whole), _drop_norm, hide=True)
+    _rewrite(spoilt("NaN", whole), _put_nan, hide=True)
+    return dict(zip(folders, verify(list(folders.values())), strict=True))
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2", "qwen2", "llama", "bf16"])
+def test_a_right_folder_is_verified(judged: dict[str, Verdict], name: str) -> None:
+    verdict = judged[name]
+    assert verdict.is_verified, verdict
+    assert not (verdict.folder / UNVERIFIED).exists()
+    assert "each with the bytes that were written" in verdict.lines[0]
+    assert "without code of ours" in verdict.lines[-1]
+    assert ("are BF16 and F32 in the base" if name == "bf16" else "names, shapes and dtypes of all") in " ".join(verdict.lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("another rope", "of the largest at nine tenths of the positions"),
+        ("another rope in bf16", "of the largest at nine tenths of the positions"),
+        ("gate for up", "of the largest at nine tenths of the positions"),
+        ("a bit", f"1 tensors hold other bytes than were written: {EXPERT}"),
+        ("cut short", "plain transformers does not load it"),
+        ("a tensor less", "plain transformers misses 1 tensors: model.norm.weight"),
+        ("NaN", "logits are not finite"),
+    ],
+)
+def test_a_wrong_folder_is_found_and_marked(judged: dict[str, Verdict], name: str, text: str) -> None:
+    verdict = judged[name]
+    assert not verdict.is_verified
+    assert text in (verdict.folder / UNVERIFIED).read_text(), verdict
+    assert any("hold other bytes" in problem for problem in verdict.problems) == (name in ("a bit", "cut short"))
+
+
+def test_every_kept_logit_is_compared_once_a_position_and_every_row_of_the_head_somewhere() -> None:
+    prompts = ((1, 2, 3), (4,), tuple(range(300)))
+    record = Record("", "float32", 1100, prompts, logits=np.zeros(0, np.float32))
+    assert record.stride == 3
+    logits = [torch.arange(1100.0).expand(len(prompt), 1100) for prompt in prompts]
+    found = kept_logits(logits, prompts, 1100)
+    assert len(found) == sum(record.lengths())
+    assert {*found.tolist()} == {*range(1100)}
+
+
+def test_deviation_is_root_mean_square_over_the_largest() -> None:
+    wanted = np.array([1, 2, -4, 0, 0], np.float32)
+    found = wanted + np.array([0.3, 0.4, 0, 0, 1], np.float32)
+    assert deviations(found, wanted, [2, 1, 2]) == pytest.approx([np.sqrt(0.25 / 2) / 4, 0, np.sqrt(0.5) / 4], rel=1e-6)
+
+
+def test_a_record_comes_back_as_it_was(tmp_path: Path) -> None:
+    digests = {"a": Digest.of([(4, 1), (4, 2), (3, 5)]), "b": Digest.of([(9, 7)])}
+    assert digests["a"].lengths() == [4, 4, 3]
+    record = Record("base", "bfloat16", 3, ((1, 2), (0,)), step=7, logits=np.linspace(0, 1, 9, dtype=np.float32), digests=digests)
+    record.write(tmp_path)
+    again = Record.read(tmp_path)
+    assert np.array_equal(again.logits, record.logits)
+    assert replace(again, logits=None) == replace(record, logits=None)
+    (tmp_path / RECORD).write_text('{"format": 99}')
+    with pytest.raises(ExportError, match="its format is 99, not 1"):
+        Record.read(tmp_path)
+
+
+def test_a_folder_too_large_for_the_memory_is_left_and_says_so(tmp_path: Path) -> None:
+    out = _exported("llama", tmp_path)
+    (verdict,) = verify([out], available_bytes=1000)
+    assert not verdict.problems
+    assert "loading it takes" in (out / UNVERIFIED).read_text()
+
+
+def test_the_command_ends_with_one_for_a_wrong_folder_and_with_two_for_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = _exported("llama", tmp_path)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "base").save_pretrained(out)
+    _change_config(out, rms_norm_eps=0.5)
+    assert main(["export", "--check", str(out)]) == 1
+    assert "is not what was exported" in capsys.readouterr().err
+    assert main(["export", "--check", str(tmp_path / "base")]) == 2
+    assert main(["export", str(out)]) == 2

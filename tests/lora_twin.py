@@ -1,0 +1,68 @@
+"""The same adapters in a model of ours and in peft, which everything about LoRA is held against."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ds_finetune.config import LoraConfig
+from ds_finetune.export.adapter import write_adapter
+from ds_finetune.model.build import whole
+from ds_finetune.model.families import family_of
+from ds_finetune.model.lora import chosen_targets, factors_of, install_lora, is_adapter
+from ds_finetune.selftest.cells import hf_config
+
+RANK, SEED = 8, 0
+NAMED = ("gate", "experts", r".*\.self_attn\..*_proj(_with_mqa)?", r".*\.mlp\.(shared_experts\.)?\w+_proj")
+"""Patterns that adapt every kind of a mixture of experts, the router too."""
+
+
+def base_model(family: str) -> PreTrainedModel:
+    """A tiny model with a router bias that is not zero, the same each time, fp32."""
+    torch.manual_seed(11)
+    model = AutoModelForCausalLM.from_config(hf_config(family)).float()
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.linspace(-0.2, 0.2, len(buffer)))
+    return model
+
+
+def adapted(model: PreTrainedModel, lora: LoraConfig, *, trained: bool = True) -> PreTrainedModel:
+    """`model` with adapters; where `trained`, their B are not zero."""
+    install_lora(model, chosen_targets(model.config, lora), lora, seed=SEED, where=whole, share=lambda _: None)
+    if trained:
+        generator = torch.Generator().manual_seed(5)
+        for name, param in model.named_parameters():
+            if is_adapter(name) and name.endswith("lora_B"):
+                param.data.uniform_(-0.05, 0.05, generator=generator)
+    return model
+
+
+def write_adapter_of(model: PreTrainedModel, lora: LoraConfig, out: Path, *, base: Path) -> None:
+    """The adapters of a model as an adapter folder."""
+    tensors = {name: param.detach() for name, param in model.named_parameters() if is_adapter(name)}
+    family = family_of(model.config.model_type)
+    write_adapter(factors_of(tensors, lora.alpha / lora.rank), lora, out, base=str(base), digest="", family=family)
+
+
+def in_peft(base: PreTrainedModel, adapter: Path, *, trainable: bool = False) -> Any:
+    """`base` with the adapter folder, as peft loads it; a missing or unexpected key fails the test."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    return peft.PeftModel.from_pretrained(base, adapter, is_trainable=trainable)
+
+
+def by_our_names(values: Mapping[str, torch.Tensor], names: Iterable[str], *, rank: int = RANK) -> dict[str, torch.Tensor]:
+    """Tensors of peft's parameters under the names and shapes that ours have."""
+    found = {}
+    for name in names:
+        module, _, leaf = name.rpartition(".")
+        side = leaf[-1]
+        inner = ".base_layer" if leaf.startswith("gate_up_proj") else ""
+        value = values[f"base_model.model.{module}{inner}.lora_{side}.default.weight"]
+        if leaf.startswith(("gate_up_proj", "down_proj")):
+            value = value.reshape(-1, rank, value.shape[1]) if side == "A" else value.reshape(value.shape[0], rank, -1).permute(2, 0, 1)
+        found[name] = value
+    return found

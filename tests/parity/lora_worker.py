@@ -1,0 +1,64 @@
+"""Run many cells with adapters inside one launched world: a few optimizer steps each.
+
+Started by the tests as `torchrun --nproc-per-node N lora_worker.py MODELS_DIR OUT_DIR CELLS.json`.
+"""
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_finetune.config import RunConfig
+from ds_finetune.engine.processes import choose_device, process_group
+from ds_finetune.engine.start import start_engine
+from ds_finetune.model.build import read_hf_config
+from ds_finetune.plan.layout import Plan, make_plan
+from ds_finetune.selftest.cells import Cell, run_tree
+from ds_finetune.selftest.plain import BETAS
+from ds_finetune.selftest.steps import first_moments, take_steps
+from ds_finetune.world import World
+
+LORA = {"rank": 8, "alpha": 32}
+STEPS = 3
+
+
+def main() -> None:
+    """Run every cell and let rank zero write what came of it."""
+    models, out, cells = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(Path(sys.argv[3]).read_text())
+    world, device = World.from_environment(os.environ), choose_device()
+    with process_group(world, device):
+        for number, cell in enumerate(Cell(**tree) for tree in cells):
+            tree = run_tree(cell, models / cell.family, out, dp=world.world_size) | {"lora": LORA}
+            found = _run(make_plan(RunConfig.model_validate(tree), world=world, device=device))
+            if world.rank == 0:
+                torch.save(found, out / f"{cell.name}-world={world.world_size}.pt")
+            if number == 0:
+                # What was imported is looked through no more: ZeRO-3 collects garbage at each start.
+                gc.freeze()
+
+
+def _run(plan: Plan) -> dict[str, Any]:
+    with start_engine(plan, read_hf_config(plan.config.model.path)) as engine:
+        moments: list[dict[str, torch.Tensor]] = []
+        for found in take_steps(engine, STEPS):
+            steps = found
+            moments.append(first_moments(engine) if plan.config.train.precision == "fp32" else {})
+        return {"losses": steps.losses, "norms": steps.norms, "gradients": _gradients(moments), "frozen": _frozen(engine.tensors())}
+
+
+def _gradients(moments: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    """Gradients of each step from Adam's first moments after them."""
+    before = [{name: torch.zeros_like(moment) for name, moment in moments[0].items()}, *moments]
+    return [{name: (m - BETAS[0] * old[name]) / (1 - BETAS[0]) for name, m in new.items()} for old, new in zip(before, moments, strict=False)]
+
+
+def _frozen(tensors: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors if tensor is not None}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Steps with adapters equal those of peft in a plain loop, at every ZeRO stage, and the base stays as it was."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from ds_finetune.config import LoraConfig
+from ds_finetune.selftest.cells import Cell
+from ds_finetune.selftest.plain import adamw, plain_steps
+from tests.lora_twin import adapted, by_our_names, in_peft, write_adapter_of
+from tests.parity.lora_worker import LORA, STEPS
+from tests.parity.reference import GRADIENT_TOLERANCE, LOSS_TOLERANCE, WORLDS, found, relative
+from tests.running import start, torchrun
+
+pytest.importorskip("peft", reason="peft is not installed")
+WORKER = Path(__file__).with_name("lora_worker.py")
+CLIP = 0.5
+CLIPPED = [Cell(family, stage, 2, True, max_grad_norm=CLIP, checkpointing=True) for family in ("deepseek_v3", "llama") for stage in (0, 2, 3)]
+CELLS = [cell for cell in CLIPPED if cell.family == "deepseek_v3" or cell.stage == 3]
+MORE = [
+    *(cell for cell in CLIPPED if cell not in CELLS),
+    *(Cell(family, 1, 1, False) for family in ("deepseek_v3", "llama")),
+    *(Cell(family, stage, 4, False) for family in ("deepseek_v2", "qwen2", "qwen3") for stage in (0, 1, 2, 3)),
+    *(Cell(family, stage, 2, True, offload="optimizer") for family in ("deepseek_v3", "llama") for stage in (1, 2, 3)),
+    *(Cell(family, 3, 2, True, offload="param") for family in ("deepseek_v3", "llama")),
+]
+ROUNDED = [Cell("deepseek_v3", stage, 2, True, precision="bf16", checkpointing=True) for stage in (0, 1, 2, 3)]
+
+
+def _pairs(cells: Sequence[Cell]) -> list[Any]:
+    return [pytest.param(cell, world, id=f"{cell.name}-{world}") for cell in cells for world in WORLDS]
+
+
+def _run(cells: Sequence[Cell], models: Path, out: Path) -> Path:
+    for world in WORLDS:
+        (out / "cells.json").write_text(json.dumps([asdict(cell) for cell in cells]))
+        done = start(torchrun(str(WORKER), str(models), str(out), str(out / "cells.json"), ranks=world))
+        assert done.returncode == 0, done.stderr[-9000:]
+    return out
+
+
+@pytest.fixture(scope="module")
+def results(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _run(CELLS, models, tmp_path_factory.mktemp("lora"))
+
+
+@pytest.fixture(scope="module")
+def more_results(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _run([*MORE, *ROUNDED], models, tmp_path_factory.mktemp("lora-more"))
+
+
+@cache
+def _peft_loop(folder: Path, max_grad_norm: float) -> dict[str, Any]:
+    """Losses, norms and the gradients of every step, of peft's model in a plain loop."""
+    base, lora = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), LoraConfig(**LORA)
+    ours = adapted(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), lora, trained=False)
+    write_adapter_of(ours, lora, folder / "adapter", base=folder)
+    names = [name for name, param in ours.named_parameters() if param.requires_grad]
+    gradients: list[dict[str, torch.Tensor]] = []
+
+    def recording(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = adamw(model)
+        trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        optimizer.register_step_pre_hook(
+            lambda *_: gradients.append(by_our_names({name: param.grad.clone() for name, param in trained.items() if param.grad is not None}, names))
+        )
+        return optimizer
+
+    steps = plain_steps(in_peft(base, folder / "adapter", trainable=True), STEPS, max_grad_norm, recording)
+    return {"losses": steps.losses, "norms": steps.norms, "gradients": gradients}
+
+
+def _assert_equals_peft(cell: Cell, result: dict[str, Any], models: Path) -> None:
+    wanted = _peft_loop(models / cell.family, cell.max_grad_norm)
+    assert result["losses"] == pytest.approx(wanted["losses"], abs=LOSS_TOLERANCE)
+    assert result["norms"] == pytest.approx(wanted["norms"], rel=GRADIENT_TOLERANCE)
+    for mine, theirs in zip(result["gradients"], wanted["gradients"], strict=True):
+        assert mine.keys() == theirs.keys()
+        assert not {name: error for name, grad in theirs.items() if (error := relative(mine[name], grad)) > GRADIENT_TOLERANCE}
+    # B is zero at first, so A's gradient shows in the second step.
+    assert all(gradient.norm() > 0 for gradient in result["gradients"][1].values())
+    base = AutoModelForCausalLM.from_pretrained(models / cell.family, dtype=torch.float32).state_dict()
+    assert all(torch.equal(tensor, base[name]) for name, tensor in result["frozen"].items())
+
+
+@pytest.mark.parametrize(("cell", "world"), _pairs(CELLS))
+def test_steps_equal_those_of_peft(cell: Cell, world: int, results: Path, models: Path) -> None:
+    _assert_equals_peft(cell, found(cell, world, results), models)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cell", "world"), _pairs(MORE))
+def test_further_steps_equal_those_of_peft(cell: Cell, world: int, more_results: Path, models: Path) -> None:
+    _assert_equals_peft(cell, found(cell, world, more_results), models)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cell", "world"), _pairs(ROUNDED))
+def test_bf16_follows_fp32(cell: Cell, world: int, more_results: Path, models: Path) -> None:
+    """Weights rounded to bf16 show in the third digit; an adapter left out would show in the second."""
+    result, wanted = found(cell, world, more_results), _peft_loop(models / cell.family, replace(cell, precision="fp32").max_grad_norm)
+    assert result["losses"] == pytest.approx(wanted["losses"], rel=1.5e-2)
+    assert result["norms"] == pytest.approx(wanted["norms"], rel=5e-2)

@@ -1,0 +1,178 @@
+"""An endpoint over an exported folder, asked with the official client; and a conversation in the terminal."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from ds_finetune.cli import main
+from ds_finetune.serve import Address, choose_engine, command_of
+from tests.conftest import ROOT
+from tests.running import start, tiny_task
+
+NEW_TOKENS = 6
+TURNS = ("1969-07-20", "and now?")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An exported folder: random weights, tokenizer and chat template of the demo."""
+    place = tmp_path_factory.mktemp("serve")
+    tiny_task(place)
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(place / "model")).float()
+    model.get_output_embeddings().weight.data.mul_(8.0)
+    shutil.copytree(place / "model", place / "out")
+    model.save_pretrained(place / "out")
+    return place / "out"
+
+
+def _plain_answer(folder: Path, messages: list[dict[str, str]]) -> str:
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS)
+    return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _serving() -> None:
+    for name in ("openai", "fastapi", "uvicorn"):
+        pytest.importorskip(name, reason=f"{name} is not installed (pip install 'ds_finetune[serve]')")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[tuple[int, "subprocess.Popen[str]"]]:
+    """`ds-finetune serve` by transformers, ready; its port and process."""
+    _serving()
+    port = _free_port()
+    (folder / "UNVERIFIED").write_text("not checked yet\n")
+    command = [sys.executable, "-m", "ds_finetune", "serve", str(folder), "--engine", "transformers", "--port", str(port)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    lines: list[str] = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith(("ready: ", "error: ")):
+            break
+    assert lines[-1] == f"ready: http://127.0.0.1:{port}/v1, model `{folder}`, by transformers; Ctrl-C ends it\n", "".join(lines)
+    assert any(line == f"{folder} is UNVERIFIED: not checked yet\n" for line in lines)
+    yield port, process
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+
+
+def _client(port: int) -> Any:
+    from openai import OpenAI
+
+    return OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=60, max_retries=0)
+
+
+def test_the_official_client_gets_the_plain_answer(server: tuple[int, Any], folder: Path) -> None:
+    messages = [{"role": "user", "content": TURNS[0]}]
+    wanted = _plain_answer(folder, messages)
+    client = _client(server[0])
+    asked = {"model": str(folder), "messages": messages, "max_tokens": NEW_TOKENS, "temperature": 0}
+    assert client.chat.completions.create(**asked).choices[0].message.content == wanted
+    pieces = [part.choices[0].delta.content or "" for part in client.chat.completions.create(**asked, stream=True) if part.choices]
+    assert "".join(pieces) == wanted
+    assert len([piece for piece in pieces if piece]) > 1
+    assert client.models.list().object == "list"
+
+
+def test_only_this_machine_is_served(server: tuple[int, Any]) -> None:
+    listening = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if line.split()[3] == "0A"]
+    assert [place.split(":")[0] for place in listening if int(place.split(":")[1], 16) == server[0]] == ["0100007F"]
+
+
+def test_a_taken_port_is_refused(server: tuple[int, Any], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", str(folder), "--engine", "transformers", "--port", str(server[0])]) == 2
+    assert f"cannot listen on 127.0.0.1 port {server[0]}" in capsys.readouterr().err
+
+
+def _descendants(pid: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (entry / "stat").is_file():
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            found += [int(entry.name), *_descendants(int(entry.name))] if parent == pid else []
+    return found
+
+
+def test_a_signal_ends_it_and_leaves_nothing(server: tuple[int, "subprocess.Popen[str]"]) -> None:
+    """Last of the tests that need the server."""
+    port, process = server
+    children = _descendants(process.pid)
+    assert children
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout is not None
+    assert process.stdout.read().endswith("stopped\n")
+    assert process.wait(60) == 0
+    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port))
+
+
+def test_a_server_that_ends_by_itself_is_an_error(folder: Path, tmp_path: Path) -> None:
+    _serving()
+    shutil.copytree(folder, tmp_path / "broken")
+    (tmp_path / "broken" / "model.safetensors").write_bytes(b"x")
+    began = time.monotonic()
+    done = start(
+        [sys.executable, "-m", "ds_finetune", "serve", str(tmp_path / "broken"), "--port", str(_free_port())],
+        {"PYTHONPATH": os.environ.get("PYTHONPATH", str(ROOT))},
+    )
+    assert done.returncode == 2
+    assert "the server ended by itself with exit code" in done.stderr
+    assert time.monotonic() - began < 120
+
+
+def test_engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["serve", str(tmp_path)]) == 2
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["serve", str(tmp_path), "--engine", "vllm"]) == 2
+    assert "there is no `vllm` on the path" in capsys.readouterr().err
+    (tmp_path / "vllm").write_text("#!/bin/sh\n")
+    (tmp_path / "vllm").chmod(0o755)
+    assert choose_engine("vllm") == "vllm"
+    command = command_of("vllm", tmp_path, Address("::", 81))
+    assert command == ["vllm", "serve", str(tmp_path), "--served-model-name", str(tmp_path), "--host", "::", "--port", "81"]
+    assert Address("::", 81).url == "http://[::1]:81"
+
+
+def test_a_conversation_keeps_what_was_said(folder: Path) -> None:
+    command = [sys.executable, "-m", "ds_finetune", "chat", str(folder), "--max-new-tokens", str(NEW_TOKENS)]
+    done = subprocess.run(command, cwd=ROOT, input="\n".join((*TURNS, "", "exit", "never asked")), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    messages: list[dict[str, str]] = []
+    answers = []
+    for turn in TURNS:
+        messages.append({"role": "user", "content": turn})
+        answers.append(_plain_answer(folder, messages))
+        messages.append({"role": "assistant", "content": answers[-1]})
+    assert answers[0] != answers[1]
+    assert done.stdout == f"`exit` ends it\n> {answers[0]}\n> {answers[1]}\n> > "
+
+
+def test_a_folder_without_a_template_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(folder, tmp_path / "plain")
+    (tmp_path / "plain" / "chat_template.jinja").unlink()
+    assert main(["chat", str(tmp_path / "plain")]) == 2
+    assert "has no chat template" in capsys.readouterr().err
