@@ -136,6 +136,8 @@ def _export(arguments: argparse.Namespace) -> None:
     )
     size = f"{exported.num_tensors} tensors, {exported.num_bytes / 2**30:.2f} GiB"
     OUT.print(f"wrote {exported.folder}: {size} in {exported.seconds:.1f} s", markup=False)
+    for note in exported.notes:
+        show_line(note)
     if arguments.verify:
         _verify([exported.folder], arguments.base)
 
@@ -227,7 +229,9 @@ def _parser() -> argparse.ArgumentParser:
     bench = _run_command(commands, "bench", "time the step against a plain PyTorch loop on the same documents", _bench)
     bench.add_argument("--steps", type=int, default=5, help="timed steps of each (default 5)")
     _selftest_command(commands.add_parser("selftest", help="hold layouts against a plain loop on the machines at hand", allow_abbrev=False))
-    _export_command(commands.add_parser("export", help="convert a checkpoint to a folder for others", allow_abbrev=False))
+    _export_command(
+        commands.add_parser("export", help="convert a run, a checkpoint, an adapter or a model to a folder for others", allow_abbrev=False)
+    )
     _checkpoint_commands(commands.add_parser("checkpoint", help="look at checkpoints").add_subparsers(required=True, metavar="WHAT"))
     add_commands(commands)
     demo = commands.add_parser("demo", help="write the embedded example (model config, tokenizer, data, run file) to a folder")
@@ -238,13 +242,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _export_command(export: argparse.ArgumentParser) -> None:
     which = export.add_mutually_exclusive_group(required=True)
-    which.add_argument("source", metavar="SOURCE", nargs="?", help="a run, a checkpoint or an adapter; for onnx also a Hugging Face folder")
+    which.add_argument("source", metavar="SOURCE", nargs="?", help="folder of a run, a checkpoint (ours or DeepSpeed's), an adapter or a model")
     which.add_argument("--check", metavar="OUT", help="hold an exported folder against its record again")
     export.add_argument("out", metavar="OUT", nargs="?", help="folder to write, new or empty")
     export.add_argument("--format", choices=("safetensors", "onnx"), default="safetensors", help="what OUT is for (default safetensors)")
-    export.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="dtype of the weights (default bf16, for onnx fp32)")
+    export.add_argument("--dtype", choices=("bf16", "fp16", "fp32", "fp8"), help="dtype of the weights (default bf16, for onnx fp32)")
     export.add_argument("--max-shard-size", help="largest safetensors file (default 5GB)")
-    export.add_argument("--base", metavar="FOLDER", help="folder with config.json and tokenizer, where SOURCE has none")
+    export.add_argument("--base", metavar="FOLDER", help="folder of the model that was trained: config.json, tokenizer, untouched weights")
     export.add_argument("--no-cache", action="store_true", help="onnx: a graph without past keys and values")
     export.add_argument("--no-verify", dest="verify", action="store_false", help="do not load OUT in a fresh process; it stays marked UNVERIFIED")
     export.set_defaults(command=_export)

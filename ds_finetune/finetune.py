@@ -18,7 +18,10 @@ from ds_finetune.data.stream import START, StreamedRows, streaming_batches
 from ds_finetune.engine.core import Engine, EvalResult, Limits
 from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.engine.start import DTYPES, start_engine
+from ds_finetune.errors import OutputError, RunError
 from ds_finetune.export.adapter import write_adapter
+from ds_finetune.export.base import Base, counted
+from ds_finetune.export.convert import read_model_spec
 from ds_finetune.export.folder import TOKENIZER_FILES, FolderParts, parse_bytes, write_folder
 from ds_finetune.export.record import RECORD, UNVERIFIED, Record, kept_logits, prompts_of
 from ds_finetune.export.verify import Verdict, verify
@@ -26,6 +29,7 @@ from ds_finetune.loop import BEGINNING, Progress, run, training_steps
 from ds_finetune.material import Material, gather_material
 from ds_finetune.model.build import read_hf_config
 from ds_finetune.model.families import family_of
+from ds_finetune.model.hub_folder import has_weights
 from ds_finetune.model.lora import Factors, chosen_targets, factors_of, lora_lines, merged
 from ds_finetune.model.stages import stages_of
 from ds_finetune.observers.checkpointing import Checkpointing, Kept
@@ -92,7 +96,8 @@ def _train_and_export(plan: Plan, material: Material, schedule: LrSchedule, say:
         last, interrupted = train_engine(engine, material, schedule, Keeping(origin, saver, say))
         exports = (Path(plan.config.output_dir) / "export",) if plan.config.export.at_end and not interrupted else ()
         for out in exports:
-            export(engine, material, out, step=origin.progress.step if last is None else last.step)
+            step = origin.progress.step if last is None else last.step
+            export(engine, material, out, say if engine.is_rank_zero else _nothing, step=step)
     return last, interrupted, exports
 
 
@@ -167,7 +172,7 @@ def make_observers(engine: Engine, material: Material, schedule: LrSchedule, kee
     """The observers of a run in the order they see a record; files and lines are rank zero's."""
     config, folder = engine.plan.config, Path(engine.plan.config.output_dir)
     skipped = SkippedSteps(config.train.max_skipped_steps)
-    best = BestAndPatience(config.eval, lambda step: export(engine, material, folder / "export-best", step=step))
+    best = BestAndPatience(config.eval, lambda step: export(engine, material, folder / "export-best", _nothing, step=step))
     observers: list[Observer] = [skipped, *_utilisation(engine.plan, material)]
     remembered: dict[str, Resumable] = {"skipped": skipped}
     if material.held_out is not None:
@@ -233,9 +238,10 @@ def recorded(engine: Engine, material: Material, *, step: int) -> Record:
     )
 
 
-def export(engine: Engine, material: Material, out: Path, *, step: int) -> None:
+def export(engine: Engine, material: Material, out: Path, say: Say, *, step: int) -> None:
     """Write the weights as they are now, after `step` steps, to the Hugging Face folder `out`; every rank takes part, rank zero writes.
 
+    Tensors of the model's folder that are not built, e.g. of multi-token prediction, are copied to it and said.
     Adapters are added to the weights, and written in peft's format to a folder beside `out`: `adapter` or `adapter-best`.
     """
     config = engine.plan.config
@@ -249,8 +255,17 @@ def export(engine: Engine, material: Material, out: Path, *, step: int) -> None:
         files=tuple(path for name, path in beside.items() if path.name == name),
         texts={name: path.read_text(encoding="utf-8") for name, path in beside.items() if path.name != name},
     )
+    if config.model.weights == "load" and has_weights(material.folder):
+        parts, notes = Base.read(material.folder, read_model_spec(material.folder)).carried(parts)
+        for note in notes:
+            say(note)
+    for note in counted(parts, (tensor.key for copied in parts.carried for tensor in copied.tensors)):
+        say(note)
     factors = _exported_adapters(engine, material, out.with_name(out.name.replace("export", "adapter")), config.lora) if config.lora else {}
-    write_folder(merged(engine.tensors(), factors), engine.tensor_specs(), out, parts, max_shard_bytes=parse_bytes(config.export.max_shard_size))
+    try:
+        write_folder(merged(engine.tensors(), factors), engine.tensor_specs(), out, parts, max_shard_bytes=parse_bytes(config.export.max_shard_size))
+    except OutputError as full:
+        raise RunError(f"{full.message}; the run is done up to its export", hint=full.hint) from full
 
 
 def _exported_adapters(engine: Engine, material: Material, out: Path, lora: LoraConfig) -> dict[str, Factors]:

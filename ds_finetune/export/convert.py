@@ -1,13 +1,14 @@
 """A checkpoint to a Hugging Face folder in bounded pieces: checked against the model's class, cast, written where each piece belongs."""
 
 import math
-import re
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -16,13 +17,24 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_finetune.errors import ExportError
 from ds_finetune.export.folder import FolderParts, folder_writer
-from ds_finetune.export.shards import ShardWriter
-from ds_finetune.model.families import Family, family_of
+from ds_finetune.export.shards import HubTensor, ShardWriter
+from ds_finetune.model.families import family_of
+from ds_finetune.model.fp8 import BLOCK, FP8, SCALE, check_readable, is_quantised, quantise, quantise_like, scale_shape
 from ds_finetune.model.names import differences, hub_pieces
 
-_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 CHUNK_NUMEL = 2**20
 """Elements read, cast and written at a time by each thread: 4 MiB of fp32, which caches still hold when they are cast."""
+
+_COLUMNS = 16 * BLOCK
+"""Columns that are quantised at a time."""
+
+_WORKERS_PER_CORE, _MOST_WORKERS = 2, 16
+"""Threads that each hold a chunk: while some wait for the disk, others cast; beyond the limit one disk gains nothing."""
+
+
+def workers() -> int:
+    """Threads of a conversion on this machine."""
+    return min(_WORKERS_PER_CORE * len(os.sched_getaffinity(0)), _MOST_WORKERS)
 
 
 class TensorSource(Protocol):
@@ -53,14 +65,27 @@ class ModelSpec:
 
     architecture: str
     model_type: str
+    layers: int
     shapes: Mapping[str, tuple[int, ...]]
     tied: Mapping[str, str]
+
+    def published(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of its tensors in a published checkpoint."""
+        family = family_of(self.model_type)
+        return {piece.key: piece.shape for name, shape in self.shapes.items() for piece in hub_pieces(name, shape, family)}
+
+    def may_leave(self, key: str) -> bool:
+        """Whether a checkpoint tensor may be there that the model does not build, e.g. of a multi-token prediction layer."""
+        return family_of(self.model_type).may_leave(key, layers=self.layers)
 
 
 def read_model_spec(folder: Path) -> ModelSpec:
     """The causal LM of `folder`/config.json, built on the meta device; ExportError where transformers has none. No code of the folder is run."""
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        if getattr(config, "quantization_config", None) is not None:
+            check_readable(config.quantization_config, f"{folder}/config.json", ExportError)
+            del config.quantization_config
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except (ValueError, OSError) as unknown:
@@ -71,54 +96,54 @@ def read_model_spec(folder: Path) -> ModelSpec:
     tied = {name: owners[id(param)] for name, param in model.named_parameters(remove_duplicate=False) if name not in once}
     state = model.state_dict().keys()
     shapes = {name: tuple(tensor.shape) for name, tensor in (*once.items(), *model.named_buffers()) if name in state}
-    return ModelSpec(type(model).__name__, str(config.model_type), shapes, tied)
+    return ModelSpec(type(model).__name__, str(config.model_type), int(config.num_hidden_layers), shapes, tied)
 
 
 @dataclass(frozen=True)
-class _Fitted:
-    """A source with exactly the tensors of a model, in its order."""
+class Selected:
+    """Some tensors of a source, in an order of their own."""
 
     source: TensorSource
     shapes: Mapping[str, tuple[int, ...]]
 
     @property
     def fp32_names(self) -> Collection[str]:
+        """Those of the source."""
         return self.source.fp32_names
 
     def read(self, name: str, start: int, numel: int) -> torch.Tensor:
+        """Elements [start, start + numel) of the flattened tensor, as the source gives them."""
         return self.source.read(name, start, numel)
 
 
 def fitted(source: TensorSource, spec: ModelSpec, *, label: str) -> TensorSource:
-    """`source` with exactly the tensors of `spec` in its order; ExportError lists what is missing, unexpected or of another shape.
+    """`source` with the tensors of `spec` in its order, then those that the model does not build and may be there.
 
-    Names may also be those of published checkpoints (transformers 4 names one expert at a time). A tied tensor may be
-    absent; where it is there, it must equal the tensor it is tied to, and is left out. Layers beyond the last one, which
-    the class does not build, are carried over.
+    ExportError lists what is missing, unexpected or of another shape. Names may also be those of published checkpoints
+    (transformers 4 names one expert at a time). A tied tensor may be absent; where it is there, it must equal the tensor
+    it is tied to, and is left out.
     """
-    family = family_of(spec.model_type)
-    carried = {name: shape for name, shape in source.shapes.items() if family.drops_layers_beyond and _is_beyond(name, spec)}
-    left_out = {name for name in source.shapes if any(re.search(pattern, name) for pattern in family.may_be_unexpected)}
-    found = {name: shape for name, shape in source.shapes.items() if name not in spec.tied.keys() | carried.keys() | left_out}
-    published = {p.key: p.shape for name, shape in spec.shapes.items() for p in hub_pieces(name, shape, family)}
+    left = {name: shape for name, shape in source.shapes.items() if name not in spec.tied and spec.may_leave(name)}
+    found = {name: shape for name, shape in source.shapes.items() if name not in spec.tied and name not in left}
+    published = spec.published()
     wanted = published if len(published.keys() ^ found.keys()) < len(spec.shapes.keys() ^ found.keys()) else spec.shapes
     wrong = differences(wanted, found)
     if wrong:
-        raise ExportError(f"{label} does not fit {spec.architecture}: {wrong}", hint="name the folder of the model it was trained from by --base")
+        raise ExportError(f"{label} does not fit {spec.architecture}: {wrong}", hint=_way_out(wanted, found))
     for name, owner in spec.tied.items():
         if name in source.shapes and not _is_equal(source, name, owner):
             raise ExportError(
                 f"{label}: `{name}` differs from `{owner}`, to which the config ties it",
                 hint="untie them: tie_word_embeddings false in config.json",
             )
-    return _Fitted(source, {**wanted, **carried})
+    return Selected(source, {**wanted, **left})
 
 
-def _is_beyond(name: str, spec: ModelSpec) -> bool:
-    """Whether a tensor is of a layer after the last one that the class builds, as those of multi-token prediction are."""
-    layers = {int(found[1]) for found in map(_LAYER.match, spec.shapes) if found}
-    found = _LAYER.match(name)
-    return found is not None and int(found[1]) > max(layers)
+def _way_out(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> str:
+    embedding = next((name for name in wanted if name.endswith("embed_tokens.weight")), "")
+    if embedding and wanted[embedding][1:] == found.get(embedding, ())[1:] and wanted[embedding] != found[embedding]:
+        return f"its vocabulary has {found[embedding][0]} rows: the config.json that is used must say `vocab_size` {found[embedding][0]}"
+    return "name the folder of the model it was trained from by --base"
 
 
 def _is_equal(source: TensorSource, name: str, other: str) -> bool:
@@ -129,59 +154,135 @@ def _is_equal(source: TensorSource, name: str, other: str) -> bool:
     return all(torch.equal(source.read(name, *part).clone(), source.read(other, *part)) for part in parts)
 
 
-def write_from(source: TensorSource, out: Path, parts: FolderParts, *, max_shard_bytes: int, workers: int) -> None:
-    """Write every tensor of `source` as `parts.dtype` (fp32 for `fp32_names`), and `parts`, to `out`, which appears only when complete.
+class Blocks:
+    """How many FP8 blocks were written, and how many of them with the bytes of a base; counted from any thread."""
 
-    `workers` threads each hold one chunk of `CHUNK_NUMEL` elements, read and cast, whatever the size of tensors and files.
-    A NaN or infinity, also one that the cast makes, is an ExportError naming the tensor.
+    def __init__(self) -> None:
+        self.written = self.kept = 0
+        self._lock = threading.Lock()
+
+    def count(self, written: int, kept: int) -> None:
+        """Add to both."""
+        with self._lock:
+            self.written, self.kept = self.written + written, self.kept + kept
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """All tensors of `source` in the dtypes of `parts`, by so many threads: `parts.dtype`, fp32 for `fp32_names`, FP8 blocks for linear weights.
+
+    A block whose numbers are those of `parts.fp8_base` keeps its bytes there.
     """
-    dtypes = {name: torch.float32 if name in source.fp32_names else parts.dtype for name in source.shapes}
-    specs = {name: torch.empty(shape, dtype=dtypes[name], device="meta") for name, shape in source.shapes.items()}
-    with folder_writer(specs, out, parts, max_shard_bytes=max_shard_bytes) as writer, _one_thread_each():
-        _in_threads(_Copier(source, writer).copy, _chunks(specs, parts.family), workers)
+
+    source: TensorSource
+    parts: FolderParts
+    workers: int
+    blocks: Blocks = field(default_factory=Blocks)
+
+    @cached_property
+    def tensors(self) -> tuple[HubTensor, ...]:
+        """What will be written, in order."""
+        return tuple(tensor for name, shape in self.source.shapes.items() for tensor in self._hub_tensors(name, shape))
+
+    def copy_to(self, writer: ShardWriter) -> None:
+        """Write all of them, each thread with one chunk or one row of blocks at a time.
+
+        A NaN or infinity, also one that the cast makes, is an ExportError naming the tensor.
+        """
+        with _one_thread_each():
+            _in_threads(_Copier(self, writer).copy, self._chunks(), self.workers)
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """What a tensor that is not in FP8 is written as."""
+        return torch.float32 if name in self.source.fp32_names else self.parts.dtype
+
+    def _hub_tensors(self, name: str, shape: tuple[int, ...]) -> Iterator[HubTensor]:
+        for piece in hub_pieces(name, shape, self.parts.family):
+            if self.parts.is_fp8 and is_quantised(piece.key, piece.shape):
+                yield HubTensor(piece.key, piece.shape, FP8)
+                yield HubTensor(piece.key + SCALE, scale_shape(piece.shape), torch.float32)
+            else:
+                yield HubTensor(piece.key, piece.shape, self.dtype_of(name))
+
+    def _chunks(self) -> Iterator["_Chunk"]:
+        for name, shape in self.source.shapes.items():
+            for piece in hub_pieces(name, shape, self.parts.family):
+                begin, numel = piece.first_element(shape), math.prod(piece.shape)
+                is_blocks = self.parts.is_fp8 and is_quantised(piece.key, piece.shape)
+                size = BLOCK * piece.shape[1] if is_blocks else CHUNK_NUMEL
+                columns = piece.shape[1] if is_blocks else 0
+                for start in range(0, numel, size):
+                    yield _Chunk(name, begin, piece.key, start, min(size, numel - start), columns)
+
+
+def write_from(source: TensorSource, out: Path, parts: FolderParts, *, max_shard_bytes: int, workers: int) -> Blocks:
+    """Write every tensor of `source` as `parts` says, and `parts`, to `out`, which appears only when complete.
+
+    `workers` threads each hold one chunk of `CHUNK_NUMEL` elements or 128 rows, read and cast, whatever the size of tensors
+    and files. A NaN or infinity, also one that the cast makes, is an ExportError naming the tensor.
+    """
+    conversion = Conversion(source, parts, workers)
+    with folder_writer(conversion.tensors, out, parts, max_shard_bytes=max_shard_bytes) as writer:
+        conversion.copy_to(writer)
+    return conversion.blocks
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Elements `start` to `start + numel` of the hub tensor `key`, whose first element is the model tensor `name`'s element `begin`."""
+    """Elements `start` to `start + numel` of the hub tensor `key`, whose first element is the model tensor `name`'s element `begin`.
+
+    A row of blocks, to be quantised, where it has `columns`.
+    """
 
     name: str
     begin: int
     key: str
     start: int
     numel: int
-    dtype: torch.dtype
-
-
-def _chunks(specs: Mapping[str, torch.Tensor], family: Family) -> Iterator[_Chunk]:
-    for name, spec in specs.items():
-        shape = tuple(spec.shape)
-        for piece in hub_pieces(name, shape, family):
-            begin, numel = piece.first_element(shape), math.prod(piece.shape)
-            for start in range(0, numel, CHUNK_NUMEL):
-                yield _Chunk(name, begin, piece.key, start, min(CHUNK_NUMEL, numel - start), spec.dtype)
+    columns: int
 
 
 class _Copier(threading.local):
     """Reads, casts and writes a chunk; each thread that uses it has a buffer of its own for the cast."""
 
-    def __init__(self, source: TensorSource, writer: ShardWriter) -> None:
-        self._source, self._writer = source, writer
+    def __init__(self, conversion: Conversion, writer: ShardWriter) -> None:
+        self._conversion, self._writer = conversion, writer
         self._buffer = torch.empty(0)
 
     def copy(self, chunk: _Chunk) -> None:
         """Do one chunk."""
-        flat = self._source.read(chunk.name, chunk.begin + chunk.start, chunk.numel)
+        flat = self._conversion.source.read(chunk.name, chunk.begin + chunk.start, chunk.numel)
         assert flat.shape == (chunk.numel,), (chunk, flat.shape)
-        cast = self._cast(flat, chunk.dtype)
-        low, high = torch.aminmax(cast)
-        if not (torch.isfinite(low) and torch.isfinite(high)):
-            is_read = bool(torch.isfinite(flat).all())
-            raise ExportError(
-                f"tensor `{chunk.key}` holds NaN or infinity {f'as {chunk.dtype}' if is_read else 'in the checkpoint'}",
-                hint="export with --dtype bf16 or fp32" if is_read else "the run diverged before this checkpoint; export an older one",
-            )
+        if chunk.columns:
+            _check_finite(chunk, flat, flat)
+            self._quantise(chunk, flat.view(-1, chunk.columns))
+            return
+        cast = self._cast(flat, self._conversion.dtype_of(chunk.name))
+        _check_finite(chunk, flat, cast)
         self._writer.write(chunk.key, chunk.start, cast)
+
+    def _quantise(self, chunk: _Chunk, values: torch.Tensor) -> None:
+        """Write a row of blocks [rows, columns] and its scales, some columns at a time, so that little is held as fp32."""
+        row = chunk.start // chunk.columns
+        known = self._known(chunk.key, row, row + len(values))
+        made, scale = torch.empty(values.shape, dtype=FP8), torch.empty(scale_shape(values.shape)[1])
+        kept = 0
+        for first in range(0, chunk.columns, _COLUMNS):
+            columns, blocks = slice(first, first + _COLUMNS), slice(first // BLOCK, (first + _COLUMNS) // BLOCK)
+            part = values[:, columns].float()
+            if known is None:
+                made[:, columns], scale[blocks] = quantise(part)
+            else:
+                made[:, columns], scale[blocks], same = quantise_like(part, known[0][:, columns], known[1][blocks])
+                kept += int(same.sum())
+        self._writer.write(chunk.key, chunk.start, made.view(-1))
+        self._writer.write(chunk.key + SCALE, row // BLOCK * len(scale), scale)
+        self._conversion.blocks.count(len(scale), kept)
+
+    def _known(self, key: str, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Bytes and scales of a row of blocks in the base, where it has them."""
+        base = self._conversion.parts.fp8_base
+        return (base.stored_rows(key, first, last), base.scales(key, first, last)[0]) if base is not None and base.is_fp8(key) else None
 
     def _cast(self, flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if flat.dtype == dtype:
@@ -189,6 +290,16 @@ class _Copier(threading.local):
         if self._buffer.dtype != dtype or self._buffer.numel() < flat.numel():
             self._buffer = torch.empty(flat.numel(), dtype=dtype)
         return self._buffer[: flat.numel()].copy_(flat)
+
+
+def _check_finite(chunk: _Chunk, flat: torch.Tensor, cast: torch.Tensor) -> None:
+    low, high = torch.aminmax(cast)
+    if not (torch.isfinite(low) and torch.isfinite(high)):
+        is_read = bool(torch.isfinite(flat).all())
+        raise ExportError(
+            f"tensor `{chunk.key}` holds NaN or infinity {f'as {cast.dtype}' if is_read else 'in the checkpoint'}",
+            hint="export with --dtype bf16 or fp32" if is_read else "the run diverged before this checkpoint; export an older one",
+        )
 
 
 def _in_threads(work: Callable[[_Chunk], None], chunks: Iterable[_Chunk], workers: int) -> None:

@@ -4,18 +4,21 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ds_finetune.errors import ConfigError, ExportError
+from ds_finetune.export.model_config import served_config
 from ds_finetune.export.record import Record, mark_unchecked
-from ds_finetune.export.shards import HubTensor, ShardWriter, plan_shards, synchronise
+from ds_finetune.export.shards import HubTensor, ShardWriter, plan_shards, said, synchronise
 from ds_finetune.model.families import Family
+from ds_finetune.model.fp8 import QUANTIZATION_CONFIG
+from ds_finetune.model.hub_folder import HubFolder
 from ds_finetune.model.names import hub_pieces
 
 TOKENIZER_FILES = (
@@ -44,11 +47,31 @@ class FolderParts:
     config: dict[str, Any]
     architecture: str
     dtype: torch.dtype
+    """Of every tensor but those that stay fp32 and, where `is_fp8`, the linear weights."""
     files: tuple[Path, ...]
+    is_fp8: bool = False
+    """Whether linear weights are in FP8 blocks."""
+    fp8_base: HubFolder | None = None
+    """A folder in FP8 whose bytes blocks keep that hold its numbers still."""
+    carried: Iterable["Copied"] = ()
+    """Tensors of the base that the model does not build, copied when the model's own are written."""
     record: Record | None = None
     """What the folder will be held against; None writes no record."""
     texts: dict[str, str] = field(default_factory=dict)
     """Further files by name, e.g. a generation config made from the tokenizer or a chat template given in the run file."""
+
+
+class Copied(Protocol):
+    """Tensors that copy themselves into a folder that is being written."""
+
+    @property
+    def tensors(self) -> Iterable[HubTensor]:
+        """Names, shapes and dtypes of what will be written, in order."""
+        ...
+
+    def copy_to(self, writer: ShardWriter) -> None:
+        """Write all of them."""
+        ...
 
 
 def parse_bytes(text: str, *, name: str = "export.max_shard_size") -> int:
@@ -69,7 +92,7 @@ def write_folder(tensors: Iterable[tuple[str, torch.Tensor | None]], specs: Spec
         writer: ShardWriter | None = None
         for name, tensor in tensors:
             if tensor is not None:
-                writer = writer or stack.enter_context(folder_writer(specs, out, parts, max_shard_bytes=max_shard_bytes))
+                writer = writer or stack.enter_context(folder_writer(_pieces(specs, parts.family), out, parts, max_shard_bytes=max_shard_bytes))
                 _write_whole(writer, name, tensor, specs[name], parts.family)
             # The next tensor is gathered before this name is bound to it.
             del tensor
@@ -87,38 +110,48 @@ def _write_whole(writer: ShardWriter, name: str, tensor: torch.Tensor, spec: tor
         writer.write(piece.key, 0, flat[begin : begin + math.prod(piece.shape)])
 
 
-@contextmanager
-def folder_writer(specs: Specs, out: Path, parts: FolderParts, *, max_shard_bytes: int) -> Iterator[ShardWriter]:
-    """The writer of the hub tensors that `specs` become; when the context closes without an error, `out` is whole and has its name.
+def _pieces(specs: Specs, family: Family) -> Iterator[HubTensor]:
+    return (HubTensor(p.key, p.shape, spec.dtype) for name, spec in specs.items() for p in hub_pieces(name, tuple(spec.shape), family))
 
-    Everything is written to `out`.partial and synchronised to the disk before it takes the place of an older `out`.
+
+@contextmanager
+def folder_writer(tensors: Iterable[HubTensor], out: Path, parts: FolderParts, *, max_shard_bytes: int) -> Iterator[ShardWriter]:
+    """The writer of `tensors`, beside those that `parts` carries over; when the context closes without an error, `out` is whole and has its name.
+
+    Everything is written to `out`.partial and synchronised to the disk before it takes the place of an older `out`; after an
+    error, e.g. OutputError where the disk is full, nothing of it is left.
     """
-    hub = (HubTensor(p.key, p.shape, spec.dtype) for name, spec in specs.items() for p in hub_pieces(name, tuple(spec.shape), parts.family))
-    shards = plan_shards(hub, max_shard_bytes)
+    hub = [*tensors, *(tensor for copied in parts.carried for tensor in copied.tensors)]
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    with closing(ShardWriter(partial, shards)) as writer:
-        yield writer
-        writer.finish()
-    _write_beside(partial, parts)
-    if parts.record is not None:
-        parts.record.with_digests(writer.digests()).write(partial)
-        mark_unchecked(partial)
-    for path in (*partial.iterdir(), partial):
-        synchronise(path)
-    shutil.rmtree(out, ignore_errors=True)
-    partial.rename(out)
-    synchronise(out.parent)
+    with said(partial):
+        partial.mkdir(parents=True)
+    try:
+        with closing(ShardWriter(partial, plan_shards(hub, max_shard_bytes))) as writer:
+            yield writer
+            for copied in parts.carried:
+                copied.copy_to(writer)
+            writer.finish()
+        with said(partial):
+            _write_beside(partial, parts, [tensor.key for tensor in hub])
+            if parts.record is not None:
+                parts.record.with_digests(writer.digests()).write(partial)
+                mark_unchecked(partial)
+            for path in (*partial.iterdir(), partial):
+                synchronise(path)
+        shutil.rmtree(out, ignore_errors=True)
+        partial.rename(out)
+        synchronise(out.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write_beside(folder: Path, parts: FolderParts) -> None:
-    config = dict(parts.config)
-    config.pop("quantization_config", None)
+def _write_beside(folder: Path, parts: FolderParts, keys: Collection[str]) -> None:
+    config = served_config(parts.config, parts.family, keys)
     config.setdefault("architectures", [parts.architecture])
     config["dtype" if "dtype" in config and "torch_dtype" not in config else "torch_dtype"] = _DTYPE_NAMES[parts.dtype]
-    for key, value in parts.family.export_config.items():
-        config.setdefault(key, value)
+    if parts.is_fp8:
+        config["quantization_config"] = dict(QUANTIZATION_CONFIG)
     (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     for file in parts.files:
         shutil.copyfile(file, folder / file.name)

@@ -30,6 +30,7 @@ DTYPES = {"fp32": "float32", "fp16": "float16"}
 _PACKAGES = ("onnx", "onnxruntime")
 _SHARD_BYTES = 5 * 10**9
 _GIB = 2**30
+_PLAIN_COPY = "make a bf16 copy of it first, where it is in FP8 blocks by `ds-finetune export SOURCE COPY`"
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
 
 
@@ -138,7 +139,7 @@ def _skeleton(folder: Path) -> PreTrainedModel:
         raise ExportError(f"{folder}/config.json: {str(unknown).splitlines()[0]}", hint="name the folder of a causal LM") from unknown
     quantized = getattr(config, "quantization_config", None)
     if quantized:
-        raise ExportError(f"{folder} is quantized ({quantized.get('quant_method')})", hint="make a bf16 copy of it first")
+        raise ExportError(f"{folder} is quantized ({quantized.get('quant_method')})", hint=_PLAIN_COPY)
     check_config(config)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
@@ -150,10 +151,12 @@ def _write(model: PreTrainedModel, folder: Path, aside: Path, dtype: str, with_c
     from ds_finetune.export.onnx_decoder import decoder_graph
     from ds_finetune.export.onnx_graph import write_model
 
-    with open_weights(model, folder, family=family_of(model.config.model_type)) as files:
-        graph, ends = decoder_graph(model, lambda key: files.slice_of(key)[...], dtype=np.dtype(DTYPES[dtype]), with_cache=with_cache)
-        check_disk(aside, sum(weight.num_bytes for weight in graph.weights.values()))
-        write_model(graph, ends, aside, inline_bytes=INLINE_BYTES)
+    hub = open_weights(model, folder, family=family_of(model.config.model_type))
+    if hub.has_fp8:
+        raise ExportError(f"{folder} holds FP8 tensors and its config.json does not say so", hint=_PLAIN_COPY)
+    graph, ends = decoder_graph(model, hub.whole, dtype=np.dtype(DTYPES[dtype]), with_cache=with_cache)
+    check_disk(aside, sum(weight.num_bytes for weight in graph.weights.values()))
+    write_model(graph, ends, aside, inline_bytes=INLINE_BYTES)
     for name in ("config.json", *BESIDE):
         if (folder / name).is_file():
             shutil.copyfile(folder / name, aside / name)

@@ -4,20 +4,20 @@ import json
 import math
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import xxhash
 
-from ds_finetune.errors import ExportError
+from ds_finetune.errors import ExportError, OutputError
 from ds_finetune.export.record import Digest
+from ds_finetune.model.hub_folder import INDEX
 
-DTYPE_CODES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+DTYPE_CODES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float8_e4m3fn: "F8_E4M3"}
 """The names safetensors gives the dtypes that are written here."""
-INDEX = "model.safetensors.index.json"
-"""The file that says which tensor is in which shard."""
 _SHOWN = 5
 _RELEASE_BYTES = 64 * 2**20
 """How much is written to a file before its pages are given back to the system."""
@@ -114,13 +114,20 @@ class ShardWriter:
         for file in self._files:
             for tensor, begin in file.layout():
                 if not tensor.numel:
-                    raise ExportError(f"tensor `{tensor.key}` has shape {tensor.shape}, without an element", hint="please report this")
+                    raise ExportError(
+                        f"tensor `{tensor.key}` has shape {tensor.shape}, without an element",
+                        hint="the folder it comes from is damaged, or it was not gathered",
+                    )
                 assert tensor.key not in self._places, tensor.key
                 self._places[tensor.key] = _Place(tensor, file, begin)
 
     def write(self, key: str, start: int, flat: torch.Tensor) -> None:
         """Write `flat` (1-D, contiguous, on the CPU, of the planned dtype) as the elements from `start` of the row-major tensor `key`."""
         place = self._places[key]
+        with said(self._folder):
+            self._write(place, key, start, flat)
+
+    def _write(self, place: _Place, key: str, start: int, flat: torch.Tensor) -> None:
         tensor = place.tensor
         assert flat.dim() == 1, (key, flat.shape)
         assert flat.dtype == tensor.dtype, (key, flat.dtype, tensor.dtype)
@@ -146,7 +153,8 @@ class ShardWriter:
         if len(self._shards) > 1:
             weight_map = {tensor.key: shard.name for shard in self._shards for tensor in shard.tensors}
             index = {"metadata": {"total_size": sum(shard.data_bytes for shard in self._shards)}, "weight_map": dict(sorted(weight_map.items()))}
-            (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            with said(self._folder):
+                (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def digests(self) -> dict[str, Digest]:
         """Sum of what was given to `write`, by tensor."""
@@ -226,6 +234,15 @@ class _File:
         text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text
+
+
+@contextmanager
+def said(folder: Path) -> Iterator[None]:
+    """OutputError where the system takes no more of what is written to `folder`, e.g. because the disk is full."""
+    try:
+        yield
+    except OSError as refused:
+        raise OutputError(f"{folder} cannot be written: {refused.strerror}", hint="free some space, or name another folder") from refused
 
 
 def synchronise(path: Path) -> None:

@@ -1,5 +1,6 @@
 """What a folder given to `export` is: a table of kinds, each recognised by its files and opened as one `TensorSource`."""
 
+import json
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -14,13 +15,14 @@ from ds_finetune.engine.start import DTYPES
 from ds_finetune.errors import ExportError, ModelError
 from ds_finetune.export.adapter import CONFIG as ADAPTER_CONFIG
 from ds_finetune.export.adapter import Merged, PeftAdapter
+from ds_finetune.export.base import HubSource, base_of_run
 from ds_finetune.export.convert import TensorSource, read_model_spec
-from ds_finetune.export.hub import HubFolder
 from ds_finetune.export.native import is_native, read_native
 from ds_finetune.export.parts import CheckpointSource
 from ds_finetune.export.record import RECORD, Record
 from ds_finetune.model.build import resolve_folder
 from ds_finetune.model.families import family_of
+from ds_finetune.model.hub_folder import HubFolder, has_weights
 from ds_finetune.model.lora import Factors, is_adapter, weight_of
 from ds_finetune.model.weights import weights_digest
 
@@ -34,6 +36,16 @@ class Opened:
     texts: Mapping[str, str] = field(default_factory=dict)
     record: Record | None = None
     """Logits that the run had of these very weights, where it kept them."""
+    hub: HubFolder | None = None
+    """The folder that the source has every tensor of, where it is a model, or adapters are added to it."""
+    base: Path | None = None
+    """The folder of the model that it was trained from, where that is known and here."""
+    why_no_base: str = "no --base was given"
+
+    @property
+    def is_model(self) -> bool:
+        """Whether it is a whole model with its own config.json and tokenizer."""
+        return self.hub is not None and self.hub.folder == self.folders[0]
 
 
 @dataclass(frozen=True)
@@ -57,11 +69,11 @@ def open_checkpoint(path: Path, base: Path | None) -> Opened:
     """
     folder = find_checkpoint(path)
     verify(folder, workers=os.cpu_count() or 1)
-    source = CheckpointSource(folder)
+    state, source = RunState.read(folder), CheckpointSource(folder)
     sides = {weight_of(name): name for name in source.shapes if is_adapter(name)}
     if not sides:
-        return Opened(source, (folder / BASE,), record=_record_of_run(folder))
-    state = RunState.read(folder)
+        found, why = _base_of_run(state)
+        return Opened(source, (folder / BASE,), record=_record_of_run(folder), base=found, why_no_base=why)
     lora, dtype = LoraConfig.model_validate(state.config["lora"]), DTYPES[state.config["train"]["precision"]]
 
     def factors(weight: str) -> Factors:
@@ -69,9 +81,32 @@ def open_checkpoint(path: Path, base: Path | None) -> Opened:
         a, b = (source.read(name, 0, prod(source.shapes[name])).view(source.shapes[name]).to(dtype) for name in (sides[weight, s] for s in "AB"))
         return Factors(a, b, lora.alpha / lora.rank)
 
-    found = _base(str(base or state.config["model"]["path"]), path)
-    check_base(state.base, found, label=str(path))
-    return _merged(found, [weight for weight, side in sides if side == "A"], factors, beside=folder / BASE, label=str(path))
+    given = _base(str(base or state.config["model"]["path"]), path)
+    check_base(state.base, given, label=str(path))
+    return _merged(given, [weight for weight, side in sides if side == "A"], factors, beside=folder / BASE, label=str(path))
+
+
+def _base_of_run(state: RunState) -> tuple[Path | None, str]:
+    """The folder of published weights that a run began from, and why there is none where there is none."""
+    model = state.config["model"]
+    if model["weights"] == "random":
+        return None, "its weights were drawn afresh"
+    return base_of_run(model["path"]), f"the weights of {model['path']} are not here (--base FOLDER names them)"
+
+
+def open_model(path: Path, _: Path | None) -> Opened:
+    """A folder of published weights with its config.json, in FP8 too; ModelError where a file of it is missing or torn."""
+    try:
+        model_type = str(json.loads((path / "config.json").read_text(encoding="utf-8"))["model_type"])
+    except (ValueError, KeyError, TypeError) as broken:
+        raise ExportError(f"{path}/config.json is not that of a model: {broken!r}", hint="take the config.json published with it") from broken
+    hub = HubFolder(path)
+    return Opened(HubSource(hub, family_of(model_type)), (path,), hub=hub)
+
+
+def is_model(path: Path) -> bool:
+    """Whether `path` holds published weights beside a config.json."""
+    return (path / "config.json").is_file() and has_weights(path)
 
 
 def open_adapter(path: Path, base: Path | None) -> Opened:
@@ -98,8 +133,8 @@ def check_base(digest: str, folder: Path, *, label: str) -> None:
 
 
 def _merged(base: Path, names: Collection[str], factors: Callable[[str], Factors], *, beside: Path, label: str) -> Opened:
-    family = family_of(read_model_spec(base).model_type)
-    return Opened(Merged(HubFolder(base, family), names, factors, family, label=label), (beside, base))
+    family, hub = family_of(read_model_spec(base).model_type), HubFolder(base)
+    return Opened(Merged(HubSource(hub, family), names, factors, family, label=label), (beside, base), hub=hub, base=base)
 
 
 def is_peft_adapter(path: Path) -> bool:
@@ -123,13 +158,14 @@ KINDS = (
     Kind("a run or a checkpoint of one (manifest.json)", is_checkpoint, open_checkpoint),
     Kind("a DeepSpeed checkpoint (`latest`, or *_states.pt files)", is_native, open_native),
     Kind("an adapter (adapter_config.json)", is_peft_adapter, open_adapter),
+    Kind("a model (config.json and *.safetensors)", is_model, open_model),
 )
 
 
 def open_source(path: Path, base: Path | None = None) -> Opened:
-    """The checkpoint in `path`, with `base` the model that was trained; ExportError where it is none of `KINDS`."""
+    """The checkpoint, adapter or model in `path`, with `base` the model that was trained; ExportError where it is none of `KINDS`."""
     if not path.is_dir():
-        raise ExportError(f"`{path}` is not a folder", hint="name the folder of a checkpoint")
+        raise ExportError(f"`{path}` is not a folder", hint="name the folder of a run, a checkpoint or a model")
     for kind in KINDS:
         if kind.is_here(path):
             return kind.open(path, base)

@@ -13,6 +13,7 @@ from transformers.initialization import no_init_weights
 from ds_finetune.errors import ModelError
 from ds_finetune.model.attention import BY_DOCUMENT
 from ds_finetune.model.families import family_of
+from ds_finetune.model.fp8 import check_readable
 
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt")
 _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier_scale")
@@ -70,7 +71,11 @@ def resolve_folder(path: str, *, files: Sequence[str] = _HUB_FILES) -> Path:
 
 
 def read_hf_config(path: str, *, files: Sequence[str] = _HUB_FILES) -> PretrainedConfig:
-    """The transformers configuration of a model folder or hub id; ModelError where there is none, or it is no causal LM's."""
+    """The transformers configuration of a model folder or hub id; ModelError where there is none, or it is no causal LM's.
+
+    `quantization_config` is taken off: weights in FP8 are multiplied out as they are read, and the model knows nothing of them.
+    ModelError where it is of a kind that is not read.
+    """
     folder = resolve_folder(path, files=files)
     if not (folder / "config.json").is_file():
         raise ModelError(f"model folder `{folder}` has no config.json", hint="name the folder that holds the model's config.json")
@@ -87,6 +92,9 @@ def read_hf_config(path: str, *, files: Sequence[str] = _HUB_FILES) -> Pretraine
             f"which the chunked loss of model_type `{config.model_type}` would not see",
             hint="train a model without it",
         )
+    if getattr(config, "quantization_config", None) is not None:
+        check_readable(config.quantization_config, f"{folder}/config.json", ModelError)
+        del config.quantization_config
     return config
 
 

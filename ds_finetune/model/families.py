@@ -1,5 +1,6 @@
 """What differs between model types, as rows of a table."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -22,6 +23,18 @@ class Family:
     export_config: Mapping[str, object] = field(default_factory=dict)
     """Keys a served `config.json` must have, added where the base has none."""
     is_generic: bool = False
+
+    def may_leave(self, key: str, *, layers: int) -> bool:
+        """Whether a model of `layers` layers may leave the checkpoint tensor `key` out: declared above, or of a layer past the last one."""
+        if any(re.search(pattern, key) for pattern in self.may_be_unexpected):
+            return True
+        return self.drops_layers_beyond and layer_of(key) >= layers
+
+
+def layer_of(key: str) -> int:
+    """Number of the layer that the checkpoint tensor `key` is of; -1 where it is of none."""
+    layer = re.match(r"^model\.layers\.(\d+)\.", key)
+    return int(layer[1]) if layer else -1
 
 
 _FAMILIES = (

@@ -1,17 +1,12 @@
 """Weights into the fragments that live on this rank: streamed from safetensors, or drawn afresh; every tensor accounted for."""
 
 import hashlib
-import json
 import math
-import re
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -19,11 +14,13 @@ from ds_finetune.errors import ModelError
 from ds_finetune.model.build import Fragment, Where, whole
 from ds_finetune.model.cuts import WHOLE, Cut, Window, cut_dim
 from ds_finetune.model.families import Family
-from ds_finetune.model.names import Piece, differences, hub_pieces
+from ds_finetune.model.hub_folder import HubFolder
+from ds_finetune.model.names import Piece, hub_pieces
 
-_SHOWN = 10
+_STRIP_NUMEL = 2**20
+"""Elements of a checkpoint tensor that are held at a time, whole rows."""
 _DIGESTED = 256
-_FP8 = ("F8_E4M3", "F8_E5M2")
+"""About how many tensors a digest is made of."""
 
 
 @dataclass(frozen=True)
@@ -52,37 +49,35 @@ def load_weights(  # noqa: PLR0913
     stage `skeleton` is the whole model, without memory, that the checkpoint has to fit.
 
     Keys and shapes are compared from the headers alone before anything is written; ModelError lists what is missing,
-    unexpected or of another shape. Values are cast to the dtype of their target; a NaN or infinity is a ModelError.
+    unexpected or of another shape. Weights in FP8 blocks are multiplied out in fp32, the needed rows and columns alone.
+    Values are cast to the dtype of their target; a NaN or infinity is a ModelError.
     """
-    with HubFiles(folder) as checkpoint:
-        targets = list(_targets(model, family, where, cut))
-        wanted = _wanted(model, family, where, cut) if skeleton is None else _wanted(skeleton, family, whole, WHOLE)
-        skipped = _account(checkpoint, wanted, model, family)
-        for target in targets:
-            _fill(checkpoint, target, cut)
+    hub = HubFolder(folder)
+    targets = list(_targets(model, family, where, cut))
+    wanted = _wanted(model, family, where, cut) if skeleton is None else _wanted(skeleton, family, whole, WHOLE)
+    skipped = _account(hub, wanted, model, family)
+    for target in targets:
+        _fill(hub, target, cut)
     return LoadReport(num_tensors=sum(len(t.pieces) for t in targets), skipped=tuple(skipped))
 
 
-@contextmanager
-def open_weights(model: PreTrainedModel, folder: Path, *, family: Family) -> Iterator["HubFiles"]:
+def open_weights(model: PreTrainedModel, folder: Path, *, family: Family) -> HubFolder:
     """The safetensors of `folder` for reading; ModelError as in `load_weights` where they do not fit `model`, which may be without memory."""
-    with HubFiles(folder) as files:
-        _account(files, _wanted(model, family, whole, WHOLE), model, family)
-        yield files
+    hub = HubFolder(folder)
+    _account(hub, _wanted(model, family, whole, WHOLE), model, family)
+    return hub
 
 
 def weights_digest(folder: Path) -> str:
     """Sixteen hexadecimal digits that tell the weights of `folder` from those of others: of the first rows of tensors all over the model.
 
-    A copy in fp32 of a bf16 model has the same ones.
+    A copy in fp32 of a bf16 model has the same ones, and so has a bf16 copy of one in FP8.
     """
-    digest = hashlib.sha256()
-    with HubFiles(folder) as checkpoint:
-        keys = sorted(checkpoint.file_of)
-        for key in keys[:: -(-len(keys) // _DIGESTED)]:
-            found = checkpoint.slice_of(key)
-            rows = found[:1] if found.get_shape() else found[...]
-            digest.update(key.encode() + rows.to(torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes())
+    digest, hub = hashlib.sha256(), HubFolder(folder)
+    keys = sorted(hub.shapes)
+    for key in keys[:: -(-len(keys) // _DIGESTED)]:
+        row = hub.read(key, 0, math.prod(hub.shapes[key][1:]))
+        digest.update(key.encode() + row.to(torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -152,109 +147,42 @@ def _targets(model: PreTrainedModel, family: Family, where: Where, cut: Cut) -> 
                 yield _Target(name, whole(buffer), hub_pieces(name, tuple(buffer.shape), family))
 
 
-class HubFiles:
-    """The safetensors files of a folder as one name space, opened lazily and read by slices."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._stack = ExitStack()
-        self._files: dict[str, Any] = {}
-        self.file_of = self._read_index()
-
-    def __enter__(self) -> "HubFiles":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def slice_of(self, key: str) -> Any:  # noqa: ANN401 - safetensors' PySafeSlice
-        """The tensor `key`, of which nothing is read until it is indexed."""
-        return self._open(self.file_of[key]).get_slice(key)
-
-    def _open(self, file: str) -> Any:  # noqa: ANN401
-        if file not in self._files:
-            try:
-                self._files[file] = self._stack.enter_context(safe_open(self.folder / file, framework="pt"))
-            except SafetensorError as damaged:
-                raise ModelError(f"{self.folder / file} cannot be read: {damaged}", hint="the file is damaged; get it again") from damaged
-        return self._files[file]
-
-    def _read_index(self) -> dict[str, str]:
-        index = self.folder / "model.safetensors.index.json"
-        if index.is_file():
-            weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            outside = sorted({file for file in weight_map.values() if Path(file).name != file})
-            if outside:
-                raise ModelError(f"{index} names `{outside[0]}`, which is not a file of the folder", hint="the index is damaged; get it again")
-            absent = sorted({file for file in weight_map.values() if not (self.folder / file).is_file()})
-            if absent:
-                raise ModelError(
-                    f"{index} names {len(absent)} files that are not there: {', '.join(absent[:_SHOWN])}", hint="download the model again"
-                )
-            return weight_map
-        files = sorted(self.folder.glob("*.safetensors"))
-        if not files:
-            raise ModelError(
-                f"model folder `{self.folder}` has no safetensors weights",
-                hint="give a folder with weights, or set model.weights: random to build from config.json alone",
-            )
-        return {key: file.name for file in files for key in self._open(file.name).keys()}  # noqa: SIM118 - not a dict
+def _account(hub: HubFolder, wanted: Mapping[str, tuple[int, ...]], model: PreTrainedModel, family: Family) -> list[str]:
+    """Names of checkpoint tensors that are not loaded: declared by the family, a tied head, or of a layer past the last one."""
+    tied = set(model.all_tied_weights_keys or {}) if model.config.tie_word_embeddings else set()
+    layers = model.config.num_hidden_layers
+    return hub.left_over(wanted, model=type(model).__name__, may_be=lambda key: key in tied or family.may_leave(key, layers=layers))
 
 
-def _account(checkpoint: HubFiles, wanted: Mapping[str, tuple[int, ...]], model: PreTrainedModel, family: Family) -> list[str]:
-    skipped = [key for key in sorted(checkpoint.file_of.keys() - wanted.keys()) if _is_declared(key, model, family)]
-    found = {key: tuple(checkpoint.slice_of(key).get_shape()) for key in checkpoint.file_of.keys() - set(skipped)}
-    fp8 = [key for key in sorted(wanted.keys() & found.keys()) if checkpoint.slice_of(key).get_dtype() in _FP8]
-    if fp8:
-        raise ModelError(f"{checkpoint.folder} holds {len(fp8)} FP8 tensors, e.g. `{fp8[0]}`", hint="give a bf16 copy of the checkpoint")
-    wrong = differences(wanted, found)
-    if wrong:
-        raise ModelError(
-            f"{checkpoint.folder} does not fit {type(model).__name__}: {wrong}",
-            hint="the checkpoint is incomplete or of another model; nothing is trained from weights that were not loaded",
-        )
-    return skipped
-
-
-def _is_declared(key: str, model: PreTrainedModel, family: Family) -> bool:
-    """Whether a checkpoint key may be left over: declared by the family, a tied head, or a layer past the last one."""
-    if any(re.search(pattern, key) for pattern in family.may_be_unexpected):
-        return True
-    if model.config.tie_word_embeddings and key in (model.all_tied_weights_keys or {}):
-        return True
-    layer = re.match(r"^model\.layers\.(\d+)\.", key)
-    return bool(family.drops_layers_beyond and layer and int(layer[1]) >= model.config.num_hidden_layers)
-
-
-def _fill(checkpoint: HubFiles, target: _Target, cut: Cut) -> None:
+def _fill(hub: HubFolder, target: _Target, cut: Cut) -> None:
     with target.fragment.opened() as flat:
         for piece in target.pieces:
-            _copy_piece(checkpoint, target.fragment, flat, piece, cut)
+            _copy_piece(hub, target.fragment, flat, piece, cut)
 
 
-def _copy_piece(checkpoint: HubFiles, fragment: Fragment, flat: torch.Tensor, piece: Piece, cut: Cut) -> None:
-    """Copy the part of `piece` that lies in `fragment` into its elements `flat`, reading only what it needs."""
+def _copy_piece(hub: HubFolder, fragment: Fragment, flat: torch.Tensor, piece: Piece, cut: Cut) -> None:
+    """Copy the part of `piece` that lies in `fragment` into its elements `flat`, reading only the rows it needs, some at a time."""
     begin, width = piece.first_element(fragment.shape), max(1, math.prod(piece.shape[1:]))
     first = max(0, (fragment.start - begin) // width)
     last = min(piece.shape[0] if piece.shape else 1, -(-(fragment.start + fragment.numel - begin) // width))
-    if first >= last:
-        return
-    values = _read(checkpoint.slice_of(piece.key), piece, first, last, cut)
-    if not bool(torch.isfinite(values).all()):
-        raise ModelError(f"tensor `{piece.key}` of {checkpoint.folder} holds NaN or infinity", hint="the checkpoint is damaged; download it again")
-    flat_values = values.reshape(-1)
-    offset = begin + first * width - fragment.start
-    source_from, target_from = max(0, -offset), max(0, offset)
-    count = min(flat_values.numel() - source_from, fragment.numel - target_from)
-    flat[target_from : target_from + count].copy_(flat_values[source_from : source_from + count])
+    step = max(1, _STRIP_NUMEL // width)
+    for low in range(first, last, step):
+        values = _read(hub, piece, low, min(low + step, last), cut)
+        # Several times faster than isfinite over all; NaN is the least and the greatest where there is one.
+        if not all(map(math.isfinite, map(float, torch.aminmax(values)))):
+            raise ModelError(f"tensor `{piece.key}` of {hub.folder} holds NaN or infinity", hint="the checkpoint is damaged; download it again")
+        flat_values = values.reshape(-1)
+        offset = begin + low * width - fragment.start
+        source_from, target_from = max(0, -offset), max(0, offset)
+        count = min(flat_values.numel() - source_from, fragment.numel - target_from)
+        flat[target_from : target_from + count].copy_(flat_values[source_from : source_from + count])
 
 
-def _read(source: Any, piece: Piece, first: int, last: int, cut: Cut) -> torch.Tensor:  # noqa: ANN401 - safetensors' PySafeSlice
-    """Rows `first` to `last` of a piece, of which `source` is the whole and this rank has a part."""
+def _read(hub: HubFolder, piece: Piece, first: int, last: int, cut: Cut) -> torch.Tensor:
+    """Rows `first` to `last` of a piece, which is the part of this rank of the whole tensor in `hub`."""
     if not piece.shape:
-        return source[...]  # type: ignore[no-any-return]
+        return hub.read(piece.key, 0, 1)
     dim = cut_dim(piece.key) if cut.parts > 1 else None
     row = cut.place * piece.shape[0] if dim == 0 else 0
-    if dim == 1:
-        return source[first:last, cut.place * piece.shape[1] : (cut.place + 1) * piece.shape[1]]  # type: ignore[no-any-return]
-    return source[row + first : row + last]  # type: ignore[no-any-return]
+    columns = slice(cut.place * piece.shape[1], (cut.place + 1) * piece.shape[1]) if dim == 1 else None
+    return hub.rows(piece.key, row + first, row + last, columns)

@@ -62,6 +62,7 @@ def test_the_configs_own_schema_stays(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {
         "model_type": "deepseek_v3",
         "rope_theta": 1e4,
+        "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"},
         "topk_method": "greedy",
         "architectures": ["X"],
         "torch_dtype": "bfloat16",

@@ -261,14 +261,25 @@ def _scale(folder: Path, factor: float) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def _store_in_fp8(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    key = "model.layers.0.mlp.up_proj.weight"
+    tensors = load_file(folder / "model.safetensors")
+    rows, columns = tensors[key].shape
+    tensors |= {key: tensors[key].to(torch.float8_e4m3fn), f"{key}_scale_inv": torch.ones(-(-rows // 128), -(-columns // 128))}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "another type": (partial(_edit, model_type="mixtral"), "model_type `mixtral` has no ONNX graph here"),
     "dynamic rope": (partial(_edit, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "rope_type `dynamic`"),
     "activation": (partial(_edit, hidden_act="gelu"), "hidden_act `gelu`"),
     "sliding": (partial(_edit, use_sliding_window=True, layer_types=["full_attention", "sliding_attention", "full_attention"]), r"layers \[1\]"),
     "fp8": (partial(_edit, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}), r"is quantized \(fp8\)"),
+    "fp8 tensors": (_store_in_fp8, "holds FP8 tensors and its config.json does not say so"),
     "a tensor missing": (_remove_a_tensor, "1 missing: model.layers.1.self_attn.o_proj.weight"),
-    "truncated": (_truncate, "model.safetensors cannot be read"),
+    "truncated": (_truncate, "model.safetensors is not a whole safetensors file"),
     "beyond fp16": (partial(_scale, factor=1e6), "`model.norm.weight` holds NaN or infinity as float16"),
     "not a number": (partial(_scale, factor=float("nan")), "`model.norm.weight` holds NaN or infinity in the folder"),
 }

@@ -192,7 +192,7 @@ def test_constants_are_kept_once_and_by_dtype() -> None:
 
 
 @pytest.mark.parametrize(
-    ("index", "message"), [({"a": "../other.safetensors"}, "which is not a file of the folder"), ({"a": "no.safetensors"}, "not there")]
+    ("index", "message"), [({"a": "../other.safetensors"}, "names files outside its folder"), ({"a": "no.safetensors"}, "not there")]
 )
 def test_an_index_that_names_other_files(index: dict[str, str], message: str, tmp_path: Path) -> None:
     import json

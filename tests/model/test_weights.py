@@ -119,7 +119,7 @@ def _rewrite(folder: Path, change: object) -> None:
         (lambda t: t.update({"model.extra.weight": torch.zeros(2)}), "1 unexpected: model.extra.weight"),
         (lambda t: t.update({"lm_head.weight": torch.zeros(95, 32)}), "1 of another shape: lm_head.weight: model (96, 32), checkpoint (95, 32)"),
         (lambda t: t[EXPERT].__setitem__((2, 3), float("nan")), f"tensor `{EXPERT}` of"),
-        (lambda t: t.update({EXPERT: t[EXPERT].to(torch.float8_e4m3fn)}), "holds 1 FP8 tensors"),
+        (lambda t: t.update({EXPERT: t[EXPERT].to(torch.float8_e4m3fn)}), "1 FP8 weights without `_scale_inv`"),
     ],
     ids=["missing", "unexpected", "shape", "nan", "fp8"],
 )

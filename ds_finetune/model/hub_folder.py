@@ -1,0 +1,286 @@
+"""The safetensors files of a model folder as one name space: headers checked, tensors read a bounded piece at a time, FP8 multiplied out.
+
+Files are read, not mapped as safetensors' own reader does (0.6, `safe_open`): mapped pages count as this process's memory,
+and a file that another process shortens would end it by a signal.
+"""
+
+import json
+import math
+import os
+import struct
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_finetune.errors import ModelError
+from ds_finetune.model.fp8 import BLOCK, FP8, SCALE, dequantise, scale_shape
+from ds_finetune.model.names import differences
+
+INDEX = "model.safetensors.index.json"
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": FP8,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""The names safetensors gives the dtypes that are known here."""
+_WEIGHTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, FP8)
+_LENGTH = struct.Struct("<Q")
+_SHOWN = 10
+Shape = tuple[int, ...]
+
+
+class _File:
+    """One safetensors file, opened at the first read and closed with the object; read from several threads at once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @cached_property
+    def _descriptor(self) -> int:
+        descriptor = os.open(self.path, os.O_RDONLY)
+        weakref.finalize(self, os.close, descriptor)
+        return descriptor
+
+    def read(self, dtype: torch.dtype, numel: int, offset: int, *, into: "_Scratch | None" = None) -> torch.Tensor:
+        """`numel` elements from byte `offset`, 1-D, in memory of their own or in that of `into`."""
+        out = torch.empty(numel, dtype=dtype) if into is None else into.take(numel, dtype)
+        view = out.view(torch.uint8).numpy().data
+        while view:
+            done = os.preadv(self._descriptor, [view], offset)
+            if not done:
+                raise ModelError(f"{self.path} ends at byte {offset}, {len(view)} bytes early", hint="it changed while it was read")
+            view, offset = view[done:], offset + done
+        return out
+
+
+class _Scratch(threading.local):
+    """One growing buffer for each thread: fresh memory costs more than what is read into it."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A 1-D tensor over this thread's buffer, valid until its next `take`."""
+        size = numel * dtype.itemsize
+        if self._bytes.numel() < size:
+            self._bytes = torch.empty(size, dtype=torch.uint8)
+        return self._bytes[:size].view(dtype)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a tensor lies: from byte `begin` of `file`, row by row."""
+
+    file: _File
+    dtype: torch.dtype
+    shape: Shape
+    begin: int
+
+
+class HubFolder:
+    """Tensors of a folder of published weights by name; `shapes` leaves out the scales of FP8 weights, which belong to these.
+
+    ModelError where the folder has no safetensors, a file is missing, torn or outside the folder, and where a weight in FP8
+    has no scale, or a scale no weight.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._scratch = _Scratch()
+        self._stored = _stored(folder)
+        fp8 = [key for key, stored in self._stored.items() if stored.dtype == FP8]
+        _check_scales(folder, self._stored, fp8)
+        self._scaled = frozenset(fp8)
+        scales = {key + SCALE for key in fp8}
+        self.shapes: Mapping[str, Shape] = {key: stored.shape for key, stored in self._stored.items() if key not in scales}
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether any tensor is stored in FP8 blocks."""
+        return bool(self._scaled)
+
+    def is_fp8(self, key: str) -> bool:
+        """Whether the tensor is stored in FP8 blocks."""
+        return key in self._scaled
+
+    def dtype(self, key: str) -> torch.dtype:
+        """Dtype of what is read: the stored one, fp32 of FP8."""
+        return torch.float32 if self.is_fp8(key) else self._stored[key].dtype
+
+    def read(self, key: str, start: int, numel: int) -> torch.Tensor:
+        """Elements `start` to `start + numel` of the row-major flattened tensor, 1-D, valid until the same thread's next read.
+
+        Of FP8 the rows that they lie in are read.
+        """
+        stored = self._stored[key]
+        if not self.is_fp8(key):
+            return stored.file.read(stored.dtype, numel, stored.begin + start * stored.dtype.itemsize, into=self._scratch)
+        width = stored.shape[1]
+        first, last = start // width, -(-(start + numel) // width)
+        return self.rows(key, first, last).view(-1)[start - first * width :][:numel]
+
+    def rows(self, key: str, first: int, last: int, columns: slice | None = None) -> torch.Tensor:
+        """Rows `first` to `last`, [rows, ...], valid until the same thread's next read.
+
+        Of a matrix perhaps some consecutive `columns`, and no others are multiplied out.
+        """
+        stored = self._stored[key]
+        width = math.prod(stored.shape[1:])
+        values = stored.file.read(stored.dtype, (last - first) * width, stored.begin + first * width * stored.dtype.itemsize, into=self._scratch)
+        values = values.view(last - first, *stored.shape[1:])
+        begin = columns.start if columns else 0
+        values = values[:, columns] if columns else values
+        if not self.is_fp8(key):
+            return values
+        return dequantise(values, self.scales(key, first, last)[:, begin // BLOCK :], row=first, column=begin)
+
+    def whole(self, key: str) -> torch.Tensor:
+        """The tensor in memory of its own."""
+        stored = self._stored[key]
+        values = stored.file.read(stored.dtype, math.prod(stored.shape), stored.begin).view(stored.shape)
+        return dequantise(values, self.scales(key, 0, stored.shape[0])) if self.is_fp8(key) else values
+
+    def scales(self, key: str, first: int, last: int) -> torch.Tensor:
+        """Scales of the blocks that rows `first` to `last` of an FP8 weight meet: fp32 [block rows, block columns]."""
+        scale = self._stored[key + SCALE]
+        above, below = first // BLOCK, -(-last // BLOCK)
+        return scale.file.read(scale.dtype, (below - above) * scale.shape[1], scale.begin + above * scale.shape[1] * 4).view(-1, scale.shape[1])
+
+    def stored_rows(self, key: str, first: int, last: int) -> torch.Tensor:
+        """Rows `first` to `last` of an FP8 weight as they are stored."""
+        stored = self._stored[key]
+        width = stored.shape[1]
+        return stored.file.read(stored.dtype, (last - first) * width, stored.begin + first * width).view(last - first, width)
+
+    def left_over(self, wanted: Mapping[str, Shape], *, model: str, may_be: Callable[[str], bool]) -> list[str]:
+        """Names of tensors that are not `wanted` and may be left over, in order.
+
+        ModelError lists what is missing, unexpected or of another shape, and what holds no floating numbers.
+        """
+        left = [key for key in sorted(self.shapes.keys() - wanted.keys()) if may_be(key)]
+        wrong = differences(wanted, {key: shape for key, shape in self.shapes.items() if key not in set(left)})
+        if wrong:
+            raise ModelError(
+                f"{self.folder} does not fit {model}: {wrong}",
+                hint="it is incomplete or of another model; nothing goes on with weights that are not there",
+            )
+        others = [f"`{key}` is {self._stored[key].dtype}" for key in self.shapes if self._stored[key].dtype not in _WEIGHTS]
+        if others:
+            raise ModelError(f"{self.folder} holds {len(others)} tensors of another kind: {', '.join(others[:_SHOWN])}", hint="give a bf16 copy")
+        return left
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether `folder` has published weights."""
+    return (folder / INDEX).is_file() or any(folder.glob("*.safetensors"))
+
+
+def _stored(folder: Path) -> dict[str, Stored]:
+    if (folder / INDEX).is_file():
+        return _indexed(folder)
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelError(
+            f"model folder `{folder}` has no safetensors weights",
+            hint="give a folder with weights, or set model.weights: random to build from config.json alone",
+        )
+    return _joined(files, {})
+
+
+def _indexed(folder: Path) -> dict[str, Stored]:
+    """The files that the index names, which must be in the folder itself, with all that they hold."""
+    index = folder / INDEX
+    try:
+        weight_map = {str(key): str(file) for key, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as broken:
+        raise ModelError(f"{index} is not an index of safetensors: {broken!r}", hint="download it again") from broken
+    names = sorted(set(weight_map.values()))
+    outside = [name for name in names if name != Path(name).name or name == ".."]
+    if outside:
+        raise ModelError(f"{index} names files outside its folder: {', '.join(outside[:_SHOWN])}", hint="it may be harmful; take another copy")
+    absent = [name for name in names if not (folder / name).is_file()]
+    if absent:
+        raise ModelError(f"{index} names {len(absent)} files that are not there: {', '.join(absent[:_SHOWN])}", hint="download the model again")
+    found = _joined([folder / name for name in names], weight_map)
+    lost = [f"`{key}` in {file}" for key, file in sorted(weight_map.items()) if key not in found or found[key].file.path.name != file]
+    if lost:
+        raise ModelError(f"{index} names {len(lost)} tensors that are not there: {', '.join(lost[:_SHOWN])}", hint="download the model again")
+    return found
+
+
+def _joined(files: Iterable[Path], weight_map: Mapping[str, str]) -> dict[str, Stored]:
+    """Tensors of all files; where two hold the same name, `weight_map` says which counts."""
+    found: dict[str, Stored] = {}
+    for path in files:
+        for key, stored in _read_header(path).items():
+            if key in found and key not in weight_map:
+                raise ModelError(f"`{key}` is in both {found[key].file.path} and {path}", hint=f"take one away, or add {INDEX}")
+            if weight_map.get(key, path.name) == path.name:
+                found[key] = stored
+    return found
+
+
+def _read_header(path: Path) -> dict[str, Stored]:
+    """The tensors of one file; ModelError where its header does not describe all of it, as safetensors demands."""
+    try:
+        with path.open("rb") as opened:
+            (length,) = _LENGTH.unpack(opened.read(_LENGTH.size))
+            data, size = _LENGTH.size + length, os.fstat(opened.fileno()).st_size
+            tree = json.loads(opened.read(min(length, size)))
+        tree.pop("__metadata__", None)
+        return _entries(_File(path), tree, data, size)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as broken:
+        raise ModelError(f"{path} is not a whole safetensors file: {broken}", hint="download it again") from broken
+
+
+def _entries(file: _File, tree: Mapping[str, Any], data: int, size: int) -> dict[str, Stored]:
+    """Tensors of a file of `size` bytes, which lie one after another from byte `data` to its end; ValueError where they do not."""
+    found, end = {}, 0
+    for key, item in sorted(tree.items(), key=lambda entry: entry[1]["data_offsets"]):
+        found[key], end = _entry(file, key, item, data, end)
+    if data + end != size:
+        raise ValueError(f"its tensors end at byte {data + end}, the file at {size}")
+    return found
+
+
+def _entry(file: _File, key: str, item: Mapping[str, Any], data: int, end: int) -> tuple[Stored, int]:
+    """A tensor and where it ends among the data, which begins at byte `data`; ValueError where it does not begin at `end`."""
+    if item["dtype"] not in DTYPES:
+        raise ValueError(f"`{key}` is {item['dtype']}, not one of {', '.join(DTYPES)}")
+    dtype, shape, (begin, stop) = DTYPES[item["dtype"]], tuple(item["shape"]), item["data_offsets"]
+    if begin != end or stop - begin != math.prod(shape) * dtype.itemsize or any(not isinstance(side, int) or side < 0 for side in shape):
+        raise ValueError(f"`{key}`, {item['dtype']} {shape}, lies from {begin} to {stop} where {end} bytes came before")
+    return Stored(file, dtype, shape, data + begin), stop
+
+
+def _check_scales(folder: Path, stored: Mapping[str, Stored], fp8: Iterable[str]) -> None:
+    """Weights in FP8 and scales belong together, one to each block."""
+    weights = set(fp8)
+    alone = sorted(key for key in weights if key + SCALE not in stored)
+    if alone:
+        raise ModelError(f"{folder} holds {len(alone)} FP8 weights without `{SCALE}`: {', '.join(alone[:_SHOWN])}", hint="give a bf16 copy")
+    lost = sorted(key for key in stored if key.endswith(SCALE) and key.removesuffix(SCALE) not in weights)
+    if lost:
+        raise ModelError(f"{folder} holds {len(lost)} scales without an FP8 weight: {', '.join(lost[:_SHOWN])}", hint="give a bf16 copy")
+    for key in sorted(weights):
+        weight, scale = stored[key], stored[key + SCALE]
+        if len(weight.shape) != 2 or scale.shape != scale_shape(weight.shape) or scale.dtype != torch.float32:
+            raise ModelError(
+                f"{folder}: `{key}` {weight.shape} has scales {scale.shape} of {scale.dtype}, not {scale_shape(weight.shape)} of torch.float32",
+                hint=f"blocks of {BLOCK} x {BLOCK} are read; give a bf16 copy",
+            )

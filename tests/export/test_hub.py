@@ -1,0 +1,325 @@
+"""From a model folder to another, in FP8 and out of it: what numpy multiplies out, the published bytes again, nothing dropped."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ds_finetune.cli import main
+from ds_finetune.config import LoraConfig
+from ds_finetune.export.adapter import write_adapter
+from ds_finetune.export.checkpoint import Exported, export_checkpoint
+from ds_finetune.export.model_config import served_config
+from ds_finetune.export.record import UNVERIFIED, Record
+from ds_finetune.export.verify import tensors_of, verify
+from ds_finetune.model.families import family_of
+from ds_finetune.model.lora import Factors
+from ds_finetune.model.weights import weights_digest
+from tests.model.fp8_folder import V3, coded, decoded, in_fp8, is_published_in_fp8, master, multiplied_out, publish, read_all, with_other_scales
+from tests.model.test_weights import published
+from tests.running import metrics, start, tiny_task
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+CHANGED = "model.layers.1.self_attn.kv_a_proj_with_mqa.weight"
+
+
+def export(source: Path, out: Path, dtype: str, base: Path | None = None) -> Exported:
+    return export_checkpoint(source, out, dtype=dtype, max_shard_bytes=10**5, base=base)
+
+
+def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    """Names, dtypes and every bit."""
+    assert found.keys() == wanted.keys()
+    for key, tensor in wanted.items():
+        assert found[key].dtype == tensor.dtype, key
+        assert torch.equal(found[key].view(torch.uint8), tensor.view(torch.uint8)), key
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As published: FP8 with scales of its own, and files beside the weights."""
+    folder = publish(tmp_path_factory.mktemp("v3") / "base", with_other_scales(in_fp8(master())))
+    (folder / "tokenizer.json").write_bytes(b"{ }\r\n")
+    (folder / "generation_config.json").write_text('{"temperature": 0.6}')
+    return folder
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_out_of_fp8(dtype: str, base: Path, tmp_path: Path) -> None:
+    exported = export(base, tmp_path / "out", dtype)
+    wanted = multiplied_out(read_all(base), DTYPES[dtype])
+    assert_same(read_all(tmp_path / "out"), wanted)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert config["num_nextn_predict_layers"] == 1
+    assert config["torch_dtype"] == str(DTYPES[dtype]).removeprefix("torch.")
+    assert {key: config[key] for key in ("rope_theta", "rope_scaling")} == {key: V3[key] for key in ("rope_theta", "rope_scaling")}
+    for name in ("tokenizer.json", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
+    assert (exported.num_tensors, exported.num_bytes) == (len(wanted), sum(tensor.nbytes for tensor in wanted.values()))
+    assert exported.notes[0].startswith(f"{sum('layers.2.' in key for key in wanted)} tensors of {base} that the model does not build go along")
+    publish(tmp_path / "plain", wanted, config={key: value for key, value in V3.items() if key != "quantization_config"})
+    ids = torch.arange(3, 20)[None]
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32).eval()(ids).logits for name in ("out", "plain"))
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp8"])
+def test_out_of_fp8_and_back_are_the_published_bytes(dtype: str, base: Path, tmp_path: Path) -> None:
+    export(base, tmp_path / "between", dtype)
+    exported = export(tmp_path / "between", tmp_path / "out", "fp8", base)
+    assert_same(read_all(tmp_path / "out"), read_all(base))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"] == V3["quantization_config"]
+    assert config["torch_dtype"] == "bfloat16"
+    blocks = sum(tensor.numel() for key, tensor in read_all(base).items() if key.endswith("_scale_inv"))
+    kept = tmp_path / "between" if dtype == "fp8" else base
+    assert exported.notes[-1] == f"{blocks:,} of {blocks:,} FP8 blocks hold the numbers of {kept} and keep its bytes"
+
+
+def test_back_from_fp16_keeps_the_bytes_of_fp8_weights(base: Path, tmp_path: Path) -> None:
+    """The others are rounded where they lie below fp16's smallest normal number."""
+    export(base, tmp_path / "between", "fp16")
+    export(tmp_path / "between", tmp_path / "out", "fp8", base)
+    found, wanted = read_all(tmp_path / "out"), read_all(base)
+    linear = [key for key in wanted if key.removesuffix("_scale_inv") in wanted and is_published_in_fp8(key.removesuffix("_scale_inv"))]
+    assert_same({key: found[key] for key in linear}, {key: wanted[key] for key in linear})
+
+
+def test_back_without_the_base_where_scales_came_from_bf16(tmp_path: Path) -> None:
+    base = publish(tmp_path / "base", in_fp8(master()))
+    export(base, tmp_path / "between", "bf16")
+    export(tmp_path / "between", tmp_path / "out", "fp8")
+    assert_same(read_all(tmp_path / "out"), read_all(base))
+
+
+def test_blocks_that_changed_are_quantised_afresh_and_no_others(base: Path, tmp_path: Path) -> None:
+    tuned = multiplied_out(read_all(base), torch.bfloat16)
+    tuned[CHANGED][130, 150] += 1
+    publish(tmp_path / "tuned", tuned, config=V3)
+    exported = export(tmp_path / "tuned", tmp_path / "out", "fp8", base)
+    found, wanted = read_all(tmp_path / "out"), read_all(base)
+    weight, scale = coded(tuned[CHANGED])
+    last = (slice(128, None), slice(128, None))
+    wanted[CHANGED].view(torch.uint8)[last] = weight.view(torch.uint8)[last]
+    wanted[CHANGED + "_scale_inv"][1, 1] = scale[1, 1]
+    assert_same(found, wanted)
+    blocks = sum(tensor.numel() for key, tensor in wanted.items() if key.endswith("_scale_inv"))
+    assert exported.notes[-1].startswith(f"{blocks - 1:,} of {blocks:,} FP8 blocks")
+
+
+def test_a_dense_model_in_fp8_is_what_plain_loops_make_and_transformers_reads(tmp_path: Path) -> None:
+    published("qwen3", tmp_path / "base")
+    export(tmp_path / "base", tmp_path / "out", "fp8")
+    plain, found = read_all(tmp_path / "base"), read_all(tmp_path / "out")
+    linear = {key for key in plain if key.endswith("_proj.weight")}
+    assert found.keys() == plain.keys() | {key + "_scale_inv" for key in linear}
+    for key, tensor in plain.items():
+        wanted = coded(tensor)[0].view(torch.uint8) if key in linear else tensor.bfloat16()
+        assert torch.equal(found[key].view(wanted.dtype), wanted), key
+    publish(tmp_path / "plain", multiplied_out(found, torch.bfloat16), config=json.loads((tmp_path / "base" / "config.json").read_text()))
+    ids = torch.arange(3, 20)[None]
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.bfloat16).eval()(ids).logits for name in ("out", "plain"))
+    assert torch.equal(ours, theirs)
+
+
+def test_deepseek_in_fp8_is_read_by_plain_transformers(tmp_path: Path) -> None:
+    """At widths that are multiples of 128, since transformers 5.23 takes other blocks elsewhere (integrations/finegrained_fp8.py:1130-1175)."""
+    whole = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "kv_lora_rank": 128, "q_lora_rank": 128}
+    whole |= {"qk_rope_head_dim": 128, "qk_nope_head_dim": 32, "v_head_dim": 32}
+    export(publish(tmp_path / "base", master(**whole), config=V3 | whole), tmp_path / "out", "fp8")
+    plain = multiplied_out(read_all(tmp_path / "out"), torch.bfloat16)
+    publish(tmp_path / "plain", plain, config={key: value for key, value in (V3 | whole).items() if key != "quantization_config"})
+    ids = torch.arange(3, 20)[None]
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.bfloat16).eval()(ids).logits for name in ("out", "plain"))
+    assert torch.equal(ours, theirs)
+
+
+def test_what_only_the_base_has_is_carried_over_and_said(base: Path, tmp_path: Path) -> None:
+    """As transformers saves it after training: without the prediction layer."""
+    plain = multiplied_out(read_all(base), torch.bfloat16)
+    built = {key: tensor for key, tensor in plain.items() if "layers.2." not in key}
+    tuned = publish(tmp_path / "tuned", built, config=V3)
+    exported = export(tuned, tmp_path / "with", "bf16", base)
+    assert_same(read_all(tmp_path / "with"), plain)
+    assert f"carried over from {base}, since the model does not build them: {len(plain) - len(built)} tensors" in exported.notes[0]
+    exported = export(tuned, tmp_path / "without", "bf16")
+    assert_same(read_all(tmp_path / "without"), built)
+    assert json.loads((tmp_path / "without" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    assert exported.notes == ("config.json: num_nextn_predict_layers 1 -> 0, as many as have tensors",)
+
+
+def test_a_tied_head_is_written_once(tmp_path: Path) -> None:
+    published("qwen2", tmp_path / "base")
+    plain = read_all(tmp_path / "base")
+    twice = publish(tmp_path / "twice", plain | {"lm_head.weight": plain["model.embed_tokens.weight"].clone()}, shards=1)
+    shutil.copyfile(tmp_path / "base" / "config.json", twice / "config.json")
+    for source, given in ((twice, None), (twice, twice), (tmp_path / "base", twice)):
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        export(source, tmp_path / "out", "fp32", given)
+        assert_same(read_all(tmp_path / "out"), plain)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in bf16 from an FP8 folder whose learning rate is 0 in fp32, so that no number changes."""
+    folder = tmp_path_factory.mktemp("run")
+    sections = {
+        "train": {"precision": "bf16"},
+        "optim": {"lr": 1e-50, "weight_decay": 0.0},
+        "checkpoint": {"every": "3 steps"},
+        "export": {"verify": True},
+    }
+    run_file = tiny_task(folder, model={"path": str(folder / "fp8"), "weights": "load"}, **sections)
+    publish(folder / "fp8", with_other_scales(in_fp8(master(vocab_size=128))), config=V3 | {"vocab_size": 128})
+    for file in (folder / "model").glob("token*"):
+        shutil.copyfile(file, folder / "fp8" / file.name)
+    done = start([sys.executable, "ds_finetune/train.py", str(run_file)])
+    assert done.returncode == 0, done.stdout + done.stderr
+    (folder / "said").write_text(done.stdout)
+    return folder
+
+
+def test_a_run_from_fp8_carries_the_prediction_layer_to_its_export(run: Path) -> None:
+    assert [record["step"] for record in metrics(run)] == [1, 2, 3]
+    assert_same(read_all(run / "run" / "export"), multiplied_out(read_all(run / "fp8"), torch.bfloat16))
+    assert f"carried over from {run / 'fp8'}, since the model does not build them: " in (run / "said").read_text()
+    config = json.loads((run / "run" / "export" / "config.json").read_text())
+    assert config["num_nextn_predict_layers"] == 1
+    assert "quantization_config" not in config
+
+
+def test_its_export_is_verified_with_the_carried_tensors(run: Path) -> None:
+    out = run / "run" / "export"
+    assert not (out / UNVERIFIED).exists()
+    assert (Record.read(out).digests or {}).keys() == read_all(out).keys()
+    assert f"{len(read_all(out))} tensors on the disk, each with the bytes that were written" in " ".join((run / "said").read_text().split())
+
+
+def test_a_checkpoint_export_with_carried_tensors_is_verified_also_where_the_base_has_gone(run: Path, tmp_path: Path) -> None:
+    """Against the run's logits; the prediction layer, which transformers does not know, is summed and may be there."""
+    out = tmp_path / "out"
+    assert main(["export", str(run / "run"), str(out)]) == 0
+    assert Record.read(out).step == 3
+    (verdict,) = verify([out], base=tmp_path / "gone")
+    assert verdict.is_verified, verdict
+    assert "logits of 16 prompts deviate" in verdict.lines[-1]
+    key = "model.layers.2.enorm.weight"
+    _flip(out, key)
+    (verdict,) = verify([out])
+    assert verdict.problems == (f"1 tensors hold other bytes than were written: {key}",)
+
+
+def test_an_export_in_fp8_is_summed_and_says_that_its_logits_are_not_checked(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert main(["export", str(run / "run"), str(out), "--dtype", "fp8"]) == 0
+    assert "logits are not checked: plain transformers misreads FP8 blocks" in (out / UNVERIFIED).read_text()
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"{len(read_all(out))} tensors on the disk, each with the bytes that were written" in said
+    assert f"names, shapes and dtypes of all {len(read_all(out))} tensors are those of the base" in said
+    key = "model.layers.1.self_attn.o_proj.weight_scale_inv"
+    _flip(out, key)
+    assert main(["export", "--check", str(out)]) == 1
+    assert (out / UNVERIFIED).read_text() == f"1 tensors hold other bytes than were written: {key}\n"
+
+
+def _flip(folder: Path, key: str) -> None:
+    """Change the last bit of a tensor's first byte."""
+    held = tensors_of(folder)[key]
+    with held.file.open("r+b") as file:
+        file.seek(held.begin)
+        byte = file.read(1)[0]
+        file.seek(held.begin)
+        file.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_adapters_are_merged_into_an_fp8_base_and_the_rest_is_as_published(dtype: str, base: Path, tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    name, other = "model.layers.1.self_attn.o_proj.weight", "model.layers.0.mlp.up_proj.weight"
+    plain, published = multiplied_out(read_all(base), torch.float32), read_all(base)
+    factors = {key: Factors(torch.randn(4, plain[key].shape[1]), torch.randn(plain[key].shape[0], 4), 0.5) for key in (name, other)}
+    lora = LoraConfig(rank=4, alpha=2, target_modules=("o_proj", "up_proj"))
+    digest = weights_digest(base)
+    write_adapter(factors, lora, tmp_path / "adapter", base=str(base), digest=digest, family=family_of("deepseek_v3"))
+    exported = export(tmp_path / "adapter", tmp_path / "out", dtype)
+    found = read_all(tmp_path / "out")
+    untouched = published if dtype == "fp8" else multiplied_out(published, torch.bfloat16)
+    changed = {key for weight in factors for key in (weight, weight + "_scale_inv")}
+    assert_same({key: t for key, t in found.items() if key not in changed}, {key: t for key, t in untouched.items() if key not in changed})
+    for key, adapter in factors.items():
+        wanted = plain[key] + 0.5 * adapter.b @ adapter.a
+        ours = decoded(found[key], found[key + "_scale_inv"]) if dtype == "fp8" else found[key].float()
+        # Half a step of E4M3's three bits of mantissa, of bf16's seven.
+        assert torch.allclose(ours, wanted, rtol=2**-4 if dtype == "fp8" else 2**-8, atol=1e-3), key
+        assert (wanted - plain[key]).abs().max() > 1
+    assert not any("nothing was carried over" in note for note in exported.notes)
+    assert f"tensors of {base} that the model does not build go along" in exported.notes[0]
+    export(base, tmp_path / "copy", "bf16")
+    assert weights_digest(tmp_path / "copy") == digest
+
+
+def test_its_checkpoint_knows_its_base(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The published bytes again after three steps that changed nothing; and the same files as the run's own export in bf16."""
+    assert main(["export", "--no-verify", str(run / "run"), str(tmp_path / "fp8"), "--dtype", "fp8"]) == 0
+    assert_same(read_all(tmp_path / "fp8"), read_all(run / "fp8"))
+    assert "keep its bytes" in capsys.readouterr().out
+    assert main(["export", "--no-verify", str(run / "run"), str(tmp_path / "bf16")]) == 0
+    for file in (run / "run" / "export").iterdir():
+        assert (tmp_path / "bf16" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_without_its_base_a_checkpoint_says_what_is_missing(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    moved = run / "fp8-moved"
+    (run / "fp8").rename(moved)
+    try:
+        assert main(["export", "--no-verify", str(run / "run"), str(tmp_path / "out")]) == 0
+        said = capsys.readouterr().out
+        assert main(["export", "--no-verify", str(run / "run"), str(tmp_path / "named"), "--base", str(moved)]) == 0
+    finally:
+        moved.rename(run / "fp8")
+    assert f"nothing was carried over from a base: the weights of {run / 'fp8'} are not here" in said
+    assert "num_nextn_predict_layers 1 -> 0" in said
+    assert not any("layers.2." in key for key in read_all(tmp_path / "out"))
+    assert_same(read_all(tmp_path / "named"), read_all(run / "run" / "export"))
+
+
+def test_rotary_settings_in_both_schemas_mean_the_same(shared_data: Path, tmp_path: Path) -> None:
+    """Published configs of the families, and those that transformers writes of them, read again by transformers."""
+    seen = 0
+    for file in sorted((shared_data / "configs").glob("*/config.json")):
+        given = json.loads(file.read_text())
+        given.pop("quantization_config", None)
+        given.pop("auto_map", None)
+        family = family_of(given["model_type"])
+        if family.is_generic:
+            continue
+        seen += 1
+        (tmp_path / "config.json").write_text(json.dumps(given))
+        wanted = AutoConfig.from_pretrained(tmp_path)
+        wanted.save_pretrained(tmp_path / "new")
+        new = json.loads((tmp_path / "new" / "config.json").read_text())
+        assert "rope_theta" not in new
+        for config in (given, new, served_config(given, family, ())):
+            served = served_config(config, family, ())
+            (tmp_path / "config.json").write_text(json.dumps(served))
+            read = AutoConfig.from_pretrained(tmp_path).rope_parameters
+            assert {**read, "type": None} == {**wanted.rope_parameters, "type": None}, file.parent.name
+            assert served["rope_theta"] == given["rope_theta"]
+            scaling = given.get("rope_scaling") or {}
+            assert {key: value for key, value in (served.get("rope_scaling") or {}).items() if key in scaling} == scaling, file.parent.name
+    assert seen > 10
+
+
+def test_which_weights_are_in_fp8(base: Path, tmp_path: Path) -> None:
+    export(base, tmp_path / "bf16", "bf16")
+    export(tmp_path / "bf16", tmp_path / "out", "fp8")
+    found = read_all(tmp_path / "out")
+    assert {key for key, tensor in found.items() if tensor.dtype == torch.float8_e4m3fn} == {key for key in master() if is_published_in_fp8(key)}
+    assert {key for key, tensor in found.items() if tensor.dtype == torch.float32 and not key.endswith("_scale_inv")} == {
+        f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2)
+    }

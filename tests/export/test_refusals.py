@@ -1,0 +1,162 @@
+"""What an export refuses: one clear error, exit code 2, and nothing half-written."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ds_finetune.cli import main
+from tests.model.fp8_folder import V3, in_fp8, master, multiplied_out, publish, read_all
+from tests.running import start
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return publish(tmp_path_factory.mktemp("v3") / "model", in_fp8(master()))
+
+
+@pytest.fixture
+def source(model: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(model, tmp_path / "source"))
+
+
+def _shard(folder: Path) -> Path:
+    return sorted(folder.glob("*.safetensors"))[1]
+
+
+def _truncate(folder: Path) -> None:
+    _shard(folder).write_bytes(_shard(folder).read_bytes()[:-100])
+
+
+def _index(folder: Path, change: Callable[[dict[str, str]], None]) -> None:
+    index = folder / "model.safetensors.index.json"
+    tree = json.loads(index.read_text())
+    change(tree["weight_map"])
+    index.write_text(json.dumps(tree))
+
+
+def _outside(folder: Path) -> None:
+    shutil.copyfile(_shard(folder), folder.parent / "secret.safetensors")
+    _index(folder, lambda weight_map: weight_map.update({EMBEDDING: "../secret.safetensors"}))
+
+
+def _change(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        change(tensors)
+        save_file(tensors, file)
+
+
+def _grown(tensors: dict[str, torch.Tensor]) -> None:
+    for key in (EMBEDDING, "lm_head.weight"):
+        if key in tensors:
+            tensors[key] = torch.cat([tensors[key], torch.zeros(4, V3["hidden_size"], dtype=torch.bfloat16)])
+
+
+def _empty(tensors: dict[str, torch.Tensor]) -> None:
+    key = "model.layers.2.enorm.weight"
+    if key in tensors:
+        tensors[key] = torch.zeros(0, dtype=torch.bfloat16)
+
+
+def _config(folder: Path, **changes: object) -> None:
+    (folder / "config.json").write_text(json.dumps(V3 | changes))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda f: _shard(f).unlink(), "names 1 files that are not there: model-00002-of-000003.safetensors"),
+        (_truncate, "model-00002-of-000003.safetensors is not a whole safetensors file: its tensors end at byte"),
+        (_outside, "names files outside its folder: ../secret.safetensors"),
+        (lambda f: (f / "config.json").write_text("{"), "config.json is not that of a model"),
+        (lambda f: _config(f, model_type="none"), "none"),
+        (lambda f: _config(f, quantization_config={"quant_method": "awq"}), "weights quantised by {'quant_method': 'awq'} are not read"),
+        (lambda f: _change(f, _grown), "its vocabulary has 100 rows: the config.json that is used must say `vocab_size` 100"),
+        (lambda f: _change(f, _empty), "`model.layers.2.enorm.weight` has shape (0,), without an element"),
+    ],
+    ids=["missing shard", "truncated", "outside", "config", "model type", "awq", "grown", "empty"],
+)
+def test_a_damaged_model(damage: Callable[[Path], None], said: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damage(source)
+    assert main(["export", "--no-verify", str(source), str(tmp_path / "out")]) == 2
+    printed = capsys.readouterr().err
+    assert said in printed
+    assert "Traceback" not in printed
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "secret.safetensors") == ["source"]
+
+
+@pytest.mark.parametrize("damage", [lambda f: _shard(f).unlink(), _truncate, lambda f: _change(f, _grown), lambda f: _change(f, _empty)])
+def test_a_damaged_base(damage: Callable[[Path], None], model: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Named by --base, for a model that lacks the prediction layer."""
+    plain = multiplied_out(read_all(model), torch.bfloat16)
+    tuned = publish(tmp_path / "tuned", {key: tensor for key, tensor in plain.items() if "layers.2." not in key}, config=V3)
+    damage(source)
+    assert main(["export", "--no-verify", str(tuned), str(tmp_path / "out"), "--base", str(source), "--dtype", "fp8"]) == 2
+    printed = capsys.readouterr().err
+    assert str(source) in printed or "`model.layers.2.enorm.weight` has shape (0,)" in printed
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_grown_vocabulary_is_exported_where_the_config_knows_of_it(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And refused with a base whose prediction layer knows fewer tokens."""
+    _change(source, _grown)
+    _config(source, vocab_size=100)
+    assert main(["export", "--no-verify", str(source), str(tmp_path / "out")]) == 0
+    assert read_all(tmp_path / "out")[EMBEDDING].shape == (100, V3["hidden_size"])
+    base = publish(tmp_path / "base", in_fp8(master()))
+    assert main(["export", "--no-verify", str(source), str(tmp_path / "other"), "--base", str(base)]) == 2
+    assert f"{base} does not fit DeepseekV3ForCausalLM: 2 of another shape: lm_head.weight: model (100, 160), checkpoint (96, 160)" in (
+        capsys.readouterr().err
+    )
+
+
+def test_out_that_holds_something_and_a_dtype_that_is_none(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("x")
+    assert main(["export", "--no-verify", str(source), str(tmp_path / "out")]) == 2
+    assert main(["export", "--no-verify", str(source), str(source)]) == 2
+    with pytest.raises(SystemExit) as caught:
+        main(["export", "--no-verify", str(source), str(tmp_path / "new"), "--dtype", "int8"])
+    assert caught.value.code == 2
+    assert "invalid choice: 'int8'" in capsys.readouterr().err
+    assert (tmp_path / "out" / "mine").read_text() == "x"
+    assert not (tmp_path / "new").exists()
+
+
+def test_fp8_of_a_format_that_is_not_written(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _config(source, quantization_config=V3["quantization_config"] | {"scale_fmt": "ue8m0"})
+    assert main(["export", "--no-verify", str(source), str(tmp_path / "out"), "--dtype", "fp8"]) == 2
+    assert "'scale_fmt': 'ue8m0'} is not the one that is written" in capsys.readouterr().err
+    assert main(["export", "--no-verify", str(source), str(tmp_path / "out"), "--dtype", "bf16"]) == 0
+
+
+@pytest.mark.parametrize("kib", [4, 50])
+def test_a_disk_that_takes_no_more(kib: int, source: Path, tmp_path: Path) -> None:
+    """The system refuses to let a file grow, as a full disk does in the middle of one."""
+    command = f"ulimit -f {kib}; exec {sys.executable} -m ds_finetune export {source} {tmp_path / 'out'}"
+    done = start(["bash", "-c", command])
+    assert done.returncode == 2, done.stderr
+    assert f"error: {tmp_path / 'out.partial'} cannot be written: File too large" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_disk_that_is_too_small_is_known_before(source: Path, tmp_path: Path) -> None:
+    """A file system of 64 KiB of its own, where this process may make one."""
+    command = (
+        f"mount -t tmpfs -o size=64k none {tmp_path} 2>/dev/null || exit 77; exec {sys.executable} -m ds_finetune export {source} {tmp_path}/out"
+    )
+    kept = Path(shutil.copytree(source, tmp_path.parent / f"{tmp_path.name}-kept"))
+    done = start(["unshare", "--mount", "bash", "-c", command.replace(str(source), str(kept))])
+    if done.returncode in (1, 77) and "error" not in done.stderr:
+        pytest.skip(f"no file system may be made here: {done.stderr.strip()}")
+    assert done.returncode == 2, done.stderr
+    assert "needs 0.00 GiB and the disk has 0.00 GiB free" in done.stderr
