@@ -2,7 +2,7 @@
 
 import sys
 
-from ds_finetune.cli import main
+from ds_finetune.cli import run
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(sys.argv[1:])

@@ -1,6 +1,7 @@
 """The command line: turns arguments into a config, calls one stage after another, prints an error once."""
 
 import argparse
+import atexit
 import json
 import os
 import sys
@@ -8,7 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from ds_finetune.config import RunConfig, dump_config, read_config
 from ds_finetune.console import OUT, pairs, show_error, show_line, show_plan, show_report, show_verdicts
@@ -39,6 +40,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         show_error(f"rank {os.environ.get('RANK', '0')}: {''.join(traceback.format_exception(error))}")
         return RUN_ERROR_EXIT_CODE
     return 0
+
+
+def run(argv: Sequence[str]) -> NoReturn:
+    """`main` as the whole of a process that a launcher started."""
+    try:
+        code = main(argv)
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    leave(code)
+
+
+def leave(code: int = 0) -> NoReturn:
+    """End this process with its output written and what was registered for its end done, and without Python's own end.
+
+    DeepSpeed 0.19.8 keeps process groups and engines (utils/groups.py:37), and a thread of gloo that lets go of its last tensor while
+    Python ends aborts a process whose work is done ("terminate called without an active exception", exit code -6).
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _say_once(text: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 _HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(_HERE.parent)] + [entry for entry in sys.path if Path(entry or ".").resolve() not in (_HERE, _HERE.parent)]
 
-from ds_finetune.cli import main  # noqa: E402 - only importable from here on
+from ds_finetune.cli import run  # noqa: E402 - only importable from here on
 
 if __name__ == "__main__":
-    sys.exit(main(["train", *sys.argv[1:]]))
+    run(["train", *sys.argv[1:]])

@@ -14,6 +14,7 @@ from transformers import AutoConfig
 from ds_finetune.checkpoint.place import find_place
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.saver import Saver
+from ds_finetune.cli import leave
 from ds_finetune.config import RunConfig
 from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.engine.start import start_engine
@@ -67,3 +68,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave()

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ds_finetune.cli import leave
 from ds_finetune.config import RunConfig
 from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.engine.start import start_engine
@@ -40,3 +41,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ds_finetune.cli import leave
 from ds_finetune.config import RunConfig
 from ds_finetune.data.batches import Batch, BatchPlan, training_batches
 from ds_finetune.engine.core import Engine
@@ -122,3 +123,4 @@ def _route_apart(engine: Engine, rank: int) -> None:
 
 if __name__ == "__main__":
     main()
+    leave()

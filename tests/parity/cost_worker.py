@@ -53,6 +53,7 @@ _counted("send", lambda n, sizes, _: sizes[0])
 
 from transformers import AutoConfig
 
+from ds_finetune.cli import leave
 from ds_finetune.config import RunConfig
 from ds_finetune.data.batches import BatchPlan, training_batches
 from ds_finetune.data.rows import Row
@@ -133,3 +134,4 @@ def _rows() -> list[Row]:
 
 if __name__ == "__main__":
     main()
+    leave()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ds_finetune.cli import leave
 from ds_finetune.config import RunConfig
 from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.engine.start import start_engine
@@ -62,3 +63,4 @@ def _frozen(tensors: Any) -> dict[str, torch.Tensor]:
 
 if __name__ == "__main__":
     main()
+    leave()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ds_finetune.cli import leave
 from ds_finetune.config import RunConfig
 from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.engine.start import start_engine
@@ -49,3 +50,4 @@ def _run(plan: Plan) -> dict[str, Any]:
 
 if __name__ == "__main__":
     main()
+    leave()
