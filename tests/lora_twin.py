@@ -20,6 +20,11 @@ NAMED = ("gate", "experts", r".*\.self_attn\..*_proj(_with_mqa)?", r".*\.mlp\.(s
 """Patterns that adapt every kind of a mixture of experts, the router too."""
 
 
+def lora_tree(family: str) -> dict[str, Any]:
+    """The `lora` section that the steps of a family are compared with: every kind of module there is."""
+    return {"rank": RANK, "alpha": 32} | ({"target_modules": NAMED} if family.startswith("deepseek") else {})
+
+
 def base_model(family: str) -> PreTrainedModel:
     """A tiny model with a router bias that is not zero, the same each time, fp32."""
     torch.manual_seed(11)

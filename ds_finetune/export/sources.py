@@ -118,6 +118,8 @@ def open_adapter(path: Path, base: Path | None) -> Opened:
 
 
 def _base(name: str, path: Path) -> Path:
+    if not name:
+        raise ExportError(f"{path} does not say which model its adapters belong to", hint="name the folder of that model by --base")
     try:
         return resolve_folder(name)
     except ModelError as absent:

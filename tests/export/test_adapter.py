@@ -152,6 +152,12 @@ def test_a_base_that_is_nowhere_is_named(folder: Path) -> None:
     assert _export(folder, base="elsewhere")
 
 
+def test_an_adapter_that_names_no_base_needs_one(folder: Path) -> None:
+    _change_config(folder, base_model_name_or_path=None)
+    with pytest.raises(ExportError, match="does not say which model"):
+        _export(folder, base=None)
+
+
 def test_the_digest_tells_weights_apart_and_not_their_width(tmp_path: Path) -> None:
     model = base_model("llama")
     model.bfloat16().save_pretrained(tmp_path / "bf16")

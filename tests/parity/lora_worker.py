@@ -22,8 +22,8 @@ from ds_finetune.selftest.cells import Cell, run_tree
 from ds_finetune.selftest.plain import BETAS
 from ds_finetune.selftest.steps import first_moments, take_steps
 from ds_finetune.world import World
+from tests.lora_twin import lora_tree
 
-LORA = {"rank": 8, "alpha": 32}
 STEPS = 3
 
 
@@ -33,7 +33,7 @@ def main() -> None:
     world, device = World.from_environment(os.environ), choose_device()
     with process_group(world, device):
         for number, cell in enumerate(Cell(**tree) for tree in cells):
-            tree = run_tree(cell, models / cell.family, out, dp=world.world_size) | {"lora": LORA}
+            tree = run_tree(cell, models / cell.family, out, dp=world.world_size) | {"lora": lora_tree(cell.family)}
             found = _run(make_plan(RunConfig.model_validate(tree), world=world, device=device))
             if world.rank == 0:
                 torch.save(found, out / f"{cell.name}-world={world.world_size}.pt")

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from ds_finetune.config import LoraConfig
 from ds_finetune.selftest.cells import Cell
 from ds_finetune.selftest.plain import adamw, plain_steps
-from tests.lora_twin import adapted, by_our_names, in_peft, write_adapter_of
-from tests.parity.lora_worker import LORA, STEPS
+from tests.lora_twin import adapted, by_our_names, in_peft, lora_tree, write_adapter_of
+from tests.parity.lora_worker import STEPS
 from tests.parity.reference import GRADIENT_TOLERANCE, LOSS_TOLERANCE, WORLDS, found, relative
 from tests.running import start, torchrun
 
@@ -60,7 +60,7 @@ def more_results(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 @cache
 def _peft_loop(folder: Path, max_grad_norm: float) -> dict[str, Any]:
     """Losses, norms and the gradients of every step, of peft's model in a plain loop."""
-    base, lora = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), LoraConfig(**LORA)
+    base, lora = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), LoraConfig.model_validate(lora_tree(folder.name))
     ours = adapted(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), lora, trained=False)
     write_adapter_of(ours, lora, folder / "adapter", base=folder)
     names = [name for name, param in ours.named_parameters() if param.requires_grad]
