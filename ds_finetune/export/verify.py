@@ -67,6 +67,7 @@ class Loaded:
     def read(cls, place: Path, number: int) -> "Loaded":
         """Of folder `number`."""
         report = json.loads((place / f"{number}.json").read_text(encoding="utf-8"))
+        assert not report["ours"], report["ours"]
         own, fp32 = (np.load(file) if file.is_file() else None for file in (place / f"{number}.own.npy", place / f"{number}.fp32.npy"))
         return cls(report, own, fp32)
 
