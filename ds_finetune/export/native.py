@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from ds_finetune.errors import ExportError
-from ds_finetune.export.torch_files import DataFile, FlatVector, Inert, InertInt, Run, Scratch, Slices, load_values, run_of
+from ds_finetune.export.torch_files import DataFile, FlatVector, Inert, InertInt, Run, Slices, load_values, run_of
+from ds_finetune.model.hub_folder import Scratch
 
 _STAND_INS = (
     (Inert, "deepspeed.utils.tensor_fragment.fragment_address"),

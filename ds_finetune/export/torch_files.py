@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import threading
 import weakref
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -146,17 +145,3 @@ class Slices:
             count = min(self.share - skipped, len(view) // size)
             self.vectors[index].read_into(view[: count * size], self.offset + skipped)
             view, start = view[count * size :], start + count
-
-
-class Scratch(threading.local):
-    """One growing buffer for each thread."""
-
-    def __init__(self) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8)
-
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A 1-D tensor over this thread's buffer, valid until its next `take`."""
-        size = numel * dtype.itemsize
-        if self._bytes.numel() < size:
-            self._bytes = torch.empty(size, dtype=torch.uint8)
-        return self._bytes[:size].view(dtype)

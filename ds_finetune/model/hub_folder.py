@@ -56,7 +56,7 @@ class _File:
         weakref.finalize(self, os.close, descriptor)
         return descriptor
 
-    def read(self, dtype: torch.dtype, numel: int, offset: int, *, into: "_Scratch | None" = None) -> torch.Tensor:
+    def read(self, dtype: torch.dtype, numel: int, offset: int, *, into: "Scratch | None" = None) -> torch.Tensor:
         """`numel` elements from byte `offset`, 1-D, in memory of their own or in that of `into`."""
         out = torch.empty(numel, dtype=dtype) if into is None else into.take(numel, dtype)
         view = out.view(torch.uint8).numpy().data
@@ -68,7 +68,7 @@ class _File:
         return out
 
 
-class _Scratch(threading.local):
+class Scratch(threading.local):
     """One growing buffer for each thread: fresh memory costs more than what is read into it."""
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class HubFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._scratch = _Scratch()
+        self._scratch = Scratch()
         self._stored = _stored(folder)
         fp8 = [key for key, stored in self._stored.items() if stored.dtype == FP8]
         _check_scales(folder, self._stored, fp8)
