@@ -1,4 +1,4 @@
-"""Who this process is, from any launcher's environment; the hostfile; what `accelerate launch` chose."""
+"""Who this process is, from any launcher's environment; what `accelerate launch` chose."""
 
 import re
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Self
 
 from ds_finetune.errors import LaunchError
+from ds_finetune.hostfile import read_hostfile
 
 _STANDARD = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
@@ -117,15 +118,6 @@ class World:
 
 
 @dataclass(frozen=True)
-class Host:
-    """One line of a hostfile."""
-
-    name: str
-    slots: int
-    line: int
-
-
-@dataclass(frozen=True)
 class AccelerateChoices:
     """What `accelerate launch` with DeepSpeed put into the environment; None where its file does not say."""
 
@@ -161,30 +153,6 @@ def accelerate_choices(environ: Mapping[str, str]) -> AccelerateChoices | None:
     )
 
 
-def read_hostfile(path: str | Path) -> tuple[Host, ...]:
-    """Hosts and slots of a hostfile; LaunchError with line and column. A hostfile that was named and is missing never means a local run."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        raise LaunchError(f"hostfile `{path}` does not exist", hint="create it; a run is never started locally instead") from None
-    except OSError as unreadable:
-        raise LaunchError(
-            f"hostfile `{path}` cannot be read: {unreadable.strerror}", hint="name a file with lines such as `worker-1 slots=8`"
-        ) from None
-    hosts: dict[str, Host] = {}
-    for number, line in enumerate(lines, start=1):
-        text = line.split("#", 1)[0]
-        if not text.strip():
-            continue
-        host = _read_host(text, f"{path} line {number}", number)
-        if host.name in hosts:
-            raise LaunchError(f"{path} line {number}: host `{host.name}` is already in line {hosts[host.name].line}", hint="write each host once")
-        hosts[host.name] = host
-    if not hosts:
-        raise LaunchError(f"hostfile `{path}` names no host in {len(lines)} lines", hint="write lines such as `worker-1 slots=8`")
-    return tuple(hosts.values())
-
-
 def refuse_missing_hostfile(process: str = "self") -> None:
     """LaunchError where a `deepspeed` above this process was given a `--hostfile` that does not exist or cannot be right.
 
@@ -212,21 +180,6 @@ def _refuse_missing(line: list[str]) -> None:
             )
         if name:
             read_hostfile(name)
-
-
-def _read_host(text: str, where: str, number: int) -> Host:
-    found = re.match(r"^\s*(\S+)(\s*)(.*?)\s*$", text)
-    assert found
-    name, rest = found[1], found[3]
-    if "=" in name:
-        raise LaunchError(f"{where} column {found.start(1) + 1}: `{name}` stands where a host's name is wanted", hint="write e.g. `worker-1 slots=8`")
-    slots = re.fullmatch(r"slots\s*=\s*(\d+)", rest)
-    column = found.start(3) + 1
-    if not slots:
-        raise LaunchError(f"{where} column {column}: `{rest}` after host `{name}` is not `slots=N`", hint="write e.g. `worker-1 slots=8`")
-    if not int(slots[1]):
-        raise LaunchError(f"{where} column {column}: host `{name}` has slots=0", hint="leave the host out, or give it slots")
-    return Host(name, int(slots[1]), number)
 
 
 def _scheduler(environ: Mapping[str, str]) -> tuple[str, ...] | None:

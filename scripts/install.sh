@@ -8,6 +8,10 @@ if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && [ "$extras" = test ]; 
     command -v mpirun >/dev/null || missing+=(openmpi-bin)
     command -v g++ >/dev/null || missing+=(g++)
     [ -e /usr/include/libaio.h ] || missing+=(libaio-dev)
+    command -v ip >/dev/null || missing+=(iproute2)
+    command -v pdsh >/dev/null || missing+=(pdsh)
+    command -v shellcheck >/dev/null || missing+=(shellcheck)
+    [ -x /usr/sbin/sshd ] || missing+=(openssh-server)
     if [ ${#missing[@]} -gt 0 ]; then apt-get update -qq && apt-get install -y -qq "${missing[@]}" >/dev/null; fi
 fi
 wanted="$(cat pyproject.toml constraints.txt | sha256sum | cut -c1-16)-$extras"

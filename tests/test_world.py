@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ds_finetune.errors import LaunchError
-from ds_finetune.world import Host, World, accelerate_choices, read_hostfile
+from ds_finetune.world import World, accelerate_choices
 from tests.conftest import ROOT
 
 MPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
@@ -121,53 +121,6 @@ def test_environments_that_cannot_be(environ: dict[str, str], message: str) -> N
     with pytest.raises(LaunchError) as caught:
         World.from_environment(environ)
     assert message in caught.value.message
-
-
-def test_hostfiles_of_the_project_are_read() -> None:
-    found = {path.name: read_hostfile(path) for path in sorted((ROOT / "hostfiles").iterdir())}
-    assert {name: sum(host.slots for host in hosts) for name, hosts in found.items()} == {
-        "nodes64": 512,
-        "one_node": 8,
-        "two_nodes": 16,
-        "unequal": 12,
-    }
-
-
-def test_hostfile_forms(tmp_path: Path) -> None:
-    path = tmp_path / "hosts"
-    path.write_text("# two\n\nme@10.0.0.1 slots=2 # first\nfe80::1   slots = 4\n")
-    assert read_hostfile(path) == (Host("me@10.0.0.1", 2, 3), Host("fe80::1", 4, 4))
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a slots=2\na slots=1\n", "line 2: host `a` is already in line 1"),
-        ("a slots=0\n", "line 1 column 3: host `a` has slots=0"),
-        ("a\n", "line 1 column 2: `` after host `a` is not `slots=N`"),
-        ("a 8\n", "line 1 column 3: `8` after host `a` is not `slots=N`"),
-        ("slots=4\n", "column 1: `slots=4` stands where a host's name is wanted"),
-        ("# none\n", "names no host in 1 lines"),
-    ],
-)
-def test_bad_hostfiles(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "hosts"
-    path.write_text(text)
-    with pytest.raises(LaunchError) as caught:
-        read_hostfile(path)
-    assert message in caught.value.message
-
-
-def test_a_named_hostfile_that_is_missing_is_never_a_local_run(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError) as caught:
-        read_hostfile(tmp_path / "hosts")
-    assert "does not exist" in caught.value.message
-    assert "never started locally" in caught.value.hint
-
-
-def test_a_hostfile_that_is_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="cannot be read: Is a directory"):
-        read_hostfile(tmp_path)
 
 
 def test_the_hostfile_of_a_deepspeed_above_is_read(tmp_path: Path) -> None:

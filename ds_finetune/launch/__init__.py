@@ -1,0 +1,1 @@
+"""Starting a run on many hosts, and ending it on all of them."""
