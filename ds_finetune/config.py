@@ -230,6 +230,19 @@ class LogConfig(Section):
     """Trackers accelerate knows, by name: tensorboard, wandb, mlflow, ..."""
 
 
+class LaunchConfig(Section):
+    """How `ds-finetune launch` minds a run on its hosts; other launchers do not read it."""
+
+    restarts: int = Field(default=0, ge=0)
+    """Starts from the newest checkpoint after a rank or a host has failed, before the run is given up."""
+    min_hosts: int | None = Field(default=None, ge=1)
+    """Fewest hosts to go on with; left out, all of the hostfile. The global batch stays what it is."""
+    wait_seconds: float = Field(default=600, ge=0)
+    """How long a restart waits for hosts to come back where there are too few."""
+    silent_seconds: float = Field(default=10, ge=3)
+    """Seconds without a word after which a host is given up, and after which a host that hears nothing ends its ranks."""
+
+
 class ExportConfig(Section):
     """The Hugging Face folder written at the end."""
 
@@ -264,6 +277,8 @@ class RunConfig(Section):
     """Low-rank adapters; left out, all weights are trained."""
     log: LogConfig = LogConfig()
     """Logging."""
+    launch: LaunchConfig = LaunchConfig()
+    """Launching."""
     export: ExportConfig = ExportConfig()
     """Export."""
     output_dir: str

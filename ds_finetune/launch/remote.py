@@ -13,6 +13,8 @@ from typing import IO
 
 from ds_finetune.hostfile import Host
 
+_LOGIN = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TERM", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "XDG_RUNTIME_DIR")
+"""What a login gives; on this machine no other variable is inherited, so that every host has the same, which are those that are carried."""
 SSH_ARGS = "DS_FINETUNE_SSH_ARGS"
 """Environment variable with further arguments of ssh, as a shell would split them."""
 CONNECT_SECONDS = 10
@@ -54,9 +56,9 @@ class Remote:
     def open(self, host: Host, name: str, *arguments: str, stderr: int | IO[bytes] = subprocess.PIPE) -> "subprocess.Popen[bytes]":
         """Start a module of this project on `host` with pipes to its standard input and output."""
         # A session of its own, so that Ctrl-C at the terminal reaches this process alone, which tells the hosts in order.
-        return subprocess.Popen(
-            self.module(host, name, *arguments), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True
-        )
+        env = {name: os.environ[name] for name in (*_LOGIN, "PYTHONPATH") if name in os.environ} if is_here(host) else None
+        command, pipe = self.module(host, name, *arguments), subprocess.PIPE
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, env=env, start_new_session=True)
 
 
 @cache

@@ -1,0 +1,267 @@
+"""One start of a run on its hosts: a guard on each, what they say, and how it ended."""
+
+import contextlib
+import queue
+import signal
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ds_finetune.errors import INTERRUPTED_EXIT_CODE, RUN_ERROR_EXIT_CODE
+from ds_finetune.hostfile import Host
+from ds_finetune.launch.guard import BEAT_SECONDS, TAIL
+from ds_finetune.launch.lines import Message, packed, unpacked
+from ds_finetune.launch.remote import CONNECT_SECONDS, Remote
+
+GREETING_SECONDS = CONNECT_SECONDS + 10.0
+"""How long hosts have to answer before anything is started."""
+LAST_WORDS_SECONDS = 4.0
+"""Between the first failure and the end of everything: other ranks write down where they stand."""
+_KILLING_SECONDS = 15.0
+"""How long a host has to say that nothing is left on it."""
+_SSH_FAILED = 255
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong first."""
+
+    host: Host
+    rank: int | None
+    """None where the host itself failed."""
+    text: str
+    code: int
+    """Exit code for the whole run."""
+    tail: tuple[str, ...]
+    """Last lines of the rank's output, or of the host's."""
+    after: float
+    """Seconds since the ranks were started."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an attempt ended."""
+
+    code: int
+    """0 done, 3 saved after a signal, else the first failing rank's own, 128 + N where signal N ended it."""
+    first: Failure | None
+    seconds: float
+    ended_in: float
+    """Seconds from the first failure until every host had said that nothing is left on it, or was given up."""
+    lost: tuple[Host, ...]
+    """Hosts that no longer answer."""
+    unguarded: tuple[Host, ...]
+    """Hosts whose guard was gone before it could say that nothing is left."""
+    was_told: bool
+    """Whether a signal asked for the end."""
+
+
+@dataclass
+class _Guarded:
+    """One host as it is seen from here."""
+
+    host: Host
+    process: "subprocess.Popen[bytes]"
+    greeting: Message | None = None
+    heard: float = field(default_factory=time.monotonic)
+    over: bool = False
+    is_lost: bool = False
+    is_gone: bool = False
+    errors: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL))
+    agent: str = ""
+
+    def tell(self, **message: object) -> None:
+        """Send a message; nothing where nobody reads any more."""
+        if self.over or self.process.stdin is None:
+            return
+        with contextlib.suppress(OSError):
+            self.process.stdin.write(packed(**message))
+            self.process.stdin.flush()
+
+
+class Attempt:
+    """Guards on `hosts`, from their greeting to their end; as a context it leaves none behind."""
+
+    def __init__(self, hosts: Sequence[Host], remote: Remote, *, silent_seconds: float, port: int = 0) -> None:
+        self._silent = silent_seconds
+        self._events = queue.Queue[tuple[_Guarded, Message | None]]()
+        self._guards = [_Guarded(host, remote.open(host, "ds_finetune.launch.guard", str(port))) for host in hosts]
+        self._failures: list[tuple[float, Failure, int]] = []
+        self._codes: dict[int, int] = {}
+        self._signals = 0
+        self._began = 0.0
+        for guard in self._guards:
+            threading.Thread(target=self._read, args=(guard,), daemon=True).start()
+            threading.Thread(target=_keep_errors, args=(guard,), daemon=True).start()
+
+    def __enter__(self) -> "Attempt":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for guard in self._guards:
+            guard.tell(do="end")
+            with contextlib.suppress(OSError):
+                assert guard.process.stdin is not None
+                guard.process.stdin.close()
+        for guard in self._guards:
+            try:
+                guard.process.wait(0 if guard.is_lost else _KILLING_SECONDS)
+            except subprocess.TimeoutExpired:
+                guard.process.kill()
+                guard.process.wait()
+
+    def greetings(self) -> dict[Host, Message | str]:
+        """What each host says of itself, or why it cannot be reached; after some seconds at most."""
+        until = time.monotonic() + GREETING_SECONDS
+        while any(guard.greeting is None and not guard.over for guard in self._guards) and time.monotonic() < until:
+            with contextlib.suppress(queue.Empty):
+                self._take(*self._events.get(timeout=0.25))
+        return {guard.host: guard.greeting if guard.greeting is not None else _why_silent(guard) for guard in self._guards}
+
+    def run(self, specs: Mapping[Host, Message], say: Callable[[str], None]) -> Outcome:
+        """Start what `specs` says on their hosts, release the others, and return how it ended; signals are passed on."""
+        self._say = say
+        for guard in self._guards:
+            guard.tell(**(specs[guard.host] if guard.host in specs else {"do": "end"}))
+        released = [guard for guard in self._guards if guard.host not in specs]
+        self._guards = [guard for guard in self._guards if guard.host in specs]
+        self._began = time.monotonic()
+        for guard in self._guards:
+            guard.heard = self._began
+        before = {number: signal.signal(number, self._signalled) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        try:
+            self._watch()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            self._guards += released
+        return self._outcome()
+
+    def _watch(self) -> None:
+        """Until every host is done or given up."""
+        told, beat, passed_on = None, 0.0, 0
+        while not all(guard.over for guard in self._guards):
+            with contextlib.suppress(queue.Empty):
+                self._take(*self._events.get(timeout=BEAT_SECONDS / 4))
+            now = time.monotonic()
+            if now - beat >= BEAT_SECONDS:
+                beat = now
+                self._tell(do="beat")
+            if passed_on < self._signals:
+                passed_on += 1
+                self._say("told the ranks to save and end; once more ends them at once" if passed_on == 1 else "ending every rank")
+                self._tell(do="interrupt" if passed_on == 1 else "end")
+            self._look_for_silence(now, told)
+            if told is None and self._failures and now - self._failures[0][0] > self._patience():
+                told = now
+                self._tell(do="end")
+
+    def _patience(self) -> float:
+        """Ranks that save after a signal end at their own times; else the others are ended soon."""
+        saving = all(failure.code == INTERRUPTED_EXIT_CODE for _, failure, _ in self._failures)
+        return float("inf") if saving else LAST_WORDS_SECONDS
+
+    def _look_for_silence(self, now: float, told: float | None) -> None:
+        for guard in self._guards:
+            is_slow = told is not None and now - told > _KILLING_SECONDS
+            if not guard.over and (now - guard.heard > self._silent or is_slow):
+                guard.over = guard.is_lost = True
+                # A host that is silent was lost when it was last heard: what others say since then follows from it.
+                self._host_failed(guard, f"has not been heard for {now - guard.heard:.0f} s", at=guard.heard)
+
+    def _tell(self, **message: object) -> None:
+        for guard in self._guards:
+            guard.tell(**message)
+
+    def _signalled(self, number: int, _: object) -> None:
+        self._signals += 1
+
+    def _read(self, guard: _Guarded) -> None:
+        assert guard.process.stdout is not None
+        for line in guard.process.stdout:
+            self._events.put((guard, unpacked(line.decode(errors="replace"))))
+        self._events.put((guard, {"said": "gone"}))
+
+    def _take(self, guard: _Guarded, message: Message | None) -> None:
+        if message is None or guard.is_lost:
+            return
+        guard.heard = time.monotonic()
+        match message.get("said"):
+            case "hello":
+                guard.greeting = message
+            case "started":
+                where = f", network interface {message['interface']}" if message["interface"] else ""
+                self._say(f"started on {guard.host.target}{where}")
+            case "out":
+                self._say(message["text"])
+            case "rank" if message["code"] != 0:
+                self._rank_failed(guard, message)
+            case "exit_code":
+                self._codes[message["pid"] or self._last_gone(guard)] = message["code"]
+            case "exited":
+                guard.over, guard.agent = True, message["agent"]
+                if message["code"] and not any(failure.host == guard.host for _, failure, _ in self._failures):
+                    self._host_failed(guard, f"its launcher ended with {message['code']}", tail=message["agent"])
+            case "gone" if not guard.over:
+                guard.over = True
+                if self._began:
+                    guard.is_gone = True
+                    self._host_failed(guard, "its guard is gone")
+
+    def _rank_failed(self, guard: _Guarded, message: dict[str, Any]) -> None:
+        code = message["code"]
+        text = "is gone without a word" if code is None else f"ended with {code}"
+        self._add(time.monotonic(), Failure(guard.host, message["rank"], text, code or 0, tuple(message["tail"]), 0.0), message["pid"])
+
+    def _host_failed(self, guard: _Guarded, text: str, *, at: float | None = None, tail: str = "") -> None:
+        lines = tuple(tail.splitlines()) or tuple(guard.errors)
+        self._add(at or time.monotonic(), Failure(guard.host, None, text, RUN_ERROR_EXIT_CODE, lines, 0.0), 0)
+
+    def _add(self, at: float, failure: Failure, pid: int) -> None:
+        self._failures.append((at, failure, pid))
+        self._failures.sort(key=lambda item: item[0])
+
+    def _last_gone(self, guard: _Guarded) -> int:
+        gone = [pid for _, failure, pid in self._failures if failure.host == guard.host and pid]
+        return gone[0] if gone else 0
+
+    def _outcome(self) -> Outcome:
+        now = time.monotonic()
+        lost = tuple(guard.host for guard in self._guards if guard.is_lost)
+        if not self._failures:
+            return Outcome(0, None, now - self._began, 0.0, lost, (), self._signals > 0)
+        at, first, pid = self._failures[0]
+        text, code = first.text, first.code
+        if first.rank is not None and not code:
+            code, text = _of_signal(self._codes.get(pid, -signal.SIGKILL), is_known=pid in self._codes)
+        first = Failure(first.host, first.rank, text, code, first.tail, at - self._began)
+        unguarded = tuple(guard.host for guard in self._guards if guard.is_gone)
+        return Outcome(code, first, now - self._began, now - at, lost, unguarded, self._signals > 0)
+
+
+def _of_signal(code: int, *, is_known: bool) -> tuple[int, str]:
+    """Exit code and words for a rank that could not say how it ended."""
+    if not is_known:
+        return 128 - code, "is gone without a word"
+    if code >= 0:
+        return code or RUN_ERROR_EXIT_CODE, f"ended with {code}"
+    hint = ", as the system does where memory runs out" if code == -signal.SIGKILL else ""
+    return 128 - code, f"was ended by {signal.Signals(-code).name}{hint}"
+
+
+def _why_silent(guard: _Guarded) -> str:
+    said = " ".join(line.strip() for line in guard.errors if line.strip())
+    if not guard.over:
+        return f"did not answer within {GREETING_SECONDS:.0f} s{': ' + said if said else ''}"
+    code = guard.process.wait()
+    return f"cannot be reached by ssh: {said}" if code == _SSH_FAILED else f"the program does not start there ({code}): {said}"
+
+
+def _keep_errors(guard: _Guarded) -> None:
+    assert guard.process.stderr is not None
+    for line in guard.process.stderr:
+        guard.errors.append(line.decode(errors="replace").rstrip("\n"))

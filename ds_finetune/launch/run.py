@@ -1,0 +1,262 @@
+"""`ds-finetune launch`: a run on the hosts of a hostfile, started again where it failed, with an exit code that is true."""
+
+import secrets
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import accumulate, count
+from pathlib import Path
+
+from ds_finetune.config import RunConfig
+from ds_finetune.errors import INTERRUPTED_EXIT_CODE, USER_ERROR_EXIT_CODE, ConfigError, LaunchError
+from ds_finetune.hostfile import Host
+from ds_finetune.launch import agents
+from ds_finetune.launch.attempt import Attempt, Outcome
+from ds_finetune.launch.guard import TAIL
+from ds_finetune.launch.lines import Message
+from ds_finetune.launch.preflight import meeting_place, problems_of, uses_gpus
+from ds_finetune.launch.rank import log_name
+from ds_finetune.launch.remote import Remote
+from ds_finetune.plan.layout import make_plan
+from ds_finetune.world import World
+
+Say = Callable[[str], None]
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What another launch left in a shell must not reach this one."""
+_AGAIN_SECONDS = 5.0
+"""Between two looks for hosts that are to come back."""
+_SWEEP_SECONDS = 20
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What is to be started, and where."""
+
+    hosts: tuple[Host, ...]
+    agent: agents.Agent
+    """torchrun's or DeepSpeed's program that starts the ranks of one host."""
+    arguments: tuple[str, ...]
+    """Run file and overrides, as `train` takes them."""
+    env: dict[str, str]
+    """Environment variables that every rank has."""
+    remote: Remote
+    port: int = 0
+    """Where ranks meet on the first host; 0 takes a free one."""
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """Hosts that were asked and are fit for an attempt."""
+
+    attempt: Attempt
+    hosts: tuple[Host, ...]
+    address: str
+    port: int
+
+
+def launch(config: RunConfig, wanted: Launch, say: Say) -> int:
+    """Run `wanted` until it is done, given up or saved after a signal; returns the exit code.
+
+    0 done; 2 the user's mistake, with nothing started where hosts were not ready; 3 saved after a signal; else the first failing rank's own
+    exit code, or 128 + N where signal N ended it. LaunchError and ConfigError before the first start.
+    """
+    _refuse_unrestartable(config)
+    run_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    logs = Path(config.output_dir) / "logs" / run_id
+    say(f"run {run_id}: logs in {logs} on each host")
+    marks: list[str] = []
+    for number in count(1):
+        with _ready(config, wanted, say, is_first=number == 1) as ready:
+            specs = _specs(ready, wanted, config, folder=logs / f"attempt-{number}", mark=f"{run_id}.{number}", sweep=marks)
+            outcome = ready.attempt.run(specs, say)
+        marks += [spec["mark"] for spec in specs.values()]
+        _sweep(outcome, wanted, specs)
+        for line in _report(outcome, number, logs):
+            say(line)
+        if outcome.code in (0, USER_ERROR_EXIT_CODE, INTERRUPTED_EXIT_CODE) or outcome.was_told or number > config.launch.restarts:
+            return outcome.code
+        say(f"starting again, {number} of {config.launch.restarts} times")
+    raise AssertionError
+
+
+def shown(config: RunConfig, wanted: Launch) -> Iterator[str]:
+    """What `launch` would do, a line each: ranks of hosts, environment, commands. Asks no host anything."""
+    world = sum(host.slots for host in wanted.hosts)
+    plan_for(config, wanted.hosts, device="cuda" if wanted.env.get("DS_ACCELERATOR", "cuda") == "cuda" else "cpu")
+    yield f"{world} ranks on {len(wanted.hosts)} hosts"
+    for host, first in zip(wanted.hosts, _first_ranks(wanted.hosts), strict=True):
+        devices = f", devices {','.join(map(str, host.devices))}" if host.devices else ""
+        yield f"  {host.target}: ranks {first} to {first + host.slots - 1}{devices}"
+    address = wanted.hosts[0].name if len(wanted.hosts) > 1 else "127.0.0.1"
+    for index, host in enumerate(wanted.hosts):
+        command = wanted.remote.module(host, "ds_finetune.launch.guard", str(wanted.port))
+        yield f"on {host.target}: {subprocess.list2cmdline(command)}"
+        meet = agents.Meeting(wanted.hosts, index, address, wanted.port or "PORT")
+        yield f"  which starts: {subprocess.list2cmdline(wanted.agent(meet, wanted.arguments, wanted.remote.python))}"
+
+
+def plan_for(config: RunConfig, hosts: Sequence[Host], *, device: str) -> None:
+    """ConfigError where the layout or the batch does not fit the ranks of `hosts`."""
+    slots = [host.slots for host in hosts]
+    make_plan(config, world=World(0, sum(slots), 0, slots[0], "launch"), device=device)
+
+
+def _refuse_unrestartable(config: RunConfig) -> None:
+    restarts, wanted = config.launch.restarts, config.checkpoint
+    if restarts and wanted.resume != "auto":
+        raise ConfigError(
+            f"launch.restarts is {restarts} and checkpoint.resume is `{wanted.resume}`: a second start would not go on from the first",
+            hint="leave checkpoint.resume out, with an output_dir of its own",
+        )
+    if restarts and not wanted.every_steps:
+        raise ConfigError(f"launch.restarts is {restarts} and checkpoint.every is `{wanted.every}`", hint="set checkpoint.every to e.g. `500 steps`")
+    if config.launch.min_hosts is not None and wanted.node_local:
+        raise ConfigError(
+            f"launch.min_hosts is {config.launch.min_hosts} and checkpoint.node_local is true: what a lost host saved is lost with it",
+            hint="save to a shared folder, or leave launch.min_hosts out",
+        )
+
+
+@contextmanager
+def _ready(config: RunConfig, wanted: Launch, say: Say, *, is_first: bool) -> Iterator[_Ready]:
+    """Guards on the hosts that are fit; before the first start all must be, later those are taken that are left or have come back."""
+    until = time.monotonic() + config.launch.wait_seconds
+    while True:
+        with Attempt(wanted.hosts, wanted.remote, silent_seconds=config.launch.silent_seconds, port=wanted.port) as attempt:
+            ready = _fit(config, wanted, attempt, say, is_first=is_first)
+            if ready is not None:
+                yield ready
+                return
+        if time.monotonic() > until:
+            raise LaunchError(
+                f"too few of {len(wanted.hosts)} hosts came back within {config.launch.wait_seconds:.0f} s", hint="the same command goes on later"
+            )
+        time.sleep(_AGAIN_SECONDS)
+
+
+def _fit(config: RunConfig, wanted: Launch, attempt: Attempt, say: Say, *, is_first: bool) -> _Ready | None:
+    greetings = attempt.greetings()
+    problems = problems_of(greetings, wanted.env)
+    texts = [f"{problem.host.target} (line {problem.host.line}): {problem.text}" for problem in problems]
+    if problems and is_first:
+        wrong = len({problem.host for problem in problems})
+        raise LaunchError(
+            f"{wrong} of {len(greetings)} hosts are not ready, nothing was started:\n  " + "\n  ".join(texts),
+            hint="`ds-finetune doctor --hostfile` looks further; --exclude leaves a host out",
+        )
+    for text in texts:
+        say(f"left out: {text}")
+    answered = {host: said for host, said in greetings.items() if not isinstance(said, str)}
+    fit = tuple(host for host in wanted.hosts if not any(problem.host == host for problem in problems))
+    device = "cuda" if uses_gpus(answered, wanted.env) else "cpu"
+    if is_first:
+        plan_for(config, fit, device=device)
+    hosts = fit if is_first else largest_fit(config, wanted.hosts, fit, device=device)
+    if not hosts:
+        return None
+    address, port = meeting_place(hosts, answered), answered[hosts[0]]["port"]
+    if not address:
+        raise LaunchError(
+            f"{hosts[0].target} has no address that the other {len(hosts) - 1} hosts could reach: its interfaces are "
+            f"{', '.join(answered[hosts[0]]['interfaces'])}",
+            hint="write its address in the network of the others into the hostfile",
+        )
+    if not port:
+        raise LaunchError(f"port {wanted.port} of {hosts[0].target} is taken", hint="leave --port out, or name a free one")
+    return _Ready(attempt, hosts, address, port)
+
+
+def largest_fit(config: RunConfig, hosts: Sequence[Host], fit: Sequence[Host], *, device: str) -> tuple[Host, ...]:
+    """The first of `fit` on which the run can go on, as many as its layout and its global batch allow; none where they are too few."""
+    fewest = config.launch.min_hosts or len(hosts)
+    for number in range(len(fit), fewest - 1, -1):
+        try:
+            plan_for(config, fit[:number], device=device)
+        except ConfigError:
+            continue
+        return tuple(fit[:number])
+    return ()
+
+
+def _specs(ready: _Ready, wanted: Launch, config: RunConfig, *, folder: Path, mark: str, sweep: Sequence[str]) -> dict[Host, Message]:  # noqa: PLR0913
+    found = {}
+    for index, host in enumerate(ready.hosts):
+        env = wanted.env | ({"CUDA_VISIBLE_DEVICES": ",".join(map(str, host.devices))} if host.devices else {})
+        found[host] = {
+            "do": "start",
+            "argv": wanted.agent(agents.Meeting(ready.hosts, index, ready.address, ready.port), wanted.arguments, wanted.remote.python),
+            "env": env,
+            "unset": _RANK_VARIABLES,
+            "mark": f"{mark}.{index}",
+            "sweep": list(sweep),
+            "logs": str(folder),
+            "silent_seconds": config.launch.silent_seconds,
+            "meet_at": ready.address if len(ready.hosts) > 1 else "",
+        }
+    return found
+
+
+def _sweep(outcome: Outcome, wanted: Launch, specs: dict[Host, Message]) -> None:
+    """End what is left on hosts whose guard is gone and that still answer."""
+    for host in outcome.unguarded:
+        command = wanted.remote.module(host, "ds_finetune.launch.guard", "sweep", specs[host]["mark"])
+        subprocess.run(command, capture_output=True, timeout=_SWEEP_SECONDS, check=False)
+
+
+def _report(outcome: Outcome, number: int, logs: Path) -> Iterator[str]:
+    """What happened, in words; written to the logs as well."""
+    if outcome.first is None:
+        yield f"attempt {number} done in {outcome.seconds:.0f} s"
+        return
+    lines = list(_failure_lines(outcome, number, logs))
+    folder = logs / f"attempt-{number}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "report.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    except OSError as full:
+        lines.append(f"{folder}/report.txt could not be written: {full.strerror}")
+    yield from lines
+
+
+def _failure_lines(outcome: Outcome, number: int, logs: Path) -> Iterator[str]:
+    first = outcome.first
+    assert first is not None
+    who = f"host {first.host.target}" if first.rank is None else f"rank {first.rank} on {first.host.target}"
+    if outcome.code == INTERRUPTED_EXIT_CODE:
+        yield f"attempt {number}: saved after a signal; the same command goes on"
+        return
+    yield f"attempt {number} failed after {first.after:.1f} s: {who} was first and {first.text}"
+    if first.tail:
+        yield f"its last {min(TAIL, len(first.tail))} lines{f', of {logs}/attempt-{number}/{log_name(first.rank)}' if first.rank is not None else ''}:"
+        yield from (f"  | {line}" for line in first.tail)
+    lost = [host.target for host in outcome.lost]
+    yield f"nothing of it is left on the hosts, {outcome.ended_in:.1f} s later" + (f"; not heard of: {', '.join(lost)}" if lost else "")
+
+
+def _first_ranks(hosts: Sequence[Host]) -> list[int]:
+    return list(accumulate((host.slots for host in hosts), initial=0))[:-1]
+
+
+def run_scheduler(command: Sequence[str], say: Say) -> int:
+    """Run mpirun or srun, which mind their ranks themselves; returns a true exit code. The first signal asks ranks to save and end."""
+    started = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    signals = 0
+
+    def pass_on(_: int, __: object) -> None:
+        nonlocal signals
+        signals += 1
+        # Both pass SIGUSR1 on to the ranks, and end them on SIGTERM.
+        started.send_signal(signal.SIGUSR1 if signals == 1 else signal.SIGTERM)
+        say("told the ranks to save and end; once more ends them at once" if signals == 1 else "ending every rank")
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        code = started.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 128 - code if code < 0 else code
