@@ -30,8 +30,22 @@ def test_the_list_travels_and_nothing_else() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    "RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT GROUP_RANK CROSS_SIZE SLURM_JOB_ID SSH_AUTH_SOCK OMPI_COMM_WORLD_RANK PMIX_RANK PET_NNODES "
-    "TORCHELASTIC_RUN_ID ACCELERATE_USE_DEEPSPEED".split(),
+    [
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "GROUP_RANK",
+        "CROSS_SIZE",
+        "SLURM_JOB_ID",
+        "SSH_AUTH_SOCK",
+        "OMPI_COMM_WORLD_RANK",
+        "PMIX_RANK",
+        "PET_NNODES",
+        "TORCHELASTIC_RUN_ID",
+        "ACCELERATE_USE_DEEPSPEED",
+    ],
 )
 def test_what_a_launcher_says_to_its_own_ranks_never_travels(name: str, tmp_path: Path) -> None:
     assert carried({name: "7"}) == Carried({}, ())
