@@ -1,0 +1,178 @@
+"""Which environment variables travel to the hosts of a run: an explicit list, what the user names, and `.deepspeed_env` files."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ds_finetune.errors import LaunchError
+
+PREFIXES = {
+    "CUDA_": "where CUDA is, and how it launches",
+    "NVIDIA_": "number formats of the GPU (NVIDIA_TF32_OVERRIDE)",
+    "NCCL_": "the network between GPUs",
+    "GLOO_": "the network between CPUs",
+    "UCX_": "transports below NCCL's plugins",
+    "FI_": "libfabric, the network of EFA and Slingshot",
+    "IBV_": "InfiniBand verbs",
+    "RDMAV_": "InfiniBand verbs (RDMAV_FORK_SAFE)",
+    "TORCH_": "torch's logs, debugging, compiled extensions and watchdog",
+    "TORCHINDUCTOR_": "torch.compile's cache",
+    "PYTORCH_": "torch's allocator",
+    "DS_": "DeepSpeed's accelerator and builds, and this program",
+    "DEEPSPEED_": "DeepSpeed's time limits",
+    "OMP_": "threads",
+    "MKL_": "threads",
+    "KMP_": "threads",
+    "OPENBLAS_": "threads",
+    "HF_": "folders, mirror and offline mode of the hub",
+    "TRANSFORMERS_": "folders and logs of transformers",
+    "TOKENIZERS_": "threads of tokenizers",
+    "TRITON_": "Triton's cache and compiler",
+    "WANDB_": "project and mode of the tracker",
+    "MLFLOW_": "address and experiment of the tracker",
+    "PYTHON": "modules, hashing, faults and warnings",
+}
+"""What the names that travel begin with, and what these are for."""
+NAMES = {
+    "PATH": "compilers and ninja, with which operators are built on first use",
+    "LD_LIBRARY_PATH": "CUDA, NCCL and network plugins",
+    "XDG_CACHE_HOME": "caches of compiled extensions",
+    "SSL_CERT_FILE": "certificates for the hub",
+    "SSL_CERT_DIR": "certificates for the hub",
+    "REQUESTS_CA_BUNDLE": "certificates for the hub",
+    "CURL_CA_BUNDLE": "certificates for the hub",
+    **{name: "the way to the hub" for lower in ("http_proxy", "https_proxy", "all_proxy", "no_proxy") for name in (lower, lower.upper())},
+}
+"""Names that travel, and what they are for."""
+_PER_RANK = re.compile(
+    r"(?:RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|LOCAL_SIZE|NODE_RANK|CROSS_RANK|CROSS_SIZE|MASTER_ADDR|MASTER_PORT"
+    r"|(?:GROUP|ROLE|PET|TORCHELASTIC|OMPI|PMI|PMIX|PRTE|SLURM|SSH|ACCELERATE)_\w+)$"
+)
+"""Who a rank is, and what a launcher says to its own: each host has its own, and what another launch left here is wrong there."""
+_HERE_ALONE = ("DS_ENV_FILE", "DS_FINETUNE_SSH_ARGS", "PYTHON_HISTORY", "PYTHONSTARTUP")
+"""What only this command or a person at a terminal uses."""
+_DEVICES = "_VISIBLE_DEVICES"
+"""Devices are the hostfile's and `--include`'s: one host's numbers are not another's."""
+_SECRET_WORD = re.compile(r"(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|AUTH|JWT)S?$|^(?:SECRET|PASSWORD|CREDENTIAL)", re.IGNORECASE)
+_SECRET_VALUE = re.compile(r"://[^/\s@]*:[^/\s@]+@|\bhf_[A-Za-z0-9]{16,}|\bsk-[\w-]{16,}|\bgh[pousr]_\w{16,}|\bAKIA[0-9A-Z]{12,}|PRIVATE KEY-----")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*$")
+_LINE = re.compile(r"(?:export\s+)?(?P<name>[^=\s]+)\s*=\s*(?P<value>.*)$")
+_QUOTED = re.compile(r"""(?:'(?P<single>[^']*)'|"(?P<double>(?:[^"\\]|\\.)*)")\s*(?:#.*)?$""")
+
+
+@dataclass(frozen=True)
+class Carried:
+    """The variables of a run's hosts, and those of the list that were held back."""
+
+    values: dict[str, str]
+    """What every rank gets, by name in alphabetical order."""
+    withheld: tuple[str, ...]
+    """Names on the list that look secret, or that number the devices of this host."""
+
+    def lines(self) -> list[str]:
+        """`NAME=value` in order, values that look secret left out; then what was withheld, why, and how it would travel."""
+        shown = [f"{name} (its value is not shown)" if looks_secret(name, value) else f"{name}={value}" for name, value in self.values.items()]
+        return shown + [f"withheld: {name} ({_why_withheld(name)})" for name in self.withheld]
+
+
+def carried(environ: Mapping[str, str], named: Sequence[str] = (), files: Iterable[Path] = ()) -> Carried:
+    """What of `environ` travels by `NAMES` and `PREFIXES`, then what `files` say, then `named`; later ones win.
+
+    `named` holds `NAME`, taken from `environ`, or `NAME=VALUE`. Secrets travel only by a file or by name. LaunchError where a named
+    variable is not set, where a file cannot be read, and where a rank's own variables (RANK, MASTER_ADDR, SLURM_*, ...) are asked for.
+    """
+    listed = {name: value for name, value in environ.items() if name in NAMES or name.startswith(tuple(PREFIXES))}
+    listed = {name: value for name, value in listed.items() if not _PER_RANK.match(name) and name not in _HERE_ALONE}
+    held = {name for name, value in listed.items() if name.endswith(_DEVICES) or looks_secret(name, value)}
+    values = {name: value for name, value in listed.items() if name not in held}
+    for path in files:
+        values |= read_environment_file(path)
+    values |= dict(_named(text, environ) for text in named)
+    return Carried(dict(sorted(values.items())), tuple(sorted(held - values.keys())))
+
+
+def environment_files(environ: Mapping[str, str], *, home: Path, directory: Path) -> tuple[Path, ...]:
+    """The `.deepspeed_env` files that are there: of the home folder, then of the working directory, which wins.
+
+    Another name is taken from DS_ENV_FILE, as DeepSpeed 0.19.8 does (launcher/runner.py:37 and :604); where it names a file
+    that is in neither place DeepSpeed says nothing, and here it is a LaunchError.
+    """
+    name = environ.get("DS_ENV_FILE", ".deepspeed_env")
+    places = dict.fromkeys(folder / name for folder in (home, directory))
+    found = tuple(path for path in places if path.is_file())
+    if "DS_ENV_FILE" in environ and not found:
+        raise LaunchError(f"DS_ENV_FILE is `{name}`, which is not a file at {' or '.join(map(str, places))}", hint="create it, or unset DS_ENV_FILE")
+    return found
+
+
+def read_environment_file(path: Path) -> dict[str, str]:
+    """`K=V` lines: comments, blank lines, `export`, and values in single or double quotes; LaunchError with the line otherwise.
+
+    DeepSpeed 0.19.8 splits every line at `=` and fails on a comment or a blank line (launcher/runner.py:610), and gives values to a
+    shell, which would expand `$`: here such a value is refused unless it is in single quotes, which keep it as it is.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as unreadable:
+        raise LaunchError(f"`{path}` cannot be read: {unreadable}", hint="write lines such as `NCCL_DEBUG=INFO`") from None
+    values = {}
+    for number, line in enumerate(lines, start=1):
+        if line.strip() and not line.lstrip().startswith("#"):
+            name, value = _read_line(line.strip(), f"{path} line {number}")
+            values[name] = value
+    return values
+
+
+def looks_secret(name: str, value: str = "") -> bool:
+    """Whether a name has a word such as TOKEN, KEY or PASSWORD, or a value is an address with a password or a known kind of token."""
+    return any(_SECRET_WORD.search(word) for word in name.split("_")) or bool(_SECRET_VALUE.search(value))
+
+
+def interface_variables(interface: str) -> dict[str, str]:
+    """What makes gloo and NCCL use one network interface (its name, e.g. `eth0`) on every host; nothing for an empty name."""
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {}
+
+
+def _why_withheld(name: str) -> str:
+    if name.endswith(_DEVICES):
+        return "devices are the hostfile's: choose them with --include or --exclude"
+    return f"looks secret; --env {name} carries it"
+
+
+def _named(text: str, environ: Mapping[str, str]) -> tuple[str, str]:
+    name, given, value = text.partition("=")
+    _refuse_name(name, "--env")
+    if given:
+        return name, value
+    if name not in environ:
+        raise LaunchError(f"--env {name}: {name} is not set here", hint=f"export it, or write --env {name}=VALUE")
+    return name, environ[name]
+
+
+def _refuse_name(name: str, where: str) -> None:
+    if not _NAME.match(name):
+        raise LaunchError(f"{where}: `{name}` is not the name of a variable", hint="write NAME=VALUE")
+    if _PER_RANK.match(name):
+        raise LaunchError(f"{where}: {name} is set by the launcher for each rank", hint=f"leave {name} out")
+    if name.endswith(_DEVICES):
+        raise LaunchError(f"{where}: {name} would number the devices of every host alike", hint="choose them with --include or --exclude")
+
+
+def _read_line(line: str, where: str) -> tuple[str, str]:
+    found = _LINE.match(line)
+    if not found:
+        raise LaunchError(f"{where}: `{line.split('=')[0]}` is not `NAME=VALUE`", hint="write e.g. `NCCL_DEBUG=INFO`; `#` begins a comment")
+    name, text = found["name"], found["value"]
+    _refuse_name(name, where)
+    quoted = _QUOTED.match(text)
+    if not quoted and (text[:1] in ("'", '"') or re.search(r"\s#", text)):
+        raise LaunchError(f"{where}: the value of {name} has a quote without its pair, or a `#`", hint="quote the whole value")
+    if quoted and quoted["single"] is not None:
+        return name, quoted["single"]
+    value = text if not quoted else re.sub(r'\\(["\\$`])', r"\1", quoted["double"])
+    if re.search(r"(?<!\\)[$`]", quoted["double"] if quoted else text):
+        raise LaunchError(
+            f"{where}: the value of {name} has `$` or a backtick, which nothing expands here", hint="write it out, or put it in single quotes"
+        )
+    return name, value
