@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ds_finetune.hostfile import Host
 
-ENTRY = "ds_finetune.launch.rank"
+ENTRY = "ds_finetune.rank"
 """Module that is a rank, under every launcher."""
 
 

@@ -72,7 +72,6 @@ class _Guarded:
     is_lost: bool = False
     is_gone: bool = False
     errors: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL))
-    agent: str = ""
 
     def tell(self, **message: object) -> None:
         """Send a message; nothing where nobody reads any more."""
@@ -126,7 +125,7 @@ class Attempt:
         """Start what `specs` says on their hosts, release the others, and return how it ended; signals are passed on."""
         self._say = say
         for guard in self._guards:
-            guard.tell(**(specs[guard.host] if guard.host in specs else {"do": "end"}))
+            guard.tell(**specs.get(guard.host, {"do": "end"}))
         released = [guard for guard in self._guards if guard.host not in specs]
         self._guards = [guard for guard in self._guards if guard.host in specs]
         self._began = time.monotonic()
@@ -202,15 +201,17 @@ class Attempt:
                 self._rank_failed(guard, message)
             case "exit_code":
                 self._codes[message["pid"] or self._last_gone(guard)] = message["code"]
-            case "exited":
-                guard.over, guard.agent = True, message["agent"]
-                if message["code"] and not any(failure.host == guard.host for _, failure, _ in self._failures):
-                    self._host_failed(guard, f"its launcher ended with {message['code']}", tail=message["agent"])
-            case "gone" if not guard.over:
+            case "exited" | "gone" if not guard.over:
                 guard.over = True
-                if self._began:
-                    guard.is_gone = True
-                    self._host_failed(guard, "its guard is gone")
+                self._host_is_over(guard, message)
+
+    def _host_is_over(self, guard: _Guarded, message: Message) -> None:
+        if message["said"] == "gone":
+            guard.is_gone = bool(self._began)
+            if guard.is_gone:
+                self._host_failed(guard, "its guard is gone")
+        elif message["code"] and not any(failure.host == guard.host for _, failure, _ in self._failures):
+            self._host_failed(guard, f"its launcher ended with {message['code']}", tail=message["agent"])
 
     def _rank_failed(self, guard: _Guarded, message: dict[str, Any]) -> None:
         code = message["code"]

@@ -21,12 +21,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from ds_finetune.launch.facts import facts, interface_towards
 from ds_finetune.launch.lines import Lines, Message, packed, unpacked
-from ds_finetune.launch.marks import MARK, die_with_parent, end_marked
-from ds_finetune.launch.rank import GUARD, LOGS, log_name
+from ds_finetune.launch.marks import GUARD, LOGS, MARK, die_with_parent, end_marked, log_name
 
 TAIL = 50
 """Last lines of a rank's output that are kept for a report."""
@@ -87,7 +85,7 @@ class Guard:
             stderr=subprocess.STDOUT,
             env={name: value for name, value in env.items() if name not in spec["unset"]},
             start_new_session=True,
-            preexec_fn=die_with_parent,  # noqa: PLW1509 - this process has no other thread yet that could hold a lock
+            preexec_fn=die_with_parent,  # No other thread of this process could hold a lock yet.
         )
         assert agent.stdout is not None
         self._listen(agent.stdout.fileno(), self._agent_said, lambda: None)
@@ -132,29 +130,30 @@ class Guard:
 
     def _accept(self, listening: socket.socket) -> None:
         connection, _ = listening.accept()
-        state: dict[str, Any] = {"rank": None}
+        first: Message = {}
 
         def on_line(line: str) -> None:
-            if state["rank"] is not None:
-                self._rank_said(state["rank"], line, is_control=state["is_control"])
+            if first:
+                self._rank_said(first, line)
                 return
-            first = unpacked(line) or {}
-            state.update(rank=int(first.get("rank", -1)), is_control=first.get("said") == "rank")
-            if state["is_control"]:
-                self._pids[state["rank"]] = int(first["pid"])
+            first.update(unpacked(line) or {"said": "output", "rank": -1})
+            if first["said"] == "rank":
+                self._pids[first["rank"]] = first["pid"]
 
         def on_end() -> None:
             connection.close()
-            if state.get("is_control") and state["rank"] not in self._ended:
-                self._rank_ended(state["rank"], None)
+            if first.get("said") == "rank" and first["rank"] not in self._ended:
+                self._rank_ended(first["rank"], None)
 
         self._listen(connection.fileno(), on_line, on_end)
 
-    def _rank_said(self, rank: int, line: str, *, is_control: bool) -> None:
-        if is_control:
-            message = unpacked(line)
-            if message and message.get("said") == "ended":
-                self._rank_ended(rank, int(message["code"]))
+    def _rank_said(self, first: Message, line: str) -> None:
+        """A line of a connection that began with `first`: of the rank's output, or of what it tells this guard."""
+        rank = first["rank"]
+        if first["said"] == "rank":
+            message = unpacked(line) or {}
+            if message.get("said") == "ended":
+                self._rank_ended(rank, message["code"])
             return
         self._tails.setdefault(rank, deque(maxlen=TAIL)).append(line)
         self._log.write(log_name(rank), line)

@@ -1,4 +1,4 @@
-"""Processes of a run on a host: how they are known again, and how they end with what started them."""
+"""Processes of a run on a host: how they are known again, where they print, and how they end with what started them."""
 
 import ctypes
 import os
@@ -7,8 +7,17 @@ from pathlib import Path
 
 MARK = "DS_FINETUNE_MARK"
 """Environment variable that every process of a run on a host has: run id, attempt and host."""
+GUARD = "DS_FINETUNE_GUARD"
+"""Environment variable with the name of the guard's socket, in the abstract namespace of unix(7)."""
+LOGS = "DS_FINETUNE_LOGS"
+"""Environment variable with the folder of the ranks' output."""
 _SET_PARENT_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
+
+
+def log_name(rank: int) -> str:
+    """File name of a rank's output."""
+    return f"rank-{rank:05d}.log"
 
 
 def die_with_parent() -> None:

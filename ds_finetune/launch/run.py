@@ -16,10 +16,9 @@ from ds_finetune.errors import INTERRUPTED_EXIT_CODE, USER_ERROR_EXIT_CODE, Conf
 from ds_finetune.hostfile import Host
 from ds_finetune.launch import agents
 from ds_finetune.launch.attempt import Attempt, Outcome
-from ds_finetune.launch.guard import TAIL
 from ds_finetune.launch.lines import Message
+from ds_finetune.launch.marks import log_name
 from ds_finetune.launch.preflight import meeting_place, problems_of, uses_gpus
-from ds_finetune.launch.rank import log_name
 from ds_finetune.launch.remote import Remote
 from ds_finetune.plan.layout import make_plan
 from ds_finetune.world import World
@@ -231,7 +230,8 @@ def _failure_lines(outcome: Outcome, number: int, logs: Path) -> Iterator[str]:
         return
     yield f"attempt {number} failed after {first.after:.1f} s: {who} was first and {first.text}"
     if first.tail:
-        yield f"its last {min(TAIL, len(first.tail))} lines{f', of {logs}/attempt-{number}/{log_name(first.rank)}' if first.rank is not None else ''}:"
+        of = f", of {logs}/attempt-{number}/{log_name(first.rank)}" if first.rank is not None else ""
+        yield f"its last {len(first.tail)} lines{of}:"
         yield from (f"  | {line}" for line in first.tail)
     lost = [host.target for host in outcome.lost]
     yield f"nothing of it is left on the hosts, {outcome.ended_in:.1f} s later" + (f"; not heard of: {', '.join(lost)}" if lost else "")

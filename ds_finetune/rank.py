@@ -1,4 +1,4 @@
-"""One rank of a launched run: `python -m ds_finetune.launch.rank RUN.yaml ...`, under any launcher.
+"""One rank of a launched run: `python -m ds_finetune.rank RUN.yaml ...`, under any launcher.
 
 What it prints goes to its guard where there is one, else to a file of its own; the guard is told of its end with the exit code, and ends
 what does not end.
@@ -10,19 +10,10 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from ds_finetune import cli
 from ds_finetune.launch.lines import packed
-from ds_finetune.launch.marks import die_with_parent
+from ds_finetune.launch.marks import GUARD, LOGS, die_with_parent, log_name
 from ds_finetune.world import World
-
-GUARD = "DS_FINETUNE_GUARD"
-"""Environment variable with the name of the guard's socket, in the abstract namespace of unix(7)."""
-LOGS = "DS_FINETUNE_LOGS"
-"""Environment variable with the folder of the ranks' output."""
-
-
-def log_name(rank: int) -> str:
-    """File name of a rank's output."""
-    return f"rank-{rank:05d}.log"
 
 
 def main() -> NoReturn:
@@ -35,15 +26,13 @@ def main() -> NoReturn:
     world = World.from_environment(os.environ)
     guard = os.environ.get(GUARD)
     if guard:
-        _print_to(_connected(guard, said="output", rank=world.rank).fileno())
+        _print_to(_connected(guard, said="output", rank=world.rank).detach())
         # Kept from programs that this one starts, so that its end is this process's end.
         control = _connected(guard, said="rank", rank=world.rank, pid=os.getpid())
     elif LOGS in os.environ:
         folder = Path(os.environ[LOGS])
         folder.mkdir(parents=True, exist_ok=True)
         _print_to(os.open(folder / log_name(world.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND))
-    from ds_finetune import cli
-
     try:
         code = cli.main(["train", *sys.argv[1:]])
     except SystemExit as ended:
