@@ -71,6 +71,7 @@ class _Guarded:
     over: bool = False
     is_lost: bool = False
     is_gone: bool = False
+    agent_code: int = 0
     errors: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL))
 
     def tell(self, **message: object) -> None:
@@ -210,7 +211,9 @@ class Attempt:
             guard.is_gone = bool(self._began)
             if guard.is_gone:
                 self._host_failed(guard, "its guard is gone")
-        elif message["code"] and not any(failure.host == guard.host for _, failure, _ in self._failures):
+            return
+        guard.agent_code = message["code"]
+        if guard.agent_code and not any(failure.host == guard.host for _, failure, _ in self._failures):
             self._host_failed(guard, f"its launcher ended with {message['code']}", tail=message["agent"])
 
     def _rank_failed(self, guard: _Guarded, message: dict[str, Any]) -> None:
@@ -226,6 +229,15 @@ class Attempt:
         self._failures.append((at, failure, pid))
         self._failures.sort(key=lambda item: item[0])
 
+    def _why_gone(self, host: Host, pid: int) -> tuple[int, str]:
+        """Exit code and words for a rank that is gone without a word: its agent's, or the agent's own end, which ranks do not outlive."""
+        if pid in self._codes:
+            return _of_signal(self._codes[pid])
+        agent = next(guard.agent_code for guard in self._guards if guard.host == host)
+        if agent < 0:
+            return 128 - agent, f"is gone with its agent, which {_of_signal(agent)[1]}"
+        return 128 + signal.SIGKILL, "is gone without a word"
+
     def _last_gone(self, guard: _Guarded) -> int:
         gone = [pid for _, failure, pid in self._failures if failure.host == guard.host and pid]
         return gone[0] if gone else 0
@@ -238,16 +250,14 @@ class Attempt:
         at, first, pid = self._failures[0]
         text, code = first.text, first.code
         if first.rank is not None and not code:
-            code, text = _of_signal(self._codes.get(pid, -signal.SIGKILL), is_known=pid in self._codes)
+            code, text = self._why_gone(first.host, pid)
         first = Failure(first.host, first.rank, text, code, first.tail, at - self._began)
         unguarded = tuple(guard.host for guard in self._guards if guard.is_gone)
         return Outcome(code, first, now - self._began, now - at, lost, unguarded, self._signals > 0)
 
 
-def _of_signal(code: int, *, is_known: bool) -> tuple[int, str]:
-    """Exit code and words for a rank that could not say how it ended."""
-    if not is_known:
-        return 128 - code, "is gone without a word"
+def _of_signal(code: int) -> tuple[int, str]:
+    """Exit code and words for what a process that could not say so itself ended with."""
     if code >= 0:
         return code or RUN_ERROR_EXIT_CODE, f"ended with {code}"
     hint = ", as the system does where memory runs out" if code == -signal.SIGKILL else ""

@@ -175,10 +175,9 @@ class Guard:
         self._heard = time.monotonic()
         do = (unpacked(line) or {}).get("do")
         if do == "interrupt":
-            for rank, pid in self._pids.items():
-                if rank not in self._ended:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGTERM)
+            for pid in (pid for rank, pid in self._pids.items() if rank not in self._ended):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
         elif do == "end":
             end_marked(self._mark)
 
@@ -213,9 +212,12 @@ class _LogFiles:
     def _work(self) -> None:
         while (item := self._lines.get()) is not None:
             with contextlib.suppress(OSError):
-                self._folder.mkdir(parents=True, exist_ok=True)
-                with (self._folder / item[0]).open("a", encoding="utf-8") as file:
-                    file.write(item[1] + "\n")
+                self._append(*item)
+
+    def _append(self, name: str, line: str) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with (self._folder / name).open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
 
 
 def _say(**message: object) -> None:

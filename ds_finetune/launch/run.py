@@ -234,7 +234,8 @@ def _failure_lines(outcome: Outcome, number: int, logs: Path) -> Iterator[str]:
         yield f"its last {len(first.tail)} lines{of}:"
         yield from (f"  | {line}" for line in first.tail)
     lost = [host.target for host in outcome.lost]
-    yield f"nothing of it is left on the hosts, {outcome.ended_in:.1f} s later" + (f"; not heard of: {', '.join(lost)}" if lost else "")
+    where = f"hosts but {', '.join(lost)}, where it ends by itself" if lost else "hosts"
+    yield f"nothing of it is left on the {where}; {outcome.ended_in:.1f} s after the failure"
 
 
 def _first_ranks(hosts: Sequence[Host]) -> list[int]:

@@ -1,0 +1,249 @@
+"""What can go wrong on the hosts of a run, done to them for real, and what was left of the run afterwards.
+
+`python -m tests.cluster.faults --tries 10` does each fault that often at random moments and prints a table.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_finetune.launch.marks import MARK
+from tests.cluster.bed import Bed
+from tests.running import tiny_task
+
+STEPS, EVERY = 80, 10
+LIMIT = 30.0
+"""Seconds in which nothing may be left of a run after a fault."""
+VICTIM = 2
+"""The host that a fault is done to."""
+
+
+@dataclass
+class Launched:
+    """A run that `ds-finetune launch` was started for on the first hosts of a bed."""
+
+    bed: Bed
+    process: "subprocess.Popen[str]"
+    folder: Path
+
+    def wait_for_step(self, step: int, seconds: float = 120) -> None:
+        """Until the metrics have this step."""
+        until = time.monotonic() + seconds
+        while self.step() < step:
+            assert time.monotonic() < until, f"step {self.step()} of {step}"
+            assert self.process.poll() is None, self.said()
+            time.sleep(0.05)
+
+    def wait_for(self, text: str, seconds: float = 60) -> None:
+        """Until this was printed."""
+        until = time.monotonic() + seconds
+        while text not in self.said():
+            assert time.monotonic() < until, self.said()
+            time.sleep(0.1)
+
+    def step(self) -> int:
+        """Steps recorded so far."""
+        records = self.records()
+        return int(records[-1]["step"]) if records else 0
+
+    def records(self) -> list[dict[str, Any]]:
+        """The records of the run."""
+        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
+            return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
+        return []
+
+    def said(self) -> str:
+        """Everything that was printed so far."""
+        return self.output.read_text()
+
+    @property
+    def output(self) -> Path:
+        """Where the launching program prints."""
+        return self.folder.with_name("launch.txt")
+
+    def run_id(self) -> str:
+        """The run's id, as it was printed."""
+        found = re.search(r"^run (\S+):", self.said(), re.MULTILINE)
+        assert found, self.said()
+        return found[1]
+
+    def left(self) -> list[int]:
+        """Processes of this run on any host, ended ones that nobody has taken note of left out."""
+        return [pid for pid in _pids() if f"{MARK}={self.run_id()}." in _environ(pid) and _state(pid) not in "ZX"]
+
+    def processes(self, host: int, word: str) -> list[int]:
+        """Processes on a host that have `word` in their command."""
+        return sorted(pid for pid in self.bed.hosts[host - 1].pids() if word in _command(pid) and _state(pid) not in "ZX")
+
+
+@contextlib.contextmanager
+def launched(bed: Bed, task: Path, *overrides: str, slots: tuple[int, ...] = (1, 1), launcher: str = "torchrun") -> Iterator[Launched]:
+    """Start a run in the background; it is ended at the end."""
+    folder = task.parent / "run"
+    for left in (folder, folder.with_name("export")):
+        shutil.rmtree(left, ignore_errors=True)
+    argv = [sys.executable, "-m", "ds_finetune", "launch", str(task), *overrides, "--launcher", launcher, "--hostfile", str(bed.hostfile(*slots))]
+    output = folder.with_name("launch.txt")
+    with output.open("w") as file:
+        environ = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "DS_FINETUNE_SSH_ARGS": f"-F {bed.ssh_config}"}
+        process = subprocess.Popen(bed.command(1, argv), stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True, env=environ)
+    run = Launched(bed, process, folder)
+    try:
+        yield run
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        for pid in run.left():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def fault_task(folder: Path, **sections: Any) -> Path:
+    """A run of some seconds that saves often."""
+    parts: dict[str, Any] = {"train": {"for": f"{STEPS} steps"}, "checkpoint": {"every": f"{EVERY} steps"}, "eval": {"keep_best": False}}
+    return tiny_task(folder, **{name: parts.get(name, {}) | sections.get(name, {}) for name in {**parts, **sections}})
+
+
+def kill_rank(run: Launched) -> None:
+    """As the system does to a process when memory runs out."""
+    os.kill(run.processes(VICTIM, "ds_finetune.rank")[-1], signal.SIGKILL)
+
+
+def kill_agent(run: Launched) -> None:
+    """The program that minds the ranks of a host."""
+    os.kill(run.processes(VICTIM, "torch.distributed.run")[0], signal.SIGKILL)
+
+
+def kill_guard(run: Launched) -> None:
+    """The program above the agent."""
+    os.kill(run.processes(VICTIM, "ds_finetune.launch.guard")[-1], signal.SIGKILL)
+
+
+def kill_connection(run: Launched) -> None:
+    """The sshd process of the connection; the one that listens goes on."""
+    listening = run.bed.hosts[VICTIM - 1].sshd.pid
+    os.kill(next(pid for pid in run.processes(VICTIM, "sshd") if pid != listening), signal.SIGKILL)
+
+
+def kill_launcher(run: Launched) -> None:
+    """The launching program itself."""
+    run.process.kill()
+
+
+def pull_cable(run: Launched) -> None:
+    """The host goes on and hears nobody."""
+    run.bed.cable(VICTIM, plugged=False)
+
+
+def crash_host(run: Launched) -> None:
+    """Every process of the host is gone and nobody is told."""
+    run.bed.crash(VICTIM)
+
+
+FAULTS: dict[str, Callable[[Launched], None]] = {
+    "rank killed": kill_rank,
+    "agent killed": kill_agent,
+    "guard killed": kill_guard,
+    "connection killed": kill_connection,
+    "launcher killed": kill_launcher,
+    "cable pulled": pull_cable,
+    "host crashed": crash_host,
+}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What came of one fault."""
+
+    fault: str
+    at_step: int
+    code: int
+    seconds_to_none_left: float
+    left: int
+    said: str
+
+
+def inflict(bed: Bed, task: Path, fault: str, *, at_step: int, launcher: str = "torchrun") -> Seen:
+    """Launch, do `fault` once `at_step` is recorded, and see what is left; the bed is whole again afterwards."""
+    with launched(bed, task, launcher=launcher) as run:
+        run.wait_for_step(at_step)
+        at, step = time.monotonic(), run.step()
+        FAULTS[fault](run)
+        while run.left() and time.monotonic() - at < LIMIT:
+            time.sleep(0.1)
+        none_left = time.monotonic() - at
+        left = len(run.left())
+        code = run.process.wait(LIMIT)
+        seen = Seen(fault, step, code, none_left, left, run.said())
+    mend(bed, fault)
+    return seen
+
+
+def mend(bed: Bed, fault: str) -> None:
+    """Make a bed whole again."""
+    if fault == "cable pulled":
+        bed.cable(VICTIM, plugged=True)
+    elif fault == "host crashed":
+        bed.repair(VICTIM)
+
+
+def _pids() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def _environ(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+    return ""
+
+
+def _command(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    return ""
+
+
+def _state(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return "X"
+
+
+def main() -> None:
+    """Do each fault `--tries` times at random steps and print what came of it."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tries", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--launcher", default="torchrun")
+    parser.add_argument("faults", nargs="*", default=list(FAULTS))
+    chosen = parser.parse_args()
+    drawn = random.Random(chosen.seed)
+    with tempfile.TemporaryDirectory() as folder, Bed(Path(folder) / "bed", 2) as bed:
+        task = fault_task(bed.shared / "task")
+        for fault in chosen.faults:
+            for _ in range(chosen.tries):
+                seen = inflict(bed, task, fault, at_step=drawn.randrange(1, STEPS - 20), launcher=chosen.launcher)
+                first = re.search(r"^attempt 1 failed.*$", seen.said, re.MULTILINE)
+                sys.stdout.write(
+                    f"{fault:18} step {seen.at_step:3}  code {seen.code:4}  none left after {seen.seconds_to_none_left:4.1f} s ({seen.left} left)  "
+                    f"{first[0] if first else ''}\n"
+                )
+                sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Faults on the hosts of a run: how it ends everywhere, what is said of it, and how it goes on. More kinds and tries: scripts/faults.sh."""
+
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ds_finetune.errors import INTERRUPTED_EXIT_CODE, USER_ERROR_EXIT_CODE
+from tests.cluster.bed import Bed
+from tests.cluster.faults import FAULTS, LIMIT, STEPS, VICTIM, Launched, fault_task, inflict, kill_rank, launched, mend, pull_cable
+
+AGAIN = "launch.restarts=2"
+TOLERANCE = 2e-5
+"""Of losses on one rank and on two, in fp32 over a hundred steps."""
+
+
+@pytest.fixture(scope="module")
+def task(bed: Bed) -> Path:
+    """A run that saves every ten steps, in a folder that all hosts share."""
+    return fault_task(bed.shared / "task")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(bed: Bed, task: Path) -> Iterator[list[float]]:
+    """Losses of the run when nothing happens."""
+    with launched(bed, task) as run:
+        assert run.process.wait(150) == 0, run.said()
+        assert "attempt 1 done" in run.said()
+        yield _losses(run)
+
+
+def _losses(run: Launched) -> list[float]:
+    records = run.records()
+    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+    return [record["train/loss"] for record in records]
+
+
+def test_a_killed_rank_is_named_and_the_run_goes_on(bed: Bed, task: Path) -> None:
+    """Steps between the last checkpoint and the fault are done twice, with the same losses."""
+    with launched(bed, task, AGAIN) as run:
+        run.wait_for_step(36)
+        kill_rank(run)
+        before = {record["step"]: record["train/loss"] for record in run.records()}
+        assert run.process.wait(120) == 0, run.said()
+        said = run.said()
+        assert re.search(rf"^attempt 1 failed after .* s: rank 1 on {bed.hosts[1].address} was first and was ended by SIGKILL", said, re.MULTILINE)
+        assert re.search(r"^  \| ", said, re.MULTILINE)
+        resumed = re.search(r"^going on from .*, step (\d+) of", said, re.MULTILINE)
+        assert resumed
+        assert 10 <= int(resumed[1]) <= 36
+        assert _losses(run)[: len(before)] == pytest.approx(list(before.values()), abs=1e-6)
+        assert not run.left()
+
+
+@pytest.mark.slow
+def test_a_lost_host_is_done_without_until_it_is_back(bed: Bed, task: Path, undisturbed: list[float]) -> None:
+    with launched(bed, task, AGAIN, "launch.min_hosts=1", "launch.silent_seconds=4") as run:
+        run.wait_for_step(15)
+        pull_cable(run)
+        run.wait_for("starting again")
+        assert f"host {bed.hosts[1].address} was first and has not been heard" in run.said()
+        run.wait_for("going on from")
+        run.wait_for_step(run.step() + 5)
+        assert "left out: 10.77.0.2" in run.said()
+        assert not run.processes(VICTIM, "ds_finetune.rank")
+        mend(bed, "cable pulled")
+        run.bed.run(1, ["kill", "-9", str(run.processes(1, "ds_finetune.rank")[-1])], timeout=10)
+        assert run.process.wait(120) == 0, run.said()
+        assert run.said().count(f"started on {bed.hosts[1].address}") == 2
+        assert _losses(run) == pytest.approx(undisturbed, abs=TOLERANCE)
+
+
+def test_ctrl_c_saves_on_every_host(bed: Bed, task: Path) -> None:
+    with launched(bed, task, AGAIN) as run:
+        run.wait_for_step(15)
+        run.process.send_signal(signal.SIGINT)
+        assert run.process.wait(60) == INTERRUPTED_EXIT_CODE, run.said()
+        assert "the same command goes on" in run.said()
+        assert run.step() % 10 or (run.folder / f"checkpoints/step-{run.step():06}").is_dir()
+        assert not run.left()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_nothing_is_left_after(bed: Bed, task: Path, fault: str, launcher: str) -> None:
+    if fault == "agent killed" and launcher == "deepspeed":
+        pytest.skip("its agent has another name")
+    seen = inflict(bed, task, fault, at_step=20, launcher=launcher)
+    assert seen.code != 0
+    assert seen.left == 0
+    assert seen.seconds_to_none_left < LIMIT
+
+
+def test_hosts_that_are_not_ready_start_nothing(bed: Bed, task: Path) -> None:
+    bed.crash(VICTIM)
+    try:
+        with launched(bed, task, slots=(1, 1, 1)) as run:
+            assert run.process.wait(60) == USER_ERROR_EXIT_CODE
+            assert "1 of 3 hosts are not ready, nothing was started" in run.said()
+            assert re.search(r"10\.77\.0\.2 \(line 2\): cannot be reached by ssh: .*(No route|timed out)", run.said()), run.said()
+            assert not (run.folder / "metrics.jsonl").exists()
+    finally:
+        mend(bed, "host crashed")
