@@ -174,6 +174,8 @@ class CheckpointConfig(Section):
     """Newest checkpoints that are kept."""
     keep_best: bool = True
     """Keep the one with the lowest eval loss beside them."""
+    max_failed: int = Field(default=3, ge=1)
+    """Checkpoints in a row that may not be written, e.g. for a full disk, before the run ends; the run's last one may never."""
     resume: str = "auto"
     """`auto` goes on from the newest complete checkpoint of `output_dir`; `never` starts anew; else a run or checkpoint folder."""
     asynchronous: bool = True

@@ -98,6 +98,8 @@ def _train_and_export(plan: Plan, material: Material, schedule: LrSchedule, say:
         for out in exports:
             step = origin.progress.step if last is None else last.step
             export(engine, material, out, say if engine.is_rank_zero else _nothing, step=step)
+        if saver is not None and saver.unwritten:
+            raise RunError(f"{saver.unwritten}; the steps are done", hint="make room; the same command goes on from the checkpoint before")
     return last, interrupted, exports
 
 
@@ -182,7 +184,7 @@ def make_observers(engine: Engine, material: Material, schedule: LrSchedule, kee
         remembered |= {"evaluation": evaluation, "best": best}
     remember(remembered, keeping.origin)
     if keeping.saver is not None:
-        wanted = Kept(config.checkpoint.every_steps, config.checkpoint.keep, config.checkpoint.keep_best)
+        wanted = Kept(config.checkpoint.every_steps, config.checkpoint.keep, config.checkpoint.keep_best, config.checkpoint.max_failed)
         observers.append(Checkpointing(keeping.saver, interrupts, wanted, remembered, run_text(engine, material), keeping.say))
     if engine.is_rank_zero:
         observers.append(MetricsFile(folder / "metrics.jsonl"))

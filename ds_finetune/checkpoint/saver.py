@@ -45,6 +45,8 @@ class Saver:
     is_asynchronous: bool
     beside: Mapping[str, Path]
     inherited: Sequence[TextIO] = ()
+    unwritten: str = ""
+    """What kept the newest checkpoint from being written; the same on every rank, empty where it is complete."""
     _pending: Outcome | None = None
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from ds_finetune.checkpoint.random_state import random_state
 from ds_finetune.checkpoint.saver import Outcome, Saver, superseded
+from ds_finetune.engine.processes import everyones
 from ds_finetune.errors import RunError
 from ds_finetune.observers.interrupts import Interrupts
 from ds_finetune.observers.record import Resumable, StepRecord
@@ -16,11 +17,12 @@ RunText = Callable[[StepRecord, Mapping[str, Mapping[str, Any]]], str]
 
 @dataclass(frozen=True)
 class Kept:
-    """How often a checkpoint is written, and which are kept: the last `keep`, and the one with the lowest eval loss."""
+    """How often a checkpoint is written, which are kept (the last `keep`, and the one with the lowest eval loss), and how many may fail in a row."""
 
     every_steps: int
     keep: int
     keep_best: bool
+    max_failed: int
 
 
 @dataclass
@@ -33,6 +35,7 @@ class Checkpointing:
     remembered: Mapping[str, Resumable]
     run_text: RunText
     say: Callable[[str], None]
+    _failed: int = 0
 
     def after_step(self, record: StepRecord) -> StepRecord:
         """Settle the save before where it is done, and begin one where it is time."""
@@ -62,12 +65,21 @@ class Checkpointing:
             return False
         place = self.saver.place
         if not outcome.has_failed:
+            self._failed, self.saver.unwritten = 0, ""
             if place.leads:
                 self.saver.remove(superseded(place.folder, keep=self.kept.keep, keep_best=self.kept.keep_best))
             return True
-        for error in outcome.errors:
-            self.say(f"CHECKPOINT OF STEP {outcome.step} WAS NOT WRITTEN: rank {place.rank}, {place.folder}: {error}")
-        if place.rank == 0 and not outcome.errors:
-            self.say(f"CHECKPOINT OF STEP {outcome.step} WAS NOT WRITTEN: another rank failed; the ones before are untouched")
+        self._failed += 1
+        mine = [f"rank {place.rank}, {place.folder}: {error}" for error in outcome.errors]
+        errors = [error for rank in everyones(mine) for error in rank]
+        if place.rank == 0:
+            for error in errors:
+                self.say(f"CHECKPOINT OF STEP {outcome.step} WAS NOT WRITTEN: {error}; the ones before are untouched")
         self.saver.clean_up(outcome)
+        self.saver.unwritten = f"the checkpoint of step {outcome.step} was not written: {errors[0]}"
+        if self._failed >= self.kept.max_failed:
+            raise RunError(
+                f"{self._failed} checkpoints in a row were not written, and checkpoint.max_failed is {self.kept.max_failed}: {errors[0]}",
+                hint="make room; the same command goes on from the last one that is complete",
+            )
         return False

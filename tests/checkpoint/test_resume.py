@@ -165,7 +165,7 @@ def test_a_full_disk_is_said_loudly_and_the_run_goes_on(tmp_path: Path, small_di
     run_file = task(tmp_path / "t", train=LONG | {"for": "100000 steps"}, log={"every": 1000, "trackers": []})
     (tmp_path / "t" / "run").mkdir()
     (tmp_path / "t" / "run" / "checkpoints").symlink_to(small_disk)
-    run = Running(run_file)
+    run = Running(run_file, "checkpoint.max_failed=1000000")
     run.wait_for(lambda: run.steps >= 3)
     filler = small_disk / "filler"
 
@@ -188,6 +188,23 @@ def test_a_full_disk_is_said_loudly_and_the_run_goes_on(tmp_path: Path, small_di
     os.kill(run.ranks()[0], signal.SIGTERM)
     run.finish()
     assert complete_steps(small_disk)[-1] == run.steps
+
+
+@pytest.mark.parametrize(("steps", "said"), [("100000 steps", "3 checkpoints in a row were not written"), ("6 steps", "the steps are done")])
+def test_a_run_that_cannot_save_any_more_does_not_end_well(tmp_path: Path, small_disk: Path, steps: str, said: str) -> None:
+    run_file = task(tmp_path / "t", train=LONG | {"for": steps}, checkpoint={"every": "1 steps" if "00" in steps else "5 steps"})
+    (tmp_path / "t" / "run").mkdir()
+    (tmp_path / "t" / "run" / "checkpoints").symlink_to(small_disk)
+    run = Running(run_file)
+    run.wait_for(lambda: run.steps >= 1)
+    while run.process.poll() is None:
+        with contextlib.suppress(OSError), (small_disk / "filler").open("ab", buffering=0) as file:
+            while file.write(b"x" * 4096):
+                pass
+        time.sleep(0.05)
+    assert run.finish() == 1, run.text[-3000:]
+    assert said in run.text
+    assert "No space left on device" in run.text
 
 
 def test_a_disk_that_takes_nothing_ends_the_run_before_it_loads(tmp_path: Path, small_disk: Path) -> None:

@@ -91,10 +91,10 @@ class Launched:
 
 @contextlib.contextmanager
 def launched(bed: Bed, task: Path, *overrides: str, slots: tuple[int, ...] = (1, 1), launcher: str = "torchrun") -> Iterator[Launched]:
-    """Start a run in the background; it is ended at the end."""
-    folder = task.parent / "run"
-    for left in (folder, folder.with_name("export")):
-        shutil.rmtree(left, ignore_errors=True)
+    """Start a run in the background; it is ended at the end. Its folder is shared, or each host's own with an `output_dir` there."""
+    is_own = any(word == f"output_dir={bed.own}/run" for word in overrides)
+    folder = bed.folder / "own-1" / "run" if is_own else task.parent / "run"
+    shutil.rmtree(folder, ignore_errors=True)
     argv = [sys.executable, "-m", "ds_finetune", "launch", str(task), *overrides, "--launcher", launcher, "--hostfile", str(bed.hostfile(*slots))]
     output = folder.with_name("launch.txt")
     with output.open("w") as file:
@@ -125,7 +125,8 @@ def kill_rank(run: Launched) -> None:
 
 def kill_agent(run: Launched) -> None:
     """The program that minds the ranks of a host."""
-    os.kill(run.processes(VICTIM, "torch.distributed.run")[0], signal.SIGKILL)
+    agents = run.processes(VICTIM, "torch.distributed.run") + run.processes(VICTIM, "deepspeed.launcher.launch")
+    os.kill(agents[0], signal.SIGKILL)
 
 
 def kill_guard(run: Launched) -> None:
@@ -154,6 +155,21 @@ def crash_host(run: Launched) -> None:
     run.bed.crash(VICTIM)
 
 
+def fill_disk(run: Launched) -> None:
+    """Of the folder that is the host's own, a small file system in memory."""
+    run.bed.run(VICTIM, ["dd", "if=/dev/zero", f"of={run.bed.own}/filler", "bs=1M", "count=100"], timeout=20)
+
+
+def use_up_memory(run: Launched) -> None:
+    """The rank may not have one more page: the kernel ends it."""
+    group = Path(_MEMORY) / f"ds-finetune-{os.getpid()}"
+    group.mkdir(exist_ok=True)
+    (group / "memory.limit_in_bytes").write_text("65536")
+    (group / "cgroup.procs").write_text(str(run.processes(VICTIM, "ds_finetune.rank")[-1]))
+
+
+_MEMORY = "/sys/fs/cgroup/memory"
+"""Where memory is limited, by version 1 of control groups."""
 FAULTS: dict[str, Callable[[Launched], None]] = {
     "rank killed": kill_rank,
     "agent killed": kill_agent,
@@ -162,6 +178,8 @@ FAULTS: dict[str, Callable[[Launched], None]] = {
     "launcher killed": kill_launcher,
     "cable pulled": pull_cable,
     "host crashed": crash_host,
+    "disk full": fill_disk,
+    "out of memory": use_up_memory,
 }
 
 
@@ -179,7 +197,10 @@ class Seen:
 
 def inflict(bed: Bed, task: Path, fault: str, *, at_step: int, launcher: str = "torchrun") -> Seen:
     """Launch, do `fault` once `at_step` is recorded, and see what is left; the bed is whole again afterwards."""
-    with launched(bed, task, launcher=launcher) as run:
+    own = (f"output_dir={bed.own}/run", "checkpoint.node_local=true", "checkpoint.max_failed=1") if fault == "disk full" else ()
+    if own:
+        bed.run(VICTIM, ["mount", "-t", "tmpfs", "-o", "size=48m", "none", str(bed.own)], timeout=10)
+    with launched(bed, task, *own, launcher=launcher) as run:
         run.wait_for_step(at_step)
         at, step = time.monotonic(), run.step()
         FAULTS[fault](run)
@@ -199,6 +220,10 @@ def mend(bed: Bed, fault: str) -> None:
         bed.cable(VICTIM, plugged=True)
     elif fault == "host crashed":
         bed.repair(VICTIM)
+    elif fault == "disk full":
+        bed.run(VICTIM, ["umount", str(bed.own)], timeout=10)
+    elif fault == "out of memory":
+        (Path(_MEMORY) / f"ds-finetune-{os.getpid()}").rmdir()
 
 
 def _pids() -> list[int]:

@@ -86,8 +86,8 @@ def test_ctrl_c_saves_on_every_host(bed: Bed, task: Path) -> None:
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_nothing_is_left_after(bed: Bed, task: Path, fault: str, launcher: str) -> None:
-    if fault == "agent killed" and launcher == "deepspeed":
-        pytest.skip("its agent has another name")
+    if fault == "out of memory" and not Path("/sys/fs/cgroup/memory/memory.limit_in_bytes").exists():
+        pytest.skip("no control groups of version 1 for memory here")
     seen = inflict(bed, task, fault, at_step=20, launcher=launcher)
     assert seen.code != 0
     assert seen.left == 0
