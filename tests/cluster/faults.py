@@ -156,8 +156,9 @@ def crash_host(run: Launched) -> None:
 
 
 def fill_disk(run: Launched) -> None:
-    """Of the folder that is the host's own, a small file system in memory."""
-    run.bed.run(VICTIM, ["dd", "if=/dev/zero", f"of={run.bed.own}/filler", "bs=1M", "count=100"], timeout=20)
+    """Of the folder that is the host's own, a small file system in memory; what older checkpoints give back is taken as well."""
+    fill = f"dd if=/dev/zero of={run.bed.own}/filler bs=4k oflag=append conv=notrunc"
+    subprocess.Popen(run.bed.command(VICTIM, ["sh", "-c", f"for i in $(seq 600); do {fill} 2>/dev/null; sleep 0.05; done"]))
 
 
 def use_up_memory(run: Launched) -> None:
@@ -221,7 +222,7 @@ def mend(bed: Bed, fault: str) -> None:
     elif fault == "host crashed":
         bed.repair(VICTIM)
     elif fault == "disk full":
-        bed.run(VICTIM, ["umount", str(bed.own)], timeout=10)
+        bed.run(VICTIM, ["sh", "-c", f"pkill -f '[s]eq 600'; umount -l {bed.own}"], timeout=10)
     elif fault == "out of memory":
         (Path(_MEMORY) / f"ds-finetune-{os.getpid()}").rmdir()
 
