@@ -139,6 +139,7 @@ class Guard:
             first.update(unpacked(line) or {"said": "output", "rank": -1})
             if first["said"] == "rank":
                 self._pids[first["rank"]] = first["pid"]
+                self._log.write(log_name(first["rank"]), f"rank {first['rank']} on {socket.gethostname()}, pid {first['pid']}")
 
         def on_end() -> None:
             connection.close()
