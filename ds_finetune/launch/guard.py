@@ -14,6 +14,7 @@ import select
 import selectors
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -130,6 +131,11 @@ class Guard:
 
     def _accept(self, listening: socket.socket) -> None:
         connection, _ = listening.accept()
+        _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+        if user != os.getuid():
+            # The socket's name is no secret on its host.
+            connection.close()
+            return
         first: Message = {}
 
         def on_line(line: str) -> None:

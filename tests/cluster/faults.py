@@ -85,8 +85,10 @@ class Launched:
         return [pid for pid in _pids() if f"{MARK}={self.run_id()}." in _environ(pid) and _state(pid) not in "ZX"]
 
     def processes(self, host: int, word: str) -> list[int]:
-        """Processes on a host that have `word` in their command."""
-        return sorted(pid for pid in self.bed.hosts[host - 1].pids() if word in _command(pid) and _state(pid) not in "ZX")
+        """Processes of this run on a host that have `word` in their command; of guards and sshd, those of any run."""
+        found = [pid for pid in self.bed.hosts[host - 1].pids() if word in _command(pid) and _state(pid) not in "ZX"]
+        ours = set(self.left())
+        return sorted(pid for pid in found if pid in ours or not ours.intersection(found))
 
 
 @contextlib.contextmanager

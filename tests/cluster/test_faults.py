@@ -94,6 +94,18 @@ def test_nothing_is_left_after(bed: Bed, task: Path, fault: str, launcher: str) 
     assert seen.seconds_to_none_left < LIMIT
 
 
+@pytest.mark.slow
+def test_another_run_on_the_same_hosts_is_left_alone(bed: Bed, task: Path) -> None:
+    other = fault_task(bed.shared / "other")
+    with launched(bed, task) as run, launched(bed, other) as beside:
+        run.wait_for_step(10)
+        kill_rank(run)
+        assert run.process.wait(60) != 0
+        assert not run.left()
+        assert beside.process.wait(120) == 0, beside.said()
+        _losses(beside)
+
+
 def test_hosts_that_are_not_ready_start_nothing(bed: Bed, task: Path) -> None:
     bed.crash(VICTIM)
     try:

@@ -87,10 +87,8 @@ def test_a_host_with_another_torch_is_named(bed: Bed, task: Path) -> None:
 
 
 def test_a_dry_run_of_many_hosts_asks_none(task: Path) -> None:
-    done = start(
-        [sys.executable, "-m", "ds_finetune", "launch", str(task), "train.global_batch_size=512", "train.micro_batch_size=1", "--dry-run"]
-        + ["--hostfile", "hostfiles/nodes64"]
-    )
+    sizes = ["train.global_batch_size=512", "train.micro_batch_size=1"]
+    done = start([sys.executable, "-m", "ds_finetune", "launch", str(task), *sizes, "--dry-run", "--hostfile", "hostfiles/nodes64"])
     assert done.returncode == 0, done.stderr
     assert "512 ranks on 64 hosts" in done.stdout
     assert "node64: ranks 504 to 511" in done.stdout
