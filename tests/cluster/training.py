@@ -1,0 +1,81 @@
+"""A tiny run on the hosts of a test bed: what travels to them, and the same run on one host to compare with."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ds_finetune.launch.environment import carried
+from ds_finetune.launch.schedulers import Job
+from tests.cluster.bed import INTERFACE, Bed
+from tests.conftest import ROOT
+from tests.running import metrics, start, tiny_task, torchrun
+
+ENTRY = ("-m", "ds_finetune", "train")
+ZERO3 = {"zero_optimization": {"stage": 3}}
+STEPS_SECONDS = 120
+
+
+def traveling() -> dict[str, str]:
+    """What of this process's environment travels, on the CPU accelerator."""
+    settings = {
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    return carried(os.environ | settings).values
+
+
+def job_on(bed: Bed, run_file: Path, *slots: int) -> Job:
+    """The ranks of a run file on the first hosts of a bed."""
+    hosts = bed.as_hosts(*slots)
+    return Job(str(run_file), (), hosts, "test", hosts[0].name, 29_600, traveling(), INTERFACE, str(ROOT), sys.executable, ENTRY)
+
+
+def losses_of_two_ranks(folder: Path) -> list[float]:
+    """Losses of the ZeRO-3 run with two ranks on one host."""
+    done = start(torchrun("ds_finetune/train.py", str(tiny_task(folder, deepspeed=ZERO3))))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [record["train/loss"] for record in metrics(folder)]
+
+
+def ranks_of(bed: Bed, number: int) -> list[int]:
+    """Processes of a host that are ranks of a run."""
+    found = []
+    for pid in bed.hosts[number - 1].pids():
+        place = Path("/proc") / str(pid) / "cmdline"
+        words = place.read_bytes().split(b"\0") if place.exists() else []
+        if b"ds_finetune" in words and b"train" in words and words[0].endswith(b"python"):
+            found.append(pid)
+    return found
+
+
+@dataclass
+class Started:
+    """A launcher's process on the first host, and the run folder to watch."""
+
+    process: "subprocess.Popen[str]"
+    folder: Path
+
+    def wait_for_steps(self) -> None:
+        """Return when the first step is recorded."""
+        self.until(lambda: (self.folder / "run" / "metrics.jsonl").exists() and len(metrics(self.folder)) > 0)
+
+    def until(self, is_so: Callable[[], bool]) -> None:
+        """Wait, while the launcher runs."""
+        end = time.monotonic() + STEPS_SECONDS
+        while not is_so():
+            assert self.process.poll() is None, self.process.communicate()[0]
+            assert time.monotonic() < end
+            time.sleep(0.2)
+
+
+def started(bed: Bed, argv: list[str], environ: dict[str, str], folder: Path) -> Started:
+    """Start a launcher on the first host."""
+    command = bed.command(1, argv)
+    process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, start_new_session=True)
+    return Started(process, folder)
