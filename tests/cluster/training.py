@@ -76,6 +76,7 @@ class Started:
 
 def started(bed: Bed, argv: list[str], environ: dict[str, str], folder: Path) -> Started:
     """Start a launcher on the first host."""
-    command = bed.command(1, argv)
-    process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, start_new_session=True)
+    # A command that enters a host begins at its root.
+    command = bed.command(1, ["env", f"--chdir={ROOT}", *argv])
+    process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
     return Started(process, folder)
