@@ -60,20 +60,25 @@ class Slurm:
 
     def run(self, argv: Sequence[str], environ: Mapping[str, str] | None = None, *, timeout: float) -> subprocess.CompletedProcess[str]:
         """Run a command on the first host as a user of the cluster."""
-        return self.bed.run(1, self._on(1, argv), {"SLURM_CONF": str(self.folder / "slurm.conf"), **(environ or {})}, timeout=timeout)
+        return self.bed.run(1, self.on(1, argv), {**self.environ, **(environ or {})}, timeout=timeout)
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """Where Slurm's commands find the cluster."""
+        return {"SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def logs(self) -> str:
         """What the daemons said."""
         return "\n".join(f"== {path.name}\n{path.read_text()[-3000:]}" for path in sorted(self.folder.glob("*.log")))
 
-    def _on(self, number: int, argv: Sequence[str]) -> list[str]:
-        """With the node's name as the name of the machine, by which Slurm's daemons find themselves."""
+    def on(self, number: int, argv: Sequence[str]) -> list[str]:
+        """A command of a host, with the node's name as the name of the machine, by which Slurm's daemons find themselves."""
         return ["unshare", "--uts", "sh", "-c", f'hostname n{number} && exec "$@"', "sh", *argv]
 
     def _start(self, number: int, argv: Sequence[str]) -> None:
         with (self.folder / f"{argv[0]}-{number}.log").open("ab") as log:
-            command = self.bed.command(number, self._on(number, argv))
-            environ = os.environ | {"SLURM_CONF": str(self.folder / "slurm.conf")}
+            command = self.bed.command(number, self.on(number, argv))
+            environ = os.environ | self.environ
             self._daemons.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environ, start_new_session=True))
 
     def _wait(self) -> None:
