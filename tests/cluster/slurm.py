@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from tests.cluster.bed import SECONDS, Bed
+from tests.cluster.training import name_hosts
 
 _TOOLS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "sinfo", "unshare")
 CPUS = 2
@@ -36,10 +37,7 @@ class Slurm:
         key.write_bytes(os.urandom(1024))
         key.chmod(0o600)
         self._write_configuration()
-        (self.folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(f"{host.address} n{n}\n" for n, host in enumerate(self.bed.hosts, 1)))
-        for number in range(1, len(self.bed.hosts) + 1):
-            # Slurm's node names lead to addresses, on every host.
-            assert self.bed.run(number, ["mount", "--bind", str(self.folder / "hosts"), "/etc/hosts"], timeout=10).returncode == 0
+        name_hosts(self.bed, [f"n{number}" for number in range(1, len(self.bed.hosts) + 1)])
         try:
             own = [f"--{name}={self.folder}/munge.{name.split('-')[0]}" for name in ("pid-file", "log-file", "seed-file")]
             self._start(1, ["munged", "--foreground", "--force", f"--key-file={key}", f"--socket={self.folder}/munge", *own])

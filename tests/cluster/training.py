@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,14 @@ def traveling() -> dict[str, str]:
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
     return carried(os.environ | settings).values
+
+
+def name_hosts(bed: Bed, names: Sequence[str]) -> None:
+    """Let a name lead to the address of each host, on every host."""
+    lines = [f"{host.address} {name}\n" for host, name in zip(bed.hosts, names, strict=False)]
+    (bed.shared / "names").write_text("".join(["127.0.0.1 localhost\n", *lines]))
+    for number in range(1, len(bed.hosts) + 1):
+        assert bed.run(number, ["mount", "--bind", str(bed.shared / "names"), "/etc/hosts"], timeout=10).returncode == 0
 
 
 def job_on(bed: Bed, run_file: Path, *slots: int) -> Job:
@@ -56,7 +64,7 @@ def ranks_of(bed: Bed, number: int) -> list[int]:
 
 @dataclass
 class Started:
-    """A launcher's process on the first host, and the run folder to watch."""
+    """A launcher's process, and the run folder to watch."""
 
     process: "subprocess.Popen[str]"
     folder: Path
@@ -74,9 +82,9 @@ class Started:
             time.sleep(0.2)
 
 
-def started(bed: Bed, argv: list[str], environ: dict[str, str], folder: Path) -> Started:
-    """Start a launcher on the first host."""
+def started(bed: Bed, argv: Sequence[str], environ: dict[str, str], folder: Path, *, number: int = 1) -> Started:
+    """Start a launcher on a host, the first by default."""
     # A command that enters a host begins at its root.
-    command = bed.command(1, ["env", f"--chdir={ROOT}", *argv])
+    command = bed.command(number, ["env", f"--chdir={ROOT}", *argv])
     process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
     return Started(process, folder)
