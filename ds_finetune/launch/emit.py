@@ -15,6 +15,9 @@ from ds_finetune.launch.schedulers import RUN_ID, Job, srun_options
 
 SAVE_SECONDS = 300
 """Between the signal on which a run saves and the end of its time."""
+_POD_SAVE_SECONDS = 120
+"""Between the signal on which a pod's ranks save and their end; also how long torchrun waits for ranks that hang after another has failed."""
+_POD_LEAVE_SECONDS = 30
 _MASTER_PORT = 29_500
 _CONTAINER_ENTRY = ("-m", "ds_finetune", "train")
 """In a container the ranks' output is the pod's, which `kubectl logs` shows."""
@@ -131,7 +134,9 @@ def kubernetes_manifests(order: Order) -> str:
             f"`{order.name}` cannot name a Kubernetes job: it has to be lower-case letters, digits and `-`, {_LABEL_LETTERS} at most",
             hint="give another with --name",
         )
-    given = {name: value for name, value in order.job.environment.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
+    # torchrun (torch 2.13, distributed/launcher/api.py:146) kills ranks 30 s after SIGTERM otherwise, in the middle of a large save.
+    given = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_POD_SAVE_SECONDS)} | order.job.environment
+    given = {name: value for name, value in given.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
     paths = sorted(name for name, value in given.items() if value.startswith("/") and name not in order.named)
     variables = [_variable(order, name, value) for name, value in given.items() if name not in paths]
     secret = any("valueFrom" in variable for variable in variables)
@@ -170,7 +175,7 @@ def _indexed_job(order: Order, nodes: int, slots: int, variables: list[dict[str,
         "subdomain": order.name,
         "restartPolicy": "Never",
         # SIGTERM is the signal on which a run saves.
-        "terminationGracePeriodSeconds": SAVE_SECONDS,
+        "terminationGracePeriodSeconds": _POD_SAVE_SECONDS + _POD_LEAVE_SECONDS,
         "containers": [container],
         "volumes": [
             {"name": "runs", "persistentVolumeClaim": {"claimName": order.claim}},

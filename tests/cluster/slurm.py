@@ -1,13 +1,17 @@
 """Slurm on the test bed: a controller on the first host, a node daemon on each, keys and state in the bed's folder."""
 
 import contextlib
+import json
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
+from ds_finetune.launch.schedulers import Job
 from tests.cluster.bed import SECONDS, Bed
 from tests.cluster.training import name_hosts
 
@@ -116,3 +120,10 @@ class Slurm:
         text = "\n".join([*(f"{name}={value}" for name, value in lines.items()), *nodes, partition])
         (self.folder / "slurm.conf").write_text(text + "\n")
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+
+
+def allocate(slurm: Slurm, job: Job) -> list[str]:
+    """The command that gets the first two nodes, with their CPUs, and starts a job's ranks there by srun."""
+    values = json.dumps(asdict(job))
+    nodes = ["salloc", "--quiet", "--nodelist=n1,n2", "--nodes=2", "--exclusive"]
+    return slurm.on(1, [*nodes, sys.executable, "-m", "tests.cluster.allocated", values])

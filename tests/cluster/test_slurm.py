@@ -1,13 +1,11 @@
 """A real Slurm on three hosts: srun in an allocation, the emitted script under sbatch, a killed rank, and a job out of time."""
 
-import json
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ from ds_finetune.hostfile import Host
 from ds_finetune.launch.emit import Order, emitted
 from ds_finetune.launch.schedulers import Job
 from tests.cluster.bed import Bed
-from tests.cluster.slurm import Slurm, why_no_slurm
+from tests.cluster.slurm import Slurm, allocate, why_no_slurm
 from tests.cluster.training import ZERO3, job_on, losses_of_two_ranks, ranks_of, started, traveling
 from tests.running import metrics, tiny_task
 
@@ -45,15 +43,10 @@ def _job(bed: Bed, run_file: Path) -> Job:
     return replace(job, hosts=(Host("n2", 1, 1), Host("n1", 1, 2)), master_addr="n2")
 
 
-def _allocate(slurm: Slurm, job: Job) -> list[str]:
-    values = json.dumps(asdict(job))
-    return slurm.on(1, ["salloc", "--quiet", "--nodelist=n1,n2", "--ntasks=2", sys.executable, "-m", "tests.cluster.allocated", values])
-
-
 def test_srun_trains_on_two_hosts_as_on_one(bed: Bed, slurm: Slurm, wanted: list[float]) -> None:
     folder = bed.shared / "srun"
     job = _job(bed, tiny_task(folder, deepspeed=ZERO3))
-    run = started(bed, _allocate(slurm, job), os.environ | traveling() | slurm.environ, folder)
+    run = started(bed, allocate(slurm, job), os.environ | traveling() | slurm.environ, folder)
     printed = run.process.communicate(timeout=SECONDS)[0]
     assert run.process.returncode == 0, printed + slurm.logs()
     assert "started by srun" in printed
@@ -63,7 +56,7 @@ def test_srun_trains_on_two_hosts_as_on_one(bed: Bed, slurm: Slurm, wanted: list
 def test_a_killed_rank_ends_all(bed: Bed, slurm: Slurm) -> None:
     folder = bed.shared / "killed"
     job = _job(bed, tiny_task(folder, deepspeed=ZERO3, train=LONG))
-    run = started(bed, _allocate(slurm, job), os.environ | traveling() | slurm.environ, folder)
+    run = started(bed, allocate(slurm, job), os.environ | traveling() | slurm.environ, folder)
     run.wait_for_steps()
     (pid,) = ranks_of(bed, 1)
     os.kill(pid, signal.SIGKILL)

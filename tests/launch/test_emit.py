@@ -98,6 +98,8 @@ def test_manifests_of_kubernetes() -> None:
     assert {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]} == {"/work/runs": "runs", "/dev/shm": "shm"}
     assert {volume["name"] for volume in pod["volumes"]} == {"runs", "shm"}
     assert (pod["restartPolicy"], spec["backoffLimit"]) == ("Never", 0)
+    (patience,) = [int(entry["value"]) for entry in container["env"] if entry["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
+    assert patience < pod["terminationGracePeriodSeconds"]
 
 
 def test_variables_of_the_manifests() -> None:
@@ -108,7 +110,7 @@ def test_variables_of_the_manifests() -> None:
     variables = {entry["name"]: entry for entry in _documents(ORDER)[1]["spec"]["template"]["spec"]["containers"][0]["env"]}
     assert variables["HF_TOKEN"]["valueFrom"] == {"secretKeyRef": {"name": "r1", "key": "HF_TOKEN"}}
     assert variables["MINE"]["value"] == VARIABLES["MINE"].replace("$(", "$$(")
-    assert set(variables) == {"DS_FINETUNE_RUN_ID", "HF_TOKEN", "MINE", "NCCL_DEBUG"}
+    assert set(variables) == {"DS_FINETUNE_RUN_ID", "HF_TOKEN", "MINE", "NCCL_DEBUG", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"}
     named = _documents(replace(ORDER, named=frozenset({"HF_HOME"})))[1]["spec"]["template"]["spec"]["containers"][0]["env"]
     assert {"name": "HF_HOME", "value": "/data/hub"} in named
 
