@@ -46,6 +46,12 @@ class Job:
     python: str = sys.executable
     entry: tuple[str, ...] = ENTRY
 
+    def __post_init__(self) -> None:
+        """LaunchError where a variable names another interface than `interface`."""
+        for name, value in interface_variables(self.interface).items():
+            if self.variables.get(name, value) != value:
+                raise LaunchError(f"--interface {value} contradicts {name}={self.variables[name]}", hint=f"leave one of them out, or unset {name}")
+
     @property
     def world_size(self) -> int:
         """All ranks; 0 where the hosts are Slurm's to say."""

@@ -43,6 +43,12 @@ def test_what_every_rank_gets() -> None:
     assert left_to_slurm.world_size == 0
 
 
+def test_an_interface_that_a_variable_contradicts() -> None:
+    with pytest.raises(LaunchError, match="--interface ib0 contradicts NCCL_SOCKET_IFNAME=eth1"):
+        replace(JOB, variables={"NCCL_SOCKET_IFNAME": "eth1"})
+    assert replace(JOB, variables={"NCCL_SOCKET_IFNAME": "eth1"}, interface="").environment["NCCL_SOCKET_IFNAME"] == "eth1"
+
+
 def test_mpirun() -> None:
     argv = mpirun_command(JOB, ["-F", "cfg"])
     assert argv[: argv.index("--wdir")] == [
