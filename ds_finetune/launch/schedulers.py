@@ -18,6 +18,8 @@ ENTRY = ("-m", "ds_finetune.launch.rank")
 _STARTING = re.compile(r"(?:HOME|USER|LOGNAME|SHELL|LANG|TERM|TMPDIR|KRB5CCNAME|SSH_AUTH_SOCK|PATH|LD_LIBRARY_PATH|OMPI_MCA_\w+)$")
 """What ssh, mpirun and srun themselves need; OMPI_MCA_* are the user's settings of Open MPI."""
 _OF_SLURM = re.compile(r"(?:SLURM|SRUN|SLURMD)_\w+$")
+_SILENT = {"oob_tcp_keepalive_time": "5", "oob_tcp_keepalive_intvl": "5", "oob_tcp_keepalive_probes": "2"}
+"""Seconds, seconds, times: mpirun and the daemon of a host that fell silent give each other up after 15 s, not after eight minutes [ran]."""
 _HOME = ("HOME", "USER", "LOGNAME")
 """srun --export gives a rank nothing but what it names, Slurm's own variables and TMPDIR [Slurm 22.05, ran]."""
 
@@ -87,7 +89,7 @@ def mpirun_command(job: Job, ssh_args: Sequence[str] = ()) -> list[str]:
     bad = [word for word in ssh_args if re.search(r"\s", word)]
     if bad:
         raise LaunchError(f"mpirun splits the arguments of ssh at blanks, so `{bad[0]}` cannot be one", hint="write it into a file for `ssh -F`")
-    settings = {"plm_rsh_agent": " ".join(["ssh", *ssh_args]), "plm_rsh_no_tree_spawn": "1"}
+    settings = {"plm_rsh_agent": " ".join(["ssh", *ssh_args]), "plm_rsh_no_tree_spawn": "1", **_SILENT}
     settings |= {"oob_tcp_if_include": job.interface} if job.interface else {}
     chosen = [word for name, value in settings.items() for word in ("--mca", name, value)]
     names = [word for name in job.environment for word in ("-x", name)]

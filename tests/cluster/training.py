@@ -53,13 +53,21 @@ def losses_of_two_ranks(folder: Path) -> list[float]:
 
 def ranks_of(bed: Bed, number: int) -> list[int]:
     """Processes of a host that are ranks of a run."""
-    found = []
-    for pid in bed.hosts[number - 1].pids():
-        place = Path("/proc") / str(pid) / "cmdline"
-        words = place.read_bytes().split(b"\0") if place.exists() else []
-        if b"ds_finetune" in words and b"train" in words and words[0].endswith(b"python"):
-            found.append(pid)
-    return found
+    return [pid for pid in bed.hosts[number - 1].pids() if (words := _words(pid)) and words[0].endswith("python") and words[2:5] == list(ENTRY)]
+
+
+def processes_with(bed: Bed, text: str) -> list[int]:
+    """Processes of all hosts in whose command line `text` stands, launchers and their shells left out."""
+    return [pid for host in bed.hosts for pid in host.pids() if (words := _words(pid)) and words[0].endswith("python") and text in " ".join(words)]
+
+
+def _words(pid: int) -> list[str]:
+    """A process's command line; empty where it has ended."""
+    place = Path("/proc") / str(pid) / "cmdline"
+    try:
+        return place.read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []
 
 
 @dataclass

@@ -53,7 +53,9 @@ def test_mpirun() -> None:
     argv = mpirun_command(JOB, ["-F", "cfg"])
     assert argv[: argv.index("--wdir")] == [
         *["mpirun", "--allow-run-as-root", "-np", "3", "--host", "b,b,a", "--map-by", "seq", "--bind-to", "none"],
-        *["--mca", "plm_rsh_agent", "ssh -F cfg", "--mca", "plm_rsh_no_tree_spawn", "1", "--mca", "oob_tcp_if_include", "ib0"],
+        *["--mca", "plm_rsh_agent", "ssh -F cfg", "--mca", "plm_rsh_no_tree_spawn", "1"],
+        *["--mca", "oob_tcp_keepalive_time", "5", "--mca", "oob_tcp_keepalive_intvl", "5", "--mca", "oob_tcp_keepalive_probes", "2"],
+        *["--mca", "oob_tcp_if_include", "ib0"],
     ]
     assert argv[argv.index("--wdir") :] == ["--wdir", "/work", *[word for name in sorted(NAMES) for word in ("-x", name)], *RANK]
 
