@@ -11,6 +11,7 @@ if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && [ "$extras" = test ]; 
     command -v ip >/dev/null || missing+=(iproute2)
     command -v pdsh >/dev/null || missing+=(pdsh)
     command -v shellcheck >/dev/null || missing+=(shellcheck)
+    command -v slurmd >/dev/null || missing+=(slurmctld slurmd slurm-client munge)
     [ -x /usr/sbin/sshd ] || missing+=(openssh-server)
     if [ ${#missing[@]} -gt 0 ]; then apt-get update -qq && apt-get install -y -qq "${missing[@]}" >/dev/null; fi
 fi

@@ -54,7 +54,11 @@ _HERE_ALONE = ("DS_ENV_FILE", "DS_FINETUNE_SSH_ARGS", "PYTHON_HISTORY", "PYTHONS
 """What only this command or a person at a terminal uses."""
 _DEVICES = "_VISIBLE_DEVICES"
 """Devices are the hostfile's and `--include`'s: one host's numbers are not another's."""
-_SECRET_WORD = re.compile(r"(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|AUTH|JWT)S?$|^(?:SECRET|PASSWORD|CREDENTIAL)", re.IGNORECASE)
+_SECRET_WORD = re.compile(
+    r"(?:.*(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL)|(?:API|ACCESS|PRIVATE)?KEY|AUTH|JWT)S?$|(?:SECRET|PASSWORD|CREDENTIAL)",
+    re.IGNORECASE,
+)
+"""A word of a name between underscores, from its beginning: NCCL_IB_PKEY and TOKENIZERS_PARALLELISM are none."""
 _SECRET_VALUE = re.compile(r"://[^/\s@]*:[^/\s@]+@|\bhf_[A-Za-z0-9]{16,}|\bsk-[\w-]{16,}|\bgh[pousr]_\w{16,}|\bAKIA[0-9A-Z]{12,}|PRIVATE KEY-----")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*$")
 _LINE = re.compile(r"(?:export\s+)?(?P<name>[^=\s]+)\s*=\s*(?P<value>.*)$")
@@ -126,7 +130,7 @@ def read_environment_file(path: Path) -> dict[str, str]:
 
 def looks_secret(name: str, value: str = "") -> bool:
     """Whether a name has a word such as TOKEN, KEY or PASSWORD, or a value is an address with a password or a known kind of token."""
-    return any(_SECRET_WORD.search(word) for word in name.split("_")) or bool(_SECRET_VALUE.search(value))
+    return any(_SECRET_WORD.match(word) for word in name.split("_")) or bool(_SECRET_VALUE.search(value))
 
 
 def interface_variables(interface: str) -> dict[str, str]:

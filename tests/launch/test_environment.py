@@ -63,6 +63,7 @@ def test_what_a_launcher_says_to_its_own_ranks_never_travels(name: str, tmp_path
         ("MLFLOW_TRACKING_PASSWORD", "x"),
         ("DS_SECRET_NAME", "x"),
         ("NCCL_AUTH", "x"),
+        ("MLFLOW_ACCESSKEY", "x"),
         ("MLFLOW_TRACKING_URI", "https://me:pass@host/"),
         ("https_proxy", "http://me:pass@proxy:3128"),
         ("HF_ENDPOINT", f"https://mirror/?{TOKEN}"),
@@ -76,7 +77,10 @@ def test_secrets_travel_only_by_name_and_are_never_shown(name: str, value: str) 
     assert by_name.lines() == [f"{name} (its value is not shown)"]
 
 
-@pytest.mark.parametrize("name", ["TOKENIZERS_PARALLELISM", "PYTHONPATH", "NCCL_DEBUG", "PYTHONUNBUFFERED", "HF_HUB_DISABLE_TELEMETRY", "PATH"])
+@pytest.mark.parametrize(
+    "name",
+    ["TOKENIZERS_PARALLELISM", "NCCL_IB_PKEY", "UCX_IB_PKEY", "PYTHONPATH", "NCCL_DEBUG", "PYTHONUNBUFFERED", "HF_HUB_DISABLE_TELEMETRY", "PATH"],
+)
 def test_what_is_no_secret(name: str) -> None:
     assert not looks_secret(name, "https://user@host/path:1")
 

@@ -1,0 +1,213 @@
+"""Files for services that start ranks themselves: a script for sbatch, manifests for Kubernetes, and the container file."""
+
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from importlib.resources import files
+from typing import Any
+
+import yaml
+
+from ds_finetune.errors import INTERRUPTED_EXIT_CODE, LaunchError
+from ds_finetune.launch.environment import looks_secret
+from ds_finetune.launch.schedulers import RUN_ID, Job, srun_options
+
+SAVE_SECONDS = 300
+"""Between the signal on which a run saves and the end of its time."""
+_POD_SAVE_SECONDS = 120
+"""Between the signal on which a pod's ranks save and their end; also how long torchrun waits for ranks that hang after another has failed."""
+_POD_LEAVE_SECONDS = 30
+_MASTER_PORT = 29_500
+_CONTAINER_ENTRY = ("-m", "ds_finetune", "train")
+"""In a container the ranks' output is the pod's, which `kubectl logs` shows."""
+_CONTAINER_RUNS = "/work/runs"
+"""Where the container file's working directory has the folder of runs."""
+_LABEL = re.compile(r"[a-z](?:[-a-z0-9]*[a-z0-9])?$")
+_LABEL_LETTERS = 50
+"""A label has 63 at most, and a pod's is the job's with its number."""
+_TIME = re.compile(r"(?:\d+-)?\d{1,2}:\d{2}:\d{2}$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What a file is written for."""
+
+    job: Job
+    """Run file, overrides, hosts (of which only number and slots count) and variables."""
+    name: str
+    """Of the job: lower-case letters, digits and `-`."""
+    named: frozenset[str] = field(default_factory=frozenset)
+    """Variables that the user named, which are written even where they are paths of this machine."""
+    time: str = "24:00:00"
+    """Time limit, `[D-]HH:MM:SS`."""
+    cpus: int = 8
+    """Cores of each rank."""
+    image: str = "ds-finetune:latest"
+    """Container image, built from what `--emit docker` writes."""
+    claim: str = "runs"
+    """Kubernetes volume claim, writable by all pods, that is the folder `runs`."""
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether GPUs are asked for: always, except where DS_ACCELERATOR says cpu."""
+        return self.job.variables.get("DS_ACCELERATOR") != "cpu"
+
+
+def emitted(kind: str, order: Order) -> str:
+    """The file of `kind` (slurm, k8s, docker); LaunchError for hosts or names that it cannot be written for."""
+    return {"slurm": sbatch_script, "k8s": kubernetes_manifests, "docker": lambda _: container_file()}[kind](order)
+
+
+def container_file() -> str:
+    """The container file that the project trains in; it is built from the repository's root."""
+    return files("ds_finetune.launch").joinpath("Dockerfile.train").read_text()
+
+
+def sbatch_script(order: Order) -> str:
+    """A script for `sbatch`: one rank a GPU, SIGUSR1 `SAVE_SECONDS` before the end, after which the run has saved and is queued again.
+
+    srun gives the highest of its tasks' exit codes, and ends the others when the first leaves, so the script itself takes the signal and
+    remembers it: a run that failed after it is queued again, one that failed without it is not. Secrets are not written: the script
+    wants them where it is submitted.
+    """
+    nodes, slots = _equal(order, "sbatch's --gpus-per-node", "run `ds-finetune launch --launcher slurm --hostfile HOSTS` under salloc")
+    if not _TIME.match(order.time):
+        raise LaunchError(f"--time {order.time} is not a time", hint="write e.g. 24:00:00 or 2-00:00:00")
+    options = {"job-name": order.name, "nodes": nodes, "ntasks-per-node": slots, "cpus-per-task": order.cpus}
+    options |= {"gpus-per-node": slots} if order.on_gpus else {}
+    options |= {"time": order.time, "signal": f"B:USR1@{SAVE_SECONDS}", "output": "%x-%j.log", "open-mode": "append"}
+    job = replace(order.job, master_addr="first-node", master_port=_MASTER_PORT, hosts=())
+    placed = [f"--nodes={nodes}", f"--ntasks={nodes * slots}", "--distribution=block", f"--cpus-per-task={order.cpus}"]
+    return _SBATCH.format(
+        options="\n".join(f"#SBATCH --{name}={value}" for name, value in options.items()),
+        directory=shlex.quote(job.directory),
+        variables="\n".join(_exported({name: value for name, value in job.environment.items() if name not in _SET_IN_SCRIPT})),
+        name=order.name,
+        run_id=RUN_ID,
+        srun=shlex.join([*srun_options(placed, job), *job.rank_command]),
+        interrupted=INTERRUPTED_EXIT_CODE,
+    )
+
+
+_SET_IN_SCRIPT = ("MASTER_ADDR", "MASTER_PORT", RUN_ID)
+_SBATCH = """#!/usr/bin/env bash
+# Written by `ds-finetune launch --emit slurm`. What your cluster wants besides is given when submitting, e.g.
+#   sbatch --partition=gpu --account=me FILE
+{options}
+#SBATCH --requeue
+set -euo pipefail
+cd {directory}
+
+# What travels to the ranks: srun --export below names it, and nothing else does.
+{variables}
+
+# Rank 0 is on the first node; the port follows from the job, so that two jobs on a node do not meet.
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export MASTER_ADDR="${{nodes[0]}}" MASTER_PORT="$((20000 + SLURM_JOB_ID % 12000))"
+export {run_id}="{name}-$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}"
+
+# The signal some time before the end goes on to the ranks, which save and leave with code {interrupted}.
+{srun} &
+step=$! asked=0 code=138
+trap 'asked=1; kill -USR1 "$step"' USR1
+# 138 is a wait that the signal ended, and not the run.
+while [ "$code" = 138 ]; do code=0; wait "$step" || code=$?; done
+
+if [ "$asked" = 1 ] && [ "$code" != 0 ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
+
+
+def kubernetes_manifests(order: Order) -> str:
+    """An Indexed Job with a pod for each host, and the headless Service by which they find the first one.
+
+    Each pod runs torchrun with its completion index as the node's rank. The first pod that fails fails the job, and Kubernetes ends the
+    others; the same command goes on from the last checkpoint. Variables that are paths of this machine are left out unless they
+    are `order.named`; secrets come from a Secret that is not written.
+    """
+    nodes, slots = _equal(order, "a Job's pods", "write one hostfile for hosts of one kind")
+    if not _LABEL.match(order.name) or len(order.name) > _LABEL_LETTERS:
+        raise LaunchError(
+            f"`{order.name}` cannot name a Kubernetes job: it has to be lower-case letters, digits and `-`, {_LABEL_LETTERS} at most",
+            hint="give another with --name",
+        )
+    # torchrun (torch 2.13, distributed/launcher/api.py:146) kills ranks 30 s after SIGTERM otherwise, in the middle of a large save.
+    given = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_POD_SAVE_SECONDS)} | order.job.environment
+    given = {name: value for name, value in given.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
+    paths = sorted(name for name, value in given.items() if value.startswith("/") and name not in order.named)
+    variables = [_variable(order, name, value) for name, value in given.items() if name not in paths]
+    secret = any("valueFrom" in variable for variable in variables)
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": order.name},
+        # Pods are looked up before they are ready: they become so by finding each other.
+        "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"job-name": order.name}, "ports": [{"port": _MASTER_PORT}]},
+    }
+    head = [
+        "# Written by `ds-finetune launch --emit k8s`. Start: kubectl apply -f FILE; again, from the last checkpoint: kubectl replace --force -f FILE"
+    ]
+    head += [f"# Left out, being paths of the machine it was written on: {', '.join(paths)}"] if paths else []
+    head += [f"# Secrets: kubectl create secret generic {order.name} --from-literal=NAME=VALUE"] if secret else []
+    return "\n".join(head) + "\n" + yaml.safe_dump_all([service, _indexed_job(order, nodes, slots, variables)], sort_keys=False, width=150)
+
+
+def _indexed_job(order: Order, nodes: int, slots: int, variables: list[dict[str, Any]]) -> dict[str, Any]:
+    meeting = [f"--master-addr={order.name}-0.{order.name}", f"--master-port={_MASTER_PORT}"]
+    counts = [f"--nnodes={nodes}", "--node-rank=$(JOB_COMPLETION_INDEX)", f"--nproc-per-node={slots}"]
+    # Kubernetes replaces `$(NAME)` in arguments, and takes `$$(` for what it is.
+    given = [word.replace("$(", "$$(") for word in (*_CONTAINER_ENTRY, order.job.run, *order.job.overrides)]
+    limits = {"nvidia.com/gpu": slots} if order.on_gpus else {}
+    container = {
+        "name": "ranks",
+        "image": order.image,
+        "command": ["torchrun"],
+        "args": [*counts, *meeting, *given],
+        "env": variables,
+        "ports": [{"containerPort": _MASTER_PORT}],
+        "resources": {"requests": {"cpu": order.cpus * slots}, **({"limits": limits} if limits else {})},
+        "volumeMounts": [{"name": "runs", "mountPath": _CONTAINER_RUNS}, {"name": "shm", "mountPath": "/dev/shm"}],
+    }
+    pod = {
+        "subdomain": order.name,
+        "restartPolicy": "Never",
+        # SIGTERM is the signal on which a run saves.
+        "terminationGracePeriodSeconds": _POD_SAVE_SECONDS + _POD_LEAVE_SECONDS,
+        "containers": [container],
+        "volumes": [
+            {"name": "runs", "persistentVolumeClaim": {"claimName": order.claim}},
+            # NCCL and data loaders want more shared memory than the 64 MiB of a container.
+            {"name": "shm", "emptyDir": {"medium": "Memory"}},
+        ],
+    }
+    spec = {"completionMode": "Indexed", "completions": nodes, "parallelism": nodes, "backoffLimit": 0, "template": {"spec": pod}}
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": order.name}, "spec": spec}
+
+
+def _variable(order: Order, name: str, value: str) -> dict[str, Any]:
+    if looks_secret(name, value):
+        return {"name": name, "valueFrom": {"secretKeyRef": {"name": order.name, "key": name}}}
+    return {"name": name, "value": value.replace("$(", "$$(")}
+
+
+def _exported(variables: Mapping[str, str]) -> list[str]:
+    missing = "set it where you submit: secrets are not written here"
+    return [
+        f'export {name}="${{{name}:?{missing}}}"' if looks_secret(name, value) else f"export {name}={shlex.quote(value)}"
+        for name, value in variables.items()
+    ]
+
+
+def _equal(order: Order, what: str, hint: str) -> tuple[int, int]:
+    """Number of hosts and their slots, which are the same."""
+    slots = {host.slots: host.name for host in order.job.hosts}
+    chosen = [host for host in order.job.hosts if host.devices]
+    if len(slots) != 1:
+        text = " and ".join(f"{count} (`{name}`)" for count, name in slots.items())
+        raise LaunchError(f"{what} are one number, and the hosts have slots {text or 'of nobody'}", hint=hint)
+    if chosen:
+        raise LaunchError(f"{what} cannot be devices {chosen[0].devices} of `{chosen[0].name}`", hint="leave --include and --exclude out")
+    return len(order.job.hosts), next(iter(slots))

@@ -1,0 +1,213 @@
+"""The commands by which mpirun and Slurm start the ranks of a run, and those that a person would type for deepspeed and torchrun."""
+
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+from ds_finetune.errors import LaunchError
+from ds_finetune.hostfile import Host
+from ds_finetune.launch.environment import interface_variables
+
+RUN_ID = "DS_FINETUNE_RUN_ID"
+"""Environment variable by which the ranks of a run know its id, and so its log folder."""
+ENTRY = ("-m", "ds_finetune.launch.rank")
+"""What Python is given in every rank, before the run file and the overrides."""
+_STARTING = re.compile(r"(?:HOME|USER|LOGNAME|SHELL|LANG|TERM|TMPDIR|KRB5CCNAME|SSH_AUTH_SOCK|PATH|LD_LIBRARY_PATH|OMPI_MCA_\w+)$")
+"""What ssh, mpirun and srun themselves need; OMPI_MCA_* are the user's settings of Open MPI."""
+_OF_SLURM = re.compile(r"(?:SLURM|SRUN|SLURMD)_\w+$")
+_SILENT = {"oob_tcp_keepalive_time": "5", "oob_tcp_keepalive_intvl": "5", "oob_tcp_keepalive_probes": "2"}
+"""Seconds, seconds, times: mpirun and the daemon of a host that fell silent give each other up after 15 s, not after eight minutes [ran]."""
+_HOME = ("HOME", "USER", "LOGNAME")
+"""srun --export gives a rank nothing but what it names, Slurm's own variables and TMPDIR [Slurm 22.05, ran]."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is started, where, and with which variables; every launcher's command is made from it."""
+
+    run: str
+    """The run file, as the hosts see it."""
+    overrides: tuple[str, ...]
+    """`section.name=value`, after the run file."""
+    hosts: tuple[Host, ...]
+    """In the order of their ranks; empty for Slurm's whole allocation."""
+    run_id: str
+    master_addr: str = ""
+    """Address of the first host, where rank 0 is; empty leaves it to Slurm's node list."""
+    master_port: int = 0
+    """Port of rank 0; 0 leaves it to what follows from the job's number."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """What travels (environment.py)."""
+    interface: str = ""
+    """Network interface of every host, by name."""
+    directory: str = "."
+    """Working directory on every host."""
+    python: str = sys.executable
+    entry: tuple[str, ...] = ENTRY
+
+    def __post_init__(self) -> None:
+        """LaunchError where a variable names another interface than `interface`."""
+        for name, value in interface_variables(self.interface).items():
+            if self.variables.get(name, value) != value:
+                raise LaunchError(f"--interface {value} contradicts {name}={self.variables[name]}", hint=f"leave one of them out, or unset {name}")
+
+    @property
+    def world_size(self) -> int:
+        """All ranks; 0 where the hosts are Slurm's to say."""
+        return sum(host.slots for host in self.hosts)
+
+    @property
+    def rank_command(self) -> list[str]:
+        """What every rank runs."""
+        return [self.python, "-u", *self.entry, self.run, *self.overrides]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What every rank gets, by name in order: `variables`, the run's id and interface, and where rank 0 is."""
+        meeting = {"MASTER_ADDR": self.master_addr, "MASTER_PORT": str(self.master_port or "")}
+        given = {name: value for name, value in meeting.items() if value}
+        return dict(sorted({**self.variables, **interface_variables(self.interface), RUN_ID: self.run_id, **given}.items()))
+
+    @property
+    def names(self) -> list[str]:
+        """The host of each rank, in the order of the ranks."""
+        return [host.name for host in self.hosts for _ in range(host.slots)]
+
+
+def mpirun_command(job: Job, ssh_args: Sequence[str] = ()) -> list[str]:
+    """Open MPI's (4.1) command for the ranks of `job`, in the order of its hosts; start it with `starting_environment`.
+
+    Hosts are named once for every rank and mapped by `seq`: with `--host a:8,b:8` mpirun puts its own host first, and rank 0 is not where
+    MASTER_ADDR says [ran]. Values travel by `-x NAME`, so that no command line shows them. Ranks use no MPI: the interface is only that
+    of mpirun's own daemons (oob), while gloo and NCCL have theirs by variables. LaunchError for what Open MPI cannot be told.
+    """
+    for host in job.hosts:
+        _refuse_for_mpi(host)
+    bad = [word for word in ssh_args if re.search(r"\s", word)]
+    if bad:
+        raise LaunchError(f"mpirun splits the arguments of ssh at blanks, so `{bad[0]}` cannot be one", hint="write it into a file for `ssh -F`")
+    settings = {"plm_rsh_agent": " ".join(["ssh", *ssh_args]), "plm_rsh_no_tree_spawn": "1", **_SILENT}
+    settings |= {"oob_tcp_if_include": job.interface} if job.interface else {}
+    chosen = [word for name, value in settings.items() for word in ("--mca", name, value)]
+    names = [word for name in job.environment for word in ("-x", name)]
+    # Open MPI binds each rank to one core where there are two of them, and to a socket otherwise; torch's threads want all.
+    fixed = ["--allow-run-as-root", "-np", str(job.world_size), "--host", ",".join(job.names), "--map-by", "seq", "--bind-to", "none"]
+    return ["mpirun", *fixed, *chosen, "--wdir", job.directory, *names, *job.rank_command]
+
+
+def srun_command(job: Job, environ: Mapping[str, str]) -> list[str]:
+    """Slurm's command for the ranks of `job` inside an allocation, whose variables `environ` has; start it with `starting_environment`.
+
+    Without hosts the ranks are the allocation's tasks in Slurm's order. With hosts each is named once for every rank under the
+    distribution `arbitrary`, which keeps their order and counts [Slurm 22.05, ran; `--nodelist` alone is sorted]. The first rank that
+    fails ends all. LaunchError outside of an allocation, and for hosts it does not have.
+    """
+    if "SLURM_JOB_ID" not in environ:
+        raise LaunchError(
+            f"--launcher slurm needs an allocation, and SLURM_JOB_ID is not among {len(environ)} variables",
+            hint="run it under salloc or sbatch; `ds-finetune launch --emit slurm` writes the script",
+        )
+    nodes = allocated_nodes(environ)
+    for host in job.hosts:
+        _refuse_for_slurm(host, nodes)
+    placed = (
+        [f"--ntasks={job.world_size}", f"--nodelist={','.join(job.names)}", "--distribution=arbitrary"] if job.hosts else ["--distribution=block"]
+    )
+    # Since 22.05 srun does not take this from the job; without it each rank has one core where Slurm binds them.
+    cpus = [f"--cpus-per-task={environ['SLURM_CPUS_PER_TASK']}"] if "SLURM_CPUS_PER_TASK" in environ else []
+    return [*srun_options(placed + cpus, job), *job.rank_command]
+
+
+def srun_options(placed: Sequence[str], job: Job) -> list[str]:
+    """`srun` with what every use of it here has, and `placed`."""
+    # `--overlap`: a shell that `srun --pty` started in the allocation holds its cores, and a second step would wait for them for ever.
+    names = dict.fromkeys([*_HOME, *job.environment])
+    fixed = ["--kill-on-bad-exit=1", "--overlap", "--unbuffered", "--mpi=none", f"--chdir={job.directory}", f"--export={','.join(names)}"]
+    return ["srun", *placed, *fixed]
+
+
+def starting_environment(job: Job, environ: Mapping[str, str], *, slurm: bool = False) -> dict[str, str]:
+    """The whole environment of the `mpirun` or `srun` process: `job.environment`, and what the program itself needs of `environ`.
+
+    mpirun gives ranks on its own host everything it has itself, whatever `-x` says [Open MPI 4.1, ran], so it is given no more than this;
+    Slurm's variables are left out for it, or it would start its daemons by srun.
+    """
+    kept = {name: value for name, value in environ.items() if _STARTING.match(name) or (slurm and _OF_SLURM.match(name))}
+    return kept | job.environment
+
+
+def deepspeed_command(job: Job, hostfile: str) -> list[str]:
+    """What `deepspeed` 0.19.8 would be given for the same ranks; shown, not started."""
+    chosen = [f"{host.name}:{','.join(map(str, host.devices))}" if host.devices else host.name for host in job.hosts]
+    include = ["--include", "@".join(chosen)] if any(host.devices for host in job.hosts) else []
+    meeting = ["--master_addr", job.master_addr, "--master_port", str(job.master_port)]
+    assert job.entry[0] == "-m"
+    return ["deepspeed", "--hostfile", hostfile, *include, *meeting, "--no_local_rank", "--module", *job.entry[1:], job.run, *job.overrides]
+
+
+def torchrun_commands(job: Job) -> list[list[str]]:
+    """What `torchrun` would be given on each host for the same ranks, in the order of the hosts; shown, not started."""
+    meeting = [f"--master-addr={job.master_addr}", f"--master-port={job.master_port}"]
+    started = [*meeting, *job.entry, job.run, *job.overrides]
+    counts = [[f"--nnodes={len(job.hosts)}", f"--node-rank={place}", f"--nproc-per-node={host.slots}"] for place, host in enumerate(job.hosts)]
+    return [["torchrun", *count, *started] for count in counts]
+
+
+def allocated_nodes(environ: Mapping[str, str]) -> list[str]:
+    """Names of an allocation's nodes, from SLURM_JOB_NODELIST as `scontrol show hostnames` would write them out."""
+    text = environ.get("SLURM_JOB_NODELIST", "")
+    parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
+    if not parts or not all(re.fullmatch(r"(?:[^\[\]]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+", part) for part in parts):
+        raise LaunchError(f"SLURM_JOB_NODELIST `{text}` is no list of nodes", hint="run it under salloc or sbatch")
+    return [name for part in parts for name in _written_out(part)]
+
+
+def command_line(argv: Sequence[str]) -> str:
+    """`argv` as a person would type it."""
+    return shlex.join(argv)
+
+
+def _written_out(part: str) -> list[str]:
+    """`node[01-03,7]-ib` -> node01-ib, node02-ib, node03-ib, node7-ib; several brackets multiply."""
+    pieces = re.split(r"\[([^\[\]]*)\]", part)
+    choices = [_numbers(piece) if place % 2 else [piece] for place, piece in enumerate(pieces)]
+    return ["".join(chosen) for chosen in product(*choices)]
+
+
+def _numbers(text: str) -> list[str]:
+    found = []
+    for piece in text.split(","):
+        first, _, last = piece.partition("-")
+        found += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
+    return found
+
+
+def _refuse_for_mpi(host: Host) -> None:
+    if host.user or host.port:
+        raise LaunchError(
+            f"mpirun cannot be told to reach `{host.target}` with user `{host.user}` and port {host.port} (line {host.line} of the hostfile)",
+            hint="write User and Port into a file for ssh and name it with --ssh-args '-F FILE', or use --launcher torchrun",
+        )
+    if host.devices:
+        raise LaunchError(
+            f"mpirun cannot be told devices {','.join(map(str, host.devices))} of `{host.name}`", hint="use whole hosts, or --launcher torchrun"
+        )
+    if ":" in host.name:
+        raise LaunchError(f"mpirun takes `{host.name}` for a host with slots", hint="write a name for the IPv6 address, or use --launcher torchrun")
+
+
+def _refuse_for_slurm(host: Host, nodes: Sequence[str]) -> None:
+    if host.user or host.port or host.devices:
+        raise LaunchError(
+            f"Slurm starts ranks as the job's user on the job's devices, and cannot be told line {host.line} of the hostfile for `{host.target}` "
+            f"with port {host.port} and devices {host.devices}",
+            hint="leave them out, or use --launcher torchrun",
+        )
+    if host.name not in nodes:
+        raise LaunchError(
+            f"host `{host.name}` is not among the {len(nodes)} nodes of the allocation: {', '.join(nodes[:8])}",
+            hint="write Slurm's names of nodes, or leave --hostfile out to use all",
+        )
