@@ -1,18 +1,19 @@
 """One rank of a launched run: `python -m ds_finetune.rank RUN.yaml ...`, under any launcher.
 
-What it prints goes to its guard where there is one, else to a file of its own; the guard is told of its end with the exit code, and ends
-what does not end.
+What it prints goes to its guard where there is one, which is told of its end with the exit code, and ends what does not end. Under mpirun
+and Slurm what ranks other than the first print goes to files.
 """
 
 import os
 import socket
 import sys
-from pathlib import Path
 from typing import NoReturn
 
 from ds_finetune import cli
+from ds_finetune.config import read_config
+from ds_finetune.errors import FinetuneError
 from ds_finetune.launch.lines import packed
-from ds_finetune.launch.marks import GUARD, LOGS, die_with_parent, log_name
+from ds_finetune.launch.marks import GUARD, RUN_ID, die_with_parent, log_name, logs_folder
 from ds_finetune.world import World
 
 
@@ -29,10 +30,8 @@ def main() -> NoReturn:
         _print_to(_connected(guard, said="output", rank=world.rank).detach())
         # Kept from programs that this one starts, so that its end is this process's end.
         control = _connected(guard, said="rank", rank=world.rank, pid=os.getpid())
-    elif LOGS in os.environ:
-        folder = Path(os.environ[LOGS])
-        folder.mkdir(parents=True, exist_ok=True)
-        _print_to(os.open(folder / log_name(world.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND))
+    elif world.rank and RUN_ID in os.environ:
+        _print_to_file(world.rank, os.environ[RUN_ID])
     try:
         code = cli.main(["train", *sys.argv[1:]])
     except SystemExit as ended:
@@ -47,6 +46,16 @@ def _connected(guard: str, **first: object) -> socket.socket:
     connection.connect(f"\0{guard}")
     connection.sendall(packed(**first))
     return connection
+
+
+def _print_to_file(rank: int, run_id: str) -> None:
+    """What rank 0 prints is what mpirun and srun show; a run file that is wrong is said by the training itself."""
+    try:
+        folder = logs_folder(read_config(sys.argv[1], sys.argv[2:]).output_dir, run_id)
+    except (FinetuneError, IndexError):
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    _print_to(os.open(folder / log_name(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND))
 
 
 def _print_to(file: int) -> None:

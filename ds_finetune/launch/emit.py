@@ -11,7 +11,8 @@ import yaml
 
 from ds_finetune.errors import INTERRUPTED_EXIT_CODE, LaunchError
 from ds_finetune.launch.environment import looks_secret
-from ds_finetune.launch.schedulers import RUN_ID, Job, srun_options
+from ds_finetune.launch.marks import RUN_ID
+from ds_finetune.launch.schedulers import Job, srun_options
 
 SAVE_SECONDS = 300
 """Between the signal on which a run saves and the end of its time."""

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from ds_finetune.launch.facts import facts, interface_towards
 from ds_finetune.launch.lines import Lines, Message, packed, unpacked
-from ds_finetune.launch.marks import GUARD, LOGS, MARK, die_with_parent, end_marked, log_name
+from ds_finetune.launch.marks import GUARD, MARK, die_with_parent, end_marked, log_name
 
 TAIL = 50
 """Last lines of a rank's output that are kept for a report."""
@@ -76,7 +76,7 @@ class Guard:
 
     def _start(self, name: str) -> "subprocess.Popen[bytes]":
         spec = self._spec
-        env = {**os.environ, **spec["env"], MARK: self._mark, GUARD: name, LOGS: str(self._logs)}
+        env = {**os.environ, **spec["env"], MARK: self._mark, GUARD: name}
         if spec["meet_at"] and (interface := interface_towards(spec["meet_at"])):
             env = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} | env
         agent = subprocess.Popen(

@@ -9,10 +9,15 @@ MARK = "DS_FINETUNE_MARK"
 """Environment variable that every process of a run on a host has: run id, attempt and host."""
 GUARD = "DS_FINETUNE_GUARD"
 """Environment variable with the name of the guard's socket, in the abstract namespace of unix(7)."""
-LOGS = "DS_FINETUNE_LOGS"
-"""Environment variable with the folder of the ranks' output."""
+RUN_ID = "DS_FINETUNE_RUN_ID"
+"""Environment variable with the id of a run that mpirun or Slurm minds, and so the folder of its ranks' output."""
 _SET_PARENT_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
+
+
+def logs_folder(output_dir: str, run_id: str) -> Path:
+    """Folder of the output of a run's ranks, on each host."""
+    return Path(output_dir) / "logs" / run_id
 
 
 def log_name(rank: int) -> str:

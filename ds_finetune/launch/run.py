@@ -1,14 +1,12 @@
 """`ds-finetune launch`: a run on the hosts of a hostfile, started again where it failed, with an exit code that is true."""
 
-import secrets
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from itertools import accumulate, count
+from itertools import count
 from pathlib import Path
 
 from ds_finetune.config import RunConfig
@@ -17,7 +15,7 @@ from ds_finetune.hostfile import Host
 from ds_finetune.launch import agents
 from ds_finetune.launch.attempt import Attempt, Outcome
 from ds_finetune.launch.lines import Message
-from ds_finetune.launch.marks import log_name
+from ds_finetune.launch.marks import log_name, logs_folder
 from ds_finetune.launch.preflight import meeting_place, problems_of, uses_gpus
 from ds_finetune.launch.remote import Remote
 from ds_finetune.plan.layout import make_plan
@@ -43,6 +41,7 @@ class Launch:
     env: dict[str, str]
     """Environment variables that every rank has."""
     remote: Remote
+    run_id: str
     port: int = 0
     """Where ranks meet on the first host; 0 takes a free one."""
 
@@ -64,13 +63,12 @@ def launch(config: RunConfig, wanted: Launch, say: Say) -> int:
     exit code, or 128 + N where signal N ended it. LaunchError and ConfigError before the first start.
     """
     _refuse_unrestartable(config)
-    run_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
-    logs = Path(config.output_dir) / "logs" / run_id
-    say(f"run {run_id}: logs in {logs} on each host")
+    logs = logs_folder(config.output_dir, wanted.run_id)
+    say(f"run {wanted.run_id}: logs in {logs} on each host")
     marks: list[str] = []
     for number in count(1):
         with _ready(config, wanted, say, is_first=number == 1) as ready:
-            specs = _specs(ready, wanted, config, folder=logs / f"attempt-{number}", mark=f"{run_id}.{number}", sweep=marks)
+            specs = _specs(ready, wanted, config, folder=logs / f"attempt-{number}", mark=f"{wanted.run_id}.{number}", sweep=marks)
             outcome = ready.attempt.run(specs, say)
         marks += [spec["mark"] for spec in specs.values()]
         _sweep(outcome, wanted, specs)
@@ -80,22 +78,6 @@ def launch(config: RunConfig, wanted: Launch, say: Say) -> int:
             return outcome.code
         say(f"starting again, {number} of {config.launch.restarts} times")
     raise AssertionError
-
-
-def shown(config: RunConfig, wanted: Launch) -> Iterator[str]:
-    """What `launch` would do, a line each: ranks of hosts, environment, commands. Asks no host anything."""
-    world = sum(host.slots for host in wanted.hosts)
-    plan_for(config, wanted.hosts, device="cuda" if wanted.env.get("DS_ACCELERATOR", "cuda") == "cuda" else "cpu")
-    yield f"{world} ranks on {len(wanted.hosts)} hosts"
-    for host, first in zip(wanted.hosts, _first_ranks(wanted.hosts), strict=True):
-        devices = f", devices {','.join(map(str, host.devices))}" if host.devices else ""
-        yield f"  {host.target}: ranks {first} to {first + host.slots - 1}{devices}"
-    address = wanted.hosts[0].name if len(wanted.hosts) > 1 else "127.0.0.1"
-    for index, host in enumerate(wanted.hosts):
-        command = wanted.remote.module(host, "ds_finetune.launch.guard", str(wanted.port))
-        yield f"on {host.target}: {subprocess.list2cmdline(command)}"
-        meet = agents.Meeting(wanted.hosts, index, address, wanted.port or "PORT")
-        yield f"  which starts: {subprocess.list2cmdline(wanted.agent(meet, wanted.arguments, wanted.remote.python))}"
 
 
 def plan_for(config: RunConfig, hosts: Sequence[Host], *, device: str) -> None:
@@ -238,13 +220,9 @@ def _failure_lines(outcome: Outcome, number: int, logs: Path) -> Iterator[str]:
     yield f"nothing of it is left on the {where}; {outcome.ended_in:.1f} s after the failure"
 
 
-def _first_ranks(hosts: Sequence[Host]) -> list[int]:
-    return list(accumulate((host.slots for host in hosts), initial=0))[:-1]
-
-
-def run_scheduler(command: Sequence[str], say: Say) -> int:
+def run_scheduler(command: Sequence[str], env: Mapping[str, str], say: Say) -> int:
     """Run mpirun or srun, which mind their ranks themselves; returns a true exit code. The first signal asks ranks to save and end."""
-    started = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    started = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=dict(env), start_new_session=True)
     signals = 0
 
     def pass_on(_: int, __: object) -> None:

@@ -10,10 +10,9 @@ from itertools import product
 from ds_finetune.errors import LaunchError
 from ds_finetune.hostfile import Host
 from ds_finetune.launch.environment import interface_variables
+from ds_finetune.launch.marks import RUN_ID
 
-RUN_ID = "DS_FINETUNE_RUN_ID"
-"""Environment variable by which the ranks of a run know its id, and so its log folder."""
-ENTRY = ("-m", "ds_finetune.launch.rank")
+ENTRY = ("-m", "ds_finetune.rank")
 """What Python is given in every rank, before the run file and the overrides."""
 _STARTING = re.compile(r"(?:HOME|USER|LOGNAME|SHELL|LANG|TERM|TMPDIR|KRB5CCNAME|SSH_AUTH_SOCK|PATH|LD_LIBRARY_PATH|OMPI_MCA_\w+)$")
 """What ssh, mpirun and srun themselves need; OMPI_MCA_* are the user's settings of Open MPI."""

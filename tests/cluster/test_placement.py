@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from ds_finetune.hostfile import Host
-from ds_finetune.launch.schedulers import RUN_ID, Job, mpirun_command, starting_environment
+from ds_finetune.launch.marks import RUN_ID
+from ds_finetune.launch.schedulers import Job, mpirun_command, starting_environment
 from tests.cluster.bed import Bed
 from tests.cluster.slurm import Slurm, allocate, why_no_slurm
 from tests.cluster.training import job_on, processes_with, started

@@ -56,7 +56,7 @@ def test_script_of_slurm(tmp_path: Path) -> None:
         "requeue": "",
     }
     (line,) = re.findall(r"^srun .*$", script, re.MULTILINE)
-    assert shlex.split(line)[-7:] == ["-u", "-m", "ds_finetune.launch.rank", "runs/r.yaml", "optim.lr=1e-5", "data.train=$(HOME)/x y", "&"]
+    assert shlex.split(line)[-7:] == ["-u", "-m", "ds_finetune.rank", "runs/r.yaml", "optim.lr=1e-5", "data.train=$(HOME)/x y", "&"]
     assert {"--ntasks=16", "--nodes=2", "--cpus-per-task=8", "--kill-on-bad-exit=1"} <= set(shlex.split(line))
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from ds_finetune.errors import LaunchError
 from ds_finetune.hostfile import Host, chosen_hosts, read_hostfile
+from ds_finetune.launch.marks import RUN_ID
 from ds_finetune.launch.schedulers import (
     ENTRY,
-    RUN_ID,
     Job,
     allocated_nodes,
     command_line,
@@ -147,14 +147,13 @@ def test_the_program_itself_gets_no_more_than_it_needs() -> None:
 
 def test_deepspeed_and_torchrun_as_typed() -> None:
     assert command_line(deepspeed_command(JOB, "hosts")) == (
-        "deepspeed --hostfile hosts --master_addr 10.0.0.2 --master_port 29500 --no_local_rank --module ds_finetune.launch.rank run.yaml optim.lr=1e-5"
+        "deepspeed --hostfile hosts --master_addr 10.0.0.2 --master_port 29500 --no_local_rank --module ds_finetune.rank run.yaml optim.lr=1e-5"
     )
     some = replace(JOB, hosts=chosen_hosts((Host("b", 4, 1), Host("a", 1, 2)), include="b:0,2@a"))
     assert deepspeed_command(some, "hosts")[3:5] == ["--include", "b:0,2@a"]
     first, second = map(command_line, torchrun_commands(JOB))
     assert first == (
-        "torchrun --nnodes=2 --node-rank=0 --nproc-per-node=2 --master-addr=10.0.0.2 --master-port=29500 "
-        "-m ds_finetune.launch.rank run.yaml optim.lr=1e-5"
+        "torchrun --nnodes=2 --node-rank=0 --nproc-per-node=2 --master-addr=10.0.0.2 --master-port=29500 -m ds_finetune.rank run.yaml optim.lr=1e-5"
     )
     assert second == first.replace("--node-rank=0 --nproc-per-node=2", "--node-rank=1 --nproc-per-node=1")
 
