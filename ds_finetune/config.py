@@ -9,7 +9,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from ds_finetune.errors import ConfigError
-from ds_finetune.schedule import Duration, SchedulerName, warmup_steps
+from ds_finetune.schedule import Duration, SchedulerName, seconds_of, warmup_steps
 
 Precision = Literal["bf16", "fp16", "fp32"]
 Layout = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
@@ -40,6 +40,12 @@ def _checked_every(text: object) -> object:
     return "never" if text == "never" else _checked_duration(text)
 
 
+def _checked_time(text: object) -> str:
+    seconds_of(str(text))
+    return str(text)
+
+
+TimeText = Annotated[str, BeforeValidator(_checked_time)]
 EveryText = Annotated[str, BeforeValidator(_checked_every)]
 
 
@@ -230,6 +236,23 @@ class LogConfig(Section):
     """Trackers accelerate knows, by name: tensorboard, wandb, mlflow, ..."""
 
 
+class WatchdogConfig(Section):
+    """When a run that stands still is ended, and what counts as slow."""
+
+    limit: Annotated[str, BeforeValidator(lambda text: text if text in ("auto", "never") else _checked_time(text))] = "auto"
+    """Longest time of an optimizer step; `auto` is ten times the median of the last steps and a minute at least; `never` watches for no stand."""
+    start: TimeText = "30 minutes"
+    """Longest time without a collective from loading to the end of the first step, which may compile."""
+    other: TimeText = "30 minutes"
+    """Longest time without a collective in evaluation and export, and of a save."""
+    meet: TimeText = "2 hours"
+    """How long a rank whose data is prepared waits for those whose is not."""
+    collective: TimeText = "30 minutes"
+    """How long torch itself lets a rank wait in a collective."""
+    straggler_ratio: float = Field(default=1.5, gt=1)
+    """Time of the slowest rank over the median from which the progress line names it."""
+
+
 class ExportConfig(Section):
     """The Hugging Face folder written at the end."""
 
@@ -264,6 +287,8 @@ class RunConfig(Section):
     """Low-rank adapters; left out, all weights are trained."""
     log: LogConfig = LogConfig()
     """Logging."""
+    watchdog: WatchdogConfig = WatchdogConfig()
+    """Watching over the run."""
     export: ExportConfig = ExportConfig()
     """Export."""
     output_dir: str

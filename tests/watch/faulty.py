@@ -1,0 +1,76 @@
+"""`train` with a fault: FAULT RANK STEP RUN.yaml [section.key=value ...]; the rank does it when it begins that step."""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+
+import torch.distributed as dist
+
+from ds_finetune import finetune
+from ds_finetune.cli import run
+from ds_finetune.engine.core import Engine
+
+LONG = 1000
+SLOW_SECONDS = 0.3
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def sleep() -> None:
+    time.sleep(LONG)
+
+
+def hold() -> None:
+    """PyDLL keeps Python's lock while C code runs."""
+    ctypes.PyDLL(None).sleep(LONG)
+
+
+def another() -> None:
+    """A collective that the others do not take part in."""
+    dist.barrier()
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail() -> None:
+    raise OSError(28, "No space left on device")
+
+
+def slow() -> None:
+    time.sleep(SLOW_SECONDS)
+
+
+def main() -> None:
+    fault, rank, step = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    is_mine = int(os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))) == rank
+    if fault == "prepare" and is_mine:
+        gather = finetune.gather_material
+        finetune.gather_material = lambda config: (time.sleep(step), gather(config))[1]
+    elif is_mine:
+        _break_step(globals()[fault], step)
+    run(["train", *sys.argv[4:]])
+
+
+def _break_step(fault, step: int) -> None:  # noqa: ANN001
+    original, count = Engine.step, 0
+
+    def broken(self: Engine, *args, **kwargs):  # noqa: ANN002, ANN003, ANN202
+        nonlocal count
+        count += 1
+        if count == step or (count > step and fault is slow):
+            sys.stderr.write(f"FAULT {time.time()} {os.getpid()}\n")
+            sys.stderr.flush()
+            fault()
+        return original(self, *args, **kwargs)
+
+    Engine.step = broken
+
+
+if __name__ == "__main__":
+    main()
