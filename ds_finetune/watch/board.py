@@ -16,6 +16,7 @@ from ds_finetune.schedule import seconds_of
 STEP_FACTOR, LEAST_SECONDS, RECENT_STEPS = 10, 60.0, 25
 """`auto` is this many times the median of so many recent steps, and not less than a minute."""
 _RECENT_CALLS = 128
+_WITHIN = -1.0
 
 
 class Call(NamedTuple):
@@ -92,8 +93,8 @@ class Board:
         self.step = 0
         self.waited_seconds = 0.0
         """Seconds spent in collectives so far."""
-        self.own_seconds: list[float] = []
-        """Of each step since they were last taken, its time without that in collectives."""
+        self.own_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
+        """Of each recent step but the first, its time without that in collectives."""
         self.last: Call | None = None
         self._inside: Call | None = None
         self._counts: Counter[str] = Counter()
@@ -112,12 +113,16 @@ class Board:
 
     def leave(self, began: float) -> None:
         """It is over, or on its way where it is asynchronous."""
+        if began == _WITHIN:
+            return
         self._inside = None
         self._sign_at = now = time.monotonic()
         self.waited_seconds += now - began
 
     def wait(self) -> float:
-        """An asynchronous collective is waited for; `leave` ends that too."""
+        """An asynchronous collective is waited for; `leave` ends that too. Others wait inside their own call."""
+        if self._inside is not None:
+            return _WITHIN
         self._inside = self.last
         return time.monotonic()
 
@@ -127,7 +132,8 @@ class Board:
         for record in steps:
             seconds = record.values["perf/step_seconds"]
             self._step_seconds.append(seconds)
-            self.own_seconds.append(max(seconds - (self.waited_seconds - self._waited_before), 0.0))
+            if self.phase == "step":
+                self.own_seconds.append(max(seconds - (self.waited_seconds - self._waited_before), 0.0))
             self.step, self.phase = record.step, "step"
             self.progress()
             yield record

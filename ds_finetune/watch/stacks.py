@@ -20,7 +20,7 @@ BACKSTOP_SECONDS = 20.0
 class Stacks:
     """`FOLDER/rank-00003.txt` of the run folder, taken away at the end where it stayed empty.
 
-    SIGQUIT writes to it too and then ends the process as ever, also where native code holds the interpreter.
+    SIGQUIT writes to it too, also where native code holds the interpreter; it ends nothing and so leaves no core of a rank's size.
     """
 
     def __init__(self, output_dir: Path, rank: int) -> None:
@@ -28,7 +28,7 @@ class Stacks:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file: TextIO = self.path.open("a", encoding="utf-8")
         self._armed_until = math.inf
-        faulthandler.register(signal.SIGQUIT, file=self._file, all_threads=True, chain=True)
+        faulthandler.register(signal.SIGQUIT, file=self._file, all_threads=True)
 
     def write(self, answer: Answer) -> None:
         """What the rank is doing, and where each thread stands."""

@@ -1,5 +1,6 @@
 """The thread by which this rank watches itself and hears of the others."""
 
+import json
 import math
 import os
 import secrets
@@ -7,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
@@ -37,11 +38,13 @@ _STDERR = 2
 class Vigil(threading.Thread):
     """Answers for this rank and ends its process when the run ends elsewhere, or stands still."""
 
-    def __init__(self, board: Board, world: World, link: Link, output_dir: Path) -> None:
+    def __init__(self, board: Board, world: World, link: Link, zero: Member, output_dir: Path) -> None:
         super().__init__(name="watchdog", daemon=True)
         self.board = board
         self._world = world
         self._link = link
+        self._zero = zero
+        self._place = place_of_processes()
         self._folder = output_dir / FOLDER
         self._stacks = Stacks(output_dir, world.rank)
         self._closed = threading.Event()
@@ -68,15 +71,18 @@ class Vigil(threading.Thread):
             first = self._fail(Failure.of(error))
             if first is None:
                 raise
+            # torchrun takes the rank that ends first for the cause.
+            time.sleep(_GRACE_SECONDS)
             raise RunError(
                 f"{first.line}; rank {self._world.rank} then met {Failure.of(error).line}", hint=f"see {self._folder / REPORT} for more"
             ) from None
 
     def close(self) -> None:
         """Say goodbye, unless this rank has failed, and watch no more."""
+        # Before the goodbye, at which the hub hangs up.
+        self._closed.set()
         if not self._is_failing:
             self._link.send({"kind": "bye"})
-        self._closed.set()
         self.join()
         self._link.close()
         self._stacks.close()
@@ -131,12 +137,18 @@ class Vigil(threading.Thread):
         self._heard.set()
 
     def _without_hub(self, why: str) -> Ending:
-        line = f"rank 0 {why}"
-        return Ending((0,), line, line, RUN_ERROR_EXIT_CODE, -1, False, {})
+        """The ending that rank zero would have told of, if it were there; the first rank that comes to it writes the report."""
+        line = f"{self._zero} {why}"
+        with suppress(OSError), (self._folder / REPORT).open("x", encoding="utf-8") as report:
+            report.write(f"{line}\n")
+        # Each rank beside it that sees its process ends it: none knows of the others.
+        is_beside = self._zero.place == self._place
+        ended_by = {str(self._world.rank): [(self._zero.pid, self._zero.began)]} if is_beside else {}
+        return Ending((0,), line, line, RUN_ERROR_EXIT_CODE, -1, False, ended_by)
 
     def _leave(self, ending: Ending) -> NoReturn:
         """End the process: its other threads wait for something that does not come."""
-        if self._world.local_rank == 0:
+        if self._world.local_rank == 0 or str(self._world.rank) in ending.ended_by:
             _say(f"watchdog: rank {self._world.rank} ends: {ending.line}\n")
         self._write_stacks()
         for pid, began in ending.ended_by.get(str(self._world.rank), []):
@@ -155,13 +167,13 @@ class Vigil(threading.Thread):
 @contextmanager
 def keep_vigil(board: Board, world: World, store: dist.Store, output_dir: Path) -> Iterator[Vigil]:
     """Watch this rank and the others while it is open; every rank opens it, with the store they met at."""
-    hub = _start_hub(world, store, output_dir) if world.rank == 0 else None
-    port, token = store.get(_KEY).decode().split()
+    member = Member(world.rank, socket.gethostname(), os.getpid(), began_at(os.getpid()), place_of_processes())
+    hub = _start_hub(member, world, store, output_dir) if world.rank == 0 else None
+    port, token, zero = json.loads(store.get(_KEY))
     here_alone = world.local_world_size == world.world_size
     link = Link.to("127.0.0.1" if here_alone or world.rank == 0 else world.master_addr, int(port), timeout=_CONNECT_SECONDS)
-    member = Member(world.rank, socket.gethostname(), os.getpid(), began_at(os.getpid()), place_of_processes())
     link.send({"token": token, "member": asdict(member)})
-    vigil = Vigil(board, world, link, output_dir)
+    vigil = Vigil(board, world, link, Member(**zero), output_dir)
     board.progress()
     vigil.start()
     try:
@@ -173,11 +185,11 @@ def keep_vigil(board: Board, world: World, store: dist.Store, output_dir: Path) 
             hub.join(_LEAVING_SECONDS)
 
 
-def _start_hub(world: World, store: dist.Store, output_dir: Path) -> Hub:
+def _start_hub(member: Member, world: World, store: dist.Store, output_dir: Path) -> Hub:
     token, listener = secrets.token_hex(16), listen(here_alone=world.local_world_size == world.world_size)
     hub = Hub(listener, token, world.world_size, output_dir)
     hub.start()
-    store.set(_KEY, f"{listener.getsockname()[1]} {token}")
+    store.set(_KEY, json.dumps([listener.getsockname()[1], token, asdict(member)]))
     return hub
 
 

@@ -47,14 +47,16 @@ def slow() -> None:
 
 
 def main() -> None:
-    fault, rank, step = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    # `deepspeed` puts its own before them.
+    arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]
+    fault, rank, step = arguments[0], int(arguments[1]), int(arguments[2])
     is_mine = int(os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))) == rank
     if fault == "prepare" and is_mine:
         gather = finetune.gather_material
         finetune.gather_material = lambda config: (time.sleep(step), gather(config))[1]
     elif is_mine:
         _break_step(globals()[fault], step)
-    run(["train", *sys.argv[4:]])
+    run(["train", *arguments[3:]])
 
 
 def _break_step(fault, step: int) -> None:  # noqa: ANN001
