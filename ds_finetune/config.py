@@ -246,7 +246,7 @@ class WatchdogConfig(Section):
     other: TimeText = "30 minutes"
     """Longest time without a collective in evaluation and export, and of a save."""
     meet: TimeText = "2 hours"
-    """How long a rank whose data is prepared waits for those whose is not."""
+    """How long a rank that has started waits for the others to start; preparing data has no limit."""
     collective: TimeText = "30 minutes"
     """How long torch itself lets a rank wait in a collective."""
     straggler_ratio: float = Field(default=1.5, gt=1)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.config import LoraConfig, RunConfig
@@ -81,6 +82,19 @@ def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
     world = World.from_environment(os.environ)
     world.export_to(os.environ)
     refuse_missing_hostfile()
+    with watched(config, world) as (vigil, store):
+        plan, material, schedule = prepared(config, world)
+        if world.rank == 0:
+            announce(plan, material)
+        group = process_group(world, plan.device, store, timeout=_time(config.watchdog.collective))
+        with nothing_half_written(Path(config.output_dir)), vigil.standing(store), group, vigil.telling():
+            last, interrupted, exports = _train_and_export(plan, material, schedule, say, vigil)
+    verdicts = checked(config, exports) if world.rank == 0 and not interrupted else ()
+    return Report(last, Path(config.output_dir), exports, time.monotonic() - began, interrupted, verdicts)
+
+
+def prepared(config: RunConfig, world: World) -> tuple[Plan, Material, LrSchedule]:
+    """What a run is made of, before there is a process group: it may take as long as the data is large."""
     plan = make_plan(config, world=world, device=choose_device(), accelerate=accelerate_choices(os.environ))
     check_trackers(config.log.trackers)
     hf_config = read_hf_config(config.model.path)
@@ -89,28 +103,20 @@ def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
     lora_lines(hf_config, config.lora)
     material = gather_material(config)
     check_space(plan, material)
-    if world.rank == 0:
-        announce(plan, material)
-    schedule = lr_schedule(config, material)
-    with nothing_half_written(Path(config.output_dir)), watched_group(plan) as vigil:
-        last, interrupted, exports = _train_and_export(plan, material, schedule, say, vigil)
-    verdicts = checked(config, exports) if world.rank == 0 and not interrupted else ()
-    return Report(last, Path(config.output_dir), exports, time.monotonic() - began, interrupted, verdicts)
+    return plan, material, lr_schedule(config, material)
 
 
 @contextmanager
-def watched_group(plan: Plan) -> Iterator[Vigil]:
-    """The process group of a run, in which every rank is watched from before it opens until it is closed."""
-    config, world = plan.config, plan.world
+def watched(config: RunConfig, world: World) -> Iterator[tuple[Vigil, dist.Store]]:
+    """Every rank is watched from the moment they have met, and sees its collectives; with the store they met at."""
     board = Board(world.rank, Patience.of(config.watchdog))
-    times = {name: timedelta(seconds=seconds_of(text)) for name, text in (("meet", config.watchdog.meet), ("collective", config.watchdog.collective))}
-    store = meet(world, timeout=times["meet"])
-    with (
-        seen_collectives(board),
-        keep_vigil(board, world, store, Path(config.output_dir)) as vigil,
-        process_group(world, plan.device, store, timeout=times["collective"]),
-    ):
-        yield vigil
+    store = meet(world, timeout=_time(config.watchdog.meet))
+    with seen_collectives(board), keep_vigil(board, world, store, Path(config.output_dir)) as vigil:
+        yield vigil, store
+
+
+def _time(text: str) -> timedelta:
+    return timedelta(seconds=seconds_of(text))
 
 
 def _train_and_export(

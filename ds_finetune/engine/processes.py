@@ -36,7 +36,7 @@ def meet(world: World, *, timeout: timedelta = MEETING_TIMEOUT) -> dist.Store:
     """
     world.export_to(os.environ)
     told = f"rank {world.rank} has not met the others at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    hint = "another rank failed before, or still prepares its data (raise watchdog.meet), or the address is not that of rank 0"
+    hint = "another rank failed before, or starts later (raise watchdog.meet), or the address is not that of rank 0"
     try:
         store, _, _ = next(dist.rendezvous("env://", world.rank, world.world_size, timeout=timeout))
     except (dist.DistError, RuntimeError) as alone:

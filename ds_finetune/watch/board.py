@@ -17,6 +17,8 @@ STEP_FACTOR, LEAST_SECONDS, RECENT_STEPS = 10, 60.0, 25
 """`auto` is this many times the median of so many recent steps, and not less than a minute."""
 _RECENT_CALLS = 128
 _WITHIN = -1.0
+PREPARING = "preparation"
+"""The phase without a limit: what it needs depends on the data, and nobody waits in a collective."""
 
 
 class Call(NamedTuple):
@@ -89,7 +91,7 @@ class Board:
     def __init__(self, rank: int, limits: Patience) -> None:
         self.rank = rank
         self.limits = limits
-        self.phase = "start"
+        self.phase = PREPARING
         self.step = 0
         self.waited_seconds = 0.0
         """Seconds spent in collectives so far."""
@@ -156,6 +158,8 @@ class Board:
 
     def limit(self) -> float:
         """Seconds that the phase may go without progress."""
+        if self.phase == PREPARING:
+            return math.inf
         if self.phase == "start":
             return self.limits.start
         if self.phase != "step":

@@ -78,6 +78,7 @@ class Hub(threading.Thread):
                 self._hear(source.peer, message)
         if source.peer is None and source.is_lost:
             self._strangers.remove(source)
+            source.close()
 
     def _greet(self, link: Link, message: Message) -> None:
         if not hmac.compare_digest(str(message.get("token", "")), self._token):
@@ -102,8 +103,8 @@ class Hub(threading.Thread):
         self._links.pop(rank).close()
 
     def _lose(self, rank: int) -> None:
+        why = self._links[rank].why
         self._leave(rank)
-        why = "ended without a word: killed, out of memory, or its machine or network is gone"
         self._end((rank,), f"{self._members[rank]} {why}", code=RUN_ERROR_EXIT_CODE)
 
     def _fail(self, rank: int, failure: Failure) -> None:

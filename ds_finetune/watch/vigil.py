@@ -10,12 +10,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
 import torch.distributed as dist
 
-from ds_finetune.errors import RUN_ERROR_EXIT_CODE, RunError
+from ds_finetune.errors import RUN_ERROR_EXIT_CODE, USER_ERROR_EXIT_CODE, RunError
 from ds_finetune.watch.board import Board
 from ds_finetune.watch.hub import ANSWER_SECONDS, ECHO_SECONDS, REPORT, Hub
 from ds_finetune.watch.report import Ending, Failure, Member
@@ -23,7 +24,8 @@ from ds_finetune.watch.stacks import FOLDER, Stacks, began_at, end_process, plac
 from ds_finetune.watch.wire import Link, listen, waiting
 from ds_finetune.world import World
 
-_KEY = "watchdog/hub"
+_KEY, _PREPARED = "watchdog/hub", "watchdog/prepared"
+_EVER = timedelta(days=30)
 _CONNECT_SECONDS = 60.0
 _TICK_SECONDS = 0.2
 _GRACE_SECONDS = 2.0
@@ -46,7 +48,8 @@ class Vigil(threading.Thread):
         self._zero = zero
         self._place = place_of_processes()
         self._folder = output_dir / FOLDER
-        self._stacks = Stacks(output_dir, world.rank)
+        self._output_dir = output_dir
+        self._stacks: Stacks | None = None
         self._closed = threading.Event()
         self._heard = threading.Event()
         self._ending: Ending | None = None
@@ -77,15 +80,29 @@ class Vigil(threading.Thread):
                 f"{first.line}; rank {self._world.rank} then met {Failure.of(error).line}", hint=f"see {self._folder / REPORT} for more"
             ) from None
 
+    @contextmanager
+    def standing(self, store: dist.Store) -> Iterator[None]:
+        """Once every rank has come here, however long that takes, a stand is minded and stacks can be written."""
+        ranks = range(self._world.world_size)
+        store.set(f"{_PREPARED}/{self._world.rank}", "")
+        # The thread ends the wait where another rank never comes.
+        store.wait([f"{_PREPARED}/{rank}" for rank in ranks], _EVER)
+        self._stacks = stacks = Stacks(self._output_dir, self._world.rank)
+        try:
+            with self.board.during("start"):
+                yield
+        finally:
+            self._stacks = None
+            stacks.close()
+
     def close(self) -> None:
         """Say goodbye, unless this rank has failed, and watch no more."""
         # Before the goodbye, at which the hub hangs up.
         self._closed.set()
         if not self._is_failing:
             self._link.send({"kind": "bye"})
-        self.join()
+        self.join(_LEAVING_SECONDS)
         self._link.close()
-        self._stacks.close()
 
     def _fail(self, failure: Failure) -> Ending | None:
         """Tell of a failure; the ending that another rank was the first of, where this one's is but an echo."""
@@ -110,11 +127,12 @@ class Vigil(threading.Thread):
             elif message["kind"] == "end":
                 self._end(Ending.from_json(message["ending"]))
         if self._link.is_lost and not self._closed.is_set():
-            self._end(self._without_hub("ended without a word: killed, out of memory, or its machine or network is gone"))
+            self._end(self._without_hub(self._link.why))
 
     def _look_at_clock(self, now: float) -> None:
         until = self.board.silent_since() + self.board.limit()
-        self._stacks.arm(until)
+        if self._stacks is not None:
+            self._stacks.arm(until)
         if now > self._ends_at and self._ending is not None:
             self._leave(self._ending)
         elif now > self._ends_at or now > self._asked_at + _HUB_SECONDS:
@@ -150,7 +168,10 @@ class Vigil(threading.Thread):
         """End the process: its other threads wait for something that does not come."""
         if self._world.local_rank == 0 or str(self._world.rank) in ending.ended_by:
             _say(f"watchdog: rank {self._world.rank} ends: {ending.line}\n")
-        self._write_stacks()
+        if ending.code != USER_ERROR_EXIT_CODE:
+            self._write_stacks()
+        elif self._stacks is not None:
+            self._stacks.close()
         for pid, began in ending.ended_by.get(str(self._world.rank), []):
             end_process(pid, began)
         if ending.ended_by:
@@ -159,7 +180,7 @@ class Vigil(threading.Thread):
         os._exit(ending.code or RUN_ERROR_EXIT_CODE)
 
     def _write_stacks(self) -> None:
-        if not self._has_written:
+        if self._stacks is not None and not self._has_written:
             self._has_written = True
             self._stacks.write(self.board.answer())
 
@@ -174,7 +195,6 @@ def keep_vigil(board: Board, world: World, store: dist.Store, output_dir: Path) 
     link = Link.to("127.0.0.1" if here_alone or world.rank == 0 else world.master_addr, int(port), timeout=_CONNECT_SECONDS)
     link.send({"token": token, "member": asdict(member)})
     vigil = Vigil(board, world, link, Member(**zero), output_dir)
-    board.progress()
     vigil.start()
     try:
         with vigil.telling():

@@ -1,10 +1,12 @@
 """Lines of JSON over TCP, in which the kernel tells of a process that died at once and of a machine that is gone in seconds."""
 
 import contextlib
+import errno
 import json
 import select
 import socket
 import sys
+import threading
 import time
 from typing import Any
 
@@ -12,6 +14,9 @@ Message = dict[str, Any]
 
 GONE_SECONDS = 12
 """Without an answer from the other machine's kernel for so long a connection is lost; one whose process is stopped or busy is not."""
+CLOSED = "ended without a word: killed, or out of memory"
+UNREACHABLE = "cannot be reached: its machine or the network is gone"
+_UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 _PROBE_SECONDS = 3
 _SEND_SECONDS = 2.0
 _LONGEST_LINE = 2**22
@@ -19,12 +24,14 @@ _CHUNK = 2**16
 
 
 class Link:
-    """One connection; `is_lost` once the other end is gone, `peer` as the hub numbers it."""
+    """One connection; `is_lost` once the other end is gone, which `why` says more of; `peer` as the hub numbers it."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._buffer = b""
+        self._sending = threading.Lock()
         self.is_lost = False
+        self.why = CLOSED
         self.peer: int | None = None
         connection.settimeout(_SEND_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -41,26 +48,33 @@ class Link:
 
     def send(self, message: Message) -> None:
         """Send, where the other end is still there."""
+        line = json.dumps(message).encode() + b"\n"
         try:
-            self._socket.sendall(json.dumps(message).encode() + b"\n")
-        except OSError:
-            self.is_lost = True
+            with self._sending:
+                self._socket.sendall(line)
+        except OSError as error:
+            self._lose(error)
 
     def received(self) -> list[Message]:
         """Whole messages that have come; waits where nothing has."""
         try:
             chunk = self._socket.recv(_CHUNK)
-        except OSError:
-            chunk = b""
+        except OSError as error:
+            self._lose(error)
+            return []
         if not chunk or len(self._buffer) > _LONGEST_LINE:
             self.is_lost = True
             return []
         *lines, self._buffer = (self._buffer + chunk).split(b"\n")
         try:
-            return [json.loads(line) for line in lines]
+            return [message for message in map(json.loads, lines) if isinstance(message, dict)]
         except ValueError:
             self.is_lost = True
             return []
+
+    def _lose(self, error: OSError) -> None:
+        self.is_lost = True
+        self.why = UNREACHABLE if error.errno in _UNREACHABLE else CLOSED
 
     def close(self) -> None:
         """Close it."""

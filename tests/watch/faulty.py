@@ -51,9 +51,9 @@ def main() -> None:
     arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]
     fault, rank, step = arguments[0], int(arguments[1]), int(arguments[2])
     is_mine = int(os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))) == rank
-    if fault == "prepare" and is_mine:
+    if fault in ("prepare", "full") and is_mine:
         gather = finetune.gather_material
-        finetune.gather_material = lambda config: (time.sleep(step), gather(config))[1]
+        finetune.gather_material = lambda config: (time.sleep(step), fault == "full" and fail(), gather(config))[2]
     elif is_mine:
         _break_step(globals()[fault], step)
     run(["train", *arguments[3:]])

@@ -26,7 +26,9 @@ def _board(**given: str) -> Board:
 
 def test_the_limit_follows_the_phase() -> None:
     board = _board(start="10 minutes", other="20 minutes")
-    assert board.limit() == 600
+    assert math.isinf(board.limit())
+    with board.during("start"):
+        assert board.limit() == 600
     for _ in board.counted(_steps(100, 20, 20, 20, 1)):
         with board.during("save"):
             assert board.limit() == 1200

@@ -1,6 +1,7 @@
 """A rank that stops, sleeps, goes astray, is killed or fails: the run ends by itself, and says which rank it was."""
 
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -87,10 +88,21 @@ def test_a_slow_start_is_no_hang(rank: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_who_does_not_come_is_named(tmp_path: Path) -> None:
-    done = faulty(tmp_path, "prepare", step=60, overrides=("watchdog.meet=5 seconds",))
-    assert done.codes[0] == 1
-    assert "rank 0 has not met the others" in done.printed[0]
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_in_preparation_is_told_too(rank: int, tmp_path: Path) -> None:
+    done = faulty(tmp_path, "full", rank=rank)
+    assert done.codes == [1, 1]
+    assert f"rank {rank} (host" in done.report
+    assert "No space left on device" in done.report
+
+
+def test_ranks_that_do_not_come_are_said(tmp_path: Path) -> None:
+    alone = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29573"}
+    done = start([sys.executable, "ds_finetune/train.py", str(tiny_task(tmp_path)), "watchdog.meet=1 second"], alone)
+    assert done.returncode == 1
+    assert "rank 0 has not met the others at 127.0.0.1:29573 within 0:00:01" in done.stderr
+    assert "1/2 clients joined" in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
