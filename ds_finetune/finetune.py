@@ -152,6 +152,7 @@ def train_engine(engine: Engine, material: Material, schedule: LrSchedule, keepi
         observers = make_observers(engine, material, schedule, keeping, interrupts)
         batches = batches_of(engine.plan, material, schedule, after=progress, place_in_stream=place_in_stream)
         last = run(chain(due, keeping.board.counted(training_steps(engine, batches, schedule, after=progress))), observers)
+        keeping.board.over()
         for observer in observers:
             observer.close()
         return last, last.stop if last and interrupts.is_asked() else ""

@@ -152,6 +152,11 @@ class Board:
             self.phase = before
             self.progress()
 
+    def over(self) -> None:
+        """No further step: what is left takes its own time."""
+        self.phase = "closing"
+        self.progress()
+
     def progress(self) -> None:
         """The limit begins anew."""
         self._progress_at = time.monotonic()
@@ -173,7 +178,7 @@ class Board:
 
         A save asks every few milliseconds whether it is done, so collectives say nothing there.
         """
-        return self._progress_at if self.phase in ("step", "save") else max(self._progress_at, self._sign_at)
+        return self._progress_at if self.phase in ("step", "save", "closing") else max(self._progress_at, self._sign_at)
 
     def answer(self) -> Answer:
         """What this rank is doing now."""

@@ -52,6 +52,7 @@ class Hub(threading.Thread):
         self._echo: tuple[int, Failure, float] | None = None
         self._inquiry: Inquiry | None = None
         self._ended_at = math.inf
+        self._ending: Ending | None = None
 
     def run(self) -> None:
         """Until all have left."""
@@ -87,6 +88,8 @@ class Hub(threading.Thread):
         member = Member(**message["member"])
         self._strangers.remove(link)
         link.peer, self._links[member.rank], self._members[member.rank] = member.rank, link, member
+        if self._ending is not None:
+            link.send({"kind": "end", "ending": self._ending.as_json()})
 
     def _hear(self, rank: int, message: Message) -> None:
         if message["kind"] == "bye":
@@ -121,14 +124,14 @@ class Hub(threading.Thread):
         if self._ended_at < math.inf:
             return
         if self._inquiry is not None:
-            if len(self._inquiry.answers) == self._size or now > self._inquiry.until:
+            if len(self._inquiry.answers) == self._size - len(self._left) or now > self._inquiry.until:
                 self._conclude(self._inquiry)
         elif self._echo is not None and now > self._echo[2]:
             rank, failure, _ = self._echo
             self._inquire(f"{self._members[rank]} met {failure.line}", failure)
 
     def _conclude(self, inquiry: Inquiry) -> None:
-        answers = {rank: inquiry.answers.get(rank) for rank in range(self._size)}
+        answers = {rank: inquiry.answers.get(rank) for rank in range(self._size) if rank not in self._left}
         found = verdict(answers)
         who = ", ".join(str(self._members.get(rank, f"rank {rank}")) for rank in found.odd) or "all ranks"
         lines = [inquiry.why, *still_lines(self._members, answers, found)]
@@ -143,7 +146,8 @@ class Hub(threading.Thread):
         self._ended_at = time.monotonic()
         silent = [rank for rank in first if is_still and self._inquiry is not None and rank not in self._inquiry.answers]
         there = [rank for rank in self._links if rank not in silent]
-        ending = Ending(first, line, f"{line}\n{text}".rstrip(), code, min(there, default=0), is_still, self._ends(silent, there))
+        report = f"{line}\n{text}".rstrip()
+        self._ending = ending = Ending(first, line, report, code, min(there, default=0), is_still, self._ends(silent, there))
         # Rank zero, in whose process this runs, is told last.
         for rank in sorted(self._links, reverse=True):
             if rank == 0 and code != USER_ERROR_EXIT_CODE:

@@ -5,6 +5,7 @@ import faulthandler
 import math
 import os
 import signal
+import threading
 import time
 from datetime import datetime
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TextIO
 from ds_finetune.watch.board import Answer
 
 FOLDER = "watchdog"
+_CALLS = 10
 BACKSTOP_SECONDS = 20.0
 """How long after its limit a rank whose interpreter is held ends all the same."""
 
@@ -28,35 +30,42 @@ class Stacks:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file: TextIO = self.path.open("a", encoding="utf-8")
         self._armed_until = math.inf
+        self._lock = threading.Lock()
+        self._is_closed = False
         faulthandler.register(signal.SIGQUIT, file=self._file, all_threads=True)
 
     def write(self, answer: Answer) -> None:
         """What the rank is doing, and where each thread stands."""
-        self._file.write(f"{datetime.now().astimezone().isoformat(timespec='seconds')} rank {answer.rank} {answer}\n")
-        for call in answer.recent[-10:]:
-            self._file.write(f"  {call}\n")
-        self._file.flush()
-        faulthandler.dump_traceback(file=self._file, all_threads=True)
+        with self._lock:
+            if self._is_closed:
+                return
+            self._file.write(f"{datetime.now().astimezone().isoformat(timespec='seconds')} rank {answer.rank} {answer}\n")
+            self._file.writelines(f"  {call}\n" for call in answer.recent[-_CALLS:])
+            self._file.flush()
+            faulthandler.dump_traceback(file=self._file, all_threads=True)
 
     def arm(self, until: float) -> None:
         """End this process, with its stacks written, some seconds after `until` (monotonic) unless this is called again.
 
         A thread in C does it (Python 3.11, Modules/faulthandler.c), so that one that holds the interpreter is ended as well.
         """
-        if until == self._armed_until:
-            return
-        self._armed_until = until
-        if math.isinf(until):
-            faulthandler.cancel_dump_traceback_later()
-            return
-        seconds = max(until - time.monotonic(), 0) + BACKSTOP_SECONDS
-        faulthandler.dump_traceback_later(seconds, file=self._file, exit=True)
+        with self._lock:
+            if until == self._armed_until or self._is_closed:
+                return
+            self._armed_until = until
+            if math.isinf(until):
+                faulthandler.cancel_dump_traceback_later()
+                return
+            seconds = max(until - time.monotonic(), 0) + BACKSTOP_SECONDS
+            faulthandler.dump_traceback_later(seconds, file=self._file, exit=True)
 
     def close(self) -> None:
         """Write no more."""
-        faulthandler.cancel_dump_traceback_later()
-        faulthandler.unregister(signal.SIGQUIT)
-        self._file.close()
+        with self._lock:
+            self._is_closed = True
+            faulthandler.cancel_dump_traceback_later()
+            faulthandler.unregister(signal.SIGQUIT)
+            self._file.close()
         with contextlib.suppress(OSError):
             if not self.path.stat().st_size:
                 self.path.unlink()

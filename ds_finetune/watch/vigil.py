@@ -117,17 +117,18 @@ class Vigil(threading.Thread):
     def _listen(self) -> None:
         if self._link.is_lost:
             time.sleep(_TICK_SECONDS)
-            return
-        if not waiting([self._link], _TICK_SECONDS):
-            return
+        elif waiting([self._link], _TICK_SECONDS):
+            self._hear()
+        if self._link.is_lost and self._ending is None and not self._closed.is_set():
+            self._end(self._without_hub(self._link.why))
+
+    def _hear(self) -> None:
         for message in self._link.received():
             if message["kind"] == "ask":
                 self._link.send({"kind": "answer", "answer": self.board.answer().as_json()})
                 self._write_stacks()
             elif message["kind"] == "end":
                 self._end(Ending.from_json(message["ending"]))
-        if self._link.is_lost and not self._closed.is_set():
-            self._end(self._without_hub(self._link.why))
 
     def _look_at_clock(self, now: float) -> None:
         until = self.board.silent_since() + self.board.limit()
@@ -202,7 +203,8 @@ def keep_vigil(board: Board, world: World, store: dist.Store, output_dir: Path) 
     finally:
         vigil.close()
         if hub is not None:
-            hub.join(_LEAVING_SECONDS)
+            # Others may take longer to leave, and would take this rank for dead.
+            hub.join()
 
 
 def _start_hub(member: Member, world: World, store: dist.Store, output_dir: Path) -> Hub:
