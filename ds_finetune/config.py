@@ -9,7 +9,8 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from ds_finetune.errors import ConfigError
-from ds_finetune.schedule import Duration, SchedulerName, warmup_steps
+from ds_finetune.run_file import apply_override, read_yaml
+from ds_finetune.schedule import Duration, SchedulerName, seconds_of, warmup_steps
 
 Precision = Literal["bf16", "fp16", "fp32"]
 Layout = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
@@ -40,6 +41,12 @@ def _checked_every(text: object) -> object:
     return "never" if text == "never" else _checked_duration(text)
 
 
+def _checked_time(text: object) -> str:
+    seconds_of(str(text))
+    return str(text)
+
+
+TimeText = Annotated[str, BeforeValidator(_checked_time)]
 EveryText = Annotated[str, BeforeValidator(_checked_every)]
 
 
@@ -245,6 +252,23 @@ class LaunchConfig(Section):
     """Seconds without a word after which a host is given up, and after which a host that hears nothing ends its ranks."""
 
 
+class WatchdogConfig(Section):
+    """When a run that stands still is ended, and what counts as slow."""
+
+    limit: Annotated[str, BeforeValidator(lambda text: text if text in ("auto", "never") else _checked_time(text))] = "auto"
+    """Longest time of an optimizer step; `auto` is ten times the median of the last steps and a minute at least; `never` watches for no stand."""
+    start: TimeText = "30 minutes"
+    """Longest time without a collective from loading to the end of the first step, which may compile."""
+    other: TimeText = "30 minutes"
+    """Longest time without a collective in evaluation and export, and of a save."""
+    meet: TimeText = "2 hours"
+    """How long a rank that has started waits for the others to start; preparing data has no limit."""
+    collective: TimeText = "30 minutes"
+    """How long torch itself lets a rank wait in a collective."""
+    straggler_ratio: float = Field(default=1.5, gt=1)
+    """Time of the slowest rank over the median from which the progress line names it."""
+
+
 class ExportConfig(Section):
     """The Hugging Face folder written at the end."""
 
@@ -281,6 +305,8 @@ class RunConfig(Section):
     """Logging."""
     launch: LaunchConfig = LaunchConfig()
     """Launching."""
+    watchdog: WatchdogConfig = WatchdogConfig()
+    """Watching over the run."""
     export: ExportConfig = ExportConfig()
     """Export."""
     output_dir: str
@@ -289,9 +315,9 @@ class RunConfig(Section):
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a run file and apply `a.b=value` overrides; ConfigError names key, line and the nearest legal name."""
-    tree, lines = _read_yaml(Path(path))
+    tree, lines = read_yaml(Path(path))
     for override in overrides:
-        _apply_override(tree, lines, override)
+        apply_override(tree, lines, override)
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as invalid:
@@ -301,60 +327,6 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 def dump_config(config: RunConfig) -> str:
     """YAML text that `read_config` turns into the same value."""
     return yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False)
-
-
-def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"run file `{path}` does not exist", hint="the first argument is the run's YAML file") from None
-    try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError as broken:
-        raise ConfigError(f"{path} is not YAML: {broken}", hint="check the indentation at that line") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path} holds {type(tree).__name__}, not a mapping", hint="see ds_configs/runs for examples")
-    return tree, dict(_key_lines(node, ()))
-
-
-def _key_lines(node: yaml.Node | None, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], int]]:
-    if not isinstance(node, yaml.MappingNode):
-        return
-    seen: dict[str, int] = {}
-    for key, value in node.value:
-        line = key.start_mark.line + 1
-        if key.value in seen:
-            raise ConfigError(f"`{'.'.join((*path, key.value))}` is given twice, in lines {seen[key.value]} and {line}", hint="keep one of them")
-        seen[key.value] = line
-        yield (*path, key.value), line
-        yield from _key_lines(value, (*path, key.value))
-
-
-def _apply_override(tree: dict[str, Any], lines: dict[tuple[str, ...], int], override: str) -> None:
-    name, equals, text = override.partition("=")
-    keys = tuple(name.split("."))
-    if not equals or not all(keys):
-        raise ConfigError(f"override `{override}` is not of the form section.key=value", hint="e.g. optim.lr=1e-5")
-    branch = tree
-    for depth, key in enumerate(keys[:-1]):
-        value = branch.setdefault(key, {})
-        if isinstance(value, str) and keys[: depth + 1] == ("model",):
-            value = branch[key] = {"path": value}
-        if not isinstance(value, dict):
-            raise ConfigError(
-                f"override `{override}`: `{'.'.join(keys[: depth + 1])}` is `{value}`, not a section", hint="set the whole value instead"
-            )
-        branch = value
-    branch[keys[-1]] = _scalar(text)
-    lines.pop(keys, None)
-
-
-def _scalar(text: str) -> object:
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
 
 
 def _explain(invalid: ValidationError, source: str, lines: dict[tuple[str, ...], int]) -> ConfigError:

@@ -3,12 +3,16 @@
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.config import LoraConfig, RunConfig
@@ -16,7 +20,7 @@ from ds_finetune.continuation import Origin, Say, cut_evaluation, ended_early, f
 from ds_finetune.data.batches import Batch, BatchPlan, Position, eval_batches, training_batches
 from ds_finetune.data.stream import START, StreamedRows, streaming_batches
 from ds_finetune.engine.core import Engine, EvalResult, Limits
-from ds_finetune.engine.processes import choose_device, process_group
+from ds_finetune.engine.processes import choose_device, meet, process_group
 from ds_finetune.engine.start import DTYPES, start_engine
 from ds_finetune.errors import OutputError, RunError
 from ds_finetune.export.adapter import write_adapter
@@ -43,9 +47,15 @@ from ds_finetune.observers.writers import MetricsFile, Trackers, check_trackers
 from ds_finetune.plan.layout import Plan, make_plan
 from ds_finetune.plan.legal import check_divides
 from ds_finetune.run_folder import available_bytes, check_output, nothing_half_written, read_json, write_run_files
-from ds_finetune.schedule import Duration, LrSchedule, warmup_steps
+from ds_finetune.schedule import Duration, LrSchedule, seconds_of, warmup_steps
+from ds_finetune.watch.board import Board, Patience
+from ds_finetune.watch.collectives import seen_collectives
+from ds_finetune.watch.stragglers import Stragglers
+from ds_finetune.watch.vigil import Vigil, keep_vigil
 from ds_finetune.world import World, accelerate_choices, refuse_missing_hostfile
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Announce = Callable[[Plan, Material], None]
 GENERATION = "generation_config.json"
 
@@ -72,6 +82,19 @@ def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
     world = World.from_environment(os.environ)
     world.export_to(os.environ)
     refuse_missing_hostfile()
+    with watched(config, world) as (vigil, store):
+        plan, material, schedule = prepared(config, world)
+        if world.rank == 0:
+            announce(plan, material)
+        group = process_group(world, plan.device, store, timeout=_time(config.watchdog.collective))
+        with nothing_half_written(Path(config.output_dir)), vigil.standing(store), group, vigil.telling():
+            last, interrupted, exports = _train_and_export(plan, material, schedule, say, vigil)
+    verdicts = checked(config, exports) if world.rank == 0 and not interrupted else ()
+    return Report(last, Path(config.output_dir), exports, time.monotonic() - began, interrupted, verdicts)
+
+
+def prepared(config: RunConfig, world: World) -> tuple[Plan, Material, LrSchedule]:
+    """What a run is made of, before there is a process group: it may take as long as the data is large."""
     plan = make_plan(config, world=world, device=choose_device(), accelerate=accelerate_choices(os.environ))
     check_trackers(config.log.trackers)
     hf_config = read_hf_config(config.model.path)
@@ -80,24 +103,36 @@ def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
     lora_lines(hf_config, config.lora)
     material = gather_material(config)
     check_space(plan, material)
-    if world.rank == 0:
-        announce(plan, material)
-    schedule = lr_schedule(config, material)
-    with process_group(world, plan.device), nothing_half_written(Path(config.output_dir)):
-        last, interrupted, exports = _train_and_export(plan, material, schedule, say)
-    verdicts = checked(config, exports) if world.rank == 0 and not interrupted else ()
-    return Report(last, Path(config.output_dir), exports, time.monotonic() - began, interrupted, verdicts)
+    return plan, material, lr_schedule(config, material)
 
 
-def _train_and_export(plan: Plan, material: Material, schedule: LrSchedule, say: Say) -> tuple[StepRecord | None, str, tuple[Path, ...]]:
+@contextmanager
+def watched(config: RunConfig, world: World) -> Iterator[tuple[Vigil, dist.Store]]:
+    """Every rank is watched from the moment they have met, and sees its collectives; with the store they met at."""
+    board = Board(world.rank, Patience.of(config.watchdog))
+    store = meet(world, timeout=_time(config.watchdog.meet))
+    with seen_collectives(board), keep_vigil(board, world, store, Path(config.output_dir)) as vigil:
+        yield vigil, store
+
+
+def _time(text: str) -> timedelta:
+    return timedelta(seconds=seconds_of(text))
+
+
+def _train_and_export(
+    plan: Plan, material: Material, schedule: LrSchedule, say: Say, vigil: Vigil
+) -> tuple[StepRecord | None, str, tuple[Path, ...]]:
     """The last record, which signal ended the run if one did, and the folders exported."""
     origin = find_origin(plan, material, say if plan.world.rank == 0 else _nothing)
-    with start_engine(plan, material.hf_config, has_weights=origin.found is None) as engine, kept(engine, origin, material) as saver:
-        last, interrupted = train_engine(engine, material, schedule, Keeping(origin, saver, say))
+    started = start_engine(plan, material.hf_config, has_weights=origin.found is None)
+    # The innermost tells of an error before anything is closed, which may wait for ranks that are gone.
+    with started as engine, kept(engine, origin, material) as saver, vigil.telling():
+        last, interrupted = train_engine(engine, material, schedule, Keeping(origin, saver, say, vigil.board))
         exports = (Path(plan.config.output_dir) / "export",) if plan.config.export.at_end and not interrupted else ()
         for out in exports:
             step = origin.progress.step if last is None else last.step
-            export(engine, material, out, say if engine.is_rank_zero else _nothing, step=step)
+            with vigil.board.during("export"):
+                export(engine, material, out, say if engine.is_rank_zero else _nothing, step=step)
         if saver is not None and saver.unwritten:
             raise RunError(f"{saver.unwritten}; the steps are done", hint="make room; the same command goes on from the checkpoint before")
     return last, interrupted, exports
@@ -118,7 +153,8 @@ def train_engine(engine: Engine, material: Material, schedule: LrSchedule, keepi
     with Interrupts(can_save=keeping.saver is not None) as interrupts:
         observers = make_observers(engine, material, schedule, keeping, interrupts)
         batches = batches_of(engine.plan, material, schedule, after=progress, place_in_stream=place_in_stream)
-        last = run(chain(due, training_steps(engine, batches, schedule, after=progress)), observers)
+        last = run(chain(due, keeping.board.counted(training_steps(engine, batches, schedule, after=progress))), observers)
+        keeping.board.over()
         for observer in observers:
             observer.close()
         return last, last.stop if last and interrupts.is_asked() else ""
@@ -163,34 +199,49 @@ def batch_plan(plan: Plan, material: Material) -> BatchPlan:
 
 @dataclass(frozen=True)
 class Keeping:
-    """How a run is kept: what it goes on from, the saver where there is one, and who prints."""
+    """How a run is kept: what it goes on from, the saver where there is one, who prints, and where it says how far it is."""
 
     origin: Origin
     saver: Saver | None
     say: Say
+    board: Board
 
 
 def make_observers(engine: Engine, material: Material, schedule: LrSchedule, keeping: Keeping, interrupts: Interrupts) -> list[Observer]:
     """The observers of a run in the order they see a record; files and lines are rank zero's."""
     config, folder = engine.plan.config, Path(engine.plan.config.output_dir)
     skipped = SkippedSteps(config.train.max_skipped_steps)
-    best = BestAndPatience(config.eval, lambda step: export(engine, material, folder / "export-best", _nothing, step=step))
-    observers: list[Observer] = [skipped, *_utilisation(engine.plan, material)]
+    board = keeping.board
+    best = BestAndPatience(config.eval, _while(board, "export", lambda step: export(engine, material, folder / "export-best", _nothing, step=step)))
+    slow = Stragglers(board, config.log.every, config.watchdog.straggler_ratio)
+    observers: list[Observer] = [*([slow] if engine.plan.world.world_size > 1 else []), skipped, *_utilisation(engine.plan, material)]
     remembered: dict[str, Resumable] = {"skipped": skipped}
     if material.held_out is not None:
         every = int(Duration.parse(config.eval.every).value) if config.eval.every else 0
-        evaluation = Evaluation(every, *_evaluations(engine, material, interrupts))
+        evaluate, exact_match = _evaluations(engine, material, interrupts)
+        evaluation = Evaluation(every, _while(board, "evaluation", evaluate), exact_match and _while(board, "evaluation", exact_match))
         observers += [evaluation, best]
         remembered |= {"evaluation": evaluation, "best": best}
     remember(remembered, keeping.origin)
     if keeping.saver is not None:
         wanted = Kept(config.checkpoint.every_steps, config.checkpoint.keep, config.checkpoint.keep_best, config.checkpoint.max_failed)
-        observers.append(Checkpointing(keeping.saver, interrupts, wanted, remembered, run_text(engine, material), keeping.say))
+        saving = partial(board.during, "save")
+        observers.append(Checkpointing(keeping.saver, interrupts, wanted, remembered, run_text(engine, material), keeping.say, saving))
     if engine.is_rank_zero:
         observers.append(MetricsFile(folder / "metrics.jsonl"))
         observers.append(Trackers.open(config.log.trackers, folder, {"model": config.model.path, "lr": config.optim.lr}))
         observers.append(ProgressLine(steps=schedule.steps, every=config.log.every))
     return observers
+
+
+def _while(board: Board, phase: str, function: Callable[P, R]) -> Callable[P, R]:
+    """The same function, in a phase of its own."""
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with board.during(phase):
+            return function(*args, **kwargs)
+
+    return call
 
 
 def kept(engine: Engine, origin: Origin, material: Material) -> AbstractContextManager[Saver | None]:

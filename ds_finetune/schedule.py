@@ -9,6 +9,8 @@ Unit = Literal["steps", "epochs", "tokens"]
 SchedulerName = Literal["cosine", "linear", "constant", "wsd"]
 
 _TEXT = re.compile(r"^\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][0-9]+)?)\s*(step|epoch|token)s?\s*$")
+_TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(second|minute|hour)s?")
+_SECONDS = {"second": 1, "minute": 60, "hour": 3600}
 WSD_DECAY_SHARE = 0.1
 """Share of the run in which `wsd` decays, after its stable phase (MiniCPM, arXiv 2404.06395)."""
 
@@ -71,6 +73,14 @@ def warmup_steps(text: str, steps: int) -> int:
     if duration.unit != "steps":
         raise ValueError(f"`{text}` is not a warm-up; write `100 steps` or `3%`")
     return int(duration.value)
+
+
+def seconds_of(text: str) -> float:
+    """Seconds of `90 seconds`, `30 minutes` or `2 hours`; ValueError names what was given."""
+    found = _TIME.fullmatch(text.strip())
+    if not found or not float(found[1]):
+        raise ValueError(f"`{text}` is not a time; write `90 seconds`, `30 minutes` or `2 hours`")
+    return float(found[1]) * _SECONDS[found[2]]
 
 
 def _wsd(progress: float) -> float:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -79,8 +80,9 @@ class Groups:
 class _Made:
     """The process groups of a mesh that were made, to be taken apart again: each has threads of its own."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, timeout: timedelta) -> None:
         self.mesh = mesh
+        self._timeout = timeout
         self._groups: list[dist.ProcessGroup] = []
 
     def line(self, *axes: Axis) -> dist.ProcessGroup:
@@ -89,7 +91,7 @@ class _Made:
 
     def own(self, lines: list[list[int]]) -> dist.ProcessGroup:
         """The group of this rank; every rank makes every group."""
-        made = [(ranks, dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT)) for ranks in lines]
+        made = [(ranks, dist.new_group(ranks, timeout=self._timeout)) for ranks in lines]
         self._groups += [group for ranks, group in made if self.mesh.rank in ranks]
         return self._groups[-1]
 
@@ -100,9 +102,9 @@ class _Made:
 
 
 @contextmanager
-def open_groups(mesh: Mesh) -> Iterator[Groups]:
+def open_groups(mesh: Mesh, *, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Iterator[Groups]:
     """Make the groups of `mesh`, collectively, and take them apart at the end: DeepSpeed 0.19.8 keeps a model under ZeRO-3 past `destroy`."""
-    made = _Made(mesh)
+    made = _Made(mesh, timeout)
     groups = Groups(
         stage=_stage(made) if mesh.pp > 1 else None,
         sequence=SequenceGroup(made.line("sp"), mesh.sp, mesh.place("sp")) if mesh.sp > 1 else None,

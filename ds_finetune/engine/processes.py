@@ -10,12 +10,15 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from ds_finetune.errors import RunError
 from ds_finetune.world import World
 
 T = TypeVar("T")
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """How long a rank waits in a collective for the others."""
+MEETING_TIMEOUT = timedelta(minutes=30)
+"""How long a rank waits for the others before there is a process group."""
 
 
 def choose_device() -> str:
@@ -26,9 +29,30 @@ def choose_device() -> str:
     return device
 
 
+def meet(world: World, *, timeout: timedelta = MEETING_TIMEOUT) -> dist.Store:
+    """The store of the ranks of `world`, once every one of them has come to it; RunError where one has not within `timeout`.
+
+    A collective's timeout, which is also that of torch's own rendezvous (torch 2.13, distributed_c10d.py:1893), may be far shorter.
+    """
+    world.export_to(os.environ)
+    told = f"rank {world.rank} has not met the others at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    hint = "another rank failed before, or starts later (raise watchdog.meet), or the address is not that of rank 0"
+    try:
+        store, _, _ = next(dist.rendezvous("env://", world.rank, world.world_size, timeout=timeout))
+    except (dist.DistError, RuntimeError) as alone:
+        raise RunError(f"{told} within {timeout}: {alone}", hint=hint) from None
+    store.set(f"met/{world.rank}", "")
+    try:
+        store.wait([f"met/{rank}" for rank in range(world.world_size)], timeout)
+    except (dist.DistError, RuntimeError):
+        missing = [str(rank) for rank in range(world.world_size) if not store.check([f"met/{rank}"])]
+        raise RunError(f"{told} within {timeout}: ranks {', '.join(missing)} are not there", hint=hint) from None
+    return store
+
+
 @contextmanager
-def process_group(world: World, device: str) -> Iterator[None]:
-    """Open the default process group of `world` (NCCL on GPUs, gloo otherwise) and close it at the end.
+def process_group(world: World, device: str, store: dist.Store | None = None, *, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Iterator[None]:
+    """Open the default process group of `world` (NCCL on GPUs, gloo otherwise) with the `store` they met at, and close it at the end.
 
     No engine may be referred to when it closes: what holds a group keeps its threads alive, and one that lets go of its last
     tensor while Python ends aborts a process whose work is done ("terminate called without an active exception", exit code -6).
@@ -41,7 +65,12 @@ def process_group(world: World, device: str) -> Iterator[None]:
     else:
         # Without this, init_distributed compiles an op for two minutes that only inference uses (DeepSpeed 0.19.8, comm/torch.py:47).
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("nccl" if device == "cuda" else "gloo", auto_mpi_discovery=False, timeout=COLLECTIVE_TIMEOUT, verbose=False)
+    backend = "nccl" if device == "cuda" else "gloo"
+    # Bound to its device, as DeepSpeed 0.19.8 does where it opens the group itself (comm/torch.py:262-276).
+    bound = torch.device("cuda", world.local_rank) if device == "cuda" and world.world_size > 1 else None
+    place = dist.PrefixStore("default_pg", store or meet(world))
+    dist.init_process_group(backend, store=place, rank=world.rank, world_size=world.world_size, timeout=timeout, device_id=bound)
+    deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=timeout, verbose=False)
     try:
         yield
     except BaseException:
@@ -70,6 +99,15 @@ def everyones(mine: T) -> list[T]:
     found: list[T] = [mine] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return found
+
+
+def everyones_number(mine: float) -> list[float]:
+    """A number of every rank, by rank."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    values = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=device)
+    values[dist.get_rank()] = mine
+    dist.all_reduce(values)
+    return values.tolist()
 
 
 def largest(*mine: float) -> list[float]:

@@ -27,6 +27,7 @@ _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MAST
 _AGAIN_SECONDS = 5.0
 """Between two looks for hosts that are to come back."""
 _SWEEP_SECONDS = 20
+_QUOTED = "  | "
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,9 @@ def _report(outcome: Outcome, number: int, logs: Path) -> Iterator[str]:
         (folder / "report.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     except OSError as full:
         lines.append(f"{folder}/report.txt could not be written: {full.strerror}")
-    yield from lines
+    # What rank 0 prints has been shown as it came.
+    is_shown = outcome.first.rank == 0
+    yield from (line for line in lines if not (is_shown and line.startswith(_QUOTED)))
 
 
 def _failure_lines(outcome: Outcome, number: int, logs: Path) -> Iterator[str]:
@@ -214,7 +217,7 @@ def _failure_lines(outcome: Outcome, number: int, logs: Path) -> Iterator[str]:
     if first.tail:
         of = f", of {logs}/attempt-{number}/{log_name(first.rank)}" if first.rank is not None else ""
         yield f"its last {len(first.tail)} lines{of}:"
-        yield from (f"  | {line}" for line in first.tail)
+        yield from (f"{_QUOTED}{line}" for line in first.tail)
     lost = [host.target for host in outcome.lost]
     where = f"hosts but {', '.join(lost)}, where it ends by itself" if lost else "hosts"
     yield f"nothing of it is left on the {where}; {outcome.ended_in:.1f} s after the failure"

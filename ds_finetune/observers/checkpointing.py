@@ -1,6 +1,7 @@
 """Checkpoints every so often, at the last step and when a signal asks for it; what went wrong with one is said at the next step."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,8 @@ class Checkpointing:
     remembered: Mapping[str, Resumable]
     run_text: RunText
     say: Callable[[str], None]
+    saving: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Open while the run waits for a save."""
     _failed: int = 0
 
     def after_step(self, record: StepRecord) -> StepRecord:
@@ -43,6 +46,10 @@ class Checkpointing:
         self._report(self.saver.settle())
         if not (is_asked or record.is_last or record.stop or record.step % self.kept.every_steps == 0):
             return record
+        with self.saving():
+            return self._save(record, is_asked=is_asked)
+
+    def _save(self, record: StepRecord, *, is_asked: bool) -> StepRecord:
         self._report(self.saver.settle(wait=True))
         state = self.run_text(record, {name: observer.state() for name, observer in self.remembered.items()})
         rank_state = {"random": random_state(), "position": record.position}
@@ -57,7 +64,8 @@ class Checkpointing:
 
     def close(self) -> None:
         """Wait for the save that is on its way."""
-        self._report(self.saver.settle(wait=True))
+        with self.saving():
+            self._report(self.saver.settle(wait=True))
 
     def _report(self, outcome: Outcome | None) -> bool:
         """Say what went wrong with a save on the rank concerned, and take away what is no longer needed; returns whether it is complete."""

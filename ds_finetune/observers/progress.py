@@ -23,7 +23,7 @@ class ProgressLine:
         """Write the line when it is time, and always for a notice, an evaluation or an end."""
         if self._first is None:
             self._first = record.step - 1
-        told = record.notice or record.stop or record.is_last or "eval/loss" in record.values
+        told = record.slow or record.notice or record.stop or record.is_last or "eval/loss" in record.values
         if not told and record.step % self._every and not self._live:
             return record
         line = self._line(record)
@@ -54,6 +54,7 @@ class ProgressLine:
         for name in ("eval/loss", "eval/accuracy", "eval/exact_match"):
             parts += [f"{name} {v[name]:.4f}"] if name in v else []
         parts += [f"SKIPPED: {record.notice}"] if record.notice else []
+        parts += [f"SLOW: {record.slow}"] if record.slow else []
         parts += [f"STOP: {record.stop}"] if record.stop else []
         return "  ".join(parts)
 

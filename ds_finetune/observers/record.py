@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self
 class StepRecord:
     """Numbers of one optimizer step by metric name (`train/loss`, ...); `step` counts from 1; `stop` says why the run ends here.
 
-    `position` is where this rank's data stands after the step.
+    `position` is where this rank's data stands after the step; `slow` names a rank that holds the others up.
     """
 
     step: int
@@ -19,6 +19,7 @@ class StepRecord:
     stop: str = ""
     best_step: int = 0
     position: tuple[int, ...] = ()
+    slow: str = ""
 
     def with_values(self, values: Mapping[str, float]) -> Self:
         """The same record with more values."""

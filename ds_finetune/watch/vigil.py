@@ -1,0 +1,220 @@
+"""The thread by which this rank watches itself and hears of the others."""
+
+import json
+import math
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from ds_finetune.errors import RUN_ERROR_EXIT_CODE, USER_ERROR_EXIT_CODE, RunError
+from ds_finetune.watch.board import Board
+from ds_finetune.watch.hub import ANSWER_SECONDS, ECHO_SECONDS, REPORT, Hub
+from ds_finetune.watch.report import Ending, Failure, Member
+from ds_finetune.watch.stacks import FOLDER, Stacks, began_at, end_process, place_of_processes
+from ds_finetune.watch.wire import Link, listen, waiting
+from ds_finetune.world import World
+
+_KEY, _PREPARED = "watchdog/hub", "watchdog/prepared"
+_EVER = timedelta(days=30)
+_CONNECT_SECONDS = 60.0
+_TICK_SECONDS = 0.2
+_GRACE_SECONDS = 2.0
+"""How long a rank that hears of another's end has to end by itself, with an error of its own."""
+_HUB_SECONDS = ANSWER_SECONDS + ECHO_SECONDS + 3.0
+"""How long rank zero has to answer before it is taken for silent itself."""
+_LEAVING_SECONDS = 20.0
+"""How long a rank that has failed has to end; what it closes may wait for ranks that are gone."""
+_STDERR = 2
+
+
+class Vigil(threading.Thread):
+    """Answers for this rank and ends its process when the run ends elsewhere, or stands still."""
+
+    def __init__(self, board: Board, world: World, link: Link, zero: Member, output_dir: Path) -> None:
+        super().__init__(name="watchdog", daemon=True)
+        self.board = board
+        self._world = world
+        self._link = link
+        self._zero = zero
+        self._place = place_of_processes()
+        self._folder = output_dir / FOLDER
+        self._output_dir = output_dir
+        self._stacks: Stacks | None = None
+        self._closed = threading.Event()
+        self._heard = threading.Event()
+        self._ending: Ending | None = None
+        self._ends_at = self._asked_at = math.inf
+        self._is_failing = False
+        self._has_written = False
+
+    def run(self) -> None:
+        """Until closed."""
+        while not self._closed.is_set():
+            self._listen()
+            self._look_at_clock(time.monotonic())
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """An error inside is told to the others at once; where it only follows from another rank's, RunError names that one instead."""
+        try:
+            yield
+        except BaseException as error:
+            if self._is_failing:
+                raise
+            first = self._fail(Failure.of(error))
+            if first is None:
+                raise
+            # torchrun takes the rank that ends first for the cause.
+            time.sleep(_GRACE_SECONDS)
+            raise RunError(
+                f"{first.line}; rank {self._world.rank} then met {Failure.of(error).line}", hint=f"see {self._folder / REPORT} for more"
+            ) from None
+
+    @contextmanager
+    def standing(self, store: dist.Store) -> Iterator[None]:
+        """Once every rank has come here, however long that takes, a stand is minded and stacks can be written."""
+        ranks = range(self._world.world_size)
+        store.set(f"{_PREPARED}/{self._world.rank}", "")
+        # The thread ends the wait where another rank never comes.
+        store.wait([f"{_PREPARED}/{rank}" for rank in ranks], _EVER)
+        self._stacks = stacks = Stacks(self._output_dir, self._world.rank)
+        try:
+            with self.board.during("start"):
+                yield
+        finally:
+            self._stacks = None
+            stacks.close()
+
+    def close(self) -> None:
+        """Say goodbye, unless this rank has failed, and watch no more."""
+        # Before the goodbye, at which the hub hangs up.
+        self._closed.set()
+        if not self._is_failing:
+            self._link.send({"kind": "bye"})
+        self.join(_LEAVING_SECONDS)
+        self._link.close()
+
+    def _fail(self, failure: Failure) -> Ending | None:
+        """Tell of a failure; the ending that another rank was the first of, where this one's is but an echo."""
+        self._is_failing = True
+        self._ends_at = time.monotonic() + _LEAVING_SECONDS
+        if self._ending is None:
+            self._link.send({"kind": "failed", "failure": asdict(failure)})
+        self._heard.wait(_HUB_SECONDS if failure.is_echo else ECHO_SECONDS)
+        is_others = self._ending is not None and failure.is_echo and self._world.rank not in self._ending.first
+        return self._ending if is_others else None
+
+    def _listen(self) -> None:
+        if self._link.is_lost:
+            time.sleep(_TICK_SECONDS)
+        elif waiting([self._link], _TICK_SECONDS):
+            self._hear()
+        if self._link.is_lost and self._ending is None and not self._closed.is_set():
+            self._end(self._without_hub(self._link.why))
+
+    def _hear(self) -> None:
+        for message in self._link.received():
+            if message["kind"] == "ask":
+                self._link.send({"kind": "answer", "answer": self.board.answer().as_json()})
+                self._write_stacks()
+            elif message["kind"] == "end":
+                self._end(Ending.from_json(message["ending"]))
+
+    def _look_at_clock(self, now: float) -> None:
+        until = self.board.silent_since() + self.board.limit()
+        if self._stacks is not None:
+            self._stacks.arm(until)
+        if now > self._ends_at and self._ending is not None:
+            self._leave(self._ending)
+        elif now > self._ends_at or now > self._asked_at + _HUB_SECONDS:
+            self._leave(self._without_hub("does not answer: stopped, dead, or held outside Python"))
+        elif now > until and self._asked_at == math.inf and self._ending is None:
+            self._asked_at = now
+            still, limit = now - until + self.board.limit(), self.board.limit()
+            why = f"  rank {self._world.rank} has made no progress for {still:,.0f} s, and its limit is {limit:,.0f} s"
+            self._link.send({"kind": "still", "why": why})
+            self._write_stacks()
+
+    def _end(self, ending: Ending) -> None:
+        if self._ending is not None:
+            return
+        self._ending = ending
+        if not self._is_failing:
+            self._ends_at = time.monotonic() + (0.0 if ending.is_still else _GRACE_SECONDS)
+        if self._world.rank == ending.speaker and self._world.rank not in ending.first:
+            _say(f"watchdog: {ending.report}\n")
+        self._heard.set()
+
+    def _without_hub(self, why: str) -> Ending:
+        """The ending that rank zero would have told of, if it were there; the first rank that comes to it writes the report."""
+        line = f"{self._zero} {why}"
+        with suppress(OSError), (self._folder / REPORT).open("x", encoding="utf-8") as report:
+            report.write(f"{line}\n")
+        # Each rank beside it that sees its process ends it: none knows of the others.
+        is_beside = self._zero.place == self._place
+        ended_by = {str(self._world.rank): [(self._zero.pid, self._zero.began)]} if is_beside else {}
+        return Ending((0,), line, line, RUN_ERROR_EXIT_CODE, -1, False, ended_by)
+
+    def _leave(self, ending: Ending) -> NoReturn:
+        """End the process: its other threads wait for something that does not come."""
+        if self._world.local_rank == 0 or str(self._world.rank) in ending.ended_by:
+            _say(f"watchdog: rank {self._world.rank} ends: {ending.line}\n")
+        if ending.code != USER_ERROR_EXIT_CODE:
+            self._write_stacks()
+        elif self._stacks is not None:
+            self._stacks.close()
+        for pid, began in ending.ended_by.get(str(self._world.rank), []):
+            end_process(pid, began)
+        if ending.ended_by:
+            # A launcher that sees one rank end may signal those that are ending others.
+            time.sleep(1.5)
+        os._exit(ending.code or RUN_ERROR_EXIT_CODE)
+
+    def _write_stacks(self) -> None:
+        if self._stacks is not None and not self._has_written:
+            self._has_written = True
+            self._stacks.write(self.board.answer())
+
+
+@contextmanager
+def keep_vigil(board: Board, world: World, store: dist.Store, output_dir: Path) -> Iterator[Vigil]:
+    """Watch this rank and the others while it is open; every rank opens it, with the store they met at."""
+    member = Member(world.rank, socket.gethostname(), os.getpid(), began_at(os.getpid()), place_of_processes())
+    hub = _start_hub(member, world, store, output_dir) if world.rank == 0 else None
+    port, token, zero = json.loads(store.get(_KEY))
+    here_alone = world.local_world_size == world.world_size
+    link = Link.to("127.0.0.1" if here_alone or world.rank == 0 else world.master_addr, int(port), timeout=_CONNECT_SECONDS)
+    link.send({"token": token, "member": asdict(member)})
+    vigil = Vigil(board, world, link, Member(**zero), output_dir)
+    vigil.start()
+    try:
+        with vigil.telling():
+            yield vigil
+    finally:
+        vigil.close()
+        if hub is not None:
+            # Others may take longer to leave, and would take this rank for dead.
+            hub.join()
+
+
+def _start_hub(member: Member, world: World, store: dist.Store, output_dir: Path) -> Hub:
+    token, listener = secrets.token_hex(16), listen(here_alone=world.local_world_size == world.world_size)
+    hub = Hub(listener, token, world.world_size, output_dir)
+    hub.start()
+    store.set(_KEY, json.dumps([listener.getsockname()[1], token, asdict(member)]))
+    return hub
+
+
+def _say(text: str) -> None:
+    """Straight to the screen: the thread that trains may hold Python's own stream."""
+    os.write(_STDERR, text.encode())
