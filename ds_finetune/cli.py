@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 from ds_finetune.config import RunConfig, dump_config, read_config
 from ds_finetune.console import OUT, pairs, show_error, show_line, show_plan, show_report, show_verdicts
 from ds_finetune.errors import INTERRUPTED_EXIT_CODE, RUN_ERROR_EXIT_CODE, ConfigError, FinetuneError, VerificationError
+from ds_finetune.machines import add_commands as add_machine_commands
 from ds_finetune.using import add_commands
 
 if TYPE_CHECKING:
@@ -256,6 +257,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _checkpoint_commands(commands.add_parser("checkpoint", help="look at checkpoints").add_subparsers(required=True, metavar="WHAT"))
     add_commands(commands)
+    add_machine_commands(commands)
     demo = commands.add_parser("demo", help="write the embedded example (model config, tokenizer, data, run file) to a folder")
     demo.add_argument("folder")
     demo.set_defaults(command=_demo)
