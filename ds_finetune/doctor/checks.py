@@ -156,7 +156,8 @@ def clock_checks(clocks: Mapping[str, Clock]) -> Iterator[Check]:
     for host, clock in clocks.items():
         surely = abs(clock.ahead) - clock.round_trip / 2
         state: State = "fail" if surely > _CLOCK_WRONG_SECONDS else "warn" if surely > _CLOCK_SECONDS else "ok"
-        found = f"{clock.ahead:+.3f} s, to {clock.round_trip / 2 * 1000:.0f} ms"
+        # Adding nothing makes a zero of what was minus zero.
+        found = f"{round(clock.ahead, 2) + 0.0:+.2f} s" + ("" if state == "ok" else f", to {clock.round_trip / 2 * 1000:.0f} ms")
         yield Check("clock", host, state, found, "" if state == "ok" else "start a time service (chrony, systemd-timesyncd) on every host")
 
 

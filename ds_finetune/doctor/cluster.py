@@ -42,7 +42,7 @@ class Cluster:
         What takes long is said meanwhile as `what`.
         """
         asked = {name: self.sessions[name] for name in arguments if name in self.sessions}
-        going = {self._pool.submit(asked[name].ask, verb, seconds=seconds, **arguments[name]): name for name in asked}
+        going = {self._pool.submit(asked[name].ask, verb, arguments[name], seconds=seconds): name for name in asked}
         self._wait_for(going, what)
         return {name: answer for future, name in going.items() if (answer := self._answer(future, name)) is not _NOTHING}
 

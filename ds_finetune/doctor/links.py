@@ -30,7 +30,7 @@ def network_checks(seats: Sequence[str], answers: Sequence[Answer]) -> list[Chec
         found = f"{_speed(links[slowest])} {slowest[0]} to {slowest[1]}, up to {_speed(links[fastest])} {fastest[0]} to {fastest[1]}"
         checks.append(Check("links", "", "ok", found))
     first = heard[0]
-    size = f"{first['num_bytes'] / 2**20:,.0f} MiB over {len(seats)} ranks"
+    size = f"{first['num_bytes'] / 2**20:,.3g} MiB over {len(seats)} ranks"
     for name in ("all_reduce", "all_gather"):
         checks.append(Check(name.replace("_", "-"), "", "ok", f"{_speed(first[name])} bus bandwidth, {size}"))
     return checks

@@ -74,7 +74,7 @@ def apart(requests: list[dict[str, Any]], seconds: float) -> list[dict[str, Any]
     sessions = [_child() for _ in requests]
     until = time.monotonic() + seconds
     for session, request in zip(sessions, requests, strict=True):
-        session.send(request.pop("do"), **request)
+        session.send(request.pop("do"), request)
     answers = []
     for session in sessions:
         try:

@@ -44,12 +44,12 @@ class Session:
         self.process = start(self._log)
         self._rest = b""
 
-    def ask(self, verb: str, *, seconds: float, **arguments: object) -> Any:  # noqa: ANN401 - any JSON
+    def ask(self, verb: str, arguments: Mapping[str, object] | None = None, *, seconds: float) -> Any:  # noqa: ANN401 - any JSON
         """The answer to one request; HostLostError or RefusedError where there is none, the first after `seconds` at most."""
-        self.send(verb, **arguments)
+        self.send(verb, arguments or {})
         return self.receive(seconds=seconds)
 
-    def send(self, verb: str, **arguments: object) -> None:
+    def send(self, verb: str, arguments: Mapping[str, object]) -> None:
         """Put a request on its way; a side that has ended is noticed by `receive`."""
         assert self.process.stdin
         with contextlib.suppress(OSError):
