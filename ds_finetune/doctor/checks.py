@@ -65,7 +65,7 @@ def why_lost(host: str, code: int | None, said: str, python: str) -> Check:
         ("Could not resolve", "its name leads to no address", "correct the hostfile, or the name service"),
         ("refused", "nothing listens for ssh there", "start sshd, or give its port as host:port in the hostfile"),
         (
-            "timed out|No route to host|unreachable",
+            "timed out|No route to host|unreachable|not responding",
             f"it does not answer: {last}",
             "switch it on, look at cable and firewall, or leave it out with --exclude",
         ),

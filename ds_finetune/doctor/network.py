@@ -1,6 +1,7 @@
 """Hosts talk to each other as a run would: one process group, each link by itself, then all at once; measured, and bounded in time."""
 
 import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -197,4 +198,5 @@ def _best(exchange: Callable[[int], float], device: Any) -> tuple[float, int]:  
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0]
+    """Without the place in gloo's source that its messages begin with."""
+    return re.sub(r"^\[\S+\] *", "", str(error).strip().splitlines()[0])

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ds_finetune.config import RunConfig
-from ds_finetune.doctor import checks as of
+from ds_finetune.doctor import checks
 from ds_finetune.doctor.checks import Check
 from ds_finetune.doctor.cluster import Cluster, Say
 from ds_finetune.doctor.facts import Asked, Facts, gather
@@ -86,30 +86,30 @@ def _marks(cluster: Cluster, folders: list[str]) -> Iterator[str]:
 def _examined(inquiry: Inquiry, cluster: Cluster, there: Mapping[str, Facts], here: Facts) -> list[Check]:
     is_cuda = os.environ.get("DS_ACCELERATOR", "cuda") == "cuda" and any(facts.gpus for facts in there.values())
     device = "cuda" if is_cuda else "cpu"
-    found = [*of.clock_checks(cluster.clocks()), *_host_checks(inquiry, cluster.hosts, there, device), *of.version_checks(here, there)]
-    found += of.file_checks(here, there)
+    found = [*checks.clock_checks(cluster.clocks()), *_host_checks(inquiry, cluster.hosts, there, device), *checks.version_checks(here, there)]
+    found += checks.file_checks(here, there)
     need = None
     if inquiry.config is not None:
         need, planned = need_of(inquiry.config, inquiry.hosts, device)
         found.append(planned)
-    found += of.limit_checks(there, world_size=sum(h.slots for h in inquiry.hosts), locks_memory=bool(need and "async_io" in need.ops))
+    found += checks.limit_checks(there, world_size=sum(h.slots for h in inquiry.hosts), locks_memory=bool(need and "async_io" in need.ops))
     if need is not None and inquiry.config is not None:
-        found += of.disk_checks(there, inquiry.config.output_dir, need.disk_bytes)
-        found += of.memory_checks(cluster.hosts, there, rank_bytes=need.rank_bytes, gpu_bytes=need.gpu_bytes)
+        found += checks.disk_checks(there, inquiry.config.output_dir, need.disk_bytes)
+        found += checks.memory_checks(cluster.hosts, there, rank_bytes=need.rank_bytes, gpu_bytes=need.gpu_bytes)
         found += _ops(cluster, need)
     return [*found, *_network(cluster, there, found, device)]
 
 
 def _host_checks(inquiry: Inquiry, hosts: Mapping[str, Host], there: Mapping[str, Facts], device: str) -> Iterator[Check]:
     first, name = next(iter(hosts)), inquiry.hosts[0].name
-    yield from of.identity_checks({label: address_of(host) for label, host in hosts.items()}, there)
-    yield from of.device_checks(hosts, there, device)
+    yield from checks.identity_checks({label: address_of(host) for label, host in hosts.items()}, there)
+    yield from checks.device_checks(hosts, there, device)
     if first in there:
-        yield from of.port_checks(first, there[first], inquiry.port)
-    yield from of.interface_checks(there, inquiry.environ)
+        yield from checks.port_checks(first, there[first], inquiry.port)
+    yield from checks.interface_checks(there, inquiry.environ)
     # Hosts that differ in their ports alone are containers, whose names mean nothing to each other.
     if len(hosts) > 1 and name == first:
-        yield from of.name_checks(name, there)
+        yield from checks.name_checks(name, there)
 
 
 def _ops(cluster: Cluster, need: Need) -> Iterator[Check]:
@@ -158,8 +158,10 @@ def _network(cluster: Cluster, there: Mapping[str, Facts], found: list[Check], d
         requests[name].append({"do": "measure", **asdict(seat)})
     arguments = {name: {"requests": asked, "seconds": _NETWORK_SECONDS} for name, asked in requests.items()}
     answers = cluster.ask("apart", arguments, seconds=_NETWORK_SECONDS + _MARGIN, what="the network between the hosts")
-    gone = [{"lost": None, "said": ""}]
-    return network_checks(seats, [answer for name in hosts for answer in answers.get(name, gone * counts[name])])
+    gone = [name for name in hosts if name not in answers]
+    if gone:
+        return [Check("network", "", "warn", f"not measured: {', '.join(gone)} went away meanwhile", "mend that and ask again")]
+    return network_checks(seats, [answer for name in hosts for answer in answers[name]])
 
 
 def _device_of(host: Host, place: int) -> int:
@@ -181,4 +183,4 @@ def _folders(cluster: Cluster, token: str, config: RunConfig | None) -> Iterator
     for name, path in folders.items():
         by_host = {host: [other.removeprefix(f"{token}-") for other in answer[path]] for host, answer in seen.items()}
         node_local = config.checkpoint.node_local if config is not None and name == "output_dir" and config.checkpoint.every_steps else None
-        yield from of.folder_checks(name, path, by_host, node_local=node_local)
+        yield from checks.folder_checks(name, path, by_host, node_local=node_local)

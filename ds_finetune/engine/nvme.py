@@ -5,14 +5,15 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PretrainedConfig
 
 from ds_finetune.errors import ConfigError
-from ds_finetune.model.build import build_skeleton
 from ds_finetune.plan.layout import Plan
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _ELEMENTS = 512 * 1024
 _DEFAULT_BUFFER = 100_000_000
@@ -35,11 +36,14 @@ def check_nvme(plan: Plan) -> None:
         check_folder(Path(folder), f"probe-rank{plan.world.rank}")
 
 
-def check_buffers(plan: Plan, hf_config: PretrainedConfig) -> None:
+def check_buffers(plan: Plan, hf_config: "PretrainedConfig") -> None:
     """ConfigError where a rank's slice of the largest tensor does not fit a buffer of `offload_param` to NVMe.
 
     DeepSpeed 0.19.8 asserts so in the middle of building the model (swap_tensor/partitioned_param_swapper.py:352).
     """
+    # Imported here, since the doctor's probes measure disks without ever needing a model.
+    from ds_finetune.model.build import build_skeleton
+
     section = plan.deepspeed["zero_optimization"].get("offload_param") or {}
     if section.get("device") != "nvme":
         return

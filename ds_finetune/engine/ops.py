@@ -65,10 +65,11 @@ def _build(name: str, builder: str) -> None:
     _refuse_without_compiler(name)
     if name == "async_io":
         _refuse_without_libaio()
+    # Whatever a build comes to grief on (compiler, linker, disk, CUDA, DeepSpeed's own refusals), its cause is said.
+    causes: tuple[type[Exception], ...] = (RuntimeError, OSError, ImportError, AssertionError)
     try:
         getattr(builders, builder)().load(verbose=False)
-    # Whatever a build comes to grief on (compiler, linker, disk, DeepSpeed's own refusals), its cause is said.
-    except (RuntimeError, OSError, ImportError, AssertionError, builders.builder.CUDAMismatchException) as failed:
+    except (*causes, builders.builder.CUDAMismatchException, builders.builder.MissingCUDAException) as failed:
         text = "\n".join(filter(None, (str(failed), str(failed.__cause__ or ""))))
         raise ConfigError(f"DeepSpeed's {name} cannot be built: {true_cause(text)}", hint=_mend(text)) from failed
 

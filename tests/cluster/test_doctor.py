@@ -158,4 +158,6 @@ def test_a_host_that_goes_silent_is_named_in_time(bed: Bed) -> None:
             bed.cable(3, plugged=True)
     assert running.returncode == 2
     assert time.monotonic() - began < 120
-    assert f"{NETWORK}.3" in {host for host, _ in _wrong(json.loads(printed))}
+    wrong = _wrong(json.loads(printed))
+    assert list(wrong) == [(f"{NETWORK}.3", "ssh")]
+    assert "does not answer" in wrong[f"{NETWORK}.3", "ssh"]

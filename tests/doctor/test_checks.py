@@ -31,6 +31,7 @@ def _states(found: Any) -> dict[str, str]:
     [
         (255, "ssh: connect to host h port 22: Connection timed out", "ssh", "it does not answer"),
         (255, "ssh: connect to host h port 22: No route to host", "ssh", "it does not answer"),
+        (255, "Timeout, server h not responding.", "ssh", "it does not answer"),
         (255, "ssh: connect to host h port 22: Connection refused", "ssh", "nothing listens"),
         (255, "ssh: Could not resolve hostname h: Name or service not known", "ssh", "leads to no address"),
         (255, "root@h: Permission denied (publickey).", "ssh", "does not take our key"),
