@@ -217,20 +217,23 @@ def folder_checks(name: str, path: str, seen: Mapping[str, Sequence[str]], *, no
 
     `node_local` is checkpoint.node_local where the folder must agree with it.
     """
-    if len(seen) < 2:
+    for host in (host for host, others in seen.items() if host not in others):
+        yield Check("folders", host, "fail", f"{name} {path} cannot be written there", "change the permissions, or name another folder")
+    homes = {host: others for host, others in seen.items() if host in others}
+    if len(homes) < 2:
         return
-    if all(set(others) == set(seen) for others in seen.values()):
+    if all(set(others) == set(homes) for others in homes.values()):
         wrong = node_local is True
         found = f"{name} {path} is one for all hosts" + (", and checkpoint.node_local is true" if wrong else "")
         yield Check("folders", "", "warn" if wrong else "ok", found, "set checkpoint.node_local false" if wrong else "")
-    elif all(list(others) == [host] for host, others in seen.items()):
+    elif all(list(others) == [host] for host, others in homes.items()):
         wrong = node_local is False
         found = f"{name} {path} is another on each host" + (", and checkpoint.node_local is false" if wrong else "")
         mend = "set checkpoint.node_local true, or name a folder that all hosts share" if wrong else ""
         yield Check("folders", "", "fail" if wrong else "ok", found, mend)
     else:
-        most = max(seen.values(), key=len)
-        for host in (host for host in seen if host not in most):
+        most = max(homes.values(), key=len)
+        for host in (host for host in homes if host not in most):
             mend = f"mount on {host} what {most[0]} has there"
             yield Check("folders", host, "ok" if node_local is None else "fail", f"{name} {path} is not the one of {', '.join(most)}", mend)
 

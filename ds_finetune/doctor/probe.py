@@ -1,5 +1,6 @@
 """The program that the doctor starts on each host, and again in processes of their own for what may crash or hang."""
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -29,22 +30,19 @@ def facts(**asked: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON of an Asked
     return asdict(gather(Asked(**asked)))
 
 
-def mark(folders: list[str], token: str) -> list[str]:
-    """Leave a file with `token` in each folder, or in the nearest above it that exists; returns folders that cannot be written."""
-    refused = []
+def mark(folders: list[str], token: str) -> None:
+    """Leave a file with `token` in each folder, or in the nearest above it that exists; one that refuses is noticed by who looks."""
     for folder in folders:
-        try:
+        with contextlib.suppress(OSError):
             (nearest_existing(Path(folder)) / f"{_MARK}{token}").touch()
-        except OSError:
-            refused.append(folder)
-    return refused
 
 
 def look(folders: list[str], tokens: list[str]) -> dict[str, list[str]]:
     """Which tokens are seen in each folder."""
     found = {}
     for folder in folders:
-        names = {entry.name for entry in os.scandir(nearest_existing(Path(folder)))}
+        place = nearest_existing(Path(folder))
+        names = {entry.name for entry in os.scandir(place)} if place.is_dir() else set()
         found[folder] = [token for token in tokens if f"{_MARK}{token}" in names]
     return found
 
@@ -52,7 +50,8 @@ def look(folders: list[str], tokens: list[str]) -> dict[str, list[str]]:
 def unmark(folders: list[str], token: str) -> None:
     """Take the files away again."""
     for folder in folders:
-        (nearest_existing(Path(folder)) / f"{_MARK}{token}").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            (nearest_existing(Path(folder)) / f"{_MARK}{token}").unlink()
 
 
 def free_port() -> int:

@@ -62,7 +62,9 @@ def examine(inquiry: Inquiry, say: Say) -> list[Check]:
         first = next(iter(cluster.hosts))
         ports = {name: inquiry.port if name == first else 0 for name in cluster.hosts}
         answers = cluster.ask("facts", {name: asdict(replace(asked, port=port)) for name, port in ports.items()}, seconds=_START_SECONDS)
-        there = {name: Facts.read(tree) for name, tree in answers.items()}
+        there = {name: Facts.read(tree) for name, tree in answers.items() if tree.keys() == Facts.__dataclass_fields__.keys()}
+        for name in answers.keys() - there.keys():
+            cluster.lost.append(Check("versions", name, "fail", "another ds_finetune than here answers", "install the same source on every host"))
         found = [Check("ssh", name, "ok", facts.hostname) for name, facts in there.items()]
         if not there:
             return cluster.lost

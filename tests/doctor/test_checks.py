@@ -139,6 +139,8 @@ def test_the_first_host_is_found_by_name(here: Facts) -> None:
         ({"a": ["a"], "b": ["b"]}, None, {"": "ok"}),
         ({"a": ["a", "b"], "b": ["a", "b"], "c": ["c"]}, False, {"c": "fail"}),
         ({"a": ["a"]}, False, {}),
+        ({"a": ["a", "b"], "b": ["a", "b"], "c": ["a", "b"]}, False, {"": "ok", "c": "fail"}),
+        ({"a": [], "b": []}, False, {"a": "fail", "b": "fail"}),
     ],
 )
 def test_shared_and_local_folders(seen: dict[str, list[str]], node_local: bool | None, states: dict[str, str]) -> None:
