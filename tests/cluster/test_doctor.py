@@ -54,12 +54,14 @@ def _slow(bed: Bed, number: int) -> Iterator[None]:
 
 def test_ready_hosts_then_a_slow_one(bed: Bed) -> None:
     hosts = str(bed.hostfile(1, 1, 1))
+    run_file = tiny_task(bed.shared / "task", train={"global_batch_size": 12})
     began = time.monotonic()
-    code, found = _doctor(bed, "--hostfile", hosts)
+    code, found = _doctor(bed, str(run_file), "--hostfile", hosts)
     assert time.monotonic() - began < 60
     assert (code, _wrong(found)) == (0, {})
     by_name = {check["name"] for check in found if check["state"] == "ok"}
     assert {"ssh", "clock", "versions", "devices", "port", "name", "links", "all-reduce", "all-gather", "folders"} <= by_name
+    assert {"plan", "files", "disk", "memory"} <= by_name
     assert len([check for check in found if check["name"] == "ssh"]) == 3
     with _slow(bed, 3):
         code, found = _doctor(bed, "--hostfile", hosts)
@@ -67,6 +69,7 @@ def test_ready_hosts_then_a_slow_one(bed: Bed) -> None:
     assert list(_wrong(found)) == [(f"{NETWORK}.3", "links")]
     assert _wrong(found)[f"{NETWORK}.3", "links"].startswith("sends ")
     assert not _left(bed)
+    assert not list(bed.folder.rglob(".ds_finetune-doctor-*"))
 
 
 def _wrong_hosts(bed: Bed) -> dict[str, str]:
@@ -105,15 +108,17 @@ def _port_held(bed: Bed) -> Iterator[int]:
 
 
 def test_everything_wrong_is_named_with_its_host(bed: Bed) -> None:
-    """One run: a pulled cable, a wrong key, a changed host key, an unknown name, another torch, one host twice, a taken port, no interface."""
+    """A pulled cable, a wrong key, a changed host key, an unknown name, another torch, one host twice, a taken port, no interface, no shared
+    folder, and a batch that cannot be shared out: in one run."""
     names = (f"{NETWORK}.1", f"{NETWORK}.2", "twin", "stranger", "renewed", "no-such-host", f"{NETWORK}.3")
     hosts = bed.shared / "wrong"
     hosts.write_text("".join(f"{name} slots=64\n" for name in names))
     environ = _wrong_hosts(bed)
+    run_file = str(tiny_task(bed.shared / "wrong-task", output_dir=str(bed.own / "run")))
     bed.cable(3, plugged=False)
     try:
         with _port_held(bed) as pid:
-            code, found = _doctor(bed, "--hostfile", str(hosts), "--port", str(_PORT), environ=environ)
+            code, found = _doctor(bed, run_file, "--hostfile", str(hosts), "--port", str(_PORT), environ=environ)
     finally:
         bed.cable(3, plugged=True)
     wrong = _wrong(found)
@@ -127,17 +132,10 @@ def test_everything_wrong_is_named_with_its_host(bed: Bed) -> None:
     assert f"{_PORT} is taken: process {pid}, python" in wrong[f"{NETWORK}.1", "port"]
     assert wrong[f"{NETWORK}.1", "interface"] == "GLOO_SOCKET_IFNAME e7: no `e7` that is up and has an address"
     assert {check["host"] for check in found if check["name"] == "devices" and check["state"] == "warn"} == {*names[:2], "twin"}
-    assert {host for host, _ in wrong} == set(names)
+    assert "global_batch_size 8 " in wrong["", "plan"]
+    assert wrong[f"{NETWORK}.1", "folders"].endswith(f"is not the one of {NETWORK}.2, twin")
+    assert {host for host, _ in wrong} == {*names, ""}
     assert not _left(bed)
-
-
-def test_a_run_on_hosts_without_a_shared_folder(bed: Bed) -> None:
-    run_file = tiny_task(bed.shared / "task", output_dir=str(bed.own / "run"))
-    code, found = _doctor(bed, str(run_file), "--hostfile", str(bed.hostfile(1, 1)))
-    assert (code, list(_wrong(found))) == (2, [("", "folders")])
-    assert _wrong(found)["", "folders"].endswith("is another on each host, and checkpoint.node_local is false")
-    assert {check["name"] for check in found if check["state"] == "ok"} >= {"plan", "disk", "memory", "files", "folders"}
-    assert not list(bed.folder.rglob(".ds_finetune-doctor-*"))
 
 
 @pytest.mark.slow
