@@ -33,7 +33,9 @@ class Cluster:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        list(self._pool.map(Session.end, self.sessions.values()))
+        # Not in the pool, all of whose threads may be waiting for answers that an interrupt has made pointless.
+        with ThreadPoolExecutor(max_workers=len(self.hosts)) as ending:
+            list(ending.map(Session.end, self.sessions.values()))
         self._pool.shutdown()
 
     def ask(self, verb: str, arguments: Mapping[str, Mapping[str, object]], *, seconds: float, what: str = "") -> dict[str, Any]:
