@@ -9,6 +9,7 @@ from typing import Any, Self
 from ds_finetune.doctor.checks import Check, Clock, label, why_lost
 from ds_finetune.doctor.probe import MODULE
 from ds_finetune.doctor.session import HostLostError, RefusedError, Session
+from ds_finetune.errors import LaunchError
 from ds_finetune.hostfile import Host
 from ds_finetune.launch.remote import Remote
 
@@ -27,9 +28,12 @@ class Cluster:
         self.lost: list[Check] = []
 
     def __enter__(self) -> Self:
-        for name, host in self.hosts.items():
-            self.sessions[name] = Session(lambda log, host=host: self.remote.open(host, MODULE, stderr=log))  # type: ignore[misc]
         self._pool = ThreadPoolExecutor(max_workers=len(self.hosts))
+        try:
+            for name, host in self.hosts.items():
+                self.sessions[name] = Session(lambda log, host=host: self.remote.open(host, MODULE, stderr=log))  # type: ignore[misc]
+        except FileNotFoundError as absent:
+            raise LaunchError(f"`{absent.filename}` is not installed here", hint="install it (Debian: openssh-client)") from None
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

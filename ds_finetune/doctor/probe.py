@@ -20,6 +20,7 @@ MODULE = "ds_finetune.doctor.probe"
 LIFE_SECONDS = 1800
 """A probe ends by itself after this, should its host have lost the one who asks."""
 _MARK = ".ds_finetune-doctor-"
+_marks: list[Path] = []
 
 
 def facts(**asked: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON of an Asked
@@ -31,10 +32,15 @@ def facts(**asked: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON of an Asked
 
 
 def mark(folders: list[str], token: str) -> None:
-    """Leave a file with `token` in each folder, or in the nearest above it that exists; one that refuses is noticed by who looks."""
+    """Leave a file with `token` in each folder, or in the nearest above it that exists, for as long as this program runs.
+
+    One that cannot be written is noticed by who looks.
+    """
     for folder in folders:
+        path = nearest_existing(Path(folder)) / f"{_MARK}{token}"
         with contextlib.suppress(OSError):
-            (nearest_existing(Path(folder)) / f"{_MARK}{token}").touch()
+            path.touch()
+            _marks.append(path)
 
 
 def look(folders: list[str], tokens: list[str]) -> dict[str, list[str]]:
@@ -47,11 +53,10 @@ def look(folders: list[str], tokens: list[str]) -> dict[str, list[str]]:
     return found
 
 
-def unmark(folders: list[str], token: str) -> None:
-    """Take the files away again."""
-    for folder in folders:
+def _unmark() -> None:
+    for path in _marks:
         with contextlib.suppress(OSError):
-            (nearest_existing(Path(folder)) / f"{_MARK}{token}").unlink()
+            path.unlink()
 
 
 def free_port() -> int:
@@ -97,7 +102,6 @@ VERBS: dict[str, Callable[..., object]] = {
     "time": time.time,
     "mark": mark,
     "look": look,
-    "unmark": unmark,
     "free_port": free_port,
     "op": op,
     "measure": measure,
@@ -105,4 +109,4 @@ VERBS: dict[str, Callable[..., object]] = {
 }
 
 if __name__ == "__main__":
-    answer_requests(VERBS, seconds=LIFE_SECONDS)
+    answer_requests(VERBS, seconds=LIFE_SECONDS, at_end=_unmark)

@@ -3,7 +3,6 @@
 import os
 import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -68,21 +67,12 @@ def examine(inquiry: Inquiry, say: Say) -> list[Check]:
         found = [Check("ssh", name, "ok", facts.hostname) for name, facts in there.items()]
         if not there:
             return cluster.lost
-        with _marks(cluster, list(asked.folders)) as token:
-            found += _examined(inquiry, cluster, there, gather(asked))
-            found += _folders(cluster, token, inquiry.config)
+        # Long before they are looked for: a network file system shows other hosts' files late.
+        token = secrets.token_hex(4)
+        cluster.ask("mark", {name: {"folders": list(asked.folders), "token": f"{token}-{name}"} for name in there}, seconds=_QUICK_SECONDS)
+        found += _examined(inquiry, cluster, there, gather(asked))
+        found += _folders(cluster, token, inquiry.config)
         return [*cluster.lost, *found]
-
-
-@contextmanager
-def _marks(cluster: Cluster, folders: list[str]) -> Iterator[str]:
-    """A file in every folder on every host meanwhile, whose names end in what is yielded and the host."""
-    token = secrets.token_hex(4)
-    cluster.ask("mark", {name: {"folders": folders, "token": f"{token}-{name}"} for name in cluster.sessions}, seconds=_QUICK_SECONDS)
-    try:
-        yield token
-    finally:
-        cluster.ask("unmark", {name: {"folders": folders, "token": f"{token}-{name}"} for name in cluster.sessions}, seconds=_QUICK_SECONDS)
 
 
 def _examined(inquiry: Inquiry, cluster: Cluster, there: Mapping[str, Facts], here: Facts) -> list[Check]:

@@ -99,8 +99,8 @@ class Session:
         return line
 
 
-def answer_requests(verbs: Mapping[str, Callable[..., object]], *, seconds: int) -> None:
-    """The answering side: call the verb that each line of standard input names, until input ends.
+def answer_requests(verbs: Mapping[str, Callable[..., object]], *, seconds: int, at_end: Callable[[], None] = lambda: None) -> None:
+    """The answering side: call the verb that each line of standard input names, until input ends; then `at_end`.
 
     The process and what it started end with the input, whatever they are doing, and after `seconds` in any case. What libraries print
     goes to standard error. A FinetuneError is an answer; another exception ends the process, and its text is what the asking side gets.
@@ -111,7 +111,7 @@ def answer_requests(verbs: Mapping[str, Callable[..., object]], *, seconds: int)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     requests: queue.Queue[dict[str, Any]] = queue.Queue()
-    threading.Thread(target=_listen, args=(requests,), daemon=True).start()
+    threading.Thread(target=_listen, args=(requests, at_end), daemon=True).start()
     while True:
         request = requests.get()
         try:
@@ -122,8 +122,9 @@ def answer_requests(verbs: Mapping[str, Callable[..., object]], *, seconds: int)
         answers.flush()
 
 
-def _listen(requests: "queue.Queue[dict[str, Any]]") -> None:
+def _listen(requests: "queue.Queue[dict[str, Any]]", at_end: Callable[[], None]) -> None:
     for line in sys.stdin:
         requests.put(json.loads(line))
+    at_end()
     # The group holds compilers that an op's build has started.
     os.killpg(os.getpgrp(), signal.SIGKILL)

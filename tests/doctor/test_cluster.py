@@ -8,7 +8,10 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from ds_finetune.doctor.cluster import Cluster
+from ds_finetune.errors import LaunchError
 from ds_finetune.hostfile import Host
 from ds_finetune.launch.remote import Remote
 from tests.conftest import ROOT
@@ -64,3 +67,9 @@ def test_a_host_that_cannot_be_asked_is_reported_once_and_asked_no_more() -> Non
         clock = cluster.clocks()["127.0.0.1"]
         assert [(check.host, check.state) for check in cluster.lost] == [("localhost", "fail")]
     assert abs(clock.ahead) <= clock.round_trip < 5
+
+
+def test_no_ssh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LaunchError, match="`ssh` is not installed here"), Cluster([Host("elsewhere", 1, 1, user="me")], Remote(), print):
+        pass
