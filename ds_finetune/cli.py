@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from ds_finetune import starting, using
+from ds_finetune import machines, starting, using
 from ds_finetune.config import RunConfig, dump_config, read_config
 from ds_finetune.console import OUT, pairs, show_error, show_line, show_plan, show_report, show_verdicts
 from ds_finetune.errors import INTERRUPTED_EXIT_CODE, RUN_ERROR_EXIT_CODE, ConfigError, FinetuneError, VerificationError
@@ -255,8 +255,8 @@ def _parser() -> argparse.ArgumentParser:
         commands.add_parser("export", help="convert a run, a checkpoint, an adapter or a model to a folder for others", allow_abbrev=False)
     )
     _checkpoint_commands(commands.add_parser("checkpoint", help="look at checkpoints").add_subparsers(required=True, metavar="WHAT"))
-    using.add_commands(commands)
-    starting.add_commands(commands)
+    for module in (using, starting, machines):
+        module.add_commands(commands)
     demo = commands.add_parser("demo", help="write the embedded example (model config, tokenizer, data, run file) to a folder")
     demo.add_argument("folder")
     demo.set_defaults(command=_demo)

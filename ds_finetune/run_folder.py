@@ -25,7 +25,7 @@ def check_output(config: RunConfig, total_params: int | None, *, checkpoint_byte
     `checkpoint_bytes` are those of one checkpoint on this host. Leaves nothing behind.
     """
     folder = Path(config.output_dir)
-    existing = _nearest_existing(folder)
+    existing = nearest_existing(folder)
     if (folder / "metrics.jsonl").exists() and not _goes_on(folder, config):
         raise OutputError(f"output_dir `{folder}` already holds a run (metrics.jsonl)", hint="name another output_dir, or move that run away")
     if not existing.is_dir():
@@ -34,16 +34,27 @@ def check_output(config: RunConfig, total_params: int | None, *, checkpoint_byte
         raise OutputError(f"output_dir `{folder}`: no permission to write in `{existing}`", hint="change the permissions or name another output_dir")
     if total_params is None:
         return
-    folders = config.export.at_end + (config.eval.keep_best and bool(config.data.eval))
-    checkpoints = (config.checkpoint.keep + 1 + (config.checkpoint.keep_best and bool(config.data.eval))) if checkpoint_bytes else 0
-    needed = folders * total_params * _BYTES_PER_PARAMETER[config.train.precision] + checkpoints * checkpoint_bytes
-    free = shutil.disk_usage(existing).free + _bytes_of(folder)
+    folders, checkpoints = files_written(config, checkpoint_bytes=checkpoint_bytes)
+    needed = bytes_written(config, total_params, checkpoint_bytes=checkpoint_bytes)
+    free = shutil.disk_usage(existing).free + bytes_of(folder)
     if needed > free:
         raise OutputError(
             f"output_dir `{folder}`: {folders} export(s) and {checkpoints} checkpoints need {needed / _GIB:.2f} GiB"
             f" and the disk has {free / _GIB:.2f} GiB for them",
             hint="free some space, name another output_dir, lower checkpoint.keep, or set eval.keep_best false",
         )
+
+
+def files_written(config: RunConfig, *, checkpoint_bytes: int) -> tuple[int, int]:
+    """How many exports and checkpoints of a run lie on disk at most at one time, where a checkpoint takes any bytes."""
+    folders = config.export.at_end + (config.eval.keep_best and bool(config.data.eval))
+    return folders, (config.checkpoint.keep + 1 + (config.checkpoint.keep_best and bool(config.data.eval))) if checkpoint_bytes else 0
+
+
+def bytes_written(config: RunConfig, total_params: int, *, checkpoint_bytes: int) -> int:
+    """Bytes of them, checkpoints of `checkpoint_bytes` each."""
+    folders, checkpoints = files_written(config, checkpoint_bytes=checkpoint_bytes)
+    return folders * total_params * _BYTES_PER_PARAMETER[config.train.precision] + checkpoints * checkpoint_bytes
 
 
 def _goes_on(folder: Path, config: RunConfig) -> bool:
@@ -54,7 +65,7 @@ def _goes_on(folder: Path, config: RunConfig) -> bool:
     return any(checkpoints.glob("step-*")) or (checkpoints.is_dir() and not any(folder.glob("export*")))
 
 
-def _bytes_of(folder: Path) -> int:
+def bytes_of(folder: Path) -> int:
     """What a run in `folder` takes already, which its next files replace."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink()) if folder.is_dir() else 0
 
@@ -141,7 +152,8 @@ def _is_before(line: str, after_step: int) -> bool:
         return False
 
 
-def _nearest_existing(folder: Path) -> Path:
+def nearest_existing(folder: Path) -> Path:
+    """`folder`, or the nearest above it that exists."""
     return next(place for place in (folder, *folder.absolute().parents) if place.exists())
 
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from ds_finetune.config import RunConfig, read_config
 from ds_finetune.console import show_line
 from ds_finetune.errors import LaunchError
-from ds_finetune.hostfile import Host, chosen_hosts, read_hostfile
+from ds_finetune.hostfile import Host
+from ds_finetune.machines import add_host_options, hosts_of
 
 if TYPE_CHECKING:
     from ds_finetune.launch.environment import Carried
@@ -43,20 +44,12 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     launch.set_defaults(command=_launch)
 
 
-def add_host_options(parser: argparse.ArgumentParser) -> None:
-    """Options that say which hosts, and how they are reached."""
-    parser.add_argument("--hostfile", help="hosts and slots, a line each: `worker-1 slots=8`")
-    parser.add_argument("--include", default="", metavar="HOSTS", help="use these alone: worker-1@worker-2:0,2")
-    parser.add_argument("--exclude", default="", metavar="HOSTS", help="use all but these, in the same form")
-    parser.add_argument("--ssh-args", default="", help="further arguments of ssh (default: those of DS_FINETUNE_SSH_ARGS)")
-
-
-def hosts_of(arguments: argparse.Namespace, *, nproc: int | None = None) -> tuple[Host, ...]:
+def _hosts(arguments: argparse.Namespace, nproc: int | None) -> tuple[Host, ...]:
     """The hosts that the options choose; without a hostfile this machine, with `nproc` ranks."""
     if arguments.hostfile:
         if nproc is not None:
             raise LaunchError(f"--nproc {nproc} and --hostfile {arguments.hostfile} are both given", hint="slots are the hostfile's")
-        return chosen_hosts(read_hostfile(arguments.hostfile), include=arguments.include, exclude=arguments.exclude)
+        return hosts_of(arguments)
     if arguments.include or arguments.exclude:
         raise LaunchError(f"{arguments.include or arguments.exclude} is chosen from no hostfile", hint="give --hostfile as well")
     if nproc is None or nproc < 1:
@@ -71,7 +64,7 @@ def _launch(arguments: argparse.Namespace) -> None:
     files = environment_files(os.environ, home=Path.home(), directory=Path.cwd())
     environment = carried(os.environ, arguments.env, files)
     whole_allocation = arguments.launcher == "slurm" and not arguments.hostfile and not arguments.emit
-    hosts = () if whole_allocation else hosts_of(arguments, nproc=arguments.nproc)
+    hosts = () if whole_allocation else _hosts(arguments, arguments.nproc)
     job = _job(arguments, hosts, environment)
     if arguments.emit:
         _emit(arguments, job)

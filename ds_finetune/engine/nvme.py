@@ -1,18 +1,25 @@
 """A guard for NVMe offload: some disks return from a direct read without having read."""
 
 import copy
+import os
+import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PretrainedConfig
 
 from ds_finetune.errors import ConfigError
-from ds_finetune.model.build import build_skeleton
 from ds_finetune.plan.layout import Plan
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _ELEMENTS = 512 * 1024
 _DEFAULT_BUFFER = 100_000_000
 """Elements, where `buffer_size` is not given (DeepSpeed 0.19.8, zero/offload_config.py)."""
+_AIO = {"block_size": 1 << 20, "queue_depth": 8, "single_submit": False, "overlap_events": True, "intra_op_parallelism": 1}
+"""What DeepSpeed 0.19.8 takes where the `aio` section does not say (swap_tensor/aio_config.py), in the order of `aio_handle`."""
 _OFFSET = 64
 """Elements before the destination: 256 bytes, which is no multiple of a 512-byte sector."""
 
@@ -26,14 +33,17 @@ def check_nvme(plan: Plan) -> None:
     zero = plan.deepspeed["zero_optimization"]
     folders = {str(s["nvme_path"]) for s in (zero.get("offload_optimizer"), zero.get("offload_param")) if s and s.get("device") == "nvme"}
     for folder in sorted(folders):
-        _check_folder(Path(folder), plan.world.rank)
+        check_folder(Path(folder), f"probe-rank{plan.world.rank}")
 
 
-def check_buffers(plan: Plan, hf_config: PretrainedConfig) -> None:
+def check_buffers(plan: Plan, hf_config: "PretrainedConfig") -> None:
     """ConfigError where a rank's slice of the largest tensor does not fit a buffer of `offload_param` to NVMe.
 
     DeepSpeed 0.19.8 asserts so in the middle of building the model (swap_tensor/partitioned_param_swapper.py:352).
     """
+    # Imported here, since the doctor's probes measure disks without ever needing a model.
+    from ds_finetune.model.build import build_skeleton
+
     section = plan.deepspeed["zero_optimization"].get("offload_param") or {}
     if section.get("device") != "nvme":
         return
@@ -47,7 +57,8 @@ def check_buffers(plan: Plan, hf_config: PretrainedConfig) -> None:
         )
 
 
-def _check_folder(folder: Path, rank: int) -> None:
+def check_folder(folder: Path, name: str = "probe") -> None:
+    """Write a file `name` to `folder`, read it back at an unaligned address and compare; ConfigError as `check_nvme`."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     if not folder.is_dir():
@@ -55,7 +66,7 @@ def _check_folder(folder: Path, rank: int) -> None:
     if not AsyncIOBuilder().is_compatible(verbose=False):
         raise ConfigError(f"nvme_path `{folder}` needs DeepSpeed's async_io, which cannot be built", hint="install libaio (Debian: libaio-dev)")
     handle = AsyncIOBuilder().load().aio_handle(1 << 20, 8, False, True, 1)
-    path = folder / f"probe-rank{rank}.swp"
+    path = folder / f"{name}.swp"
     written = handle.new_cpu_locked_tensor(_ELEMENTS, torch.empty(0, dtype=torch.float32))
     written.copy_(torch.arange(_ELEMENTS) + 1)
     handle.sync_pwrite(written, str(path), 0)
@@ -70,3 +81,28 @@ def _check_folder(folder: Path, rank: int) -> None:
             "DeepSpeed 0.19.8 would train on stale gradients there",
             hint="use a disk whose direct IO takes unaligned buffers (tmpfs does), or offload to cpu",
         )
+
+
+def measure_folder(folder: Path, aio: Mapping[str, Any], *, num_bytes: int = 1 << 27) -> tuple[float, float]:
+    """Bytes a second of writing and of reading `num_bytes` in `folder` past the page cache, with DeepSpeed's `aio` section.
+
+    Needs the op built (`check_folder`). ConfigError where the bytes read are not those written.
+    """
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    given = {**_AIO, **{key: value for key, value in aio.items() if key in _AIO}}
+    handle = AsyncIOBuilder().load().aio_handle(*given.values())
+    path = folder / f"speed-{os.getpid()}.swp"
+    like = torch.empty(0, dtype=torch.float32)
+    written, back = (handle.new_cpu_locked_tensor(num_bytes // 4, like) for _ in range(2))
+    written.copy_(torch.arange(num_bytes // 4))
+    back.zero_()
+    began = time.perf_counter()
+    handle.sync_pwrite(written, str(path), 0)
+    middle = time.perf_counter()
+    handle.sync_pread(back, str(path), 0)
+    ended = time.perf_counter()
+    path.unlink()
+    if not torch.equal(written, back):
+        raise ConfigError(f"nvme_path `{folder}` does not read back {num_bytes:,} bytes that were written", hint="use another disk")
+    return num_bytes / (middle - began), num_bytes / (ended - middle)

@@ -1,0 +1,104 @@
+"""What a run will want of its hosts: the plan's own refusals, operators, bytes of disk and memory, folders and files."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ds_finetune.config import RunConfig
+from ds_finetune.doctor.checks import Check, label
+from ds_finetune.errors import FinetuneError
+from ds_finetune.hostfile import Host
+from ds_finetune.plan.layout import Plan, make_plan
+from ds_finetune.world import World
+
+
+@dataclass(frozen=True)
+class Need:
+    """What the plan says: bytes that each rank keeps in host memory and on its GPU, bytes that each host writes, and operators."""
+
+    rank_bytes: int
+    gpu_bytes: int
+    disk_bytes: Mapping[str, int]
+    ops: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def folders_of(config: RunConfig | None) -> dict[str, str]:
+    """Folders that hosts may share, by what they are."""
+    if config is None:
+        return {"working folder": "."}
+    return {"output_dir": config.output_dir, "data.cache_dir": config.data.cache_dir}
+
+
+def files_of(config: RunConfig | None) -> tuple[str, ...]:
+    """Files and folders that every host must have; what is to come from a hub is not among them."""
+    if config is None:
+        return ()
+    named = [config.model.path, config.model.tokenizer, *config.data.train, *config.data.eval]
+    named += [config.deepspeed] if isinstance(config.deepspeed, str) else []
+    return tuple(path for path in named if path and Path(path).exists())
+
+
+def plan_of(config: RunConfig, hosts: Sequence[Host], device: str) -> Plan:
+    """The plan of `config` on all slots of `hosts`; a FinetuneError as a run would raise it before it loads anything."""
+    slots = [host.slots for host in hosts]
+    return make_plan(config, world=World(0, sum(slots), 0, slots[0], "the doctor"), device=device)
+
+
+def need_of(config: RunConfig, hosts: Sequence[Host], device: str) -> tuple[Need | None, Check]:
+    """What a run needs, and whether it can be planned at all, as one line."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    try:
+        plan = plan_of(config, hosts, device)
+        need = _need(plan, hosts)
+    except FinetuneError as refused:
+        return None, Check("plan", "", "fail", refused.message, refused.hint)
+    return need, Check("plan", "", "ok", f"{plan.mesh}, ZeRO-{plan.zero_stage}, {plan.world.world_size} ranks on {device}")
+
+
+def _need(plan: Plan, hosts: Sequence[Host]) -> Need:
+    from ds_finetune.arch import Shape
+    from ds_finetune.dry_run import held_tensors, state_bytes
+    from ds_finetune.engine.ops import needed_ops
+    from ds_finetune.material import token_spec
+    from ds_finetune.model.build import read_hf_config, resolve_folder
+    from ds_finetune.model.lora import chosen_targets
+    from ds_finetune.model.stages import stages_of
+    from ds_finetune.plan.legal import check_divides
+    from ds_finetune.run_folder import bytes_written
+
+    config = plan.config
+    hf_config = read_hf_config(config.model.path, files=("*.json",))
+    token_spec(config, hf_config)
+    check_divides(plan.mesh, hf_config.to_dict(), pp_layers=config.parallel.pp_layers)
+    stages = stages_of(hf_config, config.parallel)
+    total = Shape.of(resolve_folder(config.model.path, files=("*.json",))).total_params
+    lora = config.lora
+    trained = total if lora is None else sum(target.num_params(lora.rank) for target in chosen_targets(hf_config, lora))
+    adapters = 0 if lora is None else trained
+    held = max((held_tensors(plan, hf_config, stages, place) for place in range(plan.mesh.pp)), key=lambda part: sum(kind.numel for kind in part))
+    sizes = state_bytes(plan, held, adapters=adapters)
+    where = {"weights": plan.offload_param, "gradients": plan.offload_optimizer, "optimizer": plan.offload_optimizer}
+    at_home = "cpu" if plan.device == "cpu" else "cuda"
+    homes = {name: at_home if where[name] == "none" else where[name] for name in sizes}
+    checkpoint = trained * plan.bytes_per_parameter if config.checkpoint.every_steps else 0
+    copied = checkpoint // plan.world.world_size if plan.saves_aside else 0
+    return Need(
+        rank_bytes=copied + sum(size for name, size in sizes.items() if homes[name] == "cpu"),
+        gpu_bytes=sum(size for name, size in sizes.items() if homes[name] == "cuda"),
+        disk_bytes=_disk(plan, hosts, checkpoint, lambda size: bytes_written(config, total, checkpoint_bytes=size)),
+        ops=needed_ops(plan),
+    )
+
+
+def _disk(plan: Plan, hosts: Sequence[Host], checkpoint: int, written: Any) -> dict[str, int]:  # noqa: ANN401
+    """Rank zero's host writes the exports, and all checkpoints where the folder is one; else each host its ranks' share of those."""
+    kept = plan.config.checkpoint
+    found = {}
+    for number, host in enumerate(hosts):
+        share = checkpoint * host.slots // plan.world.world_size if kept.node_local else checkpoint
+        exports = written(0)
+        found[label(host)] = written(share) if number == 0 else written(share) - exports if kept.node_local else 0
+    return found

@@ -1,0 +1,202 @@
+"""Hosts talk to each other as a run would: one process group, each link by itself, then all at once; measured, and bounded in time."""
+
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+from ds_finetune.doctor.facts import interface_towards
+
+JOIN_SECONDS = 30
+"""How long a rank waits for the others to come to the meeting place: Python imports torch meanwhile."""
+TALK_SECONDS = 30
+"""How long a rank waits in one exchange."""
+_ALL_PAIRS = 8
+"""Hosts up to which every pair is measured; of more a ring of neighbours."""
+_SIZES = (1 << 16, 1 << 19, 1 << 22, 1 << 25, 1 << 28)
+"""Bytes of an exchange: the next is taken while one takes less than `_LONG` seconds; the last on GPUs alone."""
+_LONG = 0.2
+_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A rank of the measurement: its place, where all meet, and the ranks that stand for their hosts on links (the first of each)."""
+
+    rank: int
+    world_size: int
+    address: str
+    port: int
+    device: str
+    local_rank: int
+    leaders: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What a rank found: bytes a second from it to others (by rank), bus bandwidth of the collectives, ranks that never came, wrong values."""
+
+    links: dict[int, float]
+    all_reduce: float = 0.0
+    all_gather: float = 0.0
+    num_bytes: int = 0
+    missing: tuple[int, ...] = ()
+    wrong: tuple[int, ...] = ()
+    problem: str = ""
+
+
+def rounds(count: int) -> list[list[tuple[int, int]]]:
+    """Pairs of `count` hosts in rounds in which each host is in one pair at most: every pair, or of many hosts a ring's neighbours."""
+    if count > _ALL_PAIRS:
+        ring = [(place, (place + 1) % count) for place in range(count)]
+        last = [ring[-1]] if count % 2 else []
+        return [found for found in (ring[0 : count - len(last) : 2], ring[1 : count - len(last) : 2], last) if found]
+    seats = list(range(count + count % 2))
+    found = []
+    for _ in range(len(seats) - 1):
+        pairs = zip(seats[: len(seats) // 2], reversed(seats[len(seats) // 2 :]), strict=True)
+        found.append([(min(pair), max(pair)) for pair in pairs if max(pair) < count])
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return found
+
+
+def measure(**seat: Any) -> dict[str, object]:  # noqa: ANN401 - JSON of a Seat
+    """Take a `Seat` and return what was `Heard`; needs a process of its own, since a group that hangs cannot be left."""
+    taken = Seat(**seat)
+    interface = interface_towards(taken.address)
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if interface else ():
+        os.environ.setdefault(name, interface)
+    return asdict(_measured(taken))
+
+
+def _measured(seat: Seat) -> Heard:
+    import torch
+    import torch.distributed as dist
+
+    try:
+        store = dist.TCPStore(
+            seat.address, seat.port, seat.world_size, seat.rank == 0, timeout=timedelta(seconds=JOIN_SECONDS), wait_for_workers=False
+        )
+    except RuntimeError as silent:
+        return Heard({}, problem=f"cannot reach the first host at {seat.address} port {seat.port}: {_first_line(silent)}")
+    here = [f"here/{rank}" for rank in range(seat.world_size)]
+    store.set(here[seat.rank], "1")
+    try:
+        store.wait(here, timedelta(seconds=JOIN_SECONDS))
+    except RuntimeError:
+        return Heard({}, missing=tuple(rank for rank in range(seat.world_size) if not store.check([here[rank]])))
+    device = torch.device("cuda", seat.local_rank) if seat.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.world_size, timeout=timedelta(seconds=TALK_SECONDS))
+        heard = _talk(seat, device)
+        # The store lives in rank 0, which must not go before the others have ended.
+        dist.barrier()
+    except RuntimeError as broken:
+        return Heard({}, problem=_first_line(broken))
+    return heard
+
+
+def _talk(seat: Seat, device: Any) -> Heard:  # noqa: ANN401 - torch.device, which is imported late
+    import torch
+    import torch.distributed as dist
+
+    links: dict[int, float] = {}
+    for pair in (pair for together in rounds(len(seat.leaders)) for pair in together):
+        a, b = (seat.leaders[place] for place in pair)
+        for sender, receiver in ((a, b), (b, a)):
+            if seat.rank == sender:
+                links[receiver] = _send(receiver, device)
+            elif seat.rank == receiver:
+                _receive(sender, device)
+    dist.barrier()
+    ranks = seat.world_size
+    values = [torch.zeros(1, device=device) for _ in range(ranks)]
+    dist.all_gather(values, torch.full((1,), float(seat.rank), device=device))
+    wrong = tuple(rank for rank, value in enumerate(values) if value.item() != rank)
+
+    def all_reduce(numel: int) -> None:
+        dist.all_reduce(torch.ones(numel, device=device))
+
+    def all_gather(numel: int) -> None:
+        part = torch.ones(numel // ranks, device=device)
+        dist.all_gather([torch.empty_like(part) for _ in range(ranks)], part)
+
+    # Bus bandwidth as NCCL's tests count it (nccl-tests, doc/PERFORMANCE.md): what each link carries, whatever the number of ranks.
+    reduced, num_bytes = _rate(all_reduce, device)
+    gathered, _ = _rate(all_gather, device)
+    return Heard(links, reduced * 2 * (ranks - 1) / ranks, gathered * (ranks - 1) / ranks, num_bytes, wrong=wrong)
+
+
+def _send(receiver: int, device: Any) -> float:  # noqa: ANN401
+    """Bytes a second to `receiver`, an acknowledgement waited for."""
+    import torch
+    import torch.distributed as dist
+
+    ack = torch.zeros(1, device=device)
+
+    def exchange(size: int) -> float:
+        payload = torch.zeros(size, dtype=torch.uint8, device=device)
+        dist.send(torch.tensor([size], device=device), receiver)
+        began = time.perf_counter()
+        dist.send(payload, receiver)
+        dist.recv(ack, receiver)
+        ack.item()
+        return time.perf_counter() - began
+
+    rate, _ = _best(exchange, device)
+    dist.send(torch.tensor([0], device=device), receiver)
+    return rate
+
+
+def _receive(sender: int, device: Any) -> None:  # noqa: ANN401
+    import torch
+    import torch.distributed as dist
+
+    size, ack = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, device=device)
+    dist.recv(size, sender)
+    while size.item():
+        dist.recv(torch.zeros(int(size.item()), dtype=torch.uint8, device=device), sender)
+        dist.send(ack, sender)
+        dist.recv(size, sender)
+
+
+def _rate(work: Callable[[int], None], device: Any) -> tuple[float, int]:  # noqa: ANN401
+    """Bytes a second of a collective over fp32 numbers, by the slowest rank, and how many bytes."""
+    import torch
+    import torch.distributed as dist
+
+    def exchange(size: int) -> float:
+        dist.barrier()
+        began = time.perf_counter()
+        work(size // 4)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        slowest = torch.tensor([time.perf_counter() - began], device=device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return float(slowest.item())
+
+    return _best(exchange, device)
+
+
+def _best(exchange: Callable[[int], float], device: Any) -> tuple[float, int]:  # noqa: ANN401
+    """Bytes a second of `exchange`, which takes a size and returns seconds: of the first size that takes long enough to be measured."""
+    sizes = iter(_SIZES if device.type == "cuda" else _SIZES[:-1])
+    size, seconds = next(sizes), exchange(_SIZES[0])
+    for larger in sizes:
+        if seconds > _LONG:
+            break
+        size, seconds = larger, exchange(larger)
+    for _ in range(_REPEATS if seconds < 1 else 0):
+        seconds = min(seconds, exchange(size))
+    return size / seconds, size
+
+
+def _first_line(error: BaseException) -> str:
+    """Without the place in gloo's source that its messages begin with."""
+    return re.sub(r"^\[\S+\] *", "", str(error).strip().splitlines()[0])

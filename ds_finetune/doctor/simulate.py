@@ -1,0 +1,69 @@
+"""A hostfile and a run without the machines: the plan, who gets which ranks, and which groups of ranks leave their host."""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from ds_finetune.config import RunConfig
+from ds_finetune.doctor.checks import Check, State, label
+from ds_finetune.doctor.need import need_of, plan_of
+from ds_finetune.errors import FinetuneError
+from ds_finetune.hostfile import Host
+from ds_finetune.plan.mesh import Mesh
+
+_GIB = 2**30
+_TALKATIVE = ("tp", "sp")
+"""Axes whose ranks exchange activations in every layer."""
+
+
+def simulate(hosts: Sequence[Host], config: RunConfig | None) -> list[Check]:
+    """What can be said of `config` on `hosts` of GPUs by arithmetic; their layout alone without one."""
+    counts = sorted({host.slots for host in hosts})
+    world = sum(host.slots for host in hosts)
+    checks = [Check("hosts", "", "ok", f"{world} ranks on {len(hosts)} hosts"), *_unequal(hosts, counts)]
+    checks += [Check("ranks", label(host), "ok", _ranks(ranks)) for host, ranks in zip(hosts, ranks_of(hosts), strict=True)]
+    if config is None:
+        return checks
+    need, planned = need_of(config, hosts, "cuda")
+    checks.append(planned)
+    if need is not None:
+        most = max(need.disk_bytes.values())
+        held = f"a rank keeps {need.gpu_bytes / _GIB:,.1f} GiB on its GPU and {need.rank_bytes / _GIB:,.1f} GiB in memory, without activations"
+        checks.append(Check("memory", "", "ok", held))
+        checks.append(Check("disk", "", "ok", f"output_dir takes {most / _GIB:,.1f} GiB at most"))
+    try:
+        mesh = plan_of(config, hosts, "cuda").mesh
+    except FinetuneError:
+        return checks
+    return [*checks, *group_checks(mesh, hosts)]
+
+
+def ranks_of(hosts: Sequence[Host]) -> list[range]:
+    """Ranks of each host, numbered in the order of the hostfile as every launcher does."""
+    ends = list(accumulate(host.slots for host in hosts))
+    return [range(end - host.slots, end) for host, end in zip(hosts, ends, strict=True)]
+
+
+def group_checks(mesh: Mesh, hosts: Sequence[Host]) -> Iterator[Check]:
+    """For each axis that is used, on how many hosts its widest group of ranks lies."""
+    home = [place for place, ranks in enumerate(ranks_of(hosts)) for _ in ranks]
+    groups = {axis: mesh.lines(axis) for axis in ("tp", "sp", "pp", "dp") if getattr(mesh, axis) > 1}  # type: ignore[arg-type]
+    groups |= {"ep": mesh.expert_lines()} if mesh.ep > 1 else {}
+    for axis, lines in groups.items():
+        widest = max(lines, key=lambda line: len({home[rank] for rank in line}))
+        span = len({home[rank] for rank in widest})
+        is_slow = span > 1 and axis in _TALKATIVE
+        state: State = "warn" if is_slow else "ok"
+        where = "stay within a host" if span == 1 else f"lie on {span} hosts, e.g. ranks {', '.join(map(str, widest[:8]))}"
+        mend = f"set parallel.{axis} to a divisor of every host's slots" if is_slow else ""
+        yield Check("groups", "", state, f"{len(lines)} groups of {axis} {len(widest)} {where}", mend)
+
+
+def _unequal(hosts: Sequence[Host], counts: Sequence[int]) -> Iterator[Check]:
+    if len(counts) > 1:
+        few = [label(host) for host in hosts if host.slots < counts[-1]]
+        found = f"{', '.join(few[:8])} with fewer slots than {counts[-1]}"
+        yield Check("hosts", "", "warn", found, "every rank does as much as any other: fine, if that is meant")
+
+
+def _ranks(ranks: range) -> str:
+    return f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
