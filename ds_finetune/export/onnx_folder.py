@@ -31,7 +31,7 @@ _PACKAGES = ("onnx", "onnxruntime")
 _SHARD_BYTES = 5 * 10**9
 _GIB = 2**30
 _PLAIN_COPY = "make a bf16 copy of it first, where it is in FP8 blocks by `ds-finetune export SOURCE COPY`"
-_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
+_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS)
 
 
 @dataclass(frozen=True)
