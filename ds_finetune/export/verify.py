@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ _LIMIT = {"float32": 1e-5}
 _LIMIT_16_BIT, _NOISE_FACTOR, _HIGHEST_LIMIT = 1e-3, 3.0, 0.05
 _QUANTILE = 0.9
 _SHOWN = 10
+_NUMBER = re.compile(r"(?<=\.)(?:0|[1-9]\d*)(?=\.)")
 _ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "U8": 1, "I8": 1, "I32": 4, "I64": 8, "BOOL": 1}
 _FP8 = "F8_E4M3"
 _FP8_LEFT = "the bytes are those that were written; logits are not checked: plain transformers misreads FP8 blocks of sizes that 128 does not divide"
@@ -250,8 +253,29 @@ def _beside_base(held: Mapping[str, Held], theirs: Mapping[str, Held], base: Pat
     pairs = sorted({(held[key].dtype, theirs[key].dtype) for key in common} - {(d, d) for d in _ITEM_BYTES})
     for ours, its in pairs:
         kinds.append((f"are {ours} and {its} in the base", [k for k in common if (held[k].dtype, theirs[k].dtype) == (ours, its)]))
-    lines = [f"{len(keys)} tensors {text}: {_some(keys)}" for text, keys in kinds if keys]
+    lines = [f"{len(keys)} tensors {text}: {', '.join(in_ranges(keys))}" for text, keys in kinds if keys]
     return lines or [f"names, shapes and dtypes of all {len(common)} tensors are those of the base"]
+
+
+def in_ranges(names: Sequence[str]) -> list[str]:
+    """Every one of `names`, those that differ in their numbers alone as one where it says neither more nor less: `experts.{0-255}.up_proj`."""
+    found: dict[str, list[tuple[int, ...]]] = {}
+    for name in names:
+        found.setdefault(_NUMBER.sub("{}", name.replace("{", "{{").replace("}", "}}")), []).append(tuple(map(int, _NUMBER.findall(name))))
+    lines: list[str] = []
+    for pattern, numbers in found.items():
+        columns = [sorted(set(column)) for column in zip(*numbers, strict=True)]
+        if set(product(*columns)) == set(numbers):
+            lines.append(pattern.format(*map(_range, columns)))
+        else:
+            lines += [pattern.format(*some) for some in numbers]
+    return lines
+
+
+def _range(numbers: Sequence[int]) -> str:
+    """`7`, or `{0-2, 5}` for several."""
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
+    return str(numbers[0]) if len(numbers) == 1 else f"{{{', '.join(f'{run[0]}-{run[-1]}' if len(run) > 1 else str(run[0]) for run in runs)}}}"
 
 
 def _some(names: Sequence[str]) -> str:
