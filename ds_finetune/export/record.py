@@ -21,11 +21,15 @@ RECORD = "verification.json"
 """File of an exported folder. Not safetensors: vLLM takes every `*.safetensors` of a folder for weights."""
 UNVERIFIED = "UNVERIFIED"
 """File of an exported folder that says why the folder is not, or not yet, verified."""
+MODEL, DATA = "model.onnx", "model.onnx.data"
+"""Files of an ONNX folder: its graph, and its weights where they are not in it."""
 PROMPT_TOKENS = 32
 """Tokens of a prompt at most."""
 _KEPT_LOGITS = 512
 """Logits of a position that are kept, about; 512 positions then meet every row of a head of 260,000."""
 _FORMAT = 1
+ONNX_FORMAT = "onnx 1"
+"""What the record of an ONNX folder (export/onnx_record.py) says in its place."""
 _TEXTS = (
     "The capital of France is Paris, and the capital of Italy is",
     "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May.",
@@ -158,3 +162,14 @@ def kept_logits(logits: Iterable[torch.Tensor], prompts: Sequence[Sequence[int]]
 def mark_unchecked(folder: Path) -> None:
     """Mark a folder that was written and not checked yet."""
     (folder / UNVERIFIED).write_text(f"not checked yet; see {RECORD} and `ds-finetune export --check`\n", encoding="utf-8")
+
+
+def is_onnx(folder: Path) -> bool:
+    """Whether a folder is one for ONNX Runtime, or was: its graph or its record says so."""
+    if (folder / MODEL).is_file():
+        return True
+    try:
+        tree = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(tree, dict) and tree.get("format") == ONNX_FORMAT
