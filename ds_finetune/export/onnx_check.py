@@ -1,6 +1,5 @@
 """ONNX Runtime against plain transformers: other batch sizes and lengths, padding, a cache that grows, greedy decoding."""
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -8,18 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from ds_finetune.export.record import MODEL
+from ds_finetune.export.onnx_model import OnnxModel
 
 TOLERANCES = {np.dtype(np.float32): 1e-4, np.dtype(np.float16): 2e-2}
 """Largest difference of logits over the largest logit of the case that counts as equal, by the graph's dtype."""
 FLIPPED_SHARE = 0.1
 """Share of positions that may differ more where routed experts are chosen from fp16 activations."""
 NEW_TOKENS = 16
-_PAST = "past_key_values."
 
 
 @dataclass(frozen=True)
@@ -128,45 +125,6 @@ def compare(folder: Path, reference: Reference) -> Verdict:
     if differing > allowed * reference.leads.size:
         failures.append(f"{differing} of {reference.leads.size} greedy tokens differ")
     return Verdict(len(found), beyond, float(found.max()), tolerance, allowed, differing, reference.experts, tuple(failures))
-
-
-class OnnxModel:
-    """A folder's model.onnx in ONNX Runtime on the CPU."""
-
-    def __init__(self, folder: Path) -> None:
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = len(os.sched_getaffinity(0))
-        self._session = onnxruntime.InferenceSession(str(folder / MODEL), options, providers=["CPUExecutionProvider"])
-        self._caches = {entry.name: entry.shape for entry in self._session.get_inputs() if entry.name.startswith(_PAST)}
-        output = self._session.get_outputs()[0]
-        self.dtype = np.dtype(np.float16 if output.type == "tensor(float16)" else np.float32)
-        self.vocab: int = output.shape[2]
-
-    @property
-    def has_cache(self) -> bool:
-        """Whether it takes past keys and values."""
-        return bool(self._caches)
-
-    def empty_cache(self, rows: int) -> list[np.ndarray]:
-        """Keys and values of no tokens, in the order of the inputs."""
-        return [np.zeros((rows, heads, 0, width), dtype=self.dtype) for _, heads, _, width in self._caches.values()]
-
-    def run(self, ids: np.ndarray, mask: np.ndarray, cache: list[np.ndarray]) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Logits [rows, length, vocabulary] of `ids` [rows, length], the last of the tokens that `mask` [rows, total] is for, and the grown cache."""
-        positions = np.maximum(mask.cumsum(axis=1) - 1, 0)[:, -ids.shape[1] :]
-        feeds = {"input_ids": ids, "attention_mask": mask, "position_ids": positions} | dict(zip(self._caches, cache, strict=True))
-        logits, *grown = self._session.run(None, feeds)
-        return logits, grown
-
-    def logits(self, ids: np.ndarray, mask: np.ndarray, chunks: tuple[int, ...]) -> np.ndarray:
-        """Logits of all tokens, given in chunks with the cache between them."""
-        cache, parts, end = self.empty_cache(len(ids)), [], 0
-        for size in chunks:
-            part, cache = self.run(ids[:, end : end + size], mask[:, : end + size], cache)
-            parts.append(part)
-            end += size
-        assert end == ids.shape[1], chunks
-        return np.concatenate(parts, axis=1)
 
 
 def _distances(model: OnnxModel, case: Case, reference: Reference) -> np.ndarray:
