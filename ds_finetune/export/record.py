@@ -140,11 +140,14 @@ def stride_of(vocab_size: int) -> int:
 
 
 def prompts_of(vocab_size: int, tokenizer: PreTrainedTokenizerBase | None) -> tuple[tuple[int, ...], ...]:
-    """Eight prompts of `PROMPT_TOKENS` ids drawn from the vocabulary, the same each time, and the first tokens of eight short texts."""
+    """Eight prompts of `PROMPT_TOKENS` ids drawn from the vocabulary, the same each time, and the first tokens of eight short texts.
+
+    A text of which a tokenizer makes no tokens, e.g. of a script that it does not know, is left out.
+    """
     draw = random.Random(0)
     drawn = [tuple(draw.randrange(vocab_size) for _ in range(PROMPT_TOKENS)) for _ in range(8)]
     texts = [] if tokenizer is None else tokenizer(list(_TEXTS))["input_ids"]
-    return (*drawn, *(tuple(ids[:PROMPT_TOKENS]) for ids in texts))
+    return (*drawn, *(tuple(ids[:PROMPT_TOKENS]) for ids in texts if ids))
 
 
 def kept_logits(logits: Iterable[torch.Tensor], prompts: Sequence[Sequence[int]], vocab_size: int) -> Floats:

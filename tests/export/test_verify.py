@@ -5,12 +5,14 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from string import ascii_lowercase
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from ds_finetune.cli import main
 from ds_finetune.errors import ExportError
@@ -203,6 +205,15 @@ def test_every_kept_logit_is_compared_once_a_position_and_every_row_of_the_head_
     found = kept_logits(logits, prompts, 1100)
     assert len(found) == sum(record.lengths())
     assert {*found.tolist()} == {*range(1100)}
+
+
+def test_texts_without_a_token_are_no_prompts() -> None:
+    """A tokenizer of Latin letters alone makes nothing of two of the eight texts; a run must not fail at its end for that."""
+    core = Tokenizer(models.WordLevel({letter: number for number, letter in enumerate(ascii_lowercase)}))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    prompts = prompts_of(26, PreTrainedTokenizerFast(tokenizer_object=core))
+    assert len(prompts) == 8 + 6
+    assert all(0 < len(prompt) <= 32 for prompt in prompts)
 
 
 def test_deviation_is_root_mean_square_over_the_largest() -> None:
