@@ -70,7 +70,7 @@ def _multiplied_out(folder: Path, *, moved: bool = False) -> tuple[PreTrainedMod
     """The model of a folder in FP8 blocks as if it had been published in bf16."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     del config.quantization_config
-    stored = {}
+    stored: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
             stored |= {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - not a dict

@@ -74,8 +74,8 @@ class Loaded:
         """Of folder `number`."""
         report = json.loads((place / f"{number}.json").read_text(encoding="utf-8"))
         assert not report["ours"], report["ours"]
-        files = (place / f"{number}.{name}.npy" for name in ("own", "fp32", "moved"))
-        return cls(report, *(np.load(file) if file.is_file() else None for file in files))
+        files = {name: place / f"{number}.{name}.npy" for name in ("own", "fp32", "moved")}
+        return cls(report, **{name: np.load(file) for name, file in files.items() if file.is_file()})
 
 
 def verify(folders: Sequence[Path], *, base: Path | None = None, available_bytes: int | None = None) -> list[Verdict]:
