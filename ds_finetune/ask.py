@@ -1,22 +1,18 @@
-"""Ask an exported folder a question with plain transformers, in this process and without any code of the training."""
+"""Ask an exported folder a question with plain transformers or ONNX Runtime, in this process and without any code of the training."""
 
 from collections.abc import Sequence
 from pathlib import Path
-
-from ds_finetune.errors import ExportError
 
 
 def answers(folder: Path, prompts: Sequence[str], *, max_new_tokens: int = 128) -> list[str]:
     """Greedy answers of the model in `folder` to each prompt, asked through its chat template where it has one."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    if not (folder / "config.json").is_file():
-        raise ExportError(f"`{folder}` holds no config.json", hint="name the run's export folder, e.g. runs/quickstart/export")
+    from ds_finetune.export.load import load_exported
+
+    model = load_exported(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
-    if torch.cuda.is_available():
-        model = model.cuda()
     found = []
     for prompt in prompts:
         if tokenizer.chat_template:

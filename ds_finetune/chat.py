@@ -1,4 +1,4 @@
-"""A conversation with an exported folder in the terminal: plain transformers, its chat template, the answer as it comes."""
+"""A conversation with an exported folder in the terminal: plain transformers or ONNX Runtime, its chat template, the answer as it comes."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -15,16 +15,14 @@ class Conversation:
     """A model, its tokenizer and what was said."""
 
     def __init__(self, folder: Path, *, max_new_tokens: int) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoTokenizer
 
-        if not (folder / "config.json").is_file():
-            raise ExportError(f"`{folder}` holds no config.json", hint="name an exported folder, e.g. runs/r1/export")
+        from ds_finetune.export.load import load_exported
+
+        self._model = load_exported(folder)
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
         if not self._tokenizer.chat_template:
             raise ExportError(f"the tokenizer of `{folder}` has no chat template", hint="ask it single questions with `ds-finetune ask`")
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
-        self._model = model.cuda() if torch.cuda.is_available() else model
         self._max_new_tokens = max_new_tokens
         self.messages: list[Message] = []
 

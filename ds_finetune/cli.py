@@ -137,7 +137,7 @@ def _selftest(arguments: argparse.Namespace) -> None:
 
 def _export(arguments: argparse.Namespace) -> None:
     if arguments.check:
-        _verify([Path(arguments.check)], arguments.base)
+        _check(Path(arguments.check), arguments.base)
         return
     if arguments.out is None:
         raise ConfigError(f"export has SOURCE `{arguments.source}` and no OUT", hint="write `ds-finetune export SOURCE OUT`, or `--check OUT`")
@@ -164,6 +164,23 @@ def _export(arguments: argparse.Namespace) -> None:
         _verify([exported.folder], arguments.base)
 
 
+def _check(folder: Path, base: str | None) -> None:
+    from ds_finetune.export.onnx_folder import check_packages
+    from ds_finetune.export.record import is_onnx
+
+    if not is_onnx(folder):
+        _verify([folder], base)
+        return
+    check_packages()
+    if base:
+        raise ConfigError(f"--base {base} says nothing to the ONNX folder {folder}", hint="leave it out: the folder's record is enough")
+    from ds_finetune.export.onnx_record import check_onnx
+
+    verdict = check_onnx(folder)
+    show_verdicts([verdict])
+    _refuse_unverified([verdict])
+
+
 def _verify(folders: list[Path], base: str | None) -> None:
     from ds_finetune.export.verify import verify
     from ds_finetune.run_folder import available_bytes
@@ -187,6 +204,10 @@ def _export_onnx(arguments: argparse.Namespace) -> None:
 
     if arguments.max_shard_size:
         raise ConfigError(f"--max-shard-size {arguments.max_shard_size} says nothing to --format onnx", hint="leave it out: weights are one file")
+    if not arguments.verify:
+        raise ConfigError(
+            f"--no-verify says nothing to --format {arguments.format}", hint="leave it out: an ONNX folder has its name only once it is verified"
+        )
     exported = export_onnx(
         Path(arguments.source),
         Path(arguments.out),

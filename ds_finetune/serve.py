@@ -17,9 +17,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ds_finetune.errors import ServeError
-from ds_finetune.export.record import UNVERIFIED
+from ds_finetune.export.record import UNVERIFIED, is_onnx
 
-ENGINES = ("vllm", "transformers")
+ENGINES = ("vllm", "transformers", "onnx")
 _SERVING = ("fastapi", "uvicorn", "pydantic", "openai")
 """What `transformers serve` imports (transformers 5.23, utils/import_utils.py:972)."""
 _POLL_SECONDS = 0.3
@@ -49,7 +49,7 @@ def serve(folder: Path, address: Address, *, engine: str, ready_seconds: float, 
     """
     if not (folder / "config.json").is_file():
         raise ServeError(f"`{folder}` holds no config.json", hint="name an exported folder, e.g. runs/r1/export")
-    chosen = choose_engine(engine)
+    chosen = choose_engine(engine, folder)
     _check_free(address)
     if (folder / UNVERIFIED).is_file():
         say(f"{folder} is UNVERIFIED: {(folder / UNVERIFIED).read_text(encoding='utf-8').strip()}")
@@ -63,15 +63,26 @@ def serve(folder: Path, address: Address, *, engine: str, ready_seconds: float, 
     say("stopped")
 
 
-def choose_engine(engine: str) -> str:
-    """`auto` is vLLM where it is installed and there is a GPU, else `transformers serve`; ServeError where the engine is not installed."""
+def choose_engine(engine: str, folder: Path) -> str:
+    """`auto` is ONNX Runtime for an ONNX folder, for others vLLM where it is installed and there is a GPU, else `transformers serve`.
+
+    ServeError where the engine is not installed or does not read such a folder.
+    """
+    if engine == "auto" and is_onnx(folder):
+        engine = "onnx"
     if engine == "auto":
         engine = "vllm" if shutil.which("vllm") and _has_gpu() else "transformers"
+    if (engine == "onnx") != is_onnx(folder):
+        kind, way = ("an ONNX folder", "take --engine onnx") if engine != "onnx" else ("no ONNX folder", "make one: ds-finetune export --format onnx")
+        raise ServeError(f"--engine {engine}: `{folder}` is {kind}", hint=way)
     if engine == "vllm" and not shutil.which("vllm"):
         raise ServeError(f"--engine {engine}: there is no `vllm` on the path", hint="pip install vllm, or take --engine transformers")
-    absent = [name for name in _SERVING if find_spec(name) is None]
-    if engine == "transformers" and absent:
-        raise ServeError(f"--engine {engine} needs {', '.join(absent)}", hint="pip install 'ds_finetune[serve]'")
+    needed = {"vllm": (), "transformers": _SERVING, "onnx": (*_SERVING, "onnxruntime")}[engine]
+    absent = [name for name in needed if find_spec(name) is None]
+    if absent:
+        raise ServeError(
+            f"--engine {engine} needs {', '.join(absent)}", hint=f"pip install 'ds_finetune[serve{',onnx' if engine == 'onnx' else ''}]'"
+        )
     return engine
 
 
@@ -80,7 +91,8 @@ def command_of(engine: str, folder: Path, address: Address) -> list[str]:
     where = ["--host", address.host, "--port", str(address.port)]
     if engine == "vllm":
         return ["vllm", "serve", str(folder), "--served-model-name", str(folder), *where]
-    return [sys.executable, "-m", "transformers.cli.transformers", "serve", str(folder), "--device", "auto" if _has_gpu() else "cpu", *where]
+    device = "auto" if engine == "transformers" and _has_gpu() else "cpu"
+    return [sys.executable, "-m", "ds_finetune.transformers_server", str(folder), "--device", device, *where]
 
 
 def _has_gpu() -> bool:

@@ -23,7 +23,7 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     """Add `eval`, `serve` and `chat` to the program's commands."""
     _eval_command(commands.add_parser("eval", help="score an exported folder on held-out rows, beside its base", allow_abbrev=False))
     _serve_command(commands.add_parser("serve", help="an OpenAI-compatible endpoint over an exported folder", allow_abbrev=False))
-    chat = commands.add_parser("chat", help="talk to an exported folder, with plain transformers", allow_abbrev=False)
+    chat = commands.add_parser("chat", help="talk to an exported folder", allow_abbrev=False)
     chat.add_argument("folder", metavar="OUT")
     chat.add_argument("--max-new-tokens", type=int, default=512, help="tokens of an answer at most (default 512)")
     chat.set_defaults(command=_chat)
@@ -49,7 +49,7 @@ def _eval_command(scoring: argparse.ArgumentParser) -> None:
 
 def _serve_command(serving: argparse.ArgumentParser) -> None:
     serving.add_argument("folder", metavar="OUT", help="an exported folder")
-    serving.add_argument("--engine", choices=("auto", "vllm", "transformers"), default="auto", help="auto: vLLM on a GPU where it is installed")
+    serving.add_argument("--engine", choices=("auto", "vllm", "transformers", "onnx"), default="auto", help="auto: by the folder and GPU")
     serving.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine alone)")
     serving.add_argument("--port", type=int, default=8000, help="port to listen on (default 8000)")
     serving.add_argument("--ready-seconds", type=float, default=1800, help="how long loading may take (default 1800)")

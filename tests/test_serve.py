@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "out"
 
 
-def _plain_answer(folder: Path, messages: list[dict[str, str]]) -> str:
+def _plain_answer(folder: Path, messages: list[dict[str, str]], *, seed: int | None = None, **settings: Any) -> str:
+    """Greedy, or drawn with a seed."""
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    torch.manual_seed(seed or 0)
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=seed is not None, max_new_tokens=NEW_TOKENS, **settings)
+    return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+
+
+def _plain_completion(folder: Path, text: str) -> str:
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
     out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS)
     return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
 
@@ -57,12 +67,32 @@ def _serving() -> None:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[tuple[int, "subprocess.Popen[str]"]]:
-    """`ds-finetune serve` by transformers, ready; its port and process."""
+def onnx_folder(folder: Path) -> Path:
+    """The same model for ONNX Runtime."""
+    for name in ("onnx", "onnxruntime"):
+        pytest.importorskip(name, reason=f"{name} is not installed (pip install 'ds_finetune[onnx]')")
+    assert main(["export", str(folder), str(folder.parent / "onnx"), "--format", "onnx"]) == 0
+    return folder.parent / "onnx"
+
+
+@pytest.fixture(scope="module", params=["transformers", "onnx"])
+def engine(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def served(engine: str, request: pytest.FixtureRequest) -> Path:
+    """The folder that an engine serves."""
+    return Path(request.getfixturevalue("onnx_folder" if engine == "onnx" else "folder"))
+
+
+@pytest.fixture(scope="module")
+def server(engine: str, served: Path) -> Iterator[tuple[int, "subprocess.Popen[str]"]]:
+    """`ds-finetune serve` by an engine, which `auto` chooses, ready; its port and process."""
     _serving()
     port = _free_port()
-    (folder / "UNVERIFIED").write_text("not checked yet\n")
-    command = [sys.executable, "-m", "ds_finetune", "serve", str(folder), "--engine", "transformers", "--port", str(port)]
+    (served / "UNVERIFIED").write_text("not checked yet\n")
+    command = [sys.executable, "-m", "ds_finetune", "serve", str(served), "--port", str(port)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
     lines: list[str] = []
@@ -70,8 +100,8 @@ def server(folder: Path) -> Iterator[tuple[int, "subprocess.Popen[str]"]]:
         lines.append(line)
         if line.startswith(("ready: ", "error: ")):
             break
-    assert lines[-1] == f"ready: http://127.0.0.1:{port}/v1, model `{folder}`, by transformers; Ctrl-C ends it\n", "".join(lines)
-    assert any(line == f"{folder} is UNVERIFIED: not checked yet\n" for line in lines)
+    assert lines[-1] == f"ready: http://127.0.0.1:{port}/v1, model `{served}`, by {engine}; Ctrl-C ends it\n", "".join(lines)
+    assert any(line == f"{served} is UNVERIFIED: not checked yet\n" for line in lines)
     yield port, process
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
@@ -84,16 +114,42 @@ def _client(port: int) -> Any:
     return OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=60, max_retries=0)
 
 
-def test_the_official_client_gets_the_plain_answer(server: tuple[int, Any], folder: Path) -> None:
+def test_the_official_client_gets_the_plain_answer(server: tuple[int, Any], folder: Path, served: Path) -> None:
     messages = [{"role": "user", "content": TURNS[0]}]
     wanted = _plain_answer(folder, messages)
     client = _client(server[0])
-    asked = {"model": str(folder), "messages": messages, "max_tokens": NEW_TOKENS, "temperature": 0}
+    asked = {"model": str(served), "messages": messages, "max_tokens": NEW_TOKENS, "temperature": 0}
     assert client.chat.completions.create(**asked).choices[0].message.content == wanted
     pieces = [part.choices[0].delta.content or "" for part in client.chat.completions.create(**asked, stream=True) if part.choices]
     assert "".join(pieces) == wanted
     assert len([piece for piece in pieces if piece]) > 1
     assert client.models.list().object == "list"
+    prompt = {"model": str(served), "prompt": TURNS[0], "max_tokens": NEW_TOKENS}
+    assert client.completions.create(**prompt, temperature=0).choices[0].text == _plain_completion(folder, TURNS[0])
+
+
+def test_an_answer_is_drawn_as_the_request_says(server: tuple[int, Any], folder: Path, served: Path) -> None:
+    """As plain transformers draws it from the whole vocabulary with the same seed; a mass of nearly nothing leaves the likeliest token."""
+    client = _client(server[0])
+    asked = {"model": str(served), "messages": [{"role": "user", "content": TURNS[0]}], "max_tokens": NEW_TOKENS}
+
+    def answer(**settings: Any) -> str:
+        return str(client.chat.completions.create(**asked, **settings).choices[0].message.content)
+
+    wanted = [_plain_answer(folder, asked["messages"], seed=seed, temperature=3.0, top_p=0.9, top_k=0) for seed in (1, 2)]
+    assert [answer(temperature=3.0, top_p=0.9, seed=seed) for seed in (1, 2)] == wanted
+    assert answer(seed=1) == _plain_answer(folder, asked["messages"], seed=1, top_k=0)
+    assert wanted[0] != wanted[1] != answer(temperature=0) == answer(temperature=3.0, top_p=1e-6)
+
+
+def test_many_ask_at_once(server: tuple[int, Any], folder: Path, served: Path) -> None:
+    questions = [f"{year}-07-20" for year in range(1960, 1966)]
+    asked = {"model": str(served), "max_tokens": NEW_TOKENS, "temperature": 0}
+    client = _client(server[0])
+    with ThreadPoolExecutor(len(questions)) as pool:
+        answers = list(pool.map(lambda q: client.chat.completions.create(**asked, messages=[{"role": "user", "content": q}]), questions))
+    wanted = [_plain_answer(folder, [{"role": "user", "content": question}]) for question in questions]
+    assert [answer.choices[0].message.content for answer in answers] == wanted
 
 
 def test_only_this_machine_is_served(server: tuple[int, Any]) -> None:
@@ -151,14 +207,19 @@ def test_engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest
     assert "there is no `vllm` on the path" in capsys.readouterr().err
     (tmp_path / "vllm").write_text("#!/bin/sh\n")
     (tmp_path / "vllm").chmod(0o755)
-    assert choose_engine("vllm") == "vllm"
+    assert choose_engine("vllm", tmp_path) == "vllm"
+    assert main(["serve", str(tmp_path), "--engine", "onnx"]) == 2
+    assert "is no ONNX folder" in capsys.readouterr().err
+    (tmp_path / "model.onnx").write_bytes(b"")
+    assert main(["serve", str(tmp_path), "--engine", "vllm"]) == 2
+    assert "is an ONNX folder" in capsys.readouterr().err
     command = command_of("vllm", tmp_path, Address("::", 81))
     assert command == ["vllm", "serve", str(tmp_path), "--served-model-name", str(tmp_path), "--host", "::", "--port", "81"]
     assert Address("::", 81).url == "http://[::1]:81"
 
 
-def test_a_conversation_keeps_what_was_said(folder: Path) -> None:
-    command = [sys.executable, "-m", "ds_finetune", "chat", str(folder), "--max-new-tokens", str(NEW_TOKENS)]
+def test_a_conversation_keeps_what_was_said(folder: Path, served: Path) -> None:
+    command = [sys.executable, "-m", "ds_finetune", "chat", str(served), "--max-new-tokens", str(NEW_TOKENS)]
     done = subprocess.run(command, cwd=ROOT, input="\n".join((*TURNS, "", "exit", "never asked")), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     messages: list[dict[str, str]] = []

@@ -5,6 +5,7 @@ being rows e x rank .. of A and columns e, e + experts, .. of B (tuners/lora/lay
 weights the first is named `base_layer` (_inject_parameters nests them).
 """
 
+import errno
 import json
 import math
 import re
@@ -22,7 +23,7 @@ from safetensors.torch import save_file
 from ds_finetune.config import LoraConfig
 from ds_finetune.errors import ExportError
 from ds_finetune.export.convert import TensorSource
-from ds_finetune.export.shards import synchronise
+from ds_finetune.export.shards import said, synchronise
 from ds_finetune.model.families import Family
 from ds_finetune.model.lora import Factors
 from ds_finetune.model.names import hub_pieces
@@ -41,20 +42,32 @@ _OUTER, _INNER = "down_proj", "gate_up_proj"
 def write_adapter(factors: Mapping[str, Factors], lora: LoraConfig, out: Path, *, base: str, digest: str, family: Family) -> None:  # noqa: PLR0913
     """Write adapters (by the weight they adapt) to the folder `out`, which appears when complete.
 
-    `base` names the model they belong to, `digest` are the digits of its weights.
+    `base` names the model they belong to, `digest` are the digits of its weights. OutputError where the disk takes no more;
+    nothing is left then.
     """
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    try:
+        with said(partial):
+            partial.mkdir(parents=True)
+            _write_both(partial, factors, {"format": "pt", _DIGEST: digest}, _peft_config(factors, lora, base, family))
+        shutil.rmtree(out, ignore_errors=True)
+        partial.rename(out)
+        synchronise(out.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_both(folder: Path, factors: Mapping[str, Factors], metadata: dict[str, str], config: Mapping[str, Any]) -> None:
     tensors = {key: tensor for name, adapter in factors.items() for key, tensor in _peft_tensors(name, adapter)}
-    save_file(tensors, partial / WEIGHTS, metadata={"format": "pt", _DIGEST: digest})
-    text = json.dumps(_peft_config(factors, lora, base, family), indent=2)
-    (partial / CONFIG).write_text(text + "\n", encoding="utf-8")
-    for path in (*partial.iterdir(), partial):
+    try:
+        save_file(tensors, folder / WEIGHTS, metadata=metadata)
+    except SafetensorError as refused:
+        # safetensors 0.8 wraps what the system said of a write.
+        raise OSError(errno.EIO, str(refused)) from refused
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    for path in (*folder.iterdir(), folder):
         synchronise(path)
-    shutil.rmtree(out, ignore_errors=True)
-    partial.rename(out)
-    synchronise(out.parent)
 
 
 def _peft_tensors(name: str, adapter: Factors) -> list[tuple[str, torch.Tensor]]:

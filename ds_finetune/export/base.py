@@ -19,10 +19,13 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class HubSource:
-    """The tensors of a Hugging Face folder as a TensorSource; those in FP8 multiplied out to fp32."""
+    """The tensors of a Hugging Face folder as a TensorSource; those in FP8 multiplied out to fp32. ModelError where one holds no weights."""
 
     hub: HubFolder
     family: Family
+
+    def __post_init__(self) -> None:
+        self.hub.check_kinds()
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

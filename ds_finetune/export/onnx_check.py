@@ -1,25 +1,22 @@
 """ONNX Runtime against plain transformers: other batch sizes and lengths, padding, a cache that grows, greedy decoding."""
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from ds_finetune.export.onnx_graph import MODEL
+from ds_finetune.export.onnx_model import OnnxModel
 
 TOLERANCES = {np.dtype(np.float32): 1e-4, np.dtype(np.float16): 2e-2}
 """Largest difference of logits over the largest logit of the case that counts as equal, by the graph's dtype."""
 FLIPPED_SHARE = 0.1
 """Share of positions that may differ more where routed experts are chosen from fp16 activations."""
 NEW_TOKENS = 16
-_PAST = "past_key_values."
 
 
 @dataclass(frozen=True)
@@ -35,6 +32,10 @@ class Case:
         """For messages."""
         return f"{len(self.pads)} rows of {self.length} with {self.pads} pads, {self.chunks} at a time"
 
+    def mask(self) -> np.ndarray:
+        """Attention mask [rows, length], int64, pads first."""
+        return np.array([[0] * pads + [1] * (self.length - pads) for pads in self.pads], dtype=np.int64)
+
 
 WHOLE = (Case((0,), 1, (1,)), Case((0, 3), 9, (9,)), Case((0, 11, 5), 33, (33,)))
 """Rows without a past."""
@@ -46,14 +47,19 @@ PROMPTS = Case((0, 4), 11, (11,))
 
 @dataclass(frozen=True)
 class Reference:
-    """What plain transformers computes in fp32, and which part of the experts the cases reach."""
+    """What plain transformers computes in fp32 for the tokens `ids` of each case, and which part of the experts they reach."""
 
     logits: Mapping[Case, np.ndarray]
+    """[rows, length, vocabulary], compared where `is_kept` says so for the case's stride, which is 1 where none is given."""
+    ids: Mapping[Case, np.ndarray]
     tokens: np.ndarray
     """Prompts and what `generate` greedily goes on with, int64 [rows, length + NEW_TOKENS]."""
     leads: np.ndarray
     """Best less second best logit over the largest of each new token, [rows, NEW_TOKENS]."""
     experts: str
+    strides: Mapping[Case, int] = field(default_factory=dict)
+    largest: Mapping[Case, float] = field(default_factory=dict)
+    """Largest logit of a case, where not all of them are here."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +81,14 @@ class Verdict:
 def tokens_of(case: Case, vocab: int) -> tuple[np.ndarray, np.ndarray]:
     """Token ids and attention mask [rows, length] int64, pads first; the same for the same case."""
     rng = np.random.default_rng([len(case.pads), case.length])
-    mask = np.array([[0] * pads + [1] * (case.length - pads) for pads in case.pads], dtype=np.int64)
+    mask = case.mask()
     return rng.integers(0, vocab, size=mask.shape, dtype=np.int64) * mask, mask
+
+
+def is_kept(shape: tuple[int, ...], stride: int) -> np.ndarray:
+    """Which logits of `shape` [tokens, vocabulary] are compared: n % stride, n % stride + stride, .. of token n."""
+    tokens, vocab = shape
+    return (np.arange(vocab) - np.arange(tokens)[:, None]) % stride == 0  # type: ignore[no-any-return]
 
 
 def make_reference(folder: Path) -> Reference:
@@ -87,7 +99,10 @@ def make_reference(folder: Path) -> Reference:
         logits = {case: _plain_logits(model, *tokens_of(case, vocab)) for case in (*WHOLE, *STEPS)}
         tokens, leads = _plain_greedy(model, *tokens_of(PROMPTS, vocab))
     counts = [len(experts) for experts in seen.values()]
-    return Reference(logits, tokens, leads, f"{min(counts)} to {max(counts)} of {model.config.n_routed_experts} experts a layer" if counts else "")
+    ids = {case: tokens_of(case, vocab)[0] for case in logits}
+    return Reference(
+        logits, ids, tokens, leads, f"{min(counts)} to {max(counts)} of {model.config.n_routed_experts} experts a layer" if counts else ""
+    )
 
 
 def compare(folder: Path, reference: Reference) -> Verdict:
@@ -100,7 +115,7 @@ def compare(folder: Path, reference: Reference) -> Verdict:
     tolerance = TOLERANCES[model.dtype]
     allowed = FLIPPED_SHARE if reference.experts and model.dtype == np.float16 else 0.0
     cases = [case for case in reference.logits if model.has_cache or len(case.chunks) == 1]
-    distances = {case: _distances(model, case, reference.logits[case]) for case in cases}
+    distances = {case: _distances(model, case, reference) for case in cases}
     found = np.concatenate(list(distances.values()))
     beyond, differing = int((~(found <= tolerance)).sum()), _differing_tokens(model, reference, tolerance)
     worst = max(cases, key=lambda case: np.nan_to_num(distances[case], nan=np.inf).max())
@@ -112,51 +127,16 @@ def compare(folder: Path, reference: Reference) -> Verdict:
     return Verdict(len(found), beyond, float(found.max()), tolerance, allowed, differing, reference.experts, tuple(failures))
 
 
-class OnnxModel:
-    """A folder's model.onnx in ONNX Runtime on the CPU."""
-
-    def __init__(self, folder: Path) -> None:
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = len(os.sched_getaffinity(0))
-        self._session = onnxruntime.InferenceSession(str(folder / MODEL), options, providers=["CPUExecutionProvider"])
-        self._caches = {entry.name: entry.shape for entry in self._session.get_inputs() if entry.name.startswith(_PAST)}
-        output = self._session.get_outputs()[0]
-        self.dtype = np.dtype(np.float16 if output.type == "tensor(float16)" else np.float32)
-        self.vocab: int = output.shape[2]
-
-    @property
-    def has_cache(self) -> bool:
-        """Whether it takes past keys and values."""
-        return bool(self._caches)
-
-    def empty_cache(self, rows: int) -> list[np.ndarray]:
-        """Keys and values of no tokens, in the order of the inputs."""
-        return [np.zeros((rows, heads, 0, width), dtype=self.dtype) for _, heads, _, width in self._caches.values()]
-
-    def run(self, ids: np.ndarray, mask: np.ndarray, cache: list[np.ndarray]) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Logits [rows, length, vocabulary] of `ids` [rows, length], the last of the tokens that `mask` [rows, total] is for, and the grown cache."""
-        positions = np.maximum(mask.cumsum(axis=1) - 1, 0)[:, -ids.shape[1] :]
-        feeds = {"input_ids": ids, "attention_mask": mask, "position_ids": positions} | dict(zip(self._caches, cache, strict=True))
-        logits, *grown = self._session.run(None, feeds)
-        return logits, grown
-
-    def logits(self, ids: np.ndarray, mask: np.ndarray, chunks: tuple[int, ...]) -> np.ndarray:
-        """Logits of all tokens, given in chunks with the cache between them."""
-        cache, parts, end = self.empty_cache(len(ids)), [], 0
-        for size in chunks:
-            part, cache = self.run(ids[:, end : end + size], mask[:, : end + size], cache)
-            parts.append(part)
-            end += size
-        assert end == ids.shape[1], chunks
-        return np.concatenate(parts, axis=1)
-
-
-def _distances(model: OnnxModel, case: Case, wanted: np.ndarray) -> np.ndarray:
-    """Largest difference at each token [tokens], over the largest logit of the case."""
-    ids, mask = tokens_of(case, model.vocab)
+def _distances(model: OnnxModel, case: Case, reference: Reference) -> np.ndarray:
+    """Largest difference at each token [tokens] of the logits that are compared, over the largest logit of the case."""
+    mask = case.mask()
     is_token = mask.astype(bool)
-    found = model.logits(ids, mask, case.chunks)[is_token].astype(np.float32)
-    return np.abs(found - wanted[is_token]).max(axis=-1) / np.abs(wanted[is_token]).max()  # type: ignore[no-any-return]
+    wanted = reference.logits[case][is_token]
+    found = model.logits(reference.ids[case], mask, case.chunks)[is_token].astype(np.float32)
+    # What is not a number counts wherever it is.
+    at = is_kept(wanted.shape, reference.strides.get(case, 1)) | ~np.isfinite(found)
+    gaps = np.where(at, np.abs(found - wanted), 0).max(axis=-1)
+    return gaps / (reference.largest.get(case) or np.abs(wanted).max())  # type: ignore[no-any-return]
 
 
 def _differing_tokens(model: OnnxModel, reference: Reference, tolerance: float) -> int:
@@ -165,8 +145,7 @@ def _differing_tokens(model: OnnxModel, reference: Reference, tolerance: float) 
     None means that greedy decoding gives the same tokens. One whose lead over the next is within the tolerance is a tie.
     """
     ids = reference.tokens[:, :-1]
-    _, mask = tokens_of(PROMPTS, model.vocab)
-    mask = np.concatenate([mask, np.ones((len(ids), NEW_TOKENS - 1), dtype=np.int64)], axis=1)
+    mask = np.concatenate([PROMPTS.mask(), np.ones((len(ids), NEW_TOKENS - 1), dtype=np.int64)], axis=1)
     chunks = (PROMPTS.length, *[1] * (NEW_TOKENS - 1)) if model.has_cache else (ids.shape[1],)
     best = model.logits(ids, mask, chunks)[:, -NEW_TOKENS:].argmax(axis=-1)
     return int(((best != reference.tokens[:, -NEW_TOKENS:]) & (reference.leads > tolerance)).sum())

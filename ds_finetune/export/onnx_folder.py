@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ds_finetune.errors import ExportError, OutputError, VerificationError
 from ds_finetune.export.checkpoint import BESIDE, check_disk, check_out, export_checkpoint
+from ds_finetune.export.record import UNVERIFIED
 from ds_finetune.model.families import family_of
 from ds_finetune.model.weights import open_weights
 
@@ -31,7 +32,7 @@ _PACKAGES = ("onnx", "onnxruntime")
 _SHARD_BYTES = 5 * 10**9
 _GIB = 2**30
 _PLAIN_COPY = "make a bf16 copy of it first, where it is in FP8 blocks by `ds-finetune export SOURCE COPY`"
-_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
+_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS)
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def export_onnx(source: Path, out: Path, *, dtype: str, with_cache: bool, base: 
     plain transformers: the folder then stays as `out`.unverified.
     """
     began = time.monotonic()
-    _check_packages()
+    check_packages()
     if dtype not in DTYPES:
         raise ExportError(f"ONNX Runtime runs no model in {dtype} on a CPU", hint="export with --dtype fp32 or fp16")
     check_out(out)
@@ -74,7 +75,8 @@ def export_onnx(source: Path, out: Path, *, dtype: str, with_cache: bool, base: 
     return OnnxExported(out, size, verdict, time.monotonic() - began)
 
 
-def _check_packages() -> None:
+def check_packages() -> None:
+    """ExportError names the packages of the onnx extra that are not installed."""
     absent = [name for name in _PACKAGES if find_spec(name) is None]
     if absent:
         raise ExportError(f"the ONNX export needs {' and '.join(absent)}", hint="pip install 'ds_finetune[onnx]'")
@@ -95,15 +97,20 @@ def _hub_folder(source: Path, out: Path, base: Path | None) -> Iterator[Path]:
 
 def _export(folder: Path, out: Path, dtype: str, with_cache: bool) -> "Verdict":
     from ds_finetune.export.onnx_check import compare, make_reference
+    from ds_finetune.export.onnx_record import OnnxRecord
 
     aside = out.with_name(out.name + ".unverified")
     model = _skeleton(folder)
     with _written_aside(aside):
         _write(model, folder, aside, dtype, with_cache)
-        verdict = compare(aside, make_reference(folder))
+        reference = make_reference(folder)
+        verdict = compare(aside, reference)
         versions = {name: version(name) for name in (*_PACKAGES, "torch", "transformers")}
-        text = json.dumps({"dtype": dtype, "cache": with_cache, **asdict(verdict), "versions": versions}, indent=2) + "\n"
-        (aside / ("UNVERIFIED" if verdict.failures else "verification.json")).write_text(text, encoding="utf-8")
+        about = {"dtype": dtype, "cache": with_cache, **asdict(verdict), "versions": versions}
+        if verdict.failures:
+            (aside / UNVERIFIED).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        else:
+            OnnxRecord.of(aside, reference, about).write(aside)
     if verdict.failures:
         raise VerificationError(
             f"ONNX Runtime differs from transformers, with a tolerance of {verdict.tolerance:g} of the largest logit: {'; '.join(verdict.failures)}",

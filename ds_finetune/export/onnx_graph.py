@@ -12,9 +12,10 @@ import onnx
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 from onnx.external_data_helper import set_external_data
 
+from ds_finetune.export.record import DATA, MODEL
+
 OPSET, IR_VERSION = 18, 8
 """The newest operators used are of opset 18, which ONNX Runtime has had on every device since 1.14."""
-MODEL, DATA = "model.onnx", "model.onnx.data"
 _ALIGNMENT = 4096
 """Weights in the data file begin at a page, so that a reader can map them."""
 

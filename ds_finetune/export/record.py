@@ -21,11 +21,15 @@ RECORD = "verification.json"
 """File of an exported folder. Not safetensors: vLLM takes every `*.safetensors` of a folder for weights."""
 UNVERIFIED = "UNVERIFIED"
 """File of an exported folder that says why the folder is not, or not yet, verified."""
+MODEL, DATA = "model.onnx", "model.onnx.data"
+"""Files of an ONNX folder: its graph, and its weights where they are not in it."""
 PROMPT_TOKENS = 32
 """Tokens of a prompt at most."""
 _KEPT_LOGITS = 512
 """Logits of a position that are kept, about; 512 positions then meet every row of a head of 260,000."""
 _FORMAT = 1
+ONNX_FORMAT = "onnx 1"
+"""What the record of an ONNX folder (export/onnx_record.py) says in its place."""
 _TEXTS = (
     "The capital of France is Paris, and the capital of Italy is",
     "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May.",
@@ -136,11 +140,14 @@ def stride_of(vocab_size: int) -> int:
 
 
 def prompts_of(vocab_size: int, tokenizer: PreTrainedTokenizerBase | None) -> tuple[tuple[int, ...], ...]:
-    """Eight prompts of `PROMPT_TOKENS` ids drawn from the vocabulary, the same each time, and the first tokens of eight short texts."""
+    """Eight prompts of `PROMPT_TOKENS` ids drawn from the vocabulary, the same each time, and the first tokens of eight short texts.
+
+    A text of which a tokenizer makes no tokens, e.g. of a script that it does not know, is left out.
+    """
     draw = random.Random(0)
     drawn = [tuple(draw.randrange(vocab_size) for _ in range(PROMPT_TOKENS)) for _ in range(8)]
     texts = [] if tokenizer is None else tokenizer(list(_TEXTS))["input_ids"]
-    return (*drawn, *(tuple(ids[:PROMPT_TOKENS]) for ids in texts))
+    return (*drawn, *(tuple(ids[:PROMPT_TOKENS]) for ids in texts if ids))
 
 
 def kept_logits(logits: Iterable[torch.Tensor], prompts: Sequence[Sequence[int]], vocab_size: int) -> Floats:
@@ -158,3 +165,14 @@ def kept_logits(logits: Iterable[torch.Tensor], prompts: Sequence[Sequence[int]]
 def mark_unchecked(folder: Path) -> None:
     """Mark a folder that was written and not checked yet."""
     (folder / UNVERIFIED).write_text(f"not checked yet; see {RECORD} and `ds-finetune export --check`\n", encoding="utf-8")
+
+
+def is_onnx(folder: Path) -> bool:
+    """Whether a folder is one for ONNX Runtime, or was: its graph or its record says so."""
+    if (folder / MODEL).is_file():
+        return True
+    try:
+        tree = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(tree, dict) and tree.get("format") == ONNX_FORMAT

@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,13 @@ from ds_finetune.model.families import family_of
 
 _LIMIT = {"float32": 1e-5}
 _LIMIT_16_BIT, _NOISE_FACTOR, _HIGHEST_LIMIT = 1e-3, 3.0, 0.05
+_NOISE_FACTOR_FP8, _HIGHEST_LIMIT_FP8 = 2.0, 0.15
 _QUANTILE = 0.9
 _SHOWN = 10
+_NUMBER = re.compile(r"(?<=\.)(?:0|[1-9]\d*)(?=\.)")
 _ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "U8": 1, "I8": 1, "I32": 4, "I64": 8, "BOOL": 1}
-_FP8 = "F8_E4M3"
-_FP8_LEFT = "the bytes are those that were written; logits are not checked: plain transformers misreads FP8 blocks of sizes that 128 does not divide"
+_FP8, _FP8_MEMORY = "F8_E4M3", 6.0
+"""Times the size of FP8 files that their model takes in fp32, and while bf16 weights are joined."""
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -56,11 +60,13 @@ class Held:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What export/fresh.py said of a folder: its report and kept logits (fp32 ones where the folder is 16-bit), or why it failed."""
+    """What export/fresh.py said of a folder: its report and kept logits (fp32 ones where the folder is 16-bit or FP8), or why it failed."""
 
     report: Mapping[str, Any] = field(default_factory=dict)
     own: Floats | None = None
     fp32: Floats | None = None
+    moved: Floats | None = None
+    """Of an FP8 folder, in fp32, with each number moved within its rounding."""
     failure: str = ""
 
     @classmethod
@@ -68,8 +74,8 @@ class Loaded:
         """Of folder `number`."""
         report = json.loads((place / f"{number}.json").read_text(encoding="utf-8"))
         assert not report["ours"], report["ours"]
-        own, fp32 = (np.load(file) if file.is_file() else None for file in (place / f"{number}.own.npy", place / f"{number}.fp32.npy"))
-        return cls(report, own, fp32)
+        files = {name: place / f"{number}.{name}.npy" for name in ("own", "fp32", "moved")}
+        return cls(report, **{name: np.load(file) for name, file in files.items() if file.is_file()})
 
 
 def verify(folders: Sequence[Path], *, base: Path | None = None, available_bytes: int | None = None) -> list[Verdict]:
@@ -82,23 +88,18 @@ def verify(folders: Sequence[Path], *, base: Path | None = None, available_bytes
     fp16 it is 1e-3, or three times what plain transformers' own logits in that dtype deviate from its logits in fp32 where
     that is more (at most 0.05). A tenth is left to routers, whose near ties fall differently with every rounding.
 
-    Weights in FP8 are not loaded: transformers 5.23 fails on rows that 128 does not divide, and takes wrong blocks for other such
-    sizes (integrations/finegrained_fp8.py:1130-1175). Their folder is held against the sums and names, and stays marked.
+    Weights in FP8 are multiplied out by that process, and its logits in fp32 compared. The limit is twice what rounding
+    explains: the deviation of bf16 from fp32, and that of the model whose FP8 numbers are each moved at random within their rounding
+    (at most 0.15).
     Folders that do not fit into `available_bytes` of memory (None: no limit) are left as they are. ExportError where a folder has no record.
     """
     records = {folder: Record.read(folder) for folder in folders}
-    fp8 = {folder for folder in folders if any(held.dtype == _FP8 for held in tensors_of(folder).values())}
-    fitting = [
-        folder for folder in folders if folder not in fp8 and (available_bytes is None or _needed_bytes(folder, records[folder]) <= available_bytes)
-    ]
+    fitting = [folder for folder in folders if available_bytes is None or _needed_bytes(folder, records[folder]) <= available_bytes]
     loaded = dict(_loaded(fitting))
     verdicts = []
     for folder, record in records.items():
         if folder in loaded:
             verdicts.append(_judged(folder, record, loaded[folder], base or Path(record.base)))
-        elif folder in fp8:
-            problems, lines, _ = _compared(folder, record, base or Path(record.base))
-            verdicts.append(Verdict(folder, tuple(problems), tuple(lines), left="" if problems else _FP8_LEFT))
         else:
             verdicts.append(_left(folder, record, available_bytes or 0))
         _mark(verdicts[-1])
@@ -107,7 +108,8 @@ def verify(folders: Sequence[Path], *, base: Path | None = None, available_bytes
 
 def _needed_bytes(folder: Path, record: Record) -> int:
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    return round(size * (1.2 if record.dtype == "float32" else 2.4))
+    is_fp8 = any(held.dtype == _FP8 for held in tensors_of(folder).values())
+    return round(size * (_FP8_MEMORY if is_fp8 else 1.2 if record.dtype == "float32" else 2.4))
 
 
 def _left(folder: Path, record: Record, available_bytes: int) -> Verdict:
@@ -168,18 +170,29 @@ def _logits(record: Record, loaded: "Loaded") -> tuple[list[str], list[str]]:
     reached = f"; its prompts reach {report['experts_reached']} of {report['experts']} routed experts" if report["experts"] else ""
     if not np.isfinite(own).all():
         return [f"{int((~np.isfinite(own)).sum())} of {own.size} logits are not finite"], [name]
+    if not own.any():
+        return ["all logits are zero"], [name]
     if record.logits is None:
         return [], [f"{name}: loads, and its logits are finite; there are no logits of the run to compare them with{reached}"]
-    if record.dtype != report["dtype"]:
+    if loaded.moved is None and record.dtype != report["dtype"]:
         return [], [f"{name}: loads; the run's logits are of its {record.dtype} weights and are not compared{reached}"]
     if own.shape != record.logits.shape:
         return [f"{own.size} logits instead of {record.logits.size}: another vocabulary"], [name]
-    deviation = deviations(own, record.logits, record.lengths())
-    limit = _LIMIT.get(record.dtype) or _limit_16_bit(deviations(own, own if loaded.fp32 is None else loaded.fp32, record.lengths()))
+    found = own if loaded.moved is None or loaded.fp32 is None else loaded.fp32
+    deviation, limit = deviations(found, record.logits, record.lengths()), _limit(record, loaded, own)
     high = float(np.quantile(deviation, _QUANTILE))
     text = f"logits of {len(record.prompts)} prompts deviate by {high:.1e} of the largest at nine tenths of the positions"
     text += f" (limit {limit:.1e}), {deviation.max():.1e} at the worst"
     return ([] if high <= limit else [text]), [f"{name}: {text}{reached}"]
+
+
+def _limit(record: Record, loaded: "Loaded", own: Floats) -> float:
+    """The deviation that nine tenths of the positions may have."""
+    lengths, fp32 = record.lengths(), own if loaded.fp32 is None else loaded.fp32
+    rounding = deviations(own, fp32, lengths)
+    if loaded.moved is not None:
+        return min(_NOISE_FACTOR_FP8 * float(np.quantile(rounding + deviations(loaded.moved, fp32, lengths), _QUANTILE)), _HIGHEST_LIMIT_FP8)
+    return _LIMIT.get(record.dtype) or _limit_16_bit(rounding)
 
 
 def _limit_16_bit(noise: NDArray[np.float64]) -> float:
@@ -250,8 +263,29 @@ def _beside_base(held: Mapping[str, Held], theirs: Mapping[str, Held], base: Pat
     pairs = sorted({(held[key].dtype, theirs[key].dtype) for key in common} - {(d, d) for d in _ITEM_BYTES})
     for ours, its in pairs:
         kinds.append((f"are {ours} and {its} in the base", [k for k in common if (held[k].dtype, theirs[k].dtype) == (ours, its)]))
-    lines = [f"{len(keys)} tensors {text}: {_some(keys)}" for text, keys in kinds if keys]
+    lines = [f"{len(keys)} tensors {text}: {', '.join(in_ranges(keys))}" for text, keys in kinds if keys]
     return lines or [f"names, shapes and dtypes of all {len(common)} tensors are those of the base"]
+
+
+def in_ranges(names: Sequence[str]) -> list[str]:
+    """Every one of `names`, those that differ in their numbers alone as one where it says neither more nor less: `experts.{0-255}.up_proj`."""
+    found: dict[str, list[tuple[int, ...]]] = {}
+    for name in names:
+        found.setdefault(_NUMBER.sub("{}", name.replace("{", "{{").replace("}", "}}")), []).append(tuple(map(int, _NUMBER.findall(name))))
+    lines: list[str] = []
+    for pattern, numbers in found.items():
+        columns = [sorted(set(column)) for column in zip(*numbers, strict=True)]
+        if set(product(*columns)) == set(numbers):
+            lines.append(pattern.format(*map(_range, columns)))
+        else:
+            lines += [pattern.format(*some) for some in numbers]
+    return lines
+
+
+def _range(numbers: Sequence[int]) -> str:
+    """`7`, or `{0-2, 5}` for several."""
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
+    return str(numbers[0]) if len(numbers) == 1 else f"{{{', '.join(f'{run[0]}-{run[-1]}' if len(run) > 1 else str(run[0]) for run in runs)}}}"
 
 
 def _some(names: Sequence[str]) -> str:

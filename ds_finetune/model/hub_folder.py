@@ -41,6 +41,8 @@ DTYPES = {
 _WEIGHTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, FP8)
 _LENGTH = struct.Struct("<Q")
 _SHOWN = 10
+_COMPARED_NUMEL = 2**20
+"""Elements that are compared at a time."""
 Shape = tuple[int, ...]
 
 
@@ -179,10 +181,23 @@ class HubFolder:
                 f"{self.folder} does not fit {model}: {wrong}",
                 hint="it is incomplete or of another model; nothing goes on with weights that are not there",
             )
+        self.check_kinds()
+        return left
+
+    def check_kinds(self) -> None:
+        """ModelError where a tensor is not of a dtype that weights have."""
         others = [f"`{key}` is {self._stored[key].dtype}" for key in self.shapes if self._stored[key].dtype not in _WEIGHTS]
         if others:
             raise ModelError(f"{self.folder} holds {len(others)} tensors of another kind: {', '.join(others[:_SHOWN])}", hint="give a bf16 copy")
-        return left
+
+    def is_same(self, key: str, other: str) -> bool:
+        """Whether two tensors hold the same numbers in the same shape; some rows of both are read at a time."""
+        shape = self.shapes[key]
+        if shape != self.shapes[other]:
+            return False
+        step = max(1, _COMPARED_NUMEL // max(1, math.prod(shape[1:])))
+        ranges = ((first, min(first + step, shape[0])) for first in range(0, shape[0], step))
+        return all(torch.equal(self.rows(key, *some).clone(), self.rows(other, *some)) for some in ranges)
 
 
 def has_weights(folder: Path) -> bool:

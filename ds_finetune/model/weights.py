@@ -149,9 +149,16 @@ def _targets(model: PreTrainedModel, family: Family, where: Where, cut: Cut) -> 
 
 def _account(hub: HubFolder, wanted: Mapping[str, tuple[int, ...]], model: PreTrainedModel, family: Family) -> list[str]:
     """Names of checkpoint tensors that are not loaded: declared by the family, a tied head, or of a layer past the last one."""
-    tied = set(model.all_tied_weights_keys or {}) if model.config.tie_word_embeddings else set()
+    tied = dict(model.all_tied_weights_keys or {}) if model.config.tie_word_embeddings else {}
     layers = model.config.num_hidden_layers
-    return hub.left_over(wanted, model=type(model).__name__, may_be=lambda key: key in tied or family.may_leave(key, layers=layers))
+    left = hub.left_over(wanted, model=type(model).__name__, may_be=lambda key: key in tied or family.may_leave(key, layers=layers))
+    for key in tied.keys() & set(left):
+        if not hub.is_same(key, tied[key]):
+            raise ModelError(
+                f"{hub.folder}: `{key}` differs from `{tied[key]}`, to which the config ties it",
+                hint="untie them: tie_word_embeddings false in config.json",
+            )
+    return left
 
 
 def _fill(hub: HubFolder, target: _Target, cut: Cut) -> None:

@@ -5,18 +5,20 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from string import ascii_lowercase
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from ds_finetune.cli import main
 from ds_finetune.errors import ExportError
 from ds_finetune.export.folder import FolderParts, write_folder
 from ds_finetune.export.record import RECORD, UNVERIFIED, Digest, Record, kept_logits, prompts_of
-from ds_finetune.export.verify import Verdict, _digest, deviations, verify
+from ds_finetune.export.verify import Verdict, _digest, deviations, in_ranges, verify
 from ds_finetune.export.verify import tensors_of as stored
 from ds_finetune.model.families import family_of
 from ds_finetune.run_folder import read_json
@@ -140,6 +142,61 @@ def test_a_wrong_folder_is_found_and_marked(judged: dict[str, Verdict], name: st
     assert any("hold other bytes" in problem for problem in verdict.problems) == (name in ("a bit", "cut short"))
 
 
+NORM, FIRST, LAST = "model.norm.weight", "model.layers.0.input_layernorm.weight", "model.layers.2.input_layernorm.weight"
+BASES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], tuple[str, ...]]] = {
+    "the same": (lambda t: None, ("names, shapes and dtypes of all {count} tensors are those of the base",)),
+    "more": (
+        lambda t: t.update({f"model.layers.3.mlp.experts.{e}.up_proj.weight": torch.zeros(2) for e in (0, 1, 2, 7)}),
+        ("4 tensors of the base are not here: model.layers.3.mlp.experts.{{0-2, 7}}.up_proj.weight",),
+    ),
+    "fewer": (lambda t: t.pop(NORM), (f"1 tensors are not in the base: {NORM}",)),
+    "another shape": (lambda t: t.update({NORM: torch.zeros(31)}), (f"1 tensors have another shape than in the base: {NORM} (32,) for (31,)",)),
+    "another dtype": (
+        lambda t: t.update({FIRST: t[FIRST].bfloat16(), LAST: t[LAST].bfloat16(), NORM: t[NORM].half()}),
+        ("2 tensors are F32 and BF16 in the base: model.layers.{{0, 2}}.input_layernorm.weight", f"1 tensors are F32 and F16 in the base: {NORM}"),
+    ),
+    "all at once": (
+        lambda t: (t.pop(FIRST), t.update({"x": torch.zeros(1), NORM: torch.zeros(32, dtype=torch.float64), LAST: torch.zeros(2, 3)})),
+        (
+            "1 tensors of the base are not here: x",
+            f"1 tensors are not in the base: {FIRST}",
+            f"1 tensors have another shape than in the base: {LAST} (32,) for (2, 3)",
+            f"1 tensors are F32 and F64 in the base: {NORM}",
+        ),
+    ),
+    "no weights": (lambda t: t.clear(), ("names are not compared with the base's: `{base}` has no safetensors weights here",)),
+}
+"""What is changed in the base of an export, and every line that the check then says of names, shapes and dtypes."""
+
+
+def test_each_difference_from_the_base_is_listed(tmp_path: Path) -> None:
+    whole = _exported("deepseek_v3", tmp_path / "whole")
+    count = len(stored(whole))
+    outs = {}
+    for name, (change, _) in BASES.items():
+        base, outs[name] = tmp_path / f"{name} base", Path(shutil.copytree(whole, tmp_path / name))
+        base.mkdir()
+        tensors = load_file(tmp_path / "whole" / "base" / "model.safetensors")
+        change(tensors)
+        if tensors:
+            save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+        replace(Record.read(whole), base=str(base)).write(outs[name])
+    for (name, (_, wanted)), verdict in zip(BASES.items(), verify(list(outs.values())), strict=True):
+        assert verdict.is_verified, verdict
+        first, *said, _ = verdict.lines
+        assert first == f"{count} tensors on the disk, each with the bytes that were written"
+        assert said == [line.format(count=count, base=tmp_path / f"{name} base") for line in wanted]
+
+
+def test_names_in_ranges_are_those_names() -> None:
+    full = [f"a.{i}.b.{j}.c" for i in (0, 1, 2, 9) for j in range(3)]
+    assert in_ranges(full) == ["a.{0-2, 9}.b.{0-2}.c"]
+    assert in_ranges([*full[1:], "z", "a1.0.b"]) == [*full[1:], "z", "a1.0.b"]
+    assert in_ranges(["{0}.01.{", "{0}.02.{"]) == ["{0}.01.{", "{0}.02.{"]
+    assert in_ranges(["a.4.b", "a.3.c"]) == ["a.4.b", "a.3.c"]
+    assert in_ranges([]) == []
+
+
 def test_every_kept_logit_is_compared_once_a_position_and_every_row_of_the_head_somewhere() -> None:
     prompts = ((1, 2, 3), (4,), tuple(range(300)))
     record = Record("", "float32", 1100, prompts, logits=np.zeros(0, np.float32))
@@ -148,6 +205,14 @@ def test_every_kept_logit_is_compared_once_a_position_and_every_row_of_the_head_
     found = kept_logits(logits, prompts, 1100)
     assert len(found) == sum(record.lengths())
     assert {*found.tolist()} == {*range(1100)}
+
+
+def test_texts_without_a_token_are_no_prompts() -> None:
+    """A tokenizer of Latin letters alone makes nothing of two of the eight texts; a run must not fail at its end for that."""
+    core = Tokenizer(models.BPE({letter: number for number, letter in enumerate(ascii_lowercase)}, []))
+    prompts = prompts_of(26, PreTrainedTokenizerFast(tokenizer_object=core))
+    assert len(prompts) == 8 + 6
+    assert all(0 < len(prompt) <= 32 for prompt in prompts)
 
 
 def test_deviation_is_root_mean_square_over_the_largest() -> None:

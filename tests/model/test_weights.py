@@ -130,6 +130,15 @@ def test_a_tensor_that_does_not_fit_stops_the_run(copy: Path, change: object, me
     assert message in caught.value.message
 
 
+def test_a_tied_head_in_the_folder_is_the_embedding_or_refused(tmp_path: Path) -> None:
+    published("qwen2", tmp_path)
+    _rewrite(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    assert load_weights(skeleton(tmp_path), tmp_path, family=family_of("qwen2")).skipped == ("lm_head.weight",)
+    _rewrite(tmp_path, lambda t: t["lm_head.weight"][95].add_(1))
+    with pytest.raises(ModelError, match=r"`lm_head.weight` differs from `model.embed_tokens.weight`, to which the config ties it"):
+        load_weights(skeleton(tmp_path), tmp_path, family=family_of("qwen2"))
+
+
 def test_multi_token_prediction_layers_are_declared_and_reported(copy: Path) -> None:
     _rewrite(copy, lambda t: t.update({"model.layers.3.eh_proj.weight": torch.zeros(2)}))
     report = load_weights(skeleton(copy), copy, family=family_of("deepseek_v3"))

@@ -1,0 +1,26 @@
+"""An exported folder of either kind as a model that generates."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ds_finetune.errors import ExportError
+from ds_finetune.export.onnx_folder import check_packages
+from ds_finetune.export.record import is_onnx
+
+
+def load_exported(folder: Path) -> PreTrainedModel:
+    """The causal LM of `folder`: plain transformers on a GPU where there is one; of an ONNX folder ONNX Runtime on the CPU.
+
+    ExportError where the folder holds no config.json, and where the ONNX packages are not installed.
+    """
+    if not (folder / "config.json").is_file():
+        raise ExportError(f"`{folder}` holds no config.json", hint="name an exported folder, e.g. runs/r1/export")
+    if is_onnx(folder):
+        check_packages()
+        from ds_finetune.export.onnx_model import OnnxCausalLM
+
+        return OnnxCausalLM.from_pretrained(folder)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    return model.cuda() if torch.cuda.is_available() else model

@@ -1,0 +1,132 @@
+"""An FP8 folder is verified by plain transformers over weights that plain torch multiplied out: right ones pass, wrong ones are found beyond rounding."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from ds_finetune.export import fresh
+from ds_finetune.export.checkpoint import export_checkpoint
+from ds_finetune.export.record import UNVERIFIED, Record, kept_logits
+from ds_finetune.export.verify import Verdict, _digest, verify
+from ds_finetune.export.verify import tensors_of as stored
+from tests.model.fp8_folder import V3, decoded, in_fp8, is_published_in_fp8, master, multiplied_out, publish, read_all
+from tests.model.test_weights import published
+
+SCALE = "model.layers.1.self_attn.kv_a_proj_with_mqa.weight_scale_inv"
+
+
+def _exported(bf16: Path, out: Path) -> Path:
+    """`bf16` in FP8 at `out`, with the logits of plain transformers over the bf16 weights as those of the run."""
+    export_checkpoint(bf16, out, dtype="fp8", max_shard_bytes=10**9, base=None)
+    record = Record.read(out)
+    model = AutoModelForCausalLM.from_pretrained(bf16, dtype=torch.bfloat16).eval()
+    with torch.no_grad():
+        logits = kept_logits((model(torch.tensor([prompt])).logits[0].float() for prompt in record.prompts), record.prompts, record.vocab_size)
+    replace(record, logits=logits, step=3).write(out)
+    return out
+
+
+def _rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Change the tensors of a folder, and let its record say that they were written so."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    record, held = Record.read(folder), stored(folder)
+    data = {key: np.memmap(at.file, dtype=np.uint8, mode="r") for key, at in held.items()}
+    replace(record, digests={key: _digest(data[key], held[key], digest) for key, digest in (record.digests or {}).items() if key in held}).write(
+        folder
+    )
+
+
+def _swap_gate_and_up(tensors: dict[str, torch.Tensor]) -> None:
+    for name in list(tensors):
+        if "gate_proj" in name:
+            other = name.replace("gate_proj", "up_proj")
+            tensors[name], tensors[other] = tensors[other], tensors[name]
+
+
+def _invert_scales(tensors: dict[str, torch.Tensor]) -> None:
+    """What `weight_scale_inv` sounds like."""
+    tensors.update({name: 1 / tensor for name, tensor in tensors.items() if name.endswith("_scale_inv")})
+
+
+WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
+    "gate for up": (lambda f: _rewrite(f, _swap_gate_and_up), "of the largest at nine tenths of the positions"),
+    "inverse scales": (lambda f: _rewrite(f, _invert_scales), "all logits are zero"),
+    "another rope": (
+        lambda f: (f / "config.json").write_text(json.dumps({k: v for k, v in V3.items() if k != "rope_scaling"} | {"rope_theta": 50})),
+        "of the largest at nine tenths of the positions",
+    ),
+    "a scale less": (lambda f: _rewrite(f, lambda t: t.pop(SCALE)), f"plain transformers does not load it: exit code 1: KeyError: '{SCALE}'"),
+    "a weight less": (
+        lambda f: _rewrite(f, lambda t: (t.pop(SCALE), t.pop(SCALE.removesuffix("_scale_inv")))),
+        f"plain transformers misses 1 tensors: {SCALE.removesuffix('_scale_inv')}",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verdict]:
+    root = tmp_path_factory.mktemp("fp8")
+    plain = {key: value for key, value in V3.items() if key != "quantization_config"}
+    v3 = _exported(publish(root / "v3-bf16", master(), config=plain), root / "v3")
+    published("qwen3", root / "qwen3-fp32")
+    export_checkpoint(root / "qwen3-fp32", root / "qwen3-bf16", dtype="bf16", max_shard_bytes=10**9, base=None)
+    folders = {"v3": v3, "qwen3": _exported(root / "qwen3-bf16", root / "qwen3")}
+    for name, (spoil, _) in WRONG.items():
+        folders[name] = Path(shutil.copytree(v3, root / name.replace(" ", "-")))
+        spoil(folders[name])
+    return dict(zip(folders, verify(list(folders.values())), strict=True))
+
+
+@pytest.mark.parametrize("name", ["v3", "qwen3"])
+def test_a_right_folder_is_verified(name: str, judged: dict[str, Verdict]) -> None:
+    verdict = judged[name]
+    assert verdict.is_verified, verdict
+    assert not (verdict.folder / UNVERIFIED).exists()
+    assert "each with the bytes that were written" in verdict.lines[0]
+    assert "logits of 8 prompts deviate by" in verdict.lines[-1]
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_folder_is_found(name: str, judged: dict[str, Verdict]) -> None:
+    assert WRONG[name][1] in (judged[name].folder / UNVERIFIED).read_text(), judged[name]
+
+
+def test_the_process_multiplies_out_what_numpy_does(judged: dict[str, Verdict]) -> None:
+    tensors = read_all(judged["v3"].folder)
+    for key in filter(is_published_in_fp8, tensors):
+        found = fresh._numbers(tensors[key], tensors[key + "_scale_inv"], None)
+        assert torch.equal(found, decoded(tensors[key], tensors[key + "_scale_inv"]).bfloat16()), key
+
+
+def test_every_number_is_within_its_rounding_of_the_source_and_moved_by_no_more() -> None:
+    """Half the distance between neighbours in E4M3: 2^-4 of a number, 2^-10 of a block's scale below its smallest normal ones."""
+    source = {key: tensor.float() for key, tensor in master().items()}
+    source["model.layers.0.mlp.up_proj.weight"] *= torch.logspace(-6, 0, 160)
+    coded = in_fp8(source)
+    for key, plain in ((key, decoded(coded[key], coded[key + "_scale_inv"])) for key in filter(is_published_in_fp8, source)):
+        spread = coded[key + "_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)[: plain.shape[0], : plain.shape[1]]
+        half = torch.maximum(source[key].abs() * 2**-4, spread * 2**-10) * (1 + 1e-5)
+        assert ((plain - source[key]).abs() <= half).all(), key
+        moved = fresh._numbers(coded[key], coded[key + "_scale_inv"], torch.Generator().manual_seed(1)).float()
+        bound = torch.maximum(plain.abs() * 2**-4, spread * 2**-10) * (1 + 2**-7) + plain.abs() * 2**-8  # bf16
+        assert ((moved - plain).abs() <= bound).all(), key
+        assert ((moved - plain).abs() > bound / 2).float().mean() > 0.1
+
+
+def test_multiplied_out_are_the_weights_of_the_plain_folder(tmp_path: Path) -> None:
+    tensors = in_fp8(master())
+    publish(tmp_path / "fp8", tensors)
+    publish(tmp_path / "plain", multiplied_out(tensors, torch.bfloat16), config={k: v for k, v in V3.items() if k != "quantization_config"})
+    model, _ = fresh._multiplied_out(tmp_path / "fp8")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype="auto")
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(model.state_dict().values(), plain.state_dict().values(), strict=True))
