@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,46 @@ def inflict(bed: Bed, task: Path, fault: str, *, at_step: int, launcher: str = "
     return seen
 
 
+@dataclass(frozen=True)
+class Resumed:
+    """How a run went on after one fault."""
+
+    fault: str
+    at_step: int
+    code: int
+    from_step: int
+    seconds: float
+    """From the fault to the first step that had not been done before."""
+    off: float
+    """Largest difference of a loss from the undisturbed run's."""
+
+
+def survive(bed: Bed, task: Path, fault: str, *, at_step: int, undisturbed: list[float]) -> Resumed:
+    """Launch with one restart and hosts that may be missing, do `fault`, and let the run go on to its end."""
+    with launched(bed, task, "launch.restarts=1", "launch.min_hosts=1") as run:
+        run.wait_for_step(at_step)
+        at, step = time.monotonic(), run.step()
+        FAULTS[fault](run)
+        run.wait_for("going on from", 90)
+        run.wait_for_step(step + 1)
+        seconds = time.monotonic() - at
+        code = run.process.wait(120)
+        found = re.search(r"^going on from .*, step (\d+) of", run.said(), re.MULTILINE)
+        assert found
+        losses = [record["train/loss"] for record in run.records()]
+        off = max(abs(a - b) for a, b in zip(losses, undisturbed, strict=True))
+        seen = Resumed(fault, step, code, int(found[1]), seconds, off)
+    mend(bed, fault)
+    return seen
+
+
+def losses_undisturbed(bed: Bed, task: Path) -> list[float]:
+    """Losses of the run on both hosts when nothing happens."""
+    with launched(bed, task) as run:
+        assert run.process.wait(150) == 0, run.said()
+        return [record["train/loss"] for record in run.records()]
+
+
 def mend(bed: Bed, fault: str) -> None:
     """Make a bed whole again."""
     if fault == "cable pulled":
@@ -257,20 +298,32 @@ def main() -> None:
     parser.add_argument("--tries", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--launcher", default="torchrun")
+    parser.add_argument("--restart", action="store_true", help="let the run start again and go on to its end")
     parser.add_argument("faults", nargs="*", default=list(FAULTS))
     chosen = parser.parse_args()
     drawn = random.Random(chosen.seed)
     with tempfile.TemporaryDirectory() as folder, Bed(Path(folder) / "bed", 2) as bed:
         task = fault_task(bed.shared / "task")
-        for fault in chosen.faults:
-            for _ in range(chosen.tries):
-                seen = inflict(bed, task, fault, at_step=drawn.randrange(1, STEPS - 20), launcher=chosen.launcher)
-                first = re.search(r"^attempt 1 failed.*$", seen.said, re.MULTILINE)
-                sys.stdout.write(
-                    f"{fault:18} step {seen.at_step:3}  code {seen.code:4}  none left after {seen.seconds_to_none_left:4.1f} s ({seen.left} left)  "
-                    f"{first[0] if first else ''}\n"
-                )
-                sys.stdout.flush()
+        undisturbed = losses_undisturbed(bed, task) if chosen.restart else []
+        for fault, _ in product(chosen.faults, range(chosen.tries)):
+            at_step = drawn.randrange(1, STEPS - 20)
+            if chosen.restart:
+                line = _resumed_line(survive(bed, task, fault, at_step=max(at_step, EVERY + 2), undisturbed=undisturbed))
+            else:
+                line = _line(inflict(bed, task, fault, at_step=at_step, launcher=chosen.launcher))
+            sys.stdout.write(f"{fault:18} {line}\n")
+            sys.stdout.flush()
+
+
+def _line(seen: Seen) -> str:
+    first = re.search(r"^attempt 1 failed.*$", seen.said, re.MULTILINE)
+    none_left = f"none left after {seen.seconds_to_none_left:4.1f} s ({seen.left} left)"
+    return f"step {seen.at_step:3}  code {seen.code:4}  {none_left}  {first[0] if first else ''}"
+
+
+def _resumed_line(seen: Resumed) -> str:
+    lost = f"step {seen.at_step:3} lost {seen.at_step - seen.from_step:2} steps"
+    return f"{lost}  went on after {seen.seconds:5.1f} s  code {seen.code}  losses off by {seen.off:.1e}"
 
 
 if __name__ == "__main__":
