@@ -15,6 +15,7 @@ from ds_finetune import machines, starting, using
 from ds_finetune.config import RunConfig, dump_config, read_config
 from ds_finetune.console import OUT, pairs, show_error, show_line, show_plan, show_report, show_verdicts
 from ds_finetune.errors import INTERRUPTED_EXIT_CODE, RUN_ERROR_EXIT_CODE, ConfigError, FinetuneError, VerificationError
+from ds_finetune.launch.marks import GUARD
 
 if TYPE_CHECKING:
     from ds_finetune.export.verify import Verdict
@@ -25,7 +26,7 @@ _QUIET_SECONDS = 5.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (0 done, 1 a run failed, 2 the user's mistake); 3, saved after a signal, is raised."""
-    arguments = _parser().parse_args(sys.argv[1:] if argv is None else list(argv))
+    arguments = _parsed(sys.argv[1:] if argv is None else list(argv))
     try:
         arguments.command(arguments)
     except FinetuneError as error:
@@ -63,9 +64,20 @@ def leave(code: int = 0) -> NoReturn:
     os._exit(code)
 
 
+def _parsed(argv: list[str]) -> argparse.Namespace:
+    """Overrides may stand on both sides of options, which argparse takes on one alone (Python 3.11, argparse.py, `_match_arguments_partial`)."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if not hasattr(arguments, "overrides") or any(word.startswith("-") or "=" not in word for word in rest):
+        return parser.parse_args(argv)
+    arguments.overrides = [*arguments.overrides, *rest]
+    return arguments
+
+
 def _say_once(text: str) -> None:
     """Print on local rank zero; a user's mistake looks the same from every rank of a machine."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if os.environ.get("LOCAL_RANK", "0") == "0" or GUARD in os.environ:
+        # A guard keeps the output of each rank apart, and takes the one that ends first for the cause.
         show_error(f"error: {text}")
         return
     time.sleep(_QUIET_SECONDS)

@@ -58,11 +58,11 @@ def bytes_written(config: RunConfig, total_params: int, *, checkpoint_bytes: int
 
 
 def _goes_on(folder: Path, config: RunConfig) -> bool:
-    """Whether a run in `folder` may be gone on with: it has checkpoints, or it ended before its first one and left nothing else."""
+    """Whether a run in `folder` may be gone on with: it has checkpoints, or it ended before its first one and exported nothing at its end."""
     if not config.checkpoint.every_steps or config.checkpoint.resume == "never":
         return False
     checkpoints = folder / "checkpoints"
-    return any(checkpoints.glob("step-*")) or (checkpoints.is_dir() and not any(folder.glob("export*")))
+    return any(checkpoints.glob("step-*")) or (checkpoints.is_dir() and not (folder / "export").exists())
 
 
 def bytes_of(folder: Path) -> int:

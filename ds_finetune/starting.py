@@ -3,6 +3,7 @@
 import argparse
 import os
 import secrets
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -69,12 +70,17 @@ def _launch(arguments: argparse.Namespace) -> None:
     if arguments.emit:
         _emit(arguments, job)
         return
-    for line in environment.lines():
-        show_line(line)
     if arguments.dry_run:
+        for line in environment.lines():
+            show_line(line)
         _show(config, job, arguments)
         return
-    code = _with_agents(config, job, arguments) if arguments.launcher in _AGENTS else _with_scheduler(job, arguments)
+    from ds_finetune.launch.screen import Screen
+
+    with Screen(show_line) as screen:
+        for line in environment.lines():
+            screen.say(line)
+        code = _with_agents(config, job, arguments, screen.say) if arguments.launcher in _AGENTS else _with_scheduler(job, arguments, screen.say)
     if code:
         raise SystemExit(code)
 
@@ -128,7 +134,7 @@ def _show(config: RunConfig, job: "Job", arguments: argparse.Namespace) -> None:
         show_line("by a guard on each host, over ssh, at a port that is free (docs/launching.md)")
 
 
-def _with_agents(config: RunConfig, job: "Job", arguments: argparse.Namespace) -> int:
+def _with_agents(config: RunConfig, job: "Job", arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
     from ds_finetune.launch.agents import AGENTS
     from ds_finetune.launch.environment import interface_variables
     from ds_finetune.launch.remote import Remote
@@ -143,10 +149,10 @@ def _with_agents(config: RunConfig, job: "Job", arguments: argparse.Namespace) -
         job.run_id,
         arguments.port,
     )
-    return launch(config, wanted, show_line)
+    return launch(config, wanted, say)
 
 
-def _with_scheduler(job: "Job", arguments: argparse.Namespace) -> int:
+def _with_scheduler(job: "Job", arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
     from ds_finetune.launch.remote import Remote
     from ds_finetune.launch.run import run_scheduler
     from ds_finetune.launch.schedulers import mpirun_command, srun_command, starting_environment
@@ -154,4 +160,4 @@ def _with_scheduler(job: "Job", arguments: argparse.Namespace) -> int:
     is_slurm = arguments.launcher == "slurm"
     ssh_args = Remote.from_environment(arguments.ssh_args).ssh_args
     command = srun_command(job, os.environ) if is_slurm else mpirun_command(job, ssh_args)
-    return run_scheduler(command, starting_environment(job, os.environ, slurm=is_slurm), show_line)
+    return run_scheduler(command, starting_environment(job, os.environ, slurm=is_slurm), say)

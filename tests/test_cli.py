@@ -40,6 +40,15 @@ def test_other_ranks_of_a_machine_wait_and_say_it_in_a_line(capsys: pytest.Captu
     assert capsys.readouterr().err == "rank 3: run file `none.yaml` does not exist\n"
 
 
+def test_overrides_stand_on_both_sides_of_options() -> None:
+    arguments = cli._parsed(["launch", "RUN.yaml", "optim.lr=1", "--nproc", "2", "train.seed=3"])
+    assert arguments.overrides == ["optim.lr=1", "train.seed=3"]
+    with pytest.raises(SystemExit):
+        cli._parsed(["launch", "RUN.yaml", "--nproc", "2", "more"])
+    with pytest.raises(SystemExit):
+        cli._parsed(["launch", "RUN.yaml", "--npro=2"])
+
+
 def test_what_deepspeed_adds_to_the_arguments_is_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_file = write_demo(tmp_path)
     assert cli.main(["config", "show", "--local_rank=1", str(run_file), "train.seed=3"]) == 0

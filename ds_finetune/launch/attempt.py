@@ -1,6 +1,7 @@
 """One start of a run on its hosts: a guard on each, what they say, and how it ended."""
 
 import contextlib
+import math
 import queue
 import signal
 import subprocess
@@ -15,15 +16,23 @@ from ds_finetune.errors import INTERRUPTED_EXIT_CODE, RUN_ERROR_EXIT_CODE
 from ds_finetune.hostfile import Host
 from ds_finetune.launch.guard import BEAT_SECONDS, TAIL
 from ds_finetune.launch.lines import Message, packed, unpacked
-from ds_finetune.launch.remote import CONNECT_SECONDS, Remote
+from ds_finetune.launch.remote import Remote
 
-GREETING_SECONDS = CONNECT_SECONDS + 10.0
-"""How long hosts have to answer before anything is started."""
+ECHO_SECONDS = 2.0
+"""Signals so close to each other are one."""
 LAST_WORDS_SECONDS = 4.0
 """Between the first failure and the end of everything: other ranks write down where they stand."""
 _KILLING_SECONDS = 15.0
 """How long a host has to say that nothing is left on it."""
 _SSH_FAILED = 255
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds: `greeting` for a host's first word, `silent` without one after which it is given up."""
+
+    greeting: float
+    silent: float
 
 
 @dataclass(frozen=True)
@@ -56,6 +65,8 @@ class Outcome:
     """Hosts that no longer answer."""
     unguarded: tuple[Host, ...]
     """Hosts whose guard was gone before it could say that nothing is left."""
+    left: Mapping[Host, int]
+    """Processes that had not ended some seconds after they were told to, by host."""
     was_told: bool
     """Whether a signal asked for the end."""
 
@@ -72,6 +83,7 @@ class _Guarded:
     is_lost: bool = False
     is_gone: bool = False
     agent_code: int = 0
+    left: int = 0
     errors: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL))
 
     def tell(self, **message: object) -> None:
@@ -86,13 +98,13 @@ class _Guarded:
 class Attempt:
     """Guards on `hosts`, from their greeting to their end; as a context it leaves none behind."""
 
-    def __init__(self, hosts: Sequence[Host], remote: Remote, *, silent_seconds: float, port: int = 0) -> None:
-        self._silent = silent_seconds
+    def __init__(self, hosts: Sequence[Host], remote: Remote, limits: Limits, *, port: int = 0) -> None:
+        self._limits = limits
         self._events = queue.Queue[tuple[_Guarded, Message | None]]()
         self._guards = [_Guarded(host, remote.open(host, "ds_finetune.launch.guard", str(port))) for host in hosts]
         self._failures: list[tuple[float, Failure, int]] = []
-        self._codes: dict[int, int] = {}
-        self._signals = 0
+        self._codes: dict[tuple[Host, int], int] = {}
+        self._signals, self._signalled_at = 0, -math.inf
         self._began = 0.0
         for guard in self._guards:
             threading.Thread(target=self._read, args=(guard,), daemon=True).start()
@@ -107,20 +119,21 @@ class Attempt:
             with contextlib.suppress(OSError):
                 assert guard.process.stdin is not None
                 guard.process.stdin.close()
+        until = time.monotonic() + _KILLING_SECONDS
         for guard in self._guards:
             try:
-                guard.process.wait(0 if guard.is_lost else _KILLING_SECONDS)
+                guard.process.wait(0 if guard.is_lost else max(0.0, until - time.monotonic()))
             except subprocess.TimeoutExpired:
                 guard.process.kill()
                 guard.process.wait()
 
     def greetings(self) -> dict[Host, Message | str]:
         """What each host says of itself, or why it cannot be reached; after some seconds at most."""
-        until = time.monotonic() + GREETING_SECONDS
+        until = time.monotonic() + self._limits.greeting
         while any(guard.greeting is None and not guard.over for guard in self._guards) and time.monotonic() < until:
             with contextlib.suppress(queue.Empty):
                 self._take(*self._events.get(timeout=0.25))
-        return {guard.host: guard.greeting if guard.greeting is not None else _why_silent(guard) for guard in self._guards}
+        return {guard.host: guard.greeting if guard.greeting is not None and not guard.over else _why_silent(guard) for guard in self._guards}
 
     def run(self, specs: Mapping[Host, Message], say: Callable[[str], None]) -> Outcome:
         """Start what `specs` says on their hosts, release the others, and return how it ended; signals are passed on."""
@@ -132,7 +145,12 @@ class Attempt:
         self._began = time.monotonic()
         for guard in self._guards:
             guard.heard = self._began
-        before = {number: signal.signal(number, self._signalled) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+            if guard.over:
+                # It went after its greeting.
+                self._host_is_over(guard, {"said": "gone"})
+        # What is ignored stays ignored: `nohup`, and what a script starts in the background.
+        wanted = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+        before = {number: signal.signal(number, self._signalled) for number in wanted}
         try:
             self._watch()
         finally:
@@ -153,8 +171,8 @@ class Attempt:
                 self._tell(do="beat")
             if passed_on < self._signals:
                 passed_on += 1
-                self._say("told the ranks to save and end; once more ends them at once" if passed_on == 1 else "ending every rank")
                 self._tell(do="interrupt" if passed_on == 1 else "end")
+                self._say("told the ranks to save and end; once more ends them at once" if passed_on == 1 else "ending every rank")
             self._look_for_silence(now, told)
             if told is None and self._failures and now - self._failures[0][0] > self._patience():
                 told = now
@@ -168,7 +186,7 @@ class Attempt:
     def _look_for_silence(self, now: float, told: float | None) -> None:
         for guard in self._guards:
             is_slow = told is not None and now - told > _KILLING_SECONDS
-            if not guard.over and (now - guard.heard > self._silent or is_slow):
+            if not guard.over and (now - guard.heard > self._limits.silent or is_slow):
                 guard.over = guard.is_lost = True
                 # A host that is silent was lost when it was last heard: what others say since then follows from it.
                 self._host_failed(guard, f"has not been heard for {now - guard.heard:.0f} s", at=guard.heard)
@@ -178,18 +196,21 @@ class Attempt:
             guard.tell(**message)
 
     def _signalled(self, number: int, _: object) -> None:
-        self._signals += 1
+        now = time.monotonic()
+        if now - self._signalled_at > ECHO_SECONDS:
+            # A closing terminal signals twice, and wrappers pass on what this process has had already.
+            self._signals, self._signalled_at = self._signals + 1, now
 
     def _read(self, guard: _Guarded) -> None:
         assert guard.process.stdout is not None
         for line in guard.process.stdout:
+            guard.heard = time.monotonic()
             self._events.put((guard, unpacked(line.decode(errors="replace"))))
         self._events.put((guard, {"said": "gone"}))
 
     def _take(self, guard: _Guarded, message: Message | None) -> None:
         if message is None or guard.is_lost:
             return
-        guard.heard = time.monotonic()
         match message.get("said"):
             case "hello":
                 guard.greeting = message
@@ -201,7 +222,7 @@ class Attempt:
             case "rank" if message["code"] != 0:
                 self._rank_failed(guard, message)
             case "exit_code":
-                self._codes[message["pid"] or self._last_gone(guard)] = message["code"]
+                self._codes[guard.host, message["pid"] or self._last_gone(guard)] = message["code"]
             case "exited" | "gone" if not guard.over:
                 guard.over = True
                 self._host_is_over(guard, message)
@@ -212,7 +233,7 @@ class Attempt:
             if guard.is_gone:
                 self._host_failed(guard, "its guard is gone")
             return
-        guard.agent_code = message["code"]
+        guard.agent_code, guard.left = message["code"], message["left"]
         if guard.agent_code and not any(failure.host == guard.host for _, failure, _ in self._failures):
             self._host_failed(guard, f"its launcher ended with {message['code']}", tail=message["agent"])
 
@@ -231,8 +252,8 @@ class Attempt:
 
     def _why_gone(self, host: Host, pid: int) -> tuple[int, str]:
         """Exit code and words for a rank that is gone without a word: its agent's, or the agent's own end, which ranks do not outlive."""
-        if pid in self._codes:
-            return _of_signal(self._codes[pid])
+        if (host, pid) in self._codes:
+            return _of_signal(self._codes[host, pid])
         agent = next(guard.agent_code for guard in self._guards if guard.host == host)
         if agent < 0:
             return 128 - agent, f"is gone with its agent, which {_of_signal(agent)[1]}"
@@ -246,14 +267,15 @@ class Attempt:
         now = time.monotonic()
         lost = tuple(guard.host for guard in self._guards if guard.is_lost)
         if not self._failures:
-            return Outcome(0, None, now - self._began, 0.0, lost, (), self._signals > 0)
+            return Outcome(0, None, now - self._began, 0.0, lost, (), {}, self._signals > 0)
         at, first, pid = self._failures[0]
         text, code = first.text, first.code
         if first.rank is not None and not code:
             code, text = self._why_gone(first.host, pid)
         first = Failure(first.host, first.rank, text, code, first.tail, at - self._began)
         unguarded = tuple(guard.host for guard in self._guards if guard.is_gone)
-        return Outcome(code, first, now - self._began, now - at, lost, unguarded, self._signals > 0)
+        left = {guard.host: guard.left for guard in self._guards if guard.left}
+        return Outcome(code, first, now - self._began, now - at, lost, unguarded, left, self._signals > 0)
 
 
 def _of_signal(code: int) -> tuple[int, str]:
@@ -267,7 +289,7 @@ def _of_signal(code: int) -> tuple[int, str]:
 def _why_silent(guard: _Guarded) -> str:
     said = " ".join(line.strip() for line in guard.errors if line.strip())
     if not guard.over:
-        return f"did not answer within {GREETING_SECONDS:.0f} s{': ' + said if said else ''}"
+        return f"did not answer in time (launch.greeting_seconds){': ' + said if said else ''}"
     code = guard.process.wait()
     return f"cannot be reached by ssh: {said}" if code == _SSH_FAILED else f"the program does not start there ({code}): {said}"
 

@@ -22,6 +22,7 @@ def facts(port: int = 0) -> dict[str, Any]:
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
         "devices": len(list(Path("/proc/driver/nvidia/gpus").glob("*"))),
         "interfaces": interfaces(),
+        "asked_from": os.environ.get("SSH_CONNECTION", "").split()[:1],
         "reached_at": os.environ.get("SSH_CONNECTION", "").split()[2:3],
         "port": free_port(port),
     }

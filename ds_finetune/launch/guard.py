@@ -29,6 +29,8 @@ from ds_finetune.launch.marks import GUARD, MARK, die_with_parent, end_marked, l
 
 TAIL = 50
 """Last lines of a rank's output that are kept for a report."""
+LINGERING_SECONDS = 60.0
+"""How long a rank may be there after it has said how it ended."""
 BEAT_SECONDS = 1.0
 """Between two signs of life, in both directions."""
 _PIECE = 65536
@@ -49,6 +51,8 @@ class Guard:
         self._tails: dict[int, deque[str]] = {}
         self._pids: dict[int, int] = {}
         self._ended: dict[int, int] = {}
+        self._ended_at: dict[int, float] = {}
+        self._there: set[int] = set()
         self._agent_tail = deque[str](maxlen=TAIL)
         self._heard = time.monotonic()
         self._log = _LogFiles(self._logs)
@@ -56,8 +60,8 @@ class Guard:
 
     def run(self) -> int:
         """Start the agent and serve until it has ended and everyone is told; returns this process's exit code."""
-        for earlier in self._spec["sweep"]:
-            end_marked(earlier)
+        if self._spec["sweep"]:
+            end_marked(self._spec["sweep"])
         name = f"ds-finetune-{secrets.token_hex(8)}"
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
             listening.bind(f"\0{name}")
@@ -68,10 +72,10 @@ class Guard:
                 signal.signal(number, self._leave)
             agent = self._start(name)
             self._serve(agent)
-        end_marked(self._mark)
-        self._log.close()
+        left = self._end()
         # A host's agent may fail where none of its ranks did.
-        _say(said="exited", code=agent.wait(), agent="\n".join(self._agent_tail))
+        _say(said="exited", code=agent.wait(), agent="\n".join(self._agent_tail), left=left)
+        self._log.close()
         return 0
 
     def _start(self, name: str) -> "subprocess.Popen[bytes]":
@@ -108,8 +112,32 @@ class Guard:
                 self._alone()
             if agent.poll() is not None and ended_since is None:
                 ended_since = now
+            self._end_lingering(now)
             # What ranks said last is still on its way.
             self._over = self._over or (ended_since is not None and now - ended_since > BEAT_SECONDS)
+
+    def _end_lingering(self, now: float) -> None:
+        """A rank that has said how it ended and is still there waits for something that nobody minds any more."""
+        for rank, since in list(self._ended_at.items()):
+            if rank in self._there and now - since > LINGERING_SECONDS:
+                self._there.discard(rank)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._pids[rank], signal.SIGKILL)
+
+    def _end(self) -> int:
+        """End every process of the run on this host, with signs of life meanwhile; returns how many do not end."""
+        stop = threading.Event()
+
+        def beat() -> None:
+            while not stop.wait(BEAT_SECONDS):
+                _say(said="beat")
+
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+        left = end_marked([self._mark])
+        stop.set()
+        thread.join()
+        return left
 
     def _listen(self, file: int, on_line: Callable[[str], None], on_end: Callable[[], None]) -> None:
         lines = Lines()
@@ -145,11 +173,15 @@ class Guard:
             first.update(unpacked(line) or {"said": "output", "rank": -1})
             if first["said"] == "rank":
                 self._pids[first["rank"]] = first["pid"]
+                self._there.add(first["rank"])
                 self._log.write(log_name(first["rank"]), f"rank {first['rank']} on {socket.gethostname()}, pid {first['pid']}")
 
         def on_end() -> None:
             connection.close()
-            if first.get("said") == "rank" and first["rank"] not in self._ended:
+            if first.get("said") != "rank":
+                return
+            self._there.discard(first["rank"])
+            if first["rank"] not in self._ended:
                 self._rank_ended(first["rank"], None)
 
         self._listen(connection.fileno(), on_line, on_end)
@@ -170,11 +202,12 @@ class Guard:
     def _rank_ended(self, rank: int, code: int | None) -> None:
         """`code` is None where the rank is gone without a word."""
         self._ended[rank] = -1 if code is None else code
+        self._ended_at[rank] = time.monotonic()
         _say(said="rank", rank=rank, code=code, pid=self._pids.get(rank, 0), tail=[] if code == 0 else list(self._tails.get(rank, ())))
 
     def _agent_said(self, line: str) -> None:
         self._agent_tail.append(line)
-        self._log.write("agent.log", line)
+        self._log.write(f"agent-{socket.gethostname()}.log", line)
         for code, pid, other in _EXIT_CODE.findall(line):
             _say(said="exit_code", pid=int(pid or 0), code=int(code or other))
 
@@ -186,15 +219,15 @@ class Guard:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
         elif do == "end":
-            end_marked(self._mark)
+            self._end()
 
     def _alone(self) -> None:
         """The launching program is gone or cannot be heard: nobody would ever end what runs here."""
-        end_marked(self._mark)
+        end_marked([self._mark])
         self._over = True
 
     def _leave(self, number: int, _: object) -> None:
-        end_marked(self._mark)
+        end_marked([self._mark])
         os._exit(128 + number)
 
 
@@ -227,9 +260,12 @@ class _LogFiles:
             file.write(line + "\n")
 
 
+_SPEAKING = threading.Lock()
+
+
 def _say(**message: object) -> None:
     # Nobody hears it where ssh is gone; the silence on standard input is what ends this process.
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError), _SPEAKING:
         sys.stdout.buffer.write(packed(**message))
         sys.stdout.buffer.flush()
 
@@ -238,8 +274,10 @@ def main() -> int:
     """Say what this host is, wait for what to start, and guard it."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     if sys.argv[1:2] == ["sweep"]:
-        _say(said="swept", processes=end_marked(sys.argv[2]))
+        _say(said="swept", left=end_marked(sys.argv[2:]))
         return 0
+    # A line of its own, whatever a login shell has printed before without an end.
+    sys.stdout.buffer.write(b"\n")
     _say(said="hello", **facts(int(sys.argv[1])))
     # Byte by byte: what follows the first order is read by the guard itself.
     with open(0, "rb", buffering=0, closefd=False) as told:

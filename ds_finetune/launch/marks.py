@@ -3,6 +3,8 @@
 import ctypes
 import os
 import signal
+import time
+from collections.abc import Iterable
 from pathlib import Path
 
 MARK = "DS_FINETUNE_MARK"
@@ -11,6 +13,8 @@ GUARD = "DS_FINETUNE_GUARD"
 """Environment variable with the name of the guard's socket, in the abstract namespace of unix(7)."""
 RUN_ID = "DS_FINETUNE_RUN_ID"
 """Environment variable with the id of a run that mpirun or Slurm minds, and so the folder of its ranks' output."""
+_ENDING_SECONDS = 10.0
+_LOOK_SECONDS = 0.02
 _SET_PARENT_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
 
@@ -33,21 +37,27 @@ def die_with_parent() -> None:
         return
 
 
-def marked(mark: str) -> list[int]:
-    """Processes of this user that have `mark` in their environment, this one left out."""
-    wanted = f"{MARK}={mark}".encode()
-    return [pid for pid in _pids() if pid != os.getpid() and wanted in _environment(pid)]
+def marked(marks: Iterable[str]) -> list[int]:
+    """Processes of this user that have one of `marks` in their environment, this one and those that have ended left out."""
+    wanted = {f"{MARK}={mark}".encode() for mark in marks}
+    return [pid for pid in _pids() if pid != os.getpid() and not wanted.isdisjoint(_environment(pid))]
 
 
-def end_marked(mark: str) -> int:
-    """Send SIGKILL to every process with `mark` until none is left that is not ending; returns how many there were."""
-    ended: set[int] = set()
-    # One that is forking may leave a child behind that was not there when the list was read.
-    while found := [pid for pid in marked(mark) if pid not in ended]:
+def end_marked(marks: Iterable[str]) -> int:
+    """Send SIGKILL to every process with one of `marks` until none is there; returns how many still are after some seconds.
+
+    A process ends when the kernel has taken its memory back, which takes a while for much of it, or for ever where it waits for a disk that hangs.
+    """
+    known, until = set(marks), time.monotonic() + _ENDING_SECONDS
+    ending: set[int] = set()
+    while found := [*marked(known), *filter(_is_there, ending)]:
         for pid in found:
             _kill(pid)
-        ended.update(found)
-    return len(ended)
+        ending.update(found)
+        if time.monotonic() > until:
+            return len(set(found))
+        time.sleep(_LOOK_SECONDS)
+    return 0
 
 
 def _pids() -> list[int]:
@@ -55,10 +65,19 @@ def _pids() -> list[int]:
 
 
 def _environment(pid: int) -> list[bytes]:
+    """Empty for a process of another user, and for one that has ended and is not yet taken note of."""
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return []
+
+
+def _is_there(pid: int) -> bool:
+    """Whether a process has not ended: its environment is gone before its memory is."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def _kill(pid: int) -> None:

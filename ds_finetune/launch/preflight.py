@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ds_finetune.hostfile import Host
 from ds_finetune.launch.lines import Message
-from ds_finetune.launch.remote import address_of
+from ds_finetune.launch.remote import address_of, is_here
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -36,8 +36,17 @@ def meeting_place(hosts: Sequence[Host], answered: Mapping[Host, Message]) -> st
     first, said = hosts[0], answered[hosts[0]]
     if len(hosts) == 1:
         return "127.0.0.1"
-    candidates = [address_of(first), *said["reached_at"], *said["interfaces"].values()]
-    return next((address for address in candidates if address and not ipaddress.ip_address(address.split("%")[0]).is_loopback), "")
+    # Where the first host is this machine, the others know the address from which they were asked.
+    seen = [address for host in hosts[1:] if is_here(first) for address in answered[host]["asked_from"]]
+    candidates = [address_of(first), *said["reached_at"], *seen, *said["interfaces"].values()]
+    return next((address for address in candidates if _is_for_others(address)), "")
+
+
+def _is_for_others(address: str) -> bool:
+    if not address:
+        return False
+    found = ipaddress.ip_address(address.split("%")[0])
+    return not found.is_loopback and not found.is_link_local
 
 
 def _versions(answered: Mapping[Host, Message]) -> list[Problem]:

@@ -45,7 +45,9 @@ class Remote:
         port = ["-p", str(host.port)] if host.port else []
         options = {"BatchMode": "yes", "ConnectTimeout": CONNECT_SECONDS, "ServerAliveInterval": _SILENT_SECONDS, "ServerAliveCountMax": 3}
         given = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
-        where = f"cd {shlex.quote(self.directory)} && PYTHONPATH={shlex.quote(os.environ.get('PYTHONPATH', ''))} exec {shlex.join(argv)}"
+        variables = f"PYTHONPATH={os.environ.get('PYTHONPATH', '')}"
+        # `env`, because not every login shell sets variables as sh does.
+        where = f"cd {shlex.quote(self.directory)} && exec {shlex.join(['env', variables, *argv])}"
         # The user's own arguments come first: ssh takes the first value of an option.
         return ["ssh", *self.ssh_args, *given, "-T", *port, host.target, where]
 

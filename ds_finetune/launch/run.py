@@ -1,20 +1,22 @@
 """`ds-finetune launch`: a run on the hosts of a hostfile, started again where it failed, with an exit code that is true."""
 
+import math
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
 from ds_finetune.config import RunConfig
-from ds_finetune.errors import INTERRUPTED_EXIT_CODE, USER_ERROR_EXIT_CODE, ConfigError, LaunchError
+from ds_finetune.errors import INTERRUPTED_EXIT_CODE, RUN_ERROR_EXIT_CODE, USER_ERROR_EXIT_CODE, ConfigError, LaunchError
 from ds_finetune.hostfile import Host
 from ds_finetune.launch import agents
-from ds_finetune.launch.attempt import Attempt, Outcome
-from ds_finetune.launch.lines import Message
+from ds_finetune.launch.attempt import ECHO_SECONDS, Attempt, Limits, Outcome
+from ds_finetune.launch.lines import Message, unpacked
 from ds_finetune.launch.marks import log_name, logs_folder
 from ds_finetune.launch.preflight import meeting_place, problems_of, uses_gpus
 from ds_finetune.launch.remote import Remote
@@ -66,17 +68,25 @@ def launch(config: RunConfig, wanted: Launch, say: Say) -> int:
     _refuse_unrestartable(config)
     logs = logs_folder(config.output_dir, wanted.run_id)
     say(f"run {wanted.run_id}: logs in {logs} on each host")
-    marks: list[str] = []
+    marks: dict[Host, list[str]] = {host: [] for host in wanted.hosts}
+    code = RUN_ERROR_EXIT_CODE
     for number in count(1):
         with _ready(config, wanted, say, is_first=number == 1) as ready:
+            if ready is None:
+                say(f"given up: too few of {len(wanted.hosts)} hosts were ready within {config.launch.wait_seconds:.0f} s; the same command goes on")
+                return code
             specs = _specs(ready, wanted, config, folder=logs / f"attempt-{number}", mark=f"{wanted.run_id}.{number}", sweep=marks)
             outcome = ready.attempt.run(specs, say)
-        marks += [spec["mark"] for spec in specs.values()]
-        _sweep(outcome, wanted, specs)
+        for host, spec in specs.items():
+            marks[host].append(spec["mark"])
+        outcome = _swept(outcome, wanted, specs)
         for line in _report(outcome, number, logs):
             say(line)
-        if outcome.code in (0, USER_ERROR_EXIT_CODE, INTERRUPTED_EXIT_CODE) or outcome.was_told or number > config.launch.restarts:
-            return outcome.code
+        code = outcome.code
+        # A mistake of the user's is one from the start: later it is a host's, whose disk is full or whose mount is gone.
+        is_final = code in (0, INTERRUPTED_EXIT_CODE) or (code == USER_ERROR_EXIT_CODE and number == 1)
+        if is_final or outcome.was_told or number > config.launch.restarts:
+            return code
         say(f"starting again, {number} of {config.launch.restarts} times")
     raise AssertionError
 
@@ -104,19 +114,19 @@ def _refuse_unrestartable(config: RunConfig) -> None:
 
 
 @contextmanager
-def _ready(config: RunConfig, wanted: Launch, say: Say, *, is_first: bool) -> Iterator[_Ready]:
-    """Guards on the hosts that are fit; before the first start all must be, later those are taken that are left or have come back."""
+def _ready(config: RunConfig, wanted: Launch, say: Say, *, is_first: bool) -> Iterator[_Ready | None]:
+    """Guards on the hosts that are fit; before the first start all must be, later those are taken that are left or have come back, or None."""
+    limits = Limits(config.launch.greeting_seconds, config.launch.silent_seconds)
     until = time.monotonic() + config.launch.wait_seconds
     while True:
-        with Attempt(wanted.hosts, wanted.remote, silent_seconds=config.launch.silent_seconds, port=wanted.port) as attempt:
+        with Attempt(wanted.hosts, wanted.remote, limits, port=wanted.port) as attempt:
             ready = _fit(config, wanted, attempt, say, is_first=is_first)
             if ready is not None:
                 yield ready
                 return
         if time.monotonic() > until:
-            raise LaunchError(
-                f"too few of {len(wanted.hosts)} hosts came back within {config.launch.wait_seconds:.0f} s", hint="the same command goes on later"
-            )
+            yield None
+            return
         time.sleep(_AGAIN_SECONDS)
 
 
@@ -147,6 +157,10 @@ def _fit(config: RunConfig, wanted: Launch, attempt: Attempt, say: Say, *, is_fi
             f"{', '.join(answered[hosts[0]]['interfaces'])}",
             hint="write its address in the network of the others into the hostfile",
         )
+    if not port and not is_first:
+        # What held it before may still be ending.
+        say(f"port {wanted.port} of {hosts[0].target} is taken")
+        return None
     if not port:
         raise LaunchError(f"port {wanted.port} of {hosts[0].target} is taken", hint="leave --port out, or name a free one")
     return _Ready(attempt, hosts, address, port)
@@ -164,7 +178,7 @@ def largest_fit(config: RunConfig, hosts: Sequence[Host], fit: Sequence[Host], *
     return ()
 
 
-def _specs(ready: _Ready, wanted: Launch, config: RunConfig, *, folder: Path, mark: str, sweep: Sequence[str]) -> dict[Host, Message]:  # noqa: PLR0913
+def _specs(ready: _Ready, wanted: Launch, config: RunConfig, *, folder: Path, mark: str, sweep: Mapping[Host, Sequence[str]]) -> dict[Host, Message]:  # noqa: PLR0913
     found = {}
     for index, host in enumerate(ready.hosts):
         env = wanted.env | ({"CUDA_VISIBLE_DEVICES": ",".join(map(str, host.devices))} if host.devices else {})
@@ -174,7 +188,7 @@ def _specs(ready: _Ready, wanted: Launch, config: RunConfig, *, folder: Path, ma
             "env": env,
             "unset": _RANK_VARIABLES,
             "mark": f"{mark}.{index}",
-            "sweep": list(sweep),
+            "sweep": list(sweep[host]),
             "logs": str(folder),
             "silent_seconds": config.launch.silent_seconds,
             "meet_at": ready.address if len(ready.hosts) > 1 else "",
@@ -182,11 +196,23 @@ def _specs(ready: _Ready, wanted: Launch, config: RunConfig, *, folder: Path, ma
     return found
 
 
-def _sweep(outcome: Outcome, wanted: Launch, specs: dict[Host, Message]) -> None:
-    """End what is left on hosts whose guard is gone and that still answer."""
-    for host in outcome.unguarded:
+def _swept(outcome: Outcome, wanted: Launch, specs: dict[Host, Message]) -> Outcome:
+    """End what is left on hosts whose guard is gone; a host on which that cannot be done counts as lost."""
+
+    def is_swept(host: Host) -> bool:
         command = wanted.remote.module(host, "ds_finetune.launch.guard", "sweep", specs[host]["mark"])
-        subprocess.run(command, capture_output=True, timeout=_SWEEP_SECONDS, check=False)
+        try:
+            done = subprocess.run(command, capture_output=True, timeout=_SWEEP_SECONDS, check=False)
+        except subprocess.TimeoutExpired:
+            return False
+        said = [unpacked(line) or {} for line in done.stdout.decode(errors="replace").splitlines()]
+        return done.returncode == 0 and any(message.get("left") == 0 for message in said)
+
+    if not outcome.unguarded:
+        return outcome
+    with ThreadPoolExecutor(max_workers=len(outcome.unguarded)) as pool:
+        swept = dict(zip(outcome.unguarded, pool.map(is_swept, outcome.unguarded), strict=True))
+    return replace(outcome, lost=(*outcome.lost, *(host for host, done in swept.items() if not done)))
 
 
 def _report(outcome: Outcome, number: int, logs: Path) -> Iterator[str]:
@@ -219,23 +245,30 @@ def _failure_lines(outcome: Outcome, number: int, logs: Path) -> Iterator[str]:
         yield f"its last {len(first.tail)} lines{of}:"
         yield from (f"{_QUOTED}{line}" for line in first.tail)
     lost = [host.target for host in outcome.lost]
-    where = f"hosts but {', '.join(lost)}, where it ends by itself" if lost else "hosts"
+    where = f"hosts but {', '.join(lost)}, which cannot be asked and where it ends by itself" if lost else "hosts"
+    if outcome.left:
+        counts = ", ".join(f"{count} on {host.target}" for host, count in outcome.left.items())
+        yield f"PROCESSES LEFT that do not end, as where they wait for a disk or a device: {counts}"
+        return
     yield f"nothing of it is left on the {where}; {outcome.ended_in:.1f} s after the failure"
 
 
 def run_scheduler(command: Sequence[str], env: Mapping[str, str], say: Say) -> int:
     """Run mpirun or srun, which mind their ranks themselves; returns a true exit code. The first signal asks ranks to save and end."""
     started = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=dict(env), start_new_session=True)
-    signals = 0
+    signals, since = 0, -math.inf
 
     def pass_on(_: int, __: object) -> None:
-        nonlocal signals
-        signals += 1
+        nonlocal signals, since
+        if time.monotonic() - since < ECHO_SECONDS:
+            return
+        signals, since = signals + 1, time.monotonic()
         # Both pass SIGUSR1 on to the ranks, and end them on SIGTERM.
         started.send_signal(signal.SIGUSR1 if signals == 1 else signal.SIGTERM)
         say("told the ranks to save and end; once more ends them at once" if signals == 1 else "ending every rank")
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    wanted = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, pass_on) for number in wanted}
     try:
         code = started.wait()
     finally:

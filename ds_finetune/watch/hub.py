@@ -14,13 +14,15 @@ from ds_finetune.watch.board import Answer
 from ds_finetune.watch.report import Ending, Failure, Member, still_lines
 from ds_finetune.watch.stacks import FOLDER
 from ds_finetune.watch.verdict import verdict
-from ds_finetune.watch.wire import Link, Message, waiting
+from ds_finetune.watch.wire import LONGEST_LINE, Link, Message, waiting
 
 REPORT = "report.txt"
 ECHO_SECONDS = 2.0
 """How long an error that may follow from another rank's end waits for word of that one."""
 ANSWER_SECONDS = 5.0
 """How long ranks have to say where they stand."""
+_GREETING_BYTES = 4096
+"""Of what a stranger may send before it has shown the token."""
 LEAVING_SECONDS = 15.0
 """How long the hub stays once the run is ending."""
 _TICK_SECONDS = 0.2
@@ -70,7 +72,7 @@ class Hub(threading.Thread):
     def _take(self, source: socket.socket | Link) -> None:
         if isinstance(source, socket.socket):
             with contextlib.suppress(OSError):
-                self._strangers.append(Link(source.accept()[0]))
+                self._strangers.append(Link(source.accept()[0], longest=_GREETING_BYTES))
             return
         for message in source.received():
             if source.peer is None:
@@ -82,11 +84,12 @@ class Hub(threading.Thread):
             source.close()
 
     def _greet(self, link: Link, message: Message) -> None:
-        if not hmac.compare_digest(str(message.get("token", "")), self._token):
+        if not hmac.compare_digest(str(message.get("token", "")).encode(), self._token.encode()):
             link.is_lost = True
             return
         member = Member(**message["member"])
         self._strangers.remove(link)
+        link.longest = LONGEST_LINE
         link.peer, self._links[member.rank], self._members[member.rank] = member.rank, link, member
         if self._ending is not None:
             link.send({"kind": "end", "ending": self._ending.as_json()})

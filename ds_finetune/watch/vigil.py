@@ -25,9 +25,11 @@ from ds_finetune.watch.wire import Link, listen, waiting
 from ds_finetune.world import World
 
 _KEY, _PREPARED = "watchdog/hub", "watchdog/prepared"
-_EVER = timedelta(days=30)
+_WORD = timedelta(minutes=1)
+_NAMED = 16
 _CONNECT_SECONDS = 60.0
 _TICK_SECONDS = 0.2
+_FROZEN_SECONDS = 5.0
 _GRACE_SECONDS = 2.0
 """How long a rank that hears of another's end has to end by itself, with an error of its own."""
 _HUB_SECONDS = ANSWER_SECONDS + ECHO_SECONDS + 3.0
@@ -54,6 +56,7 @@ class Vigil(threading.Thread):
         self._heard = threading.Event()
         self._ending: Ending | None = None
         self._ends_at = self._asked_at = math.inf
+        self._looked_at = math.inf
         self._is_failing = False
         self._has_written = False
 
@@ -76,17 +79,19 @@ class Vigil(threading.Thread):
                 raise
             # torchrun takes the rank that ends first for the cause.
             time.sleep(_GRACE_SECONDS)
-            raise RunError(
-                f"{first.line}; rank {self._world.rank} then met {Failure.of(error).line}", hint=f"see {self._folder / REPORT} for more"
-            ) from None
+            echo = RunError(f"{first.line}; rank {self._world.rank} then met {Failure.of(error).line}", hint=f"see {self._folder / REPORT} for more")
+            # A user's mistake is one on every rank.
+            echo.exit_code = first.code or RUN_ERROR_EXIT_CODE
+            raise echo from None
 
     @contextmanager
     def standing(self, store: dist.Store) -> Iterator[None]:
         """Once every rank has come here, however long that takes, a stand is minded and stacks can be written."""
-        ranks = range(self._world.world_size)
         store.set(f"{_PREPARED}/{self._world.rank}", "")
-        # The thread ends the wait where another rank never comes.
-        store.wait([f"{_PREPARED}/{rank}" for rank in ranks], _EVER)
+        # The thread ends the wait where another rank is lost.
+        while missing := self._missing(store):
+            if self._world.rank == 0:
+                _say(f"watchdog: ranks {', '.join(map(str, missing))} are still preparing\n")
         self._stacks = stacks = Stacks(self._output_dir, self._world.rank)
         try:
             with self.board.during("start"):
@@ -94,6 +99,15 @@ class Vigil(threading.Thread):
         finally:
             self._stacks = None
             stacks.close()
+
+    def _missing(self, store: dist.Store) -> list[int]:
+        """Ranks that have not prepared within a minute; of many, the first."""
+        keys = {rank: f"{_PREPARED}/{rank}" for rank in range(self._world.world_size)}
+        try:
+            store.wait(list(keys.values()), _WORD)
+        except dist.DistStoreError:
+            return [rank for rank, key in keys.items() if not store.check([key])][:_NAMED]
+        return []
 
     def close(self) -> None:
         """Say goodbye, unless this rank has failed, and watch no more."""
@@ -131,6 +145,10 @@ class Vigil(threading.Thread):
                 self._end(Ending.from_json(message["ending"]))
 
     def _look_at_clock(self, now: float) -> None:
+        if now - self._looked_at > _FROZEN_SECONDS:
+            # The whole process was stopped, as by a suspended job or machine, and the others perhaps with it.
+            self.board.progress()
+        self._looked_at = now
         until = self.board.silent_since() + self.board.limit()
         if self._stacks is not None:
             self._stacks.arm(until)

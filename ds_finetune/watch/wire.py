@@ -19,20 +19,22 @@ UNREACHABLE = "cannot be reached: its machine or the network is gone"
 _UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 _PROBE_SECONDS = 3
 _SEND_SECONDS = 2.0
-_LONGEST_LINE = 2**22
+LONGEST_LINE = 2**22
+"""Bytes of a message, of many ranks' failures in one."""
 _CHUNK = 2**16
 
 
 class Link:
     """One connection; `is_lost` once the other end is gone, which `why` says more of; `peer` as the hub numbers it."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, *, longest: int = LONGEST_LINE) -> None:
         self._socket = connection
         self._buffer = b""
         self._sending = threading.Lock()
         self.is_lost = False
         self.why = CLOSED
         self.peer: int | None = None
+        self.longest = longest
         connection.settimeout(_SEND_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _mind(connection)
@@ -62,13 +64,13 @@ class Link:
         except OSError as error:
             self._lose(error)
             return []
-        if not chunk or len(self._buffer) > _LONGEST_LINE:
+        if not chunk or len(self._buffer) > self.longest:
             self.is_lost = True
             return []
         *lines, self._buffer = (self._buffer + chunk).split(b"\n")
         try:
             return [message for message in map(json.loads, lines) if isinstance(message, dict)]
-        except ValueError:
+        except (ValueError, RecursionError):
             self.is_lost = True
             return []
 

@@ -23,6 +23,7 @@ def _said(machine: str, **other: Any) -> dict[str, Any]:
         "devices": 0,
         "port": 1,
         "reached_at": [],
+        "asked_from": [],
         "interfaces": {"lo": "127.0.0.1", "eth0": "10.0.0.1"},
     }
     return usual | {"versions": {"torch": "2.13.0", "deepspeed": "0.19.8"}} | other
@@ -58,8 +59,11 @@ def test_problems(greetings: dict[Host, Any], env: dict[str, str], wanted: list[
 def test_the_meeting_place_is_one_that_others_reach() -> None:
     assert meeting_place((Host("localhost", 2, 1),), {Host("localhost", 2, 1): _said("a")}) == "127.0.0.1"
     local = Host("localhost", 2, 1)
-    assert meeting_place((local, B), {local: _said("a")}) == "10.0.0.1"
-    assert meeting_place((local, B), {local: _said("a", interfaces={"lo": "127.0.0.1"})}) == ""
+    assert meeting_place((local, B), {local: _said("a"), B: _said("b")}) == "10.0.0.1"
+    assert meeting_place((local, B), {local: _said("a", interfaces={"lo": "127.0.0.1", "eth0": "169.254.1.1"}), B: _said("b")}) == ""
+    # The address from which the others were asked goes before a bridge that is there by chance.
+    bridge = _said("a", interfaces={"lo": "127.0.0.1", "docker0": "172.17.0.1", "eth0": "10.0.0.7"})
+    assert meeting_place((local, B), {local: bridge, B: _said("b", asked_from=["10.0.0.7"])}) == "10.0.0.7"
     # An address goes before what the host says of itself; a name of ssh's own configuration leads nowhere.
     assert meeting_place((Host("10.9.9.9", 2, 1), B), {Host("10.9.9.9", 2, 1): _said("a")}) == "10.9.9.9"
     alias = Host("an-alias.invalid", 2, 1)

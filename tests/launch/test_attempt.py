@@ -1,0 +1,106 @@
+"""Guards as they are started on hosts, here on this machine: what they say, and how an attempt ends when one is gone."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_finetune.hostfile import Host
+from ds_finetune.launch.attempt import Attempt, Limits, Outcome
+from ds_finetune.launch.marks import MARK, end_marked, marked
+from ds_finetune.launch.remote import Remote
+from ds_finetune.launch.screen import Screen
+from tests.conftest import ROOT
+from tests.running import tiny_task
+
+HERE = Host("localhost", 1, 1)
+LIMITS = Limits(greeting=20, silent=5)
+
+
+def _remote(folder: Path, script: str) -> Remote:
+    """A Python that is started by `script`, in which "$@" are its arguments."""
+    python = folder / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    return Remote(python=str(python), directory=str(ROOT))
+
+
+def _run(remote: Remote, folder: Path, argv: list[str], **env: str) -> tuple[Any, Outcome]:
+    spec = {"do": "start", "argv": argv, "env": {"PYTHONPATH": str(ROOT), **env}, "unset": [], "mark": f"test.{os.getpid()}.{time.time_ns()}"}
+    spec |= {"sweep": [], "logs": str(folder / "logs"), "silent_seconds": 5, "meet_at": ""}
+    with Attempt([HERE], remote, LIMITS) as attempt:
+        greeting = attempt.greetings()[HERE]
+        outcome = attempt.run({HERE: spec}, lambda _: None)
+    assert not marked([spec["mark"]])
+    return greeting, outcome
+
+
+@pytest.mark.parametrize(("code", "wanted"), [("pass", 0), ("raise SystemExit(5)", 1), ("import os; os.kill(os.getpid(), 9)", 1)])
+def test_an_agent_that_ends(tmp_path: Path, code: str, wanted: int) -> None:
+    # What a login shell prints before, without an end of its line, is no part of what the guard says.
+    remote = _remote(tmp_path, f"printf 'welcome'; exec {sys.executable} \"$@\"")
+    greeting, outcome = _run(remote, tmp_path, [sys.executable, "-c", code])
+    assert greeting["versions"]["torch"].startswith("2.")
+    assert outcome.code == wanted
+    assert bool(outcome.first) == bool(wanted)
+
+
+def test_a_host_that_goes_after_its_greeting_is_a_failure(tmp_path: Path) -> None:
+    remote = _remote(tmp_path, f'exec {sys.executable} "$@" < /dev/null')
+    _, outcome = _run(remote, tmp_path, [sys.executable, "-c", "pass"])
+    assert outcome.code == 1
+    assert outcome.first is not None
+    assert outcome.first.text == "its guard is gone"
+
+
+def test_a_program_that_does_not_start_is_told_from_a_silent_host(tmp_path: Path) -> None:
+    with Attempt([HERE], _remote(tmp_path, "echo no such thing >&2; exit 7"), LIMITS) as attempt:
+        assert attempt.greetings() == {HERE: "the program does not start there (7): no such thing"}
+    with Attempt([HERE], _remote(tmp_path, "exec sleep 60"), Limits(greeting=0.5, silent=5)) as attempt:
+        assert str(attempt.greetings()[HERE]).startswith("did not answer in time")
+
+
+def test_every_process_with_a_mark_is_gone_when_that_is_said() -> None:
+    """One with much memory, which the kernel takes a while to take back, and one whose parent has left it."""
+    mark = f"test.{os.getpid()}.{time.time_ns()}"
+    big = "import time; held = bytearray(400_000_000); print('up', flush=True); time.sleep(100)"
+    beside = {**os.environ, MARK: mark}
+    started = subprocess.Popen([sys.executable, "-c", big], env=beside, stdout=subprocess.PIPE)
+    assert started.stdout is not None
+    assert started.stdout.readline() == b"up\n"
+    subprocess.run(["sh", "-c", "setsid sleep 100 & exit"], env=beside, check=True)
+    assert len(marked([mark])) == 2
+    assert end_marked(["another", mark]) == 0
+    assert started.poll() is not None or Path(f"/proc/{started.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    assert marked([mark]) == []
+    started.wait()
+
+
+def test_a_screen_that_is_gone_or_stopped_holds_up_nobody() -> None:
+    shown = []
+
+    def show(line: str) -> None:
+        shown.append(line)
+        raise BrokenPipeError
+
+    began = time.monotonic()
+    with Screen(show) as screen:
+        for number in range(1000):
+            screen.say(str(number))
+    assert shown == ["0"]
+    assert time.monotonic() - began < 2
+
+
+def test_a_reader_that_leaves_does_not_end_a_launch(tmp_path: Path) -> None:
+    """`launch ... | head`: what follows is not shown, and the run is done."""
+    task = tiny_task(tmp_path)
+    command = f"{sys.executable} -m ds_finetune launch {task} --nproc 1; echo $? > {tmp_path}/code"
+    environ = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    subprocess.run(["bash", "-c", f"({command}) | head -1"], env=environ, capture_output=True, timeout=120, check=True)
+    assert (tmp_path / "code").read_text() == "0\n"
+    assert json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])["step"] == 3
