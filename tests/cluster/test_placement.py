@@ -90,6 +90,7 @@ def test_one_rank_that_fails_ends_all_at_once(bed: Bed, launcher: Launcher) -> N
     assert processes_with(bed, "sys.exit(7)") == []
 
 
+@pytest.mark.slow
 def test_mpirun_gives_up_a_host_whose_cable_is_pulled(bed: Bed) -> None:
     """By itself it would wait for minutes; the host gives up as well and ends what runs there."""
     job = replace(job_on(bed, Path("run.yaml"), 1, 1), entry=("-c", "import time; print('up', flush=True); time.sleep(100)"))
