@@ -51,9 +51,9 @@ def test_an_interrupt_leaves_nothing() -> None:
         time.sleep(0.05)
     assert len(_marked(mark)) == 3
     started.send_signal(signal.SIGINT)
-    assert started.wait(15) != 0
+    assert started.wait(60) != 0
     started.stdout.close()
-    while _marked(mark) and time.monotonic() < until + 10:
+    while _marked(mark) and time.monotonic() < until + 60:
         time.sleep(0.05)
     assert not _marked(mark)
 

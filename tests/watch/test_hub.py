@@ -36,6 +36,8 @@ class Ranks:
         return Ending.from_json(_next(self.links[rank], "end")["ending"])
 
     def report(self) -> str:
+        """Written after the ranks are told, rank zero last."""
+        until(lambda: (self.folder / FOLDER / REPORT).exists())
         return (self.folder / FOLDER / REPORT).read_text()
 
 
