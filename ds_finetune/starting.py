@@ -41,7 +41,7 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     launch.add_argument("--time", default="24:00:00", metavar="[D-]HH:MM:SS", help="time limit of the emitted job (default 24:00:00)")
     launch.add_argument("--cpus", type=int, default=8, help="cores of each rank of the emitted job (default 8)")
     launch.add_argument("--image", default="ds-finetune:latest", help="container image of emitted pods (default ds-finetune:latest)")
-    launch.add_argument("--claim", default="runs", help="volume claim of emitted pods, mounted as /work/runs (default runs)")
+    launch.add_argument("--claim", default="runs", help="volume claim of emitted pods, mounted as /workspace/runs (default runs)")
     launch.set_defaults(command=_launch)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 import ds_finetune
+from ds_finetune.launch.facts import interfaces
 from ds_finetune.run_folder import available_bytes, bytes_of, nearest_existing
 
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate")
@@ -149,33 +150,11 @@ def gpus() -> list[Gpu]:
     return [Gpu(name, uuid, int(total) << 20, int(used) << 20) for name, uuid, total, used in rows]
 
 
-def interfaces() -> dict[str, list[str]]:
-    """Addresses of each interface that is up."""
-    is_up = {name: state.isup for name, state in psutil.net_if_stats().items()}
-    families = (socket.AF_INET, socket.AF_INET6)
-    found = {name: [a.address.partition("%")[0] for a in addresses if a.family in families] for name, addresses in psutil.net_if_addrs().items()}
-    return {name: addresses for name, addresses in found.items() if is_up.get(name)}
-
-
 def _addresses(name: str) -> list[str]:
     try:
         return list(dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM))) if name else []
     except OSError:
         return []
-
-
-def interface_towards(address: str) -> str:
-    """Name of the interface by which this host reaches `address`, or that has it; empty where there is no way. Nothing is sent."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as tried:
-        try:
-            # Connecting a datagram socket chooses the own address, without a packet.
-            tried.connect((address, 9))
-        except OSError:
-            return ""
-        own = str(tried.getsockname()[0])
-    # The kernel gives packets to an own address to the loopback interface, and the own address as their source.
-    return next((name for name, addresses in interfaces().items() if own in addresses), "")
 
 
 def _holder(port: int) -> str | None:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-from ds_finetune.doctor.facts import interface_towards
+from ds_finetune.launch.facts import interface_towards
 
 JOIN_SECONDS = 30
 """How long a rank waits for the others to come to the meeting place: Python imports torch meanwhile."""

@@ -24,6 +24,7 @@ LAST_WORDS_SECONDS = 4.0
 """Between the first failure and the end of everything: other ranks write down where they stand."""
 _KILLING_SECONDS = 15.0
 """How long a host has to say that nothing is left on it."""
+_LAST_ERRORS_SECONDS = 2.0
 _SSH_FAILED = 255
 
 
@@ -86,6 +87,10 @@ class _Guarded:
     left: int = 0
     errors: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL))
 
+    def __post_init__(self) -> None:
+        """The thread that keeps what ssh and the guard complain of."""
+        self.error_reader = threading.Thread(target=_keep_errors, args=(self,), daemon=True)
+
     def tell(self, **message: object) -> None:
         """Send a message; nothing where nobody reads any more."""
         if self.over or self.process.stdin is None:
@@ -108,7 +113,7 @@ class Attempt:
         self._began = 0.0
         for guard in self._guards:
             threading.Thread(target=self._read, args=(guard,), daemon=True).start()
-            threading.Thread(target=_keep_errors, args=(guard,), daemon=True).start()
+            guard.error_reader.start()
 
     def __enter__(self) -> "Attempt":
         return self
@@ -287,6 +292,9 @@ def _of_signal(code: int) -> tuple[int, str]:
 
 
 def _why_silent(guard: _Guarded) -> str:
+    if guard.over:
+        # What it said last is still on its way.
+        guard.error_reader.join(_LAST_ERRORS_SECONDS)
     said = " ".join(line.strip() for line in guard.errors if line.strip())
     if not guard.over:
         return f"did not answer in time (launch.greeting_seconds){': ' + said if said else ''}"

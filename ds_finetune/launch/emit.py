@@ -22,7 +22,7 @@ _POD_LEAVE_SECONDS = 30
 _MASTER_PORT = 29_500
 _CONTAINER_ENTRY = ("-m", "ds_finetune", "train")
 """In a container the ranks' output is the pod's, which `kubectl logs` shows."""
-_CONTAINER_RUNS = "/work/runs"
+_CONTAINER_RUNS = "/workspace/runs"
 """Where the container file's working directory has the folder of runs."""
 _LABEL = re.compile(r"[a-z](?:[-a-z0-9]*[a-z0-9])?$")
 _LABEL_LETTERS = 50

@@ -1,17 +1,15 @@
-"""What a host says of itself before anything is started on it; the standard library alone, so that it is said at once."""
+"""What a host says of itself before anything is started on it; with little imported, so that it is said at once."""
 
 import importlib.metadata
 import os
 import platform
 import socket
-import struct
-from fcntl import ioctl
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 PACKAGES = ("ds_finetune", "torch", "deepspeed", "transformers")
-_GET_ADDRESS = 0x8915
-"""SIOCGIFADDR of netdevice(7)."""
 
 
 def facts(port: int = 0) -> dict[str, Any]:
@@ -28,25 +26,26 @@ def facts(port: int = 0) -> dict[str, Any]:
     }
 
 
-def interfaces() -> dict[str, str]:
-    """IPv4 address of each network interface; empty where it has none."""
-    return {name: _address(name) for _, name in socket.if_nameindex()}
+def interfaces() -> dict[str, list[str]]:
+    """Addresses of each interface that is up."""
+    is_up = {name: state.isup for name, state in psutil.net_if_stats().items()}
+    families = (socket.AF_INET, socket.AF_INET6)
+    found = {name: [a.address.partition("%")[0] for a in addresses if a.family in families] for name, addresses in psutil.net_if_addrs().items()}
+    return {name: addresses for name, addresses in found.items() if is_up.get(name)}
 
 
 def interface_towards(address: str) -> str:
-    """The interface from which this host reaches `address`, or has it; empty where that cannot be told."""
+    """Name of the interface by which this host reaches `address`, or that has it; empty where there is no way. Nothing is sent."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as tried:
         try:
+            # Connecting a datagram socket chooses the own address, without a packet.
             tried.connect((address, 9))
         except OSError:
             return ""
-        own = tried.getsockname()[0]
-    found = [name for name, known in interfaces().items() if known == own]
-    if found == ["lo"]:
-        # A packet to oneself goes through the loopback; the address lies on another interface.
-        found = [name for name, known in interfaces().items() if known == address and name != "lo"] or found
-    return found[0] if found else ""
+        own = str(tried.getsockname()[0])
+    # The kernel gives packets to an own address to the loopback interface, and the own address as their source.
+    return next((name for name, addresses in interfaces().items() if own in addresses), "")
 
 
 def free_port(wanted: int = 0) -> int:
@@ -58,15 +57,6 @@ def free_port(wanted: int = 0) -> int:
         except OSError:
             return 0
         return int(tried.getsockname()[1])
-
-
-def _address(interface: str) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        try:
-            answer = ioctl(asked.fileno(), _GET_ADDRESS, struct.pack("256s", interface.encode()[:15]))
-        except OSError:
-            return ""
-    return socket.inet_ntoa(answer[20:24])
 
 
 def _version(package: str) -> str:

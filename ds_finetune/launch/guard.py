@@ -2,7 +2,7 @@
 
 `python -m ds_finetune.launch.guard` is started by the launching program through ssh and speaks with it by lines of JSON on standard input
 and output. It ends every process of the run on its host when it is told to, when the launching program has been silent for some seconds
-or is gone, and when it is ended itself. It imports the standard library alone and starts in a fraction of a second.
+or is gone, and when it is ended itself. It imports next to nothing and starts in a fraction of a second.
 """
 
 import contextlib

@@ -3,6 +3,7 @@
 import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from ds_finetune.hostfile import Host
 from ds_finetune.launch.lines import Message
@@ -38,7 +39,7 @@ def meeting_place(hosts: Sequence[Host], answered: Mapping[Host, Message]) -> st
         return "127.0.0.1"
     # Where the first host is this machine, the others know the address from which they were asked.
     seen = [address for host in hosts[1:] if is_here(first) for address in answered[host]["asked_from"]]
-    candidates = [address_of(first), *said["reached_at"], *seen, *said["interfaces"].values()]
+    candidates = [address_of(first), *said["reached_at"], *seen, *chain.from_iterable(said["interfaces"].values())]
     return next((address for address in candidates if _is_for_others(address)), "")
 
 

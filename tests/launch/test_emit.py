@@ -95,7 +95,7 @@ def test_manifests_of_kubernetes() -> None:
     # A pod is NAME-INDEX of the Job, found as that in the Service that is its subdomain.
     assert pod["subdomain"] == service["metadata"]["name"] == job["metadata"]["name"] == "r1"
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
-    assert {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]} == {"/work/runs": "runs", "/dev/shm": "shm"}
+    assert {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]} == {"/workspace/runs": "runs", "/dev/shm": "shm"}
     assert {volume["name"] for volume in pod["volumes"]} == {"runs", "shm"}
     assert (pod["restartPolicy"], spec["backoffLimit"]) == ("Never", 0)
     (patience,) = [int(entry["value"]) for entry in container["env"] if entry["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]

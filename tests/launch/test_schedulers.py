@@ -26,7 +26,7 @@ from ds_finetune.launch.schedulers import (
 from tests.conftest import ROOT
 
 HOSTS = (Host("b", 2, 1), Host("a", 1, 2))
-JOB = Job("run.yaml", ("optim.lr=1e-5",), HOSTS, "r-1", "10.0.0.2", 29_500, {"NCCL_DEBUG": "INFO", "HF_TOKEN": "hunter2"}, "ib0", "/work", "python")
+JOB = Job("run.yaml", ("optim.lr=1e-5",), HOSTS, "r-1", "10.0.0.2", 29_500, {"NCCL_DEBUG": "INFO", "HF_TOKEN": "hunter2"}, "ib0", "/there", "python")
 RANK = ["python", "-u", *ENTRY, "run.yaml", "optim.lr=1e-5"]
 NAMES = ["GLOO_SOCKET_IFNAME", "HF_TOKEN", "MASTER_ADDR", "MASTER_PORT", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME", RUN_ID]
 ALLOCATION = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a,b,c", "SLURM_CPUS_PER_TASK": "6"}
@@ -57,7 +57,7 @@ def test_mpirun() -> None:
         *["--mca", "oob_tcp_keepalive_time", "5", "--mca", "oob_tcp_keepalive_intvl", "5", "--mca", "oob_tcp_keepalive_probes", "2"],
         *["--mca", "oob_tcp_if_include", "ib0"],
     ]
-    assert argv[argv.index("--wdir") :] == ["--wdir", "/work", *[word for name in sorted(NAMES) for word in ("-x", name)], *RANK]
+    assert argv[argv.index("--wdir") :] == ["--wdir", "/there", *[word for name in sorted(NAMES) for word in ("-x", name)], *RANK]
 
 
 def test_no_value_stands_in_a_command() -> None:
@@ -88,7 +88,7 @@ def test_arguments_of_ssh_that_mpirun_would_split() -> None:
 
 def test_srun_on_chosen_hosts_and_on_all() -> None:
     exported = "--export=HOME,USER,LOGNAME," + ",".join(sorted(NAMES))
-    fixed = ["--kill-on-bad-exit=1", "--overlap", "--unbuffered", "--mpi=none", "--chdir=/work", exported]
+    fixed = ["--kill-on-bad-exit=1", "--overlap", "--unbuffered", "--mpi=none", "--chdir=/there", exported]
     placed = ["--ntasks=3", "--nodelist=b,b,a", "--distribution=arbitrary", "--cpus-per-task=6"]
     assert srun_command(JOB, ALLOCATION) == ["srun", *placed, *fixed, *RANK]
     everywhere = srun_command(replace(JOB, hosts=()), {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a"})

@@ -15,7 +15,7 @@ from ds_finetune.plan.mesh import Mesh
 from tests.conftest import ROOT
 
 HOSTS = (Host("long-name", 2, 1), Host("b", 4, 2, devices=(0, 1, 2, 5)))
-JOB = Job("run.yaml", (), HOSTS[:1], "r-1", "10.0.0.2", 29_500, {"HF_TOKEN": "hunter2"}, "ib0", "/work", "python")
+JOB = Job("run.yaml", (), HOSTS[:1], "r-1", "10.0.0.2", 29_500, {"HF_TOKEN": "hunter2"}, "ib0", "/there", "python")
 
 
 def test_commands() -> None:
