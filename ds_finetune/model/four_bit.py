@@ -21,6 +21,15 @@ _TABLES = 4 * (16 + 256 + 1)
 """Bytes of what each weight has of its own beside blocks: both tables of numbers and the mean of its scales, in fp32."""
 
 
+def fits_four_bit(shape: tuple[int, ...]) -> bool:
+    """Whether rows of a weight are whole blocks.
+
+    Where they are not, bitsandbytes 0.50.2 quantises rightly and multiplies out other numbers on CPUs (backends/cpu/ops.py:137): blocks
+    run on from row to row, and its kernel begins one with each row. Measured: 15 to 40% off instead of 9%.
+    """
+    return len(shape) == 2 and shape[1] % _BLOCK == 0
+
+
 def nf4_bytes(shape: tuple[int, ...]) -> int:
     """Bytes that a weight of `shape` takes: half of one a number, one a block, four for 256 blocks, and tables."""
     numel = prod(shape)

@@ -20,7 +20,7 @@ from transformers.integrations.moe import _grouped_linear
 from ds_finetune.config import LoraConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.model.build import Where
-from ds_finetune.model.four_bit import dtype_of, is_four_bit, nf4_bytes, shape_of
+from ds_finetune.model.four_bit import dtype_of, fits_four_bit, is_four_bit, nf4_bytes, shape_of
 from ds_finetune.model.stages import without_memory
 from ds_finetune.model.weights import seed_of
 from ds_finetune.plan.legal import FAMILIES
@@ -112,10 +112,21 @@ def _last(name: str) -> str:
 
 
 def quantised_targets(hf_config: PretrainedConfig, lora: LoraConfig | None) -> list[Target]:
-    """The modules whose frozen weights are held in four bits, adapted or not; none without `lora.quantize`."""
+    """The modules whose frozen weights are held in four bits, adapted or not; none without `lora.quantize`.
+
+    ConfigError where `lora` asks for it and there are none.
+    """
     if lora is None or lora.quantize is None:
         return []
-    return [target for target in adaptable(without_memory(hf_config)) if target.kind in _FOUR_BIT]
+    every = [target for target in adaptable(without_memory(hf_config)) if target.kind in _FOUR_BIT]
+    found = [target for target in every if all(map(fits_four_bit, target.shapes.values()))]
+    if not found:
+        raise ConfigError(
+            f"lora.quantize {lora.quantize}: none of {len(every)} weights has rows of a multiple of 64 numbers, as {every[0].name} "
+            f"{every[0].shapes['weight']}",
+            hint="leave lora.quantize out",
+        )
+    return found
 
 
 def _quantised_line(hf_config: PretrainedConfig, lora: LoraConfig) -> tuple[str, str]:
@@ -123,9 +134,12 @@ def _quantised_line(hf_config: PretrainedConfig, lora: LoraConfig) -> tuple[str,
     lm, targets = without_memory(hf_config), quantised_targets(hf_config, lora)
     shapes = [shape for target in targets for shape in target.shapes.values()]
     numel, size = sum(map(prod, shapes)), sum(map(nf4_bytes, shapes))
-    routed = sum(prod(shape) for target in adaptable(lm) if target.kind == ROUTED for shape in target.shapes.values())
+    every = adaptable(lm)
+    routed = sum(prod(shape) for target in every if target.kind == ROUTED for shape in target.shapes.values())
+    odd = sum(target.kind in _FOUR_BIT for target in every) - len(targets)
     text = f"{len(shapes)} weights, {numel:,} parameters in {size:,} bytes: {', '.join(dict.fromkeys(target.kind for target in targets))}"
     rest = f"the other {lm.num_parameters() - numel:,} are in train.precision" + (f", {routed:,} of them routed experts'" if routed else "")
+    rest += f", and {odd} weights with rows of no multiple of 64" if odd else ""
     return f"  frozen in {lora.quantize}", f"{text}; {rest}"
 
 
