@@ -29,6 +29,7 @@ pytest.importorskip("peft", reason="peft is not installed")
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (extra `quantize`)")
 WORKER = Path(__file__).with_name("lora_worker.py")
 LOSS_TOLERANCE = 1e-5
+FIRST_TOLERANCE, AFTER_A_ROUNDING = 1e-5, 2e-3
 CLIP = 0.5
 WIDE = {"hidden_size": 64, "intermediate_size": 128, "q_lora_rank": 64, "kv_lora_rank": 64, "v_head_dim": 16, "num_attention_heads": 4}
 """Rows of whole blocks, but for the shared experts' `down_proj` and the `o_proj` of qwen3."""
@@ -110,11 +111,19 @@ def _assert_equals_plain_loop(cell: Cell, result: dict[str, Any], models: Path) 
     wanted = _plain_loop(models / cell.family, cell.max_grad_norm)
     assert result["losses"] == pytest.approx(wanted["losses"], abs=LOSS_TOLERANCE)
     assert result["norms"] == pytest.approx(wanted["norms"], rel=GRADIENT_TOLERANCE)
+    first = wanted["gradients"][0]
     for mine, theirs in zip(result["gradients"], wanted["gradients"], strict=True):
         assert mine.keys() == theirs.keys()
-        assert not {name: error for name, grad in theirs.items() if (error := relative(mine[name], grad)) > GRADIENT_TOLERANCE}
+        assert not {name: error for name, grad in theirs.items() if (error := relative(mine[name], grad)) > _tolerance(name, first)}
+    assert not {name: error for name, grad in first.items() if (error := relative(result["gradients"][0][name], grad)) > FIRST_TOLERANCE}
     assert all(gradient.norm() > 0 for gradient in result["gradients"][1].values())
     _assert_frozen(cell, result, wanted["four_bit"], models)
+
+
+def _tolerance(name: str, first: dict[str, torch.Tensor]) -> float:
+    """Adam divides by |g| + 1e-8: where an element of B has a first gradient of a rounding's size, its first step is of any size, and A's next gradient too."""
+    b = first[f"{name[:-1]}B"].abs()
+    return GRADIENT_TOLERANCE if b[b > 0].min() > 1e-7 else AFTER_A_ROUNDING
 
 
 def _assert_frozen(cell: Cell, result: dict[str, Any], wanted: dict[str, dict[str, torch.Tensor]], models: Path) -> None:
