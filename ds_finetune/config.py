@@ -228,6 +228,8 @@ class LoraConfig(Section):
     target_modules: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(_as_list)] | None = None
     """Modules by last name such as `q_proj` or `experts`, or by regular expressions on full names; left out, all linear modules of
     attention, MLPs, shared and routed experts. The router is adapted where `gate` is named, embeddings and head never."""
+    quantize: Literal["nf4"] | None = None
+    """`nf4`: frozen weights of attention, dense MLPs and shared experts are held in four bits by bitsandbytes, whether adapted or not."""
 
 
 class LogConfig(Section):

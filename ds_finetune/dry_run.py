@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -21,7 +21,8 @@ from ds_finetune.model.build import build_skeleton, model_class, read_hf_config
 from ds_finetune.model.cuts import Cut
 from ds_finetune.model.experts import fewer_experts
 from ds_finetune.model.families import family_of
-from ds_finetune.model.lora import chosen_targets, lora_lines
+from ds_finetune.model.four_bit import nf4_bytes
+from ds_finetune.model.lora import Target, chosen_targets, lora_lines, quantised_targets
 from ds_finetune.model.stages import StageGroup, install_stage, only_layers, stages_of
 from ds_finetune.model.tensor import local_config
 from ds_finetune.plan.finish import MOMENTS
@@ -72,8 +73,9 @@ def dry_run(config: RunConfig, *, gpus: int, gpus_per_node: int) -> RenderableTy
     lora = config.lora
     adapters = sum(target.num_params(lora.rank) for target in chosen_targets(hf_config, lora)) if lora is not None else 0
     held = [held_tensors(plan, hf_config, stages, place) for place in range(plan.mesh.pp)]
+    sizes = state_bytes(plan, _fullest(held), adapters=adapters, quantised=quantised_targets(hf_config, lora))
     return Group(
-        _decisions(plan.lines() + plan.stage_lines(stages) + lora_lines(hf_config, lora) + _totals(plan, held, adapters=adapters)),
+        _decisions(plan.lines() + plan.stage_lines(stages) + lora_lines(hf_config, lora) + _totals(plan, held, sizes)),
         _rank_map(plan.mesh, world.local_world_size),
         _shapes(_merged(held), plan),
         Text("DeepSpeed", style="bold"),
@@ -106,15 +108,16 @@ def _merged(stages: Sequence[list[Held]]) -> list[Held]:
     return [replace(kind, count=count) for kind, count in found.items()]
 
 
-def state_bytes(plan: Plan, held: list[Held], *, adapters: int = 0) -> dict[str, int]:
+def state_bytes(plan: Plan, held: list[Held], *, adapters: int = 0, quantised: Sequence[Target] = ()) -> dict[str, int]:
     """Bytes a rank keeps for weights, gradients, and fp32 weights with moments, by ZeRO stage; activations and buffers are not counted.
 
-    With LoRA the parameters of `adapters` alone have gradients and moments.
+    With LoRA the parameters of `adapters` alone have gradients and moments, and the weights of `quantised` are in four bits.
     """
     width = 4 if plan.config.train.precision == "fp32" else 2
     numel, sharded = sum(kind.numel for kind in held), sum(kind.sharded for kind in held)
     stage = plan.zero_stage
     share = -(-adapters // plan.zero_ranks)
+    spared = sum(width * math.prod(shape) - nf4_bytes(shape) for target in quantised for shape in target.shapes.values())
     weights = sharded + share if stage >= _STAGE_OF_PARTITIONED_WEIGHTS else numel + adapters
     if plan.config.lora is not None:
         numel, sharded = adapters, share
@@ -122,7 +125,7 @@ def state_bytes(plan: Plan, held: list[Held], *, adapters: int = 0) -> dict[str,
     copies = 1 if stage or width < _MASTER_BYTES else 0
     master = _MASTER_BYTES * (MOMENTS[plan.config.optim.name.lower()] + copies)
     return {
-        "weights": width * weights,
+        "weights": width * weights - spared,
         "gradients": width * (sharded if stage >= 2 else numel),
         "optimizer": master * (sharded if stage else numel),
     }
@@ -135,13 +138,16 @@ def _decisions(rows: list[tuple[str, str]]) -> Table:
     return table
 
 
-def _totals(plan: Plan, stages: Sequence[list[Held]], *, adapters: int) -> list[tuple[str, str]]:
-    """Parameters of the model and of a rank, and the bytes of its state: of the stage that holds most."""
+def _fullest(stages: Sequence[list[Held]]) -> list[Held]:
+    return max(stages, key=lambda held: sum(kind.numel for kind in held))
+
+
+def _totals(plan: Plan, stages: Sequence[list[Held]], sizes: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Parameters of the model and of a rank, and the bytes `sizes` of its state: of the stage that holds most."""
     # A tied weight is on both ends of a pipeline and counts once.
     whole = sum(kind.count * math.prod(kind.whole) for kind in _merged(stages)) - _copied(stages)
-    most = max(stages, key=lambda held: sum(kind.numel for kind in held))
+    most = _fullest(stages)
     where = {"weights": plan.offload_param, "gradients": plan.offload_optimizer, "optimizer": plan.offload_optimizer}
-    sizes = state_bytes(plan, most, adapters=adapters)
     parts = [f"{name} {size / _GIB:,.2f} GiB{'' if where[name] == 'none' else f' ({where[name]})'}" for name, size in sizes.items()]
     where_most = f" of stage {stages.index(most)}" if len(stages) > 1 else ""
     return [

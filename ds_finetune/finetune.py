@@ -24,7 +24,7 @@ from ds_finetune.engine.processes import choose_device, meet, process_group
 from ds_finetune.engine.start import DTYPES, start_engine
 from ds_finetune.errors import OutputError, RunError
 from ds_finetune.export.adapter import write_adapter
-from ds_finetune.export.base import Base, counted
+from ds_finetune.export.base import Base, counted, read_again
 from ds_finetune.export.convert import read_model_spec
 from ds_finetune.export.folder import TOKENIZER_FILES, FolderParts, parse_bytes, write_folder
 from ds_finetune.export.record import RECORD, UNVERIFIED, Record, kept_logits, prompts_of
@@ -34,7 +34,7 @@ from ds_finetune.material import Material, gather_material
 from ds_finetune.model.build import read_hf_config
 from ds_finetune.model.families import family_of
 from ds_finetune.model.hub_folder import has_weights
-from ds_finetune.model.lora import Factors, chosen_targets, factors_of, lora_lines, merged
+from ds_finetune.model.lora import Factors, chosen_targets, factors_of, lora_lines, merged, quantised_targets
 from ds_finetune.model.stages import stages_of
 from ds_finetune.observers.checkpointing import Checkpointing, Kept
 from ds_finetune.observers.evaluation import BestAndPatience, Evaluation, matches
@@ -278,16 +278,20 @@ def checked(config: RunConfig, exports: tuple[Path, ...]) -> tuple[Verdict, ...]
 
 
 def recorded(engine: Engine, material: Material, *, step: int) -> Record:
-    """Logits of the fixed prompts from the weights as they are now, after `step` steps; every rank takes part."""
+    """Logits of the fixed prompts from the weights as they are now, after `step` steps; every rank takes part.
+
+    None of weights in four bits: what is exported are others.
+    """
     vocab_size = int(material.hf_config.vocab_size)
     prompts = prompts_of(vocab_size, material.tokenizer)
+    is_quantised = bool(quantised_targets(material.hf_config, engine.plan.config.lora))
     return Record(
         base=str(material.folder.absolute()),
         dtype=str(DTYPES[engine.plan.config.train.precision]).removeprefix("torch."),
         vocab_size=vocab_size,
         prompts=prompts,
         step=step,
-        logits=kept_logits(engine.logits(prompts), prompts, vocab_size),
+        logits=None if is_quantised else kept_logits(engine.logits(prompts), prompts, vocab_size),
     )
 
 
@@ -296,6 +300,7 @@ def export(engine: Engine, material: Material, out: Path, say: Say, *, step: int
 
     Tensors of the model's folder that are not built, e.g. of multi-token prediction, are copied to it and said.
     Adapters are added to the weights, and written in peft's format to a folder beside `out`: `adapter` or `adapter-best`.
+    Weights that the engine has in four bits are read from the model's folder again.
     """
     config = engine.plan.config
     beside = files_beside(config, material)
@@ -315,8 +320,10 @@ def export(engine: Engine, material: Material, out: Path, say: Say, *, step: int
     for note in counted(parts, (tensor.key for copied in parts.carried for tensor in copied.tensors)):
         say(note)
     factors = _exported_adapters(engine, material, out.with_name(out.name.replace("export", "adapter")), config.lora) if config.lora else {}
+    in_four_bit = {f"{target.name}.weight" for target in quantised_targets(material.hf_config, config.lora)}
+    tensors = read_again(engine.tensors(), in_four_bit, material.folder)
     try:
-        write_folder(merged(engine.tensors(), factors), engine.tensor_specs(), out, parts, max_shard_bytes=parse_bytes(config.export.max_shard_size))
+        write_folder(merged(tensors, factors), engine.tensor_specs(), out, parts, max_shard_bytes=parse_bytes(config.export.max_shard_size))
     except OutputError as full:
         raise RunError(f"{full.message}; the run is done up to its export", hint=full.hint) from full
 

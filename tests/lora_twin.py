@@ -59,6 +59,13 @@ def in_peft(base: PreTrainedModel, adapter: Path, *, trainable: bool = False) ->
     return peft.PeftModel.from_pretrained(base, adapter, is_trainable=trainable)
 
 
+def four_bit_tensors(param: Any) -> dict[str, torch.Tensor]:
+    """All that bitsandbytes keeps of a weight."""
+    state = param.quant_state
+    parts = {"absmax": state.absmax, "code": state.code, "offset": state.offset, "nested": state.state2.absmax, "nested_code": state.state2.code}
+    return {"data": param.data.clone().as_subclass(torch.Tensor)} | {name: part.clone() for name, part in parts.items()}
+
+
 def by_our_names(values: Mapping[str, torch.Tensor], names: Iterable[str], *, rank: int = RANK) -> dict[str, torch.Tensor]:
     """Tensors of peft's parameters under the names and shapes that ours have."""
     found = {}

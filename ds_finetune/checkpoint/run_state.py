@@ -14,7 +14,7 @@ from ds_finetune.plan.layout import Plan
 
 _PACKAGES = ("ds_finetune", "torch", "deepspeed", "transformers")
 _MUST_STAY = ("train.global_batch_size", "train.seed", "data.shuffle", "data.streaming", "optim.name")
-_OF_ADAPTERS = ("lora", "lora.rank", "lora.alpha", "lora.target_modules")
+_OF_ADAPTERS = ("lora", "lora.rank", "lora.alpha", "lora.target_modules", "lora.quantize")
 """Keys on which the order of the data, the kind of optimizer state, and what is trained depend."""
 
 

@@ -64,7 +64,7 @@ def _need(plan: Plan, hosts: Sequence[Host]) -> Need:
     from ds_finetune.engine.ops import needed_ops
     from ds_finetune.material import token_spec
     from ds_finetune.model.build import read_hf_config, resolve_folder
-    from ds_finetune.model.lora import chosen_targets
+    from ds_finetune.model.lora import chosen_targets, quantised_targets
     from ds_finetune.model.stages import stages_of
     from ds_finetune.plan.legal import check_divides
     from ds_finetune.run_folder import bytes_written
@@ -79,7 +79,7 @@ def _need(plan: Plan, hosts: Sequence[Host]) -> Need:
     trained = total if lora is None else sum(target.num_params(lora.rank) for target in chosen_targets(hf_config, lora))
     adapters = 0 if lora is None else trained
     held = max((held_tensors(plan, hf_config, stages, place) for place in range(plan.mesh.pp)), key=lambda part: sum(kind.numel for kind in part))
-    sizes = state_bytes(plan, held, adapters=adapters)
+    sizes = state_bytes(plan, held, adapters=adapters, quantised=quantised_targets(hf_config, lora))
     where = {"weights": plan.offload_param, "gradients": plan.offload_optimizer, "optimizer": plan.offload_optimizer}
     at_home = "cpu" if plan.device == "cpu" else "cuda"
     homes = {name: at_home if where[name] == "none" else where[name] for name in sizes}

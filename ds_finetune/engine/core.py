@@ -21,6 +21,7 @@ from ds_finetune.engine.state import EngineState, persistent_buffers
 from ds_finetune.errors import RunError
 from ds_finetune.model.cuts import Cut
 from ds_finetune.model.experts import ExpertGroup
+from ds_finetune.model.four_bit import dtype_of, is_four_bit, multiplied_out, shape_of
 from ds_finetune.model.lora import is_adapter
 from ds_finetune.model.loss import TokenLoss
 from ds_finetune.model.stages import StageGroup
@@ -160,7 +161,8 @@ class Engine:
         """Every parameter and persistent buffer by its Hugging Face name: the whole tensor on rank zero's CPU, None elsewhere.
 
         One parameter is gathered at a time; every rank must run the iterator to its end. Ranks go from one to the next together,
-        so that none waits longer than for what is done with one tensor. Adapters are left out, and not added.
+        so that none waits longer than for what is done with one tensor. Adapters are left out, and not added. Weights in four bits
+        are multiplied out.
         """
         return self._whole(lambda name: not is_adapter(name))
 
@@ -175,7 +177,7 @@ class Engine:
             for name, spec in ((name, spec) for name, spec in specs.items() if is_wanted(name)):
                 dist.barrier()
                 with self._gathered(held.get(name)):
-                    whole = self.joined(name, held[name].detach()) if name in held else None
+                    whole = self.joined(name, multiplied_out(held[name])) if name in held else None
                     yield name, self._on_rank_zero(whole, spec, stage)
 
     def tensor_specs(self) -> dict[str, torch.Tensor]:
@@ -308,7 +310,8 @@ class Engine:
         found = {}
         for name, param in _named(self._ds.module):
             if not is_copy(param):
-                found[name] = torch.empty(self._cut.window(name, local_shape(param)).shape, dtype=param.dtype, device="meta")
+                shape = shape_of(param) if is_four_bit(param) else local_shape(param)
+                found[name] = torch.empty(self._cut.window(name, shape).shape, dtype=dtype_of(param), device="meta")
         return found | {name: buffer.to("meta") for name, buffer in persistent_buffers(self._ds.module)}
 
     def joined(self, name: str, part: torch.Tensor) -> torch.Tensor:

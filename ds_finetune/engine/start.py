@@ -17,12 +17,13 @@ from ds_finetune.engine.fragments import partition
 from ds_finetune.engine.groups import Groups, open_groups
 from ds_finetune.engine.nvme import check_buffers, check_nvme
 from ds_finetune.engine.pipeline import mark_copy
-from ds_finetune.model.build import Where, build_skeleton, model_class, resolve_folder, whole
+from ds_finetune.model.build import Where, build_skeleton, model_class, resolve_folder
 from ds_finetune.model.cross_entropy import KERNELS, chunked_cross_entropy
 from ds_finetune.model.cuts import Cut
 from ds_finetune.model.experts import fewer_experts, install_expert_parallel
 from ds_finetune.model.families import family_of
-from ds_finetune.model.lora import chosen_targets, install_lora
+from ds_finetune.model.four_bit import four_bit_or_whole, install_four_bit, linears_without_memory
+from ds_finetune.model.lora import chosen_targets, install_lora, quantised_targets
 from ds_finetune.model.loss import TrainedModel, install_loss_head
 from ds_finetune.model.stages import install_stage, is_copy_of_tied, only_layers, stages_of, without_memory
 from ds_finetune.model.tensor import install_tensor_parallel, local_config
@@ -64,14 +65,18 @@ def start_engine(plan: Plan, hf_config: PretrainedConfig, *, has_weights: bool =
 def _built(plan: Plan, hf_config: PretrainedConfig, groups: Groups, *, has_weights: bool) -> PreTrainedModel:
     model, stage3, kind = plan.config.model, plan.zero_stage == 3, model_class(hf_config)
     few = fewer_experts(kind, family_of(hf_config.model_type), parts=plan.mesh.ep, tag=partial(tag_expert, groups=groups))
+    device = "cpu" if plan.device == "cpu" else f"cuda:{plan.world.local_rank}"
+    quantised = [target.name for target in quantised_targets(hf_config, plan.config.lora)]
     with few, only_layers(kind, stages_of(hf_config, plan.config.parallel)[plan.mesh.place("pp")]):
         lm = build_skeleton(
             local_config(hf_config, plan.mesh.tp),
             attention=model.attention,
             dtype=DTYPES[plan.config.train.precision],
-            device="cpu" if plan.device == "cpu" else f"cuda:{plan.world.local_rank}",
-            init_context=_partitioned(plan, groups) if stage3 else nullcontext(),
+            device=device,
+            init_context=_partitioned(plan, groups) if stage3 else linears_without_memory() if quantised else nullcontext(),
         )
+    if quantised:
+        install_four_bit(lm, quantised, device=device)
     kernel = KERNELS[plan.loss_kernel]
     if groups.stage is not None:
         install_stage(lm, groups.stage, vocabulary=hf_config.vocab_size)
@@ -82,7 +87,7 @@ def _built(plan: Plan, hf_config: PretrainedConfig, groups: Groups, *, has_weigh
         kernel = partial(chunked_cross_entropy, tensor=groups.tensor)
     if groups.experts is not None:
         install_expert_parallel(lm, groups.experts)
-    where, lora = partition if stage3 else whole, plan.config.lora
+    where, lora = partition if stage3 else four_bit_or_whole, plan.config.lora
     _fill(lm, plan, hf_config, where=where, has_weights=has_weights or lora is not None)
     if lora is not None:
         # After the weights, of which every one is accounted for; what is drawn for adapters depends on their names alone.

@@ -1,6 +1,6 @@
 """The model that was trained from, as far as an export needs it: tensors that training did not touch, and bytes of FP8 blocks."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -69,6 +69,13 @@ class Base:
         shown = f"{', '.join([*shapes][:_SHOWN])}{' ...' if len(shapes) > _SHOWN else ''}"
         line = f"carried over from {self.hub.folder}, since the model does not build them: {len(shapes)} tensors, {shown}"
         return replace(parts, carried=(Conversion(Selected(HubSource(self.hub, parts.family), shapes), mine, workers()),)), [line]
+
+
+def read_again(tensors: Iterable[tuple[str, torch.Tensor | None]], names: Collection[str], folder: Path) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """`tensors` (whole, on the CPU; None on other ranks than zero), of which `names` are read from `folder`, in the dtype they have."""
+    hub = HubFolder(folder)
+    for name, tensor in tensors:
+        yield name, tensor if tensor is None or name not in names else hub.whole(name).to(tensor.dtype)
 
 
 def counted(parts: FolderParts, keys: Iterable[str]) -> list[str]:

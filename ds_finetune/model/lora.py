@@ -20,11 +20,14 @@ from transformers.integrations.moe import _grouped_linear
 from ds_finetune.config import LoraConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.model.build import Where
+from ds_finetune.model.four_bit import dtype_of, fits_four_bit, is_four_bit, nf4_bytes, shape_of
 from ds_finetune.model.stages import without_memory
 from ds_finetune.model.weights import seed_of
 from ds_finetune.plan.legal import FAMILIES
 
 ROUTED, ROUTER = "routed experts", "router"
+_FOUR_BIT = ("attention", "dense MLP", "shared experts")
+"""Kinds of modules whose weights `lora.quantize` holds in four bits."""
 _KINDS = (
     ("attention", re.compile(r"\.self_attn\.\w+$"), ("weight",)),
     ("dense MLP", re.compile(r"\.mlp\.\w+_proj$"), ("weight",)),
@@ -108,6 +111,38 @@ def _last(name: str) -> str:
     return name.rpartition(".")[2]
 
 
+def quantised_targets(hf_config: PretrainedConfig, lora: LoraConfig | None) -> list[Target]:
+    """The modules whose frozen weights are held in four bits, adapted or not; none without `lora.quantize`.
+
+    ConfigError where `lora` asks for it and there are none.
+    """
+    if lora is None or lora.quantize is None:
+        return []
+    every = [target for target in adaptable(without_memory(hf_config)) if target.kind in _FOUR_BIT]
+    found = [target for target in every if all(map(fits_four_bit, target.shapes.values()))]
+    if not found:
+        raise ConfigError(
+            f"lora.quantize {lora.quantize}: none of {len(every)} weights has rows of a multiple of 64 numbers, as {every[0].name} "
+            f"{every[0].shapes['weight']}",
+            hint="leave lora.quantize out",
+        )
+    return found
+
+
+def _quantised_line(hf_config: PretrainedConfig, lora: LoraConfig) -> tuple[str, str]:
+    """What is held in four bits and in how many bytes, and what is not."""
+    lm, targets = without_memory(hf_config), quantised_targets(hf_config, lora)
+    shapes = [shape for target in targets for shape in target.shapes.values()]
+    numel, size = sum(map(prod, shapes)), sum(map(nf4_bytes, shapes))
+    every = adaptable(lm)
+    routed = sum(prod(shape) for target in every if target.kind == ROUTED for shape in target.shapes.values())
+    odd = sum(target.kind in _FOUR_BIT for target in every) - len(targets)
+    text = f"{len(shapes)} weights, {numel:,} parameters in {size:,} bytes: {', '.join(dict.fromkeys(target.kind for target in targets))}"
+    rest = f"the other {lm.num_parameters() - numel:,} are in train.precision" + (f", {routed:,} of them routed experts'" if routed else "")
+    rest += f", and {odd} weights with rows of no multiple of 64" if odd else ""
+    return f"  frozen in {lora.quantize}", f"{text}; {rest}"
+
+
 def lora_lines(hf_config: PretrainedConfig, lora: LoraConfig | None) -> list[tuple[str, str]]:
     """What is adapted, kind by kind, as the plan announces it; nothing without `lora`."""
     if lora is None:
@@ -120,7 +155,7 @@ def lora_lines(hf_config: PretrainedConfig, lora: LoraConfig | None) -> list[tup
         numel = sum(target.num_params(lora.rank) for target in chosen if target.kind == kind)
         text = f"{taken[kind]} of {there[kind]} modules, {numel:,} parameters: {', '.join(names)}" if names else f"none of {there[kind]} modules"
         rows.append((f"  {kind}", text))
-    return rows
+    return rows if lora.quantize is None else [*rows, _quantised_line(hf_config, lora)]
 
 
 class _Adapted(nn.Module):
@@ -200,9 +235,10 @@ def install_lora(  # noqa: PLR0913
         made = []
         for leaf, shape in target.shapes.items():
             weight = module._parameters[leaf]
-            assert where(weight).shape == shape, (target.name, leaf, where(weight).shape, shape)
+            here = shape_of(weight) if is_four_bit(weight) else where(weight).shape
+            assert here == shape, (target.name, leaf, here, shape)
             for side, values in _drawn(f"{target.name}.{leaf}", shape, lora.rank, seed).items():
-                param = nn.Parameter(values.to(weight.device, weight.dtype))
+                param = nn.Parameter(values.to(weight.device, dtype_of(weight)))
                 # DeepSpeed 0.19.8 counts other parameters once in norms (runtime/utils.py:134).
                 param.model_parallel = False  # type: ignore[attr-defined]
                 module.register_parameter(f"{'' if leaf == 'weight' else leaf + '_'}lora_{side}", param)

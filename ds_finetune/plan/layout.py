@@ -123,7 +123,7 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
     zero = finished["zero_optimization"]
     offloads = offload_device(zero, "offload_optimizer"), offload_device(zero, "offload_param")
     check_layout(mesh, config, stage=stage, offloads=offloads, tree=finished)
-    check_lora(mesh, config, offloads=offloads, tree=finished)
+    check_lora(mesh, config, stage=stage, offloads=offloads, tree=finished)
     notes = apply_rules(zero, Situation(device, stage, config.train.precision, config.optim.name, config.train.max_grad_norm))
     return Plan(
         config=config,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import chain
 from typing import Any
 
@@ -53,6 +54,7 @@ _OPTIONS: Mapping[str, tuple[object, ...]] = {
 """DeepSpeed's choices that are not compared with other values: some assert after weights are read, some mix up the experts of ranks."""
 
 
+_STAGE_OF_PARTITIONED_WEIGHTS = 3
 _QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 
 
@@ -75,7 +77,7 @@ def check_layout(mesh: Mesh, config: RunConfig, *, stage: int, offloads: Sequenc
         raise ConfigError(f"train.max_seq_len {tokens} is not a multiple of parallel.sp {mesh.sp}", hint=f"set it to {' or '.join(legal)}")
 
 
-def check_lora(mesh: Mesh, config: RunConfig, *, offloads: Sequence[str], tree: Mapping[str, Any]) -> None:
+def check_lora(mesh: Mesh, config: RunConfig, *, stage: int, offloads: Sequence[str], tree: Mapping[str, Any]) -> None:
     """ConfigError where adapters are trained in a way that no test compares with peft (tests/lora)."""
     if config.lora is None:
         return
@@ -89,6 +91,20 @@ def check_lora(mesh: Mesh, config: RunConfig, *, offloads: Sequence[str], tree: 
     ):
         if is_so:
             raise ConfigError(f"lora with {what} is not proven", hint=way_out)
+    if config.lora.quantize is not None:
+        _check_quantized(config.lora.quantize, stage=stage, offloads=offloads)
+
+
+def _check_quantized(kind: str, *, stage: int, offloads: Sequence[str]) -> None:
+    away = [device for device in offloads if device != "none"]
+    if stage == _STAGE_OF_PARTITIONED_WEIGHTS or away:
+        what = f"offload to {away[0]}" if away else f"zero stage {stage}"
+        # ZeRO-3 partitions parameters, of which the scales of four-bit blocks are none.
+        raise ConfigError(f"lora.quantize {kind} with {what} is not proven", hint="use zero stage 0, 1 or 2 without offload")
+    if find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            f"lora.quantize {kind} needs bitsandbytes, which is not installed", hint="pip install 'ds_finetune[quantize]', or leave lora.quantize out"
+        )
 
 
 def _unproven(mesh: Mesh, config: RunConfig, offloads: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -1,6 +1,6 @@
 """Run many cells with adapters inside one launched world: a few optimizer steps each.
 
-Started by the tests as `torchrun --nproc-per-node N lora_worker.py MODELS_DIR OUT_DIR CELLS.json`.
+Started by the tests as `torchrun --nproc-per-node N lora_worker.py MODELS_DIR OUT_DIR CELLS.json [QUANTIZE]`.
 """
 
 import gc
@@ -17,12 +17,13 @@ from ds_finetune.config import RunConfig
 from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.engine.start import start_engine
 from ds_finetune.model.build import read_hf_config
+from ds_finetune.model.four_bit import is_four_bit
 from ds_finetune.plan.layout import Plan, make_plan
 from ds_finetune.selftest.cells import Cell, run_tree
 from ds_finetune.selftest.plain import BETAS
 from ds_finetune.selftest.steps import first_moments, take_steps
 from ds_finetune.world import World
-from tests.lora_twin import lora_tree
+from tests.lora_twin import four_bit_tensors, lora_tree
 
 STEPS = 3
 
@@ -30,10 +31,11 @@ STEPS = 3
 def main() -> None:
     """Run every cell and let rank zero write what came of it."""
     models, out, cells = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(Path(sys.argv[3]).read_text())
+    quantised = {"quantize": sys.argv[4]} if sys.argv[4:] else {}
     world, device = World.from_environment(os.environ), choose_device()
     with process_group(world, device):
         for number, cell in enumerate(Cell(**tree) for tree in cells):
-            tree = run_tree(cell, models / cell.family, out, dp=world.world_size) | {"lora": lora_tree(cell.family)}
+            tree = run_tree(cell, models / cell.family, out, dp=world.world_size) | {"lora": lora_tree(cell.family) | quantised}
             found = _run(make_plan(RunConfig.model_validate(tree), world=world, device=device))
             if world.rank == 0:
                 torch.save(found, out / f"{cell.name}-world={world.world_size}.pt")
@@ -48,7 +50,13 @@ def _run(plan: Plan) -> dict[str, Any]:
         for found in take_steps(engine, STEPS):
             steps = found
             moments.append(first_moments(engine) if plan.config.train.precision == "fp32" else {})
-        return {"losses": steps.losses, "norms": steps.norms, "gradients": _gradients(moments), "frozen": _frozen(engine.tensors())}
+        return {
+            "losses": steps.losses,
+            "norms": steps.norms,
+            "gradients": _gradients(moments),
+            "frozen": _frozen(engine.tensors()),
+            "four_bit": {name: four_bit_tensors(param) for name, param in engine.lm.named_parameters() if is_four_bit(param)},
+        }
 
 
 def _gradients(moments: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:

@@ -1,0 +1,127 @@
+"""Frozen weights of linear modules in four bits a number (Dettmers et al., QLoRA, arXiv 2305.14314), held and multiplied by bitsandbytes 0.50.
+
+NF4 in blocks of 64 with a scale each; the scales of 256 blocks are eight bits each with a scale of their own (double quantisation,
+which is `Linear4bit`'s default). A weight is quantised as soon as its last number has been read, on the device it stays on.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ds_finetune.model.build import Fragment, whole
+
+_BLOCK, _NESTED = 64, 256
+_TABLES = 4 * (16 + 256 + 1)
+"""Bytes of what each weight has of its own beside blocks: both tables of numbers and the mean of its scales, in fp32."""
+
+
+def fits_four_bit(shape: tuple[int, ...]) -> bool:
+    """Whether rows of a weight are whole blocks.
+
+    Where they are not, bitsandbytes 0.50.2 quantises rightly and multiplies out other numbers on CPUs (backends/cpu/ops.py:137): blocks
+    run on from row to row, and its kernel begins one with each row. Measured: 15 to 40% off instead of 9%.
+    """
+    return len(shape) == 2 and shape[1] % _BLOCK == 0
+
+
+def nf4_bytes(shape: tuple[int, ...]) -> int:
+    """Bytes that a weight of `shape` takes: half of one a number, one a block, four for 256 blocks, and tables."""
+    numel = prod(shape)
+    blocks = -(-numel // _BLOCK)
+    return -(-numel // 2) + blocks + 4 * -(-blocks // _NESTED) + _TABLES
+
+
+@contextmanager
+def linears_without_memory() -> Iterator[None]:
+    """Linear modules that are made inside have no memory, so that the model is never on the device in full width."""
+    made = nn.Linear.__init__
+
+    def init(self: nn.Linear, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - torch's own
+        made(self, *args, **kwargs | {"device": "meta"})
+
+    nn.Linear.__init__ = init  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Linear.__init__ = made  # type: ignore[method-assign]
+
+
+def install_four_bit(lm: PreTrainedModel, names: Iterable[str], *, device: str) -> None:
+    """Let the linear modules `names` of `lm` hold NF4 on `device`, once their weights are filled through `four_bit_or_whole`.
+
+    `lm` was built inside `linears_without_memory`; its other linear modules are given unset memory here.
+    """
+    for name in names:
+        lm.set_submodule(name, _four_bit(lm.get_submodule(name), device))
+    for module in lm.modules():
+        for leaf, param in module.named_parameters(recurse=False):
+            if param.is_meta and not is_four_bit(param):
+                setattr(module, leaf, nn.Parameter(torch.empty_like(param, device=device)))
+
+
+def _four_bit(linear: nn.Module, device: str) -> nn.Module:
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    assert type(linear) is nn.Linear, type(linear)
+    dtype = linear.weight.dtype
+    made = Linear4bit(linear.in_features, linear.out_features, bias=False, compute_dtype=dtype, quant_type="nf4", device="meta")
+    made.weight = Params4bit(torch.empty_like(linear.weight, device="meta"), requires_grad=False, quant_type="nf4", module=made)
+    made.weight.meant_for = torch.device(device)
+    if linear.bias is not None:
+        made.bias = nn.Parameter(torch.empty_like(linear.bias, device=device))
+    # Else bitsandbytes 0.50.2 packs weights anew at the first evaluation on a CPU with AVX512-BF16 (nn/modules.py:613), and what it
+    # computes with them has no gradient (autograd/_functions.py:422).
+    made.support_avx512bf16_for_cpu = False
+    return made
+
+
+def is_four_bit(param: torch.Tensor) -> bool:
+    """Whether a parameter is, or is to be, held in four bits."""
+    return hasattr(param, "quant_state")
+
+
+def four_bit_or_whole(tensor: torch.Tensor) -> Fragment:
+    """The fragment of a tensor that lives here entirely; one to be held in four bits is quantised when the fragment, written to, is closed."""
+    if not is_four_bit(tensor):
+        return whole(tensor)
+    shape = shape_of(tensor)
+    return Fragment(0, prod(shape), shape, partial(_filled, tensor))
+
+
+@contextmanager
+def _filled(param: Any) -> Iterator[torch.Tensor]:  # noqa: ANN401 - bitsandbytes' Params4bit
+    assert param.quant_state is None, "a weight is quantised once"
+    from bitsandbytes.nn import Params4bit
+
+    values = torch.empty_like(param, device=param.meant_for).as_subclass(torch.Tensor)
+    yield values.view(-1)
+    module = param.module
+    module.weight = Params4bit(values, requires_grad=False, quant_type="nf4", module=module).to(param.meant_for)
+    module.weight.model_parallel = False
+
+
+def shape_of(param: Any) -> tuple[int, ...]:  # noqa: ANN401 - bitsandbytes' Params4bit, or any tensor
+    """Shape of the weight that a parameter holds, in four bits or not."""
+    state = getattr(param, "quant_state", None)
+    return tuple(param.shape if state is None else state.shape)
+
+
+def dtype_of(param: Any) -> torch.dtype:  # noqa: ANN401
+    """The dtype that a parameter is computed with."""
+    state = getattr(param, "quant_state", None)
+    return param.dtype if state is None else state.dtype  # type: ignore[no-any-return]
+
+
+def multiplied_out(param: Any) -> torch.Tensor:  # noqa: ANN401
+    """A parameter without its gradient; one in four bits as the numbers it stands for, a copy in its dtype."""
+    if getattr(param, "quant_state", None) is None:
+        return param.detach()  # type: ignore[no-any-return]
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(param.data, param.quant_state)  # type: ignore[no-any-return]

@@ -1,0 +1,163 @@
+"""Steps over weights in four bits equal those of transformers, bitsandbytes and peft in a plain loop, bit for bit of what is frozen."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+
+from ds_finetune.config import LoraConfig
+from ds_finetune.model.four_bit import nf4_bytes
+from ds_finetune.model.lora import lora_lines, quantised_targets
+from ds_finetune.selftest.cells import FAMILIES, OTHERS, Cell
+from ds_finetune.selftest.plain import adamw, plain_steps
+from tests.conftest import ROOT
+from tests.lora_twin import adapted, by_our_names, four_bit_tensors, in_peft, lora_tree, write_adapter_of
+from tests.parity.lora_worker import STEPS
+from tests.parity.reference import GRADIENT_TOLERANCE, WORLDS, found, relative
+from tests.running import start, torchrun
+
+pytest.importorskip("peft", reason="peft is not installed")
+pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (extra `quantize`)")
+WORKER = Path(__file__).with_name("lora_worker.py")
+LOSS_TOLERANCE = 1e-5
+FIRST_TOLERANCE, AFTER_A_ROUNDING = 1e-5, 2e-3
+CLIP = 0.5
+WIDE = {"hidden_size": 64, "intermediate_size": 128, "q_lora_rank": 64, "kv_lora_rank": 64, "v_head_dim": 16, "num_attention_heads": 4}
+"""Rows of whole blocks, but for the shared experts' `down_proj` and the `o_proj` of qwen3."""
+CELLS = [Cell(family, stage, 2, True, max_grad_norm=CLIP, checkpointing=True) for family in ("deepseek_v3", "qwen2") for stage in (0, 1, 2)]
+MORE = [Cell(family, stage, 4, False) for family in ("deepseek_v2", "qwen3", "llama") for stage in (0, 2)]
+ROUNDED = [Cell(family, stage, 2, True, precision="bf16", checkpointing=True) for family in ("deepseek_v3", "qwen2") for stage in (0, 1, 2)]
+
+
+def _pairs(cells: Sequence[Cell]) -> list[Any]:
+    return [pytest.param(cell, world, id=f"{cell.name}-{world}") for cell in cells for world in WORLDS]
+
+
+def _run(cells: Sequence[Cell], models: Path, out: Path) -> Path:
+    (out / "cells.json").write_text(json.dumps([asdict(cell) for cell in cells]))
+    environ = {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    for world in WORLDS:
+        done = start(torchrun(str(WORKER), str(models), str(out), str(out / "cells.json"), "nf4", ranks=world), environ)
+        assert done.returncode == 0, done.stderr[-9000:]
+    return out
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wide")
+    for family in {cell.family for cell in CELLS + MORE}:
+        sizes = (FAMILIES | OTHERS)[family]
+        config = AutoConfig.for_model(**{"model_type": family} | sizes | {name: size for name, size in WIDE.items() if name in sizes})
+        torch.manual_seed(11)
+        AutoModelForCausalLM.from_config(config).float().save_pretrained(folder / family)
+    return folder
+
+
+def _by_transformers(folder: Path) -> PreTrainedModel:
+    """As transformers and bitsandbytes quantise it, but for the head and rows that blocks cross."""
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    kept = [name for name, module in plain.named_modules() if isinstance(module, nn.Linear) and module.in_features % 64]
+    asked = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.float32}
+    nf4 = BitsAndBytesConfig(**asked, llm_int8_skip_modules=["lm_head", *kept])
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=nf4)  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def results(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _run(CELLS, models, tmp_path_factory.mktemp("qlora"))
+
+
+@pytest.fixture(scope="module")
+def more_results(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _run([*MORE, *ROUNDED], models, tmp_path_factory.mktemp("qlora-more"))
+
+
+@cache
+def _plain_loop(folder: Path, max_grad_norm: float) -> dict[str, Any]:
+    """Losses, norms and gradients of every step, and what is frozen in four bits, without code of ours beside the adapter's first values."""
+    base, lora = _by_transformers(folder), LoraConfig.model_validate(lora_tree(folder.name))
+    ours = adapted(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), lora, trained=False)
+    write_adapter_of(ours, lora, folder / "adapter", base=folder)
+    names = [name for name, param in ours.named_parameters() if param.requires_grad]
+    linears = {name: module for name, module in base.named_modules() if type(module).__name__ == "Linear4bit"}
+    frozen = {f"{name}.weight": four_bit_tensors(module.weight) for name, module in linears.items()}
+    for module in linears.values():
+        # In eval mode bitsandbytes packs weights for inference on some CPUs, and fails on these small ones.
+        module.support_avx512bf16_for_cpu = False
+    gradients: list[dict[str, torch.Tensor]] = []
+
+    def recording(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = adamw(model)
+        trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        optimizer.register_step_pre_hook(
+            lambda *_: gradients.append(by_our_names({name: param.grad.clone() for name, param in trained.items() if param.grad is not None}, names))
+        )
+        return optimizer
+
+    steps = plain_steps(in_peft(base, folder / "adapter", trainable=True), STEPS, max_grad_norm, recording)
+    return {"losses": steps.losses, "norms": steps.norms, "gradients": gradients, "four_bit": frozen}
+
+
+def _assert_equals_plain_loop(cell: Cell, result: dict[str, Any], models: Path) -> None:
+    wanted = _plain_loop(models / cell.family, cell.max_grad_norm)
+    assert result["losses"] == pytest.approx(wanted["losses"], abs=LOSS_TOLERANCE)
+    assert result["norms"] == pytest.approx(wanted["norms"], rel=GRADIENT_TOLERANCE)
+    first = wanted["gradients"][0]
+    for mine, theirs in zip(result["gradients"], wanted["gradients"], strict=True):
+        assert mine.keys() == theirs.keys()
+        assert not {name: error for name, grad in theirs.items() if (error := relative(mine[name], grad)) > _tolerance(name, first)}
+    assert not {name: error for name, grad in first.items() if (error := relative(result["gradients"][0][name], grad)) > FIRST_TOLERANCE}
+    assert all(gradient.norm() > 0 for gradient in result["gradients"][1].values())
+    _assert_frozen(cell, result, wanted["four_bit"], models)
+
+
+def _tolerance(name: str, first: dict[str, torch.Tensor]) -> float:
+    """Adam divides by |g| + 1e-8: where an element of B has a first gradient of a rounding's size, its first step is of any size, and A's next gradient too."""
+    b = first[f"{name[:-1]}B"].abs()
+    return GRADIENT_TOLERANCE if b[b > 0].min() > 1e-7 else AFTER_A_ROUNDING
+
+
+def _assert_frozen(cell: Cell, result: dict[str, Any], wanted: dict[str, dict[str, torch.Tensor]], models: Path) -> None:
+    """The same bits as transformers and bitsandbytes made, in as many bytes as are announced; all else as it is in the model."""
+    held = {name.replace(".base_layer", ""): parts for name, parts in result["four_bit"].items()}
+    assert held.keys() == wanted.keys()
+    assert all(torch.equal(part, wanted[name][key]) for name, parts in held.items() for key, part in parts.items())
+    lora, config = LoraConfig(quantize="nf4"), AutoConfig.from_pretrained(models / cell.family)
+    targets = quantised_targets(config, lora)
+    for target in targets:
+        weight = f"{target.name}.weight"
+        assert nf4_bytes(target.shapes["weight"]) == sum(part.numel() * part.itemsize for part in held[weight].values()), weight
+    size = sum(part.numel() * part.itemsize for parts in held.values() for part in parts.values())
+    numel = sum(prod(target.shapes["weight"]) for target in targets)
+    assert f"{len(held)} weights, {numel:,} parameters in {size:,} bytes" in dict(lora_lines(config, lora))["  frozen in nf4"]
+    base = AutoModelForCausalLM.from_pretrained(models / cell.family, dtype=torch.float32).state_dict()
+    assert all(torch.equal(tensor, base[name]) for name, tensor in result["frozen"].items() if name not in held)
+    assert all(0.05 < (result["frozen"][name] - base[name]).norm() / base[name].norm() < 0.15 for name in held)
+
+
+@pytest.mark.parametrize(("cell", "world"), _pairs(CELLS))
+def test_steps_equal_those_of_peft_and_bitsandbytes(cell: Cell, world: int, results: Path, models: Path) -> None:
+    _assert_equals_plain_loop(cell, found(cell, world, results), models)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cell", "world"), _pairs(MORE))
+def test_further_steps_equal_those_of_peft_and_bitsandbytes(cell: Cell, world: int, more_results: Path, models: Path) -> None:
+    _assert_equals_plain_loop(cell, found(cell, world, more_results), models)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cell", "world"), _pairs(ROUNDED))
+def test_bf16_follows_fp32(cell: Cell, world: int, more_results: Path, models: Path) -> None:
+    result, wanted = found(cell, world, more_results), _plain_loop(models / cell.family, replace(cell, precision="fp32").max_grad_norm)
+    assert result["losses"] == pytest.approx(wanted["losses"], rel=1.5e-2)
+    assert result["norms"] == pytest.approx(wanted["norms"], rel=5e-2)
