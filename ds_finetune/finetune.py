@@ -321,7 +321,7 @@ def export(engine: Engine, material: Material, out: Path, say: Say, *, step: int
         say(note)
     factors = _exported_adapters(engine, material, out.with_name(out.name.replace("export", "adapter")), config.lora) if config.lora else {}
     in_four_bit = {f"{target.name}.weight" for target in quantised_targets(material.hf_config, config.lora)}
-    tensors = read_again(engine.tensors(), in_four_bit, material.folder)
+    tensors = read_again(engine.tensors(), in_four_bit, material.folder) if in_four_bit else engine.tensors()
     try:
         write_folder(merged(tensors, factors), engine.tensor_specs(), out, parts, max_shard_bytes=parse_bytes(config.export.max_shard_size))
     except OutputError as full:
