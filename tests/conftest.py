@@ -1,6 +1,8 @@
 """Fixtures of more than one test file."""
 
 import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # Started in the background of a script, this process ignores SIGINT, and so would every program that a test starts and interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def no_group_left() -> Iterator[None]:
+    """A process group that a test opened in this process, or left open where it failed on purpose, is not the next one's."""
+    yield
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

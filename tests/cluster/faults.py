@@ -102,7 +102,9 @@ def launched(bed: Bed, task: Path, *overrides: str, slots: tuple[int, ...] = (1,
     output = folder.with_name("launch.txt")
     with output.open("w") as file:
         environ = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "DS_FINETUNE_SSH_ARGS": f"-F {bed.ssh_config}"}
-        process = subprocess.Popen(bed.command(1, argv), stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True, env=environ)
+        process = subprocess.Popen(
+            bed.command(1, argv), stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True, env=environ, preexec_fn=_heed_interrupts
+        )
     run = Launched(bed, process, folder)
     try:
         yield run
@@ -113,6 +115,11 @@ def launched(bed: Bed, task: Path, *overrides: str, slots: tuple[int, ...] = (1,
         for pid in run.left():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def _heed_interrupts() -> None:
+    """As a program at a terminal does, whatever this process was told to ignore."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def fault_task(folder: Path, **sections: Any) -> Path:
