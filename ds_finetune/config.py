@@ -1,14 +1,13 @@
 """The run file: a frozen tree read from one YAML plus dotted overrides, strict in every key."""
 
-import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
-from ds_finetune.errors import ConfigError
+from ds_finetune.invalid_keys import explain
 from ds_finetune.run_file import apply_override, read_yaml
 from ds_finetune.schedule import Duration, SchedulerName, seconds_of, warmup_steps
 
@@ -325,42 +324,9 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as invalid:
-        raise _explain(invalid, str(path), lines) from None
+        raise explain(invalid, RunConfig, str(path), lines) from None
 
 
 def dump_config(config: RunConfig) -> str:
     """YAML text that `read_config` turns into the same value."""
     return yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False)
-
-
-def _explain(invalid: ValidationError, source: str, lines: dict[tuple[str, ...], int]) -> ConfigError:
-    errors = [_explain_one(error, source, lines) for error in invalid.errors()]
-    return ConfigError("; ".join(message for message, _ in errors), hint="; ".join(dict.fromkeys(hint for _, hint in errors)))
-
-
-def _explain_one(error: Any, source: str, lines: dict[tuple[str, ...], int]) -> tuple[str, str]:  # noqa: ANN401 - pydantic's ErrorDetails
-    path = tuple(str(part) for part in error["loc"] if not isinstance(part, int))
-    line = lines.get(path)
-    where = f"{source} line {line}" if line else source
-    name = ".".join(path)
-    if error["type"] == "extra_forbidden":
-        known = list(_field_names(path[:-1]))
-        near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.4)
-        return f"{where}: unknown key `{name}`", f"did you mean `{near[0]}`?" if near else f"known here: {', '.join(known)}"
-    if error["type"] == "missing":
-        return f"{where}: `{name}` is missing", f"add `{name}` to the run file"
-    return f"{where}: `{name}` is {error['input']!r}: {_plain(error['msg'])}", "see `ds-finetune config schema`"
-
-
-def _plain(message: str) -> str:
-    return message.removeprefix("Value error, ").removeprefix("Input should be ")
-
-
-def _field_names(path: tuple[str, ...]) -> Iterator[str]:
-    section: type[BaseModel] = RunConfig
-    for key in path:
-        field = next(f for n, f in section.model_fields.items() if key in (n, f.alias))
-        kinds = (field.annotation, *get_args(field.annotation))
-        section = next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
-    for name, field in section.model_fields.items():
-        yield field.alias or name

@@ -15,26 +15,19 @@ import torch
 import torch.distributed as dist
 
 from ds_finetune.checkpoint.saver import Saver
-from ds_finetune.config import LoraConfig, RunConfig
+from ds_finetune.config import RunConfig
 from ds_finetune.continuation import Origin, Say, cut_evaluation, ended_early, find_origin, go_on, remember, run_text, saved_record, saver_of
 from ds_finetune.data.batches import Batch, BatchPlan, Position, eval_batches, training_batches
 from ds_finetune.data.stream import START, StreamedRows, streaming_batches
 from ds_finetune.engine.core import Engine, EvalResult, Limits
 from ds_finetune.engine.processes import choose_device, meet, process_group
-from ds_finetune.engine.start import DTYPES, start_engine
-from ds_finetune.errors import OutputError, RunError
-from ds_finetune.export.adapter import write_adapter
-from ds_finetune.export.base import Base, counted, read_again
-from ds_finetune.export.convert import read_model_spec
-from ds_finetune.export.folder import TOKENIZER_FILES, FolderParts, parse_bytes, write_folder
-from ds_finetune.export.record import RECORD, UNVERIFIED, Record, kept_logits, prompts_of
-from ds_finetune.export.verify import Verdict, verify
+from ds_finetune.engine.start import start_engine
+from ds_finetune.errors import RunError
+from ds_finetune.export.verify import Verdict
 from ds_finetune.loop import BEGINNING, Progress, run, training_steps
 from ds_finetune.material import Material, gather_material
 from ds_finetune.model.build import read_hf_config
-from ds_finetune.model.families import family_of
-from ds_finetune.model.hub_folder import has_weights
-from ds_finetune.model.lora import Factors, chosen_targets, factors_of, lora_lines, merged, quantised_targets
+from ds_finetune.model.lora import chosen_targets, lora_lines
 from ds_finetune.model.stages import stages_of
 from ds_finetune.observers.checkpointing import Checkpointing, Kept
 from ds_finetune.observers.evaluation import BestAndPatience, Evaluation, matches
@@ -46,7 +39,8 @@ from ds_finetune.observers.utilisation import Utilisation, peak_flops
 from ds_finetune.observers.writers import MetricsFile, Trackers, check_trackers
 from ds_finetune.plan.layout import Plan, make_plan
 from ds_finetune.plan.legal import check_divides
-from ds_finetune.run_folder import available_bytes, check_output, nothing_half_written, read_json, write_run_files
+from ds_finetune.run_exports import checked, export, files_beside
+from ds_finetune.run_folder import check_output, nothing_half_written, write_run_files
 from ds_finetune.schedule import Duration, LrSchedule, seconds_of, warmup_steps
 from ds_finetune.watch.board import Board, Patience
 from ds_finetune.watch.collectives import seen_collectives
@@ -57,7 +51,6 @@ from ds_finetune.world import World, accelerate_choices, refuse_missing_hostfile
 P = ParamSpec("P")
 R = TypeVar("R")
 Announce = Callable[[Plan, Material], None]
-GENERATION = "generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -257,86 +250,6 @@ def check_space(plan: Plan, material: Material) -> None:
     here = plan.world.local_world_size / plan.world.world_size if plan.config.checkpoint.node_local else 1
     saves = bool(plan.config.checkpoint.every_steps)
     check_output(plan.config, params, checkpoint_bytes=round(trained * plan.bytes_per_parameter * here) if saves else 0)
-
-
-def files_beside(config: RunConfig, material: Material) -> dict[str, Path]:
-    """Files that lie beside the weights in an export, by name, with where they come from."""
-    found = {name: material.tokenizer_folder / name for name in TOKENIZER_FILES} | {GENERATION: material.folder / GENERATION}
-    if config.data.template not in ("auto", "plain"):
-        found["chat_template.jinja"] = Path(config.data.template)
-    return {name: path for name, path in found.items() if path.is_file()}
-
-
-def checked(config: RunConfig, exports: tuple[Path, ...]) -> tuple[Verdict, ...]:
-    """The folders exported, and the best weights', held against what the run recorded with them, in one fresh process."""
-    best = Path(config.output_dir) / "export-best"
-    folders = [*exports, *([best] if (best / RECORD).is_file() and (best / UNVERIFIED).is_file() else [])]
-    if not config.export.verify or not folders:
-        return ()
-    torch.cuda.empty_cache()
-    return tuple(verify(folders, available_bytes=available_bytes()))
-
-
-def recorded(engine: Engine, material: Material, *, step: int) -> Record:
-    """Logits of the fixed prompts from the weights as they are now, after `step` steps; every rank takes part.
-
-    None of weights in four bits: what is exported are others.
-    """
-    vocab_size = int(material.hf_config.vocab_size)
-    prompts = prompts_of(vocab_size, material.tokenizer)
-    is_quantised = bool(quantised_targets(material.hf_config, engine.plan.config.lora))
-    return Record(
-        base=str(material.folder.absolute()),
-        dtype=str(DTYPES[engine.plan.config.train.precision]).removeprefix("torch."),
-        vocab_size=vocab_size,
-        prompts=prompts,
-        step=step,
-        logits=None if is_quantised else kept_logits(engine.logits(prompts), prompts, vocab_size),
-    )
-
-
-def export(engine: Engine, material: Material, out: Path, say: Say, *, step: int) -> None:
-    """Write the weights as they are now, after `step` steps, to the Hugging Face folder `out`; every rank takes part, rank zero writes.
-
-    Tensors of the model's folder that are not built, e.g. of multi-token prediction, are copied to it and said.
-    Adapters are added to the weights, and written in peft's format to a folder beside `out`: `adapter` or `adapter-best`.
-    Weights that the engine has in four bits are read from the model's folder again.
-    """
-    config = engine.plan.config
-    beside = files_beside(config, material)
-    parts = FolderParts(
-        family=family_of(material.hf_config.model_type),
-        config=read_json(material.folder / "config.json"),
-        architecture=type(engine.lm).__name__,
-        dtype=DTYPES[config.train.precision],
-        record=recorded(engine, material, step=step) if config.export.verify else None,
-        files=tuple(path for name, path in beside.items() if path.name == name),
-        texts={name: path.read_text(encoding="utf-8") for name, path in beside.items() if path.name != name},
-    )
-    if config.model.weights == "load" and has_weights(material.folder):
-        parts, notes = Base.read(material.folder, read_model_spec(material.folder)).carried(parts)
-        for note in notes:
-            say(note)
-    for note in counted(parts, (tensor.key for copied in parts.carried for tensor in copied.tensors)):
-        say(note)
-    factors = _exported_adapters(engine, material, out.with_name(out.name.replace("export", "adapter")), config.lora) if config.lora else {}
-    in_four_bit = {f"{target.name}.weight" for target in quantised_targets(material.hf_config, config.lora)}
-    tensors = read_again(engine.tensors(), in_four_bit, material.folder) if in_four_bit else engine.tensors()
-    try:
-        write_folder(merged(tensors, factors), engine.tensor_specs(), out, parts, max_shard_bytes=parse_bytes(config.export.max_shard_size))
-    except OutputError as full:
-        raise RunError(f"{full.message}; the run is done up to its export", hint=full.hint) from full
-
-
-def _exported_adapters(engine: Engine, material: Material, out: Path, lora: LoraConfig) -> dict[str, Factors]:
-    """Write adapters to `out` and return them by the weight they adapt: all of them on rank zero, nothing on others."""
-    # Cloned, because what is gathered goes, and a live tensor on the CPU changes with the next step.
-    whole = {name: tensor.clone() for name, tensor in engine.adapters() if tensor is not None}
-    factors = factors_of(whole, lora.alpha / lora.rank)
-    if engine.is_rank_zero:
-        family = family_of(material.hf_config.model_type)
-        write_adapter(factors, lora, out, base=engine.plan.config.model.path, digest=material.base, family=family)
-    return factors
 
 
 def _utilisation(plan: Plan, material: Material) -> list[Observer]:
