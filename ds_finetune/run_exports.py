@@ -79,7 +79,9 @@ def export(engine: Engine, material: Material, out: Path, say: Say, *, step: int
         texts={name: path.read_text(encoding="utf-8") for name, path in beside.items() if path.name != name},
     )
     if config.model.weights == "load" and has_weights(material.folder):
-        parts, notes = Base.read(material.folder, read_model_spec(material.folder)).carried(parts)
+        base = Base.read(material.folder, read_model_spec(material.folder))
+        # Rank zero writes: it alone compares embeddings and heads, which may take seconds.
+        parts, notes = base.carried(parts) if engine.is_rank_zero else (parts, [])
         for note in notes:
             say(note)
     for note in counted(parts, (tensor.key for copied in parts.carried for tensor in copied.tensors)):
