@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ds_finetune.errors import ExportError, OutputError, VerificationError
 from ds_finetune.export.checkpoint import BESIDE, check_disk, check_out, export_checkpoint
+from ds_finetune.export.model_config import forget_code
 from ds_finetune.export.record import UNVERIFIED
 from ds_finetune.model.families import family_of
 from ds_finetune.model.weights import open_weights
@@ -167,3 +168,4 @@ def _write(model: PreTrainedModel, folder: Path, aside: Path, dtype: str, with_c
     for name in ("config.json", *BESIDE):
         if (folder / name).is_file():
             shutil.copyfile(folder / name, aside / name)
+    forget_code(aside)

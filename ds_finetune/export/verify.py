@@ -184,6 +184,8 @@ def _logits(record: Record, loaded: "Loaded") -> tuple[list[str], list[str]]:
     report, own = loaded.report, loaded.own
     assert own is not None
     name = f"{report['versions']} in {report['dtype']} on {report['device']}, without code of ours"
+    if report["eager_experts"]:
+        name += f", with eager experts, since its grouped product refuses them ({report['eager_experts']})"
     reached = f"; its prompts reach {report['experts_reached']} of {report['experts']} routed experts" if report["experts"] else ""
     if not np.isfinite(own).all():
         return [f"{int((~np.isfinite(own)).sum())} of {own.size} logits are not finite"], [name]
