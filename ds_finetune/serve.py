@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ds_finetune.errors import ServeError
 from ds_finetune.export.record import UNVERIFIED, is_onnx
+from ds_finetune.model.folder_check import check_folder
 
 ENGINES = ("vllm", "transformers", "onnx")
 _SERVING = ("fastapi", "uvicorn", "pydantic", "openai")
@@ -49,6 +50,7 @@ def serve(folder: Path, address: Address, *, engine: str, ready_seconds: float, 
     """
     if not (folder / "config.json").is_file():
         raise ServeError(f"`{folder}` holds no config.json", hint="name an exported folder, e.g. runs/r1/export")
+    check_folder(folder)
     chosen = choose_engine(engine, folder)
     _check_free(address)
     if (folder / UNVERIFIED).is_file():

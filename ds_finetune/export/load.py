@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ds_finetune.errors import ExportError
 from ds_finetune.export.onnx_folder import check_packages
 from ds_finetune.export.record import is_onnx
+from ds_finetune.model.folder_check import check_folder
 
 
 def load_exported(folder: Path) -> PreTrainedModel:
@@ -17,6 +18,7 @@ def load_exported(folder: Path) -> PreTrainedModel:
     """
     if not (folder / "config.json").is_file():
         raise ExportError(f"`{folder}` holds no config.json", hint="name an exported folder, e.g. runs/r1/export")
+    check_folder(folder)
     if is_onnx(folder):
         check_packages()
         from ds_finetune.export.onnx_model import OnnxCausalLM
