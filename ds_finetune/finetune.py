@@ -41,7 +41,7 @@ from ds_finetune.observers.utilisation import Utilisation, peak_flops
 from ds_finetune.observers.writers import MetricsFile, Trackers, check_trackers
 from ds_finetune.plan.layout import Plan, make_plan
 from ds_finetune.plan.legal import check_divides
-from ds_finetune.run_exports import checked, export, files_beside
+from ds_finetune.run_exports import Exports, checked, files_beside
 from ds_finetune.run_folder import check_output, nothing_half_written, write_run_files
 from ds_finetune.schedule import Duration, LrSchedule, seconds_of, warmup_steps
 from ds_finetune.watch.board import Board, Patience
@@ -123,12 +123,12 @@ def _train_and_export(
     started = start_engine(plan, material.hf_config, has_weights=origin.found is None)
     # The innermost tells of an error before anything is closed, which may wait for ranks that are gone.
     with started as engine, kept(engine, origin, material) as saver, vigil.telling():
-        last, interrupted = train_engine(engine, material, schedule, Keeping(origin, saver, say, vigil.board))
-        exports = (Path(plan.config.output_dir) / "export",) if plan.config.export.at_end and not interrupted else ()
-        for out in exports:
-            step = origin.progress.step if last is None else last.step
+        writing = Exports(engine, material, say)
+        last, interrupted = train_engine(engine, material, schedule, Keeping(origin, saver, say, vigil.board, writing))
+        exports: tuple[Path, ...] = ()
+        if plan.config.export.at_end and not interrupted:
             with vigil.board.during("export"):
-                export(engine, material, out, say if engine.is_rank_zero else _nothing, step=step)
+                exports = (writing.write_last(origin.progress.step if last is None else last.step),)
         if saver is not None and saver.unwritten:
             raise RunError(f"{saver.unwritten}; the steps are done", hint="make room; the same command goes on from the checkpoint before")
     return last, interrupted, exports
@@ -195,12 +195,13 @@ def batch_plan(plan: Plan, material: Material) -> BatchPlan:
 
 @dataclass(frozen=True)
 class Keeping:
-    """How a run is kept: what it goes on from, the saver where there is one, who prints, and where it says how far it is."""
+    """How a run is kept: what it resumes from, the saver where there is one, who prints, where it says how far it is, and its exports."""
 
     origin: Origin
     saver: Saver | None
     say: Say
     board: Board
+    exports: Exports
 
 
 def make_observers(engine: Engine, material: Material, schedule: LrSchedule, keeping: Keeping, interrupts: Interrupts) -> list[Observer]:
@@ -208,7 +209,7 @@ def make_observers(engine: Engine, material: Material, schedule: LrSchedule, kee
     config, folder = engine.plan.config, Path(engine.plan.config.output_dir)
     skipped = SkippedSteps(config.train.max_skipped_steps)
     board = keeping.board
-    best = BestAndPatience(config.eval, _while(board, "export", lambda step: export(engine, material, folder / "export-best", _nothing, step=step)))
+    best = BestAndPatience(config.eval, _while(board, "export", keeping.exports.write_best))
     slow = Stragglers(board, config.log.every, config.watchdog.straggler_ratio)
     observers: list[Observer] = [*([slow] if engine.plan.world.world_size > 1 else []), skipped, *_utilisation(engine.plan, material)]
     remembered: dict[str, Resumable] = {"skipped": skipped}

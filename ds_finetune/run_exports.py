@@ -1,5 +1,7 @@
 """The exports of a run: what is written from the live engine, and how it is verified."""
 
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -7,15 +9,16 @@ import torch
 from ds_finetune.config import LoraConfig, RunConfig
 from ds_finetune.continuation import Say
 from ds_finetune.engine.core import Engine
+from ds_finetune.engine.processes import everyones
 from ds_finetune.engine.start import DTYPES
 from ds_finetune.errors import OutputError, RunError
 from ds_finetune.export.adapter import write_adapter
 from ds_finetune.export.base import Base, counted, read_again
 from ds_finetune.export.convert import read_model_spec
-from ds_finetune.export.folder import TOKENIZER_FILES, FolderParts, parse_bytes, write_folder
+from ds_finetune.export.folder import TOKENIZER_FILES, FolderParts, has_same_weights, link_folder, parse_bytes, write_folder
 from ds_finetune.export.interruption import Interruption
 from ds_finetune.export.record import RECORD, UNVERIFIED, Record, kept_logits, prompts_of
-from ds_finetune.export.verify import Verdict, verify
+from ds_finetune.export.verify import Verdict, mark, verify
 from ds_finetune.material import Material
 from ds_finetune.model.families import family_of
 from ds_finetune.model.hub_folder import has_weights
@@ -44,7 +47,12 @@ def checked(config: RunConfig, exports: tuple[Path, ...], interruption: Interrup
         return ()
     interruption.check(folders)
     torch.cuda.empty_cache()
-    return tuple(verify(folders, available_bytes=available_bytes()))
+    twins = [folder for folder in exports if has_same_weights(folder, best)]
+    verdicts = verify([folder for folder in folders if not twins or folder != best], available_bytes=available_bytes())
+    for verdict in [verdict for verdict in verdicts if verdict.folder in twins]:
+        verdicts.append(replace(verdict, folder=best, lines=(f"the files of {verdict.folder}, whose weights it shares", *verdict.lines)))
+        mark(verdicts[-1])
+    return tuple(verdicts)
 
 
 def recorded(engine: Engine, material: Material, *, step: int) -> Record:
@@ -65,10 +73,51 @@ def recorded(engine: Engine, material: Material, *, step: int) -> Record:
     )
 
 
-def export(engine: Engine, material: Material, out: Path, say: Say, *, step: int) -> None:
+@dataclass
+class Exports:
+    """The exports of a run as they are written: the weights of one step once, and each note said once."""
+
+    engine: Engine
+    material: Material
+    say: Say
+    _best_step: int = -1
+    _said: set[str] = field(default_factory=set)
+
+    def write_best(self, step: int) -> None:
+        """Write the weights as they are now, after `step` steps, as the best; every rank takes part."""
+        self._say(export(self.engine, self.material, self._folder / "export-best", step=step))
+        self._best_step = step
+
+    def write_last(self, step: int) -> Path:
+        """Write those at the end of a run, and return the folder: those that were just written as the best are linked."""
+        out = self._folder / "export"
+        if self._best_step == step and self._links_to_best(("export", "adapter") if self.engine.plan.config.lora else ("export",)):
+            self._say([f"{out} has the weights of {out}-best, which are of the same step, as hard links"])
+        else:
+            self._say(export(self.engine, self.material, out, step=step))
+        return out
+
+    @property
+    def _folder(self) -> Path:
+        return Path(self.engine.plan.config.output_dir)
+
+    def _links_to_best(self, names: tuple[str, ...]) -> bool:
+        """Whether rank zero could make the links; the same on every rank."""
+        folder = self._folder
+        done = not self.engine.is_rank_zero or all(link_folder(folder / f"{name}-best", folder / name) for name in names)
+        return all(everyones(done))
+
+    def _say(self, notes: Iterable[str]) -> None:
+        for note in notes:
+            if self.engine.is_rank_zero and note not in self._said:
+                self.say(note)
+                self._said.add(note)
+
+
+def export(engine: Engine, material: Material, out: Path, *, step: int) -> list[str]:
     """Write the weights as they are now, after `step` steps, to the Hugging Face folder `out`; every rank takes part, rank zero writes.
 
-    Tensors of the model's folder that are not built, e.g. of multi-token prediction, are copied to it and said.
+    Tensors of the model's folder that are not built, e.g. of multi-token prediction, are copied to it, of which notes are returned.
     Adapters are added to the weights, and written in peft's format to a folder beside `out`: `adapter` or `adapter-best`.
     Weights that the engine has in four bits are read from the model's folder again.
     """
@@ -83,14 +132,12 @@ def export(engine: Engine, material: Material, out: Path, say: Say, *, step: int
         files=tuple(path for name, path in beside.items() if path.name == name),
         texts={name: path.read_text(encoding="utf-8") for name, path in beside.items() if path.name != name},
     )
+    notes: list[str] = []
     if config.model.weights == "load" and has_weights(material.folder):
         base = Base.read(material.folder, read_model_spec(material.folder))
         # Rank zero writes: it alone compares embeddings and heads, which may take seconds.
         parts, notes = base.carried(parts) if engine.is_rank_zero else (parts, [])
-        for note in notes:
-            say(note)
-    for note in counted(parts, (tensor.key for copied in parts.carried for tensor in copied.tensors)):
-        say(note)
+    notes = [*notes, *counted(parts, (tensor.key for copied in parts.carried for tensor in copied.tensors))]
     factors = _exported_adapters(engine, material, out.with_name(out.name.replace("export", "adapter")), config.lora) if config.lora else {}
     in_four_bit = {f"{target.name}.weight" for target in quantised_targets(material.hf_config, config.lora)}
     tensors = read_again(engine.tensors(), in_four_bit, material.folder) if in_four_bit else engine.tensors()
@@ -98,6 +145,7 @@ def export(engine: Engine, material: Material, out: Path, say: Say, *, step: int
         write_folder(merged(tensors, factors), engine.tensor_specs(), out, parts, max_shard_bytes=parse_bytes(config.export.max_shard_size))
     except OutputError as full:
         raise RunError(f"{full.message}; the run is done up to its export", hint=full.hint) from full
+    return notes
 
 
 def _exported_adapters(engine: Engine, material: Material, out: Path, lora: LoraConfig) -> dict[str, Factors]:

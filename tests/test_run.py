@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ds_finetune.cli import main
 from ds_finetune.config import read_config
 from ds_finetune.demo import write_demo
+from ds_finetune.export.folder import has_same_weights
+from ds_finetune.export.record import Record
 from tests.running import metrics, start, tiny_task, torchrun
 
 KEYS = {
@@ -54,6 +56,15 @@ def test_the_run_folder_holds_what_it_should(finished: Path) -> None:
     assert {"eval/perplexity", "eval/accuracy", "eval/exact_match"} <= records[-1].keys()
     assert list((run / "tensorboard").rglob("events*"))
     assert read_config(run / "config.yaml").train.duration == "2 epochs"
+
+
+def test_weights_of_the_last_and_best_step_are_written_once_and_verified_twice(finished: Path) -> None:
+    run, records = finished / "run", metrics(finished)
+    assert records[-1]["eval/loss"] < records[3]["eval/loss"], "the last step is not the best"
+    assert has_same_weights(run / "export", run / "export-best")
+    for name in ("export", "export-best"):
+        assert not (run / name / "UNVERIFIED").exists()
+        assert Record.read(run / name).step == records[-1]["step"]
 
 
 def test_an_export_of_the_checkpoint_is_the_export_of_the_run(finished: Path, tmp_path: Path) -> None:

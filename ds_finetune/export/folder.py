@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -32,6 +33,7 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
 )
+_WEIGHTS = ".safetensors"
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
@@ -153,6 +155,37 @@ def folder_writer(tensors: Iterable[HubTensor], out: Path, parts: FolderParts, *
         synchronise(out.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def link_folder(source: Path, out: Path) -> bool:
+    """Make `out` the same folder as `source`, with weights as hard links and copies of the other files; False where the system makes no links.
+
+    Other files change by themselves, e.g. the mark of an unverified folder.
+    """
+    partial = out.with_name(out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        for file in source.iterdir():
+            if file.suffix == _WEIGHTS:
+                os.link(file, partial / file.name)
+            else:
+                shutil.copyfile(file, partial / file.name)
+                synchronise(partial / file.name)
+        synchronise(partial)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)
+        return False
+    shutil.rmtree(out, ignore_errors=True)
+    partial.rename(out)
+    synchronise(out.parent)
+    return True
+
+
+def has_same_weights(folder: Path, other: Path) -> bool:
+    """Whether the weights of two folders are the same files, as `link_folder` makes them."""
+    mine, others = ({file.name: file for file in place.glob(f"*{_WEIGHTS}")} for place in (folder, other))
+    return bool(mine) and mine.keys() == others.keys() and all(file.samefile(others[name]) for name, file in mine.items())
 
 
 def _write_beside(folder: Path, parts: FolderParts, keys: Collection[str]) -> None:

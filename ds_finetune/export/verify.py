@@ -121,7 +121,7 @@ def _verdicts(folders: Sequence[Path], base: Path | None, available_bytes: int |
             verdict = _judged(folder, record, loaded[folder], base or Path(record.base))
         else:
             verdict = _left(folder, record, available_bytes or 0)
-        _mark(verdict)
+        mark(verdict)
         yield verdict
 
 
@@ -311,7 +311,7 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (" ..." if len(names) > _SHOWN else "")
 
 
-def _mark(verdict: Verdict) -> None:
+def mark(verdict: Verdict) -> None:
     """Say in the folder that it is unverified and why; or that it is, by saying nothing."""
     marker = verdict.folder / UNVERIFIED
     if verdict.is_verified:

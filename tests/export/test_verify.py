@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,15 +16,19 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from ds_finetune.cli import main
+from ds_finetune.config import read_config
 from ds_finetune.errors import ExportError
-from ds_finetune.export.folder import FolderParts, write_folder
+from ds_finetune.export.folder import FolderParts, has_same_weights, link_folder, write_folder
+from ds_finetune.export.interruption import Interruption
 from ds_finetune.export.record import RECORD, UNVERIFIED, Digest, Record, kept_logits, prompts_of
 from ds_finetune.export.verify import Verdict, _digest, deviations, in_ranges, verify
 from ds_finetune.export.verify import tensors_of as stored
 from ds_finetune.model.families import family_of
+from ds_finetune.run_exports import checked
 from ds_finetune.run_folder import read_json
 from tests.export.test_folder import specs_of, tensors_of
 from tests.model.test_weights import published
+from tests.running import tiny_task
 
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 
@@ -247,6 +252,34 @@ def test_a_folder_too_large_for_the_memory_is_left_and_says_so(tmp_path: Path) -
     (verdict,) = verify([out], available_bytes=1000)
     assert not verdict.problems
     assert "loading it takes" in (out / UNVERIFIED).read_text()
+
+
+def test_folders_that_share_their_weights_are_verified_once(tmp_path: Path) -> None:
+    """As a run leaves them whose last step is its best."""
+    config = read_config(str(tiny_task(tmp_path, export={"verify": True})), [])
+    last = tmp_path / "run" / "export"
+    last.parent.mkdir()
+    best = _exported("llama", tmp_path / "made").rename(tmp_path / "run" / "export-best")
+    assert link_folder(best, last)
+    assert has_same_weights(best, last)
+    weights = sorted(best.glob("*.safetensors"))
+    assert [file.stat().st_nlink for file in weights] == [2] * len(weights)
+    assert sorted(file.name for file in best.iterdir()) == sorted(file.name for file in last.iterdir())
+    AutoModelForCausalLM.from_pretrained(last)
+    with Interruption(signal.SIGINT) as interruption:
+        mine, its = checked(config, (last,), interruption)
+    assert (mine.folder, its.folder) == (last, best)
+    assert mine.is_verified
+    assert its.is_verified
+    assert its.lines == (f"the files of {last}, whose weights it shares", *mine.lines)
+    assert not list((tmp_path / "run").glob(f"*/{UNVERIFIED}"))
+
+
+def test_a_folder_that_cannot_be_linked_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "model.safetensors").mkdir()
+    assert not link_folder(tmp_path / "source", tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
 def test_the_command_ends_with_one_for_a_wrong_folder_and_with_two_for_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
