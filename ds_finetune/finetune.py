@@ -1,6 +1,7 @@
 """One run from its configuration to its report: the page to read first."""
 
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -23,6 +24,7 @@ from ds_finetune.engine.core import Engine, EvalResult, Limits
 from ds_finetune.engine.processes import choose_device, meet, process_group
 from ds_finetune.engine.start import start_engine
 from ds_finetune.errors import RunError
+from ds_finetune.export.interruption import Interruption
 from ds_finetune.export.verify import Verdict
 from ds_finetune.loop import BEGINNING, Progress, run, training_steps
 from ds_finetune.material import Material, gather_material
@@ -75,14 +77,15 @@ def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
     world = World.from_environment(os.environ)
     world.export_to(os.environ)
     refuse_missing_hostfile()
-    with watched(config, world) as (vigil, store):
-        plan, material, schedule = prepared(config, world)
-        if world.rank == 0:
-            announce(plan, material)
-        group = process_group(world, plan.device, store, timeout=_time(config.watchdog.collective))
-        with nothing_half_written(Path(config.output_dir)), vigil.standing(store), group, vigil.telling():
-            last, interrupted, exports = _train_and_export(plan, material, schedule, say, vigil)
-    verdicts = checked(config, exports) if world.rank == 0 and not interrupted else ()
+    with Interruption(signal.SIGINT) as interruption:
+        with watched(config, world) as (vigil, store):
+            plan, material, schedule = prepared(config, world)
+            if world.rank == 0:
+                announce(plan, material)
+            group = process_group(world, plan.device, store, timeout=_time(config.watchdog.collective))
+            with nothing_half_written(Path(config.output_dir)), vigil.standing(store), group, vigil.telling():
+                last, interrupted, exports = _train_and_export(plan, material, schedule, say, vigil)
+        verdicts = checked(config, exports, interruption) if world.rank == 0 and not interrupted else ()
     return Report(last, Path(config.output_dir), exports, time.monotonic() - began, interrupted, verdicts)
 
 

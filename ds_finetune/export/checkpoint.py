@@ -58,8 +58,9 @@ def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int
     spec = read_model_spec(_config_file(folders).parent)
     source = fitted(opened.source, spec, label=str(path))
     parts, notes = _with_base(_parts(folders, spec, opened, dtype), spec, opened, base, without=source.shapes)
+    source = source.with_copies(parts.copies)
     tensors = [tensor for copied in (Conversion(source, parts, 1), *parts.carried) for tensor in copied.tensors]
-    own = [name for name in source.shapes if spec.may_leave(name)]
+    own = [name for name in source.shapes if spec.may_leave(name) and name not in parts.copies]
     notes = [*_passed_through(opened.hub.folder if opened.hub else path, own), *notes, *counted(parts, (tensor.key for tensor in tensors))]
     if parts.is_fp8 and all(tensor.dtype != FP8_DTYPE for tensor in tensors):
         raise ExportError(f"{path} has no linear weights that are published in FP8 ({spec.architecture})", hint="export with --dtype bf16")
@@ -77,7 +78,9 @@ def _with_base(parts: FolderParts, spec: ModelSpec, opened: Opened, given: Path 
     if parts.is_fp8 and opened.hub and opened.hub.has_fp8:
         parts = replace(parts, fp8_base=opened.hub)
     if opened.hub and folder in (None, opened.hub.folder):
-        return parts, []
+        # Adapters of embedding or head change what the prediction layer's tensors repeat.
+        base = None if opened.is_model else Base.read(opened.hub.folder, spec)
+        return base.with_copies(parts, base.left) if base else (parts, [])
     if folder is not None and has_weights(folder):
         return Base.read(folder, spec).carried(parts, without=without)
     why = opened.why_no_base if folder is None else f"{folder} has no safetensors"
