@@ -69,7 +69,7 @@ def prepare(config: DataConfig, which: str, *, tokenizer: PreTrainedTokenizerBas
 def plan_work(config: DataConfig, which: str, *, tokenizer: PreTrainedTokenizerBase, spec: TokenSpec) -> tuple[list[Source], Work]:
     """The sources of `config.train` or `config.eval` and what is to be done with their records, checked but not read."""
     _check_vocabulary(tokenizer, spec)
-    sources = find_sources(config.train if which == "train" else config.eval)
+    sources = find_sources(config.train if which == "train" else config.eval, purpose=which)
     settings = TemplateSettings(_chat_template(config, tokenizer), config.train_on, config.reasoning)
     if config.long_rows == "split" and config.layout != "text":
         raise ConfigError(f"data.long_rows split needs data.layout text, not {config.layout}", hint="use truncate or drop")
