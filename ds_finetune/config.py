@@ -74,9 +74,10 @@ class DataConfig(Section):
     """What is trained on and how rows become tokens."""
 
     train: Paths
-    """Training files, folders or hub ids (JSON, JSONL, CSV, Parquet, text)."""
+    """Training files, folders or hub ids (JSON, JSONL, CSV, Parquet, text); a split is named after a colon, as in
+    `org/name:train` or `org/name:subset:train`. Left out, it is the training split."""
     eval: Paths = ()
-    """Held-out files, folders or hub ids."""
+    """Held-out files, folders or hub ids; where no split is named, it is the validation split, else the test split."""
     layout: Layout = "auto"
     """Layout of a row; `auto` recognises it by its columns."""
     columns: dict[str, str] = Field(default_factory=dict)
@@ -89,10 +90,13 @@ class DataConfig(Section):
     """Whether `<think>...</think>` of an assistant turn stays in the text."""
     packing: bool = True
     """Fill rows of `max_seq_len` with several documents that cannot see each other; false pads each row instead."""
-    long_rows: Literal["truncate", "drop", "split"] = "truncate"
-    """Rows longer than `max_seq_len`: cut at the end, leave out, or (plain text) go on in the next row."""
+    long_rows: Literal["auto", "truncate", "drop", "split"] = "auto"
+    """Rows longer than `max_seq_len`: cut at the end, leave out, or (plain text alone) continue in the next row; `auto` splits
+    plain text and truncates dialogue."""
     max_dropped_ratio: float = Field(default=0.1, ge=0, le=1)
     """Share of rows without a supervised token, or dropped for length, above which the run refuses to start."""
+    max_truncated_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Share of all tokens lost to truncation above which the run refuses to start."""
     streaming: bool = False
     """Read and tokenise while training, for data larger than disk or patience; `train.for` is then in steps."""
     shuffle: bool = True

@@ -104,8 +104,8 @@ def _files_of(path: str, split: str, purpose: str) -> Iterator[Source]:
     named = {kinds[file].kind for file in files}
     if len(named) > 1:
         raise DataError(f"data folder `{path}` mixes {' and '.join(sorted(named))} files", hint="name the files themselves")
-    left = len(kinds) - len(files)
-    note = f"data.{purpose} `{path}`: {len(files)} files of split {wanted} are read, {left} others are not" if left else ""
+    is_part = len(files) < len(kinds)
+    note = f"data.{purpose} `{path}`: split {wanted} is read, {len(files)} of {len(kinds)} files" if is_part else ""
     yield from (Source(str(file), kinds[file].kind, split=wanted, purpose=purpose, note=note) for file in files)
 
 
