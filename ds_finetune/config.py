@@ -1,12 +1,13 @@
 """The run file: a frozen tree read from one YAML plus dotted overrides, strict in every key."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
+from ds_finetune.ineffective_keys import refuse_ineffective
 from ds_finetune.invalid_keys import explain
 from ds_finetune.run_file import apply_override, read_yaml
 from ds_finetune.schedule import Duration, SchedulerName, seconds_of, warmup_steps
@@ -74,9 +75,10 @@ class DataConfig(Section):
     """What is trained on and how rows become tokens."""
 
     train: Paths
-    """Training files, folders or hub ids (JSON, JSONL, CSV, Parquet, text)."""
+    """Training files, folders or hub ids (JSON, JSONL, CSV, Parquet, text); a split is named after a colon, as in
+    `org/name:train` or `org/name:subset:train`. Left out, it is the training split."""
     eval: Paths = ()
-    """Held-out files, folders or hub ids."""
+    """Held-out files, folders or hub ids; where no split is named, it is the validation split, else the test split."""
     layout: Layout = "auto"
     """Layout of a row; `auto` recognises it by its columns."""
     columns: dict[str, str] = Field(default_factory=dict)
@@ -89,10 +91,13 @@ class DataConfig(Section):
     """Whether `<think>...</think>` of an assistant turn stays in the text."""
     packing: bool = True
     """Fill rows of `max_seq_len` with several documents that cannot see each other; false pads each row instead."""
-    long_rows: Literal["truncate", "drop", "split"] = "truncate"
-    """Rows longer than `max_seq_len`: cut at the end, leave out, or (plain text) go on in the next row."""
+    long_rows: Literal["auto", "truncate", "drop", "split"] = "auto"
+    """Rows longer than `max_seq_len`: cut at the end, leave out, or (plain text alone) continue in the next row; `auto` splits
+    plain text and truncates dialogue."""
     max_dropped_ratio: float = Field(default=0.1, ge=0, le=1)
     """Share of rows without a supervised token, or dropped for length, above which the run refuses to start."""
+    max_truncated_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Share of all tokens lost to truncation above which the run refuses to start."""
     streaming: bool = False
     """Read and tokenise while training, for data larger than disk or patience; `train.for` is then in steps."""
     shuffle: bool = True
@@ -317,14 +322,29 @@ class RunConfig(Section):
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a run file and apply `a.b=value` overrides; ConfigError names key, line and the nearest legal name."""
+    """Read a run file and apply `a.b=value` overrides; ConfigError names key, line and the nearest legal name.
+
+    A key that has no effect beside the others is an error too.
+    """
     tree, lines = read_yaml(Path(path))
     for override in overrides:
         apply_override(tree, lines, override)
     try:
-        return RunConfig.model_validate(tree)
+        config = RunConfig.model_validate(tree)
     except ValidationError as invalid:
         raise explain(invalid, RunConfig, str(path), lines) from None
+    refuse_ineffective(dict(_keys(config, changed=True)), dict(_keys(config)), str(path), lines)
+    return config
+
+
+def _keys(section: Section, prefix: str = "", *, changed: bool = False) -> Iterator[tuple[str, object]]:
+    """Dotted keys and values below `section`; with `changed`, those alone that were given another value than their default."""
+    for name, field in type(section).model_fields.items():
+        key, value = f"{prefix}{field.alias or name}", getattr(section, name)
+        if isinstance(value, Section):
+            yield from _keys(value, f"{key}.", changed=changed)
+        elif not changed or (name in section.model_fields_set and value != field.get_default(call_default_factory=True)):
+            yield key, value
 
 
 def dump_config(config: RunConfig) -> str:

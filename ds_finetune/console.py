@@ -36,10 +36,12 @@ def show_plan(plan: "Plan", material: "Material") -> None:
     rows += plan.stage_lines(stages_of(material.hf_config, plan.config.parallel))
     rows += lora_lines(material.hf_config, plan.config.lora)
     rows.append(("data", material.train.summary()))
+    if material.held_out is not None:
+        rows.append(("held-out data", material.held_out.summary()))
     OUT.print(pairs("plan", rows))
     if plan.config.model.weights == "random":
         OUT.print(f"[bold]RANDOM WEIGHTS[/bold]: {plan.config.model.path} is built from its config.json; nothing pre-trained is loaded")
-    for note in plan.notes:
+    for note in (*plan.notes, *material.notes):
         OUT.print(note, markup=False)
 
 

@@ -1,6 +1,5 @@
 """Where a run goes on from and how it is kept: the folder is tried, the newest checkpoint found, and a saver made."""
 
-import json
 import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping
@@ -77,7 +76,7 @@ def find_origin(plan: Plan, material: Material, say: Say) -> Origin:
         return _tidied(Origin(place, held), say)
     later = [step_name(step) for step in complete_steps(folder) if step > found.state.step]
     agree(_mixed(folder, later, found) if wanted.resume != "auto" and later else None)
-    lines = changes(found.state, plan.config, data=fingerprint(material), base=material.base)
+    lines = changes(found.state, plan.config, data=material.train.fingerprint(), base=material.base)
     for line in (*found.passed_over, *_set_aside(place, later)):
         say(line)
     for line in (f"going on from {found.folder}, step {found.state.step} of {found.state.layout}", *lines):
@@ -214,7 +213,7 @@ def _short_of_memory(num_bytes: int, plan: Plan) -> OutputError | None:
 def run_text(engine: Engine, material: Material) -> Callable[[StepRecord, Mapping[str, Mapping[str, Any]]], str]:
     """A function that puts the run's state after a step into text."""
 
-    data = fingerprint(material)
+    data = material.train.fingerprint()
 
     def text(record: StepRecord, observers: Mapping[str, Mapping[str, Any]]) -> str:
         return RunState(
@@ -260,9 +259,3 @@ def cut_evaluation(origin: Origin, place_in_stream: Position, *, steps: int) -> 
 def saved_record(origin: Origin) -> StepRecord | None:
     """The record of the step that is gone on from, as far as it was made when it was saved."""
     return StepRecord(origin.found.state.step, origin.found.state.values) if origin.found else None
-
-
-def fingerprint(material: Material) -> str:
-    """What the training rows are, however they came about; a stream is known by its sources alone."""
-    rows = material.train
-    return json.dumps([source.path for source in rows.sources]) if isinstance(rows, StreamedRows) else rows.fingerprint()

@@ -5,7 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -43,6 +43,7 @@ from ds_finetune.plan.layout import Plan, make_plan
 from ds_finetune.plan.legal import check_divides
 from ds_finetune.run_exports import checked, export, files_beside
 from ds_finetune.run_folder import check_output, nothing_half_written, write_run_files
+from ds_finetune.run_length import check_run_length
 from ds_finetune.schedule import Duration, LrSchedule, seconds_of, warmup_steps
 from ds_finetune.watch.board import Board, Patience
 from ds_finetune.watch.collectives import seen_collectives
@@ -99,7 +100,10 @@ def prepared(config: RunConfig, world: World) -> tuple[Plan, Material, LrSchedul
     lora_lines(hf_config, config.lora)
     material = gather_material(config)
     check_space(plan, material)
-    return plan, material, lr_schedule(config, material)
+    schedule = lr_schedule(config, material)
+    rows = None if isinstance(material.train, StreamedRows) else len(material.train)
+    notes = check_run_length(config, steps=schedule.steps, warmup=schedule.warmup_steps, rows=rows)
+    return plan, replace(material, notes=(*material.notes, *notes)), schedule
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ds_finetune.arch import Shape
 from ds_finetune.config import RunConfig
+from ds_finetune.data.overlap import overlap_notes
 from ds_finetune.data.prepare import PreparedRows, TokenSpec, prepare
 from ds_finetune.data.stream import StreamedRows, stream
 from ds_finetune.data.tokenizer_files import load_tokenizer
@@ -29,6 +30,8 @@ class Material:
     held_out: PreparedRows | None
     base: str = ""
     """Digest of the weights that adapters are trained on; empty where there are none."""
+    notes: tuple[str, ...] = ()
+    """Lines about the data for people, shown at the start."""
 
     @property
     def pad_token_id(self) -> int:
@@ -53,15 +56,18 @@ def gather_material(config: RunConfig) -> Material:
     spec = token_spec(config, hf_config)
     if config.data.streaming and Duration.parse(config.train.duration).unit != "steps":
         raise ConfigError(f"data.streaming does not know how long `{config.train.duration}` is", hint="give train.for in steps")
+    train = (stream if config.data.streaming else prepare)(config.data, "train", tokenizer=tokenizer, spec=spec)
+    held_out = prepare(config.data, "eval", tokenizer=tokenizer, spec=spec) if config.data.eval else None
     return Material(
         folder=folder,
         hf_config=hf_config,
         shape=_shape(folder),
         tokenizer=tokenizer,
         tokenizer_folder=tokenizer_folder,
-        train=(stream if config.data.streaming else prepare)(config.data, "train", tokenizer=tokenizer, spec=spec),
-        held_out=prepare(config.data, "eval", tokenizer=tokenizer, spec=spec) if config.data.eval else None,
+        train=train,
+        held_out=held_out,
         base=weights_digest(folder) if config.lora is not None else "",
+        notes=(*train.notes, *(held_out.notes if held_out else ()), *(overlap_notes(train, held_out) if held_out else ())),
     )
 
 

@@ -21,7 +21,7 @@ def preview_of(config: RunConfig, *, samples: int) -> RenderableType:
     tokenizer = load_tokenizer(str(resolve_folder(config.model.tokenizer or config.model.path)))
     rows = prepare(config.data, "train", tokenizer=tokenizer, spec=token_spec(config, read_hf_config(config.model.path)))
     shown = [marked(*rows.document(number), tokenizer) for number in range(min(samples, rows.counts.documents))]
-    return Group(*shown, counts_table(rows, config))
+    return Group(*shown, *(Text(note) for note in rows.notes), counts_table(rows, config))
 
 
 def marked(ids: list[int], mask: list[bool], tokenizer: PreTrainedTokenizerBase) -> Text:
@@ -45,6 +45,7 @@ def counts_table(rows: PreparedRows, config: RunConfig) -> Table:
         ("rows read", f"{counts.read:,}"),
         ("dropped, nothing supervised", f"{counts.nothing_supervised:,}"),
         (f"longer than {config.train.max_seq_len}", f"{counts.truncated:,} truncated, {counts.too_long_dropped:,} dropped, {counts.split:,} split"),
+        ("tokens lost to truncation", f"{counts.truncated_tokens:,} ({counts.truncated_ratio:.2%})"),
         ("prompt differs from the server's", f"{counts.lead_differs:,}"),
         ("documents", f"{counts.documents:,}"),
         ("tokens", f"{counts.tokens:,}, {counts.supervised / max(counts.tokens, 1):.1%} supervised"),

@@ -42,7 +42,7 @@ class Duration:
 
     def __str__(self) -> str:
         """The text `parse` reads."""
-        return f"{self.value:g} {self.unit}"
+        return f"{int(self.value) if self.value == int(self.value) else self.value} {self.unit}"
 
 
 @dataclass(frozen=True, kw_only=True)

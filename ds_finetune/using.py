@@ -39,7 +39,8 @@ def _eval_command(scoring: argparse.ArgumentParser) -> None:
     scoring.add_argument("--extract", choices=_EXTRACTORS, help="generate answers and compare what this finds in them with what it finds in the rows")
     scoring.add_argument("--max-new-tokens", type=int, default=256, help="tokens of an answer at most (default 256)")
     scoring.add_argument("--max-seq-len", type=int, default=2048, help="tokens of a row at most (default 2048)")
-    scoring.add_argument("--long-rows", choices=("truncate", "drop"), default="truncate", help="rows that are longer (default truncate)")
+    long_rows = scoring.add_argument("--long-rows", choices=("auto", "truncate", "drop", "split"), default="auto")
+    long_rows.help = "rows that are longer (default auto: plain text is split, dialogue truncated)"
     scoring.add_argument("--batch-tokens", type=int, default=4096, help="tokens of a forward, with padding (default 4096)")
     scoring.add_argument("--limit", type=int, help="rows scored at most")
     scoring.add_argument("--tasks", help="tasks of lm-evaluation-harness, separated by commas, where it is installed")
@@ -107,6 +108,7 @@ def _asked(arguments: argparse.Namespace) -> "Asked":
         template=arguments.template,
         train_on=arguments.train_on,
         long_rows=arguments.long_rows,
+        max_truncated_ratio=1.0,
         packing=False,
     )
     return Asked(

@@ -18,8 +18,13 @@ def test_what_is_no_duration(text: str) -> None:
         Duration.parse(text)
 
 
-def test_a_text_is_read_back() -> None:
-    assert str(Duration.parse(str(Duration.parse("2.5 epochs")))) == "2.5 epochs"
+@pytest.mark.parametrize(
+    ("text", "again"),
+    [("2.5 epochs", "2.5 epochs"), ("3 epochs", "3 epochs"), ("1e6 tokens", "1000000 tokens"), ("12345678 steps", "12345678 steps")],
+)
+def test_a_text_is_read_back(text: str, again: str) -> None:
+    """Also one of a million and more, which a float is shortened from."""
+    assert str(Duration.parse(str(Duration.parse(text)))) == again
 
 
 def test_warmup() -> None:

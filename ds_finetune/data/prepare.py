@@ -5,25 +5,26 @@ import json
 import multiprocessing
 import os
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
-from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.config import DataConfig
-from ds_finetune.data.documents import Counts, Documents, Limits, gather, read_counts
-from ds_finetune.data.layouts import Sample, read_sample, recognise
+from ds_finetune.data.cache import ArrayParts, content_of, damage_of, locked_folder, remove_damaged, write_folder
+from ds_finetune.data.documents import Counts, Documents, Limits, gather, join, read_counts
+from ds_finetune.data.layouts import PlainText, Sample, read_sample, recognise
 from ds_finetune.data.pack import pack
 from ds_finetune.data.packed import PreparedRows
 from ds_finetune.data.sources import Record, Source, find_sources, read_records
 from ds_finetune.data.template import Templater, TemplateSettings
 from ds_finetune.errors import ConfigError, DataError
 
-FORMAT = 1
+FORMAT = 2
 """Raised when what is written changes, so that an older cache is not taken for it."""
 ROWS_PER_PART = 2000
 _PLACED_RECORDS = list[tuple[str, Record]]
@@ -57,22 +58,31 @@ def prepare(config: DataConfig, which: str, *, tokenizer: PreTrainedTokenizerBas
     """
     sources, work = plan_work(config, which, tokenizer=tokenizer, spec=spec)
     folder = Path(config.cache_dir) / _fingerprint(sources, work)
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / "lock"):
-        if not (folder / "whole").is_dir():
+    whole, packed = folder / "whole", folder / "packed"
+    began = time.time()
+    with locked_folder(folder):
+        notes = remove_damaged([whole, packed], since=began)
+        if not whole.is_dir():
             _tokenise(sources, work, folder, workers=config.workers or os.cpu_count() or 1)
-    counts = read_counts(folder / "whole")
-    refuse_losses(counts, config, sources)
-    return _rows(folder, counts, config, spec)
+        counts = read_counts(whole)
+        refuse_losses(counts, config, sources)
+        documents = Documents.read(whole)
+        if config.packing and not packed.is_dir():
+            _write_packed(packed, documents, spec)
+    notes = [*dict.fromkeys(source.note for source in sources if source.note), *notes]
+    order, offsets = np.arange(counts.documents), np.arange(counts.documents + 1)
+    if config.packing:
+        order, offsets = np.load(packed / "order.npy"), np.load(packed / "offsets.npy")
+    return PreparedRows(documents, order, offsets, counts, content=content_of(whole), notes=tuple(notes))
 
 
 def plan_work(config: DataConfig, which: str, *, tokenizer: PreTrainedTokenizerBase, spec: TokenSpec) -> tuple[list[Source], Work]:
     """The sources of `config.train` or `config.eval` and what is to be done with their records, checked but not read."""
     _check_vocabulary(tokenizer, spec)
-    sources = find_sources(config.train if which == "train" else config.eval)
+    sources = find_sources(config.train if which == "train" else config.eval, purpose=which)
     settings = TemplateSettings(_chat_template(config, tokenizer), config.train_on, config.reasoning)
-    if config.long_rows == "split" and config.layout != "text":
-        raise ConfigError(f"data.long_rows split needs data.layout text, not {config.layout}", hint="use truncate or drop")
+    if config.long_rows == "split" and config.layout not in ("auto", "text"):
+        raise ConfigError(f"data.long_rows split is for plain text, and data.layout is {config.layout}", hint="use truncate or drop")
     return sources, Work(tokenizer, settings, config.layout, dict(config.columns), Limits(spec.max_seq_len, config.long_rows))
 
 
@@ -82,22 +92,21 @@ def documents_of(records: Sequence[tuple[str, Record]], work: Work) -> tuple[Doc
     for where, record in records:
         layout = recognise(record, work.columns, where) if work.layout == "auto" else work.layout
         samples.append((where, read_sample(record, layout, work.columns, where)))
-    return gather(Templater(work.tokenizer, work.settings).tokens(samples), work.limits)
+    tokens = Templater(work.tokenizer, work.settings).tokens(samples)
+    return gather(tokens, [_rule(*sample, work.limits) for sample in samples], max_seq_len=work.limits.max_seq_len)
 
 
-def _rows(folder: Path, counts: Counts, config: DataConfig, spec: TokenSpec) -> PreparedRows:
-    documents = Documents.read(folder / "whole")
-    if not config.packing:
-        return PreparedRows(documents, np.arange(counts.documents), np.arange(counts.documents + 1), counts)
-    plan = folder / f"packed-{spec.max_seq_len}.npz"
-    with FileLock(folder / "lock"):
-        if not plan.is_file():
-            rows = pack(np.diff(documents.offsets), spec.max_seq_len)
-            partial = plan.with_suffix(".partial.npz")
-            np.savez(partial, order=np.concatenate(rows), offsets=np.concatenate([[0], np.cumsum([len(row) for row in rows])]))
-            partial.rename(plan)
-    with np.load(plan) as packed:
-        return PreparedRows(documents, packed["order"], packed["offsets"], counts)
+def _rule(where: str, sample: Sample, limits: Limits) -> str:
+    is_text = isinstance(sample, PlainText)
+    if limits.long_rows == "split" and not is_text:
+        raise DataError(f"{where} is dialogue, and data.long_rows is split", hint="set data.long_rows to auto, truncate or drop")
+    return limits.rule(is_text=is_text)
+
+
+def _write_packed(folder: Path, documents: Documents, spec: TokenSpec) -> None:
+    rows = pack(np.diff(documents.offsets), spec.max_seq_len)
+    offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)
+    write_folder(folder, {"order": ArrayParts.of(np.concatenate(rows)), "offsets": ArrayParts.of(offsets)}, {})
 
 
 def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, spec: TokenSpec) -> None:
@@ -142,7 +151,7 @@ def _tokenise(sources: Sequence[Source], work: Work, folder: Path, *, workers: i
             pass
     counts = sum((read_counts(part) for part in parts), Counts())
     if counts.read:
-        Documents.join([Documents.read(part) for part in parts]).write(folder / "whole", counts)
+        join(parts, folder / "whole", counts)
     for part in parts:
         shutil.rmtree(part)
     if not counts.read:
@@ -156,6 +165,8 @@ def _open_parts(sources: Sequence[Source], folder: Path, parts: list[Path]) -> I
         while chunk := list(islice(records, ROWS_PER_PART)):
             part = folder / f"part-{len(parts):06d}"
             parts.append(part)
+            if part.is_dir() and damage_of(part):
+                shutil.rmtree(part)
             if not part.is_dir():
                 yield part, chunk
 
@@ -198,7 +209,7 @@ class _Here:
 
 
 def refuse_losses(counts: Counts, config: DataConfig, sources: Sequence[Source]) -> None:
-    """DataError where too many rows are lost, or none is left."""
+    """DataError where too many rows or tokens are lost, or no row is left."""
     names = ", ".join(source.path for source in sources)
     lost = counts.nothing_supervised + counts.too_long_dropped
     reason = f"{counts.nothing_supervised} with nothing supervised, {counts.too_long_dropped} too long"
@@ -208,4 +219,10 @@ def refuse_losses(counts: Counts, config: DataConfig, sources: Sequence[Source])
         raise DataError(
             f"{lost} of {counts.read} rows of {names} are dropped ({reason}), more than data.max_dropped_ratio {config.max_dropped_ratio:g}",
             hint="raise train.max_seq_len if prompts fill it, check the template and data.columns, or raise the ratio",
+        )
+    if counts.truncated_ratio > config.max_truncated_ratio:
+        raise DataError(
+            f"{counts.truncated} of {counts.read} rows of {names} are longer than train.max_seq_len, and truncation loses "
+            f"{counts.truncated_ratio:.1%} of all tokens, more than data.max_truncated_ratio {config.max_truncated_ratio:g}",
+            hint="raise train.max_seq_len, set data.long_rows to drop (or split, for plain text), or raise the ratio",
         )

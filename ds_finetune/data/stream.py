@@ -1,5 +1,6 @@
 """Rows read and tokenised while training, for data that is not to be prepared first."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count, islice
@@ -34,6 +35,15 @@ class StreamedRows:
     def summary(self) -> str:
         """What is streamed, in a line."""
         return f"streamed from {len(self.sources)} sources, {RECORDS_AT_A_TIME:,} records at a time on each rank"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines for people: splits that are not read."""
+        return tuple(dict.fromkeys(source.note for source in self.sources if source.note))
+
+    def fingerprint(self) -> str:
+        """What is streamed: the name and size of each source. Their content is not read before training."""
+        return json.dumps([[source.path, source.subset, source.split, source.fingerprint[1]] for source in self.sources])
 
 
 def stream(config: DataConfig, which: str, *, tokenizer: PreTrainedTokenizerBase, spec: TokenSpec) -> StreamedRows:

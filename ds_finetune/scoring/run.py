@@ -83,7 +83,8 @@ def _documents(asked: Asked, folder: Path, tokenizer: PreTrainedTokenizerBase) -
         number = min(rows.counts.documents, asked.limit or rows.counts.documents)
         documents = [Document(*rows.document(index), *prompt) for index, prompt in enumerate(rows.prompts(number))]
         counts = rows.counts
-    note = f"{counts.read} rows read, {counts.truncated} truncated to {length} tokens, {counts.too_long_dropped} too long"
+    note = f"{counts.read} rows read, {counts.truncated} truncated to {length} tokens ({counts.truncated_ratio:.2%} of all tokens lost)"
+    note += f", {counts.split} split, {counts.too_long_dropped} too long"
     return documents, [f"{note}, {counts.nothing_supervised} with nothing supervised, {number} documents scored"]
 
 
