@@ -69,14 +69,8 @@ class Answer:
     recent: tuple[Call, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values, of which `from_json` makes the same again."""
+        """Plain values, of which `parsed` makes the same again."""
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, tree: dict[str, Any]) -> Self:
-        """The answer that became `tree`."""
-        calls = {name: Call(*tree[name]) if tree[name] else None for name in ("inside", "last")}
-        return cls(**{**tree, **calls, "recent": tuple(Call(*call) for call in tree["recent"])})
 
     def __str__(self) -> str:
         """For people."""

@@ -22,7 +22,7 @@ def test_a_rank_that_is_killed(tmp_path: Path) -> None:
     assert done.codes == [1, KILLED]
     assert done.seconds[0] < GIVEN_SECONDS
     assert "rank 1 (host" in done.report
-    assert "ended without a word: killed" in done.report
+    assert "ended without a message: its process was killed by a signal" in done.report
     assert "error: rank 1 (host" in done.printed[0]
     assert "Traceback" not in done.printed[0]
 
