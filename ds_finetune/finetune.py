@@ -39,11 +39,13 @@ from ds_finetune.observers.utilisation import Utilisation, peak_flops
 from ds_finetune.observers.writers import MetricsFile, Trackers, check_trackers
 from ds_finetune.plan.layout import Plan, make_plan
 from ds_finetune.plan.legal import check_divides
+from ds_finetune.plan.timeouts import collective_seconds
 from ds_finetune.run_exports import checked, export, files_beside
 from ds_finetune.run_folder import check_output, nothing_half_written, write_run_files
 from ds_finetune.schedule import Duration, LrSchedule, seconds_of, warmup_steps
 from ds_finetune.watch.board import Board, Patience
 from ds_finetune.watch.collectives import seen_collectives
+from ds_finetune.watch.device import device_progress
 from ds_finetune.watch.stragglers import Stragglers
 from ds_finetune.watch.vigil import Vigil, keep_vigil
 from ds_finetune.world import World, accelerate_choices, refuse_missing_hostfile
@@ -79,7 +81,8 @@ def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
         plan, material, schedule = prepared(config, world)
         if world.rank == 0:
             announce(plan, material)
-        group = process_group(world, plan.device, store, timeout=_time(config.watchdog.collective))
+        group = process_group(world, plan.device, store, timeout=timedelta(seconds=collective_seconds(config.watchdog)))
+        vigil.board.device = device_progress(plan.device)
         with nothing_half_written(Path(config.output_dir)), vigil.standing(store), group, vigil.telling():
             last, interrupted, exports = _train_and_export(plan, material, schedule, say, vigil)
     verdicts = checked(config, exports) if world.rank == 0 and not interrupted else ()
