@@ -271,8 +271,8 @@ class WatchdogConfig(Section):
     """Longest time without a collective in evaluation and export, and of a save."""
     meet: TimeText = "2 hours"
     """How long a rank that has started waits for the others to start; preparing data has no limit."""
-    collective: TimeText = "30 minutes"
-    """How long torch itself lets a rank wait in a collective."""
+    collective: Annotated[str, BeforeValidator(lambda text: text if text == "auto" else _checked_time(text))] = "auto"
+    """How long torch lets a rank wait in a collective; `auto` is five minutes more than the longest limit above."""
     straggler_ratio: float = Field(default=1.5, gt=1)
     """Time of the slowest rank over the median from which the progress line names it."""
 

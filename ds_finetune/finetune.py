@@ -41,12 +41,14 @@ from ds_finetune.observers.utilisation import Utilisation, peak_flops
 from ds_finetune.observers.writers import MetricsFile, Trackers, check_trackers
 from ds_finetune.plan.layout import Plan, make_plan
 from ds_finetune.plan.legal import check_divides
+from ds_finetune.plan.timeouts import collective_seconds
 from ds_finetune.run_exports import checked, export, files_beside
 from ds_finetune.run_folder import check_output, nothing_half_written, write_run_files
 from ds_finetune.run_length import check_run_length
 from ds_finetune.schedule import Duration, LrSchedule, seconds_of, warmup_steps
 from ds_finetune.watch.board import Board, Patience
 from ds_finetune.watch.collectives import seen_collectives
+from ds_finetune.watch.device import device_progress
 from ds_finetune.watch.stragglers import Stragglers
 from ds_finetune.watch.vigil import Vigil, keep_vigil
 from ds_finetune.world import World, accelerate_choices, refuse_missing_hostfile
@@ -79,15 +81,23 @@ def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
     world.export_to(os.environ)
     refuse_missing_hostfile()
     with Interruption(signal.SIGINT) as interruption:
-        with watched(config, world) as (vigil, store):
-            plan, material, schedule = prepared(config, world)
-            if world.rank == 0:
-                announce(plan, material)
-            group = process_group(world, plan.device, store, timeout=_time(config.watchdog.collective))
-            with nothing_half_written(Path(config.output_dir)), vigil.standing(store), group, vigil.telling():
-                last, interrupted, exports = _train_and_export(plan, material, schedule, say, vigil)
+        last, interrupted, exports = _watched_run(config, world, announce, say)
         verdicts = checked(config, exports, interruption) if world.rank == 0 and not interrupted else ()
     return Report(last, Path(config.output_dir), exports, time.monotonic() - began, interrupted, verdicts)
+
+
+def _watched_run(
+    config: RunConfig, world: World, announce: Announce, say: Say
+) -> tuple[StepRecord | None, str, tuple[Path, ...]]:
+    """The last record, which signal ended the run if one did, and the folders exported; the watchdog is at work all the while."""
+    with watched(config, world) as (vigil, store):
+        plan, material, schedule = prepared(config, world)
+        if world.rank == 0:
+            announce(plan, material)
+        group = process_group(world, plan.device, store, timeout=timedelta(seconds=collective_seconds(config.watchdog)))
+        vigil.board.device = device_progress(plan.device)
+        with nothing_half_written(Path(config.output_dir)), vigil.standing(store), group, vigil.telling():
+            return _train_and_export(plan, material, schedule, say, vigil)
 
 
 def prepared(config: RunConfig, world: World) -> tuple[Plan, Material, LrSchedule]:

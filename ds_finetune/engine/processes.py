@@ -69,17 +69,35 @@ def process_group(world: World, device: str, store: dist.Store | None = None, *,
     # Bound to its device, as DeepSpeed 0.19.8 does where it opens the group itself (comm/torch.py:262-276).
     bound = torch.device("cuda", world.local_rank) if device == "cuda" and world.world_size > 1 else None
     place = dist.PrefixStore("default_pg", store or meet(world))
-    dist.init_process_group(backend, store=place, rank=world.rank, world_size=world.world_size, timeout=timeout, device_id=bound)
-    deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=timeout, verbose=False)
-    try:
-        yield
-    except BaseException:
-        # The other ranks may never answer, so nothing here waits for them.
-        dist.destroy_process_group()
-        raise
+    with default_timeout(timeout):
+        dist.init_process_group(
+            backend, store=place, rank=world.rank, world_size=world.world_size, timeout=timeout, device_id=bound
+        )
+        deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=timeout, verbose=False)
+        try:
+            yield
+        except BaseException:
+            # The other ranks may never answer, so nothing here waits for them.
+            dist.destroy_process_group()
+            raise
     dist.destroy_process_group()
     _forget_groups()
     gc.collect()
+
+
+@contextmanager
+def default_timeout(timeout: timedelta) -> Iterator[None]:
+    """While it is open every new process group has `timeout` where its maker passes none.
+
+    DeepSpeed 0.19.8 passes none (comm/torch.py:539), and torch 2.13 then takes its own default and not that of the first group
+    (distributed_c10d.py:836): 10 minutes with NCCL, 30 with gloo. Meshes of devices ask the same function.
+    """
+    before = dist.distributed_c10d._get_default_timeout
+    dist.distributed_c10d._get_default_timeout = lambda backend: timeout
+    try:
+        yield
+    finally:
+        dist.distributed_c10d._get_default_timeout = before
 
 
 def _forget_groups() -> None:

@@ -29,7 +29,7 @@ from ds_finetune.model.stages import install_stage, is_copy_of_tied, only_layers
 from ds_finetune.model.tensor import install_tensor_parallel, local_config
 from ds_finetune.model.weights import clear_weights, initialise_weights, load_weights
 from ds_finetune.plan.layout import Plan
-from ds_finetune.schedule import seconds_of
+from ds_finetune.plan.timeouts import collective_seconds
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -47,7 +47,7 @@ def start_engine(plan: Plan, hf_config: PretrainedConfig, *, has_weights: bool =
     logger.setLevel(logging.WARNING)
     check_nvme(plan)
     check_buffers(plan, local_config(hf_config, plan.mesh.tp))
-    with open_groups(plan.mesh, timeout=timedelta(seconds=seconds_of(plan.config.watchdog.collective))) as groups:
+    with open_groups(plan.mesh, timeout=timedelta(seconds=collective_seconds(plan.config.watchdog))) as groups:
         model = TrainedModel(_built(plan, hf_config, groups, has_weights=has_weights), groups.sequence, groups.stage)
         if groups.experts is not None and plan.zero_stage < 3 and any(is_expert(param) for param in model.parameters()):
             model.has_experts = experts_marker(groups.experts.size)

@@ -13,6 +13,7 @@ from ds_finetune.plan.finish import MOMENTS, finish, read_choices, stage_of
 from ds_finetune.plan.legal import check_layout, check_lora
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.options import Situation, apply_rules, offload_device
+from ds_finetune.plan.timeouts import refuse_late_watchdog
 from ds_finetune.world import AccelerateChoices, World
 
 
@@ -107,6 +108,7 @@ def _refuse_other_wrapper(tree: dict[str, Any], stage: int, precision: str) -> N
 
 def make_plan(config: RunConfig, *, world: World, device: str, accelerate: AccelerateChoices | None = None) -> Plan:
     """Decide the layout of `config` on `world` with accelerator `device` (`cpu` or `cuda`); ConfigError where values contradict."""
+    refuse_late_watchdog(config.watchdog)
     mesh = Mesh.of(config.parallel, world_size=world.world_size, rank=world.rank)
     accumulation = accumulation_steps(global_batch_size=config.train.global_batch_size, micro_batch_size=config.train.micro_batch_size, dp=mesh.dp)
     tree, source = read_choices(chosen(config, accelerate))
