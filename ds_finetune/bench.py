@@ -71,17 +71,27 @@ def step_contest(config: RunConfig, *, steps: int) -> Contest:
         loops = {name: _PlainLoop(engine, material.hf_config, layout) for name, layout in plain.items()}
         contestants: dict[str, Callable[[Batch], float]] = {"ds_finetune": lambda batch: engine.step(batch, lr=_LR).loss}
         contestants |= {name: loop.step for name, loop in loops.items()}
-        return _by_turns(contestants, islice(batches_of(plan, material, schedule), steps + 1))
+        finish = torch.cuda.synchronize if plan.device == "cuda" else _nothing
+        return by_turns(contestants, islice(batches_of(plan, material, schedule), steps + 1), finish=finish)
 
 
-def _by_turns(contestants: dict[str, Callable[[Batch], float]], batches: Iterator[Batch]) -> Contest:
+def _nothing() -> None:
+    """A CPU's work is done when the call returns."""
+
+
+def by_turns(
+    contestants: dict[str, Callable[[Batch], float]], batches: Iterator[Batch], *, finish: Callable[[], None]
+) -> Contest:
+    """Time each contestant on each batch, the first one to warm up; `finish` waits for work that a device still has to do."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     tokens, apart = 0, 0.0
     for number, batch in enumerate(batches):
         losses = []
         for name, step in contestants.items():
+            finish()
             began = time.perf_counter()
             losses.append(step(batch))
+            finish()
             if number:
                 seconds[name].append(time.perf_counter() - began)
         tokens += batch.num_supervised_tokens if number else 0

@@ -98,7 +98,7 @@ def selftest(config: RunConfig | None, extent: Extent, *, say: Say) -> None:
     world = World.from_environment(os.environ)
     world.export_to(os.environ)
     device = choose_device()
-    cases = _standard(world.world_size, extent.families) if config is None else _of_run(config, world)
+    cases = _standard(world.world_size, extent.families, device) if config is None else _of_run(config, world)
     wrong, began = 0, time.monotonic()
     with process_group(world, device), _shared_folder(world) as folder:
         for number, case in enumerate(cases):
@@ -131,8 +131,11 @@ def _run_file(case: Case, model_folder: Path, folder: Path) -> RunConfig:
     return RunConfig.model_validate(case.tree | {"model": model, "output_dir": str(folder)})
 
 
-def _standard(world_size: int, families: Sequence[str]) -> list[Case]:
-    """Plain ZeRO at every stage, and the proven combinations of two that `world_size` ranks can do, in fp32; two stages in bf16."""
+def _standard(world_size: int, families: Sequence[str], device: str) -> list[Case]:
+    """Plain ZeRO at every stage, and the proven combinations of two that `world_size` ranks can do, in fp32.
+
+    Two stages in bf16, on GPUs in fp16 too.
+    """
     unknown = [family for family in families if family not in FAMILIES | OTHERS]
     if unknown:
         raise ConfigError(f"--families {','.join(unknown)} is not known", hint=f"use some of {','.join(FAMILIES | OTHERS)}")
@@ -142,7 +145,8 @@ def _standard(world_size: int, families: Sequence[str]) -> list[Case]:
         cell = Cell(family, 0, _ACCUMULATION, packing=True, max_grad_norm=0.5, checkpointing=True, **sizes)
         if world_size % cell.sharing == 0 and world_size // (cell.tp * cell.pp) % cell.ep == 0 and hf_config(family).model_type in row.families:
             cells += [replace(cell, stage=stage) for stage in (row.stages if family == families[0] else row.stages[-1:])]
-    cells += [Cell(families[0], stage, _ACCUMULATION, packing=True, precision="bf16") for stage in (1, 3)]
+    for precision in ("bf16", "fp16") if device == "cuda" else ("bf16",):
+        cells += [Cell(families[0], stage, _ACCUMULATION, packing=True, precision=precision) for stage in (1, 3)]
     return [_case(cell, world_size) for cell in cells]
 
 
