@@ -5,7 +5,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 
@@ -15,8 +15,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ds_finetune.config import RunConfig
 from ds_finetune.data.batches import Batch, MicroBatch
+from ds_finetune.engine.build_lock import Say
+from ds_finetune.engine.building import build_ops, use_cores
 from ds_finetune.engine.core import Engine
-from ds_finetune.engine.processes import choose_device, process_group
+from ds_finetune.engine.processes import choose_device, everyones, process_group
 from ds_finetune.engine.start import DTYPES, start_engine
 from ds_finetune.errors import ConfigError
 from ds_finetune.finetune import batches_of, lr_schedule
@@ -49,7 +51,7 @@ class Contest:
         return found
 
 
-def step_contest(config: RunConfig, *, steps: int) -> Contest:
+def step_contest(config: RunConfig, *, steps: int, say: Say) -> Contest:
     """Time `steps` optimizer steps of `config` (after one to warm up) by turns with plain loops over the same documents.
 
     The plain loops are transformers' model with all logits and torch's AdamW: over documents padded to the longest of
@@ -66,7 +68,12 @@ def step_contest(config: RunConfig, *, steps: int) -> Contest:
     plan = make_plan(config, world=world, device=choose_device())
     material = gather_material(config)
     schedule = lr_schedule(config, material)
-    with process_group(world, plan.device), start_engine(plan, material.hf_config) as engine:
+    with ExitStack() as stack:
+        stack.enter_context(process_group(world, plan.device))
+        plan = build_ops(use_cores(plan, os.environ), everyones, say)
+        for note in plan.notes:
+            say(note)
+        engine = stack.enter_context(start_engine(plan, material.hf_config))
         plain = {"plain loop, padded": _padded, "plain loop, packed": _same_rows}
         loops = {name: _PlainLoop(engine, material.hf_config, layout) for name, layout in plain.items()}
         contestants: dict[str, Callable[[Batch], float]] = {"ds_finetune": lambda batch: engine.step(batch, lr=_LR).loss}

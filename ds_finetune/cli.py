@@ -132,7 +132,8 @@ def _bench(arguments: argparse.Namespace) -> None:
     config = _config(arguments)
     from ds_finetune.bench import step_contest
 
-    OUT.print(pairs("one optimizer step, supervised tokens a second", step_contest(config, steps=arguments.steps).lines()))
+    contest = step_contest(config, steps=arguments.steps, say=show_line)
+    OUT.print(pairs("one optimizer step, supervised tokens a second", contest.lines()))
 
 
 def _selftest(arguments: argparse.Namespace) -> None:

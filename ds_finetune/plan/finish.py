@@ -91,6 +91,8 @@ def optimizer_section(optim: OptimConfig, *, on_cpu: bool, offloaded: bool, torc
         # On CPUs DeepSpeed 0.19.8's FusedAdam would be compiled for minutes there, and torch's fused kernel takes a
         # fifteenth of its plain loop's time.
         params |= TORCH_ADAM
+    elif torch_adam is False:
+        params |= {"torch_adam": False}
     return {"type": optim.name, "params": params}
 
 

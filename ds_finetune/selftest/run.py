@@ -22,12 +22,13 @@ from transformers import PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from ds_finetune.config import ParallelConfig, RunConfig
+from ds_finetune.engine.building import build_ops
 from ds_finetune.engine.processes import choose_device, everyones, process_group
 from ds_finetune.errors import ConfigError, LaunchError, RunError
 from ds_finetune.model.build import read_hf_config
 from ds_finetune.plan.chosen import chosen
 from ds_finetune.plan.finish import read_choices
-from ds_finetune.plan.layout import make_plan
+from ds_finetune.plan.layout import Plan, make_plan
 from ds_finetune.plan.legal import PROVEN
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.selftest.cells import FAMILIES, OTHERS, Cell, grown, hf_config, run_tree
@@ -101,6 +102,7 @@ def selftest(config: RunConfig | None, extent: Extent, *, say: Say) -> None:
     cases = _standard(world.world_size, extent.families, device) if config is None else _of_run(config, world)
     wrong, began = 0, time.monotonic()
     with process_group(world, device), _shared_folder(world) as folder:
+        _build_first(make_plan(_run_file(cases[0], folder, folder), world=world, device=device), say)
         for number, case in enumerate(cases):
             wrong += not _is_right(case, world, device, folder / str(number), extent.steps, say)
             if number == 0:
@@ -111,6 +113,13 @@ def selftest(config: RunConfig | None, extent: Extent, *, say: Say) -> None:
         say(f"{right} of {len(cases)} layouts equal a plain loop on {world.world_size} ranks ({device}), {seconds:.0f} s")
     if wrong:
         raise RunError(f"{wrong} of {len(cases)} layouts are off", hint="do not train with them here; compare versions with constraints.txt")
+
+
+def _build_first(plan: Plan, say: Say) -> None:
+    """Compile what the first layout needs, as all of them do, and say what takes its place where that is not possible."""
+    built = build_ops(plan, everyones, say)
+    for note in built.notes[len(plan.notes) :] if plan.world.rank == 0 else ():
+        say(note)
 
 
 def _is_right(case: Case, world: World, device: str, folder: Path, steps: int, say: Say) -> bool:  # noqa: PLR0913
