@@ -20,7 +20,9 @@ from ds_finetune.config import RunConfig
 from ds_finetune.continuation import Origin, Say, cut_evaluation, ended_early, find_origin, go_on, remember, run_text, saved_record, saver_of
 from ds_finetune.data.batches import Batch, BatchPlan, Position, eval_batches, training_batches
 from ds_finetune.data.stream import START, StreamedRows, streaming_batches
+from ds_finetune.engine.building import build_ops, use_cores
 from ds_finetune.engine.core import Engine, EvalResult, Limits
+from ds_finetune.engine.devices import exchange
 from ds_finetune.engine.processes import choose_device, meet, process_group
 from ds_finetune.engine.start import start_engine
 from ds_finetune.errors import RunError
@@ -92,9 +94,12 @@ def _watched_run(
     """The last record, which signal ended the run if one did, and the folders exported; the watchdog is at work all the while."""
     with watched(config, world) as (vigil, store):
         plan, material, schedule = prepared(config, world)
+        patience = timedelta(seconds=collective_seconds(config.watchdog))
+        agree = partial(exchange, store, world, "operators", timeout=patience)
+        plan = build_ops(use_cores(plan, os.environ), agree, say)
         if world.rank == 0:
             announce(plan, material)
-        group = process_group(world, plan.device, store, timeout=timedelta(seconds=collective_seconds(config.watchdog)))
+        group = process_group(world, plan.device, store, timeout=patience)
         vigil.board.device = device_progress(plan.device)
         with nothing_half_written(Path(config.output_dir)), vigil.standing(store), group, vigil.telling():
             return _train_and_export(plan, material, schedule, say, vigil)

@@ -131,7 +131,40 @@ def test_progress_stays_in_place_on_a_terminal() -> None:
 def test_utilisation_is_model_flops_over_the_peak_of_all_ranks() -> None:
     found = Utilisation(flops_per_token=6e9, peak_flops=1e12, world_size=2).after_step(record(1))
     assert found.values["perf/mfu"] == pytest.approx(500 * 6e9 / 2e12)
-    assert (peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("Unknown")) == (989e12, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H800", 989),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA H20", 148),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA B300 SXM6 AC", 2250),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100-PCIE-40GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA A800-SXM4-80GB", 312),
+        ("NVIDIA A10", 125),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA A10G", None),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("Unknown", None),
+    ],
+)
+def test_the_peak_is_that_of_the_whole_name(name: str, tflops: float | None) -> None:
+    assert peak_flops(name) == (None if tflops is None else pytest.approx(tflops * 1e12))
 
 
 def test_exact_match_ignores_outer_white_space_alone() -> None:

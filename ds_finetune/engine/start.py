@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ds_finetune.engine.core import Engine
+from ds_finetune.engine.devices import visible_device
 from ds_finetune.engine.experts import experts_marker, is_expert, local_shape, parameter_groups, tag_expert
 from ds_finetune.engine.fragments import partition
 from ds_finetune.engine.groups import Groups, open_groups
@@ -65,7 +66,7 @@ def start_engine(plan: Plan, hf_config: PretrainedConfig, *, has_weights: bool =
 def _built(plan: Plan, hf_config: PretrainedConfig, groups: Groups, *, has_weights: bool) -> PreTrainedModel:
     model, stage3, kind = plan.config.model, plan.zero_stage == 3, model_class(hf_config)
     few = fewer_experts(kind, family_of(hf_config.model_type), parts=plan.mesh.ep, tag=partial(tag_expert, groups=groups))
-    device = "cpu" if plan.device == "cpu" else f"cuda:{plan.world.local_rank}"
+    device = "cpu" if plan.device == "cpu" else f"cuda:{visible_device(plan.world.local_rank)}"
     quantised = [target.name for target in quantised_targets(hf_config, plan.config.lora)]
     with few, only_layers(kind, stages_of(hf_config, plan.config.parallel)[plan.mesh.place("pp")]):
         lm = build_skeleton(
