@@ -168,6 +168,8 @@ class EvalConfig(Section):
 
     every: DurationText | None = None
     """`N steps` between evaluations; left out, only at the end."""
+    limit: int = Field(default=0, ge=0)
+    """Held-out rows evaluated at most, the first ones (packed rows when packing); 0 evaluates all."""
     generate: GenerateConfig = GenerateConfig()
     """Optional generation with exact match."""
     keep_best: bool = True

@@ -1,6 +1,7 @@
 """What a person sees: the plan before a run, the summary after it, tables. The only place that prints."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -38,6 +39,9 @@ def show_plan(plan: "Plan", material: "Material") -> None:
     rows.append(("data", material.train.summary()))
     if material.held_out is not None:
         rows.append(("held-out data", material.held_out.summary()))
+    limit = plan.config.eval.limit
+    if limit and material.held_out is not None and limit < len(material.held_out):
+        rows.append(("evaluation", f"the first {limit:,} of {len(material.held_out):,} rows (eval.limit)"))
     OUT.print(pairs("plan", rows))
     if plan.config.model.weights == "random":
         OUT.print(f"[bold]RANDOM WEIGHTS[/bold]: {plan.config.model.path} is built from its config.json; nothing pre-trained is loaded")
@@ -46,8 +50,9 @@ def show_plan(plan: "Plan", material: "Material") -> None:
 
 
 def show_line(text: str) -> None:
-    """Print a line at once, whatever it holds."""
-    OUT.print(text, markup=False)
+    """Print a line at once, whatever it holds; a full disk behind standard output does not end the run."""
+    with suppress(OSError):
+        OUT.print(text, markup=False)
 
 
 def show_piece(text: str) -> None:
