@@ -63,6 +63,8 @@ class ModelConfig(Section):
     """Folder or hub id holding `config.json` and safetensors weights."""
     tokenizer: str | None = None
     """Folder or hub id of the tokenizer; the model's own when left out."""
+    resize_vocabulary: bool = False
+    """Add rows to embedding and head for a tokenizer with more ids than the model; false refuses such a tokenizer."""
     weights: Literal["load", "random"] = "load"
     """`random` builds the model from `config.json` alone, with fresh weights, and says so loudly."""
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"

@@ -27,6 +27,7 @@ def pairs(title: str, rows: Iterable[tuple[str, str]]) -> Table:
 
 def show_plan(plan: "Plan", material: "Material") -> None:
     """Print what was decided and what will be trained on; rank zero calls this before anything is loaded."""
+    from ds_finetune.material import vocabulary_lines
     from ds_finetune.model.lora import lora_lines
     from ds_finetune.model.stages import stages_of
 
@@ -34,6 +35,7 @@ def show_plan(plan: "Plan", material: "Material") -> None:
     shape = material.shape
     if shape is not None:
         rows.append(("parameters", f"{shape.total_params / 1e6:,.3f} M, {shape.active_params / 1e6:,.3f} M active per token"))
+    rows += vocabulary_lines(plan.config, material.hf_config)
     rows += plan.stage_lines(stages_of(material.hf_config, plan.config.parallel))
     rows += lora_lines(material.hf_config, plan.config.lora)
     rows.append(("data", material.train.summary()))

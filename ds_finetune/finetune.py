@@ -30,8 +30,7 @@ from ds_finetune.errors import RunError
 from ds_finetune.export.interruption import Interruption
 from ds_finetune.export.verify import Verdict
 from ds_finetune.loop import BEGINNING, Progress, run, training_steps
-from ds_finetune.material import Material, gather_material
-from ds_finetune.model.build import read_hf_config
+from ds_finetune.material import Material, gather_material, model_config
 from ds_finetune.model.lora import chosen_targets, lora_lines
 from ds_finetune.model.stages import stages_of
 from ds_finetune.observers.checkpointing import Checkpointing, Kept
@@ -111,7 +110,7 @@ def prepared(config: RunConfig, world: World) -> tuple[Plan, Material, LrSchedul
     """What a run is made of, before there is a process group: it may take as long as the data is large."""
     plan = make_plan(config, world=world, device=choose_device(), accelerate=accelerate_choices(os.environ))
     check_trackers(config.log.trackers)
-    hf_config = read_hf_config(config.model.path)
+    hf_config = model_config(config)
     check_divides(plan.mesh, hf_config.to_dict(), pp_layers=config.parallel.pp_layers)
     stages_of(hf_config, config.parallel)
     lora_lines(hf_config, config.lora)
@@ -287,7 +286,7 @@ def time_left(plan: Plan, material: Material, schedule: LrSchedule) -> TimeLeft:
 
 def kept(engine: Engine, origin: Origin, material: Material) -> AbstractContextManager[Saver | None]:
     """The saver of a run, or None where nothing is saved."""
-    return saver_of(engine, origin, {"config.json": material.folder / "config.json", **files_beside(engine.plan.config, material)})
+    return saver_of(engine, origin, files_beside(engine.plan.config, material), config=material.config_text)
 
 
 def check_space(plan: Plan, material: Material) -> None:

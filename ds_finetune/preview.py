@@ -9,8 +9,8 @@ from ds_finetune.config import RunConfig
 from ds_finetune.data.packed import PreparedRows
 from ds_finetune.data.prepare import prepare
 from ds_finetune.data.tokenizer_files import load_tokenizer
-from ds_finetune.material import token_spec
-from ds_finetune.model.build import read_hf_config, resolve_folder
+from ds_finetune.material import model_config, token_spec
+from ds_finetune.model.build import resolve_folder
 
 OPEN, CLOSE = "⟦", "⟧"
 """Stand around a learnt stretch, also where there are no colours."""
@@ -19,7 +19,7 @@ OPEN, CLOSE = "⟦", "⟧"
 def preview_of(config: RunConfig, *, samples: int) -> RenderableType:
     """The first `samples` documents of the training data and what became of its rows."""
     tokenizer = load_tokenizer(str(resolve_folder(config.model.tokenizer or config.model.path)))
-    rows = prepare(config.data, "train", tokenizer=tokenizer, spec=token_spec(config, read_hf_config(config.model.path)))
+    rows = prepare(config.data, "train", tokenizer=tokenizer, spec=token_spec(config, model_config(config)))
     shown = [marked(*rows.document(number), tokenizer) for number in range(min(samples, rows.counts.documents))]
     return Group(*shown, *(Text(note) for note in rows.notes), counts_table(rows, config))
 

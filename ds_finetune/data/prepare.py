@@ -114,7 +114,7 @@ def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, spec: TokenSpec) -> No
     if largest >= spec.vocab_size:
         raise DataError(
             f"the tokenizer has ids up to {largest} and the model a vocabulary of {spec.vocab_size}",
-            hint="use the model's own tokenizer (model.tokenizer)",
+            hint="use the model's own tokenizer (model.tokenizer), or set model.resize_vocabulary: true to add rows",
         )
 
 

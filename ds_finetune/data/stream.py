@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import count, islice
 
 import numpy as np
+import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.config import DataConfig
@@ -31,6 +32,14 @@ class StreamedRows:
     sources: list[Source]
     work: Work
     config: DataConfig
+
+    def fingerprint(self) -> str:
+        """Names of the sources, and a hash of all that makes rows of their records; the same on any machine."""
+        work, tokenizer = self.work, self.work.tokenizer
+        parts = [tokenizer.backend_tokenizer.to_str(), tokenizer.bos_token, tokenizer.eos_token]
+        parts += [bool(getattr(tokenizer, "add_bos_token", False)), asdict(work.settings), work.layout, work.columns]
+        text = json.dumps([*parts, asdict(work.limits), self.config.packing], sort_keys=True)
+        return f"{json.dumps([source.path for source in self.sources])}, {xxhash.xxh3_64_hexdigest(text.encode())}"
 
     def summary(self) -> str:
         """What is streamed, in a line."""

@@ -18,7 +18,7 @@ from ds_finetune.engine.fragments import partition
 from ds_finetune.engine.groups import Groups, open_groups
 from ds_finetune.engine.nvme import check_buffers, check_nvme
 from ds_finetune.engine.pipeline import mark_copy
-from ds_finetune.model.build import Where, build_skeleton, model_class, resolve_folder
+from ds_finetune.model.build import Where, build_skeleton, model_class, read_hf_config, resolve_folder
 from ds_finetune.model.cross_entropy import KERNELS, chunked_cross_entropy
 from ds_finetune.model.cuts import Cut
 from ds_finetune.model.experts import fewer_experts, install_expert_parallel
@@ -28,7 +28,8 @@ from ds_finetune.model.lora import chosen_targets, install_lora, quantised_targe
 from ds_finetune.model.loss import TrainedModel, install_loss_head
 from ds_finetune.model.stages import install_stage, is_copy_of_tied, only_layers, stages_of, without_memory
 from ds_finetune.model.tensor import install_tensor_parallel, local_config
-from ds_finetune.model.weights import clear_weights, initialise_weights, load_weights
+from ds_finetune.model.vocabulary import Growth
+from ds_finetune.model.weights import clear_weights, initialise_weights, load_weights, seed_of
 from ds_finetune.plan.layout import Plan
 from ds_finetune.plan.timeouts import collective_seconds
 
@@ -114,7 +115,18 @@ def _fill(lm: PreTrainedModel, plan: Plan, hf_config: PretrainedConfig, *, where
         initialise_weights(lm, seed=plan.config.train.seed, where=where, cut=cut)
     else:
         skeleton = without_memory(hf_config) if plan.mesh.pp > 1 else None
-        load_weights(lm, resolve_folder(model.path), family=family_of(lm.config.model_type), where=where, cut=cut, skeleton=skeleton)
+        folder, family = resolve_folder(model.path), family_of(lm.config.model_type)
+        growth = _growth(plan, hf_config)
+        load_weights(lm, folder, family=family, where=where, cut=cut, skeleton=skeleton, growth=growth)
+
+
+def _growth(plan: Plan, hf_config: PretrainedConfig) -> Growth | None:
+    """How the vocabulary of `hf_config` is larger than the published one; None where it is not."""
+    config = plan.config
+    if not config.model.resize_vocabulary:
+        return None
+    before, after = read_hf_config(config.model.path).vocab_size, hf_config.vocab_size
+    return Growth(before, after, partial(seed_of, config.train.seed)) if before < after else None
 
 
 def _share(lm: PreTrainedModel, params: list[nn.Parameter]) -> None:
