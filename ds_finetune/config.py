@@ -87,12 +87,16 @@ class DataConfig(Section):
     """Tokens that carry loss: every assistant turn, the last one alone, or every token."""
     reasoning: Literal["keep", "strip"] = "keep"
     """Whether `<think>...</think>` of an assistant turn stays in the text."""
+    control_tokens: Literal["text", "keep", "refuse"] = "text"
+    """Control tokens inside the texts of a conversation: tokenised as `text`, kept as what they are, or refused."""
+    separator: str = "\n"
+    """Stands between prompt and completion where no chat template does, unless there is white space already."""
     packing: bool = True
     """Fill rows of `max_seq_len` with several documents that cannot see each other; false pads each row instead."""
     long_rows: Literal["truncate", "drop", "split"] = "truncate"
     """Rows longer than `max_seq_len`: cut at the end, leave out, or (plain text) go on in the next row."""
     max_dropped_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Share of rows without a supervised token, or dropped for length, above which the run refuses to start."""
+    """Share of rows without a supervised token, too long, or lost in the chat template, above which no run starts."""
     streaming: bool = False
     """Read and tokenise while training, for data larger than disk or patience; `train.for` is then in steps."""
     shuffle: bool = True

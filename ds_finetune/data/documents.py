@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ds_finetune.data.tally import Tally
 from ds_finetune.data.template import Tokens
 
 
@@ -25,6 +26,12 @@ class Counts:
     documents: int = 0
     tokens: int = 0
     supervised: int = 0
+    dropped: Tally = field(default_factory=Tally)
+    """Rows left out for a reason of `reasons.DROPPED`."""
+    noted: Tally = field(default_factory=Tally)
+    """Rows of which something is to be reported (`reasons.NOTED`)."""
+    unread: Tally = field(default_factory=Tally)
+    """Columns and fields that nothing reads."""
 
     def __add__(self, other: Self) -> Self:
         """Counts of both."""
@@ -74,7 +81,8 @@ class Documents:
 
 def read_counts(folder: Path) -> Counts:
     """Counts written with a folder of documents."""
-    return Counts(**json.loads((folder / "counts.json").read_text(encoding="utf-8")))
+    written = json.loads((folder / "counts.json").read_text(encoding="utf-8"))
+    return Counts(**{**written, **{name: Tally.read(written[name]) for name in ("dropped", "noted", "unread")}})
 
 
 def gather(tokens: Sequence[Tokens], limits: Limits) -> tuple[Documents, Counts]:
@@ -82,6 +90,8 @@ def gather(tokens: Sequence[Tokens], limits: Limits) -> tuple[Documents, Counts]
     kept: list[tuple[list[int], list[bool]]] = []
     counts = Counts(read=len(tokens), lead_differs=sum(t.lead_differs for t in tokens))
     for document in tokens:
+        if document.dropped:
+            continue
         pieces, change = _fitted(document, limits)
         learnt = [(ids, mask) for ids, mask in pieces if any(mask[1:])]
         change += Counts(nothing_supervised=len(pieces) - len(learnt))

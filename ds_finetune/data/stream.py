@@ -21,15 +21,19 @@ START = Position(0, 0)
 """Before the first row."""
 RECORDS_AT_A_TIME = 1000
 """Records that are tokenised, packed and shuffled together; what one rank holds in memory."""
+SAMPLED_RECORDS = 16
+"""Records that are looked at before the run."""
 
 
 @dataclass(frozen=True)
 class StreamedRows:
-    """Sources and what is to be done with their records; nothing has been read."""
+    """Sources and what is to be done with their records."""
 
     sources: list[Source]
     work: Work
     config: DataConfig
+    counts: Counts
+    """What became of the first `SAMPLED_RECORDS` records, tokenised before the run for the lines of `reasons`."""
 
     def summary(self) -> str:
         """What is streamed, in a line."""
@@ -39,7 +43,8 @@ class StreamedRows:
 def stream(config: DataConfig, which: str, *, tokenizer: PreTrainedTokenizerBase, spec: TokenSpec) -> StreamedRows:
     """The training data of `config` as a stream; sources, template and vocabulary are checked."""
     sources, work = plan_work(config, which, tokenizer=tokenizer, spec=spec)
-    return StreamedRows(sources, work, config)
+    _, counts = documents_of(list(islice(_all_records(sources), SAMPLED_RECORDS)), work)
+    return StreamedRows(sources, work, config, counts)
 
 
 def streaming_batches(rows: StreamedRows, plan: BatchPlan, *, steps: int, start_step: int = 0, start: Position = START) -> Iterator[Batch]:
