@@ -91,13 +91,17 @@ class DataConfig(Section):
     """Tokens that carry loss: every assistant turn, the last one alone, or every token."""
     reasoning: Literal["keep", "strip"] = "keep"
     """Whether `<think>...</think>` of an assistant turn stays in the text."""
+    control_tokens: Literal["text", "keep", "refuse"] = "text"
+    """Control tokens inside the texts of a conversation: tokenised as `text`, kept as what they are, or refused."""
+    separator: str = "\n"
+    """Stands between prompt and completion where no chat template does, unless there is white space already."""
     packing: bool = True
     """Fill rows of `max_seq_len` with several documents that cannot see each other; false pads each row instead."""
     long_rows: Literal["auto", "truncate", "drop", "split"] = "auto"
     """Rows longer than `max_seq_len`: cut at the end, leave out, or (plain text alone) continue in the next row; `auto` splits
     plain text and truncates dialogue."""
     max_dropped_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Share of rows without a supervised token, or dropped for length, above which the run refuses to start."""
+    """Share of rows without a supervised token, too long, or lost in the chat template, above which no run starts."""
     max_truncated_ratio: float = Field(default=0.1, ge=0, le=1)
     """Share of all tokens lost to truncation above which the run refuses to start."""
     streaming: bool = False

@@ -27,6 +27,7 @@ def pairs(title: str, rows: Iterable[tuple[str, str]]) -> Table:
 
 def show_plan(plan: "Plan", material: "Material") -> None:
     """Print what was decided and what will be trained on; rank zero calls this before anything is loaded."""
+    from ds_finetune.data.reasons import server_share
     from ds_finetune.material import vocabulary_lines
     from ds_finetune.model.lora import lora_lines
     from ds_finetune.model.stages import stages_of
@@ -44,10 +45,11 @@ def show_plan(plan: "Plan", material: "Material") -> None:
     limit = plan.config.eval.limit
     if limit and material.held_out is not None and limit < len(material.held_out):
         rows.append(("evaluation", f"the first {limit:,} of {len(material.held_out):,} rows (eval.limit)"))
+    rows.append(("prompt differs from the server's", server_share(material.train.counts)))
     OUT.print(pairs("plan", rows))
     if plan.config.model.weights == "random":
         OUT.print(f"[bold]RANDOM WEIGHTS[/bold]: {plan.config.model.path} is built from its config.json; nothing pre-trained is loaded")
-    for note in (*plan.notes, *material.notes):
+    for note in (*plan.notes, *material.notes, *material.data_notes()):
         OUT.print(note, markup=False)
 
 

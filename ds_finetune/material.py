@@ -1,7 +1,7 @@
 """What a run is made of, gathered on every process before any process group exists: model config, tokenizer, tokenised rows."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +13,7 @@ from ds_finetune.arch import Shape
 from ds_finetune.config import RunConfig
 from ds_finetune.data.overlap import overlap_notes
 from ds_finetune.data.prepare import PreparedRows, TokenSpec, prepare
+from ds_finetune.data.reasons import notes
 from ds_finetune.data.stream import StreamedRows, stream
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.errors import ConfigError
@@ -61,6 +62,11 @@ class Material:
         given = self.hf_config.eos_token_id
         ids = list(given) if isinstance(given, list) else [given]
         return sorted({int(i) for i in (*ids, self.tokenizer.eos_token_id) if i is not None})
+
+    def data_notes(self) -> Iterator[str]:
+        """What a person should know of the rows before they are trained, a line each."""
+        for name, rows in (("train", self.train), ("eval", self.held_out)):
+            yield from (f"data.{name}: {note}" for note in (notes(rows.counts) if rows is not None else ()))
 
 
 def gather_material(config: RunConfig) -> Material:
