@@ -96,6 +96,8 @@ class Forkserver:
         self._asked += 1
         folder = Path(self._folder.name) / str(self._asked)
         folder.mkdir()
+        for file in (out, err):
+            file.touch()
         request = {"program": list(program), "environ": dict(environ), "ranks": ranks, "folder": str(folder), "out": str(out), "err": str(err)}
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from ds_finetune.checkpoint.run_state import RunState, changes
+from ds_finetune.checkpoint.run_state import RunState
+from ds_finetune.checkpoint.same_run import Inputs, changes
 from ds_finetune.config import RunConfig
 from ds_finetune.data import prepare as preparing
 from ds_finetune.data.cache import ArrayParts, damage_of, remove_damaged, write_folder
@@ -55,13 +56,14 @@ def test_one_other_token_anywhere_is_another_fingerprint_and_no_resume(tokenizer
     first, same, other = (prepared(tokenizer, data, tmp_path, packing=False).fingerprint() for data in files)
     assert first == same != other
     config = config_of(tmp_path / "0.jsonl", tmp_path)
+    tree = config.model_dump(mode="json", by_alias=True)
     state = RunState(
         step=1, skipped_steps=0, tokens_seen=0, position=(0, 1), engine={}, observers={}, values={}, data=first,
-        config=config.model_dump(mode="json", by_alias=True), layout={}, versions={},
+        config=tree, layout={}, versions={},
     )  # fmt: skip
-    assert changes(state, config, data=same, base="") == []
+    assert not [line for line in changes(state, Inputs(tree, same)) if "rows" in line]
     with pytest.raises(CheckpointError, match=r"training rows .* -> ") as caught:
-        changes(state, config, data=other, base="")
+        changes(state, Inputs(tree, other))
     assert first in caught.value.message
     assert other in caught.value.message
 
