@@ -132,7 +132,8 @@ def _bench(arguments: argparse.Namespace) -> None:
     config = _config(arguments)
     from ds_finetune.bench import step_contest
 
-    OUT.print(pairs("one optimizer step, supervised tokens a second", step_contest(config, steps=arguments.steps).lines()))
+    contest = step_contest(config, steps=arguments.steps, say=show_line)
+    OUT.print(pairs("one optimizer step, supervised tokens a second", contest.lines()))
 
 
 def _selftest(arguments: argparse.Namespace) -> None:
@@ -257,8 +258,14 @@ def _checkpoint_gather(arguments: argparse.Namespace) -> None:
 def _demo(arguments: argparse.Namespace) -> None:
     from ds_finetune.demo import write_demo
 
-    run_file = write_demo(Path(arguments.folder))
+    run_file = write_demo(Path(arguments.folder), ranks=arguments.ranks or _visible_gpus() or 2)
     OUT.print(f"wrote {run_file}", markup=False)
+
+
+def _visible_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def _config(arguments: argparse.Namespace) -> RunConfig:
@@ -292,6 +299,7 @@ def _parser() -> argparse.ArgumentParser:
         module.add_commands(commands)
     demo = commands.add_parser("demo", help="write the embedded example (model config, tokenizer, data, run file) to a folder")
     demo.add_argument("folder")
+    demo.add_argument("--ranks", type=int, help="ranks that will train it (default: every GPU here, or two CPU ranks)")
     demo.set_defaults(command=_demo)
     return parser
 

@@ -63,6 +63,8 @@ class ModelConfig(Section):
     """Folder or hub id holding `config.json` and safetensors weights."""
     tokenizer: str | None = None
     """Folder or hub id of the tokenizer; the model's own when left out."""
+    resize_vocabulary: bool = False
+    """Add rows to embedding and head for a tokenizer with more ids than the model; false refuses such a tokenizer."""
     weights: Literal["load", "random"] = "load"
     """`random` builds the model from `config.json` alone, with fresh weights, and says so loudly."""
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
@@ -89,13 +91,17 @@ class DataConfig(Section):
     """Tokens that carry loss: every assistant turn, the last one alone, or every token."""
     reasoning: Literal["keep", "strip"] = "keep"
     """Whether `<think>...</think>` of an assistant turn stays in the text."""
+    control_tokens: Literal["text", "keep", "refuse"] = "text"
+    """Control tokens inside the texts of a conversation: tokenised as `text`, kept as what they are, or refused."""
+    separator: str = "\n"
+    """Stands between prompt and completion where no chat template does, unless there is white space already."""
     packing: bool = True
     """Fill rows of `max_seq_len` with several documents that cannot see each other; false pads each row instead."""
     long_rows: Literal["auto", "truncate", "drop", "split"] = "auto"
     """Rows longer than `max_seq_len`: cut at the end, leave out, or (plain text alone) continue in the next row; `auto` splits
     plain text and truncates dialogue."""
     max_dropped_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Share of rows without a supervised token, or dropped for length, above which the run refuses to start."""
+    """Share of rows without a supervised token, too long, or lost in the chat template, above which no run starts."""
     max_truncated_ratio: float = Field(default=0.1, ge=0, le=1)
     """Share of all tokens lost to truncation above which the run refuses to start."""
     streaming: bool = False
@@ -168,6 +174,8 @@ class EvalConfig(Section):
 
     every: DurationText | None = None
     """`N steps` between evaluations; left out, only at the end."""
+    limit: int = Field(default=0, ge=0)
+    """Held-out rows evaluated at most, the first ones (packed rows when packing); 0 evaluates all."""
     generate: GenerateConfig = GenerateConfig()
     """Optional generation with exact match."""
     keep_best: bool = True
@@ -271,8 +279,8 @@ class WatchdogConfig(Section):
     """Longest time without a collective in evaluation and export, and of a save."""
     meet: TimeText = "2 hours"
     """How long a rank that has started waits for the others to start; preparing data has no limit."""
-    collective: TimeText = "30 minutes"
-    """How long torch itself lets a rank wait in a collective."""
+    collective: Annotated[str, BeforeValidator(lambda text: text if text == "auto" else _checked_time(text))] = "auto"
+    """How long torch lets a rank wait in a collective; `auto` is five minutes more than the longest limit above."""
     straggler_ratio: float = Field(default=1.5, gt=1)
     """Time of the slowest rank over the median from which the progress line names it."""
 

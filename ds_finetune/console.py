@@ -1,6 +1,7 @@
 """What a person sees: the plan before a run, the summary after it, tables. The only place that prints."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -26,6 +27,8 @@ def pairs(title: str, rows: Iterable[tuple[str, str]]) -> Table:
 
 def show_plan(plan: "Plan", material: "Material") -> None:
     """Print what was decided and what will be trained on; rank zero calls this before anything is loaded."""
+    from ds_finetune.data.reasons import server_share
+    from ds_finetune.material import vocabulary_lines
     from ds_finetune.model.lora import lora_lines
     from ds_finetune.model.stages import stages_of
 
@@ -33,21 +36,27 @@ def show_plan(plan: "Plan", material: "Material") -> None:
     shape = material.shape
     if shape is not None:
         rows.append(("parameters", f"{shape.total_params / 1e6:,.3f} M, {shape.active_params / 1e6:,.3f} M active per token"))
+    rows += vocabulary_lines(plan.config, material.hf_config)
     rows += plan.stage_lines(stages_of(material.hf_config, plan.config.parallel))
     rows += lora_lines(material.hf_config, plan.config.lora)
     rows.append(("data", material.train.summary()))
     if material.held_out is not None:
         rows.append(("held-out data", material.held_out.summary()))
+    limit = plan.config.eval.limit
+    if limit and material.held_out is not None and limit < len(material.held_out):
+        rows.append(("evaluation", f"the first {limit:,} of {len(material.held_out):,} rows (eval.limit)"))
+    rows.append(("prompt differs from the server's", server_share(material.train.counts)))
     OUT.print(pairs("plan", rows))
     if plan.config.model.weights == "random":
         OUT.print(f"[bold]RANDOM WEIGHTS[/bold]: {plan.config.model.path} is built from its config.json; nothing pre-trained is loaded")
-    for note in (*plan.notes, *material.notes):
+    for note in (*plan.notes, *material.notes, *material.data_notes()):
         OUT.print(note, markup=False)
 
 
 def show_line(text: str) -> None:
-    """Print a line at once, whatever it holds."""
-    OUT.print(text, markup=False)
+    """Print a line at once, whatever it holds; a full disk behind standard output does not end the run."""
+    with suppress(OSError):
+        OUT.print(text, markup=False)
 
 
 def show_piece(text: str) -> None:

@@ -13,13 +13,14 @@ from ds_finetune.export.adapter import write_adapter
 from ds_finetune.export.base import Base, counted, read_again
 from ds_finetune.export.convert import read_model_spec
 from ds_finetune.export.folder import TOKENIZER_FILES, FolderParts, parse_bytes, write_folder
+from ds_finetune.export.interruption import Interruption
 from ds_finetune.export.record import RECORD, UNVERIFIED, Record, kept_logits, prompts_of
 from ds_finetune.export.verify import Verdict, verify
 from ds_finetune.material import Material
 from ds_finetune.model.families import family_of
 from ds_finetune.model.hub_folder import has_weights
 from ds_finetune.model.lora import Factors, factors_of, merged, quantised_targets
-from ds_finetune.run_folder import available_bytes, read_json
+from ds_finetune.run_folder import available_bytes
 
 GENERATION = "generation_config.json"
 
@@ -32,12 +33,16 @@ def files_beside(config: RunConfig, material: Material) -> dict[str, Path]:
     return {name: path for name, path in found.items() if path.is_file()}
 
 
-def checked(config: RunConfig, exports: tuple[Path, ...]) -> tuple[Verdict, ...]:
-    """The folders exported, and the best weights', held against what the run recorded with them, in one fresh process."""
+def checked(config: RunConfig, exports: tuple[Path, ...], interruption: Interruption) -> tuple[Verdict, ...]:
+    """The folders exported, and the best weights', held against what the run recorded with them, in one fresh process.
+
+    VerificationError names them where a signal has come.
+    """
     best = Path(config.output_dir) / "export-best"
     folders = [*exports, *([best] if (best / RECORD).is_file() and (best / UNVERIFIED).is_file() else [])]
     if not config.export.verify or not folders:
         return ()
+    interruption.check(folders)
     torch.cuda.empty_cache()
     return tuple(verify(folders, available_bytes=available_bytes()))
 
@@ -71,7 +76,7 @@ def export(engine: Engine, material: Material, out: Path, say: Say, *, step: int
     beside = files_beside(config, material)
     parts = FolderParts(
         family=family_of(material.hf_config.model_type),
-        config=read_json(material.folder / "config.json"),
+        config=material.config_tree,
         architecture=type(engine.lm).__name__,
         dtype=DTYPES[config.train.precision],
         record=recorded(engine, material, step=step) if config.export.verify else None,
@@ -79,7 +84,9 @@ def export(engine: Engine, material: Material, out: Path, say: Say, *, step: int
         texts={name: path.read_text(encoding="utf-8") for name, path in beside.items() if path.name != name},
     )
     if config.model.weights == "load" and has_weights(material.folder):
-        parts, notes = Base.read(material.folder, read_model_spec(material.folder)).carried(parts)
+        base = Base.read(material.folder, read_model_spec(material.folder))
+        # Rank zero writes: it alone compares embeddings and heads, which may take seconds.
+        parts, notes = base.carried(parts) if engine.is_rank_zero else (parts, [])
         for note in notes:
             say(note)
     for note in counted(parts, (tensor.key for copied in parts.carried for tensor in copied.tensors)):

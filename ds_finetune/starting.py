@@ -87,6 +87,7 @@ def _launch(arguments: argparse.Namespace) -> None:
 
 def _job(arguments: argparse.Namespace, hosts: tuple[Host, ...], environment: "Carried") -> "Job":
     from ds_finetune.launch.schedulers import Job
+    from ds_finetune.watch.run_secret import new_secret
 
     return Job(
         arguments.run,
@@ -98,6 +99,8 @@ def _job(arguments: argparse.Namespace, hosts: tuple[Host, ...], environment: "C
         variables=environment.values,
         interface=arguments.interface,
         directory=str(Path.cwd()),
+        # A file for a service is no place for a secret: what starts the ranks makes one.
+        secret="" if arguments.emit else new_secret(),
     )
 
 
@@ -139,12 +142,13 @@ def _with_agents(config: RunConfig, job: "Job", arguments: argparse.Namespace, s
     from ds_finetune.launch.environment import interface_variables
     from ds_finetune.launch.remote import Remote
     from ds_finetune.launch.run import Launch, launch
+    from ds_finetune.watch.run_secret import VARIABLE
 
     wanted = Launch(
         job.hosts,
         AGENTS[arguments.launcher],
         (job.run, *job.overrides),
-        {**job.variables, **interface_variables(job.interface)},
+        {**job.variables, **interface_variables(job.interface), VARIABLE: job.secret},
         Remote.from_environment(arguments.ssh_args),
         job.run_id,
         arguments.port,

@@ -53,15 +53,18 @@ def _serve_command(serving: argparse.ArgumentParser) -> None:
     serving.add_argument("--engine", choices=("auto", "vllm", "transformers", "onnx"), default="auto", help="auto: by the folder and GPU")
     serving.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine alone)")
     serving.add_argument("--port", type=int, default=8000, help="port to listen on (default 8000)")
+    serving.add_argument("--queue", type=int, help="transformers and onnx: requests that wait at most (default 16)")
+    serving.add_argument("--request-seconds", type=float, help="transformers and onnx: longest time of a request (default 600)")
     serving.add_argument("--ready-seconds", type=float, default=1800, help="how long loading may take (default 1800)")
     serving.set_defaults(command=_serve)
 
 
 def _serve(arguments: argparse.Namespace) -> None:
-    from ds_finetune.serve import Address, serve
+    from ds_finetune.serve import Address, Service, serve
 
     address = Address(arguments.host, arguments.port)
-    serve(Path(arguments.folder), address, engine=arguments.engine, ready_seconds=arguments.ready_seconds, say=show_line)
+    service = Service(arguments.engine, arguments.ready_seconds, arguments.queue, arguments.request_seconds)
+    serve(Path(arguments.folder), address, service, say=show_line)
 
 
 def _chat(arguments: argparse.Namespace) -> None:

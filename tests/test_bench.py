@@ -1,10 +1,13 @@
 """The bench trains the same steps as the plain loops it is compared with."""
 
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from ds_finetune.bench import Contest
+from ds_finetune.bench import Contest, by_turns
 from tests.running import start, tiny_task
 
 
@@ -17,6 +20,26 @@ def test_all_contestants_have_the_same_losses(tmp_path: Path, packing: bool) -> 
     assert float(lines[0].split("differ by")[1].split(",")[0]) < 1e-5
     assert [line.split("  ")[0] for line in lines[1:]] == ["ds_finetune", "plain loop, padded", "plain loop, packed"]
     assert "1.00 x" in lines[1]
+
+
+def test_what_a_device_still_has_to_do_belongs_to_the_step_that_gave_it() -> None:
+    """A GPU's work goes on after the call returns: it is waited for before the clock is read, before a step and after it."""
+    pending = 0.0
+
+    def finish() -> None:
+        nonlocal pending
+        time.sleep(pending)
+        pending = 0.0
+
+    def asynchronous(_: Any) -> float:
+        nonlocal pending
+        pending = 0.05
+        return 1.0
+
+    batches: Any = [SimpleNamespace(num_supervised_tokens=1)] * 3
+    seconds = by_turns({"gpu": asynchronous, "next": lambda _: 1.0}, iter(batches), finish=finish).seconds
+    assert min(seconds["gpu"]) >= 0.05
+    assert max(seconds["next"]) < 0.05
 
 
 def test_ratios_are_of_medians_and_rates_of_sums() -> None:

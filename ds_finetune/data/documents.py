@@ -3,7 +3,7 @@
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Self
 
@@ -12,6 +12,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from ds_finetune.data.cache import ArrayParts, write_folder
+from ds_finetune.data.tally import Tally
 from ds_finetune.data.template import Tokens
 
 _ARRAYS = {
@@ -36,6 +37,12 @@ class Counts:
     documents: int = 0
     tokens: int = 0
     supervised: int = 0
+    dropped: Tally = field(default_factory=Tally)
+    """Rows left out for a reason of `reasons.DROPPED`."""
+    noted: Tally = field(default_factory=Tally)
+    """Rows of which something is to be reported (`reasons.NOTED`)."""
+    unread: Tally = field(default_factory=Tally)
+    """Columns and fields that nothing reads."""
 
     def __add__(self, other: Self) -> Self:
         """Counts of both."""
@@ -108,7 +115,8 @@ def _texts(counts: Counts) -> dict[str, str]:
 
 def read_counts(folder: Path) -> Counts:
     """Counts written with a folder of documents."""
-    return Counts(**json.loads((folder / "counts.json").read_text(encoding="utf-8")))
+    written = json.loads((folder / "counts.json").read_text(encoding="utf-8"))
+    return Counts(**{**written, **{name: Tally.read(written[name]) for name in ("dropped", "noted", "unread")}})
 
 
 def gather(tokens: Sequence[Tokens], rules: Sequence[str], *, max_seq_len: int) -> tuple[Documents, Counts]:
@@ -119,6 +127,8 @@ def gather(tokens: Sequence[Tokens], rules: Sequence[str], *, max_seq_len: int) 
     kept: list[tuple[list[int], list[bool]]] = []
     counts = Counts(read=len(tokens), lead_differs=sum(t.lead_differs for t in tokens))
     for document, rule in zip(tokens, rules, strict=True):
+        if document.dropped:
+            continue
         pieces, change = _fitted(document, rule, max_seq_len)
         learnt = [(ids, mask) for ids, mask in pieces if any(mask[1:])]
         change += Counts(nothing_supervised=len(pieces) - len(learnt))

@@ -17,11 +17,13 @@ from transformers import PreTrainedTokenizerBase
 from ds_finetune.config import DataConfig
 from ds_finetune.data.cache import ArrayParts, content_of, damage_of, locked_folder, remove_damaged, write_folder
 from ds_finetune.data.documents import Counts, Documents, Limits, gather, join, read_counts
-from ds_finetune.data.layouts import PlainText, Sample, read_sample, recognise
+from ds_finetune.data.layouts import PlainText, Sample, read_sample, recognise, unread_columns
 from ds_finetune.data.pack import pack
 from ds_finetune.data.packed import PreparedRows
+from ds_finetune.data.reasons import dropped_rows, hint_for
 from ds_finetune.data.sources import Record, Source, find_sources, read_records
-from ds_finetune.data.template import Templater, TemplateSettings
+from ds_finetune.data.tally import Tally
+from ds_finetune.data.template import RULES, Templater, TemplateSettings, Tokens
 from ds_finetune.errors import ConfigError, DataError
 
 FORMAT = 2
@@ -80,7 +82,8 @@ def plan_work(config: DataConfig, which: str, *, tokenizer: PreTrainedTokenizerB
     """The sources of `config.train` or `config.eval` and what is to be done with their records, checked but not read."""
     _check_vocabulary(tokenizer, spec)
     sources = find_sources(config.train if which == "train" else config.eval, purpose=which)
-    settings = TemplateSettings(_chat_template(config, tokenizer), config.train_on, config.reasoning)
+    template = _chat_template(config, tokenizer)
+    settings = TemplateSettings(template, config.train_on, config.reasoning, config.control_tokens, config.separator)
     if config.long_rows == "split" and config.layout not in ("auto", "text"):
         raise ConfigError(f"data.long_rows split is for plain text, and data.layout is {config.layout}", hint="use truncate or drop")
     return sources, Work(tokenizer, settings, config.layout, dict(config.columns), Limits(spec.max_seq_len, config.long_rows))
@@ -89,11 +92,26 @@ def plan_work(config: DataConfig, which: str, *, tokenizer: PreTrainedTokenizerB
 def documents_of(records: Sequence[tuple[str, Record]], work: Work) -> tuple[Documents, Counts]:
     """Documents of a stretch of records, in one tokenizer call, and what became of the records."""
     samples: list[tuple[str, Sample]] = []
+    unread: list[list[str]] = []
     for where, record in records:
         layout = recognise(record, work.columns, where) if work.layout == "auto" else work.layout
         samples.append((where, read_sample(record, layout, work.columns, where)))
+        unread.append(unread_columns(record, layout, work.columns))
     tokens = Templater(work.tokenizer, work.settings).tokens(samples)
-    return gather(tokens, [_rule(*sample, work.limits) for sample in samples], max_seq_len=work.limits.max_seq_len)
+    rules = [_rule(*sample, work.limits) for sample in samples]
+    documents, counts = gather(tokens, rules, max_seq_len=work.limits.max_seq_len)
+    places = [where for where, _ in records]
+    return documents, counts + _named_counts(tokens, unread, places)
+
+
+def _named_counts(tokens: Sequence[Tokens], unread: Sequence[Sequence[str]], places: Sequence[str]) -> Counts:
+    """Dropped, noted and unread, by name; `places` says where each row stands."""
+    rows = list(zip(tokens, unread, places, strict=True))
+    return Counts(
+        dropped=Tally.sum(Tally.of([row.dropped], where) for row, _, where in rows if row.dropped),
+        noted=Tally.sum(Tally.of(row.notes, where) for row, _, where in rows),
+        unread=Tally.sum(Tally.of([*columns, *row.unread], where) for row, columns, where in rows),
+    )
 
 
 def _rule(where: str, sample: Sample, limits: Limits) -> str:
@@ -114,7 +132,7 @@ def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, spec: TokenSpec) -> No
     if largest >= spec.vocab_size:
         raise DataError(
             f"the tokenizer has ids up to {largest} and the model a vocabulary of {spec.vocab_size}",
-            hint="use the model's own tokenizer (model.tokenizer)",
+            hint="use the model's own tokenizer (model.tokenizer), or set model.resize_vocabulary: true to add rows",
         )
 
 
@@ -133,6 +151,7 @@ def _chat_template(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> st
 def _fingerprint(sources: Sequence[Source], work: Work) -> str:
     parts = {
         "format": FORMAT,
+        "rules": RULES,
         "sources": [source.fingerprint for source in sources],
         "tokenizer": work.tokenizer.backend_tokenizer.to_str(),
         "special": [work.tokenizer.bos_token, work.tokenizer.eos_token, bool(getattr(work.tokenizer, "add_bos_token", False))],
@@ -211,14 +230,15 @@ class _Here:
 def refuse_losses(counts: Counts, config: DataConfig, sources: Sequence[Source]) -> None:
     """DataError where too many rows or tokens are lost, or no row is left."""
     names = ", ".join(source.path for source in sources)
-    lost = counts.nothing_supervised + counts.too_long_dropped
-    reason = f"{counts.nothing_supervised} with nothing supervised, {counts.too_long_dropped} too long"
+    lost = counts.nothing_supervised + counts.too_long_dropped + counts.dropped.rows
+    reason = ", ".join(dropped_rows(counts))
     if not counts.documents:
-        raise DataError(f"none of the {counts.read} rows of {names} is left ({reason})", hint="look at them with `ds-finetune data show`")
+        hint = hint_for(counts) if counts.dropped.rows else "look at them with `ds-finetune data show`"
+        raise DataError(f"none of the {counts.read} rows of {names} is left ({reason})", hint=hint)
     if lost > config.max_dropped_ratio * counts.read:
         raise DataError(
             f"{lost} of {counts.read} rows of {names} are dropped ({reason}), more than data.max_dropped_ratio {config.max_dropped_ratio:g}",
-            hint="raise train.max_seq_len if prompts fill it, check the template and data.columns, or raise the ratio",
+            hint=hint_for(counts),
         )
     if counts.truncated_ratio > config.max_truncated_ratio:
         raise DataError(

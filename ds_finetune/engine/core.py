@@ -321,10 +321,13 @@ class Engine:
         mesh = self.plan.mesh
         if mesh.rank not in mesh.parts_of_leader():
             return box
+        # NCCL takes what lies on the device alone; an offloaded optimizer's moments do not.
+        experts = self._groups.experts if window.is_shared_out and mesh.place("tp") == 0 else None
         if self._groups.tensor is not None and window.dim is not None:
-            box = _side_by_side(box, self._groups.tensor, dim=window.dim)
-        if self._groups.experts is not None and window.is_shared_out and mesh.place("tp") == 0:
-            box = _side_by_side(box, self._groups.experts, dim=0)
+            end = torch.device("cpu") if experts is None else self._device
+            box = _side_by_side(box.to(self._device), self._groups.tensor, dim=window.dim, end=end)
+        if experts is not None:
+            box = _side_by_side(box.to(self._device), experts, dim=0, end=torch.device("cpu"))
         return box.reshape(window.shape) if mesh.rank == mesh.leader else box
 
     def _on_rank_zero(self, whole: torch.Tensor | None, spec: torch.Tensor, stage: int) -> torch.Tensor | None:
@@ -360,12 +363,12 @@ def _counted(out: TokenLoss | torch.Tensor) -> torch.Tensor:
     return torch.stack([out.loss_sum.detach().double(), out.num_correct.double()])
 
 
-def _side_by_side(part: torch.Tensor, held: TensorGroup | ExpertGroup, *, dim: int) -> torch.Tensor:
-    """The parts of a group's ranks, joined on the CPU of its first; the own part elsewhere."""
+def _side_by_side(part: torch.Tensor, held: TensorGroup | ExpertGroup, *, dim: int, end: torch.device) -> torch.Tensor:
+    """The parts of a group's ranks, joined on the device `end` of its first; the own part elsewhere."""
     part = part.contiguous()
     parts = [torch.empty_like(part) for _ in range(held.size)] if held.place == 0 else None
     dist.gather(part, parts, group=held.group, group_dst=0)
-    return part if parts is None else torch.cat([each.cpu() for each in parts], dim=dim)
+    return part if parts is None else torch.cat([each.to(end) for each in parts], dim=dim)
 
 
 def _named(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

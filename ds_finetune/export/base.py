@@ -11,10 +11,12 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from ds_finetune.export.convert import Conversion, ModelSpec, Selected, workers
 from ds_finetune.export.folder import FolderParts
 from ds_finetune.export.model_config import PREDICTION_LAYERS, prediction_layers
-from ds_finetune.model.families import Family
+from ds_finetune.model.families import Family, layer_of
 from ds_finetune.model.hub_folder import HubFolder, has_weights
 
 _SHOWN = 3
+_MATRIX = 2
+"""Dimensions of an embedding or a head; a norm has one."""
 
 
 @dataclass(frozen=True)
@@ -44,31 +46,53 @@ class HubSource:
 
 @dataclass(frozen=True)
 class Base:
-    """A folder of published weights, and its tensors that the model does not build, in order."""
+    """A folder of published weights, its tensors that the model does not build, in order, and the model's embedding and head."""
 
     hub: HubFolder
     left: tuple[str, ...]
+    ends: tuple[str, ...]
 
     @classmethod
     def read(cls, folder: Path, spec: ModelSpec) -> "Base":
         """ModelError where the weights in `folder` are not those of the model that `spec` describes."""
-        hub = HubFolder(folder)
-        left = hub.left_over(spec.published(), model=spec.architecture, may_be=lambda key: key in spec.tied or spec.may_leave(key))
-        return cls(hub, tuple(key for key in left if key not in spec.tied))
+        hub, published = HubFolder(folder), spec.published()
+        left = hub.left_over(published, model=spec.architecture, may_be=lambda key: key in spec.tied or spec.may_leave(key))
+        ends = tuple(key for key, shape in published.items() if layer_of(key) < 0 and len(shape) == _MATRIX)
+        return cls(hub, tuple(key for key in left if key not in spec.tied), ends)
 
     def carried(self, parts: FolderParts, *, without: Collection[str] = ()) -> tuple[FolderParts, list[str]]:
         """`parts` with those tensors, but `without` the ones that are there already, and what to say of it.
 
-        In an FP8 folder, blocks keep this base's bytes unless another folder is named for that.
+        Those that repeat the base's embedding or head are `copies` of the trained one. In an FP8 folder, blocks keep this
+        base's bytes unless another folder is named for that.
         """
-        shapes = {key: self.hub.shapes[key] for key in self.left if key not in without}
+        parts, notes = self.with_copies(parts, [key for key in self.left if key not in without])
+        shapes = {key: self.hub.shapes[key] for key in self.left if key not in without and key not in parts.copies}
         mine = replace(parts, fp8_base=self.hub if parts.is_fp8 and self.hub.has_fp8 else None)
         parts = replace(parts, fp8_base=parts.fp8_base or mine.fp8_base)
         if not shapes:
-            return parts, []
-        shown = f"{', '.join([*shapes][:_SHOWN])}{' ...' if len(shapes) > _SHOWN else ''}"
-        line = f"carried over from {self.hub.folder}, since the model does not build them: {len(shapes)} tensors, {shown}"
-        return replace(parts, carried=(Conversion(Selected(HubSource(self.hub, parts.family), shapes), mine, workers()),)), [line]
+            return parts, notes
+        line = f"carried over from {self.hub.folder}, since the model does not build them: {len(shapes)} tensors, {_shown([*shapes])}"
+        return replace(parts, carried=(Conversion(Selected(HubSource(self.hub, parts.family), shapes), mine, workers()),)), [line, *notes]
+
+    def with_copies(self, parts: FolderParts, keys: Iterable[str]) -> tuple[FolderParts, list[str]]:
+        """`parts` with those of `keys` as `copies` that repeat the base's embedding or head, and what to say of it.
+
+        vLLM drafts with a prediction layer's own embedding and head wherever they differ from the model's (vLLM PR 42538),
+        so a copy that is left as it was makes the drafts of a trained model those of its base.
+        """
+        copies = {key: original for key in keys if (original := self._original(key))}
+        line = f"written from the trained tensor that they repeat in {self.hub.folder}: {_shown([f'{k} from {v}' for k, v in copies.items()])}"
+        return replace(parts, copies=copies), [line] if copies else []
+
+    def _original(self, key: str) -> str | None:
+        """The embedding or the head, whichever `key` repeats, if any; where they are equal the one of its kind."""
+        found = (name for name in self.ends if self.hub.shapes[name] == self.hub.shapes[key] and self.hub.is_same(key, name))
+        return min(found, key=lambda name: ("embed" in name) != ("embed" in key), default=None)
+
+
+def _shown(names: list[str]) -> str:
+    return f"{', '.join(names[:_SHOWN])}{' ...' if len(names) > _SHOWN else ''}"
 
 
 def read_again(tensors: Iterable[tuple[str, torch.Tensor | None]], names: Collection[str], folder: Path) -> Iterator[tuple[str, torch.Tensor | None]]:

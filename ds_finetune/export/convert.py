@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
@@ -101,10 +101,11 @@ def read_model_spec(folder: Path) -> ModelSpec:
 
 @dataclass(frozen=True)
 class Selected:
-    """Some tensors of a source, in an order of their own."""
+    """Some tensors of a source, in an order of their own; `copies` are read from the tensor that each repeats."""
 
     source: TensorSource
     shapes: Mapping[str, tuple[int, ...]]
+    copies: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def fp32_names(self) -> Collection[str]:
@@ -113,10 +114,14 @@ class Selected:
 
     def read(self, name: str, start: int, numel: int) -> torch.Tensor:
         """Elements [start, start + numel) of the flattened tensor, as the source gives them."""
-        return self.source.read(name, start, numel)
+        return self.source.read(self.copies.get(name, name), start, numel)
+
+    def with_copies(self, copies: Mapping[str, str]) -> "Selected":
+        """The same with further tensors, or others of these names: each repeats one of the source, whose name it is given with."""
+        return replace(self, shapes={**self.shapes, **{key: self.shapes[original] for key, original in copies.items()}}, copies=copies)
 
 
-def fitted(source: TensorSource, spec: ModelSpec, *, label: str) -> TensorSource:
+def fitted(source: TensorSource, spec: ModelSpec, *, label: str) -> Selected:
     """`source` with the tensors of `spec` in its order, then those that the model does not build and may be there.
 
     ExportError lists what is missing, unexpected or of another shape. Names may also be those of published checkpoints

@@ -55,6 +55,8 @@ class FolderParts:
     """A folder in FP8 whose bytes blocks keep that hold its numbers still."""
     carried: Iterable["Copied"] = ()
     """Tensors of the base that the model does not build, copied when the model's own are written."""
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Further tensors that repeat one of the model's, by name, with its name."""
     record: Record | None = None
     """What the folder will be held against; None writes no record."""
     texts: dict[str, str] = field(default_factory=dict)
@@ -92,26 +94,32 @@ def write_folder(tensors: Iterable[tuple[str, torch.Tensor | None]], specs: Spec
         writer: ShardWriter | None = None
         for name, tensor in tensors:
             if tensor is not None:
-                writer = writer or stack.enter_context(folder_writer(_pieces(specs, parts.family), out, parts, max_shard_bytes=max_shard_bytes))
-                _write_whole(writer, name, tensor, specs[name], parts.family)
+                writer = writer or stack.enter_context(folder_writer(_pieces(specs, parts), out, parts, max_shard_bytes=max_shard_bytes))
+                _write_whole(writer, name, tensor, specs[name], parts)
             # The next tensor is gathered before this name is bound to it.
             del tensor
 
 
-def _write_whole(writer: ShardWriter, name: str, tensor: torch.Tensor, spec: torch.Tensor, family: Family) -> None:
+def _write_whole(writer: ShardWriter, name: str, tensor: torch.Tensor, spec: torch.Tensor, parts: FolderParts) -> None:
     if tensor.shape != spec.shape or tensor.dtype != spec.dtype:
         raise ExportError(
             f"tensor `{name}` has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, expected {tuple(spec.shape)} and {spec.dtype}",
             hint="it was not gathered; please report this",
         )
     shape, flat = tuple(tensor.shape), tensor.contiguous().view(-1)
-    for piece in hub_pieces(name, shape, family):
+    for piece in hub_pieces(name, shape, parts.family):
         begin = piece.first_element(shape)
         writer.write(piece.key, 0, flat[begin : begin + math.prod(piece.shape)])
+    for copy in (copy for copy, original in parts.copies.items() if original == name):
+        writer.write(copy, 0, flat)
 
 
-def _pieces(specs: Specs, family: Family) -> Iterator[HubTensor]:
-    return (HubTensor(p.key, p.shape, spec.dtype) for name, spec in specs.items() for p in hub_pieces(name, tuple(spec.shape), family))
+def _pieces(specs: Specs, parts: FolderParts) -> Iterator[HubTensor]:
+    for name, spec in specs.items():
+        for piece in hub_pieces(name, tuple(spec.shape), parts.family):
+            yield HubTensor(piece.key, piece.shape, spec.dtype)
+    for copy, original in parts.copies.items():
+        yield HubTensor(copy, tuple(specs[original].shape), specs[original].dtype)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Started by path in a process of its own as `python -P fresh.py OUT FOLDER...`: load exported folders with plain transformers alone.
+"""Started by path in a process of its own as `python -P fresh.py PARENT_PID OUT FOLDER...`: load exported folders with plain transformers alone.
 
 Nothing of ds_finetune is imported here. For folder number i, `OUT/i.json` says what loading said, and `OUT/i.own.npy` holds the kept
 logits of the folder's verification.json (ds_finetune/export/record.py) in the folder's dtype, `OUT/i.fp32.npy` in fp32.
@@ -8,10 +8,19 @@ blocks for other such sizes (integrations/finegrained_fp8.py:1130-1175). `OUT/i.
 every FP8 number moved at random within what rounding to it may have hidden.
 """
 
+import ctypes
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":
+    # Before the imports, which take seconds: PR_SET_PDEATHSIG of prctl(2), so that this process ends with the one that started it.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != int(sys.argv[1]):
+        sys.exit("the process that started this one is gone")
 
 import numpy as np
 import torch
@@ -28,7 +37,7 @@ _MANTISSA, _SMALLEST_STEP = 3, 2.0**-9
 
 def main() -> None:
     """Do every folder."""
-    out, *folders = map(Path, sys.argv[1:])
+    out, *folders = map(Path, sys.argv[2:])
     for number, folder in enumerate(folders):
         report, arrays = _looked_at(folder)
         for name, array in arrays.items():

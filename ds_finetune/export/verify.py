@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from ds_finetune.errors import ExportError
+from ds_finetune.export.interruption import Interruption
 from ds_finetune.export.record import UNVERIFIED, Digest, Floats, Record
 from ds_finetune.model.families import family_of
 
@@ -91,19 +93,34 @@ def verify(folders: Sequence[Path], *, base: Path | None = None, available_bytes
     Weights in FP8 are multiplied out by that process, and its logits in fp32 compared. The limit is twice what rounding
     explains: the deviation of bf16 from fp32, and that of the model whose FP8 numbers are each moved at random within their rounding
     (at most 0.15).
-    Folders that do not fit into `available_bytes` of memory (None: no limit) are left as they are. ExportError where a folder has no record.
+    Folders that do not fit into `available_bytes` of memory (None: no limit) are left as they are. ExportError where a folder has no record,
+    VerificationError where SIGINT or SIGTERM comes: it names the folders that are unverified.
     """
+    verdicts: list[Verdict] = []
+    with Interruption(signal.SIGINT, signal.SIGTERM) as interruption:
+        try:
+            # One after another: those before an interruption stay.
+            for verdict in _verdicts(folders, base, available_bytes):
+                verdicts.append(verdict)
+        except KeyboardInterrupt:
+            interruption.check(folders[len(verdicts) :])
+            raise
+        interruption.check(folders[len(verdicts) :])
+    return verdicts
+
+
+def _verdicts(folders: Sequence[Path], base: Path | None, available_bytes: int | None) -> Iterator[Verdict]:
+    """The verdict on each folder, which is marked with it."""
     records = {folder: Record.read(folder) for folder in folders}
     fitting = [folder for folder in folders if available_bytes is None or _needed_bytes(folder, records[folder]) <= available_bytes]
     loaded = dict(_loaded(fitting))
-    verdicts = []
     for folder, record in records.items():
         if folder in loaded:
-            verdicts.append(_judged(folder, record, loaded[folder], base or Path(record.base)))
+            verdict = _judged(folder, record, loaded[folder], base or Path(record.base))
         else:
-            verdicts.append(_left(folder, record, available_bytes or 0))
-        _mark(verdicts[-1])
-    return verdicts
+            verdict = _left(folder, record, available_bytes or 0)
+        _mark(verdict)
+        yield verdict
 
 
 def _needed_bytes(folder: Path, record: Record) -> int:
@@ -125,7 +142,7 @@ def _loaded(folders: Sequence[Path]) -> Iterator[tuple[Path, "Loaded"]]:
     left = list(folders)
     while left:
         with tempfile.TemporaryDirectory() as place:
-            command = [sys.executable, "-P", script, place, *(str(folder.absolute()) for folder in left)]
+            command = [sys.executable, "-P", script, str(os.getpid()), place, *(str(folder.absolute()) for folder in left)]
             done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
             whole = len(list(Path(place).glob("*.json")))
             yield from ((left[number], Loaded.read(Path(place), number)) for number in range(whole))

@@ -16,7 +16,9 @@ from ds_finetune.model.attention import BY_DOCUMENT
 from ds_finetune.model.families import family_of
 from ds_finetune.model.fp8 import check_readable
 
-_HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt")
+TOKENIZER_PATTERNS = ("*.json", "*.model", "*.jinja", "merges.txt")
+"""Files of a hub repository that a tokenizer is read from."""
+_HUB_FILES = (*TOKENIZER_PATTERNS, "*.safetensors")
 _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier_scale")
 """Config keys of model types that change the logits after `lm_head`, where the chunked loss would not see it."""
 

@@ -12,7 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ds_finetune.cli import main
 from ds_finetune.config import LoraConfig
 from ds_finetune.export.adapter import write_adapter
+from ds_finetune.export.base import Base
 from ds_finetune.export.checkpoint import Exported, export_checkpoint
+from ds_finetune.export.convert import read_model_spec
+from ds_finetune.export.folder import FolderParts, write_folder
 from ds_finetune.export.model_config import served_config
 from ds_finetune.export.record import UNVERIFIED, Record
 from ds_finetune.export.verify import tensors_of, verify
@@ -25,6 +28,8 @@ from tests.running import metrics, start, tiny_task
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CHANGED = "model.layers.1.self_attn.kv_a_proj_with_mqa.weight"
+COPIES = {"model.layers.2.embed_tokens.weight": "model.embed_tokens.weight", "model.layers.2.shared_head.head.weight": "lm_head.weight"}
+"""Tensors of the prediction layer that repeat one of the model, and which."""
 
 
 def export(source: Path, out: Path, dtype: str, base: Path | None = None) -> Exported:
@@ -146,11 +151,67 @@ def test_what_only_the_base_has_is_carried_over_and_said(base: Path, tmp_path: P
     tuned = publish(tmp_path / "tuned", built, config=V3)
     exported = export(tuned, tmp_path / "with", "bf16", base)
     assert_same(read_all(tmp_path / "with"), plain)
-    assert f"carried over from {base}, since the model does not build them: {len(plain) - len(built)} tensors" in exported.notes[0]
+    assert f"carried over from {base}, since the model does not build them: {len(plain) - len(built) - len(COPIES)} tensors" in exported.notes[0]
     exported = export(tuned, tmp_path / "without", "bf16")
     assert_same(read_all(tmp_path / "without"), built)
     assert json.loads((tmp_path / "without" / "config.json").read_text())["num_nextn_predict_layers"] == 0
     assert exported.notes == ("config.json: num_nextn_predict_layers 1 -> 0, as many as have tensors",)
+
+
+def _tuned(base: Path) -> dict[str, torch.Tensor]:
+    """The weights of `base` after full training, as transformers saves them: another embedding and head, no prediction layer."""
+    plain = {key: tensor for key, tensor in multiplied_out(read_all(base), torch.float32).items() if "layers.2." not in key}
+    return plain | {original: plain[original] * 1.5 for original in COPIES.values()}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp8"])
+def test_copies_of_embedding_and_head_are_the_trained_ones_where_the_bases_were_copies(dtype: str, base: Path, tmp_path: Path) -> None:
+    """vLLM drafts with the prediction layer's copies where they differ from the model's own."""
+    exported = export(publish(tmp_path / "tuned", _tuned(base), config=V3), tmp_path / "out", dtype, base)
+    found, published = read_all(tmp_path / "out"), read_all(base)
+    for copy, original in COPIES.items():
+        assert torch.equal(found[copy], found[original]), copy
+        assert not torch.equal(found[copy].float(), published[copy].float()), copy
+    said = ", ".join(f"{copy} from {original}" for copy, original in COPIES.items())
+    assert f"written from the trained tensor that they repeat in {base}: {said}" in exported.notes
+
+
+def test_a_prediction_layer_with_a_head_of_its_own_keeps_it(tmp_path: Path) -> None:
+    head = "model.layers.2.shared_head.head.weight"
+    own = torch.randn(V3["vocab_size"], V3["hidden_size"]).bfloat16()
+    base = publish(tmp_path / "base", in_fp8(master() | {head: own}))
+    exported = export(publish(tmp_path / "tuned", _tuned(base), config=V3), tmp_path / "out", "bf16", base)
+    found = read_all(tmp_path / "out")
+    assert torch.equal(found[head], own)
+    assert torch.equal(found["model.layers.2.embed_tokens.weight"], found["model.embed_tokens.weight"])
+    assert not any(head in note for note in exported.notes)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_live_export_writes_the_same_copies(dtype: torch.dtype, base: Path, tmp_path: Path) -> None:
+    """As a run does it: tensors one after another, each gone when the next one comes."""
+    spec = read_model_spec(base)
+    parts = FolderParts(family=family_of("deepseek_v3"), config=V3, architecture=spec.architecture, dtype=dtype, files=())
+    parts, notes = Base.read(base, spec).carried(parts)
+    specs = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in spec.shapes.items()}
+    live = ((name, torch.randn(shape).to(dtype)) for name, shape in spec.shapes.items())
+    write_folder(live, specs, tmp_path / "out", parts, max_shard_bytes=10**5)
+    found = read_all(tmp_path / "out")
+    assert found.keys() == multiplied_out(read_all(base), dtype).keys()
+    for copy, original in COPIES.items():
+        assert found[copy].dtype == dtype
+        assert torch.equal(found[copy], found[original]), copy
+    assert "written from the trained tensor" in notes[-1]
+
+
+def test_an_adapter_of_the_head_reaches_its_copy(base: Path, tmp_path: Path) -> None:
+    factors = {"lm_head.weight": Factors(torch.randn(4, V3["hidden_size"]), torch.randn(V3["vocab_size"], 4), 0.5)}
+    lora = LoraConfig(rank=4, alpha=2, target_modules=("lm_head",))
+    write_adapter(factors, lora, tmp_path / "adapter", base=str(base), digest=weights_digest(base), family=family_of("deepseek_v3"))
+    export(tmp_path / "adapter", tmp_path / "out", "bf16")
+    found = read_all(tmp_path / "out")
+    assert torch.equal(found["model.layers.2.shared_head.head.weight"], found["lm_head.weight"])
+    assert not torch.equal(found["lm_head.weight"], read_all(base)["lm_head.weight"])
 
 
 def test_a_tied_head_is_written_once(tmp_path: Path) -> None:

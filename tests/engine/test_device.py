@@ -1,0 +1,184 @@
+"""What an engine gives to collectives lies on its device: steps, evaluations and gathering in every layout, on a GPU and under NCCL that are imagined."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_finetune.config import RunConfig
+from ds_finetune.data.batches import eval_batches, training_batches
+from ds_finetune.engine import start
+from ds_finetune.engine.core import Engine, Limits
+from ds_finetune.engine.groups import Groups
+from ds_finetune.engine.processes import everyones, everyones_number, largest
+from ds_finetune.model.experts import ExpertGroup
+from ds_finetune.model.loss import TrainedModel
+from ds_finetune.model.sequence import SequenceGroup
+from ds_finetune.model.stages import StageGroup
+from ds_finetune.model.tensor import TensorGroup
+from ds_finetune.plan.layout import Plan, make_plan
+from ds_finetune.selftest.cells import Cell, grown, hf_config, rows, run_tree
+from ds_finetune.selftest.steps import batch_plan
+from ds_finetune.world import World
+from tests.device_checks import DEVICE, CpuTensor, ImaginaryGroup, OnDevice, on_device
+
+LAYOUTS = {
+    "tp 2": (2, {"tp": 2}),
+    "sp 2": (2, {"sp": 2}),
+    "ep 2": (2, {"ep": 2}),
+    "tp 2 x ep 2": (4, {"tp": 2, "ep": 2}),
+    "sp 2 x ep 2": (2, {"sp": 2, "ep": 2}),
+    "pp 2": (2, {"pp": 2}),
+}
+
+
+class _Ranks:
+    """DeepSpeed's engine as far as a step at ZeRO stage 0 needs it, without its reductions, which are not this program's."""
+
+    def __init__(self, module: TrainedModel) -> None:
+        self.module, self.device = module, DEVICE
+        self.optimizer = SimpleNamespace(param_groups=[])
+
+    def __call__(self, *given: Any) -> Any:
+        return self.module(*given)
+
+    def train(self) -> None:
+        self.module.train()
+
+    def eval(self) -> None:
+        self.module.eval()
+
+    def backward(self, loss: torch.Tensor, *, scale_wrt_gas: bool) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        pass
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        pass
+
+    def allreduce_gradients(self) -> None:
+        pass
+
+
+def _groups(plan: Plan) -> Groups:
+    mesh = plan.mesh
+
+    def group(kind: Any, size: int, place: int) -> Any:
+        return kind(ImaginaryGroup(size, place), size, place) if size > 1 else None
+
+    stage = group(StageGroup, mesh.pp, mesh.place("pp"))
+    if stage is not None:
+        stage.ends = ImaginaryGroup(2 * mesh.dp)
+    return Groups(
+        stage=stage,
+        sequence=group(SequenceGroup, mesh.sp, mesh.place("sp")),
+        tensor=group(TensorGroup, mesh.tp, mesh.place("tp")),
+        experts=group(ExpertGroup, mesh.ep, mesh.expert_place),
+        mpu=None,
+        same_experts=ImaginaryGroup(mesh.dp * mesh.sp // mesh.ep),  # type: ignore[arg-type]
+    )
+
+
+@contextmanager
+def engine_on_device(layout: str, rank: int = 0, *, family: str = "deepseek_v3_deep") -> Iterator[tuple[Engine, list[str]]]:
+    """The engine of a rank of a layout, as on a GPU, and the names of the collectives it has called."""
+    world_size, sizes = LAYOUTS[layout]
+    cell = Cell(family, 0, 2, packing=True, **sizes)
+    tree = run_tree(cell, Path("model"), Path("out"), dp=world_size // cell.sharing)
+    tree["model"] = {"path": "model", "weights": "random"}
+    config = RunConfig.model_validate(tree)
+    plan = make_plan(config, world=World(rank, world_size, rank, world_size, "test"), device="cuda")
+    with on_device(world_size, rank=rank) as calls:
+        groups = _groups(plan)
+        lm = start._built(plan, grown(hf_config(family), config.parallel), groups, has_weights=True)
+        engine = Engine(_Ranks(TrainedModel(lm, groups.sequence, groups.stage)), plan, groups)
+        assert all(isinstance(param, OnDevice) for param in engine.lm.parameters())
+        yield engine, calls
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_and_an_evaluation(layout: str, rank: int) -> None:
+    every = rows(packing=True)
+    with engine_on_device(layout, rank) as (engine, calls):
+        batch = next(iter(training_batches(every, batch_plan(engine.plan), start_step=0, total_rows=len(every))))
+        result = engine.step(batch, lr=1e-3)
+        held_out = engine.evaluate(islice(eval_batches(every, batch_plan(engine.plan)), 1))
+        engine.generate([[5, 6, 7]], Limits(2, [1], 0))
+        list(engine.logits([[5, 6, 7]]))
+    assert not result.skipped
+    assert held_out is not None
+    assert calls.count("all_reduce") > 3
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_whole_tensors_come_to_the_cpu_of_rank_zero(layout: str, rank: int) -> None:
+    with engine_on_device(layout, rank) as (engine, calls):
+        specs = engine.tensor_specs()
+        found = dict(engine.tensors())
+    assert found.keys() == specs.keys()
+    if rank:
+        assert all(tensor is None for tensor in found.values())
+        return
+    for name, tensor in found.items():
+        assert tensor is not None
+        assert tensor.device.type == "cpu"
+        assert tensor.shape == specs[name].shape, name
+    assert {"gather", "recv"} & {*calls} or layout == "sp 2"
+
+
+def test_parts_of_experts_join_in_their_places() -> None:
+    """Every rank has what this one has: of a tensor of experts and heads each part is there as often as ranks share it out."""
+    with engine_on_device("tp 2 x ep 2") as (engine, _):
+        name = "model.layers.1.mlp.experts.down_proj"
+        part = dict(engine.lm.named_parameters())[name].detach()
+        whole = engine.joined(name, part)
+        own = part.held
+    assert whole.device.type == "cpu"
+    assert torch.equal(whole, own.repeat(2, 1, 2))
+
+
+def test_moments_of_an_offloaded_optimizer_are_joined() -> None:
+    """As selftest/steps.py reads them."""
+    with engine_on_device("tp 2 x ep 2") as (engine, _):
+        params = {name: param for name, param in engine.lm.named_parameters() if "experts" in name or "q_b_proj" in name}
+        for name, param in params.items():
+            assert engine.joined(name, torch.ones(param.shape)).device.type == "cpu"
+
+
+def test_values_that_ranks_exchange() -> None:
+    """Of signals, saves and choices of a checkpoint."""
+    with on_device(3, rank=1):
+        assert largest(1.0, 2.0) == [1.0, 2.0]
+        assert everyones_number(2.0) == [0.0, 6.0, 0.0]
+        assert everyones("a") == ["a"] * 3
+
+
+def test_a_tensor_on_the_cpu_is_refused() -> None:
+    with on_device(2):
+        dist.all_reduce(torch.ones(2, device="cuda"))
+        for call in (lambda: dist.all_reduce(torch.ones(2)), lambda: dist.gather(torch.ones(2, device="cuda").cpu(), [torch.ones(2, device="cuda")])):
+            with pytest.raises(CpuTensor, match=r"was given torch.float32 \(2,\)"):
+                call()
+        with pytest.raises(AssertionError, match=r"torch.distributed.reduce_scatter is not imitated"):
+            dist.reduce_scatter(torch.ones(1), [torch.ones(1)])
+
+
+def test_tensors_compute_and_differentiate_there() -> None:
+    with on_device():
+        weight = torch.nn.Parameter(torch.arange(6.0, device="cuda").view(2, 3))
+        loss = (torch.ones(4, 2, device="cuda") @ weight).square().sum()
+        loss.backward()
+        assert weight.grad is not None
+        assert isinstance(weight.grad, OnDevice)
+        assert weight.grad.tolist() == [[24.0, 40.0, 56.0]] * 2
+        assert loss.item() == 4 * (3**2 + 5**2 + 7**2)
+        assert weight.detach().cpu().device.type == "cpu"

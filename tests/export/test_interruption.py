@@ -1,0 +1,135 @@
+"""A signal during a verification: a non-zero exit code, the unverified folders by name, and no process left."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ds_finetune.config import read_config
+from ds_finetune.errors import VerificationError
+from ds_finetune.export.interruption import Interruption
+from ds_finetune.export.record import UNVERIFIED
+from ds_finetune.export.verify import verify
+from ds_finetune.run_exports import checked
+from tests.conftest import ROOT
+from tests.export.test_verify import _exported
+from tests.running import start, tiny_task
+
+SECONDS = 60
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _exported("llama", tmp_path_factory.mktemp("interruption"))
+
+
+def _verifying(pid: int) -> list[int]:
+    """The verifying processes that process `pid` has started, once they run their own program."""
+    return [child for child in _children(pid) if b"fresh.py" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+
+
+def _await(found: Callable[[], object]) -> None:
+    until = time.monotonic() + SECONDS
+    while not found():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def _is_there(pid: int) -> bool:
+    """A process that has ended and is not waited for by its new parent yet is not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+class _Signalled:
+    """What DeepSpeed's engine does to a signal: its destructor runs when it comes."""
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(100):
+            time.sleep(0)
+
+
+def _signal_in_a_destructor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    found = [_Signalled()]
+    found.clear()
+
+
+def test_a_signal_that_comes_within_a_destructor_is_raised_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), Interruption(signal.SIGINT):
+        _signal_in_a_destructor(monkeypatch)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_run_verifies_nothing_after_a_signal_that_was_lost_as_its_engine_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = read_config(str(tiny_task(tmp_path, export={"verify": True})), [])
+    out = Path(config.output_dir) / "export"
+    said = f"SIGINT ended the verification; written but not verified: {out}"
+    with pytest.raises(VerificationError, match=said), Interruption(signal.SIGINT) as interruption:  # noqa: PT012 - the signal is part of it
+        _signal_in_a_destructor(monkeypatch)
+        checked(config, (out,), interruption)
+
+
+def test_a_signal_while_the_folder_is_loaded_names_it(exported: Path) -> None:
+    def interrupt() -> None:
+        _await(lambda: _verifying(os.getpid()))
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(VerificationError, match=f"SIGINT ended the verification; written but not verified: {exported}") as caught:
+        verify([exported])
+    thread.join()
+    assert caught.value.exit_code == 1
+    assert caught.value.hint == f"ds-finetune export --check {exported}"
+    _await(lambda: not _verifying(os.getpid()))
+    assert "not checked yet" in (exported / UNVERIFIED).read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_verifying_process_ends_with_the_command(number: signal.Signals, exported: Path) -> None:
+    command = [sys.executable, "-m", "ds_finetune", "export", "--check", str(exported)]
+    checking = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    _await(lambda: _verifying(checking.pid))
+    (child,) = _verifying(checking.pid)
+    time.sleep(0.5)
+    checking.send_signal(number)
+    _, said = checking.communicate(timeout=SECONDS)
+    _await(lambda: not _is_there(child))
+    assert checking.returncode == (1 if number == signal.SIGTERM else -number)
+    assert number == signal.SIGKILL or f"SIGTERM ended the verification; written but not verified: {exported}" in said
+
+
+_LOSING = """
+import os, signal, sys
+from deepspeed.runtime.engine import DeepSpeedEngine
+before = DeepSpeedEngine.__del__
+def interrupted(engine):
+    os.kill(os.getpid(), signal.SIGINT)
+    before(engine)
+DeepSpeedEngine.__del__ = interrupted
+from ds_finetune.cli import run
+run(["train", sys.argv[1]])
+"""
+
+
+def test_ctrl_c_as_the_engine_closes_ends_the_run(tmp_path: Path) -> None:
+    run_file = tiny_task(tmp_path, export={"verify": True})
+    done = start([sys.executable, "-c", _LOSING, str(run_file)])
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert f"SIGINT ended the verification; written but not verified: {tmp_path}/run/export" in done.stderr
