@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ds_finetune.data.packed import PreparedRows
 from ds_finetune.data.sources import find_sources
@@ -18,8 +19,15 @@ def overlap_notes(train: PreparedRows | StreamedRows, held_out: PreparedRows) ->
         held = {Path(source.path).resolve() for source in find_sources(train.config.eval, purpose="eval") if source.kind != "hub"}
         both = [source.path for source in train.sources if source.kind != "hub" and Path(source.path).resolve() in held]
         return [f"data.eval holds training files: {', '.join(both)}"] if both else []
-    repeated = int(np.isin(held_out.documents.digests, train.documents.digests).sum())
+    repeated = _num_repeated(held_out.documents.digests, train.documents.digests)
     if not repeated:
         return []
     total = held_out.counts.documents
     return [f"data.eval repeats training data: {repeated:,} of {total:,} held-out documents have the tokens of a training document"]
+
+
+def _num_repeated(held_out: NDArray[np.uint64], train: NDArray[np.uint64]) -> int:
+    """How many of `held_out` are in `train`; numpy's `isin` sorts both, which takes far longer for millions of rows."""
+    values, numbers = np.unique(held_out, return_counts=True)
+    places = np.minimum(np.searchsorted(values, train), len(values) - 1)
+    return int(numbers[np.unique(places[values[places] == train])].sum())
