@@ -60,7 +60,8 @@ class Session:
         assert self.process.stdin
         self._asked.append(secrets.token_hex(8))
         with contextlib.suppress(OSError):
-            self.process.stdin.write(json.dumps({"do": verb, "id": self._asked[-1], "arguments": arguments}).encode() + b"\n")
+            request = {"do": verb, "id": self._asked[-1], "arguments": arguments}
+            self.process.stdin.write(json.dumps(request).encode() + b"\n")
             self.process.stdin.flush()
 
     def receive(self, *, seconds: float) -> Any:  # noqa: ANN401 - any JSON

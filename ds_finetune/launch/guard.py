@@ -1,9 +1,9 @@
 """On each host: starts the host's agent (torchrun's or DeepSpeed's), keeps the ranks' output, and ends all of it when it must.
 
-`python -m ds_finetune.launch.guard PORT WORD` is started by the launching program through ssh and speaks with it by lines of JSON on
-standard input and output; those of the guard carry WORD. It ends every process of the run on its host when it is told to, when the
-launching program has been silent for some seconds or is gone, and when it is ended itself. It imports next to nothing and starts in a
-fraction of a second.
+`python -m ds_finetune.launch.guard PORT WORD` is started by the launching program through ssh and speaks with it by
+lines of JSON on standard input and output; those of the guard carry WORD. It ends every process of the run on its host
+when it is told to, when the launching program has been silent for some seconds or is gone, and when it is ended itself.
+It imports next to nothing and starts in a fraction of a second.
 """
 
 import contextlib
@@ -213,12 +213,12 @@ class Guard:
         _say(said="rank", rank=rank, code=code, pid=self._pids.get(rank, 0), tail=tail, why=why)
 
     def _why_gone(self, rank: int) -> str:
-        """What is known of the end of a rank that stated no reason; memory is named where the kernel has counted such an end."""
+        """What is known of the end of a rank that stated no reason; memory only where the kernel has counted such an end."""
         folder = self._spec.get("watchdog")
         if folder and (killed := why_killed(Path(folder), self._pids.get(rank, 0), self._began.get(rank, ""))):
             return f"by the watchdog, because {killed}"
         count = oom_kills() - self._oom_kills
-        return f"the kernel has ended {count} processes of its host for want of memory since the start" if count > 0 else ""
+        return f"the kernel has ended {count} processes of its host for want of memory meanwhile" if count > 0 else ""
 
     def _agent_said(self, line: str) -> None:
         self._agent_tail.append(line)
@@ -286,7 +286,7 @@ def _say(**message: object) -> None:
 
 
 def _word() -> str:
-    """What the launching program knows this guard's messages by: the last argument, that of `sweep` is its last mark."""
+    """What the launching program knows this guard's messages by: the last argument, which for `sweep` is a mark."""
     return sys.argv[-1]
 
 

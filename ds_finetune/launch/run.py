@@ -207,7 +207,8 @@ def _swept(outcome: Outcome, wanted: Launch, specs: dict[Host, Message]) -> Outc
             done = subprocess.run(command, capture_output=True, timeout=_SWEEP_SECONDS, check=False)
         except subprocess.TimeoutExpired:
             return False
-        said = [unpacked(line, to=specs[host]["mark"]) or {} for line in done.stdout.decode(errors="replace").splitlines()]
+        lines = done.stdout.decode(errors="replace").splitlines()
+        said = [unpacked(line, to=specs[host]["mark"]) or {} for line in lines]
         return done.returncode == 0 and any(message.get("left") == 0 for message in said)
 
     if not outcome.unguarded:
