@@ -263,7 +263,7 @@ class LaunchConfig(Section):
     wait_seconds: float = Field(default=600, ge=0)
     """How long a restart waits for hosts to come back where there are too few."""
     greeting_seconds: float = Field(default=30, gt=0)
-    """How long a host has for its first word, with the start of ssh and of Python."""
+    """How long a host has for its first word, with the start of ssh and Python; ssh tries to connect for two seconds less."""
     silent_seconds: float = Field(default=10, ge=3)
     """Seconds without a word after which a host is given up, and after which a host that hears nothing ends its ranks."""
 

@@ -149,7 +149,7 @@ def _with_agents(config: RunConfig, job: "Job", arguments: argparse.Namespace, s
         AGENTS[arguments.launcher],
         (job.run, *job.overrides),
         {**job.variables, **interface_variables(job.interface), VARIABLE: job.secret},
-        Remote.from_environment(arguments.ssh_args),
+        Remote.from_environment(arguments.ssh_args).within(config.launch.greeting_seconds),
         job.run_id,
         arguments.port,
     )

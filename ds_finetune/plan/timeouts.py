@@ -10,7 +10,7 @@ _SPARE_SECONDS = 300.0
 
 
 def longest_limit(watchdog: WatchdogConfig) -> float:
-    """Seconds of the longest limit that the run file gives; `auto` follows from measured steps and is cut off before `collective`."""
+    """Seconds of the longest limit that the run file gives; one that follows from measured steps is cut off by itself."""
     given = [watchdog.start, watchdog.other]
     given += [watchdog.limit] if watchdog.limit not in ("auto", "never") else []
     return max(map(seconds_of, given))
@@ -28,7 +28,7 @@ def refuse_late_watchdog(watchdog: WatchdogConfig) -> None:
     longest, timeout = longest_limit(watchdog), collective_seconds(watchdog)
     if watchdog.limit != "never" and timeout < longest + REPORT_SECONDS:
         raise ConfigError(
-            f"watchdog.collective is {watchdog.collective}, and the longest of watchdog.limit, start and other is {longest:.0f} seconds: "
-            "torch would abort a collective before the watchdog reports which rank is at fault",
+            f"watchdog.collective is {watchdog.collective}, and the longest of watchdog.limit, start and other is "
+            f"{longest:.0f} seconds: torch would abort a collective before the watchdog reports which rank is at fault",
             hint=f"leave watchdog.collective out, or make it {longest + REPORT_SECONDS:.0f} seconds or more",
         )

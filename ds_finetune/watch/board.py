@@ -40,7 +40,8 @@ class Patience:
         if config.limit == "never":
             return cls(math.inf, math.inf, math.inf)
         step = None if config.limit == "auto" else seconds_of(config.limit)
-        return cls(step, seconds_of(config.start), seconds_of(config.other), collective_seconds(config) - REPORT_SECONDS)
+        longest = collective_seconds(config) - REPORT_SECONDS
+        return cls(step, seconds_of(config.start), seconds_of(config.other), longest)
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,13 @@ class Board:
             counts=dict(self._counts),
             recent=tuple(self._recent),
         )
-        return mine if self.device is None else _on_device(mine, self.device)
+        if self.device is None:
+            return mine
+        try:
+            return _on_device(mine, self.device)
+        except RuntimeError:
+            # A device that has failed says nothing any more; the thread that trains meets the same error.
+            return mine
 
 
 def _on_device(asked: Answer, device: DeviceProgress) -> Answer:

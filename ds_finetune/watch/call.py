@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class Call(NamedTuple):
-    """One collective of this rank: its function, elements given, the ranks that share it, and its number among theirs, from 1."""
+    """One collective of a rank: its function, elements given, the ranks that share it, and its number among theirs, from 1."""
 
     name: str
     size: int
@@ -13,7 +13,11 @@ class Call(NamedTuple):
 
     def __str__(self) -> str:
         """For people."""
-        return f"{self.name}" + (f" of {self.size:,} elements" if self.size else "") + f" (number {self.number:,} of {self.ranks})"
+        return (
+            f"{self.name}"
+            + (f" of {self.size:,} elements" if self.size else "")
+            + f" (number {self.number:,} of {self.ranks})"
+        )
 
     @property
     def kind(self) -> tuple[str, int]:

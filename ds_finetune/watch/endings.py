@@ -1,4 +1,4 @@
-"""What is known of the end of a process that could not state a reason itself. Imports next to nothing, for programs that start quickly."""
+"""What is known of the end of a process that could not state a reason itself. Imports little: the guard starts quickly."""
 
 import json
 import re
@@ -59,7 +59,7 @@ def was_held(stacks: Path, after: int) -> bool:
 
 
 def oom_kills(path: Path = Path("/proc/vmstat")) -> int:
-    """Processes of this machine that the kernel has ended for want of memory since it started (Linux 4.13 and later; 0 elsewhere)."""
+    """Processes of this machine that the kernel has ended for want of memory (Linux 4.13 and later; 0 elsewhere)."""
     try:
         found = _OOM_KILLS.search(path.read_text())
     except OSError:

@@ -45,7 +45,7 @@ class Inquiry:
 
 
 class Hub(threading.Thread):
-    """Listens to `size` ranks that know `secret`; ends when each has said goodbye, or a little after it has ended the run."""
+    """Listens to `size` ranks that know `secret`; ends when each has said goodbye, or soon after it has ended the run."""
 
     def __init__(self, listener: socket.socket, secret: bytes, size: int, output_dir: Path) -> None:
         super().__init__(name="watchdog-hub", daemon=True)
@@ -172,7 +172,7 @@ class Hub(threading.Thread):
         self._end((rank,), f"{self._members[rank]} {self._why_closed(rank, why)}", code=RUN_ERROR_EXIT_CODE)
 
     def _why_closed(self, rank: int, why: str) -> str:
-        """What is known of the end of a rank that stated no reason; memory is named where the kernel has counted such an end."""
+        """What is known of the end of a rank that stated no reason; memory only where the kernel has counted such an end."""
         member = self._members[rank]
         if killed := why_killed(self._folder, member.pid, member.began):
             return f"was ended by the watchdog: {killed}"
@@ -181,14 +181,18 @@ class Hub(threading.Thread):
         count = oom_kills() - self._oom_kills
         is_beside = 0 in self._members and member.place == self._members[0].place
         if why == CLOSED and is_beside and count > 0:
-            return f"{why}; the kernel has ended {count} processes of its machine for want of memory since the run began"
+            return (
+                f"{why}; the kernel has ended {count} processes of its machine for want of memory since the run began"
+            )
         return why
 
     def _fail(self, rank: int, failure: Failure) -> None:
         if failure.is_echo:
             self._echoes.setdefault(rank, (failure, time.monotonic() + ECHO_SECONDS))
             return
-        self._end((rank,), f"{self._members[rank]} was the first to fail: {failure.line}", failure.text, code=failure.code)
+        self._end(
+            (rank,), f"{self._members[rank]} was the first to fail: {failure.line}", failure.text, code=failure.code
+        )
 
     def _inquire(self, why: str, failure: Failure | None = None) -> None:
         lost = {rank: link.loss().lost for rank, link in self._links.items()}
@@ -215,7 +219,9 @@ class Hub(threading.Thread):
 
     def _conclude_or_wait(self, inquiry: Inquiry) -> None:
         silent = self._unanswered(inquiry)
-        lossy = [rank for rank in silent if rank in self._cut_off or (rank in self._links and self._is_lossy(rank, inquiry))]
+        lossy = [
+            rank for rank in silent if rank in self._cut_off or (rank in self._links and self._is_lossy(rank, inquiry))
+        ]
         if any(rank in self._links for rank in lossy) and not inquiry.is_extended:
             inquiry.until, inquiry.is_extended = inquiry.until + LOSSY_SECONDS, True
             self._tell({"kind": "wait"})
@@ -229,7 +235,10 @@ class Hub(threading.Thread):
     def _conclude(self, inquiry: Inquiry, cut_off: list[int]) -> None:
         answers: dict[int, Answer | None] = dict.fromkeys(self._unanswered(inquiry))
         # A rank that met an error of another one's end was in the collective that failed.
-        answers |= {rank: replace(each, inside=each.last) if rank in self._echoes else each for rank, each in inquiry.answers.items()}
+        answers |= {
+            rank: replace(each, inside=each.last) if rank in self._echoes else each
+            for rank, each in inquiry.answers.items()
+        }
         found = verdict(dict(sorted(answers.items())), cut_off=cut_off)
         who = ", ".join(str(self._members.get(rank, f"rank {rank}")) for rank in found.odd) or "no single rank"
         why = found.why
@@ -243,19 +252,24 @@ class Hub(threading.Thread):
         self._end(found.odd, f"{who}: {why}", "\n".join(lines), code=RUN_ERROR_EXIT_CODE, silent=silent)
 
     def _end_cut_off(self) -> None:
-        """Ranks whose connection timed out. Both ends of a connection may be at fault, and where all others are gone it is this one."""
+        """Ranks whose connection timed out. Either end may be at fault, and where all others are gone it is this one."""
         ranks = sorted(self._cut_off)
         host = self._members[0].host if 0 in self._members else socket.gethostname()
         elsewhere = {member.host for member in self._members.values()} - {host}
         gone = {self._members[rank].host for rank in ranks}
         who = hosts_text([self._members[rank] for rank in ranks])
         if len(elsewhere) > 1 and gone == elsewhere:
-            line = f"rank 0 (host {host}) reaches none of the other {len(elsewhere)} hosts over the network; its own connection is the likely cause"
+            line = (
+                f"rank 0 (host {host}) reaches none of the other {len(elsewhere)} hosts over the network; "
+                "its own connection is the likely cause"
+            )
             self._end((0,), line, f"  not reached: {who}", code=RUN_ERROR_EXIT_CODE)
             return
         self._end(tuple(ranks), f"{who} {UNREACHABLE}, as seen from rank 0 (host {host})", code=RUN_ERROR_EXIT_CODE)
 
-    def _end(self, first: tuple[int, ...], line: str, text: str = "", *, code: int, silent: list[int] | None = None) -> None:
+    def _end(
+        self, first: tuple[int, ...], line: str, text: str = "", *, code: int, silent: list[int] | None = None
+    ) -> None:
         """End the run; `silent` ranks, which do not answer, are ended by others."""
         if self._ended_at < math.inf:
             return

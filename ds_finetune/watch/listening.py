@@ -12,7 +12,7 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def hub_address(world: World, environ: Mapping[str, str]) -> str:
-    """The address of rank zero at which the others reach it; empty where that cannot be told, and all addresses have to do.
+    """The address at which the other ranks reach rank zero; empty where that cannot be told, and all have to do.
 
     The loopback where all ranks are on this machine; else that of the interface which GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME
     names; else the one that MASTER_ADDR leads to here, unless that is a name for the loopback, as in many files of hosts.
@@ -28,7 +28,9 @@ def hub_address(world: World, environ: Mapping[str, str]) -> str:
 
 
 def _address_of_interface(name: str) -> str:
-    found = [each.address for each in psutil.net_if_addrs().get(name, []) if each.family in (socket.AF_INET, socket.AF_INET6)]
+    found = [
+        each.address for each in psutil.net_if_addrs().get(name, []) if each.family in (socket.AF_INET, socket.AF_INET6)
+    ]
     return next((address for address in found if not ipaddress.ip_address(address.partition("%")[0]).is_link_local), "")
 
 

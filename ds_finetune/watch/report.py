@@ -50,7 +50,8 @@ class Failure:
         if isinstance(error, SystemExit) and isinstance(error.code, int):
             code = error.code
         line = next((line for line in str(error).splitlines() if line.strip()), "")
-        return cls(f"{type(error).__name__}: {line[:_LINE_LETTERS]}", "\n".join(lines[-_LINES:])[-_TEXT_LETTERS:], code, is_echo(error))
+        text = "\n".join(lines[-_LINES:])[-_TEXT_LETTERS:]
+        return cls(f"{type(error).__name__}: {line[:_LINE_LETTERS]}", text, code, is_echo(error))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from ds_finetune.watch.collectives import PAIR
 
 _NAMED_RANKS = 8
 _SERIES = 16
-LOSSY = "cannot be asked: packets between its machine and that of rank 0 are lost. The network is at fault, and perhaps no rank"
+LOSSY = "cannot be asked: packets between its machine and that of rank 0 are lost, so the network is at fault and perhaps no rank"
 
 
 @dataclass(frozen=True)

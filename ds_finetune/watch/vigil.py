@@ -265,7 +265,8 @@ def keep_vigil(board: Board, world: World, store: dist.Store, output_dir: Path) 
     secret = agree_on_secret(store, world, folder=output_dir, environ=os.environ, say=lambda line: _say(f"{line}\n"))
     hub = _start_hub(member, world, store, secret, output_dir) if world.rank == 0 else None
     address, port, zero = json.loads(store.get(_KEY))
-    vigil = Vigil(board, world, _join(member, (address or world.master_addr, int(port)), secret), parsed(Member, zero), output_dir)
+    link = _join(member, (address or world.master_addr, int(port)), secret)
+    vigil = Vigil(board, world, link, parsed(Member, zero), output_dir)
     vigil.start()
     try:
         with vigil.stating_exits(), vigil.telling():

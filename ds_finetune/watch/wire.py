@@ -51,7 +51,7 @@ tcpi_dsack_dups, tcpi_rcv_ooopack."""
 
 @dataclass(frozen=True)
 class Loss:
-    """What the kernel knows of a connection: segments that are not acknowledged in time, and how many were lost so far."""
+    """What the kernel knows of a connection: segments not acknowledged in time, and how many were lost so far."""
 
     unacknowledged: int = 0
     lost: int = 0
@@ -125,7 +125,9 @@ class Link:
         """What the kernel knows of lost packets; nothing where it does not say."""
         if sys.platform != "linux" or self._socket.fileno() < 0:
             return Loss()
-        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES).ljust(_TCP_INFO_BYTES, b"\0")
+        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES).ljust(
+            _TCP_INFO_BYTES, b"\0"
+        )
         places = (_UNACKED_AT, _RESENT_AT, _NEEDLESS_AT, _DISORDERED_AT)
         unacknowledged, resent, needless, disordered = (struct.unpack_from("I", info, place)[0] for place in places)
         # Every segment is unacknowledged for a while; the last one of a series is sent again after milliseconds, which the other
