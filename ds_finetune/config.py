@@ -53,7 +53,7 @@ EveryText = Annotated[str, BeforeValidator(_checked_every)]
 class Section(BaseModel):
     """A part of the run file: frozen, and an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class ModelConfig(Section):
@@ -304,7 +304,7 @@ class RunConfig(Section):
     data: DataConfig
     """The data."""
     deepspeed: str | dict[str, Any] | None = None
-    """DeepSpeed JSON file or section with the choices (ZeRO stage, offload); derived numbers stay "auto"."""
+    """DeepSpeed choices (ZeRO stage, offload): a JSON file, a name of ds_configs/ such as `zero3`, or a section; derived numbers stay "auto"."""
     train: TrainConfig = TrainConfig()
     """Length, batch and precision."""
     optim: OptimConfig = OptimConfig()

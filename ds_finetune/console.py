@@ -1,7 +1,10 @@
 """What a person sees: the plan before a run, the summary after it, tables. The only place that prints."""
 
+import json
+import shlex
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -81,6 +84,24 @@ def show_report(report: "Report") -> None:
     rows += [("interrupted", report.interrupted)] if report.interrupted else []
     rows += [("run", str(report.output_dir)), *(("export", str(path)) for path in report.exports)]
     OUT.print(pairs("interrupted" if report.interrupted else "done", rows))
+
+
+def show_next(report: "Report") -> None:
+    """Print the command that talks to what was exported, or that exports the run."""
+    if report.interrupted:
+        return
+    command = ["ds-finetune", "export", str(report.output_dir), "OUT"]
+    for folder in report.exports:
+        command = ["ds-finetune", "chat", str(folder)]
+        if not has_chat_template(folder):
+            command = ["ds-finetune", "ask", str(folder), "TEXT"]
+    show_line(f"next: {shlex.join(command)}")
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether the tokenizer of an exported folder has one, in a file of its own or in its settings."""
+    settings = folder / "tokenizer_config.json"
+    return (folder / "chat_template.jinja").is_file() or (settings.is_file() and "chat_template" in json.loads(settings.read_text(encoding="utf-8")))
 
 
 def show_verdicts(verdicts: "Sequence[Verdict]") -> None:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from datetime import date, timedelta
 from pathlib import Path
 
+from ds_finetune.errors import OutputError
+
 DAYS = 36_500
 FIRST_DAY = date(1950, 1, 1)
 HELD_OUT = 200
@@ -79,7 +81,10 @@ def write_demo(folder: Path, *, ranks: int = 2) -> Path:
     A step has 8 rows, or the next multiple of `ranks`.
     """
     model = folder / "model"
-    model.mkdir(parents=True, exist_ok=True)
+    try:
+        model.mkdir(parents=True, exist_ok=True)
+    except OSError as refused:
+        raise OutputError(f"`{folder}` cannot be written: {refused.strerror}", hint="name another folder") from None
     (model / "config.json").write_text(json.dumps(MODEL, indent=2) + "\n", encoding="utf-8")
     _write_tokenizer(model)
     rows = [{"prompt": question, "completion": answer} for question, answer in questions()]

@@ -74,6 +74,10 @@ def serve(folder: Path, address: Address, service: Service, *, say: Callable[[st
     if not (folder / "config.json").is_file():
         raise ServeError(f"`{folder}` holds no config.json", hint="name an exported folder, e.g. runs/r1/export")
     chosen = service.chosen(folder)
+    if chosen.engine != "vllm":
+        from ds_finetune.export.load import check_loadable
+
+        check_loadable(folder)
     _check_free(address)
     if (folder / UNVERIFIED).is_file():
         say(f"{folder} is UNVERIFIED: {(folder / UNVERIFIED).read_text(encoding='utf-8').strip()}")

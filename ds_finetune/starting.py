@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ds_finetune.argument_types import port, positive
 from ds_finetune.config import RunConfig, read_config
 from ds_finetune.console import show_line
 from ds_finetune.errors import LaunchError
@@ -33,13 +34,13 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     launch.add_argument("--nproc", type=int, help="ranks on this machine alone, where there is no hostfile")
     launch.add_argument("--env", action="append", default=[], metavar="NAME[=VALUE]", help="one more environment variable for every rank")
     launch.add_argument("--interface", default="", metavar="NAME", help="network interface of every host (default: the one towards the first host)")
-    launch.add_argument("--port", type=int, default=0, help="port of the first host at which ranks meet (default: a free one)")
+    launch.add_argument("--port", type=port, default=0, help="port of the first host at which ranks meet (default: a free one)")
     launch.add_argument("--dry-run", action="store_true", help="show ranks, environment and commands; ask no host anything")
     launch.add_argument("--emit", choices=("slurm", "k8s", "docker"), help="write a file for a service that starts ranks itself, and start nothing")
     launch.add_argument("-o", "--out", metavar="FILE", help="where --emit writes (default: standard output)")
     launch.add_argument("--name", default="ds-finetune", help="of the emitted job (default ds-finetune)")
     launch.add_argument("--time", default="24:00:00", metavar="[D-]HH:MM:SS", help="time limit of the emitted job (default 24:00:00)")
-    launch.add_argument("--cpus", type=int, default=8, help="cores of each rank of the emitted job (default 8)")
+    launch.add_argument("--cpus", type=positive, default=8, help="cores of each rank of the emitted job (default 8)")
     launch.add_argument("--image", default="ds-finetune:latest", help="container image of emitted pods (default ds-finetune:latest)")
     launch.add_argument("--claim", default="runs", help="volume claim of emitted pods, mounted as /workspace/runs (default runs)")
     launch.set_defaults(command=_launch)

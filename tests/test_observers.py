@@ -4,13 +4,16 @@ import io
 import json
 import math
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from ds_finetune.config import EvalConfig
-from ds_finetune.data.batches import BatchPlan, eval_batches
+from ds_finetune import finetune
+from ds_finetune.config import EvalConfig, RunConfig
+from ds_finetune.data.batches import Batch, BatchPlan, eval_batches
 from ds_finetune.data.rows import Row
 from ds_finetune.engine.core import EvalResult, StepResult
 from ds_finetune.errors import ConfigError
@@ -21,6 +24,8 @@ from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.time_left import EVALUATION, EXPORT, SAVE, TimeLeft
 from ds_finetune.observers.utilisation import Utilisation, peak_flops
 from ds_finetune.observers.writers import MetricsFile, Trackers, check_trackers
+from ds_finetune.plan.layout import make_plan
+from ds_finetune.world import World
 
 
 def values(**more: float) -> dict[str, float]:
@@ -153,6 +158,31 @@ def test_an_evaluation_reads_the_first_rows_of_its_limit() -> None:
     read = [batch.row_ids for batch in eval_batches(rows, plan, limit=5)]
     assert read == [(0, 1), (2, 3), (4,)]
     assert sum(len(batch.row_ids) for batch in eval_batches(rows, plan)) == 10
+
+
+def test_a_runs_evaluation_takes_the_limit() -> None:
+    config = RunConfig.model_validate(
+        {
+            "model": "m",
+            "data": {"train": "a", "eval": "b", "packing": False},
+            "eval": {"limit": 3},
+            "output_dir": "o",
+            "train": {"micro_batch_size": 2},
+        }
+    )
+    plan = make_plan(config, world=World(0, 1, 0, 1, "python"), device="cpu")
+    rows = [Row(np.arange(3, dtype=np.int32), np.arange(3, dtype=np.int32), np.arange(3, dtype=np.int32), 3)] * 10
+    asked: list[bool] = []
+
+    def evaluated(batches: Iterable[Batch], *, is_over: Callable[[], bool]) -> list[tuple[int, ...]]:
+        return [batch.row_ids for batch in batches if not is_over()]
+
+    engine = SimpleNamespace(plan=plan, is_rank_zero=True, evaluate=evaluated)
+    material = SimpleNamespace(held_out=rows, stop_ids=[], pad_token_id=0)
+    evaluate, exact_match = finetune._evaluations(engine, material, SimpleNamespace(is_asked=lambda: bool(asked.append(True))))  # type: ignore[arg-type]
+    assert evaluate() == [(0, 1), (2,)]
+    assert asked == [True, True], "each batch asks whether the run is to end"
+    assert exact_match is None
 
 
 def test_progress_stays_in_place_on_a_terminal() -> None:

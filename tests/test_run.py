@@ -151,6 +151,7 @@ def test_early_stopping(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(metrics(tmp_path)) < 50
     assert "STOP: eval/loss has not fallen below" in done.stdout
+    assert done.stdout.splitlines()[-1] == f"next: ds-finetune export {tmp_path / 'run'} OUT"
     assert not (tmp_path / "run" / "export").exists()
 
 

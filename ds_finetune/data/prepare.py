@@ -146,6 +146,8 @@ def _chat_template(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> st
         return Path(config.template).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"data.template `{config.template}` does not exist", hint="use auto, plain, or the path of a Jinja file") from None
+    except (OSError, UnicodeDecodeError) as unreadable:
+        raise ConfigError(f"data.template `{config.template}` cannot be read: {unreadable}", hint="name a Jinja file in UTF-8") from None
 
 
 def _fingerprint(sources: Sequence[Source], work: Work) -> str:

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
+from ds_finetune.errors import LaunchError
 from ds_finetune.hostfile import Host
 
 _LOGIN = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TERM", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "XDG_RUNTIME_DIR")
@@ -36,7 +37,12 @@ class Remote:
     @classmethod
     def from_environment(cls, ssh_args: str = "") -> "Remote":
         """With `ssh_args`, or else those of DS_FINETUNE_SSH_ARGS, and the working directory of this process."""
-        return cls(tuple(shlex.split(ssh_args or os.environ.get(SSH_ARGS, ""))), sys.executable, str(Path.cwd()))
+        given = ssh_args or os.environ.get(SSH_ARGS, "")
+        try:
+            words = tuple(shlex.split(given))
+        except ValueError as open_quote:
+            raise LaunchError(f"arguments of ssh `{given}`: {open_quote}", hint="close the quotation, or escape it") from None
+        return cls(words, sys.executable, str(Path.cwd()))
 
     def within(self, greeting_seconds: float) -> "Remote":
         """The same, with so long for a host's first word; ssh gives up a moment before, and says why."""

@@ -10,6 +10,7 @@ from ds_finetune.config import OptimConfig, RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.known_keys import check_keys
 from ds_finetune.plan.options import Tree, offload_device
+from ds_finetune.shipped import DS_CONFIGS, shipped_file, shipped_names
 
 DEFAULT_CHOICES: Tree = {"zero_optimization": {"stage": 2}}
 """Used when neither the run file nor a launcher chooses: optimizer states and gradients sharded, weights whole."""
@@ -50,15 +51,29 @@ def _given_choices(given: str | Mapping[str, Any] | None) -> tuple[Tree, str]:
         return copy.deepcopy(DEFAULT_CHOICES), "the default (ZeRO-2)"
     if not isinstance(given, str):
         return copy.deepcopy(dict(given)), "`deepspeed` in the run file"
+    path = _choices_file(given)
     try:
-        tree = json.loads(Path(given).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"deepspeed file `{given}` does not exist", hint="see ds_configs/ for zero0.json ... zero3_nvme.json") from None
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as unreadable:
+        raise ConfigError(f"deepspeed file `{path}` cannot be read: {unreadable}", hint="name a JSON file in UTF-8") from None
     except json.JSONDecodeError as broken:
         raise ConfigError(f"{given} line {broken.lineno} column {broken.colno} is not JSON: {broken.msg}", hint="check commas and quotes") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{given} holds {type(tree).__name__}, not an object", hint="see ds_configs/zero2.json")
     return tree, given
+
+
+def _choices_file(given: str) -> Path:
+    """The file that `deepspeed` names: one that exists where the program was started, else one that comes with the package."""
+    if Path(given).is_file():
+        return Path(given)
+    path = shipped_file(given) or shipped_file(f"{DS_CONFIGS}/{given}.json") or shipped_file(f"{DS_CONFIGS}/{given}")
+    if path is None and Path(given).exists():
+        return Path(given)
+    if path is None:
+        names = ", ".join(name.removesuffix(".json") for name in shipped_names(DS_CONFIGS) if "/" not in name)
+        raise ConfigError(f"deepspeed file `{given}` does not exist", hint=f"name a JSON file, or one of ds_configs/: {names}")
+    return path
 
 
 def stage_of(tree: Mapping[str, Any], source: str) -> int:

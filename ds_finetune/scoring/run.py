@@ -12,7 +12,8 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from ds_finetune.config import DataConfig
 from ds_finetune.data.prepare import TokenSpec, prepare
 from ds_finetune.data.tokenizer_files import load_tokenizer
-from ds_finetune.errors import DataError, ExportError
+from ds_finetune.errors import DataError
+from ds_finetune.export.load import check_loadable
 from ds_finetune.model.build import resolve_folder
 from ds_finetune.scoring.compare import METHOD, Metric, compare
 from ds_finetune.scoring.extract import EXTRACTORS
@@ -67,8 +68,7 @@ def score(asked: Asked) -> Scored:
 
 def _model_folder(name: str) -> Path:
     folder = resolve_folder(name)
-    if not (folder / "config.json").is_file():
-        raise ExportError(f"`{folder}` holds no config.json", hint="name an exported folder, e.g. runs/r1/export, or a model's")
+    check_loadable(folder)
     return folder
 
 
