@@ -81,6 +81,7 @@ def find_origin(plan: Plan, material: Material, say: Say) -> Origin:
     agree(_mixed(folder, later, found) if wanted.resume != "auto" and later else None)
     agree(other_model(found.folder / BASE, CONFIG, material.config_tree))
     lines = [*changes(found.state, inputs_of(plan, material)), *_other_random_state(found, plan, material)]
+    lines += _left_out(found, plan, material)
     for line in (*found.passed_over, *_set_aside(place, later)):
         say(line)
     for line in (f"going on from {found.folder}, step {found.state.step} of {found.state.layout}", *lines):
@@ -249,6 +250,15 @@ def remember(observers: Mapping[str, Resumable], origin: Origin) -> None:
         observers[name].restore(kept[name])
 
 
+def refuse_past_end(origin: Origin, *, steps: int, duration: str) -> None:
+    """CheckpointError where the run is already past the end that the run file gives it: it would export other weights."""
+    if origin.found is not None and origin.progress.step > steps:
+        raise CheckpointError(
+            f"{origin.found.folder} is of step {origin.progress.step}, and train.for {duration} ends after step {steps}",
+            hint="raise train.for; to end with these weights, use `ds-finetune export` on the checkpoint",
+        )
+
+
 def ended_early(origin: Origin, config: RunConfig) -> bool:
     """Whether the run that is gone on with had lost its patience."""
     best = origin.found.state.observers.get("best", {}) if origin.found else {}
@@ -278,6 +288,15 @@ def inputs_of(plan: Plan, material: Material) -> Inputs:
         held_out=material.held_out.fingerprint() if material.held_out is not None else "",
         deepspeed=plan.deepspeed,
     )
+
+
+def _left_out(found: Found, plan: Plan, material: Material) -> list[str]:
+    """Rows that a longer run does not see: those for which a shorter one filled its last step up with empty rows."""
+    if isinstance(material.train, StreamedRows) or found.state.config["train"]["for"] == plan.config.train.duration:
+        return []
+    epoch, index = found.state.position[:2]
+    rows = found.state.step * plan.config.train.global_batch_size - (epoch * len(material.train) + index)
+    return [f"{rows} rows of epoch {epoch + 1} are left out: step {found.state.step} was the last one, and not full"] if rows > 0 else []
 
 
 def _other_random_state(found: Found, plan: Plan, material: Material) -> list[str]:

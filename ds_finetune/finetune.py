@@ -18,7 +18,19 @@ import torch.distributed as dist
 
 from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.config import RunConfig
-from ds_finetune.continuation import Origin, Say, cut_evaluation, ended_early, find_origin, go_on, remember, run_text, saved_record, saver_of
+from ds_finetune.continuation import (
+    Origin,
+    Say,
+    cut_evaluation,
+    ended_early,
+    find_origin,
+    go_on,
+    refuse_past_end,
+    remember,
+    run_text,
+    saved_record,
+    saver_of,
+)
 from ds_finetune.data.batches import Batch, BatchPlan, Position, eval_batches, num_evaluated, training_batches
 from ds_finetune.data.stream import START, StreamedRows, streaming_batches
 from ds_finetune.engine.building import build_ops, use_cores
@@ -140,6 +152,7 @@ def _train_and_export(
 ) -> tuple[StepRecord | None, str, tuple[Path, ...]]:
     """The last record, which signal ended the run if one did, and the folders exported."""
     origin = find_origin(plan, material, say if plan.world.rank == 0 else _nothing)
+    refuse_past_end(origin, steps=schedule.steps, duration=plan.config.train.duration)
     started = start_engine(plan, material.hf_config, has_weights=origin.found is None)
     # The innermost tells of an error before anything is closed, which may wait for ranks that are gone.
     with started as engine, kept(engine, origin, material) as saver, vigil.telling():
@@ -193,7 +206,8 @@ def batches_of(
     if isinstance(material.train, StreamedRows):
         return streaming_batches(material.train, batch_plan(plan, material), steps=schedule.steps, start_step=after.step, start=place_in_stream)
     length = Duration.parse(plan.config.train.duration)
-    rows = round(length.value * len(material.train)) if length.unit == "epochs" else schedule.steps * plan.config.train.global_batch_size
+    is_epochs = length.unit == "epochs"
+    rows = length.in_rows(len(material.train)) if is_epochs else schedule.steps * plan.config.train.global_batch_size
     return training_batches(material.train, batch_plan(plan, material), start_step=after.step, total_rows=rows)
 
 

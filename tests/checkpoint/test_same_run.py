@@ -16,7 +16,7 @@ from ds_finetune.checkpoint.files import Manifest, commit, partial_name, step_na
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.same_run import ON_RESUME, PRINTED, REFUSED, ROWS, Inputs, changes, table
 from ds_finetune.config import RunConfig, read_config
-from ds_finetune.continuation import Origin, find_origin, inputs_of
+from ds_finetune.continuation import Origin, find_origin, inputs_of, refuse_past_end
 from ds_finetune.errors import CheckpointError
 from ds_finetune.material import Material, gather_material
 from ds_finetune.plan.layout import Plan, make_plan
@@ -194,7 +194,7 @@ def saved(tmp_path: Path) -> Iterator[tuple[Plan, Material]]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     plan = make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cpu")
     material = gather_material(config)
-    state = replace(state_of({}), step=3, layout={"mesh": "dp 2"}, **asdict(inputs_of(plan, material)))
+    state = replace(state_of({}), step=3, position=(0, 20), layout={"mesh": "dp 2"}, **asdict(inputs_of(plan, material)))
     partial = Path(config.output_dir) / "checkpoints" / partial_name(3, "a")
     partial.mkdir(parents=True)
     beside = {"base/config.json": str(material.folder / "config.json")}
@@ -231,3 +231,22 @@ def test_a_renamed_checkpoint_is_not_resumed_from(saved: tuple[Plan, Material]) 
     (checkpoints / step_name(3)).rename(checkpoints / step_name(30))
     with pytest.raises(CheckpointError, match="its name says step 30 and it holds step 3"):
         resumed(saved[0])
+
+
+def test_a_run_that_is_past_its_end_is_refused(saved: tuple[Plan, Material]) -> None:
+    """It would export the weights of step 3 as those of a run of two steps."""
+    origin, _ = resumed(saved[0])
+    refuse_past_end(origin, steps=3, duration="3 steps")
+    with pytest.raises(CheckpointError, match=r"is of step 3, and train\.for 2 steps ends after step 2"):
+        refuse_past_end(origin, steps=2, duration="2 steps")
+
+
+def test_rows_that_a_longer_run_does_not_see_are_printed(saved: tuple[Plan, Material]) -> None:
+    """The checkpoint is of step 3 with a batch of 8, and only 20 rows were given out when the run ended."""
+    plan = saved[0]
+    _, lines = resumed(replace(plan, config=plan.config.model_copy(update={"train": longer(plan)})))
+    assert "4 rows of epoch 1 are left out: step 3 was the last one, and not full" in lines
+
+
+def longer(plan: Plan) -> Any:
+    return plan.config.train.model_copy(update={"duration": "2 epochs"})
