@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from ds_finetune.config import RunConfig
 from ds_finetune.data.packed import PreparedRows
 from ds_finetune.data.prepare import prepare
-from ds_finetune.data.reasons import notes, server_share
+from ds_finetune.data.reasons import row_notes, server_share
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.material import token_spec
 from ds_finetune.model.build import read_hf_config, resolve_folder
@@ -22,7 +22,7 @@ def preview_of(config: RunConfig, *, samples: int) -> RenderableType:
     tokenizer = load_tokenizer(str(resolve_folder(config.model.tokenizer or config.model.path)))
     rows = prepare(config.data, "train", tokenizer=tokenizer, spec=token_spec(config, read_hf_config(config.model.path)))
     shown = [marked(*rows.document(number), tokenizer) for number in range(min(samples, rows.counts.documents))]
-    return Group(*shown, counts_table(rows, config), *(Text(note) for note in notes(rows.counts)))
+    return Group(*shown, counts_table(rows, config), *(Text(note) for note in row_notes(rows.counts)))
 
 
 def marked(ids: list[int], mask: list[bool], tokenizer: PreTrainedTokenizerBase) -> Text:

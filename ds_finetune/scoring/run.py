@@ -11,6 +11,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ds_finetune.config import DataConfig
 from ds_finetune.data.prepare import TokenSpec, prepare
+from ds_finetune.data.reasons import row_notes
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.errors import DataError, ExportError
 from ds_finetune.model.build import resolve_folder
@@ -84,7 +85,8 @@ def _documents(asked: Asked, folder: Path, tokenizer: PreTrainedTokenizerBase) -
         documents = [Document(*rows.document(index), *prompt) for index, prompt in enumerate(rows.prompts(number))]
         counts = rows.counts
     note = f"{counts.read} rows read, {counts.truncated} truncated to {length} tokens, {counts.too_long_dropped} too long"
-    return documents, [f"{note}, {counts.nothing_supervised} with nothing supervised, {number} documents scored"]
+    note += f", {counts.nothing_supervised} with nothing supervised, {number} documents scored"
+    return documents, [note, *row_notes(counts)]
 
 
 def _same_tokens(folder: Path, base: Path, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document]) -> list[str]:
