@@ -13,7 +13,7 @@ from ds_finetune.arch import Shape
 from ds_finetune.config import RunConfig
 from ds_finetune.data.overlap import overlap_notes
 from ds_finetune.data.prepare import PreparedRows, TokenSpec, prepare
-from ds_finetune.data.reasons import notes
+from ds_finetune.data.reasons import row_notes
 from ds_finetune.data.stream import StreamedRows, stream
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.errors import ConfigError
@@ -66,7 +66,7 @@ class Material:
     def data_notes(self) -> Iterator[str]:
         """What a person should know of the rows before they are trained, a line each."""
         for name, rows in (("train", self.train), ("eval", self.held_out)):
-            yield from (f"data.{name}: {note}" for note in (notes(rows.counts) if rows is not None else ()))
+            yield from (f"data.{name}: {note}" for note in (row_notes(rows.counts) if rows is not None else ()))
 
 
 def gather_material(config: RunConfig) -> Material:

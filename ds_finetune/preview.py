@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from ds_finetune.config import RunConfig
 from ds_finetune.data.packed import PreparedRows
 from ds_finetune.data.prepare import prepare
-from ds_finetune.data.reasons import notes, server_share
+from ds_finetune.data.reasons import row_notes, server_share
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.material import model_config, token_spec
 from ds_finetune.model.build import resolve_folder
@@ -22,7 +22,8 @@ def preview_of(config: RunConfig, *, samples: int) -> RenderableType:
     tokenizer = load_tokenizer(str(resolve_folder(config.model.tokenizer or config.model.path)))
     rows = prepare(config.data, "train", tokenizer=tokenizer, spec=token_spec(config, model_config(config)))
     shown = [marked(*rows.document(number), tokenizer) for number in range(min(samples, rows.counts.documents))]
-    return Group(*shown, *(Text(note) for note in rows.notes), counts_table(rows, config), *(Text(note) for note in notes(rows.counts)))
+    notes = (*rows.notes, *row_notes(rows.counts))
+    return Group(*shown, counts_table(rows, config), *(Text(note) for note in notes))
 
 
 def marked(ids: list[int], mask: list[bool], tokenizer: PreTrainedTokenizerBase) -> Text:

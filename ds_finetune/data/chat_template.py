@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -22,6 +23,7 @@ def mark(name: object) -> str:
 
 
 _ASKED = {"role": "user", "content": "x"}
+_IDS = (mark("assistant.id"), "abcdefghi")
 _PARAMETERS = {"type": "object", "properties": {}}
 _TOOL = {"type": "function", "function": {"name": mark("tool"), "description": "d", "parameters": _PARAMETERS}}
 
@@ -70,6 +72,8 @@ class Probes:
     turn_end: str
     object_arguments: bool
     calls: bool
+    no_content: str | None
+    """What a message that only calls tools has as content."""
     tools: bool
     reasoning: str
     """`field`: `reasoning_content` is rendered; `tags`: the template knows `</think>` in contents; empty: neither."""
@@ -79,29 +83,37 @@ class Probes:
 
 def _probes(template: ChatTemplate) -> Probes:
     answer = _tried(template, [_ASKED, {"role": "assistant", "content": mark(0)}])
-    with_objects = _tried(template, _call_probe({mark("key"): 1}))
-    with_text = _tried(template, _call_probe(json.dumps({mark("key"): 1}, ensure_ascii=False)))
-    calls = with_objects if mark("key") in with_objects else with_text
     thought = _tried(template, [_ASKED, {"role": "assistant", "content": "x", "reasoning_content": mark("thought")}])
     named = _tried(template, [{**_ASKED, "name": mark("user.name")}])
+    calls, object_arguments, no_content = _call_probes(template)
+    known = ("user.name", "tool.name", "tool.tool_call_id", "assistant.id")
     return Probes(
         turn_end=template.turn_end(answer.partition(mark(0))[2]),
-        object_arguments=mark("key") in with_objects,
-        calls=mark("call") in calls,
+        object_arguments=object_arguments,
+        calls=bool(calls),
+        no_content=no_content,
         tools=mark("tool") in _tried(template, [_ASKED], with_tool=True),
         reasoning="field" if mark("thought") in thought else "tags" if "</think>" in template.source else "",
-        fields=frozenset(
-            name
-            for name in ("user.name", "tool.name", "tool.tool_call_id", "assistant.id")
-            if mark(name) in calls + named
-        ),
+        fields=frozenset(name for name in known if mark(name) in calls + named),
     )
 
 
-def _call_probe(arguments: object) -> Messages:
-    call = {"type": "function", "id": mark("assistant.id"), "function": {"name": mark("call"), "arguments": arguments}}
-    result = {"role": "tool", "content": "x", "name": mark("tool.name"), "tool_call_id": mark("tool.tool_call_id")}
-    return [_ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}, result]
+def _call_probes(template: ChatTemplate) -> tuple[str, bool, str | None]:
+    """A rendering of a tool call, whether its arguments were an object, and its content where it has no text.
+
+    Some templates write a content of None as `None`, and Mistral's fail on an id that has not nine letters.
+    """
+    objects: dict[str, int] = {mark("key"): 1}
+    for no_content, arguments, call_id in product((None, ""), (objects, json.dumps(objects, ensure_ascii=False)), _IDS):
+        call = {"type": "function", "id": call_id, "function": {"name": mark("call"), "arguments": arguments}}
+        result = {"role": "tool", "content": "x", "name": mark("tool.name"), "tool_call_id": mark("tool.tool_call_id")}
+        result["tool_call_id"] = call_id if call_id == _IDS[1] else result["tool_call_id"]
+        rendered = _tried(
+            template, [_ASKED, {"role": "assistant", "content": no_content, "tool_calls": [call]}, result]
+        )
+        if mark("call") in rendered and mark("key") in rendered and "None" not in rendered:
+            return rendered, arguments is objects, no_content
+    return "", False, None
 
 
 def _tried(template: ChatTemplate, messages: Messages, *, with_tool: bool = False) -> str:
@@ -130,6 +142,7 @@ def _rendered_message(message: Mapping[str, Any], probes: Probes, reasoning: str
         thought = turn.pop("reasoning_content")
         turn["content"] = f"<think>\n{thought}\n</think>\n\n{turn['content'] or ''}"
     if turn.get("tool_calls"):
+        turn["content"] = turn["content"] or probes.no_content
         turn["tool_calls"] = [_rendered_call(call, probes) for call in turn["tool_calls"]]
     return turn
 

@@ -32,7 +32,7 @@ NOTED = {
 
 
 def dropped_rows(counts: Counts) -> list[str]:
-    """Each reason for which rows were left out, with their number."""
+    """Each reason for which rows were left out, with their number; the first two also where there are none."""
     reasons = [f"{rows:,} {DROPPED[name][0]}" for name, (rows, _) in counts.dropped.entries.items()]
     return [f"{counts.nothing_supervised:,} with nothing supervised", f"{counts.too_long_dropped:,} too long", *reasons]
 
@@ -46,7 +46,7 @@ def hint_for(counts: Counts) -> str:
     return f"{DROPPED[worst][1]} (the first such row is {entries[worst][1]})"
 
 
-def notes(counts: Counts) -> Iterator[str]:
+def row_notes(counts: Counts) -> Iterator[str]:
     """What a person should know of the rows before they are trained, a line each."""
     for name, (rows, first) in counts.dropped.entries.items():
         yield f"{rows:,} of {counts.read:,} rows are dropped: rows {DROPPED[name][0]}; the first is {first}"

@@ -138,7 +138,7 @@ class Templater:
         try:
             rendered = RenderedConversation(template, messages, conversation.tools, where)
             turns = rendered.turns()
-            rendered.check(turns)
+            rendered.check(turns, is_protected=bool(control))
         except LostTextError as lost:
             return _Plan((), Tokens([], [], dropped=str(lost), unread=unread))
         last = turns[-1].number

@@ -68,12 +68,17 @@ class RenderedConversation:
                 found.append(turn)
         return found or [Turn(len(self._messages), self._render(self._messages), "", "")]
 
-    def check(self, turns: Sequence[Turn]) -> None:
-        """LostTextError where a text of the row is not in `turns`, or the template moves it before an earlier one."""
+    def check(self, turns: Sequence[Turn], *, is_protected: bool) -> None:
+        """LostTextError where a text of the row is not in `turns`, or the template moves it before an earlier one.
+
+        `is_protected` if control tokens are marked as text: a template that writes JSON in ASCII would escape the marks.
+        """
         document = "".join(turn.prompt + turn.body + turn.ending for turn in turns)
         end = turns[-1].number + 1
         messages = self._messages[:end]
         if any(message["role"] != "assistant" and message["content"].strip() not in document for message in messages):
+            raise LostTextError("text")
+        if is_protected and any(escaped in document for escaped in ("\\ue0f3", "\\uE0F3")):
             raise LostTextError("text")
         try:
             whole = self._template.render(
@@ -130,7 +135,7 @@ class RenderedConversation:
             return rest
         raise DataError(
             f"{self._where}: the chat template changes an earlier turn when a later one is added: {done!r:.80} is gone",
-            hint="give a template that only appends, or set data.train_on last_assistant",
+            hint="give a data.template that only appends",
         )
 
     def _turn(self, number: int, done: str) -> tuple[Turn, str]:
@@ -165,7 +170,7 @@ class RenderedConversation:
         """
         message = self._messages[number]
         opened = self._after(done, self._render(self._marked[:number], opens=True)) if number else None
-        is_call = not message["content"] and not message.get("reasoning_content")
+        is_call = not message["content"] and not message.get("reasoning_content") and message.get("tool_calls")
         written = header[len(opened) :] if opened is not None and header.startswith(opened) else ""
         if opened is not None and _THINK_END in written and _THINK_END in (message["content"] or ""):
             # The template writes an empty reasoning before an answer without one; this answer brings its own.
@@ -193,12 +198,16 @@ def _marks(message: Mapping[str, Any], number: int) -> list[tuple[str, str, str]
         (mark(f"{number}c{place}"), call["function"]["name"], "calls")
         for place, call in enumerate(message.get("tool_calls") or ())
     ]
-    return [*([(mark(number), message["content"], "text")] if message["content"] is not None else []), *thought, *calls]
+    return [
+        *([(mark(number), message["content"], "text")] if message["content"] or not calls else []),
+        *thought,
+        *calls,
+    ]
 
 
 def _marked(message: Mapping[str, Any], number: int) -> Mapping[str, Any]:
     turn = dict(message)
-    if turn["content"] is not None:
+    if turn["content"] or not turn.get("tool_calls"):
         turn["content"] = mark(number)
     if turn.get("reasoning_content"):
         turn["reasoning_content"] = mark(f"{number}r")

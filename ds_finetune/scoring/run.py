@@ -11,6 +11,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ds_finetune.config import DataConfig
 from ds_finetune.data.prepare import TokenSpec, prepare
+from ds_finetune.data.reasons import row_notes
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.errors import DataError
 from ds_finetune.export.load import check_loadable
@@ -85,7 +86,8 @@ def _documents(asked: Asked, folder: Path, tokenizer: PreTrainedTokenizerBase) -
         counts = rows.counts
     note = f"{counts.read} rows read, {counts.truncated} truncated to {length} tokens ({counts.truncated_ratio:.2%} of all tokens lost)"
     note += f", {counts.split} split, {counts.too_long_dropped} too long"
-    return documents, [f"{note}, {counts.nothing_supervised} with nothing supervised, {number} documents scored"]
+    note += f", {counts.nothing_supervised} with nothing supervised, {number} documents scored"
+    return documents, [note, *row_notes(counts)]
 
 
 def _same_tokens(folder: Path, base: Path, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document]) -> list[str]:
