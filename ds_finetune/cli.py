@@ -182,7 +182,11 @@ def _export(arguments: argparse.Namespace) -> None:
 def _check(folder: Path, base: str | None) -> None:
     from ds_finetune.export.onnx_folder import check_packages
     from ds_finetune.export.record import is_onnx
+    from ds_finetune.model.folder_check import check_folder
 
+    for place in (folder, *([Path(base)] if base else [])):
+        if place.is_dir():
+            check_folder(place)
     if not is_onnx(folder):
         _verify([folder], base)
         return

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ds_finetune.errors import ServeError
 from ds_finetune.export.record import UNVERIFIED, is_onnx
+from ds_finetune.model.folder_check import check_folder
 
 ENGINES = ("vllm", "transformers", "onnx")
 _SERVING = ("fastapi", "uvicorn", "pydantic", "openai")
@@ -73,6 +74,7 @@ def serve(folder: Path, address: Address, service: Service, *, say: Callable[[st
     """
     if not (folder / "config.json").is_file():
         raise ServeError(f"`{folder}` holds no config.json", hint="name an exported folder, e.g. runs/r1/export")
+    check_folder(folder)
     chosen = service.chosen(folder)
     if chosen.engine != "vllm":
         from ds_finetune.export.load import check_loadable

@@ -10,7 +10,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from ds_finetune.export.convert import Conversion, ModelSpec, Selected, workers
 from ds_finetune.export.folder import FolderParts
-from ds_finetune.export.model_config import PREDICTION_LAYERS, prediction_layers
+from ds_finetune.export.model_config import PREDICTION_LAYERS, code_lines, prediction_layers
 from ds_finetune.model.families import Family, layer_of
 from ds_finetune.model.hub_folder import HubFolder, has_weights
 
@@ -103,9 +103,10 @@ def read_again(tensors: Iterable[tuple[str, torch.Tensor | None]], names: Collec
 
 
 def counted(parts: FolderParts, keys: Iterable[str]) -> list[str]:
-    """That config.json will say another number of prediction layers than it did, where it does, for the tensors `keys`."""
+    """How configuration files will differ from the base's: in prediction layers, of which there are those of the tensors `keys`, and code."""
     said, found = parts.config.get(PREDICTION_LAYERS), prediction_layers(parts.config, list(keys))
-    return [f"config.json: {PREDICTION_LAYERS} {said} -> {found}, as many as have tensors"] if said is not None and said != found else []
+    lines = [f"config.json: {PREDICTION_LAYERS} {said} -> {found}, as many as have tensors"] if said is not None and said != found else []
+    return lines + code_lines(parts.config, parts.files)
 
 
 def base_of_run(model: str) -> Path | None:

@@ -18,6 +18,7 @@ from ds_finetune.export.folder import TOKENIZER_FILES, FolderParts
 from ds_finetune.export.record import Record, prompts_of
 from ds_finetune.export.sources import Opened, open_source
 from ds_finetune.model.families import family_of
+from ds_finetune.model.folder_check import check_folder
 from ds_finetune.model.fp8 import FP8 as FP8_DTYPE
 from ds_finetune.model.fp8 import QUANTIZATION_CONFIG
 from ds_finetune.model.hub_folder import has_weights
@@ -113,6 +114,8 @@ def _checked(base: Path | None) -> tuple[Path, ...]:
     """A folder that was named is the one that is used."""
     if base is not None and not (base / "config.json").is_file():
         raise ExportError(f"--base `{base}` has no config.json", hint="name the folder of the model that was trained")
+    if base is not None:
+        check_folder(base)
     return (base,) if base else ()
 
 

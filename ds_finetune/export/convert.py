@@ -19,6 +19,7 @@ from ds_finetune.errors import ExportError
 from ds_finetune.export.folder import FolderParts, folder_writer
 from ds_finetune.export.shards import HubTensor, ShardWriter
 from ds_finetune.model.families import family_of
+from ds_finetune.model.folder_check import check_folder
 from ds_finetune.model.fp8 import BLOCK, FP8, SCALE, check_readable, is_quantised, quantise, quantise_like, scale_shape
 from ds_finetune.model.names import differences, hub_pieces
 
@@ -81,6 +82,7 @@ class ModelSpec:
 
 def read_model_spec(folder: Path) -> ModelSpec:
     """The causal LM of `folder`/config.json, built on the meta device; ExportError where transformers has none. No code of the folder is run."""
+    check_folder(folder)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if getattr(config, "quantization_config", None) is not None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from ds_finetune.errors import ConfigError, ExportError
-from ds_finetune.export.model_config import served_config
+from ds_finetune.export.model_config import TOKENIZER_CONFIG, served_config, served_tokenizer
 from ds_finetune.export.record import Record, mark_unchecked
 from ds_finetune.export.shards import HubTensor, ShardWriter, plan_shards, said, synchronise
 from ds_finetune.model.families import Family
@@ -41,7 +41,8 @@ Specs = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class FolderParts:
-    """What lies beside the weights: `config` is the base's own config.json as read, so its schema stays; files are copied byte for byte."""
+    """What lies beside the weights: `config` is the base's own config.json as read, so its schema stays; files are copied byte for byte,
+    but a tokenizer_config.json that names code, which is not exported."""
 
     family: Family
     config: dict[str, Any]
@@ -162,6 +163,10 @@ def _write_beside(folder: Path, parts: FolderParts, keys: Collection[str]) -> No
         config["quantization_config"] = dict(QUANTIZATION_CONFIG)
     (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     for file in parts.files:
-        shutil.copyfile(file, folder / file.name)
+        text = served_tokenizer(file) if file.name == TOKENIZER_CONFIG else None
+        if text is None:
+            shutil.copyfile(file, folder / file.name)
+        else:
+            (folder / file.name).write_text(text, encoding="utf-8")
     for name, text in parts.texts.items():
         (folder / name).write_text(text, encoding="utf-8")

@@ -31,6 +31,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 _ROOM, _ROOM_FP8 = 2.2, 4.4
 """Times the files' size that a GPU must have free: the model once in fp32 beside its 16-bit weights, and some activations."""
 _BLOCK, _SCALE, _FP8 = 128, "_scale_inv", torch.float8_e4m3fn
+_GROUPED, _EAGER = "grouped_mm", "eager"
 _MANTISSA, _SMALLEST_STEP = 3, 2.0**-9
 """Of E4M3: bits, and the distance between its smallest numbers."""
 
@@ -51,6 +52,7 @@ def _looked_at(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     model, said = _multiplied_out(folder) if is_fp8 else _plain(folder)
     model.eval().to(_device(folder, _ROOM_FP8 if is_fp8 else _ROOM))
     reached = _watch_experts(model)
+    experts = _choose_experts(model, record)
     arrays = {"own": _kept_logits(model, record)}
     dtype = model.dtype
     if dtype != torch.float32:
@@ -58,17 +60,37 @@ def _looked_at(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     device = model.device
     if is_fp8:
         del model
-        arrays["moved"] = _kept_logits(_multiplied_out(folder, moved=True)[0].eval().to(device).float(), record)
+        moved = _multiplied_out(folder, moved=True)[0].eval().to(device).float()
+        if experts:
+            moved.set_experts_implementation(_EAGER)
+        arrays["moved"] = _kept_logits(moved, record)
     report = {
         **{name: sorted(map(str, said[name])) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")},
         "dtype": str(dtype).removeprefix("torch."),
         "device": device.type,
+        "eager_experts": experts,
         "versions": f"transformers {transformers.__version__}, torch {torch.__version__}",
         "experts": sum(size for _, size in reached),
         "experts_reached": sum(len(seen) for seen, _ in reached),
         "ours": sorted(name for name in sys.modules if name.partition(".")[0] == "ds_finetune"),
     }
     return report, arrays
+
+
+def _choose_experts(model: PreTrainedModel, record: dict[str, Any]) -> str:
+    """Switch to the eager experts, and say why, where the grouped product of torch does not take this model; empty where it does.
+
+    torch 2.13 demands rows of a multiple of 16 bytes (aten, GroupedMMUtils.h), which says nothing of the weights.
+    """
+    if getattr(model.config, "_experts_implementation", None) != _GROUPED:
+        return ""
+    try:
+        with torch.no_grad():
+            model(input_ids=torch.tensor([record["prompts"][0]], device=model.device), use_cache=False)
+    except RuntimeError as refused:
+        model.set_experts_implementation(_EAGER)
+        return str(refused).splitlines()[0]
+    return ""
 
 
 def _plain(folder: Path) -> tuple[PreTrainedModel, dict[str, Any]]:

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ds_finetune.errors import ExportError
 from ds_finetune.export.onnx_folder import check_packages
 from ds_finetune.export.record import is_onnx
+from ds_finetune.model.folder_check import check_folder
 
 _WANTED = "name an exported folder, e.g. runs/r1/export"
 
@@ -18,6 +19,7 @@ def load_exported(folder: Path) -> PreTrainedModel:
     ExportError where the folder holds no config.json or no weights, and where the ONNX packages are not installed.
     """
     check_loadable(folder)
+    check_folder(folder)
     if is_onnx(folder):
         check_packages()
         from ds_finetune.export.onnx_model import OnnxCausalLM

@@ -15,6 +15,7 @@ import torch
 
 from ds_finetune.errors import ExportError
 from ds_finetune.export.torch_files import DataFile, FlatVector, Inert, InertInt, Run, Slices, load_values, run_of
+from ds_finetune.model.folder_check import check_folder
 from ds_finetune.model.hub_folder import Scratch
 
 _STAND_INS = (
@@ -64,6 +65,7 @@ def is_native(folder: Path) -> bool:
 def read_native(folder: Path) -> NativeCheckpoint:
     """The checkpoint in `folder`, or in the step folder that its `latest` names; ExportError where a part is missing or of a layout not read here."""
     step = _step_folder(folder)
+    check_folder(step)
     _refuse_layouts(step)
     model = _read_model_states(step)
     optim = _read_optim_states(step, model)

@@ -18,8 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ds_finetune.errors import ExportError, OutputError, VerificationError
 from ds_finetune.export.checkpoint import BESIDE, check_disk, check_out, export_checkpoint
+from ds_finetune.export.model_config import forget_code
 from ds_finetune.export.record import UNVERIFIED
 from ds_finetune.model.families import family_of
+from ds_finetune.model.folder_check import check_folder
 from ds_finetune.model.weights import open_weights
 
 if TYPE_CHECKING:
@@ -140,6 +142,7 @@ def _skeleton(folder: Path) -> PreTrainedModel:
     """The model of `folder` without memory; ExportError where it has no graph here. No code of the folder is run."""
     from ds_finetune.export.onnx_decoder import check_config
 
+    check_folder(folder)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, OSError) as unknown:
@@ -167,3 +170,4 @@ def _write(model: PreTrainedModel, folder: Path, aside: Path, dtype: str, with_c
     for name in ("config.json", *BESIDE):
         if (folder / name).is_file():
             shutil.copyfile(folder / name, aside / name)
+    forget_code(aside)

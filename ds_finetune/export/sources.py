@@ -22,6 +22,7 @@ from ds_finetune.export.parts import CheckpointSource
 from ds_finetune.export.record import RECORD, Record
 from ds_finetune.model.build import resolve_folder
 from ds_finetune.model.families import family_of
+from ds_finetune.model.folder_check import check_folder
 from ds_finetune.model.hub_folder import HubFolder, has_weights
 from ds_finetune.model.lora import Factors, is_adapter, weight_of
 from ds_finetune.model.weights import weights_digest
@@ -70,6 +71,7 @@ def open_checkpoint(path: Path, base: Path | None) -> Opened:
     Adapters are added to `base`, or to the model that the run file names.
     """
     folder = find_checkpoint(path)
+    check_folder(folder)
     verify(folder, workers=os.cpu_count() or 1)
     state, source = RunState.read(folder), CheckpointSource(folder)
     sides = {weight_of(name): name for name in source.shapes if is_adapter(name)}
@@ -172,6 +174,7 @@ def open_source(path: Path, base: Path | None = None) -> Opened:
     """The checkpoint, adapter or model in `path`, with `base` the model that was trained; ExportError where it is none of `KINDS`."""
     if not path.is_dir():
         raise ExportError(f"`{path}` is not a folder", hint="name the folder of a run, a checkpoint or a model")
+    check_folder(path)
     for kind in KINDS:
         if kind.is_here(path):
             return kind.open(path, base)

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from ds_finetune.errors import ExportError
 from ds_finetune.export.interruption import Interruption
 from ds_finetune.export.record import UNVERIFIED, Digest, Floats, Record
 from ds_finetune.model.families import family_of
+from ds_finetune.model.hub_folder import read_header
 
 _LIMIT = {"float32": 1e-5}
 _LIMIT_16_BIT, _NOISE_FACTOR, _HIGHEST_LIMIT = 1e-3, 3.0, 0.05
@@ -184,6 +186,8 @@ def _logits(record: Record, loaded: "Loaded") -> tuple[list[str], list[str]]:
     report, own = loaded.report, loaded.own
     assert own is not None
     name = f"{report['versions']} in {report['dtype']} on {report['device']}, without code of ours"
+    if report["eager_experts"]:
+        name += f", with eager experts, since its grouped product refuses them ({report['eager_experts']})"
     reached = f"; its prompts reach {report['experts_reached']} of {report['experts']} routed experts" if report["experts"] else ""
     if not np.isfinite(own).all():
         return [f"{int((~np.isfinite(own)).sum())} of {own.size} logits are not finite"], [name]
@@ -232,13 +236,11 @@ def tensors_of(folder: Path) -> dict[str, Held]:
 
 def _tensors_in(file: Path) -> Iterator[tuple[str, Held]]:
     try:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(length))
+        header, data, _ = read_header(file)
         for key, entry in header.items():
             if key != "__metadata__":
-                yield key, Held(file, 8 + length + entry["data_offsets"][0], tuple(entry["shape"]), entry["dtype"])
-    except (ValueError, KeyError, OverflowError, MemoryError) as damaged:
+                yield key, Held(file, data + entry["data_offsets"][0], tuple(entry["shape"]), entry["dtype"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as damaged:
         raise ExportError(f"{file} is not a safetensors file: {damaged}", hint="export the folder again") from damaged
 
 

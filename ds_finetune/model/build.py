@@ -14,6 +14,7 @@ from ds_finetune.errors import ModelError
 from ds_finetune.hub_access import hub_problem
 from ds_finetune.model.attention import BY_DOCUMENT
 from ds_finetune.model.families import family_of
+from ds_finetune.model.folder_check import check_folder
 from ds_finetune.model.fp8 import check_readable
 
 TOKENIZER_PATTERNS = ("*.json", "*.model", "*.jinja", "merges.txt")
@@ -59,6 +60,7 @@ def resolve_folder(path: str, *, files: Sequence[str] = _HUB_FILES) -> Path:
     """The folder of a model or tokenizer: a local one as it is, of a hub id `files` downloaded to the hub's cache."""
     folder = Path(path)
     if folder.is_dir():
+        check_folder(folder)
         return folder
     if folder.exists() or path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise ModelError(f"model `{path}` is not a folder", hint="name a folder that holds config.json, or a hub id such as org/name")
@@ -67,7 +69,7 @@ def resolve_folder(path: str, *, files: Sequence[str] = _HUB_FILES) -> Path:
 
     problem = hub_problem()
     try:
-        return Path(snapshot_download(path, allow_patterns=list(files), local_files_only=bool(problem)))
+        folder = Path(snapshot_download(path, allow_patterns=list(files), local_files_only=bool(problem)))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as missing:
         if problem:
             raise ModelError(
@@ -77,6 +79,8 @@ def resolve_folder(path: str, *, files: Sequence[str] = _HUB_FILES) -> Path:
         raise ModelError(
             f"model `{path}` is neither a folder nor to be had from the hub: {missing}", hint="check the name, or give a local folder"
         ) from missing
+    check_folder(folder)
+    return folder
 
 
 def read_hf_config(path: str, *, files: Sequence[str] = _HUB_FILES) -> PretrainedConfig:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ds_finetune.errors import ModelError
+from ds_finetune.model.folder_check import MOST_HEADER_BYTES, header_text
 from ds_finetune.model.fp8 import BLOCK, FP8, SCALE, dequantise, scale_shape
 from ds_finetune.model.names import differences
 
@@ -250,13 +251,25 @@ def _joined(files: Iterable[Path], weight_map: Mapping[str, str]) -> dict[str, S
     return found
 
 
+def read_header(path: Path) -> tuple[Any, int, int]:
+    """The header of a safetensors file as it stands there, the byte where the data begins, and the file's size.
+
+    OSError, ValueError or struct.error where the file has none, or one of more than safetensors itself takes.
+    """
+    if not path.is_file():
+        raise ValueError("it is no regular file")
+    with path.open("rb") as opened:
+        (length,) = _LENGTH.unpack(opened.read(_LENGTH.size))
+        if length > MOST_HEADER_BYTES:
+            raise ValueError(header_text(length))
+        size = os.fstat(opened.fileno()).st_size
+        return json.loads(opened.read(min(length, size))), _LENGTH.size + length, size
+
+
 def _read_header(path: Path) -> dict[str, Stored]:
     """The tensors of one file; ModelError where its header does not describe all of it, as safetensors demands."""
     try:
-        with path.open("rb") as opened:
-            (length,) = _LENGTH.unpack(opened.read(_LENGTH.size))
-            data, size = _LENGTH.size + length, os.fstat(opened.fileno()).st_size
-            tree = json.loads(opened.read(min(length, size)))
+        tree, data, size = read_header(path)
         tree.pop("__metadata__", None)
         return _entries(_File(path), tree, data, size)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as broken:

@@ -16,7 +16,7 @@ from ds_finetune.export.base import Base
 from ds_finetune.export.checkpoint import Exported, export_checkpoint
 from ds_finetune.export.convert import read_model_spec
 from ds_finetune.export.folder import FolderParts, write_folder
-from ds_finetune.export.model_config import served_config
+from ds_finetune.export.model_config import forget_code, served_config
 from ds_finetune.export.record import UNVERIFIED, Record
 from ds_finetune.export.verify import tensors_of, verify
 from ds_finetune.model.families import family_of
@@ -212,6 +212,29 @@ def test_an_adapter_of_the_head_reaches_its_copy(base: Path, tmp_path: Path) -> 
     found = read_all(tmp_path / "out")
     assert torch.equal(found["model.layers.2.shared_head.head.weight"], found["lm_head.weight"])
     assert not torch.equal(found["lm_head.weight"], read_all(base)["lm_head.weight"])
+
+
+@pytest.mark.parametrize("name", ["LlamaTokenizerFast", "OwnTokenizer"])
+def test_code_that_is_not_exported_is_not_named_where_transformers_has_the_class(name: str, base: Path, tmp_path: Path) -> None:
+    """As DeepSeek publishes its models; readers that trust code would look for the file, which llama.cpp's converter always does."""
+    source = Path(shutil.copytree(base, tmp_path / "source"))
+    code = {"auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config", "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}}
+    (source / "config.json").write_text(json.dumps(V3 | code))
+    tokenizer = {"tokenizer_class": name, "model_max_length": 7}
+    (source / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}))
+    exported = export(source, tmp_path / "out", "bf16")
+    with pytest.raises(OSError, match="configuration_deepseek"):
+        AutoConfig.from_pretrained(source, trust_remote_code=True)
+    assert AutoConfig.from_pretrained(tmp_path / "out", trust_remote_code=True).model_type == "deepseek_v3"
+    assert "config.json: without auto_map, since transformers has the class and the code is not exported" in exported.notes
+    written = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    is_known = name != "OwnTokenizer"
+    assert is_known == (written == tokenizer)
+    said = "without auto_map, since transformers has the class" if is_known else "auto_map names code that is not exported"
+    assert f"tokenizer_config.json: {said}" in exported.notes[-1]
+    forget_code(source)
+    assert json.loads((source / "config.json").read_text()) == V3
+    assert is_known == (json.loads((source / "tokenizer_config.json").read_text()) == tokenizer)
 
 
 def test_a_tied_head_is_written_once(tmp_path: Path) -> None:

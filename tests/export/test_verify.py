@@ -33,9 +33,14 @@ def _logits(model: PreTrainedModel, prompts: tuple[tuple[int, ...], ...]) -> Ite
         yield from (model(torch.tensor([prompt])).logits[0].float() for prompt in prompts)
 
 
-def _exported(family: str, folder: Path, dtype: torch.dtype = torch.float32, *, shard: int = 40_000) -> Path:
-    """`folder`/base as published, and `folder`/out as exported from it in `dtype` with the logits of a plain model in that dtype."""
-    model = published(family, folder / "base").to(dtype)
+def _exported(family: str, folder: Path, dtype: torch.dtype = torch.float32, *, shard: int = 40_000, **changes: object) -> Path:
+    """`folder`/base as published, and `folder`/out as exported from it in `dtype` with the logits of a plain model in that dtype.
+
+    `changes` are of its config.
+    """
+    model = published(family, folder / "base", **changes).to(dtype)
+    if changes:
+        model.set_experts_implementation("eager")
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             # As training keeps it.
@@ -95,6 +100,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verdict]:
     for name in ("deepseek_v3", "deepseek_v2", "qwen2", "llama"):
         folders[name] = _exported(name, root / name)
     folders["bf16"] = _exported("deepseek_v3", root / "bf16", torch.bfloat16)
+    folders["an odd width"] = _exported("deepseek_v3", root / "odd", torch.bfloat16, moe_intermediate_size=44)
     whole = _exported("deepseek_v3", root / "whole", shard=10**9)
     rounded = _exported("qwen3", root / "rounded", torch.bfloat16, shard=10**9)
 
@@ -113,14 +119,16 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verdict]:
     return dict(zip(folders, verify(list(folders.values())), strict=True))
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2", "qwen2", "llama", "bf16"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2", "qwen2", "llama", "bf16", "an odd width"])
 def test_a_right_folder_is_verified(judged: dict[str, Verdict], name: str) -> None:
     verdict = judged[name]
     assert verdict.is_verified, verdict
     assert not (verdict.folder / UNVERIFIED).exists()
     assert "each with the bytes that were written" in verdict.lines[0]
     assert "without code of ours" in verdict.lines[-1]
-    assert ("are BF16 and F32 in the base" if name == "bf16" else "names, shapes and dtypes of all") in " ".join(verdict.lines)
+    is_odd = "with eager experts, since its grouped product refuses them (" in verdict.lines[-1]
+    assert is_odd == (name == "an odd width")
+    assert ("are BF16 and F32 in the base" if name in ("bf16", "an odd width") else "names, shapes and dtypes of all") in " ".join(verdict.lines)
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,10 @@ from tests.model.tiny import CONFIGS
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 
 
-def published(family: str, folder: Path) -> PreTrainedModel:
+def published(family: str, folder: Path, **changes: object) -> PreTrainedModel:
     """A tiny model of a family saved as transformers publishes it, with a router bias that is not zero."""
     torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **CONFIGS[family])).float().eval()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **CONFIGS[family] | changes)).float().eval()
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(torch.linspace(-0.2, 0.2, len(buffer)))

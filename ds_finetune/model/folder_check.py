@@ -1,0 +1,82 @@
+"""What is checked of a model folder before a program reads it: it may come from anywhere, and nothing in it may hang or exhaust this one."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ds_finetune.errors import ModelError
+
+MOST_LAYERS = 1000
+"""Layers of a model at most: each is built as Python objects before its weights are looked at. The deepest published ones have 126."""
+MOST_CONFIG_BYTES = 16 * 2**20
+"""Size of a config.json at most; published ones have some KiB."""
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers", "num_nextn_predict_layers")
+_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
+MOST_HEADER_BYTES = 100_000_000
+"""Size of a safetensors header at most: MAX_HEADER_SIZE of safetensors 0.8 (tensor.rs)."""
+_SHOWN = 5
+
+
+def check_folder(folder: Path) -> None:
+    """ModelError where `folder` holds something that is neither file nor folder, a template from elsewhere, or absurd sizes.
+
+    Reading a FIFO waits for ever. A template that is a link out of the folder would render, and export, a file of this
+    machine. Sizes are the count of layers and the headers of safetensors.
+    """
+    special = [entry.name for entry in sorted(folder.iterdir()) if entry.exists() and not entry.is_file() and not entry.is_dir()]
+    if special:
+        raise ModelError(
+            f"`{folder}` holds {', '.join(special[:_SHOWN])}, which is no regular file but a pipe, socket or device",
+            hint="it may be harmful; remove it, or take another copy",
+        )
+    for template in (template for pattern in _TEMPLATES for template in folder.glob(pattern)):
+        if not _is_inside(template, folder):
+            raise ModelError(
+                f"{template} is a link to {template.resolve()}, outside its folder", hint="it may be harmful; put the template itself there"
+            )
+    for file in (file for file in sorted(folder.glob("*.safetensors")) if file.is_file()):
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+        if size > MOST_HEADER_BYTES:
+            raise ModelError(f"{file}: {header_text(size)}", hint="it is damaged or harmful; download it again")
+    if (folder / "config.json").is_file():
+        _check_layers(folder / "config.json")
+
+
+def header_text(size: int) -> str:
+    """What is wrong with a safetensors header of more than `MOST_HEADER_BYTES`."""
+    return f"its header has {size:,} bytes, more than the {MOST_HEADER_BYTES:,} that safetensors allows"
+
+
+def _is_inside(file: Path, folder: Path) -> bool:
+    """Whether a file lies in `folder`, or where the hub's cache keeps the files of that model."""
+    real, target = folder.resolve(), file.resolve()
+    blobs = [real.parents[1] / "blobs"] if real.parent.name == "snapshots" else []
+    return any(target.is_relative_to(place) for place in (real, *blobs))
+
+
+def _check_layers(file: Path) -> None:
+    size = file.stat().st_size
+    if size > MOST_CONFIG_BYTES:
+        raise ModelError(f"{file} has {size:,} bytes, more than {MOST_CONFIG_BYTES:,}", hint="take the config.json published with the model")
+    try:
+        tree = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        # Whoever reads it next says what is wrong, in words of what it is for.
+        return
+    for key, value in _counts(tree):
+        least = 0 if key.endswith("num_nextn_predict_layers") else 1
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST_LAYERS:
+            raise ModelError(
+                f"{file}: {key} is {value!r}, not a number from {least} to {MOST_LAYERS}", hint="take the config.json published with the model"
+            )
+
+
+def _counts(tree: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - whatever a config.json holds
+    """Counts of layers by key, those of a part's own configuration, as `text_config`, too."""
+    for name, part in tree.items() if isinstance(tree, Mapping) else ():
+        if name in _LAYERS and part is not None:
+            yield name, part
+        elif isinstance(part, Mapping):
+            yield from ((f"{name}.{key}", value) for key, value in part.items() if key in _LAYERS and value is not None)

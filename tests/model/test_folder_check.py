@@ -1,0 +1,129 @@
+"""A model folder that would hang or exhaust a program, or show it files of this machine: one clear error, wherever it is read."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ds_finetune.cli import main
+from ds_finetune.errors import ModelError
+from ds_finetune.model.build import read_hf_config
+from ds_finetune.model.folder_check import MOST_LAYERS, check_folder
+from ds_finetune.model.hub_folder import HubFolder
+from tests.model.fp8_folder import V3, in_fp8, master, publish
+
+SHARD = "model-00002-of-000003.safetensors"
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that is read everywhere, with the record of an export."""
+    root = tmp_path_factory.mktemp("published")
+    base = publish(root / "base", in_fp8(master()))
+    assert main(["export", "--no-verify", str(base), str(root / "out"), "--max-shard-size", "200KB"]) == 0
+    (root / "secret").write_text("{{ messages }}")
+    return root
+
+
+def _shard(folder: Path) -> Path:
+    return sorted(folder.glob("*.safetensors"))[1]
+
+
+def _pipe(folder: Path) -> None:
+    file = _shard(folder)
+    file.unlink()
+    os.mkfifo(file)
+
+
+def _layers(number: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": number}))
+
+    return change
+
+
+def _header(folder: Path) -> None:
+    """600 MB that claim to be a header, of which the disk holds eight bytes."""
+    with _shard(folder).open("r+b") as file:
+        file.write((600_000_000).to_bytes(8, "little"))
+        file.truncate(600_000_100)
+
+
+def _linked(folder: Path) -> None:
+    (folder / "chat_template.jinja").symlink_to(folder.parent / "secret")
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a pipe": (_pipe, "which is no regular file but a pipe, socket or device"),
+    "layers": (_layers(10**9), f"num_hidden_layers is 1000000000, not a number from 1 to {MOST_LAYERS}"),
+    "a header": (_header, "its header has 600,000,000 bytes, more than the 100,000,000 that safetensors allows"),
+    "a link": (_linked, "secret, outside its folder"),
+}
+
+
+def _train(folder: Path) -> int:
+    """What a run reads of a model first: its config and the headers of its weights."""
+    read_hf_config(str(folder))
+    HubFolder(folder)
+    return 0
+
+
+WAYS: dict[str, Callable[[Path], int]] = {
+    "train": _train,
+    "export": lambda folder: main(["export", "--no-verify", str(folder), str(folder.parent / "new")]),
+    "base": lambda folder: main(["export", "--no-verify", str(folder.parent / "base"), str(folder.parent / "new"), "--base", str(folder)]),
+    "check": lambda folder: main(["export", "--check", str(folder)]),
+    "ask": lambda folder: main(["ask", str(folder), "hello"]),
+    "serve": lambda folder: main(["serve", str(folder), "--engine", "transformers", "--ready-seconds", "1"]),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_one_clear_error(damage: str, way: str, published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = Path(shutil.copytree(published, tmp_path / "place"))
+    change, said = DAMAGE[damage]
+    change(root / "out")
+    try:
+        code, printed = WAYS[way](root / "out"), capsys.readouterr().err
+    except ModelError as refused:
+        code, printed = refused.exit_code, f"error: {refused}"
+    assert code == 2, printed
+    assert said in printed
+    assert printed.count("error:") == printed.count("hint:") == 1
+    assert not (root / "new").exists()
+
+
+@pytest.mark.parametrize("number", [0, -1, 1.5, True, "61", 1001])
+def test_counts_of_layers(number: object, tmp_path: Path) -> None:
+    for config in ({"num_hidden_layers": number}, {"text_config": {"num_hidden_layers": number}}):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ModelError, match=r"num_hidden_layers is .*, not a number from 1 to 1000"):
+            check_folder(tmp_path)
+    for good in (V3, {"num_hidden_layers": 1000}, {"num_hidden_layers": None}, [], {"text_config": {"num_hidden_layers": 3}}):
+        (tmp_path / "config.json").write_text(json.dumps(good))
+        check_folder(tmp_path)
+
+
+def test_links_within_the_folder_and_the_hubs_cache_are_followed(tmp_path: Path) -> None:
+    """The cache keeps files by their digests, and links to them from the folder of each revision."""
+    cached = tmp_path / "models--a--b"
+    snapshot = cached / "snapshots" / "123"
+    snapshot.mkdir(parents=True)
+    (cached / "blobs").mkdir()
+    (cached / "blobs" / "456").write_text("x")
+    (snapshot / "chat_template.jinja").symlink_to("../../blobs/456")
+    check_folder(snapshot)
+    (snapshot / "chat_template.jinja").unlink()
+    (snapshot / "other").write_text("x")
+    (snapshot / "chat_template.jinja").symlink_to("other")
+    check_folder(snapshot)
+    (tmp_path / "elsewhere").write_text("x")
+    (snapshot / "chat_template.jinja").unlink()
+    (snapshot / "chat_template.jinja").symlink_to("../../../elsewhere")
+    with pytest.raises(ModelError, match=r"is a link to .*elsewhere, outside its folder"):
+        check_folder(snapshot)
