@@ -5,7 +5,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 
@@ -15,8 +15,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ds_finetune.config import RunConfig
 from ds_finetune.data.batches import Batch, MicroBatch
+from ds_finetune.engine.build_lock import Say
+from ds_finetune.engine.building import build_ops, use_cores
 from ds_finetune.engine.core import Engine
-from ds_finetune.engine.processes import choose_device, process_group
+from ds_finetune.engine.processes import choose_device, everyones, process_group
 from ds_finetune.engine.start import DTYPES, start_engine
 from ds_finetune.errors import ConfigError
 from ds_finetune.finetune import batches_of, lr_schedule
@@ -39,17 +41,18 @@ class Contest:
     largest_loss_difference: float
 
     def lines(self) -> list[tuple[str, str]]:
-        """Median seconds, supervised tokens a second and ratio to the first contestant."""
+        """Median seconds, supervised tokens a second, and how many times as fast as the first contestant: more is faster."""
+        first_name = next(iter(self.seconds))
         first = statistics.median(next(iter(self.seconds.values())))
-        found = [("losses differ by", f"{self.largest_loss_difference:.1e}, relative")]
+        found = [("speed (x)", f"that of {first_name} is 1; more is faster"), ("losses differ by", f"{self.largest_loss_difference:.1e}, relative")]
         for name, seconds in self.seconds.items():
             median = statistics.median(seconds)
             rate = self.supervised_tokens / sum(seconds)
-            found.append((name, f"{median:.3f} s/step, {rate:,.0f} tokens/s, {median / first:.2f} x"))
+            found.append((name, f"{median:.3f} s/step, {rate:,.0f} tokens/s, {first / median:.2f} x"))
         return found
 
 
-def step_contest(config: RunConfig, *, steps: int) -> Contest:
+def step_contest(config: RunConfig, *, steps: int, say: Say) -> Contest:
     """Time `steps` optimizer steps of `config` (after one to warm up) by turns with plain loops over the same documents.
 
     The plain loops are transformers' model with all logits and torch's AdamW: over documents padded to the longest of
@@ -66,22 +69,37 @@ def step_contest(config: RunConfig, *, steps: int) -> Contest:
     plan = make_plan(config, world=world, device=choose_device())
     material = gather_material(config)
     schedule = lr_schedule(config, material)
-    with process_group(world, plan.device), start_engine(plan, material.hf_config) as engine:
+    with ExitStack() as stack:
+        stack.enter_context(process_group(world, plan.device))
+        plan = build_ops(use_cores(plan, os.environ), everyones, say)
+        for note in plan.notes:
+            say(note)
+        engine = stack.enter_context(start_engine(plan, material.hf_config))
         plain = {"plain loop, padded": _padded, "plain loop, packed": _same_rows}
         loops = {name: _PlainLoop(engine, material.hf_config, layout) for name, layout in plain.items()}
         contestants: dict[str, Callable[[Batch], float]] = {"ds_finetune": lambda batch: engine.step(batch, lr=_LR).loss}
         contestants |= {name: loop.step for name, loop in loops.items()}
-        return _by_turns(contestants, islice(batches_of(plan, material, schedule), steps + 1))
+        finish = torch.cuda.synchronize if plan.device == "cuda" else _nothing
+        return by_turns(contestants, islice(batches_of(plan, material, schedule), steps + 1), finish=finish)
 
 
-def _by_turns(contestants: dict[str, Callable[[Batch], float]], batches: Iterator[Batch]) -> Contest:
+def _nothing() -> None:
+    """A CPU's work is done when the call returns."""
+
+
+def by_turns(
+    contestants: dict[str, Callable[[Batch], float]], batches: Iterator[Batch], *, finish: Callable[[], None]
+) -> Contest:
+    """Time each contestant on each batch, the first one to warm up; `finish` waits for work that a device still has to do."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     tokens, apart = 0, 0.0
     for number, batch in enumerate(batches):
         losses = []
         for name, step in contestants.items():
+            finish()
             began = time.perf_counter()
             losses.append(step(batch))
+            finish()
             if number:
                 seconds[name].append(time.perf_counter() - began)
         tokens += batch.num_supervised_tokens if number else 0

@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from ds_finetune import machines, starting, using
+from ds_finetune import __version__, machines, starting, using
+from ds_finetune.argument_types import from_two, positive
 from ds_finetune.config import RunConfig, dump_config, read_config
-from ds_finetune.console import OUT, pairs, show_error, show_line, show_plan, show_report, show_verdicts
+from ds_finetune.console import OUT, pairs, show_error, show_line, show_next, show_plan, show_report, show_verdicts
 from ds_finetune.errors import INTERRUPTED_EXIT_CODE, RUN_ERROR_EXIT_CODE, ConfigError, FinetuneError, VerificationError
 from ds_finetune.launch.marks import GUARD
 
@@ -93,6 +94,7 @@ def _train(arguments: argparse.Namespace) -> None:
         show_report(report)
         show_verdicts(report.verdicts)
         _refuse_unverified(report.verdicts)
+        show_next(report)
     if report.interrupted:
         raise SystemExit(INTERRUPTED_EXIT_CODE)
 
@@ -132,7 +134,8 @@ def _bench(arguments: argparse.Namespace) -> None:
     config = _config(arguments)
     from ds_finetune.bench import step_contest
 
-    OUT.print(pairs("one optimizer step, supervised tokens a second", step_contest(config, steps=arguments.steps).lines()))
+    contest = step_contest(config, steps=arguments.steps, say=show_line)
+    OUT.print(pairs("one optimizer step, supervised tokens a second", contest.lines()))
 
 
 def _selftest(arguments: argparse.Namespace) -> None:
@@ -261,8 +264,14 @@ def _checkpoint_gather(arguments: argparse.Namespace) -> None:
 def _demo(arguments: argparse.Namespace) -> None:
     from ds_finetune.demo import write_demo
 
-    run_file = write_demo(Path(arguments.folder))
+    run_file = write_demo(Path(arguments.folder), ranks=arguments.ranks or _visible_gpus() or 2)
     OUT.print(f"wrote {run_file}", markup=False)
+
+
+def _visible_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def _config(arguments: argparse.Namespace) -> RunConfig:
@@ -271,6 +280,7 @@ def _config(arguments: argparse.Namespace) -> RunConfig:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ds-finetune", description="Fine-tune DeepSeek-style causal LMs with DeepSpeed.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"ds-finetune {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _run_command(commands, "train", "fine-tune as RUN.yaml says", _train)
     config = commands.add_parser("config", help="show or describe a configuration").add_subparsers(required=True, metavar="WHAT")
@@ -278,15 +288,15 @@ def _parser() -> argparse.ArgumentParser:
     config.add_parser("schema", help="print the JSON schema of a run file").set_defaults(command=_config_schema)
     data = commands.add_parser("data", help="look at the data of a run").add_subparsers(required=True, metavar="WHAT")
     show = _run_command(data, "show", "print samples with the trained tokens marked, and counts", _data_show)
-    show.add_argument("--samples", type=int, default=3, help="rows to print (default 3)")
+    show.add_argument("--samples", type=positive, default=3, help="rows to print (default 3)")
     _plan_command(_run_command(commands, "plan", "show the layout of a run on machines that are not here", _plan))
     ask = commands.add_parser("ask", help="ask an exported folder questions, with plain transformers")
     ask.add_argument("folder")
     ask.add_argument("prompts", nargs="+")
-    ask.add_argument("--max-new-tokens", type=int, default=128)
+    ask.add_argument("--max-new-tokens", type=positive, default=128)
     ask.set_defaults(command=_ask)
     bench = _run_command(commands, "bench", "time the step against a plain PyTorch loop on the same documents", _bench)
-    bench.add_argument("--steps", type=int, default=5, help="timed steps of each (default 5)")
+    bench.add_argument("--steps", type=positive, default=5, help="timed steps of each (default 5)")
     _selftest_command(commands.add_parser("selftest", help="hold layouts against a plain loop on the machines at hand", allow_abbrev=False))
     _export_command(
         commands.add_parser("export", help="convert a run, a checkpoint, an adapter or a model to a folder for others", allow_abbrev=False)
@@ -296,6 +306,7 @@ def _parser() -> argparse.ArgumentParser:
         module.add_commands(commands)
     demo = commands.add_parser("demo", help="write the embedded example (model config, tokenizer, data, run file) to a folder")
     demo.add_argument("folder")
+    demo.add_argument("--ranks", type=int, help="ranks that will train it (default: every GPU here, or two CPU ranks)")
     demo.set_defaults(command=_demo)
     return parser
 
@@ -318,17 +329,17 @@ def _selftest_command(selftest: argparse.ArgumentParser) -> None:
     selftest.add_argument("run", metavar="RUN.yaml", nargs="?", help="the layout to check, with a tiny model of its family; else a standard set")
     selftest.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace those of the file")
     where = selftest.add_mutually_exclusive_group()
-    where.add_argument("--nproc", type=int, default=1, help="processes on this machine (default 1)")
+    where.add_argument("--nproc", type=positive, default=1, help="processes on this machine (default 1)")
     where.add_argument("--hostfile", help="hosts to start on, which share the working directory")
-    selftest.add_argument("--steps", type=int, default=3, help="optimizer steps of each layout, 2 at least (default 3)")
+    selftest.add_argument("--steps", type=from_two, default=3, help="optimizer steps of each layout, 2 at least (default 3)")
     selftest.add_argument("--families", default="deepseek_v3,llama", help="of the standard set (default deepseek_v3,llama)")
     selftest.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     selftest.set_defaults(command=_selftest)
 
 
 def _plan_command(plan: argparse.ArgumentParser) -> None:
-    plan.add_argument("--gpus", type=int, required=True, help="GPUs of the run")
-    plan.add_argument("--gpus-per-node", type=int, default=8, help="GPUs of a machine (default 8)")
+    plan.add_argument("--gpus", type=positive, required=True, help="GPUs of the run")
+    plan.add_argument("--gpus-per-node", type=positive, default=8, help="GPUs of a machine (default 8)")
     plan.add_argument("--dry-run", action="store_true", required=True, help="build the layout alone: from config.json, without weights or data")
 
 

@@ -1,12 +1,13 @@
 """The run file: a frozen tree read from one YAML plus dotted overrides, strict in every key."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
+from ds_finetune.ineffective_keys import refuse_ineffective
 from ds_finetune.invalid_keys import explain
 from ds_finetune.run_file import apply_override, read_yaml
 from ds_finetune.schedule import Duration, SchedulerName, seconds_of, warmup_steps
@@ -52,7 +53,7 @@ EveryText = Annotated[str, BeforeValidator(_checked_every)]
 class Section(BaseModel):
     """A part of the run file: frozen, and an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class ModelConfig(Section):
@@ -62,6 +63,8 @@ class ModelConfig(Section):
     """Folder or hub id holding `config.json` and safetensors weights."""
     tokenizer: str | None = None
     """Folder or hub id of the tokenizer; the model's own when left out."""
+    resize_vocabulary: bool = False
+    """Add rows to embedding and head for a tokenizer with more ids than the model; false refuses such a tokenizer."""
     weights: Literal["load", "random"] = "load"
     """`random` builds the model from `config.json` alone, with fresh weights, and says so loudly."""
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
@@ -74,9 +77,10 @@ class DataConfig(Section):
     """What is trained on and how rows become tokens."""
 
     train: Paths
-    """Training files, folders or hub ids (JSON, JSONL, CSV, Parquet, text)."""
+    """Training files, folders or hub ids (JSON, JSONL, CSV, Parquet, text); a split is named after a colon, as in
+    `org/name:train` or `org/name:subset:train`. Left out, it is the training split."""
     eval: Paths = ()
-    """Held-out files, folders or hub ids."""
+    """Held-out files, folders or hub ids; where no split is named, it is the validation split, else the test split."""
     layout: Layout = "auto"
     """Layout of a row; `auto` recognises it by its columns."""
     columns: dict[str, str] = Field(default_factory=dict)
@@ -87,12 +91,19 @@ class DataConfig(Section):
     """Tokens that carry loss: every assistant turn, the last one alone, or every token."""
     reasoning: Literal["keep", "strip"] = "keep"
     """Whether `<think>...</think>` of an assistant turn stays in the text."""
+    control_tokens: Literal["text", "keep", "refuse"] = "text"
+    """Control tokens inside the texts of a conversation: tokenised as `text`, kept as what they are, or refused."""
+    separator: str = "\n"
+    """Stands between prompt and completion where no chat template does, unless there is white space already."""
     packing: bool = True
     """Fill rows of `max_seq_len` with several documents that cannot see each other; false pads each row instead."""
-    long_rows: Literal["truncate", "drop", "split"] = "truncate"
-    """Rows longer than `max_seq_len`: cut at the end, leave out, or (plain text) go on in the next row."""
+    long_rows: Literal["auto", "truncate", "drop", "split"] = "auto"
+    """Rows longer than `max_seq_len`: cut at the end, leave out, or (plain text alone) continue in the next row; `auto` splits
+    plain text and truncates dialogue."""
     max_dropped_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Share of rows without a supervised token, or dropped for length, above which the run refuses to start."""
+    """Share of rows without a supervised token, too long, or lost in the chat template, above which no run starts."""
+    max_truncated_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Share of all tokens lost to truncation above which the run refuses to start."""
     streaming: bool = False
     """Read and tokenise while training, for data larger than disk or patience; `train.for` is then in steps."""
     shuffle: bool = True
@@ -163,6 +174,8 @@ class EvalConfig(Section):
 
     every: DurationText | None = None
     """`N steps` between evaluations; left out, only at the end."""
+    limit: int = Field(default=0, ge=0)
+    """Held-out rows evaluated at most, the first ones (packed rows when packing); 0 evaluates all."""
     generate: GenerateConfig = GenerateConfig()
     """Optional generation with exact match."""
     keep_best: bool = True
@@ -250,7 +263,7 @@ class LaunchConfig(Section):
     wait_seconds: float = Field(default=600, ge=0)
     """How long a restart waits for hosts to come back where there are too few."""
     greeting_seconds: float = Field(default=30, gt=0)
-    """How long a host has for its first word, with the start of ssh and of Python."""
+    """How long a host has for its first word, with the start of ssh and Python; ssh tries to connect for two seconds less."""
     silent_seconds: float = Field(default=10, ge=3)
     """Seconds without a word after which a host is given up, and after which a host that hears nothing ends its ranks."""
 
@@ -266,8 +279,8 @@ class WatchdogConfig(Section):
     """Longest time without a collective in evaluation and export, and of a save."""
     meet: TimeText = "2 hours"
     """How long a rank that has started waits for the others to start; preparing data has no limit."""
-    collective: TimeText = "30 minutes"
-    """How long torch itself lets a rank wait in a collective."""
+    collective: Annotated[str, BeforeValidator(lambda text: text if text == "auto" else _checked_time(text))] = "auto"
+    """How long torch lets a rank wait in a collective; `auto` is five minutes more than the longest limit above."""
     straggler_ratio: float = Field(default=1.5, gt=1)
     """Time of the slowest rank over the median from which the progress line names it."""
 
@@ -291,7 +304,7 @@ class RunConfig(Section):
     data: DataConfig
     """The data."""
     deepspeed: str | dict[str, Any] | None = None
-    """DeepSpeed JSON file or section with the choices (ZeRO stage, offload); derived numbers stay "auto"."""
+    """DeepSpeed choices (ZeRO stage, offload): a JSON file, a name of ds_configs/ such as `zero3`, or a section; derived numbers stay "auto"."""
     train: TrainConfig = TrainConfig()
     """Length, batch and precision."""
     optim: OptimConfig = OptimConfig()
@@ -317,14 +330,29 @@ class RunConfig(Section):
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a run file and apply `a.b=value` overrides; ConfigError names key, line and the nearest legal name."""
+    """Read a run file and apply `a.b=value` overrides; ConfigError names key, line and the nearest legal name.
+
+    A key that has no effect beside the others is an error too.
+    """
     tree, lines = read_yaml(Path(path))
     for override in overrides:
         apply_override(tree, lines, override)
     try:
-        return RunConfig.model_validate(tree)
+        config = RunConfig.model_validate(tree)
     except ValidationError as invalid:
         raise explain(invalid, RunConfig, str(path), lines) from None
+    refuse_ineffective(dict(_keys(config, changed=True)), dict(_keys(config)), str(path), lines)
+    return config
+
+
+def _keys(section: Section, prefix: str = "", *, changed: bool = False) -> Iterator[tuple[str, object]]:
+    """Dotted keys and values below `section`; with `changed`, those alone that were given another value than their default."""
+    for name, field in type(section).model_fields.items():
+        key, value = f"{prefix}{field.alias or name}", getattr(section, name)
+        if isinstance(value, Section):
+            yield from _keys(value, f"{key}.", changed=changed)
+        elif not changed or (name in section.model_fields_set and value != field.get_default(call_default_factory=True)):
+            yield key, value
 
 
 def dump_config(config: RunConfig) -> str:

@@ -1,6 +1,10 @@
 """What a person sees: the plan before a run, the summary after it, tables. The only place that prints."""
 
+import json
+import shlex
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -26,6 +30,8 @@ def pairs(title: str, rows: Iterable[tuple[str, str]]) -> Table:
 
 def show_plan(plan: "Plan", material: "Material") -> None:
     """Print what was decided and what will be trained on; rank zero calls this before anything is loaded."""
+    from ds_finetune.data.reasons import server_share
+    from ds_finetune.material import vocabulary_lines
     from ds_finetune.model.lora import lora_lines
     from ds_finetune.model.stages import stages_of
 
@@ -33,19 +39,27 @@ def show_plan(plan: "Plan", material: "Material") -> None:
     shape = material.shape
     if shape is not None:
         rows.append(("parameters", f"{shape.total_params / 1e6:,.3f} M, {shape.active_params / 1e6:,.3f} M active per token"))
+    rows += vocabulary_lines(plan.config, material.hf_config)
     rows += plan.stage_lines(stages_of(material.hf_config, plan.config.parallel))
     rows += lora_lines(material.hf_config, plan.config.lora)
     rows.append(("data", material.train.summary()))
+    if material.held_out is not None:
+        rows.append(("held-out data", material.held_out.summary()))
+    limit = plan.config.eval.limit
+    if limit and material.held_out is not None and limit < len(material.held_out):
+        rows.append(("evaluation", f"the first {limit:,} of {len(material.held_out):,} rows (eval.limit)"))
+    rows.append(("prompt differs from the server's", server_share(material.train.counts)))
     OUT.print(pairs("plan", rows))
     if plan.config.model.weights == "random":
         OUT.print(f"[bold]RANDOM WEIGHTS[/bold]: {plan.config.model.path} is built from its config.json; nothing pre-trained is loaded")
-    for note in plan.notes:
+    for note in (*plan.notes, *material.notes, *material.data_notes()):
         OUT.print(note, markup=False)
 
 
 def show_line(text: str) -> None:
-    """Print a line at once, whatever it holds."""
-    OUT.print(text, markup=False)
+    """Print a line at once, whatever it holds; a full disk behind standard output does not end the run."""
+    with suppress(OSError):
+        OUT.print(text, markup=False)
 
 
 def show_piece(text: str) -> None:
@@ -70,6 +84,24 @@ def show_report(report: "Report") -> None:
     rows += [("interrupted", report.interrupted)] if report.interrupted else []
     rows += [("run", str(report.output_dir)), *(("export", str(path)) for path in report.exports)]
     OUT.print(pairs("interrupted" if report.interrupted else "done", rows))
+
+
+def show_next(report: "Report") -> None:
+    """Print the command that talks to what was exported, or that exports the run."""
+    if report.interrupted:
+        return
+    command = ["ds-finetune", "export", str(report.output_dir), "OUT"]
+    for folder in report.exports:
+        command = ["ds-finetune", "chat", str(folder)]
+        if not has_chat_template(folder):
+            command = ["ds-finetune", "ask", str(folder), "TEXT"]
+    show_line(f"next: {shlex.join(command)}")
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether the tokenizer of an exported folder has one, in a file of its own or in its settings."""
+    settings = folder / "tokenizer_config.json"
+    return (folder / "chat_template.jinja").is_file() or (settings.is_file() and "chat_template" in json.loads(settings.read_text(encoding="utf-8")))
 
 
 def show_verdicts(verdicts: "Sequence[Verdict]") -> None:

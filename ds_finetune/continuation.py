@@ -1,23 +1,24 @@
 """Where a run goes on from and how it is kept: the folder is tried, the newest checkpoint found, and a saver made."""
 
-import json
 import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 
+from ds_finetune.checkpoint.base_config import other_model
 from ds_finetune.checkpoint.files import complete_steps, leftovers, remove, set_aside, step_name
 from ds_finetune.checkpoint.locking import LOCK_SECONDS, lock
 from ds_finetune.checkpoint.part_file import part_name
 from ds_finetune.checkpoint.place import Place, agree, find_place, tried
 from ds_finetune.checkpoint.random_state import restore_random_state
 from ds_finetune.checkpoint.restore import Found, named, newest, restore
-from ds_finetune.checkpoint.run_state import RunState, changes, layout_of, versions
+from ds_finetune.checkpoint.run_state import RunState, layout_of, versions
+from ds_finetune.checkpoint.same_run import Inputs, changes
 from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.checkpoint.storage import PartsReader, num_weights, read_groups
 from ds_finetune.checkpoint.tools import BASE, CHECKPOINTS
@@ -34,6 +35,7 @@ from ds_finetune.plan.layout import Plan
 from ds_finetune.run_folder import available_bytes
 
 Say = Callable[[str], None]
+CONFIG = "config.json"
 _GIB = 2**30
 _REHEARSED = 4096
 """Elements that each rank writes and reads back before anything is loaded."""
@@ -77,7 +79,9 @@ def find_origin(plan: Plan, material: Material, say: Say) -> Origin:
         return _tidied(Origin(place, held), say)
     later = [step_name(step) for step in complete_steps(folder) if step > found.state.step]
     agree(_mixed(folder, later, found) if wanted.resume != "auto" and later else None)
-    lines = changes(found.state, plan.config, data=fingerprint(material), base=material.base)
+    agree(other_model(found.folder / BASE, CONFIG, material.config_tree))
+    lines = [*changes(found.state, inputs_of(plan, material)), *_other_random_state(found, plan, material)]
+    lines += _left_out(found, plan, material)
     for line in (*found.passed_over, *_set_aside(place, later)):
         say(line)
     for line in (f"going on from {found.folder}, step {found.state.step} of {found.state.layout}", *lines):
@@ -176,20 +180,26 @@ def go_on(engine: Engine, origin: Origin, material: Material) -> Position:
 
 
 @contextmanager
-def saver_of(engine: Engine, origin: Origin, base: Mapping[str, Path]) -> Iterator[Saver | None]:
-    """A saver of the engine's state whose process is running, None where nothing is saved; `base` are files that an export will need."""
+def saver_of(engine: Engine, origin: Origin, base: Mapping[str, Path], *, config: str) -> Iterator[Saver | None]:
+    """A saver of the engine's state whose process is running, None where nothing is saved.
+
+    `base` are files that an export will need beside `config`, the text of the model's config.json.
+    """
     place = origin.place
     if place is None:
         yield None
         return
     kept = Path(engine.plan.config.output_dir) / BASE
     if place.leads:
+        kept.mkdir(parents=True, exist_ok=True)
         for name, source in base.items():
             (kept / name).unlink(missing_ok=True)
             # Copied once, so that whoever changes the model's folder does not change the checkpoint.
             (kept / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, kept / name)
-    beside = {f"{BASE}/{name}": kept / name for name in base}
+        (kept / CONFIG).unlink(missing_ok=True)
+        (kept / CONFIG).write_text(config, encoding="utf-8")
+    beside = {f"{BASE}/{name}": kept / name for name in (CONFIG, *base)}
     saver = Saver(engine.state.groups, place, engine.plan.saves_aside, beside, [origin.held] if origin.held else [])
     num_bytes = num_weights(engine.state.groups(), writer=place.writer) * engine.plan.bytes_per_parameter
     agree(_short_of_memory(num_bytes, engine.plan))
@@ -214,7 +224,7 @@ def _short_of_memory(num_bytes: int, plan: Plan) -> OutputError | None:
 def run_text(engine: Engine, material: Material) -> Callable[[StepRecord, Mapping[str, Mapping[str, Any]]], str]:
     """A function that puts the run's state after a step into text."""
 
-    data = fingerprint(material)
+    inputs = inputs_of(engine.plan, material)
 
     def text(record: StepRecord, observers: Mapping[str, Mapping[str, Any]]) -> str:
         return RunState(
@@ -225,11 +235,9 @@ def run_text(engine: Engine, material: Material) -> Callable[[StepRecord, Mappin
             engine=engine.state.scalars(),
             observers=observers,
             values=dict(record.values),
-            data=data,
-            config=engine.plan.config.model_dump(mode="json", by_alias=True),
             layout=layout_of(engine.plan),
             versions=versions(),
-            base=material.base,
+            **asdict(inputs),
         ).text()
 
     return text
@@ -240,6 +248,15 @@ def remember(observers: Mapping[str, Resumable], origin: Origin) -> None:
     kept = origin.found.state.observers if origin.found else {}
     for name in observers.keys() & kept.keys():
         observers[name].restore(kept[name])
+
+
+def refuse_past_end(origin: Origin, *, steps: int, duration: str) -> None:
+    """CheckpointError where the run is already past the end that the run file gives it: it would export other weights."""
+    if origin.found is not None and origin.progress.step > steps:
+        raise CheckpointError(
+            f"{origin.found.folder} is of step {origin.progress.step}, and train.for {duration} ends after step {steps}",
+            hint="raise train.for; to end with these weights, use `ds-finetune export` on the checkpoint",
+        )
 
 
 def ended_early(origin: Origin, config: RunConfig) -> bool:
@@ -262,7 +279,31 @@ def saved_record(origin: Origin) -> StepRecord | None:
     return StepRecord(origin.found.state.step, origin.found.state.values) if origin.found else None
 
 
-def fingerprint(material: Material) -> str:
-    """What the training rows are, however they came about; a stream is known by its sources alone."""
-    rows = material.train
-    return json.dumps([source.path for source in rows.sources]) if isinstance(rows, StreamedRows) else rows.fingerprint()
+def inputs_of(plan: Plan, material: Material) -> Inputs:
+    """What this start is made of, as a checkpoint remembers it."""
+    return Inputs(
+        config=plan.config.model_dump(mode="json", by_alias=True),
+        data=material.train.fingerprint(),
+        base=material.base,
+        held_out=material.held_out.fingerprint() if material.held_out is not None else "",
+        deepspeed=plan.deepspeed,
+    )
+
+
+def _left_out(found: Found, plan: Plan, material: Material) -> list[str]:
+    """Rows that a longer run does not see: those for which a shorter one filled its last step up with empty rows."""
+    if isinstance(material.train, StreamedRows) or found.state.config["train"]["for"] == plan.config.train.duration:
+        return []
+    epoch, index = found.state.position[:2]
+    rows = found.state.step * plan.config.train.global_batch_size - (epoch * len(material.train) + index)
+    return [f"{rows} rows of epoch {epoch + 1} are left out: step {found.state.step} was the last one, and not full"] if rows > 0 else []
+
+
+def _other_random_state(found: Found, plan: Plan, material: Material) -> list[str]:
+    """Random states are those of ranks, and nothing but dropout depends on them."""
+    ratios = {key: value for key, value in material.hf_config.to_dict().items() if key.endswith(("dropout", "_pdrop"))}
+    drops = [f"{key} {value}" for key, value in ratios.items() if isinstance(value, float) and value]
+    then, now = found.state.layout.get("mesh"), str(plan.mesh)
+    if not drops or then == now:
+        return []
+    return [f"{', '.join(drops)} draws other numbers than without the interruption: layout {then} -> {now}"]

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from datetime import date, timedelta
 from pathlib import Path
 
+from ds_finetune.errors import OutputError
+
 DAYS = 36_500
 FIRST_DAY = date(1950, 1, 1)
 HELD_OUT = 200
@@ -54,12 +56,13 @@ RUN = """\
 model: {{path: {folder}/model, weights: random}}
 data: {{train: {folder}/train.jsonl, eval: {folder}/eval.jsonl}}
 deepspeed: {{zero_optimization: {{stage: 3}}}}
-train: {{for: 160 steps, global_batch_size: 8, micro_batch_size: 4, max_seq_len: 512, precision: fp32, activation_checkpointing: false}}
+train: {{for: 160 steps, global_batch_size: {batch}, micro_batch_size: {micro}, max_seq_len: 512, precision: fp32, activation_checkpointing: false}}
 optim: {{lr: 3.0e-3, warmup: 5%, min_lr_ratio: 0.05}}
 eval: {{every: 40 steps, generate: {{prompts: 40, max_new_tokens: 24}}}}
 log: {{every: 20}}
 output_dir: {folder}/run
 """
+_BATCH, _MICRO = 8, 4
 SPECIAL = ("<|bos|>", "<|eos|>", "<|pad|>", "<|user|>", "<|assistant|>")
 
 
@@ -72,17 +75,25 @@ def questions(seed: int = 0) -> Iterator[tuple[str, str]]:
         yield day.isoformat(), f"{day.day} {day:%B} {day.year}"
 
 
-def write_demo(folder: Path) -> Path:
-    """Write `model/` (config and tokenizer, no weights), `train.jsonl`, `eval.jsonl` and `run.yaml`; returns the run file."""
+def write_demo(folder: Path, *, ranks: int = 2) -> Path:
+    """Write `model/` (config and tokenizer, no weights), `train.jsonl`, `eval.jsonl` and `run.yaml`; returns the run file.
+
+    A step has 8 rows, or the next multiple of `ranks`.
+    """
     model = folder / "model"
-    model.mkdir(parents=True, exist_ok=True)
+    try:
+        model.mkdir(parents=True, exist_ok=True)
+    except OSError as refused:
+        raise OutputError(f"`{folder}` cannot be written: {refused.strerror}", hint="name another folder") from None
     (model / "config.json").write_text(json.dumps(MODEL, indent=2) + "\n", encoding="utf-8")
     _write_tokenizer(model)
     rows = [{"prompt": question, "completion": answer} for question, answer in questions()]
     _write_lines(folder / "eval.jsonl", rows[:HELD_OUT])
     _write_lines(folder / "train.jsonl", rows[HELD_OUT:])
     run_file = folder / "run.yaml"
-    run_file.write_text(RUN.format(folder=folder), encoding="utf-8")
+    on_each = -(-_BATCH // ranks)
+    text = RUN.format(folder=folder, batch=on_each * ranks, micro=min(on_each, _MICRO))
+    run_file.write_text(text, encoding="utf-8")
     return run_file
 
 

@@ -16,8 +16,8 @@ from transformers import PretrainedConfig
 
 from ds_finetune.config import RunConfig
 from ds_finetune.errors import ConfigError
-from ds_finetune.material import token_spec
-from ds_finetune.model.build import build_skeleton, model_class, read_hf_config
+from ds_finetune.material import model_config, token_spec, vocabulary_lines
+from ds_finetune.model.build import build_skeleton, model_class
 from ds_finetune.model.cuts import Cut
 from ds_finetune.model.experts import fewer_experts
 from ds_finetune.model.families import family_of
@@ -66,7 +66,7 @@ def dry_run(config: RunConfig, *, gpus: int, gpus_per_node: int) -> RenderableTy
         raise ConfigError(f"{gpus} GPUs do not fill nodes of {gpus_per_node}", hint="give a multiple of --gpus-per-node")
     world = World(0, gpus, 0, min(gpus, gpus_per_node), "a dry run")
     plan = make_plan(config, world=world, device="cuda")
-    hf_config = read_hf_config(config.model.path, files=("*.json",))
+    hf_config = model_config(config, is_config_alone=True)
     token_spec(config, hf_config)
     check_divides(plan.mesh, hf_config.to_dict(), pp_layers=config.parallel.pp_layers)
     stages = stages_of(hf_config, config.parallel)
@@ -74,8 +74,9 @@ def dry_run(config: RunConfig, *, gpus: int, gpus_per_node: int) -> RenderableTy
     adapters = sum(target.num_params(lora.rank) for target in chosen_targets(hf_config, lora)) if lora is not None else 0
     held = [held_tensors(plan, hf_config, stages, place) for place in range(plan.mesh.pp)]
     sizes = state_bytes(plan, _fullest(held), adapters=adapters, quantised=quantised_targets(hf_config, lora))
+    lines = plan.lines() + vocabulary_lines(config, hf_config) + plan.stage_lines(stages) + lora_lines(hf_config, lora)
     return Group(
-        _decisions(plan.lines() + plan.stage_lines(stages) + lora_lines(hf_config, lora) + _totals(plan, held, sizes)),
+        _decisions(lines + _totals(plan, held, sizes)),
         _rank_map(plan.mesh, world.local_world_size),
         _shapes(_merged(held), plan),
         Text("DeepSpeed", style="bold"),

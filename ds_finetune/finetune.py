@@ -1,11 +1,12 @@
 """One run from its configuration to its report: the page to read first."""
 
+import math
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -17,35 +18,52 @@ import torch.distributed as dist
 
 from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.config import RunConfig
-from ds_finetune.continuation import Origin, Say, cut_evaluation, ended_early, find_origin, go_on, remember, run_text, saved_record, saver_of
-from ds_finetune.data.batches import Batch, BatchPlan, Position, eval_batches, training_batches
+from ds_finetune.continuation import (
+    Origin,
+    Say,
+    cut_evaluation,
+    ended_early,
+    find_origin,
+    go_on,
+    refuse_past_end,
+    remember,
+    run_text,
+    saved_record,
+    saver_of,
+)
+from ds_finetune.data.batches import Batch, BatchPlan, Position, eval_batches, num_evaluated, training_batches
 from ds_finetune.data.stream import START, StreamedRows, streaming_batches
+from ds_finetune.engine.building import build_ops, use_cores
 from ds_finetune.engine.core import Engine, EvalResult, Limits
+from ds_finetune.engine.devices import exchange
 from ds_finetune.engine.processes import choose_device, meet, process_group
 from ds_finetune.engine.start import start_engine
 from ds_finetune.errors import RunError
 from ds_finetune.export.interruption import Interruption
 from ds_finetune.export.verify import Verdict
 from ds_finetune.loop import BEGINNING, Progress, run, training_steps
-from ds_finetune.material import Material, gather_material
-from ds_finetune.model.build import read_hf_config
+from ds_finetune.material import Material, gather_material, model_config
 from ds_finetune.model.lora import chosen_targets, lora_lines
 from ds_finetune.model.stages import stages_of
 from ds_finetune.observers.checkpointing import Checkpointing, Kept
 from ds_finetune.observers.evaluation import BestAndPatience, Evaluation, matches
 from ds_finetune.observers.interrupts import Interrupts
-from ds_finetune.observers.progress import ProgressLine
+from ds_finetune.observers.progress import PhaseLine, ProgressLine
 from ds_finetune.observers.record import Observer, Resumable, StepRecord
 from ds_finetune.observers.skipped import SkippedSteps
+from ds_finetune.observers.time_left import ANSWERS, EVALUATION, EXPORT, SAVE, TimeLeft
 from ds_finetune.observers.utilisation import Utilisation, peak_flops
 from ds_finetune.observers.writers import MetricsFile, Trackers, check_trackers
 from ds_finetune.plan.layout import Plan, make_plan
 from ds_finetune.plan.legal import check_divides
+from ds_finetune.plan.timeouts import collective_seconds
 from ds_finetune.run_exports import Exports, checked, files_beside
-from ds_finetune.run_folder import check_output, nothing_half_written, write_run_files
+from ds_finetune.run_folder import bytes_written, check_output, nothing_half_written, write_run_files
+from ds_finetune.run_length import check_run_length
 from ds_finetune.schedule import Duration, LrSchedule, seconds_of, warmup_steps
 from ds_finetune.watch.board import Board, Patience
 from ds_finetune.watch.collectives import seen_collectives
+from ds_finetune.watch.device import device_progress
 from ds_finetune.watch.stragglers import Stragglers
 from ds_finetune.watch.vigil import Vigil, keep_vigil
 from ds_finetune.world import World, accelerate_choices, refuse_missing_hostfile
@@ -78,28 +96,42 @@ def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
     world.export_to(os.environ)
     refuse_missing_hostfile()
     with Interruption(signal.SIGINT) as interruption:
-        with watched(config, world) as (vigil, store):
-            plan, material, schedule = prepared(config, world)
-            if world.rank == 0:
-                announce(plan, material)
-            group = process_group(world, plan.device, store, timeout=_time(config.watchdog.collective))
-            with nothing_half_written(Path(config.output_dir)), vigil.standing(store), group, vigil.telling():
-                last, interrupted, exports = _train_and_export(plan, material, schedule, say, vigil)
+        last, interrupted, exports = _watched_run(config, world, announce, say)
         verdicts = checked(config, exports, interruption) if world.rank == 0 and not interrupted else ()
     return Report(last, Path(config.output_dir), exports, time.monotonic() - began, interrupted, verdicts)
+
+
+def _watched_run(
+    config: RunConfig, world: World, announce: Announce, say: Say
+) -> tuple[StepRecord | None, str, tuple[Path, ...]]:
+    """The last record, which signal ended the run if one did, and the folders exported; the watchdog is at work all the while."""
+    with watched(config, world) as (vigil, store):
+        plan, material, schedule = prepared(config, world)
+        patience = timedelta(seconds=collective_seconds(config.watchdog))
+        agree = partial(exchange, store, world, "operators", timeout=patience)
+        plan = build_ops(use_cores(plan, os.environ), agree, say)
+        if world.rank == 0:
+            announce(plan, material)
+        group = process_group(world, plan.device, store, timeout=patience)
+        vigil.board.device = device_progress(plan.device)
+        with nothing_half_written(Path(config.output_dir)), vigil.standing(store), group, vigil.telling():
+            return _train_and_export(plan, material, schedule, say, vigil)
 
 
 def prepared(config: RunConfig, world: World) -> tuple[Plan, Material, LrSchedule]:
     """What a run is made of, before there is a process group: it may take as long as the data is large."""
     plan = make_plan(config, world=world, device=choose_device(), accelerate=accelerate_choices(os.environ))
     check_trackers(config.log.trackers)
-    hf_config = read_hf_config(config.model.path)
+    hf_config = model_config(config)
     check_divides(plan.mesh, hf_config.to_dict(), pp_layers=config.parallel.pp_layers)
     stages_of(hf_config, config.parallel)
     lora_lines(hf_config, config.lora)
     material = gather_material(config)
     check_space(plan, material)
-    return plan, material, lr_schedule(config, material)
+    schedule = lr_schedule(config, material)
+    rows = None if isinstance(material.train, StreamedRows) else len(material.train)
+    notes = check_run_length(config, steps=schedule.steps, warmup=schedule.warmup_steps, rows=rows)
+    return plan, replace(material, notes=(*material.notes, *notes)), schedule
 
 
 @contextmanager
@@ -120,6 +152,7 @@ def _train_and_export(
 ) -> tuple[StepRecord | None, str, tuple[Path, ...]]:
     """The last record, which signal ended the run if one did, and the folders exported."""
     origin = find_origin(plan, material, say if plan.world.rank == 0 else _nothing)
+    refuse_past_end(origin, steps=schedule.steps, duration=plan.config.train.duration)
     started = start_engine(plan, material.hf_config, has_weights=origin.found is None)
     # The innermost tells of an error before anything is closed, which may wait for ranks that are gone.
     with started as engine, kept(engine, origin, material) as saver, vigil.telling():
@@ -173,7 +206,8 @@ def batches_of(
     if isinstance(material.train, StreamedRows):
         return streaming_batches(material.train, batch_plan(plan, material), steps=schedule.steps, start_step=after.step, start=place_in_stream)
     length = Duration.parse(plan.config.train.duration)
-    rows = round(length.value * len(material.train)) if length.unit == "epochs" else schedule.steps * plan.config.train.global_batch_size
+    is_epochs = length.unit == "epochs"
+    rows = length.in_rows(len(material.train)) if is_epochs else schedule.steps * plan.config.train.global_batch_size
     return training_batches(material.train, batch_plan(plan, material), start_step=after.step, total_rows=rows)
 
 
@@ -209,25 +243,27 @@ def make_observers(engine: Engine, material: Material, schedule: LrSchedule, kee
     config, folder = engine.plan.config, Path(engine.plan.config.output_dir)
     skipped = SkippedSteps(config.train.max_skipped_steps)
     board = keeping.board
-    best = BestAndPatience(config.eval, _while(board, "export", keeping.exports.write_best))
+    left = time_left(engine.plan, material, schedule)
+    keep_best = _while(board, "export", keeping.exports.write_best)
+    best = BestAndPatience(config.eval, left.measure(EXPORT, keep_best))
     slow = Stragglers(board, config.log.every, config.watchdog.straggler_ratio)
     observers: list[Observer] = [*([slow] if engine.plan.world.world_size > 1 else []), skipped, *_utilisation(engine.plan, material)]
     remembered: dict[str, Resumable] = {"skipped": skipped}
     if material.held_out is not None:
-        every = int(Duration.parse(config.eval.every).value) if config.eval.every else 0
         evaluate, exact_match = _evaluations(engine, material, interrupts)
-        evaluation = Evaluation(every, _while(board, "evaluation", evaluate), exact_match and _while(board, "evaluation", exact_match))
+        answers = exact_match and left.measure(ANSWERS, _while(board, "evaluation", exact_match))
+        evaluation = Evaluation(_evaluates_every(config), left.measure(EVALUATION, _while(board, "evaluation", evaluate)), answers)
         observers += [evaluation, best]
         remembered |= {"evaluation": evaluation, "best": best}
     remember(remembered, keeping.origin)
     if keeping.saver is not None:
         wanted = Kept(config.checkpoint.every_steps, config.checkpoint.keep, config.checkpoint.keep_best, config.checkpoint.max_failed)
-        saving = partial(board.during, "save")
+        saving = partial(_saving, board, left)
         observers.append(Checkpointing(keeping.saver, interrupts, wanted, remembered, run_text(engine, material), keeping.say, saving))
     if engine.is_rank_zero:
-        observers.append(MetricsFile(folder / "metrics.jsonl"))
-        observers.append(Trackers.open(config.log.trackers, folder, {"model": config.model.path, "lr": config.optim.lr}))
-        observers.append(ProgressLine(steps=schedule.steps, every=config.log.every))
+        observers.append(MetricsFile(folder / "metrics.jsonl", keeping.say))
+        observers.append(Trackers.open(config.log.trackers, folder, {"model": config.model.path, "lr": config.optim.lr}, keeping.say))
+        observers.append(ProgressLine(steps=schedule.steps, every=config.log.every, left=left))
     return observers
 
 
@@ -241,9 +277,31 @@ def _while(board: Board, phase: str, function: Callable[P, R]) -> Callable[P, R]
     return call
 
 
+@contextmanager
+def _saving(board: Board, left: TimeLeft) -> Iterator[None]:
+    with board.during("save"), left.during(SAVE):
+        yield
+
+
+def _evaluates_every(config: RunConfig) -> int:
+    """Steps between evaluations; 0 where they come at the end alone."""
+    return int(Duration.parse(config.eval.every).value) if config.eval.every else 0
+
+
+def time_left(plan: Plan, material: Material, schedule: LrSchedule) -> TimeLeft:
+    """What is known of the run's length before its first step."""
+    config, held_out = plan.config, material.held_out
+    every = {SAVE: config.checkpoint.every_steps} if config.checkpoint.every_steps else {}
+    every |= {EVALUATION: _evaluates_every(config), ANSWERS: _evaluates_every(config)} if held_out is not None else {}
+    # A forward is about a third of a step's work on a row.
+    steps = num_evaluated(held_out, config.eval.limit) / config.train.global_batch_size / 3 if held_out is not None else 0.0
+    exported = bytes_written(config, material.shape.total_params, checkpoint_bytes=0) if material.shape else 0
+    return TimeLeft(schedule.steps, every, evaluation_steps=steps, export_bytes=exported, verifies=config.export.verify)
+
+
 def kept(engine: Engine, origin: Origin, material: Material) -> AbstractContextManager[Saver | None]:
     """The saver of a run, or None where nothing is saved."""
-    return saver_of(engine, origin, {"config.json": material.folder / "config.json", **files_beside(engine.plan.config, material)})
+    return saver_of(engine, origin, files_beside(engine.plan.config, material), config=material.config_text)
 
 
 def check_space(plan: Plan, material: Material) -> None:
@@ -271,15 +329,21 @@ def _evaluations(
 ) -> tuple[Callable[[], EvalResult | None], Callable[[], float | None] | None]:
     held_out = material.held_out
     assert held_out is not None
-    asked = engine.plan.config.eval.generate
+    asked, limit = engine.plan.config.eval.generate, engine.plan.config.eval.limit
     limits = Limits(asked.max_new_tokens, material.stop_ids, material.pad_token_id)
+    rows = batch_plan(engine.plan, material)
+
+    def following(what: str, number: int, per_round: int) -> Callable[[], bool]:
+        return PhaseLine().following(interrupts.is_asked, what, math.ceil(number / per_round)) if engine.is_rank_zero else interrupts.is_asked
 
     def evaluate() -> EvalResult | None:
-        return engine.evaluate(eval_batches(held_out, batch_plan(engine.plan, material)), is_over=interrupts.is_asked)
+        is_over = following("evaluation", num_evaluated(held_out, limit), rows.micro_batch_size * rows.dp)
+        return engine.evaluate(eval_batches(held_out, rows, limit=limit), is_over=is_over)
 
     def exact_match() -> float | None:
         prompts = held_out.prompts(asked.prompts)
-        ids = engine.generate([prompt for prompt, _ in prompts], limits, is_over=interrupts.is_asked)
+        is_over = following("answers", len(prompts), rows.dp)
+        ids = engine.generate([prompt for prompt, _ in prompts], limits, is_over=is_over)
         if ids is None:
             return None
         texts = ([material.tokenizer.decode(part, skip_special_tokens=True) for part in parts] for parts in (ids, [answer for _, answer in prompts]))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ds_finetune.errors import LaunchError
+from ds_finetune.shipped import shipped_file
 
 _EXAMPLE = "write e.g. `worker-1 slots=8`, `me@10.0.0.2:2222 slots=4` or `[fe80::1]:22 slots=8`"
 _TARGET = re.compile(r"(?:(?P<user>[^@\s]*)@)?(?:\[(?P<v6>[^\]\s]*)\](?::(?P<port6>\S*))?|(?P<name>[^:\s]*)(?::(?P<port>[^:\s]*))?|(?P<bare>\S*))$")
@@ -42,7 +43,8 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
     DeepSpeed 0.19.8 reads the same lines (launcher/runner.py, `_parse_hostfile`), but gives ports to ssh as part of the name.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+        found = path if Path(path).exists() else shipped_file(str(path)) or path
+        lines = Path(found).read_text(encoding="utf-8-sig").splitlines()
     except FileNotFoundError:
         raise LaunchError(f"hostfile `{path}` does not exist", hint="create it; a run is never started locally instead") from None
     except UnicodeDecodeError as binary:

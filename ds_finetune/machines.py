@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
+from ds_finetune.argument_types import port
 from ds_finetune.config import read_config
 from ds_finetune.console import ERR, OUT
 from ds_finetune.errors import USER_ERROR_EXIT_CODE, ConfigError
@@ -30,7 +31,7 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     doctor.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace those of the file")
     add_host_options(doctor)
     doctor.add_argument(
-        "--port", type=int, default=int(os.environ.get("MASTER_PORT", _PORT)), help="where ranks will meet (default MASTER_PORT, 29500)"
+        "--port", type=port, default=int(os.environ.get("MASTER_PORT", _PORT)), help="where ranks will meet (default MASTER_PORT, 29500)"
     )
     doctor.add_argument("--json", action="store_true", help="print the checks as JSON, one after another")
     doctor.add_argument("--simulate", action="store_true", help="reach no machine: plan, ranks and groups on hosts of GPUs")

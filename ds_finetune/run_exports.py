@@ -23,7 +23,7 @@ from ds_finetune.material import Material
 from ds_finetune.model.families import family_of
 from ds_finetune.model.hub_folder import has_weights
 from ds_finetune.model.lora import Factors, factors_of, merged, quantised_targets
-from ds_finetune.run_folder import available_bytes, read_json
+from ds_finetune.run_folder import available_bytes
 
 GENERATION = "generation_config.json"
 
@@ -125,7 +125,7 @@ def export(engine: Engine, material: Material, out: Path, *, step: int) -> list[
     beside = files_beside(config, material)
     parts = FolderParts(
         family=family_of(material.hf_config.model_type),
-        config=read_json(material.folder / "config.json"),
+        config=material.config_tree,
         architecture=type(engine.lm).__name__,
         dtype=DTYPES[config.train.precision],
         record=recorded(engine, material, step=step) if config.export.verify else None,

@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from ds_finetune.errors import ConfigError
+from ds_finetune.shipped import shipped_file
 
 Lines = dict[tuple[str, ...], int]
 """Line of each key, by its path from the top."""
@@ -15,9 +16,13 @@ Lines = dict[tuple[str, ...], int]
 def read_yaml(path: Path) -> tuple[dict[str, Any], Lines]:
     """The mapping of a YAML file, and the line of each key; ConfigError for what is no mapping, and for a key given twice."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = (path if path.exists() else shipped_file(str(path)) or path).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"run file `{path}` does not exist", hint="the first argument is the run's YAML file") from None
+    except OSError as unreadable:
+        raise ConfigError(f"run file `{path}` cannot be read: {unreadable.strerror}", hint="the first argument is the run's YAML file") from None
+    except UnicodeDecodeError as binary:
+        raise ConfigError(f"run file `{path}` is not UTF-8: {binary}", hint="save it as UTF-8") from None
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         tree = yaml.safe_load(text)

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -32,6 +33,7 @@ def check_output(config: RunConfig, total_params: int | None, *, checkpoint_byte
         raise OutputError(f"output_dir `{folder}` lies below `{existing}`, which is not a folder", hint="name another output_dir")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise OutputError(f"output_dir `{folder}`: no permission to write in `{existing}`", hint="change the permissions or name another output_dir")
+    _check_takes_folders(existing, folder)
     if total_params is None:
         return
     folders, checkpoints = files_written(config, checkpoint_bytes=checkpoint_bytes)
@@ -43,6 +45,16 @@ def check_output(config: RunConfig, total_params: int | None, *, checkpoint_byte
             f" and the disk has {free / _GIB:.2f} GiB for them",
             hint="free some space, name another output_dir, lower checkpoint.keep, or set eval.keep_best false",
         )
+
+
+def _check_takes_folders(existing: Path, folder: Path) -> None:
+    """OutputError where no folder can be made in `existing`, whatever its permissions say: below /proc, on a read-only or a full disk."""
+    try:
+        Path(tempfile.mkdtemp(prefix=".trial-", dir=existing)).rmdir()
+    except OSError as refused:
+        raise OutputError(
+            f"output_dir `{folder}`: no folder can be made in `{existing}`: {refused.strerror}", hint="make room, or name another output_dir"
+        ) from refused
 
 
 def files_written(config: RunConfig, *, checkpoint_bytes: int) -> tuple[int, int]:
@@ -125,12 +137,19 @@ def write_run_files(plan: Plan, *, after_step: int = 0, last: StepRecord | None 
     folder = Path(plan.config.output_dir)
     if plan.world.rank:
         return folder
+    try:
+        _write_run_files(plan, folder, after_step, last)
+    except OSError as full:
+        raise OutputError(f"output_dir `{folder}` cannot be written: {full.strerror or full}", hint="make room, or name another output_dir") from full
+    return folder
+
+
+def _write_run_files(plan: Plan, folder: Path, after_step: int, last: StepRecord | None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(dump_config(plan.config), encoding="utf-8")
     (folder / "plan.json").write_text(json.dumps({**dict(plan.lines()), "notes": plan.notes}, indent=2) + "\n", encoding="utf-8")
     (folder / "deepspeed.json").write_text(json.dumps(plan.deepspeed, indent=2) + "\n", encoding="utf-8")
     _forget_records(folder / "metrics.jsonl", after_step, last)
-    return folder
 
 
 def _forget_records(metrics: Path, after_step: int, last: StepRecord | None) -> None:

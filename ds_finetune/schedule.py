@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Literal, Self
 
 Unit = Literal["steps", "epochs", "tokens"]
@@ -29,7 +30,7 @@ class Duration:
         if not found:
             raise ValueError(f"`{text}` is not a duration; write `200 steps`, `3 epochs` or `1e9 tokens`")
         value, unit = float(found[1].replace("_", "")), f"{found[2]}s"
-        if value <= 0 or (unit != "epochs" and value != int(value)):
+        if value <= 0 or not math.isfinite(value) or (unit != "epochs" and value != int(value)):
             raise ValueError(f"`{text}` is not a duration: {unit} must be a positive {'number' if unit == 'epochs' else 'integer'}")
         return cls(value, unit)  # type: ignore[arg-type]
 
@@ -37,12 +38,19 @@ class Duration:
         """Optimizer steps of this duration over a data set of `rows` rows holding `tokens` tokens an epoch, rounded up."""
         if self.unit == "steps":
             return int(self.value)
-        epochs = self.value if self.unit == "epochs" else self.value / tokens
-        return max(1, math.ceil(round(epochs * rows, 6) / global_batch_size))
+        if self.unit == "epochs":
+            return math.ceil(self.in_rows(rows) / global_batch_size)
+        return max(1, math.ceil(round(self.value / tokens * rows, 6) / global_batch_size))
+
+    def in_rows(self, rows: int) -> int:
+        """Rows that this many epochs over a data set of `rows` rows give out, rounded up; at least one."""
+        assert self.unit == "epochs"
+        return max(1, math.ceil(round(self.value * rows, 6)))
 
     def __str__(self) -> str:
-        """The text `parse` reads."""
-        return f"{self.value:g} {self.unit}"
+        """The text from which `parse` reads the same number."""
+        is_whole = self.value == int(self.value)
+        return f"{int(self.value) if is_whole else format(Decimal(repr(self.value)), 'f')} {self.unit}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,6 +23,8 @@ from ds_finetune.model.folder_check import check_folder
 ENGINES = ("vllm", "transformers", "onnx")
 _SERVING = ("fastapi", "uvicorn", "pydantic", "openai")
 """What `transformers serve` imports (transformers 5.23, utils/import_utils.py:972)."""
+QUEUE, REQUEST_SECONDS = 16, 600.0
+"""Requests that wait at most, and seconds of a request at most, where the command line does not say."""
 _POLL_SECONDS = 0.3
 _STOP_SECONDS = 30.0
 """How long a server may take to end what it is doing."""
@@ -42,27 +44,65 @@ class Address:
         return f"http://{f'[{here}]' if ':' in here else here}:{self.port}"
 
 
-def serve(folder: Path, address: Address, *, engine: str, ready_seconds: float, say: Callable[[str], None]) -> None:
-    """Serve `folder` until SIGINT or SIGTERM, and leave no process behind; `engine` is one of `ENGINES` or `auto`.
+@dataclass(frozen=True)
+class Service:
+    """How a folder is served: `engine` is one of `ENGINES` or `auto`; `queue` and `request_seconds` are those of transformers and ONNX alone."""
+
+    engine: str = "auto"
+    ready_seconds: float = 1800.0
+    queue: int | None = None
+    request_seconds: float | None = None
+
+    def chosen(self, folder: Path) -> "Service":
+        """The same with its engine chosen and its limits filled in; ServeError where they do not fit together."""
+        engine = choose_engine(self.engine, folder)
+        given = {"--queue": self.queue, "--request-seconds": self.request_seconds}
+        named = [f"{name} {value:g}" for name, value in given.items() if value is not None]
+        if engine == "vllm" and named:
+            raise ServeError(f"{named[0]} is not valid with --engine vllm", hint="leave it out: vLLM has a queue of its own")
+        wrong = [f"{name} {value:g}" for name, value in given.items() if value is not None and value <= 0]
+        if wrong:
+            raise ServeError(f"{wrong[0]} is not more than 0", hint=f"e.g. --queue {QUEUE} --request-seconds {REQUEST_SECONDS:g}")
+        return replace(self, engine=engine, queue=self.queue or QUEUE, request_seconds=self.request_seconds or REQUEST_SECONDS)
+
+
+def serve(folder: Path, address: Address, service: Service, *, say: Callable[[str], None]) -> None:
+    """Serve `folder` until SIGINT or SIGTERM, and leave no process behind.
 
     ServeError where the folder, the engine or the address cannot be used, where the server ends by itself, and where it is
-    not healthy after `ready_seconds`.
+    not healthy after `service.ready_seconds`.
     """
     if not (folder / "config.json").is_file():
         raise ServeError(f"`{folder}` holds no config.json", hint="name an exported folder, e.g. runs/r1/export")
     check_folder(folder)
-    chosen = choose_engine(engine, folder)
+    chosen = service.chosen(folder)
+    if chosen.engine != "vllm":
+        from ds_finetune.export.load import check_loadable
+
+        check_loadable(folder)
     _check_free(address)
     if (folder / UNVERIFIED).is_file():
         say(f"{folder} is UNVERIFIED: {(folder / UNVERIFIED).read_text(encoding='utf-8').strip()}")
+    for line in _limits(chosen):
+        say(line)
     with tempfile.TemporaryDirectory() as cache, _asked_to_stop() as asked, _running(command_of(chosen, folder, address), cache) as server:
-        _await_health(server, address, asked, ready_seconds)
+        _await_health(server, address, asked, chosen.ready_seconds)
         if not asked:
-            say(f"ready: {address.url}/v1, model `{folder}`, by {chosen}; Ctrl-C ends it")
+            say(f"ready: {address.url}/v1, model `{folder}`, by {chosen.engine}; Ctrl-C ends it")
         while not asked:
             _refuse_end(server)
             time.sleep(_POLL_SECONDS)
     say("stopped")
+
+
+def _limits(service: Service) -> list[str]:
+    """What a person has to know of an engine that answers one request at a time."""
+    if service.engine == "vllm":
+        return []
+    return [
+        f"--engine {service.engine} answers one request at a time: {service.queue} more may wait, each for {service.request_seconds:g} s at most;"
+        " for real traffic install vLLM and take --engine vllm"
+    ]
 
 
 def choose_engine(engine: str, folder: Path) -> str:
@@ -88,13 +128,14 @@ def choose_engine(engine: str, folder: Path) -> str:
     return engine
 
 
-def command_of(engine: str, folder: Path, address: Address) -> list[str]:
+def command_of(service: Service, folder: Path, address: Address) -> list[str]:
     """The command that serves `folder` under its own path as the model's name."""
     where = ["--host", address.host, "--port", str(address.port)]
-    if engine == "vllm":
+    if service.engine == "vllm":
         return ["vllm", "serve", str(folder), "--served-model-name", str(folder), *where]
-    device = "auto" if engine == "transformers" and _has_gpu() else "cpu"
-    return [sys.executable, "-m", "ds_finetune.transformers_server", str(folder), "--device", device, *where]
+    device = "auto" if service.engine == "transformers" and _has_gpu() else "cpu"
+    limits = ["--queue", str(service.queue), "--request-seconds", str(service.request_seconds)]
+    return [sys.executable, "-m", "ds_finetune.transformers_server", str(folder), "--device", device, *limits, *where]
 
 
 def _has_gpu() -> bool:
@@ -129,7 +170,6 @@ def _asked_to_stop() -> Iterator[list[int]]:
 @contextmanager
 def _running(command: list[str], cache: str) -> Iterator["subprocess.Popen[bytes]"]:
     """A server in a session of its own, so that the terminal's Ctrl-C reaches it once, through here; at the end nothing of the session is left."""
-    # /v1/models of transformers 5.23 fails where the hub's cache folder does not exist (cli/serving/model_manager.py:503).
     environ = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": cache}
     server = subprocess.Popen(command, env=environ, start_new_session=True)
     try:

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ds_finetune.argument_types import port, positive
 from ds_finetune.config import RunConfig, read_config
 from ds_finetune.console import show_line
 from ds_finetune.errors import LaunchError
@@ -33,13 +34,13 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     launch.add_argument("--nproc", type=int, help="ranks on this machine alone, where there is no hostfile")
     launch.add_argument("--env", action="append", default=[], metavar="NAME[=VALUE]", help="one more environment variable for every rank")
     launch.add_argument("--interface", default="", metavar="NAME", help="network interface of every host (default: the one towards the first host)")
-    launch.add_argument("--port", type=int, default=0, help="port of the first host at which ranks meet (default: a free one)")
+    launch.add_argument("--port", type=port, default=0, help="port of the first host at which ranks meet (default: a free one)")
     launch.add_argument("--dry-run", action="store_true", help="show ranks, environment and commands; ask no host anything")
     launch.add_argument("--emit", choices=("slurm", "k8s", "docker"), help="write a file for a service that starts ranks itself, and start nothing")
     launch.add_argument("-o", "--out", metavar="FILE", help="where --emit writes (default: standard output)")
     launch.add_argument("--name", default="ds-finetune", help="of the emitted job (default ds-finetune)")
     launch.add_argument("--time", default="24:00:00", metavar="[D-]HH:MM:SS", help="time limit of the emitted job (default 24:00:00)")
-    launch.add_argument("--cpus", type=int, default=8, help="cores of each rank of the emitted job (default 8)")
+    launch.add_argument("--cpus", type=positive, default=8, help="cores of each rank of the emitted job (default 8)")
     launch.add_argument("--image", default="ds-finetune:latest", help="container image of emitted pods (default ds-finetune:latest)")
     launch.add_argument("--claim", default="runs", help="volume claim of emitted pods, mounted as /workspace/runs (default runs)")
     launch.set_defaults(command=_launch)
@@ -87,6 +88,7 @@ def _launch(arguments: argparse.Namespace) -> None:
 
 def _job(arguments: argparse.Namespace, hosts: tuple[Host, ...], environment: "Carried") -> "Job":
     from ds_finetune.launch.schedulers import Job
+    from ds_finetune.watch.run_secret import new_secret
 
     return Job(
         arguments.run,
@@ -98,6 +100,8 @@ def _job(arguments: argparse.Namespace, hosts: tuple[Host, ...], environment: "C
         variables=environment.values,
         interface=arguments.interface,
         directory=str(Path.cwd()),
+        # A file for a service is no place for a secret: what starts the ranks makes one.
+        secret="" if arguments.emit else new_secret(),
     )
 
 
@@ -139,13 +143,14 @@ def _with_agents(config: RunConfig, job: "Job", arguments: argparse.Namespace, s
     from ds_finetune.launch.environment import interface_variables
     from ds_finetune.launch.remote import Remote
     from ds_finetune.launch.run import Launch, launch
+    from ds_finetune.watch.run_secret import VARIABLE
 
     wanted = Launch(
         job.hosts,
         AGENTS[arguments.launcher],
         (job.run, *job.overrides),
-        {**job.variables, **interface_variables(job.interface)},
-        Remote.from_environment(arguments.ssh_args),
+        {**job.variables, **interface_variables(job.interface), VARIABLE: job.secret},
+        Remote.from_environment(arguments.ssh_args).within(config.launch.greeting_seconds),
         job.run_id,
         arguments.port,
     )

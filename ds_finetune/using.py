@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from ds_finetune.argument_types import from_two, port, positive
 from ds_finetune.config import DataConfig
 from ds_finetune.console import OUT, show_line, show_piece
-from ds_finetune.errors import ConfigError
+from ds_finetune.errors import ConfigError, OutputError
 
 if TYPE_CHECKING:
     from ds_finetune.scoring.compare import Metric
@@ -25,7 +26,7 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     _serve_command(commands.add_parser("serve", help="an OpenAI-compatible endpoint over an exported folder", allow_abbrev=False))
     chat = commands.add_parser("chat", help="talk to an exported folder", allow_abbrev=False)
     chat.add_argument("folder", metavar="OUT")
-    chat.add_argument("--max-new-tokens", type=int, default=512, help="tokens of an answer at most (default 512)")
+    chat.add_argument("--max-new-tokens", type=positive, default=512, help="tokens of an answer at most (default 512)")
     chat.set_defaults(command=_chat)
 
 
@@ -37,11 +38,12 @@ def _eval_command(scoring: argparse.ArgumentParser) -> None:
     scoring.add_argument("--template", default="auto", help="auto: OUT's chat template where it has one; plain; or a Jinja file (default auto)")
     scoring.add_argument("--train-on", choices=("assistant", "last_assistant", "all"), default="assistant", help="tokens scored (default assistant)")
     scoring.add_argument("--extract", choices=_EXTRACTORS, help="generate answers and compare what this finds in them with what it finds in the rows")
-    scoring.add_argument("--max-new-tokens", type=int, default=256, help="tokens of an answer at most (default 256)")
-    scoring.add_argument("--max-seq-len", type=int, default=2048, help="tokens of a row at most (default 2048)")
-    scoring.add_argument("--long-rows", choices=("truncate", "drop"), default="truncate", help="rows that are longer (default truncate)")
-    scoring.add_argument("--batch-tokens", type=int, default=4096, help="tokens of a forward, with padding (default 4096)")
-    scoring.add_argument("--limit", type=int, help="rows scored at most")
+    scoring.add_argument("--max-new-tokens", type=positive, default=256, help="tokens of an answer at most (default 256)")
+    scoring.add_argument("--max-seq-len", type=from_two, default=2048, help="tokens of a row at most (default 2048)")
+    long_rows = scoring.add_argument("--long-rows", choices=("auto", "truncate", "drop", "split"), default="auto")
+    long_rows.help = "rows that are longer (default auto: plain text is split, dialogue truncated)"
+    scoring.add_argument("--batch-tokens", type=positive, default=4096, help="tokens of a forward, with padding (default 4096)")
+    scoring.add_argument("--limit", type=positive, help="rows scored at most")
     scoring.add_argument("--tasks", help="tasks of lm-evaluation-harness, separated by commas, where it is installed")
     scoring.add_argument("--json", metavar="FILE", help="write the numbers to a file as well")
     scoring.set_defaults(command=_eval)
@@ -51,16 +53,19 @@ def _serve_command(serving: argparse.ArgumentParser) -> None:
     serving.add_argument("folder", metavar="OUT", help="an exported folder")
     serving.add_argument("--engine", choices=("auto", "vllm", "transformers", "onnx"), default="auto", help="auto: by the folder and GPU")
     serving.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine alone)")
-    serving.add_argument("--port", type=int, default=8000, help="port to listen on (default 8000)")
+    serving.add_argument("--port", type=port, default=8000, help="port to listen on (default 8000)")
+    serving.add_argument("--queue", type=positive, help="transformers and onnx: requests that wait at most (default 16)")
+    serving.add_argument("--request-seconds", type=float, help="transformers and onnx: longest time of a request (default 600)")
     serving.add_argument("--ready-seconds", type=float, default=1800, help="how long loading may take (default 1800)")
     serving.set_defaults(command=_serve)
 
 
 def _serve(arguments: argparse.Namespace) -> None:
-    from ds_finetune.serve import Address, serve
+    from ds_finetune.serve import Address, Service, serve
 
     address = Address(arguments.host, arguments.port)
-    serve(Path(arguments.folder), address, engine=arguments.engine, ready_seconds=arguments.ready_seconds, say=show_line)
+    service = Service(arguments.engine, arguments.ready_seconds, arguments.queue, arguments.request_seconds)
+    serve(Path(arguments.folder), address, service, say=show_line)
 
 
 def _chat(arguments: argparse.Namespace) -> None:
@@ -74,6 +79,8 @@ def _chat(arguments: argparse.Namespace) -> None:
 def _eval(arguments: argparse.Namespace) -> None:
     if not arguments.data and not arguments.tasks:
         raise ConfigError(f"eval of `{arguments.model}` has nothing to score on", hint="give --data test.jsonl, or --tasks")
+    if arguments.json:
+        _write_text(arguments.json, "", mode="a")
     tasks = arguments.tasks.split(",") if arguments.tasks else []
     written = {}
     if tasks:
@@ -91,7 +98,16 @@ def _eval(arguments: argparse.Namespace) -> None:
         OUT.print(_table(scored.metrics, arguments, f"{scored.tokens:,} supervised tokens of {scored.documents:,} documents; {scored.method}"))
         written["data"] = scored.as_json()
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+        _write_text(arguments.json, json.dumps(written, indent=2) + "\n", mode="w")
+
+
+def _write_text(file: str, text: str, *, mode: str) -> None:
+    """Write `text`, or append nothing before anything is scored, so that a name that cannot be written costs no time."""
+    try:
+        with Path(file).open(mode, encoding="utf-8") as out:
+            out.write(text)
+    except OSError as refused:
+        raise OutputError(f"--json `{file}` cannot be written: {refused.strerror}", hint="name another file") from None
 
 
 def _asked(arguments: argparse.Namespace) -> "Asked":
@@ -107,6 +123,7 @@ def _asked(arguments: argparse.Namespace) -> "Asked":
         template=arguments.template,
         train_on=arguments.train_on,
         long_rows=arguments.long_rows,
+        max_truncated_ratio=1.0,
         packing=False,
     )
     return Asked(

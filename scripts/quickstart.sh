@@ -6,6 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 gpus="$(python -c 'import torch; print(torch.cuda.device_count())')"
 if [ "$gpus" = 0 ]; then export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1; fi
 folder="${1:-runs/quickstart-$(date +%Y%m%d-%H%M%S)}"
-ds-finetune demo "$folder"
-deepspeed --num_gpus "$([ "$gpus" = 0 ] && echo 2 || echo "$gpus")" ds_finetune/train.py "$folder/run.yaml"
+ranks="$([ "$gpus" = 0 ] && echo 2 || echo "$gpus")"
+ds-finetune demo "$folder" --ranks "$ranks"
+deepspeed --num_gpus "$ranks" ds_finetune/train.py "$folder/run.yaml"
 ds-finetune ask "$folder/run/export" 1969-07-20 1989-11-09 2024-02-29

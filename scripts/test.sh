@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Install what is missing and run every check. Arguments go to pytest.
+# Install what is missing and run every check, two test files at a time. Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/install.sh test
@@ -8,4 +8,4 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 ruff check .
 mypy
 PYTHONPATH=. lint-imports
-python -m pytest --durations=15 "$@"
+python -m pytest --numprocesses=2 --dist=loadfile --durations=15 "$@"

@@ -12,10 +12,12 @@ import yaml
 
 from ds_finetune.demo import MODEL, write_demo
 from tests.conftest import ROOT
+from tests.forks import Forkserver
 
 ROWS = 32
 SECONDS = 300
 BUILD_SECONDS = 900
+_TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 TINY = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 TINY |= {"num_key_value_heads": 2, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "n_group": 1}
 
@@ -47,8 +49,13 @@ def tiny_task(folder: Path, **sections: Any) -> Path:
     return run_file
 
 
-def start(command: Sequence[str], environ: Mapping[str, str] | None = None, *, timeout: float = SECONDS) -> subprocess.CompletedProcess[str]:
-    """Run a command from the repository on the CPU accelerator and return what it printed."""
+def start(
+    command: Sequence[str], environ: Mapping[str, str] | None = None, *, timeout: float = SECONDS, fork: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """Run a command from the repository on the CPU accelerator and return what it printed.
+
+    Ranks that torchrun would start and Python programs are forked from a process that has imported already; `fork=False` starts a new one.
+    """
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     settings = {
         "DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu"),
@@ -57,7 +64,22 @@ def start(command: Sequence[str], environ: Mapping[str, str] | None = None, *, t
         "PYTHONPATH": str(ROOT),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
-    return subprocess.run(command, cwd=ROOT, env=clean | settings | dict(environ or {}), capture_output=True, text=True, timeout=timeout, check=False)
+    where = clean | settings | dict(environ or {})
+    program, ranks = as_fork(command)
+    if fork and program and where["DS_ACCELERATOR"] == "cpu" and where["PYTHONPATH"] == str(ROOT):
+        return Forkserver.get().run(program, where, ranks=ranks, timeout=timeout)
+    return subprocess.run(command, cwd=ROOT, env=where, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def as_fork(command: Sequence[str]) -> tuple[list[str], int]:
+    """File (or `-m`, module) and arguments that a command runs in Python, and the ranks of it; no program where it is something else."""
+    words = list(command)
+    if words[: len(_TORCHRUN)] == _TORCHRUN:
+        return words[len(_TORCHRUN) + 1 :], int(words[len(_TORCHRUN)].removeprefix("--nproc-per-node="))
+    if words[0] == "ds-finetune":
+        return ["-m", "ds_finetune", *words[1:]], 0
+    is_python = words[0] == sys.executable and (words[1].endswith(".py") or words[1:3] == ["-m", "ds_finetune"])
+    return (words[1:] if is_python else []), 0
 
 
 def build_ops(*builders: str) -> None:
@@ -68,7 +90,7 @@ def build_ops(*builders: str) -> None:
 
 def torchrun(*arguments: str, ranks: int = 2) -> list[str]:
     """The command that starts `ranks` ranks of a file with torchrun."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *arguments]
+    return [*_TORCHRUN, f"--nproc-per-node={ranks}", *arguments]
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

@@ -1,10 +1,13 @@
 """The bench trains the same steps as the plain loops it is compared with."""
 
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from ds_finetune.bench import Contest
+from ds_finetune.bench import Contest, by_turns
 from tests.running import start, tiny_task
 
 
@@ -19,10 +22,36 @@ def test_all_contestants_have_the_same_losses(tmp_path: Path, packing: bool) -> 
     assert "1.00 x" in lines[1]
 
 
+def test_what_a_device_still_has_to_do_belongs_to_the_step_that_gave_it() -> None:
+    """A GPU's work goes on after the call returns: it is waited for before the clock is read, before a step and after it."""
+    pending = 0.0
+
+    def finish() -> None:
+        nonlocal pending
+        time.sleep(pending)
+        pending = 0.0
+
+    def asynchronous(_: Any) -> float:
+        nonlocal pending
+        pending = 0.05
+        return 1.0
+
+    batches: Any = [SimpleNamespace(num_supervised_tokens=1)] * 3
+    seconds = by_turns({"gpu": asynchronous, "next": lambda _: 1.0}, iter(batches), finish=finish).seconds
+    assert min(seconds["gpu"]) >= 0.05
+    assert max(seconds["next"]) < 0.05
+
+
+def test_the_faster_loop_has_the_larger_ratio() -> None:
+    found = dict(Contest({"ours": [2.0, 2.0], "slower": [4.0, 4.0], "faster": [1.0, 1.0]}, 100, 0.0).lines())
+    assert [found[name].rsplit(", ")[-1] for name in ("ours", "slower", "faster")] == ["1.00 x", "0.50 x", "2.00 x"]
+    assert found["speed (x)"] == "that of ours is 1; more is faster"
+
+
 def test_ratios_are_of_medians_and_rates_of_sums() -> None:
     contest = Contest({"a": [1.0, 1.0, 4.0], "b": [2.0, 2.0, 2.0]}, supervised_tokens=600, largest_loss_difference=0.0)
     assert dict(contest.lines())["a"] == "1.000 s/step, 100 tokens/s, 1.00 x"
-    assert dict(contest.lines())["b"] == "2.000 s/step, 100 tokens/s, 2.00 x"
+    assert dict(contest.lines())["b"] == "2.000 s/step, 100 tokens/s, 0.50 x"
 
 
 def test_several_ranks_are_refused(tmp_path: Path) -> None:

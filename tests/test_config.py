@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from ds_finetune.config import RunConfig, dump_config, read_config
 from ds_finetune.errors import ConfigError
+from ds_finetune.invalid_keys import WORDS_OF_OTHERS, _field_names, explain
 
 MINIMAL = "model: some/model\ndata: {train: a.jsonl}\noutput_dir: runs/x\n"
 
@@ -73,3 +75,52 @@ def test_every_field_is_documented() -> None:
     sections = [schema, *schema["$defs"].values()]
     silent = [f"{s['title']}.{name}" for s in sections for name, field in s["properties"].items() if not field.get("description")]
     assert not silent
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("learning_rate", "optim.lr"),
+        ("batch_size", "train.global_batch_size"),
+        ("epochs", "train.for"),
+        ("num_train_epochs", "train.for"),
+        ("per_device_train_batch_size", "train.micro_batch_size"),
+        ("gradient_accumulation_steps", "train.global_batch_size"),
+        ("max_length", "train.max_seq_len"),
+        ("cutoff_len", "train.max_seq_len"),
+        ("bf16", "train.precision"),
+        ("lora_r", "lora.rank"),
+        ("base_model", "model.path"),
+        ("Gradient_Checkpointing", "train.activation_checkpointing"),
+        ("max_eval_samples", "eval.limit"),
+        ("lr", "optim.lr"),
+        ("seed", "train.seed"),
+    ],
+)
+@pytest.mark.parametrize("section", [(), ("train",), ("optim",)])
+def test_words_of_other_programs_find_their_key(key: str, meant: str, section: tuple[str, ...]) -> None:
+    if ".".join((*section, key)) == meant:
+        return
+    tree: dict[str, object] = {key: 1}
+    for name in reversed(section):
+        tree = {name: tree}
+    with pytest.raises(ValidationError) as invalid:
+        RunConfig.model_validate({"model": "m", "data": {"train": "a"}, "output_dir": "o"} | tree)
+    error = explain(invalid.value, RunConfig, "run.yaml", {})
+    assert f"unknown key `{'.'.join((*section, key))}`" in error.message
+    assert f"did you mean `{meant}`?" in error.hint
+
+
+def test_the_words_of_other_programs_name_keys_that_exist() -> None:
+    words = [word for text in WORDS_OF_OTHERS.values() for word in text.split()]
+    assert len(words) == len(set(words)), "one word means one key"
+    for key in WORDS_OF_OTHERS:
+        section, _, name = key.rpartition(".")
+        assert name in _field_names(RunConfig, (section,) if section else ())
+
+
+def test_infinity_is_no_value(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: m\ndata: {train: a}\noutput_dir: o\n")
+    with pytest.raises(ConfigError, match=r"`optim\.lr` is inf"):
+        read_config(path, ["optim.lr=.inf"])

@@ -62,7 +62,7 @@ COMMANDS: dict[str, tuple[str, Callable[[str, Path], list[str]]]] = {
 def test_launcher(name: str, wanted: list[float], tmp_path: Path) -> None:
     launcher, command = COMMANDS[name]
     run_file = tiny_task(tmp_path, deepspeed=None if name == "accelerate" else {"zero_optimization": {"stage": 2}})
-    done = start(command(str(run_file), tmp_path))
+    done = start(command(str(run_file), tmp_path), fork=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"started by {launcher}" in done.stdout
     assert ("1 on cpu" if launcher == "python" else "2 on cpu") in done.stdout

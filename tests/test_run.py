@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +17,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ds_finetune.cli import main
 from ds_finetune.config import read_config
+from ds_finetune.console import show_plan
 from ds_finetune.demo import write_demo
 from ds_finetune.export.folder import has_same_weights
 from ds_finetune.export.record import Record
+from ds_finetune.finetune import prepared
+from ds_finetune.world import World
 from tests.running import metrics, start, tiny_task, torchrun
 
 KEYS = {
@@ -162,6 +166,7 @@ def test_early_stopping(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(metrics(tmp_path)) < 50
     assert "STOP: eval/loss has not fallen below" in done.stdout
+    assert done.stdout.splitlines()[-1] == f"next: ds-finetune export {tmp_path / 'run'} OUT"
     assert not (tmp_path / "run" / "export").exists()
 
 
@@ -270,11 +275,20 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path, capsys: py
 @pytest.mark.usefixtures("environ")
 def test_data_show_marks_what_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_file = tiny_task(tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row | {"source": "x"}) + "\n" for row in rows))
     assert main(["data", "show", str(run_file), "--samples", "1"]) == 0
     printed = capsys.readouterr().out
-    row = json.loads((tmp_path / "train.jsonl").read_text().splitlines()[0])
+    row = rows[0]
     assert f"<|bos|><|user|>{row['prompt']}<|assistant|>⟦{row['completion']}<|eos|>⟧" in printed
     assert "rows read" in printed
+    assert re.search(r"prompt differs from the server's +0 of [\d,]+ rows \(0.0%\)", printed)
+    assert f"columns and fields that nothing reads: source ({len(rows):,} rows)" in printed
+    plan, material, _ = prepared(read_config(run_file), World.from_environment({}))
+    show_plan(plan, material)
+    printed = capsys.readouterr().out
+    assert re.search(r"prompt differs from the server's +0 of [\d,]+ rows \(0.0%\)", printed)
+    assert f"data.train: columns and fields that nothing reads: source ({len(rows):,} rows)" in printed
 
 
 def test_config_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

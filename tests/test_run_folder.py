@@ -39,6 +39,20 @@ def test_no_permission_to_write() -> None:
         check_output(config_of(Path("/proc/sys/run")), None)
 
 
+@pytest.mark.parametrize("folder", ["/proc/run", "/proc/self/run/deeper", "/sys/run"])
+def test_where_no_folder_can_be_made(folder: str) -> None:
+    """The permissions of /proc let root write, and no folder can be made there all the same."""
+    with pytest.raises(OutputError, match=rf"output_dir `{folder}`: no"):
+        check_output(config_of(Path(folder)), None)
+
+
+def test_run_files_that_cannot_be_written_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").mkdir()
+    plan = make_plan(config_of(tmp_path), world=World(0, 1, 0, 1, "python"), device="cpu")
+    with pytest.raises(OutputError, match="cannot be written: Is a directory"):
+        write_run_files(plan)
+
+
 def test_checkpoints_need_room_for_one_more_than_are_kept(tmp_path: Path) -> None:
     wanted = {"export": {"at_end": False}, "eval": {"keep_best": False}, "checkpoint": {"keep": 3}}
     with pytest.raises(OutputError, match=r"0 export\(s\) and 5 checkpoints need 4656612\.87 GiB"):

@@ -1,8 +1,19 @@
 """Durations and learning rates are exact."""
 
+from itertools import product
+from pathlib import Path
+
 import pytest
 
+from ds_finetune.config import read_config
+from ds_finetune.data.batches import BatchPlan, training_batches
+from ds_finetune.data.rows import Row, empty_row
+from ds_finetune.finetune import batches_of, lr_schedule
+from ds_finetune.material import gather_material
+from ds_finetune.plan.layout import make_plan
 from ds_finetune.schedule import Duration, LrSchedule, warmup_steps
+from ds_finetune.world import World
+from tests.running import tiny_task
 
 
 @pytest.mark.parametrize(
@@ -18,8 +29,45 @@ def test_what_is_no_duration(text: str) -> None:
         Duration.parse(text)
 
 
-def test_a_text_is_read_back() -> None:
-    assert str(Duration.parse(str(Duration.parse("2.5 epochs")))) == "2.5 epochs"
+@pytest.mark.parametrize("text", ["2.5 epochs", "1000000 steps", "1234567 steps", "1e9 tokens", "0.3333333 epochs", "0.0000001 epochs"])
+def test_a_text_is_read_back_as_the_same_number(text: str) -> None:
+    """The run file is kept in this form, and read from it again."""
+    duration = Duration.parse(text)
+    assert Duration.parse(str(duration)) == duration
+    assert str(Duration.parse("2.5 epochs")) == "2.5 epochs"
+
+
+@pytest.mark.parametrize("global_batch_size", [1, 2, 4, 100])
+def test_a_run_in_epochs_has_batches_for_all_of_its_steps(global_batch_size: int) -> None:
+    """The last step evaluates, saves and exports: with a batch fewer none of it happened."""
+    for rows, epochs in product((1, 2, 3, 5, 7, 10, 17, 1001), (0.1, 0.3, 0.5, 1, 1.5, 2.3, 3)):
+        length = Duration(epochs, "epochs")
+        steps = length.in_steps(rows=rows, tokens=10 * rows, global_batch_size=global_batch_size)
+        plan = BatchPlan(global_batch_size, 1, 0, 1, 0, shuffle=True, pad_token_id=0, row_len=None)
+        batches = training_batches(_Rows(rows), plan, start_step=0, total_rows=length.in_rows(rows))
+        found = [len(batch.row_ids) for batch in batches]
+        assert len(found) == steps, (rows, epochs)
+        assert rows * epochs - 1e-6 <= sum(found) < rows * epochs + 1, (rows, epochs)
+
+
+def test_the_batches_of_a_run_are_as_many_as_its_schedule_says(tmp_path: Path) -> None:
+    run_file = tiny_task(tmp_path / "t", data={"workers": 1, "eval": []})
+    config = read_config(run_file, ["train.for=0.29 epochs", "train.global_batch_size=9", "train.micro_batch_size=1"])
+    plan, material = make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cpu"), gather_material(config)
+    schedule = lr_schedule(config, material)
+    assert (len(material.train), schedule.steps) == (32, 2)
+    assert [len(batch.row_ids) for batch in batches_of(plan, material, schedule)] == [9, 1]
+
+
+class _Rows:
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __getitem__(self, index: int) -> Row:
+        return empty_row(index)
 
 
 def test_warmup() -> None:

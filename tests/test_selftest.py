@@ -16,6 +16,7 @@ from ds_finetune.plan.mesh import Mesh
 from ds_finetune.selftest.cells import FAMILIES, OTHERS, grown, hf_config
 from ds_finetune.selftest.check import verdict
 from ds_finetune.selftest.plain import Steps
+from ds_finetune.selftest.run import _standard
 from tests.running import start, tiny_task
 
 COMMAND = [sys.executable, "-m", "ds_finetune", "selftest"]
@@ -44,6 +45,11 @@ def test_a_run_of_one_process_is_checked_here(tmp_path: Path, sections: dict[str
     done = start([*COMMAND, str(tiny_task(tmp_path, **sections))], timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"equal  deepseek_v3 {layout}" in done.stdout
+
+
+def test_the_standard_set_has_fp16_on_gpus_alone() -> None:
+    names = {device: [case.name for case in _standard(2, ("deepseek_v3",), device)] for device in ("cpu", "cuda")}
+    assert [name for name in names["cuda"] if name not in names["cpu"]] == ["deepseek_v3 dp ZeRO-1 fp16", "deepseek_v3 dp ZeRO-3 fp16"]
 
 
 def test_not_a_number_is_not_equal() -> None:

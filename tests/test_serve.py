@@ -17,7 +17,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ds_finetune.cli import main
-from ds_finetune.serve import Address, choose_engine, command_of
+from ds_finetune.serve import Address, Service, choose_engine, command_of
 from tests.conftest import ROOT
 from tests.running import start, tiny_task
 
@@ -102,6 +102,8 @@ def server(engine: str, served: Path) -> Iterator[tuple[int, "subprocess.Popen[s
             break
     assert lines[-1] == f"ready: http://127.0.0.1:{port}/v1, model `{served}`, by {engine}; Ctrl-C ends it\n", "".join(lines)
     assert any(line == f"{served} is UNVERIFIED: not checked yet\n" for line in lines)
+    wanted = f"--engine {engine} answers one request at a time: 16 more may wait, each for 600 s at most; for real traffic install vLLM"
+    assert any(line.startswith(wanted) for line in lines)
     yield port, process
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
@@ -123,7 +125,7 @@ def test_the_official_client_gets_the_plain_answer(server: tuple[int, Any], fold
     pieces = [part.choices[0].delta.content or "" for part in client.chat.completions.create(**asked, stream=True) if part.choices]
     assert "".join(pieces) == wanted
     assert len([piece for piece in pieces if piece]) > 1
-    assert client.models.list().object == "list"
+    assert [model.id for model in client.models.list()] == [str(served)]
     prompt = {"model": str(served), "prompt": TURNS[0], "max_tokens": NEW_TOKENS}
     assert client.completions.create(**prompt, temperature=0).choices[0].text == _plain_completion(folder, TURNS[0])
 
@@ -150,6 +152,21 @@ def test_many_ask_at_once(server: tuple[int, Any], folder: Path, served: Path) -
         answers = list(pool.map(lambda q: client.chat.completions.create(**asked, messages=[{"role": "user", "content": q}]), questions))
     wanted = [_plain_answer(folder, [{"role": "user", "content": question}]) for question in questions]
     assert [answer.choices[0].message.content for answer in answers] == wanted
+
+
+def test_what_cannot_be_answered_is_refused(server: tuple[int, Any], served: Path) -> None:
+    """Each refusal is tested in tests/inference/test_server.py."""
+    from openai import APIStatusError
+
+    client = _client(server[0])
+    asked = {"model": str(served), "messages": [{"role": "user", "content": TURNS[0]}]}
+    for wrong, status in (({"max_tokens": 0}, 400), ({"n": 2}, 400), ({"messages": []}, 400), ({"model": "other"}, 404)):
+        with pytest.raises(APIStatusError) as refused:
+            client.chat.completions.create(**asked | wrong)
+        assert refused.value.status_code == status
+    asked["messages"][0]["content"] = "1" * 400_000
+    with pytest.raises(APIStatusError, match="maximum context length is"):
+        client.chat.completions.create(**asked)
 
 
 def test_only_this_machine_is_served(server: tuple[int, Any]) -> None:
@@ -185,6 +202,19 @@ def test_a_signal_ends_it_and_leaves_nothing(server: tuple[int, "subprocess.Pope
         assert probe.connect_ex(("127.0.0.1", port))
 
 
+def test_a_forward_of_onnx_runtime_is_stopped(onnx_folder: Path) -> None:
+    from ds_finetune.export.onnx_model import OnnxCausalLM
+    from ds_finetune.inference.turns import Stopper
+
+    model = OnnxCausalLM.from_pretrained(onnx_folder)
+    stopper, ids = Stopper(model), torch.ones(1, 8, dtype=torch.int64)
+    stopper.stop("enough")
+    with pytest.raises(Exception, match="terminate flag"):
+        model.forward(ids)
+    stopper.clear()
+    assert model(ids).logits.shape[:2] == (1, 8)
+
+
 def test_a_server_that_ends_by_itself_is_an_error(folder: Path, tmp_path: Path) -> None:
     _serving()
     shutil.copytree(folder, tmp_path / "broken")
@@ -213,9 +243,21 @@ def test_engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest
     (tmp_path / "model.onnx").write_bytes(b"")
     assert main(["serve", str(tmp_path), "--engine", "vllm"]) == 2
     assert "is an ONNX folder" in capsys.readouterr().err
-    command = command_of("vllm", tmp_path, Address("::", 81))
+    command = command_of(Service("vllm"), tmp_path, Address("::", 81))
     assert command == ["vllm", "serve", str(tmp_path), "--served-model-name", str(tmp_path), "--host", "::", "--port", "81"]
     assert Address("::", 81).url == "http://[::1]:81"
+
+
+def test_limits_of_a_server_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "vllm").write_text("#!/bin/sh\n")
+    (tmp_path / "vllm").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["serve", str(tmp_path), "--engine", "vllm", "--queue", "3"]) == 2
+    assert "--queue 3 is not valid with --engine vllm" in capsys.readouterr().err
+    _serving()
+    assert main(["serve", str(tmp_path), "--engine", "transformers", "--request-seconds", "0"]) == 2
+    assert "--request-seconds 0 is not more than 0" in capsys.readouterr().err
 
 
 def test_a_conversation_keeps_what_was_said(folder: Path, served: Path) -> None:

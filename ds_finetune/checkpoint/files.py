@@ -25,6 +25,8 @@ _POLL_SECONDS = 0.05
 _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.EACCES, errno.ENOSYS)
 _LEFT = re.compile(r"step-\d+\.(partial-[0-9a-f-]+|replaced-[0-9a-f-]+|removing)|\.rehearsal-[0-9a-f-]+")
 """Names of folders that are only ever ours and never complete; whatever else lies there is the user's."""
+_FINAL = re.compile(r"step-(\d+)")
+"""Name of a complete checkpoint, which says its step; a copy under any other name says none."""
 
 
 def step_name(step: int) -> str:
@@ -35,6 +37,22 @@ def step_name(step: int) -> str:
 def partial_name(step: int, token: str) -> str:
     """Folder name while it is being written; `token` is the run's own, so leftovers of another are never mixed in."""
     return f"{step_name(step)}.partial-{token}"
+
+
+class RenamedCheckpointError(CheckpointError):
+    """A checkpoint folder is named after another step than the one in it."""
+
+
+def renamed_checkpoint(checkpoints: Path) -> RenamedCheckpointError | None:
+    """The error of the first checkpoint in a folder of them that was renamed; damaged ones are not looked at."""
+    for step in complete_steps(checkpoints):
+        try:
+            Manifest.read(checkpoints / step_name(step))
+        except RenamedCheckpointError as renamed:
+            return renamed
+        except CheckpointError:
+            continue
+    return None
 
 
 @dataclass(frozen=True)
@@ -69,7 +87,10 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """The manifest of `folder`; CheckpointError where there is none, or a byte of it is wrong."""
+        """The manifest of `folder`.
+
+        CheckpointError where there is none, a byte of it is wrong, or the folder is named after another step.
+        """
         path = folder / MANIFEST
         try:
             body, _, checksum = path.read_bytes().rstrip(b"\n").rpartition(b"\n")
@@ -81,7 +102,17 @@ class Manifest:
         if tree.pop("format") != FORMAT:
             raise CheckpointError(f"{path} has a format this version does not read, {FORMAT} being known", hint="use the version that wrote it")
         files = {name: FileSum(**file) for name, file in tree.pop("files").items()}
-        return cls(**{**tree, "ranks": tuple(tree["ranks"])}, files=files)
+        manifest = cls(**{**tree, "ranks": tuple(tree["ranks"])}, files=files)
+        manifest._check_name(folder)
+        return manifest
+
+    def _check_name(self, folder: Path) -> None:
+        named = _FINAL.fullmatch(folder.absolute().name)
+        if named and int(named[1]) != self.step:
+            raise RenamedCheckpointError(
+                f"{folder} was renamed: its name says step {int(named[1])} and it holds step {self.step}",
+                hint=f"rename it to {step_name(self.step)}, or to a name that says no step",
+            )
 
 
 class SummedFile:

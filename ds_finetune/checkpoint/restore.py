@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_finetune.checkpoint.files import Manifest, complete_steps, damage_of, leftovers, step_name
+from ds_finetune.checkpoint.files import Manifest, complete_steps, damage_of, leftovers, renamed_checkpoint, step_name
 from ds_finetune.checkpoint.part_file import part_name
 from ds_finetune.checkpoint.place import Place, agree
 from ds_finetune.checkpoint.run_state import RunState
@@ -31,8 +31,9 @@ class Found:
 def newest(place: Place, folder: Path) -> Found | None:
     """The newest checkpoint in `folder` that is complete on every node and undamaged, its sums taken by all ranks; collective.
 
-    None where there is none at all; CheckpointError where there are some and none can be used.
+    None where there is none at all; CheckpointError where there are some and none can be used, or one was renamed.
     """
+    agree(renamed_checkpoint(folder))
     everywhere = everyones((socket.gethostname(), set(complete_steps(folder))))
     some = set.union(*(steps for _, steps in everywhere))
     steps = sorted(set.intersection(*(steps for _, steps in everywhere)), reverse=True)

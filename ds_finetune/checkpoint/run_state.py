@@ -1,21 +1,16 @@
 """What a checkpoint remembers of the run beside tensors: how far it is, what it was told, and on what it ran."""
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Self
 
 from ds_finetune.checkpoint.files import STATE
-from ds_finetune.config import RunConfig
-from ds_finetune.errors import CheckpointError
 from ds_finetune.plan.layout import Plan
 
 _PACKAGES = ("ds_finetune", "torch", "deepspeed", "transformers")
-_MUST_STAY = ("train.global_batch_size", "train.seed", "data.shuffle", "data.streaming", "optim.name")
-_OF_ADAPTERS = ("lora", "lora.rank", "lora.alpha", "lora.target_modules", "lora.quantize")
-"""Keys on which the order of the data, the kind of optimizer state, and what is trained depend."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +31,10 @@ class RunState:
     versions: Mapping[str, str]
     base: str = ""
     """Digest of the weights that adapters belong to; empty where all weights are trained."""
+    held_out: str = ""
+    """A fingerprint of the evaluation rows; empty where there are none."""
+    deepspeed: Mapping[str, Any] = field(default_factory=dict)
+    """The finished DeepSpeed configuration."""
 
     def text(self) -> str:
         """JSON that `read` turns into the same value."""
@@ -69,29 +68,3 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[name] = "not installed"
     return found
-
-
-def changes(state: RunState, config: RunConfig, *, data: str, base: str) -> list[str]:
-    """Keys of the run file that differ from the checkpoint's, one line each; CheckpointError where the run would not be the same one."""
-    then, now = dict(_leaves(state.config)), dict(_leaves(config.model_dump(mode="json", by_alias=True)))
-    for tree in (then, now):
-        name = str(tree["optim.name"]).lower()
-        tree["optim.name"] = "adamw" if name == "adam" else name
-    differ = {key: f"{key} {then.get(key)!r} -> {now.get(key)!r}" for key in sorted(then.keys() | now.keys()) if then.get(key) != now.get(key)}
-    broken = [differ[key] for key in (*_MUST_STAY, *_OF_ADAPTERS) if key in differ]
-    broken += [f"training rows {state.data} -> {data}"] if state.data != data else []
-    broken += [f"weights that adapters belong to {state.base or 'none'} -> {base or 'none'}"] if state.base != base else []
-    if broken:
-        raise CheckpointError(
-            f"the checkpoint of step {state.step} was written with other values: {'; '.join(broken)}",
-            hint="set them back, or begin a new run with checkpoint.resume never and another output_dir, from an export",
-        )
-    return [f"changed since the checkpoint: {text}" for key, text in differ.items() if not key.startswith(("checkpoint.", "output_dir", "log."))]
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

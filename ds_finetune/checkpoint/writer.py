@@ -52,8 +52,9 @@ class _Inbox:
 
 def main() -> None:
     """Do jobs until the rank is gone."""
-    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        # Launchers and schedulers signal every process of a job; the rank decides when this one ends.
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        # Launchers, schedulers and a terminal that closes signal every process of a job; the rank decides when this one
+        # ends.
         signal.signal(name, signal.SIG_IGN)
     memory, inbox = int(sys.argv[1]), _Inbox()
     while (job := inbox.next(None)) is not None:

@@ -87,12 +87,17 @@ def training_batches(rows: Rows, plan: BatchPlan, *, start_step: int, total_rows
         yield _batch(rows, ids, plan, Position(*divmod(after, len(rows))))
 
 
-def eval_batches(rows: Rows, plan: BatchPlan) -> Iterator[Batch]:
-    """Every row once, in order; as many forwards on each rank, the last ones filled with empty rows."""
-    per_round = plan.micro_batch_size * plan.dp
-    for first in range(0, len(rows), per_round):
+def eval_batches(rows: Rows, plan: BatchPlan, *, limit: int = 0) -> Iterator[Batch]:
+    """Every row once, in order, or the first `limit` ones; as many forwards on each rank, the last ones filled with empty rows."""
+    per_round, end = plan.micro_batch_size * plan.dp, num_evaluated(rows, limit)
+    for first in range(0, end, per_round):
         mine = range(first + plan.rank * plan.micro_batch_size, first + (plan.rank + 1) * plan.micro_batch_size)
-        yield _batch(rows, [number if number < len(rows) else None for number in mine], plan, Position(0, min(first + per_round, len(rows))))
+        yield _batch(rows, [number if number < end else None for number in mine], plan, Position(0, min(first + per_round, end)))
+
+
+def num_evaluated(rows: Rows, limit: int) -> int:
+    """How many rows an evaluation reads, where 0 is no limit."""
+    return min(len(rows), limit or len(rows))
 
 
 def _my_places(plan: BatchPlan) -> range:

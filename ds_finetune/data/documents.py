@@ -1,15 +1,26 @@
 """Tokenised documents on disk: parts written one by one, each complete once it has its name."""
 
+import itertools
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Self
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
+from ds_finetune.data.cache import ArrayParts, write_folder
+from ds_finetune.data.tally import Tally
 from ds_finetune.data.template import Tokens
+
+_ARRAYS = {
+    "ids": np.dtype(np.int32),
+    "mask": np.dtype(np.bool_),
+    "offsets": np.dtype(np.int64),
+    "digests": np.dtype(np.uint64),
+}
 
 
 @dataclass(frozen=True)
@@ -20,90 +31,132 @@ class Counts:
     nothing_supervised: int = 0
     too_long_dropped: int = 0
     truncated: int = 0
+    truncated_tokens: int = 0
     split: int = 0
     lead_differs: int = 0
     documents: int = 0
     tokens: int = 0
     supervised: int = 0
+    dropped: Tally = field(default_factory=Tally)
+    """Rows left out for a reason of `reasons.DROPPED`."""
+    noted: Tally = field(default_factory=Tally)
+    """Rows of which something is to be reported (`reasons.NOTED`)."""
+    unread: Tally = field(default_factory=Tally)
+    """Columns and fields that nothing reads."""
 
     def __add__(self, other: Self) -> Self:
         """Counts of both."""
         return type(self)(**{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)})
 
+    @property
+    def truncated_ratio(self) -> float:
+        """Share of the tokens of kept rows that was cut off."""
+        return self.truncated_tokens / max(self.tokens + self.truncated_tokens, 1)
+
 
 @dataclass(frozen=True)
 class Limits:
-    """The longest document, and what happens to a longer one."""
+    """The longest document, and what happens to a longer one: `auto` splits plain text and truncates dialogue."""
 
     max_seq_len: int
     long_rows: str
 
+    def rule(self, *, is_text: bool) -> str:
+        """`truncate`, `drop` or `split`."""
+        if self.long_rows == "auto":
+            return "split" if is_text else "truncate"
+        return self.long_rows
+
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents end to end: `ids` int32 and `mask` bool [tokens], `offsets` int64 [documents + 1]."""
+    """Documents end to end: `ids` int32 and `mask` bool [tokens], `offsets` int64 [documents + 1].
+
+    `digests` uint64 [documents] are hashes of each document's ids.
+    """
 
     ids: NDArray[np.int32]
     mask: NDArray[np.bool_]
     offsets: NDArray[np.int64]
-
-    @classmethod
-    def join(cls, parts: Sequence[Self]) -> Self:
-        """All documents of `parts`, in order."""
-        lengths = [np.diff(part.offsets) for part in parts]
-        return cls(
-            ids=np.concatenate([part.ids for part in parts]),
-            mask=np.concatenate([part.mask for part in parts]),
-            offsets=np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64),
-        )
+    digests: NDArray[np.uint64]
 
     @classmethod
     def read(cls, folder: Path) -> Self:
         """Documents of a folder, mapped into memory rather than read."""
-        return cls(*(np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("ids", "mask", "offsets")))
+        return cls(*(np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS))
 
     def write(self, folder: Path, counts: Counts) -> None:
-        """Write beside `folder` and rename, so that a folder that exists is whole."""
-        partial = folder.with_name(folder.name + ".partial")
-        partial.mkdir(parents=True, exist_ok=True)
-        for name in ("ids", "mask", "offsets"):
-            np.save(partial / f"{name}.npy", getattr(self, name))
-        (partial / "counts.json").write_text(json.dumps(asdict(counts)), encoding="utf-8")
-        partial.rename(folder)
+        """Write to `folder`, complete once it has its name; OutputError where that fails."""
+        write_folder(folder, {name: ArrayParts.of(getattr(self, name)) for name in _ARRAYS}, _texts(counts))
+
+
+def join(parts: Sequence[Path], folder: Path, counts: Counts) -> None:
+    """Write the documents of all `parts`, in order, to `folder`, holding one part in memory at a time."""
+    sizes = {"ids": counts.tokens, "mask": counts.tokens, "offsets": counts.documents + 1, "digests": counts.documents}
+    arrays = {name: ArrayParts(dtype, sizes[name], _joined(parts, name)) for name, dtype in _ARRAYS.items()}
+    write_folder(folder, arrays, _texts(counts))
+
+
+def _joined(parts: Sequence[Path], name: str) -> Iterator[NDArray[np.generic]]:
+    if name != "offsets":
+        yield from (np.load(part / f"{name}.npy") for part in parts)
+        return
+    end = 0
+    yield np.zeros(1, dtype=np.int64)
+    for part in parts:
+        offsets = np.load(part / "offsets.npy")[1:] + end
+        end = int(offsets[-1]) if len(offsets) else end
+        yield offsets
+
+
+def _texts(counts: Counts) -> dict[str, str]:
+    return {"counts.json": json.dumps(asdict(counts))}
 
 
 def read_counts(folder: Path) -> Counts:
     """Counts written with a folder of documents."""
-    return Counts(**json.loads((folder / "counts.json").read_text(encoding="utf-8")))
+    written = json.loads((folder / "counts.json").read_text(encoding="utf-8"))
+    return Counts(**{**written, **{name: Tally.read(written[name]) for name in ("dropped", "noted", "unread")}})
 
 
-def gather(tokens: Sequence[Tokens], limits: Limits) -> tuple[Documents, Counts]:
-    """Documents of at most `max_seq_len` tokens, each with something to learn, and what became of the others."""
+def gather(tokens: Sequence[Tokens], rules: Sequence[str], *, max_seq_len: int) -> tuple[Documents, Counts]:
+    """Documents of at most `max_seq_len` tokens, each with a supervised token, and what became of the others.
+
+    `rules` say what happens to each where it is longer: `truncate`, `drop` or `split`.
+    """
     kept: list[tuple[list[int], list[bool]]] = []
     counts = Counts(read=len(tokens), lead_differs=sum(t.lead_differs for t in tokens))
-    for document in tokens:
-        pieces, change = _fitted(document, limits)
+    for document, rule in zip(tokens, rules, strict=True):
+        if document.dropped:
+            continue
+        pieces, change = _fitted(document, rule, max_seq_len)
         learnt = [(ids, mask) for ids, mask in pieces if any(mask[1:])]
         change += Counts(nothing_supervised=len(pieces) - len(learnt))
         kept += learnt
         counts += change
     lengths = [len(ids) for ids, _ in kept]
-    found = Documents(
-        ids=np.array([i for ids, _ in kept for i in ids], dtype=np.int32),
-        mask=np.array([m for _, mask in kept for m in mask], dtype=np.bool_),
-        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-    )
+    ids = np.array([i for ids, _ in kept for i in ids], dtype=np.int32)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    found = Documents(ids, np.array([m for _, mask in kept for m in mask], dtype=np.bool_), offsets, _digests(ids, offsets))
     supervised = sum(sum(mask[1:]) for _, mask in kept)
     return found, counts + Counts(documents=len(kept), tokens=len(found.ids), supervised=supervised)
 
 
-def _fitted(document: Tokens, limits: Limits) -> tuple[list[tuple[list[int], list[bool]]], Counts]:
-    ids, mask, size = document.ids, document.mask, limits.max_seq_len
+def _digests(ids: NDArray[np.int32], offsets: NDArray[np.int64]) -> NDArray[np.uint64]:
+    content = ids.astype("<i4").data
+    digests = [xxhash.xxh3_64_intdigest(content[start:end]) for start, end in itertools.pairwise(offsets.tolist())]
+    return np.array(digests, dtype=np.uint64)
+
+
+def _fitted(document: Tokens, rule: str, size: int) -> tuple[list[tuple[list[int], list[bool]]], Counts]:
+    ids, mask = document.ids, document.mask
     if len(ids) <= size:
         return [(ids, mask)], Counts()
-    if limits.long_rows == "drop":
+    if rule == "drop":
         return [], Counts(too_long_dropped=1)
-    if limits.long_rows == "truncate":
-        return [(ids[:size], mask[:size])], Counts(truncated=1)
-    starts = range(0, len(ids), size)
-    return [(ids[s : s + size], mask[s : s + size]) for s in starts], Counts(split=1)
+    if rule == "truncate":
+        return [(ids[:size], mask[:size])], Counts(truncated=1, truncated_tokens=len(ids) - size)
+    # A single token at the end has no token before it that would predict it.
+    end = len(ids) - (len(ids) % size == 1)
+    pieces = [(ids[s : min(s + size, end)], mask[s : min(s + size, end)]) for s in range(0, end, size)]
+    return pieces, Counts(split=1, truncated_tokens=len(ids) - end)

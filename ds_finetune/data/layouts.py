@@ -4,33 +4,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ds_finetune.data.messages import Conversation, checked_text, read_conversation
 from ds_finetune.data.sources import Record
 from ds_finetune.errors import DataError
 
-ROLES = ("system", "user", "assistant", "tool")
-_SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-    "function_call": "assistant",
-    "observation": "tool",
-    "tool": "tool",
-}
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 ALPACA_PROMPT = "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
 ALPACA_PROMPT_WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "
     "Write a response that appropriately completes the request.\n\n"
 )
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """Messages in OpenAI's form, and the tools that may be called."""
-
-    messages: tuple[Mapping[str, Any], ...]
-    tools: tuple[Mapping[str, Any], ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -44,7 +27,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class PlainText:
-    """A document of which every token is learnt."""
+    """A document of which every token is supervised."""
 
     text: str
 
@@ -55,10 +38,10 @@ Sample = Conversation | Completion | PlainText
 def recognise(record: Record, columns: Mapping[str, str], where: str) -> str:
     """The layout whose columns the record has; DataError names the columns found and wanted."""
     names = set(record) | {key for key, column in columns.items() if column in record}
-    for layout, (needed, _) in LAYOUTS.items():
-        if needed <= names:
-            return layout
-    wanted = "; ".join(f"{layout}: {', '.join(sorted(needed))}" for layout, (needed, _) in LAYOUTS.items())
+    for name, layout in LAYOUTS.items():
+        if layout.needed <= names:
+            return name
+    wanted = "; ".join(f"{name}: {', '.join(sorted(layout.needed))}" for name, layout in LAYOUTS.items())
     raise DataError(
         f"{where} has columns {', '.join(sorted(record))}, which fit no layout", hint=f"name them under data.columns; layouts are {wanted}"
     )
@@ -66,7 +49,8 @@ def recognise(record: Record, columns: Mapping[str, str], where: str) -> str:
 
 def read_sample(record: Record, layout: str, columns: Mapping[str, str], where: str) -> Sample:
     """A record of `layout` as a sample; DataError for a missing column, a wrong type or an unknown role."""
-    needed, read = LAYOUTS[layout]
+    needed, read = LAYOUTS[layout].needed, LAYOUTS[layout].read
+    _refuse_other_rows(record, columns, where)
     view = {**record, **{key: record[column] for key, column in columns.items() if column in record}}
     absent = sorted(needed - view.keys())
     if absent:
@@ -77,52 +61,84 @@ def read_sample(record: Record, layout: str, columns: Mapping[str, str], where: 
     return read(view, where)
 
 
+def unread_columns(record: Record, layout: str, columns: Mapping[str, str]) -> list[str]:
+    """Columns with a value that a reader of `layout` passes over."""
+    read = LAYOUTS[layout].needed | LAYOUTS[layout].optional
+    taken = {columns[name] if columns.get(name) in record else name for name in read}
+    return [name for name, value in record.items() if name not in taken and value is not None]
+
+
+def _refuse_other_rows(record: Record, columns: Mapping[str, str], where: str) -> None:
+    """DataError for rows of other objectives, whose answers are not all to be imitated, and for rows with media."""
+    given = {name for name, value in record.items() if value is not None} - set(columns.values())
+    if {"chosen", "rejected"} <= given:
+        raise DataError(
+            f"{where} is a preference row (columns {', '.join(sorted(record))}), and fine-tuning is supervised",
+            hint="give rows with one answer each, or name the one to imitate: data.columns {completion: chosen}",
+        )
+    if "kto_tag" in given or ("label" in given and isinstance(record["label"], bool)):
+        raise DataError(
+            f"{where} is a KTO row, whose answer is marked as good or bad (columns {', '.join(sorted(record))}), "
+            "and fine-tuning is supervised",
+            hint="keep the rows whose answer is to be imitated, and remove the column with the marks",
+        )
+    media = [name for name in _MEDIA if name in given and record[name]]
+    if media:
+        raise DataError(
+            f"{where} holds media in column `{media[0]}`, and only text is trained",
+            hint="remove such rows, or the column",
+        )
+
+
 def _text(view: Mapping[str, Any], key: str, where: str) -> str:
-    value = view.get(key)
-    if not isinstance(value, str):
-        raise DataError(f"{where}: column `{key}` holds {type(value).__name__} {value!r:.60}, not text", hint="mend the row, or name another column")
-    return value
+    return checked_text(view.get(key), f"{where}: column `{key}`")
+
+
+def _optional(view: Mapping[str, Any], key: str, where: str) -> str:
+    return _text(view, key, where) if view.get(key) is not None else ""
 
 
 def _messages(view: Mapping[str, Any], where: str) -> Sample:
-    messages = view["messages"]
-    if not isinstance(messages, list) or not messages:
-        raise DataError(f"{where}: `messages` holds {type(messages).__name__} {messages!r:.60}", hint="give a list of {role, content}")
-    for message in messages:
-        role = message.get("role") if isinstance(message, dict) else message
-        if role not in ROLES:
-            raise DataError(f"{where}: unknown role {role!r}", hint=f"roles are {', '.join(ROLES)}")
-    return Conversation(tuple(messages), tuple(view["tools"]) if view.get("tools") else None)
+    return read_conversation(view["messages"], view.get("tools") or view.get("functions"), "messages", where)
 
 
 def _sharegpt(view: Mapping[str, Any], where: str) -> Sample:
-    messages: list[dict[str, Any]] = []
-    if view.get("system"):
-        messages.append({"role": "system", "content": view["system"]})
-    for turn in view["conversations"]:
-        role = _SHAREGPT_ROLES.get(turn.get("from", turn.get("role")))
-        if role is None:
-            raise DataError(f"{where}: unknown role {turn.get('from')!r}", hint=f"sharegpt roles are {', '.join(sorted(_SHAREGPT_ROLES))}")
-        messages.append({"role": role, "content": turn.get("value", turn.get("content"))})
-    return Conversation(tuple(messages))
+    system = _optional(view, "system", where)
+    turns = view["conversations"]
+    if system and isinstance(turns, list | tuple):
+        turns = [{"role": "system", "content": system}, *turns]
+    return read_conversation(turns, view.get("tools"), "conversations", where)
 
 
 def _alpaca(view: Mapping[str, Any], where: str) -> Sample:
     instruction, answer = _text(view, "instruction", where), _text(view, "output", where)
-    given = view.get("input") or ""
+    given = _optional(view, "input", where)
     intro = ALPACA_PROMPT_WITH_INPUT if given else ALPACA_PROMPT
     prompt = f"{intro}### Instruction:\n{instruction}\n\n" + (f"### Input:\n{given}\n\n" if given else "") + "### Response:\n"
-    history = [m for asked, said in view.get("history") or () for m in ({"role": "user", "content": asked}, {"role": "assistant", "content": said})]
-    system = [{"role": "system", "content": view["system"]}] if view.get("system") else []
+    history: list[dict[str, str]] = []
+    for asked, said in _history(view, where):
+        history += [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+    system = [{"role": "system", "content": _text(view, "system", where)}] if view.get("system") else []
     question = f"{instruction}\n{given}" if given else instruction
     turns = [*system, *history, {"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return Completion(prompt, answer, Conversation(tuple(turns)))
 
 
+def _history(view: Mapping[str, Any], where: str) -> list[tuple[str, str]]:
+    """Earlier questions and their answers."""
+    pairs = view.get("history") or []
+    is_list = isinstance(pairs, list | tuple)
+    if not is_list or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
+        hint = "give a list of [question, answer] pairs"
+        raise DataError(f"{where}: column `history` holds {pairs!r:.60}", hint=hint)
+    what = f"{where}: column `history`"
+    return [(checked_text(asked, what), checked_text(said, what)) for asked, said in pairs]
+
+
 def _prompt_completion(view: Mapping[str, Any], where: str) -> Sample:
     prompt, completion = view["prompt"], view["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
-        return _messages({"messages": [*prompt, *completion], "tools": view.get("tools")}, where)
+        return read_conversation([*prompt, *completion], view.get("tools"), "prompt, completion", where)
     asked, answer = _text(view, "prompt", where), _text(view, "completion", where)
     turns = ({"role": "user", "content": asked}, {"role": "assistant", "content": answer})
     return Completion(asked, answer, Conversation(turns))
@@ -132,11 +148,20 @@ def _plain(view: Mapping[str, Any], where: str) -> Sample:
     return PlainText(_text(view, "text", where))
 
 
-LAYOUTS: Mapping[str, tuple[frozenset[str], Callable[[Mapping[str, Any], str], Sample]]] = {
-    "messages": (frozenset({"messages"}), _messages),
-    "sharegpt": (frozenset({"conversations"}), _sharegpt),
-    "alpaca": (frozenset({"instruction", "output"}), _alpaca),
-    "prompt_completion": (frozenset({"prompt", "completion"}), _prompt_completion),
-    "text": (frozenset({"text"}), _plain),
+@dataclass(frozen=True)
+class LayoutColumns:
+    """Columns that a layout needs, those that it reads where they are given, and its reader."""
+
+    needed: frozenset[str]
+    optional: frozenset[str]
+    read: Callable[[Mapping[str, Any], str], Sample]
+
+
+LAYOUTS: Mapping[str, LayoutColumns] = {
+    "messages": LayoutColumns(frozenset({"messages"}), frozenset({"tools", "functions"}), _messages),
+    "sharegpt": LayoutColumns(frozenset({"conversations"}), frozenset({"system", "tools"}), _sharegpt),
+    "alpaca": LayoutColumns(frozenset({"instruction", "output"}), frozenset({"input", "system", "history"}), _alpaca),
+    "prompt_completion": LayoutColumns(frozenset({"prompt", "completion"}), frozenset({"tools"}), _prompt_completion),
+    "text": LayoutColumns(frozenset({"text"}), frozenset(), _plain),
 }
-"""Columns each layout needs, and its reader, in the order they are recognised."""
+"""The layouts in the order they are recognised."""

@@ -10,9 +10,6 @@ from ds_finetune.data.documents import Counts, Documents
 from ds_finetune.data.rows import Row
 from ds_finetune.labels import IGNORE_INDEX
 
-_SAMPLED_ROWS = 500
-"""Rows whose tokens go into the fingerprint."""
-
 
 @dataclass(frozen=True, eq=False)
 class PreparedRows:
@@ -22,6 +19,10 @@ class PreparedRows:
     order: NDArray[np.int64]
     offsets: NDArray[np.int64]
     counts: Counts
+    content: str = ""
+    """Hash of all tokens and masks, taken when they were prepared; empty for rows of a stream."""
+    notes: tuple[str, ...] = ()
+    """Lines for people: splits that were not read, a cache that was built again."""
 
     def __len__(self) -> int:
         """How many rows there are."""
@@ -44,9 +45,14 @@ class PreparedRows:
         return self.counts.supervised
 
     def summary(self) -> str:
-        """Rows, tokens and share of learnt tokens, in a line."""
+        """Rows, tokens, share of supervised tokens and what was lost to truncation, in a line."""
         share = self.num_supervised_tokens / max(self.num_tokens, 1)
-        return f"{len(self):,} rows, {self.num_tokens:,} tokens, {share:.1%} of them supervised"
+        text = f"{len(self):,} rows, {self.num_tokens:,} tokens, {share:.1%} of them supervised"
+        if self.counts.split:
+            text += f"; {self.counts.split:,} long texts split"
+        if self.counts.truncated:
+            text += f"; {self.counts.truncated:,} rows truncated, which loses {self.counts.truncated_ratio:.2%} of all tokens"
+        return text
 
     @property
     def mean_attended(self) -> float:
@@ -55,14 +61,12 @@ class PreparedRows:
         return float((lengths**2).sum() / 2 / lengths.sum())
 
     def fingerprint(self) -> str:
-        """A hash of how documents lie in rows and of some of their tokens, the same on any machine."""
+        """A hash of every token, its mask, and how documents lie in rows, the same on any machine."""
+        assert self.content
         digest = xxhash.xxh3_64()
-        for numbers in (self.documents.offsets, self.order, self.offsets):
+        for numbers in (self.order, self.offsets):
             digest.update(np.ascontiguousarray(numbers, dtype=np.int64).tobytes())
-        for number in range(0, len(self), max(1, len(self) // _SAMPLED_ROWS)):
-            row = self[number]
-            digest.update(row.input_ids.tobytes() + row.labels.tobytes())
-        return f"{len(self)} rows, {self.num_tokens} tokens, {digest.hexdigest()}"
+        return f"{len(self)} rows, {self.num_tokens} tokens, content {self.content}, order {digest.hexdigest()}"
 
     def fill_ratio(self, max_seq_len: int) -> float:
         """Share of `max_seq_len` x rows that is tokens."""

@@ -5,25 +5,28 @@ import json
 import multiprocessing
 import os
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
-from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.config import DataConfig
-from ds_finetune.data.documents import Counts, Documents, Limits, gather, read_counts
-from ds_finetune.data.layouts import Sample, read_sample, recognise
+from ds_finetune.data.cache import ArrayParts, content_of, damage_of, locked_folder, remove_damaged, write_folder
+from ds_finetune.data.documents import Counts, Documents, Limits, gather, join, read_counts
+from ds_finetune.data.layouts import PlainText, Sample, read_sample, recognise, unread_columns
 from ds_finetune.data.pack import pack
 from ds_finetune.data.packed import PreparedRows
+from ds_finetune.data.reasons import dropped_rows, hint_for
 from ds_finetune.data.sources import Record, Source, find_sources, read_records
-from ds_finetune.data.template import Templater, TemplateSettings
+from ds_finetune.data.tally import Tally
+from ds_finetune.data.template import RULES, Templater, TemplateSettings, Tokens
 from ds_finetune.errors import ConfigError, DataError
 
-FORMAT = 1
+FORMAT = 2
 """Raised when what is written changes, so that an older cache is not taken for it."""
 ROWS_PER_PART = 2000
 _PLACED_RECORDS = list[tuple[str, Record]]
@@ -57,47 +60,71 @@ def prepare(config: DataConfig, which: str, *, tokenizer: PreTrainedTokenizerBas
     """
     sources, work = plan_work(config, which, tokenizer=tokenizer, spec=spec)
     folder = Path(config.cache_dir) / _fingerprint(sources, work)
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / "lock"):
-        if not (folder / "whole").is_dir():
+    whole, packed = folder / "whole", folder / "packed"
+    began = time.time()
+    with locked_folder(folder):
+        notes = remove_damaged([whole, packed], since=began)
+        if not whole.is_dir():
             _tokenise(sources, work, folder, workers=config.workers or os.cpu_count() or 1)
-    counts = read_counts(folder / "whole")
-    refuse_losses(counts, config, sources)
-    return _rows(folder, counts, config, spec)
+        counts = read_counts(whole)
+        refuse_losses(counts, config, sources)
+        documents = Documents.read(whole)
+        if config.packing and not packed.is_dir():
+            _write_packed(packed, documents, spec)
+    notes = [*dict.fromkeys(source.note for source in sources if source.note), *notes]
+    order, offsets = np.arange(counts.documents), np.arange(counts.documents + 1)
+    if config.packing:
+        order, offsets = np.load(packed / "order.npy"), np.load(packed / "offsets.npy")
+    return PreparedRows(documents, order, offsets, counts, content=content_of(whole), notes=tuple(notes))
 
 
 def plan_work(config: DataConfig, which: str, *, tokenizer: PreTrainedTokenizerBase, spec: TokenSpec) -> tuple[list[Source], Work]:
     """The sources of `config.train` or `config.eval` and what is to be done with their records, checked but not read."""
     _check_vocabulary(tokenizer, spec)
-    sources = find_sources(config.train if which == "train" else config.eval)
-    settings = TemplateSettings(_chat_template(config, tokenizer), config.train_on, config.reasoning)
-    if config.long_rows == "split" and config.layout != "text":
-        raise ConfigError(f"data.long_rows split needs data.layout text, not {config.layout}", hint="use truncate or drop")
+    sources = find_sources(config.train if which == "train" else config.eval, purpose=which)
+    template = _chat_template(config, tokenizer)
+    settings = TemplateSettings(template, config.train_on, config.reasoning, config.control_tokens, config.separator)
+    if config.long_rows == "split" and config.layout not in ("auto", "text"):
+        raise ConfigError(f"data.long_rows split is for plain text, and data.layout is {config.layout}", hint="use truncate or drop")
     return sources, Work(tokenizer, settings, config.layout, dict(config.columns), Limits(spec.max_seq_len, config.long_rows))
 
 
 def documents_of(records: Sequence[tuple[str, Record]], work: Work) -> tuple[Documents, Counts]:
     """Documents of a stretch of records, in one tokenizer call, and what became of the records."""
     samples: list[tuple[str, Sample]] = []
+    unread: list[list[str]] = []
     for where, record in records:
         layout = recognise(record, work.columns, where) if work.layout == "auto" else work.layout
         samples.append((where, read_sample(record, layout, work.columns, where)))
-    return gather(Templater(work.tokenizer, work.settings).tokens(samples), work.limits)
+        unread.append(unread_columns(record, layout, work.columns))
+    tokens = Templater(work.tokenizer, work.settings).tokens(samples)
+    rules = [_rule(*sample, work.limits) for sample in samples]
+    documents, counts = gather(tokens, rules, max_seq_len=work.limits.max_seq_len)
+    places = [where for where, _ in records]
+    return documents, counts + _named_counts(tokens, unread, places)
 
 
-def _rows(folder: Path, counts: Counts, config: DataConfig, spec: TokenSpec) -> PreparedRows:
-    documents = Documents.read(folder / "whole")
-    if not config.packing:
-        return PreparedRows(documents, np.arange(counts.documents), np.arange(counts.documents + 1), counts)
-    plan = folder / f"packed-{spec.max_seq_len}.npz"
-    with FileLock(folder / "lock"):
-        if not plan.is_file():
-            rows = pack(np.diff(documents.offsets), spec.max_seq_len)
-            partial = plan.with_suffix(".partial.npz")
-            np.savez(partial, order=np.concatenate(rows), offsets=np.concatenate([[0], np.cumsum([len(row) for row in rows])]))
-            partial.rename(plan)
-    with np.load(plan) as packed:
-        return PreparedRows(documents, packed["order"], packed["offsets"], counts)
+def _named_counts(tokens: Sequence[Tokens], unread: Sequence[Sequence[str]], places: Sequence[str]) -> Counts:
+    """Dropped, noted and unread, by name; `places` says where each row stands."""
+    rows = list(zip(tokens, unread, places, strict=True))
+    return Counts(
+        dropped=Tally.sum(Tally.of([row.dropped], where) for row, _, where in rows if row.dropped),
+        noted=Tally.sum(Tally.of(row.notes, where) for row, _, where in rows),
+        unread=Tally.sum(Tally.of([*columns, *row.unread], where) for row, columns, where in rows),
+    )
+
+
+def _rule(where: str, sample: Sample, limits: Limits) -> str:
+    is_text = isinstance(sample, PlainText)
+    if limits.long_rows == "split" and not is_text:
+        raise DataError(f"{where} is dialogue, and data.long_rows is split", hint="set data.long_rows to auto, truncate or drop")
+    return limits.rule(is_text=is_text)
+
+
+def _write_packed(folder: Path, documents: Documents, spec: TokenSpec) -> None:
+    rows = pack(np.diff(documents.offsets), spec.max_seq_len)
+    offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)
+    write_folder(folder, {"order": ArrayParts.of(np.concatenate(rows)), "offsets": ArrayParts.of(offsets)}, {})
 
 
 def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, spec: TokenSpec) -> None:
@@ -105,7 +132,7 @@ def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, spec: TokenSpec) -> No
     if largest >= spec.vocab_size:
         raise DataError(
             f"the tokenizer has ids up to {largest} and the model a vocabulary of {spec.vocab_size}",
-            hint="use the model's own tokenizer (model.tokenizer)",
+            hint="use the model's own tokenizer (model.tokenizer), or set model.resize_vocabulary: true to add rows",
         )
 
 
@@ -119,11 +146,14 @@ def _chat_template(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> st
         return Path(config.template).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"data.template `{config.template}` does not exist", hint="use auto, plain, or the path of a Jinja file") from None
+    except (OSError, UnicodeDecodeError) as unreadable:
+        raise ConfigError(f"data.template `{config.template}` cannot be read: {unreadable}", hint="name a Jinja file in UTF-8") from None
 
 
 def _fingerprint(sources: Sequence[Source], work: Work) -> str:
     parts = {
         "format": FORMAT,
+        "rules": RULES,
         "sources": [source.fingerprint for source in sources],
         "tokenizer": work.tokenizer.backend_tokenizer.to_str(),
         "special": [work.tokenizer.bos_token, work.tokenizer.eos_token, bool(getattr(work.tokenizer, "add_bos_token", False))],
@@ -142,7 +172,7 @@ def _tokenise(sources: Sequence[Source], work: Work, folder: Path, *, workers: i
             pass
     counts = sum((read_counts(part) for part in parts), Counts())
     if counts.read:
-        Documents.join([Documents.read(part) for part in parts]).write(folder / "whole", counts)
+        join(parts, folder / "whole", counts)
     for part in parts:
         shutil.rmtree(part)
     if not counts.read:
@@ -156,6 +186,8 @@ def _open_parts(sources: Sequence[Source], folder: Path, parts: list[Path]) -> I
         while chunk := list(islice(records, ROWS_PER_PART)):
             part = folder / f"part-{len(parts):06d}"
             parts.append(part)
+            if part.is_dir() and damage_of(part):
+                shutil.rmtree(part)
             if not part.is_dir():
                 yield part, chunk
 
@@ -198,14 +230,21 @@ class _Here:
 
 
 def refuse_losses(counts: Counts, config: DataConfig, sources: Sequence[Source]) -> None:
-    """DataError where too many rows are lost, or none is left."""
+    """DataError where too many rows or tokens are lost, or no row is left."""
     names = ", ".join(source.path for source in sources)
-    lost = counts.nothing_supervised + counts.too_long_dropped
-    reason = f"{counts.nothing_supervised} with nothing supervised, {counts.too_long_dropped} too long"
+    lost = counts.nothing_supervised + counts.too_long_dropped + counts.dropped.rows
+    reason = ", ".join(dropped_rows(counts))
     if not counts.documents:
-        raise DataError(f"none of the {counts.read} rows of {names} is left ({reason})", hint="look at them with `ds-finetune data show`")
+        hint = hint_for(counts) if counts.dropped.rows else "look at them with `ds-finetune data show`"
+        raise DataError(f"none of the {counts.read} rows of {names} is left ({reason})", hint=hint)
     if lost > config.max_dropped_ratio * counts.read:
         raise DataError(
             f"{lost} of {counts.read} rows of {names} are dropped ({reason}), more than data.max_dropped_ratio {config.max_dropped_ratio:g}",
-            hint="raise train.max_seq_len if prompts fill it, check the template and data.columns, or raise the ratio",
+            hint=hint_for(counts),
+        )
+    if counts.truncated_ratio > config.max_truncated_ratio:
+        raise DataError(
+            f"{counts.truncated} of {counts.read} rows of {names} are longer than train.max_seq_len, and truncation loses "
+            f"{counts.truncated_ratio:.1%} of all tokens, more than data.max_truncated_ratio {config.max_truncated_ratio:g}",
+            hint="raise train.max_seq_len, set data.long_rows to drop (or split, for plain text), or raise the ratio",
         )

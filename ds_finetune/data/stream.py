@@ -1,10 +1,12 @@
 """Rows read and tokenised while training, for data that is not to be prepared first."""
 
+import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import count, islice
 
 import numpy as np
+import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.config import DataConfig
@@ -21,25 +23,47 @@ START = Position(0, 0)
 """Before the first row."""
 RECORDS_AT_A_TIME = 1000
 """Records that are tokenised, packed and shuffled together; what one rank holds in memory."""
+SAMPLED_RECORDS = 16
+"""Records that are looked at before the run."""
 
 
 @dataclass(frozen=True)
 class StreamedRows:
-    """Sources and what is to be done with their records; nothing has been read."""
+    """Sources and what is to be done with their records."""
 
     sources: list[Source]
     work: Work
     config: DataConfig
+    counts: Counts
+    """What became of the first `SAMPLED_RECORDS` records, tokenised before the run for the lines of `reasons`."""
+
+    def fingerprint(self) -> str:
+        """Name, split and size of each source, and a hash of all that makes rows of their records; the same on any machine.
+
+        The content of a source is not read before training.
+        """
+        work, tokenizer = self.work, self.work.tokenizer
+        parts = [tokenizer.backend_tokenizer.to_str(), tokenizer.bos_token, tokenizer.eos_token]
+        parts += [bool(getattr(tokenizer, "add_bos_token", False)), asdict(work.settings), work.layout, work.columns]
+        text = json.dumps([*parts, asdict(work.limits), self.config.packing], sort_keys=True)
+        sources = [[source.path, source.subset, source.split, source.fingerprint[1]] for source in self.sources]
+        return f"{json.dumps(sources)}, {xxhash.xxh3_64_hexdigest(text.encode())}"
 
     def summary(self) -> str:
         """What is streamed, in a line."""
         return f"streamed from {len(self.sources)} sources, {RECORDS_AT_A_TIME:,} records at a time on each rank"
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines for people: splits that are not read."""
+        return tuple(dict.fromkeys(source.note for source in self.sources if source.note))
+
 
 def stream(config: DataConfig, which: str, *, tokenizer: PreTrainedTokenizerBase, spec: TokenSpec) -> StreamedRows:
     """The training data of `config` as a stream; sources, template and vocabulary are checked."""
     sources, work = plan_work(config, which, tokenizer=tokenizer, spec=spec)
-    return StreamedRows(sources, work, config)
+    _, counts = documents_of(list(islice(_all_records(sources), SAMPLED_RECORDS)), work)
+    return StreamedRows(sources, work, config, counts)
 
 
 def streaming_batches(rows: StreamedRows, plan: BatchPlan, *, steps: int, start_step: int = 0, start: Position = START) -> Iterator[Batch]:

@@ -3,21 +3,60 @@
 import json
 from pathlib import Path
 
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ds_finetune.errors import DataError
 
+_PROBES = {
+    "code": "def f(x):\n    return x[1:] != 0  # no\n\n\tpass\n#include <x>\r\n",
+    "digits": "1234567890 3.14159 1,000,000 ² ٣٤ $5.00",
+    "words": "I'm we'LL DON'T e-mail “quoted”… x=y;z(a,b){c}//!!!???\n\n1st",
+    "accents": "café cafe\u0301 Ångström A\u030angstro\u0308m ﬁ Ⅷ",
+    "scripts": "Привет мир, 你好，世界2024年。こんにちは 안녕 مرحبا שלום नमस्ते สวัสดี",  # noqa: RUF001
+    "white space": " a  b   c\t\td\r\n\r\n\n\n e \u00a0\u3000f  ",
+    "emoji": "🙂👩‍👩‍👧‍👦🇩🇪 ok👍🏽",
+}
+"""Texts on which tokenizers differ where their normalisation or their splitting into words does."""
+_SHOWN_TOKENS = 12
+
 
 def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
-    """A fast tokenizer from a folder; DataError where there is none, or it has no end-of-sequence token."""
+    """A fast tokenizer from a folder; DataError where there is none, it has no end-of-sequence token, or other tokens than its file."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, use_fast=True)
     except (OSError, ValueError) as missing:
         raise DataError(f"no tokenizer in `{folder}`: {missing}", hint="set model.tokenizer to a folder with tokenizer.json") from missing
     if tokenizer.eos_token_id is None:
         raise DataError(f"the tokenizer of `{folder}` has no eos_token", hint="add eos_token to its tokenizer_config.json")
+    _check_tokens(tokenizer, Path(folder) / "tokenizer.json")
     settings = Path(folder) / "tokenizer_config.json"
     if settings.is_file() and json.loads(settings.read_text(encoding="utf-8")).get("add_bos_token"):
         # transformers 5.23 drops `add_bos_token` of a plain tokenizer.json and would put no BOS before a prompt.
         tokenizer.add_bos_token = True
     return tokenizer
+
+
+def _check_tokens(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
+    """DataError where the class that transformers chose makes other tokens than `tokenizer.json`.
+
+    Beside a qwen2 config, transformers 5.23 takes Qwen2Tokenizer whatever tokenizer_config.json names
+    (models/auto/tokenization_auto.py:421, 863-897); of the file it keeps the vocabulary and merges alone.
+    """
+    if not path.is_file():
+        return
+    published = Tokenizer.from_file(str(path))
+    published.no_truncation()
+    published.no_padding()
+    for name, text in _PROBES.items():
+        wanted = published.encode(text, add_special_tokens=False).ids
+        found = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if found != wanted:
+            start = next((i for i, (a, b) in enumerate(zip(wanted, found, strict=False)) if a != b), min(len(wanted), len(found)))
+            ours, theirs = (tokenizer.convert_ids_to_tokens(ids[start : start + _SHOWN_TOKENS]) for ids in (wanted, found))
+            raise DataError(
+                f"transformers loads {path} as {type(tokenizer).__name__}, which makes other tokens of {name} ({text!r}), "
+                f"from token {start} on: {theirs} instead of {ours}",
+                hint="copy the tokenizer's files to a folder without config.json, set tokenizer_class there to "
+                "PreTrainedTokenizerFast, and name that folder in model.tokenizer",
+            )

@@ -62,19 +62,19 @@ def _need(plan: Plan, hosts: Sequence[Host]) -> Need:
     from ds_finetune.arch import Shape
     from ds_finetune.dry_run import held_tensors, state_bytes
     from ds_finetune.engine.ops import needed_ops
-    from ds_finetune.material import token_spec
-    from ds_finetune.model.build import read_hf_config, resolve_folder
+    from ds_finetune.material import config_tree, model_config, token_spec
+    from ds_finetune.model.build import resolve_folder
     from ds_finetune.model.lora import chosen_targets, quantised_targets
     from ds_finetune.model.stages import stages_of
     from ds_finetune.plan.legal import check_divides
     from ds_finetune.run_folder import bytes_written
 
     config = plan.config
-    hf_config = read_hf_config(config.model.path, files=("*.json",))
+    hf_config = model_config(config, is_config_alone=True)
     token_spec(config, hf_config)
     check_divides(plan.mesh, hf_config.to_dict(), pp_layers=config.parallel.pp_layers)
     stages = stages_of(hf_config, config.parallel)
-    total = Shape.of(resolve_folder(config.model.path, files=("*.json",))).total_params
+    total = Shape.of(config_tree(resolve_folder(config.model.path, files=("*.json",)), hf_config)).total_params
     lora = config.lora
     trained = total if lora is None else sum(target.num_params(lora.rank) for target in chosen_targets(hf_config, lora))
     adapters = 0 if lora is None else trained

@@ -76,6 +76,8 @@ def _measured(seat: Seat) -> Heard:
     import torch
     import torch.distributed as dist
 
+    from ds_finetune.engine.devices import visible_device
+
     try:
         store = dist.TCPStore(
             seat.address, seat.port, seat.world_size, seat.rank == 0, timeout=timedelta(seconds=JOIN_SECONDS), wait_for_workers=False
@@ -88,7 +90,7 @@ def _measured(seat: Seat) -> Heard:
         store.wait(here, timedelta(seconds=JOIN_SECONDS))
     except RuntimeError:
         return Heard({}, missing=tuple(rank for rank in range(seat.world_size) if not store.check([here[rank]])))
-    device = torch.device("cuda", seat.local_rank) if seat.device == "cuda" else torch.device("cpu")
+    device = torch.device("cuda", visible_device(seat.local_rank)) if seat.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"

@@ -1,9 +1,13 @@
-"""A conversation with a program on a host: one JSON object a line each way, so that a host is asked many things for one start of Python."""
+"""A conversation with a program on a host: one JSON object a line each way, so that a host is asked many things for one start of Python.
+
+An answer carries the id of its request, by which it is told from what a login shell prints.
+"""
 
 import contextlib
 import json
 import os
 import queue
+import secrets
 import selectors
 import signal
 import subprocess
@@ -11,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import IO, Any
 
@@ -43,6 +48,7 @@ class Session:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
         self.process = start(self._log)
         self._rest = b""
+        self._asked: deque[str] = deque()
 
     def ask(self, verb: str, arguments: Mapping[str, object] | None = None, *, seconds: float) -> Any:  # noqa: ANN401 - any JSON
         """The answer to one request; HostLostError or RefusedError where there is none, the first after `seconds` at most."""
@@ -52,13 +58,17 @@ class Session:
     def send(self, verb: str, arguments: Mapping[str, object]) -> None:
         """Put a request on its way; a side that has ended is noticed by `receive`."""
         assert self.process.stdin
+        self._asked.append(secrets.token_hex(8))
         with contextlib.suppress(OSError):
-            self.process.stdin.write(json.dumps({"do": verb, **arguments}).encode() + b"\n")
+            request = {"do": verb, "id": self._asked[-1], "arguments": arguments}
+            self.process.stdin.write(json.dumps(request).encode() + b"\n")
             self.process.stdin.flush()
 
     def receive(self, *, seconds: float) -> Any:  # noqa: ANN401 - any JSON
         """The answer to the oldest request that has none yet."""
-        answer = json.loads(self._line(seconds))
+        number, until = self._asked.popleft(), time.monotonic() + seconds
+        while (answer := _answer_to(number, self._line(until - time.monotonic()))) is None:
+            continue
         if "refused" in answer:
             raise RefusedError(answer["refused"], answer["hint"])
         return answer["value"]
@@ -99,6 +109,15 @@ class Session:
         return line
 
 
+def _answer_to(number: str, line: bytes) -> dict[str, Any] | None:
+    """The answer to a request; None for a line that is none."""
+    try:
+        answer = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return answer if isinstance(answer, dict) and answer.get("id") == number else None
+
+
 def answer_requests(verbs: Mapping[str, Callable[..., object]], *, seconds: int, at_end: Callable[[], None] = lambda: None) -> None:
     """The answering side: call the verb that each line of standard input names, until input ends; then `at_end`.
 
@@ -110,15 +129,17 @@ def answer_requests(verbs: Mapping[str, Callable[..., object]], *, seconds: int,
     signal.alarm(seconds)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+    # A line of its own, whatever a login shell has printed before without an end.
+    answers.write("\n")
     requests: queue.Queue[dict[str, Any]] = queue.Queue()
     threading.Thread(target=_listen, args=(requests, at_end), daemon=True).start()
     while True:
         request = requests.get()
         try:
-            answer = {"value": verbs[request.pop("do")](**request)}
+            answer = {"value": verbs[request["do"]](**request["arguments"])}
         except FinetuneError as error:
             answer = {"refused": error.message, "hint": error.hint}
-        answers.write(json.dumps(answer) + "\n")
+        answers.write(json.dumps({"id": request["id"], **answer}) + "\n")
         answers.flush()
 
 

@@ -12,16 +12,29 @@ from typing import Any
 
 import torch
 
+from ds_finetune.engine.build_lock import Say, reported_lock
 from ds_finetune.engine.nvme import check_folder, measure_folder
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.layout import Plan
 
-_BUILDERS = {"cpu_adam": "CPUAdamBuilder", "cpu_lion": "CPULionBuilder", "cpu_adagrad": "CPUAdagradBuilder", "fused_adam": "FusedAdamBuilder"}
+_BUILDERS = {
+    "cpu_adam": "CPUAdamBuilder",
+    "cpu_lion": "CPULionBuilder",
+    "cpu_adagrad": "CPUAdagradBuilder",
+    "fused_adam": "FusedAdamBuilder",
+    "fused_lion": "FusedLionBuilder",
+    "fused_lamb": "FusedLambBuilder",
+    "async_io": "AsyncIOBuilder",
+}
 _OFFLOADED = {"adam": "cpu_adam", "adamw": "cpu_adam", "muon": "cpu_adam", "lion": "cpu_lion", "adagrad": "cpu_adagrad"}
 """Optimizers that DeepSpeed 0.19.8 takes its own kernel for where their state is offloaded (runtime/engine.py, _configure_basic_optimizer)."""
 _CAUSE = re.compile(r"error:|cannot find -l|not found|No such file|[Uu]nsupported|does not match|No space left|Killed|Permission denied")
 _LIBAIO = "#include <libaio.h>\nint main() { return io_submit(0, 0, 0); }\n"
 _TOLERANCE = 1e-6
+
+
+def _nothing(_: str) -> None:
+    """Where nobody reads what takes long."""
 
 
 def needed_ops(plan: Plan) -> dict[str, dict[str, Any]]:
@@ -30,8 +43,10 @@ def needed_ops(plan: Plan) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     if plan.offload_optimizer != "none" and name in _OFFLOADED:
         found[_OFFLOADED[name]] = {}
-    elif plan.device == "cuda" and name in ("adam", "adamw"):
+    elif plan.needs_fused_adam:
         found["fused_adam"] = {}
+    elif plan.device == "cuda" and name in ("lion", "lamb"):
+        found[f"fused_{name}"] = {}
     zero = plan.deepspeed["zero_optimization"]
     folders = sorted({str(s["nvme_path"]) for s in (zero.get("offload_optimizer"), zero.get("offload_param")) if s and s.get("device") == "nvme"})
     if folders:
@@ -45,9 +60,9 @@ def check_op(name: str, settings: Mapping[str, Any]) -> str:
     The first build takes minutes. `settings` of async_io: `folders` to write in and DeepSpeed's `aio` section.
     """
     if name == "async_io":
-        _build("async_io", "AsyncIOBuilder")
+        build_op("async_io")
         return "; ".join(_measured(Path(folder), settings["aio"]) for folder in settings["folders"])
-    _build(name, _BUILDERS[name])
+    build_op(name)
     if not name.endswith("adam"):
         return "built"
     return f"built; three steps are torch's AdamW to {_difference(name):.0e}"
@@ -59,16 +74,19 @@ def _measured(folder: Path, aio: Mapping[str, Any]) -> str:
     return f"{folder}: {write / 1e9:.2f} GB/s written, {read / 1e9:.2f} GB/s read, {shutil.disk_usage(folder).free / 2**30:,.0f} GiB free"
 
 
-def _build(name: str, builder: str) -> None:
+def build_op(name: str, say: Say = _nothing) -> None:
+    """Compile and load the operator, which takes minutes the first time; ConfigError says why that is not possible."""
     import deepspeed.ops.op_builder as builders
 
-    _refuse_without_compiler(name)
-    if name == "async_io":
-        _refuse_without_libaio()
+    if not _library(name).exists():
+        _refuse_without_compiler(name)
+        if name == "async_io":
+            _refuse_without_libaio()
     # Whatever a build comes to grief on (compiler, linker, disk, CUDA, DeepSpeed's own refusals), its cause is said.
     causes: tuple[type[Exception], ...] = (RuntimeError, OSError, ImportError, AssertionError)
     try:
-        getattr(builders, builder)().load(verbose=False)
+        with reported_lock(name, say):
+            getattr(builders, _BUILDERS[name])().load(verbose=False)
     except (*causes, builders.builder.CUDAMismatchException, builders.builder.MissingCUDAException) as failed:
         text = "\n".join(filter(None, (str(failed), str(failed.__cause__ or ""))))
         raise ConfigError(f"DeepSpeed's {name} cannot be built: {true_cause(text)}", hint=_mend(text)) from failed
@@ -91,6 +109,13 @@ def _mend(text: str) -> str:
         if word in text:
             return mend
     return "mend what the compiler says and try again; half a build in TORCH_EXTENSIONS_DIR may be removed"
+
+
+def _library(name: str) -> Path:
+    """Where torch 2.13 keeps the compiled operator (utils/cpp_extension.py, _get_build_directory)."""
+    from torch.utils import cpp_extension
+
+    return Path(cpp_extension._get_build_directory(name, False)) / f"{name}.so"
 
 
 def _compiler() -> str:

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -10,7 +11,16 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from ds_finetune.errors import RunError
+from ds_finetune.engine.devices import (
+    deepspeeds_local_rank,
+    exchange,
+    own_device,
+    present_gpus,
+    refuse_other_devices,
+    visible_device,
+    why_no_gpu,
+)
+from ds_finetune.errors import ConfigError, RunError
 from ds_finetune.world import World
 
 T = TypeVar("T")
@@ -22,9 +32,26 @@ MEETING_TIMEOUT = timedelta(minutes=30)
 
 
 def choose_device() -> str:
-    """`cuda` where a GPU is seen and `DS_ACCELERATOR` does not say otherwise, else `cpu`; tells DeepSpeed the same."""
-    wanted = os.environ.get("DS_ACCELERATOR")
-    device = "cuda" if torch.cuda.is_available() and wanted in (None, "cuda") else "cpu"
+    """`cuda` where a GPU can be used and `DS_ACCELERATOR` is not `cpu`, else `cpu`; tells DeepSpeed the same.
+
+    ConfigError where `DS_ACCELERATOR` asks for something else than can be used, and where it is not set and this machine
+    has GPUs that torch cannot use.
+    """
+    wanted = os.environ.get("DS_ACCELERATOR") or None
+    if wanted not in (None, "cpu", "cuda"):
+        raise ConfigError(f"DS_ACCELERATOR is `{wanted}`", hint="set it to cuda or cpu, or unset it")
+    usable = torch.cuda.is_available()
+    if wanted == "cuda" and not usable:
+        raise ConfigError(
+            f"DS_ACCELERATOR is cuda, and torch {torch.__version__} can use no GPU on {socket.gethostname()}: {why_no_gpu()}",
+            hint="install a driver and a torch that fit each other (docs/running.md), or set DS_ACCELERATOR=cpu",
+        )
+    if wanted is None and not usable and (present := present_gpus()):
+        raise ConfigError(
+            f"{socket.gethostname()} has {present} NVIDIA GPUs, and torch {torch.__version__} can use none: {why_no_gpu()}",
+            hint="install a driver and a torch that fit each other (docs/running.md), or set DS_ACCELERATOR=cpu",
+        )
+    device = "cuda" if usable and wanted != "cpu" else "cpu"
     os.environ["DS_ACCELERATOR"] = device
     return device
 
@@ -54,32 +81,55 @@ def meet(world: World, *, timeout: timedelta = MEETING_TIMEOUT) -> dist.Store:
 def process_group(world: World, device: str, store: dist.Store | None = None, *, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Iterator[None]:
     """Open the default process group of `world` (NCCL on GPUs, gloo otherwise) with the `store` they met at, and close it at the end.
 
+    LaunchError on every rank, before the group opens, where ranks use different accelerators or share a GPU.
     No engine may be referred to when it closes: what holds a group keeps its threads alive, and one that lets go of its last
     tensor while Python ends aborts a process whose work is done ("terminate called without an active exception", exit code -6).
     """
     import deepspeed
 
     world.export_to(os.environ)
+    index = visible_device(world.local_rank) if device == "cuda" else world.local_rank
     if device == "cuda":
-        torch.cuda.set_device(world.local_rank)
+        torch.cuda.set_device(index)
     else:
         # Without this, init_distributed compiles an op for two minutes that only inference uses (DeepSpeed 0.19.8, comm/torch.py:47).
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     backend = "nccl" if device == "cuda" else "gloo"
     # Bound to its device, as DeepSpeed 0.19.8 does where it opens the group itself (comm/torch.py:262-276).
-    bound = torch.device("cuda", world.local_rank) if device == "cuda" and world.world_size > 1 else None
-    place = dist.PrefixStore("default_pg", store or meet(world))
-    dist.init_process_group(backend, store=place, rank=world.rank, world_size=world.world_size, timeout=timeout, device_id=bound)
-    deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=timeout, verbose=False)
-    try:
-        yield
-    except BaseException:
-        # The other ranks may never answer, so nothing here waits for them.
-        dist.destroy_process_group()
-        raise
+    bound = torch.device("cuda", index) if device == "cuda" and world.world_size > 1 else None
+    met = store or meet(world)
+    refuse_other_devices(exchange(met, world, "device", own_device(world, device), timeout=timeout))
+    place = dist.PrefixStore("default_pg", met)
+    with default_timeout(timeout):
+        dist.init_process_group(
+            backend, store=place, rank=world.rank, world_size=world.world_size, timeout=timeout, device_id=bound
+        )
+        deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=timeout, verbose=False)
+        try:
+            with deepspeeds_local_rank(index):
+                yield
+        except BaseException:
+            # The other ranks may never answer, so nothing here waits for them.
+            dist.destroy_process_group()
+            raise
     dist.destroy_process_group()
     _forget_groups()
     gc.collect()
+
+
+@contextmanager
+def default_timeout(timeout: timedelta) -> Iterator[None]:
+    """While it is open every new process group has `timeout` where its maker passes none.
+
+    DeepSpeed 0.19.8 passes none (comm/torch.py:539), and torch 2.13 then takes its own default and not that of the first group
+    (distributed_c10d.py:836): 10 minutes with NCCL, 30 with gloo. Meshes of devices ask the same function.
+    """
+    before = dist.distributed_c10d._get_default_timeout
+    dist.distributed_c10d._get_default_timeout = lambda backend: timeout
+    try:
+        yield
+    finally:
+        dist.distributed_c10d._get_default_timeout = before
 
 
 def _forget_groups() -> None:

@@ -12,12 +12,13 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ds_finetune.engine.core import Engine
+from ds_finetune.engine.devices import visible_device
 from ds_finetune.engine.experts import experts_marker, is_expert, local_shape, parameter_groups, tag_expert
 from ds_finetune.engine.fragments import partition
 from ds_finetune.engine.groups import Groups, open_groups
 from ds_finetune.engine.nvme import check_buffers, check_nvme
 from ds_finetune.engine.pipeline import mark_copy
-from ds_finetune.model.build import Where, build_skeleton, model_class, resolve_folder
+from ds_finetune.model.build import Where, build_skeleton, model_class, read_hf_config, resolve_folder
 from ds_finetune.model.cross_entropy import KERNELS, chunked_cross_entropy
 from ds_finetune.model.cuts import Cut
 from ds_finetune.model.experts import fewer_experts, install_expert_parallel
@@ -27,9 +28,10 @@ from ds_finetune.model.lora import chosen_targets, install_lora, quantised_targe
 from ds_finetune.model.loss import TrainedModel, install_loss_head
 from ds_finetune.model.stages import install_stage, is_copy_of_tied, only_layers, stages_of, without_memory
 from ds_finetune.model.tensor import install_tensor_parallel, local_config
-from ds_finetune.model.weights import clear_weights, initialise_weights, load_weights
+from ds_finetune.model.vocabulary import Growth
+from ds_finetune.model.weights import clear_weights, initialise_weights, load_weights, seed_of
 from ds_finetune.plan.layout import Plan
-from ds_finetune.schedule import seconds_of
+from ds_finetune.plan.timeouts import collective_seconds
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -47,7 +49,7 @@ def start_engine(plan: Plan, hf_config: PretrainedConfig, *, has_weights: bool =
     logger.setLevel(logging.WARNING)
     check_nvme(plan)
     check_buffers(plan, local_config(hf_config, plan.mesh.tp))
-    with open_groups(plan.mesh, timeout=timedelta(seconds=seconds_of(plan.config.watchdog.collective))) as groups:
+    with open_groups(plan.mesh, timeout=timedelta(seconds=collective_seconds(plan.config.watchdog))) as groups:
         model = TrainedModel(_built(plan, hf_config, groups, has_weights=has_weights), groups.sequence, groups.stage)
         if groups.experts is not None and plan.zero_stage < 3 and any(is_expert(param) for param in model.parameters()):
             model.has_experts = experts_marker(groups.experts.size)
@@ -65,7 +67,7 @@ def start_engine(plan: Plan, hf_config: PretrainedConfig, *, has_weights: bool =
 def _built(plan: Plan, hf_config: PretrainedConfig, groups: Groups, *, has_weights: bool) -> PreTrainedModel:
     model, stage3, kind = plan.config.model, plan.zero_stage == 3, model_class(hf_config)
     few = fewer_experts(kind, family_of(hf_config.model_type), parts=plan.mesh.ep, tag=partial(tag_expert, groups=groups))
-    device = "cpu" if plan.device == "cpu" else f"cuda:{plan.world.local_rank}"
+    device = "cpu" if plan.device == "cpu" else f"cuda:{visible_device(plan.world.local_rank)}"
     quantised = [target.name for target in quantised_targets(hf_config, plan.config.lora)]
     with few, only_layers(kind, stages_of(hf_config, plan.config.parallel)[plan.mesh.place("pp")]):
         lm = build_skeleton(
@@ -113,7 +115,18 @@ def _fill(lm: PreTrainedModel, plan: Plan, hf_config: PretrainedConfig, *, where
         initialise_weights(lm, seed=plan.config.train.seed, where=where, cut=cut)
     else:
         skeleton = without_memory(hf_config) if plan.mesh.pp > 1 else None
-        load_weights(lm, resolve_folder(model.path), family=family_of(lm.config.model_type), where=where, cut=cut, skeleton=skeleton)
+        folder, family = resolve_folder(model.path), family_of(lm.config.model_type)
+        growth = _growth(plan, hf_config)
+        load_weights(lm, folder, family=family, where=where, cut=cut, skeleton=skeleton, growth=growth)
+
+
+def _growth(plan: Plan, hf_config: PretrainedConfig) -> Growth | None:
+    """How the vocabulary of `hf_config` is larger than the published one; None where it is not."""
+    config = plan.config
+    if not config.model.resize_vocabulary:
+        return None
+    before, after = read_hf_config(config.model.path).vocab_size, hf_config.vocab_size
+    return Growth(before, after, partial(seed_of, config.train.seed)) if before < after else None
 
 
 def _share(lm: PreTrainedModel, params: list[nn.Parameter]) -> None:

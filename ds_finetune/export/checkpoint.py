@@ -47,7 +47,8 @@ class Exported:
 def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int, base: Path | None) -> Exported:
     """Convert the checkpoint or model in `path` to the Hugging Face folder `out` in `dtype`, one of `EXPORTED`.
 
-    config.json and tokenizer come from `base` first, else from beside the checkpoint; a model brings its own. Tensors of the
+    config.json and tokenizer come from `base` first, else from beside the checkpoint; a model, and a checkpoint whose
+    vocabulary was resized, bring their own. Tensors of the
     base that the model does not build are carried over. ExportError or ModelError where the source cannot be read or does
     not fit the config's model class, OutputError where `out` is not empty or does not fit the disk.
     """
@@ -55,7 +56,7 @@ def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int
     check_out(out)
     given = _checked(base)
     opened = open_source(path, base)
-    folders = (*opened.folders, *given) if opened.is_model else (*given, *opened.folders)
+    folders = (*opened.folders, *given) if opened.is_model or opened.is_resized else (*given, *opened.folders)
     spec = read_model_spec(_config_file(folders).parent)
     source = fitted(opened.source, spec, label=str(path))
     parts, notes = _with_base(_parts(folders, spec, opened, dtype), spec, opened, base, without=source.shapes)
@@ -83,7 +84,7 @@ def _with_base(parts: FolderParts, spec: ModelSpec, opened: Opened, given: Path 
         base = None if opened.is_model else Base.read(opened.hub.folder, spec)
         return base.with_copies(parts, base.left) if base else (parts, [])
     if folder is not None and has_weights(folder):
-        return Base.read(folder, spec).carried(parts, without=without)
+        return Base.read(folder, read_model_spec(folder) if opened.is_resized else spec).carried(parts, without=without)
     why = opened.why_no_base if folder is None else f"{folder} has no safetensors"
     return parts, [] if opened.is_model else [f"nothing was carried over from a base: {why}"]
 

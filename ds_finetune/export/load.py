@@ -10,14 +10,15 @@ from ds_finetune.export.onnx_folder import check_packages
 from ds_finetune.export.record import is_onnx
 from ds_finetune.model.folder_check import check_folder
 
+_WANTED = "name an exported folder, e.g. runs/r1/export"
+
 
 def load_exported(folder: Path) -> PreTrainedModel:
     """The causal LM of `folder`: plain transformers on a GPU where there is one; of an ONNX folder ONNX Runtime on the CPU.
 
-    ExportError where the folder holds no config.json, and where the ONNX packages are not installed.
+    ExportError where the folder holds no config.json or no weights, and where the ONNX packages are not installed.
     """
-    if not (folder / "config.json").is_file():
-        raise ExportError(f"`{folder}` holds no config.json", hint="name an exported folder, e.g. runs/r1/export")
+    check_loadable(folder)
     check_folder(folder)
     if is_onnx(folder):
         check_packages()
@@ -26,3 +27,11 @@ def load_exported(folder: Path) -> PreTrainedModel:
         return OnnxCausalLM.from_pretrained(folder)
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     return model.cuda() if torch.cuda.is_available() else model
+
+
+def check_loadable(folder: Path) -> None:
+    """ExportError where `folder` holds no config.json or no weights that transformers or ONNX Runtime load."""
+    if not (folder / "config.json").is_file():
+        raise ExportError(f"`{folder}` holds no config.json", hint=_WANTED)
+    if not is_onnx(folder) and not any(any(folder.glob(kind)) for kind in ("*.safetensors", "*.bin")):
+        raise ExportError(f"`{folder}` holds a config.json and no weights", hint=_WANTED)

@@ -23,6 +23,7 @@ class OnnxModel:
         options.intra_op_num_threads = len(os.sched_getaffinity(0))
         self._session = onnxruntime.InferenceSession(str(folder / MODEL), options, providers=["CPUExecutionProvider"])
         self._caches = {entry.name: entry.shape for entry in self._session.get_inputs() if entry.name.startswith(_PAST)}
+        self.run_options = onnxruntime.RunOptions()
         output = self._session.get_outputs()[0]
         self.dtype = np.dtype(np.float16 if output.type == "tensor(float16)" else np.float32)
         self.vocab: int = output.shape[2]
@@ -40,7 +41,7 @@ class OnnxModel:
         """Logits [rows, length, vocabulary] of `ids` [rows, length], the last of the tokens that `mask` [rows, total] is for, and the grown cache."""
         positions = np.maximum(mask.cumsum(axis=1) - 1, 0)[:, -ids.shape[1] :]
         feeds = {"input_ids": ids, "attention_mask": mask, "position_ids": positions} | dict(zip(self._caches, cache, strict=True))
-        logits, *grown = self._session.run(None, feeds)
+        logits, *grown = self._session.run(None, feeds, self.run_options)
         return logits, grown
 
     def logits(self, ids: np.ndarray, mask: np.ndarray, chunks: tuple[int, ...]) -> np.ndarray:
@@ -64,6 +65,7 @@ class OnnxCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: PretrainedConfig, runtime: OnnxModel) -> None:
         super().__init__(config)
         self._runtime = runtime
+        self.run_options = runtime.run_options
         self.eval()
 
     @classmethod

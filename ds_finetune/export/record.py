@@ -114,7 +114,7 @@ class Record:
         try:
             tree: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
             return cls._of(tree)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise ExportError(f"`{folder}` holds no {RECORD}", hint="name a folder that this version exported with export.verify") from None
         except (KeyError, TypeError, ValueError) as broken:
             raise ExportError(f"{folder}/{RECORD} cannot be read: {broken}", hint="export the folder again") from broken

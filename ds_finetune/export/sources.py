@@ -42,6 +42,8 @@ class Opened:
     base: Path | None = None
     """The folder of the model that it was trained from, where that is known and here."""
     why_no_base: str = "no --base was given"
+    is_resized: bool = False
+    """Whether its vocabulary may be larger than the base's, so that config.json and tokenizer are its own alone."""
 
     @property
     def is_model(self) -> bool:
@@ -75,7 +77,9 @@ def open_checkpoint(path: Path, base: Path | None) -> Opened:
     sides = {weight_of(name): name for name in source.shapes if is_adapter(name)}
     if not sides:
         found, why = _base_of_run(state)
-        return Opened(source, (folder / BASE,), record=_record_of_run(folder), base=found, why_no_base=why)
+        is_resized = bool(state.config["model"].get("resize_vocabulary"))
+        record = _record_of_run(folder)
+        return Opened(source, (folder / BASE,), record=record, base=found, why_no_base=why, is_resized=is_resized)
     lora, dtype = LoraConfig.model_validate(state.config["lora"]), DTYPES[state.config["train"]["precision"]]
 
     def factors(weight: str) -> Factors:

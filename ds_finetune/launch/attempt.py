@@ -3,13 +3,14 @@
 import contextlib
 import math
 import queue
+import secrets
 import signal
 import subprocess
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ds_finetune.errors import INTERRUPTED_EXIT_CODE, RUN_ERROR_EXIT_CODE
@@ -50,6 +51,8 @@ class Failure:
     """Last lines of the rank's output, or of the host's."""
     after: float
     """Seconds since the ranks were started."""
+    why: str = ""
+    """What is known of an end by a signal."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +108,10 @@ class Attempt:
 
     def __init__(self, hosts: Sequence[Host], remote: Remote, limits: Limits, *, port: int = 0) -> None:
         self._limits = limits
-        self._events = queue.Queue[tuple[_Guarded, Message | None]]()
-        self._guards = [_Guarded(host, remote.open(host, "ds_finetune.launch.guard", str(port))) for host in hosts]
+        self._events = queue.Queue[tuple[_Guarded, Message]]()
+        self._word = secrets.token_hex(8)
+        arguments = ("ds_finetune.launch.guard", str(port), self._word)
+        self._guards = [_Guarded(host, remote.open(host, *arguments)) for host in hosts]
         self._failures: list[tuple[float, Failure, int]] = []
         self._codes: dict[tuple[Host, int], int] = {}
         self._signals, self._signalled_at = 0, -math.inf
@@ -209,12 +214,13 @@ class Attempt:
     def _read(self, guard: _Guarded) -> None:
         assert guard.process.stdout is not None
         for line in guard.process.stdout:
-            guard.heard = time.monotonic()
-            self._events.put((guard, unpacked(line.decode(errors="replace"))))
+            if (message := unpacked(line.decode(errors="replace"), to=self._word)) is not None:
+                guard.heard = time.monotonic()
+                self._events.put((guard, message))
         self._events.put((guard, {"said": "gone"}))
 
-    def _take(self, guard: _Guarded, message: Message | None) -> None:
-        if message is None or guard.is_lost:
+    def _take(self, guard: _Guarded, message: Message) -> None:
+        if guard.is_lost:
             return
         match message.get("said"):
             case "hello":
@@ -245,7 +251,8 @@ class Attempt:
     def _rank_failed(self, guard: _Guarded, message: dict[str, Any]) -> None:
         code = message["code"]
         text = "is gone without a word" if code is None else f"ended with {code}"
-        self._add(time.monotonic(), Failure(guard.host, message["rank"], text, code or 0, tuple(message["tail"]), 0.0), message["pid"])
+        failure = Failure(guard.host, message["rank"], text, code or 0, tuple(message["tail"]), 0.0, message["why"])
+        self._add(time.monotonic(), failure, message["pid"])
 
     def _host_failed(self, guard: _Guarded, text: str, *, at: float | None = None, tail: str = "") -> None:
         lines = tuple(tail.splitlines()) or tuple(guard.errors)
@@ -277,7 +284,8 @@ class Attempt:
         text, code = first.text, first.code
         if first.rank is not None and not code:
             code, text = self._why_gone(first.host, pid)
-        first = Failure(first.host, first.rank, text, code, first.tail, at - self._began)
+            text = f"{text}: {first.why}" if first.why else text
+        first = replace(first, text=text, code=code, after=at - self._began)
         unguarded = tuple(guard.host for guard in self._guards if guard.is_gone)
         left = {guard.host: guard.left for guard in self._guards if guard.left}
         return Outcome(code, first, now - self._began, now - at, lost, unguarded, left, self._signals > 0)
@@ -287,8 +295,7 @@ def _of_signal(code: int) -> tuple[int, str]:
     """Exit code and words for what a process that could not say so itself ended with."""
     if code >= 0:
         return code or RUN_ERROR_EXIT_CODE, f"ended with {code}"
-    hint = ", as the system does where memory runs out" if code == -signal.SIGKILL else ""
-    return 128 - code, f"was ended by {signal.Signals(-code).name}{hint}"
+    return 128 - code, f"was ended by {signal.Signals(-code).name}"
 
 
 def _why_silent(guard: _Guarded) -> str:

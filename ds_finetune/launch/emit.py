@@ -10,9 +10,10 @@ from typing import Any
 import yaml
 
 from ds_finetune.errors import INTERRUPTED_EXIT_CODE, LaunchError
-from ds_finetune.launch.environment import looks_secret
+from ds_finetune.launch.environment import may_show, redacted
 from ds_finetune.launch.marks import RUN_ID
 from ds_finetune.launch.schedulers import Job, srun_options
+from ds_finetune.watch.run_secret import VARIABLE
 
 SAVE_SECONDS = 300
 """Between the signal on which a run saves and the end of its time."""
@@ -57,6 +58,7 @@ class Order:
 
 def emitted(kind: str, order: Order) -> str:
     """The file of `kind` (slurm, k8s, docker); LaunchError for hosts or names that it cannot be written for."""
+    _refuse_secret_overrides(order.job)
     return {"slurm": sbatch_script, "k8s": kubernetes_manifests, "docker": lambda _: container_file()}[kind](order)
 
 
@@ -78,7 +80,8 @@ def sbatch_script(order: Order) -> str:
     options = {"job-name": order.name, "nodes": nodes, "ntasks-per-node": slots, "cpus-per-task": order.cpus}
     options |= {"gpus-per-node": slots} if order.on_gpus else {}
     options |= {"time": order.time, "signal": f"B:USR1@{SAVE_SECONDS}", "output": "%x-%j.log", "open-mode": "append"}
-    job = replace(order.job, master_addr="first-node", master_port=_MASTER_PORT, hosts=())
+    # Names of what the script sets, which srun's --export needs.
+    job = replace(order.job, master_addr="first-node", master_port=_MASTER_PORT, hosts=(), secret="set in the script")
     placed = [f"--nodes={nodes}", f"--ntasks={nodes * slots}", "--distribution=block", f"--cpus-per-task={order.cpus}"]
     return _SBATCH.format(
         options="\n".join(f"#SBATCH --{name}={value}" for name, value in options.items()),
@@ -86,12 +89,13 @@ def sbatch_script(order: Order) -> str:
         variables="\n".join(_exported({name: value for name, value in job.environment.items() if name not in _SET_IN_SCRIPT})),
         name=order.name,
         run_id=RUN_ID,
+        secret=VARIABLE,
         srun=shlex.join([*srun_options(placed, job), *job.rank_command]),
         interrupted=INTERRUPTED_EXIT_CODE,
     )
 
 
-_SET_IN_SCRIPT = ("MASTER_ADDR", "MASTER_PORT", RUN_ID)
+_SET_IN_SCRIPT = ("MASTER_ADDR", "MASTER_PORT", RUN_ID, VARIABLE)
 _SBATCH = """#!/usr/bin/env bash
 # Written by `ds-finetune launch --emit slurm`. What your cluster wants besides is given when submitting, e.g.
 #   sbatch --partition=gpu --account=me FILE
@@ -107,6 +111,8 @@ cd {directory}
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export MASTER_ADDR="${{nodes[0]}}" MASTER_PORT="$((20000 + SLURM_JOB_ID % 12000))"
 export {run_id}="{name}-$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}"
+# By this the ranks' watchdogs know each other; srun hands it on without a command line.
+{secret}="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')" && export {secret}
 
 # The signal some time before the end goes on to the ranks, which save and leave with code {interrupted}.
 {srun} &
@@ -189,17 +195,27 @@ def _indexed_job(order: Order, nodes: int, slots: int, variables: list[dict[str,
 
 
 def _variable(order: Order, name: str, value: str) -> dict[str, Any]:
-    if looks_secret(name, value):
+    if not may_show(name, value):
         return {"name": name, "valueFrom": {"secretKeyRef": {"name": order.name, "key": name}}}
     return {"name": name, "value": value.replace("$(", "$$(")}
 
 
 def _exported(variables: Mapping[str, str]) -> list[str]:
-    missing = "set it where you submit: secrets are not written here"
+    missing = "set it where you submit: secrets, and values of names that are not on the list, are not written here"
     return [
-        f'export {name}="${{{name}:?{missing}}}"' if looks_secret(name, value) else f"export {name}={shlex.quote(value)}"
+        f"export {name}={shlex.quote(value)}" if may_show(name, value) else f'export {name}="${{{name}:?{missing}}}"'
         for name, value in variables.items()
     ]
+
+
+def _refuse_secret_overrides(job: Job) -> None:
+    """What follows the run file would be in the emitted file, and on the command line of every rank."""
+    secret = [shown for given, shown in zip(job.overrides, redacted(job.overrides), strict=True) if given != shown]
+    if secret:
+        raise LaunchError(
+            f"the override {secret[0]} looks secret, and a file that --emit writes would hold it",
+            hint="write it into the run file, or give it by a variable that the library reads (HF_TOKEN, a netrc file, ...)",
+        )
 
 
 def _equal(order: Order, what: str, hint: str) -> tuple[int, int]:

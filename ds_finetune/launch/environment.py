@@ -55,12 +55,26 @@ _HERE_ALONE = ("DS_ENV_FILE", "DS_FINETUNE_SSH_ARGS", "PYTHON_HISTORY", "PYTHONS
 _DEVICES = "_VISIBLE_DEVICES"
 """Devices are the hostfile's and `--include`'s: one host's numbers are not another's."""
 _SECRET_WORD = re.compile(
-    r"(?:.*(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL)|(?:API|ACCESS|PRIVATE)?KEY|AUTH|JWT)S?$|(?:SECRET|PASSWORD|CREDENTIAL)",
+    r"(?:.*(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|PASSCODE|CREDENTIAL|PWD|APIKEY)|(?:USER|DB)?PASS|CREDS?|AUTH|AUTHORIZATION|BEARER|COOKIE"
+    r"|JWT|PAT|(?:API|ACCESS|PRIVATE|SECRET|SIGNING|ENCRYPTION|ACCOUNT|SSH)?KEY)S?$|(?:SECRET|PASSWORD|CREDENTIAL)",
     re.IGNORECASE,
 )
-"""A word of a name between underscores, from its beginning: NCCL_IB_PKEY and TOKENIZERS_PARALLELISM are none."""
-_SECRET_VALUE = re.compile(r"://[^/\s@]*:[^/\s@]+@|\bhf_[A-Za-z0-9]{16,}|\bsk-[\w-]{16,}|\bgh[pousr]_\w{16,}|\bAKIA[0-9A-Z]{12,}|PRIVATE KEY-----")
+"""A word of a name, from its beginning: NCCL_IB_PKEY and TOKENIZERS_PARALLELISM have none."""
+_BETWEEN_WORDS = re.compile(r"[_.\-]")
+_FOLDERS = ("PWD", "OLDPWD")
+"""The shell's working directories."""
+_SECRET_VALUE = re.compile(
+    r"://[^/\s@]*:[^/\s@]+@|://[^/\s@:]{20,}@"
+    r"|\b(?i:bearer|basic)\s+[\w.~+/=-]{8,}|(?i:\b(?:authorization|x-api-key)\s*:)"
+    r"|(?i:(?:^|[^a-z])(?:\w*(?:token|secret|passw(?:or)?d|api_?key)|pass|pwd|sig)\s*=\s*[^\s&;]+)"
+    r"|\bhf_[A-Za-z0-9]{16,}|\bsk-[\w-]{16,}|\bgh[pousr]_\w{16,}|\bgithub_pat_\w{16,}|\bglpat-[\w-]{16,}|\bxox[abprs]-[\w-]{10,}"
+    r"|\bnvapi-[\w-]{16,}|\bAIza[\w-]{30,}|\bAKIA[0-9A-Z]{12,}|\beyJ[\w-]{10,}\.[\w-]{10,}|PRIVATE KEY-----"
+)
+"""A password in an address, a header or an assignment, or a known kind of token."""
+HIDDEN = "***"
+"""What is printed instead of a secret."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*$")
+_WORD = re.compile(r"-{0,2}[A-Za-z_][\w.\-]*")
 _LINE = re.compile(r"(?:export\s+)?(?P<name>[^=\s]+)\s*=\s*(?P<value>.*)$")
 _QUOTED = re.compile(r"""(?:'(?P<single>[^']*)'|"(?P<double>(?:[^"\\]|\\.)*)")\s*(?:#.*)?$""")
 
@@ -75,8 +89,8 @@ class Carried:
     """Names on the list that look secret, or that number the devices of this host."""
 
     def lines(self) -> list[str]:
-        """`NAME=value` in order, values that look secret left out; then what was withheld, why, and how it would travel."""
-        shown = [f"{name} (its value is not shown)" if looks_secret(name, value) else f"{name}={value}" for name, value in self.values.items()]
+        """`NAME=value` in order, values left out that look secret or whose name is not on the list; then what was withheld, and why."""
+        shown = [f"{name}={value}" if may_show(name, value) else f"{name} (its value is not shown)" for name, value in self.values.items()]
         return shown + [f"withheld: {name} ({_why_withheld(name)})" for name in self.withheld]
 
 
@@ -86,7 +100,7 @@ def carried(environ: Mapping[str, str], named: Sequence[str] = (), files: Iterab
     `named` holds `NAME`, taken from `environ`, or `NAME=VALUE`. Secrets travel only by a file or by name. LaunchError where a named
     variable is not set, where a file cannot be read, and where a rank's own variables (RANK, MASTER_ADDR, SLURM_*, ...) are asked for.
     """
-    listed = {name: value for name, value in environ.items() if name in NAMES or name.startswith(tuple(PREFIXES))}
+    listed = {name: value for name, value in environ.items() if _is_listed(name)}
     listed = {name: value for name, value in listed.items() if not _PER_RANK.match(name) and name not in _HERE_ALONE}
     held = {name for name, value in listed.items() if name.endswith(_DEVICES) or looks_secret(name, value)}
     values = {name: value for name, value in listed.items() if name not in held}
@@ -130,12 +144,35 @@ def read_environment_file(path: Path) -> dict[str, str]:
 
 def looks_secret(name: str, value: str = "") -> bool:
     """Whether a name has a word such as TOKEN, KEY or PASSWORD, or a value is an address with a password or a known kind of token."""
-    return any(_SECRET_WORD.match(word) for word in name.split("_")) or bool(_SECRET_VALUE.search(value))
+    words = [] if name in _FOLDERS else _BETWEEN_WORDS.split(name)
+    return any(_SECRET_WORD.match(word) for word in words) or bool(_SECRET_VALUE.search(value))
+
+
+def may_show(name: str, value: str) -> bool:
+    """Whether the value of a variable may be printed or written: of names that are not on the list nobody knows what they hold."""
+    return _is_listed(name) and not looks_secret(name, value)
+
+
+def redacted(words: Iterable[str]) -> list[str]:
+    """Words of a command line as they may be printed: `section.name=VALUE` and other words that look secret without their values."""
+    return [_redacted(word) for word in words]
 
 
 def interface_variables(interface: str) -> dict[str, str]:
     """What makes gloo and NCCL use one network interface (its name, e.g. `eth0`) on every host; nothing for an empty name."""
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {}
+
+
+def _redacted(word: str) -> str:
+    name, given, value = word.partition("=")
+    # Keys of the run file are no secrets, though some have `tokens` in their names.
+    if given and _WORD.fullmatch(name) and looks_secret("" if "." in name else name, value):
+        return f"{name}={HIDDEN}"
+    return HIDDEN if _SECRET_VALUE.search(word) else word
+
+
+def _is_listed(name: str) -> bool:
+    return name in NAMES or name.startswith(tuple(PREFIXES))
 
 
 def _why_withheld(name: str) -> str:
@@ -150,13 +187,14 @@ def _named(text: str, environ: Mapping[str, str]) -> tuple[str, str]:
     if given:
         return name, value
     if name not in environ:
-        raise LaunchError(f"--env {name}: {name} is not set here", hint=f"export it, or write --env {name}=VALUE")
+        shown = _redacted(name)
+        raise LaunchError(f"--env {shown}: {shown} is not set here", hint=f"export it, or write --env {shown}=VALUE")
     return name, environ[name]
 
 
 def _refuse_name(name: str, where: str) -> None:
     if not _NAME.match(name):
-        raise LaunchError(f"{where}: `{name}` is not the name of a variable", hint="write NAME=VALUE")
+        raise LaunchError(f"{where}: `{_redacted(name)}` is not the name of a variable", hint="write NAME=VALUE")
     if _PER_RANK.match(name):
         raise LaunchError(f"{where}: {name} is set by the launcher for each rank", hint=f"leave {name} out")
     if name.endswith(_DEVICES):
@@ -166,7 +204,8 @@ def _refuse_name(name: str, where: str) -> None:
 def _read_line(line: str, where: str) -> tuple[str, str]:
     found = _LINE.match(line)
     if not found:
-        raise LaunchError(f"{where}: `{line.split('=')[0]}` is not `NAME=VALUE`", hint="write e.g. `NCCL_DEBUG=INFO`; `#` begins a comment")
+        shown = _redacted(line.split("=")[0])
+        raise LaunchError(f"{where}: `{shown}` is not `NAME=VALUE`", hint="write e.g. `NCCL_DEBUG=INFO`; `#` begins a comment")
     name, text = found["name"], found["value"]
     _refuse_name(name, where)
     quoted = _QUOTED.match(text)

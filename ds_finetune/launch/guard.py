@@ -1,8 +1,9 @@
 """On each host: starts the host's agent (torchrun's or DeepSpeed's), keeps the ranks' output, and ends all of it when it must.
 
-`python -m ds_finetune.launch.guard` is started by the launching program through ssh and speaks with it by lines of JSON on standard input
-and output. It ends every process of the run on its host when it is told to, when the launching program has been silent for some seconds
-or is gone, and when it is ended itself. It imports next to nothing and starts in a fraction of a second.
+`python -m ds_finetune.launch.guard PORT WORD` is started by the launching program through ssh and speaks with it by
+lines of JSON on standard input and output; those of the guard carry WORD. It ends every process of the run on its host
+when it is told to, when the launching program has been silent for some seconds or is gone, and when it is ended itself.
+It imports next to nothing and starts in a fraction of a second.
 """
 
 import contextlib
@@ -26,6 +27,7 @@ from pathlib import Path
 from ds_finetune.launch.facts import facts, interface_towards
 from ds_finetune.launch.lines import Lines, Message, packed, unpacked
 from ds_finetune.launch.marks import GUARD, MARK, die_with_parent, end_marked, log_name
+from ds_finetune.watch.endings import began_at, oom_kills, why_killed
 
 TAIL = 50
 """Last lines of a rank's output that are kept for a report."""
@@ -50,6 +52,8 @@ class Guard:
         self._selector = selectors.DefaultSelector()
         self._tails: dict[int, deque[str]] = {}
         self._pids: dict[int, int] = {}
+        self._began: dict[int, str] = {}
+        self._oom_kills = oom_kills()
         self._ended: dict[int, int] = {}
         self._ended_at: dict[int, float] = {}
         self._there: set[int] = set()
@@ -170,9 +174,10 @@ class Guard:
             if first:
                 self._rank_said(first, line)
                 return
-            first.update(unpacked(line) or {"said": "output", "rank": -1})
+            first.update({"said": "output", "rank": -1} | (unpacked(line) or {}))
             if first["said"] == "rank":
                 self._pids[first["rank"]] = first["pid"]
+                self._began[first["rank"]] = began_at(first["pid"])
                 self._there.add(first["rank"])
                 self._log.write(log_name(first["rank"]), f"rank {first['rank']} on {socket.gethostname()}, pid {first['pid']}")
 
@@ -203,7 +208,17 @@ class Guard:
         """`code` is None where the rank is gone without a word."""
         self._ended[rank] = -1 if code is None else code
         self._ended_at[rank] = time.monotonic()
-        _say(said="rank", rank=rank, code=code, pid=self._pids.get(rank, 0), tail=[] if code == 0 else list(self._tails.get(rank, ())))
+        tail = [] if code == 0 else list(self._tails.get(rank, ()))
+        why = self._why_gone(rank) if code is None else ""
+        _say(said="rank", rank=rank, code=code, pid=self._pids.get(rank, 0), tail=tail, why=why)
+
+    def _why_gone(self, rank: int) -> str:
+        """What is known of the end of a rank that stated no reason; memory only where the kernel has counted such an end."""
+        folder = self._spec.get("watchdog")
+        if folder and (killed := why_killed(Path(folder), self._pids.get(rank, 0), self._began.get(rank, ""))):
+            return f"by the watchdog, because {killed}"
+        count = oom_kills() - self._oom_kills
+        return f"the kernel has ended {count} processes of its host for want of memory meanwhile" if count > 0 else ""
 
     def _agent_said(self, line: str) -> None:
         self._agent_tail.append(line)
@@ -266,8 +281,13 @@ _SPEAKING = threading.Lock()
 def _say(**message: object) -> None:
     # Nobody hears it where ssh is gone; the silence on standard input is what ends this process.
     with contextlib.suppress(OSError), _SPEAKING:
-        sys.stdout.buffer.write(packed(**message))
+        sys.stdout.buffer.write(packed(to=_word(), **message))
         sys.stdout.buffer.flush()
+
+
+def _word() -> str:
+    """What the launching program knows this guard's messages by: the last argument, which for `sweep` is a mark."""
+    return sys.argv[-1]
 
 
 def main() -> int:

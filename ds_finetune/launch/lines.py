@@ -27,10 +27,13 @@ class Lines:
         return self._rest.decode(errors="replace")
 
 
-def unpacked(line: str) -> Message | None:
-    """A message, or None for a line that is none, such as what a login shell prints."""
+def unpacked(line: str, *, to: str = "") -> Message | None:
+    """A message, or None for a line that is none, such as what a login shell prints.
+
+    With `to` it must carry that word: a shell may print what looks like a message.
+    """
     try:
         found = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return found if isinstance(found, dict) and found.get("to", "") == to else None

@@ -6,11 +6,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import IO
 
+from ds_finetune.errors import LaunchError
 from ds_finetune.hostfile import Host
 
 _LOGIN = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TERM", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "XDG_RUNTIME_DIR")
@@ -18,6 +19,7 @@ _LOGIN = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TERM", 
 SSH_ARGS = "DS_FINETUNE_SSH_ARGS"
 """Environment variable with further arguments of ssh, as a shell would split them."""
 CONNECT_SECONDS = 10
+_PARTING_SECONDS = 2
 _SILENT_SECONDS = 5
 """Between the questions that ssh asks a silent host; it gives up after three."""
 
@@ -29,11 +31,22 @@ class Remote:
     ssh_args: tuple[str, ...] = ()
     python: str = sys.executable
     directory: str = "."
+    connect_seconds: int = CONNECT_SECONDS
+    """How long ssh tries to connect."""
 
     @classmethod
     def from_environment(cls, ssh_args: str = "") -> "Remote":
         """With `ssh_args`, or else those of DS_FINETUNE_SSH_ARGS, and the working directory of this process."""
-        return cls(tuple(shlex.split(ssh_args or os.environ.get(SSH_ARGS, ""))), sys.executable, str(Path.cwd()))
+        given = ssh_args or os.environ.get(SSH_ARGS, "")
+        try:
+            words = tuple(shlex.split(given))
+        except ValueError as open_quote:
+            raise LaunchError(f"arguments of ssh `{given}`: {open_quote}", hint="close the quotation, or escape it") from None
+        return cls(words, sys.executable, str(Path.cwd()))
+
+    def within(self, greeting_seconds: float) -> "Remote":
+        """The same, with so long for a host's first word; ssh gives up a moment before, and says why."""
+        return replace(self, connect_seconds=max(1, int(greeting_seconds) - _PARTING_SECONDS))
 
     def command(self, host: Host, argv: Sequence[str]) -> list[str]:
         """What is started here so that `argv` runs on `host`, in the working directory, with this project importable.
@@ -43,7 +56,7 @@ class Remote:
         if is_here(host):
             return list(argv)
         port = ["-p", str(host.port)] if host.port else []
-        options = {"BatchMode": "yes", "ConnectTimeout": CONNECT_SECONDS, "ServerAliveInterval": _SILENT_SECONDS, "ServerAliveCountMax": 3}
+        options = {"BatchMode": "yes", "ConnectTimeout": self.connect_seconds, "ServerAliveInterval": _SILENT_SECONDS, "ServerAliveCountMax": 3}
         given = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
         variables = f"PYTHONPATH={os.environ.get('PYTHONPATH', '')}"
         # `env`, because not every login shell sets variables as sh does.

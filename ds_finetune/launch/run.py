@@ -21,6 +21,7 @@ from ds_finetune.launch.marks import log_name, logs_folder
 from ds_finetune.launch.preflight import meeting_place, problems_of, uses_gpus
 from ds_finetune.launch.remote import Remote
 from ds_finetune.plan.layout import make_plan
+from ds_finetune.watch.endings import FOLDER
 from ds_finetune.world import World
 
 Say = Callable[[str], None]
@@ -190,6 +191,7 @@ def _specs(ready: _Ready, wanted: Launch, config: RunConfig, *, folder: Path, ma
             "mark": f"{mark}.{index}",
             "sweep": list(sweep[host]),
             "logs": str(folder),
+            "watchdog": str(Path(config.output_dir) / FOLDER),
             "silent_seconds": config.launch.silent_seconds,
             "meet_at": ready.address if len(ready.hosts) > 1 else "",
         }
@@ -205,7 +207,8 @@ def _swept(outcome: Outcome, wanted: Launch, specs: dict[Host, Message]) -> Outc
             done = subprocess.run(command, capture_output=True, timeout=_SWEEP_SECONDS, check=False)
         except subprocess.TimeoutExpired:
             return False
-        said = [unpacked(line) or {} for line in done.stdout.decode(errors="replace").splitlines()]
+        lines = done.stdout.decode(errors="replace").splitlines()
+        said = [unpacked(line, to=specs[host]["mark"]) or {} for line in lines]
         return done.returncode == 0 and any(message.get("left") == 0 for message in said)
 
     if not outcome.unguarded:

@@ -11,6 +11,7 @@ from ds_finetune.errors import LaunchError
 from ds_finetune.hostfile import Host
 from ds_finetune.launch.environment import interface_variables
 from ds_finetune.launch.marks import RUN_ID
+from ds_finetune.watch.run_secret import VARIABLE
 
 ENTRY = ("-m", "ds_finetune.rank")
 """What Python is given in every rank, before the run file and the overrides."""
@@ -46,6 +47,8 @@ class Job:
     """Working directory on every host."""
     python: str = sys.executable
     entry: tuple[str, ...] = ENTRY
+    secret: str = field(default="", repr=False)
+    """By which the ranks' watchdogs know each other; it travels in the environment alone."""
 
     def __post_init__(self) -> None:
         """LaunchError where a variable names another interface than `interface`."""
@@ -65,9 +68,9 @@ class Job:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What every rank gets, by name in order: `variables`, the run's id and interface, and where rank 0 is."""
+        """What every rank gets, by name in order: `variables`, the run's id, interface and secret, and where rank 0 is."""
         meeting = {"MASTER_ADDR": self.master_addr, "MASTER_PORT": str(self.master_port or "")}
-        given = {name: value for name, value in meeting.items() if value}
+        given = {name: value for name, value in {**meeting, VARIABLE: self.secret}.items() if value}
         return dict(sorted({**self.variables, **interface_variables(self.interface), RUN_ID: self.run_id, **given}.items()))
 
     @property

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ds_finetune.hostfile import Host
+from ds_finetune.launch.environment import redacted
 from ds_finetune.launch.schedulers import Job, deepspeed_command, mpirun_command, srun_command, torchrun_commands
 from ds_finetune.plan.mesh import Axis, Mesh
 
@@ -22,12 +23,12 @@ def shown(job: Job, launcher: str, *, hostfile: str = "hosts", environ: Mapping[
     head = [f"run {job.run_id}: {job.world_size or 'all'} ranks on {len(job.hosts) or 'all'} hosts by {launcher}, rank 0 at {where}"]
     head += [f"network interface {job.interface} on every host"] if job.interface else []
     if launcher == "mpirun":
-        return [*head, shlex.join(mpirun_command(job, ssh_args))]
+        return [*head, _typed(mpirun_command(job, ssh_args))]
     if launcher == "slurm":
-        return [*head, shlex.join(srun_command(job, environ))]
+        return [*head, _typed(srun_command(job, environ))]
     if launcher == "deepspeed":
-        return [*head, f"as if typed: {shlex.join(deepspeed_command(job, hostfile))}"]
-    lines = [f"as if typed on {host.name}: {shlex.join(argv)}" for host, argv in zip(job.hosts, torchrun_commands(job), strict=True)]
+        return [*head, f"as if typed: {_typed(deepspeed_command(job, hostfile))}"]
+    lines = [f"as if typed on {host.name}: {_typed(argv)}" for host, argv in zip(job.hosts, torchrun_commands(job), strict=True)]
     left = len(lines) - 2 * _COMMANDS
     return [*head, *(lines if left <= 0 else [*lines[:_COMMANDS], f"... and on {left} more hosts", *lines[-_COMMANDS:]])]
 
@@ -49,6 +50,10 @@ def rank_map(hosts: Sequence[Host], mesh: Mesh) -> list[str]:
         across = sum(len({home[rank] for rank in line}) > 1 for line in found)
         lines.append(f"{axis}: {len(found)} groups of {len(found[0])}, {f'{across} of them across hosts' if across else 'each within a host'}")
     return lines
+
+
+def _typed(argv: Sequence[str]) -> str:
+    return shlex.join(redacted(argv))
 
 
 def _places(mesh: Mesh, ranks: Sequence[int]) -> str:

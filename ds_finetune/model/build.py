@@ -11,12 +11,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.initialization import no_init_weights
 
 from ds_finetune.errors import ModelError
+from ds_finetune.hub_access import hub_problem
 from ds_finetune.model.attention import BY_DOCUMENT
 from ds_finetune.model.families import family_of
 from ds_finetune.model.folder_check import check_folder
 from ds_finetune.model.fp8 import check_readable
 
-_HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt")
+TOKENIZER_PATTERNS = ("*.json", "*.model", "*.jinja", "merges.txt")
+"""Files of a hub repository that a tokenizer is read from."""
+_HUB_FILES = (*TOKENIZER_PATTERNS, "*.safetensors")
 _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier_scale")
 """Config keys of model types that change the logits after `lm_head`, where the chunked loss would not see it."""
 
@@ -61,12 +64,18 @@ def resolve_folder(path: str, *, files: Sequence[str] = _HUB_FILES) -> Path:
         return folder
     if folder.exists() or path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise ModelError(f"model `{path}` is not a folder", hint="name a folder that holds config.json, or a hub id such as org/name")
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+    problem = hub_problem()
     try:
-        folder = Path(snapshot_download(path, allow_patterns=list(files)))
+        folder = Path(snapshot_download(path, allow_patterns=list(files), local_files_only=bool(problem)))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as missing:
+        if problem:
+            raise ModelError(
+                f"model `{path}` is neither a folder nor in the hub's cache {constants.HF_HUB_CACHE}, and {problem}",
+                hint="check the name, give a local folder, or start where the hub can be reached",
+            ) from missing
         raise ModelError(
             f"model `{path}` is neither a folder nor to be had from the hub: {missing}", hint="check the name, or give a local folder"
         ) from missing

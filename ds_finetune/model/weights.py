@@ -16,6 +16,7 @@ from ds_finetune.model.cuts import WHOLE, Cut, Window, cut_dim
 from ds_finetune.model.families import Family
 from ds_finetune.model.hub_folder import HubFolder
 from ds_finetune.model.names import Piece, hub_pieces
+from ds_finetune.model.vocabulary import GrownFolder, Growth
 
 _STRIP_NUMEL = 2**20
 """Elements of a checkpoint tensor that are held at a time, whole rows."""
@@ -41,20 +42,28 @@ class _Target:
 
 
 def load_weights(  # noqa: PLR0913
-    model: PreTrainedModel, folder: Path, *, family: Family, where: Where = whole, cut: Cut = WHOLE, skeleton: PreTrainedModel | None = None
+    model: PreTrainedModel,
+    folder: Path,
+    *,
+    family: Family,
+    where: Where = whole,
+    cut: Cut = WHOLE,
+    skeleton: PreTrainedModel | None = None,
+    growth: Growth | None = None,
 ) -> LoadReport:
     """Copy the safetensors of `folder` into the fragments of `model` that `where` names, a bounded piece at a time.
 
     A model cut over tensor parallel ranks takes its part `cut` of each tensor, of which nothing else is read; for a pipeline
     stage `skeleton` is the whole model, without memory, that the checkpoint has to fit.
+    With `growth` the model has more tokens than the folder: rows that are not there are drawn.
 
     Keys and shapes are compared from the headers alone before anything is written; ModelError lists what is missing,
     unexpected or of another shape. Weights in FP8 blocks are multiplied out in fp32, the needed rows and columns alone.
     Values are cast to the dtype of their target; a NaN or infinity is a ModelError.
     """
-    hub = HubFolder(folder)
     targets = list(_targets(model, family, where, cut))
     wanted = _wanted(model, family, where, cut) if skeleton is None else _wanted(skeleton, family, whole, WHOLE)
+    hub = HubFolder(folder) if growth is None else GrownFolder(folder, growth, wanted)
     skipped = _account(hub, wanted, model, family)
     for target in targets:
         _fill(hub, target, cut)
@@ -152,6 +161,8 @@ def _account(hub: HubFolder, wanted: Mapping[str, tuple[int, ...]], model: PreTr
     tied = dict(model.all_tied_weights_keys or {}) if model.config.tie_word_embeddings else {}
     layers = model.config.num_hidden_layers
     left = hub.left_over(wanted, model=type(model).__name__, may_be=lambda key: key in tied or family.may_leave(key, layers=layers))
+    if isinstance(hub, GrownFolder):
+        hub.check_left(set(left) - tied.keys())
     for key in tied.keys() & set(left):
         if not hub.is_same(key, tied[key]):
             raise ModelError(

@@ -1,30 +1,52 @@
 """The numbers of a run as files and trackers: `metrics.jsonl`, TensorBoard, and what accelerate knows by name."""
 
+import errno
 import json
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
 from ds_finetune.errors import ConfigError
+from ds_finetune.observers.outage import Outage
 from ds_finetune.observers.record import StepRecord
+
+Say = Callable[[str], None]
+_ROOM_BYTES = 2**20
+"""Free bytes of a disk from which TensorBoard's records are written."""
 
 
 class MetricsFile:
-    """One JSON object per optimizer step, flushed at once; NaN and infinity are written as null with their name in `non_finite`."""
+    """One JSON object per optimizer step, written at once; NaN and infinity are written as null with their name in `non_finite`.
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+    A line is written whole or not at all; where the disk is full, lines wait (`Outage`).
+    """
+
+    def __init__(self, path: Path, say: Say) -> None:
+        self._file = path.open("ab", buffering=0)
+        self._lines = Outage(str(path), self._append, say)
 
     def after_step(self, record: StepRecord) -> StepRecord:
         """Write the record."""
-        self._file.write(line_of(record))
-        self._file.flush()
+        self._lines.put(line_of(record).encode())
         return record
 
     def close(self) -> None:
-        """Close the file."""
+        """Write what waits, and close the file."""
+        self._lines.close()
         self._file.close()
+
+    def _append(self, line: bytes) -> None:
+        end = os.fstat(self._file.fileno()).st_size
+        written = 0
+        try:
+            while written < len(line):
+                written += self._file.write(line[written:])
+        except OSError:
+            self._file.truncate(end)
+            raise
 
 
 def line_of(record: StepRecord) -> str:
@@ -49,34 +71,77 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """Trackers that accelerate knows, by name; TensorBoard lies in the run folder."""
+    """Trackers that accelerate knows, by name; TensorBoard lies in the run folder. One that cannot write does not end the run (`Outage`)."""
 
-    def __init__(self, trackers: Sequence[Any]) -> None:
-        self._trackers = list(trackers)
+    def __init__(self, trackers: Sequence["_Tracker"], say: Say) -> None:
+        self._trackers = trackers
+        self._outages = [Outage(tracker.name, tracker.log, say) for tracker in trackers]
 
     @classmethod
-    def open(cls, names: Sequence[str], output_dir: Path, settings: Mapping[str, Any]) -> Self:
+    def open(cls, names: Sequence[str], output_dir: Path, settings: Mapping[str, Any], say: Say) -> Self:
         """Start each tracker of `names`, which `check_trackers` has passed."""
-        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
-
-        opened = [_open(LOGGER_TYPE_TO_CLASS[name], output_dir) for name in names]
-        for tracker in opened:
-            if hasattr(tracker, "start"):
-                tracker.start()
-            tracker.store_init_configuration(dict(settings))
-        return cls(opened)
+        trackers = [_Tracker(name, output_dir, settings) for name in names]
+        for tracker in trackers:
+            tracker.start()
+        return cls(trackers, say)
 
     def after_step(self, record: StepRecord) -> StepRecord:
         """Send the finite values."""
         values = {name: value for name, value in record.values.items() if math.isfinite(value)}
-        for tracker in self._trackers:
-            tracker.log(values, step=record.step)
+        for outage in self._outages:
+            outage.put((record.step, values))
         return record
 
     def close(self) -> None:
         """Finish each tracker."""
-        for tracker in self._trackers:
+        for tracker, outage in zip(self._trackers, self._outages, strict=True):
+            outage.close()
             tracker.finish()
+
+
+class _Tracker:
+    """One tracker, which is opened again after its event file could not be written."""
+
+    def __init__(self, name: str, output_dir: Path, settings: Mapping[str, Any]) -> None:
+        self.name, self._folder, self._settings = name, output_dir, settings
+        self._open: Any = None
+
+    def start(self) -> None:
+        """Open it and store the settings of the run."""
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+        opened = _open(LOGGER_TYPE_TO_CLASS[self.name], self._folder)
+        if hasattr(opened, "start"):
+            opened.start()
+        opened.store_init_configuration(dict(self._settings))
+        self._open = opened
+
+    def log(self, record: tuple[int, Mapping[str, float]]) -> None:
+        """Send the values of a step; OSError where they were not written."""
+        step, values = record
+        if self.name == "tensorboard":
+            self._check_room()
+        if self._open is None:
+            self.start()
+        try:
+            self._open.log(dict(values), step=step)
+        except OSError:
+            # tensorboard's thread ends with its first error and leaves a torn record (summary/writer/event_file_writer.py:246 in 2.21):
+            # readers end the file there, so what follows needs a file of its own.
+            self._open = None if self.name == "tensorboard" else self._open
+            raise
+
+    def finish(self) -> None:
+        """End it where it is open."""
+        if self._open is not None:
+            with suppress(OSError):
+                self._open.finish()
+
+    def _check_room(self) -> None:
+        """OSError where the disk is nearly full, before a record is torn."""
+        disk = os.statvfs(self._folder)
+        if disk.f_blocks and disk.f_bavail * disk.f_frsize < _ROOM_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _open(kind: Any, output_dir: Path) -> Any:  # noqa: ANN401 - accelerate's tracker classes

@@ -1,19 +1,23 @@
 """The plan of a run: what is decided by arithmetic before anything is loaded."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from importlib.util import find_spec
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from ds_finetune.config import RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.batch import accumulation_steps
 from ds_finetune.plan.chosen import chosen, refuse_accelerate_contradictions
-from ds_finetune.plan.finish import MOMENTS, finish, read_choices, stage_of
+from ds_finetune.plan.finish import HAS_TORCH_ADAM, MOMENTS, TORCH_ADAM, finish, read_choices, stage_of
 from ds_finetune.plan.legal import check_layout, check_lora
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.options import Situation, apply_rules, offload_device
+from ds_finetune.plan.timeouts import refuse_late_watchdog
 from ds_finetune.world import AccelerateChoices, World
+
+LIGER = "0.8.5"
+"""Version of liger-kernel whose fused loss is called as model/cross_entropy.py does; a private function that may change."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,21 @@ class Plan:
         """Whether checkpoints are copied to host memory and written from there; a state on NVMe is not, it may not fit."""
         return self.config.checkpoint.asynchronous and self.offload_optimizer != "nvme"
 
+    @property
+    def needs_fused_adam(self) -> bool:
+        """Whether DeepSpeed's FusedAdam is the optimizer's kernel, which has to be compiled by nvcc."""
+        if self.device == "cpu" or self.offload_optimizer != "none":
+            return False
+        optimizer = self.deepspeed["optimizer"]
+        return optimizer["type"].lower() in HAS_TORCH_ADAM and not optimizer["params"].get("torch_adam")
+
+    def with_torch_adam(self, why: str) -> "Plan":
+        """The same with torch's fused AdamW instead of DeepSpeed's FusedAdam, and a note that says why."""
+        optimizer = self.deepspeed["optimizer"]
+        deepspeed = self.deepspeed | {"optimizer": optimizer | {"params": optimizer["params"] | TORCH_ADAM}}
+        note = f"rewritten: torch's fused AdamW takes the place of DeepSpeed's FusedAdam, with the same numbers. {why}"
+        return replace(self, deepspeed=deepspeed, notes=(*self.notes, note))
+
     def lines(self) -> list[tuple[str, str]]:
         """Name and text of each decision, as announced before anything is loaded."""
         train = self.config.train
@@ -84,16 +103,31 @@ class Plan:
 
 
 def loss_kernel(asked: str, *, device: str, tp: int = 1) -> str:
-    """`chunked` or `liger`; ConfigError where Liger's is asked for and cannot run."""
-    is_there = find_spec("liger_kernel") is not None
+    """`chunked` or `liger`; ConfigError where Liger's is asked for and cannot run, or has another version than `LIGER`."""
+    found = _liger_version()
     if tp > 1:
         if asked == "liger":
             raise ConfigError(f"model.loss liger with parallel.tp {tp}: its kernel needs the whole vocabulary", hint="set model.loss to auto")
         return "chunked"
-    if asked == "liger" and not (device == "cuda" and is_there):
-        found = f"device {device}, liger-kernel {'installed' if is_there else 'not installed'}"
-        raise ConfigError(f"model.loss liger needs a GPU and liger-kernel: {found}", hint="install the extra `gpu`, or set model.loss to auto")
-    return "liger" if is_there and device == "cuda" and asked != "chunked" else "chunked"
+    if asked == "liger" and not (device == "cuda" and found):
+        given = f"device {device}, liger-kernel {found or 'not installed'}"
+        raise ConfigError(f"model.loss liger needs a GPU and liger-kernel: {given}", hint="install the extra `gpu`, or set model.loss to auto")
+    if not found or device != "cuda" or asked == "chunked":
+        return "chunked"
+    if found != LIGER:
+        raise ConfigError(
+            f"liger-kernel {found} is installed, and the loss calls a function of {LIGER} that is private there",
+            hint=f"pip install liger-kernel=={LIGER}, or set model.loss to chunked",
+        )
+    return "liger"
+
+
+def _liger_version() -> str:
+    """The installed version, empty where there is none."""
+    try:
+        return version("liger-kernel")
+    except PackageNotFoundError:
+        return ""
 
 
 def _refuse_other_wrapper(tree: dict[str, Any], stage: int, precision: str) -> None:
@@ -107,6 +141,7 @@ def _refuse_other_wrapper(tree: dict[str, Any], stage: int, precision: str) -> N
 
 def make_plan(config: RunConfig, *, world: World, device: str, accelerate: AccelerateChoices | None = None) -> Plan:
     """Decide the layout of `config` on `world` with accelerator `device` (`cpu` or `cuda`); ConfigError where values contradict."""
+    refuse_late_watchdog(config.watchdog)
     mesh = Mesh.of(config.parallel, world_size=world.world_size, rank=world.rank)
     accumulation = accumulation_steps(global_batch_size=config.train.global_batch_size, micro_batch_size=config.train.micro_batch_size, dp=mesh.dp)
     tree, source = read_choices(chosen(config, accelerate))

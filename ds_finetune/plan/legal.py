@@ -87,6 +87,12 @@ def check_lora(mesh: Mesh, config: RunConfig, *, stage: int, offloads: Sequence[
         ("train.precision fp16", config.train.precision == "fp16", "set train.precision to bf16"),
         (f"optim.name {config.optim.name}", config.optim.name.lower() not in _OPTIMIZERS, "use AdamW"),
         (f"model.weights {config.model.weights}", config.model.weights == "random", "adapters belong to weights that are loaded"),
+        # Embedding and head are frozen: a new row would stay as it was drawn, and no adapter holds it.
+        (
+            "model.resize_vocabulary true",
+            config.model.resize_vocabulary,
+            "train all weights, or use a tokenizer that fits the model",
+        ),
         *((f"{name} true", bool((tree.get("zero_optimization") or {}).get(name)), "leave it out") for name in _QUANTIZED),
     ):
         if is_so:

@@ -11,8 +11,10 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ds_finetune.config import DataConfig
 from ds_finetune.data.prepare import TokenSpec, prepare
+from ds_finetune.data.reasons import row_notes
 from ds_finetune.data.tokenizer_files import load_tokenizer
-from ds_finetune.errors import DataError, ExportError
+from ds_finetune.errors import DataError
+from ds_finetune.export.load import check_loadable
 from ds_finetune.model.build import resolve_folder
 from ds_finetune.scoring.compare import METHOD, Metric, compare
 from ds_finetune.scoring.extract import EXTRACTORS
@@ -67,8 +69,7 @@ def score(asked: Asked) -> Scored:
 
 def _model_folder(name: str) -> Path:
     folder = resolve_folder(name)
-    if not (folder / "config.json").is_file():
-        raise ExportError(f"`{folder}` holds no config.json", hint="name an exported folder, e.g. runs/r1/export, or a model's")
+    check_loadable(folder)
     return folder
 
 
@@ -83,8 +84,10 @@ def _documents(asked: Asked, folder: Path, tokenizer: PreTrainedTokenizerBase) -
         number = min(rows.counts.documents, asked.limit or rows.counts.documents)
         documents = [Document(*rows.document(index), *prompt) for index, prompt in enumerate(rows.prompts(number))]
         counts = rows.counts
-    note = f"{counts.read} rows read, {counts.truncated} truncated to {length} tokens, {counts.too_long_dropped} too long"
-    return documents, [f"{note}, {counts.nothing_supervised} with nothing supervised, {number} documents scored"]
+    note = f"{counts.read} rows read, {counts.truncated} truncated to {length} tokens ({counts.truncated_ratio:.2%} of all tokens lost)"
+    note += f", {counts.split} split, {counts.too_long_dropped} too long"
+    note += f", {counts.nothing_supervised} with nothing supervised, {number} documents scored"
+    return documents, [note, *row_notes(counts)]
 
 
 def _same_tokens(folder: Path, base: Path, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document]) -> list[str]:

@@ -15,7 +15,9 @@ from ds_finetune.checkpoint.restore import newest, restore
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.config import RunConfig
+from ds_finetune.engine.building import build_ops
 from ds_finetune.engine.core import Engine
+from ds_finetune.engine.processes import everyones
 from ds_finetune.engine.start import DTYPES, start_engine
 from ds_finetune.errors import CheckpointError
 from ds_finetune.export.folder import FolderParts, write_folder
@@ -69,7 +71,7 @@ def check(config: RunConfig, world: World, device: str, folder: Path, *, steps: 
 
     `folder` is shared by all ranks.
     """
-    plan = make_plan(config, world=world, device=device)
+    plan = build_ops(make_plan(config, world=world, device=device), everyones, _nothing)
     hf_config = read_hf_config(config.model.path)
     check_divides(plan.mesh, hf_config.to_dict(), pp_layers=config.parallel.pp_layers)
     # Before any engine: the rotary frequencies of the first model that from_pretrained builds after DeepSpeed 0.19.8's zero.Init are unset memory.
@@ -84,6 +86,10 @@ def check(config: RunConfig, world: World, device: str, folder: Path, *, steps: 
         return None
     reloaded = mean_loss(folder / "export", DTYPES[config.train.precision])
     return verdict(wanted, taken, resumed, abs(reloaded - loss))
+
+
+def _nothing(_: str) -> None:
+    """Reported once, before the first layout."""
 
 
 def verdict(wanted: Steps, steps: Steps, resumed: Steps, export: float) -> Verdict:

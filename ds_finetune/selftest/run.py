@@ -22,12 +22,13 @@ from transformers import PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from ds_finetune.config import ParallelConfig, RunConfig
+from ds_finetune.engine.building import build_ops
 from ds_finetune.engine.processes import choose_device, everyones, process_group
 from ds_finetune.errors import ConfigError, LaunchError, RunError
 from ds_finetune.model.build import read_hf_config
 from ds_finetune.plan.chosen import chosen
 from ds_finetune.plan.finish import read_choices
-from ds_finetune.plan.layout import make_plan
+from ds_finetune.plan.layout import Plan, make_plan
 from ds_finetune.plan.legal import PROVEN
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.selftest.cells import FAMILIES, OTHERS, Cell, grown, hf_config, run_tree
@@ -98,9 +99,10 @@ def selftest(config: RunConfig | None, extent: Extent, *, say: Say) -> None:
     world = World.from_environment(os.environ)
     world.export_to(os.environ)
     device = choose_device()
-    cases = _standard(world.world_size, extent.families) if config is None else _of_run(config, world)
+    cases = _standard(world.world_size, extent.families, device) if config is None else _of_run(config, world)
     wrong, began = 0, time.monotonic()
     with process_group(world, device), _shared_folder(world) as folder:
+        _build_first(make_plan(_run_file(cases[0], folder, folder), world=world, device=device), say)
         for number, case in enumerate(cases):
             wrong += not _is_right(case, world, device, folder / str(number), extent.steps, say)
             if number == 0:
@@ -111,6 +113,13 @@ def selftest(config: RunConfig | None, extent: Extent, *, say: Say) -> None:
         say(f"{right} of {len(cases)} layouts equal a plain loop on {world.world_size} ranks ({device}), {seconds:.0f} s")
     if wrong:
         raise RunError(f"{wrong} of {len(cases)} layouts are off", hint="do not train with them here; compare versions with constraints.txt")
+
+
+def _build_first(plan: Plan, say: Say) -> None:
+    """Compile what the first layout needs, as all of them do, and say what takes its place where that is not possible."""
+    built = build_ops(plan, everyones, say)
+    for note in built.notes[len(plan.notes) :] if plan.world.rank == 0 else ():
+        say(note)
 
 
 def _is_right(case: Case, world: World, device: str, folder: Path, steps: int, say: Say) -> bool:  # noqa: PLR0913
@@ -131,8 +140,11 @@ def _run_file(case: Case, model_folder: Path, folder: Path) -> RunConfig:
     return RunConfig.model_validate(case.tree | {"model": model, "output_dir": str(folder)})
 
 
-def _standard(world_size: int, families: Sequence[str]) -> list[Case]:
-    """Plain ZeRO at every stage, and the proven combinations of two that `world_size` ranks can do, in fp32; two stages in bf16."""
+def _standard(world_size: int, families: Sequence[str], device: str) -> list[Case]:
+    """Plain ZeRO at every stage, and the proven combinations of two that `world_size` ranks can do, in fp32.
+
+    Two stages in bf16, on GPUs in fp16 too.
+    """
     unknown = [family for family in families if family not in FAMILIES | OTHERS]
     if unknown:
         raise ConfigError(f"--families {','.join(unknown)} is not known", hint=f"use some of {','.join(FAMILIES | OTHERS)}")
@@ -142,7 +154,8 @@ def _standard(world_size: int, families: Sequence[str]) -> list[Case]:
         cell = Cell(family, 0, _ACCUMULATION, packing=True, max_grad_norm=0.5, checkpointing=True, **sizes)
         if world_size % cell.sharing == 0 and world_size // (cell.tp * cell.pp) % cell.ep == 0 and hf_config(family).model_type in row.families:
             cells += [replace(cell, stage=stage) for stage in (row.stages if family == families[0] else row.stages[-1:])]
-    cells += [Cell(families[0], stage, _ACCUMULATION, packing=True, precision="bf16") for stage in (1, 3)]
+    for precision in ("bf16", "fp16") if device == "cuda" else ("bf16",):
+        cells += [Cell(families[0], stage, _ACCUMULATION, packing=True, precision=precision) for stage in (1, 3)]
     return [_case(cell, world_size) for cell in cells]
 
 

@@ -6,12 +6,15 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, Self
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
 
 from ds_finetune.config import WatchdogConfig
 from ds_finetune.observers.record import StepRecord
+from ds_finetune.plan.timeouts import REPORT_SECONDS, collective_seconds
 from ds_finetune.schedule import seconds_of
+from ds_finetune.watch.call import Call
+from ds_finetune.watch.device import DeviceProgress
 
 STEP_FACTOR, LEAST_SECONDS, RECENT_STEPS = 10, 60.0, 25
 """`auto` is this many times the median of so many recent steps, and not less than a minute."""
@@ -21,24 +24,6 @@ PREPARING = "preparation"
 """The phase without a limit: what it needs depends on the data, and nobody waits in a collective."""
 
 
-class Call(NamedTuple):
-    """One collective of this rank: its function, elements given, the ranks that share it, and its number among theirs, from 1."""
-
-    name: str
-    size: int
-    ranks: str
-    number: int
-
-    def __str__(self) -> str:
-        """For people."""
-        return f"{self.name}" + (f" of {self.size:,} elements" if self.size else "") + f" (number {self.number:,} of {self.ranks})"
-
-    @property
-    def kind(self) -> tuple[str, int]:
-        """What must be the same on every rank that takes part."""
-        return self.name, self.size
-
-
 @dataclass(frozen=True)
 class Patience:
     """Seconds without progress after which a run has come to a stand: of a step (None: from measured steps), at the start, elsewhere."""
@@ -46,13 +31,17 @@ class Patience:
     step: float | None
     start: float
     other: float
+    longest_step: float = math.inf
+    """Most of a step's limit that follows from measured steps: torch must not abort a collective before."""
 
     @classmethod
     def of(cls, config: WatchdogConfig) -> Self:
         """As the run file says; infinite where nothing is watched."""
         if config.limit == "never":
             return cls(math.inf, math.inf, math.inf)
-        return cls(None if config.limit == "auto" else seconds_of(config.limit), seconds_of(config.start), seconds_of(config.other))
+        step = None if config.limit == "auto" else seconds_of(config.limit)
+        longest = collective_seconds(config) - REPORT_SECONDS
+        return cls(step, seconds_of(config.start), seconds_of(config.other), longest)
 
 
 @dataclass(frozen=True)
@@ -67,21 +56,19 @@ class Answer:
     last: Call | None
     counts: dict[str, int]
     recent: tuple[Call, ...]
+    queued: Call | None = None
+    """The first collective that the device has not come to, although the program has asked for it."""
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values, of which `from_json` makes the same again."""
+        """Plain values, of which `parsed` makes the same again."""
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, tree: dict[str, Any]) -> Self:
-        """The answer that became `tree`."""
-        calls = {name: Call(*tree[name]) if tree[name] else None for name in ("inside", "last")}
-        return cls(**{**tree, **calls, "recent": tuple(Call(*call) for call in tree["recent"])})
 
     def __str__(self) -> str:
         """For people."""
         last = f"the last was {self.last}" if self.last else "it has not been in any"
         where = f"waits in {self.inside}" if self.inside else f"is in no collective; {last}"
+        if self.queued and not self.inside:
+            where = f"has not come to {self.queued} on its device, where it computes or hangs; {last}"
         return f"{where}; {self.phase}, {self.step:,} steps done, no progress for {self.seconds:.0f} s"
 
 
@@ -98,6 +85,8 @@ class Board:
         self.own_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
         """Of each recent step but the first, its time without that in collectives."""
         self.last: Call | None = None
+        self.device: DeviceProgress | None = None
+        """Where collectives are asynchronous, how far the device is."""
         self._inside: Call | None = None
         self._counts: Counter[str] = Counter()
         self._recent: deque[Call] = deque(maxlen=_RECENT_CALLS)
@@ -110,6 +99,8 @@ class Board:
         self._counts[ranks] += 1
         self.last = self._inside = call = Call(name, size, ranks, self._counts[ranks])
         self._recent.append(call)
+        if self.device is not None:
+            self.device.begin(call)
         self._sign_at = now = time.monotonic()
         return now
 
@@ -119,13 +110,18 @@ class Board:
             return
         self._inside = None
         self._sign_at = now = time.monotonic()
-        self.waited_seconds += now - began
+        if self.device is None:
+            self.waited_seconds += now - began
+        else:
+            self.device.end()
 
     def wait(self) -> float:
         """An asynchronous collective is waited for; `leave` ends that too. Others wait inside their own call."""
         if self._inside is not None:
             return _WITHIN
         self._inside = self.last
+        if self.device is not None and self.last is not None:
+            self.device.begin(self.last, is_wait=True)
         return time.monotonic()
 
     def counted(self, steps: Iterable[StepRecord]) -> Iterator[StepRecord]:
@@ -134,6 +130,8 @@ class Board:
         for record in steps:
             seconds = record.values["perf/step_seconds"]
             self._step_seconds.append(seconds)
+            if self.device is not None:
+                self.waited_seconds += self.device.take_waited()
             if self.phase == "step":
                 self.own_seconds.append(max(seconds - (self.waited_seconds - self._waited_before), 0.0))
             self.step, self.phase = record.step, "step"
@@ -171,7 +169,7 @@ class Board:
             return self.limits.other
         if self.limits.step is not None:
             return self.limits.step
-        return max(LEAST_SECONDS, STEP_FACTOR * statistics.median(self._step_seconds))
+        return min(max(LEAST_SECONDS, STEP_FACTOR * statistics.median(self._step_seconds)), self.limits.longest_step)
 
     def silent_since(self) -> float:
         """Time (monotonic) of the last progress: a step or a change of phase, and where tensors are passed one by one, each collective.
@@ -182,7 +180,7 @@ class Board:
 
     def answer(self) -> Answer:
         """What this rank is doing now."""
-        return Answer(
+        mine = Answer(
             rank=self.rank,
             phase=self.phase,
             step=self.step,
@@ -192,3 +190,27 @@ class Board:
             counts=dict(self._counts),
             recent=tuple(self._recent),
         )
+        if self.device is None:
+            return mine
+        try:
+            return _on_device(mine, self.device)
+        except RuntimeError:
+            # A device that has failed says nothing any more; the thread that trains meets the same error.
+            return mine
+
+
+def _on_device(asked: Answer, device: DeviceProgress) -> Answer:
+    """The same where collectives that the device has not come to do not count: its rank has only asked for them."""
+    reached = device.reached()
+    counts = asked.counts | {call.ranks: call.number - 1 for call in reversed(reached.queued)}
+    queued = set(reached.queued)
+    recent = tuple(call for call in asked.recent if call not in queued)
+    return replace(
+        asked,
+        # A call of the program that blocks although nothing is queued before it waits there itself.
+        inside=reached.inside or (None if reached.queued else asked.inside),
+        last=recent[-1] if recent else None,
+        counts=counts,
+        recent=recent,
+        queued=reached.queued[0] if reached.queued else None,
+    )

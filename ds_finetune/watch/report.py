@@ -1,7 +1,7 @@
 """What is said when a run is ended: one text, the same in the report and on the screen."""
 
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
@@ -12,6 +12,7 @@ from ds_finetune.watch.board import Answer
 from ds_finetune.watch.verdict import Verdict
 
 _LINES = 50
+_TEXT_LETTERS, _LINE_LETTERS = 200_000, 2_000
 _RANKS = 16
 _OF_OTHERS = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "TCPStore")
 """In errors that torch raises where another rank is gone (torch 2.13: RuntimeError from gloo, DistBackendError from NCCL)."""
@@ -49,7 +50,8 @@ class Failure:
         if isinstance(error, SystemExit) and isinstance(error.code, int):
             code = error.code
         line = next((line for line in str(error).splitlines() if line.strip()), "")
-        return cls(f"{type(error).__name__}: {line}", "\n".join(lines[-_LINES:]), code, is_echo(error))
+        text = "\n".join(lines[-_LINES:])[-_TEXT_LETTERS:]
+        return cls(f"{type(error).__name__}: {line[:_LINE_LETTERS]}", text, code, is_echo(error))
 
 
 @dataclass(frozen=True)
@@ -65,19 +67,22 @@ class Ending:
     ended_by: dict[str, list[tuple[int, str]]]
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values, of which `from_json` makes the same again."""
+        """Plain values, of which `parsed` makes the same again."""
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, tree: Mapping[str, Any]) -> Self:
-        """The ending that became `tree`."""
-        return cls(**{**tree, "first": tuple(tree["first"])})
 
 
 def is_echo(error: BaseException) -> bool:
     """Whether `error` is what a rank meets when another one is gone, so that the cause may lie there."""
     told = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and any(word in str(error) for word in _OF_OTHERS))
     return told and not isinstance(error, FinetuneError)
+
+
+def hosts_text(members: Sequence[Member]) -> str:
+    """`rank 3 (host b, process 17)`, or `4 ranks of hosts b, c`."""
+    if len(members) == 1:
+        return str(members[0])
+    hosts = list(dict.fromkeys(member.host for member in members))
+    return f"{len(members)} ranks of host{'s' if len(hosts) > 1 else ''} {', '.join(hosts[:_RANKS])}"
 
 
 def still_lines(members: Mapping[int, Member], answers: Mapping[int, Answer | None], found: Verdict) -> list[str]:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TextIO
 
 from ds_finetune.watch.board import Answer
+from ds_finetune.watch.endings import FOLDER, began_at, mark_kill, stacks_path
 
-FOLDER = "watchdog"
 _CALLS = 10
 BACKSTOP_SECONDS = 20.0
 """How long after its limit a rank whose interpreter is held ends all the same."""
@@ -26,7 +26,7 @@ class Stacks:
     """
 
     def __init__(self, output_dir: Path, rank: int) -> None:
-        self.path = output_dir / FOLDER / f"rank-{rank:05}.txt"
+        self.path = stacks_path(output_dir / FOLDER, rank)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file: TextIO = self.path.open("a", encoding="utf-8")
         self._armed_until = math.inf
@@ -79,16 +79,13 @@ def place_of_processes() -> str:
     return f"{boot.read_text().strip()} {space.readlink()}" if boot.exists() and space.exists() else ""
 
 
-def began_at(pid: int) -> str:
-    """When a process began, in the kernel's ticks; empty where there is none of that id (or no /proc)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return ""
+def end_process(pid: int, began: str, *, folder: Path, why: str) -> None:
+    """End a rank of this run on this machine that does not answer, with its stacks written where it still can.
 
-
-def end_process(pid: int, began: str) -> None:
-    """End a rank of this run on this machine that does not answer, with its stacks written where it still can."""
+    Other programs that see it go find `why` in `folder`.
+    """
+    if began and began_at(pid) == began:
+        mark_kill(folder, pid, began, why)
     for number, seconds in ((signal.SIGCONT, 0.0), (signal.SIGQUIT, 1.0), (signal.SIGKILL, 0.0)):
         if not began or began_at(pid) != began:
             return

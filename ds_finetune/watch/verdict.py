@@ -1,7 +1,7 @@
 """Which rank is the odd one, from what every rank says of itself."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from ds_finetune.watch.board import Answer, Call
@@ -9,6 +9,7 @@ from ds_finetune.watch.collectives import PAIR
 
 _NAMED_RANKS = 8
 _SERIES = 16
+LOSSY = "cannot be asked: packets between its machine and that of rank 0 are lost, so the network is at fault and perhaps no rank"
 
 
 @dataclass(frozen=True)
@@ -19,15 +20,19 @@ class Verdict:
     why: str
 
 
-def verdict(answers: Mapping[int, Answer | None]) -> Verdict:
+def verdict(answers: Mapping[int, Answer | None], *, cut_off: Collection[int] = ()) -> Verdict:
     """The odd ranks of a run that stands still; None is the answer of a rank that gave none.
 
-    In this order: ranks that do not answer; ranks that have come to fewer collectives than others they share them with, those in no
-    collective first, because the rest may wait for them; ranks in another collective than most; ranks in none while others are.
+    In this order: ranks that do not answer, those `cut_off` by the network after those that are not; ranks that have come to fewer
+    collectives than others they share them with, those in no collective first, because the rest may wait for them; ranks in another
+    collective than most; ranks in none while others are.
     """
     silent = tuple(rank for rank, answer in answers.items() if answer is None)
+    reached = tuple(rank for rank in silent if rank not in cut_off)
+    if reached:
+        return Verdict(reached, "does not answer: stopped, dead, or held outside Python")
     if silent:
-        return Verdict(silent, "does not answer: stopped, dead, or held outside Python")
+        return Verdict(silent, LOSSY)
     heard = {rank: answer for rank, answer in answers.items() if answer is not None}
     behind = {rank: text for rank, answer in heard.items() if (text := _behind(answer, heard))}
     idle = tuple(rank for rank in heard if heard[rank].inside is None)

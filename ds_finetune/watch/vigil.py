@@ -3,8 +3,8 @@
 import json
 import math
 import os
-import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,16 +18,19 @@ import torch.distributed as dist
 
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, USER_ERROR_EXIT_CODE, RunError
 from ds_finetune.watch.board import Board
-from ds_finetune.watch.hub import ANSWER_SECONDS, ECHO_SECONDS, REPORT, Hub
+from ds_finetune.watch.endings import FOLDER, began_at, why_killed
+from ds_finetune.watch.hub import ANSWER_SECONDS, ECHO_SECONDS, LOSSY_SECONDS, REPORT, Hub
+from ds_finetune.watch.listening import hub_address
 from ds_finetune.watch.report import Ending, Failure, Member
-from ds_finetune.watch.stacks import FOLDER, Stacks, began_at, end_process, place_of_processes
-from ds_finetune.watch.wire import Link, listen, waiting
+from ds_finetune.watch.run_secret import VARIABLE, agree_on_secret
+from ds_finetune.watch.stacks import Stacks, end_process, place_of_processes
+from ds_finetune.watch.wire import CLOSED, UNREACHABLE, Link, Message, listen, parsed, waiting
 from ds_finetune.world import World
 
 _KEY, _PREPARED = "watchdog/hub", "watchdog/prepared"
 _WORD = timedelta(minutes=1)
 _NAMED = 16
-_CONNECT_SECONDS = 60.0
+_CONNECT_SECONDS, _CONNECT_TRIES = 60.0, 3
 _TICK_SECONDS = 0.2
 _FROZEN_SECONDS = 5.0
 _GRACE_SECONDS = 2.0
@@ -36,6 +39,7 @@ _HUB_SECONDS = ANSWER_SECONDS + ECHO_SECONDS + 3.0
 """How long rank zero has to answer before it is taken for silent itself."""
 _LEAVING_SECONDS = 20.0
 """How long a rank that has failed has to end; what it closes may wait for ranks that are gone."""
+_SILENT = "does not answer: stopped, dead, or held outside Python"
 _STDERR = 2
 
 
@@ -56,6 +60,7 @@ class Vigil(threading.Thread):
         self._heard = threading.Event()
         self._ending: Ending | None = None
         self._ends_at = self._asked_at = math.inf
+        self._lost_before = 0
         self._looked_at = math.inf
         self._is_failing = False
         self._has_written = False
@@ -111,12 +116,37 @@ class Vigil(threading.Thread):
 
     def close(self) -> None:
         """Say goodbye, unless this rank has failed, and watch no more."""
-        # Before the goodbye, at which the hub hangs up.
+        # Before the goodbye, at which the hub closes the connection.
         self._closed.set()
+        self.join(_LEAVING_SECONDS)
         if not self._is_failing:
             self._link.send({"kind": "bye"})
-        self.join(_LEAVING_SECONDS)
-        self._link.close()
+        self._link.part()
+
+    @contextmanager
+    def stating_exits(self) -> Iterator[None]:
+        """While it is open a call of `os._exit` tells the others first, who would take it for a death by a signal."""
+        leave, pid = os._exit, os.getpid()
+
+        def stated(code: int) -> NoReturn:
+            # A process that was forked from this one shares the connection, and is no rank.
+            if os.getpid() == pid and not self._closed.is_set():
+                caller = sys._getframe(1)
+                self._state(f"called os._exit({code}) at {caller.f_code.co_filename}:{caller.f_lineno}")
+            leave(code)
+
+        os._exit = stated  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            os._exit = leave
+
+    def _state(self, why: str) -> None:
+        """Say why this rank leaves, and wait until that is heard."""
+        if self._ending is None:
+            self._link.send({"kind": "leaving", "why": why})
+        self._closed.set()
+        self._link.part()
 
     def _fail(self, failure: Failure) -> Ending | None:
         """Tell of a failure; the ending that another rank was the first of, where this one's is but an echo."""
@@ -134,15 +164,33 @@ class Vigil(threading.Thread):
         elif waiting([self._link], _TICK_SECONDS):
             self._hear()
         if self._link.is_lost and self._ending is None and not self._closed.is_set():
-            self._end(self._without_hub(self._link.why))
+            self._end(self._without_hub(self._why_lost()))
 
     def _hear(self) -> None:
         for message in self._link.received():
-            if message["kind"] == "ask":
+            try:
+                self._obey(message)
+            except ValueError as wrong:
+                _say(f"watchdog: rank {self._world.rank} cannot read a message of rank 0, and ignores it: {wrong}\n")
+
+    def _obey(self, message: Message) -> None:
+        match message["kind"]:
+            case "ask":
                 self._link.send({"kind": "answer", "answer": self.board.answer().as_json()})
                 self._write_stacks()
-            elif message["kind"] == "end":
-                self._end(Ending.from_json(message["ending"]))
+            case "wait" if self._asked_at < math.inf:
+                self._asked_at = time.monotonic() + LOSSY_SECONDS
+            case "end":
+                self._end(parsed(Ending, message.get("ending")))
+
+    def _why_lost(self) -> str:
+        killed = why_killed(self._folder, self._zero.pid, self._zero.began) if self._link.why == CLOSED else ""
+        return f"was ended by the watchdog: {killed}" if killed else self._link.why
+
+    def _is_lossy(self) -> bool:
+        """Whether packets to rank zero were lost since this rank asked."""
+        loss = self._link.loss()
+        return loss.unacknowledged > 0 or loss.lost > self._lost_before
 
     def _look_at_clock(self, now: float) -> None:
         if now - self._looked_at > _FROZEN_SECONDS:
@@ -154,10 +202,12 @@ class Vigil(threading.Thread):
             self._stacks.arm(until)
         if now > self._ends_at and self._ending is not None:
             self._leave(self._ending)
-        elif now > self._ends_at or now > self._asked_at + _HUB_SECONDS:
-            self._leave(self._without_hub("does not answer: stopped, dead, or held outside Python"))
+        elif now > self._ends_at:
+            self._leave(self._without_hub(_SILENT))
+        elif now > self._asked_at + _HUB_SECONDS + (LOSSY_SECONDS if self._is_lossy() else 0.0):
+            self._leave(self._without_hub(UNREACHABLE if self._is_lossy() else _SILENT))
         elif now > until and self._asked_at == math.inf and self._ending is None:
-            self._asked_at = now
+            self._asked_at, self._lost_before = now, self._link.loss().lost
             still, limit = now - until + self.board.limit(), self.board.limit()
             why = f"  rank {self._world.rank} has made no progress for {still:,.0f} s, and its limit is {limit:,.0f} s"
             self._link.send({"kind": "still", "why": why})
@@ -179,7 +229,7 @@ class Vigil(threading.Thread):
         with suppress(OSError), (self._folder / REPORT).open("x", encoding="utf-8") as report:
             report.write(f"{line}\n")
         # Each rank beside it that sees its process ends it: none knows of the others.
-        is_beside = self._zero.place == self._place
+        is_beside = self._zero.place == self._place and why != UNREACHABLE
         ended_by = {str(self._world.rank): [(self._zero.pid, self._zero.began)]} if is_beside else {}
         return Ending((0,), line, line, RUN_ERROR_EXIT_CODE, -1, False, ended_by)
 
@@ -192,10 +242,11 @@ class Vigil(threading.Thread):
         elif self._stacks is not None:
             self._stacks.close()
         for pid, began in ending.ended_by.get(str(self._world.rank), []):
-            end_process(pid, began)
+            end_process(pid, began, folder=self._folder, why=ending.line)
         if ending.ended_by:
             # A launcher that sees one rank end may signal those that are ending others.
             time.sleep(1.5)
+        self._state(f"left: {ending.line}")
         os._exit(ending.code or RUN_ERROR_EXIT_CODE)
 
     def _write_stacks(self) -> None:
@@ -206,17 +257,19 @@ class Vigil(threading.Thread):
 
 @contextmanager
 def keep_vigil(board: Board, world: World, store: dist.Store, output_dir: Path) -> Iterator[Vigil]:
-    """Watch this rank and the others while it is open; every rank opens it, with the store they met at."""
+    """Watch this rank and the others while it is open; every rank opens it, with the store they met at.
+
+    RunError where rank zero does not take this rank.
+    """
     member = Member(world.rank, socket.gethostname(), os.getpid(), began_at(os.getpid()), place_of_processes())
-    hub = _start_hub(member, world, store, output_dir) if world.rank == 0 else None
-    port, token, zero = json.loads(store.get(_KEY))
-    here_alone = world.local_world_size == world.world_size
-    link = Link.to("127.0.0.1" if here_alone or world.rank == 0 else world.master_addr, int(port), timeout=_CONNECT_SECONDS)
-    link.send({"token": token, "member": asdict(member)})
-    vigil = Vigil(board, world, link, Member(**zero), output_dir)
+    secret = agree_on_secret(store, world, folder=output_dir, environ=os.environ, say=lambda line: _say(f"{line}\n"))
+    hub = _start_hub(member, world, store, secret, output_dir) if world.rank == 0 else None
+    address, port, zero = json.loads(store.get(_KEY))
+    link = _join(member, (address or world.master_addr, int(port)), secret)
+    vigil = Vigil(board, world, link, parsed(Member, zero), output_dir)
     vigil.start()
     try:
-        with vigil.telling():
+        with vigil.stating_exits(), vigil.telling():
             yield vigil
     finally:
         vigil.close()
@@ -225,12 +278,45 @@ def keep_vigil(board: Board, world: World, store: dist.Store, output_dir: Path) 
             hub.join()
 
 
-def _start_hub(member: Member, world: World, store: dist.Store, output_dir: Path) -> Hub:
-    token, listener = secrets.token_hex(16), listen(here_alone=world.local_world_size == world.world_size)
-    hub = Hub(listener, token, world.world_size, output_dir)
+def _start_hub(member: Member, world: World, store: dist.Store, secret: bytes, output_dir: Path) -> Hub:
+    address = hub_address(world, os.environ)
+    listener = listen(address)
+    hub = Hub(listener, secret, world.world_size, output_dir)
     hub.start()
-    store.set(_KEY, json.dumps([listener.getsockname()[1], token, asdict(member)]))
+    store.set(_KEY, json.dumps([address, listener.getsockname()[1], asdict(member)]))
     return hub
+
+
+def _join(member: Member, place: tuple[str, int], secret: bytes) -> Link:
+    """The connection of a rank that rank zero has welcomed."""
+    where, why = f"{place[0]}:{place[1]}", ""
+    for _ in range(_CONNECT_TRIES):
+        try:
+            link = Link.to(*place, secret, timeout=_CONNECT_SECONDS)
+        except OSError as error:
+            why = str(error)
+            continue
+        if not link.is_lost:
+            link.send({"kind": "hello", "member": asdict(member)})
+            why = _refusal(link)
+            if not why:
+                return link
+        link.close()
+    raise RunError(
+        f"rank {member.rank} is not accepted by the watchdog of rank 0 at {where}: {why}",
+        hint=f"{VARIABLE} must be the same on every rank or on none, and the program the same version",
+    )
+
+
+def _refusal(link: Link) -> str:
+    """Why rank zero does not take this rank; empty where it does."""
+    until = time.monotonic() + _CONNECT_SECONDS
+    while not link.is_lost and time.monotonic() < until:
+        for message in link.received() if waiting([link], 1.0) else []:
+            if message["kind"] == "welcome":
+                return ""
+            return str(message.get("why", message["kind"]))
+    return "its secret is another" if link.is_lost else f"no answer within {_CONNECT_SECONDS:.0f} s"
 
 
 def _say(text: str) -> None:

@@ -1,19 +1,13 @@
 """Runs of the program that are watched, signalled and killed from outside."""
 
-import contextlib
 import json
 import os
-import re
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tests.conftest import ROOT
-from tests.running import torchrun
+from tests.forks import Forkserver
 
 SECONDS = 120
 NUMBERS = ("train/loss", "train/grad_norm", "train/accuracy", "optim/lr", "data/tokens_seen", "data/supervised_tokens", "train/skipped_steps")
@@ -29,11 +23,10 @@ class Running:
         self.folder = run_file.parent / "run"
         self.log = run_file.parent / f"log-{time.time_ns()}.txt"
         self._began = time.time_ns()
-        self._out = self.log.open("w")
         environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
         environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-        command = torchrun("ds_finetune/train.py", str(run_file), *overrides, ranks=ranks) if ranks > 1 else _alone(run_file, overrides)
-        self.process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=self._out, stderr=self._out, start_new_session=True)
+        program = ["ds_finetune/train.py", str(run_file), *overrides]
+        self.process = Forkserver.get().start(program, environ, ranks=ranks if ranks > 1 else 0, out=self.log, err=self.log)
         self.started.append(self)
 
     @property
@@ -55,15 +48,7 @@ class Running:
 
     def ranks(self) -> list[int]:
         """Process ids of the ranks, by rank."""
-        found = {}
-        for place in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                variables = (place / "environ").read_bytes().decode(errors="replace").split("\0")
-                command = (place / "cmdline").read_bytes().decode(errors="replace")
-                rank = next((int(v.removeprefix("RANK=")) for v in variables if re.fullmatch(r"RANK=\d+", v)), None)
-                if rank is not None and str(self.folder.parent) in command and "checkpoint.writer" not in command:
-                    found[rank] = int(place.name)
-        return [found[rank] for rank in sorted(found)]
+        return self.process.ranks() or ([self.process.pid] if self.process.poll() is None else [])
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
         """Wait until `condition` holds; fails where the run ends before."""
@@ -75,22 +60,12 @@ class Running:
 
     def finish(self) -> int:
         """Wait for the end and return the exit code."""
-        code = self.process.wait(timeout=SECONDS)
-        self._out.close()
-        return code
+        return self.process.wait(timeout=SECONDS)
 
     def kill(self) -> None:
         """End every process of the run at once; torchrun gives each rank a session of its own."""
-        for rank in self.ranks():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(rank, signal.SIGKILL)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
         self.finish()
-
-
-def _alone(run_file: Path, overrides: Sequence[str]) -> list[str]:
-    return [sys.executable, "ds_finetune/train.py", str(run_file), *overrides]
 
 
 def numbers(folder: Path) -> list[dict[str, Any]]:

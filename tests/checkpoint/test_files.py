@@ -25,7 +25,7 @@ from ds_finetune.checkpoint.part_file import PartFile, part_name
 from ds_finetune.checkpoint.place import Place
 from ds_finetune.checkpoint.planners import share
 from ds_finetune.checkpoint.random_state import random_state, restore_random_state
-from ds_finetune.checkpoint.run_state import RunState, changes
+from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.saver import superseded
 from ds_finetune.checkpoint.staging import FileSink, WriterProcess
 from ds_finetune.checkpoint.storage import PartsReader, read_groups, write_part
@@ -33,6 +33,8 @@ from ds_finetune.checkpoint.tools import find_checkpoint, gather, listed, shown,
 from ds_finetune.config import RunConfig
 from ds_finetune.engine.state import Slice, StateGroup, loss_scale, restore_loss_scale, scaler_of
 from ds_finetune.errors import CheckpointError
+from ds_finetune.export.parts import CheckpointSource
+from ds_finetune.export.sources import open_checkpoint
 from tests.checkpoint.groups import group_of, reading
 
 
@@ -269,14 +271,25 @@ def _state(**config: object) -> RunState:
     return RunState(5, 0, 100, (0, 3), engine, {"best": {"best_loss": math.inf}}, {"train/loss": 1.0}, "rows", dumped, {}, {})
 
 
-def test_the_state_comes_back_and_says_what_changed(tmp_path: Path) -> None:
+def test_the_state_comes_back(tmp_path: Path) -> None:
     state = _state()
     (tmp_path / "state.json").write_text(state.text())
     assert RunState.read(tmp_path) == state
-    config = {"model": "m", "data": {"train": "a.jsonl"}, "output_dir": "y", "optim": {"lr": 0.5}, "checkpoint": {"keep": 7}}
-    assert changes(state, RunConfig.model_validate(config), data="rows", base="") == ["changed since the checkpoint: optim.lr 1e-05 -> 0.5"]
-    with pytest.raises(CheckpointError, match=r"train\.seed 0 -> 3; training rows rows -> others"):
-        changes(state, RunConfig.model_validate(config | {"train": {"seed": 3}}), data="others", base="")
+
+
+def test_a_renamed_checkpoint_is_refused(tmp_path: Path) -> None:
+    """By whatever reads its manifest: resume, export from a checkpoint, and the tools."""
+    complete(tmp_path / "checkpoints", 3).rename(tmp_path / "checkpoints" / step_name(7))
+    renamed = tmp_path / "checkpoints" / step_name(7)
+    with pytest.raises(CheckpointError, match="its name says step 7 and it holds step 3") as caught:
+        verify(renamed, workers=1)
+    assert "rename it to step-000003" in caught.value.hint
+    assert "its name says step 7 and it holds step 3" in dict(listed(tmp_path))[step_name(7)]
+    for read in (shown, CheckpointSource, lambda path: gather([path], tmp_path / "out"), open_checkpoint):
+        with pytest.raises(CheckpointError, match="its name says step 7 and it holds step 3"):
+            dict(read(renamed, None) if read is open_checkpoint else read(renamed))
+    renamed.rename(tmp_path / "checkpoints" / "kept-by-hand")
+    assert "2 files" in verify(tmp_path / "checkpoints" / "kept-by-hand", workers=1)
 
 
 def test_random_states_come_back() -> None:

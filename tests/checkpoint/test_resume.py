@@ -244,6 +244,12 @@ def test_a_flipped_byte_in_any_file_is_refused_by_name(stopped: Path) -> None:
     assert verify(newest, workers=1)
 
 
+def test_a_run_that_is_past_its_end_is_refused(stopped: Path) -> None:
+    shorter = Running(stopped, "train.for=3 steps", ranks=1)
+    assert shorter.finish() == 2, shorter.text[-3000:]
+    assert "is of step 4, and train.for 3 steps ends after step 3" in shorter.text
+
+
 def test_a_second_run_in_the_same_folder_is_refused(stopped: Path) -> None:
     checkpoints = stopped.parent / "run" / "checkpoints"
     with (checkpoints / LOCK).open("w") as file:

@@ -187,19 +187,38 @@ def test_what_is_left_over_is_filled_with_rows_of_nothing(demo: Path, tokenizer:
     assert sorted(evaluated) == list(range(200))
 
 
-def test_long_rows(demo: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    short = TokenSpec(max_seq_len=20, vocab_size=128, max_positions=512)
-    counts = rows_of(demo, tokenizer, tmp_path, short).counts
+SHORT = TokenSpec(max_seq_len=20, vocab_size=128, max_positions=512)
+
+
+def test_long_dialogue_is_truncated_or_dropped_and_never_split(demo: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    cut = rows_of(demo, tokenizer, tmp_path, SHORT, max_truncated_ratio=1)
+    full = rows_of(demo, tokenizer, tmp_path)
+    counts = cut.counts
     assert (counts.truncated, counts.documents, counts.tokens) == (200, 200, 200 * 20)
+    assert counts.tokens + counts.truncated_tokens == full.num_tokens
+    assert f"200 rows truncated, which loses {1 - counts.tokens / full.num_tokens:.2%} of all tokens" in cut.summary()
+    with pytest.raises(DataError, match=r"truncation loses 28\.0% of all tokens, more than data\.max_truncated_ratio 0\.1"):
+        rows_of(demo, tokenizer, tmp_path, SHORT)
     with pytest.raises(DataError, match=r"none of the 200 rows of .* is left \(0 with nothing supervised, 200 too long\)"):
-        rows_of(demo, tokenizer, tmp_path, short, long_rows="drop")
-    with pytest.raises(ConfigError, match=r"long_rows split needs data\.layout text, not auto"):
-        rows_of(demo, tokenizer, tmp_path, short, long_rows="split")
+        rows_of(demo, tokenizer, tmp_path, SHORT, long_rows="drop")
+    with pytest.raises(DataError, match=r"eval\.jsonl line 1 is dialogue, and data\.long_rows is split"):
+        rows_of(demo, tokenizer, tmp_path, SHORT, long_rows="split")
+    with pytest.raises(ConfigError, match=r"long_rows split is for plain text, and data\.layout is messages"):
+        rows_of(demo, tokenizer, tmp_path, SHORT, long_rows="split", layout="messages")
+
+
+@pytest.mark.parametrize(("characters", "lengths", "lost"), [(55, [20, 20, 16], 0), (1_000_000, [20] * 50_000, 1), (19, [20], 0), (20, [20], 1)])
+def test_a_long_plain_text_keeps_all_its_rows(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, characters: int, lengths: list[int], lost: int
+) -> None:
+    """With the end of sequence a token more; a single token left over has nothing before it that predicts it."""
     text = tmp_path / "book.txt"
-    text.write_text("abcde" * 11)
-    config = DataConfig.model_validate({"train": str(text), "layout": "text", "long_rows": "split", "cache_dir": str(tmp_path)})
-    found = prepare(config, "train", tokenizer=tokenizer, spec=short)
-    assert (found.counts.split, found.counts.documents, found.num_tokens) == (1, 3, 56)
+    text.write_text(("abcde" * (characters // 5 + 1))[:characters])
+    config = DataConfig.model_validate({"train": str(text), "cache_dir": str(tmp_path)})
+    found = prepare(config, "train", tokenizer=tokenizer, spec=SHORT)
+    assert np.diff(found.documents.offsets).tolist() == lengths
+    assert (found.counts.truncated_tokens, found.counts.split) == (lost, int(characters > 19))
+    assert "truncat" not in found.summary()
 
 
 def test_rows_without_anything_to_learn_are_counted_and_too_many_refused(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:

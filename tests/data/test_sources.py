@@ -93,7 +93,9 @@ def test_alpaca_as_turns_and_as_text() -> None:
 
 
 def test_sharegpt_roles() -> None:
-    turns = [{"from": f, "value": f} for f in ("human", "function_call", "observation", "gpt")]
+    call = '{"name": "add", "arguments": {"a": 2}}'
+    values = {"human": "x", "function_call": call, "observation": "4", "gpt": "y"}
+    turns = [{"from": name, "value": value} for name, value in values.items()]
     sample = read_sample({"conversations": turns}, "sharegpt", {}, "row 1")
     assert isinstance(sample, Conversation)
     assert [m["role"] for m in sample.messages] == ["user", "assistant", "tool", "assistant"]

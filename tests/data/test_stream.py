@@ -94,3 +94,20 @@ def test_a_stream_goes_on_from_any_batch(tokenizer: PreTrainedTokenizerBase, tmp
         rest = list(streaming.streaming_batches(rows, plan, steps=12, start_step=done, start=whole[done - 1].position))
         assert texts(rest, tokenizer) == texts(whole[done:], tokenizer)
         assert [batch.position for batch in rest] == [batch.position for batch in whole[done:]]
+
+
+def test_a_stream_is_told_from_one_with_other_rows(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    """By all that makes rows of records: a checkpoint counts rows, which would be others."""
+    path, template = write(tmp_path / "rows.jsonl", 3), tmp_path / "template.jinja"
+    template.write_text("{{ messages[0].content }}")
+
+    def fingerprint(spec: TokenSpec = SPEC, **settings: object) -> str:
+        config = DataConfig.model_validate({"train": str(path)} | settings)
+        return streaming.stream(config, "train", tokenizer=tokenizer, spec=spec).fingerprint()
+
+    others = ({}, {"packing": False}, {"train_on": "all"}, {"template": "plain"}, {"long_rows": "drop"}, {"template": str(template)})
+    found = [fingerprint(TokenSpec(32, 128, 512)), *(fingerprint(**settings) for settings in others)]
+    template.write_text("{{ messages[0].content }}!")
+    found += [fingerprint(template=str(template))]
+    assert len(set(found)) == len(found)
+    assert fingerprint(max_dropped_ratio=0.5, cache_dir="elsewhere") == found[1]

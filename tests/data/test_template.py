@@ -106,9 +106,10 @@ def test_which_turns_are_trained(llm: PreTrainedTokenizerBase) -> None:
 
 
 def test_r1_distill_tool_call(r1: PreTrainedTokenizerBase) -> None:
-    tokens = templated(r1, [TOOL_TURNS[0], TOOL_TURNS[1]])
-    assert learnt(tokens, r1)[0].startswith("<｜Assistant｜><｜tool▁calls▁begin｜>")
-    assert '{"a": 2, "b": 2}' in learnt(tokens, r1)[0]
+    tokens = templated(r1, TOOL_TURNS)
+    head = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add"
+    assert learnt(tokens, r1) == [f'{head}\n```json\n{{"a": 2, "b": 2}}\n```<｜tool▁call▁end｜>', f"It is 4.{EOS}"]
+    assert tokens.notes == ("open_call",)  # this template ends a call without the eos token that ends its other turns
 
 
 TEMPLATES: dict[str, list[str]] = {
@@ -140,7 +141,7 @@ def test_plain_completion_and_text(llm: PreTrainedTokenizerBase) -> None:
     settings = TemplateSettings(None, "assistant", "keep")
     asked = Completion("2+2=", "4", Conversation(()))
     completion, text = Templater(llm, settings).tokens([("a", asked), ("b", PlainText("Once"))])
-    assert llm.decode(completion.ids) == f"{BOS}2+2=4{EOS}"
+    assert llm.decode(completion.ids) == f"{BOS}2+2=\n4{EOS}"
     assert learnt(completion, llm) == [f"4{EOS}"]
     assert llm.decode(text.ids) == f"{BOS}Once{EOS}"
     assert learnt(text, llm) == [f"Once{EOS}"]
@@ -150,7 +151,7 @@ def test_plain_completion_and_text(llm: PreTrainedTokenizerBase) -> None:
     ("turns", "template", "message"),
     [
         (TURNS[1:3], "{% for m in messages %}{{ m.content }}\n{% endfor %}", "row 1: the chat template ends an assistant turn with '\\n'"),
-        ([{"role": "user", "content": f"x{BOS}y"}, TURNS[4]], None, f"row 1: a second {BOS} stands at token"),
+        (TURNS[1:3], "{{ bos_token * 2 }}{% for m in messages %}{{ m.content + eos_token }}{% endfor %}", f"a second {BOS} stands"),
         (TURNS[1:3], "{{ raise_exception('no') }}", "row 1: the chat template refuses the row: no"),
         (TURNS[1:], "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}{{ eos_token }}", "changes an earlier turn"),
     ],

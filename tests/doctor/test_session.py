@@ -51,6 +51,17 @@ def test_answers_and_refusals(session: Session) -> None:
     assert session.said() == "a library prints"
 
 
+def test_what_a_login_shell_prints_is_no_answer() -> None:
+    printed = """echo 'Welcome to gpu-1!'; echo '{"value": 3}'; echo 5; echo null; printf 'without an end'"""
+    command = ["sh", "-c", f'{printed}; exec "$0" -c "$1"', sys.executable, ANSWERING]
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    opened = Session(lambda log: subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environ))
+    assert opened.ask("add", {"a": 40, "b": 2}, seconds=60) == 42
+    with pytest.raises(RefusedError, match="7 is wrong"):
+        opened.ask("refuse", {"value": 7}, seconds=60)
+    opened.end()
+
+
 def test_a_mistake_ends_it_with_its_text(session: Session) -> None:
     with pytest.raises(HostLostError) as lost:
         session.ask("divide", seconds=20)

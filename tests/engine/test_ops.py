@@ -31,6 +31,10 @@ def ninja(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("AdamW", "cpu", {"stage": 2}, set()),
         ("AdamW", "cuda", {"stage": 2}, {"fused_adam"}),
+        ("Muon", "cuda", {"stage": 0}, {"fused_adam"}),
+        ("Lion", "cuda", {"stage": 0}, {"fused_lion"}),
+        ("Lamb", "cuda", {"stage": 0}, {"fused_lamb"}),
+        ("SGD", "cuda", {"stage": 0}, set()),
         ("AdamW", "cuda", {"stage": 2, "offload_optimizer": {"device": "cpu"}}, {"cpu_adam"}),
         ("Lion", "cpu", {"stage": 3, "offload_optimizer": {"device": "cpu"}}, {"cpu_lion"}),
         ("AdamW", "cuda", {"stage": 3, "offload_optimizer": NVME}, {"cpu_adam", "async_io"}),
@@ -62,7 +66,8 @@ def test_async_io_writes_and_reads_with_its_speed() -> None:
         assert not list(Path(folder).iterdir())
 
 
-def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ConfigError, match="DeepSpeed's cpu_adam cannot be built: no compiler `no-such-compiler` on this host"):
         check_op("cpu_adam", {})
@@ -81,9 +86,10 @@ def test_what_the_compiler_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         check_op("cpu_adagrad", {})
 
 
-def test_no_libaio(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_libaio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not shutil.which("c++"):
         pytest.skip("no C++ compiler here")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("CFLAGS", "-nostdinc")
     with pytest.raises(ConfigError, match=r"async_io cannot be built: .*libaio.h"):
         check_op("async_io", {"folders": [], "aio": {}})

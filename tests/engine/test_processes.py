@@ -33,7 +33,7 @@ print("closed", threads())
 def test_no_thread_of_a_group_outlives_it(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    done = start([sys.executable, str(program)], {"DS_ACCELERATOR": "cpu"})
+    done = start([sys.executable, str(program)], {"DS_ACCELERATOR": "cpu"}, fork=False)
     assert done.returncode == 0, done.stderr
     opened, closed = (line for line in done.stdout.splitlines() if line.startswith(("open", "closed")))
     assert "gloo" in opened

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ds_finetune.hostfile import Host
-from ds_finetune.launch.attempt import Attempt, Limits, Outcome
+from ds_finetune.launch.attempt import Attempt, Limits, Outcome, _of_signal
 from ds_finetune.launch.marks import MARK, end_marked, marked
 from ds_finetune.launch.remote import Remote
 from ds_finetune.launch.screen import Screen
@@ -32,12 +32,61 @@ def _remote(folder: Path, script: str) -> Remote:
 
 def _run(remote: Remote, folder: Path, argv: list[str], **env: str) -> tuple[Any, Outcome]:
     spec = {"do": "start", "argv": argv, "env": {"PYTHONPATH": str(ROOT), **env}, "unset": [], "mark": f"test.{os.getpid()}.{time.time_ns()}"}
-    spec |= {"sweep": [], "logs": str(folder / "logs"), "silent_seconds": 5, "meet_at": ""}
+    spec |= {"sweep": [], "logs": str(folder / "logs"), "silent_seconds": 5, "meet_at": "", "watchdog": str(folder / "watchdog")}
     with Attempt([HERE], remote, LIMITS) as attempt:
         greeting = attempt.greetings()[HERE]
         outcome = attempt.run({HERE: spec}, lambda _: None)
     assert not marked([spec["mark"]])
     return greeting, outcome
+
+
+LIKE_MESSAGES = ['{"said": "hello"}', '{"said": "rank"}', '{"said": "rank", "rank": 0, "code": 7, "to": "x"}', "{}", "5", "null", '{"said"']
+
+
+def test_lines_of_a_shell_that_look_like_messages_are_none(tmp_path: Path) -> None:
+    """Before the greeting, and while the guard is there."""
+    printed = "; ".join(f"echo '{line}'" for line in LIKE_MESSAGES)
+    remote = _remote(tmp_path, f'(for i in 1 2 3 4 5 6; do {printed}; sleep 0.3; done) & exec {sys.executable} "$@"')
+    greeting, outcome = _run(remote, tmp_path, [sys.executable, "-c", "pass"])
+    assert greeting["versions"]["torch"].startswith("2.")
+    assert (outcome.code, outcome.first) == (0, None)
+
+
+def _rank_that_is_killed(folder: Path, before: str) -> str:
+    """What is said of a rank whose process is killed after `before`."""
+    code = f"""
+import json, os, socket, signal
+from pathlib import Path
+from ds_finetune.launch.lines import packed
+from ds_finetune.watch.endings import began_at, mark_kill
+control = socket.socket(socket.AF_UNIX)
+control.connect("\\0" + os.environ["DS_FINETUNE_GUARD"])
+control.sendall(packed(said="rank", rank=0, pid=os.getpid()))
+import time; time.sleep(0.5)
+{before}
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    _, outcome = _run(_remote(folder, f'exec {sys.executable} "$@"'), folder, [sys.executable, "-c", code])
+    assert outcome.first is not None
+    assert (outcome.first.rank, outcome.code) == (0, 137)
+    return outcome.first.text
+
+
+def test_memory_is_not_blamed_for_a_kill(tmp_path: Path) -> None:
+    assert _rank_that_is_killed(tmp_path, "") == "is gone with its agent, which was ended by SIGKILL"
+    mark = f"mark_kill(Path({str(tmp_path / 'watchdog')!r}), os.getpid(), began_at(os.getpid()), 'rank 0: does not answer')"
+    told = "is gone with its agent, which was ended by SIGKILL: by the watchdog, because rank 0: does not answer"
+    assert _rank_that_is_killed(tmp_path, mark) == told
+
+
+def test_a_signal_is_named_without_a_guess() -> None:
+    assert _of_signal(-9) == (137, "was ended by SIGKILL")
+
+
+@pytest.mark.parametrize(("greeting", "wanted"), [(30, 28), (2.5, 1), (120, 118)])
+def test_the_time_for_a_greeting_is_the_time_that_ssh_tries(greeting: float, wanted: int) -> None:
+    command = Remote().within(greeting).command(Host("elsewhere.invalid", 1, 1), ["true"])
+    assert f"ConnectTimeout={wanted}" in command
 
 
 @pytest.mark.parametrize(("code", "wanted"), [("pass", 0), ("raise SystemExit(5)", 1), ("import os; os.kill(os.getpid(), 9)", 1)])

@@ -19,7 +19,7 @@ from ds_finetune.launch.emit import Order, container_file, emitted
 from ds_finetune.launch.schedulers import Job
 from tests.conftest import ROOT
 
-VARIABLES = {"NCCL_DEBUG": "INFO", "HF_TOKEN": "hunter2", "PATH": "/bin:/opt/bin", "HF_HOME": "/data/hub", "MINE": 'a b\'c $(X) "d"'}
+VARIABLES = {"NCCL_DEBUG": "INFO", "HF_TOKEN": "hunter2", "PATH": "/bin:/opt/bin", "HF_HOME": "/data/hub", "TORCH_MINE": 'a b\'c $(X) "d"'}
 HOSTS = (Host("a", 8, 1), Host("b", 8, 2))
 ORDER = Order(
     job=Job("runs/r.yaml", ("optim.lr=1e-5", "data.train=$(HOME)/x y"), HOSTS, "r1-20", variables=VARIABLES, directory="/work/my dir"), name="r1"
@@ -74,7 +74,40 @@ def test_variables_of_the_script_are_what_was_given(tmp_path: Path) -> None:
     values = dict(entry.split("=", 1) for entry in shown.split("\0") if entry)
     assert {name: values[name] for name in VARIABLES} == VARIABLES | {"HF_TOKEN": "mine"}
     (exported,) = re.findall(r"--export=(\S+)", script)
-    assert set(exported.split(",")) == {*VARIABLES, "HOME", "USER", "LOGNAME", "MASTER_ADDR", "MASTER_PORT", "DS_FINETUNE_RUN_ID"}
+    set_in_script = {"MASTER_ADDR", "MASTER_PORT", "DS_FINETUNE_RUN_ID", "DS_FINETUNE_SECRET"}
+    assert set(exported.split(",")) == {*VARIABLES, "HOME", "USER", "LOGNAME", *set_in_script}
+
+
+def test_the_script_makes_a_secret_of_its_own(tmp_path: Path) -> None:
+    (line,) = re.findall(r"^DS_FINETUNE_SECRET=.*$", emitted("slurm", ORDER), re.MULTILINE)
+    made = {subprocess.run(["bash", "-euc", f'{line}; echo "$DS_FINETUNE_SECRET"'], capture_output=True, text=True, check=True).stdout for _ in "ab"}
+    assert len(made) == 2
+    assert all(re.fullmatch(r"[0-9a-f]{64}\n", each) for each in made)
+
+
+SECRETS = {
+    "HF_PASS": "hunter2",
+    "WANDB_PWD": "hunter2",
+    "MLFLOW_HEADER": "Bearer hunter2hunter2",
+    "https_proxy": "http://me:hunter2@proxy:1",
+    "ANY": "hunter2",
+}
+
+
+@pytest.mark.parametrize("kind", ["slurm", "k8s"])
+def test_secrets_are_taken_from_the_environment_when_the_file_is_used(kind: str) -> None:
+    text = emitted(kind, replace(ORDER, job=replace(ORDER.job, variables=SECRETS), named=frozenset(SECRETS)))
+    assert "hunter2" not in text
+    for name in SECRETS:
+        assert (f'export {name}="${{{name}:?' if kind == "slurm" else f"key: {name}\n") in text
+
+
+@pytest.mark.parametrize("kind", ["slurm", "k8s"])
+def test_an_override_with_a_password_is_refused(kind: str) -> None:
+    order = replace(ORDER, job=replace(ORDER.job, overrides=("eval.generate.max_new_tokens=9", "data.train=https://me:hunter2@host/x")))
+    with pytest.raises(LaunchError, match=r"the override data\.train=\*\*\* looks secret") as caught:
+        emitted(kind, order)
+    assert "hunter2" not in str(caught.value)
 
 
 def _documents(order: Order) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -109,8 +142,8 @@ def test_variables_of_the_manifests() -> None:
     assert "kubectl create secret generic r1 --from-literal" in text
     variables = {entry["name"]: entry for entry in _documents(ORDER)[1]["spec"]["template"]["spec"]["containers"][0]["env"]}
     assert variables["HF_TOKEN"]["valueFrom"] == {"secretKeyRef": {"name": "r1", "key": "HF_TOKEN"}}
-    assert variables["MINE"]["value"] == VARIABLES["MINE"].replace("$(", "$$(")
-    assert set(variables) == {"DS_FINETUNE_RUN_ID", "HF_TOKEN", "MINE", "NCCL_DEBUG", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"}
+    assert variables["TORCH_MINE"]["value"] == VARIABLES["TORCH_MINE"].replace("$(", "$$(")
+    assert set(variables) == {"DS_FINETUNE_RUN_ID", "HF_TOKEN", "NCCL_DEBUG", "TORCH_MINE", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"}
     named = _documents(replace(ORDER, named=frozenset({"HF_HOME"})))[1]["spec"]["template"]["spec"]["containers"][0]["env"]
     assert {"name": "HF_HOME", "value": "/data/hub"} in named
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ds_finetune.errors import LaunchError
-from ds_finetune.launch.environment import Carried, carried, environment_files, interface_variables, looks_secret, read_environment_file
+from ds_finetune.launch.environment import Carried, carried, environment_files, interface_variables, looks_secret, read_environment_file, redacted
 
 TOKEN = "hf_" + "a" * 30
 
@@ -67,6 +67,15 @@ def test_what_a_launcher_says_to_its_own_ranks_never_travels(name: str, tmp_path
         ("MLFLOW_TRACKING_URI", "https://me:pass@host/"),
         ("https_proxy", "http://me:pass@proxy:3128"),
         ("HF_ENDPOINT", f"https://mirror/?{TOKEN}"),
+        ("HF_PASS", "x"),
+        ("WANDB_PWD", "x"),
+        ("MLFLOW_CREDENTIALS", "x"),
+        ("MLFLOW_USERPASS", "x"),
+        ("MLFLOW_HEADERS", "Authorization: Basic abc"),
+        ("MLFLOW_HEADER", "Bearer abcdefghij"),
+        ("HF_ENDPOINT", "https://mirror/?api_key=abc"),
+        ("HF_ENDPOINT", "https://0123456789abcdef0123@mirror"),
+        ("MLFLOW_DB", "host=a password=b"),
     ],
 )
 def test_secrets_travel_only_by_name_and_are_never_shown(name: str, value: str) -> None:
@@ -79,10 +88,47 @@ def test_secrets_travel_only_by_name_and_are_never_shown(name: str, value: str) 
 
 @pytest.mark.parametrize(
     "name",
-    ["TOKENIZERS_PARALLELISM", "NCCL_IB_PKEY", "UCX_IB_PKEY", "PYTHONPATH", "NCCL_DEBUG", "PYTHONUNBUFFERED", "HF_HUB_DISABLE_TELEMETRY", "PATH"],
+    [
+        "TOKENIZERS_PARALLELISM",
+        "NCCL_IB_PKEY",
+        "UCX_IB_PKEY",
+        "PYTHONPATH",
+        "NCCL_DEBUG",
+        "PYTHONUNBUFFERED",
+        "HF_HUB_DISABLE_TELEMETRY",
+        "PATH",
+        "PWD",
+        "NCCL_BYPASS",
+    ],
 )
 def test_what_is_no_secret(name: str) -> None:
     assert not looks_secret(name, "https://user@host/path:1")
+
+
+@pytest.mark.parametrize(
+    ("word", "shown"),
+    [
+        ("train.micro_batch_size=4", "train.micro_batch_size=4"),
+        ("eval.generate.max_new_tokens=4", "eval.generate.max_new_tokens=4"),
+        ("data.train=s3://key:hunter2@bucket/x", "data.train=***"),
+        ("MY_PASS=hunter2", "MY_PASS=***"),
+        ("https://me:hunter2@host/run.yaml", "***"),
+        ("--export=HOME,HF_TOKEN", "--export=HOME,HF_TOKEN"),
+        ("Bearer hunter2hunter2", "***"),
+    ],
+)
+def test_words_of_a_command_line_are_printed_without_secrets(word: str, shown: str) -> None:
+    assert redacted([word]) == [shown]
+
+
+def test_values_of_names_that_nobody_knows_are_not_printed(tmp_path: Path) -> None:
+    (tmp_path / "env").write_text("FROM_FILE=hunter2\n")
+    assert carried({}, ["NAME=hunter2", "NCCL_DEBUG=INFO"], [tmp_path / "env"]).lines() == [
+        *["FROM_FILE (its value is not shown)", "NAME (its value is not shown)", "NCCL_DEBUG=INFO"]
+    ]
+    with pytest.raises(LaunchError) as caught:
+        carried({}, [TOKEN])
+    assert TOKEN not in str(caught.value)
 
 
 def test_devices_of_this_host_stay_here() -> None:

@@ -32,6 +32,15 @@ def test_commands() -> None:
     assert lines[1].startswith("srun --distribution=block --kill-on-bad-exit=1")
 
 
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "mpirun", "slurm"])
+def test_commands_are_shown_without_secrets(launcher: str) -> None:
+    job = replace(JOB, overrides=("data.train=https://me:hunter2@host/x",), interface="", secret="hunter2")
+    environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "long-name"}
+    text = "\n".join(shown(job, launcher, environ=environ))
+    assert "data.train=***" in text
+    assert "hunter2" not in text
+
+
 def test_commands_of_many_hosts() -> None:
     job = replace(JOB, hosts=read_hostfile(ROOT / "hostfiles" / "nodes64"), interface="")
     lines = shown(job, "torchrun", environ={})

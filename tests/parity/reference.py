@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache, partial
@@ -17,26 +15,30 @@ from torch import nn
 from ds_finetune.selftest import plain
 from ds_finetune.selftest.cells import Cell
 from tests.parity.optimizers import plain_optimizer
+from tests.running import start, torchrun
 
 WORKER = Path(__file__).with_name("worker.py")
 ACCELERATOR = os.environ.get("DS_ACCELERATOR", "cpu")
 WORLDS = (1, 2) if ACCELERATOR == "cpu" or torch.cuda.device_count() > 1 else (1,)
 
 
-def run_cells(cells: Sequence[Cell], models: Path, out: Path, *, worlds: Sequence[int] = WORLDS) -> None:
-    """Run each cell on every number of ranks it is for; what came of it lies in `out`."""
-    for world in worlds:
-        (out / "cells.json").write_text(json.dumps([asdict(cell) for cell in cells if is_for(cell, world)]))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", str(WORKER)]
-        done = subprocess.run(
-            [*command, str(models), str(out), str(out / "cells.json")],
-            env=os.environ | {"DS_ACCELERATOR": ACCELERATOR, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
-            capture_output=True,
-            text=True,
-            timeout=int(os.environ.get("CELL_TIMEOUT", "1500")),
-            check=False,
-        )
+Run = tuple[Cell, int]
+"""A cell and the number of ranks it is run on."""
+
+
+def runs_of(cells: Sequence[Cell], worlds: Sequence[int] = WORLDS) -> list[Run]:
+    """Every cell on each number of ranks it is for."""
+    return [(cell, world) for cell in cells for world in worlds if is_for(cell, world)]
+
+
+def run_cells(runs: Sequence[Run], models: Path, out: Path) -> Path:
+    """Run each cell, all of a number of ranks in one launch; what came of it lies in `out`, which is returned."""
+    for world in sorted({world for _, world in runs}):
+        (out / "cells.json").write_text(json.dumps([asdict(cell) for cell, ranks in runs if ranks == world]))
+        seconds = int(os.environ.get("CELL_TIMEOUT", "1500"))
+        done = start(torchrun(str(WORKER), str(models), str(out), str(out / "cells.json"), ranks=world), timeout=seconds)
         assert done.returncode == 0, done.stderr[-9000:]
+    return out
 
 
 def is_for(cell: Cell, world: int) -> bool:

@@ -1,6 +1,7 @@
 """Every layout that may be trained takes the steps of a plain single-process loop."""
 
 import itertools
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ import pytest
 
 from ds_finetune.plan.legal import FAMILIES, PROVEN, Proven
 from ds_finetune.selftest.cells import Cell
-from tests.parity.reference import WORLDS, assert_equals_plain_loop, found, is_for, plain_loop, run_cells
+from tests.pairwise import pairwise
+from tests.parity.reference import Run, assert_equals_plain_loop, found, plain_loop, run_cells, runs_of
 
 FIRST = ("deepseek_v3", "llama")
 """Families compared by default; the others are behind the marker."""
@@ -60,39 +62,44 @@ TIED = [
     Cell("qwen2", stage, 2, packing=True, offload=offload, max_grad_norm=0.5, pp=2) for stage, offload in ((0, "none"), (1, "none"), (1, "optimizer"))
 ]
 """The embedding is on the first stage, the head that shares its weight on the last."""
-CELLS = _cells(FIRST) + _offloaded() + TIED
-ROUNDED = _rounded()
+DEFAULT = _cells(FIRST) + _offloaded() + TIED
 REST = [cell for cell in _cells((*(family for family in FAMILIES if family not in FIRST), "deepseek_v2_lite")) if "lite_deep" not in cell.family]
 REST += FOUR_STAGES
 """V2-Lite has no latent queries: one projection from the hidden states to the heads."""
+ALL = runs_of(DEFAULT) + runs_of(REST) + runs_of(DEFAULT + REST, worlds=(4,))
+ALL_ROUNDED = runs_of(_rounded()) + runs_of(_rounded(), worlds=(4,))
 
 
-def _pairs(cells: list[Cell], worlds: tuple[int, ...]) -> list[tuple[Cell, int]]:
-    return [(cell, world) for cell in cells for world in worlds if is_for(cell, world)]
+def _axes(run: Run) -> tuple[Hashable, ...]:
+    cell, world = run
+    return cell.family, cell.layout, cell.stage, cell.packing, cell.offload, world
 
 
-def _ids(pairs: list[tuple[Cell, int]]) -> list[str]:
-    return [f"{cell.layout}-z{cell.stage}-{cell.offload}-{cell.family}-{'packed' if cell.packing else 'padded'}-{world}" for cell, world in pairs]
+CHOSEN = pairwise(runs_of(DEFAULT), _axes)
+"""Every pair of values of two axes; the full product is behind the marker."""
+ROUNDED = pairwise(runs_of(_rounded()), _axes)
+
+
+def _without(runs: list[Run], chosen: list[Run]) -> list[Run]:
+    return [run for run in runs if run not in chosen]
+
+
+def _ids(runs: list[Run]) -> list[str]:
+    return [f"{cell.layout}-z{cell.stage}-{cell.offload}-{cell.family}-{'packed' if cell.packing else 'padded'}-{world}" for cell, world in runs]
 
 
 @pytest.fixture(scope="session")
 def results(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The cells run, all of a world size in one launch."""
-    out = tmp_path_factory.mktemp("parallel")
-    run_cells(CELLS + ROUNDED, models, out)
-    return out
+    return run_cells(CHOSEN + ROUNDED, models, tmp_path_factory.mktemp("parallel"))
 
 
 @pytest.fixture(scope="session")
 def rest(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The other families on two ranks, and all on four, where there are data parallel ranks beside."""
-    out = tmp_path_factory.mktemp("parallel-rest")
-    run_cells(REST, models, out)
-    run_cells(CELLS + REST + ROUNDED, models, out, worlds=(4,))
-    return out
+    """The other layouts on two ranks, and all on four, where there are data parallel ranks beside."""
+    return run_cells(_without(ALL + ALL_ROUNDED, CHOSEN + ROUNDED), models, tmp_path_factory.mktemp("parallel-rest"))
 
 
-@pytest.mark.parametrize(("cell", "world"), _pairs(CELLS, WORLDS), ids=_ids(_pairs(CELLS, WORLDS)))
+@pytest.mark.parametrize(("cell", "world"), CHOSEN, ids=_ids(CHOSEN))
 def test_layout_equals_plain_loop(cell: Cell, world: int, results: Path, models: Path) -> None:
     assert_equals_plain_loop(cell, found(cell, world, results), models)
 
@@ -104,21 +111,21 @@ def _assert_follows_fp32(cell: Cell, result: dict[str, Any], models: Path) -> No
     assert result["norms"] == pytest.approx(wanted["norms"], rel=2e-2)
 
 
-@pytest.mark.parametrize(("cell", "world"), _pairs(ROUNDED, WORLDS), ids=_ids(_pairs(ROUNDED, WORLDS)))
+@pytest.mark.parametrize(("cell", "world"), ROUNDED, ids=_ids(ROUNDED))
 def test_layout_in_bf16_follows_fp32(cell: Cell, world: int, results: Path, models: Path) -> None:
     _assert_follows_fp32(cell, found(cell, world, results), models)
 
 
+OTHER, OTHER_ROUNDED = _without(ALL, CHOSEN), _without(ALL_ROUNDED, ROUNDED)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("cell", "world"), _pairs(ROUNDED, (4,)), ids=_ids(_pairs(ROUNDED, (4,))))
+@pytest.mark.parametrize(("cell", "world"), OTHER_ROUNDED, ids=_ids(OTHER_ROUNDED))
 def test_other_layout_in_bf16_follows_fp32(cell: Cell, world: int, rest: Path, models: Path) -> None:
     _assert_follows_fp32(cell, found(cell, world, rest), models)
 
 
-REST_PAIRS = _pairs(REST, WORLDS) + _pairs(CELLS + REST, (4,))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("cell", "world"), REST_PAIRS, ids=_ids(REST_PAIRS))
+@pytest.mark.parametrize(("cell", "world"), OTHER, ids=_ids(OTHER))
 def test_other_layout_equals_plain_loop(cell: Cell, world: int, rest: Path, models: Path) -> None:
     assert_equals_plain_loop(cell, found(cell, world, rest), models)

@@ -1,15 +1,18 @@
 """The plan: batch triple, contradictions, options known to be wrong."""
 
 import json
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 
 from ds_finetune.config import RunConfig, read_config
+from ds_finetune.demo import write_demo
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan import layout
+from ds_finetune.plan.known_keys import KNOWN_IN_SECTIONS, RENAMED
 from ds_finetune.plan.layout import Plan, make_plan
 from ds_finetune.world import AccelerateChoices, World
 from tests.conftest import ROOT
@@ -32,6 +35,10 @@ def plan_of(deepspeed: Any = None, *, dp: int = 2, device: str = "cuda", acceler
 
 def zero(stage: int, **options: Any) -> dict[str, Any]:
     return {"zero_optimization": {"stage": stage, **options}}
+
+
+def adam(**params: Any) -> dict[str, Any]:
+    return {"optimizer": {"params": params}}
 
 
 def test_the_batch_triple_is_derived_and_written() -> None:
@@ -69,7 +76,7 @@ def test_the_batch_triple_is_derived_and_written() -> None:
         (zero(2, offload_param={"device": "cpu"}), {}, "offload_param below ZeRO-3 is refused", "stage 3"),
         (zero(2, offload_optimizer={"device": "nvme"}), {}, "offload to nvme below ZeRO-3 is refused", "device cpu"),
         (zero(0, offload_optimizer={"device": "cpu"}), {}, "offload_optimizer without ZeRO is refused", "stage 1, 2 or 3"),
-        (zero(3, zero_hpz_partition_size=2), {}, "hierarchical partitions (hpZ, MiCS) is refused", "no zero_hpz_partition_size"),
+        (zero(3, zero_hpz_partition_size=2), {}, "hierarchical partitions (hpZ) is refused", "no zero_hpz_partition_size"),
         (zero(1) | {"data_types": {"grad_accum_dtype": "fp32"}}, {}, "grad_accum_dtype 'fp32' with zero stage 1 in bf16", "stage 2 or 3"),
         (zero(1), {"optim": {"name": "Muon"}}, "clipping with Muon under ZeRO is refused", "train.max_grad_norm 0"),
         (
@@ -81,6 +88,29 @@ def test_the_batch_triple_is_derived_and_written() -> None:
         (zero(2), {"optim": {"name": "Adagrad"}}, "Adagrad without offload_optimizer under ZeRO is refused", "DeepSpeedCPUAdagrad"),
         (zero(1), {"optim": {"name": "Lamb"}}, "Lamb under ZeRO is refused", "stage 0"),
         (zero(0), {"optim": {"name": "Adagrad", "weight_decay": 0.1}}, "weight_decay 0.1 with Adagrad would be added to the gradient", "AdamW"),
+        (zero(0), {"train": {"global_batch_size": 8, "precision": "fp16"}}, "fp16 without ZeRO is refused", "stage 1"),
+        (zero(3, offload_optimizer={"device": "nvme"}), {}, "offload_optimizer to nvme without nvme_path is refused", "nvme_path"),
+        (zero(3, offload_param={"device": "nvme", "nvme_path": None}), {}, "offload_param to nvme without nvme_path is refused", "nvme_path"),
+        (zero(2, overlap_com=True), {}, "in zero_optimization: unknown key `overlap_com` = True", "did you mean `overlap_comm`?"),
+        (
+            zero(3, offload_param={"device": "cpu", "pin_memori": True}),
+            {},
+            "in zero_optimization.offload_param: unknown key `pin_memori`",
+            "did you mean `pin_memory`?",
+        ),
+        (zero(2, cpu_offload=True), {}, "`zero_optimization.cpu_offload` = True is deprecated", 'offload_optimizer: {"device": "cpu"}'),
+        (zero(3, mics_shard_size=2), {}, "`mics_shard_size` = 2 was removed in DeepSpeed 0.19.8", "delete"),
+        ({"zero_optimization": 3}, {}, "`zero_optimization` is 3, not a section", "zero3_offload.json"),
+        (zero(3, offload_param="cpu"), {}, "`zero_optimization.offload_param` is 'cpu', not a section", "zero3_offload.json"),
+        (adam(fused=True), {}, "optimizer.params.fused True is not passed on to AdamW", "delete fused"),
+        (adam(torch_adam=1), {}, "optimizer.params.torch_adam 1 is not passed on to AdamW", "delete torch_adam"),
+        (adam(torch_adam=True), {"optim": {"name": "Lion"}}, "optimizer.params.torch_adam True is not passed on to Lion", "delete"),
+        (
+            adam(torch_adam=True) | zero(2, offload_optimizer={"device": "cpu"}),
+            {},
+            "torch_adam True has no effect: DeepSpeedCPUAdam is used here",
+            "delete",
+        ),
         (None, {"optim": {"name": "Adamw2"}}, "optim.name `Adamw2` is not known", "adamw"),
         ("none.json", {}, "deepspeed file `none.json` does not exist", "ds_configs/"),
     ],
@@ -105,15 +135,24 @@ def test_optimizers_without_a_cpu_kernel_are_refused_there(name: str) -> None:
     assert plan_of(zero(0), optim={"name": name}).zero_stage == 0
 
 
-def test_the_loss_kernel_is_ligers_only_on_a_gpu_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for is_there in (True, False):
-        monkeypatch.setattr(layout, "find_spec", lambda name, is_there=is_there: name if is_there else None)
-        chosen = {(asked, device): _kernel(asked, device) for asked in ("auto", "chunked", "liger") for device in ("cpu", "cuda")}
-        on_gpu = "liger" if is_there else "chunked"
-        assert chosen["auto", "cuda"] == on_gpu
-        assert chosen["auto", "cpu"] == chosen["chunked", "cpu"] == chosen["chunked", "cuda"] == "chunked"
-        assert chosen["liger", "cpu"] == "refused"
-        assert chosen["liger", "cuda"] == ("liger" if is_there else "refused")
+@pytest.mark.parametrize("version", ["", layout.LIGER, "0.9.0"])
+def test_the_loss_kernel_is_ligers_only_on_a_gpu_that_has_the_tested_version(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    def installed(name: str) -> str:
+        if not version:
+            raise PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(layout, "version", installed)
+    chosen = {(asked, device): _kernel(asked, device) for asked in ("auto", "chunked", "liger") for device in ("cpu", "cuda")}
+    on_gpu = {"": "chunked", layout.LIGER: "liger"}.get(version, "refused")
+    assert chosen["auto", "cuda"] == on_gpu
+    assert chosen["auto", "cpu"] == chosen["chunked", "cpu"] == chosen["chunked", "cuda"] == "chunked"
+    assert chosen["liger", "cpu"] == "refused"
+    assert chosen["liger", "cuda"] == ("liger" if version == layout.LIGER else "refused")
+
+
+def test_the_tested_liger_is_the_pinned_one() -> None:
+    assert f"liger-kernel=={layout.LIGER}" in (ROOT / "constraints.txt").read_text().splitlines()
 
 
 def _kernel(asked: str, device: str) -> str:
@@ -132,6 +171,40 @@ def test_wrong_options_are_rewritten_with_a_visible_line() -> None:
         "rewritten: offload_optimizer.pin_memory on the CPU accelerator",
     ]
     assert plan_of(zero(3, overlap_comm=True)).notes == ()
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "Muon"])
+def test_torchs_adam_is_taken_where_it_is_chosen_and_where_the_other_cannot_be_built(name: str) -> None:
+    optim, train = {"name": name}, {"global_batch_size": 8, "micro_batch_size": 2, "max_grad_norm": 0}
+    choices = zero(3, reduce_scatter=False)
+    fused = plan_of(choices, optim=optim, train=train)
+    assert fused.needs_fused_adam
+    assert "torch_adam" not in fused.deepspeed["optimizer"]["params"]
+    chosen = plan_of(choices | adam(torch_adam=True), optim=optim, train=train)
+    instead = fused.with_torch_adam("rank 3: no nvcc")
+    for plan in (chosen, instead):
+        assert not plan.needs_fused_adam
+        assert plan.deepspeed["optimizer"]["params"].items() >= {"torch_adam": True, "fused": True}.items()
+    assert instead.deepspeed == chosen.deepspeed
+    assert instead.notes[-1].endswith("FusedAdam, with the same numbers. rank 3: no nvcc")
+    assert "torch_adam" not in fused.deepspeed["optimizer"]["params"], "the plan it came from was changed"
+
+
+def test_torch_adam_false_is_the_default_on_a_gpu_alone() -> None:
+    assert plan_of(adam(torch_adam=False)).needs_fused_adam
+    with pytest.raises(ConfigError, match="torch_adam False has no effect: torch's fused AdamW is used here"):
+        plan_of(adam(torch_adam=False), device="cpu")
+
+
+def test_the_known_keys_are_those_of_the_installed_deepspeed() -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    fields = DeepSpeedZeroConfig.model_fields
+    names = {*fields, *(field.alias for field in fields.values() if field.alias)}
+    assert set(KNOWN_IN_SECTIONS["zero_optimization"]) == names - RENAMED.keys()
+    for section in ("offload_param", "offload_optimizer", "leaf_module"):
+        kind = next(kind for kind in (fields[section].annotation, *get_args(fields[section].annotation)) if hasattr(kind, "model_fields"))
+        assert set(KNOWN_IN_SECTIONS[f"zero_optimization.{section}"]) == set(kind.model_fields)
 
 
 def test_the_users_tree_is_not_changed() -> None:
@@ -157,6 +230,36 @@ def test_every_run_file_is_read_and_planned(path: Path, monkeypatch: pytest.Monk
     assert path.read_text().startswith("# Planned on") or path.read_text().startswith("# Proven on")
     for ranks in (1, 8) if config.parallel.ep == 1 else (config.parallel.ep, 256):
         make_plan(config, world=World(0, ranks, 0, min(ranks, 8), "deepspeed"), device="cuda")
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+@pytest.mark.parametrize("path", sorted((ROOT / "ds_configs" / "runs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_run_file_is_planned_on_one_to_eight_gpus_or_says_what_fits(
+    path: Path, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    config = read_config(path)
+    batch, world = config.train.global_batch_size, World(0, ranks, 0, ranks, "deepspeed")
+    if ranks % config.parallel.ep:
+        with pytest.raises(ConfigError, match=r"parallel\.ep"):
+            make_plan(config, world=world, device="cuda")
+    elif batch % (config.train.micro_batch_size * ranks):
+        with pytest.raises(ConfigError, match=f"global_batch_size {batch} is not a multiple") as caught:
+            make_plan(config, world=world, device="cuda")
+        assert "nearest: " in caught.value.hint
+        assert "ranks" in caught.value.hint
+    else:
+        plan = make_plan(config, world=world, device="cuda")
+        assert plan.gradient_accumulation_steps * config.train.micro_batch_size * plan.dp == batch
+        assert plan.needs_fused_adam
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_the_quickstart_is_planned_on_any_number_of_gpus(tmp_path: Path, ranks: int) -> None:
+    config = read_config(write_demo(tmp_path, ranks=ranks))
+    plan = make_plan(config, world=World(0, ranks, 0, ranks, "deepspeed"), device="cuda")
+    assert 8 <= config.train.global_batch_size < 8 + ranks
+    assert plan.gradient_accumulation_steps * config.train.micro_batch_size * ranks == config.train.global_batch_size
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "ds_configs" / "accelerate").glob("*.yaml")), ids=lambda path: path.stem)
@@ -191,3 +294,15 @@ def test_accelerate_and_the_run_file_must_agree(field: str, value: Any, message:
         plan_of(zero(1), accelerate=choices)
     assert message in caught.value.message
     assert "leave" in caught.value.hint
+
+
+def test_accelerates_deepspeed_file_must_say_what_the_run_file_says(tmp_path: Path) -> None:
+    file = tmp_path / "theirs.json"
+    choices = AccelerateChoices(str(file), None, None, None, None, None, None)
+    file.write_text(json.dumps(zero(3, overlap_comm=False) | {"gradient_clipping": "auto"}))
+    with pytest.raises(ConfigError) as caught:
+        plan_of(zero(1), accelerate=choices)
+    assert f"`deepspeed` in the run file contradicts accelerate's deepspeed_config_file {file}" in caught.value.message
+    assert "zero_optimization.stage 1 and 3; zero_optimization.overlap_comm None and False" in caught.value.message
+    assert "leave one of them out" in caught.value.hint
+    assert plan_of(zero(3, overlap_comm=False), accelerate=choices).zero_stage == 3

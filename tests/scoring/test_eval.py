@@ -130,9 +130,11 @@ def test_rows_that_are_too_long_are_cut_or_left_out(task: tuple[Path, dict[str, 
     folder, _ = task
     given = ["eval", str(folder / "tuned"), "--data", str(folder / "test.jsonl"), *COLUMNS, "--max-seq-len", "37"]
     assert main(given) == 0
-    assert "11 rows read, 1 truncated to 37 tokens, 0 too long, 0 with nothing supervised, 11 documents scored" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "11 rows read, 1 truncated to 37 tokens (0." in printed
+    assert "% of all tokens lost), 0 split, 0 too long, 0 with nothing supervised, 11 documents scored" in printed
     assert main([*given, "--long-rows", "drop"]) == 0
-    assert "11 rows read, 0 truncated to 37 tokens, 1 too long, 0 with nothing supervised, 10 documents scored" in capsys.readouterr().out
+    assert "(0.00% of all tokens lost), 0 split, 1 too long, 0 with nothing supervised, 10 documents scored" in capsys.readouterr().out
 
 
 def test_nothing_to_score_on_and_no_harness(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ import torch.distributed as dist
 
 from ds_finetune.errors import ConfigError, RunError
 from ds_finetune.watch.board import Answer, Call
+from ds_finetune.watch.endings import began_at, why_killed
 from ds_finetune.watch.report import Failure, Member, is_echo, still_lines
-from ds_finetune.watch.stacks import began_at, end_process
+from ds_finetune.watch.stacks import end_process
 from ds_finetune.watch.verdict import Verdict
 
 
@@ -55,10 +57,12 @@ def test_ranks_that_do_the_same_are_one_line() -> None:
 
 
 @pytest.mark.skipif(not began_at(os.getpid()), reason="processes are told apart by /proc")
-def test_another_process_of_the_same_id_is_left_alone() -> None:
+def test_another_process_of_the_same_id_is_left_alone(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    end_process(child.pid, "1")
+    end_process(child.pid, "1", folder=tmp_path, why="")
+    assert not list(tmp_path.iterdir())
     assert child.poll() is None
     child.send_signal(signal.SIGSTOP)
-    end_process(child.pid, began_at(child.pid))
+    end_process(child.pid, began := began_at(child.pid), folder=tmp_path, why="it did not answer")
+    assert why_killed(tmp_path, child.pid, began) == "it did not answer"
     assert child.wait(10) in (-signal.SIGKILL, -signal.SIGQUIT)

@@ -1,10 +1,13 @@
 """Which rank is named, from what ranks say."""
 
+import json
+
 import pytest
 
 from ds_finetune.watch.board import Answer, Call
 from ds_finetune.watch.collectives import PAIR
-from ds_finetune.watch.verdict import verdict
+from ds_finetune.watch.verdict import LOSSY, verdict
+from ds_finetune.watch.wire import parsed
 
 
 def _answer(rank: int, calls: list[Call], *, inside: bool = True) -> Answer:
@@ -24,6 +27,13 @@ def test_a_rank_that_does_not_answer_comes_first() -> None:
     found = verdict({0: _answer(0, _calls("all_reduce")), 1: None, 2: _answer(2, [], inside=False)})
     assert found.odd == (1,)
     assert "does not answer" in found.why
+
+
+def test_a_rank_behind_a_lossy_network_is_not_taken_for_a_hung_one() -> None:
+    answers = {0: _answer(0, _calls("all_reduce")), 1: None, 2: None}
+    assert verdict(answers, cut_off=[1]).odd == (2,)
+    found = verdict(answers, cut_off=[1, 2])
+    assert (found.odd, found.why) == ((1, 2), LOSSY)
 
 
 def test_a_rank_that_has_not_come_is_behind() -> None:
@@ -84,4 +94,4 @@ def test_where_all_stand_at_one_place_none_is_named() -> None:
 
 def test_answers_survive_the_wire() -> None:
     answer = _answer(3, _calls(*STEP))
-    assert Answer.from_json(answer.as_json()) == answer
+    assert parsed(Answer, json.loads(json.dumps(answer.as_json()))) == answer

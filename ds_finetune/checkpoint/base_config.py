@@ -1,0 +1,79 @@
+"""The model's config.json in a checkpoint, against the one a start reads: keys that change numbers must be the same."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from ds_finetune.errors import CheckpointError
+
+_WITHOUT_EFFECT = frozenset(
+    [
+        "transformers_version",
+        "_name_or_path",
+        "architectures",
+        "auto_map",
+        # The run's own: train.precision, model.attention, and a cache that is off.
+        "dtype",
+        "torch_dtype",
+        "_attn_implementation",
+        "use_cache",
+        # Weights come from the checkpoint; adapters know theirs by a digest.
+        "quantization_config",
+        "initializer_range",
+        # What a forward returns, and tasks that are not trained.
+        "output_hidden_states",
+        "output_attentions",
+        "return_dict",
+        "id2label",
+        "label2id",
+        "problem_type",
+        "bos_token_id",
+        # Layers that are not built.
+        "num_nextn_predict_layers",
+    ]
+)
+"""Keys of a config.json that change no number of a run that is resumed."""
+
+
+def other_model(folder: Path, file: str, config: Mapping[str, Any]) -> CheckpointError | None:
+    """What is wrong where `file` in the checkpoint `folder` describes another model than `config`, the run's own.
+
+    Both are read by the same transformers, so that an older spelling and a default that is left out are no difference.
+    """
+    try:
+        kept = json.loads((folder / file).read_text(encoding="utf-8"))
+        then, now = dict(_numbers(_resolved(kept))), dict(_numbers(_resolved(config)))
+    except (OSError, ValueError, KeyError) as unreadable:
+        return CheckpointError(
+            f"{folder / file} cannot be compared with the model's config.json: {unreadable!r}",
+            hint="take another checkpoint",
+        )
+    differ = [
+        f"{key} {then.get(key)!r} -> {now.get(key)!r}"
+        for key in sorted(then.keys() | now.keys())
+        if then.get(key) != now.get(key)
+    ]
+    if not differ:
+        return None
+    return CheckpointError(
+        f"the model's config.json is not the one that {folder} was trained with: {'; '.join(differ)}",
+        hint="set it back, or begin a new run from an export: checkpoint.resume never and another output_dir",
+    )
+
+
+def _resolved(config: Mapping[str, Any]) -> dict[str, Any]:
+    return CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)).to_dict()  # type: ignore[no-any-return]
+
+
+def _numbers(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values; None counts as left out, and a tuple as a list."""
+    for key, value in tree.items():
+        if str(key) in _WITHOUT_EFFECT:
+            continue
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{prefix}{key}.")
+        elif value is not None:
+            yield f"{prefix}{key}", list(value) if isinstance(value, tuple) else value

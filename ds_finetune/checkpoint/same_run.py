@@ -1,0 +1,227 @@
+"""What a resumed run must have in common with its checkpoint, for every key of the run file and some values beside it."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from ds_finetune.checkpoint.run_state import RunState, versions
+from ds_finetune.config import RunConfig
+from ds_finetune.errors import CheckpointError
+
+
+class OnResume(StrEnum):
+    """What becomes of a key whose value is another one than in the checkpoint."""
+
+    REFUSED = "refused"
+    ROWS = "refused if it changes the training rows"
+    PRINTED = "printed"
+    FREE = "free"
+
+
+REFUSED, ROWS, PRINTED, FREE = OnResume.REFUSED, OnResume.ROWS, OnResume.PRINTED, OnResume.FREE
+ON_RESUME: Mapping[str, OnResume] = {
+    "model.path": PRINTED,
+    "model.tokenizer": ROWS,
+    "model.resize_vocabulary": PRINTED,
+    "model.weights": PRINTED,
+    "model.attention": PRINTED,
+    "model.loss": PRINTED,
+    "data.train": ROWS,
+    "data.eval": PRINTED,
+    "data.layout": ROWS,
+    "data.columns": ROWS,
+    "data.template": ROWS,
+    "data.train_on": ROWS,
+    "data.reasoning": ROWS,
+    "data.control_tokens": ROWS,
+    "data.separator": ROWS,
+    "data.packing": ROWS,
+    "data.long_rows": ROWS,
+    "data.max_dropped_ratio": PRINTED,
+    "data.max_truncated_ratio": PRINTED,
+    "data.streaming": REFUSED,
+    "data.shuffle": REFUSED,
+    "data.workers": FREE,
+    "data.cache_dir": FREE,
+    "deepspeed": PRINTED,
+    "train.for": PRINTED,
+    "train.global_batch_size": REFUSED,
+    "train.micro_batch_size": PRINTED,
+    "train.max_seq_len": ROWS,
+    "train.precision": PRINTED,
+    "train.seed": REFUSED,
+    "train.max_grad_norm": PRINTED,
+    "train.activation_checkpointing": PRINTED,
+    "train.max_skipped_steps": PRINTED,
+    "optim.name": REFUSED,
+    "optim.lr": PRINTED,
+    "optim.weight_decay": PRINTED,
+    "optim.betas": PRINTED,
+    "optim.eps": PRINTED,
+    "optim.lr_scheduler": PRINTED,
+    "optim.warmup": PRINTED,
+    "optim.min_lr_ratio": PRINTED,
+    "eval.every": PRINTED,
+    "eval.limit": PRINTED,
+    "eval.generate.prompts": PRINTED,
+    "eval.generate.max_new_tokens": PRINTED,
+    "eval.keep_best": PRINTED,
+    "eval.patience": PRINTED,
+    "checkpoint.every": FREE,
+    "checkpoint.keep": FREE,
+    "checkpoint.keep_best": FREE,
+    "checkpoint.max_failed": FREE,
+    "checkpoint.resume": FREE,
+    "checkpoint.asynchronous": FREE,
+    "checkpoint.node_local": FREE,
+    "parallel.tp": PRINTED,
+    "parallel.pp": PRINTED,
+    "parallel.pp_layers": PRINTED,
+    "parallel.ep": PRINTED,
+    "parallel.sp": PRINTED,
+    "lora.rank": REFUSED,
+    "lora.alpha": REFUSED,
+    "lora.target_modules": REFUSED,
+    "lora.quantize": REFUSED,
+    "log.every": FREE,
+    "log.trackers": FREE,
+    "launch.restarts": FREE,
+    "launch.min_hosts": FREE,
+    "launch.wait_seconds": FREE,
+    "launch.greeting_seconds": FREE,
+    "launch.silent_seconds": FREE,
+    "watchdog.limit": FREE,
+    "watchdog.start": FREE,
+    "watchdog.other": FREE,
+    "watchdog.meet": FREE,
+    "watchdog.collective": FREE,
+    "watchdog.straggler_ratio": FREE,
+    "export.at_end": FREE,
+    "export.max_shard_size": FREE,
+    "export.verify": FREE,
+    "output_dir": FREE,
+}
+"""Every key of the run file. Free keys do not reach the numbers of the training."""
+_DERIVED = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "optimizer.",
+    "bf16.enabled",
+    "fp16.enabled",
+)
+"""Keys of the finished DeepSpeed configuration that follow from the run file's own."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a start is made of: the run file as plain values, and the fields of the same names in `RunState`."""
+
+    config: Mapping[str, Any]
+    data: str
+    base: str = ""
+    held_out: str = ""
+    deepspeed: Mapping[str, Any] = field(default_factory=dict)
+
+
+def changes(state: RunState, now: Inputs) -> list[str]:
+    """Differences from the checkpoint that are allowed, one line each; CheckpointError where one is not."""
+    then, here = _keys(state.config), _keys(now.config)
+    differ = {
+        key: f"{key} {then.get(key)!r} -> {here.get(key)!r}"
+        for key in sorted(then.keys() | here.keys())
+        if then.get(key) != here.get(key)
+    }
+    broken = [text for key, text in differ.items() if on_resume(key) is REFUSED]
+    broken += [f"training rows {state.data} -> {now.data}"] if state.data != now.data else []
+    broken += (
+        [f"weights that adapters belong to {state.base or 'none'} -> {now.base or 'none'}"]
+        if state.base != now.base
+        else []
+    )
+    if broken:
+        raise CheckpointError(
+            f"the checkpoint of step {state.step} was written with other values: {'; '.join(broken)}",
+            hint="set them back, or begin a new run from an export: checkpoint.resume never and another output_dir",
+        )
+    lines = [text for key, text in differ.items() if on_resume(key) is not FREE]
+    lines += [*_other_choices(state, now), *_other_evaluation(state, now), *_other_versions(state)]
+    return [f"changed since the checkpoint: {text}" for text in lines]
+
+
+def on_resume(key: str) -> OnResume:
+    """The row of a key, also of one inside a free-form section; a key that is no longer known is printed."""
+    while key not in ON_RESUME and "." in key:
+        key = key.rpartition(".")[0]
+    return ON_RESUME.get(key, PRINTED)
+
+
+def table() -> str:
+    """`ON_RESUME` in Markdown, for `docs/checkpoints.md`."""
+    sections = dict.fromkeys(key.partition(".")[0] for key in ON_RESUME)
+    rows = [f"| `{name}` | {' | '.join(_named(name, kind) for kind in OnResume)} |" for name in sections]
+    return "\n".join([f"| section | {' | '.join(OnResume)} |", "| --- | --- | --- | --- | --- |", *rows]) + "\n"
+
+
+def _named(section: str, kind: OnResume) -> str:
+    found = (
+        key.partition(".")[2] or "(the value)"
+        for key, row in ON_RESUME.items()
+        if row is kind and key.partition(".")[0] == section
+    )
+    return ", ".join(found)
+
+
+def _keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by dotted key; keys that the version which wrote them did not have are at their defaults."""
+    defaults = RunConfig.model_validate({"model": "", "data": {"train": ""}, "output_dir": ""}).model_dump(
+        mode="json", by_alias=True
+    )
+    found = dict(_leaves(defaults)) | dict(_leaves(config))
+    # Adam and AdamW are one optimizer here, with decoupled decay.
+    name = str(found["optim.name"]).lower()
+    return found | {"optim.name": "adamw" if name == "adam" else name}
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values; what is None or empty counts as left out."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        elif value is not None:
+            yield f"{prefix}{key}", value
+
+
+def _other_choices(state: RunState, now: Inputs) -> list[str]:
+    """DeepSpeed's keys that differ; a file that is still named the same may hold others than it did."""
+    if not state.deepspeed:
+        return []
+    then, here = dict(_leaves(state.deepspeed)), dict(_leaves(now.deepspeed))
+    differ = sorted(
+        key for key in then.keys() | here.keys() if then.get(key) != here.get(key) and not key.startswith(_DERIVED)
+    )
+    return [f"DeepSpeed's {key} {then.get(key)!r} -> {here.get(key)!r}" for key in differ]
+
+
+def _other_evaluation(state: RunState, now: Inputs) -> list[str]:
+    """CheckpointError where a loss on evaluation rows would be compared with the best one on others."""
+    if not (state.held_out and now.held_out) or state.held_out == now.held_out:
+        return []
+    best = float(state.observers.get("best", {}).get("best_loss", math.inf))
+    here = _keys(now.config)
+    comparing = [key for key in ("eval.keep_best", "eval.patience", "checkpoint.keep_best") if here[key]]
+    text = f"evaluation rows {state.held_out} -> {now.held_out}"
+    if math.isfinite(best) and comparing:
+        raise CheckpointError(
+            f"the checkpoint of step {state.step} remembers the best eval/loss {best:.4f} of other rows: {text}",
+            hint=f"give the same data.eval, or turn off what compares losses: {', '.join(comparing)}",
+        )
+    return [text]
+
+
+def _other_versions(state: RunState) -> list[str]:
+    here = versions()
+    return [f"{name} {old} -> {here[name]}" for name, old in state.versions.items() if here.get(name, old) != old]

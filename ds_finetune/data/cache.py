@@ -1,0 +1,173 @@
+"""Folders of the data cache: written with checksums and synced to disk, and compared with their checksums before use."""
+
+import io
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+from filelock import FileLock
+from numpy.typing import DTypeLike, NDArray
+
+from ds_finetune.errors import OutputError
+
+_SUMS = "sums.json"
+_CHECKED = "checked"
+_CHUNK_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class ArrayParts:
+    """A one-dimensional array of `length` elements that is written part by part."""
+
+    dtype: DTypeLike
+    length: int
+    parts: Iterable[NDArray[np.generic]]
+
+    @classmethod
+    def of(cls, array: NDArray[np.generic]) -> "ArrayParts":
+        """A whole array."""
+        return cls(array.dtype, len(array), [array])
+
+    def chunks(self) -> Iterator[memoryview | bytes]:
+        """The bytes of the .npy file, the same for the same numbers on any machine."""
+        dtype = np.dtype(self.dtype).newbyteorder("<")
+        yield _npy_header(dtype, self.length)
+        for part in self.parts:
+            yield from _pieces(np.ascontiguousarray(part, dtype=dtype).data.cast("B")) if len(part) else ()
+
+
+@contextmanager
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Make `folder` and keep other processes of the machine out of it; OutputError where it cannot be written."""
+    lock = FileLock(folder / "lock")
+    with _write_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def write_folder(folder: Path, arrays: Mapping[str, ArrayParts], texts: Mapping[str, str]) -> None:
+    """Write arrays as `NAME.npy` and texts beside `folder`, then rename: a folder that has its name is complete and on disk.
+
+    OutputError where that fails, e.g. on a full disk; nothing of it is left then.
+    """
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        with _write_errors(folder.parent):
+            partial.mkdir(parents=True)
+            sums = {f"{name}.npy": _write_file(partial / f"{name}.npy", array.chunks()) for name, array in arrays.items()}
+            sums |= {name: _write_file(partial / name, [text.encode()]) for name, text in texts.items()}
+            _write_file(partial / _SUMS, [json.dumps(sums, indent=1, sort_keys=True).encode()])
+            _sync_folder(partial)
+            partial.rename(folder)
+            _sync_folder(folder.parent)
+    except OutputError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def content_of(folder: Path) -> str:
+    """A hash of all arrays of a folder, by the checksums that were taken while they were written."""
+    sums = json.loads((folder / _SUMS).read_bytes())
+    arrays = {name: found for name, found in sums.items() if name.endswith(".npy")}
+    return xxhash.xxh3_64_hexdigest(json.dumps(arrays, sort_keys=True).encode())
+
+
+def damage_of(folder: Path) -> str:
+    """What differs from the checksums of a complete folder; empty where nothing does."""
+    try:
+        sums = json.loads((folder / _SUMS).read_bytes())
+        files = {str(name): (int(size), str(digest)) for name, (size, digest) in sums.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return f"{folder / _SUMS} cannot be read"
+    for name, (size, digest) in files.items():
+        path = folder / name
+        found = path.stat().st_size if path.is_file() else None
+        if found != size:
+            return f"{path} has {found} bytes, not the {size} that were written" if found is not None else f"{path} is missing"
+        if (seen := _digest_of(path)) != digest:
+            return f"{path} has the checksum {seen}, not the {digest} that was written"
+    return ""
+
+
+def remove_damaged(folders: Sequence[Path], *, since: float) -> list[str]:
+    """Remove those of `folders` that are damaged; returns a line for each. Called with their parent locked.
+
+    Where another process of this machine has compared them after `since`, its lines are returned and nothing is read.
+    """
+    checked = folders[0].with_name(_CHECKED)
+    if checked.is_file() and checked.stat().st_mtime >= since:
+        return checked.read_text(encoding="utf-8").splitlines()
+    lines = []
+    for folder in folders:
+        damage = damage_of(folder) if folder.is_dir() else ""
+        if damage:
+            lines.append(f"data cache is damaged: {damage}; it is built again")
+            shutil.rmtree(folder)
+    # A cache that cannot be written can still be read: other processes then compare it themselves.
+    with suppress(OSError):
+        checked.write_text("\n".join(lines), encoding="utf-8")
+    return lines
+
+
+@contextmanager
+def _write_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as failed:
+        raise OutputError(
+            f"data cache {folder} cannot be written: {failed.strerror or failed}",
+            hint="make room there, or set data.cache_dir to a folder on another disk",
+        ) from failed
+
+
+def _write_file(path: Path, chunks: Iterable[memoryview | bytes]) -> tuple[int, str]:
+    """Write and sync a new file; returns its size and checksum."""
+    size, digest = 0, xxhash.xxh3_64()
+    with path.open("xb", buffering=0) as file:
+        for chunk in chunks:
+            view = memoryview(chunk)
+            digest.update(view)
+            size += len(view)
+            while view:
+                view = view[file.write(view) :]
+        os.fsync(file.fileno())
+    return size, digest.hexdigest()
+
+
+def _digest_of(path: Path) -> str:
+    digest = xxhash.xxh3_64()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _pieces(data: memoryview) -> Iterator[memoryview]:
+    return (data[start : start + _CHUNK_BYTES] for start in range(0, len(data), _CHUNK_BYTES))
+
+
+def _npy_header(dtype: "np.dtype[np.generic]", length: int) -> bytes:
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        header, {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (length,)}
+    )
+    return header.getvalue()
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

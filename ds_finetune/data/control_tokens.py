@@ -1,0 +1,113 @@
+"""Control tokens inside the texts of a row: found, and tokenised as text where a chat template writes the others."""
+
+import re
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from ds_finetune.data.messages import Conversation, mapped_texts
+from ds_finetune.errors import DataError
+
+_OPEN, _CLOSE = "\ue0f3", "\ue0f4"
+"""Stand around a control token that is text; rows that hold them are refused (`messages.MARKS`)."""
+_THINK = ("<think>", "</think>")
+
+
+class ControlTokens:
+    """The control tokens of a tokenizer: special ones, and in texts of users and tools those that the template writes too."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None, choice: str) -> None:
+        self._tokenizer = tokenizer
+        self._choice = choice
+        added = tokenizer.added_tokens_decoder.values()
+        special = [token.content for token in added if token.special]
+        written = [
+            token.content for token in added if template and token.content in template and not token.content.isspace()
+        ]
+        # Answers hold tokens for reasoning and tool calls, and system prompts explain them.
+        own = _pattern([token for token in special if token not in _THINK])
+        foreign = _pattern([*special, *written])
+        self._patterns = {"system": own, "assistant": own, "user": foreign, "tool": foreign}
+        self._as_text: dict[str, list[int]] = {}
+
+    def found(self, text: str) -> bool:
+        """Whether a text that no template is applied to holds a special token."""
+        return bool(self._patterns["system"].search(text))
+
+    def protected(self, conversation: Conversation, where: str) -> tuple[Conversation, str]:
+        """The conversation with its control tokens marked as text if that is asked for, and what is to be noted of it."""
+        held: list[str] = []
+
+        def look(text: str, role: str) -> str:
+            held.extend(self._patterns[role].findall(text))
+            return text
+
+        mapped_texts(conversation, look)
+        if not held:
+            return conversation, ""
+        if self._choice == "refuse":
+            raise DataError(
+                f"{where}: a text holds the control token {held[0]}",
+                hint="mend the row, or set data.control_tokens to text or keep",
+            )
+        if self._choice == "keep":
+            return conversation, "control_keep"
+        return mapped_texts(conversation, self._marked), "control_text"
+
+    def ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, with no special tokens added; one tokenizer call for all."""
+        pieces = [re.split(f"{_OPEN}(.*?){_CLOSE}", text) if _OPEN in text else [text] for text in texts]
+        # A template may cut a text between the two marks of a token.
+        plain = [shown(piece) for parts in pieces for piece in parts[::2]]
+        encoded = iter(self._tokenizer(plain, add_special_tokens=False)["input_ids"] if plain else [])
+        return [
+            [i for number, part in enumerate(parts) for i in (self._text_ids(part) if number % 2 else next(encoded))]
+            for parts in pieces
+        ]
+
+    def _marked(self, text: str, role: str) -> str:
+        return self._patterns[role].sub(f"{_OPEN}\\g<0>{_CLOSE}", text)
+
+    def _text_ids(self, token: str) -> list[int]:
+        """Ids of a control token's letters; the same as transformers' `apply_chat_template(..., sanitize_control_tokens=True)`."""
+        if token not in self._as_text:
+            found = _letters(self._tokenizer, token)
+            if self._tokenizer.convert_tokens_to_ids(token) in found:
+                raise DataError(
+                    f"the tokenizer has no other ids for the text {token}",
+                    hint="set data.control_tokens to keep or refuse",
+                )
+            self._as_text[token] = found
+        return self._as_text[token]
+
+
+def shown(text: str) -> str:
+    """A text without the marks of `ControlTokens.protected`."""
+    return text.replace(_OPEN, "").replace(_CLOSE, "")
+
+
+def written_places(token: str, text: str) -> list[int]:
+    """Where `text` holds the token as the template writes it, and not as text of a row."""
+    return [found.start() for found in re.finditer(f"(?<!{_OPEN}){re.escape(token)}", text)] if token else []
+
+
+def _pattern(tokens: Sequence[str]) -> re.Pattern[str]:
+    longest_first = sorted(set(tokens), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def _letters(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Ids of a text without any added token; behind a newline, which keeps SentencePiece from adding a space."""
+    core = tokenizer.backend_tokenizer
+
+    def ids(whole: str) -> list[int]:
+        whole = core.normalizer.normalize_str(whole) if core.normalizer is not None else whole
+        parts = (
+            [part for part, _ in core.pre_tokenizer.pre_tokenize_str(whole)]
+            if core.pre_tokenizer is not None
+            else [whole]
+        )
+        return [token.id for part in parts for token in core.model.tokenize(part)]
+
+    newline, both = ids("\n"), ids("\n" + text)
+    return both[len(newline) :] if both[: len(newline)] == newline else ids(text)

@@ -1,0 +1,196 @@
+"""Records of data files: each kind read row by row, compressed or not; a broken row or byte is named with its place."""
+
+import csv
+import gzip
+import io
+import json
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import IO, Any, cast
+
+from ds_finetune.errors import DataError
+
+Record = Mapping[str, Any]
+KINDS = {".json": "json", ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+"""Kind of a file by its ending; endings may be in upper case."""
+_COMPRESSED = (".gz", ".zst")
+_BOM = b"\xef\xbb\xbf"
+_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+_SHOWN_CHARACTERS = 80
+_PARQUET_ROWS = 1000
+
+
+@dataclass(frozen=True)
+class FileKind:
+    """What a file's name says: its kind, and the ending of its compression or nothing."""
+
+    kind: str
+    compression: str
+
+    @classmethod
+    def of(cls, path: Path) -> "FileKind | None":
+        """The kind of a file by its name, None where no kind has that ending."""
+        endings = [ending.lower() for ending in path.suffixes]
+        compression = endings.pop() if endings and endings[-1] in _COMPRESSED else ""
+        kind = KINDS.get(endings[-1]) if endings else None
+        if kind is None or (compression and kind == "parquet"):
+            return None
+        return cls(kind, compression)
+
+
+def known_endings() -> str:
+    """The endings that are read, for messages."""
+    return f"{', '.join(KINDS)}; all but .parquet also with {' or '.join(_COMPRESSED)}"
+
+
+def read_file(path: str, kind: str) -> Iterator[tuple[str, Record]]:
+    """Records of a file with the place of each (`file line 7`); DataError names the place of what cannot be read."""
+    yield from _READERS[kind](path)
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[IO[bytes]]:
+    """The file's bytes, decompressed; DataError where the compressed stream is cut short or damaged."""
+    found = FileKind.of(Path(path))
+    compression = found.compression if found else ""
+    if not compression:
+        with Path(path).open("rb") as plain:
+            yield plain
+        return
+    try:
+        with _decompressed(path, compression) as file:
+            yield file
+    except (EOFError, zlib.error, OSError) as broken:
+        raise DataError(f"{path} cannot be decompressed: {broken}", hint=f"check it with `{_checker(compression)} -t {path}`") from broken
+
+
+def _checker(compression: str) -> str:
+    return "gzip" if compression == ".gz" else "zstd"
+
+
+def _decompressed(path: str, compression: str) -> IO[bytes]:
+    if compression == ".gz":
+        return cast("IO[bytes]", gzip.open(path))
+    import pyarrow
+
+    return io.BufferedReader(pyarrow.input_stream(path, compression="zstd"))
+
+
+def _lines(path: str) -> Iterator[tuple[int, str]]:
+    """Numbered lines with their ends; DataError names line and byte of what is not UTF-8."""
+    offset = 0
+    with _opened(path) as file:
+        for number, line in enumerate(file, start=1):
+            start = len(_BOM) if number == 1 and line.startswith(_BOM) else 0
+            yield number, _decoded(line[start:], f"{path} line {number}", offset=offset + start)
+            offset += len(line)
+
+
+def _whole_text(path: str) -> str:
+    with _opened(path) as file:
+        content = file.read()
+    start = len(_BOM) if content.startswith(_BOM) else 0
+    return _decoded(content[start:], path, offset=start)
+
+
+def _decoded(content: bytes, where: str, *, offset: int) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as broken:
+        is_utf_16 = offset == 0 and content.startswith(_UTF_16)
+        encoding = "UTF-16" if is_utf_16 else "LATIN1"
+        raise DataError(
+            f"{where} is not UTF-8: byte 0x{content[broken.start]:02x} at offset {offset + broken.start} of the file",
+            hint=f"convert the file, e.g. `iconv -f {encoding} -t UTF-8 OLD > NEW` where it is in {encoding}",
+        ) from None
+
+
+def _read_jsonl(path: str) -> Iterator[tuple[str, Record]]:
+    for number, line in _lines(path):
+        if not line.strip():
+            continue
+        where = f"{path} line {number}"
+        try:
+            record = json.loads(line.rstrip())
+        except json.JSONDecodeError as broken:
+            raise DataError(
+                f"{where} column {broken.colno} is not JSON: {broken.msg}: {line.strip()[:_SHOWN_CHARACTERS]}",
+                hint="correct or remove that line",
+            ) from None
+        yield where, _as_record(record, where)
+
+
+def _read_json(path: str) -> Iterator[tuple[str, Record]]:
+    try:
+        records = json.loads(_whole_text(path))
+    except json.JSONDecodeError as broken:
+        raise DataError(
+            f"{path} line {broken.lineno} column {broken.colno} is not JSON: {broken.msg}",
+            hint="a .json file holds one list of objects",
+        ) from None
+    if not isinstance(records, list):
+        raise DataError(
+            f"{path} holds {type(records).__name__}, not a list of objects",
+            hint="name the file .jsonl if it has an object a line",
+        )
+    for number, record in enumerate(records, start=1):
+        where = f"{path} item {number}"
+        yield where, _as_record(record, where)
+
+
+def _as_record(record: object, where: str) -> Record:
+    if not isinstance(record, dict):
+        raise DataError(f"{where} holds {type(record).__name__}, not an object", hint="each row is an object with named columns")
+    return record
+
+
+def _read_text(path: str) -> Iterator[tuple[str, Record]]:
+    """A text file is one document."""
+    yield path, {"text": _whole_text(path)}
+
+
+def _read_csv(path: str) -> Iterator[tuple[str, Record]]:
+    """Every value is text as it stands in the file: `NA`, `null` and `007` are no numbers and nothing missing."""
+    csv.field_size_limit(sys.maxsize)
+    rows = csv.reader((line for _, line in _lines(path)), strict=True)
+    try:
+        header = next(rows, [])
+        repeated = sorted({name for name in header if header.count(name) > 1})
+        if repeated:
+            raise DataError(f"{path} has two columns named `{repeated[0]}`", hint="give each column its own name")
+        for number, row in enumerate((row for row in rows if row), start=1):
+            where = f"{path} row {number}"
+            if len(row) != len(header):
+                raise DataError(
+                    f"{where} (line {rows.line_num}) has {len(row)} values and the header {len(header)} columns",
+                    hint="put values with commas or line breaks in double quotes",
+                )
+            yield where, dict(zip(header, row, strict=True))
+    except csv.Error as broken:
+        raise DataError(f"{path} line {rows.line_num} is not CSV: {broken}", hint="check the double quotes of that line") from None
+
+
+def _read_parquet(path: str) -> Iterator[tuple[str, Record]]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            records = chain.from_iterable(batch.to_pylist() for batch in file.iter_batches(batch_size=_PARQUET_ROWS))
+            yield from ((f"{path} row {number}", record) for number, record in enumerate(records, start=1))
+    except (pyarrow.ArrowException, OSError) as broken:
+        raise DataError(f"{path} cannot be read as parquet: {broken}", hint="check the file's format") from broken
+
+
+_READERS: Mapping[str, Callable[[str], Iterator[tuple[str, Record]]]] = {
+    "json": _read_json,
+    "jsonl": _read_jsonl,
+    "text": _read_text,
+    "csv": _read_csv,
+    "parquet": _read_parquet,
+}

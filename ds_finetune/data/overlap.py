@@ -1,0 +1,33 @@
+"""Held-out rows that are training rows too."""
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds_finetune.data.packed import PreparedRows
+from ds_finetune.data.sources import find_sources
+from ds_finetune.data.stream import StreamedRows
+
+
+def overlap_notes(train: PreparedRows | StreamedRows, held_out: PreparedRows) -> list[str]:
+    """A line where held-out documents have the very tokens of training documents, with their number.
+
+    A stream is not read before training: of it, files that are in both are named.
+    """
+    if isinstance(train, StreamedRows):
+        held = {Path(source.path).resolve() for source in find_sources(train.config.eval, purpose="eval") if source.kind != "hub"}
+        both = [source.path for source in train.sources if source.kind != "hub" and Path(source.path).resolve() in held]
+        return [f"data.eval holds training files: {', '.join(both)}"] if both else []
+    repeated = _num_repeated(held_out.documents.digests, train.documents.digests)
+    if not repeated:
+        return []
+    total = held_out.counts.documents
+    return [f"data.eval repeats training data: {repeated:,} of {total:,} held-out documents have the tokens of a training document"]
+
+
+def _num_repeated(held_out: NDArray[np.uint64], train: NDArray[np.uint64]) -> int:
+    """How many of `held_out` are in `train`; numpy's `isin` sorts both, which takes far longer for millions of rows."""
+    values, numbers = np.unique(held_out, return_counts=True)
+    places = np.minimum(np.searchsorted(values, train), len(values) - 1)
+    return int(numbers[np.unique(places[values[places] == train])].sum())

@@ -1,0 +1,95 @@
+"""Which accelerator this process uses, and whether all ranks use the same kind and none the same GPU."""
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ds_finetune.errors import LaunchError, RunError
+from ds_finetune.world import World
+
+_HIDDEN = ("", "-1", "NoDevFiles")
+"""Values of CUDA_VISIBLE_DEVICES with which a user hides every GPU."""
+
+
+def present_gpus(devices: Path = Path("/dev")) -> int:
+    """GPUs that this process may open, and that CUDA_VISIBLE_DEVICES does not hide on purpose."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in _HIDDEN:
+        return 0
+    return len(list(devices.glob("nvidia[0-9]*")))
+
+
+def why_no_gpu() -> str:
+    """Why torch can use no GPU, in CUDA's words."""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as why:
+        return str(why).splitlines()[0]
+    return "none is visible"
+
+
+def visible_device(local_rank: int) -> int:
+    """Number of the GPU of a local rank among those this process sees; 0 where a scheduler shows each process its own alone."""
+    count = torch.cuda.device_count()
+    if local_rank >= count > 1:
+        raise LaunchError(
+            f"local rank {local_rank} sees {count} GPUs", hint=f"start {count} ranks on this host, or show each rank its own GPU alone"
+        )
+    return local_rank if local_rank < count else 0
+
+
+@contextmanager
+def deepspeeds_local_rank(index: int) -> Iterator[None]:
+    """DeepSpeed sees `index` as its local rank, which it takes for the number of its GPU (0.19.8, runtime/engine.py:1941-1966)."""
+    names = [name for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK") if name in os.environ]
+    kept = {name: os.environ[name] for name in names}
+    os.environ.update(dict.fromkeys(names, str(index)))
+    try:
+        yield
+    finally:
+        os.environ.update(kept)
+
+
+def exchange(store: dist.Store, world: World, topic: str, mine: str, *, timeout: timedelta) -> list[str]:
+    """A text of every rank about `topic`, by rank; RunError where some have not written theirs within `timeout`."""
+    keys = [f"{topic}/{rank}" for rank in range(world.world_size)]
+    store.set(keys[world.rank], mine)
+    try:
+        store.wait(keys, timeout)
+    except (dist.DistError, RuntimeError):
+        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+        raise RunError(
+            f"rank {world.rank} has waited {timeout} for the {topic} of ranks {', '.join(missing)}",
+            hint="another rank failed before, or is slower than watchdog.collective",
+        ) from None
+    return [store.get(key).decode() for key in keys]
+
+
+def own_device(world: World, device: str) -> str:
+    """Kind, GPU and host of this process as JSON, for `refuse_other_devices`."""
+    gpu = str(torch.cuda.get_device_properties(visible_device(world.local_rank)).uuid) if device == "cuda" else ""
+    return json.dumps({"device": device, "gpu": gpu, "host": socket.gethostname()})
+
+
+def refuse_other_devices(found: list[str]) -> None:
+    """LaunchError where ranks use different accelerators or two of them one GPU; `found` has their `own_device` by rank."""
+    ranks = [json.loads(text) for text in found]
+    first = ranks[0]
+    for rank, one in enumerate(ranks):
+        if one["device"] != first["device"]:
+            raise LaunchError(
+                f"rank 0 on {first['host']} uses {first['device']} and rank {rank} on {one['host']} uses {one['device']}",
+                hint="see nvidia-smi on the host without a GPU, leave that host out, or set DS_ACCELERATOR=cpu on all",
+            )
+        same = next((other for other in range(rank) if one["gpu"] and ranks[other]["gpu"] == one["gpu"]), None)
+        if same is not None:
+            raise LaunchError(
+                f"ranks {same} and {rank} on {one['host']} use the same GPU {one['gpu']}",
+                hint="start as many ranks on a host as it has GPUs, or show each rank a GPU of its own",
+            )

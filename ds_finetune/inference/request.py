@@ -1,0 +1,184 @@
+"""What a request of OpenAI's API may ask for here: every other parameter or value is refused, in OpenAI's error format."""
+
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from starlette.responses import JSONResponse
+
+R = TypeVar("R", bound="AnswerRequest")
+COLDEST = 0.01
+"""Lowest temperature above 0: dividing logits by less overflows."""
+
+
+class RequestError(Exception):
+    """A request that is answered with an HTTP status and OpenAI's error object."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        kind = "invalid_request_error" if status < 429 else "server_error"
+        self.error = {"message": message, "type": kind, "param": param, "code": code}
+
+    def response(self) -> JSONResponse:
+        """The HTTP answer."""
+        return JSONResponse({"error": self.error}, status_code=self.status)
+
+
+def _without_nulls(value: object) -> object:
+    """JSON's null means that a key was not given; the official client sends it for fields of an echoed answer."""
+    return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
+
+
+def _joined_text(value: object) -> object:
+    """A list of text parts as one text, a line each, as vLLM joins them; other values stay and fail their type."""
+    if not isinstance(value, list):
+        return value
+    if not all(isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text" for part in value):
+        raise ValueError("this server reads text alone: each part has to be {'type': 'text', 'text': ...}")
+    return "\n".join(str(part["text"]) for part in value)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, value: object) -> object:
+        return _without_nulls(value)
+
+
+class _Function(_Strict):
+    name: str
+    arguments: str
+
+
+class _ToolCall(_Strict):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: _Function
+
+
+class _Message(_Strict):
+    role: Annotated[str, Field(min_length=1)]
+    content: Annotated[str, BeforeValidator(_joined_text)] = ""
+    tool_calls: list[_ToolCall] = []
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _keeps_its_text(self) -> Self:
+        # transformers 5.23 drops the text beside tool calls (cli/serving/utils.py:1238).
+        if self.tool_calls and self.content:
+            raise ValueError("a message with both text and tool_calls is not supported: its text would be lost")
+        return self
+
+
+class _TextFormat(_Strict):
+    type: Literal["text"]
+
+
+class _StreamOptions(_Strict):
+    include_usage: bool = True
+
+
+_Zero = Annotated[float, Field(ge=0, le=0)]
+
+
+class AnswerRequest(_Strict):
+    """What chat and plain completions have in common. A parameter without effect here is accepted with its neutral value alone."""
+
+    model: str
+    max_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    stream: bool = False
+    stream_options: _StreamOptions | None = None
+    user: str | None = None
+    n: Literal[1] = 1
+    presence_penalty: _Zero = 0
+    # transformers 5.23 makes a repetition penalty of it, which is another formula (cli/serving/chat_completion.py:361).
+    frequency_penalty: _Zero = 0
+    # transformers 5.23 leaves the stop text in the answer, which OpenAI's API cuts off (generation/stopping_criteria.py).
+    stop: Annotated[list[str], Field(max_length=0)] = []
+
+    @model_validator(mode="after")
+    def _is_computable(self) -> Self:
+        if self.temperature is not None and 0 < self.temperature < COLDEST:
+            raise ValueError(f"temperature {self.temperature} is not supported: give 0 for greedy answers, or at least {COLDEST}")
+        return self
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """Tokens of the answer at most, where the request says."""
+        return self.max_tokens
+
+    def body(self) -> dict[str, Any]:
+        """What the request asks of transformers, without neutral values."""
+        given = {"temperature": self.temperature, "top_p": self.top_p, "seed": self.seed, "stream": self.stream}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class ChatRequest(AnswerRequest):
+    """A request to /v1/chat/completions."""
+
+    messages: Annotated[list[_Message], Field(min_length=1)]
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    tools: list[dict[str, Any]] = []
+    tool_choice: Literal["auto", "none"] = "auto"
+    parallel_tool_calls: Literal[True] = True
+    chat_template_kwargs: dict[str, Any] = {}
+    logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] = {}
+    logprobs: Literal[False] = False
+    top_logprobs: Annotated[int, Field(ge=0, le=0)] = 0
+    response_format: _TextFormat | None = None
+    store: Literal[False] = False
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
+            raise ValueError(f"max_tokens {self.max_tokens} and max_completion_tokens {self.max_completion_tokens} differ: give one")
+        if self.tool_choice == "none" and self.tools:
+            raise ValueError("tool_choice `none` is not supported: leave `tools` out")
+        return self
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """Tokens of the answer at most, by its new name or the old one."""
+        return self.max_completion_tokens or self.max_tokens
+
+    def body(self) -> dict[str, Any]:
+        """What the request asks of transformers, without neutral values."""
+        given = {"tools": self.tools, "chat_template_kwargs": self.chat_template_kwargs, "logit_bias": self.logit_bias}
+        return super().body() | {"messages": self.conversation()} | {name: value for name, value in given.items() if value}
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """The messages as a chat template takes them."""
+        dumped = (message.model_dump(exclude_none=True) for message in self.messages)
+        return [{key: value for key, value in message.items() if key != "tool_calls" or value} for message in dumped]
+
+
+class CompletionRequest(AnswerRequest):
+    """A request to /v1/completions."""
+
+    prompt: Annotated[str, Field(min_length=1)]
+    echo: Literal[False] = False
+    best_of: Literal[1] = 1
+
+    def body(self) -> dict[str, Any]:
+        """What the request asks of transformers, without neutral values."""
+        return super().body() | {"prompt": self.prompt}
+
+
+def parse_request(kind: type[R], body: object) -> R:
+    """The request in `body`; RequestError with status 400 names the first parameter that is wrong or not supported."""
+    try:
+        return kind.model_validate(body)
+    except ValidationError as invalid:
+        error = invalid.errors()[0]
+    name = ".".join(map(str, error["loc"])) or None
+    if error["type"] == "extra_forbidden":
+        raise RequestError(400, f"`{name}` is not supported by this server; leave it out, or serve with --engine vllm", param=name)
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "missing" or name is None:
+        raise RequestError(400, f"`{name}` is missing" if name else message, param=name)
+    raise RequestError(400, f"`{name}` is {error['input']!r:.200}: {message}", param=name)

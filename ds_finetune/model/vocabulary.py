@@ -1,0 +1,106 @@
+"""A vocabulary larger than the published one: old rows of embedding and head as they are, new ones drawn."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig
+
+from ds_finetune.errors import ModelError
+from ds_finetune.model.hub_folder import HubFolder, Shape
+
+_STRIP_NUMEL = 2**20
+"""Elements of a published tensor that are held at a time, whole rows."""
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Rows of the vocabulary in the published weights and in the model, and a tensor's seed by its name."""
+
+    before: int
+    after: int
+    seed_of: Callable[[str], int]
+
+
+def grow_vocabulary(hf_config: PretrainedConfig, ids: int) -> None:
+    """Make the vocabulary hold `ids` tokens where it is smaller; ModelError for a padding row counted from the end."""
+    if ids <= hf_config.vocab_size:
+        return
+    pad = hf_config.pad_token_id
+    if pad is not None and pad < 0:
+        raise ModelError(
+            f"pad_token_id {pad} of the model counts from the end of {hf_config.vocab_size} rows, "
+            f"which model.resize_vocabulary makes {ids}",
+            hint=f"write {pad + hf_config.vocab_size} in config.json",
+        )
+    hf_config.vocab_size = ids
+
+
+class GrownFolder(HubFolder):
+    """Published weights with the shapes of the grown model; `rows` reads what is published and draws what is not.
+
+    A new row is drawn from a normal distribution with the mean and the standard deviation that each column has over
+    the old rows. The draw depends on the tensor's name and the seed, so it is the same for any layout.
+    Which tensors grow is seen from their shapes.
+    """
+
+    def __init__(self, folder: Path, growth: Growth, wanted: Mapping[str, Shape]) -> None:
+        super().__init__(folder)
+        self._growth = growth
+        self._drawn: dict[str, torch.Tensor] = {}
+        grown = {
+            key: shape
+            for key, shape in wanted.items()
+            if shape[:1] == (growth.after,) and self._is_published(key, shape)
+        }
+        self._grown = frozenset(grown)
+        self.shapes = {**self.shapes, **grown}
+
+    def rows(self, key: str, first: int, last: int, columns: slice | None = None) -> torch.Tensor:
+        """Rows `first` to `last`, perhaps some consecutive `columns`, valid until the same thread's next read."""
+        before = self._growth.before
+        if key not in self._grown or last <= before:
+            return super().rows(key, first, last, columns)
+        new = self._new(key)[max(first - before, 0) : last - before]
+        new = new[:, columns] if columns else new
+        return new if first >= before else torch.cat([super().rows(key, first, before, columns), new])
+
+    def is_same(self, key: str, other: str) -> bool:
+        """Whether two tensors are published with the same numbers."""
+        return HubFolder(self.folder).is_same(key, other)
+
+    def check_left(self, keys: Iterable[str]) -> None:
+        """ModelError where one of the tensors that the model does not build has a row for each published token."""
+        stuck = [key for key in keys if self.shapes[key][:1] == (self._growth.before,)]
+        if stuck:
+            raise ModelError(
+                f"model.resize_vocabulary makes {self._growth.after} rows of {self._growth.before}, and "
+                f"{self.folder} has {len(stuck)} tensors of {self._growth.before} rows that the model does not build "
+                f"and an export would copy: {', '.join(stuck)}",
+                hint="train a copy of the model without its multi-token prediction layers",
+            )
+
+    def _is_published(self, key: str, shape: Shape) -> bool:
+        return self.shapes.get(key) == (self._growth.before, *shape[1:])
+
+    def _new(self, key: str) -> torch.Tensor:
+        if key not in self._drawn:
+            mean, deviation = self._moments(key)
+            generator = torch.Generator().manual_seed(self._growth.seed_of(key))
+            shape = (self._growth.after - self._growth.before, *self.shapes[key][1:])
+            self._drawn[key] = (mean + deviation * torch.randn(shape, generator=generator)).float()
+        return self._drawn[key]
+
+    def _moments(self, key: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and standard deviation of each column over the published rows, fp64."""
+        before, width = self._growth.before, self.shapes[key][1:]
+        sums, squares = torch.zeros(width, dtype=torch.float64), torch.zeros(width, dtype=torch.float64)
+        step = max(1, _STRIP_NUMEL // max(1, math.prod(width)))
+        for first in range(0, before, step):
+            values = super().rows(key, first, min(first + step, before)).double()
+            sums += values.sum(dim=0)
+            squares += values.square().sum(dim=0)
+        mean = sums / before
+        return mean, (squares / before - mean.square()).clamp_min(0).sqrt()

@@ -1,0 +1,58 @@
+"""Records of a log that may lose its disk for a while: they wait, and training continues."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+MOST_WAITING = 10_000
+"""Records that wait for room at most; older ones are lost."""
+_LONGEST_PAUSE = 16
+
+
+class Outage(Generic[T]):
+    """Passes records to `write` in order; one that raises OSError waits with those after it, and is tried again ever more rarely.
+
+    `say` prints a line when writing fails, when it works again, and at the end for what is lost.
+    """
+
+    def __init__(self, name: str, write: Callable[[T], None], say: Callable[[str], None]) -> None:
+        self._name, self._write, self._say = name, write, say
+        self._waiting: deque[T] = deque()
+        self._lost = 0
+        self._pause = self._until_next = 0
+
+    def put(self, record: T) -> None:
+        """Write the record and those that wait, or let it wait."""
+        self._waiting.append(record)
+        if len(self._waiting) > MOST_WAITING:
+            self._waiting.popleft()
+            self._lost += 1
+        self._until_next -= 1
+        if self._until_next <= 0:
+            self._try()
+
+    def close(self) -> None:
+        """Try a last time, and report what could not be written."""
+        if self._waiting:
+            self._try()
+        if self._waiting:
+            self._lost += len(self._waiting)
+            self._say(f"{self._name} LACKS {self._lost} RECORDS, for which there was no room")
+
+    def _try(self) -> None:
+        waited = len(self._waiting) - 1
+        try:
+            while self._waiting:
+                self._write(self._waiting[0])
+                self._waiting.popleft()
+        except OSError as full:
+            if not self._pause:
+                self._say(f"{self._name} CANNOT BE WRITTEN: {full.strerror or full}; training continues, and its records wait for room")
+            self._pause = min(max(2 * self._pause, 1), _LONGEST_PAUSE)
+            self._until_next = self._pause
+            return
+        if self._pause:
+            lost = f"; {self._lost} were lost before, because at most {MOST_WAITING} wait" if self._lost else ""
+            self._say(f"{self._name} is written again, with {waited} records that had waited{lost}")
+        self._pause = 0

@@ -1,0 +1,171 @@
+"""Which keys a DeepSpeed JSON may have, at the top and in `zero_optimization`."""
+
+import difflib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from ds_finetune.errors import ConfigError
+
+KNOWN_KEYS = frozenset(
+    [
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+        "optimizer",
+        "bf16",
+        "fp16",
+        "zero_optimization",
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
+        "communication_data_type",
+        "prescale_gradients",
+        "gradient_predivide_factor",
+        "data_types",
+        "aio",
+        "activation_checkpointing",
+        "comms_logger",
+        "flops_profiler",
+        "wall_clock_breakdown",
+        "memory_breakdown",
+        "dump_state",
+        "log_level",
+        "steps_per_print",
+        "seq_parallel_communication_data_type",
+        "disable_allgather",
+        "timers",
+    ]
+)
+"""Top-level keys that are passed on. DeepSpeed 0.19.8 ignores unknown ones without a word (runtime/config.py), so they are refused here."""
+
+OWNED_ELSEWHERE = {
+    "scheduler": "the learning rate belongs to optim.lr_scheduler",
+    "tensor_parallel": "sizes belong to parallel.tp",
+    "expert_parallel": "sizes belong to parallel.ep",
+    "sequence_parallel_size": "sizes belong to parallel.sp",
+    "pipeline": "sizes belong to parallel.pp",
+    "tensorboard": "trackers belong to log.trackers",
+    "wandb": "trackers belong to log.trackers",
+    "managed_gradient_accumulation": "accumulation is derived from train.global_batch_size",
+}
+REMOVED = frozenset(
+    [
+        "elasticity",
+        "nebula",
+        "compression_training",
+        "amp",
+        "quantize_training",
+        "sparse_gradients",
+        "eigenvalue",
+        "sparse_attention",
+        "graph_harvesting",
+        "curriculum_learning",
+        "progressive_layer_drop",
+        "mics_shard_size",
+        "mics_hierarchical_params_gather",
+        "zeropp_loco_param",
+    ]
+)
+"""Keys DeepSpeed 0.19.8 removed and rejects (runtime/config.py:81-132), the last three of `zero_optimization`."""
+RENAMED = {
+    "cpu_offload": 'offload_optimizer: {"device": "cpu"}',
+    "cpu_offload_param": 'offload_param: {"device": "cpu"}',
+    "cpu_offload_use_pin_memory": "offload_optimizer.pin_memory and offload_param.pin_memory",
+    "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
+}
+"""Deprecated keys of `zero_optimization`, which DeepSpeed 0.19.8 turns into others that nothing here would see, and what to write."""
+_STAGE3_ALIASES = (
+    "prefetch_bucket_size",
+    "param_persistence_threshold",
+    "model_persistence_threshold",
+    "max_live_parameters",
+    "max_reuse_distance",
+    "gather_16bit_weights_on_model_save",
+    "module_granularity_threshold",
+    "use_all_reduce_for_fetch_params",
+    "allgather_sequential",
+)
+_ZERO_KEYS = (
+    "stage",
+    "contiguous_gradients",
+    "reduce_scatter",
+    "reduce_bucket_size",
+    "use_multi_rank_bucket_allreduce",
+    "allgather_partitions",
+    "allgather_bucket_size",
+    "overlap_comm",
+    "compute_grad_norm",
+    "load_from_fp32_weights",
+    "elastic_checkpoint",
+    "offload_param",
+    "offload_optimizer",
+    "zenflow",
+    "sub_group_size",
+    *_STAGE3_ALIASES,
+    *(f"stage3_{name}" for name in _STAGE3_ALIASES),
+    "ignore_unused_parameters",
+    "legacy_stage1",
+    "round_robin_gradients",
+    "parameter_alignment",
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "zero_quantized_gradients",
+    "memory_efficient_linear",
+    "pipeline_loading_checkpoint",
+    "override_module_apply",
+    "log_trace_cache_warnings",
+    "enable_sanity_checks",
+    "save_muon_momentum_buffer_in_memory",
+    "leaf_module",
+)
+_OFFLOAD_KEYS = ("device", "nvme_path", "buffer_count", "buffer_size", "pin_memory")
+KNOWN_IN_SECTIONS: Mapping[str, Collection[str]] = {
+    "zero_optimization": _ZERO_KEYS,
+    "zero_optimization.offload_param": (*_OFFLOAD_KEYS, "max_in_cpu"),
+    "zero_optimization.offload_optimizer": (
+        *("device", "nvme_path", "buffer_count", "pin_memory", "pipeline_read", "pipeline_write", "fast_init", "ratio"),
+        *("super_offload", "cpuadam_cores_perc"),
+    ),
+    "zero_optimization.leaf_module": ("classes", "names", "name_suffixes"),
+}
+"""Keys of sections that DeepSpeed 0.19.8 checks only when it builds the engine, by a traceback (zero/config.py,
+zero/offload_config.py)."""
+
+
+def check_keys(tree: Mapping[str, Any], source: str) -> None:
+    """ConfigError for a key that is removed, owned by the run file, or unknown (with the nearest name)."""
+    for key in tree:
+        if key in OWNED_ELSEWHERE:
+            raise ConfigError(
+                f"{source}: `{key}` = {tree[key]!r} does not belong into the DeepSpeed configuration", hint=OWNED_ELSEWHERE[key]
+            )
+        _check_key(f"{source}: ", key, tree[key], KNOWN_KEYS)
+    for section, known in KNOWN_IN_SECTIONS.items():
+        given = _section(tree, section.split("."), source)
+        for key, value in given.items():
+            if key in RENAMED:
+                raise ConfigError(
+                    f"{source}: `{section}.{key}` = {value!r} is deprecated in DeepSpeed 0.19.8", hint=f"write {RENAMED[key]}"
+                )
+            _check_key(f"{source}: in {section}: ", key, value, known)
+
+
+def _section(tree: Mapping[str, Any], path: Sequence[str], source: str) -> Mapping[str, Any]:
+    """The section at `path`, empty where it is not given; ConfigError where something else than a section stands there."""
+    for depth, name in enumerate(path, start=1):
+        found = tree.get(name)
+        if found is not None and not isinstance(found, Mapping):
+            wrong = ".".join(path[:depth])
+            raise ConfigError(f"{source}: `{wrong}` is {found!r}, not a section", hint="see ds_configs/zero3_offload.json")
+        tree = found or {}
+    return tree
+
+
+def _check_key(where: str, key: str, value: object, known: Collection[str]) -> None:
+    if key in REMOVED:
+        raise ConfigError(f"{where}`{key}` = {value!r} was removed in DeepSpeed 0.19.8", hint=f"delete `{key}`")
+    if key not in known:
+        near = difflib.get_close_matches(key, [*known, *OWNED_ELSEWHERE], n=1)
+        hint = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(sorted(known))}"
+        raise ConfigError(f"{where}unknown key `{key}` = {value!r}", hint=hint)

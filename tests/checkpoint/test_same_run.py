@@ -1,0 +1,252 @@
+"""What a resumed run must have in common with its checkpoint, key by key, and what else is compared."""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from pydantic import BaseModel
+
+from ds_finetune.checkpoint.base_config import other_model
+from ds_finetune.checkpoint.files import Manifest, commit, partial_name, step_name
+from ds_finetune.checkpoint.run_state import RunState
+from ds_finetune.checkpoint.same_run import ON_RESUME, PRINTED, REFUSED, ROWS, Inputs, changes, table
+from ds_finetune.config import RunConfig, read_config
+from ds_finetune.continuation import Origin, find_origin, inputs_of, refuse_past_end
+from ds_finetune.errors import CheckpointError
+from ds_finetune.material import Material, gather_material
+from ds_finetune.plan.layout import Plan, make_plan
+from ds_finetune.world import World
+from tests.conftest import ROOT
+from tests.model.tiny import CONFIGS
+from tests.running import tiny_task
+
+TREE: dict[str, Any] = {"model": "m", "data": {"train": "a.jsonl", "eval": "b.jsonl"}, "output_dir": "x"}
+
+
+def keys_of(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Dotted name of every key of the run file."""
+    for name, field in section.model_fields.items():
+        key = f"{prefix}{field.alias or name}"
+        inner = next(
+            (kind for kind in (field.annotation, *getattr(field.annotation, "__args__", ())) if _is_section(kind)), None
+        )
+        yield from [key] if inner is None else keys_of(inner, f"{key}.")
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def test_every_key_of_the_run_file_is_classified() -> None:
+    """A new key has to be put into the table, and the table into the docs, before this passes."""
+    assert set(keys_of(RunConfig)) == ON_RESUME.keys()
+    assert table() in (ROOT / "docs" / "checkpoints.md").read_text()
+
+
+def dumped(tree: dict[str, Any]) -> dict[str, Any]:
+    return RunConfig.model_validate(tree).model_dump(mode="json", by_alias=True)
+
+
+def changed(key: str, config: dict[str, Any]) -> dict[str, Any]:
+    """A run file with another value of one key."""
+    tree = json.loads(json.dumps(config))
+    branch = tree
+    for part in key.split(".")[:-1]:
+        branch = branch[part]
+    branch[key.rpartition(".")[2]] = "another value"
+    return tree
+
+
+def state_of(config: dict[str, Any], **values: Any) -> RunState:
+    given: dict[str, Any] = {
+        "step": 5,
+        "skipped_steps": 0,
+        "tokens_seen": 100,
+        "position": (0, 3),
+        "engine": {},
+        "observers": {},
+        "values": {},
+    }
+    given |= {"data": "rows", "config": config, "layout": {}, "versions": {}}
+    return RunState(**given | values)
+
+
+@pytest.mark.parametrize("key", ON_RESUME)
+def test_a_changed_key_is_refused_printed_or_without_effect(key: str) -> None:
+    before = dumped(TREE | ({"lora": {}} if key.startswith("lora.") else {}))
+    state, config = state_of(before), changed(key, before)
+    if ON_RESUME[key] is REFUSED:
+        with pytest.raises(CheckpointError, match=f"{key} .* -> "):
+            changes(state, Inputs(config, "rows"))
+        return
+    lines = changes(state, Inputs(config, "rows"))
+    assert (ON_RESUME[key] in (PRINTED, ROWS)) == any(
+        line.startswith(f"changed since the checkpoint: {key}") for line in lines
+    ), lines
+    if ON_RESUME[key] is ROWS:
+        with pytest.raises(CheckpointError, match="training rows rows -> others"):
+            changes(state, Inputs(config, "others"))
+
+
+def test_nothing_is_refused_or_printed_where_nothing_changed() -> None:
+    old = dumped(TREE)
+    del old["watchdog"], old["train"]["seed"], old["model"]["resize_vocabulary"]
+    assert changes(state_of(old), Inputs(dumped(TREE), "rows")) == []
+    assert changes(state_of(dumped(TREE)), Inputs(dumped(TREE | {"optim": {"name": "adam"}}), "rows")) == []
+
+
+def test_a_deepspeed_file_whose_contents_changed_is_printed() -> None:
+    """The run file names the same file as before."""
+    config = dumped(TREE | {"deepspeed": "zero2.json"})
+    then = {
+        "zero_optimization": {"stage": 2},
+        "train_batch_size": 8,
+        "optimizer": {"params": {"eps": 1}},
+        "communication_data_type": "fp32",
+    }
+    now = then | {"communication_data_type": "bf16", "train_batch_size": 16}
+    lines = changes(state_of(config, deepspeed=then), Inputs(config, "rows", deepspeed=now))
+    assert lines == ["changed since the checkpoint: DeepSpeed's communication_data_type 'fp32' -> 'bf16'"]
+
+
+def test_another_version_is_printed() -> None:
+    lines = changes(state_of(dumped(TREE), versions={"torch": "1.0"}), Inputs(dumped(TREE), "rows"))
+    assert [line.partition("->")[0] for line in lines] == ["changed since the checkpoint: torch 1.0 "]
+
+
+@pytest.mark.parametrize(
+    ("best", "sections", "is_refused"),
+    [
+        (1.5, {}, True),
+        (math.inf, {}, False),
+        (1.5, {"eval": {"keep_best": False}, "checkpoint": {"keep_best": False}}, False),
+        (1.5, {"eval": {"keep_best": False, "patience": 2}, "checkpoint": {"keep_best": False}}, True),
+    ],
+)
+def test_losses_on_other_evaluation_rows_are_not_compared(
+    best: float, sections: dict[str, Any], is_refused: bool
+) -> None:
+    config = dumped(TREE | sections)
+    state = state_of(config, observers={"best": {"best_loss": best}}, held_out="8 rows, abc")
+    if is_refused:
+        with pytest.raises(
+            CheckpointError,
+            match=r"remembers the best eval/loss 1\.5000 of other rows: evaluation rows 8 rows, abc -> 9 rows, def",
+        ):
+            changes(state, Inputs(config, "rows", held_out="9 rows, def"))
+    else:
+        assert changes(state, Inputs(config, "rows", held_out="9 rows, def")) == [
+            "changed since the checkpoint: evaluation rows 8 rows, abc -> 9 rows, def"
+        ]
+    assert changes(state, Inputs(config, "rows", held_out="8 rows, abc")) == []
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (lambda tree: tree.update(rms_norm_eps=1e-3), "rms_norm_eps 1e-06 -> 0.001"),
+        (lambda tree: tree.update(rope_theta=5e5), "rope_parameters.rope_theta 10000.0 -> 500000.0"),
+        (lambda tree: tree.update(num_experts_per_tok=3), "num_experts_per_tok 2 -> 3"),
+        (lambda tree: tree.update(attention_dropout=0.1), "attention_dropout 0.0 -> 0.1"),
+        (lambda tree: tree.update(pad_token_id=3), "pad_token_id None -> 3"),
+        (
+            lambda tree: tree.update(routed_scaling_factor=1.0, n_group=1),
+            "n_group 2 -> 1; routed_scaling_factor 2.5 -> 1.0",
+        ),
+        (lambda tree: tree.update(rope_parameters={"rope_theta": 10000.0, "rope_type": "default"}), ""),
+        (
+            lambda tree: tree.update(
+                torch_dtype="float32",
+                transformers_version="4.1",
+                use_cache=False,
+                auto_map={"a": "b"},
+                _name_or_path="x",
+            ),
+            "",
+        ),
+        (lambda tree: tree.update(rms_norm_eps=1e-6, attention_dropout=0.0), ""),
+    ],
+)
+def test_a_config_json_that_changes_numbers_is_another_model(
+    edit: Callable[[dict[str, Any]], None], said: str, tmp_path: Path
+) -> None:
+    kept = {"model_type": "deepseek_v3", **CONFIGS["deepseek_v3"]}
+    (tmp_path / "config.json").write_text(json.dumps(kept))
+    edit(now := dict(kept))
+    found = other_model(tmp_path, "config.json", now)
+    assert (found.message if found else "").partition("trained with: ")[2] == said
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Iterator[tuple[Plan, Material]]:
+    """A run that has a checkpoint of step 3, whose state and config.json are those of a real start."""
+    run_file = tiny_task(
+        tmp_path / "t", checkpoint={"every": "1 steps", "asynchronous": False}, data={"eval": [], "workers": 1}
+    )
+    config = read_config(run_file)
+    model = tmp_path / "t" / "model" / "config.json"
+    model.write_text(json.dumps(json.loads(model.read_text()) | {"attention_dropout": 0.1}))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    plan = make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cpu")
+    material = gather_material(config)
+    state = replace(state_of({}), step=3, position=(0, 20), layout={"mesh": "dp 2"}, **asdict(inputs_of(plan, material)))
+    partial = Path(config.output_dir) / "checkpoints" / partial_name(3, "a")
+    partial.mkdir(parents=True)
+    beside = {"base/config.json": str(material.folder / "config.json")}
+    commit(partial, Manifest(3, 1, (), "host", "a", None, {}), {"state.json": state.text()}, beside, lambda: False)
+    yield plan, material
+    dist.destroy_process_group()
+
+
+def resumed(plan: Plan) -> tuple[Origin, list[str]]:
+    lines: list[str] = []
+    origin = find_origin(plan, gather_material(plan.config), lines.append)
+    if origin.held is not None:
+        origin.held.close()
+    return origin, lines
+
+
+def test_an_edited_config_json_is_not_resumed_with(saved: tuple[Plan, Material]) -> None:
+    plan, material = saved
+    origin, lines = resumed(plan)
+    assert origin.progress.step == 3
+    assert not [line for line in lines if "changed" in line]
+    assert lines[-1] == "attention_dropout 0.1 draws other numbers than without the interruption: layout dp 2 -> dp 1"
+    file = material.folder / "config.json"
+    tree = json.loads(file.read_text())
+    file.unlink()
+    file.write_text(json.dumps(tree | {"rms_norm_eps": 0.5, "_name_or_path": "elsewhere"}))
+    with pytest.raises(CheckpointError, match=r"trained with: rms_norm_eps 1e-06 -> 0\.5"):
+        resumed(plan)
+
+
+def test_a_renamed_checkpoint_is_not_resumed_from(saved: tuple[Plan, Material]) -> None:
+    """Not even where an older one could be taken: the renamed one would be lost."""
+    checkpoints = Path(saved[0].config.output_dir) / "checkpoints"
+    (checkpoints / step_name(3)).rename(checkpoints / step_name(30))
+    with pytest.raises(CheckpointError, match="its name says step 30 and it holds step 3"):
+        resumed(saved[0])
+
+
+def test_a_run_that_is_past_its_end_is_refused(saved: tuple[Plan, Material]) -> None:
+    """It would export the weights of step 3 as those of a run of two steps."""
+    origin, _ = resumed(saved[0])
+    refuse_past_end(origin, steps=3, duration="3 steps")
+    with pytest.raises(CheckpointError, match=r"is of step 3, and train\.for 2 steps ends after step 2"):
+        refuse_past_end(origin, steps=2, duration="2 steps")
+
+
+def test_rows_that_a_longer_run_does_not_see_are_printed(saved: tuple[Plan, Material]) -> None:
+    """The checkpoint is of step 3 with a batch of 8, and only 20 rows were given out when the run ended."""
+    plan = saved[0]
+    _, lines = resumed(replace(plan, config=plan.config.model_copy(update={"train": longer(plan)})))
+    assert "4 rows of epoch 1 are left out: step 3 was the last one, and not full" in lines
+
+
+def longer(plan: Plan) -> Any:
+    return plan.config.train.model_copy(update={"duration": "2 epochs"})

@@ -1,0 +1,39 @@
+"""The process that writes a part while training goes on, under the signals that reach every process of a job."""
+
+import signal
+import time
+
+import pytest
+import torch
+
+from ds_finetune.checkpoint.staging import WriterProcess
+
+SECONDS = 60.0
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_the_whole_job_does_not_end_a_save(number: signal.Signals, tmp_path) -> None:  # noqa: ANN001
+    """SIGHUP is that of a terminal that closes."""
+    writer = WriterProcess()
+    writer.start()
+    writer.begin(40)
+    writer.write(torch.arange(10, dtype=torch.float32))
+    # An answer says that it has set its handlers.
+    writer.send("remove", folders=[])
+    _answered(writer)
+    assert writer._process is not None
+    writer._process.send_signal(number)
+    part = tmp_path / "part"
+    writer.send("write", part=str(part), num_bytes=40, commit=None)
+    assert _answered(writer) == []
+    assert torch.frombuffer(bytearray(part.read_bytes()), dtype=torch.float32).tolist() == list(range(10))
+    writer.close()
+
+
+def _answered(writer: WriterProcess) -> list[str]:
+    until, errors = time.monotonic() + SECONDS, []
+    while writer.is_busy:
+        assert time.monotonic() < until
+        errors += writer.errors()
+        time.sleep(0.01)
+    return errors

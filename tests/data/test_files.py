@@ -1,0 +1,99 @@
+"""What a data file holds: compressed, with a BOM, in another encoding, and values that look like missing ones."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow
+import pytest
+
+from ds_finetune.data.sources import find_sources, read_records
+from ds_finetune.errors import DataError
+
+ROWS = [{"prompt": "a", "completion": "b"}, {"prompt": "Zürich 東京", "completion": "d"}]
+LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
+
+
+def rows_of(path: Path) -> list[dict[str, object]]:
+    return [dict(record) for source in find_sources([str(path)]) for _, record in read_records(source)]
+
+
+def zstd(content: bytes) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(sink, "zstd") as out:
+        out.write(content)
+    return sink.getvalue().to_pybytes()
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.JSONL", "rows.jsonl.gz", "ROWS.JSONL.GZ", "rows.jsonl.zst", "rows.ndjson"])
+@pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"], ids=["plain", "bom"])
+def test_compressed_files_capital_endings_and_marks_of_byte_order(tmp_path: Path, name: str, bom: bytes) -> None:
+    pack = gzip.compress if name.lower().endswith(".gz") else zstd if name.endswith(".zst") else bytes
+    (tmp_path / name).write_bytes(pack(bom + LINES))
+    assert rows_of(tmp_path / name) == rows_of(tmp_path) == ROWS
+
+
+@pytest.mark.parametrize(("kind", "pack"), [("gz", gzip.compress), ("zst", zstd)])
+def test_a_compressed_file_that_is_cut_short_is_an_error(tmp_path: Path, kind: str, pack: object) -> None:
+    path = tmp_path / f"rows.jsonl.{kind}"
+    path.write_bytes(pack(LINES * 1000)[:-6])  # type: ignore[operator]
+    with pytest.raises(DataError, match=r"rows.jsonl.* cannot be decompressed") as caught:
+        rows_of(path)
+    assert " -t " in caught.value.hint
+
+
+def test_a_compressed_parquet_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.parquet.gz").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"ends in `\.parquet\.gz`"):
+        rows_of(tmp_path / "rows.parquet.gz")
+
+
+def test_values_of_csv_are_text(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text('\ufeffprompt,completion\n"Namibia, in two letters?",NA\nnull,007\n"two\nlines ""quoted""",\n', encoding="utf-8")
+    assert rows_of(path) == [
+        {"prompt": "Namibia, in two letters?", "completion": "NA"},
+        {"prompt": "null", "completion": "007"},
+        {"prompt": 'two\nlines "quoted"', "completion": ""},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("prompt,completion\na,b,c\n", "row 1 (line 2) has 3 values and the header 2 columns"),
+        ("prompt,completion\na\n", "row 1 (line 2) has 1 values and the header 2 columns"),
+        ("prompt,prompt\na,b\n", "two columns named `prompt`"),
+        ('prompt,completion\na,"b\n', "is not CSV: unexpected end of data"),
+    ],
+)
+def test_csv_that_does_not_fit_its_header(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "rows.csv").write_text(content)
+    with pytest.raises(DataError) as caught:
+        rows_of(tmp_path / "rows.csv")
+    assert message in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "place"),
+    [
+        ("rows.jsonl", b'{"text": "ok"}\n{"text": "caf\xe9"}\n', "rows.jsonl line 2 is not UTF-8: byte 0xe9 at offset 28 of"),
+        ("rows.json", b'[{"text": "caf\xe9"}]', "rows.json is not UTF-8: byte 0xe9 at offset 14 of"),
+        ("rows.csv", b"text\nok\ncaf\xe9\n", "rows.csv line 3 is not UTF-8: byte 0xe9 at offset 11 of"),
+        ("rows.txt", b"\xef\xbb\xbfcaf\xe9", "rows.txt is not UTF-8: byte 0xe9 at offset 6 of"),
+    ],
+)
+def test_latin1_is_named_with_the_byte(tmp_path: Path, name: str, content: bytes, place: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        rows_of(tmp_path / name)
+    assert place in caught.value.message
+    assert content[int(caught.value.message.split("offset ")[1].split()[0])] == 0xE9
+    assert "iconv -f LATIN1 -t UTF-8" in caught.value.hint
+
+
+def test_utf16_is_named(tmp_path: Path) -> None:
+    (tmp_path / "rows.txt").write_bytes("text".encode("utf-16"))
+    with pytest.raises(DataError) as caught:
+        rows_of(tmp_path / "rows.txt")
+    assert "iconv -f UTF-16" in caught.value.hint

@@ -1,0 +1,46 @@
+"""The tokenizer of a folder makes the tokens of its file, whatever class transformers takes for it."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ds_finetune.data.tokenizer_files import load_tokenizer
+from ds_finetune.errors import DataError
+
+QWEN2 = "deepseek-ai--DeepSeek-R1-Distill-Qwen-1.5B"
+
+
+def folder_of(shared_data: Path, tmp_path: Path, *, tokenizer: str, config: str) -> Path:
+    folder = tmp_path / "model"
+    shutil.copytree(shared_data / "tokenizers" / tokenizer, folder)
+    shutil.copy(shared_data / "configs" / config / "config.json", folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "config"),
+    [("deepseek-r1-distill-qwen", QWEN2), ("deepseek-coder", "deepseek-ai--DeepSeek-V2-Lite"), ("deepseek-llm", "meta-llama--Meta-Llama-3.1-8B")],
+)
+def test_a_tokenizer_that_is_loaded_as_published(shared_data: Path, tmp_path: Path, tokenizer: str, config: str) -> None:
+    assert load_tokenizer(str(folder_of(shared_data, tmp_path, tokenizer=tokenizer, config=config)))
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "name", "text"),
+    [("deepseek-coder", "code", "#include <x>"), ("deepseek-llm", "accents", "café cafe\u0301")],
+)
+def test_a_tokenizer_that_transformers_replaces(shared_data: Path, tmp_path: Path, tokenizer: str, name: str, text: str) -> None:
+    folder = folder_of(shared_data, tmp_path, tokenizer=tokenizer, config=QWEN2)
+    with pytest.raises(DataError) as caught:
+        load_tokenizer(str(folder))
+    assert f"{folder / 'tokenizer.json'} as Qwen2Tokenizer, which makes other tokens of {name} (" in caught.value.message
+    assert repr(text)[1:-1] in caught.value.message
+    found, wanted = caught.value.message.rpartition(" on: ")[2].split(" instead of ")
+    assert found != wanted
+    assert all(part[0] == "[" and part[-1] == "]" for part in (found, wanted))
+    (folder / "config.json").unlink()
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": "PreTrainedTokenizerFast"}))
+    assert load_tokenizer(str(folder)), "what the hint says helps"

@@ -1,0 +1,152 @@
+"""Which GPU a rank takes, and that ranks which cannot work together are refused before a process group opens."""
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_finetune.engine import devices, processes
+from ds_finetune.engine.devices import deepspeeds_local_rank, exchange, present_gpus, refuse_other_devices, visible_device
+from ds_finetune.engine.processes import choose_device, process_group
+from ds_finetune.errors import ConfigError, LaunchError, RunError
+from ds_finetune.world import World
+
+SOON = timedelta(seconds=0.2)
+
+
+@pytest.fixture(autouse=True)
+def environ(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`choose_device` tells DeepSpeed by a variable, and groups export who they are."""
+    kept = dict(os.environ)
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    yield
+    os.environ.clear()
+    os.environ.update(kept)
+
+
+def _gpus(monkeypatch: pytest.MonkeyPatch, *, usable: int, present: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: usable > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: usable)
+    monkeypatch.setattr(processes, "present_gpus", lambda: present)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "usable", "present", "device"),
+    [(None, 2, 2, "cuda"), ("cuda", 2, 2, "cuda"), ("cpu", 2, 2, "cpu"), ("cpu", 0, 2, "cpu"), (None, 0, 0, "cpu"), ("", 0, 0, "cpu")],
+)
+def test_the_device_is_what_is_asked_for_and_there(
+    monkeypatch: pytest.MonkeyPatch, wanted: str | None, usable: int, present: int, device: str
+) -> None:
+    _gpus(monkeypatch, usable=usable, present=present)
+    if wanted is not None:
+        monkeypatch.setenv("DS_ACCELERATOR", wanted)
+    assert choose_device() == os.environ["DS_ACCELERATOR"] == device
+
+
+@pytest.mark.parametrize(
+    ("wanted", "present", "message"),
+    [
+        ("cuda", 0, f"DS_ACCELERATOR is cuda, and torch {torch.__version__} can use no GPU on {socket.gethostname()}: "),
+        (None, 8, f"{socket.gethostname()} has 8 NVIDIA GPUs, and torch {torch.__version__} can use none: "),
+        ("xpu", 0, "DS_ACCELERATOR is `xpu`"),
+    ],
+)
+def test_a_gpu_that_cannot_be_used_never_becomes_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, wanted: str | None, present: int, message: str
+) -> None:
+    _gpus(monkeypatch, usable=0, present=present)
+    if wanted is not None:
+        monkeypatch.setenv("DS_ACCELERATOR", wanted)
+    with pytest.raises(ConfigError) as caught:
+        choose_device()
+    assert caught.value.message.startswith(message)
+    assert caught.value.message != message or wanted == "xpu", "the cause is missing"
+    assert "cpu" in caught.value.hint
+
+
+def test_gpus_that_are_hidden_on_purpose_are_not_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert present_gpus(tmp_path) == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert present_gpus(tmp_path) == 0
+
+
+@pytest.mark.parametrize(("visible", "local_ranks"), [(8, [0, 1, 7]), (1, [0, 1, 7])])
+def test_a_rank_takes_its_own_gpu_or_the_only_one_it_sees(
+    monkeypatch: pytest.MonkeyPatch, visible: int, local_ranks: list[int]
+) -> None:
+    _gpus(monkeypatch, usable=visible, present=visible)
+    wanted = [0] * len(local_ranks) if visible == 1 else local_ranks
+    assert [visible_device(rank) for rank in local_ranks] == wanted
+
+
+def test_more_ranks_than_visible_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    _gpus(monkeypatch, usable=2, present=2)
+    with pytest.raises(LaunchError, match="local rank 2 sees 2 GPUs"):
+        visible_device(2)
+
+
+def test_deepspeed_sees_the_number_of_the_gpu_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under Open MPI it asserts that both variables are equal (0.19.8, runtime/engine.py:1962)."""
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "3")
+    with deepspeeds_local_rank(0):
+        assert (os.environ["LOCAL_RANK"], os.environ["OMPI_COMM_WORLD_LOCAL_RANK"]) == ("0", "0")
+    assert (os.environ["LOCAL_RANK"], os.environ["OMPI_COMM_WORLD_LOCAL_RANK"]) == ("3", "3")
+
+
+def _rank(device: str, gpu: str = "", host: str = "a") -> str:
+    return json.dumps({"device": device, "gpu": gpu, "host": host})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ([_rank("cuda", "x"), _rank("cpu", host="b")], "rank 0 on a uses cuda and rank 1 on b uses cpu"),
+        ([_rank("cpu"), _rank("cuda", "x", "b")], "rank 0 on a uses cpu and rank 1 on b uses cuda"),
+        ([_rank("cuda", "x"), _rank("cuda", "y"), _rank("cuda", "x")], "ranks 0 and 2 on a use the same GPU x"),
+    ],
+)
+def test_ranks_that_cannot_work_together_are_named(ranks: list[str], message: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        refuse_other_devices(ranks)
+    assert caught.value.message == message
+
+
+def test_ranks_that_can_work_together_are_not_refused() -> None:
+    refuse_other_devices([_rank("cpu"), _rank("cpu")])
+    refuse_other_devices([_rank("cuda", "x"), _rank("cuda", "y"), _rank("cuda", "z", "b")])
+
+
+def test_ranks_exchange_texts_through_the_store() -> None:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(3) as pool:
+        sent = [pool.submit(exchange, store, World(r, 3, r, 3, "t"), "x", f"of {r}", timeout=SOON * 50) for r in range(3)]
+        assert [one.result() for one in sent] == [["of 0", "of 1", "of 2"]] * 3
+
+
+def test_ranks_that_do_not_write_are_named() -> None:
+    with pytest.raises(RunError, match=r"rank 0 has waited 0:00:00.2\d* for the operators of ranks 1, 2"):
+        exchange(dist.HashStore(), World(0, 3, 0, 3, "t"), "operators", "mine", timeout=SOON)
+
+
+def test_no_process_group_is_opened_by_ranks_on_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One host's GPU has failed: its rank would open gloo, and the others NCCL."""
+    store = dist.HashStore()
+    store.set("device/1", _rank("cuda", "x", "b"))
+    monkeypatch.setattr(devices.socket, "gethostname", lambda: "a")
+    with (
+        pytest.raises(LaunchError, match="rank 0 on a uses cpu and rank 1 on b uses cuda"),
+        process_group(World(0, 2, 0, 1, "t"), "cpu", store, timeout=SOON),
+    ):
+        pass
+    assert not dist.is_initialized()

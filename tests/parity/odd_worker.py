@@ -1,0 +1,96 @@
+"""Started by the tests as `torchrun --nproc-per-node 2 odd_worker.py FOLDER`: one step on odd data in every layout of two ranks."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import numpy as np
+import torch
+
+from ds_finetune.cli import leave
+from ds_finetune.config import RunConfig
+from ds_finetune.data.batches import eval_batches, training_batches
+from ds_finetune.data.documents import Limits, gather
+from ds_finetune.data.packed import PreparedRows
+from ds_finetune.data.template import Tokens
+from ds_finetune.engine.core import Engine
+from ds_finetune.engine.processes import choose_device, process_group
+from ds_finetune.engine.start import start_engine
+from ds_finetune.model.build import read_hf_config
+from ds_finetune.plan.layout import make_plan
+from ds_finetune.selftest.plain import BETAS
+from ds_finetune.selftest.steps import _gradients, batch_plan
+from ds_finetune.world import World
+
+ROW = 16
+Document = tuple[list[int], list[bool]]
+LONG = list(range(20, 20 + ROW))
+SHAPES: dict[str, list[Document]] = {
+    "two-tokens": [([5, 6], [False, True])],
+    "first-token-of-a-row": [(LONG, [False, True] + [False] * (ROW - 2))],
+    "last-token-of-a-row": [(LONG, [False] * (ROW - 1) + [True])],
+    "whole-rows": [(LONG, [True] * ROW), (LONG[::-1], [True] * ROW), (LONG, [False] * 8 + [True] * 8)],
+}
+"""Documents of one step of four rows, so that some forwards and ranks have nothing, by name."""
+LAYOUTS: tuple[tuple[str, int, dict[str, int]], ...] = (
+    ("deepseek_v3", 0, {}),
+    ("deepseek_v3", 1, {}),
+    ("deepseek_v3", 2, {}),
+    ("deepseek_v3", 3, {}),
+    ("deepseek_v3", 3, {"tp": 2}),
+    ("deepseek_v3", 3, {"sp": 2}),
+    ("deepseek_v3", 3, {"ep": 2}),
+    ("deepseek_v3", 1, {"pp": 2}),
+    ("qwen2", 2, {"tp": 2}),
+    ("qwen2", 1, {"pp": 2}),
+)
+"""Family, ZeRO stage and sizes; the embedding of qwen2 is tied."""
+
+
+def name_of(family: str, stage: int, parallel: dict[str, int]) -> str:
+    """A name for files and test ids."""
+    return "-".join([family, f"zero{stage}", *(f"{axis}{size}" for axis, size in parallel.items())])
+
+
+def main() -> None:
+    """Do one step of every layout on every shape in one world: packed and padded in turn."""
+    folder, world, device = Path(sys.argv[1]), World.from_environment(os.environ), choose_device()
+    with process_group(world, device):
+        for number, (family, stage, parallel) in enumerate(LAYOUTS):
+            for turn, (shape, documents) in enumerate(SHAPES.items()):
+                config = _config(folder / family, stage, parallel, packing=bool((number + turn) % 2))
+                plan = make_plan(config, world=world, device=device)
+                with start_engine(plan, read_hf_config(config.model.path)) as engine:
+                    found = _step(engine, _rows(documents))
+                if world.rank == 0:
+                    torch.save(found, folder / f"{name_of(family, stage, parallel)}-{shape}.pt")
+
+
+def _config(model: Path, stage: int, parallel: dict[str, int], *, packing: bool) -> RunConfig:
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 40}
+    tree: dict[str, Any] = {"model": str(model), "data": {"train": "none", "packing": packing, "shuffle": False}, "output_dir": "none"}
+    tree |= {"parallel": parallel, "deepspeed": {"zero_optimization": zero}, "optim": {"betas": list(BETAS)}}
+    train = {"precision": "fp32", "global_batch_size": 4, "micro_batch_size": 1, "max_seq_len": ROW, "max_grad_norm": 0}
+    return RunConfig.model_validate(tree | {"train": train})
+
+
+def _rows(documents: list[Document]) -> PreparedRows:
+    kept, counts = gather([Tokens(ids, mask) for ids, mask in documents], Limits(ROW, "truncate"))
+    return PreparedRows(kept, np.arange(len(documents)), np.arange(len(documents) + 1), counts)
+
+
+def _step(engine: Engine, rows: PreparedRows) -> dict[str, Any]:
+    evaluated = engine.evaluate(eval_batches(rows, batch_plan(engine.plan)))
+    assert evaluated is not None
+    (batch,) = training_batches(rows, batch_plan(engine.plan), start_step=0, total_rows=len(rows))
+    result = engine.step(batch, lr=1e-3)
+    found = {"loss": result.loss, "norm": result.grad_norm, "supervised": result.num_supervised_tokens, "eval": evaluated.loss}
+    return found | {"gradients": _gradients(engine)}
+
+
+if __name__ == "__main__":
+    main()
+    leave()
