@@ -83,6 +83,25 @@ def test_text_beside_a_tool_call(chat: Chat) -> None:
     assert chat.tokens(R1, [ASKED, {**CALLS, "content": ""}]).dropped == ""
 
 
+STRICT = """{% for m in messages %}{% if m.tool_calls %}{% for c in m.tool_calls %}{% if c.id | length != 9 %}{{ raise_exception('id') }}
+{% endif %}[CALL]{{ c.function | tojson }}{% endfor %}{{ eos_token }}{% else %}[{{ m.role }}]{{ m.content }}{% endif %}
+{% if m.role == 'assistant' and not m.tool_calls %}{{ eos_token }}{% endif %}{% endfor %}"""
+WRITES_NONE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}[CALL]{{ c.function | tojson }}{% endfor %}"
+    "{{ eos_token if m.role == 'assistant' }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("source", [STRICT, WRITES_NONE])
+def test_templates_are_asked_how_they_want_tool_calls(chat_tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+    calls = {"role": "assistant", "content": None, "tool_calls": [{**CALL, "id": "abcdefghi"}]}
+    chat = Chat(chat_tokenizer, {"own": source})
+    (call, answer) = chat.supervised("own", [ASKED, calls, RESULT, SAID])
+    assert '[CALL]{"name": "add", "arguments": {"a": 2, "b": "é"}}' in call
+    assert "None" not in call
+    assert answer.endswith(f"It is 4.{EOS}")
+
+
 def test_calls_after_the_end_of_a_turn_are_lost(chat: Chat) -> None:
     """R1's template ends the turn behind the second call of three."""
     assert chat.tokens(R1, [ASKED, {**CALLS, "tool_calls": [CALL] * 3}]).dropped == "calls"
@@ -100,6 +119,8 @@ def test_templates_that_ignore_tools_or_reasoning_are_reported(chat: Chat, name:
 def test_reasoning_in_a_field_is_rendered_as_the_template_knows_it(chat: Chat) -> None:
     thought = {**SAID, "reasoning_content": "2 and 2"}
     assert chat.supervised(QWEN3, [ASKED, thought]) == ["<think>\n2 and 2\n</think>\n\nIt is 4.<|im_end|>"]
+    # Without a question Qwen3's template writes no reasoning.
+    assert chat.tokens(QWEN3, [{"role": "system", "content": "Think."}, thought]).dropped == "reasoning"
     tokens = chat.tokens(R1, [ASKED, thought])
     assert chat.shown(tokens).endswith(f"<｜Assistant｜><think>\n⟦2 and 2\n</think>\n\nIt is 4.{EOS}⟧")
     assert not tokens.lead_differs
