@@ -15,6 +15,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
+from transformers import PretrainedConfig
 
 from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.config import RunConfig
@@ -43,8 +44,10 @@ from ds_finetune.export.interruption import Interruption
 from ds_finetune.export.verify import Verdict
 from ds_finetune.loop import BEGINNING, Progress, run, training_steps
 from ds_finetune.material import Material, gather_material, model_config
+from ds_finetune.model.families import family_of
 from ds_finetune.model.lora import chosen_targets, lora_lines
 from ds_finetune.model.stages import stages_of
+from ds_finetune.model.unreached import patterns_of, unreached_parameters
 from ds_finetune.observers.checkpointing import Checkpointing, Kept
 from ds_finetune.observers.evaluation import BestAndPatience, Evaluation, matches
 from ds_finetune.observers.interrupts import Interrupts
@@ -126,12 +129,34 @@ def prepared(config: RunConfig, world: World) -> tuple[Plan, Material, LrSchedul
     check_divides(plan.mesh, hf_config.to_dict(), pp_layers=config.parallel.pp_layers)
     stages_of(hf_config, config.parallel)
     lora_lines(hf_config, config.lora)
+    plan = freeze_unreached(plan, hf_config)
     material = gather_material(config)
     check_space(plan, material)
     schedule = lr_schedule(config, material)
     rows = None if isinstance(material.train, StreamedRows) else len(material.train)
     notes = check_run_length(config, steps=schedule.steps, warmup=schedule.warmup_steps, rows=rows)
     return plan, replace(material, notes=(*material.notes, *notes)), schedule
+
+
+def freeze_unreached(plan: Plan, hf_config: PretrainedConfig) -> Plan:
+    """The plan without training of parameters that no loss reaches, which weight decay would shrink; with a note that names them.
+
+    Model types of the table have none.
+    """
+    if plan.config.lora is not None or not family_of(hf_config.model_type).is_generic:
+        return plan
+    try:
+        names = unreached_parameters(hf_config, tokens=plan.config.train.max_seq_len)
+    except NotImplementedError as unknown:
+        note = (
+            f"not examined: whether the loss reaches every parameter of model_type {hf_config.model_type} ({unknown}); "
+            f"optim.weight_decay {plan.config.optim.weight_decay} would shrink one that it does not reach"
+        )
+        return replace(plan, notes=(*plan.notes, note)) if plan.config.optim.weight_decay else plan
+    if not names:
+        return plan
+    note = f"frozen: {len(names)} parameters that the loss does not reach, kept as they are: {patterns_of(names)}"
+    return replace(plan, frozen=names, notes=(*plan.notes, note))
 
 
 @contextmanager

@@ -102,12 +102,15 @@ def _ops(cluster: Cluster, need: Need) -> Iterator[Check]:
     arguments = {host: {"requests": requests, "seconds": _BUILD_SECONDS} for host in cluster.sessions}
     what = f"{' and '.join(names)} of DeepSpeed; a first build takes minutes, {_BUILD_SECONDS / 60:.0f} at most"
     for host, answers in cluster.ask("apart", arguments, seconds=_BUILD_SECONDS + _MARGIN, what=what).items():
-        yield from (_op(host, name, answer) for name, answer in zip(names, answers, strict=True))
+        yield from (op_check(host, name, answer, need.ops[name]) for name, answer in zip(names, answers, strict=True))
 
 
-def _op(host: str, name: str, answer: Mapping[str, Any]) -> Check:
+def op_check(host: str, name: str, answer: Mapping[str, Any], settings: Mapping[str, Any]) -> Check:
+    """What came of building and running an operator; one with a substitute need not be built."""
     if "value" in answer:
         return Check(name, host, "ok", answer["value"])
+    if "refused" in answer and "substitute" in settings:
+        return Check(name, host, "warn", f"{answer['refused']}; the run will use {settings['substitute']}", answer["hint"])
     if "refused" in answer:
         return Check(name, host, "fail", answer["refused"], answer["hint"])
     last = ([line for line in answer["said"].splitlines() if line.strip()] or ["it said nothing"])[-1]

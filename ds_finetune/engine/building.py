@@ -28,9 +28,8 @@ def build_ops(plan: Plan, agree: Agree, say: Say) -> Plan:
     """
     problems = {name: _problem(name, say) for name in needed_ops(plan)}
     everywhere = [json.loads(text) for text in agree(json.dumps(problems))]
-    may_replace = plan.needs_fused_adam and "torch_adam" not in plan.deepspeed["optimizer"]["params"]
     for rank, (name, (problem, hint)) in ((r, item) for r, found in enumerate(everywhere) for item in found.items()):
-        if problem and name == "fused_adam" and may_replace:
+        if problem and name == "fused_adam" and plan.may_take_torch_adam:
             return plan.with_torch_adam(f"On rank {rank}: {problem}")
         if problem:
             raise ConfigError(f"rank {rank}: {problem}", hint=hint)

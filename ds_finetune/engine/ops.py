@@ -38,13 +38,16 @@ def _nothing(_: str) -> None:
 
 
 def needed_ops(plan: Plan) -> dict[str, dict[str, Any]]:
-    """Names of the operators that a run of `plan` will build, each with its settings as `check_op` takes them."""
+    """Names of the operators that a run of `plan` will build, each with its settings as `check_op` takes them.
+
+    `substitute` names what takes the place of one that cannot be built.
+    """
     name = plan.config.optim.name.lower()
     found: dict[str, dict[str, Any]] = {}
     if plan.offload_optimizer != "none" and name in _OFFLOADED:
         found[_OFFLOADED[name]] = {}
     elif plan.needs_fused_adam:
-        found["fused_adam"] = {}
+        found["fused_adam"] = {"substitute": "torch's fused AdamW"} if plan.may_take_torch_adam else {}
     elif plan.device == "cuda" and name in ("lion", "lamb"):
         found[f"fused_{name}"] = {}
     zero = plan.deepspeed["zero_optimization"]

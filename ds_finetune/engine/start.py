@@ -95,6 +95,8 @@ def _built(plan: Plan, hf_config: PretrainedConfig, groups: Groups, *, has_weigh
         # After the weights, of which every one is accounted for; what is drawn for adapters depends on their names alone.
         share = partial(_share, lm) if stage3 else _keep
         install_lora(lm, chosen_targets(hf_config, lora), lora, seed=plan.config.train.seed, where=where, share=share)
+    for name in plan.frozen:
+        lm.get_parameter(name).requires_grad_(False)
     if groups.stage is not None and is_copy_of_tied(lm, groups.stage):
         mark_copy(lm.get_input_embeddings().weight)
     if groups.stage is None or groups.stage.is_last:

@@ -3,14 +3,17 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from ds_finetune.engine.fragments import partition
 from ds_finetune.engine.masters import Master, Part, masters_of
 from ds_finetune.engine.pipeline import is_copy
 from ds_finetune.engine.processes import everyones
+from ds_finetune.model.build import Fragment
 from ds_finetune.model.cuts import Cut, model_shape
 from ds_finetune.plan.layout import Plan
 
@@ -76,7 +79,8 @@ class EngineState:
             torch.cuda.synchronize()
         swapped = [[master] for master in self._masters if master.is_swapped]
         here = [master for master in self._masters if not master.is_swapped]
-        return [self._group(masters, restoring) for masters in [here, *swapped] if masters] + [self._buffers(restoring)]
+        trained = [self._group(masters, restoring) for masters in [here, *swapped] if masters]
+        return [*trained, *self._frozen(), self._buffers(restoring)]
 
     def scalars(self) -> dict[str, Any]:
         """Optimizer steps taken (`steps`; at stage 0 `steps_of` parameters that took fewer) and the loss scale, as plain numbers.
@@ -196,6 +200,17 @@ class EngineState:
         ]
         return StateGroup(tuple(slices), lambda write: nullcontext(lambda key: found[key.partition("/")[2]].detach().view(-1)))
 
+    def _frozen(self) -> Iterator[StateGroup]:
+        """Weights that no optimizer steps on and that belong to the run: with adapters they are the base's, which a run only reads."""
+        for name in self._plan.frozen:
+            fragment = partition(self._ds.module.lm.get_parameter(name))
+            numel = fragment.end - fragment.start
+            if numel > 0:
+                dtype = self._ds.module.lm.get_parameter(name).dtype
+                is_whole = self._plan.zero_stage < 3
+                part = Slice(f"{WEIGHT}/{name}", fragment.shape, fragment.start, numel, dtype, is_replicated=is_whole)
+                yield StateGroup((part,), partial(_opened_fragment, fragment, numel))
+
     @contextmanager
     def _opened(self, masters: Sequence[Master], read: Read, write: bool) -> Iterator[Read]:
         if not masters[0].is_swapped:
@@ -292,6 +307,12 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         owner, _, leaf = name.rpartition(".")
         if leaf not in module.get_submodule(owner)._non_persistent_buffers_set:
             yield name.removeprefix("lm."), buffer
+
+
+@contextmanager
+def _opened_fragment(fragment: Fragment, numel: int, write: bool) -> Iterator[Read]:
+    with fragment.opened() as elements:
+        yield lambda key: elements.detach()[:numel]
 
 
 @contextmanager

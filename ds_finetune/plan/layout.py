@@ -35,6 +35,8 @@ class Plan:
     loss_kernel: str
     deepspeed: dict[str, Any] = field(repr=False)
     notes: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
+    """Parameters that are not trained, because no loss reaches them; checkpoints and exports keep them."""
 
     @property
     def dp(self) -> int:
@@ -63,6 +65,11 @@ class Plan:
             return False
         optimizer = self.deepspeed["optimizer"]
         return optimizer["type"].lower() in HAS_TORCH_ADAM and not optimizer["params"].get("torch_adam")
+
+    @property
+    def may_take_torch_adam(self) -> bool:
+        """Whether torch's fused AdamW may take the place of FusedAdam; a user who sets `torch_adam` to false does not want it."""
+        return self.needs_fused_adam and "torch_adam" not in self.deepspeed["optimizer"]["params"]
 
     def with_torch_adam(self, why: str) -> "Plan":
         """The same with torch's fused AdamW instead of DeepSpeed's FusedAdam, and a note that says why."""

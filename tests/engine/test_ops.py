@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ds_finetune.config import RunConfig
+from ds_finetune.doctor.run import op_check
 from ds_finetune.engine.ops import check_op, needed_ops, true_cause
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.layout import make_plan
@@ -46,6 +47,17 @@ def test_which_operators_a_plan_needs(optimizer: str, device: str, zero: dict[st
     found = needed_ops(make_plan(RunConfig.model_validate(tree), world=World(0, 2, 0, 2, "test"), device=device))
     assert set(found) == ops
     assert found.get("async_io", {"folders": ["/nvme"]})["folders"] == ["/nvme"]
+
+
+def test_an_operator_with_a_substitute_is_a_warning_of_the_doctor() -> None:
+    tree = {"model": "m", "data": {"train": "t"}, "output_dir": "o"}
+    plan = make_plan(RunConfig.model_validate(tree), world=World(0, 1, 0, 1, "test"), device="cuda")
+    (settings,) = needed_ops(plan).values()
+    answer = {"refused": "DeepSpeed's fused_adam cannot be built: CUDA_HOME does not exist", "hint": "install CUDA"}
+    found = op_check("a", "fused_adam", answer, settings)
+    assert (found.state, found.mend) == ("warn", "install CUDA")
+    assert found.found.endswith("CUDA_HOME does not exist; the run will use torch's fused AdamW")
+    assert op_check("a", "cpu_adam", answer, {}).state == "fail"
 
 
 def test_cpu_adam_is_torchs() -> None:

@@ -1,0 +1,73 @@
+"""Started by the tests as `torchrun worker.py FOLDER`: parameters that no loss reaches, under weight decay, saved and resumed."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from ds_finetune.cli import leave
+from ds_finetune.config import RunConfig
+from ds_finetune.engine.core import Engine
+from ds_finetune.engine.processes import choose_device, process_group
+from ds_finetune.engine.start import start_engine
+from ds_finetune.finetune import freeze_unreached
+from ds_finetune.model.build import read_hf_config
+from ds_finetune.plan.layout import make_plan
+from ds_finetune.selftest import check
+from ds_finetune.selftest.cells import Cell, run_tree
+from ds_finetune.world import World
+from tests.model.test_unreached import INDEXED
+
+
+def main() -> None:
+    """Train at each stage and let rank zero write what became of the parameters."""
+    folder, (world, device) = Path(sys.argv[1]), (World.from_environment(os.environ), choose_device())
+    found = {}
+    with process_group(world, device):
+        if world.rank == 0:
+            check.write_model(AutoConfig.for_model(**INDEXED | {"first_k_dense_replace": 2}), folder / "model")
+        torch.distributed.barrier()
+        for stage, precision in ((0, "bf16"), (2, "fp32"), (3, "bf16")):
+            cell = Cell("", stage, 1, packing=False, precision=precision, weight_decay=0.5)
+            place = folder / f"{stage}-{precision}"
+            config = RunConfig.model_validate(run_tree(cell, folder / "model", place, dp=world.world_size))
+            with _engine(config, world, device) as engine:
+                before = _weights(engine)
+                check._saved_after_first(engine, place, 3)
+                trained, notes = _weights(engine), engine.plan.notes
+            with _engine(config, world, device, has_weights=False) as engine:
+                check._resumed(engine, place, 2)
+                resumed = _weights(engine)
+            found[f"{stage}-{precision}"] = {"notes": notes, **_compared(before, trained, resumed)}
+    if world.rank == 0:
+        (folder / "found.json").write_text(json.dumps(found))
+
+
+@contextmanager
+def _engine(config: RunConfig, world: World, device: str, *, has_weights: bool = True) -> Iterator[Engine]:
+    hf_config = read_hf_config(config.model.path)
+    plan = freeze_unreached(make_plan(config, world=world, device=device), hf_config)
+    with start_engine(plan, hf_config, has_weights=has_weights) as engine:
+        yield engine
+
+
+def _weights(engine: Engine) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.tensors() if tensor is not None}
+
+
+def _compared(before: dict[str, torch.Tensor], *after: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Names that differ from before training in some of `after`, and whether these agree."""
+    changed = {name for name in before for one in after if not torch.equal(before[name], one[name])}
+    first, second = after
+    return {"changed": sorted(changed), "resumed": all(torch.allclose(first[n], second[n], atol=1e-6) for n in before)}
+
+
+if __name__ == "__main__":
+    main()
+    leave()

@@ -1,0 +1,101 @@
+"""Started by the tests as `torchrun worker.py FOLDER CELLS.json`: DeepSpeed's FusedAdam on CPUs, its CUDA kernel written out in torch.
+
+Everything around the kernel is what runs on a GPU: DeepSpeed's bookkeeping and wrappers, and in fp16 the loss scale.
+"""
+
+import json
+import os
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ds_finetune.cli import leave
+from ds_finetune.config import RunConfig
+from ds_finetune.engine.processes import choose_device, process_group
+from ds_finetune.engine.start import start_engine
+from ds_finetune.plan import options
+from ds_finetune.plan.layout import Plan, make_plan
+from ds_finetune.selftest import check
+from ds_finetune.selftest.cells import Cell, hf_config, run_tree
+from ds_finetune.world import World
+
+Tensors = list[torch.Tensor]
+
+
+def multi_tensor_adam(
+    chunk: int,
+    skip: torch.Tensor,
+    lists: list[Tensors],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    is_decoupled: int,
+    bias_correction: int,
+    decay: float,
+) -> None:
+    """DeepSpeed 0.19.8, ops/csrc/adam/multi_tensor_adam.cu."""
+    assert is_decoupled
+    assert bias_correction
+    for grad, param, m, v in zip(*lists, strict=True):
+        g = grad.float()
+        m.copy_(beta1 * m.float() + (1 - beta1) * g)
+        v.copy_(beta2 * v.float() + (1 - beta2) * g * g)
+        update = (m / (1 - beta1**step)) / ((v / (1 - beta2**step)).sqrt() + eps) + decay * param
+        param.data.copy_(param - lr * update)
+
+
+def main() -> None:
+    """Check every cell against the plain loop and let rank zero write how far each is off."""
+    folder, cells = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text())
+    world, device = World.from_environment(os.environ), choose_device()
+    _put_in_place()
+    check.make_plan = _fused_plan
+    found = {}
+    with process_group(world, device):
+        for name, tree in cells.items():
+            tree, takes_torchs = dict(tree), name.startswith("resumed by torch")
+            check.start_engine = partial(_start, takes_torchs=takes_torchs)
+            cell = Cell("deepseek_v3", **tree)
+            run = run_tree(cell, folder / "model", folder / name, dp=world.world_size)
+            if world.rank == 0 and not (folder / "model").exists():
+                check.write_model(hf_config("deepseek_v3"), folder / "model")
+            torch.distributed.barrier()
+            verdict = check.check(RunConfig.model_validate(run), world, device, folder / name, steps=3)
+            if verdict is not None:
+                found[name] = {"is_right": verdict.is_right, "text": verdict.text(), **verdict.differences}
+    if world.rank == 0:
+        (folder / "found.json").write_text(json.dumps(found))
+
+
+def _put_in_place() -> None:
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.ops.op_builder import FusedAdamBuilder
+
+    FusedAdamBuilder.load = lambda self, verbose=True: SimpleNamespace(multi_tensor_adam=multi_tensor_adam)
+    get_accelerator().is_fp16_supported = lambda: True
+    options.RULES = tuple(rule for rule in options.RULES if not rule.name.startswith("fp16"))
+
+
+def _fused_plan(config: RunConfig, *, world: World, device: str) -> Plan:
+    plan = make_plan(config, world=world, device=device)
+    params = plan.deepspeed["optimizer"]["params"]
+    kept = {key: value for key, value in params.items() if key not in ("torch_adam", "fused")}
+    return replace(plan, deepspeed=plan.deepspeed | {"optimizer": {"type": "AdamW", "params": kept}})
+
+
+def _start(plan: Plan, *arguments: Any, takes_torchs: bool, has_weights: bool = True) -> Any:
+    """The engine, which has torch's AdamW where it resumes what FusedAdam has saved on a host that could compile it."""
+    instead = plan.with_torch_adam("") if takes_torchs and not has_weights else plan
+    return start_engine(instead, *arguments, has_weights=has_weights)
+
+
+if __name__ == "__main__":
+    main()
+    leave()
