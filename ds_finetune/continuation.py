@@ -251,7 +251,7 @@ def remember(observers: Mapping[str, Resumable], origin: Origin) -> None:
 
 
 def refuse_past_end(origin: Origin, *, steps: int, duration: str) -> None:
-    """CheckpointError where the run is already past the end that the run file gives it: it would export other weights."""
+    """CheckpointError where the checkpoint is of a step past the run's end: it would export other weights."""
     if origin.found is not None and origin.progress.step > steps:
         raise CheckpointError(
             f"{origin.found.folder} is of step {origin.progress.step}, and train.for {duration} ends after step {steps}",
@@ -296,7 +296,8 @@ def _left_out(found: Found, plan: Plan, material: Material) -> list[str]:
         return []
     epoch, index = found.state.position[:2]
     rows = found.state.step * plan.config.train.global_batch_size - (epoch * len(material.train) + index)
-    return [f"{rows} rows of epoch {epoch + 1} are left out: step {found.state.step} was the last one, and not full"] if rows > 0 else []
+    text = f"{rows} rows of epoch {epoch + 1} are left out: step {found.state.step} was the last one, and not full"
+    return [text] if rows > 0 else []
 
 
 def _other_random_state(found: Found, plan: Plan, material: Material) -> list[str]:
