@@ -159,9 +159,7 @@ def _pieces(data: memoryview) -> Iterator[memoryview]:
 
 def _npy_header(dtype: "np.dtype[np.generic]", length: int) -> bytes:
     header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(
-        header, {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (length,)}
-    )
+    np.lib.format.write_array_header_1_0(header, {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (length,)})
     return header.getvalue()
 
 
