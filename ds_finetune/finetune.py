@@ -43,7 +43,7 @@ from ds_finetune.errors import RunError
 from ds_finetune.export.interruption import Interruption
 from ds_finetune.export.verify import Verdict
 from ds_finetune.loop import BEGINNING, Progress, run, training_steps
-from ds_finetune.material import Material, gather_material, model_config
+from ds_finetune.material import Material, gather_material, model_config, try_generic_type
 from ds_finetune.model.families import family_of
 from ds_finetune.model.lora import chosen_targets, lora_lines
 from ds_finetune.model.stages import stages_of
@@ -58,7 +58,7 @@ from ds_finetune.observers.time_left import ANSWERS, EVALUATION, EXPORT, SAVE, T
 from ds_finetune.observers.utilisation import Utilisation, peak_flops
 from ds_finetune.observers.writers import MetricsFile, Trackers, check_trackers
 from ds_finetune.plan.layout import Plan, make_plan
-from ds_finetune.plan.legal import check_divides
+from ds_finetune.plan.legal import check_divides, check_expert_widths
 from ds_finetune.plan.timeouts import collective_seconds
 from ds_finetune.run_exports import Exports, checked, files_beside
 from ds_finetune.run_folder import bytes_written, check_output, nothing_half_written, write_run_files
@@ -127,8 +127,10 @@ def prepared(config: RunConfig, world: World) -> tuple[Plan, Material, LrSchedul
     check_trackers(config.log.trackers)
     hf_config = model_config(config)
     check_divides(plan.mesh, hf_config.to_dict(), pp_layers=config.parallel.pp_layers)
+    check_expert_widths(plan.mesh, hf_config.to_dict(), precision=config.train.precision)
     stages_of(hf_config, config.parallel)
     lora_lines(hf_config, config.lora)
+    plan = replace(plan, notes=(*plan.notes, *try_generic_type(config, hf_config)))
     plan = freeze_unreached(plan, hf_config)
     material = gather_material(config)
     check_space(plan, material)

@@ -18,6 +18,7 @@ from ds_finetune.data.stream import StreamedRows, stream
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.errors import ConfigError
 from ds_finetune.model.build import TOKENIZER_PATTERNS, read_hf_config, resolve_folder
+from ds_finetune.model.generic_check import check_generic_type
 from ds_finetune.model.vocabulary import grow_vocabulary
 from ds_finetune.model.weights import weights_digest
 from ds_finetune.schedule import Duration
@@ -90,6 +91,17 @@ def gather_material(config: RunConfig) -> Material:
         held_out=held_out,
         base=weights_digest(folder) if config.lora is not None else "",
         notes=(*train.notes, *(held_out.notes if held_out else ()), *(overlap_notes(train, held_out) if held_out else ())),
+    )
+
+
+def try_generic_type(config: RunConfig, hf_config: PretrainedConfig) -> tuple[str, ...]:
+    """Lines on what a generic model type did on a tiny copy; ModelError where it would be trained wrongly."""
+    return check_generic_type(
+        hf_config,
+        attention=config.model.attention,
+        packing=config.data.packing,
+        row_tokens=config.train.max_seq_len,
+        precision=config.train.precision,
     )
 
 
