@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ds_finetune.data.messages import Conversation, checked_text, read_conversation
+from ds_finetune.data.messages import Conversation, checked_text, read_conversation, read_tools
 from ds_finetune.data.sources import Record
 from ds_finetune.errors import DataError
 
@@ -141,7 +141,7 @@ def _prompt_completion(view: Mapping[str, Any], where: str) -> Sample:
         return read_conversation([*prompt, *completion], view.get("tools"), "prompt, completion", where)
     asked, answer = _text(view, "prompt", where), _text(view, "completion", where)
     turns = ({"role": "user", "content": asked}, {"role": "assistant", "content": answer})
-    return Completion(asked, answer, Conversation(turns))
+    return Completion(asked, answer, Conversation(turns, read_tools(view.get("tools"), where)))
 
 
 def _plain(view: Mapping[str, Any], where: str) -> Sample:

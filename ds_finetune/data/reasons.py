@@ -9,6 +9,10 @@ DROPPED = {
         "with a text that the chat template does not render",
         "give a data.template that renders each message once",
     ),
+    "plain": (
+        "with a system text or history, which the prompt without a chat template leaves out",
+        "set data.template to a Jinja file",
+    ),
     "calls": (
         "with tool calls that the chat template does not render",
         "give a data.template that renders text and tool calls",
@@ -20,7 +24,7 @@ DROPPED = {
 }
 """Reasons for which a row is left out: what they say of the rows, and what to do."""
 NOTED = {
-    "tools": "name tools, which the chat template does not render: the model is not told of them",
+    "tools": "name tools, which the prompt does not hold: the model is not told of them",
     "tools_partly": "name tools of which the chat template leaves out a part",
     "open_call": "hold a tool call that the chat template does not end as it ends other turns: the model may not stop after one",
     "behind": "end with messages behind the last answer, which are left out",

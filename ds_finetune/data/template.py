@@ -116,8 +116,12 @@ class Templater:
                 f"{where}: a text holds a control token of the tokenizer: {texts[0]!r:.60}",
                 hint="set data.control_tokens to keep",
             )
+        if isinstance(sample, Completion) and sample.conversation.messages[:-2]:
+            return _Plan((), Tokens([], [], dropped="plain"))
+        has_tools = isinstance(sample, Completion) and sample.conversation.tools
+        notes = tuple(name for name, holds in (("control_plain", held), ("tools", has_tools)) if holds)
         segments = [Segment(sample.text, "all")] if isinstance(sample, PlainText) else self._completion_segments(sample)
-        return _Plan(tuple(segments), Tokens([], [], notes=("control_plain",) if held else ()))
+        return _Plan(tuple(segments), Tokens([], [], notes=notes))
 
     def _completion_segments(self, sample: Completion) -> list[Segment]:
         completion = without_reasoning(sample.completion) if self._settings.reasoning == "strip" else sample.completion

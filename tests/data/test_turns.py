@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.config import DataConfig
 from ds_finetune.data.documents import Counts
-from ds_finetune.data.layouts import Completion, Conversation, PlainText
+from ds_finetune.data.layouts import Completion, Conversation, PlainText, read_sample, recognise
 from ds_finetune.data.messages import read_conversation
 from ds_finetune.data.prepare import TokenSpec, prepare
 from ds_finetune.data.reasons import row_notes, server_share
@@ -216,6 +216,23 @@ def test_a_separator_stands_between_prompt_and_completion_without_a_template(
     assert chat.shown(tokens).endswith(f"{wanted}{EOS}⟧")
 
 
+@pytest.mark.parametrize(
+    ("record", "dropped", "notes"),
+    [
+        ({"instruction": "i", "output": "o", "system": "Be brief."}, "plain", ()),
+        ({"instruction": "i", "output": "o", "history": [["q", "a"]]}, "plain", ()),
+        ({"instruction": "i", "output": "o", "input": "j"}, "", ()),
+        ({"prompt": "p", "completion": "c", "tools": TOOLS}, "", ("tools",)),
+    ],
+)
+def test_what_a_prompt_without_a_template_leaves_out(
+    chat: Chat, record: dict[str, Any], dropped: str, notes: tuple[str, ...]
+) -> None:
+    sample = read_sample(record, recognise(record, {}, "row 1"), {}, "row 1")
+    (tokens,) = Templater(chat.tokenizer, TemplateSettings(None, "assistant", "keep")).tokens([("row 1", sample)])
+    assert (tokens.dropped, tokens.notes) == (dropped, notes)
+
+
 def test_control_tokens_of_plain_text_stay_and_are_reported(chat: Chat) -> None:
     settings = TemplateSettings(None, "assistant", "keep")
     (tokens,) = Templater(chat.tokenizer, settings).tokens([("row 1", PlainText(f"a{EOS}b"))])
@@ -243,7 +260,7 @@ def test_counts_of_a_data_set_and_its_lines(chat: Chat, chat_templates: dict[str
         assert (counts.read, counts.documents, counts.dropped.rows) == (11, 10, 1)
         assert list(row_notes(counts)) == [
             f"1 of 11 rows are dropped: rows with reasoning that the chat template does not render; the first is {tmp_path}/rows.jsonl line 11",
-            "10 of 11 rows name tools, which the chat template does not render: the model is not told of them; "
+            "10 of 11 rows name tools, which the prompt does not hold: the model is not told of them; "
             f"the first is {tmp_path}/rows.jsonl line 1",
             "columns and fields that nothing reads: source (10 rows), messages[].odd (10 rows)",
         ]
