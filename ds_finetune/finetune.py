@@ -256,7 +256,7 @@ def batch_plan(plan: Plan, material: Material) -> BatchPlan:
 
 @dataclass(frozen=True)
 class Keeping:
-    """How a run is kept: what it resumes from, the saver where there is one, who prints, where it says how far it is, and its exports."""
+    """How a run is kept: what it resumes from, the saver where there is one, who prints, its progress, and its exports."""
 
     origin: Origin
     saver: Saver | None

@@ -15,7 +15,14 @@ from ds_finetune.errors import OutputError, RunError
 from ds_finetune.export.adapter import write_adapter
 from ds_finetune.export.base import Base, counted, read_again
 from ds_finetune.export.convert import read_model_spec
-from ds_finetune.export.folder import TOKENIZER_FILES, FolderParts, has_same_weights, link_folder, parse_bytes, write_folder
+from ds_finetune.export.folder import (
+    TOKENIZER_FILES,
+    FolderParts,
+    has_same_weights,
+    link_folder,
+    parse_bytes,
+    write_folder,
+)
 from ds_finetune.export.interruption import Interruption
 from ds_finetune.export.record import RECORD, UNVERIFIED, Record, kept_logits, prompts_of
 from ds_finetune.export.verify import Verdict, mark, verify
@@ -50,7 +57,8 @@ def checked(config: RunConfig, exports: tuple[Path, ...], interruption: Interrup
     twins = [folder for folder in exports if has_same_weights(folder, best)]
     verdicts = verify([folder for folder in folders if not twins or folder != best], available_bytes=available_bytes())
     for verdict in [verdict for verdict in verdicts if verdict.folder in twins]:
-        verdicts.append(replace(verdict, folder=best, lines=(f"the files of {verdict.folder}, whose weights it shares", *verdict.lines)))
+        shared = f"the files of {verdict.folder}, whose weights it shares"
+        verdicts.append(replace(verdict, folder=best, lines=(shared, *verdict.lines)))
         mark(verdicts[-1])
     return tuple(verdicts)
 
@@ -89,9 +97,10 @@ class Exports:
         self._best_step = step
 
     def write_last(self, step: int) -> Path:
-        """Write those at the end of a run, and return the folder: those that were just written as the best are linked."""
+        """Write those at the end of a run, and return the folder; weights that were written as the best are linked."""
         out = self._folder / "export"
-        if self._best_step == step and self._links_to_best(("export", "adapter") if self.engine.plan.config.lora else ("export",)):
+        names = ("export", "adapter") if self.engine.plan.config.lora else ("export",)
+        if self._best_step == step and self._links_to_best(names):
             self._say([f"{out} has the weights of {out}-best, which are of the same step, as hard links"])
         else:
             self._say(export(self.engine, self.material, out, step=step))
@@ -104,8 +113,8 @@ class Exports:
     def _links_to_best(self, names: tuple[str, ...]) -> bool:
         """Whether rank zero could make the links; the same on every rank."""
         folder = self._folder
-        done = not self.engine.is_rank_zero or all(link_folder(folder / f"{name}-best", folder / name) for name in names)
-        return all(everyones(done))
+        made = (link_folder(folder / f"{name}-best", folder / name) for name in names)
+        return all(everyones(not self.engine.is_rank_zero or all(made)))
 
     def _say(self, notes: Iterable[str]) -> None:
         for note in notes:
@@ -117,7 +126,7 @@ class Exports:
 def export(engine: Engine, material: Material, out: Path, *, step: int) -> list[str]:
     """Write the weights as they are now, after `step` steps, to the Hugging Face folder `out`; every rank takes part, rank zero writes.
 
-    Tensors of the model's folder that are not built, e.g. of multi-token prediction, are copied to it, of which notes are returned.
+    Tensors of the model's folder that are not built, e.g. of multi-token prediction, are copied to it; returns notes on that.
     Adapters are added to the weights, and written in peft's format to a folder beside `out`: `adapter` or `adapter-best`.
     Weights that the engine has in four bits are read from the model's folder again.
     """

@@ -164,9 +164,9 @@ def folder_writer(tensors: Iterable[HubTensor], out: Path, parts: FolderParts, *
 
 
 def link_folder(source: Path, out: Path) -> bool:
-    """Make `out` the same folder as `source`, with weights as hard links and copies of the other files; False where the system makes no links.
+    """Make `out` the same folder as `source`, with weights as hard links and copies of the other files.
 
-    Other files change by themselves, e.g. the mark of an unverified folder.
+    False where the system makes no links. Other files change by themselves, e.g. the mark of an unverified folder.
     """
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -191,7 +191,9 @@ def link_folder(source: Path, out: Path) -> bool:
 def has_same_weights(folder: Path, other: Path) -> bool:
     """Whether the weights of two folders are the same files, as `link_folder` makes them."""
     mine, others = ({file.name: file for file in place.glob(f"*{_WEIGHTS}")} for place in (folder, other))
-    return bool(mine) and mine.keys() == others.keys() and all(file.samefile(others[name]) for name, file in mine.items())
+    if not mine or mine.keys() != others.keys():
+        return False
+    return all(file.samefile(others[name]) for name, file in mine.items())
 
 
 def _write_beside(folder: Path, parts: FolderParts, keys: Collection[str]) -> None:

@@ -1,4 +1,4 @@
-"""The configuration files of an exported folder: the base's own keys, and what readers of other ages look for beside them."""
+"""The configuration files of an exported folder: the base's own keys, and those that other versions of readers look for."""
 
 import json
 from collections.abc import Collection, Iterable, Mapping
@@ -37,7 +37,7 @@ def served_config(config: Mapping[str, Any], family: Family, keys: Collection[st
 
 
 def served_tokenizer(file: Path) -> str | None:
-    """A tokenizer_config.json without `auto_map`, where it has one and transformers has the class; None where it is as it should be."""
+    """A tokenizer_config.json without its `auto_map`, where transformers has the class; None where it stays as it is."""
     config = _with_code(file)
     if not config or tokenizer_class_from_name(str(config.get("tokenizer_class"))) is None:
         return None
@@ -45,7 +45,7 @@ def served_tokenizer(file: Path) -> str | None:
 
 
 def code_lines(config: Mapping[str, Any], files: Iterable[Path]) -> list[str]:
-    """What to say of the code that `config` and the tokenizer_config.json among `files` name, and that is not exported."""
+    """Notes on the code that `config` and the tokenizer_config.json among `files` name, and that is not exported."""
     dropped = f"without {CODE}, since transformers has the class and the code is not exported"
     kept = f"{CODE} names code that is not exported, and transformers has no such class; copy it from"
     lines = [f"config.json: {dropped}"] if CODE in config else []
