@@ -12,26 +12,33 @@ from ds_finetune.run_file import Lines
 WORDS_OF_OTHERS = {
     "model.path": "model_name_or_path model_name base_model pretrained_model_name_or_path model_id",
     "model.tokenizer": "tokenizer_name tokenizer_name_or_path tokenizer_config",
-    "model.attention": "attn_implementation attn_impl flash_attn flash_attention flash_attention_2 sdp_attention use_flash_attention_2",
+    "model.attention": "attn_implementation attn_impl flash_attn flash_attention "
+    "flash_attention_2 sdp_attention use_flash_attention_2",
     "model.loss": "use_liger_kernel use_liger liger_kernel enable_liger_kernel liger_fused_linear_cross_entropy",
     "data.train": "dataset datasets dataset_name dataset_path train_file train_files train_data data_path dataset_dir",
-    "data.eval": "eval_dataset eval_file validation_file val_file test_datasets eval_data val_set_size val_size test_size",
+    "data.eval": "eval_dataset eval_file validation_file val_file test_datasets "
+    "eval_data val_set_size val_size test_size",
     "data.columns": "field_messages dataset_text_field prompt_template columns_map column_mapping",
     "data.layout": "dataset_format ds_type formatting",
     "data.template": "chat_template chat_template_path chat_template_jinja template",
-    "data.train_on": "train_on_inputs completion_only_loss assistant_only_loss train_on_prompt mask_history roles_to_train train_on_eos",
+    "data.train_on": "train_on_inputs completion_only_loss assistant_only_loss train_on_prompt "
+    "mask_history roles_to_train train_on_eos",
     "data.packing": "sample_packing eval_packing neat_packing pad_to_sequence_len",
     "data.long_rows": "truncation truncation_side excess_length_strategy",
     "data.workers": "preprocessing_num_workers dataset_num_proc dataset_processes dataloader_num_workers num_proc",
     "data.cache_dir": "dataset_prepared_path tokenized_path",
     "train.for": "epochs num_epochs num_train_epochs max_steps train_steps total_steps n_epochs duration",
-    "train.global_batch_size": "batch_size train_batch_size gradient_accumulation_steps gradient_accumulation accumulation_steps",
-    "train.micro_batch_size": "per_device_train_batch_size per_device_eval_batch_size per_gpu_train_batch_size micro_batch_size_per_gpu",
-    "train.max_seq_len": "max_length max_seq_length max_sequence_length cutoff_len sequence_len seq_len seq_length model_max_length block_size",
+    "train.global_batch_size": "batch_size train_batch_size gradient_accumulation_steps "
+    "gradient_accumulation accumulation_steps",
+    "train.micro_batch_size": "per_device_train_batch_size per_device_eval_batch_size per_gpu_train_batch_size "
+    "micro_batch_size_per_gpu",
+    "train.max_seq_len": "max_length max_seq_length max_sequence_length cutoff_len sequence_len "
+    "seq_len seq_length model_max_length block_size",
     "train.precision": "bf16 fp16 fp32 bfloat16 float16 tf32 pure_bf16 torch_dtype dtype mixed_precision",
     "train.seed": "data_seed random_seed",
     "train.max_grad_norm": "gradient_clipping grad_clip clip_grad max_norm gradient_clip_val",
-    "train.activation_checkpointing": "gradient_checkpointing disable_gradient_checkpointing gradient_checkpointing_kwargs recompute",
+    "train.activation_checkpointing": "gradient_checkpointing disable_gradient_checkpointing "
+    "gradient_checkpointing_kwargs recompute",
     "optim.name": "optimizer optim_name optimizer_name optim_type",
     "optim.lr": "learning_rate learning_rate_peak peak_lr max_lr base_lr",
     "optim.betas": "adam_beta1 adam_beta2 beta1 beta2",
@@ -97,7 +104,7 @@ def _explain_one(error: Any, root: type[BaseModel], source: str, lines: Lines) -
 
 
 def _meant(word: str, known: list[str], root: type[BaseModel]) -> str:
-    """The key that a wrong word is likely to mean: another program's word, a key of another section, or one that looks alike."""
+    """The key that a wrong word is likely to mean: another program's, another section's, or one that looks alike."""
     key = _KEY_OF.get(word.lower()) or next((name for name in _all_names(root) if name.rpartition(".")[2] == word), None)
     if key is not None:
         return f"did you mean `{key}`?" + (f" It is {_EXAMPLES[key]}" if key in _EXAMPLES else "")

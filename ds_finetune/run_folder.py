@@ -48,12 +48,13 @@ def check_output(config: RunConfig, total_params: int | None, *, checkpoint_byte
 
 
 def _check_takes_folders(existing: Path, folder: Path) -> None:
-    """OutputError where no folder can be made in `existing`, whatever its permissions say: below /proc, on a read-only or a full disk."""
+    """OutputError where no folder can be made in `existing`, whatever its permissions: in /proc, on a full disk."""
     try:
         Path(tempfile.mkdtemp(prefix=".trial-", dir=existing)).rmdir()
     except OSError as refused:
         raise OutputError(
-            f"output_dir `{folder}`: no folder can be made in `{existing}`: {refused.strerror}", hint="make room, or name another output_dir"
+            f"output_dir `{folder}`: no folder can be made in `{existing}`: {refused.strerror}",
+            hint="make room, or name another output_dir",
         ) from refused
 
 
@@ -140,7 +141,10 @@ def write_run_files(plan: Plan, *, after_step: int = 0, last: StepRecord | None 
     try:
         _write_run_files(plan, folder, after_step, last)
     except OSError as full:
-        raise OutputError(f"output_dir `{folder}` cannot be written: {full.strerror or full}", hint="make room, or name another output_dir") from full
+        reason = full.strerror or full
+        raise OutputError(
+            f"output_dir `{folder}` cannot be written: {reason}", hint="make room, or name another output_dir"
+        ) from full
     return folder
 
 

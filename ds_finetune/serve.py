@@ -46,7 +46,10 @@ class Address:
 
 @dataclass(frozen=True)
 class Service:
-    """How a folder is served: `engine` is one of `ENGINES` or `auto`; `queue` and `request_seconds` are those of transformers and ONNX alone."""
+    """How a folder is served: `engine` is one of `ENGINES` or `auto`.
+
+    `queue` and `request_seconds` are those of transformers and ONNX alone.
+    """
 
     engine: str = "auto"
     ready_seconds: float = 1800.0
@@ -62,8 +65,10 @@ class Service:
             raise ServeError(f"{named[0]} is not valid with --engine vllm", hint="leave it out: vLLM has a queue of its own")
         wrong = [f"{name} {value:g}" for name, value in given.items() if value is not None and value <= 0]
         if wrong:
-            raise ServeError(f"{wrong[0]} is not more than 0", hint=f"e.g. --queue {QUEUE} --request-seconds {REQUEST_SECONDS:g}")
-        return replace(self, engine=engine, queue=self.queue or QUEUE, request_seconds=self.request_seconds or REQUEST_SECONDS)
+            example = f"e.g. --queue {QUEUE} --request-seconds {REQUEST_SECONDS:g}"
+            raise ServeError(f"{wrong[0]} is not more than 0", hint=example)
+        seconds = self.request_seconds or REQUEST_SECONDS
+        return replace(self, engine=engine, queue=self.queue or QUEUE, request_seconds=seconds)
 
 
 def serve(folder: Path, address: Address, service: Service, *, say: Callable[[str], None]) -> None:
@@ -100,8 +105,8 @@ def _limits(service: Service) -> list[str]:
     if service.engine == "vllm":
         return []
     return [
-        f"--engine {service.engine} answers one request at a time: {service.queue} more may wait, each for {service.request_seconds:g} s at most;"
-        " for real traffic install vLLM and take --engine vllm"
+        f"--engine {service.engine} answers one request at a time: {service.queue} more may wait,"
+        f" each for {service.request_seconds:g} s at most; for real traffic install vLLM and take --engine vllm"
     ]
 
 

@@ -12,7 +12,11 @@ def shipped_file(given: str) -> Path | None:
     """The file of a path such as `ds_configs/zero3.json`, or None where none comes with the package."""
     parts = Path(given).parts
     path = _PACKAGE / given
-    return path if len(parts) > 1 and parts[0] in (DS_CONFIGS, HOSTFILES) and ".." not in parts and path.is_file() else None
+    return (
+        path
+        if len(parts) > 1 and parts[0] in (DS_CONFIGS, HOSTFILES) and ".." not in parts and path.is_file()
+        else None
+    )
 
 
 def shipped_names(folder: str) -> Iterator[str]:

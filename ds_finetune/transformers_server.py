@@ -1,4 +1,4 @@
-"""`python -m ds_finetune.transformers_server FOLDER ...`: the process that `ds-finetune serve` starts for transformers and ONNX Runtime."""
+"""`python -m ds_finetune.transformers_server FOLDER ...`: what `ds-finetune serve` starts for the engines but vLLM."""
 
 import argparse
 from pathlib import Path

@@ -121,7 +121,7 @@ def test_lines_on_a_full_standard_output_do_not_end_the_run(monkeypatch: pytest.
     full = Path("/dev/full").open("w")  # noqa: SIM115 - closing it writes what is left, and fails
     line = ProgressLine(steps=2, every=1, left=TimeLeft(2, {}), out=full)
     assert line.after_step(record(1)).step == 1
-    monkeypatch.setattr(OUT, "file", full)
+    monkeypatch.setattr(OUT, "_file", full)
     show_line("still here")
     monkeypatch.undo()
     for end in (full.flush, full.close):

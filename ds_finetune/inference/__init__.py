@@ -1,1 +1,1 @@
-"""Answers over HTTP from transformers or ONNX Runtime: what a request may ask for, whose turn it is, and how an answer is stopped."""
+"""Answers over HTTP from transformers or ONNX Runtime: requests are checked, queued, answered and stopped."""

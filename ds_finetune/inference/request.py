@@ -1,4 +1,4 @@
-"""What a request of OpenAI's API may ask for here: every other parameter or value is refused, in OpenAI's error format."""
+"""What a request of OpenAI's API may ask for here; other parameters and values are refused in OpenAI's error format."""
 
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -66,7 +66,7 @@ class _Message(_Strict):
 
     @model_validator(mode="after")
     def _keeps_its_text(self) -> Self:
-        # transformers 5.23 drops the text beside tool calls (cli/serving/utils.py:1238).
+        # transformers 5.23 drops the text beside tool calls (cli/serving/utils.py:1237).
         if self.tool_calls and self.content:
             raise ValueError("a message with both text and tool_calls is not supported: its text would be lost")
         return self
@@ -84,7 +84,7 @@ _Zero = Annotated[float, Field(ge=0, le=0)]
 
 
 class AnswerRequest(_Strict):
-    """What chat and plain completions have in common. A parameter without effect here is accepted with its neutral value alone."""
+    """What chat and plain completions share. A parameter without effect is accepted with its neutral value alone."""
 
     model: str
     max_tokens: int | None = Field(default=None, ge=1)
@@ -96,15 +96,17 @@ class AnswerRequest(_Strict):
     user: str | None = None
     n: Literal[1] = 1
     presence_penalty: _Zero = 0
-    # transformers 5.23 makes a repetition penalty of it, which is another formula (cli/serving/chat_completion.py:361).
+    # transformers 5.23 makes a repetition penalty of it, which is another formula (cli/serving/chat_completion.py:355).
     frequency_penalty: _Zero = 0
-    # transformers 5.23 leaves the stop text in the answer, which OpenAI's API cuts off (generation/stopping_criteria.py).
+    # transformers 5.23 leaves the stop text in the answer (generation/stopping_criteria.py); OpenAI's API cuts it off.
     stop: Annotated[list[str], Field(max_length=0)] = []
 
     @model_validator(mode="after")
     def _is_computable(self) -> Self:
         if self.temperature is not None and 0 < self.temperature < COLDEST:
-            raise ValueError(f"temperature {self.temperature} is not supported: give 0 for greedy answers, or at least {COLDEST}")
+            raise ValueError(
+                f"temperature {self.temperature} is not supported: give 0 for greedy answers, or at least {COLDEST}"
+            )
         return self
 
     @property
@@ -136,7 +138,9 @@ class ChatRequest(AnswerRequest):
     @model_validator(mode="after")
     def _agrees(self) -> Self:
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
-            raise ValueError(f"max_tokens {self.max_tokens} and max_completion_tokens {self.max_completion_tokens} differ: give one")
+            raise ValueError(
+                f"max_tokens {self.max_tokens} and max_completion_tokens {self.max_completion_tokens} differ: give one"
+            )
         if self.tool_choice == "none" and self.tools:
             raise ValueError("tool_choice `none` is not supported: leave `tools` out")
         return self
@@ -149,7 +153,9 @@ class ChatRequest(AnswerRequest):
     def body(self) -> dict[str, Any]:
         """What the request asks of transformers, without neutral values."""
         given = {"tools": self.tools, "chat_template_kwargs": self.chat_template_kwargs, "logit_bias": self.logit_bias}
-        return super().body() | {"messages": self.conversation()} | {name: value for name, value in given.items() if value}
+        return (
+            super().body() | {"messages": self.conversation()} | {name: value for name, value in given.items() if value}
+        )
 
     def conversation(self) -> list[dict[str, Any]]:
         """The messages as a chat template takes them."""
@@ -177,7 +183,9 @@ def parse_request(kind: type[R], body: object) -> R:
         error = invalid.errors()[0]
     name = ".".join(map(str, error["loc"])) or None
     if error["type"] == "extra_forbidden":
-        raise RequestError(400, f"`{name}` is not supported by this server; leave it out, or serve with --engine vllm", param=name)
+        raise RequestError(
+            400, f"`{name}` is not supported by this server; leave it out, or serve with --engine vllm", param=name
+        )
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "missing" or name is None:
         raise RequestError(400, f"`{name}` is missing" if name else message, param=name)

@@ -1,4 +1,4 @@
-"""The HTTP server over one exported folder: checks each request, then hands it to the handlers of `transformers serve`."""
+"""The HTTP server over one folder: checks each request, then hands it to the handlers of `transformers serve`."""
 
 import asyncio
 import inspect
@@ -26,7 +26,8 @@ from ds_finetune.inference.request import AnswerRequest, ChatRequest, Completion
 from ds_finetune.inference.turns import QueueLimits, Stopper, Turns
 
 MAX_NEW_TOKENS = 1024
-"""Tokens of an answer at most where neither request nor generation_config.json says; transformers' own (cli/serving/utils.py:1174)."""
+"""Tokens of an answer where neither request nor generation_config.json says, as in transformers 5.23
+(cli/serving/utils.py:1178)."""
 _BODY_BYTES, _BYTES_PER_TOKEN = 2**20, 64
 """Bytes of a request's body at most: so many, and so many for each token of the model's context."""
 
@@ -41,8 +42,12 @@ class ServedModel(ModelManager):
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         self.context: int | None = limit
 
-    def _load_model(self, model_id_and_revision: str, *_: Any, **__: Any) -> PreTrainedModel:  # noqa: ANN401 - what transformers gives
-        """The folder's model. transformers draws nothing where `do_sample` is not set, whatever a request says (cli/serving/utils.py:1181)."""
+    def _load_model(self, name: str, *_: Any, **__: Any) -> PreTrainedModel:  # noqa: ANN401 - of transformers
+        """The folder's model.
+
+        transformers 5.23 draws nothing where `do_sample` is not set, whatever a request
+        says (cli/serving/utils.py:1181).
+        """
         model = self._loaded()
         settings = model.generation_config
         self.is_greedy = settings.do_sample is False
@@ -55,10 +60,12 @@ class ServedModel(ModelManager):
             from ds_finetune.export.onnx_model import OnnxCausalLM
 
             return OnnxCausalLM.from_pretrained(self._folder)
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(self._folder, dtype="auto", device_map=self.device)
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            self._folder, dtype="auto", device_map=self.device
+        )
         return model.eval()
 
-    def _load_processor(self, model_id_and_revision: str, *_: Any, **__: Any) -> PreTrainedTokenizerBase:  # noqa: ANN401 - as above
+    def _load_processor(self, name: str, *_: Any, **__: Any) -> PreTrainedTokenizerBase:  # noqa: ANN401 - as above
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self._folder)
         return tokenizer
 
@@ -89,7 +96,9 @@ class ServedModel(ModelManager):
                 raise RequestError(400, f"the chat template reads no `{name}`", param="chat_template_kwargs")
         try:
             messages = ChatCompletionHandler.get_processor_inputs_from_messages(asked.conversation(), Modality.LLM)
-            texts = [self._template(messages, asked, tools) for tools in ((asked.tools, None) if asked.tools else (None,))]
+            texts = [
+                self._template(messages, asked, tools) for tools in ((asked.tools, None) if asked.tools else (None,))
+            ]
         except (jinja2.TemplateError, ValueError, TypeError, KeyError) as wrong:
             raise RequestError(400, f"the chat template refuses these messages: {wrong}", param="messages") from wrong
         if len(set(texts)) < len(texts):
@@ -116,7 +125,13 @@ def _check_complete(rendered: str, messages: Sequence[dict[str, Any]]) -> None:
 class AnswerRoute:
     """A route that answers requests of one kind, one after another with those of the other."""
 
-    def __init__(self, kind: type[AnswerRequest], handler: Any, served: ServedModel, turns: Turns) -> None:  # noqa: ANN401 - of transformers
+    def __init__(
+        self,
+        kind: type[AnswerRequest],
+        handler: Any,  # noqa: ANN401 - of transformers
+        served: ServedModel,
+        turns: Turns,
+    ) -> None:
         self._kind, self._handler, self._served, self._turns = kind, handler, served, turns
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -138,7 +153,12 @@ class AnswerRoute:
         """The body for transformers: known to be answerable, and with the number of tokens it may generate."""
         asked = parse_request(self._kind, await self._read(request))
         if asked.model != self._served.name:
-            raise RequestError(404, f"the model `{asked.model}` is not served, `{self._served.name}` is", param="model", code="model_not_found")
+            raise RequestError(
+                404,
+                f"the model `{asked.model}` is not served, `{self._served.name}` is",
+                param="model",
+                code="model_not_found",
+            )
         self._check_bias(asked)
         length = await asyncio.to_thread(self._served.prompt_tokens, asked)
         body = asked.body() | {"model": self._served.name, "max_tokens": self._room(asked, length)}
@@ -149,7 +169,9 @@ class AnswerRoute:
         async for chunk in request.stream():
             raw += chunk
             if len(raw) > self._served.body_bytes:
-                raise RequestError(413, f"the body has more than {self._served.body_bytes} bytes", code="context_length_exceeded")
+                raise RequestError(
+                    413, f"the body has more than {self._served.body_bytes} bytes", code="context_length_exceeded"
+                )
         try:
             return json.loads(raw)
         except ValueError as broken:
@@ -168,8 +190,14 @@ class AnswerRoute:
         context, wanted = self._served.context, asked.max_new_tokens
         if context is not None and prompt + (wanted or 1) > context:
             asked_for = f" and {wanted} of the answer" if wanted else ""
-            text = f"this model's maximum context length is {context} tokens; the request has {prompt} tokens of the prompt{asked_for}"
-            raise RequestError(400, text, param="messages" if isinstance(asked, ChatRequest) else "prompt", code="context_length_exceeded")
+            given = f"{prompt} tokens of the prompt{asked_for}"
+            text = f"this model's maximum context length is {context} tokens; the request has {given}"
+            raise RequestError(
+                400,
+                text,
+                param="messages" if isinstance(asked, ChatRequest) else "prompt",
+                code="context_length_exceeded",
+            )
         wanted = wanted or self._served.model.generation_config.max_new_tokens or MAX_NEW_TOKENS
         return wanted if context is None else min(wanted, context - prompt)
 
@@ -186,7 +214,9 @@ async def _never() -> Message:
 
 async def _refuse(request: Request, error: Exception) -> JSONResponse:
     status = error.status_code if isinstance(error, HTTPException) else 500
-    message = f"{request.method} {request.url.path}: {error.detail if isinstance(error, HTTPException) else repr(error)}"
+    message = (
+        f"{request.method} {request.url.path}: {error.detail if isinstance(error, HTTPException) else repr(error)}"
+    )
     return RequestError(status, message).response()
 
 

@@ -17,7 +17,7 @@ class GenerationStoppedError(RuntimeError):
 
 
 class Stopper:
-    """Ends the generation of one model from another thread: before the next decoder layer, so a long prompt ends too."""
+    """Ends the generation of a model from another thread: before the next decoder layer, so a long prompt ends too."""
 
     def __init__(self, model: nn.Module) -> None:
         self.reason = ""
@@ -55,7 +55,7 @@ class QueueLimits:
 
 
 class Turns:
-    """Answers one request after another in the order of arrival; `idle` returns when the model has finished what it was given."""
+    """Answers one request after another in the order of arrival; `idle` returns when the model has nothing to do."""
 
     def __init__(self, limits: QueueLimits, stopper: Stopper, idle: Callable[[], Awaitable[Any]]) -> None:
         self._limits, self._stopper, self._idle = limits, stopper, idle
@@ -68,8 +68,10 @@ class Turns:
             message = f"{waiting} requests wait, and --queue is {self._limits.queue}: ask again later"
             raise RequestError(429, message, code="queue_full")
 
-    async def take(self, answer: Callable[[], Coroutine[Any, Any, None]], gone: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run `answer` when it is this request's turn, until `gone` returns; RequestError where there is no room or no time."""
+    async def take(
+        self, answer: Callable[[], Coroutine[Any, Any, None]], gone: Callable[[], Coroutine[Any, Any, None]]
+    ) -> None:
+        """Run `answer` when its turn comes, until `gone` returns; RequestError where there is no room or no time."""
         self.check_room()
         place = object()
         self._line.append(place)
@@ -93,7 +95,7 @@ class Turns:
         return True
 
     async def _run(self, answer: "asyncio.Task[None]", gone: "asyncio.Task[None]", until: float) -> None:
-        """Wait for `answer`, and stop the model where the client goes or the time is over; returns when the model is idle."""
+        """Wait for `answer`; stop the model where the client goes or the time is over. Returns when it is idle."""
         left = until - asyncio.get_running_loop().time()
         try:
             await asyncio.wait({answer, gone}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
@@ -111,4 +113,8 @@ class Turns:
             raise self._too_long()
 
     def _too_long(self) -> RequestError:
-        return RequestError(504, f"the request took more than --request-seconds {self._limits.request_seconds:g}", code="request_timeout")
+        return RequestError(
+            504,
+            f"the request took more than --request-seconds {self._limits.request_seconds:g}",
+            code="request_timeout",
+        )

@@ -11,7 +11,7 @@ _LONGEST_PAUSE = 16
 
 
 class Outage(Generic[T]):
-    """Passes records to `write` in order; one that raises OSError waits with those after it, and is tried again ever more rarely.
+    """Passes records to `write` in order; one that raises OSError waits with those after it, and is tried again later.
 
     `say` prints a line when writing fails, when it works again, and at the end for what is lost.
     """
@@ -48,7 +48,10 @@ class Outage(Generic[T]):
                 self._waiting.popleft()
         except OSError as full:
             if not self._pause:
-                self._say(f"{self._name} CANNOT BE WRITTEN: {full.strerror or full}; training continues, and its records wait for room")
+                self._say(
+                    f"{self._name} CANNOT BE WRITTEN: {full.strerror or full};"
+                    " training continues, and its records wait for room"
+                )
             self._pause = min(max(2 * self._pause, 1), _LONGEST_PAUSE)
             self._until_next = self._pause
             return

@@ -19,13 +19,19 @@ _LOADING_SECONDS = 15.0
 class TimeLeft:
     """Adds up what is left by what was measured; what was not measured yet is estimated.
 
-    `every` says after how many steps evaluations and saves come (0: at the last step alone), for those that the run has.
-    An evaluation is taken for `evaluation_steps` steps until the first one. `export_bytes` are those of the exported folders,
-    0 where there is none; `verifies` where they are verified.
+    `every` says after how many steps evaluations and saves come (0: at the last step alone), for those that the run
+    has. An evaluation is taken for `evaluation_steps` steps until the first one. `export_bytes` are those of the
+    exported folders, 0 where there is none; `verifies` where they are verified.
     """
 
     def __init__(
-        self, steps: int, every: Mapping[str, int], *, evaluation_steps: float = 0.0, export_bytes: float = 0.0, verifies: bool = False
+        self,
+        steps: int,
+        every: Mapping[str, int],
+        *,
+        evaluation_steps: float = 0.0,
+        export_bytes: float = 0.0,
+        verifies: bool = False,
     ) -> None:
         self._steps, self._every = steps, every
         self._evaluation_steps, self._export_bytes, self._verifies = evaluation_steps, export_bytes, verifies

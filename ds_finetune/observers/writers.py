@@ -19,9 +19,10 @@ _ROOM_BYTES = 2**20
 
 
 class MetricsFile:
-    """One JSON object per optimizer step, written at once; NaN and infinity are written as null with their name in `non_finite`.
+    """One JSON object per optimizer step, written at once.
 
-    A line is written whole or not at all; where the disk is full, lines wait (`Outage`).
+    NaN and infinity are written as null with their name in `non_finite`. A line is written whole or not at all; where
+    the disk is full, lines wait (`Outage`).
     """
 
     def __init__(self, path: Path, say: Say) -> None:
@@ -71,7 +72,10 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """Trackers that accelerate knows, by name; TensorBoard lies in the run folder. One that cannot write does not end the run (`Outage`)."""
+    """Trackers that accelerate knows, by name; TensorBoard lies in the run folder.
+
+    One that cannot write does not end the run (`Outage`).
+    """
 
     def __init__(self, trackers: Sequence["_Tracker"], say: Say) -> None:
         self._trackers = trackers
@@ -126,8 +130,8 @@ class _Tracker:
         try:
             self._open.log(dict(values), step=step)
         except OSError:
-            # tensorboard's thread ends with its first error and leaves a torn record (summary/writer/event_file_writer.py:246 in 2.21):
-            # readers end the file there, so what follows needs a file of its own.
+            # tensorboard 2.21: the writer's thread ends with its first error and leaves a torn record
+            # (summary/writer/event_file_writer.py:246). Readers end the file there, so what follows needs another file.
             self._open = None if self.name == "tensorboard" else self._open
             raise
 

@@ -64,7 +64,7 @@ def _given_choices(given: str | Mapping[str, Any] | None) -> tuple[Tree, str]:
 
 
 def _choices_file(given: str) -> Path:
-    """The file that `deepspeed` names: one that exists where the program was started, else one that comes with the package."""
+    """The file that `deepspeed` names: one of the working directory, else one that comes with the package."""
     if Path(given).is_file():
         return Path(given)
     path = shipped_file(given) or shipped_file(f"{DS_CONFIGS}/{given}.json") or shipped_file(f"{DS_CONFIGS}/{given}")
