@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from ds_finetune.config import RunConfig
 from ds_finetune.errors import ConfigError
-from ds_finetune.material import token_spec
+from ds_finetune.material import token_spec, try_generic_type
 from ds_finetune.model.build import build_skeleton, model_class, read_hf_config
 from ds_finetune.model.cuts import Cut
 from ds_finetune.model.experts import fewer_experts
@@ -27,7 +27,7 @@ from ds_finetune.model.stages import StageGroup, install_stage, only_layers, sta
 from ds_finetune.model.tensor import local_config
 from ds_finetune.plan.finish import MOMENTS
 from ds_finetune.plan.layout import Plan, make_plan
-from ds_finetune.plan.legal import check_divides
+from ds_finetune.plan.legal import check_divides, check_expert_widths
 from ds_finetune.plan.mesh import AXES, Mesh
 from ds_finetune.world import World
 
@@ -69,6 +69,8 @@ def dry_run(config: RunConfig, *, gpus: int, gpus_per_node: int) -> RenderableTy
     hf_config = read_hf_config(config.model.path, files=("*.json",))
     token_spec(config, hf_config)
     check_divides(plan.mesh, hf_config.to_dict(), pp_layers=config.parallel.pp_layers)
+    check_expert_widths(plan.mesh, hf_config.to_dict(), precision=config.train.precision)
+    tried = try_generic_type(config, hf_config)
     stages = stages_of(hf_config, config.parallel)
     lora = config.lora
     adapters = sum(target.num_params(lora.rank) for target in chosen_targets(hf_config, lora)) if lora is not None else 0
@@ -76,6 +78,7 @@ def dry_run(config: RunConfig, *, gpus: int, gpus_per_node: int) -> RenderableTy
     sizes = state_bytes(plan, _fullest(held), adapters=adapters, quantised=quantised_targets(hf_config, lora))
     return Group(
         _decisions(plan.lines() + plan.stage_lines(stages) + lora_lines(hf_config, lora) + _totals(plan, held, sizes)),
+        *map(Text, tried),
         _rank_map(plan.mesh, world.local_world_size),
         _shapes(_merged(held), plan),
         Text("DeepSpeed", style="bold"),

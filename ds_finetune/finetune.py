@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -25,7 +25,7 @@ from ds_finetune.engine.start import start_engine
 from ds_finetune.errors import RunError
 from ds_finetune.export.verify import Verdict
 from ds_finetune.loop import BEGINNING, Progress, run, training_steps
-from ds_finetune.material import Material, gather_material
+from ds_finetune.material import Material, gather_material, try_generic_type
 from ds_finetune.model.build import read_hf_config
 from ds_finetune.model.lora import chosen_targets, lora_lines
 from ds_finetune.model.stages import stages_of
@@ -38,7 +38,7 @@ from ds_finetune.observers.skipped import SkippedSteps
 from ds_finetune.observers.utilisation import Utilisation, peak_flops
 from ds_finetune.observers.writers import MetricsFile, Trackers, check_trackers
 from ds_finetune.plan.layout import Plan, make_plan
-from ds_finetune.plan.legal import check_divides
+from ds_finetune.plan.legal import check_divides, check_expert_widths
 from ds_finetune.run_exports import checked, export, files_beside
 from ds_finetune.run_folder import check_output, nothing_half_written, write_run_files
 from ds_finetune.schedule import Duration, LrSchedule, seconds_of, warmup_steps
@@ -92,8 +92,10 @@ def prepared(config: RunConfig, world: World) -> tuple[Plan, Material, LrSchedul
     check_trackers(config.log.trackers)
     hf_config = read_hf_config(config.model.path)
     check_divides(plan.mesh, hf_config.to_dict(), pp_layers=config.parallel.pp_layers)
+    check_expert_widths(plan.mesh, hf_config.to_dict(), precision=config.train.precision)
     stages_of(hf_config, config.parallel)
     lora_lines(hf_config, config.lora)
+    plan = replace(plan, notes=(*plan.notes, *try_generic_type(config, hf_config)))
     material = gather_material(config)
     check_space(plan, material)
     return plan, material, lr_schedule(config, material)

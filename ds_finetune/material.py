@@ -12,6 +12,7 @@ from ds_finetune.data.stream import StreamedRows, stream
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.errors import ConfigError
 from ds_finetune.model.build import read_hf_config, resolve_folder
+from ds_finetune.model.generic_check import check_generic_type
 from ds_finetune.model.weights import weights_digest
 from ds_finetune.schedule import Duration
 
@@ -62,6 +63,17 @@ def gather_material(config: RunConfig) -> Material:
         train=(stream if config.data.streaming else prepare)(config.data, "train", tokenizer=tokenizer, spec=spec),
         held_out=prepare(config.data, "eval", tokenizer=tokenizer, spec=spec) if config.data.eval else None,
         base=weights_digest(folder) if config.lora is not None else "",
+    )
+
+
+def try_generic_type(config: RunConfig, hf_config: PretrainedConfig) -> tuple[str, ...]:
+    """Lines on what a generic model type did on a tiny copy; ModelError where it would be trained wrongly."""
+    return check_generic_type(
+        hf_config,
+        attention=config.model.attention,
+        packing=config.data.packing,
+        row_tokens=config.train.max_seq_len,
+        precision=config.train.precision,
     )
 
 

@@ -61,6 +61,11 @@ def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int
     tensors = [tensor for copied in (Conversion(source, parts, 1), *parts.carried) for tensor in copied.tensors]
     own = [name for name in source.shapes if spec.may_leave(name)]
     notes = [*_passed_through(opened.hub.folder if opened.hub else path, own), *notes, *counted(parts, (tensor.key for tensor in tensors))]
+    if parts.is_fp8 and parts.family.fp8_linear is None and parts.fp8_base is None:
+        raise ExportError(
+            f"which weights of model_type {spec.model_type} are published in FP8 is not known",
+            hint="name a folder of it in FP8 by --base, or export with --dtype bf16",
+        )
     if parts.is_fp8 and all(tensor.dtype != FP8_DTYPE for tensor in tensors):
         raise ExportError(f"{path} has no linear weights that are published in FP8 ({spec.architecture})", hint="export with --dtype bf16")
     size = sum(tensor.num_bytes for tensor in tensors)

@@ -19,7 +19,7 @@ from ds_finetune.errors import ExportError
 from ds_finetune.export.folder import FolderParts, folder_writer
 from ds_finetune.export.shards import HubTensor, ShardWriter
 from ds_finetune.model.families import family_of
-from ds_finetune.model.fp8 import BLOCK, FP8, SCALE, check_readable, is_quantised, quantise, quantise_like, scale_shape
+from ds_finetune.model.fp8 import BLOCK, FP8, SCALE, check_readable, quantise, quantise_like, scale_shape
 from ds_finetune.model.names import differences, hub_pieces
 
 CHUNK_NUMEL = 2**20
@@ -198,7 +198,7 @@ class Conversion:
 
     def _hub_tensors(self, name: str, shape: tuple[int, ...]) -> Iterator[HubTensor]:
         for piece in hub_pieces(name, shape, self.parts.family):
-            if self.parts.is_fp8 and is_quantised(piece.key, piece.shape):
+            if self.parts.in_fp8(piece.key, piece.shape):
                 yield HubTensor(piece.key, piece.shape, FP8)
                 yield HubTensor(piece.key + SCALE, scale_shape(piece.shape), torch.float32)
             else:
@@ -208,7 +208,7 @@ class Conversion:
         for name, shape in self.source.shapes.items():
             for piece in hub_pieces(name, shape, self.parts.family):
                 begin, numel = piece.first_element(shape), math.prod(piece.shape)
-                is_blocks = self.parts.is_fp8 and is_quantised(piece.key, piece.shape)
+                is_blocks = self.parts.in_fp8(piece.key, piece.shape)
                 size = BLOCK * piece.shape[1] if is_blocks else CHUNK_NUMEL
                 columns = piece.shape[1] if is_blocks else 0
                 for start in range(0, numel, size):

@@ -17,7 +17,7 @@ from ds_finetune.export.model_config import served_config
 from ds_finetune.export.record import Record, mark_unchecked
 from ds_finetune.export.shards import HubTensor, ShardWriter, plan_shards, said, synchronise
 from ds_finetune.model.families import Family
-from ds_finetune.model.fp8 import QUANTIZATION_CONFIG
+from ds_finetune.model.fp8 import QUANTIZATION_CONFIG, is_quantised
 from ds_finetune.model.hub_folder import HubFolder
 from ds_finetune.model.names import hub_pieces
 
@@ -59,6 +59,12 @@ class FolderParts:
     """What the folder will be held against; None writes no record."""
     texts: dict[str, str] = field(default_factory=dict)
     """Further files by name, e.g. a generation config made from the tokenizer or a chat template given in the run file."""
+
+    def in_fp8(self, key: str, shape: tuple[int, ...]) -> bool:
+        """Whether the tensor `key` is written in FP8 blocks; the base tells where the family does not."""
+        if self.is_fp8 and self.family.fp8_linear is None:
+            return self.fp8_base is not None and key in self.fp8_base.shapes and self.fp8_base.is_fp8(key)
+        return self.is_fp8 and is_quantised(key, shape, self.family)
 
 
 class Copied(Protocol):

@@ -1,7 +1,8 @@
 """Causal attention over each document of a packed row, without a mask over the whole row."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -11,10 +12,16 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.masking_utils import flash_attention_mask
 
+from ds_finetune.errors import ModelError
 from ds_finetune.model.sequence import SequenceGroup
 
 BY_DOCUMENT = "ds_finetune_by_document"
 """Name of this attention in a model's configuration."""
+
+FLASH = "flash_attention_2"
+"""transformers' name of FlashAttention."""
+BY_LENGTHS = "ds_finetune_by_lengths"
+"""Name of a slow attention for trials on CPUs, which takes documents as FlashAttention does."""
 
 Documents = tuple[int, ...]
 """Lengths of the documents that lie one behind the other in a row, padding as one of them; they fill the row."""
@@ -22,6 +29,8 @@ Documents = tuple[int, ...]
 _PAD_FROM = 1024
 """Tokens of a document from which values narrower than keys are padded on the CPU: torch 2.13's fused kernel wants equal
 widths there. Measured 0.26 to 0.5 of the unfused time from 1,024 tokens on, no gain at 512."""
+_WITHOUT_EFFECT = ("position_ids", "cache_position")
+"""Tensors that models hand to every attention and that attention over whole documents has no use for."""
 
 
 @dataclass(frozen=True)
@@ -61,20 +70,27 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
     sequence: SequenceGroup | None = None,
     sliding_window: int | None = None,
     dropout: float = 0.0,
-    **_: Any,  # noqa: ANN401 - what other implementations take
+    **others: Any,  # noqa: ANN401 - what other implementations take
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: query [rows, heads, tokens, width], key and value [rows, key heads, tokens, width].
 
     Returns [rows, tokens, heads, value width]. `documents` has one entry a row; None takes each row as one document,
     or, with fewer queries than keys, the queries as its last tokens (decoding with a cache). Given a `sequence` group, the
-    tokens are this rank's of rows that its ranks share, and `documents` are of the whole rows.
+    tokens are this rank's of rows that its ranks share, and `documents` are of the whole rows. A window that is not
+    given is that of the module. ModelError where an argument would change the result that is not known here.
     """
+    if unknown := _unknown(others):
+        raise ModelError(
+            f"{type(module).__name__} hands `{unknown[0]}` to its attention, which attention by document does not know",
+            hint="set model.attention: eager",
+        )
     assert attention_mask is None, "rows with masked tokens inside are not attended to by document"
     if sequence is not None:
         query, key, value = sequence.whole_rows(query, key, value)
     groups = query.shape[1] // key.shape[1]
     parts = (query, repeat_kv(key, groups), repeat_kv(value, groups))
-    causal = _Causal(scaling, sliding_window, dropout)
+    # transformers 5.23, qwen2_moe/modeling_qwen2_moe.py:226,254: the window of the module goes into the mask alone.
+    causal = _Causal(scaling, sliding_window or getattr(module, "sliding_window", None), dropout)
     if documents is None:
         out = causal(*parts)
     else:
@@ -82,6 +98,50 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
         out = torch.cat([_row(causal, row, lengths) for *row, lengths in rows])
     out = out.transpose(1, 2).contiguous()
     return out if sequence is None else sequence.own_tokens(out), None
+
+
+def _unknown(others: Mapping[str, Any]) -> list[str]:
+    """Arguments that change the result: tensors such as attention sinks (`s_aux`), a cap of scores, no causality."""
+    tensors = {name for name, value in others.items() if isinstance(value, torch.Tensor)} - set(_WITHOUT_EFFECT)
+    plain = {"softcap": (None,), "is_causal": (None, True)}
+    return sorted(tensors) + [name for name, values in plain.items() if others.get(name) not in values]
+
+
+def flash_arguments(documents: Sequence[Documents], device: torch.device) -> dict[str, Any]:
+    """What tells FlashAttention where the documents of a batch begin, whose rows it lays one behind the other.
+
+    transformers 5.23 finds them by itself in batches of one row alone (modeling_flash_attention_utils.py:574). It wants
+    int32 and, for torch's kernels, plain numbers as the greatest lengths.
+    """
+    lengths = list(chain.from_iterable(documents))
+    bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    longest = max(lengths)
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+
+
+def attend_by_lengths(  # noqa: PLR0913 - transformers' interface
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    **others: Any,  # noqa: ANN401 - what other implementations take
+) -> tuple[torch.Tensor, None]:
+    """Attention that knows documents by `flash_arguments` alone, as FlashAttention does; without them a row is one."""
+    assert attention_mask is None, "rows with masked tokens inside are not tried"
+    rows, _, tokens, width = query.shape
+    lengths = [tokens] * rows if cu_seq_lens_q is None else cu_seq_lens_q.diff().tolist()
+    groups = query.shape[1] // key.shape[1]
+    parts = (query, repeat_kv(key, groups), repeat_kv(value, groups))
+    flat = [part.transpose(0, 1).flatten(1, 2)[None] for part in parts]
+    if unknown := [name for name in _unknown(others) if name != "cu_seq_lens_k"]:
+        raise TypeError(f"{type(module).__name__} hands `{unknown[0]}` to its attention")
+    out = _row(_Causal(width**-0.5 if scaling is None else scaling, sliding_window, 0.0), flat, tuple(lengths))
+    return out[0].unflatten(1, (rows, tokens)).permute(1, 2, 0, 3).contiguous(), None
 
 
 def _row(causal: _Causal, parts: Sequence[torch.Tensor], lengths: Documents) -> torch.Tensor:
@@ -92,3 +152,5 @@ def _row(causal: _Causal, parts: Sequence[torch.Tensor], lengths: Documents) -> 
 AttentionInterface.register(BY_DOCUMENT, attend_by_document)
 # Gives no mask for rows without masked tokens, and the mask itself otherwise, which `attend_by_document` refuses.
 AttentionMaskInterface.register(BY_DOCUMENT, flash_attention_mask)
+AttentionInterface.register(BY_LENGTHS, attend_by_lengths)
+AttentionMaskInterface.register(BY_LENGTHS, flash_attention_mask)

@@ -1,6 +1,7 @@
 """A model without weights: configuration, modules, and where each tensor lives on this rank."""
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -11,13 +12,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.initialization import no_init_weights
 
 from ds_finetune.errors import ModelError
-from ds_finetune.model.attention import BY_DOCUMENT
+from ds_finetune.model.attention import BY_DOCUMENT, FLASH
 from ds_finetune.model.families import family_of
 from ds_finetune.model.fp8 import check_readable
 
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt")
 _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier_scale")
 """Config keys of model types that change the logits after `lm_head`, where the chunked loss would not see it."""
+_BALANCE_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
+"""Config keys of the weight that a balance loss of the experts has."""
 
 
 @dataclass(frozen=True)
@@ -85,22 +88,59 @@ def read_hf_config(path: str, *, files: Sequence[str] = _HUB_FILES) -> Pretraine
         raise ModelError(f"{folder}/config.json: {unknown}", hint="model_type must be one that this transformers knows") from unknown
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ModelError(f"{folder}/config.json: model_type `{config.model_type}` is not a causal LM", hint="use a model with a language-model head")
-    transformed = [key for key in _LOGIT_TRANSFORMS if getattr(config, key, None) not in (None, 1, 1.0)]
-    if transformed:
-        raise ModelError(
-            f"{folder}/config.json: `{transformed[0]}` = {getattr(config, transformed[0])} changes the logits after the head, "
-            f"which the chunked loss of model_type `{config.model_type}` would not see",
-            hint="train a model without it",
-        )
+    check_logits(config, f"{folder}/config.json")
+    _check_balance_loss(config, f"{folder}/config.json")
     if getattr(config, "quantization_config", None) is not None:
         check_readable(config.quantization_config, f"{folder}/config.json", ModelError)
         del config.quantization_config
     return config
 
 
+def check_logits(config: PretrainedConfig, label: str) -> None:
+    """ModelError where a key that is known to change the logits after the head is set."""
+    transformed = [key for key in _LOGIT_TRANSFORMS if getattr(config, key, None) not in (None, 1, 1.0)]
+    if transformed:
+        raise ModelError(
+            f"{label}: `{transformed[0]}` = {getattr(config, transformed[0])} changes the logits after the head, "
+            f"which the chunked loss of model_type `{config.model_type}` would not see",
+            hint="train a model without it",
+        )
+
+
+def _check_balance_loss(config: PretrainedConfig, label: str) -> None:
+    """ModelError where the model adds a balance loss of its experts, which the loss here leaves out."""
+    weight = next((getattr(config, key) for key in _BALANCE_WEIGHTS if hasattr(config, key)), 1.0)
+    has_loss = hasattr(sys.modules[model_class(config).__module__], "load_balancing_loss_func")
+    if getattr(config, "output_router_logits", False) and weight and has_loss:
+        raise ModelError(
+            f"{label}: `output_router_logits` = true asks for a balance loss of the experts, weight {weight}, "
+            "which is not implemented",
+            hint="set output_router_logits to false in config.json to train without it",
+        )
+
+
 def model_class(hf_config: PretrainedConfig) -> type[PreTrainedModel]:
     """The causal LM that transformers builds from a configuration."""
     return AutoModelForCausalLM._model_mapping[type(hf_config)]  # type: ignore[no-any-return]
+
+
+def check_attention(hf_config: PretrainedConfig, attention: str) -> None:
+    """ModelError where transformers has no such attention for the model type."""
+    kind = model_class(hf_config)
+    legal = [*(["sdpa"] if kind._supports_sdpa else []), "eager", *([FLASH] if kind._supports_flash_attn else [])]
+    if attention in ("sdpa", "eager", FLASH) and attention not in legal:
+        raise ModelError(
+            f"model.attention {attention} with model_type `{hf_config.model_type}`, "
+            f"for which transformers has {' and '.join(legal)}",
+            hint=f"set model.attention: {legal[0]}",
+        )
+    has_window = "sliding_attention" in (getattr(hf_config, "layer_types", None) or ())
+    if attention == FLASH and has_window and family_of(hf_config.model_type).window_in_mask:
+        raise ModelError(
+            f"model.attention {attention} with model_type `{hf_config.model_type}`: "
+            "transformers does not hand it the sliding window",
+            hint="set model.attention: sdpa",
+        )
 
 
 def build_skeleton(
@@ -117,6 +157,7 @@ def build_skeleton(
     `sdpa` attends by document in the families of the table. Experts run through the grouped implementation; the cache
     is off, since packed rows are only kept apart without it (transformers 5.23, masking_utils.py:873).
     """
+    check_attention(hf_config, attention)
     hf_config.use_cache = False
     is_ours = attention == "sdpa" and not family_of(hf_config.model_type).is_generic
     hf_config._attn_implementation = BY_DOCUMENT if is_ours else attention
@@ -128,6 +169,12 @@ def build_skeleton(
     try:
         with no_init_weights(), init_context or nullcontext(), torch.device(device):
             model = kind(hf_config)
+    except ImportError as missing:
+        said = str(missing).strip().splitlines()[0]
+        raise ModelError(
+            f"{kind.__name__} with model.attention {attention} cannot be built here: {said}",
+            hint="install what is missing, or choose another model.attention",
+        ) from missing
     finally:
         torch.set_default_dtype(default)
     model.tie_weights()
@@ -138,9 +185,17 @@ def build_skeleton(
 
 
 def _keep_buffers(model: PreTrainedModel, device: str) -> None:
-    """Buffers that a family keeps in fp32 are made so, whatever the default dtype was during construction."""
+    """What a family keeps in fp32 is made a buffer of that dtype, whatever the default dtype was during construction.
+
+    Untrained parameters too (transformers 5.23, ernie4_5_moe/modeling_ernie4_5_moe.py:281): DeepSpeed 0.19.8 casts
+    every parameter, and leaves those buffers alone that the model names (runtime/keep_in_fp32.py).
+    """
     kept = family_of(model.config.model_type).fp32_buffers
     for module in model.modules():
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            if name in kept:
-                setattr(module, name, torch.zeros_like(buffer, dtype=torch.float32, device=device))
+        tensors = [*module.named_buffers(recurse=False), *module.named_parameters(recurse=False)]
+        for name, tensor in tensors:
+            if name in kept and not tensor.requires_grad:
+                module._parameters.pop(name, None)
+                shape = getattr(tensor, "ds_shape", tensor.shape)
+                module.register_buffer(name, torch.zeros(shape, dtype=torch.float32, device=device))
+    model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), *kept}

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from ds_finetune.errors import FinetuneError
+from ds_finetune.model.families import Family
 
 BLOCK = 128
 """Rows and columns of a block."""
@@ -28,14 +29,12 @@ _NUMBERS = torch.arange(256, dtype=torch.uint8).view(FP8).float().numpy()
 """What each byte is: looked up four times faster than torch 2.13 casts on a CPU."""
 _ROWS = 16
 """Rows that are looked up at a time, which divides a block; numpy makes eight bytes of each index."""
-_LINEAR = re.compile(r"\.(self_attn|mlp)\.([\w.]+\.)?\w+_proj(_with_mqa)?\.weight$")
-"""Weights that DeepSeek-V3 publishes in FP8: those of attention, MLPs, shared and routed experts."""
 
 
-def is_quantised(key: str, shape: tuple[int, ...]) -> bool:
-    """Whether DeepSeek-V3 publishes the tensor `key` in FP8; embeddings, head, norms, routers, biases and `eh_proj` are not."""
+def is_quantised(key: str, shape: tuple[int, ...], family: Family) -> bool:
+    """Whether `family` is published with `key` in FP8; embeddings, head, norms, routers and biases never are."""
     matrix = 2
-    return len(shape) == matrix and _LINEAR.search(key) is not None
+    return len(shape) == matrix and family.fp8_linear is not None and re.search(family.fp8_linear, key) is not None
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:

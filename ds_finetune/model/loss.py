@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from ds_finetune.errors import ModelError
 from ds_finetune.labels import IGNORE_INDEX
-from ds_finetune.model.attention import BY_DOCUMENT, Documents
+from ds_finetune.model.attention import BY_DOCUMENT, BY_LENGTHS, FLASH, Documents, flash_arguments
 from ds_finetune.model.cross_entropy import Kernel, Wants, chunked_cross_entropy
 from ds_finetune.model.sequence import SequenceGroup
 from ds_finetune.model.stages import StageGroup
@@ -131,9 +131,14 @@ class TrainedModel(nn.Module):
     def hidden(self, input_ids: torch.Tensor, position_ids: torch.Tensor, documents: tuple[Documents, ...] | None) -> torch.Tensor:
         """Hidden states before the head, [batch, tokens, width].
 
-        Documents are kept apart by their lengths where attention is by document, by positions that start again where it is
-        transformers'. No attention mask and no cache are given: with either, transformers 5.23 does not look at the positions
-        (masking_utils.py:873) and packed documents would see each other.
+        Documents are kept apart by their lengths where attention is by document or FlashAttention, by positions that
+        start again where it is another of transformers'. No attention mask and no cache are given: with either,
+        transformers 5.23 does not look at the positions (masking_utils.py:873), and packed documents would see each
+        other.
         """
-        lengths = {"documents": documents, "sequence": self.sequence} if self.lm.config._attn_implementation == BY_DOCUMENT else {}
+        attention, lengths = self.lm.config._attn_implementation, {}
+        if attention == BY_DOCUMENT:
+            lengths = {"documents": documents, "sequence": self.sequence}
+        elif attention in (FLASH, BY_LENGTHS) and documents is not None:
+            lengths = flash_arguments(documents, input_ids.device)
         return self.lm.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **lengths).last_hidden_state

@@ -161,7 +161,7 @@ def stage_layers(weights: Sequence[int], stages: int) -> list[range]:
 
 def without_memory(hf_config: PretrainedConfig) -> PreTrainedModel:
     """The modules of the whole model on the meta device."""
-    return build_skeleton(copy.deepcopy(hf_config), attention="sdpa", dtype=torch.bfloat16, device="meta")
+    return build_skeleton(copy.deepcopy(hf_config), attention="eager", dtype=torch.bfloat16, device="meta")
 
 
 def stages_of(hf_config: PretrainedConfig, parallel: ParallelConfig) -> list[range | None]:

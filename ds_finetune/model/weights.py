@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +14,14 @@ from transformers import PreTrainedModel
 from ds_finetune.errors import ModelError
 from ds_finetune.model.build import Fragment, Where, whole
 from ds_finetune.model.cuts import WHOLE, Cut, Window, cut_dim
-from ds_finetune.model.families import Family
+from ds_finetune.model.families import FAMILIES, Family
 from ds_finetune.model.hub_folder import HubFolder
 from ds_finetune.model.names import Piece, hub_pieces
 
 _STRIP_NUMEL = 2**20
 """Elements of a checkpoint tensor that are held at a time, whole rows."""
+_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
+_FUSED_EXPERTS = re.compile(r"\.experts\.\w+$")
 _DIGESTED = 256
 """About how many tensors a digest is made of."""
 
@@ -149,6 +152,7 @@ def _targets(model: PreTrainedModel, family: Family, where: Where, cut: Cut) -> 
 
 def _account(hub: HubFolder, wanted: Mapping[str, tuple[int, ...]], model: PreTrainedModel, family: Family) -> list[str]:
     """Names of checkpoint tensors that are not loaded: declared by the family, a tied head, or of a layer past the last one."""
+    _check_layout_of_experts(hub, wanted, model, family)
     tied = dict(model.all_tied_weights_keys or {}) if model.config.tie_word_embeddings else {}
     layers = model.config.num_hidden_layers
     left = hub.left_over(wanted, model=type(model).__name__, may_be=lambda key: key in tied or family.may_leave(key, layers=layers))
@@ -159,6 +163,23 @@ def _account(hub: HubFolder, wanted: Mapping[str, tuple[int, ...]], model: PreTr
                 hint="untie them: tie_word_embeddings false in config.json",
             )
     return left
+
+
+def _check_layout_of_experts(
+    hub: HubFolder, wanted: Mapping[str, tuple[int, ...]], model: PreTrainedModel, family: Family
+) -> None:
+    """ModelError where experts are separate in the checkpoint, fused in the model, and the family does not say how."""
+    one_by_one = sorted(key for key in hub.shapes if key not in wanted and _ONE_EXPERT.search(key))
+    fused = sorted(key for key in wanted if key not in hub.shapes and _FUSED_EXPERTS.search(key))
+    if not family.fused_experts and one_by_one and fused:
+        legal = ", ".join(kind for kind, row in FAMILIES.items() if row.fused_experts)
+        raise ModelError(
+            f"model_type `{family.model_type}` is not supported with a tensor for each expert, as {hub.folder} "
+            f"has them (`{one_by_one[0]}`): {type(model).__name__} has one for all (`{fused[0]}`), and they are joined "
+            f"for {legal} alone",
+            hint="the weights are not at fault; load them with transformers, save them by "
+            "save_pretrained(folder, save_original_format=False) and name that folder",
+        )
 
 
 def _fill(hub: HubFolder, target: _Target, cut: Cut) -> None:

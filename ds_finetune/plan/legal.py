@@ -15,6 +15,12 @@ AXES = ("pp", "sp", "tp", "ep")
 
 FUSED = ("deepseek_v2", "deepseek_v3")
 """Model types whose routed experts may be shared out."""
+GROUPED = ("deepseek_v2", "deepseek_v3", "qwen2_moe", "qwen3_moe")
+"""Model types whose experts go through torch's grouped product."""
+ROW_BYTES = 16
+"""Bytes whose multiple a row of an expert's matrix must be there."""
+BYTES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
+"""Bytes of a weight by precision."""
 FAMILIES = ("deepseek_v2", "deepseek_v3", "qwen2", "qwen3", "llama")
 """Model types whose parallel layouts are compared, each in every row of `PROVEN` (tests/parity/test_parallel.py)."""
 
@@ -170,6 +176,35 @@ def check_divides(mesh: Mesh, model: Mapping[str, Any], *, pp_layers: Sequence[i
         if number % size:
             legal = ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
             raise ConfigError(f"parallel.{axis} {size} does not divide the {number} {what} of the model", hint=f"set it to one of {legal}")
+
+
+def check_expert_widths(mesh: Mesh, model: Mapping[str, Any], *, precision: str) -> None:
+    """ConfigError where torch's grouped product rejects the experts of the model whose config.json is given.
+
+    torch 2.13 wants each row of their matrices to be a multiple of 16 bytes ("strides should be multiple of 16 bytes").
+    """
+    if str(model.get("model_type")) not in GROUPED:
+        return
+    whole, hidden, each = int(model["moe_intermediate_size"]), int(model["hidden_size"]), BYTES[precision]
+    if whole // mesh.tp * each % ROW_BYTES:
+        legal = [n for n in range(1, mesh.tp) if whole % n == 0 and whole // n * each % ROW_BYTES == 0]
+        raise ConfigError(
+            f"moe_intermediate_size {whole} / parallel.tp {mesh.tp} = {whole // mesh.tp} columns of an expert x "
+            f"{each} bytes in {precision} is no multiple of {ROW_BYTES} bytes, which torch's grouped product needs",
+            hint=f"set parallel.tp to {' or '.join(map(str, legal))}" if legal else wider(precision),
+        )
+    if hidden * each % ROW_BYTES:
+        raise ConfigError(
+            f"hidden_size {hidden} x {each} bytes in {precision} is no multiple of {ROW_BYTES} bytes, "
+            "which torch's grouped product of experts needs",
+            hint=wider(precision),
+        )
+
+
+def wider(precision: str) -> str:
+    """The hint where rows of experts have no multiple of 16 bytes."""
+    other = "train a model of other widths"
+    return other if precision == "fp32" else f"set train.precision to fp32, or {other}"
 
 
 def _check_stages(stages: int, layers: int, given: Sequence[int]) -> None:

@@ -1,6 +1,7 @@
 """From a model folder to another, in FP8 and out of it: what numpy multiplies out, the published bytes again, nothing dropped."""
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_finetune.cli import main
 from ds_finetune.config import LoraConfig
+from ds_finetune.errors import ExportError
 from ds_finetune.export.adapter import write_adapter
 from ds_finetune.export.checkpoint import Exported, export_checkpoint
 from ds_finetune.export.model_config import served_config
@@ -125,6 +127,32 @@ def test_a_dense_model_in_fp8_is_what_plain_loops_make_and_transformers_reads(tm
     ids = torch.arange(3, 20)[None]
     ours, theirs = (AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.bfloat16).eval()(ids).logits for name in ("out", "plain"))
     assert torch.equal(ours, theirs)
+
+
+def test_a_type_without_a_row_takes_from_its_base_which_weights_are_in_fp8(tmp_path: Path) -> None:
+    """DeepSeek-V3.2 publishes `indexer.wq_b` and `indexer.wk` in FP8 and `indexer.weights_proj` not; V3's list would do the opposite."""
+    tree = {key: V3[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "q_lora_rank")}
+    tree |= {key: V3[key] for key in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "num_hidden_layers")}
+    config = AutoConfig.for_model("deepseek_v32", **tree, first_k_dense_replace=2, index_n_heads=4, index_head_dim=64)
+    model = AutoModelForCausalLM.from_config(config).bfloat16()
+    plain = {key: tensor.contiguous() for key, tensor in model.state_dict().items()}
+    in_blocks = {key for key in plain if re.search(r"(_proj|_with_mqa|indexer\.wq_b|indexer\.wk)\.weight$", key)} - {
+        key for key in plain if "weights_proj" in key
+    }
+    assert any("indexer.wk." in key for key in in_blocks)
+    blocks = {key: dict(zip(("", "_scale_inv"), coded(plain[key]), strict=True)) for key in in_blocks}
+    published_in_fp8 = {key + end: tensor for key, pair in blocks.items() for end, tensor in pair.items()}
+    saved = config.to_dict() | {"architectures": ["DeepseekV32ForCausalLM"], "dtype": "bfloat16"}
+    base = publish(
+        tmp_path / "base",
+        {key: tensor for key, tensor in plain.items() if key not in in_blocks} | published_in_fp8,
+        config=saved | {"quantization_config": V3["quantization_config"]},
+    )
+    export(base, tmp_path / "bf16", "bf16")
+    with pytest.raises(ExportError, match="which weights of model_type deepseek_v32 are published in FP8 is not known"):
+        export(tmp_path / "bf16", tmp_path / "none", "fp8")
+    export(tmp_path / "bf16", tmp_path / "out", "fp8", base)
+    assert_same(read_all(tmp_path / "out"), read_all(base))
 
 
 def test_deepseek_in_fp8_is_read_by_plain_transformers(tmp_path: Path) -> None:

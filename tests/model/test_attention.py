@@ -1,5 +1,6 @@
 """Attention by document equals transformers' own with its mask, for every family, and in generation."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,12 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig
+from transformers import modeling_flash_attention_utils as flash
 
+from ds_finetune.errors import ModelError
 from ds_finetune.model.attention import attend_by_document
-from ds_finetune.model.build import build_skeleton
+from ds_finetune.model.build import build_skeleton, check_attention
+from ds_finetune.model.families import FAMILIES as ROWS
 from ds_finetune.model.loss import TrainedModel, install_loss_head
 from ds_finetune.model.weights import initialise_weights
 from ds_finetune.selftest.cells import FAMILIES
@@ -19,12 +23,18 @@ CONFIGS: dict[str, dict[str, Any]] = FAMILIES | {
     "deepseek_v2": {k: v for k, v in FAMILIES["deepseek_v3"].items() if k not in ("n_group", "topk_group")},
     "qwen3": FAMILIES["llama"] | {"head_dim": 8},
     "qwen3_moe": FAMILIES["llama"] | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "qwen2_moe": FAMILIES["llama"]
+    | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
 }
 
 
 def _loss_and_gradients(family: str, attention: str, extra: dict[str, Any], *, checkpointing: bool = False) -> tuple[float, dict[str, torch.Tensor]]:
     config = AutoConfig.for_model(family, **CONFIGS[family] | extra)
-    lm = build_skeleton(config, attention=attention, dtype=torch.float32, device="cpu")
+    is_flash = attention == "flash_attention_2"
+    lm = build_skeleton(config, attention="eager" if is_flash else attention, dtype=torch.float32, device="cpu")
+    if is_flash:
+        # The package is asked for while a model is built, and is not here.
+        lm.config._attn_implementation = attention
     initialise_weights(lm, seed=2)
     install_loss_head(lm)
     if checkpointing:
@@ -47,11 +57,89 @@ def test_equals_the_mask_of_transformers(family: str, checkpointing: bool) -> No
         assert torch.allclose(gradients[name], gradient, rtol=1e-4, atol=1e-5), name
 
 
-def test_a_sliding_window_is_kept() -> None:
-    window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
-    loss, _ = _loss_and_gradients("qwen2", "sdpa", window)
-    assert loss == pytest.approx(_loss_and_gradients("qwen2", "eager", window)[0], rel=1e-6)
-    assert abs(loss - _loss_and_gradients("qwen2", "sdpa", {})[0]) > 1e-3
+WINDOW = {"use_sliding_window": True, "sliding_window": 4}
+WINDOWS = [
+    ("qwen2", {"max_window_layers": 0}),
+    ("qwen2", {"max_window_layers": 1}),
+    ("qwen2", {"layer_types": ["sliding_attention", "full_attention"]}),
+    ("qwen3", {"max_window_layers": 0}),
+    ("qwen3", {"max_window_layers": 1}),
+    ("qwen3", {"layer_types": ["sliding_attention", "full_attention"]}),
+    ("qwen2_moe", {"max_window_layers": 2}),
+    ("qwen2_moe", {"layer_types": ["full_attention", "sliding_attention"]}),
+    ("qwen3_moe", {}),
+]
+
+
+@pytest.mark.parametrize(("family", "extra"), WINDOWS, ids=str)
+def test_a_sliding_window_is_kept(family: str, extra: dict[str, Any]) -> None:
+    loss, _ = _loss_and_gradients(family, "sdpa", WINDOW | extra)
+    assert loss == pytest.approx(_loss_and_gradients(family, "eager", WINDOW | extra)[0], rel=1e-6)
+    assert abs(loss - _loss_and_gradients(family, "sdpa", {})[0]) > 1e-3
+    assert loss == pytest.approx(_loss_and_gradients(family, "sdpa", WINDOW | extra, checkpointing=True)[0], rel=1e-6)
+
+
+def test_every_family_of_the_table_is_compared() -> None:
+    assert set(CONFIGS) == set(ROWS)
+
+
+@pytest.mark.parametrize(("family", "extra"), [*((family, {}) for family in CONFIGS), *((kind, WINDOW | extra) for kind, extra in WINDOWS)], ids=str)
+def test_flash_attention_knows_the_documents_of_every_row(family: str, extra: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through transformers' own path to a kernel that stands in for FlashAttention's, with three rows to a forward."""
+    if family == "qwen2_moe" and extra:
+        with pytest.raises(ModelError, match="transformers does not hand it the sliding window"):
+            check_attention(AutoConfig.for_model(family, **CONFIGS[family] | extra), "flash_attention_2")
+        return
+    calls = _stand_in_for_flash(monkeypatch)
+    loss, gradients = _loss_and_gradients(family, "flash_attention_2", extra)
+    wanted, wanted_gradients = _loss_and_gradients(family, "eager", extra)
+    assert loss == pytest.approx(wanted, rel=1e-6)
+    assert all(torch.allclose(gradients[name], gradient, rtol=1e-4, atol=1e-5) for name, gradient in wanted_gradients.items())
+    assert {tuple(call["cu_seqlens_q"].tolist()) for call in calls} == {(0, 5, 14, 16, 32, 33, 34, 48)}
+    for call in calls:
+        assert call["cu_seqlens_q"].dtype == call["cu_seqlens_k"].dtype == torch.int32
+        assert torch.equal(call["cu_seqlens_q"], call["cu_seqlens_k"])
+        assert (call["max_seqlen_q"], call["max_seqlen_k"], type(call["max_seqlen_q"])) == (16, 16, int)
+
+
+def _stand_in_for_flash(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """transformers' FlashAttention with kernels in plain torch, of flash-attn 2.8's signature; what its varlen kernel is called with."""
+    calls: list[dict[str, Any]] = []
+
+    def varlen(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        dropout_p: float = 0.0,
+        softmax_scale: float = 1.0,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        deterministic: bool = False,
+    ) -> torch.Tensor:
+        calls.append({name: value for name, value in locals().items() if name.startswith(("cu_", "max_"))})
+        assert causal
+        assert dropout_p == 0
+        groups = q.shape[1] // k.shape[1]
+        q, k, v = q.transpose(0, 1), *(part.transpose(0, 1).repeat_interleave(groups, 0) for part in (k, v))
+        bounds = cu_seqlens_q.tolist()
+        outs = []
+        for begin, end in pairwise(bounds):
+            behind = torch.arange(end - begin)[:, None] - torch.arange(end - begin)
+            seen = (behind >= 0) & (behind <= (window_size[0] if window_size[0] >= 0 else end))
+            scores = q[:, begin:end] @ k[:, begin:end].mT * softmax_scale
+            outs.append(scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v[:, begin:end])
+        return torch.cat(outs, 1).transpose(0, 1)
+
+    monkeypatch.setattr(flash, "_lazy_imports", lambda *_, **__: (None, varlen, None, None, None))
+    monkeypatch.setattr(flash, "_loaded_implementation", None)
+    for name in ("_flash_fn", "_flash_varlen_fn", "_flash_with_kvcache_fn", "_pad_fn", "_unpad_fn", "_process_flash_kwargs_fn"):
+        monkeypatch.setattr(flash, name, None)
+    monkeypatch.setattr(flash, "_process_with_kvcache_kwargs_fn", None)
+    return calls
 
 
 @pytest.mark.parametrize("tokens", [1023, 1030])
@@ -72,6 +160,17 @@ def test_generation_with_a_cache_equals_that_of_transformers(family: str, tmp_pa
         prompt = torch.tensor([[5, 9, 33, 7]])
         answers.append(lm.eval().generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=8, use_cache=True))
     assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize("unknown", [{"s_aux": torch.zeros(2)}, {"position_bias": torch.zeros(1)}, {"softcap": 30.0}, {"is_causal": False}], ids=str)
+def test_what_would_change_the_result_is_not_dropped(unknown: dict[str, Any]) -> None:
+    query = torch.randn(1, 2, 4, 6)
+    with pytest.raises(ModelError, match=f"Identity hands `{next(iter(unknown))}` to its attention") as caught:
+        attend_by_document(nn.Identity(), query, query, query, None, scaling=1.0, **unknown)
+    assert caught.value.hint == "set model.attention: eager"
+    plain = {"position_ids": torch.arange(4), "softcap": None, "is_causal": True, "output_attentions": False}
+    out, _ = attend_by_document(nn.Identity(), query, query, query, None, scaling=1.0, **plain)
+    assert torch.equal(out, attend_by_document(nn.Identity(), query, query, query, None, scaling=1.0)[0])
 
 
 def test_masked_tokens_inside_a_row_are_not_accepted() -> None:

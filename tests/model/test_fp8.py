@@ -111,9 +111,9 @@ def test_bytes_come_back_from_bf16_where_the_scale_came_from_bf16() -> None:
 
 def test_which_weights_are_published_in_fp8() -> None:
     for key, tensor in master().items():
-        assert is_quantised(key, tuple(tensor.shape)) == is_published_in_fp8(key), key
-    assert is_quantised("model.layers.1.mlp.shared_experts.up_proj.weight", (2, 2))
-    assert not is_quantised("model.layers.0.self_attn.q_proj.bias", (2,))
+        assert is_quantised(key, tuple(tensor.shape), FAMILY) == is_published_in_fp8(key), key
+    assert is_quantised("model.layers.1.mlp.shared_experts.up_proj.weight", (2, 2), FAMILY)
+    assert not is_quantised("model.layers.0.self_attn.q_proj.bias", (2,), FAMILY)
 
 
 def _skeleton(folder: Path) -> torch.nn.Module:

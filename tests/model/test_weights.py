@@ -65,6 +65,59 @@ def test_buffers_of_the_router_stay_fp32_in_bf16(deepseek: Path) -> None:
     assert model.get_buffer("model.layers.1.mlp.gate.e_score_correction_bias")[0].item() == pytest.approx(-0.2)
 
 
+GLM = CONFIGS["llama"] | {
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+ERNIE = CONFIGS["llama"] | {"moe_intermediate_size": 16, "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1}
+
+
+@pytest.mark.parametrize(("kind", "tree"), [("glm4_moe", GLM), ("minimax_m2", CONFIGS["llama"]), ("ernie4_5_moe", ERNIE)])
+def test_router_biases_of_generic_types_stay_fp32_and_untrained(kind: str, tree: dict[str, object], tmp_path: Path) -> None:
+    """In GLM's published weights they differ by less than bf16 can tell apart; ERNIE's is a parameter, which DeepSpeed would cast."""
+    config = AutoConfig.for_model(kind, **tree)
+    torch.manual_seed(3)
+    wanted = AutoModelForCausalLM.from_config(config)
+    for name, tensor in wanted.state_dict().items():
+        if name.endswith("e_score_correction_bias"):
+            tensor.copy_(5 + torch.arange(tensor.numel()).view_as(tensor) * 1e-3)
+    wanted.save_pretrained(tmp_path, save_original_format=False)
+    model = skeleton(tmp_path, torch.bfloat16)
+    load_weights(model, tmp_path, family=family_of(kind))
+    biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    assert biases
+    for name, bias in biases.items():
+        assert bias.dtype == torch.float32
+        assert torch.equal(bias, wanted.state_dict()[name])
+        assert len(bias.unique()) == bias.numel()
+    assert not any(name.endswith("e_score_correction_bias") for name, _ in model.named_parameters())
+    assert "e_score_correction_bias" in model._keep_in_fp32_modules_strict
+    assert model.state_dict().keys() == wanted.state_dict().keys()
+    assert model.eval()(torch.arange(3, 20)[None]).logits.isfinite().all()
+
+
+def test_experts_one_by_one_of_a_type_without_a_row_are_not_the_checkpoints_fault(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("glm4_moe", **GLM)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "hub")
+    with pytest.raises(ModelError, match=r"model_type `glm4_moe` is not supported with a tensor for each expert, as .*/hub has them") as caught:
+        load_weights(skeleton(tmp_path / "hub"), tmp_path / "hub", family=family_of("glm4_moe"))
+    assert "mlp.experts.0.down_proj.weight" in caught.value.message
+    assert "deepseek_v2, deepseek_v3, qwen2_moe, qwen3_moe" in caught.value.message
+    assert "save_original_format=False" in caught.value.hint
+    # What the hint says works.
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "hub").eval()
+    plain.save_pretrained(tmp_path / "fused", save_original_format=False)
+    model = skeleton(tmp_path / "fused")
+    load_weights(model, tmp_path / "fused", family=family_of("glm4_moe"))
+    ids = torch.arange(3, 20)[None]
+    assert torch.allclose(model.eval()(ids).logits, plain(ids).logits, atol=1e-5)
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 7])
 def test_fragments_together_hold_the_tensor(deepseek: Path, ranks: int) -> None:
     """Each rank loads and draws only its flat slice, as ZeRO-3 lays it out, with padding past the end."""

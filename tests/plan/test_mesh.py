@@ -1,12 +1,15 @@
 """The grid of ranks, and what is refused before anything is read."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
+from torch.nn import functional
 
 from ds_finetune.config import ParallelConfig, RunConfig
 from ds_finetune.errors import ConfigError
-from ds_finetune.plan.legal import check_divides, check_layout, table
+from ds_finetune.plan.legal import GROUPED, check_divides, check_expert_widths, check_layout, table
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.selftest.cells import FAMILIES
 from tests.conftest import ROOT
@@ -186,3 +189,57 @@ def test_stages_that_do_not_share_out_the_layers_are_refused(pp: int, given: lis
     with pytest.raises(ConfigError) as caught:
         check_divides(Mesh(0, 1, pp=pp), FAMILIES["llama"] | {"model_type": "llama"}, pp_layers=given)
     assert (caught.value.message, caught.value.hint) == (message, hint)
+
+
+@pytest.mark.parametrize("kind", GROUPED)
+@pytest.mark.parametrize(
+    ("tp", "sizes", "precision", "message", "hint"),
+    [
+        (
+            1,
+            {"moe_intermediate_size": 44},
+            "bf16",
+            "moe_intermediate_size 44 / parallel.tp 1 = 44 columns of an expert x 2 bytes in bf16 is no multiple of 16 bytes",
+            "set train.precision to fp32, or train a model of other widths",
+        ),
+        (
+            4,
+            {"moe_intermediate_size": 48},
+            "bf16",
+            "moe_intermediate_size 48 / parallel.tp 4 = 12 columns of an expert x 2 bytes in bf16 is no multiple of 16 bytes",
+            "set parallel.tp to 1 or 2 or 3",
+        ),
+        (
+            1,
+            {"hidden_size": 36},
+            "bf16",
+            "hidden_size 36 x 2 bytes in bf16 is no multiple of 16 bytes",
+            "set train.precision to fp32, or train a model of other widths",
+        ),
+        (
+            1,
+            {"moe_intermediate_size": 18},
+            "fp32",
+            "moe_intermediate_size 18 / parallel.tp 1 = 18 columns of an expert x 4 bytes in fp32 is no multiple of 16 bytes",
+            "train a model of other widths",
+        ),
+    ],
+)
+def test_widths_that_the_grouped_product_rejects_are_refused(
+    kind: str, tp: int, sizes: dict[str, int], precision: str, message: str, hint: str
+) -> None:
+    model = {"model_type": kind, "hidden_size": 32, "moe_intermediate_size": 64} | sizes
+    with pytest.raises(ConfigError) as caught:
+        check_expert_widths(Mesh(0, 1, tp=tp), model, precision=precision)
+    assert caught.value.message.startswith(message)
+    assert caught.value.hint == hint
+    check_expert_widths(Mesh(0, 1), model | {"hidden_size": 32, "moe_intermediate_size": 48}, precision=precision)
+    check_expert_widths(Mesh(0, 1, tp=tp), model | {"model_type": "llama"}, precision=precision)
+
+
+@pytest.mark.parametrize(("width", "precision", "is_accepted"), [(44, "bf16", False), (44, "fp32", True), (18, "fp32", False), (48, "bf16", True)])
+def test_torch_itself_rejects_those_widths(width: int, precision: str, is_accepted: bool) -> None:
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
+    rows, down = torch.ones(4, width, dtype=dtype), torch.ones(2, 32, width, dtype=dtype)
+    with nullcontext() if is_accepted else pytest.raises(RuntimeError, match="multiple of 16 bytes"):
+        functional.grouped_mm(rows, down.transpose(-2, -1), offs=torch.tensor([2, 4], dtype=torch.int32))

@@ -1,0 +1,274 @@
+"""What a model type without a row in the table of families does here, tried on a tiny copy of it before it is trained.
+
+Three questions: are two documents in one row what each is alone, is a padded row what it is unpadded, and is the loss
+that of the model's own logits. Each is a relative difference, in fp32 about 1e-6 where the answer is yes.
+"""
+
+import copy
+import math
+import re
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+import transformers
+from torch.nn import functional
+from transformers import PretrainedConfig, PreTrainedModel
+
+from ds_finetune.errors import ModelError
+from ds_finetune.labels import IGNORE_INDEX
+from ds_finetune.model.attention import BY_LENGTHS, FLASH
+from ds_finetune.model.build import build_skeleton, check_attention
+from ds_finetune.model.families import family_of
+from ds_finetune.model.loss import TrainedModel, install_loss_head
+from ds_finetune.model.stages import without_memory
+from ds_finetune.model.tiny_config import Size, layer_kinds, layers_of_each_kind, tiny_config
+from ds_finetune.model.weights import initialise_weights
+from ds_finetune.plan.legal import BYTES, ROW_BYTES, wider
+
+LIMIT = 1e-4
+"""Relative difference from which two results are different ones; what rounding does is a hundredth of it."""
+_LENGTHS = (27, 21)
+"""Tokens of the two documents; more than a tiny attention window."""
+_PADDING, _LAST = 11, 4
+_SEEN = 1e-3
+"""Relative difference that other earlier tokens make at least."""
+_SEED = 5
+_HEADS = (4, 2, 1, 8)
+"""Numbers of attention heads that a tiny model may have, the likeliest to fit first."""
+_MORE_LAYERS = (1, 3)
+"""Times the layers that hold one of each kind; some models share weights between layers and need more."""
+_NOISE, _HEAD_GAIN = 0.1, 8.0
+_MOST_PARAMETERS = 60_000_000
+"""Parameters of a tiny model; with more the trial takes longer than it is worth."""
+_EXPERTS = re.compile(r"\.experts\.(gate_up_proj|up_proj|gate_proj|down_proj)$")
+_FAILURES = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    AssertionError,
+    ArithmeticError,
+    ImportError,
+)
+"""What models raise that are built or run as they are not meant to be."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How far results lay apart that should be equal (relative, fp32), or why there are none.
+
+    `packed`: two documents in a row against each alone. `padded`: a document with padding behind it against the same
+    without. `loss`: the loss against that of the model's own logits.
+    """
+
+    packed: float = 0.0
+    padded: float = 0.0
+    loss: float = 0.0
+    untried: str = ""
+
+
+def check_generic_type(
+    hf_config: PretrainedConfig, *, attention: str, packing: bool, row_tokens: int, precision: str
+) -> tuple[str, ...]:
+    """ModelError where a generic model type would be trained wrongly on such rows; otherwise lines on what was tried.
+
+    Families of the table are not tried: tests compare their steps with plain loops.
+    """
+    kind = hf_config.model_type
+    if not family_of(kind).is_generic:
+        return ()
+    trial = try_type(hf_config, attention=attention, row_tokens=row_tokens)
+    _check_expert_widths(hf_config, precision)
+    refuse_wrong(kind, trial, packing=packing)
+    if trial.untried:
+        return (
+            f"model_type {kind} could not be tried on a tiny copy ({trial.untried}): its loss is not known to be right",
+        )
+    layout = f"packed rows {trial.packed:.0e}" if packing else f"padded rows {trial.padded:.0e}"
+    return (f"model_type {kind} was tried on a tiny copy, relative differences: loss {trial.loss:.0e}, {layout}",)
+
+
+def _check_expert_widths(hf_config: PretrainedConfig, precision: str) -> None:
+    """ModelError where torch's grouped product rejects widths of experts; `plan.legal` refuses those of the table."""
+    lm = without_memory(hf_config)
+    if lm.config._experts_implementation != "grouped_mm":
+        return
+    for name, param in lm.named_parameters():
+        if _EXPERTS.search(name) and param.shape[-1] * BYTES[precision] % ROW_BYTES:
+            raise ModelError(
+                f"`{name}` has rows of {param.shape[-1]} x {BYTES[precision]} bytes in {precision}, "
+                f"no multiple of {ROW_BYTES} bytes, as torch's grouped product needs",
+                hint=wider(precision),
+            )
+
+
+def refuse_wrong(kind: str, trial: Trial, *, packing: bool) -> None:
+    """ModelError where `trial` shows that such rows are trained wrongly, or cannot show that packed ones are not."""
+    subject = f"model_type `{kind}`"
+    if trial.loss > LIMIT:
+        raise ModelError(
+            f"{subject}: the loss is not that of the model's own logits, {_apart(trial.loss)}",
+            hint="it changes logits after its head, which the chunked loss does not see; train a model of another type",
+        )
+    if trial.untried and packing:
+        raise ModelError(f"{subject}: packing could not be tried, {trial.untried}", hint="set data.packing: false")
+    if trial.packed > LIMIT and trial.padded > LIMIT:
+        raise ModelError(
+            f"{subject}: documents of a packed row see each other, {_apart(trial.packed)}, "
+            f"and padding changes a document, {_apart(trial.padded)}",
+            hint="train a model of another type",
+        )
+    if packing and trial.packed > LIMIT:
+        raise ModelError(
+            f"{subject}: documents of a packed row see each other, {_apart(trial.packed)}",
+            hint="set data.packing: false",
+        )
+    if not packing and trial.padded > LIMIT:
+        raise ModelError(
+            f"{subject}: padding changes a document, {_apart(trial.padded)}", hint="set data.packing: true"
+        )
+
+
+def _apart(difference: float) -> str:
+    return f"relative difference {difference:.0e} on a tiny copy, limit {LIMIT:.0e}"
+
+
+def try_type(hf_config: PretrainedConfig, *, attention: str, row_tokens: int) -> Trial:
+    """Build a small model with a layer of each kind of the configured one, and compare what should be equal.
+
+    ModelError where transformers cannot build the configured model at all.
+    """
+    check_attention(hf_config, attention)
+    # FlashAttention does not run on CPUs.
+    attention = BY_LENGTHS if attention == FLASH else attention
+    try:
+        whole = _built(hf_config, attention, device="meta")
+        layers, kinds = layers_of_each_kind(whole), layer_kinds(whole)
+    except _FAILURES as broken:
+        if attention == BY_LENGTHS:
+            return Trial(untried=f"without a GPU it fails with {_said(broken)}")
+        raise ModelError(
+            f"transformers {transformers.__version__} cannot build model_type `{hf_config.model_type}`: "
+            f"{_said(broken)}",
+            hint="check the model's config.json",
+        ) from broken
+    reason = "no smaller configuration has all its kinds of layers"
+    for more, heads in product(_MORE_LAYERS, _HEADS):
+        try:
+            tiny = tiny_config(hf_config, Size(heads, layers * more, row_tokens))
+            outline = _built(tiny, attention, device="meta")
+            if (
+                layer_kinds(outline) == kinds
+                and sum(param.numel() for param in outline.parameters()) <= _MOST_PARAMETERS
+            ):
+                return _compared(_drawn(tiny, attention), _drawn(tiny, "eager"))
+        except _FAILURES as broken:
+            reason = f"a tiny copy fails with {_said(broken)}"
+    return Trial(untried=reason)
+
+
+def _said(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}{f': {lines[0]}' if lines else ''}"
+
+
+def _built(config: PretrainedConfig, attention: str, *, device: str) -> PreTrainedModel:
+    return build_skeleton(copy.deepcopy(config), attention=attention, dtype=torch.float32, device=device)
+
+
+def _drawn(config: PretrainedConfig, attention: str) -> PreTrainedModel:
+    """A model with weights of its own rule, made so large that nothing hides: rules make most small and some zero."""
+    lm = _built(config, attention, device="cpu")
+    initialise_weights(lm, seed=_SEED)
+    generator = torch.Generator().manual_seed(_SEED)
+    with torch.no_grad():
+        for param in lm.parameters():
+            if param.dim() > 1:
+                param.normal_(std=param.shape[-1] ** -0.5, generator=generator)
+            else:
+                param.add_(torch.randn(param.shape, generator=generator), alpha=_NOISE)
+        lm.get_input_embeddings().weight.normal_(generator=generator)
+        if lm.get_output_embeddings() is not None:
+            lm.get_output_embeddings().weight.mul_(_HEAD_GAIN)
+    return lm.eval()
+
+
+@torch.no_grad()
+def _compared(lm: PreTrainedModel, eager: PreTrainedModel) -> Trial:
+    """The differences between results of `lm`, and of its loss to that of the logits of the same model run eagerly.
+
+    ModelError where `lm` does not run as it is trained.
+    """
+    first, second = _documents(lm)
+    logits = eager(input_ids=first, position_ids=_positions(first), use_cache=False).logits[0, :-1].float()
+    wanted = functional.cross_entropy(logits, first[0, 1:], reduction="sum")
+    install_loss_head(lm)
+    model = TrainedModel(lm)
+    try:
+        loss = model(first, _positions(first), functional.pad(first[:, 1:], (0, 1), value=IGNORE_INDEX), None).loss_sum
+        alone = [model.hidden(ids, _positions(ids), None)[0] for ids in (first, second)]
+    except _FAILURES as broken:
+        raise ModelError(
+            f"model_type `{lm.config.model_type}` does not run without its head on token ids and positions alone: "
+            f"{_said(broken)}",
+            hint="train a model of another type",
+        ) from broken
+    _check_sight(model, first, second)
+    packed, padded = _packed(model, first, second), _padded(model, first, second)
+    return Trial(
+        packed=_difference(packed, torch.stack([torch.cat(alone), torch.cat(alone[::-1])])),
+        padded=max(_difference(row[: len(hidden)], hidden) for row, hidden in zip(padded, alone, strict=True)),
+        loss=_difference(loss, wanted),
+    )
+
+
+def _check_sight(model: TrainedModel, first: torch.Tensor, second: torch.Tensor) -> None:
+    """ArithmeticError where earlier tokens hardly change later ones, so that comparisons would show nothing."""
+    same_end = [torch.cat([document[:, :_LAST], first[:, -_LAST:]], dim=1) for document in (first, second)]
+    ends = [model.hidden(ids, _positions(ids), None)[0, -_LAST:] for ids in same_end]
+    if _difference(*ends) < _SEEN:
+        raise ArithmeticError("earlier tokens hardly change later ones")
+
+
+def _documents(lm: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two documents [1, tokens] of tokens that are not special."""
+    generator = torch.Generator().manual_seed(_SEED)
+    vocabulary = lm.get_input_embeddings().weight.shape[0]
+    tokens = (vocabulary // 16, vocabulary * 3 // 4)
+    first, second = (torch.randint(*tokens, (1, length), generator=generator) for length in _LENGTHS)
+    return first, second
+
+
+def _packed(model: TrainedModel, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Hidden states of two rows that hold both documents, in either order."""
+    orders = (_LENGTHS, _LENGTHS[::-1])
+    ids = torch.cat([torch.cat([first, second], dim=1), torch.cat([second, first], dim=1)])
+    return model.hidden(
+        ids, torch.stack([torch.cat([torch.arange(length) for length in order]) for order in orders]), orders
+    )
+
+
+def _padded(model: TrainedModel, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Hidden states of two rows that hold one document each and padding."""
+    length = max(_LENGTHS) + _PADDING
+    ids = torch.cat(
+        [
+            functional.pad(document, (0, length - document.shape[1]), value=int(first[0, 0]))
+            for document in (first, second)
+        ]
+    )
+    return model.hidden(ids, _positions(ids).expand(2, -1), None)
+
+
+def _positions(ids: torch.Tensor) -> torch.Tensor:
+    return torch.arange(ids.shape[1])[None]
+
+
+def _difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Largest difference over largest magnitude."""
+    apart = float((found - wanted).abs().max() / wanted.abs().max())
+    if not math.isfinite(apart):
+        raise ArithmeticError("its results are not finite")
+    return apart

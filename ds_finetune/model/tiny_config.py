@@ -1,0 +1,191 @@
+"""A tiny configuration of the same kind as a given one: fewer and narrower layers, and at least one of each kind."""
+
+import copy
+import re
+from collections.abc import Callable, Sequence, Sized
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig
+
+VOCABULARY = 256
+"""Tokens of a tiny vocabulary."""
+WINDOW = 8
+"""Tokens of a tiny attention window, and of a chunk of attention or of a recurrence."""
+
+_MAIN_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "attention_heads")
+_DEPTH = re.compile(
+    r"^(num_hidden_layers|n_layers?|num_layers|(en|de)coder_layers|num_(en|de)coder_layers|num_blocks"
+    r"|num_layers_per_stack)$"
+)
+_HEADS = re.compile(
+    r"^((num|n)_(attention_|key_value_|kv_|mamba_)?heads?|num_attention_heads_per_layer|(en|de)coder_attention_heads"
+    r"|attention_heads|kv_n_heads|num_(en|de)coder_attention_heads|mamba_(n|num)_heads|linear_num_(key_|value_)?heads"
+    r"|swa_num_(attention|key_value)_heads|num_query_groups)$"
+)
+_WIDTHS = re.compile(
+    r"(^|_)(hidden_size|d_model|n_embd|emb_dim|embedding_dim|embedding_size|embed_proj_dim|lru_width|d_ssm"
+    r"|intermediate_size|intermediate_size_mlp"
+    r"|ffn_dim|ffn_hidden_size|feed_forward_size|d_inner|n_inner|dff|dim_ff)$"
+)
+_WINDOWS = re.compile(
+    r"^(sliding_window(_size)?|attention_window_size|window_size|local_attention(_window_len)?|attention_chunk_size"
+    r"|keep_window_size|index_topk|floor_scale|log_scaling_n_floor)$"
+)
+_CHUNKS = re.compile(r"^((mamba_)?chunk_size|block_size)$")
+_TOKEN_IDS = re.compile(r"(_token_(id|index)|_token)$")
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
+_GROUPS = ("n_group", "num_expert_group")
+_EXPERTS = re.compile(r"^(moe_)?(n|num)_(local_|routed_)?experts$|^zero_expert_num$")
+_LAYER_NUMBERS = re.compile(r"(_idxs|_ids|_indices|only_layers|moe_layers)$")
+_SPECIAL_TOKENS = 40
+"""Token ids at the end of a tiny vocabulary, for those that are special in the large one."""
+_MULTIPLE = 8
+_HEAD_WIDTH = 32
+
+Kind = frozenset[tuple[str, str, str]]
+"""What a layer is made of: name, class and settings of each of its modules."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How small a configuration becomes: its first `layers` layers and about `heads` attention heads.
+
+    Attention windows of `row_tokens` and more stay, since rows do not reach them; shorter ones become so short that
+    tiny rows do.
+    """
+
+    heads: int
+    layers: int
+    row_tokens: int
+
+
+def tiny_config(config: PretrainedConfig, size: Size) -> PretrainedConfig:
+    """A copy of `config` of this size, with less of everything else that has one."""
+    tiny = copy.deepcopy(config)
+    _shrink(tiny, size, None)
+    return tiny
+
+
+def layers_of_each_kind(lm: nn.Module) -> int:
+    """How many layers, from the first on, hold one of each kind in the longest stack of layers of a model."""
+    kinds = [_kind(layer) for layer in max(_stacks(lm), key=len, default=[])]
+    return max((kinds.index(kind) for kind in kinds), default=-1) + 1
+
+
+def layer_kinds(lm: nn.Module) -> set[Kind]:
+    """The kinds of layers of a model, which may be without memory."""
+    return {_kind(layer) for stack in _stacks(lm) for layer in stack}
+
+
+def _stacks(lm: nn.Module) -> list[nn.ModuleList]:
+    """The outermost lists of modules."""
+    found: dict[str, nn.ModuleList] = {}
+    for name, module in lm.named_modules():
+        if (
+            isinstance(module, nn.ModuleList)
+            and len(module)
+            and not any(name.startswith(f"{outer}.") for outer in found)
+        ):
+            found[name] = module
+    return list(found.values())
+
+
+def _kind(layer: nn.Module) -> Kind:
+    """Numbers in names are left out, as of experts."""
+    return frozenset(
+        (re.sub(r"\d+", "N", name), type(module).__name__, _settings(module)) for name, module in layer.named_modules()
+    )
+
+
+def _settings(module: nn.Module) -> str:
+    """What is switched on in a module, without sizes."""
+    own = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    switches = sorted((name, value) for name, value in own.items() if isinstance(value, bool | str))
+    return repr((switches, sorted(name for name, value in own.items() if value is None)))
+
+
+def _shrink(config: PretrainedConfig, size: Size, outer: Fraction | None) -> None:
+    """Make `config`, and the configurations in it, small in place; `outer` is the ratio of the one that it lies in."""
+    depth, ratio = getattr(config, "num_hidden_layers", None), _ratio(config, size.heads, outer)
+    values = vars(config)
+    for name, value in list(values.items()):
+        if name.startswith("_"):
+            continue
+        if isinstance(value, PretrainedConfig):
+            _shrink(value, size, ratio if ratio < 1 else None)
+        elif isinstance(value, list | tuple) or name.endswith("_pattern"):
+            one_a_layer = isinstance(value, Sized) and len(value) == depth
+            values[name] = _small_list(name, value[: size.layers] if one_a_layer else value, ratio, size)
+        elif name == "compress_rates":
+            values[name] = {kind: min(rate, WINDOW) for kind, rate in value.items()}
+        elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            values[name] = _small_number(name, value, ratio, size)
+    _keep_experts_few(config)
+
+
+def _ratio(config: PretrainedConfig, heads: int, outer: Fraction | None) -> Fraction:
+    """What widths and numbers of heads are multiplied with, so that the width of a head stays."""
+    for name in _MAIN_HEADS:
+        count = getattr(config, name, None)
+        if isinstance(count, int) and count > 0:
+            return min(Fraction(1), Fraction(heads, count))
+    width = getattr(config, "hidden_size", None)
+    if outer is not None or not isinstance(width, int) or width <= 0:
+        return outer or Fraction(1)
+    return min(Fraction(1), Fraction(_HEAD_WIDTH * heads, width))
+
+
+def _small_list(name: str, value: Any, ratio: Fraction, size: Size) -> Any:  # noqa: ANN401 - a list, tuple or text
+    if not isinstance(value, list | tuple) or any(isinstance(one, bool) or not isinstance(one, int) for one in value):
+        return value
+    if _LAYER_NUMBERS.search(name):
+        return type(value)(one for one in value if one < size.layers)
+    return type(value)(_small_number(name, one, ratio, size) for one in value)
+
+
+def _small_number(name: str, value: int, ratio: Fraction, size: Size) -> int:
+    if _DEPTH.match(name):
+        return min(value, size.layers)
+    if _WINDOWS.match(name) and value >= size.row_tokens:
+        return value
+    return next((rule(value, ratio) for pattern, rule in _RULES if pattern.search(name)), value)
+
+
+def _width(value: int, ratio: Fraction) -> int:
+    exact = value * ratio
+    return int(exact) if exact.denominator == 1 else max(_MULTIPLE, round(exact / _MULTIPLE) * _MULTIPLE)
+
+
+def _at_most(limit: int) -> Callable[[int, Fraction], int]:
+    return lambda value, _: min(value, limit)
+
+
+_RULES: Sequence[tuple[re.Pattern[str], Callable[[int, Fraction], int]]] = (
+    (_HEADS, lambda value, ratio: max(1, int(value * ratio))),
+    (re.compile(r"^hidden_size_per_layer_input$"), _at_most(32)),
+    (_WIDTHS, _width),
+    (re.compile(r"(^|_)(lora_rank|lowrank)$"), _at_most(32)),
+    (re.compile(r"^index_n_heads$"), _at_most(16)),
+    (re.compile(r"^index_(block_size|topk_blocks)$"), _at_most(4)),
+    # What is left out of a head stays left out.
+    (re.compile(r"^unpadded_vocab_size$"), _at_most(VOCABULARY - 16)),
+    (re.compile(r"(^|_)(vocab_size|vocab_size_per_layer_input|vocab_size_base|group_vocab)$"), _at_most(VOCABULARY)),
+    (_WINDOWS, _at_most(WINDOW)),
+    (_CHUNKS, _at_most(WINDOW)),
+    (_TOKEN_IDS, lambda value, _: min(value, VOCABULARY - 1 - value % _SPECIAL_TOKENS)),
+)
+"""Settings that have a size, by name, and what becomes of them."""
+
+
+def _keep_experts_few(config: PretrainedConfig) -> None:
+    """As many experts as the router needs to have a choice, in equal groups."""
+    values = vars(config)
+    groups = max([1, *(values.get(name) or 1 for name in _GROUPS)])
+    chosen = [values[name] for name in _TOP_K if isinstance(values.get(name), int)]
+    enough = groups * max(2, -(-2 * max([2, *chosen]) // groups))
+    for name, value in values.items():
+        if _EXPERTS.search(name) and isinstance(value, int):
+            values[name] = min(value, enough)

@@ -1,0 +1,141 @@
+"""What every causal model type of transformers does here, as a table: `python -m tests.model.model_types > docs/model-types.md`."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import transformers
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
+
+from ds_finetune.errors import ModelError
+from ds_finetune.model.build import check_logits, model_class
+from ds_finetune.model.families import FAMILIES
+from ds_finetune.model.generic_check import refuse_wrong, try_type
+
+ROW_TOKENS = 2048
+"""`train.max_seq_len` of the table."""
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "granitemoehybrid": {"layer_types": ["mamba", "mamba", "attention", "mamba"] * 8},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 4, "moe_topk": 2},
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8, "head_dim": 128},
+}
+"""Settings of types whose default configuration cannot be built, or has not the kinds of layers that published models have."""
+_HEAD = """# Model types
+
+The families `{families}` have rows of their own in `ds_finetune/model/families.py`; tests compare their steps with plain loops. Every other
+causal model type that transformers knows is *generic*: it is built by transformers as it is. Before a generic type is trained, and by
+`ds-finetune plan`, a copy of its `config.json` is made tiny (about a second, on the CPU, fp32, random weights) and tried:
+
+- **packing**: two documents in one row, in both orders, have the hidden states of each document alone;
+- **padding**: a document with padding behind it has the hidden states of the document without;
+- **loss**: the loss is that of the logits that the model itself gives, with transformers' plain attention.
+
+```yaml
+model: my-gpt-oss
+data: {{train: chat.jsonl, packing: false}}   # what the hint says for a type whose packed documents see each other
+```
+
+Results count as equal up to a relative difference of 1e-4; rounding gives about 1e-7 to 1e-5. The loss must agree, and so must the layout that the
+run asks for, packed or padded rows; otherwise the run ends on every rank with exit code 2 before anything is loaded. The differences are printed
+under the plan. The tiny copy keeps the first layers of the model, as many as hold one of each kind that it has (attention with and without a window, recurrent,
+dense, with experts ...), which is read off the modules that transformers builds. Attention windows shorter than `train.max_seq_len` are
+made so short that tiny documents exceed them; longer ones have no effect on rows of that length and stay. Where no such copy can be built, packing is
+refused, and without packing a line says that the loss is not known to be right.
+
+The trial sees what a tiny copy shows. DeepSeek-V3.2's indexer picks tokens by scores that may be equal (all its heads at zero), and transformers
+then picks by the place in the row: with at most 4 index heads packing and padding are refused, with the 64 of the published model such ties are not met.
+
+## The table
+
+transformers {version}, default configurations (with {settings}, changed to have the layers of published models or to
+be built at all), `train.max_seq_len` {row_tokens}, `model.attention` sdpa, or eager where there is no other. Your `config.json` is what counts in a run. Written by
+`python -m tests.model.model_types > docs/model-types.md`; a slow test compares.
+
+| model type | attention | verdict | why |
+| --- | --- | --- | --- |
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model type: the attention it was tried with, `packs`, `refuses packing` or `refused`, and why."""
+
+    kind: str
+    attention: str
+    verdict: str
+    why: str
+
+    @property
+    def line(self) -> str:
+        return f"| {self.kind} | {self.attention} | {self.verdict} | {self.why.replace('|', '/')} |"
+
+
+def config_of(kind: str, **settings: Any) -> PretrainedConfig:
+    """The default configuration of a type, or one with the layers of published models."""
+    return CONFIG_MAPPING[kind](**{**SETTINGS.get(kind, {}), **settings})
+
+
+def attention_of(config: PretrainedConfig) -> str:
+    return "sdpa" if model_class(config)._supports_sdpa else "eager"
+
+
+def row_of(kind: str) -> Row:
+    try:
+        config = config_of(kind)
+        attention = attention_of(config)
+    except Exception as broken:  # noqa: BLE001 - whatever a default configuration raises
+        return Row(
+            kind, "-", "refused", f"its default configuration fails: {str(broken).strip().splitlines()[0][:100]}"
+        )
+    try:
+        check_logits(config, "config.json")
+        trial = try_type(config, attention=attention, row_tokens=ROW_TOKENS)
+        refuse_wrong(kind, trial, packing=False)
+    except ModelError as refused:
+        return Row(kind, attention, "refused", _short(refused, kind))
+    try:
+        refuse_wrong(kind, trial, packing=True)
+    except ModelError as refused:
+        return Row(kind, attention, "refuses packing", _short(refused, kind))
+    return Row(kind, attention, "packs", "")
+
+
+def _short(refused: ModelError, kind: str) -> str:
+    """The reason without numbers, which differ between machines."""
+    text = refused.message.removeprefix(f"model_type `{kind}`").removeprefix(": ").strip()
+    return text.split(", relative difference")[0].split(" on a tiny copy")[0][:160]
+
+
+def generic_types() -> Iterator[str]:
+    mapping = AutoModelForCausalLM._model_mapping
+    return (kind for kind, config in sorted(CONFIG_MAPPING.items()) if config in mapping and kind not in FAMILIES)
+
+
+def rows() -> list[Row]:
+    return [row_of(kind) for kind in generic_types()]
+
+
+def page(found: list[Row]) -> str:
+    counts = {
+        verdict: sum(row.verdict == verdict for row in found) for verdict in ("packs", "refuses packing", "refused")
+    }
+    head = _HEAD.format(
+        families="`, `".join(FAMILIES),
+        version=transformers.__version__,
+        settings=f"{len(SETTINGS)} exceptions",
+        row_tokens=ROW_TOKENS,
+    )
+    summary = ", ".join(f"{number} {verdict}" for verdict, number in counts.items())
+    return head + "\n".join(row.line for row in found) + f"\n\n{len(found)} types: {summary}.\n"
+
+
+if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
+    print(page(rows()), end="")  # noqa: T201
