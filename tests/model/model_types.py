@@ -29,34 +29,50 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
 """Settings of types whose default configuration cannot be built, or has not the kinds of layers that published models have."""
 _HEAD = """# Model types
 
-The families `{families}` have rows of their own in `ds_finetune/model/families.py`; tests compare their steps with plain loops. Every other
-causal model type that transformers knows is *generic*: it is built by transformers as it is. Before a generic type is trained, and by
-`ds-finetune plan`, a copy of its `config.json` is made tiny (about a second, on the CPU, fp32, random weights) and tried:
+Which model types are trained, and how. Most need nothing; where a run is refused, the hint says what to set:
+
+```yaml
+model: {{path: my-gpt-oss, attention: eager}}
+data: {{train: chat.jsonl, packing: false}}
+```
+
+The families `{families}`
+have rows of their own in `ds_finetune/model/families.py`, and tests compare their steps with plain loops. Every other
+causal model type of transformers is *generic*: it is built as transformers builds it. Before a generic type is
+trained, and by `ds-finetune plan`, a tiny copy of its `config.json` is tried on the CPU (about a second, fp32, random
+weights):
 
 - **packing**: two documents in one row, in both orders, have the hidden states of each document alone;
 - **padding**: a document with padding behind it has the hidden states of the document without;
 - **loss**: the loss is that of the logits that the model itself gives, with transformers' plain attention.
 
-```yaml
-model: my-gpt-oss
-data: {{train: chat.jsonl, packing: false}}   # what the hint says for a type whose packed documents see each other
-```
+Results count as equal up to a relative difference of 1e-4; rounding makes 1e-7 to 4e-5. The loss must agree, and so
+must the rows that the run asks for, packed or padded. Otherwise the run ends on every rank with exit code 2 before
+anything is loaded. The differences are printed under the plan.
 
-Results count as equal up to a relative difference of 1e-4; rounding gives about 1e-7 to 1e-5. The loss must agree, and so must the layout that the
-run asks for, packed or padded rows; otherwise the run ends on every rank with exit code 2 before anything is loaded. The differences are printed
-under the plan. The tiny copy keeps the first layers of the model, as many as hold one of each kind that it has (attention with and without a window, recurrent,
-dense, with experts ...), which is read off the modules that transformers builds. Attention windows shorter than `train.max_seq_len` are
-made so short that tiny documents exceed them; longer ones have no effect on rows of that length and stay. Where no such copy can be built, packing is
-refused, and without packing a line says that the loss is not known to be right.
+The tiny copy has the first layers of the model, as many as hold one of each kind (attention with and without a
+window, recurrent, dense, with experts ...). The kinds are read off the modules that transformers builds. Attention
+windows shorter than `train.max_seq_len` become so short that tiny documents exceed them; longer ones have no effect on
+rows of that length and stay. Where no such copy can be built, packing is refused; without packing, a line under the
+plan says that the loss is not known to be right.
 
-The trial sees what a tiny copy shows. DeepSeek-V3.2's indexer picks tokens by scores that may be equal (all its heads at zero), and transformers
-then picks by the place in the row: with at most 4 index heads packing and padding are refused, with the 64 of the published model such ties are not met.
+The trial sees what a tiny copy shows. DeepSeek-V3.2's indexer picks tokens by scores that may be equal (all its heads
+at zero), and transformers then picks by the place in the row. With at most 4 index heads packing and padding are
+refused; with the 64 of the published model no such tie was met.
+
+Router biases (`e_score_correction_bias`, `expert_bias`) stay fp32 in every type. A balance loss that a config asks for
+by `output_router_logits: true` is refused, since it is not computed. Experts that are published one by one are joined
+for the families with fused experts alone; the error for other types says how to save them fused.
+
+With `model.attention: flash_attention_2` the lengths of the documents go to the kernel, for any number of rows in a
+forward. The trial then uses a slow attention that reads those lengths, since FlashAttention does not run on CPUs.
 
 ## The table
 
-transformers {version}, default configurations (with {settings}, changed to have the layers of published models or to
-be built at all), `train.max_seq_len` {row_tokens}, `model.attention` sdpa, or eager where there is no other. Your `config.json` is what counts in a run. Written by
-`python -m tests.model.model_types > docs/model-types.md`; a slow test compares.
+transformers {version}, `train.max_seq_len` {row_tokens}, `model.attention: sdpa`, or `eager` where there is no other.
+Configurations are transformers' defaults, with {settings} that get the layers of published models or could not
+be built (`SETTINGS` in `tests/model/model_types.py`). In a run your `config.json` counts. The page is written by
+`python -m tests.model.model_types > docs/model-types.md`, and a slow test compares it.
 
 | model type | attention | verdict | why |
 | --- | --- | --- | --- |
