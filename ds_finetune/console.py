@@ -48,7 +48,7 @@ def show_plan(plan: "Plan", material: "Material") -> None:
     limit = plan.config.eval.limit
     if limit and material.held_out is not None and limit < len(material.held_out):
         rows.append(("evaluation", f"the first {limit:,} of {len(material.held_out):,} rows (eval.limit)"))
-    rows.append(("prompt differs from the server's", server_share(material.train.counts)))
+    rows.append(("prompts", server_share(material.train.counts)))
     OUT.print(pairs("plan", rows))
     if plan.config.model.weights == "random":
         OUT.print(f"[bold]RANDOM WEIGHTS[/bold]: {plan.config.model.path} is built from its config.json; nothing pre-trained is loaded")

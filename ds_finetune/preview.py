@@ -48,7 +48,7 @@ def counts_table(rows: PreparedRows, config: RunConfig) -> Table:
         ("dropped, nothing supervised", f"{counts.nothing_supervised:,}"),
         (f"longer than {config.train.max_seq_len}", f"{counts.truncated:,} truncated, {counts.too_long_dropped:,} dropped, {counts.split:,} split"),
         ("tokens lost to truncation", f"{counts.truncated_tokens:,} ({counts.truncated_ratio:.2%})"),
-        ("prompt differs from the server's", server_share(counts)),
+        ("prompts", server_share(counts)),
         ("documents", f"{counts.documents:,}"),
         ("tokens", f"{counts.tokens:,}, {counts.supervised / max(counts.tokens, 1):.1%} supervised"),
         ("training rows", f"{len(rows):,}" + (f", {rows.fill_ratio(config.train.max_seq_len):.2%} filled" if config.data.packing else ", padded")),

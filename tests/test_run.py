@@ -282,12 +282,12 @@ def test_data_show_marks_what_is_trained(tmp_path: Path, capsys: pytest.CaptureF
     row = rows[0]
     assert f"<|bos|><|user|>{row['prompt']}<|assistant|>⟦{row['completion']}<|eos|>⟧" in printed
     assert "rows read" in printed
-    assert re.search(r"prompt differs from the server's +0 of [\d,]+ rows \(0.0%\)", printed)
+    assert re.search(r"prompts +0 of [\d,]+ rows \(0.0%\) have", printed)
     assert f"columns and fields that nothing reads: source ({len(rows):,} rows)" in printed
     plan, material, _ = prepared(read_config(run_file), World.from_environment({}))
     show_plan(plan, material)
     printed = capsys.readouterr().out
-    assert re.search(r"prompt differs from the server's +0 of [\d,]+ rows \(0.0%\)", printed)
+    assert re.search(r"prompts +0 of [\d,]+ rows \(0.0%\) have", printed)
     assert f"data.train: columns and fields that nothing reads: source ({len(rows):,} rows)" in printed
 
 

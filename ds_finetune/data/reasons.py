@@ -63,4 +63,5 @@ def row_notes(counts: Counts) -> Iterator[str]:
 
 def server_share(counts: Counts) -> str:
     """Rows of which a trained turn's prompt is not what `apply_chat_template` gives a server for the messages before it."""
-    return f"{counts.lead_differs:,} of {counts.read:,} rows ({counts.lead_differs / max(counts.read, 1):.1%})"
+    share = counts.lead_differs / max(counts.read, 1)
+    return f"{counts.lead_differs:,} of {counts.read:,} rows ({share:.1%}) have a prompt other than a server's"

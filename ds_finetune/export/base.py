@@ -57,8 +57,13 @@ class Base:
         """ModelError where the weights in `folder` are not those of the model that `spec` describes."""
         hub, published = HubFolder(folder), spec.published()
         left = hub.left_over(published, model=spec.architecture, may_be=lambda key: key in spec.tied or spec.may_leave(key))
-        ends = tuple(key for key, shape in published.items() if layer_of(key) < 0 and len(shape) == _MATRIX)
-        return cls(hub, tuple(key for key in left if key not in spec.tied), ends)
+        return cls(hub, tuple(key for key in left if key not in spec.tied), _ends(published))
+
+    @classmethod
+    def merged_into(cls, hub: HubFolder, spec: ModelSpec) -> "Base":
+        """The folder that adapters are merged into, which may also hold its experts under their fused names."""
+        published = spec.published()
+        return cls(hub, tuple(key for key in sorted(hub.shapes) if key not in published and spec.may_leave(key)), _ends(published))
 
     def carried(self, parts: FolderParts, *, without: Collection[str] = ()) -> tuple[FolderParts, list[str]]:
         """`parts` with those tensors, but `without` the ones that are there already, and what to say of it.
@@ -89,6 +94,11 @@ class Base:
         """The embedding or the head, whichever `key` repeats, if any; where they are equal the one of its kind."""
         found = (name for name in self.ends if self.hub.shapes[name] == self.hub.shapes[key] and self.hub.is_same(key, name))
         return min(found, key=lambda name: ("embed" in name) != ("embed" in key), default=None)
+
+
+def _ends(published: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
+    """The embedding and the head among published tensors."""
+    return tuple(key for key, shape in published.items() if layer_of(key) < 0 and len(shape) == _MATRIX)
 
 
 def _shown(names: list[str]) -> str:

@@ -86,7 +86,7 @@ def _with_base(parts: FolderParts, spec: ModelSpec, opened: Opened, given: Path 
         parts = replace(parts, fp8_base=opened.hub)
     if opened.hub and folder in (None, opened.hub.folder):
         # Adapters of embedding or head change what the prediction layer's tensors repeat.
-        base = None if opened.is_model else Base.read(opened.hub.folder, spec)
+        base = None if opened.is_model else Base.merged_into(opened.hub, spec)
         return base.with_copies(parts, base.left) if base else (parts, [])
     if folder is not None and has_weights(folder):
         return Base.read(folder, read_model_spec(folder) if opened.is_resized else spec).carried(parts, without=without)

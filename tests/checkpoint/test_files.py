@@ -71,7 +71,7 @@ def complete(folder: Path, step: int, *, eval_loss: float | None = None) -> Path
     partial = folder / partial_name(step, "a")
     partial.mkdir(parents=True)
     part = partial / part_name(0, 1)
-    say_written(part, write_summed(part, [f"part of {step}".encode()]))
+    say_written(part, write_summed(part, [bytes(8), f"part of {step}".encode()]))
     return commit(partial, manifest(step, eval_loss=eval_loss), {"state.json": "{}"}, {}, lambda: False)
 
 

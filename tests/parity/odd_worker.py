@@ -13,7 +13,7 @@ import torch
 from ds_finetune.cli import leave
 from ds_finetune.config import RunConfig
 from ds_finetune.data.batches import eval_batches, training_batches
-from ds_finetune.data.documents import Limits, gather
+from ds_finetune.data.documents import gather
 from ds_finetune.data.packed import PreparedRows
 from ds_finetune.data.template import Tokens
 from ds_finetune.engine.core import Engine
@@ -78,7 +78,7 @@ def _config(model: Path, stage: int, parallel: dict[str, int], *, packing: bool)
 
 
 def _rows(documents: list[Document]) -> PreparedRows:
-    kept, counts = gather([Tokens(ids, mask) for ids, mask in documents], Limits(ROW, "truncate"))
+    kept, counts = gather([Tokens(ids, mask) for ids, mask in documents], ["truncate"] * len(documents), max_seq_len=ROW)
     return PreparedRows(kept, np.arange(len(documents)), np.arange(len(documents) + 1), counts)
 
 

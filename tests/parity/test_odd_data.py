@@ -13,7 +13,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ds_finetune.data.batches import Batch, BatchPlan, eval_batches, training_batches
-from ds_finetune.data.documents import Limits, gather
+from ds_finetune.data.documents import gather
 from ds_finetune.data.pack import pack
 from ds_finetune.data.packed import PreparedRows
 from ds_finetune.data.template import Tokens
@@ -73,7 +73,7 @@ def ours(model: TrainedModel, batches: Iterator[Batch]) -> tuple[float, int]:
 
 
 def rows_of(documents: list[tuple[list[int], list[bool]]], *, packing: bool) -> PreparedRows | None:
-    kept, counts = gather([Tokens(ids, mask) for ids, mask in documents], Limits(ROW, "truncate"))
+    kept, counts = gather([Tokens(ids, mask) for ids, mask in documents], ["truncate"] * len(documents), max_seq_len=ROW)
     if not counts.documents:
         return None
     bins = pack(np.diff(kept.offsets), ROW) if packing else [np.array([number]) for number in range(counts.documents)]
