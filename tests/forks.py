@@ -90,7 +90,9 @@ class Forkserver:
             cls._only = cls()
         return cls._only
 
-    def start(self, program: Sequence[str], environ: Mapping[str, str], *, ranks: int, out: Path, err: Path) -> Forked:
+    def start(
+        self, program: Sequence[str], environ: Mapping[str, str], *, ranks: int, out: Path, err: Path, cwd: Path = _ROOT
+    ) -> Forked:
         """Start `ranks` ranks of `program` (0: one process without a launcher's variables), which print to two files."""
         assert self._process.stdin is not None
         self._asked += 1
@@ -99,6 +101,7 @@ class Forkserver:
         for file in (out, err):
             file.touch()
         request = {"program": list(program), "environ": dict(environ), "ranks": ranks, "folder": str(folder), "out": str(out), "err": str(err)}
+        request["cwd"] = str(cwd)
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         return Forked(folder)
@@ -239,7 +242,7 @@ def _become(request: dict[str, Any], given: Mapping[str, str], *, is_rank: bool 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(request["environ"] | given)
-    os.chdir(_ROOT)
+    os.chdir(request["cwd"])
     tempfile.tempdir = None
     program = request["program"]
     if program[0] == "-m":

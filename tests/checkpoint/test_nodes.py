@@ -3,7 +3,6 @@
 import os
 import shutil
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 from ds_finetune.checkpoint.files import complete_steps, step_name
 from tests.checkpoint.runs import numbers
 from tests.conftest import ROOT
+from tests.forks import Forkserver
 from tests.running import start, tiny_task
 
 TRAIN = {"for": "6 steps", "global_batch_size": 4, "micro_batch_size": 1, "max_seq_len": 64, "precision": "fp32"}
@@ -22,16 +22,16 @@ def launch(run_file: Path, homes: tuple[Path, Path], *overrides: str) -> tuple[i
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    nodes = []
-    for number, home in enumerate(homes):
+    program = [str(ROOT / "ds_finetune" / "train.py"), str(run_file), "output_dir=run", "deepspeed={zero_optimization: {stage: 3}}", *overrides]
+    environ = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environ |= {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    nodes, logs = [], [home.with_suffix(".log") for home in homes]
+    for number, (home, log) in enumerate(zip(homes, logs, strict=True)):
         home.mkdir(exist_ok=True)
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={number}", "--nproc-per-node=1"]
-        command += ["--master-addr=127.0.0.1", f"--master-port={port}", str(ROOT / "ds_finetune" / "train.py"), str(run_file)]
-        command += ["output_dir=run", "deepspeed={zero_optimization: {stage: 3}}", *overrides]
-        environ = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-        nodes.append(subprocess.Popen(command, cwd=home, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
-    texts = [node.communicate(timeout=200)[0] for node in nodes]
-    return max(abs(node.returncode) for node in nodes), "".join(texts)
+        log.write_text("")
+        nodes.append(Forkserver.get().start(program, environ | {"RANK": str(number)}, ranks=0, out=log, err=log, cwd=home))
+    codes = [node.wait(timeout=200) for node in nodes]
+    return max(map(abs, codes)), "".join(log.read_text() for log in logs)
 
 
 @pytest.fixture(scope="module")
