@@ -172,6 +172,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded example, whose tokenizer has ids up to 100, with a model of 96."""
     folder = tmp_path_factory.mktemp("demo")
     write_demo(folder)
+    (folder / "train.jsonl").write_text("".join((folder / "train.jsonl").read_text().splitlines(keepends=True)[:200]))
     shutil.copytree(folder / "model", folder / "tokenizer")
     (folder / "model" / "config.json").write_text(json.dumps(CONFIGS["deepseek_v3"] | {"model_type": "deepseek_v3"}))
     return folder
