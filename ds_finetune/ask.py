@@ -12,7 +12,7 @@ def answers(folder: Path, prompts: Sequence[str], *, max_new_tokens: int = 128) 
     from ds_finetune.export.load import load_exported
 
     model = load_exported(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     found = []
     for prompt in prompts:
         if tokenizer.chat_template:

@@ -21,7 +21,7 @@ from ds_finetune.engine.core import Engine
 from ds_finetune.engine.processes import choose_device, everyones, process_group
 from ds_finetune.engine.start import DTYPES, start_engine
 from ds_finetune.errors import ConfigError
-from ds_finetune.finetune import batches_of, lr_schedule
+from ds_finetune.finetune import batches_of, freeze_unreached, lr_schedule
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.material import gather_material
 from ds_finetune.plan.layout import make_plan
@@ -68,6 +68,7 @@ def step_contest(config: RunConfig, *, steps: int, say: Say) -> Contest:
         raise ConfigError(f"bench compares with loops that train every weight, and lora.rank is {config.lora.rank}", hint="leave `lora` out")
     plan = make_plan(config, world=world, device=choose_device())
     material = gather_material(config)
+    plan = freeze_unreached(plan, material.hf_config)
     schedule = lr_schedule(config, material)
     with ExitStack() as stack:
         stack.enter_context(process_group(world, plan.device))

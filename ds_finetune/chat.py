@@ -20,7 +20,7 @@ class Conversation:
         from ds_finetune.export.load import load_exported
 
         self._model = load_exported(folder)
-        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        self._tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         if not self._tokenizer.chat_template:
             raise ExportError(f"the tokenizer of `{folder}` has no chat template", hint="ask it single questions with `ds-finetune ask`")
         self._max_new_tokens = max_new_tokens

@@ -24,7 +24,7 @@ _SHOWN_TOKENS = 12
 def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     """A fast tokenizer from a folder; DataError where there is none, it has no end-of-sequence token, or other tokens than its file."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, use_fast=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, use_fast=True, trust_remote_code=False)
     except (OSError, ValueError) as missing:
         raise DataError(f"no tokenizer in `{folder}`: {missing}", hint="set model.tokenizer to a folder with tokenizer.json") from missing
     if tokenizer.eos_token_id is None:

@@ -48,7 +48,7 @@ def main() -> None:
 
 def _looked_at(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     record = json.loads((folder / "verification.json").read_text(encoding="utf-8"))
-    is_fp8 = hasattr(AutoConfig.from_pretrained(folder, local_files_only=True), "quantization_config")
+    is_fp8 = hasattr(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False), "quantization_config")
     model, said = _multiplied_out(folder) if is_fp8 else _plain(folder)
     model.eval().to(_device(folder, _ROOM_FP8 if is_fp8 else _ROOM))
     reached = _watch_experts(model)
@@ -94,12 +94,13 @@ def _choose_experts(model: PreTrainedModel, record: dict[str, Any]) -> str:
 
 
 def _plain(folder: Path) -> tuple[PreTrainedModel, dict[str, Any]]:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True, local_files_only=True)
+    settings = {"dtype": "auto", "local_files_only": True, "trust_remote_code": False}
+    return AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **settings)
 
 
 def _multiplied_out(folder: Path, *, moved: bool = False) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model of a folder in FP8 blocks as if it had been published in bf16."""
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     del config.quantization_config
     stored: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):

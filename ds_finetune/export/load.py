@@ -18,14 +18,15 @@ def load_exported(folder: Path) -> PreTrainedModel:
 
     ExportError where the folder holds no config.json or no weights, and where the ONNX packages are not installed.
     """
+    if folder.is_dir():
+        check_folder(folder)
     check_loadable(folder)
-    check_folder(folder)
     if is_onnx(folder):
         check_packages()
         from ds_finetune.export.onnx_model import OnnxCausalLM
 
         return OnnxCausalLM.from_pretrained(folder)
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False).eval()
     return model.cuda() if torch.cuda.is_available() else model
 
 

@@ -61,12 +61,12 @@ class ServedModel(ModelManager):
 
             return OnnxCausalLM.from_pretrained(self._folder)
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            self._folder, dtype="auto", device_map=self.device
+            self._folder, dtype="auto", device_map=self.device, trust_remote_code=False
         )
         return model.eval()
 
     def _load_processor(self, name: str, *_: Any, **__: Any) -> PreTrainedTokenizerBase:  # noqa: ANN401 - as above
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self._folder)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self._folder, trust_remote_code=False)
         return tokenizer
 
     @property
@@ -173,9 +173,12 @@ class AnswerRoute:
                     413, f"the body has more than {self._served.body_bytes} bytes", code="context_length_exceeded"
                 )
         try:
-            return json.loads(raw)
-        except ValueError as broken:
-            raise RequestError(400, f"the body is not JSON: {broken}") from broken
+            body = json.loads(raw)
+            # Halves of characters (`"\\ud800"`) are JSON, and no tokenizer takes them.
+            json.dumps(body, ensure_ascii=False).encode()
+        except (ValueError, RecursionError) as broken:
+            raise RequestError(400, f"the body is not JSON of whole characters: {broken}") from broken
+        return body
 
     def _check_bias(self, asked: AnswerRequest) -> None:
         size = int(self._served.model.config.get_text_config().vocab_size)

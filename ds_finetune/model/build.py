@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
@@ -96,9 +97,12 @@ def read_hf_config(path: str, *, files: Sequence[str] = _HUB_FILES) -> Pretraine
     if not (folder / "config.json").is_file():
         raise ModelError(f"model folder `{folder}` has no config.json", hint="name the folder that holds the model's config.json")
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except ValueError as unknown:
         raise ModelError(f"{folder}/config.json: {unknown}", hint="model_type must be one that this transformers knows") from unknown
+    except (OSError, RecursionError, StrictDataclassError) as broken:
+        why = " ".join(str(broken).split())
+        raise ModelError(f"{folder}/config.json: {why}", hint="take the config.json published with the model") from broken
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ModelError(f"{folder}/config.json: model_type `{config.model_type}` is not a causal LM", hint="use a model with a language-model head")
     check_logits(config, f"{folder}/config.json")

@@ -79,7 +79,7 @@ def _choices_file(given: str) -> Path:
 def stage_of(tree: Mapping[str, Any], source: str) -> int:
     """ZeRO stage of the choices, 0 to 3."""
     stage = (tree.get("zero_optimization") or {}).get("stage", 0)
-    if stage not in (0, 1, 2, 3):
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         raise ConfigError(f"{source}: zero_optimization.stage is {stage!r}", hint="use 0, 1, 2 or 3")
     return int(stage)
 

@@ -1,6 +1,7 @@
 """Which keys a DeepSpeed JSON may have, at the top and in `zero_optimization`."""
 
 import difflib
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -128,9 +129,35 @@ KNOWN_IN_SECTIONS: Mapping[str, Collection[str]] = {
         *("super_offload", "cpuadam_cores_perc"),
     ),
     "zero_optimization.leaf_module": ("classes", "names", "name_suffixes"),
+    "bf16": ("enabled", "immediate_grad_update", "check_grad_overflow", "bf16_master_weights_and_grads", "bf16_optimizer_states"),
+    "fp16": (
+        *("enabled", "auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis"),
+        *("consecutive_hysteresis", "min_loss_scale", "fp16_master_weights_and_grads"),
+    ),
 }
 """Keys of sections that DeepSpeed 0.19.8 checks only when it builds the engine, by a traceback (zero/config.py,
-zero/offload_config.py)."""
+zero/offload_config.py, precision_config.py)."""
+_SECTIONS = ("optimizer", "optimizer.params", "aio", "data_types", "activation_checkpointing", "comms_logger", "flops_profiler")
+"""Sections whose keys are checked elsewhere, or nowhere."""
+COUNTS = frozenset(
+    [
+        *("reduce_bucket_size", "allgather_bucket_size", "sub_group_size", "zero_hpz_partition_size"),
+        *(prefix + name for prefix in ("", "stage3_") for name in _STAGE3_ALIASES[:5]),
+        *("module_granularity_threshold", "stage3_module_granularity_threshold"),
+        *("buffer_count", "buffer_size", "max_in_cpu"),
+        *("initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"),
+    ]
+)
+"""Keys of `KNOWN_IN_SECTIONS` that DeepSpeed reads as whole numbers."""
+NUMBERS = frozenset(["loss_scale", "ratio", "cpuadam_cores_perc"])
+OTHERS = frozenset(
+    [
+        *("stage", "offload_param", "offload_optimizer", "zenflow", "leaf_module"),
+        *("device", "nvme_path", "classes", "names", "name_suffixes"),
+    ]
+)
+"""Neither numbers nor switches, which all others are."""
+_DEVICES = ("none", "cpu", "nvme")
 
 
 def check_keys(tree: Mapping[str, Any], source: str) -> None:
@@ -149,6 +176,26 @@ def check_keys(tree: Mapping[str, Any], source: str) -> None:
                     f"{source}: `{section}.{key}` = {value!r} is deprecated in DeepSpeed 0.19.8", hint=f"write {RENAMED[key]}"
                 )
             _check_key(f"{source}: in {section}: ", key, value, known)
+            if wanted := _wrong_value(key, value):
+                raise ConfigError(f"{source}: `{section}.{key}` is {value!r}", hint=f"write {wanted}")
+    for section in _SECTIONS:
+        _section(tree, section.split("."), source)
+
+
+def _wrong_value(key: str, value: object) -> str:
+    """What DeepSpeed would take for `key` instead of `value`; empty where it takes that."""
+    if value == "auto" or (value is None and key in ("overlap_comm", "device", "nvme_path")):
+        return ""
+    number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else -1.0
+    if key in COUNTS:
+        return "" if number >= 0 and number.is_integer() else "a whole number, e.g. 500000000 (YAML reads 5e8 as text)"
+    if key in NUMBERS:
+        return "" if 0 <= number < math.inf else "a number from 0 on"
+    if key == "device":
+        return "" if value in _DEVICES else f"one of {', '.join(_DEVICES)}"
+    if key == "nvme_path":
+        return "" if isinstance(value, str) else "a folder"
+    return "" if key in OTHERS or isinstance(value, bool) else "true or false"
 
 
 def _section(tree: Mapping[str, Any], path: Sequence[str], source: str) -> Mapping[str, Any]:

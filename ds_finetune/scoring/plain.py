@@ -38,7 +38,7 @@ class Scores:
 
 def load_plain(folder: Path) -> PreTrainedModel:
     """The model of a folder as transformers loads it, on a GPU where there is one."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False).eval()
     return model.cuda() if torch.cuda.is_available() else model
 
 

@@ -75,7 +75,7 @@ def _model_folder(name: str) -> Path:
 
 def _documents(asked: Asked, folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Document], list[str]]:
     """The documents, and a line on what became of the rows."""
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     allowed = getattr(config, "max_position_embeddings", None)
     length = min(asked.max_seq_len, allowed or asked.max_seq_len)
     with tempfile.TemporaryDirectory() as cache:
@@ -92,7 +92,7 @@ def _documents(asked: Asked, folder: Path, tokenizer: PreTrainedTokenizerBase) -
 
 def _same_tokens(folder: Path, base: Path, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document]) -> list[str]:
     """DataError where the ids mean something else to the baseline; a line where its tokenizer is not there to ask."""
-    size = int(AutoConfig.from_pretrained(base).vocab_size)
+    size = int(AutoConfig.from_pretrained(base, trust_remote_code=False).vocab_size)
     largest = max(max(document.ids) for document in documents)
     if largest >= size:
         raise DataError(f"the rows have token ids up to {largest} and `{base}` a vocabulary of {size}", hint="name the model it was trained from")

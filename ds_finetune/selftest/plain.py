@@ -37,7 +37,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def plain_loop(folder: Path, *, steps: int, max_grad_norm: float = 0.0, optimizer: Callable[[nn.Module], Any] = adamw) -> Steps:
     """Steps on all samples of the model that plain transformers loads from `folder`."""
-    return plain_steps(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), steps, max_grad_norm, optimizer)
+    return plain_steps(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False), steps, max_grad_norm, optimizer)
 
 
 def plain_steps(model: nn.Module, steps: int, max_grad_norm: float, optimizer: Callable[[nn.Module], Any]) -> Steps:
@@ -72,7 +72,7 @@ def _answer(model: Any, prompt: list[int]) -> list[int]:  # noqa: ANN401 - a cau
 
 def mean_loss(folder: Path, dtype: torch.dtype) -> float:
     """Mean loss over the samples of the model that plain transformers loads from `folder`."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False).eval()
     total, supervised = 0.0, 0
     with torch.no_grad():
         for ids, labels in samples():

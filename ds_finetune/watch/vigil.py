@@ -321,4 +321,6 @@ def _refusal(link: Link) -> str:
 
 def _say(text: str) -> None:
     """Straight to the screen: the thread that trains may hold Python's own stream."""
-    os.write(_STDERR, text.encode())
+    # A full disk or a closed pipe behind it must not end this thread, which ends the run.
+    with suppress(OSError):
+        os.write(_STDERR, text.encode())

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from ds_finetune.data.tokenizer_files import load_tokenizer
-from ds_finetune.errors import DataError
+from ds_finetune.demo import write_demo
+from ds_finetune.errors import DataError, ModelError
+from ds_finetune.model.build import read_hf_config
 
 QWEN2 = "deepseek-ai--DeepSeek-R1-Distill-Qwen-1.5B"
 
@@ -44,3 +46,20 @@ def test_a_tokenizer_that_transformers_replaces(shared_data: Path, tmp_path: Pat
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": "PreTrainedTokenizerFast"}))
     assert load_tokenizer(str(folder)), "what the hint says helps"
+
+
+def test_code_of_a_folder_is_refused_without_a_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers asks at the terminal otherwise, for 15 seconds, and runs the code after a `y`."""
+    write_demo(tmp_path)
+    model = tmp_path / "model"
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    code = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}
+    (model / "tokenizer_config.json").write_text(json.dumps(settings | code))
+    (model / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}))
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", asked.append)
+    with pytest.raises(DataError, match="contains custom code"):
+        load_tokenizer(str(model))
+    with pytest.raises(ModelError, match="contains custom code"):
+        read_hf_config(str(model))
+    assert not asked

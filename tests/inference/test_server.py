@@ -194,7 +194,8 @@ def test_plain_completions_are_checked_too(running: Running) -> None:
 
 
 def test_a_body_that_is_no_request(running: Running) -> None:
-    for content, status in ((b"{", 400), (b"[]", 400), (b" " * (2**20 + 64 * CONTEXT + 1), 413)):
+    halves = json.dumps({"model": running.name, "messages": [{"role": "user", "content": "hi"}], "tools": [{"x": "\ud800"}]}).encode()
+    for content, status in ((b"{", 400), (b"[]", 400), (b"[" * 100_000, 400), (halves, 400), (b" " * (2**20 + 64 * CONTEXT + 1), 413)):
         with pytest.raises(APIStatusError) as refused:
             running.client.post("/chat/completions", content=content, cast_to=object)
         assert (refused.value.status_code, refused.value.type) == (status, "invalid_request_error")

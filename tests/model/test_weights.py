@@ -212,6 +212,22 @@ def test_folders_that_are_no_model(copy: Path, tmp_path: Path) -> None:
         read_hf_config("./none")
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not a valid JSON file"),
+        ("[" * 100_000, "recursion"),
+        (json.dumps({"model_type": "llama", "hidden_size": "abc"}), "'hidden_size' expected int, got str"),
+    ],
+    ids=["cut off", "nested", "a text for a number"],
+)
+def test_a_broken_config_is_one_clear_error(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=message) as caught:
+        read_hf_config(str(tmp_path))
+    assert f"{tmp_path}/config.json: " in caught.value.message
+
+
 def test_logits_changed_behind_the_head_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma2", "final_logit_softcapping": 30.0}))
     with pytest.raises(ModelError, match=r"`final_logit_softcapping` = 30\.0 changes the logits"):

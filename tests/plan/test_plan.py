@@ -12,7 +12,7 @@ from ds_finetune.config import RunConfig, read_config
 from ds_finetune.demo import write_demo
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan import layout
-from ds_finetune.plan.known_keys import KNOWN_IN_SECTIONS, RENAMED
+from ds_finetune.plan.known_keys import COUNTS, KNOWN_IN_SECTIONS, NUMBERS, OTHERS, RENAMED
 from ds_finetune.plan.layout import Plan, make_plan
 from ds_finetune.world import AccelerateChoices, World
 from tests.conftest import ROOT
@@ -102,6 +102,16 @@ def test_the_batch_triple_is_derived_and_written() -> None:
         (zero(3, mics_shard_size=2), {}, "`mics_shard_size` = 2 was removed in DeepSpeed 0.19.8", "delete"),
         ({"zero_optimization": 3}, {}, "`zero_optimization` is 3, not a section", "zero3_offload.json"),
         (zero(3, offload_param="cpu"), {}, "`zero_optimization.offload_param` is 'cpu', not a section", "zero3_offload.json"),
+        ({"bf16": {"enable": True}}, {}, "in bf16: unknown key `enable`", "did you mean `enabled`?"),
+        ({"fp16": {"loss_scale": "big"}}, {}, "`fp16.loss_scale` is 'big'", "a number"),
+        ({"bf16": [1]}, {}, "`bf16` is [1], not a section", "zero3_offload.json"),
+        ({"optimizer": {"params": 3}}, {}, "`optimizer.params` is 3, not a section", "zero3_offload.json"),
+        ({"aio": 3}, {}, "`aio` is 3, not a section", "zero3_offload.json"),
+        (zero(2, reduce_bucket_size="5e8"), {}, "`zero_optimization.reduce_bucket_size` is '5e8'", "500000000"),
+        (zero(2, zero_hpz_partition_size="x"), {}, "`zero_optimization.zero_hpz_partition_size` is 'x'", "a whole number"),
+        (zero(2, contiguous_gradients="maybe"), {}, "`zero_optimization.contiguous_gradients` is 'maybe'", "true or false"),
+        (zero(3, offload_param={"device": "disk"}), {}, "`zero_optimization.offload_param.device` is 'disk'", "none, cpu, nvme"),
+        (zero(True), {}, "zero_optimization.stage is True", "0, 1, 2 or 3"),
         (adam(fused=True), {}, "optimizer.params.fused True is not passed on to AdamW", "delete fused"),
         (adam(torch_adam=1), {}, "optimizer.params.torch_adam 1 is not passed on to AdamW", "delete torch_adam"),
         (adam(torch_adam=True), {"optim": {"name": "Lion"}}, "optimizer.params.torch_adam True is not passed on to Lion", "delete"),
@@ -197,6 +207,7 @@ def test_torch_adam_false_is_the_default_on_a_gpu_alone() -> None:
 
 
 def test_the_known_keys_are_those_of_the_installed_deepspeed() -> None:
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     fields = DeepSpeedZeroConfig.model_fields
@@ -205,6 +216,22 @@ def test_the_known_keys_are_those_of_the_installed_deepspeed() -> None:
     for section in ("offload_param", "offload_optimizer", "leaf_module"):
         kind = next(kind for kind in (fields[section].annotation, *get_args(fields[section].annotation)) if hasattr(kind, "model_fields"))
         assert set(KNOWN_IN_SECTIONS[f"zero_optimization.{section}"]) == set(kind.model_fields)
+        _assert_kinds(kind)
+    _assert_kinds(DeepSpeedZeroConfig)
+    for section, kind in (("bf16", DeepSpeedBF16Config), ("fp16", DeepSpeedFP16Config)):
+        assert set(KNOWN_IN_SECTIONS[section]) == set(kind.model_fields)
+        _assert_kinds(kind)
+
+
+def _assert_kinds(kind: Any) -> None:
+    """Whole numbers, other numbers and switches of a section are what DeepSpeed declares them as."""
+    for name, field in kind.model_fields.items():
+        if name in RENAMED:
+            continue
+        found = int if name in COUNTS else float if name in NUMBERS else None if name in OTHERS else bool
+        declared = {int, float, bool} & {field.annotation, *get_args(field.annotation)}
+        assert declared == ({found} if found else set()), name
+        assert not field.alias or (field.alias in COUNTS) == (name in COUNTS), name
 
 
 def test_the_users_tree_is_not_changed() -> None:

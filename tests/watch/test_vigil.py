@@ -99,6 +99,12 @@ def test_a_lossy_network_is_not_taken_for_a_dead_rank_zero(left: list[int], tmp_
     hub.close()
 
 
+def test_a_full_disk_behind_standard_error_does_not_end_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        monkeypatch.setattr(module, "_STDERR", full.fileno())
+        module._say("watchdog: rank 1 ends\n")
+
+
 def test_the_death_of_a_rank_zero_that_was_ended_on_purpose_is_marked(tmp_path: Path) -> None:
     hub, rank = linked()
     vigil = _vigil(rank, tmp_path)
