@@ -326,7 +326,7 @@ class RunConfig(Section):
     export: ExportConfig = ExportConfig()
     """Export."""
     output_dir: str
-    """Folder of the run; see docs/architecture.md for what lies in it."""
+    """Folder of the run; docs/running.md lists what lies in it ("The run directory")."""
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

@@ -1,4 +1,8 @@
-"""What a person sees: the plan before a run, the summary after it, tables. The only place that prints."""
+"""The consoles of the program, and what is printed with them: the plan before a run, the summary after it, tables, errors.
+
+Commands print through `OUT` and `ERR` too. Progress lines (`observers/progress.py`), the watchdog's report (`watch/vigil.py`) and
+helper processes, whose output is a protocol, write to standard output or standard error themselves.
+"""
 
 import json
 import shlex
