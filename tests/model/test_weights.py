@@ -212,6 +212,22 @@ def test_folders_that_are_no_model(copy: Path, tmp_path: Path) -> None:
         read_hf_config("./none")
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"model_type": "llama", "hidden_size": "32"}', "'hidden_size' expected int, got str"),
+        ('{"model_type": "llama", "hidden_size": 32, "num_attention_heads": 5}', "not a multiple of the number of attention heads"),
+        ("{", "not a valid JSON file"),
+        ("null", "not iterable"),
+    ],
+)
+def test_a_config_that_transformers_cannot_read_is_refused(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=r"config\.json cannot be read") as caught:
+        read_hf_config(str(tmp_path))
+    assert said in caught.value.message
+
+
 def test_logits_changed_behind_the_head_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma2", "final_logit_softcapping": 30.0}))
     with pytest.raises(ModelError, match=r"`final_logit_softcapping` = 30\.0 changes the logits"):
