@@ -39,6 +39,7 @@ def test_override_replaces_and_creates(run_file: Path) -> None:
         ("train: {micro_batchsize: 2}\n", "line 4: unknown key `train.micro_batchsize`", "did you mean `micro_batch_size`?"),
         ("optim: {lr: 0}\n", "line 4: `optim.lr` is 0: it should be greater than 0", "config schema"),
         ("eval: {every: }\ndeepspeed: {}\nlog: {trackers: }\n", "`log.trackers` is None: it should be a list", "or leave it out"),
+        ("eval: {every: 1 epochs}\n", "`eval.every` is '1 epochs': `1 epochs` is not a number of steps", "config schema"),
         ("train: {for: 3 weeks}\n", "`train.for` is '3 weeks': `3 weeks` is not a duration", "config schema"),
         ("model: again\n", "`model` is given twice, in lines 1 and 4", "keep one"),
         ("data: [\n", "is not YAML", "indentation"),
