@@ -37,6 +37,12 @@ Paths = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
 DurationText = Annotated[str, BeforeValidator(_checked_duration)]
 
 
+def _checked_steps(text: object) -> object:
+    if Duration.parse(str(text)).unit != "steps":
+        raise ValueError(f"`{text}` is not a number of steps; write e.g. `100 steps`")
+    return _checked_duration(text)
+
+
 def _checked_every(text: object) -> object:
     return "never" if text == "never" else _checked_duration(text)
 
@@ -47,6 +53,7 @@ def _checked_time(text: object) -> str:
 
 
 TimeText = Annotated[str, BeforeValidator(_checked_time)]
+StepsText = Annotated[str, BeforeValidator(_checked_steps)]
 EveryText = Annotated[str, BeforeValidator(_checked_every)]
 
 
@@ -172,7 +179,7 @@ class GenerateConfig(Section):
 class EvalConfig(Section):
     """When held-out data is looked at and what follows from it."""
 
-    every: DurationText | None = None
+    every: StepsText | None = None
     """`N steps` between evaluations; left out, only at the end."""
     limit: int = Field(default=0, ge=0)
     """Held-out rows evaluated at most, the first ones (packed rows when packing); 0 evaluates all."""

@@ -100,7 +100,8 @@ def _explain_one(error: Any, root: type[BaseModel], source: str, lines: Lines) -
         return f"{where}: unknown key `{name}`", _meant(path[-1], known, root)
     if error["type"] == "missing":
         return f"{where}: `{name}` is missing", f"add `{name}` to the run file"
-    return f"{where}: `{name}` is {error['input']!r}: {_plain(error['msg'])}", "see `ds-finetune config schema`"
+    hint = f"give `{name}` a value, or leave it out" if error["input"] is None else "see `ds-finetune config schema`"
+    return f"{where}: `{name}` is {error['input']!r}: {_plain(error['msg'])}", hint
 
 
 def _meant(word: str, known: list[str], root: type[BaseModel]) -> str:
@@ -126,7 +127,7 @@ def _section(parent: type[BaseModel], key: str) -> type[BaseModel] | None:
 
 
 def _plain(message: str) -> str:
-    return message.removeprefix("Value error, ").removeprefix("Input should be ")
+    return message.removeprefix("Value error, ").replace("Input should be a valid tuple", "it should be a list").replace("Input should", "it should")
 
 
 def _field_names(root: type[BaseModel], path: tuple[str, ...]) -> Iterator[str]:

@@ -37,7 +37,9 @@ def test_override_replaces_and_creates(run_file: Path) -> None:
     ("text", "message", "hint"),
     [
         ("train: {micro_batchsize: 2}\n", "line 4: unknown key `train.micro_batchsize`", "did you mean `micro_batch_size`?"),
-        ("optim: {lr: 0}\n", "line 4: `optim.lr` is 0: Input should be greater than 0", "config schema"),
+        ("optim: {lr: 0}\n", "line 4: `optim.lr` is 0: it should be greater than 0", "config schema"),
+        ("eval: {every: }\ndeepspeed: {}\nlog: {trackers: }\n", "`log.trackers` is None: it should be a list", "or leave it out"),
+        ("eval: {every: 1 epochs}\n", "`eval.every` is '1 epochs': `1 epochs` is not a number of steps", "config schema"),
         ("train: {for: 3 weeks}\n", "`train.for` is '3 weeks': `3 weeks` is not a duration", "config schema"),
         ("model: again\n", "`model` is given twice, in lines 1 and 4", "keep one"),
         ("data: [\n", "is not YAML", "indentation"),
@@ -47,7 +49,7 @@ def test_mistakes_name_line_and_way_out(run_file: Path, text: str, message: str,
     run_file.write_text(MINIMAL + text if "data" not in text else text)
     with pytest.raises(ConfigError) as caught:
         read_config(run_file)
-    assert message.replace("Input should be ", "") in caught.value.message
+    assert message in caught.value.message
     assert hint in caught.value.hint
 
 

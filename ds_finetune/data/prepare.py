@@ -6,7 +6,9 @@ import multiprocessing
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -24,12 +26,13 @@ from ds_finetune.data.reasons import dropped_rows, hint_for
 from ds_finetune.data.sources import Record, Source, find_sources, read_records
 from ds_finetune.data.tally import Tally
 from ds_finetune.data.template import RULES, Templater, TemplateSettings, Tokens
-from ds_finetune.errors import ConfigError, DataError
+from ds_finetune.errors import ConfigError, DataError, RunError
 
 FORMAT = 2
 """Raised when what is written changes, so that an older cache is not taken for it."""
 ROWS_PER_PART = 2000
 _PLACED_RECORDS = list[tuple[str, Record]]
+_Task = tuple[Path, _PLACED_RECORDS]
 
 
 @dataclass(frozen=True)
@@ -167,9 +170,14 @@ def _fingerprint(sources: Sequence[Source], work: Work) -> str:
 def _tokenise(sources: Sequence[Source], work: Work, folder: Path, *, workers: int) -> None:
     """Write a part per `ROWS_PER_PART` rows, passing over those that exist, then join them."""
     parts: list[Path] = []
-    with multiprocessing.get_context("spawn").Pool(workers, _start_worker, (work,)) if _is_large(sources) else _Here(work) as pool:
-        for _ in pool.imap_unordered(_write_part, _open_parts(sources, folder, parts)):
-            pass
+    tasks = _open_parts(sources, folder, parts)
+    if _is_large(sources):
+        _write_parts(tasks, work, workers)
+    else:
+        _start_worker(work)
+        for task in tasks:
+            _write_part(task)
+        _worker.clear()
     counts = sum((read_counts(part) for part in parts), Counts())
     if counts.read:
         join(parts, folder / "whole", counts)
@@ -179,7 +187,7 @@ def _tokenise(sources: Sequence[Source], work: Work, folder: Path, *, workers: i
         raise DataError(f"data files {', '.join(source.path for source in sources)} hold 0 rows", hint="write at least one row")
 
 
-def _open_parts(sources: Sequence[Source], folder: Path, parts: list[Path]) -> Iterator[tuple[Path, _PLACED_RECORDS]]:
+def _open_parts(sources: Sequence[Source], folder: Path, parts: list[Path]) -> Iterator[_Task]:
     """Parts still to be written; `parts` collects all of them in order."""
     for source in sources:
         records = read_records(source)
@@ -206,27 +214,36 @@ def _start_worker(work: Work) -> None:
     _worker[:] = [work]
 
 
-def _write_part(task: tuple[Path, _PLACED_RECORDS]) -> Path:
+def _write_part(task: _Task) -> Path:
     folder, records = task
     documents, counts = documents_of(records, _worker[0])
     documents.write(folder, counts)
     return folder
 
 
-class _Here:
-    """The interface of a pool, in this process."""
+def _write_parts(tasks: Iterable[_Task], work: Work, workers: int) -> None:
+    """Write every part in one of `workers` processes; RunError where one of them is killed."""
+    context = multiprocessing.get_context("spawn")
+    try:
+        with ProcessPoolExecutor(workers, context, _start_worker, (work,)) as pool:
+            for written in _submitted(pool, tasks, most=2 * workers):
+                written.result()
+    except BrokenProcessPool as killed:
+        raise RunError(
+            f"one of {workers} processes that tokenise has ended before its work was done",
+            hint="it was killed, e.g. for want of memory: set data.workers lower; what is done is kept",
+        ) from killed
 
-    def __init__(self, work: Work) -> None:
-        self._work = work
 
-    def __enter__(self) -> "_Here":
-        _worker[:] = [self._work]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        _worker.clear()
-
-    imap_unordered = staticmethod(map)
+def _submitted(pool: ProcessPoolExecutor, tasks: Iterable[_Task], *, most: int) -> Iterator[Future[Path]]:
+    """Each task once it is done, with at most `most` of them read and not done."""
+    waiting: set[Future[Path]] = set()
+    for task in tasks:
+        waiting.add(pool.submit(_write_part, task))
+        if len(waiting) >= most:
+            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+            yield from done
+    yield from waiting
 
 
 def refuse_losses(counts: Counts, config: DataConfig, sources: Sequence[Source]) -> None:

@@ -100,17 +100,27 @@ def read_hf_config(path: str, *, files: Sequence[str] = _HUB_FILES) -> Pretraine
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except ValueError as unknown:
         raise ModelError(f"{folder}/config.json: {unknown}", hint="model_type must be one that this transformers knows") from unknown
-    except (OSError, RecursionError, StrictDataclassError) as broken:
-        why = " ".join(str(broken).split())
-        raise ModelError(f"{folder}/config.json: {why}", hint="take the config.json published with the model") from broken
+    except (OSError, TypeError, RecursionError, StrictDataclassError) as wrong:
+        said = " ".join(str(wrong).split())
+        raise ModelError(f"{folder}/config.json cannot be read: {said}", hint="correct it, or get the published one") from wrong
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ModelError(f"{folder}/config.json: model_type `{config.model_type}` is not a causal LM", hint="use a model with a language-model head")
+    check_vocabulary(config, f"{folder}/config.json")
     check_logits(config, f"{folder}/config.json")
     _check_balance_loss(config, f"{folder}/config.json")
     if getattr(config, "quantization_config", None) is not None:
         check_readable(config.quantization_config, f"{folder}/config.json", ModelError)
         del config.quantization_config
     return config
+
+
+def check_vocabulary(config: PretrainedConfig, label: str) -> None:
+    """ModelError for a model of text and other media, which keeps its vocabulary in the configuration of a part."""
+    if not hasattr(config, "vocab_size"):
+        raise ModelError(
+            f"{label}: model_type `{config.model_type}` has no vocab_size of its own: it is a model of text and other media",
+            hint="train a text model; transformers names the types of many `..._text`",
+        )
 
 
 def check_logits(config: PretrainedConfig, label: str) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,10 +18,10 @@ from ds_finetune.data.batches import BatchPlan, eval_batches, training_batches
 from ds_finetune.data.documents import Counts
 from ds_finetune.data.pack import pack
 from ds_finetune.data.packed import PreparedRows
-from ds_finetune.data.prepare import TokenSpec, prepare
+from ds_finetune.data.prepare import TokenSpec, Work, _write_parts, prepare
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.demo import write_demo
-from ds_finetune.errors import ConfigError, DataError
+from ds_finetune.errors import ConfigError, DataError, RunError
 from ds_finetune.labels import IGNORE_INDEX
 
 SPEC = TokenSpec(max_seq_len=64, vocab_size=128, max_positions=512)
@@ -150,6 +151,20 @@ def test_a_killed_preparation_goes_on(demo: Path, tokenizer: PreTrainedTokenizer
     assert rows.counts.read == 36_300
     assert rows.counts.documents == 36_300
     assert linked.stat().st_nlink == 1
+
+
+class _Deadly:
+    """Ends the process in which it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os._exit, (1,)
+
+
+def test_a_process_that_is_killed_while_it_tokenises_is_an_error(tmp_path: Path) -> None:
+    """A pool of multiprocessing would wait for its answer without end."""
+    with pytest.raises(RunError, match="one of 1 processes that tokenise has ended") as caught:
+        _write_parts([(tmp_path / "part", [])], cast("Work", _Deadly()), 1)
+    assert "data.workers" in caught.value.hint
 
 
 @pytest.mark.parametrize(("dp", "micro"), [(1, 8), (1, 2), (2, 4), (4, 1)])

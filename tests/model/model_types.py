@@ -8,7 +8,7 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 from ds_finetune.errors import ModelError
-from ds_finetune.model.build import check_logits, model_class
+from ds_finetune.model.build import check_logits, check_vocabulary, model_class
 from ds_finetune.model.families import FAMILIES
 from ds_finetune.model.generic_check import refuse_wrong, try_type
 
@@ -111,6 +111,7 @@ def row_of(kind: str) -> Row:
             kind, "-", "refused", f"its default configuration fails: {str(broken).strip().splitlines()[0][:100]}"
         )
     try:
+        check_vocabulary(config, "config.json")
         check_logits(config, "config.json")
         trial = try_type(config, attention=attention, row_tokens=ROW_TOKENS)
         refuse_wrong(kind, trial, packing=False)

@@ -190,6 +190,12 @@ def test_widths_of_experts_that_the_grouped_product_rejects() -> None:
     assert check_generic_type(config, attention="sdpa", packing=True, row_tokens=ROW_TOKENS, precision="fp32")
 
 
+def test_a_model_of_text_and_images_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": {"vocab_size": 128}}))
+    with pytest.raises(ModelError, match="model_type `gemma3` has no vocab_size of its own"):
+        read_hf_config(str(tmp_path))
+
+
 @pytest.mark.parametrize("kind", ["mixtral", "olmoe"])
 def test_a_balance_loss_that_is_asked_for_is_refused(kind: str, tmp_path: Path) -> None:
     tree = config_of(kind).to_dict() | {"output_router_logits": True, "router_aux_loss_coef": 0.02}
