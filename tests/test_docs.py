@@ -73,7 +73,7 @@ def _written(line: str) -> Iterator[list[str]]:
     """The commands that a line of usage stands for: without its optional parts, and with each of them alone."""
     optional, bare = OPTIONAL.findall(line), OPTIONAL.sub("", line)
     for extra in ("", *optional):
-        words = [word.split("|")[0] for word in shlex.split(f"{bare} {extra}", comments=True)]
+        words = ["1" if word == "N" else word.split("|")[0] for word in shlex.split(f"{bare} {extra}", comments=True)]
         end = next((number for number, word in enumerate(words) if word in ("", "&&", ">")), len(words))
         yield [word for before, word in zip(["", *words], words[:end], strict=False) if word != "..." or before.startswith("-")]
 
