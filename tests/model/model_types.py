@@ -29,7 +29,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
 """Settings of types whose default configuration cannot be built, or has not the kinds of layers that published models have."""
 _HEAD = """# Model types
 
-The families `{families}` have rows of their own in `ds_finetune/model/families.py`; tests compare their steps with plain loops. Every other
+The families `{families}` have rows of their own in `ds_finetune/model/families.py`; tests compare their losses and gradients with plain computations. Every other
 causal model type that transformers knows is *generic*: it is built by transformers as it is. Before a generic type is trained, and by
 `ds-finetune plan`, a copy of its `config.json` is made tiny (about a second, on the CPU, fp32, random weights) and tried:
 
