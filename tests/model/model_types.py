@@ -37,7 +37,7 @@ data: {{train: chat.jsonl, packing: false}}
 ```
 
 The families `{families}`
-have rows of their own in `ds_finetune/model/families.py`, and tests compare their steps with plain loops. Every other
+have rows of their own in `ds_finetune/model/families.py`, and tests compare losses and gradients with plain ones. Every other
 causal model type of transformers is *generic*: it is built as transformers builds it. Before a generic type is
 trained, and by `ds-finetune plan`, a tiny copy of its `config.json` is tried on the CPU (about a second, fp32, random
 weights):

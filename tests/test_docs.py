@@ -1,0 +1,183 @@
+"""README.md and docs/: links and files exist, commands parse, run files are valid, and tables are those of the program."""
+
+import argparse
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import yaml
+
+from ds_finetune import cli
+from ds_finetune.config import read_config
+from ds_finetune.demo import write_demo
+from ds_finetune.plan.legal import AXES, FAMILIES, PROVEN
+from tests.conftest import ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
+FILE = re.compile(r"(?<![\w./*-])(?:tests|scripts|docs|ds_configs|hostfiles|ds_finetune)/[\w./-]*\w/?")
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+COMMAND = re.compile(r"^\s*ds-finetune (.*)|ds_finetune/train\.py (.*)")
+OPTIONAL = re.compile(r"\[([^\[\]]*)\]")
+MISSING = re.compile(r"the following arguments are required|one of the arguments")
+NAMES = ("RUN.yaml", "X", "Y")
+"""Placeholders for what a mention such as `ds-finetune launch --emit docker` leaves out."""
+MINIMAL: dict[str, Any] = {"model": "m", "data": {"train": "t.jsonl"}, "output_dir": "o"}
+HEREDOC = re.compile(r"^cat > \S*\.yaml <<'END'\n(.*?)^END$", re.MULTILINE | re.DOTALL)
+GPU_ROWS = {"R1-Distill-Qwen-1.5B": "deepseek-ai--DeepSeek-R1-Distill-Qwen-1.5B", "DeepSeek-V2-Lite (16B)": "deepseek-ai--DeepSeek-V2-Lite"}
+GPU_COLUMNS = (
+    ("1", "deepspeed=zero3"),
+    ("8", "deepspeed=zero3"),
+    ("64", "deepspeed=zero3"),
+    ("256", "deepspeed=zero3"),
+    ("1", "deepspeed=zero3 lora.rank=16"),
+    ("8", "deepspeed=zero3 lora.rank=16"),
+    ("1", "deepspeed=zero2 lora.rank=16 lora.quantize=nf4"),
+)
+
+
+def _name(page: Path) -> str:
+    return page.name
+
+
+def _anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives a page's headings."""
+    heads = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
+        file = page.parent / target if target else page
+        assert file.exists(), target
+        assert not anchor or anchor in _anchors(file), f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_every_file_named_exists(page: Path) -> None:
+    """Files by their path from the top, and modules by their path in the package."""
+    text = page.read_text(encoding="utf-8")
+    missing = {path for path in FILE.findall(text) if not (ROOT / path).exists()}
+    packages = "|".join(folder.parent.name for folder in (ROOT / "ds_finetune").glob("*/__init__.py"))
+    modules = re.findall(rf"`((?:{packages})/\w+\.py)", text)
+    assert not missing | {path for path in modules if not (ROOT / "ds_finetune" / path).exists()}
+
+
+def _written(line: str) -> Iterator[list[str]]:
+    """The commands that a line of usage stands for: without its optional parts, and with each of them alone."""
+    optional, bare = OPTIONAL.findall(line), OPTIONAL.sub("", line)
+    for extra in ("", *optional):
+        words = ["1" if word == "N" else word.split("|")[0] for word in shlex.split(f"{bare} {extra}", comments=True)]
+        end = next((number for number, word in enumerate(words) if word in ("", "&&", ">")), len(words))
+        yield [word for before, word in zip(["", *words], words[:end], strict=False) if word != "..." or before.startswith("-")]
+
+
+def _commands(text: str) -> Iterator[tuple[str, bool]]:
+    """What stands behind `ds-finetune`, and whether it is a mention inside a sentence."""
+    for _, block in BLOCK.findall(text):
+        for line in re.sub(r"\\\n|\n\s+(?=\[)", " ", block).splitlines():
+            yield from ((command[0] or f"train {command[1]}", False) for command in COMMAND.findall(line))
+    for code in INLINE.findall(BLOCK.sub("", text)):
+        yield from ((command[0] or f"train {command[1]}", True) for command in COMMAND.findall(code))
+
+
+def _refused(self: argparse.ArgumentParser, message: str) -> NoReturn:
+    raise ValueError(message)
+
+
+def _parse(words: Sequence[str], *, is_mention: bool) -> None:
+    """ValueError where the program's own parser refuses the words; a mention may leave out arguments."""
+    try:
+        cli._parsed(list(words))
+    except ValueError as refused:
+        if not is_mention or not MISSING.match(str(refused)):
+            raise
+        if any(word.startswith("-") for word in words):
+            cli._parsed([*words, *NAMES[: 1 + ("export" in words)]])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_every_command_parses(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(argparse.ArgumentParser, "error", _refused)
+    for line, is_mention in _commands(page.read_text(encoding="utf-8")):
+        for words in _written(line):
+            try:
+                _parse(words, is_mention=is_mention)
+            except (ValueError, SystemExit) as refused:
+                pytest.fail(f"{page.name}: `ds-finetune {shlex.join(words)}`: {refused}")
+
+
+@pytest.mark.parametrize(("command", "is_mention"), [("train", False), ("trian RUN.yaml", True), ("export A --dtpye fp8", True)])
+def test_a_wrong_command_is_noticed(command: str, is_mention: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(argparse.ArgumentParser, "error", _refused)
+    with pytest.raises(ValueError):
+        _parse(command.split(), is_mention=is_mention)
+
+
+def _run_files(text: str) -> Iterator[str]:
+    yield from (block for language, block in BLOCK.findall(text) if language == "yaml")
+    yield from HEREDOC.findall(text)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_every_run_file_is_valid(page: Path, tmp_path: Path) -> None:
+    """By the schema, with what a run file must have where a page shows a part of one."""
+    for number, text in enumerate(_run_files(page.read_text(encoding="utf-8"))):
+        shown = yaml.safe_load(text)
+        missing = {key: value for key, value in MINIMAL.items() if key not in shown}
+        run_file = tmp_path / f"{number}.yaml"
+        run_file.write_text(text + (yaml.safe_dump(missing) if missing else ""))
+        read_config(run_file)
+
+
+def test_the_readmes_own_data_is_read_as_pasted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the tokenizer of the embedded example, since the model of the README is on the hub."""
+    blocks = BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    pasted = next(block for _, block in blocks if block.startswith("cat >"))
+    files, _, command = pasted.rpartition("END\n")
+    assert command == "ds-finetune train run.yaml\n"
+    assert len(pasted.splitlines()) <= 13
+    subprocess.run(["bash", "-euc", f"{files}END\n"], cwd=tmp_path, check=True)
+    write_demo(tmp_path / "demo")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["data", "show", "run.yaml", "model=demo/model", "data.workers=1"]) == 0
+    shown = capsys.readouterr().out
+    assert "⟦I am Iris, the guide of the botanical garden.<|eos|>⟧" in shown
+    assert re.search(r"rows read +2\b", shown)
+
+
+def _rows_of_readme(first: str) -> list[str]:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    row = next(line for line in lines if line.startswith(f"| {first} |"))
+    return [cell.strip() for cell in row.strip("|").split("|")]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_readmes_layouts_are_the_programs(family: str) -> None:
+    rows = [row for row in PROVEN if family in row.families]
+    with_stages = {
+        stages: [" x ".join(axis for axis in AXES if axis in row.axes) for row in rows if row.stages == stages] for stages in ((0, 1, 2, 3), (0, 1))
+    }
+    assert sum(map(len, with_stages.values())) == len(rows)
+    assert _rows_of_readme(family)[2:4] == [", ".join(["dp", *with_stages[0, 1, 2, 3]]), ", ".join(with_stages[0, 1])]
+
+
+@pytest.mark.parametrize("row", GPU_ROWS)
+def test_the_readmes_memory_is_the_planners(row: str, tmp_path: Path, shared_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_file = tmp_path / "run.yaml"
+    tree = MINIMAL | {"model": str(shared_data / "configs" / GPU_ROWS[row]), "train": {"global_batch_size": 256}}
+    run_file.write_text(yaml.safe_dump(tree))
+    for (gpus, overrides), cell in zip(GPU_COLUMNS, _rows_of_readme(row)[1:], strict=True):
+        assert cli.main(["plan", str(run_file), "--gpus", gpus, "--dry-run", *overrides.split()]) == 0
+        printed = capsys.readouterr().out.split("state of a rank")[1].split("\n\n")[0]
+        sizes = re.findall(r"(?:weights|gradients|optimizer)\s+([\d.,]+)\s+GiB", printed)
+        assert len(sizes) == 3, printed
+        assert float(cell) == pytest.approx(sum(float(size.replace(",", "")) for size in sizes), abs=0.07)
