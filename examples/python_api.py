@@ -13,8 +13,8 @@ def main(folder: Path) -> None:
     overrides = ["train.for=30 steps", "train.max_seq_len=128", "eval.every=15 steps", "eval.generate.prompts=4", "checkpoint.every=15 steps"]
     config = read_config(run_file, [*overrides, "log.every=5", "log.trackers=[]", "deepspeed=zero1", "export.verify=false"])
 
-    planned = plan_run(config, gpus=8)
-    print(f"on 8 GPUs: dp {planned.plan.dp}, ZeRO {planned.plan.zero_stage}, bytes of a rank: {dict(planned.state_bytes)}")
+    planned = plan_run(config, gpus=2)
+    print(f"on 2 GPUs: dp {planned.plan.dp}, ZeRO {planned.plan.zero_stage}, bytes of a rank: {dict(planned.state_bytes)}")
 
     report = train(config)
     assert report.last is not None
