@@ -9,17 +9,15 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from ds_finetune import __version__, machines, starting, using
+from ds_finetune.api import export, refuse_unverified, train, verified
 from ds_finetune.argument_types import from_two, positive
 from ds_finetune.config import RunConfig, dump_config, read_config
-from ds_finetune.console import OUT, pairs, show_error, show_line, show_next, show_plan, show_report, show_verdicts
-from ds_finetune.errors import INTERRUPTED_EXIT_CODE, RUN_ERROR_EXIT_CODE, ConfigError, FinetuneError, VerificationError
+from ds_finetune.console import OUT, pairs, show_error, show_line, show_verdicts
+from ds_finetune.errors import INTERRUPTED_EXIT_CODE, RUN_ERROR_EXIT_CODE, ConfigError, FinetuneError
 from ds_finetune.launch.marks import GUARD
-
-if TYPE_CHECKING:
-    from ds_finetune.export.verify import Verdict
 
 _QUIET_SECONDS = 5.0
 """How long other ranks of a machine wait with the same error, so that a launcher does not end the one that prints."""
@@ -87,14 +85,7 @@ def _say_once(text: str) -> None:
 
 def _train(arguments: argparse.Namespace) -> None:
     config = _config(arguments)
-    from ds_finetune.finetune import train
-
-    report = train(config, announce=show_plan, say=show_line)
-    if os.environ["RANK"] == "0":
-        show_report(report)
-        show_verdicts(report.verdicts)
-        _refuse_unverified(report.verdicts)
-        show_next(report)
+    report = train(config)
     if report.interrupted:
         raise SystemExit(INTERRUPTED_EXIT_CODE)
 
@@ -116,9 +107,9 @@ def _data_show(arguments: argparse.Namespace) -> None:
 
 def _plan(arguments: argparse.Namespace) -> None:
     config = _config(arguments)
-    from ds_finetune.dry_run import dry_run
+    from ds_finetune.dry_run import plan_run
 
-    OUT.print(dry_run(config, gpus=arguments.gpus, gpus_per_node=arguments.gpus_per_node))
+    OUT.print(plan_run(config, gpus=arguments.gpus, gpus_per_node=arguments.gpus_per_node))
 
 
 def _ask(arguments: argparse.Namespace) -> None:
@@ -156,27 +147,16 @@ def _export(arguments: argparse.Namespace) -> None:
         return
     if arguments.out is None:
         raise ConfigError(f"export has SOURCE `{arguments.source}` and no OUT", hint="write `ds-finetune export SOURCE OUT`, or `--check OUT`")
-    if arguments.format == "onnx":
-        _export_onnx(arguments)
-        return
-    from ds_finetune.export.checkpoint import export_checkpoint
-    from ds_finetune.export.folder import parse_bytes
-
-    if arguments.no_cache:
-        raise ConfigError(f"--no-cache says nothing to --format {arguments.format}", hint="it is an option of --format onnx")
-    exported = export_checkpoint(
-        Path(arguments.source),
-        Path(arguments.out),
-        dtype=arguments.dtype or "bf16",
-        max_shard_bytes=parse_bytes(arguments.max_shard_size or "5GB", name="--max-shard-size"),
-        base=Path(arguments.base) if arguments.base else None,
+    export(
+        arguments.source,
+        arguments.out,
+        format=arguments.format,
+        dtype=arguments.dtype,
+        base=arguments.base,
+        max_shard_size=arguments.max_shard_size,
+        with_cache=not arguments.no_cache,
+        verify=arguments.verify,
     )
-    size = f"{exported.num_tensors} tensors, {exported.num_bytes / 2**30:.2f} GiB"
-    OUT.print(f"wrote {exported.folder}: {size} in {exported.seconds:.1f} s", markup=False)
-    for note in exported.notes:
-        show_line(note)
-    if arguments.verify:
-        _verify([exported.folder], arguments.base)
 
 
 def _check(folder: Path, base: str | None) -> None:
@@ -188,7 +168,7 @@ def _check(folder: Path, base: str | None) -> None:
         if place.is_dir():
             check_folder(place)
     if not is_onnx(folder):
-        _verify([folder], base)
+        verified(folder, Path(base) if base else None)
         return
     check_packages()
     if base:
@@ -197,44 +177,7 @@ def _check(folder: Path, base: str | None) -> None:
 
     verdict = check_onnx(folder)
     show_verdicts([verdict])
-    _refuse_unverified([verdict])
-
-
-def _verify(folders: list[Path], base: str | None) -> None:
-    from ds_finetune.export.verify import verify
-    from ds_finetune.run_folder import available_bytes
-
-    verdicts = verify(folders, base=Path(base) if base else None, available_bytes=available_bytes())
-    show_verdicts(verdicts)
-    _refuse_unverified(verdicts)
-
-
-def _refuse_unverified(verdicts: "Sequence[Verdict]") -> None:
-    wrong = [verdict for verdict in verdicts if verdict.problems]
-    if wrong:
-        raise VerificationError(
-            "; ".join(f"{verdict.folder} is not what was exported: {'; '.join(verdict.problems)}" for verdict in wrong),
-            hint="do not serve it; export it again, and please report this if it stays",
-        )
-
-
-def _export_onnx(arguments: argparse.Namespace) -> None:
-    from ds_finetune.export.onnx_folder import export_onnx
-
-    if arguments.max_shard_size:
-        raise ConfigError(f"--max-shard-size {arguments.max_shard_size} says nothing to --format onnx", hint="leave it out: weights are one file")
-    if not arguments.verify:
-        raise ConfigError(
-            f"--no-verify says nothing to --format {arguments.format}", hint="leave it out: an ONNX folder has its name only once it is verified"
-        )
-    exported = export_onnx(
-        Path(arguments.source),
-        Path(arguments.out),
-        dtype=arguments.dtype or "fp32",
-        with_cache=not arguments.no_cache,
-        base=Path(arguments.base) if arguments.base else None,
-    )
-    OUT.print("\n".join(exported.lines()), markup=False)
+    refuse_unverified([verdict])
 
 
 def _checkpoint_list(arguments: argparse.Namespace) -> None:

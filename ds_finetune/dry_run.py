@@ -5,7 +5,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import torch
@@ -60,8 +60,34 @@ class Held:
         return self.count * -(-math.prod(self.local) // self.sharers)
 
 
-def dry_run(config: RunConfig, *, gpus: int, gpus_per_node: int) -> RenderableType:
-    """The plan of `config` on `gpus` GPUs; ConfigError as a run would raise it."""
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run on GPUs that are not here; `rich.print` shows it as `ds-finetune plan` does."""
+
+    plan: Plan = field(repr=False)
+    """What was decided: mesh, ZeRO stage, offload, the DeepSpeed JSON (`plan.deepspeed`)."""
+    held: tuple[tuple[Held, ...], ...] = field(repr=False)
+    """The tensors of a rank, by pipeline stage."""
+    state_bytes: Mapping[str, int]
+    """Bytes a rank keeps for weights, gradients and optimizer, of the stage that holds most."""
+    lines: tuple[tuple[str, str], ...]
+    """Names and texts for a person."""
+    notes: tuple[str, ...] = ()
+    """What a user might not expect."""
+
+    def __rich__(self) -> RenderableType:
+        return Group(
+            _decisions(self.lines),
+            *map(Text, self.notes),
+            _rank_map(self.plan.mesh, self.plan.world.local_world_size),
+            _shapes(_merged(self.held), self.plan),
+            Text("DeepSpeed", style="bold"),
+            Text(json.dumps(self.plan.deepspeed, indent=1)),
+        )
+
+
+def plan_run(config: RunConfig, *, gpus: int, gpus_per_node: int = 8) -> PlannedRun:
+    """The layout of `config` on `gpus` GPUs, without weights or data; ConfigError as a run would raise it."""
     if gpus < 1 or gpus_per_node < 1 or gpus % min(gpus, gpus_per_node):
         raise ConfigError(f"{gpus} GPUs do not fill nodes of {gpus_per_node}", hint="give a multiple of --gpus-per-node")
     world = World(0, gpus, 0, min(gpus, gpus_per_node), "a dry run")
@@ -74,17 +100,10 @@ def dry_run(config: RunConfig, *, gpus: int, gpus_per_node: int) -> RenderableTy
     stages = stages_of(hf_config, config.parallel)
     lora = config.lora
     adapters = sum(target.num_params(lora.rank) for target in chosen_targets(hf_config, lora)) if lora is not None else 0
-    held = [held_tensors(plan, hf_config, stages, place) for place in range(plan.mesh.pp)]
+    held = tuple(tuple(held_tensors(plan, hf_config, stages, place)) for place in range(plan.mesh.pp))
     sizes = state_bytes(plan, _fullest(held), adapters=adapters, quantised=quantised_targets(hf_config, lora))
     lines = plan.lines() + vocabulary_lines(config, hf_config) + plan.stage_lines(stages) + lora_lines(hf_config, lora)
-    return Group(
-        _decisions(lines + _totals(plan, held, sizes)),
-        *map(Text, tried),
-        _rank_map(plan.mesh, world.local_world_size),
-        _shapes(_merged(held), plan),
-        Text("DeepSpeed", style="bold"),
-        Text(json.dumps(plan.deepspeed, indent=1)),
-    )
+    return PlannedRun(plan, held, sizes, (*lines, *_totals(plan, held, sizes)), tuple(tried))
 
 
 def held_tensors(plan: Plan, hf_config: PretrainedConfig, stages: Sequence[range | None] = (None,), place: int = 0) -> list[Held]:
@@ -103,7 +122,7 @@ def held_tensors(plan: Plan, hf_config: PretrainedConfig, stages: Sequence[range
     return [Held(name, count, whole, local, sharers) for (name, whole, local, sharers), count in kinds.items()]
 
 
-def _merged(stages: Sequence[list[Held]]) -> list[Held]:
+def _merged(stages: Sequence[Sequence[Held]]) -> list[Held]:
     """The kinds of all stages, each once."""
     found: dict[Held, int] = {}
     for kind in chain.from_iterable(stages):
@@ -112,7 +131,7 @@ def _merged(stages: Sequence[list[Held]]) -> list[Held]:
     return [replace(kind, count=count) for kind, count in found.items()]
 
 
-def state_bytes(plan: Plan, held: list[Held], *, adapters: int = 0, quantised: Sequence[Target] = ()) -> dict[str, int]:
+def state_bytes(plan: Plan, held: Sequence[Held], *, adapters: int = 0, quantised: Sequence[Target] = ()) -> dict[str, int]:
     """Bytes a rank keeps for weights, gradients, and fp32 weights with moments, by ZeRO stage; activations and buffers are not counted.
 
     With LoRA the parameters of `adapters` alone have gradients and moments, and the weights of `quantised` are in four bits.
@@ -135,18 +154,18 @@ def state_bytes(plan: Plan, held: list[Held], *, adapters: int = 0, quantised: S
     }
 
 
-def _decisions(rows: list[tuple[str, str]]) -> Table:
+def _decisions(rows: Sequence[tuple[str, str]]) -> Table:
     table = Table(title="plan", title_justify="left", show_header=False, box=None)
     for name, text in rows:
         table.add_row(name, text)
     return table
 
 
-def _fullest(stages: Sequence[list[Held]]) -> list[Held]:
+def _fullest(stages: Sequence[Sequence[Held]]) -> Sequence[Held]:
     return max(stages, key=lambda held: sum(kind.numel for kind in held))
 
 
-def _totals(plan: Plan, stages: Sequence[list[Held]], sizes: Mapping[str, int]) -> list[tuple[str, str]]:
+def _totals(plan: Plan, stages: Sequence[Sequence[Held]], sizes: Mapping[str, int]) -> list[tuple[str, str]]:
     """Parameters of the model and of a rank, and the bytes `sizes` of its state: of the stage that holds most."""
     # A tied weight is on both ends of a pipeline and counts once.
     whole = sum(kind.count * math.prod(kind.whole) for kind in _merged(stages)) - _copied(stages)
@@ -160,7 +179,7 @@ def _totals(plan: Plan, stages: Sequence[list[Held]], sizes: Mapping[str, int]) 
     ]
 
 
-def _copied(stages: Sequence[list[Held]]) -> int:
+def _copied(stages: Sequence[Sequence[Held]]) -> int:
     ends = [{kind.name: math.prod(kind.whole) for kind in held if not _IN_LAYER.search(kind.name)} for held in stages]
     return sum(size for name, size in ends[-1].items() if len(stages) > 1 and name in ends[0])
 
@@ -192,7 +211,7 @@ def _range(values: set[int]) -> str:
     return str(min(values)) if len(values) == 1 else f"{min(values)}-{max(values)}"
 
 
-def _shapes(held: list[Held], plan: Plan) -> Table:
+def _shapes(held: Sequence[Held], plan: Plan) -> Table:
     table = Table(title="tensors", title_justify="left", box=None)
     for head in ("name", "times", "whole", "on a rank", "shared by"):
         table.add_column(head, overflow="fold")

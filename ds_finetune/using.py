@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from ds_finetune.api import evaluate
 from ds_finetune.argument_types import from_two, port, positive
-from ds_finetune.config import DataConfig
 from ds_finetune.console import OUT, show_line, show_piece
 from ds_finetune.errors import ConfigError, OutputError
 
 if TYPE_CHECKING:
     from ds_finetune.scoring.compare import Metric
-    from ds_finetune.scoring.run import Asked
+    from ds_finetune.scoring.run import Scored
 
 _EXTRACTORS = ("gsm8k", "choice", "json", "text")
 
@@ -90,9 +90,7 @@ def _eval(arguments: argparse.Namespace) -> None:
         OUT.print(_table(found, arguments, harness.METHOD))
         written["tasks"] = {"method": harness.METHOD, "metrics": {name: vars(metric) for name, metric in found.items()}}
     if arguments.data:
-        from ds_finetune.scoring.run import score
-
-        scored = score(_asked(arguments))
+        scored = _scored(arguments)
         for note in scored.notes:
             show_line(note)
         OUT.print(_table(scored.metrics, arguments, f"{scored.tokens:,} supervised tokens of {scored.documents:,} documents; {scored.method}"))
@@ -110,27 +108,19 @@ def _write_text(file: str, text: str, *, mode: str) -> None:
         raise OutputError(f"--json `{file}` cannot be written: {refused.strerror}", hint="name another file") from None
 
 
-def _asked(arguments: argparse.Namespace) -> "Asked":
-    from ds_finetune.scoring.run import Asked
-
+def _scored(arguments: argparse.Namespace) -> "Scored":
     wrong = [column for column in arguments.column if "=" not in column]
     if wrong:
         raise ConfigError(f"--column is `{wrong[0]}`", hint="write e.g. --column prompt=question --column completion=answer")
-    data = DataConfig(
-        train=(),
-        eval=tuple(arguments.data),
+    return evaluate(
+        arguments.model,
+        arguments.data,
+        baseline=arguments.baseline,
+        extract=arguments.extract,
         columns=dict(column.split("=", 1) for column in arguments.column),
         template=arguments.template,
         train_on=arguments.train_on,
         long_rows=arguments.long_rows,
-        max_truncated_ratio=1.0,
-        packing=False,
-    )
-    return Asked(
-        model=arguments.model,
-        baseline=arguments.baseline,
-        data=data,
-        extract=arguments.extract,
         max_seq_len=arguments.max_seq_len,
         max_new_tokens=arguments.max_new_tokens,
         batch_tokens=arguments.batch_tokens,

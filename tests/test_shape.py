@@ -74,3 +74,13 @@ def test_tests_are_at_least_six_tenths_of_the_source() -> None:
 def test_importing_the_planning_floor_loads_no_torch() -> None:
     code = "import sys, ds_finetune.plan.layout, ds_finetune.arch; sys.exit(bool({'torch', 'deepspeed', 'transformers'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_importing_the_package_loads_the_standard_library_alone_and_takes_under_a_tenth_of_a_second() -> None:
+    """Seconds of the processor: those on the clock depend on what else the machine does."""
+    code = "import sys, time; before, began = set(sys.modules), time.process_time(); import ds_finetune; print(time.process_time() - began)"
+    code += "; print(*sorted(sys.modules.keys() - before))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    seconds, loaded = done.stdout.splitlines()
+    assert {name for name in loaded.split() if name.split(".")[0] not in sys.stdlib_module_names} == {"ds_finetune"}
+    assert float(seconds) < 0.1

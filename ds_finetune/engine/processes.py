@@ -81,12 +81,14 @@ def meet(world: World, *, timeout: timedelta = MEETING_TIMEOUT) -> dist.Store:
 def process_group(world: World, device: str, store: dist.Store | None = None, *, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Iterator[None]:
     """Open the default process group of `world` (NCCL on GPUs, gloo otherwise) with the `store` they met at, and close it at the end.
 
-    LaunchError on every rank, before the group opens, where ranks use different accelerators or share a GPU.
+    LaunchError on every rank, before the group opens, where ranks use different accelerators or share a GPU; ConfigError where this
+    process has used another accelerator than `device` before.
     No engine may be referred to when it closes: what holds a group keeps its threads alive, and one that lets go of its last
     tensor while Python ends aborts a process whose work is done ("terminate called without an active exception", exit code -6).
     """
     import deepspeed
 
+    _refuse_other_accelerator(device)
     world.export_to(os.environ)
     index = visible_device(world.local_rank) if device == "cuda" else world.local_rank
     if device == "cuda":
@@ -109,12 +111,26 @@ def process_group(world: World, device: str, store: dist.Store | None = None, *,
             with deepspeeds_local_rank(index):
                 yield
         except BaseException:
-            # The other ranks may never answer, so nothing here waits for them.
+            # The other ranks may never answer, so nothing here waits for them, as a group's own end may. A process alone can run again.
             dist.destroy_process_group()
+            if world.world_size == 1:
+                _forget_groups()
             raise
     dist.destroy_process_group()
     _forget_groups()
     gc.collect()
+
+
+def _refuse_other_accelerator(device: str) -> None:
+    """DeepSpeed 0.19.8 chooses its accelerator once for the life of a process (accelerator/real_accelerator.py:53)."""
+    from deepspeed.accelerator import get_accelerator
+
+    chosen = get_accelerator().device_name()
+    if chosen != device:
+        raise ConfigError(
+            f"this process uses {device}, and DeepSpeed has used {chosen} in it before (DS_ACCELERATOR has changed)",
+            hint="restart the process, in a notebook the kernel",
+        )
 
 
 @contextmanager

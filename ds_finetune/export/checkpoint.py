@@ -6,6 +6,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import AutoConfig
@@ -22,6 +23,9 @@ from ds_finetune.model.folder_check import check_folder
 from ds_finetune.model.fp8 import FP8 as FP8_DTYPE
 from ds_finetune.model.fp8 import QUANTIZATION_CONFIG
 from ds_finetune.model.hub_folder import has_weights
+
+if TYPE_CHECKING:
+    from ds_finetune.export.verify import Verdict
 
 BESIDE = ("generation_config.json", *TOKENIZER_FILES)
 """Files that go with the weights byte for byte, where they are there."""
@@ -42,6 +46,13 @@ class Exported:
     num_bytes: int
     seconds: float
     notes: tuple[str, ...] = ()
+    verdict: "Verdict | None" = None
+    """What came of its verification; None where it was not verified."""
+
+    def lines(self) -> list[str]:
+        """For a person: what was written."""
+        size = f"{self.num_tensors} tensors, {self.num_bytes / _GIB:.2f} GiB"
+        return [f"wrote {self.folder}: {size} in {self.seconds:.1f} s", *self.notes]
 
 
 def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int, base: Path | None) -> Exported:

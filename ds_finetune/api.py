@@ -1,0 +1,181 @@
+"""What Python programs and notebooks call, and the command line too: train, export and evaluate (`plan_run` is in dry_run.py)."""
+
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from ds_finetune.config import DataConfig, RunConfig
+from ds_finetune.console import show_line, show_next, show_plan, show_report, show_verdicts
+from ds_finetune.errors import ConfigError, LaunchError, VerificationError
+from ds_finetune.world import World
+
+if TYPE_CHECKING:
+    from ds_finetune.export.checkpoint import Exported
+    from ds_finetune.export.onnx_folder import OnnxExported
+    from ds_finetune.export.verify import Verdict
+    from ds_finetune.finetune import Report
+    from ds_finetune.scoring.run import Scored
+
+Place = str | Path
+
+
+def train(config: RunConfig) -> "Report":
+    """Fine-tune as `config` says, print the lines that `ds-finetune train` prints, and return what happened.
+
+    Without a launcher it trains on one device of this machine; started by one, each rank calls it. It can be called again in the
+    same process, once the call before has returned. LaunchError outside the main thread; VerificationError where an export
+    is not what the run recorded. SIGTERM and SIGUSR1 save a checkpoint and end the run: `Report.interrupted` names the signal.
+    """
+    _refuse_other_threads()
+    world = World.from_environment(os.environ)
+    from ds_finetune.finetune import train as train_run
+
+    with _unchanged_environment(world):
+        report = train_run(config, announce=show_plan, say=show_line)
+    if world.rank == 0:
+        show_report(report)
+        show_verdicts(report.verdicts)
+        refuse_unverified(report.verdicts)
+        show_next(report)
+    return report
+
+
+def export(  # noqa: PLR0913 - each is an option of the command
+    source: Place,
+    out: Place,
+    *,
+    format: Literal["safetensors", "onnx"] = "safetensors",
+    dtype: str | None = None,
+    base: Place | None = None,
+    max_shard_size: str | None = None,
+    with_cache: bool = True,
+    verify: bool = True,
+) -> "Exported | OnnxExported":
+    """Convert the run, checkpoint, adapter or model in `source` to the new folder `out`, print what was written, and return it.
+
+    `dtype` is bf16 (the default), fp16, fp32 or fp8; for onnx it is fp32 (the default) or fp16. `base` is the folder of the model that
+    was trained. `max_shard_size` (5GB) applies to safetensors, `with_cache=False` (a graph without past keys and values) to onnx.
+    With `verify` a fresh process loads `out`, and VerificationError says how it differs; otherwise it stays marked UNVERIFIED.
+    """
+    if format not in ("safetensors", "onnx"):
+        raise ConfigError(f"format is `{format}`", hint="name safetensors or onnx")
+    trained = None if base is None else Path(base)
+    if format == "onnx":
+        _refuse_for_onnx(max_shard_size, verify)
+        from ds_finetune.export.onnx_folder import export_onnx
+
+        graph = export_onnx(Path(source), Path(out), dtype=dtype or "fp32", with_cache=with_cache, base=trained)
+        show_line("\n".join(graph.lines()))
+        return graph
+    if not with_cache:
+        raise ConfigError(f"--no-cache says nothing to --format {format}", hint="it is an option of --format onnx")
+    from ds_finetune.export.checkpoint import EXPORTED, export_checkpoint
+    from ds_finetune.export.folder import parse_bytes
+
+    if dtype is not None and dtype not in EXPORTED:
+        raise ConfigError(f"dtype is `{dtype}`", hint=f"name one of {', '.join(EXPORTED)}")
+    max_shard_bytes = parse_bytes(max_shard_size or "5GB", name="--max-shard-size")
+    exported = export_checkpoint(Path(source), Path(out), dtype=dtype or "bf16", max_shard_bytes=max_shard_bytes, base=trained)
+    for line in exported.lines():
+        show_line(line)
+    return replace(exported, verdict=verified(exported.folder, trained)) if verify else exported
+
+
+def verified(folder: Path, base: Path | None) -> "Verdict":
+    """What came of holding an exported folder against its record, which is printed; VerificationError where it is something else."""
+    from ds_finetune.export.verify import verify
+    from ds_finetune.run_folder import available_bytes
+
+    verdicts = verify([folder], base=base, available_bytes=available_bytes())
+    show_verdicts(verdicts)
+    refuse_unverified(verdicts)
+    return verdicts[0]
+
+
+def refuse_unverified(verdicts: "Sequence[Verdict]") -> None:
+    """VerificationError names the folders that are not what was exported."""
+    wrong = [verdict for verdict in verdicts if verdict.problems]
+    if wrong:
+        raise VerificationError(
+            "; ".join(f"{verdict.folder} is not what was exported: {'; '.join(verdict.problems)}" for verdict in wrong),
+            hint="do not serve it; export it again, and please report this if it stays",
+        )
+
+
+def evaluate(  # noqa: PLR0913 - each is an option of the command
+    model: Place,
+    data: Place | Sequence[Place],
+    *,
+    baseline: Place | None = None,
+    extract: str | None = None,
+    columns: Mapping[str, str] | None = None,
+    template: str = "auto",
+    train_on: Literal["assistant", "last_assistant", "all"] = "assistant",
+    long_rows: Literal["auto", "truncate", "drop", "split"] = "auto",
+    max_seq_len: int = 2048,
+    max_new_tokens: int = 256,
+    batch_tokens: int = 4096,
+    limit: int | None = None,
+) -> "Scored":
+    """Score the exported folder `model`, and `baseline` on the same token ids, over the rows of `data`; prints nothing.
+
+    `Scored.metrics` holds each metric by name, with its confidence interval. With `extract` (gsm8k, choice, json or text) answers are
+    generated, and what it finds in them is compared with what it finds in the rows. `columns`, `template`, `train_on` and
+    `long_rows` are as in a run file. `limit` is the number of rows scored at most. DataError or ExportError where it cannot be scored.
+    """
+    least = {"max_seq_len": (max_seq_len, 2), "max_new_tokens": (max_new_tokens, 1), "batch_tokens": (batch_tokens, 1), "limit": (limit, 1)}
+    for name, (value, bound) in least.items():
+        if value is not None and value < bound:
+            raise ConfigError(f"{name} is {value}", hint=f"give {bound} or more")
+    from ds_finetune.scoring.extract import EXTRACTORS
+    from ds_finetune.scoring.run import Asked, score
+
+    if extract is not None and extract not in EXTRACTORS:
+        raise ConfigError(f"extract is `{extract}`", hint=f"name one of {', '.join(EXTRACTORS)}")
+    files = (data,) if isinstance(data, str | Path) else tuple(data)
+    if not files:
+        raise ConfigError(f"eval of `{model}` has nothing to score on", hint="give at least one file of rows")
+    rows = DataConfig(
+        train=(),
+        eval=tuple(map(str, files)),
+        columns=dict(columns or {}),
+        template=template,
+        train_on=train_on,
+        long_rows=long_rows,
+        max_truncated_ratio=1.0,
+        packing=False,
+    )
+    base = None if baseline is None else str(baseline)
+    return score(Asked(str(model), base, rows, extract, max_seq_len, max_new_tokens, batch_tokens, limit))
+
+
+def _refuse_other_threads() -> None:
+    name = threading.current_thread().name
+    if threading.current_thread() is not threading.main_thread():
+        raise LaunchError(f"train is called in thread `{name}`", hint="call it in the main thread, where alone Python handles signals")
+
+
+@contextmanager
+def _unchanged_environment(world: World) -> Iterator[None]:
+    """Without a launcher, a run's variables (RANK, MASTER_PORT, ...) are removed at its end: later programs would take them for a launcher's."""
+    names: dict[str, str] = {}
+    if world.launcher == "python":
+        world.export_to(names)
+    added = names.keys() - os.environ.keys()
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def _refuse_for_onnx(max_shard_size: str | None, verify: bool) -> None:
+    if max_shard_size:
+        raise ConfigError(f"--max-shard-size {max_shard_size} says nothing to --format onnx", hint="leave it out: weights are one file")
+    if not verify:
+        what = f"--no-verify (verify={verify})"
+        raise ConfigError(f"{what} says nothing to --format onnx", hint="leave it out: an ONNX folder has its name only once it is verified")
