@@ -65,14 +65,14 @@ def export(  # noqa: PLR0913 - each is an option of the command
         raise ConfigError(f"format is `{format}`", hint="name safetensors or onnx")
     trained = None if base is None else Path(base)
     if format == "onnx":
-        _refuse_for_onnx(max_shard_size, verify)
+        _refuse_for_onnx(format, max_shard_size=max_shard_size, verify=verify)
         from ds_finetune.export.onnx_folder import export_onnx
 
         graph = export_onnx(Path(source), Path(out), dtype=dtype or "fp32", with_cache=with_cache, base=trained)
         show_line("\n".join(graph.lines()))
         return graph
     if not with_cache:
-        raise ConfigError(f"--no-cache says nothing to --format {format}", hint="it is an option of --format onnx")
+        raise ConfigError(f"--no-cache is not valid with --format {format}", hint="it is an option of --format onnx")
     from ds_finetune.export.checkpoint import EXPORTED, export_checkpoint
     from ds_finetune.export.folder import parse_bytes
 
@@ -173,9 +173,14 @@ def _unchanged_environment(world: World) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def _refuse_for_onnx(max_shard_size: str | None, verify: bool) -> None:
+def _refuse_for_onnx(format: str, *, max_shard_size: str | None, verify: bool) -> None:
     if max_shard_size:
-        raise ConfigError(f"--max-shard-size {max_shard_size} says nothing to --format onnx", hint="leave it out: weights are one file")
+        raise ConfigError(
+            f"--max-shard-size {max_shard_size} is not valid with --format {format}",
+            hint="leave it out: weights are one file",
+        )
     if not verify:
-        what = f"--no-verify (verify={verify})"
-        raise ConfigError(f"{what} says nothing to --format onnx", hint="leave it out: an ONNX folder has its name only once it is verified")
+        raise ConfigError(
+            f"--no-verify is not valid with --format {format}",
+            hint="leave it out: an ONNX folder has its name only once it is verified",
+        )

@@ -172,7 +172,7 @@ def _check(folder: Path, base: str | None) -> None:
         return
     check_packages()
     if base:
-        raise ConfigError(f"--base {base} says nothing to the ONNX folder {folder}", hint="leave it out: the folder's record is enough")
+        raise ConfigError(f"--base {base} is not valid with the ONNX folder {folder}", hint="leave it out: the folder's record is enough")
     from ds_finetune.export.onnx_record import check_onnx
 
     verdict = check_onnx(folder)

@@ -140,7 +140,7 @@ def test_a_plan_is_a_value(tmp_path: Path) -> None:
     [
         ({"format": "gguf"}, "format is `gguf`"),
         ({"dtype": "int8"}, "dtype is `int8`"),
-        ({"with_cache": False}, "--no-cache says nothing to --format safetensors"),
+        ({"with_cache": False}, "--no-cache is not valid with --format safetensors"),
         ({"format": "onnx", "verify": False}, "--no-verify"),
         ({"format": "onnx", "max_shard_size": "1GB"}, "--max-shard-size 1GB"),
     ],

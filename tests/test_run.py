@@ -219,7 +219,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "vocabulary": (lambda f: _change_model(f, vocab_size=50), {}, "the tokenizer has ids up to 100 and the model a vocabulary of 50"),
     "no weights": (None, {"model": {"weights": "load"}}, "has no safetensors weights"),
     "NaN in the weights": (_poison, {"model": {"weights": "load"}}, "tensor `lm_head.weight` of"),
-    "zero learning rate": (None, {"optim": {"lr": 0}}, "`optim.lr` is 0: greater than 0"),
+    "zero learning rate": (None, {"optim": {"lr": 0}}, "`optim.lr` is 0: it should be greater than 0"),
     "batch that does not divide": (
         None,
         {"train": {"global_batch_size": 7}},

@@ -89,7 +89,7 @@ def _hub_folder(source: Path, out: Path, base: Path | None) -> Iterator[Path]:
     """`source` itself where it is a Hugging Face folder, else what it is exported to for the time being."""
     if (source / "config.json").is_file() and any(source.glob("*.safetensors")):
         if base is not None:
-            raise ExportError(f"--base {base} says nothing to the Hugging Face folder {source}", hint="leave it out: the folder has a config.json")
+            raise ExportError(f"--base {base} is not valid with the Hugging Face folder {source}", hint="leave it out: the folder has a config.json")
         yield source
         return
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -264,7 +264,7 @@ def test_counts_of_a_data_set_and_its_lines(chat: Chat, chat_templates: dict[str
             f"the first is {tmp_path}/rows.jsonl line 1",
             "columns and fields that nothing reads: source (10 rows), messages[].odd (10 rows)",
         ]
-        assert server_share(counts) == "0 of 11 rows (0.0%)"
+        assert server_share(counts) == "0 of 11 rows (0.0%) have a prompt other than a server's"
 
 
 def test_too_many_lost_rows_are_refused_with_the_way_out(

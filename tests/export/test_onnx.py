@@ -298,8 +298,8 @@ def test_refusals_leave_nothing(case: str, tmp_path: Path) -> None:
 def test_arguments_that_say_nothing_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     source, out = str(tmp_path / "hub"), str(tmp_path / "out")
     for arguments, message in (
-        (["--format", "onnx", "--max-shard-size", "1GB"], "--max-shard-size 1GB says nothing to --format onnx"),
-        (["--no-cache"], "--no-cache says nothing to --format safetensors"),
+        (["--format", "onnx", "--max-shard-size", "1GB"], "--max-shard-size 1GB is not valid with --format onnx"),
+        (["--no-cache"], "--no-cache is not valid with --format safetensors"),
         (["--format", "onnx", "--dtype", "bf16"], "ONNX Runtime runs no model in bf16"),
         (["--format", "onnx"], "is not a folder"),
     ):
@@ -307,7 +307,7 @@ def test_arguments_that_say_nothing_are_refused(tmp_path: Path, monkeypatch: pyt
         assert message in " ".join(capsys.readouterr().err.split())
     saved(Path(source), fresh("llama"))
     assert cli.main(["export", source, out, "--format", "onnx", "--base", source]) == 2
-    assert "says nothing to the Hugging Face folder" in " ".join(capsys.readouterr().err.split())
+    assert "is not valid with the Hugging Face folder" in " ".join(capsys.readouterr().err.split())
     Path(out).mkdir()
     (Path(out) / "kept").touch()
     with pytest.raises(OutputError, match="is not empty: kept"):

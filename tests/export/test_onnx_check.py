@@ -160,6 +160,6 @@ def test_a_wrong_folder_is_found(name: str, folder: Path, capsys: pytest.Capture
 
 def test_options_that_say_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "--check", str(folder), "--base", str(folder)]) == 2
-    assert "says nothing to the ONNX folder" in capsys.readouterr().err
+    assert "is not valid with the ONNX folder" in capsys.readouterr().err
     assert main(["export", str(folder), "out", "--format", "onnx", "--no-verify"]) == 2
-    assert "--no-verify says nothing to --format onnx" in capsys.readouterr().err
+    assert "--no-verify is not valid with --format onnx" in capsys.readouterr().err
