@@ -8,4 +8,4 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 ruff check .
 mypy
 PYTHONPATH=. lint-imports
-python -m pytest --numprocesses=2 --dist=loadfile --durations=15 "$@"
+python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder --durations=15 "$@"
