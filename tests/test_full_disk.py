@@ -1,9 +1,6 @@
 """Logs on a disk without room: the run goes on, no line is torn, and what was lost is counted."""
 
 import json
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,6 +12,7 @@ from ds_finetune.observers.progress import ProgressLine
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.time_left import TimeLeft
 from ds_finetune.observers.writers import MetricsFile, Trackers
+from tests.running import files_of_at_most
 
 VALUES = dict.fromkeys(
     ("train/loss", "train/grad_norm", "optim/lr", "perf/tokens_per_second", "perf/step_seconds", "memory/peak_gib", "train/skipped_steps"), 1.0
@@ -23,17 +21,6 @@ VALUES = dict.fromkeys(
 
 def record(step: int) -> StepRecord:
     return StepRecord(step, VALUES | {"train/loss": float(step)})
-
-
-@contextmanager
-def files_of_at_most(num_bytes: int) -> Iterator[None]:
-    """As on a full disk, a write is cut at this size and the next one fails."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_metrics_wait_for_room_and_lines_stay_whole(tmp_path: Path) -> None:

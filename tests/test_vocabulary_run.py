@@ -36,7 +36,7 @@ def layouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: name_of(*layout))
 def test_every_layout_holds_the_same_grown_tensors(layouts: Path, layout: tuple[str, int, dict[str, int]]) -> None:
-    found = torch.load(layouts / f"{name_of(*layout)}.pt")
+    found = torch.load(layouts / f"{name_of(*layout)}.pt", weights_only=True)
     wanted = dict(loaded(layouts / layout[0]).named_parameters())
     assert wanted.keys() <= found.keys()
     for name, param in wanted.items():

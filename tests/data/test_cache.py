@@ -3,10 +3,8 @@
 import json
 import os
 import pickle
-import resource
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +21,7 @@ from ds_finetune.data.prepare import TokenSpec, prepare
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.demo import write_demo
 from ds_finetune.errors import CheckpointError, OutputError
+from tests.running import files_of_at_most
 
 SPEC = TokenSpec(max_seq_len=64, vocab_size=128, max_positions=512)
 
@@ -68,20 +67,9 @@ def test_one_other_token_anywhere_is_another_fingerprint_and_no_resume(tokenizer
     assert other in caught.value.message
 
 
-@contextmanager
-def largest_file(num_bytes: int) -> Iterator[None]:
-    """No file grows beyond `num_bytes`, as if the disk were full then."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_a_full_disk_is_one_clear_error(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     data, cache = write(tmp_path / "rows.jsonl", 500), tmp_path / "cache"
-    with largest_file(10_000), pytest.raises(OutputError, match=rf"data cache {cache}/\w+ cannot be written: File too large") as caught:
+    with files_of_at_most(10_000), pytest.raises(OutputError, match=rf"data cache {cache}/\w+ cannot be written: File too large") as caught:
         prepared(tokenizer, data, cache)
     assert "data.cache_dir" in caught.value.hint
     assert pickle.loads(pickle.dumps(caught.value)).hint == caught.value.hint
@@ -131,7 +119,7 @@ def test_a_damaged_part_of_a_killed_preparation_is_tokenised_again(
     """Parts of a tenth are written, and all of them together are too large."""
     monkeypatch.setattr(preparing, "ROWS_PER_PART", 100)
     data = write(tmp_path / "rows.jsonl", 1000)
-    with largest_file(16_000), pytest.raises(OutputError):
+    with files_of_at_most(16_000), pytest.raises(OutputError):
         prepared(tokenizer, data, tmp_path / "cache")
     (folder,) = (path.parent for path in tmp_path.glob("cache/*/part-000001"))
     assert len(list(folder.glob("part-*"))) == 10

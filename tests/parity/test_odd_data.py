@@ -123,7 +123,7 @@ def layouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: name_of(*layout))
 def test_ranks_and_forwards_with_nothing_supervised(layouts: Path, layout: tuple[str, int, dict[str, int]], shape: str) -> None:
-    found = torch.load(layouts / f"{name_of(*layout)}-{shape}.pt")
+    found = torch.load(layouts / f"{name_of(*layout)}-{shape}.pt", weights_only=True)
     model = AutoModelForCausalLM.from_pretrained(layouts / layout[0], dtype=torch.float32)
     total, number = plain(model, SHAPES[shape])
     assert found["supervised"] == number
