@@ -298,6 +298,9 @@ class Hub(threading.Thread):
             link.send(message)
 
     def _write(self, report: str) -> None:
+        """The report under its name only once it is whole, since others wait for the file."""
         with contextlib.suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
-            (self._folder / REPORT).write_text(report + "\n", encoding="utf-8")
+            partial = self._folder / f".{REPORT}.partial"
+            partial.write_text(report + "\n", encoding="utf-8")
+            partial.replace(self._folder / REPORT)
