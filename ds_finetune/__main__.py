@@ -2,7 +2,7 @@
 
 import sys
 
-from ds_finetune.cli import run
+from ds_finetune.cli.main import run
 
 if __name__ == "__main__":
     run(sys.argv[1:])

@@ -1,4 +1,6 @@
-"""What Python programs and notebooks call, and the command line too: train, export and evaluate (`plan_run` is in dry_run.py)."""
+"""What Python programs and notebooks call, and the command line too: train, export and evaluate (`plan_run` is in
+dry_run.py).
+"""
 
 import os
 import threading
@@ -8,17 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ds_finetune.config import DataConfig, RunConfig
+from ds_finetune.config.schema import DataConfig, RunConfig
 from ds_finetune.console import show_line, show_next, show_plan, show_report, show_verdicts
 from ds_finetune.errors import ConfigError, LaunchError, VerificationError
 from ds_finetune.world import World
 
 if TYPE_CHECKING:
-    from ds_finetune.export.checkpoint import Exported
-    from ds_finetune.export.onnx_folder import OnnxExported
-    from ds_finetune.export.verify import Verdict
-    from ds_finetune.finetune import Report
-    from ds_finetune.scoring.run import Scored
+    from ds_finetune.evaluation.run import Scored
+    from ds_finetune.export.onnx.folder import OnnxExported
+    from ds_finetune.export.readers.checkpoint import Exported
+    from ds_finetune.export.verify.verify import Verdict
+    from ds_finetune.trainer.train import Report
 
 Place = str | Path
 
@@ -26,13 +28,14 @@ Place = str | Path
 def train(config: RunConfig) -> "Report":
     """Fine-tune as `config` says, print the lines that `ds-finetune train` prints, and return what happened.
 
-    Without a launcher it trains on one device of this machine; started by one, each rank calls it. It can be called again in the
-    same process, once the call before has returned. LaunchError outside the main thread; VerificationError where an export
-    is not what the run recorded. SIGTERM and SIGUSR1 save a checkpoint and end the run: `Report.interrupted` names the signal.
+    Without a launcher it trains on one device of this machine; started by one, each rank calls it. It can be called
+    again in the same process, once the call before has returned. LaunchError outside the main thread;
+    VerificationError where an export is not what the run recorded. SIGTERM and SIGUSR1 save a checkpoint and end
+    the run: `Report.interrupted` names the signal.
     """
     _refuse_other_threads()
     world = World.from_environment(os.environ)
-    from ds_finetune.finetune import train as train_run
+    from ds_finetune.trainer.train import train as train_run
 
     with _unchanged_environment(world):
         report = train_run(config, announce=show_plan, say=show_line)
@@ -55,40 +58,48 @@ def export(  # noqa: PLR0913 - each is an option of the command
     with_cache: bool = True,
     verify: bool = True,
 ) -> "Exported | OnnxExported":
-    """Convert the run, checkpoint, adapter or model in `source` to the new folder `out`, print what was written, and return it.
+    """Convert the run, checkpoint, adapter or model in `source` to the new folder `out`, print what was written, and
+    return it.
 
-    `dtype` is bf16 (the default), fp16, fp32 or fp8; for onnx it is fp32 (the default) or fp16. `base` is the folder of the model that
-    was trained. `max_shard_size` (5GB) applies to safetensors, `with_cache=False` (a graph without past keys and values) to onnx.
-    With `verify` a fresh process loads `out`, and VerificationError says how it differs; otherwise it stays marked UNVERIFIED.
+    `dtype` is bf16 (the default), fp16, fp32 or fp8; for onnx it is fp32 (the default) or fp16. `base` is the folder of
+    the model that
+    was trained. `max_shard_size` (5GB) applies to safetensors, `with_cache=False` (a graph without past keys and
+    values) to onnx.
+    With `verify` a fresh process loads `out`, and VerificationError says how it differs; otherwise it stays marked
+    UNVERIFIED.
     """
     if format not in ("safetensors", "onnx"):
         raise ConfigError(f"format is `{format}`", hint="name safetensors or onnx")
     trained = None if base is None else Path(base)
     if format == "onnx":
         _refuse_for_onnx(format, max_shard_size=max_shard_size, verify=verify)
-        from ds_finetune.export.onnx_folder import export_onnx
+        from ds_finetune.export.onnx.folder import export_onnx
 
         graph = export_onnx(Path(source), Path(out), dtype=dtype or "fp32", with_cache=with_cache, base=trained)
         show_line("\n".join(graph.lines()))
         return graph
     if not with_cache:
         raise ConfigError(f"--no-cache is not valid with --format {format}", hint="it is an option of --format onnx")
-    from ds_finetune.export.checkpoint import EXPORTED, export_checkpoint
     from ds_finetune.export.folder import parse_bytes
+    from ds_finetune.export.readers.checkpoint import EXPORTED, export_checkpoint
 
     if dtype is not None and dtype not in EXPORTED:
         raise ConfigError(f"dtype is `{dtype}`", hint=f"name one of {', '.join(EXPORTED)}")
     max_shard_bytes = parse_bytes(max_shard_size or "5GB", name="--max-shard-size")
-    exported = export_checkpoint(Path(source), Path(out), dtype=dtype or "bf16", max_shard_bytes=max_shard_bytes, base=trained)
+    exported = export_checkpoint(
+        Path(source), Path(out), dtype=dtype or "bf16", max_shard_bytes=max_shard_bytes, base=trained
+    )
     for line in exported.lines():
         show_line(line)
     return replace(exported, verdict=verified(exported.folder, trained)) if verify else exported
 
 
 def verified(folder: Path, base: Path | None) -> "Verdict":
-    """What came of holding an exported folder against its record, which is printed; VerificationError where it is something else."""
-    from ds_finetune.export.verify import verify
-    from ds_finetune.run_folder import available_bytes
+    """What came of holding an exported folder against its record, which is printed; VerificationError where it is
+    something else.
+    """
+    from ds_finetune.export.verify.verify import verify
+    from ds_finetune.trainer.run_dir import available_bytes
 
     verdicts = verify([folder], base=base, available_bytes=available_bytes())
     show_verdicts(verdicts)
@@ -123,16 +134,24 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
 ) -> "Scored":
     """Score the exported folder `model`, and `baseline` on the same token ids, over the rows of `data`; prints nothing.
 
-    `Scored.metrics` holds each metric by name, with its confidence interval. With `extract` (gsm8k, choice, json or text) answers are
-    generated, and what it finds in them is compared with what it finds in the rows. `columns`, `template`, `train_on` and
-    `long_rows` are as in a run file. `limit` is the number of rows scored at most. DataError or ExportError where it cannot be scored.
+    `Scored.metrics` holds each metric by name, with its confidence interval. With `extract` (gsm8k, choice, json or
+    text) answers are
+    generated, and what it finds in them is compared with what it finds in the rows. `columns`, `template`, `train_on`
+    and
+    `long_rows` are as in a run file. `limit` is the number of rows scored at most. DataError or ExportError where it
+    cannot be scored.
     """
-    least = {"max_seq_len": (max_seq_len, 2), "max_new_tokens": (max_new_tokens, 1), "batch_tokens": (batch_tokens, 1), "limit": (limit, 1)}
+    least = {
+        "max_seq_len": (max_seq_len, 2),
+        "max_new_tokens": (max_new_tokens, 1),
+        "batch_tokens": (batch_tokens, 1),
+        "limit": (limit, 1),
+    }
     for name, (value, bound) in least.items():
         if value is not None and value < bound:
             raise ConfigError(f"{name} is {value}", hint=f"give {bound} or more")
-    from ds_finetune.scoring.extract import EXTRACTORS
-    from ds_finetune.scoring.run import Asked, score
+    from ds_finetune.evaluation.extract import EXTRACTORS
+    from ds_finetune.evaluation.run import Asked, score
 
     if extract is not None and extract not in EXTRACTORS:
         raise ConfigError(f"extract is `{extract}`", hint=f"name one of {', '.join(EXTRACTORS)}")
@@ -156,12 +175,16 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
 def _refuse_other_threads() -> None:
     name = threading.current_thread().name
     if threading.current_thread() is not threading.main_thread():
-        raise LaunchError(f"train is called in thread `{name}`", hint="call it in the main thread, where alone Python handles signals")
+        raise LaunchError(
+            f"train is called in thread `{name}`", hint="call it in the main thread, where alone Python handles signals"
+        )
 
 
 @contextmanager
 def _unchanged_environment(world: World) -> Iterator[None]:
-    """Without a launcher, a run's variables (RANK, MASTER_PORT, ...) are removed at its end: later programs would take them for a launcher's."""
+    """Without a launcher, a run's variables (RANK, MASTER_PORT, ...) are removed at its end: later programs would take
+    them for a launcher's.
+    """
     names: dict[str, str] = {}
     if world.launcher == "python":
         world.export_to(names)

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from ds_finetune.config import RunConfig
+from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import Batch, MicroBatch
 from ds_finetune.engine.build_lock import Say
 from ds_finetune.engine.building import build_ops, use_cores
@@ -21,10 +21,10 @@ from ds_finetune.engine.core import Engine
 from ds_finetune.engine.processes import choose_device, everyones, process_group
 from ds_finetune.engine.start import DTYPES, start_engine
 from ds_finetune.errors import ConfigError
-from ds_finetune.finetune import batches_of, freeze_unreached, lr_schedule
 from ds_finetune.labels import IGNORE_INDEX
-from ds_finetune.material import gather_material
-from ds_finetune.plan.layout import make_plan
+from ds_finetune.plan.plan import make_plan
+from ds_finetune.trainer.inputs import gather_material
+from ds_finetune.trainer.train import batches_of, freeze_unreached, lr_schedule
 from ds_finetune.world import World
 
 _LR = 1e-4
@@ -41,10 +41,15 @@ class Contest:
     largest_loss_difference: float
 
     def lines(self) -> list[tuple[str, str]]:
-        """Median seconds, supervised tokens a second, and how many times as fast as the first contestant: more is faster."""
+        """Median seconds, supervised tokens a second, and how many times as fast as the first contestant: more is
+        faster.
+        """
         first_name = next(iter(self.seconds))
         first = statistics.median(next(iter(self.seconds.values())))
-        found = [("speed (x)", f"that of {first_name} is 1; more is faster"), ("losses differ by", f"{self.largest_loss_difference:.1e}, relative")]
+        found = [
+            ("speed (x)", f"that of {first_name} is 1; more is faster"),
+            ("losses differ by", f"{self.largest_loss_difference:.1e}, relative"),
+        ]
         for name, seconds in self.seconds.items():
             median = statistics.median(seconds)
             rate = self.supervised_tokens / sum(seconds)
@@ -53,7 +58,8 @@ class Contest:
 
 
 def step_contest(config: RunConfig, *, steps: int, say: Say) -> Contest:
-    """Time `steps` optimizer steps of `config` (after one to warm up) by turns with plain loops over the same documents.
+    """Time `steps` optimizer steps of `config` (after one to warm up) by turns with plain loops over the same
+    documents.
 
     The plain loops are transformers' model with all logits and torch's AdamW: over documents padded to the longest of
     eight, and over the same packed rows. All start from the same weights.
@@ -62,10 +68,14 @@ def step_contest(config: RunConfig, *, steps: int, say: Say) -> Contest:
     world.export_to(os.environ)
     if world.world_size > 1:
         raise ConfigError(
-            f"bench compares one process with a plain loop, and this is rank {world.rank} of {world.world_size}", hint="start one process"
+            f"bench compares one process with a plain loop, and this is rank {world.rank} of {world.world_size}",
+            hint="start one process",
         )
     if config.lora is not None:
-        raise ConfigError(f"bench compares with loops that train every weight, and lora.rank is {config.lora.rank}", hint="leave `lora` out")
+        raise ConfigError(
+            f"bench compares with loops that train every weight, and lora.rank is {config.lora.rank}",
+            hint="leave `lora` out",
+        )
     plan = make_plan(config, world=world, device=choose_device())
     material = gather_material(config)
     plan = freeze_unreached(plan, material.hf_config)
@@ -78,7 +88,9 @@ def step_contest(config: RunConfig, *, steps: int, say: Say) -> Contest:
         engine = stack.enter_context(start_engine(plan, material.hf_config))
         plain = {"plain loop, padded": _padded, "plain loop, packed": _same_rows}
         loops = {name: _PlainLoop(engine, material.hf_config, layout) for name, layout in plain.items()}
-        contestants: dict[str, Callable[[Batch], float]] = {"ds_finetune": lambda batch: engine.step(batch, lr=_LR).loss}
+        contestants: dict[str, Callable[[Batch], float]] = {
+            "ds_finetune": lambda batch: engine.step(batch, lr=_LR).loss
+        }
         contestants |= {name: loop.step for name, loop in loops.items()}
         finish = torch.cuda.synchronize if plan.device == "cuda" else _nothing
         return by_turns(contestants, islice(batches_of(plan, material, schedule), steps + 1), finish=finish)
@@ -91,7 +103,9 @@ def _nothing() -> None:
 def by_turns(
     contestants: dict[str, Callable[[Batch], float]], batches: Iterator[Batch], *, finish: Callable[[], None]
 ) -> Contest:
-    """Time each contestant on each batch, the first one to warm up; `finish` waits for work that a device still has to do."""
+    """Time each contestant on each batch, the first one to warm up; `finish` waits for work that a device still has to
+    do.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     tokens, apart = 0, 0.0
     for number, batch in enumerate(batches):
@@ -122,11 +136,15 @@ class _PlainLoop:
         config._attn_implementation = "sdpa"
         self._device = engine.plan.device
         self._lm = AutoModelForCausalLM.from_config(config).to(torch.float32)
-        self._lm.load_state_dict({name: tensor for name, tensor in engine.tensors() if tensor is not None}, strict=False)
+        self._lm.load_state_dict(
+            {name: tensor for name, tensor in engine.tensors() if tensor is not None}, strict=False
+        )
         self._lm.to(self._device).train()
         if engine.plan.config.train.activation_checkpointing:
             self._lm.gradient_checkpointing_enable({"use_reentrant": False})
-        self._optimizer = torch.optim.AdamW(self._lm.parameters(), lr=_LR, betas=engine.plan.config.optim.betas, weight_decay=0.0)
+        self._optimizer = torch.optim.AdamW(
+            self._lm.parameters(), lr=_LR, betas=engine.plan.config.optim.betas, weight_decay=0.0
+        )
 
     def step(self, batch: Batch) -> float:
         """One optimizer step; the loss is the mean over the supervised tokens of the batch."""
@@ -137,7 +155,9 @@ class _PlainLoop:
             labels = inputs.pop("labels")
             with torch.autocast(self._device, DTYPES[self._precision]) if is_mixed else nullcontext():
                 logits = self._lm(**inputs, use_cache=False).logits
-            loss = functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+            loss = functional.cross_entropy(
+                logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+            )
             (loss / batch.num_supervised_tokens).backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(self._lm.parameters(), self._max_norm)
@@ -147,13 +167,20 @@ class _PlainLoop:
 
 
 def _same_rows(batch: Batch) -> list[dict[str, torch.Tensor]]:
-    return [{"input_ids": micro.input_ids, "position_ids": micro.position_ids, "labels": micro.labels} for micro in batch.micro]
+    return [
+        {"input_ids": micro.input_ids, "position_ids": micro.position_ids, "labels": micro.labels}
+        for micro in batch.micro
+    ]
 
 
 def _padded(batch: Batch) -> list[dict[str, torch.Tensor]]:
     """Documents of a batch apart, eight to a forward, filled up to the longest."""
-    documents = [document for micro in batch.micro for document in _documents(micro) if bool((document[1] != IGNORE_INDEX).any())]
-    return [_stacked(documents[start : start + PADDED_DOCUMENTS]) for start in range(0, len(documents), PADDED_DOCUMENTS)]
+    documents = [
+        document for micro in batch.micro for document in _documents(micro) if bool((document[1] != IGNORE_INDEX).any())
+    ]
+    return [
+        _stacked(documents[start : start + PADDED_DOCUMENTS]) for start in range(0, len(documents), PADDED_DOCUMENTS)
+    ]
 
 
 def _documents(micro: MicroBatch) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -166,4 +193,8 @@ def _stacked(documents: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, to
     ids, labels = zip(*documents, strict=True)
     pad = torch.nn.utils.rnn.pad_sequence
     mask = pad([torch.ones_like(one) for one in ids], batch_first=True)
-    return {"input_ids": pad(list(ids), batch_first=True), "attention_mask": mask, "labels": pad(list(labels), True, IGNORE_INDEX)}
+    return {
+        "input_ids": pad(list(ids), batch_first=True),
+        "attention_mask": mask,
+        "labels": pad(list(labels), True, IGNORE_INDEX),
+    }

@@ -1,7 +1,9 @@
-"""The consoles of the program, and what is printed with them: the plan before a run, the summary after it, tables, errors.
+"""The consoles of the program, and what is printed with them: the plan before a run, the summary after it, tables,
+errors.
 
-Commands print through `OUT` and `ERR` too. Progress lines (`observers/progress.py`), the watchdog's report (`watch/vigil.py`) and
-helper processes, whose output is a protocol, write to standard output or standard error themselves.
+Commands print through `OUT` and `ERR` too. Progress lines (`observers/progress.py`), the watchdog's report
+(`watchdog/monitor.py`) and helper processes, whose output is a protocol, write to standard output or standard error
+themselves.
 """
 
 import json
@@ -15,10 +17,10 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from ds_finetune.export.verify import Verdict
-    from ds_finetune.finetune import Report
-    from ds_finetune.material import Material
-    from ds_finetune.plan.layout import Plan
+    from ds_finetune.export.verify.verify import Verdict
+    from ds_finetune.plan.plan import Plan
+    from ds_finetune.trainer.inputs import Material
+    from ds_finetune.trainer.train import Report
 
 OUT = Console(highlight=False, soft_wrap=True)
 ERR = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -35,14 +37,16 @@ def pairs(title: str, rows: Iterable[tuple[str, str]]) -> Table:
 def show_plan(plan: "Plan", material: "Material") -> None:
     """Print what was decided and what will be trained on; rank zero calls this before anything is loaded."""
     from ds_finetune.data.reasons import server_share
-    from ds_finetune.material import vocabulary_lines
     from ds_finetune.model.lora import lora_lines
-    from ds_finetune.model.stages import stages_of
+    from ds_finetune.model.parallel.pipeline import stages_of
+    from ds_finetune.trainer.inputs import vocabulary_lines
 
     rows = plan.lines()
     shape = material.shape
     if shape is not None:
-        rows.append(("parameters", f"{shape.total_params / 1e6:,.3f} M, {shape.active_params / 1e6:,.3f} M active per token"))
+        rows.append(
+            ("parameters", f"{shape.total_params / 1e6:,.3f} M, {shape.active_params / 1e6:,.3f} M active per token")
+        )
     rows += vocabulary_lines(plan.config, material.hf_config)
     rows += plan.stage_lines(stages_of(material.hf_config, plan.config.parallel))
     rows += lora_lines(material.hf_config, plan.config.lora)
@@ -55,7 +59,10 @@ def show_plan(plan: "Plan", material: "Material") -> None:
     rows.append(("prompts", server_share(material.train.counts)))
     OUT.print(pairs("plan", rows))
     if plan.config.model.weights == "random":
-        OUT.print(f"[bold]RANDOM WEIGHTS[/bold]: {plan.config.model.path} is built from its config.json; nothing pre-trained is loaded")
+        OUT.print(
+            f"[bold]RANDOM WEIGHTS[/bold]: {plan.config.model.path} is built from its config.json; nothing "
+            "pre-trained is loaded"
+        )
     for note in (*plan.notes, *material.notes, *material.data_notes()):
         OUT.print(note, markup=False)
 
@@ -105,7 +112,9 @@ def show_next(report: "Report") -> None:
 def has_chat_template(folder: Path) -> bool:
     """Whether the tokenizer of an exported folder has one, in a file of its own or in its settings."""
     settings = folder / "tokenizer_config.json"
-    return (folder / "chat_template.jinja").is_file() or (settings.is_file() and "chat_template" in json.loads(settings.read_text(encoding="utf-8")))
+    return (folder / "chat_template.jinja").is_file() or (
+        settings.is_file() and "chat_template" in json.loads(settings.read_text(encoding="utf-8"))
+    )
 
 
 def show_verdicts(verdicts: "Sequence[Verdict]") -> None:

@@ -48,7 +48,8 @@ MODEL = {
     "pad_token_id": 2,
 }
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}{{ '<|user|>' + message['content'] }}"
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}{{ '<|user|>' + "
+    "message['content'] }}"
     "{% else %}{{ '<|assistant|>' + message['content'] + eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
@@ -56,7 +57,9 @@ RUN = """\
 model: {{path: {folder}/model, weights: random}}
 data: {{train: {folder}/train.jsonl, eval: {folder}/eval.jsonl}}
 deepspeed: {{zero_optimization: {{stage: 3}}}}
-train: {{for: 160 steps, global_batch_size: {batch}, micro_batch_size: {micro}, max_seq_len: 512, precision: fp32, activation_checkpointing: false}}
+train:
+  {{for: 160 steps, global_batch_size: {batch}, micro_batch_size: {micro}, max_seq_len: 512, precision: fp32,
+   activation_checkpointing: false}}
 optim: {{lr: 3.0e-3, warmup: 5%, min_lr_ratio: 0.05}}
 eval: {{every: 40 steps, generate: {{prompts: 40, max_new_tokens: 24}}}}
 log: {{every: 20}}
@@ -76,7 +79,8 @@ def questions(seed: int = 0) -> Iterator[tuple[str, str]]:
 
 
 def write_demo(folder: Path, *, ranks: int = 2) -> Path:
-    """Write `model/` (config and tokenizer, no weights), `train.jsonl`, `eval.jsonl` and `run.yaml`; returns the run file.
+    """Write `model/` (config and tokenizer, no weights), `train.jsonl`, `eval.jsonl` and `run.yaml`; returns the run
+    file.
 
     A step has 8 rows, or the next multiple of `ranks`.
     """

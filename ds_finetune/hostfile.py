@@ -10,7 +10,9 @@ from ds_finetune.errors import LaunchError
 from ds_finetune.shipped import shipped_file
 
 _EXAMPLE = "write e.g. `worker-1 slots=8`, `me@10.0.0.2:2222 slots=4` or `[fe80::1]:22 slots=8`"
-_TARGET = re.compile(r"(?:(?P<user>[^@\s]*)@)?(?:\[(?P<v6>[^\]\s]*)\](?::(?P<port6>\S*))?|(?P<name>[^:\s]*)(?::(?P<port>[^:\s]*))?|(?P<bare>\S*))$")
+_TARGET = re.compile(
+    r"(?:(?P<user>[^@\s]*)@)?(?:\[(?P<v6>[^\]\s]*)\](?::(?P<port6>\S*))?|(?P<name>[^:\s]*)(?::(?P<port>[^:\s]*))?|(?P<bare>\S*))$"
+)
 
 
 @dataclass(frozen=True)
@@ -37,21 +39,29 @@ class Host:
 
 
 def read_hostfile(path: str | Path) -> tuple[Host, ...]:
-    """Hosts and slots of a hostfile; LaunchError with line and column. A hostfile that was named and is missing never means a local run.
+    """Hosts and slots of a hostfile; LaunchError with line and column. A hostfile that was named and is missing never
+    means a local run.
 
-    A line is `HOST slots=N`, HOST being `name`, `user@name`, `name:port`, an IPv6 address, or one in brackets with a port; `#` begins a comment.
-    DeepSpeed 0.19.8 reads the same lines (launcher/runner.py, `_parse_hostfile`), but gives ports to ssh as part of the name.
+    A line is `HOST slots=N`, HOST being `name`, `user@name`, `name:port`, an IPv6 address, or one in brackets with a
+    port; `#` begins a comment.
+    DeepSpeed 0.19.8 reads the same lines (launcher/runner.py, `_parse_hostfile`), but gives ports to ssh as part of the
+    name.
     """
     try:
         found = path if Path(path).exists() else shipped_file(str(path)) or path
         lines = Path(found).read_text(encoding="utf-8-sig").splitlines()
     except FileNotFoundError:
-        raise LaunchError(f"hostfile `{path}` does not exist", hint="create it; a run is never started locally instead") from None
+        raise LaunchError(
+            f"hostfile `{path}` does not exist", hint="create it; a run is never started locally instead"
+        ) from None
     except UnicodeDecodeError as binary:
-        raise LaunchError(f"hostfile `{path}` is not text: {binary}", hint="name a file with lines such as `worker-1 slots=8`") from None
+        raise LaunchError(
+            f"hostfile `{path}` is not text: {binary}", hint="name a file with lines such as `worker-1 slots=8`"
+        ) from None
     except OSError as unreadable:
         raise LaunchError(
-            f"hostfile `{path}` cannot be read: {unreadable.strerror}", hint="name a file with lines such as `worker-1 slots=8`"
+            f"hostfile `{path}` cannot be read: {unreadable.strerror}",
+            hint="name a file with lines such as `worker-1 slots=8`",
         ) from None
     hosts: dict[tuple[str, int], Host] = {}
     for number, line in enumerate(lines, start=1):
@@ -62,18 +72,22 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
         # Under one name two sshd may stand for two hosts, as in containers, by their ports.
         same = hosts.get((host.name, host.port))
         if same is not None:
-            raise LaunchError(f"{path} line {number}: host `{host.name}` is already in line {same.line}", hint="write each host once")
+            raise LaunchError(
+                f"{path} line {number}: host `{host.name}` is already in line {same.line}", hint="write each host once"
+            )
         hosts[host.name, host.port] = host
     if not hosts:
-        raise LaunchError(f"hostfile `{path}` names no host in {len(lines)} lines", hint="write lines such as `worker-1 slots=8`")
+        raise LaunchError(
+            f"hostfile `{path}` names no host in {len(lines)} lines", hint="write lines such as `worker-1 slots=8`"
+        )
     return tuple(hosts.values())
 
 
 def chosen_hosts(hosts: Sequence[Host], *, include: str = "", exclude: str = "") -> tuple[Host, ...]:
     """`hosts` with what `include` names, or without what `exclude` names, in the order of the hostfile.
 
-    The form is DeepSpeed's: `host1@host2:0,2` is all of host1 and devices 0 and 2 of host2. LaunchError where both are given, where a host
-    or a device is not there, or where nothing is left.
+    The form is DeepSpeed's: `host1@host2:0,2` is all of host1 and devices 0 and 2 of host2. LaunchError where both
+    are given, where a host or a device is not there, or where nothing is left.
     """
     if include and exclude:
         raise LaunchError(f"--include {include} and --exclude {exclude} are both given", hint="give one of them")
@@ -84,9 +98,13 @@ def chosen_hosts(hosts: Sequence[Host], *, include: str = "", exclude: str = "")
     for host in hosts:
         devices = [d for d in range(host.slots) if (d in named.get(host.name, ())) == bool(include)]
         if devices:
-            left.append(host if len(devices) == host.slots else replace(host, slots=len(devices), devices=tuple(devices)))
+            left.append(
+                host if len(devices) == host.slots else replace(host, slots=len(devices), devices=tuple(devices))
+            )
     if not left:
-        raise LaunchError(f"--exclude {exclude} leaves none of {sum(host.slots for host in hosts)} devices", hint="exclude fewer")
+        raise LaunchError(
+            f"--exclude {exclude} leaves none of {sum(host.slots for host in hosts)} devices", hint="exclude fewer"
+        )
     return tuple(left)
 
 
@@ -105,12 +123,15 @@ def _named_devices(text: str, hosts: Sequence[Host], option: str) -> dict[str, s
                 hint=f"did you mean `{near[0]}`?" if near else f"known: {', '.join(list(slots)[:8])}",
             )
         if devices and not re.fullmatch(r"\d+(,\d+)*", devices):
-            raise LaunchError(f"{option}: `{devices}` after host `{name}` is not a list of devices", hint="write e.g. `worker-1:0,2`")
+            raise LaunchError(
+                f"{option}: `{devices}` after host `{name}` is not a list of devices", hint="write e.g. `worker-1:0,2`"
+            )
         wanted = {int(d) for d in devices.split(",")} if devices else set(range(slots[name]))
         beyond = sorted(d for d in wanted if d >= slots[name])
         if beyond:
             raise LaunchError(
-                f"{option} names device {beyond[0]} of host `{name}`, which has slots={slots[name]}", hint=f"name devices 0 to {slots[name] - 1}"
+                f"{option} names device {beyond[0]} of host `{name}`, which has slots={slots[name]}",
+                hint=f"name devices 0 to {slots[name] - 1}",
             )
         named.setdefault(name, set()).update(wanted)
     return named
@@ -127,7 +148,9 @@ def _read_host(text: str, where: str, number: int) -> Host:
     if not slots:
         raise LaunchError(f"{where} column {column}: `{rest}` after host `{target}` is not `slots=N`", hint=_EXAMPLE)
     if not int(slots[1]):
-        raise LaunchError(f"{where} column {column}: host `{target}` has slots=0", hint="leave the host out, or give it slots")
+        raise LaunchError(
+            f"{where} column {column}: host `{target}` has slots=0", hint="leave the host out, or give it slots"
+        )
     return Host(name, int(slots[1]), number, user, port)
 
 
@@ -138,7 +161,12 @@ def _read_target(target: str, where: str) -> tuple[str, str, int]:
         raise LaunchError(f"{where}: `{target}` is not a host", hint=_EXAMPLE)
     name = found["v6"] or found["name"] or found["bare"] or ""
     port = found["port6"] if found["v6"] is not None else found["port"]
-    if found["user"] == "" or not re.fullmatch(r"[A-Za-z0-9_.:%-]+", name) or name.startswith("-") or (found["user"] or "").startswith("-"):
+    if (
+        found["user"] == ""
+        or not re.fullmatch(r"[A-Za-z0-9_.:%-]+", name)
+        or name.startswith("-")
+        or (found["user"] or "").startswith("-")
+    ):
         raise LaunchError(f"{where}: `{target}` is not a host", hint=_EXAMPLE)
     if port is not None and not (re.fullmatch(r"\d{1,5}", port) and 0 < int(port) < 65536):
         raise LaunchError(f"{where}: port `{port}` of host `{name}` is not one of 1 to 65535", hint=_EXAMPLE)

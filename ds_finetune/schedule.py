@@ -31,11 +31,15 @@ class Duration:
             raise ValueError(f"`{text}` is not a duration; write `200 steps`, `3 epochs` or `1e9 tokens`")
         value, unit = float(found[1].replace("_", "")), f"{found[2]}s"
         if value <= 0 or not math.isfinite(value) or (unit != "epochs" and value != int(value)):
-            raise ValueError(f"`{text}` is not a duration: {unit} must be a positive {'number' if unit == 'epochs' else 'integer'}")
+            raise ValueError(
+                f"`{text}` is not a duration: {unit} must be a positive {'number' if unit == 'epochs' else 'integer'}"
+            )
         return cls(value, unit)  # type: ignore[arg-type]
 
     def in_steps(self, *, rows: int, tokens: int, global_batch_size: int) -> int:
-        """Optimizer steps of this duration over a data set of `rows` rows holding `tokens` tokens an epoch, rounded up."""
+        """Optimizer steps of this duration over a data set of `rows` rows holding `tokens` tokens an epoch,
+        rounded up.
+        """
         if self.unit == "steps":
             return int(self.value)
         if self.unit == "epochs":

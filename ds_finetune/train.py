@@ -1,16 +1,18 @@
 """The file launchers point at; it defines nothing.
 
-Python puts the folder of a started file first on `sys.path`, where this package's modules would hide others of the same name,
-so the folder is replaced by the repository's.
+Python puts the folder of a started file first on `sys.path`, where this package's modules would hide others of the
+same name, so the folder is replaced by the repository's.
 """
 
 import sys
 from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
-sys.path[:] = [str(_HERE.parent)] + [entry for entry in sys.path if Path(entry or ".").resolve() not in (_HERE, _HERE.parent)]
+sys.path[:] = [str(_HERE.parent)] + [
+    entry for entry in sys.path if Path(entry or ".").resolve() not in (_HERE, _HERE.parent)
+]
 
-from ds_finetune.cli import run  # noqa: E402 - only importable from here on
+from ds_finetune.cli.main import run  # noqa: E402 - only importable from here on
 
 if __name__ == "__main__":
     run(["train", *sys.argv[1:]])

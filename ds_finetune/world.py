@@ -12,11 +12,16 @@ from ds_finetune.hostfile import read_hostfile
 _STANDARD = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
 _NODE_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")
-"""Set by torchrun (and accelerate) and by DeepSpeed 0.19.8 (launcher/launch.py:181), one of which a scheduler may start on each host."""
+"""Set by torchrun (and accelerate) and by DeepSpeed 0.19.8 (launcher/launch.py:181), one of which a scheduler may start
+on each host.
+"""
 _NO_RANKS = (0xFFFFFFFA, 0xFFFFFFFB, 0xFFFFFFFC)
-"""Slurm's step ids of an interactive shell, a batch script and an adopted process (slurm.h): each is one process, whatever SLURM_NTASKS says."""
+"""Slurm's step ids of an interactive shell, a batch script and an adopted process (slurm.h): each is one process,
+whatever SLURM_NTASKS says.
+"""
 _ANY_PORT = 0
-"""The system picks a free one: a world of one meets nobody, and two of them on a machine must not want the same port."""
+"""The system picks a free one: a world of one meets nobody, and two of them on a machine must not want the same port.
+"""
 _FIRST_PORT, _PORTS = 20_000, 12_000
 """Below 32768, where Linux takes the ports of outgoing connections from."""
 
@@ -37,11 +42,13 @@ class World:
         """LaunchError where the numbers cannot be."""
         if not 0 <= self.rank < self.world_size:
             raise LaunchError(
-                f"rank {self.rank} is not below world size {self.world_size}, said {self.launcher}", hint="start every rank with the same launcher"
+                f"rank {self.rank} is not below world size {self.world_size}, said {self.launcher}",
+                hint="start every rank with the same launcher",
             )
         if not 0 <= self.local_rank < self.local_world_size <= self.world_size:
             raise LaunchError(
-                f"local rank {self.local_rank} of {self.local_world_size} does not fit rank {self.rank} of {self.world_size}, said {self.launcher}",
+                f"local rank {self.local_rank} of {self.local_world_size} does not fit rank {self.rank} of "
+                f"{self.world_size}, said {self.launcher}",
                 hint="unset RANK, WORLD_SIZE and LOCAL_RANK left from another launch",
             )
 
@@ -49,7 +56,8 @@ class World:
     def from_environment(cls, environ: Mapping[str, str]) -> Self:
         """Read torchrun's, DeepSpeed's, accelerate's, Open MPI's or Slurm's variables; without any, a world of one.
 
-        LaunchError where they are half set, or where RANK and its like say other than the scheduler that started this process.
+        LaunchError where they are half set, or where RANK and its like say other than the scheduler that started this
+        process.
         """
         given = [name for name in _STANDARD if name in environ]
         complete = len(given) == len(_STANDARD)
@@ -63,7 +71,8 @@ class World:
         if given:
             absent = [name for name in _STANDARD if name not in environ]
             raise LaunchError(
-                f"{given[0]} is {environ[given[0]]} but {', '.join(absent)} is not set", hint=f"unset {', '.join(given)}, or start with a launcher"
+                f"{given[0]} is {environ[given[0]]} but {', '.join(absent)} is not set",
+                hint=f"unset {', '.join(given)}, or start with a launcher",
             )
         return cls(0, 1, 0, 1, "python", master_port=_ANY_PORT)
 
@@ -83,13 +92,23 @@ class World:
     @classmethod
     def _standard(cls, environ: Mapping[str, str]) -> Self:
         rank, size, local = (_number(environ, name) for name in _STANDARD)
-        local_size = _number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else _number(environ, "LOCAL_SIZE", default=size)
+        local_size = (
+            _number(environ, "LOCAL_WORLD_SIZE")
+            if "LOCAL_WORLD_SIZE" in environ
+            else _number(environ, "LOCAL_SIZE", default=size)
+        )
         if local_size < size and "MASTER_ADDR" not in environ:
             raise LaunchError(
                 f"WORLD_SIZE is {size} with {local_size} ranks on this host, and MASTER_ADDR is not set",
                 hint="set MASTER_ADDR and MASTER_PORT to the host of rank 0, the same on every rank",
             )
-        launcher = "accelerate" if "ACCELERATE_MIXED_PRECISION" in environ else "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "deepspeed"
+        launcher = (
+            "accelerate"
+            if "ACCELERATE_MIXED_PRECISION" in environ
+            else "torchrun"
+            if "TORCHELASTIC_RUN_ID" in environ
+            else "deepspeed"
+        )
         return cls(rank, size, local, local_size, launcher, *_meeting_place(environ, ""))
 
     @classmethod
@@ -110,7 +129,10 @@ class World:
         per_node = list(_tasks_per_node(tasks))
         node = _number(environ, "SLURM_NODEID", default=0)
         if node >= len(per_node):
-            raise LaunchError(f"SLURM_NODEID is {node} but tasks per node `{tasks}` tell of {len(per_node)} nodes", hint="start with srun")
+            raise LaunchError(
+                f"SLURM_NODEID is {node} but tasks per node `{tasks}` tell of {len(per_node)} nodes",
+                hint="start with srun",
+            )
         address, port = _meeting_place(environ, f"{environ.get('SLURM_JOB_ID', '0')}.{environ['SLURM_STEP_ID']}")
         if "MASTER_ADDR" not in environ and len(per_node) > 1:
             address = _first_node(environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_NODELIST", "")))
@@ -140,7 +162,11 @@ def accelerate_choices(environ: Mapping[str, str]) -> AccelerateChoices | None:
         return None if value in ("auto", "none", "") else environ[f"ACCELERATE_{name}"]
 
     file = said("DEEPSPEED_CONFIG_FILE")
-    stage, accumulation, clipping = said("DEEPSPEED_ZERO_STAGE"), said("GRADIENT_ACCUMULATION_STEPS"), said("GRADIENT_CLIPPING")
+    stage, accumulation, clipping = (
+        said("DEEPSPEED_ZERO_STAGE"),
+        said("GRADIENT_ACCUMULATION_STEPS"),
+        said("GRADIENT_CLIPPING"),
+    )
     precision = said("MIXED_PRECISION")
     return AccelerateChoices(
         config_file=file,
@@ -154,7 +180,8 @@ def accelerate_choices(environ: Mapping[str, str]) -> AccelerateChoices | None:
 
 
 def refuse_missing_hostfile(process: str = "self") -> None:
-    """LaunchError where a `deepspeed` above this process was given a `--hostfile` that does not exist or cannot be right.
+    """LaunchError where a `deepspeed` above this process was given a `--hostfile` that does not exist or cannot be
+    right.
 
     DeepSpeed 0.19.8 then starts on this machine alone (launcher/runner.py, fetch_hostfile) and tells its ranks nothing;
     its command line is found among the ancestors in /proc, where there is one.
@@ -172,7 +199,13 @@ def refuse_missing_hostfile(process: str = "self") -> None:
 
 def _refuse_missing(line: list[str]) -> None:
     for word, value in zip(line, [*line[1:], ""], strict=True):
-        name = word.partition("=")[2] if word.startswith("--hostfile=") else value if word in ("--hostfile", "-H") else None
+        name = (
+            word.partition("=")[2]
+            if word.startswith("--hostfile=")
+            else value
+            if word in ("--hostfile", "-H")
+            else None
+        )
         if name and not Path(name).is_file():
             raise LaunchError(
                 f"`deepspeed` was given hostfile `{name}`, which does not exist, and started on this machine alone",
@@ -183,7 +216,9 @@ def _refuse_missing(line: list[str]) -> None:
 
 
 def _scheduler(environ: Mapping[str, str]) -> tuple[str, ...] | None:
-    """Names of rank, size and local rank of what started this process as one rank of several, if Open MPI or Slurm did."""
+    """Names of rank, size and local rank of what started this process as one rank of several, if Open MPI or
+    Slurm did.
+    """
     if _OPEN_MPI[0] in environ:
         return _OPEN_MPI
     if "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ and _number(environ, "SLURM_STEP_ID") not in _NO_RANKS:
@@ -193,16 +228,23 @@ def _scheduler(environ: Mapping[str, str]) -> tuple[str, ...] | None:
 
 def _slurm_names(environ: Mapping[str, str]) -> tuple[str, str, str]:
     """SLURM_NTASKS may be the allocation's; the step's own count is what runs."""
-    return "SLURM_PROCID", "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS", "SLURM_LOCALID"
+    return (
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS",
+        "SLURM_LOCALID",
+    )
 
 
 def _refuse_leftovers(environ: Mapping[str, str], scheduler: tuple[str, ...], given: Sequence[str]) -> None:
-    """Every rank would take RANK 0 of WORLD_SIZE 1 left in the shell for itself, and as many runs as ranks would write one folder."""
+    """Every rank would take RANK 0 of WORLD_SIZE 1 left in the shell for itself, and as many runs as ranks would write
+    one folder.
+    """
     for name in given:
         theirs = scheduler[_STANDARD.index(name)]
         if _number(environ, name) != _number(environ, theirs):
             raise LaunchError(
-                f"{name} is {environ[name]} but {theirs} is {environ[theirs]}", hint=f"unset {', '.join(given)}, left from another launch"
+                f"{name} is {environ[name]} but {theirs} is {environ[theirs]}",
+                hint=f"unset {', '.join(given)}, left from another launch",
             )
 
 
@@ -234,5 +276,8 @@ def _first_node(text: str) -> str:
     """`node[01-03,7]-ib,gpu2` -> node01-ib, where rank 0 is."""
     first = re.match(r"(?:[^,\[\]]|\[[^\[\]]+\])+(?=,|$)", text)
     if not first:
-        raise LaunchError(f"Slurm's node list `{text}` names no first host", hint="set MASTER_ADDR and MASTER_PORT to the host of rank 0")
+        raise LaunchError(
+            f"Slurm's node list `{text}` names no first host",
+            hint="set MASTER_ADDR and MASTER_PORT to the host of rank 0",
+        )
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])

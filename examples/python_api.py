@@ -1,4 +1,6 @@
-"""The demo task from Python: plan, train, export a checkpoint, evaluate. About a minute on a CPU: `python examples/python_api.py FOLDER`."""
+"""The demo task from Python: plan, train, export a checkpoint, evaluate. About a minute on a CPU: `python
+examples/python_api.py FOLDER`.
+"""
 
 import sys
 from pathlib import Path
@@ -10,15 +12,28 @@ from ds_finetune.demo import write_demo
 def main(folder: Path) -> None:
     """Write the task to `folder`, and everything that comes of it."""
     run_file = write_demo(folder, ranks=1)
-    overrides = ["train.for=30 steps", "train.max_seq_len=128", "eval.every=15 steps", "eval.generate.prompts=4", "checkpoint.every=15 steps"]
-    config = read_config(run_file, [*overrides, "log.every=5", "log.trackers=[]", "deepspeed=zero1", "export.verify=false"])
+    overrides = [
+        "train.for=30 steps",
+        "train.max_seq_len=128",
+        "eval.every=15 steps",
+        "eval.generate.prompts=4",
+        "checkpoint.every=15 steps",
+    ]
+    config = read_config(
+        run_file, [*overrides, "log.every=5", "log.trackers=[]", "deepspeed=zero1", "export.verify=false"]
+    )
 
     planned = plan_run(config, gpus=2)
-    print(f"on 2 GPUs: dp {planned.plan.dp}, ZeRO {planned.plan.zero_stage}, bytes of a rank: {dict(planned.state_bytes)}")
+    print(
+        f"on 2 GPUs: dp {planned.plan.dp}, ZeRO {planned.plan.zero_stage}, bytes of a rank: {dict(planned.state_bytes)}"
+    )
 
     report = train(config)
     assert report.last is not None
-    print(f"step {report.last.step}: train/loss {report.last.values['train/loss']:.3f}, eval/loss {report.last.values['eval/loss']:.3f}")
+    print(
+        f"step {report.last.step}: train/loss {report.last.values['train/loss']:.3f}, "
+        f"eval/loss {report.last.values['eval/loss']:.3f}"
+    )
 
     exported = export(report.output_dir, folder / "exported", dtype="fp32")
     print(f"exported {exported.folder}")

@@ -3,8 +3,8 @@
     COLUMNS=104 bash scripts/quickstart.sh runs/quickstart 2>&1 | tee quickstart.log
     python scripts/picture.py quickstart.log docs/images/run.svg
 
-Every line of the picture is a line of that file. Left out are torch's warnings, the log of DeepSpeed's launcher, the details of the
-verified export, and notes of more than 180 characters.
+Every line of the picture is a line of that file. Left out are torch's warnings, the log of DeepSpeed's launcher,
+the details of the verified export, and notes of more than 180 characters.
 """
 
 import io
@@ -17,7 +17,9 @@ from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
 WIDTH, LONGEST = 104, 180
-OTHERS = re.compile(r"^\[\d{4}-|^\[rank\d+\]|Warning:|^  return func\(|^using |^Loading weights|^  91 tensors|^  names are|^  the files")
+OTHERS = re.compile(
+    r"^\[\d{4}-|^\[rank\d+\]|Warning:|^  return func\(|^using |^Loading weights|^  91 tensors|^  names are|^  the files"
+)
 """Lines of other programs and of the installation, and what an export was compared with."""
 FONTS = re.compile(r"@font-face \{\{.*?\}\}\s*", re.DOTALL)
 """Rich's template loads fonts from another host; a picture needs none but the viewer's own."""
@@ -42,7 +44,9 @@ def main(log: Path, picture: Path) -> None:
     console = Console(record=True, file=io.StringIO(), width=WIDTH, highlight=False, force_terminal=True)
     for line in program_lines(log.read_text(encoding="utf-8")):
         console.print(styled(line))
-    svg = console.export_svg(title="bash scripts/quickstart.sh", theme=MONOKAI, code_format=FONTS.sub("", CONSOLE_SVG_FORMAT))
+    svg = console.export_svg(
+        title="bash scripts/quickstart.sh", theme=MONOKAI, code_format=FONTS.sub("", CONSOLE_SVG_FORMAT)
+    )
     picture.parent.mkdir(parents=True, exist_ok=True)
     picture.write_text("".join(f"{line.rstrip()}\n" for line in svg.splitlines()), encoding="utf-8")
 

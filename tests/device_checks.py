@@ -1,7 +1,10 @@
-"""A device and a process group that are not there: collectives refuse tensors on the CPU, as NCCL does, and every other rank has what this one has.
+"""A device and a process group that are not there: collectives refuse tensors on the CPU, as NCCL does, and every other
+rank has what this one has.
 
-`on_device(world_size)` makes `device="cuda"` an imaginary device, whose tensors compute on the CPU and know where they are, and stands in for
-every function of torch.distributed: one that is given a tensor on the CPU raises CpuTensor, one that is not imitated here AssertionError. Nothing
+`on_device(world_size)` makes `device="cuda"` an imaginary device, whose tensors compute on the CPU and know where they
+are, and stands in for
+every function of torch.distributed: one that is given a tensor on the CPU raises CpuTensor, one that is not imitated
+here AssertionError. Nothing
 of a GPU, NCCL or DeepSpeed is needed.
 """
 
@@ -18,7 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 DEVICE = torch.device("lazy:0")
-"""What stands for the GPU: the one kind of device that torch 2.13 makes tensors of without a driver and runs backward for on the CPU's thread."""
+"""What stands for the GPU: the one kind of device that torch 2.13 makes tensors of without a driver and runs backward
+for on the CPU's thread.
+"""
 
 
 class CpuTensor(AssertionError):
@@ -34,7 +39,12 @@ class OnDevice(torch.Tensor):
     @staticmethod
     def __new__(cls, held: torch.Tensor) -> Self:  # noqa: ANN001 - a class
         made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, held.size(), strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype, device=DEVICE
+            cls,
+            held.size(),
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            device=DEVICE,
         )
         made.held = held
         return made  # type: ignore[no-any-return]
@@ -51,7 +61,11 @@ class OnDevice(torch.Tensor):
 def _computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """What an operator of torch gives, on the device that it is asked for, else on that of its tensors."""
     asked = kwargs.get("device")
-    is_there = any(isinstance(leaf, OnDevice) for leaf in tree_leaves((args, kwargs))) if asked is None else torch.device(asked).type == DEVICE.type
+    is_there = (
+        any(isinstance(leaf, OnDevice) for leaf in tree_leaves((args, kwargs)))
+        if asked is None
+        else torch.device(asked).type == DEVICE.type
+    )
     kwargs = kwargs if asked is None or torch.device(asked).type == "meta" else kwargs | {"device": torch.device("cpu")}
     args, kwargs = tree_map(_held, (args, kwargs))
     if func is torch.ops.aten.histc.default:
@@ -71,11 +85,15 @@ class _Operators(TorchDispatchMode):
 
 
 class _Cuda(TorchFunctionMode):
-    """`cuda` in any argument is the imaginary device; torch would look for a driver before any mode of operators is asked."""
+    """`cuda` in any argument is the imaginary device; torch would look for a driver before any mode of operators is
+    asked.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def here(leaf: Any) -> Any:
-            is_cuda = (isinstance(leaf, str) and leaf.startswith("cuda")) or (isinstance(leaf, torch.device) and leaf.type == "cuda")
+            is_cuda = (isinstance(leaf, str) and leaf.startswith("cuda")) or (
+                isinstance(leaf, torch.device) and leaf.type == "cuda"
+            )
             return DEVICE if is_cuda else leaf
 
         if func is torch.device:
@@ -114,15 +132,24 @@ class _Collectives:
         for each in parts:
             each.copy_(part)
 
-    def gather(self, part: torch.Tensor, parts: list[torch.Tensor] | None = None, group: Any = None, group_dst: int = 0) -> None:
+    def gather(
+        self, part: torch.Tensor, parts: list[torch.Tensor] | None = None, group: Any = None, group_dst: int = 0
+    ) -> None:
         assert (parts is not None) == (self._ranks(group).place == group_dst)
         for each in parts or ():
             each.copy_(part)
 
     def all_to_all_single(
-        self, out: torch.Tensor, given: torch.Tensor, taken: list[int] | None = None, sent: list[int] | None = None, group: Any = None
+        self,
+        out: torch.Tensor,
+        given: torch.Tensor,
+        taken: list[int] | None = None,
+        sent: list[int] | None = None,
+        group: Any = None,
     ) -> None:
-        """Of equal parts; of others the numbers do not matter, since ranks that hold other experts cannot have what this one has."""
+        """Of equal parts; of others the numbers do not matter, since ranks that hold other experts cannot have what
+        this one has.
+        """
         ranks = self._ranks(group)
         if taken is None or sent is None:
             out.copy_(torch.cat([given.chunk(ranks.size)[ranks.place]] * ranks.size))
@@ -156,8 +183,24 @@ class _Collectives:
 
 
 _TAKE_TENSORS = {"all_reduce", "all_gather", "gather", "all_to_all_single", "broadcast", "send", "recv"}
-_OTHERS = ("all_to_all", "reduce", "reduce_scatter", "reduce_scatter_tensor", "all_gather_into_tensor", "all_gather_coalesced", "scatter", "isend")
-_OTHERS += ("irecv", "batch_isend_irecv", "broadcast_object_list", "gather_object", "scatter_object_list", "monitored_barrier")
+_OTHERS = (
+    "all_to_all",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "all_gather_into_tensor",
+    "all_gather_coalesced",
+    "scatter",
+    "isend",
+)
+_OTHERS += (
+    "irecv",
+    "batch_isend_irecv",
+    "broadcast_object_list",
+    "gather_object",
+    "scatter_object_list",
+    "monitored_barrier",
+)
 
 
 @contextmanager
@@ -171,8 +214,16 @@ def on_device(world_size: int = 1, *, rank: int = 0) -> Iterator[list[str]]:
         def call(*args: Any, **kwargs: Any) -> Any:
             collectives.calls.append(name)
             # Tensors alone: values of an object collective travel as bytes, which torch puts on the device itself.
-            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)] if name in _TAKE_TENSORS else []
-            wrong = [f"{leaf.dtype} {tuple(leaf.shape)}" for leaf in given if not isinstance(leaf, OnDevice) and not _is_held(leaf)]
+            given = (
+                [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+                if name in _TAKE_TENSORS
+                else []
+            )
+            wrong = [
+                f"{leaf.dtype} {tuple(leaf.shape)}"
+                for leaf in given
+                if not isinstance(leaf, OnDevice) and not _is_held(leaf)
+            ]
             if wrong:
                 raise CpuTensor(f"{name} was given {', '.join(wrong)} on the CPU")
             return function(*args, **kwargs)

@@ -1,7 +1,9 @@
-"""Ranks and commands as forks of one process that has imported everything already: 10 to 25 s of imports a start become none.
+"""Ranks and commands as forks of one process that has imported everything already: 10 to 25 s of imports a start become
+none.
 
-Each rank is a process of its own with its own process group, and runs the file that a launcher would have started. What a launcher
-adds is its variables; those that matter to the program are set here. Tests of launchers, of signals and of memory start real ones.
+Each rank is a process of its own with its own process group, and runs the file that a launcher would have started.
+What a launcher adds is its variables; those that matter to the program are set here. Tests of launchers, of signals
+and of memory start real ones.
 """
 
 import atexit
@@ -31,7 +33,9 @@ GRACE_SECONDS = 30
 
 
 class Forked:
-    """A started program, as `subprocess.Popen` would give it; its process is the parent of the ranks, as a launcher's is."""
+    """A started program, as `subprocess.Popen` would give it; its process is the parent of the ranks, as a launcher's
+    is.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -77,8 +81,15 @@ class Forkserver:
     _only: ClassVar["Forkserver | None"] = None
 
     def __init__(self) -> None:
-        environ = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT), "TOKENIZERS_PARALLELISM": "false"}
-        self._process = subprocess.Popen([sys.executable, "-m", "tests.forks"], cwd=_ROOT, env=environ, stdin=subprocess.PIPE, text=True)
+        environ = os.environ | {
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(_ROOT),
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.forks"], cwd=_ROOT, env=environ, stdin=subprocess.PIPE, text=True
+        )
         self._folder = tempfile.TemporaryDirectory()
         self._asked = 0
         atexit.register(self._process.kill)
@@ -100,13 +111,22 @@ class Forkserver:
         folder.mkdir()
         for file in (out, err):
             file.touch()
-        request = {"program": list(program), "environ": dict(environ), "ranks": ranks, "folder": str(folder), "out": str(out), "err": str(err)}
+        request = {
+            "program": list(program),
+            "environ": dict(environ),
+            "ranks": ranks,
+            "folder": str(folder),
+            "out": str(out),
+            "err": str(err),
+        }
         request["cwd"] = str(cwd)
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         return Forked(folder)
 
-    def run(self, program: Sequence[str], environ: Mapping[str, str], *, ranks: int, timeout: float) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, program: Sequence[str], environ: Mapping[str, str], *, ranks: int, timeout: float
+    ) -> subprocess.CompletedProcess[str]:
         """What the ranks printed, and the exit code a launcher gives."""
         with tempfile.TemporaryDirectory() as folder:
             out, err = Path(folder) / "out", Path(folder) / "err"
@@ -115,12 +135,30 @@ class Forkserver:
                 code = started.wait(timeout)
             finally:
                 started.kill()
-            return subprocess.CompletedProcess(list(program), code, *(file.read_text(errors="replace") for file in (out, err)))
+            return subprocess.CompletedProcess(
+                list(program), code, *(file.read_text(errors="replace") for file in (out, err))
+            )
 
 
-_IMPORTED = ("deepspeed", "torch", "datasets", "peft", "torch.utils.tensorboard", "transformers.models.auto.modeling_auto")
-_IMPORTED += ("ds_finetune.bench", "ds_finetune.cli", "ds_finetune.console", "ds_finetune.finetune", "ds_finetune.selftest.run")
-_IMPORTED += tuple(f"transformers.models.{family}.modeling_{family}" for family in ("deepseek_v2", "deepseek_v3", "llama", "qwen2", "qwen3"))
+_IMPORTED = (
+    "deepspeed",
+    "torch",
+    "datasets",
+    "peft",
+    "torch.utils.tensorboard",
+    "transformers.models.auto.modeling_auto",
+)
+_IMPORTED += (
+    "ds_finetune.bench",
+    "ds_finetune.cli.main",
+    "ds_finetune.console",
+    "ds_finetune.trainer.train",
+    "ds_finetune.selftest.run",
+)
+_IMPORTED += tuple(
+    f"transformers.models.{family}.modeling_{family}"
+    for family in ("deepseek_v2", "deepseek_v3", "llama", "qwen2", "qwen3")
+)
 
 
 def _preload() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ds_finetune.config import LoraConfig
+from ds_finetune.config.schema import LoraConfig
 from ds_finetune.export.adapter import write_adapter
 from ds_finetune.model.build import whole
 from ds_finetune.model.families import family_of
@@ -62,11 +62,19 @@ def in_peft(base: PreTrainedModel, adapter: Path, *, trainable: bool = False) ->
 def four_bit_tensors(param: Any) -> dict[str, torch.Tensor]:
     """All that bitsandbytes keeps of a weight."""
     state = param.quant_state
-    parts = {"absmax": state.absmax, "code": state.code, "offset": state.offset, "nested": state.state2.absmax, "nested_code": state.state2.code}
+    parts = {
+        "absmax": state.absmax,
+        "code": state.code,
+        "offset": state.offset,
+        "nested": state.state2.absmax,
+        "nested_code": state.state2.code,
+    }
     return {"data": param.data.clone().as_subclass(torch.Tensor)} | {name: part.clone() for name, part in parts.items()}
 
 
-def by_our_names(values: Mapping[str, torch.Tensor], names: Iterable[str], *, rank: int = RANK) -> dict[str, torch.Tensor]:
+def by_our_names(
+    values: Mapping[str, torch.Tensor], names: Iterable[str], *, rank: int = RANK
+) -> dict[str, torch.Tensor]:
     """Tensors of peft's parameters under the names and shapes that ours have."""
     found = {}
     for name in names:
@@ -75,6 +83,10 @@ def by_our_names(values: Mapping[str, torch.Tensor], names: Iterable[str], *, ra
         inner = ".base_layer" if leaf.startswith("gate_up_proj") else ""
         value = values[f"base_model.model.{module}{inner}.lora_{side}.default.weight"]
         if leaf.startswith(("gate_up_proj", "down_proj")):
-            value = value.reshape(-1, rank, value.shape[1]) if side == "A" else value.reshape(value.shape[0], rank, -1).permute(2, 0, 1)
+            value = (
+                value.reshape(-1, rank, value.shape[1])
+                if side == "A"
+                else value.reshape(value.shape[0], rank, -1).permute(2, 0, 1)
+            )
         found[name] = value
     return found

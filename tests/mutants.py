@@ -1,7 +1,7 @@
 """Deliberate faults, each of which a named part of the default suite must find: `bash scripts/mutants.sh [NAME ...]`.
 
-A fault is one piece of source text replaced in a copy of the tree. A text that is no longer there once is an error, so that
-the list follows the source.
+A fault is one piece of source text replaced in a copy of the tree. A text that is no longer there once is an error,
+so that the list follows the source.
 """
 
 import os
@@ -30,27 +30,147 @@ class Mutant:
 
 PARITY, PARALLEL, ROWS = "tests/parity/test_parity.py", "tests/parity/test_parallel.py", "tests/data/test_rows.py"
 MUTANTS = (
-    Mutant("scale of the loss", "engine/core.py", "self.plan.zero_ranks / max(supervised, 1)", "1 / max(supervised, 1)", PARITY),
-    Mutant("local count of tokens", "engine/core.py", "        tokens, supervised = self._sum_over_ranks(", "        _, supervised = 0, batch.num_supervised_tokens\n        tokens, _ = self._sum_over_ranks(", PARITY),
-    Mutant("clipping left out", "engine/core.py", "elif self.plan.config.train.max_grad_norm:", "elif False:", f"{PARITY} {PARALLEL}"),
-    Mutant("NaN applied", "engine/core.py", "is_skipped = has_bad_gradient or not math.isfinite(norm)", "is_skipped = False", "tests/engine/test_steps.py"),
-    Mutant("labels not shifted", "data/packed.py", "labels[:-1] = np.where(mask[1:], ids[1:], IGNORE_INDEX)", "labels[:] = np.where(mask, ids, IGNORE_INDEX)", "tests/data"),
-    Mutant("prompt supervised", "data/packed.py", "np.where(mask[1:], ids[1:], IGNORE_INDEX)", "np.where(mask[1:] | True, ids[1:], IGNORE_INDEX)", "tests/data"),
-    Mutant("documents see each other", "data/packed.py", "return ids, np.arange(len(ids)), labels", "return ids, np.arange(len(ids)) + 1, labels", f"tests/data {PARITY}"),
-    Mutant("last row lost", "data/batches.py", "if number < total_rows else None", "if number < total_rows - 1 else None", ROWS),
+    Mutant(
+        "scale of the loss",
+        "engine/core.py",
+        "self.plan.zero_ranks / max(supervised, 1)",
+        "1 / max(supervised, 1)",
+        PARITY,
+    ),
+    Mutant(
+        "local count of tokens",
+        "engine/core.py",
+        "        tokens, supervised = self._sum_over_ranks(",
+        "        _, supervised = 0, batch.num_supervised_tokens\n        tokens, _ = self._sum_over_ranks(",
+        PARITY,
+    ),
+    Mutant(
+        "clipping left out",
+        "engine/core.py",
+        "elif self.plan.config.train.max_grad_norm:",
+        "elif False:",
+        f"{PARITY} {PARALLEL}",
+    ),
+    Mutant(
+        "NaN applied",
+        "engine/core.py",
+        "is_skipped = has_bad_gradient or not math.isfinite(norm)",
+        "is_skipped = False",
+        "tests/engine/test_steps.py",
+    ),
+    Mutant(
+        "labels not shifted",
+        "data/packed.py",
+        "labels[:-1] = np.where(mask[1:], ids[1:], IGNORE_INDEX)",
+        "labels[:] = np.where(mask, ids, IGNORE_INDEX)",
+        "tests/data",
+    ),
+    Mutant(
+        "prompt supervised",
+        "data/packed.py",
+        "np.where(mask[1:], ids[1:], IGNORE_INDEX)",
+        "np.where(mask[1:] | True, ids[1:], IGNORE_INDEX)",
+        "tests/data",
+    ),
+    Mutant(
+        "documents see each other",
+        "data/packed.py",
+        "return ids, np.arange(len(ids)), labels",
+        "return ids, np.arange(len(ids)) + 1, labels",
+        f"tests/data {PARITY}",
+    ),
+    Mutant(
+        "last row lost",
+        "data/batches.py",
+        "if number < total_rows else None",
+        "if number < total_rows - 1 else None",
+        ROWS,
+    ),
     Mutant("every epoch in one order", "data/batches.py", "default_rng([seed, epoch])", "default_rng([seed])", ROWS),
-    Mutant("rank shares overlap", "data/batches.py", "range(plan.rank * share, (plan.rank + 1) * share)", "range(0, share)", f"{ROWS} {PARITY}"),
-    Mutant("window one too wide", "model/attention.py", "(behind < (self.window or keys))", "(behind <= (self.window or keys))", "tests/model/test_attention.py"),
-    Mutant("no sum of gradients into tensor ranks", "model/tensor.py", "return ctx.tensor.total(grad), None", "return grad, None", PARALLEL),
-    Mutant("rotary key without its sum", "model/tensor.py", "copy_in(latents[..., rank:], tensor)", "latents[..., rank:]", PARALLEL),
-    Mutant("no way back of sequence ranks", "model/sequence.py", "return ctx.sequence.exchanged(grad), None", "return grad, None", PARALLEL),
-    Mutant("router without gradient", "model/experts.py", "top_k_weights.reshape(-1, 1)", "top_k_weights.detach().reshape(-1, 1)", PARALLEL),
-    Mutant("tied weights with one gradient", "engine/core.py", "            if self._is_tied:\n", "            if False:\n", PARALLEL),
-    Mutant("gate and up exchanged", "model/names.py", '(("gate_proj", slice(0, half)), ("up_proj", slice(half, rows)))', '(("up_proj", slice(0, half)), ("gate_proj", slice(half, rows)))', "tests/model tests/export/test_folder.py"),
-    Mutant("scale of adapters", "model/lora.py", "module.lora_scale = lora.alpha / lora.rank", "module.lora_scale = lora.alpha", "tests/model/test_lora.py tests/parity/test_lora.py"),
-    Mutant("warm-up one step short", "schedule.py", "return self.lr * step / self.warmup_steps", "return self.lr * (step - 1) / self.warmup_steps", "tests/test_schedule.py"),
-    Mutant("box one row short", "checkpoint/boxes.py", "yield from flat_boxes(shape, start + rows * inner, numel - rows * inner)", "return", "tests/checkpoint/test_files.py"),
-    Mutant("a fragment one element late", "checkpoint/boxes.py", "row, column = divmod(start, inner)", "row, column = divmod(start + (start > 0), inner)", "tests/checkpoint/test_files.py"),
+    Mutant(
+        "rank shares overlap",
+        "data/batches.py",
+        "range(plan.rank * share, (plan.rank + 1) * share)",
+        "range(0, share)",
+        f"{ROWS} {PARITY}",
+    ),
+    Mutant(
+        "window one too wide",
+        "model/attention.py",
+        "(behind < (self.window or keys))",
+        "(behind <= (self.window or keys))",
+        "tests/model/test_attention.py",
+    ),
+    Mutant(
+        "no sum of gradients into tensor ranks",
+        "model/parallel/tensor.py",
+        "return ctx.tensor.total(grad), None",
+        "return grad, None",
+        PARALLEL,
+    ),
+    Mutant(
+        "rotary key without its sum",
+        "model/parallel/tensor.py",
+        "copy_in(latents[..., rank:], tensor)",
+        "latents[..., rank:]",
+        PARALLEL,
+    ),
+    Mutant(
+        "no way back of sequence ranks",
+        "model/parallel/sequence.py",
+        "return ctx.sequence.exchanged(grad), None",
+        "return grad, None",
+        PARALLEL,
+    ),
+    Mutant(
+        "router without gradient",
+        "model/parallel/expert.py",
+        "top_k_weights.reshape(-1, 1)",
+        "top_k_weights.detach().reshape(-1, 1)",
+        PARALLEL,
+    ),
+    Mutant(
+        "tied weights with one gradient",
+        "engine/core.py",
+        "            if self._is_tied:\n",
+        "            if False:\n",
+        PARALLEL,
+    ),
+    Mutant(
+        "gate and up exchanged",
+        "model/names.py",
+        '(("gate_proj", slice(0, half)), ("up_proj", slice(half, rows)))',
+        '(("up_proj", slice(0, half)), ("gate_proj", slice(half, rows)))',
+        "tests/model tests/export/test_folder.py",
+    ),
+    Mutant(
+        "scale of adapters",
+        "model/lora.py",
+        "module.lora_scale = lora.alpha / lora.rank",
+        "module.lora_scale = lora.alpha",
+        "tests/model/test_lora.py tests/parity/test_lora.py",
+    ),
+    Mutant(
+        "warm-up one step short",
+        "schedule.py",
+        "return self.lr * step / self.warmup_steps",
+        "return self.lr * (step - 1) / self.warmup_steps",
+        "tests/test_schedule.py",
+    ),
+    Mutant(
+        "box one row short",
+        "checkpoint/boxes.py",
+        "yield from flat_boxes(shape, start + rows * inner, numel - rows * inner)",
+        "return",
+        "tests/checkpoint/test_files.py",
+    ),
+    Mutant(
+        "a fragment one element late",
+        "checkpoint/boxes.py",
+        "row, column = divmod(start, inner)",
+        "row, column = divmod(start + (start > 0), inner)",
+        "tests/checkpoint/test_files.py",
+    ),
 )
 
 
@@ -58,7 +178,9 @@ def main(names: list[str]) -> int:
     """Try the mutants whose name is given, or all; 1 where one is not found."""
     chosen = [mutant for mutant in MUTANTS if not names or mutant.name in names]
     missed = [mutant.name for mutant in chosen if not _is_found(mutant)]
-    sys.stdout.write(f"{len(chosen) - len(missed)} of {len(chosen)} faults found{f'; missed: {missed}' if missed else ''}\n")
+    sys.stdout.write(
+        f"{len(chosen) - len(missed)} of {len(chosen)} faults found{f'; missed: {missed}' if missed else ''}\n"
+    )
     return int(bool(missed))
 
 
@@ -74,16 +196,32 @@ def _is_found(mutant: Mutant) -> bool:
             sys.exit(f"{mutant.name}: {mutant.file} holds the text {source.count(mutant.text)} times: {mutant.text}")
         path.write_text(source.replace(mutant.text, mutant.fault))
         command = [sys.executable, "-m", "pytest", "-q", "-x", *mutant.tests.split()]
-        done = subprocess.run(command, cwd=tree, env=os.environ | {"PYTHONPATH": str(tree)}, capture_output=True, text=True, timeout=SECONDS, check=False)
+        done = subprocess.run(
+            command,
+            cwd=tree,
+            env=os.environ | {"PYTHONPATH": str(tree)},
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
     last = done.stdout.strip().splitlines()[-1:]
-    sys.stdout.write(f"{'found ' if done.returncode == 1 else 'MISSED'} {mutant.name} ({time.monotonic() - began:.0f} s): {' '.join(last)}\n")
+    sys.stdout.write(
+        f"{'found ' if done.returncode == 1 else 'MISSED'} {mutant.name} ({time.monotonic() - began:.0f} s): {' '.join(last)}\n"
+    )
     sys.stdout.flush()
     return done.returncode == 1
 
 
 def _copy_tree(tree: Path) -> None:
     """What git tracks, as it lies on disk."""
-    listed = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     for name in listed.stdout.split():
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, tree / name)

@@ -1,4 +1,6 @@
-"""A few of many cells, in which everything occurs that occurs in the many: values of an axis, or pairs of values of two axes."""
+"""A few of many cells, in which everything occurs that occurs in the many: values of an axis, or pairs of values of two
+axes.
+"""
 
 from collections.abc import Callable, Hashable, Sequence
 from itertools import combinations

@@ -20,8 +20,22 @@ ROWS = 32
 SECONDS = 300
 BUILD_SECONDS = 900
 _TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-TINY = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-TINY |= {"num_key_value_heads": 2, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "n_group": 1}
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+TINY |= {
+    "num_key_value_heads": 2,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "n_group": 1,
+}
 
 
 def tiny_task(folder: Path, **sections: Any) -> Path:
@@ -56,9 +70,14 @@ def start(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command from the repository on the CPU accelerator and return what it printed.
 
-    Ranks that torchrun would start and Python programs are forked from a process that has imported already; `fork=False` starts a new one.
+    Ranks that torchrun would start and Python programs are forked from a process that has imported already;
+    `fork=False` starts a new one.
     """
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    clean = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    }
     settings = {
         "DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu"),
         "OMP_NUM_THREADS": "1",
@@ -74,7 +93,9 @@ def start(
 
 
 def as_fork(command: Sequence[str]) -> tuple[list[str], int]:
-    """File (or `-m`, module) and arguments that a command runs in Python, and the ranks of it; no program where it is something else."""
+    """File (or `-m`, module) and arguments that a command runs in Python, and the ranks of it; no program where it is
+    something else.
+    """
     words = list(command)
     if words[: len(_TORCHRUN)] == _TORCHRUN:
         return words[len(_TORCHRUN) + 1 :], int(words[len(_TORCHRUN)].removeprefix("--nproc-per-node="))
@@ -87,7 +108,13 @@ def as_fork(command: Sequence[str]) -> tuple[list[str], int]:
 def build_ops(*builders: str) -> None:
     """Compile DeepSpeed's ops by builder name, which takes minutes the first time, outside the time limit of a run."""
     code = f"import deepspeed.ops.op_builder as ops; [getattr(ops, name)().load(verbose=False) for name in {builders}]"
-    subprocess.run([sys.executable, "-c", code], env=os.environ | {"DS_ACCELERATOR": "cpu"}, capture_output=True, timeout=BUILD_SECONDS, check=True)
+    subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        timeout=BUILD_SECONDS,
+        check=True,
+    )
 
 
 def torchrun(*arguments: str, ranks: int = 2) -> list[str]:

@@ -1,4 +1,6 @@
-"""The Python API: names that load nothing until they are used, runs in one process, and the same refusals as the command line's."""
+"""The Python API: names that load nothing until they are used, runs in one process, and the same refusals as the
+command line's.
+"""
 
 import ast
 import importlib
@@ -31,7 +33,7 @@ def test_every_name_is_there_and_no_other() -> None:
 @pytest.mark.parametrize("name", ["export", "train"])
 def test_a_module_does_not_take_the_place_of_the_function_of_its_name(name: str) -> None:
     """`ds_finetune.train` is a file that launchers start: a new process imports it without consequences."""
-    code = f"import ds_finetune.{name}; from ds_finetune import {name}; from ds_finetune.export.record import RECORD; assert {name}.__name__ == '{name}'"
+    code = f"import ds_finetune.{name}; from ds_finetune import {name}; from ds_finetune.export.verify.record import RECORD; assert {name}.__name__ == '{name}'"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
     assert importlib.import_module("ds_finetune.export").__path__
 
@@ -86,14 +88,19 @@ assert facts() == before, facts()
 @pytest.mark.parametrize("stage", [0, 3])
 def test_runs_in_one_process_are_the_same_and_leave_nothing_behind(tmp_path: Path, stage: int) -> None:
     """The second follows one that the user stopped, which then resumes: a notebook's day."""
-    sections: dict[str, Any] = {"deepspeed": {"zero_optimization": {"stage": stage}}, "checkpoint": {"every": "2 steps"}}
+    sections: dict[str, Any] = {
+        "deepspeed": {"zero_optimization": {"stage": stage}},
+        "checkpoint": {"every": "2 steps"},
+    }
     run_file = tiny_task(tmp_path / "task", **sections)
     program = tmp_path / "twice.py"
     program.write_text(TWICE)
     done = start([sys.executable, str(program), str(run_file), str(tmp_path)])
     assert done.returncode == 0, done.stderr[-3000:]
     assert "stopped as asked" in done.stdout
-    first, second, stopped = ([record["train/loss"] for record in metrics(tmp_path / name)] for name in ("first", "second", "stopped"))
+    first, second, stopped = (
+        [record["train/loss"] for record in metrics(tmp_path / name)] for name in ("first", "second", "stopped")
+    )
     assert len(first) == 3
     assert first == second == stopped
 
@@ -120,7 +127,10 @@ def test_another_accelerator_in_the_same_process_is_refused() -> None:
 
     used = get_accelerator().device_name()
     other = {"cpu": "cuda", "cuda": "cpu"}[used]
-    with pytest.raises(ConfigError, match=f"uses {other}, and DeepSpeed has used {used}"), process_group(World(0, 1, 0, 1, "test"), other):
+    with (
+        pytest.raises(ConfigError, match=f"uses {other}, and DeepSpeed has used {used}"),
+        process_group(World(0, 1, 0, 1, "test"), other),
+    ):
         raise AssertionError
 
 
@@ -158,7 +168,9 @@ def test_options_of_an_export_that_cannot_be_are_refused(tmp_path: Path, options
         ([], {}, "nothing to score on"),
     ],
 )
-def test_options_of_an_evaluation_that_cannot_be_are_refused(tmp_path: Path, data: str | list[str], options: dict[str, Any], told: str) -> None:
+def test_options_of_an_evaluation_that_cannot_be_are_refused(
+    tmp_path: Path, data: str | list[str], options: dict[str, Any], told: str
+) -> None:
     with pytest.raises(ConfigError, match=told):
         evaluate(tmp_path, data, **options)
 
@@ -166,6 +178,8 @@ def test_options_of_an_evaluation_that_cannot_be_are_refused(tmp_path: Path, dat
 def test_the_documented_example_is_python_and_uses_the_api(tmp_path: Path) -> None:
     """It is the example that is run, with the same calls; its run file and overrides are read here."""
     text = (ROOT / "docs" / "python.md").read_text().split("```python\n")[1].split("```")[0]
-    assert {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)} >= {*ds_finetune.__all__} - {"RunConfig"}
+    assert {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)} >= {*ds_finetune.__all__} - {
+        "RunConfig"
+    }
     overrides = ast.literal_eval(text.split("read_config(run_file, ")[1].split(")\n")[0])
     assert read_config(write_demo(tmp_path, ranks=1), overrides).train.duration == "30 steps"

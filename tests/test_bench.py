@@ -23,7 +23,9 @@ def test_all_contestants_have_the_same_losses(tmp_path: Path, packing: bool) -> 
 
 
 def test_what_a_device_still_has_to_do_belongs_to_the_step_that_gave_it() -> None:
-    """A GPU's work goes on after the call returns: it is waited for before the clock is read, before a step and after it."""
+    """A GPU's work goes on after the call returns: it is waited for before the clock is read, before a step and after
+    it.
+    """
     pending = 0.0
 
     def finish() -> None:
@@ -55,6 +57,9 @@ def test_ratios_are_of_medians_and_rates_of_sums() -> None:
 
 
 def test_several_ranks_are_refused(tmp_path: Path) -> None:
-    done = start(["ds-finetune", "bench", str(tiny_task(tmp_path))], {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"})
+    done = start(
+        ["ds-finetune", "bench", str(tiny_task(tmp_path))],
+        {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},
+    )
     assert done.returncode == 2
     assert "rank 0 of 2" in done.stderr

@@ -11,10 +11,10 @@ from typing import Any, NoReturn
 import pytest
 import yaml
 
-from ds_finetune import cli
-from ds_finetune.config import read_config
+from ds_finetune.cli import main as cli
+from ds_finetune.config.schema import read_config
 from ds_finetune.demo import write_demo
-from ds_finetune.plan.legal import AXES, FAMILIES, PROVEN
+from ds_finetune.plan.combinations import AXES, FAMILIES, PROVEN
 from tests.conftest import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -29,7 +29,10 @@ NAMES = ("RUN.yaml", "X", "Y")
 """Placeholders for what a mention such as `ds-finetune launch --emit docker` leaves out."""
 MINIMAL: dict[str, Any] = {"model": "m", "data": {"train": "t.jsonl"}, "output_dir": "o"}
 HEREDOC = re.compile(r"^cat > \S*\.yaml <<'END'\n(.*?)^END$", re.MULTILINE | re.DOTALL)
-GPU_ROWS = {"R1-Distill-Qwen-1.5B": "deepseek-ai--DeepSeek-R1-Distill-Qwen-1.5B", "DeepSeek-V2-Lite (16B)": "deepseek-ai--DeepSeek-V2-Lite"}
+GPU_ROWS = {
+    "R1-Distill-Qwen-1.5B": "deepseek-ai--DeepSeek-R1-Distill-Qwen-1.5B",
+    "DeepSeek-V2-Lite (16B)": "deepseek-ai--DeepSeek-V2-Lite",
+}
 GPU_COLUMNS = (
     ("1", "deepspeed=zero3"),
     ("8", "deepspeed=zero3"),
@@ -75,7 +78,11 @@ def _written(line: str) -> Iterator[list[str]]:
     for extra in ("", *optional):
         words = ["1" if word == "N" else word.split("|")[0] for word in shlex.split(f"{bare} {extra}", comments=True)]
         end = next((number for number, word in enumerate(words) if word in ("", "&&", ">")), len(words))
-        yield [word for before, word in zip(["", *words], words[:end], strict=False) if word != "..." or before.startswith("-")]
+        yield [
+            word
+            for before, word in zip(["", *words], words[:end], strict=False)
+            if word != "..." or before.startswith("-")
+        ]
 
 
 def _commands(text: str) -> Iterator[tuple[str, bool]]:
@@ -113,7 +120,9 @@ def test_every_command_parses(page: Path, monkeypatch: pytest.MonkeyPatch) -> No
                 pytest.fail(f"{page.name}: `ds-finetune {shlex.join(words)}`: {refused}")
 
 
-@pytest.mark.parametrize(("command", "is_mention"), [("train", False), ("trian RUN.yaml", True), ("export A --dtpye fp8", True)])
+@pytest.mark.parametrize(
+    ("command", "is_mention"), [("train", False), ("trian RUN.yaml", True), ("export A --dtpye fp8", True)]
+)
 def test_a_wrong_command_is_noticed(command: str, is_mention: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(argparse.ArgumentParser, "error", _refused)
     with pytest.raises(ValueError):
@@ -164,14 +173,17 @@ def _rows_of_readme(first: str) -> list[str]:
 def test_the_readmes_layouts_are_the_programs(family: str) -> None:
     rows = [row for row in PROVEN if family in row.families]
     with_stages = {
-        stages: [" x ".join(axis for axis in AXES if axis in row.axes) for row in rows if row.stages == stages] for stages in ((0, 1, 2, 3), (0, 1))
+        stages: [" x ".join(axis for axis in AXES if axis in row.axes) for row in rows if row.stages == stages]
+        for stages in ((0, 1, 2, 3), (0, 1))
     }
     assert sum(map(len, with_stages.values())) == len(rows)
     assert _rows_of_readme(family)[2:4] == [", ".join(["dp", *with_stages[0, 1, 2, 3]]), ", ".join(with_stages[0, 1])]
 
 
 @pytest.mark.parametrize("row", GPU_ROWS)
-def test_the_readmes_memory_is_the_planners(row: str, tmp_path: Path, shared_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_readmes_memory_is_the_planners(
+    row: str, tmp_path: Path, shared_data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_file = tmp_path / "run.yaml"
     tree = MINIMAL | {"model": str(shared_data / "configs" / GPU_ROWS[row]), "train": {"global_batch_size": 256}}
     run_file.write_text(yaml.safe_dump(tree))

@@ -31,7 +31,9 @@ esac
         (True, True, [], "torch==2.12.1+cu126"),
     ],
 )
-def test_a_torch_that_is_there_is_used(tmp_path: Path, has_torch: bool, in_environment: bool, made: list[str], pinned: str) -> None:
+def test_a_torch_that_is_there_is_used(
+    tmp_path: Path, has_torch: bool, in_environment: bool, made: list[str], pinned: str
+) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python3").write_text(PYTHON)
     (tmp_path / "bin" / "python3").chmod(0o755)
@@ -47,10 +49,14 @@ def test_a_torch_that_is_there_is_used(tmp_path: Path, has_torch: bool, in_envir
     assert ("using torch 2.12.1+cu126, which is there" in done.stdout) == has_torch
 
 
-@pytest.mark.parametrize(("version", "is_usable"), [("2.13.0+cu130", True), ("2.11.0", True), ("2.10.9", False), ("1.13.1", False)])
+@pytest.mark.parametrize(
+    ("version", "is_usable"), [("2.13.0+cu130", True), ("2.11.0", True), ("2.10.9", False), ("1.13.1", False)]
+)
 def test_a_torch_that_is_too_old_is_not_used(tmp_path: Path, version: str, is_usable: bool) -> None:
     (tmp_path / "torch.py").write_text(f"__version__ = {version!r}")
-    (line,) = [line for line in (ROOT / "scripts" / "install.sh").read_text().splitlines() if line.startswith("usable=")]
+    (line,) = [
+        line for line in (ROOT / "scripts" / "install.sh").read_text().splitlines() if line.startswith("usable=")
+    ]
     code = line.removeprefix("usable='").removesuffix("'")
     done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(tmp_path)}, check=False)
     assert (done.returncode == 0) == is_usable

@@ -1,4 +1,6 @@
-"""Every family in fp32 and bf16 from training to what serves it: checkpoint, export, plain transformers, ONNX Runtime, vLLM."""
+"""Every family in fp32 and bf16 from training to what serves it: checkpoint, export, plain transformers, ONNX Runtime,
+vLLM.
+"""
 
 import json
 import os
@@ -17,39 +19,88 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from ds_finetune.cli import main
-from ds_finetune.export.record import UNVERIFIED, Record
+from ds_finetune.cli.main import main
+from ds_finetune.export.verify.record import UNVERIFIED, Record
 from tests.conftest import ROOT
-from tests.running import metrics, start, tiny_task
 from tests.vllm_worker import NEW_TOKENS
+from tests.running import metrics, start, tiny_task
 
-YARN = {"type": "yarn", "factor": 4.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 64}
-_DENSE: dict[str, Any] = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 2}
-_DENSE |= {"num_key_value_heads": 2, "max_position_embeddings": 256, "tie_word_embeddings": False, "initializer_range": 0.1}
+YARN = {
+    "type": "yarn",
+    "factor": 4.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 64,
+}
+_DENSE: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+_DENSE |= {
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.1,
+}
 _DENSE |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-_MLA = _DENSE | {"moe_intermediate_size": 32, "n_shared_experts": 1, "n_routed_experts": 8, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
-_MLA |= {"kv_lora_rank": 512, "q_lora_rank": 48, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "rope_theta": 10000.0}
+_MLA = _DENSE | {
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+}
+_MLA |= {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 48,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "rope_theta": 10000.0,
+}
 FAMILIES: Mapping[str, dict[str, Any]] = {
-    "deepseek_v3": _MLA | {"n_group": 2, "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "rope_scaling": YARN},
+    "deepseek_v3": _MLA
+    | {"n_group": 2, "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "rope_scaling": YARN},
     "deepseek_v2": _MLA | {"n_group": 1, "topk_group": 1, "topk_method": "greedy", "rope_scaling": YARN},
     "qwen2": _DENSE | {"tie_word_embeddings": True},
     "qwen3": _DENSE | {"head_dim": 64},
     "llama": _DENSE | {"num_key_value_heads": 1},
 }
-"""Heads of 64, latents of 512 + 64: vLLM 0.32 has no others of such models on CPUs, and its default rotary embeddings of MLA are wrong there."""
+"""Heads of 64, latents of 512 + 64: vLLM 0.32 has no others of such models on CPUs, and its default rotary embeddings
+of MLA are wrong there.
+"""
 PROMPTS = [[0, 5, 30, 90, 17, 3, 88, 41], [7, 7, 2, 90, 12]]
-_ON_A_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+_ON_A_CPU = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=[(family, precision) for family in FAMILIES for precision in DTYPES], ids="-".join)
+@pytest.fixture(
+    scope="module", params=[(family, precision) for family in FAMILIES for precision in DTYPES], ids="-".join
+)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, Path]:
-    """Family, precision and the folder of a run of three steps, whose export is verified, and `out`, exported from its checkpoint."""
+    """Family, precision and the folder of a run of three steps, whose export is verified, and `out`, exported from its
+    checkpoint.
+    """
     family, precision = request.param
     folder = tmp_path_factory.mktemp(f"{family}-{precision}")
-    sections = {"train": {"precision": precision}, "checkpoint": {"every": "3 steps"}, "export": {"verify": True}, "optim": {"lr": 1e-2}}
+    sections = {
+        "train": {"precision": precision},
+        "checkpoint": {"every": "3 steps"},
+        "export": {"verify": True},
+        "optim": {"lr": 1e-2},
+    }
     # Beside a qwen2 config transformers would take another tokenizer class, which a run refuses.
     run_file = tiny_task(folder, model={"tokenizer": str(folder / "tokenizer")}, **sections)
     shutil.copytree(folder / "model", folder / "tokenizer", ignore=shutil.ignore_patterns("config.json"))
@@ -73,7 +124,14 @@ def _logits(model: PreTrainedModel, prompt: list[int]) -> torch.Tensor:
 
 def _greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
     ids = torch.tensor([prompt])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, eos_token_id=None, pad_token_id=0)
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=count,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     return out[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
 
 
@@ -110,7 +168,9 @@ def test_onnx_runtime_decodes_what_generate_does(run: tuple[str, str, Path]) -> 
 def _vllm_python() -> str:
     python = os.environ.get("DS_FINETUNE_VLLM")
     if not python:
-        pytest.skip("DS_FINETUNE_VLLM does not name the Python of an environment with vllm-cpu; scripts/vllm_venv.sh makes one (3.5 GB)")
+        pytest.skip(
+            "DS_FINETUNE_VLLM does not name the Python of an environment with vllm-cpu; scripts/vllm_venv.sh makes one (3.5 GB)"
+        )
     return python
 
 
@@ -122,7 +182,11 @@ def test_vllm_decodes_what_generate_does(run: tuple[str, str, Path]) -> None:
         pytest.skip("vLLM rounds elsewhere than transformers in bf16; fp32 alone is compared")
     (folder / "prompts.json").write_text(json.dumps(PROMPTS))
     worker = str(Path(__file__).with_name("vllm_worker.py"))
-    environ = {"PATH": f"{Path(python).parent}:{os.environ['PATH']}", "HOME": str(folder), "OMP_NUM_THREADS": "1"} | _ON_A_CPU
+    environ = {
+        "PATH": f"{Path(python).parent}:{os.environ['PATH']}",
+        "HOME": str(folder),
+        "OMP_NUM_THREADS": "1",
+    } | _ON_A_CPU
     command = [python, worker, str(folder / "out"), str(folder / "prompts.json"), str(folder / "answers.json")]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
@@ -137,7 +201,8 @@ def test_vllm_decodes_what_generate_does(run: tuple[str, str, Path]) -> None:
 def _served_by_vllm(folder: Path, python: str) -> Iterator[int]:
     """The port of `ds-finetune serve` over `folder`/out, which has to end well."""
     (folder / "bin").mkdir()
-    # The server's environment is its own, whatever this one finds its packages by; and the command of vllm-cpu 0.32 ends before it starts,
+    # The server's environment is its own, whatever this one finds its packages by; and the command of vllm-cpu 0.32
+    # ends before it starts,
     # because it looks for a package named vllm: what it would start is started.
     server = f'{python} -m vllm.entrypoints.openai.api_server --model "$@"'
     (folder / "bin" / "vllm").write_text(f'#!/bin/sh\nunset PYTHONPATH\ntest "$1" = serve && shift\nexec {server}\n')
@@ -146,8 +211,22 @@ def _served_by_vllm(folder: Path, python: str) -> Iterator[int]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "ds_finetune", "serve", str(folder / "out"), "--engine", "vllm", "--port", str(port), "--ready-seconds", "500"]
-    with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as started:
+    command = [
+        sys.executable,
+        "-m",
+        "ds_finetune",
+        "serve",
+        str(folder / "out"),
+        "--engine",
+        "vllm",
+        "--port",
+        str(port),
+        "--ready-seconds",
+        "500",
+    ]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as started:
         assert started.stdout is not None
         lines = []
         for line in started.stdout:

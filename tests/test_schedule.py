@@ -5,19 +5,20 @@ from pathlib import Path
 
 import pytest
 
-from ds_finetune.config import read_config
+from ds_finetune.config.schema import read_config
 from ds_finetune.data.batches import BatchPlan, training_batches
 from ds_finetune.data.rows import Row, empty_row
-from ds_finetune.finetune import batches_of, lr_schedule
-from ds_finetune.material import gather_material
-from ds_finetune.plan.layout import make_plan
+from ds_finetune.plan.plan import make_plan
 from ds_finetune.schedule import Duration, LrSchedule, warmup_steps
+from ds_finetune.trainer.inputs import gather_material
+from ds_finetune.trainer.train import batches_of, lr_schedule
 from ds_finetune.world import World
 from tests.running import tiny_task
 
 
 @pytest.mark.parametrize(
-    ("text", "steps"), [("200 steps", 200), ("1 step", 1), ("3 epochs", 15), ("0.5 epochs", 3), ("1_000 tokens", 3), ("2e3 tokens", 5)]
+    ("text", "steps"),
+    [("200 steps", 200), ("1 step", 1), ("3 epochs", 15), ("0.5 epochs", 3), ("1_000 tokens", 3), ("2e3 tokens", 5)],
 )
 def test_duration_in_steps(text: str, steps: int) -> None:
     assert Duration.parse(text).in_steps(rows=20, tokens=2000, global_batch_size=4) == steps
@@ -29,7 +30,9 @@ def test_what_is_no_duration(text: str) -> None:
         Duration.parse(text)
 
 
-@pytest.mark.parametrize("text", ["2.5 epochs", "1000000 steps", "1234567 steps", "1e9 tokens", "0.3333333 epochs", "0.0000001 epochs"])
+@pytest.mark.parametrize(
+    "text", ["2.5 epochs", "1000000 steps", "1234567 steps", "1e9 tokens", "0.3333333 epochs", "0.0000001 epochs"]
+)
 def test_a_text_is_read_back_as_the_same_number(text: str) -> None:
     """The run file is kept in this form, and read from it again."""
     duration = Duration.parse(text)

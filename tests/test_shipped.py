@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from ds_finetune.cli import main
-from ds_finetune.config import read_config
+from ds_finetune.cli.main import main
+from ds_finetune.config.schema import read_config
 from ds_finetune.errors import ConfigError, LaunchError
 from ds_finetune.hostfile import read_hostfile
-from ds_finetune.plan.finish import read_choices
+from ds_finetune.plan.deepspeed_config import read_choices
 from ds_finetune.shipped import DS_CONFIGS, HOSTFILES, shipped_file, shipped_names
 from tests.conftest import ROOT
 
@@ -40,7 +40,9 @@ def test_every_shipped_file_is_found_by_name(tmp_path: Path, monkeypatch: pytest
         assert read_hostfile(f"hostfiles/{name}") == read_hostfile(ROOT / "hostfiles" / name)
 
 
-def test_a_local_file_comes_first_and_a_folder_of_that_name_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_file_comes_first_and_a_folder_of_that_name_is_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "zero3").mkdir()
     assert read_choices("zero3")[0]["zero_optimization"]["stage"] == 3
@@ -70,7 +72,19 @@ def test_a_wheel_holds_every_file(tmp_path: Path) -> None:
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(tmp_path), str(source)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "-w",
+        str(tmp_path),
+        str(source),
+    ]
     subprocess.run(command, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     installed, empty = tmp_path / "installed", tmp_path / "empty"
@@ -82,17 +96,21 @@ def test_a_wheel_holds_every_file(tmp_path: Path) -> None:
     empty.mkdir()
     (empty / "run.yaml").write_text("model: m\ndata: {train: a.jsonl}\noutput_dir: o\ndeepspeed: zero3\n")
     code = (
-        "import sys; from ds_finetune.plan.finish import read_choices as r; print(r('zero3')[0]['zero_optimization']['stage']);"
-        "from ds_finetune.cli import main; sys.exit(main(['config', 'show', 'run.yaml']))"
+        "import sys; from ds_finetune.plan.deepspeed_config import read_choices as r; print(r('zero3')[0]['zero_optimization']['stage']);"
+        "from ds_finetune.cli.main import main; sys.exit(main(['config', 'show', 'run.yaml']))"
     )
     environ = os.environ | {"PYTHONPATH": str(installed)}
-    done = subprocess.run([sys.executable, "-c", code], cwd=empty, env=environ, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=empty, env=environ, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("3\n")
     assert "deepspeed: zero3\n" in done.stdout
 
 
-def test_a_run_names_its_choices_from_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_names_its_choices_from_an_empty_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["config", "show", "ds_configs/runs/qwen3_8b.yaml", "deepspeed=zero3"]) == 0
     assert "deepspeed: zero3\n" in capsys.readouterr().out

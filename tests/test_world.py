@@ -11,8 +11,20 @@ from ds_finetune.errors import LaunchError
 from ds_finetune.world import World, accelerate_choices
 from tests.conftest import ROOT
 
-MPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
-SLURM = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "77", "SLURM_PROCID": "5", "SLURM_NTASKS": "6", "SLURM_LOCALID": "1", "SLURM_NODEID": "2"}
+MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+SLURM = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_ID": "77",
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "6",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+}
 SLURM |= {"SLURM_STEP_TASKS_PER_NODE": "2(x3)", "SLURM_STEP_NODELIST": "gpu[08-10]"}
 
 
@@ -24,9 +36,16 @@ def test_two_plain_runs_on_one_machine_do_not_want_the_same_port() -> None:
     """Each opens its process group while the other still has its own; torch's default would be port 29500 for both."""
     code = "import os, sys, torch.distributed as d; from ds_finetune.world import World; World.from_environment(os.environ).export_to(os.environ); "
     code += "d.init_process_group('gloo'); print('open', flush=True); sys.stdin.readline()"
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+    clean = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    }
     command = [sys.executable, "-c", code]
-    runs = [subprocess.Popen(command, cwd=ROOT, env=clean, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    runs = [
+        subprocess.Popen(command, cwd=ROOT, env=clean, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
     assert [run.stdout.readline() for run in runs if run.stdout] == ["open\n", "open\n"]
     for run in runs:
         run.communicate("\n", timeout=60)
@@ -42,7 +61,13 @@ def test_standard_variables() -> None:
 def test_open_mpi_fills_what_deepspeed_looks_for() -> None:
     environ = MPI | {"MASTER_ADDR": "first"}
     World.from_environment(environ).export_to(environ)
-    assert [environ[k] for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")] == ["3", "4", "1", "2", "first"]
+    assert [environ[k] for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")] == [
+        "3",
+        "4",
+        "1",
+        "2",
+        "first",
+    ]
     assert environ["MASTER_PORT"].isdigit()
 
 
@@ -53,7 +78,13 @@ def test_open_mpi_on_several_hosts_needs_an_address() -> None:
 
 def test_slurm_meets_on_the_first_node() -> None:
     world = World.from_environment(SLURM)
-    assert (world.rank, world.world_size, world.local_rank, world.local_world_size, world.master_addr) == (5, 6, 1, 2, "gpu08")
+    assert (world.rank, world.world_size, world.local_rank, world.local_world_size, world.master_addr) == (
+        5,
+        6,
+        1,
+        2,
+        "gpu08",
+    )
     assert world.master_port == World.from_environment(SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).master_port
 
 
@@ -62,7 +93,13 @@ def test_slurm_meets_on_the_first_node() -> None:
     [
         {"SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"},
         {"SLURM_NTASKS": "8", "SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
-        {"SLURM_NTASKS": "8", "SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_ID": "4294967290"},
+        {
+            "SLURM_NTASKS": "8",
+            "SLURM_JOB_ID": "1",
+            "SLURM_PROCID": "0",
+            "SLURM_LOCALID": "0",
+            "SLURM_STEP_ID": "4294967290",
+        },
     ],
     ids=["salloc", "sbatch", "interactive step"],
 )
@@ -91,9 +128,23 @@ def test_a_step_counts_its_own_tasks_and_two_steps_of_a_job_do_not_meet() -> Non
 
 
 def test_torchrun_on_each_host_of_a_scheduler_counts_its_own_ranks() -> None:
-    inner = {"RANK": "3", "WORLD_SIZE": "16", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "a", "TORCHELASTIC_RUN_ID": "x"}
+    inner = {
+        "RANK": "3",
+        "WORLD_SIZE": "16",
+        "LOCAL_RANK": "3",
+        "LOCAL_WORLD_SIZE": "8",
+        "MASTER_ADDR": "a",
+        "TORCHELASTIC_RUN_ID": "x",
+    }
     assert World.from_environment(SLURM | inner).launcher == "torchrun"
-    inner = {"RANK": "3", "WORLD_SIZE": "16", "LOCAL_RANK": "3", "LOCAL_SIZE": "8", "MASTER_ADDR": "a", "CROSS_SIZE": "2"}
+    inner = {
+        "RANK": "3",
+        "WORLD_SIZE": "16",
+        "LOCAL_RANK": "3",
+        "LOCAL_SIZE": "8",
+        "MASTER_ADDR": "a",
+        "CROSS_SIZE": "2",
+    }
     assert World.from_environment(SLURM | inner).launcher == "deepspeed"
 
 
@@ -114,7 +165,10 @@ def test_torchrun_on_each_host_of_a_scheduler_counts_its_own_ranks() -> None:
             {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"},
             "WORLD_SIZE is 16 with 8 ranks on this host, and MASTER_ADDR",
         ),
-        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "2"}, "local rank 3 of 2 does not fit rank 1 of 2"),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "2"},
+            "local rank 3 of 2 does not fit rank 1 of 2",
+        ),
     ],
 )
 def test_environments_that_cannot_be(environ: dict[str, str], message: str) -> None:
@@ -128,18 +182,31 @@ def test_the_hostfile_of_a_deepspeed_above_is_read(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("worker-1 slots=0\n")
     launcher = tmp_path / "deepspeed"
-    launcher.write_text("import subprocess, sys\nsys.exit(subprocess.run([sys.executable, '-c', sys.argv[-1]]).returncode)\n")
+    launcher.write_text(
+        "import subprocess, sys\nsys.exit(subprocess.run([sys.executable, '-c', sys.argv[-1]]).returncode)\n"
+    )
     code = "from ds_finetune.world import refuse_missing_hostfile; refuse_missing_hostfile()"
-    done = subprocess.run([sys.executable, launcher, "-H", path, code], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, launcher, "-H", path, code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert "host `worker-1` has slots=0" in done.stderr
     assert done.returncode == 1
 
 
 def test_accelerate_choices() -> None:
     assert accelerate_choices({}) is None
-    environ = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3", "ACCELERATE_MIXED_PRECISION": "no"}
+    environ = {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+        "ACCELERATE_MIXED_PRECISION": "no",
+    }
     environ |= {"ACCELERATE_GRADIENT_CLIPPING": "0.5", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none"}
     found = accelerate_choices(environ)
     assert found is not None
-    assert (found.zero_stage, found.gradient_clipping, found.offload_param, found.mixed_precision) == (3, 0.5, None, None)
+    assert (found.zero_stage, found.gradient_clipping, found.offload_param, found.mixed_precision) == (
+        3,
+        0.5,
+        None,
+        None,
+    )
     assert accelerate_choices(environ | {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "x.json"}).zero_stage is None  # type: ignore[union-attr]

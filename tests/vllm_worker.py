@@ -1,4 +1,6 @@
-"""Run by the Python of vLLM's own environment as `vllm_worker.py FOLDER IN.json OUT.json`: greedy tokens and log-probabilities of prompts, in fp32 on the CPU."""
+"""Run by the Python of vLLM's own environment as `vllm_worker.py FOLDER IN.json OUT.json`: greedy tokens and
+log-probabilities of prompts, in fp32 on the CPU.
+"""
 
 import json
 import sys
@@ -8,18 +10,24 @@ NEW_TOKENS = 8
 
 
 def main() -> None:
-    """IN holds prompts as token ids; OUT gets `tokens` that follow each, and `logprobs` of its own tokens but the first."""
+    """IN holds prompts as token ids; OUT gets `tokens` that follow each, and `logprobs` of its own tokens but the
+    first.
+    """
     from vllm import LLM, SamplingParams
 
     folder, given, out = sys.argv[1:]
     prompts = json.loads(Path(given).read_text())
     model = LLM(model=folder, dtype="float32", enforce_eager=True, max_model_len=64, skip_tokenizer_init=True)
-    settings = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, prompt_logprobs=0, ignore_eos=True, detokenize=False)
+    settings = SamplingParams(
+        temperature=0, max_tokens=NEW_TOKENS, prompt_logprobs=0, ignore_eos=True, detokenize=False
+    )
     answers = model.generate([{"prompt_token_ids": prompt} for prompt in prompts], settings)
     found = [
         {
             "tokens": list(answer.outputs[0].token_ids),
-            "logprobs": [each[token].logprob for token, each in zip(prompt[1:], answer.prompt_logprobs[1:], strict=True)],
+            "logprobs": [
+                each[token].logprob for token, each in zip(prompt[1:], answer.prompt_logprobs[1:], strict=True)
+            ],
         }
         for prompt, answer in zip(prompts, answers, strict=True)
     ]

@@ -1,1 +1,3 @@
-"""Checkpoints that know no topology: state by parameter name and global index, written by every rank, complete or absent."""
+"""Checkpoints that know no topology: state by parameter name and global index, written by every rank, complete or
+absent.
+"""

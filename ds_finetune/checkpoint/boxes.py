@@ -25,7 +25,8 @@ class Box:
 
 
 def flat_boxes(shape: Ints, start: int, numel: int) -> Iterator[Box]:
-    """The boxes that elements [start, start + numel) of a row-major tensor of `shape` are, in order: at most 2 x dimensions - 1.
+    """The boxes that elements [start, start + numel) of a row-major tensor of `shape` are, in order: at most 2 x
+    dimensions - 1.
 
     Their elements one behind the other are exactly the range, so a box is a contiguous piece of it.
     """
@@ -49,7 +50,9 @@ def flat_boxes(shape: Ints, start: int, numel: int) -> Iterator[Box]:
 def overlap(one: Box, other: Box) -> Box | None:
     """The box that lies in both, if any."""
     first = tuple(map(max, one.offsets, other.offsets))
-    last = tuple(min(a + n, b + m) for a, n, b, m in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True))
+    last = tuple(
+        min(a + n, b + m) for a, n, b, m in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    )
     if any(end <= begin for begin, end in zip(first, last, strict=True)):
         return None
     return Box(first, tuple(end - begin for begin, end in zip(first, last, strict=True)))

@@ -65,7 +65,9 @@ class FileSum:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a complete checkpoint folder holds; `ranks` are those whose parts are here, all of them unless folders are a node's own."""
+    """What a complete checkpoint folder holds; `ranks` are those whose parts are here, all of them unless folders are a
+    node's own.
+    """
 
     step: int
     world_size: int
@@ -95,12 +97,19 @@ class Manifest:
         try:
             body, _, checksum = path.read_bytes().rstrip(b"\n").rpartition(b"\n")
         except OSError as absent:
-            raise CheckpointError(f"{folder} is not a complete checkpoint: {absent}", hint="take another one") from absent
+            raise CheckpointError(
+                f"{folder} is not a complete checkpoint: {absent}", hint="take another one"
+            ) from absent
         if xxhash.xxh3_128_hexdigest(body).encode() != checksum:
-            raise CheckpointError(f"{path} is damaged: its checksum is not that of its text", hint="take another checkpoint")
+            raise CheckpointError(
+                f"{path} is damaged: its checksum is not that of its text", hint="take another checkpoint"
+            )
         tree = json.loads(body)
         if tree.pop("format") != FORMAT:
-            raise CheckpointError(f"{path} has a format this version does not read, {FORMAT} being known", hint="use the version that wrote it")
+            raise CheckpointError(
+                f"{path} has a format this version does not read, {FORMAT} being known",
+                hint="use the version that wrote it",
+            )
         files = {name: FileSum(**file) for name, file in tree.pop("files").items()}
         manifest = cls(**{**tree, "ranks": tuple(tree["ranks"])}, files=files)
         manifest._check_name(folder)
@@ -168,8 +177,15 @@ def say_written(part: Path, found: FileSum) -> None:
     aside.rename(part.with_name(part.name + _STATUS))
 
 
-def commit(partial: Path, manifest: Manifest, texts: Mapping[str, str], beside: Mapping[str, str], keep_waiting: Callable[[], bool]) -> Path:
-    """Make `partial` the complete checkpoint `step-N` once every part named in `manifest.files` is written; returns the new folder.
+def commit(
+    partial: Path,
+    manifest: Manifest,
+    texts: Mapping[str, str],
+    beside: Mapping[str, str],
+    keep_waiting: Callable[[], bool],
+) -> Path:
+    """Make `partial` the complete checkpoint `step-N` once every part named in `manifest.files` is written; returns the
+    new folder.
 
     `texts` are written and `beside` (name to source) linked first. TimeoutError where `keep_waiting` says no before all
     parts are there. An older folder of the same step goes away once the new one has its name.
@@ -200,13 +216,21 @@ def remove(folder: Path) -> None:
 
 
 def set_aside(folder: Path) -> Path:
-    """Give a checkpoint that cannot be used another name, under which it is neither found nor counted; returns the new place."""
-    aside = next(place for number in range(1, 10_000) if not (place := folder.with_name(f"{folder.name}.unusable-{number}")).exists())
+    """Give a checkpoint that cannot be used another name, under which it is neither found nor counted; returns the new
+    place.
+    """
+    aside = next(
+        place
+        for number in range(1, 10_000)
+        if not (place := folder.with_name(f"{folder.name}.unusable-{number}")).exists()
+    )
     return folder.rename(aside)
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """A second name for a file that is never changed, or a copy where the file system has no links; `target` must be new."""
+    """A second name for a file that is never changed, or a copy where the file system has no links; `target` must be
+    new.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(source, target)
@@ -239,7 +263,8 @@ def _small_files(partial: Path, texts: Mapping[str, str], beside: Mapping[str, s
 def _wait_for_parts(partial: Path, names: list[str], keep_waiting: Callable[[], bool]) -> dict[str, FileSum]:
     sums: dict[str, FileSum] = {}
     while True:
-        # A listing sees what other hosts have made; asking for one name again and again would be answered from a cache of absent names (NFS).
+        # A listing sees what other hosts have made; asking for one name again and again would be answered from a cache
+        # of absent names (NFS).
         seen = {entry.name for entry in os.scandir(partial)}
         for name in [name for name in names if name not in sums and name + _STATUS in seen]:
             sums[name] = FileSum(**json.loads((partial / (name + _STATUS)).read_bytes()))
@@ -251,13 +276,19 @@ def _wait_for_parts(partial: Path, names: list[str], keep_waiting: Callable[[], 
 
 
 def damage_of(folder: Path, manifest: Manifest, names: Iterable[str], *, sums: bool) -> list[str]:
-    """What is wrong with files of a complete checkpoint: missing, of another size, or (with `sums`) with another checksum."""
+    """What is wrong with files of a complete checkpoint: missing, of another size, or (with `sums`) with another
+    checksum.
+    """
     found = []
     for name in names:
         path, wanted = folder / name, manifest.files[name]
         size = path.stat().st_size if path.is_file() else None
         if size != wanted.num_bytes:
-            found.append(f"{path} has {size} bytes, the manifest says {wanted.num_bytes}" if size is not None else f"{path} is missing")
+            found.append(
+                f"{path} has {size} bytes, the manifest says {wanted.num_bytes}"
+                if size is not None
+                else f"{path} is missing"
+            )
         elif sums and (seen := sum_of(path)) != wanted:
             found.append(f"{path} is damaged: checksum {seen.xxh3_128}, the manifest says {wanted.xxh3_128}")
     return found
@@ -267,7 +298,11 @@ def complete_steps(checkpoints: Path) -> list[int]:
     """Steps whose folders have their final name, oldest first."""
     if not checkpoints.is_dir():
         return []
-    numbers = [path.name.removeprefix(_PREFIX) for path in checkpoints.iterdir() if path.name.startswith(_PREFIX) and path.is_dir()]
+    numbers = [
+        path.name.removeprefix(_PREFIX)
+        for path in checkpoints.iterdir()
+        if path.name.startswith(_PREFIX) and path.is_dir()
+    ]
     return sorted(int(number) for number in numbers if number.isdigit())
 
 

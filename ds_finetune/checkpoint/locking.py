@@ -1,4 +1,6 @@
-"""One run to a checkpoint folder: a lock that ends with the process that holds it, and with the writer it leaves behind."""
+"""One run to a checkpoint folder: a lock that ends with the process that holds it, and with the writer it leaves
+behind.
+"""
 
 import fcntl
 import os
@@ -36,7 +38,9 @@ def lock(folder: Path, *, seconds: float, say: Callable[[str], None]) -> TextIO:
             holder = file.read()
             file.close()
             if time.monotonic() - began > (DEAD_SECONDS if _is_dead(holder) else seconds):
-                raise OutputError(f"{folder} is being written by {holder}", hint="end that run, or name another output_dir") from taken
+                raise OutputError(
+                    f"{folder} is being written by {holder}", hint="end that run, or name another output_dir"
+                ) from taken
             if not is_said:
                 say(f"{folder} is still being written by {holder}; waiting")
             is_said = True

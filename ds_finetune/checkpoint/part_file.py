@@ -1,4 +1,6 @@
-"""A part: what one rank wrote, a safetensors file whose tensors are boxes of global tensors. Plain JSON and bytes, nothing to unpickle."""
+"""A part: what one rank wrote, a safetensors file whose tensors are boxes of global tensors. Plain JSON and bytes,
+nothing to unpickle.
+"""
 
 import json
 import mmap
@@ -54,12 +56,18 @@ def part_name(rank: int, world_size: int) -> str:
 def header_of(stored: Sequence[Stored], extra: Mapping[str, Any]) -> bytes:
     """The head of a part whose boxes follow in order; `begin` is not looked at. `extra` is kept as JSON."""
     shapes = {item.key: item.shape for item in stored}
-    tree: dict[str, Any] = {"__metadata__": {"format": "pt", "shapes": json.dumps(shapes), "extra": json.dumps(dict(extra))}}
+    tree: dict[str, Any] = {
+        "__metadata__": {"format": "pt", "shapes": json.dumps(shapes), "extra": json.dumps(dict(extra))}
+    }
     position = 0
     for item in stored:
         name = f"{item.key}@{','.join(map(str, item.box.offsets))}"
         assert name not in tree, name
-        tree[name] = {"dtype": _CODES[item.dtype], "shape": item.box.sizes, "data_offsets": [position, position + item.num_bytes]}
+        tree[name] = {
+            "dtype": _CODES[item.dtype],
+            "shape": item.box.sizes,
+            "data_offsets": [position, position + item.num_bytes],
+        }
         position += item.num_bytes
     text = json.dumps(tree, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
@@ -75,14 +83,19 @@ class PartFile:
             with path.open("rb") as file:
                 (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
                 tree = json.loads(file.read(length))
-                # Private and writable, since torch.frombuffer warns about other ones; nothing is ever written, so no memory is set apart
+                # Private and writable, since torch.frombuffer warns about other ones; nothing is ever written, so no
+                # memory is set apart
                 # for it: a part may be larger than memory.
-                self._map = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+                self._map = mmap.mmap(
+                    file.fileno(), 0, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+                )
             metadata = tree.pop("__metadata__")
             shapes, self.extra = json.loads(metadata["shapes"]), json.loads(metadata["extra"])
             self.stored = tuple(self._item(name, item, shapes, _LENGTH.size + length) for name, item in tree.items())
         except (OSError, ValueError, KeyError, struct.error) as broken:
-            raise CheckpointError(f"{path} is not a part of a checkpoint: {broken}", hint="take another checkpoint") from broken
+            raise CheckpointError(
+                f"{path} is not a part of a checkpoint: {broken}", hint="take another checkpoint"
+            ) from broken
 
     @property
     def home(self) -> int:
@@ -99,7 +112,9 @@ class PartFile:
 
     def tensor(self, item: Stored) -> torch.Tensor:
         """The box of `item` as it lies in the file; copy what is needed, then call `forget`."""
-        return torch.frombuffer(self._map, dtype=item.dtype, count=item.box.numel, offset=item.begin).view(item.box.sizes)
+        return torch.frombuffer(self._map, dtype=item.dtype, count=item.box.numel, offset=item.begin).view(
+            item.box.sizes
+        )
 
     def forget(self) -> None:
         """Take the pages read so far out of this process's memory."""

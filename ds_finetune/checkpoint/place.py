@@ -16,7 +16,8 @@ _SEEN_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Place:
-    """Where checkpoints of this rank go and with whom it shares the folder; `ranks` are those that do, the first one leads.
+    """Where checkpoints of this rank go and with whom it shares the folder; `ranks` are those that do, the first one
+    leads.
 
     `token` is this start's own, so that what another start left is never mixed in.
     """
@@ -49,7 +50,9 @@ def find_place(folder: Path, *, rank: int, node_local: bool) -> Place:
     if node_local:
         status = folder.stat()
         homes = everyones((socket.gethostname(), status.st_dev, status.st_ino))
-        return Place(folder, tuple(other for other, home in enumerate(homes) if home == homes[rank]), rank, len(homes), token)
+        return Place(
+            folder, tuple(other for other, home in enumerate(homes) if home == homes[rank]), rank, len(homes), token
+        )
     mark = folder / f".seen-{token}"
     agree(tried(folder, mark.touch) if rank == 0 else None)
     is_seen = _is_seen(mark)
@@ -72,7 +75,10 @@ def tried(folder: Path, work: Callable[[], object]) -> OutputError | None:
         work()
     except OSError as refused:
         where = f"{folder} on {socket.gethostname()}"
-        return OutputError(f"checkpoint folder {where}: {refused}", hint="mend it before training: permissions, free space, or another output_dir")
+        return OutputError(
+            f"checkpoint folder {where}: {refused}",
+            hint="mend it before training: permissions, free space, or another output_dir",
+        )
     return None
 
 

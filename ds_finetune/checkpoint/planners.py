@@ -6,8 +6,23 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from ds_finetune.checkpoint.boxes import Box, flat_boxes
@@ -27,11 +42,22 @@ def boxes_of(part: Slice) -> list[tuple[Box, int]]:
 def share(part: Slice, index: int, count: int) -> Slice:
     """What writer `index` of `count` writes of a slice that all of them hold."""
     first, last = part.numel * index // count, part.numel * (index + 1) // count
-    return Slice(part.key, part.shape, part.start + first, last - first, part.dtype, part.is_replicated, part.origin, part.local_shape)
+    return Slice(
+        part.key,
+        part.shape,
+        part.start + first,
+        last - first,
+        part.dtype,
+        part.is_replicated,
+        part.origin,
+        part.local_shape,
+    )
 
 
 class StatePlanner(SavePlanner):
-    """Plans one rank's part, in the order of its groups; a group is brought into memory when its first box is written."""
+    """Plans one rank's part, in the order of its groups; a group is brought into memory when its first box is
+    written.
+    """
 
     def __init__(self, groups: Sequence[StateGroup], slices: Sequence[Sequence[Slice]]) -> None:
         self._groups, self._slices = groups, slices
@@ -78,11 +104,16 @@ class StatePlanner(SavePlanner):
 
 
 class RestorePlanner(LoadPlanner):
-    """Reads the boxes of one open group from wherever the checkpoint holds them; `absent` names parts that are not here."""
+    """Reads the boxes of one open group from wherever the checkpoint holds them; `absent` names parts that are not
+    here.
+    """
 
     def __init__(self, slices: Sequence[Slice], read: Read, *, absent: str) -> None:
         self._slices = {part.key: part for part in slices}
-        self._boxes = {key: {torch.Size(box.offsets): (box, at) for box, at in boxes_of(part)} for key, part in self._slices.items()}
+        self._boxes = {
+            key: {torch.Size(box.offsets): (box, at) for box, at in boxes_of(part)}
+            for key, part in self._slices.items()
+        }
         self._read, self._absent = read, absent
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:  # noqa: ANN401
@@ -91,20 +122,28 @@ class RestorePlanner(LoadPlanner):
         self._held = metadata.state_dict_metadata
 
     def create_local_plan(self) -> LoadPlan:
-        """A read item for each overlap of a box here with one there; CheckpointError for a tensor that is missing or of another shape."""
+        """A read item for each overlap of a box here with one there; CheckpointError for a tensor that is missing or of
+        another shape.
+        """
         items: list[ReadItem] = []
         for key, part in self._slices.items():
             held = self._held.get(key)
             if not isinstance(held, TensorStorageMetadata) or tuple(held.size) != part.shape:
                 found = "nothing" if held is None else f"shape {tuple(held.size)}"  # type: ignore[union-attr]
-                raise CheckpointError(f"`{key}` has shape {part.shape} here, the checkpoint holds {found}", hint="resume the model it was saved from")
-            chunks = [ChunkStorageMetadata(offsets, torch.Size(box.sizes)) for offsets, (box, _) in self._boxes[key].items()]
+                raise CheckpointError(
+                    f"`{key}` has shape {part.shape} here, the checkpoint holds {found}",
+                    hint="resume the model it was saved from",
+                )
+            chunks = [
+                ChunkStorageMetadata(offsets, torch.Size(box.sizes)) for offsets, (box, _) in self._boxes[key].items()
+            ]
             reads = create_read_items_for_chunk_list(key, held, chunks)
             covered = sum(item.lengths.numel() for item in reads)
             if covered != part.numel:
                 raise CheckpointError(
                     f"{part.numel - covered:,} elements of `{key}` are in parts that are not here: {self._absent}",
-                    hint="make the checkpoint whole with `ds-finetune checkpoint gather`, or start the same ranks on the same nodes",
+                    hint="make the checkpoint whole with `ds-finetune checkpoint gather`, or start the same ranks "
+                    "on the same nodes",
                 )
             items += reads
         return LoadPlan(items)

@@ -20,7 +20,9 @@ from ds_finetune.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint whose files are whole, the run's state in it, and what was newer but passed over, with the reason."""
+    """A checkpoint whose files are whole, the run's state in it, and what was newer but passed over, with the
+    reason.
+    """
 
     folder: Path
     manifest: Manifest
@@ -29,7 +31,8 @@ class Found:
 
 
 def newest(place: Place, folder: Path) -> Found | None:
-    """The newest checkpoint in `folder` that is complete on every node and undamaged, its sums taken by all ranks; collective.
+    """The newest checkpoint in `folder` that is complete on every node and undamaged, its sums taken by all ranks;
+    collective.
 
     None where there is none at all; CheckpointError where there are some and none can be used, or one was renamed.
     """
@@ -39,7 +42,9 @@ def newest(place: Place, folder: Path) -> Found | None:
     steps = sorted(set.intersection(*(steps for _, steps in everywhere)), reverse=True)
     passed = _unfinished(folder, newer_than=max(some, default=-1))
     for step in sorted(some - set(steps), reverse=True):
-        hosts = ", ".join(f"rank {rank} on {host}" for rank, (host, found) in enumerate(everywhere) if step not in found)
+        hosts = ", ".join(
+            f"rank {rank} on {host}" for rank, (host, found) in enumerate(everywhere) if step not in found
+        )
         passed.append(f"{folder / step_name(step)} passed over: {hosts} does not have it")
     for step in steps:
         problems = _problems(place, folder / step_name(step))
@@ -55,7 +60,9 @@ def newest(place: Place, folder: Path) -> Found | None:
 
 
 def named(place: Place, path: Path) -> Found:
-    """The checkpoint at `path`, which is one itself, or a run (or its folder of checkpoints) whose newest is taken; collective."""
+    """The checkpoint at `path`, which is one itself, or a run (or its folder of checkpoints) whose newest is taken;
+    collective.
+    """
     for folder in (path / CHECKPOINTS, path):
         if any(everyones(bool(complete_steps(folder)))):
             found = newest(place, folder)
@@ -63,12 +70,15 @@ def named(place: Place, path: Path) -> Found:
                 return found
     problems = _problems(place, path)
     if problems:
-        raise CheckpointError(f"checkpoint.resume names {path}: {'; '.join(problems)}", hint="name a run or one of its checkpoints")
+        raise CheckpointError(
+            f"checkpoint.resume names {path}: {'; '.join(problems)}", hint="name a run or one of its checkpoints"
+        )
     return _found(path, ())
 
 
 def restore(engine: Engine, place: Place, found: Found) -> dict[str, Any]:
-    """Fill `engine` from the checkpoint and return what this rank itself had saved, empty where it had saved nothing; collective.
+    """Fill `engine` from the checkpoint and return what this rank itself had saved, empty where it had saved nothing;
+    collective.
 
     CheckpointError on every rank where a tensor is missing, of another shape, or in a part that is not here.
     """
@@ -91,7 +101,9 @@ def restore(engine: Engine, place: Place, found: Found) -> dict[str, Any]:
 
 
 def _other_steps(folder: Path, taken: int, wanted: int) -> CheckpointError:
-    return CheckpointError(f"the optimizer stands at step {taken} after restoring {folder}, which has {wanted}", hint="please report this")
+    return CheckpointError(
+        f"the optimizer stands at step {taken} after restoring {folder}, which has {wanted}", hint="please report this"
+    )
 
 
 def _found(folder: Path, passed: tuple[str, ...]) -> Found:
@@ -117,9 +129,16 @@ def _problems(place: Place, folder: Path) -> list[str]:
 
 def _unfinished(folder: Path, *, newer_than: int) -> list[str]:
     """Folders of later steps that were never committed."""
-    steps = [(path, path.name.partition(".")[0].removeprefix("step-")) for path in leftovers(folder) if ".partial-" in path.name]
+    steps = [
+        (path, path.name.partition(".")[0].removeprefix("step-"))
+        for path in leftovers(folder)
+        if ".partial-" in path.name
+    ]
     mine = [str(path) for path, step in steps if step.isdigit() and int(step) > newer_than]
-    return [f"{path} passed over: it was never completed" for path in dict.fromkeys(path for others in everyones(mine) for path in others)]
+    return [
+        f"{path} passed over: it was never completed"
+        for path in dict.fromkeys(path for others in everyones(mine) for path in others)
+    ]
 
 
 def _kinds(reader: PartsReader) -> dict[str, set[str]]:
@@ -134,4 +153,7 @@ def _kinds(reader: PartsReader) -> dict[str, set[str]]:
 
 def _absent(manifest: Manifest) -> str:
     here: Sequence[int] = manifest.ranks
-    return ", ".join(part_name(rank, manifest.world_size) for rank in range(manifest.world_size) if rank not in here) or "none"
+    return (
+        ", ".join(part_name(rank, manifest.world_size) for rank in range(manifest.world_size) if rank not in here)
+        or "none"
+    )

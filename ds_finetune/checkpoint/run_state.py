@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ds_finetune.checkpoint.files import STATE
-from ds_finetune.plan.layout import Plan
+from ds_finetune.plan.plan import Plan
 
 _PACKAGES = ("ds_finetune", "torch", "deepspeed", "transformers")
 
@@ -48,7 +48,9 @@ class RunState:
 
 
 def layout_of(plan: Plan) -> dict[str, Any]:
-    """What the state was cut by, for people; a rank's own state is its own again on the same `mesh`, and nothing else depends on it."""
+    """What the state was cut by, for people; a rank's own state is its own again on the same `mesh`, and nothing else
+    depends on it.
+    """
     return {
         "world_size": plan.world.world_size,
         "mesh": str(plan.mesh),

@@ -1,4 +1,6 @@
-"""What a resumed run must have in common with its checkpoint, for every key of the run file and some values beside it."""
+"""What a resumed run must have in common with its checkpoint, for every key of the run file and some values
+beside it.
+"""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -7,7 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from ds_finetune.checkpoint.run_state import RunState, versions
-from ds_finetune.config import RunConfig
+from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import CheckpointError
 
 

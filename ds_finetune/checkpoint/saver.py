@@ -1,4 +1,6 @@
-"""Saving: each rank copies its part and goes on; a process beside it writes, and one rank of those that share a folder commits."""
+"""Saving: each rank copies its part and goes on; a process beside it writes, and one rank of those that share a folder
+commits.
+"""
 
 import math
 import socket
@@ -20,7 +22,9 @@ from ds_finetune.errors import CheckpointError
 
 _POLL_SECONDS = 0.005
 _COMMIT_SECONDS = 600.0
-"""How long the leader of a save without a process of its own waits for word from others that have already said they are done."""
+"""How long the leader of a save without a process of its own waits for word from others that have already said they are
+done.
+"""
 
 
 @dataclass
@@ -73,7 +77,9 @@ class Saver:
             part = partial / part_name(self.place.rank, self.place.world_size)
             if self.is_asynchronous:
                 write_part(groups, self._process, extra, writer=self.place.writer)
-                self._process.send("write", part=str(part), num_bytes=self._process.num_bytes, commit=job if self.place.leads else None)
+                self._process.send(
+                    "write", part=str(part), num_bytes=self._process.num_bytes, commit=job if self.place.leads else None
+                )
             else:
                 sink = FileSink(part)
                 write_part(groups, sink, extra, writer=self.place.writer)
@@ -88,7 +94,9 @@ class Saver:
         """What became of the save that is on its way, once that is known on every rank; with `wait`, once it is."""
         while (pending := self._pending) is not None:
             pending.errors += self._process.errors() if self.is_asynchronous else []
-            is_busy, has_failed = largest(self.is_asynchronous and self._process.is_busy, bool(pending.errors) or pending.has_failed)
+            is_busy, has_failed = largest(
+                self.is_asynchronous and self._process.is_busy, bool(pending.errors) or pending.has_failed
+            )
             if has_failed and not pending.has_failed:
                 pending.has_failed = True
                 if self.place.leads and self.is_asynchronous and self._process.is_busy:
@@ -121,7 +129,13 @@ class Saver:
 
     def _commit_job(self, partial: Path, step: int, state: str, eval_loss: float | None) -> dict[str, Any]:
         place = self.place
-        manifest = {"step": step, "world_size": place.world_size, "ranks": place.ranks, "host": socket.gethostname(), "token": place.token}
+        manifest = {
+            "step": step,
+            "world_size": place.world_size,
+            "ranks": place.ranks,
+            "host": socket.gethostname(),
+            "token": place.token,
+        }
         return {
             "partial": str(partial),
             "manifest": {**manifest, "eval_loss": eval_loss},
@@ -136,7 +150,9 @@ class Saver:
         (failed,) = largest(bool(self._pending.errors))
         if failed or not self.place.leads:
             return
-        manifest = Manifest(**{**job["manifest"], "ranks": tuple(job["manifest"]["ranks"]), "files": dict.fromkeys(job["parts"])})
+        manifest = Manifest(
+            **{**job["manifest"], "ranks": tuple(job["manifest"]["ranks"]), "files": dict.fromkeys(job["parts"])}
+        )
         until = time.monotonic() + _COMMIT_SECONDS
         try:
             commit(Path(job["partial"]), manifest, job["texts"], job["beside"], lambda: time.monotonic() < until)
@@ -145,7 +161,8 @@ class Saver:
 
 
 def superseded(folder: Path, *, keep: int, keep_best: bool) -> list[Path]:
-    """Complete checkpoints of `folder` that need not be kept: all but the last `keep` and the one with the lowest eval loss.
+    """Complete checkpoints of `folder` that need not be kept: all but the last `keep` and the one with the lowest eval
+    loss.
 
     One that cannot be read, or is just being taken away, is left alone.
     """

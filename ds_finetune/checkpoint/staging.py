@@ -38,7 +38,11 @@ class WriterProcess:
         environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))}
         command = [sys.executable, "-m", "ds_finetune.checkpoint.writer", str(self._memory)]
         self._process = subprocess.Popen(
-            command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[self._memory, *self._inherited]
+            command,
+            env=environ,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[self._memory, *self._inherited],
         )
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
@@ -112,7 +116,9 @@ class WriterProcess:
 
 
 class FileSink:
-    """Sink that writes a part at once, from where the values live; holds one buffer at most. For states too large to copy."""
+    """Sink that writes a part at once, from where the values live; holds one buffer at most. For states too large to
+    copy.
+    """
 
     def __init__(self, part: Path) -> None:
         self._part = part

@@ -9,7 +9,13 @@ from typing import Any, Protocol
 
 import torch
 from torch.distributed.checkpoint import CheckpointException, load, save
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
@@ -19,7 +25,8 @@ from ds_finetune.checkpoint.part_file import PartFile, Stored, header_of
 from ds_finetune.checkpoint.planners import RestorePlanner, StatePlanner, share
 from ds_finetune.engine.state import WEIGHT, StateGroup
 
-# Each rank saves and loads by itself, on purpose. Once for all: a filter put on and off again makes every other warning come anew.
+# Each rank saves and loads by itself, on purpose. Once for all: a filter put on and off again makes every other warning
+# come anew.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
@@ -66,7 +73,9 @@ class PartWriter(StorageWriter):
             assert isinstance(values, torch.Tensor)
             self._sink.write(values)
         done: Future[list[WriteResult]] = Future()
-        done.set_result([WriteResult(item.index, stored.num_bytes, None) for item, stored in zip(plan.items, stored, strict=True)])
+        done.set_result(
+            [WriteResult(item.index, stored.num_bytes, None) for item, stored in zip(plan.items, stored, strict=True)]
+        )
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -138,10 +147,15 @@ class PartsReader(StorageReader):
 
 
 def write_part(groups: Sequence[StateGroup], sink: Sink, extra: Mapping[str, Any], *, writer: tuple[int, int]) -> None:
-    """Save this rank's part of `groups` through torch.distributed.checkpoint; `writer` (index, count) is its place among those that hold the same."""
+    """Save this rank's part of `groups` through torch.distributed.checkpoint; `writer` (index, count) is its place
+    among those that hold the same.
+    """
     slices = [[share(part, *writer) if part.is_replicated else part for part in group.slices] for group in groups]
     planner = StatePlanner(groups, slices)
-    extra = {**extra, "replicated": sorted({part.key for group in groups for part in group.slices if part.is_replicated})}
+    extra = {
+        **extra,
+        "replicated": sorted({part.key for group in groups for part in group.slices if part.is_replicated}),
+    }
     try:
         with _plain_errors():
             save({}, storage_writer=PartWriter(sink, extra), planner=planner, no_dist=True)
@@ -164,7 +178,9 @@ def num_weights(groups: Sequence[StateGroup], *, writer: tuple[int, int]) -> int
 
 @contextmanager
 def _plain_errors() -> Iterator[None]:
-    """torch.distributed.checkpoint wraps every error in a BaseException of its own; what went wrong is raised instead."""
+    """torch.distributed.checkpoint wraps every error in a BaseException of its own; what went wrong is raised
+    instead.
+    """
     try:
         yield
     except CheckpointException as wrapped:

@@ -1,4 +1,6 @@
-"""What one can do with checkpoints on disk: list, show, verify, and make one whole from the folders of several nodes."""
+"""What one can do with checkpoints on disk: list, show, verify, and make one whole from the folders of several
+nodes.
+"""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -36,7 +38,9 @@ def find_checkpoint(path: Path) -> Path:
         steps = complete_steps(folder)
         if steps:
             return folder / step_name(steps[-1])
-    raise CheckpointError(f"{path} holds no complete checkpoint", hint="name a run, or a folder such as RUN/checkpoints/step-000200")
+    raise CheckpointError(
+        f"{path} holds no complete checkpoint", hint="name a run, or a folder such as RUN/checkpoints/step-000200"
+    )
 
 
 def listed(path: Path) -> Iterator[Pair]:
@@ -59,7 +63,11 @@ def shown(path: Path) -> Iterator[Pair]:
     manifest, state = Manifest.read(folder), RunState.read(folder)
     yield "folder", str(folder)
     yield "state", _line(manifest)
-    yield "data", f"next is row {state.position[1]:,} of epoch {state.position[0]}; {state.tokens_seen:,} tokens seen; {state.data}"
+    yield (
+        "data",
+        f"next is row {state.position[1]:,} of epoch {state.position[0]}; {state.tokens_seen:,} tokens seen; "
+        f"{state.data}",
+    )
     yield "optimizer", f"{state.engine['steps']} steps taken, {state.skipped_steps} skipped"
     yield "saved at", ", ".join(f"{key} {value}" for key, value in state.layout.items())
     yield "versions", ", ".join(f"{key} {value}" for key, value in state.versions.items())
@@ -67,22 +75,29 @@ def shown(path: Path) -> Iterator[Pair]:
 
 
 def verify(path: Path, *, workers: int) -> str:
-    """Sum every file of a checkpoint again and say that all are as they were written; CheckpointError names each that is not."""
+    """Sum every file of a checkpoint again and say that all are as they were written; CheckpointError names each that
+    is not.
+    """
     folder = find_checkpoint(path)
     manifest = Manifest.read(folder)
     with ThreadPoolExecutor(max(1, workers)) as pool:
         found = [
-            problem for problems in pool.map(lambda name: damage_of(folder, manifest, [name], sums=True), manifest.files) for problem in problems
+            problem
+            for problems in pool.map(lambda name: damage_of(folder, manifest, [name], sums=True), manifest.files)
+            for problem in problems
         ]
     if found:
-        raise CheckpointError("; ".join(found), hint=f"take another checkpoint; {len(manifest.files) - len(found)} other files are whole")
+        raise CheckpointError(
+            "; ".join(found), hint=f"take another checkpoint; {len(manifest.files) - len(found)} other files are whole"
+        )
     return f"{folder}: {len(manifest.files)} files, {manifest.num_bytes / _GIB:.2f} GiB, as they were written"
 
 
 def gather(folders: Sequence[Path], out: Path) -> str:
     """Make one whole checkpoint `out` from those of every node, by links where the file system has them.
 
-    CheckpointError where a rank's part is in none of `folders`, names it and who would have it, or where they are not of one save.
+    CheckpointError where a rank's part is in none of `folders`, names it and who would have it, or where they are not
+    of one save.
     """
     found = [(folder, Manifest.read(folder)) for folder in map(find_checkpoint, folders)]
     kinds = {(manifest.step, manifest.world_size, manifest.token) for _, manifest in found}
@@ -90,14 +105,23 @@ def gather(folders: Sequence[Path], out: Path) -> str:
         texts = ", ".join(f"{folder}: step {m.step} of {m.world_size} ranks, start {m.token}" for folder, m in found)
         raise CheckpointError(f"the folders are not of one save: {texts}", hint="name the same checkpoint of each node")
     first = found[0][1]
-    missing = [part_name(rank, first.world_size) for rank in range(first.world_size) if not any(rank in m.ranks for _, m in found)]
+    missing = [
+        part_name(rank, first.world_size)
+        for rank in range(first.world_size)
+        if not any(rank in m.ranks for _, m in found)
+    ]
     if missing:
         raise CheckpointError(
-            f"{', '.join(missing)} of {first.world_size} ranks are in none of {', '.join(map(str, folders))}", hint="name every node's folder"
+            f"{', '.join(missing)} of {first.world_size} ranks are in none of {', '.join(map(str, folders))}",
+            hint="name every node's folder",
         )
-    damage = [problem for folder, manifest in found for problem in damage_of(folder, manifest, manifest.files, sums=True)]
+    damage = [
+        problem for folder, manifest in found for problem in damage_of(folder, manifest, manifest.files, sums=True)
+    ]
     if damage or out.exists():
-        raise CheckpointError("; ".join(damage) or f"{out} exists already", hint="name undamaged folders and a new one to gather them in")
+        raise CheckpointError(
+            "; ".join(damage) or f"{out} exists already", hint="name undamaged folders and a new one to gather them in"
+        )
     partial = out.with_name(f"{out.name}.partial-{os.getpid():x}")
     files = {name: (folder, file) for folder, manifest in reversed(found) for name, file in manifest.files.items()}
     for name, (folder, _) in files.items():
@@ -114,6 +138,10 @@ def gather(folders: Sequence[Path], out: Path) -> str:
 
 
 def _line(manifest: Manifest) -> str:
-    parts = f"{len(manifest.ranks)} of {manifest.world_size} parts" if len(manifest.ranks) < manifest.world_size else f"{manifest.world_size} parts"
+    parts = (
+        f"{len(manifest.ranks)} of {manifest.world_size} parts"
+        if len(manifest.ranks) < manifest.world_size
+        else f"{manifest.world_size} parts"
+    )
     loss = "" if manifest.eval_loss is None else f", eval/loss {manifest.eval_loss:.4f}"
     return f"step {manifest.step}, {parts}, {manifest.num_bytes / _GIB:.3f} GiB, written on {manifest.host}{loss}"

@@ -1,4 +1,5 @@
-"""The process that writes a rank's part while training goes on. Started as `python -m ds_finetune.checkpoint.writer FD`.
+"""The process that writes a rank's part while training goes on. Started as `python -m ds_finetune.checkpoint.writer
+FD`.
 
 Jobs come as JSON lines on stdin, an answer to each goes to stdout. It needs no torch: it sees bytes in shared memory
 (file descriptor FD), writes them, and, on the rank that leads, waits for the parts of the others and commits.

@@ -1,1 +1,3 @@
-"""From files to batches: sources, layouts, exact loss masks, packing, cache, and a sampler whose position is a number."""
+"""From files to batches: sources, layouts, exact loss masks, packing, cache, and a sampler whose position is a
+number.
+"""

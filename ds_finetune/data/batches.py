@@ -1,4 +1,6 @@
-"""Batches from rows: the order is a pure function of (seed, epoch), so any position is found without reading what came before."""
+"""Batches from rows: the order is a pure function of (seed, epoch), so any position is found without reading what came
+before.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -20,7 +22,8 @@ _PAD_MULTIPLE = 8
 class MicroBatch:
     """Rows of one forward: `input_ids`, `position_ids`, `labels` (already shifted), int64 [rows, tokens] each.
 
-    `documents` holds the lengths of each packed row's documents, padding as one of them; None where a row is one document.
+    `documents` holds the lengths of each packed row's documents, padding as one of them; None where a row is one
+    document.
     """
 
     input_ids: torch.Tensor
@@ -54,7 +57,8 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How rows are shared out; `row_len` is the length packed rows are filled up to, None pads to the longest of a forward.
+    """How rows are shared out; `row_len` is the length packed rows are filled up to, None pads to the longest of a
+    forward.
 
     `rank` of `dp` counts shares of the batch; ranks that work on the same rows have the same.
     """
@@ -88,11 +92,15 @@ def training_batches(rows: Rows, plan: BatchPlan, *, start_step: int, total_rows
 
 
 def eval_batches(rows: Rows, plan: BatchPlan, *, limit: int = 0) -> Iterator[Batch]:
-    """Every row once, in order, or the first `limit` ones; as many forwards on each rank, the last ones filled with empty rows."""
+    """Every row once, in order, or the first `limit` ones; as many forwards on each rank, the last ones filled with
+    empty rows.
+    """
     per_round, end = plan.micro_batch_size * plan.dp, num_evaluated(rows, limit)
     for first in range(0, end, per_round):
         mine = range(first + plan.rank * plan.micro_batch_size, first + (plan.rank + 1) * plan.micro_batch_size)
-        yield _batch(rows, [number if number < end else None for number in mine], plan, Position(0, min(first + per_round, end)))
+        yield _batch(
+            rows, [number if number < end else None for number in mine], plan, Position(0, min(first + per_round, end))
+        )
 
 
 def num_evaluated(rows: Rows, limit: int) -> int:
@@ -101,7 +109,9 @@ def num_evaluated(rows: Rows, limit: int) -> int:
 
 
 def _my_places(plan: BatchPlan) -> range:
-    """Places within the global batch that are this rank's: one contiguous part, so the batch is the same for any number of ranks."""
+    """Places within the global batch that are this rank's: one contiguous part, so the batch is the same for any number
+    of ranks.
+    """
     share = plan.global_batch_size // plan.dp
     return range(plan.rank * share, (plan.rank + 1) * share)
 
@@ -161,7 +171,9 @@ def _padded(parts: Sequence[Ints], length: int, value: int) -> torch.Tensor:
 
 
 def _positions(rows: Sequence[Row], length: int, *, restarts: bool) -> NDArray[np.int64]:
-    """Padding of a packed row is a document of its own; behind a single document positions go on, which keeps attention plainly causal."""
+    """Padding of a packed row is a document of its own; behind a single document positions go on, which keeps attention
+    plainly causal.
+    """
     out = np.empty((len(rows), length), dtype=np.int64)
     for line, row in zip(out, rows, strict=True):
         given = len(row.position_ids)

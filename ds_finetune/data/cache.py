@@ -1,4 +1,6 @@
-"""Folders of the data cache: written with checksums and synced to disk, and compared with their checksums before use."""
+"""Folders of the data cache: written with checksums and synced to disk, and compared with their checksums before
+use.
+"""
 
 import io
 import json
@@ -56,7 +58,8 @@ def locked_folder(folder: Path) -> Iterator[None]:
 
 
 def write_folder(folder: Path, arrays: Mapping[str, ArrayParts], texts: Mapping[str, str]) -> None:
-    """Write arrays as `NAME.npy` and texts beside `folder`, then rename: a folder that has its name is complete and on disk.
+    """Write arrays as `NAME.npy` and texts beside `folder`, then rename: a folder that has its name is complete and on
+    disk.
 
     OutputError where that fails, e.g. on a full disk; nothing of it is left then.
     """
@@ -65,7 +68,9 @@ def write_folder(folder: Path, arrays: Mapping[str, ArrayParts], texts: Mapping[
     try:
         with _write_errors(folder.parent):
             partial.mkdir(parents=True)
-            sums = {f"{name}.npy": _write_file(partial / f"{name}.npy", array.chunks()) for name, array in arrays.items()}
+            sums = {
+                f"{name}.npy": _write_file(partial / f"{name}.npy", array.chunks()) for name, array in arrays.items()
+            }
             sums |= {name: _write_file(partial / name, [text.encode()]) for name, text in texts.items()}
             _write_file(partial / _SUMS, [json.dumps(sums, indent=1, sort_keys=True).encode()])
             _sync_folder(partial)
@@ -94,7 +99,11 @@ def damage_of(folder: Path) -> str:
         path = folder / name
         found = path.stat().st_size if path.is_file() else None
         if found != size:
-            return f"{path} has {found} bytes, not the {size} that were written" if found is not None else f"{path} is missing"
+            return (
+                f"{path} has {found} bytes, not the {size} that were written"
+                if found is not None
+                else f"{path} is missing"
+            )
         if (seen := _digest_of(path)) != digest:
             return f"{path} has the checksum {seen}, not the {digest} that was written"
     return ""
@@ -159,7 +168,9 @@ def _pieces(data: memoryview) -> Iterator[memoryview]:
 
 def _npy_header(dtype: "np.dtype[np.generic]", length: int) -> bytes:
     header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(header, {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (length,)})
+    np.lib.format.write_array_header_1_0(
+        header, {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (length,)}
+    )
     return header.getvalue()
 
 

@@ -42,11 +42,14 @@ class ChatTemplate:
         self.probes = _probes(self)
 
     def render(self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None, *, opens: bool = False) -> str:
-        """Text of the messages, with the header of an answer behind them if `opens`; RenderingError where the template fails."""
+        """Text of the messages, with the header of an answer behind them if `opens`; RenderingError where the template
+        fails.
+        """
         from jinja2 import TemplateError
 
         try:
-            # Not `apply_chat_template`: transformers 5.23 drops keys whose value is None (tokenization_utils_base.py:3144),
+            # Not `apply_chat_template`: transformers 5.23 drops keys whose value is None
+            # (tokenization_utils_base.py:3144),
             # and R1's own template tells a tool call by `message['content'] is none`.
             (rendered,), _ = render_jinja_template(
                 conversations=[list(messages)],

@@ -14,7 +14,9 @@ _THINK = ("<think>", "</think>")
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer: special ones, and in texts of users and tools those that the template writes too."""
+    """The control tokens of a tokenizer: special ones, and in texts of users and tools those that the template writes
+    too.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None, choice: str) -> None:
         self._tokenizer = tokenizer
@@ -35,7 +37,9 @@ class ControlTokens:
         return bool(self._patterns["system"].search(text))
 
     def protected(self, conversation: Conversation, where: str) -> tuple[Conversation, str]:
-        """The conversation with its control tokens marked as text if that is asked for, and what is to be noted of it."""
+        """The conversation with its control tokens marked as text if that is asked for, and what is to be noted
+        of it.
+        """
         held: list[str] = []
 
         def look(text: str, role: str) -> str:
@@ -69,7 +73,9 @@ class ControlTokens:
         return self._patterns[role].sub(f"{_OPEN}\\g<0>{_CLOSE}", text)
 
     def _text_ids(self, token: str) -> list[int]:
-        """Ids of a control token's letters; the same as transformers' `apply_chat_template(..., sanitize_control_tokens=True)`."""
+        """Ids of a control token's letters; the same as transformers' `apply_chat_template(...,
+        sanitize_control_tokens=True)`.
+        """
         if token not in self._as_text:
             found = _letters(self._tokenizer, token)
             if self._tokenizer.convert_tokens_to_ids(token) in found:

@@ -46,7 +46,9 @@ class Counts:
 
     def __add__(self, other: Self) -> Self:
         """Counts of both."""
-        return type(self)(**{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)})
+        return type(self)(
+            **{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
+        )
 
     @property
     def truncated_ratio(self) -> float:
@@ -137,7 +139,9 @@ def gather(tokens: Sequence[Tokens], rules: Sequence[str], *, max_seq_len: int) 
     lengths = [len(ids) for ids, _ in kept]
     ids = np.array([i for ids, _ in kept for i in ids], dtype=np.int32)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    found = Documents(ids, np.array([m for _, mask in kept for m in mask], dtype=np.bool_), offsets, _digests(ids, offsets))
+    found = Documents(
+        ids, np.array([m for _, mask in kept for m in mask], dtype=np.bool_), offsets, _digests(ids, offsets)
+    )
     supervised = sum(sum(mask[1:]) for _, mask in kept)
     return found, counts + Counts(documents=len(kept), tokens=len(found.ids), supervised=supervised)
 

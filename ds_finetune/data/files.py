@@ -66,7 +66,9 @@ def _opened(path: str) -> Iterator[IO[bytes]]:
         with _decompressed(path, compression) as file:
             yield file
     except (EOFError, zlib.error, OSError) as broken:
-        raise DataError(f"{path} cannot be decompressed: {broken}", hint=f"check it with `{_checker(compression)} -t {path}`") from broken
+        raise DataError(
+            f"{path} cannot be decompressed: {broken}", hint=f"check it with `{_checker(compression)} -t {path}`"
+        ) from broken
 
 
 def _checker(compression: str) -> str:
@@ -145,7 +147,9 @@ def _read_json(path: str) -> Iterator[tuple[str, Record]]:
 
 def _as_record(record: object, where: str) -> Record:
     if not isinstance(record, dict):
-        raise DataError(f"{where} holds {type(record).__name__}, not an object", hint="each row is an object with named columns")
+        raise DataError(
+            f"{where} holds {type(record).__name__}, not an object", hint="each row is an object with named columns"
+        )
     return record
 
 
@@ -172,7 +176,9 @@ def _read_csv(path: str) -> Iterator[tuple[str, Record]]:
                 )
             yield where, dict(zip(header, row, strict=True))
     except csv.Error as broken:
-        raise DataError(f"{path} line {rows.line_num} is not CSV: {broken}", hint="check the double quotes of that line") from None
+        raise DataError(
+            f"{path} line {rows.line_num} is not CSV: {broken}", hint="check the double quotes of that line"
+        ) from None
 
 
 def _read_parquet(path: str) -> Iterator[tuple[str, Record]]:

@@ -24,13 +24,17 @@ def read_hub(path: str, subset: str, split: str, *, purpose: str) -> Iterator[tu
 
 
 def default_split(names: Collection[str], path: str, *, purpose: str) -> str:
-    """The training split, or the held-out one: validation, then test; DataError where there is none, or more than one."""
+    """The training split, or the held-out one: validation, then test; DataError where there is none, or more than
+    one.
+    """
     for wanted in DEFAULT_SPLITS[purpose]:
         fitting = [name for name in names if name == wanted] or [name for name in names if splits_of(name) == {wanted}]
         if len(fitting) == 1:
             return fitting[0]
         if fitting:
-            raise DataError(f"data set `{path}` has the splits {', '.join(fitting)}", hint=f"name one, e.g. `{path}:{fitting[0]}`")
+            raise DataError(
+                f"data set `{path}` has the splits {', '.join(fitting)}", hint=f"name one, e.g. `{path}:{fitting[0]}`"
+            )
     kind = "training" if purpose == "train" else "held-out"
     raise DataError(
         f"data set `{path}` has no {kind} split: its splits are {', '.join(names)}",

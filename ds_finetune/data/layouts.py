@@ -9,7 +9,9 @@ from ds_finetune.data.sources import Record
 from ds_finetune.errors import DataError
 
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-ALPACA_PROMPT = "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+ALPACA_PROMPT = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+)
 ALPACA_PROMPT_WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "
     "Write a response that appropriately completes the request.\n\n"
@@ -43,7 +45,8 @@ def recognise(record: Record, columns: Mapping[str, str], where: str) -> str:
             return name
     wanted = "; ".join(f"{name}: {', '.join(sorted(layout.needed))}" for name, layout in LAYOUTS.items())
     raise DataError(
-        f"{where} has columns {', '.join(sorted(record))}, which fit no layout", hint=f"name them under data.columns; layouts are {wanted}"
+        f"{where} has columns {', '.join(sorted(record))}, which fit no layout",
+        hint=f"name them under data.columns; layouts are {wanted}",
     )
 
 
@@ -56,7 +59,8 @@ def read_sample(record: Record, layout: str, columns: Mapping[str, str], where: 
     if absent:
         asked = [columns.get(name, name) for name in absent]
         raise DataError(
-            f"{where} has no column `{asked[0]}` (columns: {', '.join(sorted(record))})", hint=f"layout {layout} needs {', '.join(sorted(needed))}"
+            f"{where} has no column `{asked[0]}` (columns: {', '.join(sorted(record))})",
+            hint=f"layout {layout} needs {', '.join(sorted(needed))}",
         )
     return read(view, where)
 
@@ -114,7 +118,11 @@ def _alpaca(view: Mapping[str, Any], where: str) -> Sample:
     instruction, answer = _text(view, "instruction", where), _text(view, "output", where)
     given = _optional(view, "input", where)
     intro = ALPACA_PROMPT_WITH_INPUT if given else ALPACA_PROMPT
-    prompt = f"{intro}### Instruction:\n{instruction}\n\n" + (f"### Input:\n{given}\n\n" if given else "") + "### Response:\n"
+    prompt = (
+        f"{intro}### Instruction:\n{instruction}\n\n"
+        + (f"### Input:\n{given}\n\n" if given else "")
+        + "### Response:\n"
+    )
     history: list[dict[str, str]] = []
     for asked, said in _history(view, where):
         history += [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]

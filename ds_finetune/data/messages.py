@@ -1,4 +1,6 @@
-"""One form for conversations: text contents, OpenAI's roles and tool calls, named fields; what cannot be read is refused by name."""
+"""One form for conversations: text contents, OpenAI's roles and tool calls, named fields; what cannot be read is
+refused by name.
+"""
 
 import json
 import math
@@ -57,7 +59,9 @@ def read_conversation(messages: object, tools: object, column: str, where: str) 
 
 
 def read_tools(tools: object, where: str) -> tuple[Mapping[str, Any], ...] | None:
-    """Tools as a list, or as that list in JSON; each is wrapped as `{type: function, function: ...}`, as servers pass them on."""
+    """Tools as a list, or as that list in JSON; each is wrapped as `{type: function, function: ...}`, as servers pass
+    them on.
+    """
     given = _parsed(tools, f"{where}: `tools`") if isinstance(tools, str) and tools.strip() else tools
     if not given:
         return None

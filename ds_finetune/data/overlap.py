@@ -16,14 +16,21 @@ def overlap_notes(train: PreparedRows | StreamedRows, held_out: PreparedRows) ->
     A stream is not read before training: of it, files that are in both are named.
     """
     if isinstance(train, StreamedRows):
-        held = {Path(source.path).resolve() for source in find_sources(train.config.eval, purpose="eval") if source.kind != "hub"}
+        held = {
+            Path(source.path).resolve()
+            for source in find_sources(train.config.eval, purpose="eval")
+            if source.kind != "hub"
+        }
         both = [source.path for source in train.sources if source.kind != "hub" and Path(source.path).resolve() in held]
         return [f"data.eval holds training files: {', '.join(both)}"] if both else []
     repeated = _num_repeated(held_out.documents.digests, train.documents.digests)
     if not repeated:
         return []
     total = held_out.counts.documents
-    return [f"data.eval repeats training data: {repeated:,} of {total:,} held-out documents have the tokens of a training document"]
+    return [
+        f"data.eval repeats training data: {repeated:,} of {total:,} held-out documents have the tokens of a "
+        "training document"
+    ]
 
 
 def _num_repeated(held_out: NDArray[np.uint64], train: NDArray[np.uint64]) -> int:

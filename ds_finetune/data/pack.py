@@ -7,7 +7,8 @@ Numbers = NDArray[np.int64]
 
 
 def pack(lengths: Numbers, capacity: int) -> list[Numbers]:
-    """Document numbers of each row, so that no row holds more than `capacity` tokens; the same lengths give the same rows.
+    """Document numbers of each row, so that no row holds more than `capacity` tokens; the same lengths give the same
+    rows.
 
     Rows are kept in one bucket per free space; the smallest space that fits is the lowest set bit of an integer with a
     bit per occupied bucket, so a document costs capacity / 64 machine words at most.

@@ -13,7 +13,9 @@ from ds_finetune.labels import IGNORE_INDEX
 
 @dataclass(frozen=True, eq=False)
 class PreparedRows:
-    """Rows made of documents: row i holds documents `order[offsets[i] : offsets[i + 1]]`; a few bytes a document stay in memory."""
+    """Rows made of documents: row i holds documents `order[offsets[i] : offsets[i + 1]]`; a few bytes a document stay
+    in memory.
+    """
 
     documents: Documents
     order: NDArray[np.int64]
@@ -51,7 +53,10 @@ class PreparedRows:
         if self.counts.split:
             text += f"; {self.counts.split:,} long texts split"
         if self.counts.truncated:
-            text += f"; {self.counts.truncated:,} rows truncated, which loses {self.counts.truncated_ratio:.2%} of all tokens"
+            text += (
+                f"; {self.counts.truncated:,} rows truncated, which loses {self.counts.truncated_ratio:.2%} of "
+                "all tokens"
+            )
         return text
 
     @property
@@ -73,7 +78,9 @@ class PreparedRows:
         return self.num_tokens / (len(self) * max_seq_len)
 
     def prompts(self, number: int) -> list[tuple[list[int], list[int]]]:
-        """The first documents as (ids up to the last learnt stretch, ids of that stretch), for answers to be compared."""
+        """The first documents as (ids up to the last learnt stretch, ids of that stretch), for answers to be
+        compared.
+        """
         return [self._last_answer(i) for i in range(min(number, self.counts.documents))]
 
     def document(self, number: int) -> tuple[list[int], list[bool]]:

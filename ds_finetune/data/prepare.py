@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from ds_finetune.config import DataConfig
+from ds_finetune.config.schema import DataConfig
 from ds_finetune.data.cache import ArrayParts, content_of, damage_of, locked_folder, remove_damaged, write_folder
 from ds_finetune.data.documents import Counts, Documents, Limits, gather, join, read_counts
 from ds_finetune.data.layouts import PlainText, Sample, read_sample, recognise, unread_columns
@@ -56,7 +56,8 @@ class Work:
 
 
 def prepare(config: DataConfig, which: str, *, tokenizer: PreTrainedTokenizerBase, spec: TokenSpec) -> PreparedRows:
-    """Rows of `config.train` or `config.eval`, tokenised and packed; every process of a machine calls this, one does the work.
+    """Rows of `config.train` or `config.eval`, tokenised and packed; every process of a machine calls this, one does
+    the work.
 
     The cache is found by the paths, sizes and modification times of the files, the tokenizer, the template and the
     settings: a second start reads no raw data, and a preparation that was killed goes on after its last whole part.
@@ -81,15 +82,23 @@ def prepare(config: DataConfig, which: str, *, tokenizer: PreTrainedTokenizerBas
     return PreparedRows(documents, order, offsets, counts, content=content_of(whole), notes=tuple(notes))
 
 
-def plan_work(config: DataConfig, which: str, *, tokenizer: PreTrainedTokenizerBase, spec: TokenSpec) -> tuple[list[Source], Work]:
-    """The sources of `config.train` or `config.eval` and what is to be done with their records, checked but not read."""
+def plan_work(
+    config: DataConfig, which: str, *, tokenizer: PreTrainedTokenizerBase, spec: TokenSpec
+) -> tuple[list[Source], Work]:
+    """The sources of `config.train` or `config.eval` and what is to be done with their records, checked but not
+    read.
+    """
     _check_vocabulary(tokenizer, spec)
     sources = find_sources(config.train if which == "train" else config.eval, purpose=which)
     template = _chat_template(config, tokenizer)
     settings = TemplateSettings(template, config.train_on, config.reasoning, config.control_tokens, config.separator)
     if config.long_rows == "split" and config.layout not in ("auto", "text"):
-        raise ConfigError(f"data.long_rows split is for plain text, and data.layout is {config.layout}", hint="use truncate or drop")
-    return sources, Work(tokenizer, settings, config.layout, dict(config.columns), Limits(spec.max_seq_len, config.long_rows))
+        raise ConfigError(
+            f"data.long_rows split is for plain text, and data.layout is {config.layout}", hint="use truncate or drop"
+        )
+    return sources, Work(
+        tokenizer, settings, config.layout, dict(config.columns), Limits(spec.max_seq_len, config.long_rows)
+    )
 
 
 def documents_of(records: Sequence[tuple[str, Record]], work: Work) -> tuple[Documents, Counts]:
@@ -120,7 +129,9 @@ def _named_counts(tokens: Sequence[Tokens], unread: Sequence[Sequence[str]], pla
 def _rule(where: str, sample: Sample, limits: Limits) -> str:
     is_text = isinstance(sample, PlainText)
     if limits.long_rows == "split" and not is_text:
-        raise DataError(f"{where} is dialogue, and data.long_rows is split", hint="set data.long_rows to auto, truncate or drop")
+        raise DataError(
+            f"{where} is dialogue, and data.long_rows is split", hint="set data.long_rows to auto, truncate or drop"
+        )
     return limits.rule(is_text=is_text)
 
 
@@ -148,9 +159,13 @@ def _chat_template(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> st
     try:
         return Path(config.template).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"data.template `{config.template}` does not exist", hint="use auto, plain, or the path of a Jinja file") from None
+        raise ConfigError(
+            f"data.template `{config.template}` does not exist", hint="use auto, plain, or the path of a Jinja file"
+        ) from None
     except (OSError, UnicodeDecodeError) as unreadable:
-        raise ConfigError(f"data.template `{config.template}` cannot be read: {unreadable}", hint="name a Jinja file in UTF-8") from None
+        raise ConfigError(
+            f"data.template `{config.template}` cannot be read: {unreadable}", hint="name a Jinja file in UTF-8"
+        ) from None
 
 
 def _fingerprint(sources: Sequence[Source], work: Work) -> str:
@@ -159,7 +174,11 @@ def _fingerprint(sources: Sequence[Source], work: Work) -> str:
         "rules": RULES,
         "sources": [source.fingerprint for source in sources],
         "tokenizer": work.tokenizer.backend_tokenizer.to_str(),
-        "special": [work.tokenizer.bos_token, work.tokenizer.eos_token, bool(getattr(work.tokenizer, "add_bos_token", False))],
+        "special": [
+            work.tokenizer.bos_token,
+            work.tokenizer.eos_token,
+            bool(getattr(work.tokenizer, "add_bos_token", False)),
+        ],
         "settings": asdict(work.settings),
         "layout": [work.layout, work.columns],
         "limits": asdict(work.limits),
@@ -184,7 +203,9 @@ def _tokenise(sources: Sequence[Source], work: Work, folder: Path, *, workers: i
     for part in parts:
         shutil.rmtree(part)
     if not counts.read:
-        raise DataError(f"data files {', '.join(source.path for source in sources)} hold 0 rows", hint="write at least one row")
+        raise DataError(
+            f"data files {', '.join(source.path for source in sources)} hold 0 rows", hint="write at least one row"
+        )
 
 
 def _open_parts(sources: Sequence[Source], folder: Path, parts: list[Path]) -> Iterator[_Task]:
@@ -202,7 +223,9 @@ def _open_parts(sources: Sequence[Source], folder: Path, parts: list[Path]) -> I
 
 def _is_large(sources: Sequence[Source]) -> bool:
     """Whether starting processes (seconds each) pays: above 2 MB of raw data."""
-    return any(source.kind == "hub" for source in sources) or sum(source.fingerprint[1] for source in sources) > 2_000_000
+    return (
+        any(source.kind == "hub" for source in sources) or sum(source.fingerprint[1] for source in sources) > 2_000_000
+    )
 
 
 _worker: list[Work] = []
@@ -256,12 +279,15 @@ def refuse_losses(counts: Counts, config: DataConfig, sources: Sequence[Source])
         raise DataError(f"none of the {counts.read} rows of {names} is left ({reason})", hint=hint)
     if lost > config.max_dropped_ratio * counts.read:
         raise DataError(
-            f"{lost} of {counts.read} rows of {names} are dropped ({reason}), more than data.max_dropped_ratio {config.max_dropped_ratio:g}",
+            f"{lost} of {counts.read} rows of {names} are dropped ({reason}), more than data.max_dropped_ratio "
+            f"{config.max_dropped_ratio:g}",
             hint=hint_for(counts),
         )
     if counts.truncated_ratio > config.max_truncated_ratio:
         raise DataError(
-            f"{counts.truncated} of {counts.read} rows of {names} are longer than train.max_seq_len, and truncation loses "
-            f"{counts.truncated_ratio:.1%} of all tokens, more than data.max_truncated_ratio {config.max_truncated_ratio:g}",
+            f"{counts.truncated} of {counts.read} rows of {names} are longer than train.max_seq_len, and truncation "
+            "loses "
+            f"{counts.truncated_ratio:.1%} of all tokens, more than data.max_truncated_ratio "
+            f"{config.max_truncated_ratio:g}",
             hint="raise train.max_seq_len, set data.long_rows to drop (or split, for plain text), or raise the ratio",
         )

@@ -26,7 +26,9 @@ DROPPED = {
 NOTED = {
     "tools": "name tools, which the prompt does not hold: the model is not told of them",
     "tools_partly": "name tools of which the chat template leaves out a part",
-    "open_call": "hold a tool call that the chat template does not end as it ends other turns: the model may not stop after one",
+    "open_call": (
+        "hold a tool call that the chat template does not end as it ends other turns: the model may not stop after one"
+    ),
     "behind": "end with messages behind the last answer, which are left out",
     "control_text": "hold control tokens in their texts, which are tokenised as text (data.control_tokens text)",
     "control_keep": "hold control tokens in their texts, which stay control tokens (data.control_tokens keep)",
@@ -62,6 +64,8 @@ def row_notes(counts: Counts) -> Iterator[str]:
 
 
 def server_share(counts: Counts) -> str:
-    """Rows of which a trained turn's prompt is not what `apply_chat_template` gives a server for the messages before it."""
+    """Rows of which a trained turn's prompt is not what `apply_chat_template` gives a server for the messages before
+    it.
+    """
     share = counts.lead_differs / max(counts.read, 1)
     return f"{counts.lead_differs:,} of {counts.read:,} rows ({share:.1%}) have a prompt other than a server's"

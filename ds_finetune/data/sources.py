@@ -36,7 +36,8 @@ class Source:
 
 
 def find_sources(paths: Sequence[str], *, purpose: str = "train") -> list[Source]:
-    """The files behind paths (folders are searched), in a stable order; DataError for what is missing, empty or of no known kind.
+    """The files behind paths (folders are searched), in a stable order; DataError for what is missing, empty or of no
+    known kind.
 
     A path may end in `:split`, a hub id also in `:subset:split`. Where none is named, `purpose` chooses: the training
     split, or the held-out one.
@@ -66,7 +67,9 @@ def _expand(path: str, purpose: str) -> Iterator[Source]:
         if names:
             raise DataError(f"data file `{base}` has no split `{':'.join(names)}`", hint="name the file alone")
         if kind is None:
-            raise DataError(f"data file `{path}` ends in `{''.join(place.suffixes[-2:])}`", hint=f"known endings: {known_endings()}")
+            raise DataError(
+                f"data file `{path}` ends in `{''.join(place.suffixes[-2:])}`", hint=f"known endings: {known_endings()}"
+            )
         yield Source(path, kind.kind, purpose=purpose)
     elif FileKind.of(place) or base.startswith((".", "/", "~")) or base.count("/") != 1:
         raise DataError(
@@ -79,13 +82,17 @@ def _expand(path: str, purpose: str) -> Iterator[Source]:
 
 def _only(names: Sequence[str], path: str) -> str:
     if len(names) > 1:
-        raise DataError(f"data folder `{path}` has no subsets", hint="name the folder of the subset, and its split after a colon")
+        raise DataError(
+            f"data folder `{path}` has no subsets", hint="name the folder of the subset, and its split after a colon"
+        )
     return names[0] if names else ""
 
 
 def _hub_source(path: str, names: Sequence[str], purpose: str) -> Source:
     if len(names) > 2 or not all(names):
-        raise DataError(f"data `{':'.join((path, *names))}` is not a data set", hint="write `id`, `id:split` or `id:subset:split`")
+        raise DataError(
+            f"data `{':'.join((path, *names))}` is not a data set", hint="write `id`, `id:split` or `id:subset:split`"
+        )
     subset, split = ("", *names)[-2:] if names else ("", "")
     return Source(path, "hub", subset, split, purpose)
 
@@ -93,24 +100,34 @@ def _hub_source(path: str, names: Sequence[str], purpose: str) -> Source:
 def _files_of(path: str, split: str, purpose: str) -> Iterator[Source]:
     """The files of a folder, of one split where their names say which is theirs."""
     place = Path(path)
-    kinds = {file: found for file in sorted(place.rglob("*")) if (found := FileKind.of(file)) is not None and file.is_file()}
+    kinds = {
+        file: found for file in sorted(place.rglob("*")) if (found := FileKind.of(file)) is not None and file.is_file()
+    }
     if not kinds:
-        raise DataError(f"data folder `{path}` holds no file that ends in {known_endings()}", hint="name a folder with data files")
+        raise DataError(
+            f"data folder `{path}` holds no file that ends in {known_endings()}", hint="name a folder with data files"
+        )
     splits = {file: split_of_file(file.relative_to(place)) for file in kinds}
     wanted = split or _split_for(purpose, list(splits.values()), path)
     files = [file for file in kinds if not wanted or splits[file] == wanted]
     if not files:
-        raise DataError(f"data folder `{path}` has no split `{wanted}`", hint=f"its splits are {_listed(splits.values())}")
+        raise DataError(
+            f"data folder `{path}` has no split `{wanted}`", hint=f"its splits are {_listed(splits.values())}"
+        )
     named = {kinds[file].kind for file in files}
     if len(named) > 1:
-        raise DataError(f"data folder `{path}` mixes {' and '.join(sorted(named))} files", hint="name the files themselves")
+        raise DataError(
+            f"data folder `{path}` mixes {' and '.join(sorted(named))} files", hint="name the files themselves"
+        )
     is_part = len(files) < len(kinds)
     note = f"data.{purpose} `{path}`: split {wanted} is read, {len(files)} of {len(kinds)} files" if is_part else ""
     yield from (Source(str(file), kinds[file].kind, split=wanted, purpose=purpose, note=note) for file in files)
 
 
 def _split_for(purpose: str, splits: Sequence[str], path: str) -> str:
-    """The split to read for `purpose`; empty for all files, where no name, or none but fitting ones, tells of a split."""
+    """The split to read for `purpose`; empty for all files, where no name, or none but fitting ones, tells of a
+    split.
+    """
     named, fitting = {split for split in splits if split}, DEFAULT_SPLITS[purpose]
     if not named or named == {fitting[0]} or ("" in splits and len(named) == 1 and named <= set(fitting)):
         return ""

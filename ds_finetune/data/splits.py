@@ -21,7 +21,9 @@ def splits_of(name: str) -> set[str]:
 
 
 def split_of_file(place: PurePath) -> str:
-    """The split of a file by its path within its folder: its name's, else that of the nearest folder; empty for none."""
+    """The split of a file by its path within its folder: its name's, else that of the nearest folder; empty for
+    none.
+    """
     for part in reversed(place.parts):
         found = splits_of(part)
         if found:

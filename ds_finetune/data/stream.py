@@ -4,12 +4,13 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import count, islice
+from typing import Any
 
 import numpy as np
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
-from ds_finetune.config import DataConfig
+from ds_finetune.config.schema import DataConfig
 from ds_finetune.data.batches import Batch, BatchPlan, Position, batch_of
 from ds_finetune.data.documents import Counts, Documents
 from ds_finetune.data.pack import pack
@@ -38,7 +39,8 @@ class StreamedRows:
     """What became of the first `SAMPLED_RECORDS` records, tokenised before the run for the lines of `reasons`."""
 
     def fingerprint(self) -> str:
-        """Name, split and size of each source, and a hash of all that makes rows of their records; the same on any machine.
+        """Name, split and size of each source, and a hash of all that makes rows of their records; the same on any
+        machine.
 
         The content of a source is not read before training.
         """
@@ -66,11 +68,14 @@ def stream(config: DataConfig, which: str, *, tokenizer: PreTrainedTokenizerBase
     return StreamedRows(sources, work, config, counts)
 
 
-def streaming_batches(rows: StreamedRows, plan: BatchPlan, *, steps: int, start_step: int = 0, start: Position = START) -> Iterator[Batch]:
-    """Batches of steps `start_step, ...` (0-based) until `steps`; rank r takes records r, r + dp, ... of each pass over the sources.
+def streaming_batches(
+    rows: StreamedRows, plan: BatchPlan, *, steps: int, start_step: int = 0, start: Position = START
+) -> Iterator[Batch]:
+    """Batches of steps `start_step, ...` (0-based) until `steps`; rank r takes records r, r + dp, ... of each pass over
+    the sources.
 
-    Rows are shuffled among `RECORDS_AT_A_TIME` records by (seed, pass, stretch). The batches depend on dp, unlike prepared
-    ones. `start` is the position of the batch before; records before it are read again and not tokenised.
+    Rows are shuffled among `RECORDS_AT_A_TIME` records by (seed, pass, stretch). The batches depend on dp, unlike
+    prepared ones. `start` is the position of the batch before; records before it are read again and not tokenised.
     """
     mine = _my_rows(rows, plan, start)
     share = plan.global_batch_size // plan.dp
@@ -86,7 +91,7 @@ def _my_rows(rows: StreamedRows, plan: BatchPlan, start: Position) -> Iterator[t
     for passes in count(start.epoch):
         records = islice(_all_records(rows.sources), plan.rank + first * RECORDS_AT_A_TIME * plan.dp, None, plan.dp)
         given = first
-        for stretch, chunk in enumerate(iter(lambda records=records: list(islice(records, RECORDS_AT_A_TIME)), []), start=first):  # type: ignore[misc]
+        for stretch, chunk in enumerate(_in_chunks(records), start=first):
             given += len(chunk)
             every = enumerate(_rows_of(chunk, rows, plan, seed=[plan.seed, passes, stretch, plan.rank]), start=1)
             yield from ((row, Position(passes, stretch, number)) for number, row in islice(every, skipped, None))
@@ -97,6 +102,11 @@ def _my_rows(rows: StreamedRows, plan: BatchPlan, start: Position) -> Iterator[t
                 hint="stream at least as many rows as there are ranks",
             )
         first = 0
+
+
+def _in_chunks(records: Iterator[Any]) -> Iterator[list[Any]]:
+    while chunk := list(islice(records, RECORDS_AT_A_TIME)):
+        yield chunk
 
 
 def _all_records(sources: list[Source]) -> Iterator[tuple[str, Record]]:
@@ -116,4 +126,6 @@ def _packed(documents: Documents, counts: Counts, row_len: int | None) -> Prepar
     if row_len is None:
         return PreparedRows(documents, np.arange(counts.documents), np.arange(counts.documents + 1), counts)
     bins = pack(np.diff(documents.offsets), row_len)
-    return PreparedRows(documents, np.concatenate(bins), np.concatenate([[0], np.cumsum([len(row) for row in bins])]), counts)
+    return PreparedRows(
+        documents, np.concatenate(bins), np.concatenate([[0], np.cumsum([len(row) for row in bins])]), counts
+    )

@@ -21,7 +21,9 @@ RULES = 2
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of text tokenised on its own; `learnt` is `none`, `all`, or `turn_end` (through its first special token)."""
+    """A stretch of text tokenised on its own; `learnt` is `none`, `all`, or `turn_end` (through its first special
+    token).
+    """
 
     text: str
     learnt: str
@@ -31,7 +33,8 @@ class Segment:
 class Tokens:
     """Token ids of a document and which of them carry loss; `lead_differs` if a prompt is not what a server would send.
 
-    `dropped` is why the row is left out, `notes` what to report of it (`reasons`), `unread` its fields that nothing reads.
+    `dropped` is why the row is left out, `notes` what to report of it (`reasons`), `unread` its fields that nothing
+    reads.
     """
 
     ids: list[int]
@@ -81,7 +84,9 @@ class Templater:
         self._bos = [tokenizer.bos_token_id] if adds_bos and tokenizer.bos_token_id is not None else []
 
     def tokens(self, samples: Sequence[tuple[str, Sample]]) -> list[Tokens]:
-        """Tokens of each sample; the first of each pair says where it stands, for messages. One tokenizer call for all."""
+        """Tokens of each sample; the first of each pair says where it stands, for messages. One tokenizer call
+        for all.
+        """
         plans = [self._plan(sample, where) for where, sample in samples]
         encoded = iter(
             self._control.ids(
@@ -209,7 +214,8 @@ class Templater:
         end = next((place for place, token in enumerate(ids) if token in self._special), None)
         if segment.text and end is None:
             raise DataError(
-                f"{where}: the chat template ends an assistant turn with {segment.text!r}, which holds no special token",
+                f"{where}: the chat template ends an assistant turn with {segment.text!r}, which holds no special "
+                "token",
                 hint="a model trained so would never stop; give a template that ends turns with the eos token",
             )
         return [end is not None and place <= end for place in range(len(ids))]

@@ -22,13 +22,19 @@ _SHOWN_TOKENS = 12
 
 
 def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
-    """A fast tokenizer from a folder; DataError where there is none, it has no end-of-sequence token, or other tokens than its file."""
+    """A fast tokenizer from a folder; DataError where there is none, it has no end-of-sequence token, or other tokens
+    than its file.
+    """
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, use_fast=True, trust_remote_code=False)
     except (OSError, ValueError) as missing:
-        raise DataError(f"no tokenizer in `{folder}`: {missing}", hint="set model.tokenizer to a folder with tokenizer.json") from missing
+        raise DataError(
+            f"no tokenizer in `{folder}`: {missing}", hint="set model.tokenizer to a folder with tokenizer.json"
+        ) from missing
     if tokenizer.eos_token_id is None:
-        raise DataError(f"the tokenizer of `{folder}` has no eos_token", hint="add eos_token to its tokenizer_config.json")
+        raise DataError(
+            f"the tokenizer of `{folder}` has no eos_token", hint="add eos_token to its tokenizer_config.json"
+        )
     _check_tokens(tokenizer, Path(folder) / "tokenizer.json")
     settings = Path(folder) / "tokenizer_config.json"
     if settings.is_file() and json.loads(settings.read_text(encoding="utf-8")).get("add_bos_token"):
@@ -52,10 +58,15 @@ def _check_tokens(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
         wanted = published.encode(text, add_special_tokens=False).ids
         found = tokenizer(text, add_special_tokens=False)["input_ids"]
         if found != wanted:
-            start = next((i for i, (a, b) in enumerate(zip(wanted, found, strict=False)) if a != b), min(len(wanted), len(found)))
-            ours, theirs = (tokenizer.convert_ids_to_tokens(ids[start : start + _SHOWN_TOKENS]) for ids in (wanted, found))
+            start = next(
+                (i for i, (a, b) in enumerate(zip(wanted, found, strict=False)) if a != b), min(len(wanted), len(found))
+            )
+            ours, theirs = (
+                tokenizer.convert_ids_to_tokens(ids[start : start + _SHOWN_TOKENS]) for ids in (wanted, found)
+            )
             raise DataError(
-                f"transformers loads {path} as {type(tokenizer).__name__}, which makes other tokens of {name} ({text!r}), "
+                f"transformers loads {path} as {type(tokenizer).__name__}, which makes other tokens of {name} "
+                f"({text!r}), "
                 f"from token {start} on: {theirs} instead of {ours}",
                 hint="copy the tokenizer's files to a folder without config.json, set tokenizer_class there to "
                 "PreTrainedTokenizerFast, and name that folder in model.tokenizer",

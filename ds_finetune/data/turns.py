@@ -1,9 +1,11 @@
-"""The turns of a conversation under a chat template: what is supervised follows from how the template is rendered, never from searching it.
+"""The turns of a conversation under a chat template: what is supervised follows from how the template is rendered,
+never from searching it.
 
-The texts of a turn (content, reasoning, names of called functions) are replaced by marks that cannot occur otherwise and the
-conversation is rendered; what stands before the marks is prompt, what follows them ends the turn. The true texts are then put in
-verbatim, so a template that cuts reasoning out of past turns (R1's `content.split('</think>')`) or trims them does not
-touch what is supervised. A text whose mark is missing from the rendering is lost, and so is the row.
+The texts of a turn (content, reasoning, names of called functions) are replaced by marks that cannot occur
+otherwise and the conversation is rendered; what stands before the marks is prompt, what follows them ends the turn.
+The true texts are then put in verbatim, so a template that cuts reasoning out of past turns (R1's
+`content.split('</think>')`) or trims them does not touch what is supervised. A text whose mark is missing from the
+rendering is lost, and so is the row.
 """
 
 import json
@@ -23,7 +25,8 @@ _THINK_END = "</think>"
 class Turn:
     """An assistant turn: its prompt, what is supervised, and how the turn ends.
 
-    `number` is that of its message; `is_open` if it is a tool call that the template leaves without the end of other turns.
+    `number` is that of its message; `is_open` if it is a tool call that the template leaves without the end of other
+    turns.
     """
 
     number: int
@@ -58,7 +61,8 @@ class RenderedConversation:
     def turns(self) -> list[Turn]:
         """The assistant turns in order, each with everything between it and the end of the one before as its prompt.
 
-        LostTextError where a text is not rendered; DataError where the template fails, or rewrites what it rendered before.
+        LostTextError where a text is not rendered; DataError where the template fails, or rewrites what it rendered
+        before.
         """
         found: list[Turn] = []
         done = ""
@@ -71,7 +75,8 @@ class RenderedConversation:
     def check(self, turns: Sequence[Turn], *, is_protected: bool) -> None:
         """LostTextError where a text of the row is not in `turns`, or the template moves it before an earlier one.
 
-        `is_protected` if control tokens are marked as text: a template that writes JSON in ASCII would escape the marks.
+        `is_protected` if control tokens are marked as text: a template that writes JSON in ASCII would escape the
+        marks.
         """
         document = "".join(turn.prompt + turn.body + turn.ending for turn in turns)
         end = turns[-1].number + 1
@@ -108,7 +113,9 @@ class RenderedConversation:
             return None
 
     def tools_note(self, document: str) -> str:
-        """What is to be noted of the tools: nothing, `tools` where they are not rendered, `tools_partly` where some text is not."""
+        """What is to be noted of the tools: nothing, `tools` where they are not rendered, `tools_partly` where some
+        text is not.
+        """
         if not self._tools:
             return ""
         if not self._template.probes.tools:
@@ -182,7 +189,9 @@ class RenderedConversation:
         raise LostTextError("calls")
 
     def _call_prompts(self, number: int, done: str) -> Iterator[str]:
-        """What may stand before a tool call: the header of an answer in text, or the messages before without a header."""
+        """What may stand before a tool call: the header of an answer in text, or the messages before without a
+        header.
+        """
         answer = {"role": "assistant", "content": mark(number)}
         yield self._after(done, self._render([*self._marked[:number], answer])).partition(mark(number))[0]
         if number:

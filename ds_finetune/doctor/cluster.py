@@ -1,4 +1,6 @@
-"""All hosts of a run at once: a probe on each, asked in parallel; a host that is lost on the way is reported once and asked no more."""
+"""All hosts of a run at once: a probe on each, asked in parallel; a host that is lost on the way is reported once and
+asked no more.
+"""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,24 +35,33 @@ class Cluster:
             for name, host in self.hosts.items():
                 self.sessions[name] = Session(lambda log, host=host: self.remote.open(host, MODULE, stderr=log))  # type: ignore[misc]
         except FileNotFoundError as absent:
-            raise LaunchError(f"`{absent.filename}` is not installed here", hint="install it (Debian: openssh-client)") from None
+            raise LaunchError(
+                f"`{absent.filename}` is not installed here", hint="install it (Debian: openssh-client)"
+            ) from None
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         # Not in the pool, all of whose threads may be waiting for answers that an interrupt has made pointless.
         with ThreadPoolExecutor(max_workers=len(self.hosts)) as ending:
             list(ending.map(Session.end, self.sessions.values()))
         self._pool.shutdown()
 
-    def ask(self, verb: str, arguments: Mapping[str, Mapping[str, object]], *, seconds: float, what: str = "") -> dict[str, Any]:
-        """Answers by host, of those that `arguments` names and that are still there; after `seconds` a silent one is lost.
+    def ask(
+        self, verb: str, arguments: Mapping[str, Mapping[str, object]], *, seconds: float, what: str = ""
+    ) -> dict[str, Any]:
+        """Answers by host, of those that `arguments` names and that are still there; after `seconds` a silent one is
+        lost.
 
         What takes long is said meanwhile as `what`.
         """
         asked = {name: self.sessions[name] for name in arguments if name in self.sessions}
         going = {self._pool.submit(asked[name].ask, verb, arguments[name], seconds=seconds): name for name in asked}
         self._wait_for(going, what)
-        return {name: answer for future, name in going.items() if (answer := self._answer(future, name)) is not _NOTHING}
+        return {
+            name: answer for future, name in going.items() if (answer := self._answer(future, name)) is not _NOTHING
+        }
 
     def clocks(self) -> dict[str, Clock]:
         """How far each host's clock is ahead of ours, from the quickest of a few questions."""

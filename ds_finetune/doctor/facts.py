@@ -1,4 +1,6 @@
-"""What a host is: versions, devices, limits, interfaces, folders, as plain values that can be sent and compared. Imports no torch."""
+"""What a host is: versions, devices, limits, interfaces, folders, as plain values that can be sent and compared.
+Imports no torch.
+"""
 
 import csv
 import hashlib
@@ -18,8 +20,8 @@ from typing import Any
 import psutil
 
 import ds_finetune
-from ds_finetune.launch.facts import interfaces
-from ds_finetune.run_folder import available_bytes, bytes_of, nearest_existing
+from ds_finetune.launch.host_info import interfaces
+from ds_finetune.trainer.run_dir import available_bytes, bytes_of, nearest_existing
 
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate")
 """Packages whose versions must be the same on every host."""
@@ -39,7 +41,9 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder that a run will use: the nearest that exists on its way, whether it can be written, free bytes, and bytes of a run that is in it."""
+    """A folder that a run will use: the nearest that exists on its way, whether it can be written, free bytes, and
+    bytes of a run that is in it.
+    """
 
     existing: str
     is_writable: bool
@@ -49,7 +53,9 @@ class Folder:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a host is asked: environment to carry, the first host's name, the port to try (0 for none), folders and files of the run."""
+    """What a host is asked: environment to carry, the first host's name, the port to try (0 for none), folders and
+    files of the run.
+    """
 
     environ: dict[str, str] = field(default_factory=dict)
     first: str = ""
@@ -66,7 +72,8 @@ class Facts:
     machine: str
     """Boot and network namespace: the same for two names of one host, other for two containers of one machine."""
     versions: dict[str, str]
-    """Python, packages, this program's source, and CUDA, NCCL and driver where there are; "" for what is not installed."""
+    """Python, packages, this program's source, and CUDA, NCCL and driver where there are; "" for what is not installed.
+    """
     gpus: list[Gpu]
     cores: int
     memory_bytes: int | None
@@ -127,7 +134,9 @@ def _versions() -> dict[str, str]:
     about = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
     found["CUDA of torch"] = str(runpy.run_path(str(about)).get("cuda") or "") if about and about.is_file() else ""
     # torch's wheels bring NCCL as nvidia-nccl-cu12 or -cu13.
-    found["NCCL"] = next((str(d.version) for d in distributions() if str(d.metadata["Name"]).startswith("nvidia-nccl-cu")), "")
+    found["NCCL"] = next(
+        (str(d.version) for d in distributions() if str(d.metadata["Name"]).startswith("nvidia-nccl-cu")), ""
+    )
     driver = Path("/sys/module/nvidia/version")
     found["driver"] = driver.read_text().strip() if driver.is_file() else ""
     return found
@@ -152,7 +161,11 @@ def gpus() -> list[Gpu]:
 
 def _addresses(name: str) -> list[str]:
     try:
-        return list(dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM))) if name else []
+        return (
+            list(dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)))
+            if name
+            else []
+        )
     except OSError:
         return []
 
@@ -170,7 +183,11 @@ def _holder(port: int) -> str | None:
 
 def _process_at(port: int) -> str:
     try:
-        pids = [c.pid for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == port and c.pid]
+        pids = [
+            c.pid
+            for c in psutil.net_connections("tcp")
+            if c.status == psutil.CONN_LISTEN and c.laddr.port == port and c.pid
+        ]
         return f"process {pids[0]}, {psutil.Process(pids[0]).name()}" if pids else ""
     except (psutil.AccessDenied, psutil.NoSuchProcess):
         return ""

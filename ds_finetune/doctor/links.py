@@ -1,4 +1,6 @@
-"""What the measured network says: which host did not come, which host or link is slow, and how fast all are together."""
+"""What the measured network says: which host did not come, which host or link is slow, and how fast all are
+together.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
@@ -10,7 +12,9 @@ from ds_finetune.doctor.network import JOIN_SECONDS
 _SLOW, _BROKEN = 3, 10
 """A host or link is slow, or broken, where others are faster by these."""
 _FEW = 3
-_UNREACHED = "look at firewalls between the hosts (all ports are needed), and at GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+_UNREACHED = (
+    "look at firewalls between the hosts (all ports are needed), and at GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+)
 _SLOW_MEND = "compare its link speed (ethtool), cable, switch port and driver with the others'"
 
 Answer = Mapping[str, Any]
@@ -23,11 +27,16 @@ def network_checks(seats: Sequence[str], answers: Sequence[Answer]) -> list[Chec
     if odd:
         return [Check("network", host, "fail", found, _UNREACHED) for host, found in odd.items()]
     heard = [answer["value"] for answer in answers]
-    links = {(seats[rank], seats[int(to)]): rate for rank, value in enumerate(heard) for to, rate in value["links"].items()}
+    links = {
+        (seats[rank], seats[int(to)]): rate for rank, value in enumerate(heard) for to, rate in value["links"].items()
+    }
     checks = list(slow_checks(links))
     if links:
         slowest, fastest = min(links, key=links.__getitem__), max(links, key=links.__getitem__)
-        found = f"{_speed(links[slowest])} {slowest[0]} to {slowest[1]}, up to {_speed(links[fastest])} {fastest[0]} to {fastest[1]}"
+        found = (
+            f"{_speed(links[slowest])} {slowest[0]} to {slowest[1]}, up to {_speed(links[fastest])} "
+            f"{fastest[0]} to {fastest[1]}"
+        )
         checks.append(Check("links", "", "ok", found))
     first = heard[0]
     size = f"{first['num_bytes'] / 2**20:,.3g} MiB over {len(seats)} ranks"
@@ -37,7 +46,9 @@ def network_checks(seats: Sequence[str], answers: Sequence[Answer]) -> list[Chec
 
 
 def slow_checks(links: Links) -> Iterator[Check]:
-    """Hosts all of whose links are slow one way beside other hosts', then single links; rates in bytes a second by (from, to)."""
+    """Hosts all of whose links are slow one way beside other hosts', then single links; rates in bytes a second by
+    (from, to).
+    """
     named: set[tuple[int, str]] = set()
     hosts = list(dict.fromkeys(host for pair in links for host in pair))
     for side, verb in enumerate(("sends", "receives")):
@@ -47,7 +58,13 @@ def slow_checks(links: Links) -> Iterator[Check]:
             state = _state(best[host], others)
             if state != "ok":
                 named.add((side, host))
-                yield Check("links", host, state, f"{verb} {_speed(best[host])} at most, other hosts {_speed(others)}", _SLOW_MEND)
+                yield Check(
+                    "links",
+                    host,
+                    state,
+                    f"{verb} {_speed(best[host])} at most, other hosts {_speed(others)}",
+                    _SLOW_MEND,
+                )
     usual = median(links.values()) if len(hosts) >= _FEW else max(links.values(), default=0.0)
     for (a, b), rate in links.items():
         state = _state(rate, usual)
@@ -56,7 +73,9 @@ def slow_checks(links: Links) -> Iterator[Check]:
 
 
 def _odd(seats: Sequence[str], answers: Sequence[Answer]) -> Iterator[tuple[str, str]]:
-    """Hosts that the failure of a measurement is due to, as far as it can be told: those that others miss or that ended by themselves first."""
+    """Hosts that the failure of a measurement is due to, as far as it can be told: those that others miss or that ended
+    by themselves first.
+    """
     found: dict[str, str] = {}
     problems: dict[str, str] = {}
     for host, answer in zip(seats, answers, strict=True):

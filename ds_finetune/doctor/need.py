@@ -1,21 +1,25 @@
-"""What a run will want of its hosts: the plan's own refusals, operators, bytes of disk and memory, folders and files."""
+"""What a run will want of its hosts: the plan's own refusals, operators, bytes of disk and memory, folders and
+files.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ds_finetune.config import RunConfig
+from ds_finetune.config.schema import RunConfig
 from ds_finetune.doctor.checks import Check, label
 from ds_finetune.errors import FinetuneError
 from ds_finetune.hostfile import Host
-from ds_finetune.plan.layout import Plan, make_plan
+from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.world import World
 
 
 @dataclass(frozen=True)
 class Need:
-    """What the plan says: bytes that each rank keeps in host memory and on its GPU, bytes that each host writes, and operators."""
+    """What the plan says: bytes that each rank keeps in host memory and on its GPU, bytes that each host writes, and
+    operators.
+    """
 
     rank_bytes: int
     gpu_bytes: int
@@ -40,7 +44,9 @@ def files_of(config: RunConfig | None) -> tuple[str, ...]:
 
 
 def plan_of(config: RunConfig, hosts: Sequence[Host], device: str) -> Plan:
-    """The plan of `config` on all slots of `hosts`; a FinetuneError as a run would raise it before it loads anything."""
+    """The plan of `config` on all slots of `hosts`; a FinetuneError as a run would raise it before it loads
+    anything.
+    """
     slots = [host.slots for host in hosts]
     return make_plan(config, world=World(0, sum(slots), 0, slots[0], "the doctor"), device=device)
 
@@ -55,19 +61,21 @@ def need_of(config: RunConfig, hosts: Sequence[Host], device: str) -> tuple[Need
         need = _need(plan, hosts)
     except FinetuneError as refused:
         return None, Check("plan", "", "fail", refused.message, refused.hint)
-    return need, Check("plan", "", "ok", f"{plan.mesh}, ZeRO-{plan.zero_stage}, {plan.world.world_size} ranks on {device}")
+    return need, Check(
+        "plan", "", "ok", f"{plan.mesh}, ZeRO-{plan.zero_stage}, {plan.world.world_size} ranks on {device}"
+    )
 
 
 def _need(plan: Plan, hosts: Sequence[Host]) -> Need:
-    from ds_finetune.arch import Shape
-    from ds_finetune.dry_run import held_tensors, state_bytes
     from ds_finetune.engine.ops import needed_ops
-    from ds_finetune.material import config_tree, model_config, token_spec
     from ds_finetune.model.build import resolve_folder
     from ds_finetune.model.lora import chosen_targets, quantised_targets
-    from ds_finetune.model.stages import stages_of
-    from ds_finetune.plan.legal import check_divides
-    from ds_finetune.run_folder import bytes_written
+    from ds_finetune.model.parallel.pipeline import stages_of
+    from ds_finetune.plan.combinations import check_divides
+    from ds_finetune.plan.model_shape import Shape
+    from ds_finetune.trainer.dry_run import held_tensors, state_bytes
+    from ds_finetune.trainer.inputs import config_tree, model_config, token_spec
+    from ds_finetune.trainer.run_dir import bytes_written
 
     config = plan.config
     hf_config = model_config(config, is_config_alone=True)
@@ -78,7 +86,10 @@ def _need(plan: Plan, hosts: Sequence[Host]) -> Need:
     lora = config.lora
     trained = total if lora is None else sum(target.num_params(lora.rank) for target in chosen_targets(hf_config, lora))
     adapters = 0 if lora is None else trained
-    held = max((held_tensors(plan, hf_config, stages, place) for place in range(plan.mesh.pp)), key=lambda part: sum(kind.numel for kind in part))
+    held = max(
+        (held_tensors(plan, hf_config, stages, place) for place in range(plan.mesh.pp)),
+        key=lambda part: sum(kind.numel for kind in part),
+    )
     sizes = state_bytes(plan, held, adapters=adapters, quantised=quantised_targets(hf_config, lora))
     where = {"weights": plan.offload_param, "gradients": plan.offload_optimizer, "optimizer": plan.offload_optimizer}
     at_home = "cpu" if plan.device == "cpu" else "cuda"
@@ -94,7 +105,9 @@ def _need(plan: Plan, hosts: Sequence[Host]) -> Need:
 
 
 def _disk(plan: Plan, hosts: Sequence[Host], checkpoint: int, written: Any) -> dict[str, int]:  # noqa: ANN401
-    """Rank zero's host writes the exports, and all checkpoints where the folder is one; else each host its ranks' share of those."""
+    """Rank zero's host writes the exports, and all checkpoints where the folder is one; else each host its ranks' share
+    of those.
+    """
     kept = plan.config.checkpoint
     found = {}
     for number, host in enumerate(hosts):

@@ -1,4 +1,6 @@
-"""Hosts talk to each other as a run would: one process group, each link by itself, then all at once; measured, and bounded in time."""
+"""Hosts talk to each other as a run would: one process group, each link by itself, then all at once; measured, and
+bounded in time.
+"""
 
 import os
 import re
@@ -8,7 +10,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-from ds_finetune.launch.facts import interface_towards
+from ds_finetune.launch.host_info import interface_towards
 
 JOIN_SECONDS = 30
 """How long a rank waits for the others to come to the meeting place: Python imports torch meanwhile."""
@@ -24,7 +26,9 @@ _REPEATS = 3
 
 @dataclass(frozen=True)
 class Seat:
-    """A rank of the measurement: its place, where all meet, and the ranks that stand for their hosts on links (the first of each)."""
+    """A rank of the measurement: its place, where all meet, and the ranks that stand for their hosts on links (the
+    first of each).
+    """
 
     rank: int
     world_size: int
@@ -37,7 +41,9 @@ class Seat:
 
 @dataclass(frozen=True)
 class Heard:
-    """What a rank found: bytes a second from it to others (by rank), bus bandwidth of the collectives, ranks that never came, wrong values."""
+    """What a rank found: bytes a second from it to others (by rank), bus bandwidth of the collectives, ranks that never
+    came, wrong values.
+    """
 
     links: dict[int, float]
     all_reduce: float = 0.0
@@ -49,7 +55,9 @@ class Heard:
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Pairs of `count` hosts in rounds in which each host is in one pair at most: every pair, or of many hosts a ring's neighbours."""
+    """Pairs of `count` hosts in rounds in which each host is in one pair at most: every pair, or of many hosts a ring's
+    neighbours.
+    """
     if count > _ALL_PAIRS:
         ring = [(place, (place + 1) % count) for place in range(count)]
         last = [ring[-1]] if count % 2 else []
@@ -64,7 +72,9 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
 
 
 def measure(**seat: Any) -> dict[str, object]:  # noqa: ANN401 - JSON of a Seat
-    """Take a `Seat` and return what was `Heard`; needs a process of its own, since a group that hangs cannot be left."""
+    """Take a `Seat` and return what was `Heard`; needs a process of its own, since a group that hangs cannot be
+    left.
+    """
     taken = Seat(**seat)
     interface = interface_towards(taken.address)
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if interface else ():
@@ -80,10 +90,17 @@ def _measured(seat: Seat) -> Heard:
 
     try:
         store = dist.TCPStore(
-            seat.address, seat.port, seat.world_size, seat.rank == 0, timeout=timedelta(seconds=JOIN_SECONDS), wait_for_workers=False
+            seat.address,
+            seat.port,
+            seat.world_size,
+            seat.rank == 0,
+            timeout=timedelta(seconds=JOIN_SECONDS),
+            wait_for_workers=False,
         )
     except RuntimeError as silent:
-        return Heard({}, problem=f"cannot reach the first host at {seat.address} port {seat.port}: {_first_line(silent)}")
+        return Heard(
+            {}, problem=f"cannot reach the first host at {seat.address} port {seat.port}: {_first_line(silent)}"
+        )
     here = [f"here/{rank}" for rank in range(seat.world_size)]
     store.set(here[seat.rank], "1")
     try:
@@ -95,7 +112,9 @@ def _measured(seat: Seat) -> Heard:
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
-        dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.world_size, timeout=timedelta(seconds=TALK_SECONDS))
+        dist.init_process_group(
+            backend, store=store, rank=seat.rank, world_size=seat.world_size, timeout=timedelta(seconds=TALK_SECONDS)
+        )
         heard = _talk(seat, device)
         # The store lives in rank 0, which must not go before the others have ended.
         dist.barrier()
@@ -129,7 +148,8 @@ def _talk(seat: Seat, device: Any) -> Heard:  # noqa: ANN401 - torch.device, whi
         part = torch.ones(numel // ranks, device=device)
         dist.all_gather([torch.empty_like(part) for _ in range(ranks)], part)
 
-    # Bus bandwidth as NCCL's tests count it (nccl-tests, doc/PERFORMANCE.md): what each link carries, whatever the number of ranks.
+    # Bus bandwidth as NCCL's tests count it (nccl-tests, doc/PERFORMANCE.md): what each link carries, whatever the
+    # number of ranks.
     reduced, num_bytes = _rate(all_reduce, device)
     gathered, _ = _rate(all_gather, device)
     return Heard(links, reduced * 2 * (ranks - 1) / ranks, gathered * (ranks - 1) / ranks, num_bytes, wrong=wrong)
@@ -187,7 +207,9 @@ def _rate(work: Callable[[int], None], device: Any) -> tuple[float, int]:  # noq
 
 
 def _best(exchange: Callable[[int], float], device: Any) -> tuple[float, int]:  # noqa: ANN401
-    """Bytes a second of `exchange`, which takes a size and returns seconds: of the first size that takes long enough to be measured."""
+    """Bytes a second of `exchange`, which takes a size and returns seconds: of the first size that takes long enough to
+    be measured.
+    """
     sizes = iter(_SIZES if device.type == "cuda" else _SIZES[:-1])
     size, seconds = next(sizes), exchange(_SIZES[0])
     for larger in sizes:

@@ -14,7 +14,7 @@ from typing import Any
 from ds_finetune.doctor.facts import Asked, gather
 from ds_finetune.doctor.network import measure
 from ds_finetune.doctor.session import HostLostError, RefusedError, Session, answer_requests
-from ds_finetune.run_folder import nearest_existing
+from ds_finetune.trainer.run_dir import nearest_existing
 
 MODULE = "ds_finetune.doctor.probe"
 LIFE_SECONDS = 1800
@@ -32,7 +32,8 @@ def facts(**asked: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON of an Asked
 
 
 def mark(folders: list[str], token: str) -> None:
-    """Leave a file with `token` in each folder, or in the nearest above it that exists, for as long as this program runs.
+    """Leave a file with `token` in each folder, or in the nearest above it that exists, for as long as this program
+    runs.
 
     One that cannot be written is noticed by who looks.
     """
@@ -74,7 +75,9 @@ def op(name: str, settings: dict[str, Any]) -> str:
 
 
 def apart(requests: list[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
-    """Answer requests each in a process of its own, at once; how one died is an answer: `lost` (exit code, None for too long) and `said`."""
+    """Answer requests each in a process of its own, at once; how one died is an answer: `lost` (exit code, None for too
+    long) and `said`.
+    """
     sessions = [_child() for _ in requests]
     until = time.monotonic() + seconds
     for session, request in zip(sessions, requests, strict=True):
@@ -94,7 +97,11 @@ def apart(requests: list[dict[str, Any]], seconds: float) -> list[dict[str, Any]
 
 def _child() -> Session:
     command = [sys.executable, "-m", MODULE]
-    return Session(lambda log: subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True))
+    return Session(
+        lambda log: subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True
+        )
+    )
 
 
 VERBS: dict[str, Callable[..., object]] = {

@@ -1,4 +1,6 @@
-"""The doctor's round: every host is asked what it is, builds what the run needs, and talks to the others; the answers become checks."""
+"""The doctor's round: every host is asked what it is, builds what the run needs, and talks to the others; the answers
+become checks.
+"""
 
 import os
 import secrets
@@ -7,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ds_finetune.config import RunConfig
+from ds_finetune.config.schema import RunConfig
 from ds_finetune.doctor import checks
 from ds_finetune.doctor.checks import Check
 from ds_finetune.doctor.cluster import Cluster, Say
@@ -45,20 +47,38 @@ class Inquiry:
 
 def examine(inquiry: Inquiry, say: Say) -> list[Check]:
     """All checks of the hosts; `say` prints what takes long."""
-    asked = Asked(inquiry.environ, inquiry.hosts[0].name, 0, tuple(folders_of(inquiry.config).values()), files_of(inquiry.config))
+    asked = Asked(
+        inquiry.environ, inquiry.hosts[0].name, 0, tuple(folders_of(inquiry.config).values()), files_of(inquiry.config)
+    )
     with Cluster(inquiry.hosts, inquiry.remote, say) as cluster:
         first = next(iter(cluster.hosts))
         ports = {name: inquiry.port if name == first else 0 for name in cluster.hosts}
-        answers = cluster.ask("facts", {name: asdict(replace(asked, port=port)) for name, port in ports.items()}, seconds=_START_SECONDS)
-        there = {name: Facts.read(tree) for name, tree in answers.items() if tree.keys() == Facts.__dataclass_fields__.keys()}
+        answers = cluster.ask(
+            "facts", {name: asdict(replace(asked, port=port)) for name, port in ports.items()}, seconds=_START_SECONDS
+        )
+        there = {
+            name: Facts.read(tree) for name, tree in answers.items() if tree.keys() == Facts.__dataclass_fields__.keys()
+        }
         for name in answers.keys() - there.keys():
-            cluster.lost.append(Check("versions", name, "fail", "another ds_finetune than here answers", "install the same source on every host"))
+            cluster.lost.append(
+                Check(
+                    "versions",
+                    name,
+                    "fail",
+                    "another ds_finetune than here answers",
+                    "install the same source on every host",
+                )
+            )
         found = [Check("ssh", name, "ok", facts.hostname) for name, facts in there.items()]
         if not there:
             return cluster.lost
         # Long before they are looked for: a network file system shows other hosts' files late.
         token = secrets.token_hex(4)
-        cluster.ask("mark", {name: {"folders": list(asked.folders), "token": f"{token}-{name}"} for name in there}, seconds=_QUICK_SECONDS)
+        cluster.ask(
+            "mark",
+            {name: {"folders": list(asked.folders), "token": f"{token}-{name}"} for name in there},
+            seconds=_QUICK_SECONDS,
+        )
         found += _examined(inquiry, cluster, there, gather(asked))
         found += _folders(cluster, token, inquiry.config)
         return [*cluster.lost, *found]
@@ -67,13 +87,19 @@ def examine(inquiry: Inquiry, say: Say) -> list[Check]:
 def _examined(inquiry: Inquiry, cluster: Cluster, there: Mapping[str, Facts], here: Facts) -> list[Check]:
     is_cuda = os.environ.get("DS_ACCELERATOR", "cuda") == "cuda" and any(facts.gpus for facts in there.values())
     device = "cuda" if is_cuda else "cpu"
-    found = [*checks.clock_checks(cluster.clocks()), *_host_checks(inquiry, cluster.hosts, there, device), *checks.version_checks(here, there)]
+    found = [
+        *checks.clock_checks(cluster.clocks()),
+        *_host_checks(inquiry, cluster.hosts, there, device),
+        *checks.version_checks(here, there),
+    ]
     found += checks.file_checks(here, there)
     need = None
     if inquiry.config is not None:
         need, planned = need_of(inquiry.config, inquiry.hosts, device)
         found.append(planned)
-    found += checks.limit_checks(there, world_size=sum(h.slots for h in inquiry.hosts), locks_memory=bool(need and "async_io" in need.ops))
+    found += checks.limit_checks(
+        there, world_size=sum(h.slots for h in inquiry.hosts), locks_memory=bool(need and "async_io" in need.ops)
+    )
     if need is not None and inquiry.config is not None:
         found += checks.disk_checks(there, inquiry.config.output_dir, need.disk_bytes)
         found += checks.memory_checks(cluster.hosts, there, rank_bytes=need.rank_bytes, gpu_bytes=need.gpu_bytes)
@@ -81,7 +107,9 @@ def _examined(inquiry: Inquiry, cluster: Cluster, there: Mapping[str, Facts], he
     return [*found, *_network(cluster, there, found, device)]
 
 
-def _host_checks(inquiry: Inquiry, hosts: Mapping[str, Host], there: Mapping[str, Facts], device: str) -> Iterator[Check]:
+def _host_checks(
+    inquiry: Inquiry, hosts: Mapping[str, Host], there: Mapping[str, Facts], device: str
+) -> Iterator[Check]:
     first, name = next(iter(hosts)), inquiry.hosts[0].name
     yield from checks.identity_checks({label: address_of(host) for label, host in hosts.items()}, there)
     yield from checks.device_checks(hosts, there, device)
@@ -94,7 +122,9 @@ def _host_checks(inquiry: Inquiry, hosts: Mapping[str, Host], there: Mapping[str
 
 
 def _ops(cluster: Cluster, need: Need) -> Iterator[Check]:
-    """Operators are built and run on every host at once, each in a process of its own, which may die of an illegal instruction."""
+    """Operators are built and run on every host at once, each in a process of its own, which may die of an illegal
+    instruction.
+    """
     if not need.ops:
         return
     names = list(need.ops)
@@ -110,14 +140,22 @@ def op_check(host: str, name: str, answer: Mapping[str, Any], settings: Mapping[
     if "value" in answer:
         return Check(name, host, "ok", answer["value"])
     if "refused" in answer and "substitute" in settings:
-        return Check(name, host, "warn", f"{answer['refused']}; the run will use {settings['substitute']}", answer["hint"])
+        return Check(
+            name, host, "warn", f"{answer['refused']}; the run will use {settings['substitute']}", answer["hint"]
+        )
     if "refused" in answer:
         return Check(name, host, "fail", answer["refused"], answer["hint"])
     last = ([line for line in answer["said"].splitlines() if line.strip()] or ["it said nothing"])[-1]
     if answer["lost"] is None:
-        mend = f"if nothing builds there, remove the file `lock` in {name} below TORCH_EXTENSIONS_DIR (~/.cache/torch_extensions)"
+        mend = (
+            f"if nothing builds there, remove the file `lock` in {name} below TORCH_EXTENSIONS_DIR "
+            "(~/.cache/torch_extensions)"
+        )
         return Check(name, host, "fail", f"not built and run in {_BUILD_SECONDS:.0f} s; last words: {last}", mend)
-    mend = f"remove {name} below TORCH_EXTENSIONS_DIR (~/.cache/torch_extensions), which another kind of CPU may have built; do not share it"
+    mend = (
+        f"remove {name} below TORCH_EXTENSIONS_DIR (~/.cache/torch_extensions), which another kind of CPU may "
+        "have built; do not share it"
+    )
     what = "an illegal instruction" if answer["lost"] == _ILLEGAL else f"exit code {answer['lost']}: {last}"
     return Check(name, host, "fail", f"ended by {what}", mend)
 
@@ -129,7 +167,15 @@ def _network(cluster: Cluster, there: Mapping[str, Facts], found: list[Check], d
         return []
     wrong = [check for check in found if check.state == "fail" and check.name in _STOPS_NETWORK]
     if wrong:
-        return [Check("network", "", "warn", f"not measured: {wrong[0].name} of {wrong[0].host} comes first", "mend that and ask again")]
+        return [
+            Check(
+                "network",
+                "",
+                "warn",
+                f"not measured: {wrong[0].name} of {wrong[0].host} comes first",
+                "mend that and ask again",
+            )
+        ]
     address = meeting_address(cluster.hosts[hosts[0]], hosts, there)
     ports = cluster.ask("free_port", {hosts[0]: {}}, seconds=_QUICK_SECONDS)
     if hosts[0] not in ports:
@@ -138,13 +184,25 @@ def _network(cluster: Cluster, there: Mapping[str, Facts], found: list[Check], d
     requests: dict[str, list[dict[str, object]]] = {name: [] for name in hosts}
     leaders = tuple(seats.index(name) for name in hosts)
     for rank, name in enumerate(seats):
-        seat = Seat(rank, len(seats), address, ports[hosts[0]], device, _device_of(cluster.hosts[name], rank - seats.index(name)), leaders)
+        seat = Seat(
+            rank,
+            len(seats),
+            address,
+            ports[hosts[0]],
+            device,
+            _device_of(cluster.hosts[name], rank - seats.index(name)),
+            leaders,
+        )
         requests[name].append({"do": "measure", **asdict(seat)})
     arguments = {name: {"requests": asked, "seconds": _NETWORK_SECONDS} for name, asked in requests.items()}
     answers = cluster.ask("apart", arguments, seconds=_NETWORK_SECONDS + _MARGIN, what="the network between the hosts")
     gone = [name for name in hosts if name not in answers]
     if gone:
-        return [Check("network", "", "warn", f"not measured: {', '.join(gone)} went away meanwhile", "mend that and ask again")]
+        return [
+            Check(
+                "network", "", "warn", f"not measured: {', '.join(gone)} went away meanwhile", "mend that and ask again"
+            )
+        ]
     return network_checks(seats, [answer for name in hosts for answer in answers[name]])
 
 
@@ -153,11 +211,15 @@ def _device_of(host: Host, place: int) -> int:
 
 
 def meeting_address(first: Host, names: list[str], there: Mapping[str, Facts]) -> str:
-    """The address at which the other hosts reach the first: what its name leads to here, or there, or where ssh came in."""
+    """The address at which the other hosts reach the first: what its name leads to here, or there, or where ssh came
+    in.
+    """
     others = [address for name in names[1:] for address in there[name].first]
     own = [address for addresses in there[names[0]].interfaces.values() for address in addresses]
     known = [address_of(first), *others, there[names[0]].ssh_address, *own]
-    return next((address for address in known if address and not address.startswith(("127.", "::1", "fe80"))), "127.0.0.1")
+    return next(
+        (address for address in known if address and not address.startswith(("127.", "::1", "fe80"))), "127.0.0.1"
+    )
 
 
 def _folders(cluster: Cluster, token: str, config: RunConfig | None) -> Iterator[Check]:
@@ -166,5 +228,9 @@ def _folders(cluster: Cluster, token: str, config: RunConfig | None) -> Iterator
     seen = cluster.ask("look", dict.fromkeys(names, asked), seconds=_QUICK_SECONDS)
     for name, path in folders.items():
         by_host = {host: [other.removeprefix(f"{token}-") for other in answer[path]] for host, answer in seen.items()}
-        node_local = config.checkpoint.node_local if config is not None and name == "output_dir" and config.checkpoint.every_steps else None
+        node_local = (
+            config.checkpoint.node_local
+            if config is not None and name == "output_dir" and config.checkpoint.every_steps
+            else None
+        )
         yield from checks.folder_checks(name, path, by_host, node_local=node_local)

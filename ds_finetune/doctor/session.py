@@ -1,4 +1,5 @@
-"""A conversation with a program on a host: one JSON object a line each way, so that a host is asked many things for one start of Python.
+"""A conversation with a program on a host: one JSON object a line each way, so that a host is asked many things for one
+start of Python.
 
 An answer carries the id of its request, by which it is told from what a login shell prints.
 """
@@ -26,7 +27,9 @@ _END_SECONDS = 5.0
 
 
 class HostLostError(Exception):
-    """The other side ended (`code`), or did not answer in time (`code` None), with what it had written to standard error."""
+    """The other side ended (`code`), or did not answer in time (`code` None), with what it had written to standard
+    error.
+    """
 
     def __init__(self, code: int | None, said: str) -> None:
         super().__init__(f"exit code {code}: {said}")
@@ -42,7 +45,9 @@ class RefusedError(Exception):
 
 
 class Session:
-    """The asking side; `start` gets a file for the standard error of the process it returns, which has pipes for input and output."""
+    """The asking side; `start` gets a file for the standard error of the process it returns, which has pipes for input
+    and output.
+    """
 
     def __init__(self, start: Callable[[IO[bytes]], "subprocess.Popen[bytes]"]) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
@@ -51,7 +56,9 @@ class Session:
         self._asked: deque[str] = deque()
 
     def ask(self, verb: str, arguments: Mapping[str, object] | None = None, *, seconds: float) -> Any:  # noqa: ANN401 - any JSON
-        """The answer to one request; HostLostError or RefusedError where there is none, the first after `seconds` at most."""
+        """The answer to one request; HostLostError or RefusedError where there is none, the first after `seconds` at
+        most.
+        """
         self.send(verb, arguments or {})
         return self.receive(seconds=seconds)
 
@@ -118,11 +125,14 @@ def _answer_to(number: str, line: bytes) -> dict[str, Any] | None:
     return answer if isinstance(answer, dict) and answer.get("id") == number else None
 
 
-def answer_requests(verbs: Mapping[str, Callable[..., object]], *, seconds: int, at_end: Callable[[], None] = lambda: None) -> None:
+def answer_requests(
+    verbs: Mapping[str, Callable[..., object]], *, seconds: int, at_end: Callable[[], None] = lambda: None
+) -> None:
     """The answering side: call the verb that each line of standard input names, until input ends; then `at_end`.
 
-    The process and what it started end with the input, whatever they are doing, and after `seconds` in any case. What libraries print
-    goes to standard error. A FinetuneError is an answer; another exception ends the process, and its text is what the asking side gets.
+    The process and what it started end with the input, whatever they are doing, and after `seconds` in any case.
+    What libraries print goes to standard error. A FinetuneError is an answer; another exception ends the process,
+    and its text is what the asking side gets.
     """
     with contextlib.suppress(PermissionError):
         os.setsid()

@@ -1,9 +1,11 @@
-"""A hostfile and a run without the machines: the plan, who gets which ranks, and which groups of ranks leave their host."""
+"""A hostfile and a run without the machines: the plan, who gets which ranks, and which groups of ranks leave their
+host.
+"""
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from ds_finetune.config import RunConfig
+from ds_finetune.config.schema import RunConfig
 from ds_finetune.doctor.checks import Check, State, label
 from ds_finetune.doctor.need import need_of, plan_of
 from ds_finetune.errors import FinetuneError
@@ -20,14 +22,19 @@ def simulate(hosts: Sequence[Host], config: RunConfig | None) -> list[Check]:
     counts = sorted({host.slots for host in hosts})
     world = sum(host.slots for host in hosts)
     checks = [Check("hosts", "", "ok", f"{world} ranks on {len(hosts)} hosts"), *_unequal(hosts, counts)]
-    checks += [Check("ranks", label(host), "ok", _ranks(ranks)) for host, ranks in zip(hosts, ranks_of(hosts), strict=True)]
+    checks += [
+        Check("ranks", label(host), "ok", _ranks(ranks)) for host, ranks in zip(hosts, ranks_of(hosts), strict=True)
+    ]
     if config is None:
         return checks
     need, planned = need_of(config, hosts, "cuda")
     checks.append(planned)
     if need is not None:
         most = max(need.disk_bytes.values())
-        held = f"a rank keeps {need.gpu_bytes / _GIB:,.1f} GiB on its GPU and {need.rank_bytes / _GIB:,.1f} GiB in memory, without activations"
+        held = (
+            f"a rank keeps {need.gpu_bytes / _GIB:,.1f} GiB on its GPU and {need.rank_bytes / _GIB:,.1f} GiB in "
+            "memory, without activations"
+        )
         checks.append(Check("memory", "", "ok", held))
         checks.append(Check("disk", "", "ok", f"output_dir takes {most / _GIB:,.1f} GiB at most"))
     try:
@@ -53,7 +60,9 @@ def group_checks(mesh: Mesh, hosts: Sequence[Host]) -> Iterator[Check]:
         span = len({home[rank] for rank in widest})
         is_slow = span > 1 and axis in _TALKATIVE
         state: State = "warn" if is_slow else "ok"
-        where = "stay within a host" if span == 1 else f"lie on {span} hosts, e.g. ranks {', '.join(map(str, widest[:8]))}"
+        where = (
+            "stay within a host" if span == 1 else f"lie on {span} hosts, e.g. ranks {', '.join(map(str, widest[:8]))}"
+        )
         mend = f"set parallel.{axis} to a divisor of every host's slots" if is_slow else ""
         yield Check("groups", "", state, f"{len(lines)} groups of {axis} {len(widest)} {where}", mend)
 

@@ -1,4 +1,6 @@
-"""Torch's lock on the folder in which an operator is compiled: who holds it, and what happens when its holder has died."""
+"""Torch's lock on the folder in which an operator is compiled: who holds it, and what happens when its holder has
+died.
+"""
 
 import fcntl
 import hashlib
@@ -23,7 +25,9 @@ Say = Callable[[str], None]
 REPORT_SECONDS = 30.0
 FIRST_REPORT_SECONDS = 5.0
 QUIET_SECONDS = 600.0
-"""How long a folder whose lock has an unknown holder may stay unchanged: no source file of DeepSpeed takes as long to compile."""
+"""How long a folder whose lock has an unknown holder may stay unchanged: no source file of DeepSpeed takes as long to
+compile.
+"""
 _PAUSE = 0.2
 _ENDED = "ZX"
 """States in /proc/PID/stat of processes that have ended and whose parents have not noticed."""
@@ -44,11 +48,12 @@ class Holder:
 
 @contextmanager
 def reported_lock(op: str, say: Say) -> Iterator[None]:
-    """While this is open, `say` reports what is compiled, who is waited for (on a host's first rank) and a removed lock.
+    """While this is open, `say` reports what is compiled, who is waited for (on a host's first rank) and a removed
+    lock.
 
-    Torch 2.13's own lock is an empty file, for which others wait without end and without a message once its holder was
-    killed (utils/file_baton.py). It is replaced by one of the same name that records its holder, and a lock whose holder
-    has certainly died is removed.
+    Torch 2.13's own lock is an empty file, for which others wait without end and without a message once its holder
+    was killed (utils/file_baton.py). It is replaced by one of the same name that records its holder, and a lock
+    whose holder has certainly died is removed.
     """
     kept = cpp_extension.FileBaton
     cpp_extension.FileBaton = partial(_ReportedBaton, op=op, say=say)  # type: ignore[misc,assignment]
@@ -91,7 +96,8 @@ class _ReportedBaton(FileBaton):
                 report_at = time.monotonic() + REPORT_SECONDS
             if not holder.is_alive and _unchanged_seconds(self._path.parent) > QUIET_SECONDS:
                 raise ConfigError(
-                    f"DeepSpeed's {self._op} cannot be used: {self._path} is held by {holder.name}, and nothing has changed "
+                    f"DeepSpeed's {self._op} cannot be used: {self._path} is held by {holder.name}, and nothing has "
+                    "changed "
                     f"beside it for {QUIET_SECONDS / 60:.0f} minutes",
                     hint=f"remove {self._path} where nothing compiles there any more",
                 )
@@ -150,7 +156,9 @@ def _started(pid: int) -> str | None:
 
 
 def _holder_by_files(path: Path, status: os.stat_result) -> Holder:
-    """The holder of a lock without a record, as torch writes it: it has the file open. Dead only where every process could be seen."""
+    """The holder of a lock without a record, as torch writes it: it has the file open. Dead only where every process
+    could be seen.
+    """
     is_certain = _is_local(path) and Path("/proc/self/ns/pid").is_symlink()
     is_certain = is_certain and str(Path("/proc/self/ns/pid").readlink()) == _FIRST_PID_NAMESPACE
     for process in Path("/proc").glob("[0-9]*"):

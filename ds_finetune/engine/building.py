@@ -11,7 +11,7 @@ import torch
 from ds_finetune.engine.build_lock import Say
 from ds_finetune.engine.ops import build_op, needed_ops
 from ds_finetune.errors import ConfigError
-from ds_finetune.plan.layout import Plan
+from ds_finetune.plan.plan import Plan
 from ds_finetune.world import World
 
 Agree = Callable[[str], list[str]]
@@ -61,11 +61,16 @@ def use_cores(plan: Plan, environ: MutableMapping[str, str]) -> Plan:
         return plan
     environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
-    note = f"OMP_NUM_THREADS is {threads} (it was {given or 'not set'}): the optimizer is offloaded, and this is a rank's share of the cores"
+    note = (
+        f"OMP_NUM_THREADS is {threads} (it was {given or 'not set'}): the optimizer is offloaded, and this is a "
+        "rank's share of the cores"
+    )
     return replace(plan, notes=(*plan.notes, note))
 
 
 def cores_of_rank(world: World, *, available: int, total: int) -> int:
-    """Cores of a rank: its part of those `available` here, or all of them where the launcher has bound it to some of `total`."""
+    """Cores of a rank: its part of those `available` here, or all of them where the launcher has bound it to some of
+    `total`.
+    """
     is_own = world.launcher in _BOUND and available < total
     return available if is_own else max(1, available // world.local_world_size)

@@ -1,4 +1,6 @@
-"""The engine: one `step` is one optimizer step, and its loss is the mean over the supervised tokens of the global batch."""
+"""The engine: one `step` is one optimizer step, and its loss is the mean over the supervised tokens of the global
+batch.
+"""
 
 import itertools
 import math
@@ -19,19 +21,21 @@ from ds_finetune.engine.pipeline import is_copy, reduced_at_end, run_by_turns
 from ds_finetune.engine.processes import everyones
 from ds_finetune.engine.state import EngineState, persistent_buffers
 from ds_finetune.errors import RunError
-from ds_finetune.model.cuts import Cut
-from ds_finetune.model.experts import ExpertGroup
 from ds_finetune.model.four_bit import dtype_of, is_four_bit, multiplied_out, shape_of
 from ds_finetune.model.lora import is_adapter
 from ds_finetune.model.loss import TokenLoss
-from ds_finetune.model.stages import StageGroup
-from ds_finetune.model.tensor import TensorGroup
-from ds_finetune.plan.layout import Plan
+from ds_finetune.model.parallel.expert import ExpertGroup
+from ds_finetune.model.parallel.pipeline import StageGroup
+from ds_finetune.model.parallel.sharding import Cut
+from ds_finetune.model.parallel.tensor import TensorGroup
+from ds_finetune.plan.plan import Plan
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did, the same on every rank: loss is a mean in nats per supervised token of the global batch."""
+    """What one optimizer step did, the same on every rank: loss is a mean in nats per supervised token of the global
+    batch.
+    """
 
     loss: float
     accuracy: float
@@ -69,7 +73,9 @@ def _never() -> bool:
 
 
 class Engine:
-    """A model under DeepSpeed, seen as `step`, `evaluate`, `generate`, `logits` and `tensors` (`tensor_specs` in advance)."""
+    """A model under DeepSpeed, seen as `step`, `evaluate`, `generate`, `logits` and `tensors` (`tensor_specs` in
+    advance).
+    """
 
     def __init__(self, wrapped: Any, plan: Plan, groups: Groups) -> None:  # noqa: ANN401 - a DeepSpeedEngine
         self.plan = plan
@@ -99,14 +105,19 @@ class Engine:
     def step(self, batch: Batch, *, lr: float) -> StepResult:
         """Do one optimizer step with learning rate `lr` on the global batch of which `batch` is this rank's share."""
         self._ds.train()
-        tokens, supervised = self._sum_over_ranks(batch.num_tokens, batch.num_supervised_tokens, copies=self.plan.mesh.sharing)
+        tokens, supervised = self._sum_over_ranks(
+            batch.num_tokens, batch.num_supervised_tokens, copies=self.plan.mesh.sharing
+        )
         for group in self._ds.optimizer.param_groups:
             group["lr"] = lr
-        # DeepSpeed divides by its ranks in its reducers (zero/stage_1_and_2.py, engine.allreduce_bucket in 0.19.8); our loss is a mean already.
+        # DeepSpeed divides by its ranks in its reducers (zero/stage_1_and_2.py, engine.allreduce_bucket in 0.19.8); our
+        # loss is a mean already.
         scale = self.plan.zero_ranks / max(supervised, 1)
         self._probe.reset()
         sums = self._passes(batch, scale) if self._stage is None else self._pipelined(batch, scale, self._stage)
-        loss_sum, correct, bad = self._sum_over_ranks(*sums.tolist(), float(self._probe.is_bad()), copies=self.plan.mesh.tp)
+        loss_sum, correct, bad = self._sum_over_ranks(
+            *sums.tolist(), float(self._probe.is_bad()), copies=self.plan.mesh.tp
+        )
         grad_norm, skipped = self._apply(bad > 0)
         return StepResult(
             loss=loss_sum / max(supervised, 1),
@@ -136,7 +147,9 @@ class Engine:
         loss_sum, correct = self._sum_over_ranks(*sums.tolist(), copies=self.plan.mesh.tp)
         return EvalResult(loss_sum / max(supervised, 1), correct / max(supervised, 1), int(supervised))
 
-    def generate(self, prompts: list[list[int]], limits: Limits, *, is_over: Callable[[], bool] = _never) -> list[list[int]] | None:
+    def generate(
+        self, prompts: list[list[int]], limits: Limits, *, is_over: Callable[[], bool] = _never
+    ) -> list[list[int]] | None:
         """Greedy answers (token ids without the prompt and the stop token) to `prompts`, shared out over the ranks.
 
         None where `is_over`, asked before each answer and the same on every rank, ends it.
@@ -151,18 +164,21 @@ class Engine:
         return [merged[index] for index in range(len(prompts))]
 
     def logits(self, prompts: Sequence[Sequence[int]]) -> Iterator[torch.Tensor]:
-        """Logits of each prompt (token ids) in the run's precision, [tokens, vocabulary] as fp32, on every rank; all ranks run it to its end."""
+        """Logits of each prompt (token ids) in the run's precision, [tokens, vocabulary] as fp32, on every rank; all
+        ranks run it to its end.
+        """
         self._ds.eval()
         for prompt in prompts:
             with torch.no_grad():
                 yield self.lm(input_ids=torch.tensor([prompt], device=self._device), use_cache=False).logits[0].float()
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Every parameter and persistent buffer by its Hugging Face name: the whole tensor on rank zero's CPU, None elsewhere.
+        """Every parameter and persistent buffer by its Hugging Face name: the whole tensor on rank zero's CPU, None
+        elsewhere.
 
-        One parameter is gathered at a time; every rank must run the iterator to its end. Ranks go from one to the next together,
-        so that none waits longer than for what is done with one tensor. Adapters are left out, and not added. Weights in four bits
-        are multiplied out.
+        One parameter is gathered at a time; every rank must run the iterator to its end. Ranks go from one to the
+        next together, so that none waits longer than for what is done with one tensor. Adapters are left out, and
+        not added. Weights in four bits are multiplied out.
         """
         return self._whole(lambda name: not is_adapter(name))
 
@@ -181,7 +197,9 @@ class Engine:
                     yield name, self._on_rank_zero(whole, spec, stage)
 
     def tensor_specs(self) -> dict[str, torch.Tensor]:
-        """Shape and dtype of what `tensors` yields, in its order, as tensors on the meta device; nothing is gathered."""
+        """Shape and dtype of what `tensors` yields, in its order, as tensors on the meta device; nothing is
+        gathered.
+        """
         return {name: spec for specs in self._specs for name, spec in specs.items() if not is_adapter(name)}
 
     def _forward(self, micro: MicroBatch) -> TokenLoss | torch.Tensor:
@@ -193,7 +211,9 @@ class Engine:
         return out
 
     def _passes(self, batch: Batch, scale: float) -> torch.Tensor:
-        """Forward and backward of every micro-batch; returns summed loss and right predictions of this rank, fp64 [2]."""
+        """Forward and backward of every micro-batch; returns summed loss and right predictions of this rank, fp64
+        [2].
+        """
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)
         for index, micro in enumerate(batch.micro, start=1):
             loss = self._forward(micro)
@@ -220,23 +240,31 @@ class Engine:
         return sums
 
     def _apply(self, has_bad_gradient: bool) -> tuple[float, bool]:
-        """Take the optimizer step of a whole batch; returns the gradient norm before clipping and whether the step was skipped."""
+        """Take the optimizer step of a whole batch; returns the gradient norm before clipping and whether the step was
+        skipped.
+        """
         if self._is_plain:
             params = [param for param in self._ds.module.parameters() if param.grad is not None]
             norm = self._plain_norm(params)
             is_skipped = has_bad_gradient or not math.isfinite(norm)
             if is_skipped:
-                # DeepSpeed 0.19.8 applies NaN at stage 0 in fp32; parameters without a gradient are left alone by torch's optimizers.
+                # DeepSpeed 0.19.8 applies NaN at stage 0 in fp32; parameters without a gradient are left alone by
+                # torch's optimizers.
                 self._ds.zero_grad()
             elif self.plan.config.train.max_grad_norm:
-                torch.nn.utils.clip_grads_with_norm_(params, self.plan.config.train.max_grad_norm, torch.tensor(norm, device=self._device))
+                torch.nn.utils.clip_grads_with_norm_(
+                    params, self.plan.config.train.max_grad_norm, torch.tensor(norm, device=self._device)
+                )
             self._ds.step()
             return norm, is_skipped
         skipped_before = self._ds.skipped_steps
         self._ds.step()
         skipped = self._ds.skipped_steps > skipped_before
         if has_bad_gradient and not skipped:
-            raise RunError(f"a non-finite gradient was applied at ZeRO stage {self.plan.zero_stage}: {self._culprit()}", hint="please report this")
+            raise RunError(
+                f"a non-finite gradient was applied at ZeRO stage {self.plan.zero_stage}: {self._culprit()}",
+                hint="please report this",
+            )
         norm = self._ds.get_global_grad_norm()
         return float("nan") if norm is None else float(norm), skipped
 
@@ -244,7 +272,9 @@ class Engine:
     def _is_tied(self) -> bool:
         """Whether this stage holds an embedding whose weight is the head's as well."""
         stage = self._stage
-        return stage is not None and (stage.is_first or stage.is_last) and bool(self._ds.module.config.tie_word_embeddings)
+        return (
+            stage is not None and (stage.is_first or stage.is_last) and bool(self._ds.module.config.tie_word_embeddings)
+        )
 
     @property
     def _is_plain(self) -> bool:
@@ -255,7 +285,11 @@ class Engine:
         tensor, experts, stage = self._groups.tensor, self._groups.experts, self._stage
         square = torch.zeros((), device=self._device)
         for has_cut, has_experts in itertools.product((False, True), repeat=2):
-            kind = [param.grad for param in params if not is_copy(param) and (_is_cut(param), is_expert(param)) == (has_cut, has_experts)]
+            kind = [
+                param.grad
+                for param in params
+                if not is_copy(param) and (_is_cut(param), is_expert(param)) == (has_cut, has_experts)
+            ]
             part = torch.nn.utils.get_total_norm([grad for grad in kind if grad is not None]).to(self._device) ** 2
             for group, is_shared_out in ((tensor, has_cut), (experts, has_experts), (stage, True)):
                 if group is not None and is_shared_out:
@@ -277,7 +311,9 @@ class Engine:
         return (summed / copies).tolist()
 
     def _my_share(self, prompts: list[list[int]]) -> list[tuple[int, list[int]]]:
-        """This rank's prompts; under ZeRO-3 every rank must run the model equally often, so the last ones may be answered twice."""
+        """This rank's prompts; under ZeRO-3 every rank must run the model equally often, so the last ones may be
+        answered twice.
+        """
         mesh = self.plan.mesh
         ranks, rank = self.plan.zero_ranks, mesh.place("dp") * mesh.sp + mesh.place("sp")
         rounds = math.ceil(len(prompts) / ranks)
@@ -303,7 +339,9 @@ class Engine:
 
     @property
     def _meets_others(self) -> bool:
-        """Whether a forward waits for other ranks, which must then do as many: parameters gathered, or experts elsewhere."""
+        """Whether a forward waits for other ranks, which must then do as many: parameters gathered, or experts
+        elsewhere.
+        """
         return (self.plan.zero_stage == 3 and self.plan.zero_ranks > 1) or self.plan.mesh.ep > 1
 
     def _own_specs(self) -> dict[str, torch.Tensor]:
@@ -315,7 +353,9 @@ class Engine:
         return found | {name: buffer.to("meta") for name, buffer in persistent_buffers(self._ds.module)}
 
     def joined(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """The whole of a tensor cut as parameter `name` is, on the stage's first rank; something else on other ranks, of which some take part."""
+        """The whole of a tensor cut as parameter `name` is, on the stage's first rank; something else on other ranks,
+        of which some take part.
+        """
         window = self._cut.window(name, tuple(part.shape))
         box = part.reshape(window.local)
         mesh = self.plan.mesh

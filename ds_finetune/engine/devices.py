@@ -35,18 +35,23 @@ def why_no_gpu() -> str:
 
 
 def visible_device(local_rank: int) -> int:
-    """Number of the GPU of a local rank among those this process sees; 0 where a scheduler shows each process its own alone."""
+    """Number of the GPU of a local rank among those this process sees; 0 where a scheduler shows each process its own
+    alone.
+    """
     count = torch.cuda.device_count()
     if local_rank >= count > 1:
         raise LaunchError(
-            f"local rank {local_rank} sees {count} GPUs", hint=f"start {count} ranks on this host, or show each rank its own GPU alone"
+            f"local rank {local_rank} sees {count} GPUs",
+            hint=f"start {count} ranks on this host, or show each rank its own GPU alone",
         )
     return local_rank if local_rank < count else 0
 
 
 @contextmanager
 def deepspeeds_local_rank(index: int) -> Iterator[None]:
-    """DeepSpeed sees `index` as its local rank, which it takes for the number of its GPU (0.19.8, runtime/engine.py:1941-1966)."""
+    """DeepSpeed sees `index` as its local rank, which it takes for the number of its GPU (0.19.8,
+    runtime/engine.py:1941-1966).
+    """
     names = [name for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK") if name in os.environ]
     kept = {name: os.environ[name] for name in names}
     os.environ.update(dict.fromkeys(names, str(index)))
@@ -78,13 +83,16 @@ def own_device(world: World, device: str) -> str:
 
 
 def refuse_other_devices(found: list[str]) -> None:
-    """LaunchError where ranks use different accelerators or two of them one GPU; `found` has their `own_device` by rank."""
+    """LaunchError where ranks use different accelerators or two of them one GPU; `found` has their `own_device` by
+    rank.
+    """
     ranks = [json.loads(text) for text in found]
     first = ranks[0]
     for rank, one in enumerate(ranks):
         if one["device"] != first["device"]:
             raise LaunchError(
-                f"rank 0 on {first['host']} uses {first['device']} and rank {rank} on {one['host']} uses {one['device']}",
+                f"rank 0 on {first['host']} uses {first['device']} and rank {rank} on {one['host']} uses "
+                f"{one['device']}",
                 hint="see nvidia-smi on the host without a GPU, leave that host out, or set DS_ACCELERATOR=cpu on all",
             )
         same = next((other for other in range(rank) if one["gpu"] and ranks[other]["gpu"] == one["gpu"]), None)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_finetune.engine.groups import Groups
-from ds_finetune.plan.layout import Plan
+from ds_finetune.plan.plan import Plan
 
 _STAGE_OF_PARTITIONED_PARAMETERS = 3
 
@@ -15,14 +15,17 @@ _STAGE_OF_PARTITIONED_PARAMETERS = 3
 def tag_expert(param: nn.Parameter, *, groups: Groups) -> None:
     """Mark a parameter of this rank's experts, which the ranks of `groups.same_experts` hold and nobody else.
 
-    Below stage 3 by `allreduce` and `group_name` (DeepSpeed 0.19.8, moe/utils.py:29), at stage 3 by its placement, which has
-    to be there when `zero.Init` partitions it (zero/partition_parameters.py:1302, zero/stage3.py:675).
+    Below stage 3 by `allreduce` and `group_name` (DeepSpeed 0.19.8, moe/utils.py:29), at stage 3 by its placement,
+    which has to be there when `zero.Init` partitions it (zero/partition_parameters.py:1302, zero/stage3.py:675).
     """
     held: Any = param
     held.allreduce, held.group_name = False, groups.expert_name
     held.ds_zero_placement_family, held.ds_zero_partition_group_name = "autoep_expert", groups.expert_name
     held.ds_zero_partition_process_group = groups.same_experts
-    held.ds_zero_partition_rank, held.ds_zero_partition_world_size = dist.get_rank(groups.same_experts), dist.get_world_size(groups.same_experts)
+    held.ds_zero_partition_rank, held.ds_zero_partition_world_size = (
+        dist.get_rank(groups.same_experts),
+        dist.get_world_size(groups.same_experts),
+    )
 
 
 def is_expert(param: torch.Tensor) -> bool:
@@ -31,7 +34,9 @@ def is_expert(param: torch.Tensor) -> bool:
 
 
 def experts_marker(parts: int) -> nn.Module:
-    """A module without parameters of the class by which DeepSpeed's engine sees that there are experts (0.19.8, runtime/engine.py:2100)."""
+    """A module without parameters of the class by which DeepSpeed's engine sees that there are experts (0.19.8,
+    runtime/engine.py:2100).
+    """
     from deepspeed.moe.layer import MoE
 
     class Marker(MoE):  # type: ignore[misc]
@@ -46,7 +51,9 @@ def experts_marker(parts: int) -> nn.Module:
 
 
 def parameter_groups(model: nn.Module, plan: Plan, groups: Groups) -> list[dict[str, Any]]:
-    """Matrices with weight decay, norms and biases without, experts apart; the optimizer's own numbers come from the DeepSpeed section."""
+    """Matrices with weight decay, norms and biases without, experts apart; the optimizer's own numbers come from the
+    DeepSpeed section.
+    """
     trained = [p for p in model.parameters() if p.requires_grad]
     decay = plan.config.optim.weight_decay
     made: list[dict[str, Any]] = [

@@ -27,8 +27,12 @@ class FiniteProbe:
         return not bool(torch.isfinite(torch.stack(list(self._seen.values())).sum()))
 
     def first_bad(self) -> str | None:
-        """Name of the parameter whose gradient was the first not to be finite on this rank, in the order of backward."""
-        return next((self._names[index] for index, value in self._seen.items() if not bool(torch.isfinite(value))), None)
+        """Name of the parameter whose gradient was the first not to be finite on this rank, in the order of
+        backward.
+        """
+        return next(
+            (self._names[index] for index, value in self._seen.items() if not bool(torch.isfinite(value))), None
+        )
 
     def _look(self, index: int, grad: torch.Tensor) -> None:
         # x * 0 is 0 for finite x and NaN otherwise; fp32, since a sum of fp16 values may overflow by itself.

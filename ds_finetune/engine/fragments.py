@@ -11,7 +11,8 @@ from ds_finetune.model.build import Fragment, in_memory, whole
 
 
 def partition(param: torch.Tensor) -> Fragment:
-    """This rank's slice of a ZeRO-3 parameter: `ds_tensor`, one of equal flat pieces (DeepSpeed 0.19.8, zero/partition_parameters.py).
+    """This rank's slice of a ZeRO-3 parameter: `ds_tensor`, one of equal flat pieces (DeepSpeed 0.19.8,
+    zero/partition_parameters.py).
 
     A slice on NVMe is brought into one of the swapper's buffers while it is open and written back when it closes. A
     parameter that ZeRO-3 does not know lives here whole.
@@ -27,10 +28,13 @@ def partition(param: torch.Tensor) -> Fragment:
 
 
 def is_swapped(param: torch.Tensor) -> bool:
-    """Whether this parameter's slice lives on NVMe; slices below one aio block stay in memory (swap_tensor/partitioned_param_swapper.py:135)."""
+    """Whether this parameter's slice lives on NVMe; slices below one aio block stay in memory
+    (swap_tensor/partitioned_param_swapper.py:135).
+    """
     from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 
-    return getattr(param, "ds_tensor", None) is not None and param.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
+    partition = getattr(param, "ds_tensor", None)
+    return partition is not None and partition.status == PartitionedParamStatus.NOT_AVAILABLE
 
 
 @contextmanager

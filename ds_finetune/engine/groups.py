@@ -8,10 +8,10 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ds_finetune.engine.processes import COLLECTIVE_TIMEOUT
-from ds_finetune.model.experts import ExpertGroup
-from ds_finetune.model.sequence import SequenceGroup
-from ds_finetune.model.stages import StageGroup
-from ds_finetune.model.tensor import TensorGroup
+from ds_finetune.model.parallel.expert import ExpertGroup
+from ds_finetune.model.parallel.pipeline import StageGroup
+from ds_finetune.model.parallel.sequence import SequenceGroup
+from ds_finetune.model.parallel.tensor import TensorGroup
 from ds_finetune.plan.mesh import Axis, Mesh
 
 
@@ -24,7 +24,9 @@ class ModelParallel:
         self._data: dist.ProcessGroup | None = made.line("dp", "sp")
 
     def close(self) -> None:
-        """Let go of the process groups, whatever still refers to this; DeepSpeed 0.19.8 keeps the last unit (utils/groups.py:50)."""
+        """Let go of the process groups, whatever still refers to this; DeepSpeed 0.19.8 keeps the last unit
+        (utils/groups.py:50).
+        """
         from deepspeed.utils import groups
 
         groups.mpu = None
@@ -57,7 +59,9 @@ class ModelParallel:
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups this rank is in; None along an axis of one rank. `same_experts` is known to DeepSpeed by `expert_name`."""
+    """The groups this rank is in; None along an axis of one rank. `same_experts` is known to DeepSpeed by
+    `expert_name`.
+    """
 
     stage: StageGroup | None
     sequence: SequenceGroup | None
@@ -103,7 +107,9 @@ class _Made:
 
 @contextmanager
 def open_groups(mesh: Mesh, *, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Iterator[Groups]:
-    """Make the groups of `mesh`, collectively, and take them apart at the end: DeepSpeed 0.19.8 keeps a model under ZeRO-3 past `destroy`."""
+    """Make the groups of `mesh`, collectively, and take them apart at the end: DeepSpeed 0.19.8 keeps a model under
+    ZeRO-3 past `destroy`.
+    """
     made = _Made(mesh, timeout)
     groups = Groups(
         stage=_stage(made) if mesh.pp > 1 else None,
@@ -126,7 +132,9 @@ def open_groups(mesh: Mesh, *, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Itera
 def _stage(made: _Made) -> StageGroup:
     mesh = made.mesh
     stage = StageGroup(made.line("pp"), mesh.pp, mesh.place("pp"))
-    ends = made.own([[rank for rank in line if mesh.place("pp", rank) in (0, mesh.pp - 1)] for line in mesh.lines("pp", "dp", "sp")])
+    ends = made.own(
+        [[rank for rank in line if mesh.place("pp", rank) in (0, mesh.pp - 1)] for line in mesh.lines("pp", "dp", "sp")]
+    )
     stage.ends = ends if stage.is_first or stage.is_last else None
     return stage
 
@@ -138,10 +146,14 @@ def _tell_deepspeed(groups: Groups, made: _Made) -> None:
     if groups.experts is None:
         return
     name, mesh = groups.expert_name, made.mesh
-    # Asked for to add up norms alone, for which tensor parallel ranks hold parts of experts as well (zero/stage3.py:1995).
+    # Asked for to add up norms alone, for which tensor parallel ranks hold parts of experts as well
+    # (zero/stage3.py:1995).
     parts = groups.experts.group if mesh.tp == 1 else made.own(mesh.expert_part_lines())
     known._EXPERT_PARALLEL_GROUP[name], known._EXPERT_PARALLEL_GROUP_RANKS[name] = parts, mesh.expert_part_lines()
-    known._EXPERT_DATA_PARALLEL_GROUP[name], known._EXPERT_DATA_PARALLEL_GROUP_RANKS[name] = groups.same_experts, mesh.same_expert_lines()
+    known._EXPERT_DATA_PARALLEL_GROUP[name], known._EXPERT_DATA_PARALLEL_GROUP_RANKS[name] = (
+        groups.same_experts,
+        mesh.same_expert_lines(),
+    )
 
 
 def _tell_deepspeed_no_more(groups: Groups) -> None:

@@ -6,12 +6,14 @@ from typing import Any
 
 import torch
 
-from ds_finetune.plan.layout import Plan
+from ds_finetune.plan.plan import Plan
 
 
 @dataclass(frozen=True)
 class Part:
-    """Elements `start` to `start + numel` of the flattened parameter `name` of `shape`, which begin at `offset` of their master."""
+    """Elements `start` to `start + numel` of the flattened parameter `name` of `shape`, which begin at `offset` of
+    their master.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -24,7 +26,8 @@ class Part:
 class Master:
     """A tensor an optimizer steps on, the parameter parts in it, and its number; on NVMe it is empty until swapped in.
 
-    `wholes` are the places of the same parameters in a buffer that holds each of them whole, as Muon's momentum does below
+    `wholes` are the places of the same parameters in a buffer that holds each of them whole, as Muon's momentum does
+    below
     stage 3 (zero/stage_1_and_2.py:2805): one that two ranks share is there on both.
     """
 
@@ -35,7 +38,9 @@ class Master:
     wholes: tuple[Part, ...] = ()
 
     def parts_in(self, held: torch.Tensor, *, restoring: bool) -> tuple[Part, ...]:
-        """The parts in `held`, a state of this master: each element by one rank to save them, by all that hold it to restore."""
+        """The parts in `held`, a state of this master: each element by one rank to save them, by all that hold it to
+        restore.
+        """
         if held.numel() == self.flat.numel():
             return self.parts
         if restoring:
@@ -45,7 +50,9 @@ class Master:
 
 
 def masters_of(wrapped: Any, plan: Plan) -> list[Master]:  # noqa: ANN401 - a DeepSpeedEngine
-    """The masters of this rank by name without the leading `lm.`, padding left out; a parameter in no master is not trained."""
+    """The masters of this rank by name without the leading `lm.`, padding left out; a parameter in no master is not
+    trained.
+    """
     names = {id(param): name.removeprefix("lm.") for name, param in wrapped.module.named_parameters()}
     optimizer = wrapped.optimizer
     if plan.zero_stage == 3:
@@ -63,9 +70,15 @@ def _whole(param: torch.Tensor, names: dict[int, str], offset: int) -> Part:
 
 
 def _mixed_precision(optimizer: Any, names: dict[int, str]) -> Iterator[Master]:  # noqa: ANN401
-    """Stage 0 in 16 bits: a copy of each parameter (fp16/unfused_optimizer.py), or of each group (fp16/fused_optimizer.py)."""
+    """Stage 0 in 16 bits: a copy of each parameter (fp16/unfused_optimizer.py), or of each group
+    (fp16/fused_optimizer.py).
+    """
     if hasattr(optimizer, "fp32_groups"):
-        pairs = [pair for groups in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True) for pair in zip(*groups, strict=True)]
+        pairs = [
+            pair
+            for groups in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+            for pair in zip(*groups, strict=True)
+        ]
         yield from (Master(flat, (_whole(param, names, 0),), number) for number, (param, flat) in enumerate(pairs))
         return
     for number, (group, flat) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True)):
@@ -83,7 +96,9 @@ def _sharded(optimizer: Any, number: int, names: dict[int, str]) -> Master:  # n
         mapping = param._hp_mapping
         if mapping is not None:
             where = mapping.lp_fragment_address
-            parts.append(Part(names[id(param)], tuple(param.shape), where.start, where.numel, mapping.hp_fragment_address.start))
+            parts.append(
+                Part(names[id(param)], tuple(param.shape), where.start, where.numel, mapping.hp_fragment_address.start)
+            )
     offset, wholes = 0, []
     for param in optimizer.params_in_partition[number]:
         wholes.append(_whole(param, names, offset))
@@ -92,12 +107,21 @@ def _sharded(optimizer: Any, number: int, names: dict[int, str]) -> Master:  # n
 
 
 def _partitioned(optimizer: Any, names: dict[int, str], plan: Plan) -> Iterator[Master]:  # noqa: ANN401
-    """Stage 3: equal flat parts of each parameter, one behind the other in sub-groups (zero/stage3.py, grad_position)."""
+    """Stage 3: equal flat parts of each parameter, one behind the other in sub-groups (zero/stage3.py,
+    grad_position).
+    """
     for number, group in enumerate(optimizer.fp16_groups):
         parts = []
         for param in group:
             _, offset, held = optimizer.grad_position[optimizer.get_param_id(param)]
             start = min(optimizer._get_param_partition_rank(param) * held, param.ds_numel)
-            parts.append(Part(names[id(param)], tuple(param.ds_shape), start, min(held, param.ds_numel - start), offset))
+            parts.append(
+                Part(names[id(param)], tuple(param.ds_shape), start, min(held, param.ds_numel - start), offset)
+            )
         is_swapped = plan.offload_optimizer == "nvme" and optimizer._swappable_optimizer_subgroup(number)
-        yield Master(optimizer.fp32_partitioned_groups_flat[number], tuple(part for part in parts if part.numel), number, is_swapped)
+        yield Master(
+            optimizer.fp32_partitioned_groups_flat[number],
+            tuple(part for part in parts if part.numel),
+            number,
+            is_swapped,
+        )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ds_finetune.errors import ConfigError
-from ds_finetune.plan.layout import Plan
+from ds_finetune.plan.plan import Plan
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -18,20 +18,33 @@ if TYPE_CHECKING:
 _ELEMENTS = 512 * 1024
 _DEFAULT_BUFFER = 100_000_000
 """Elements, where `buffer_size` is not given (DeepSpeed 0.19.8, zero/offload_config.py)."""
-_AIO = {"block_size": 1 << 20, "queue_depth": 8, "single_submit": False, "overlap_events": True, "intra_op_parallelism": 1}
-"""What DeepSpeed 0.19.8 takes where the `aio` section does not say (swap_tensor/aio_config.py), in the order of `aio_handle`."""
+_AIO = {
+    "block_size": 1 << 20,
+    "queue_depth": 8,
+    "single_submit": False,
+    "overlap_events": True,
+    "intra_op_parallelism": 1,
+}
+"""What DeepSpeed 0.19.8 takes where the `aio` section does not say (swap_tensor/aio_config.py), in the order of
+`aio_handle`.
+"""
 _OFFSET = 64
 """Elements before the destination: 256 bytes, which is no multiple of a 512-byte sector."""
 
 
 def check_nvme(plan: Plan) -> None:
-    """Write, read back at an unaligned address and compare on each `nvme_path` of the plan; ConfigError where the bytes differ.
+    """Write, read back at an unaligned address and compare on each `nvme_path` of the plan; ConfigError where the bytes
+    differ.
 
     DeepSpeed 0.19.8 reads gradients into `buffer.narrow(offset)`; where the disk's direct IO wants aligned addresses,
     the read returns without an error and the gradient is stale.
     """
     zero = plan.deepspeed["zero_optimization"]
-    folders = {str(s["nvme_path"]) for s in (zero.get("offload_optimizer"), zero.get("offload_param")) if s and s.get("device") == "nvme"}
+    folders = {
+        str(s["nvme_path"])
+        for s in (zero.get("offload_optimizer"), zero.get("offload_param"))
+        if s and s.get("device") == "nvme"
+    }
     for folder in sorted(folders):
         check_folder(Path(folder), f"probe-rank{plan.world.rank}")
 
@@ -47,7 +60,9 @@ def check_buffers(plan: Plan, hf_config: "PretrainedConfig") -> None:
     section = plan.deepspeed["zero_optimization"].get("offload_param") or {}
     if section.get("device") != "nvme":
         return
-    skeleton = build_skeleton(copy.deepcopy(hf_config), attention=plan.config.model.attention, dtype=torch.bfloat16, device="meta")
+    skeleton = build_skeleton(
+        copy.deepcopy(hf_config), attention=plan.config.model.attention, dtype=torch.bfloat16, device="meta"
+    )
     numel, name = max((param.numel(), name) for name, param in skeleton.named_parameters())
     needed, given = -(-numel // plan.zero_ranks), int(float(section.get("buffer_size", _DEFAULT_BUFFER)))
     if needed > given:
@@ -58,13 +73,18 @@ def check_buffers(plan: Plan, hf_config: "PretrainedConfig") -> None:
 
 
 def check_folder(folder: Path, name: str = "probe") -> None:
-    """Write a file `name` to `folder`, read it back at an unaligned address and compare; ConfigError as `check_nvme`."""
+    """Write a file `name` to `folder`, read it back at an unaligned address and compare; ConfigError as
+    `check_nvme`.
+    """
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     if not folder.is_dir():
         raise ConfigError(f"nvme_path `{folder}` is not a folder", hint="create it, or name another disk")
     if not AsyncIOBuilder().is_compatible(verbose=False):
-        raise ConfigError(f"nvme_path `{folder}` needs DeepSpeed's async_io, which cannot be built", hint="install libaio (Debian: libaio-dev)")
+        raise ConfigError(
+            f"nvme_path `{folder}` needs DeepSpeed's async_io, which cannot be built",
+            hint="install libaio (Debian: libaio-dev)",
+        )
     handle = AsyncIOBuilder().load().aio_handle(1 << 20, 8, False, True, 1)
     path = folder / f"{name}.swp"
     written = handle.new_cpu_locked_tensor(_ELEMENTS, torch.empty(0, dtype=torch.float32))
@@ -84,7 +104,8 @@ def check_folder(folder: Path, name: str = "probe") -> None:
 
 
 def measure_folder(folder: Path, aio: Mapping[str, Any], *, num_bytes: int = 1 << 27) -> tuple[float, float]:
-    """Bytes a second of writing and of reading `num_bytes` in `folder` past the page cache, with DeepSpeed's `aio` section.
+    """Bytes a second of writing and of reading `num_bytes` in `folder` past the page cache, with DeepSpeed's `aio`
+    section.
 
     Needs the op built (`check_folder`). ConfigError where the bytes read are not those written.
     """
@@ -104,5 +125,7 @@ def measure_folder(folder: Path, aio: Mapping[str, Any], *, num_bytes: int = 1 <
     ended = time.perf_counter()
     path.unlink()
     if not torch.equal(written, back):
-        raise ConfigError(f"nvme_path `{folder}` does not read back {num_bytes:,} bytes that were written", hint="use another disk")
+        raise ConfigError(
+            f"nvme_path `{folder}` does not read back {num_bytes:,} bytes that were written", hint="use another disk"
+        )
     return num_bytes / (middle - began), num_bytes / (ended - middle)

@@ -15,7 +15,7 @@ import torch
 from ds_finetune.engine.build_lock import Say, reported_lock
 from ds_finetune.engine.nvme import check_folder, measure_folder
 from ds_finetune.errors import ConfigError
-from ds_finetune.plan.layout import Plan
+from ds_finetune.plan.plan import Plan
 
 _BUILDERS = {
     "cpu_adam": "CPUAdamBuilder",
@@ -27,8 +27,12 @@ _BUILDERS = {
     "async_io": "AsyncIOBuilder",
 }
 _OFFLOADED = {"adam": "cpu_adam", "adamw": "cpu_adam", "muon": "cpu_adam", "lion": "cpu_lion", "adagrad": "cpu_adagrad"}
-"""Optimizers that DeepSpeed 0.19.8 takes its own kernel for where their state is offloaded (runtime/engine.py, _configure_basic_optimizer)."""
-_CAUSE = re.compile(r"error:|cannot find -l|not found|No such file|[Uu]nsupported|does not match|No space left|Killed|Permission denied")
+"""Optimizers that DeepSpeed 0.19.8 takes its own kernel for where their state is offloaded (runtime/engine.py,
+_configure_basic_optimizer).
+"""
+_CAUSE = re.compile(
+    r"error:|cannot find -l|not found|No such file|[Uu]nsupported|does not match|No space left|Killed|Permission denied"
+)
 _LIBAIO = "#include <libaio.h>\nint main() { return io_submit(0, 0, 0); }\n"
 _TOLERANCE = 1e-6
 
@@ -51,14 +55,21 @@ def needed_ops(plan: Plan) -> dict[str, dict[str, Any]]:
     elif plan.device == "cuda" and name in ("lion", "lamb"):
         found[f"fused_{name}"] = {}
     zero = plan.deepspeed["zero_optimization"]
-    folders = sorted({str(s["nvme_path"]) for s in (zero.get("offload_optimizer"), zero.get("offload_param")) if s and s.get("device") == "nvme"})
+    folders = sorted(
+        {
+            str(s["nvme_path"])
+            for s in (zero.get("offload_optimizer"), zero.get("offload_param"))
+            if s and s.get("device") == "nvme"
+        }
+    )
     if folders:
         found["async_io"] = {"folders": folders, "aio": plan.deepspeed.get("aio") or {}}
     return found
 
 
 def check_op(name: str, settings: Mapping[str, Any]) -> str:
-    """Build and run the operator; returns what was found. ConfigError says why it cannot be built, or how its numbers differ.
+    """Build and run the operator; returns what was found. ConfigError says why it cannot be built, or how its numbers
+    differ.
 
     The first build takes minutes. `settings` of async_io: `folders` to write in and DeepSpeed's `aio` section.
     """
@@ -74,7 +85,10 @@ def check_op(name: str, settings: Mapping[str, Any]) -> str:
 def _measured(folder: Path, aio: Mapping[str, Any]) -> str:
     check_folder(folder, f"probe-{os.getpid()}")
     write, read = measure_folder(folder, aio)
-    return f"{folder}: {write / 1e9:.2f} GB/s written, {read / 1e9:.2f} GB/s read, {shutil.disk_usage(folder).free / 2**30:,.0f} GiB free"
+    return (
+        f"{folder}: {write / 1e9:.2f} GB/s written, {read / 1e9:.2f} GB/s read, "
+        f"{shutil.disk_usage(folder).free / 2**30:,.0f} GiB free"
+    )
 
 
 def build_op(name: str, say: Say = _nothing) -> None:
@@ -98,12 +112,18 @@ def build_op(name: str, say: Say = _nothing) -> None:
 def true_cause(text: str) -> str:
     """The line of a failed build's output that says why; the last one where none does."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return next((line for line in lines if _CAUSE.search(line) and not line.startswith("FAILED")), lines[-1] if lines else "it says nothing")
+    return next(
+        (line for line in lines if _CAUSE.search(line) and not line.startswith("FAILED")),
+        lines[-1] if lines else "it says nothing",
+    )
 
 
 def _mend(text: str) -> str:
     for word, mend in (
-        ("does not match the version torch was compiled with", "install the CUDA toolkit of torch's version, or a torch of the toolkit's"),
+        (
+            "does not match the version torch was compiled with",
+            "install the CUDA toolkit of torch's version, or a torch of the toolkit's",
+        ),
         ("CUDA_HOME", "install the CUDA toolkit of torch's version and set CUDA_HOME"),
         ("Python.h", "install Python's headers (Debian: python3-dev)"),
         ("ninja", "install ninja (pip install ninja)"),
@@ -129,18 +149,33 @@ def _compiler() -> str:
 def _refuse_without_compiler(name: str) -> None:
     program = shlex.split(_compiler())[0]
     if not shutil.which(program):
-        raise ConfigError(f"DeepSpeed's {name} cannot be built: no compiler `{program}` on this host", hint="install one (Debian: g++), or set CXX")
+        raise ConfigError(
+            f"DeepSpeed's {name} cannot be built: no compiler `{program}` on this host",
+            hint="install one (Debian: g++), or set CXX",
+        )
 
 
 def _refuse_without_libaio() -> None:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "libaio.cpp"
         source.write_text(_LIBAIO)
-        command = [*shlex.split(_compiler()), *shlex.split(os.environ.get("CFLAGS", "")), str(source), "-o", f"{folder}/out"]
-        done = subprocess.run([*command, *shlex.split(os.environ.get("LDFLAGS", "")), "-laio"], capture_output=True, text=True, check=False)
+        command = [
+            *shlex.split(_compiler()),
+            *shlex.split(os.environ.get("CFLAGS", "")),
+            str(source),
+            "-o",
+            f"{folder}/out",
+        ]
+        done = subprocess.run(
+            [*command, *shlex.split(os.environ.get("LDFLAGS", "")), "-laio"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     if done.returncode:
         raise ConfigError(
-            f"DeepSpeed's async_io cannot be built: {true_cause(done.stderr)}", hint="install libaio with its headers (Debian: libaio-dev)"
+            f"DeepSpeed's async_io cannot be built: {true_cause(done.stderr)}",
+            hint="install libaio with its headers (Debian: libaio-dev)",
         )
 
 
@@ -153,7 +188,11 @@ def _difference(name: str) -> float:
     start, *gradients = torch.randn(4, 1024, generator=generator).to(device)
     ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
     numbers: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-    kernel = DeepSpeedCPUAdam([ours], adamw_mode=True, **numbers) if name == "cpu_adam" else FusedAdam([ours], adam_w_mode=True, **numbers)
+    kernel = (
+        DeepSpeedCPUAdam([ours], adamw_mode=True, **numbers)
+        if name == "cpu_adam"
+        else FusedAdam([ours], adam_w_mode=True, **numbers)
+    )
     reference = torch.optim.AdamW([theirs], **numbers)
     for gradient in gradients:
         ours.grad, theirs.grad = gradient.clone(), gradient.clone()
@@ -162,6 +201,7 @@ def _difference(name: str) -> float:
     difference = ((ours - theirs).abs().max() / theirs.abs().max()).item()
     if not difference <= _TOLERANCE:
         raise ConfigError(
-            f"DeepSpeed's {name} is {difference:.1e} off torch's AdamW after three steps", hint="remove it from TORCH_EXTENSIONS_DIR to build it anew"
+            f"DeepSpeed's {name} is {difference:.1e} off torch's AdamW after three steps",
+            hint="remove it from TORCH_EXTENSIONS_DIR to build it anew",
         )
     return difference

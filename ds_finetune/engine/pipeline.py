@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from ds_finetune.data.batches import MicroBatch
-from ds_finetune.model.stages import StageGroup
+from ds_finetune.model.parallel.pipeline import StageGroup
 
 Forward = Callable[[MicroBatch], torch.Tensor]
-"""From rows to hidden states [batch, tokens, width] for the next stage; on the last stage to the scaled loss (scalar)."""
+"""From rows to hidden states [batch, tokens, width] for the next stage; on the last stage to the scaled loss (scalar).
+"""
 Backward = Callable[[torch.Tensor], None]
 """From a scalar to gradients."""
 
@@ -33,8 +34,8 @@ class _GradientOf(torch.autograd.Function):
 def run_by_turns(stage: StageGroup, micros: Sequence[MicroBatch], forward: Forward, backward: Backward) -> None:
     """Forward and backward of every micro-batch, in the order of DeepSpeed's schedule (0.19.8, pipe/schedule.py:189).
 
-    Neighbours send and receive in the same order, so sends may wait for their receivers. A stage holds the activations of
-    as many forwards as there are stages from it to the last.
+    Neighbours send and receive in the same order, so sends may wait for their receivers. A stage holds the
+    activations of as many forwards as there are stages from it to the last.
     """
     from deepspeed.runtime.pipe import schedule
 
@@ -43,12 +44,20 @@ def run_by_turns(stage: StageGroup, micros: Sequence[MicroBatch], forward: Forwa
     arrived: dict[int, torch.Tensor | None] = {}
     done: dict[int, torch.Tensor] = {}
     grads: dict[int, torch.Tensor] = {}
-    # RecvActivation comes right before its ForwardPass, in which hidden states are received (model/stages.py).
+    # RecvActivation comes right before its ForwardPass, in which hidden states are received
+    # (model/parallel/pipeline.py).
     actions: dict[type, Callable[[int], object]] = {
-        schedule.ForwardPass: lambda slot: (done.update({slot: forward(next(waiting))}), arrived.update({slot: stage.arrived})),
+        schedule.ForwardPass: lambda slot: (
+            done.update({slot: forward(next(waiting))}),
+            arrived.update({slot: stage.arrived}),
+        ),
         schedule.SendActivation: lambda slot: stage.send(done[slot], to=stage.place + 1),
-        schedule.RecvGrad: lambda slot: grads.update({slot: stage.receive(torch.empty_like(done[slot]), source=stage.place + 1)}),
-        schedule.BackwardPass: lambda slot: backward(done.pop(slot) if stage.is_last else _GradientOf.apply(done.pop(slot), grads.pop(slot))),
+        schedule.RecvGrad: lambda slot: grads.update(
+            {slot: stage.receive(torch.empty_like(done[slot]), source=stage.place + 1)}
+        ),
+        schedule.BackwardPass: lambda slot: backward(
+            done.pop(slot) if stage.is_last else _GradientOf.apply(done.pop(slot), grads.pop(slot))
+        ),
         schedule.SendGrad: lambda slot: stage.send(_grad_of(arrived.pop(slot)), to=stage.place - 1),
     }
     for commands in turns.steps():
@@ -65,7 +74,9 @@ def _grad_of(tensor: torch.Tensor | None) -> torch.Tensor:
 
 @contextmanager
 def reduced_at_end(wrapped: Any, *, zero_stage: int) -> Iterator[None]:  # noqa: ANN401 - a DeepSpeedEngine
-    """Gradients of all backwards inside stay on this rank until the end and are reduced there; the next `step` is the optimizer's."""
+    """Gradients of all backwards inside stay on this rank until the end and are reduced there; the next `step` is the
+    optimizer's.
+    """
     wrapped.set_gradient_accumulation_boundary(False)
     if zero_stage:
         with wrapped.coalesce_grad_reduction(), _not_after_an_error(wrapped):
@@ -81,7 +92,9 @@ def reduced_at_end(wrapped: Any, *, zero_stage: int) -> Iterator[None]:  # noqa:
 
 @contextmanager
 def _not_after_an_error(wrapped: Any) -> Iterator[None]:  # noqa: ANN401 - a DeepSpeedEngine
-    """An error inside ends this rank: DeepSpeed 0.19.8 would reduce all the same (runtime/engine.py:3277), with ranks that may never answer."""
+    """An error inside ends this rank: DeepSpeed 0.19.8 would reduce all the same (runtime/engine.py:3277), with ranks
+    that may never answer.
+    """
     try:
         yield
     except BaseException:
@@ -90,7 +103,9 @@ def _not_after_an_error(wrapped: Any) -> Iterator[None]:  # noqa: ANN401 - a Dee
 
 
 def mark_copy(param: nn.Parameter) -> None:
-    """Mark a parameter that another stage holds as well: norms (DeepSpeed 0.19.8, zero/stage_1_and_2.py:2680) and checkpoints leave it out."""
+    """Mark a parameter that another stage holds as well: norms (DeepSpeed 0.19.8, zero/stage_1_and_2.py:2680) and
+    checkpoints leave it out.
+    """
     param.ds_pipe_replicated = True  # type: ignore[attr-defined]
 
 

@@ -34,8 +34,8 @@ MEETING_TIMEOUT = timedelta(minutes=30)
 def choose_device() -> str:
     """`cuda` where a GPU can be used and `DS_ACCELERATOR` is not `cpu`, else `cpu`; tells DeepSpeed the same.
 
-    ConfigError where `DS_ACCELERATOR` asks for something else than can be used, and where it is not set and this machine
-    has GPUs that torch cannot use.
+    ConfigError where `DS_ACCELERATOR` asks for something else than can be used, and where it is not set and this
+    machine has GPUs that torch cannot use.
     """
     wanted = os.environ.get("DS_ACCELERATOR") or None
     if wanted not in (None, "cpu", "cuda"):
@@ -43,12 +43,14 @@ def choose_device() -> str:
     usable = torch.cuda.is_available()
     if wanted == "cuda" and not usable:
         raise ConfigError(
-            f"DS_ACCELERATOR is cuda, and torch {torch.__version__} can use no GPU on {socket.gethostname()}: {why_no_gpu()}",
+            f"DS_ACCELERATOR is cuda, and torch {torch.__version__} can use no GPU on {socket.gethostname()}: "
+            f"{why_no_gpu()}",
             hint="install a driver and a torch that fit each other (docs/running.md), or set DS_ACCELERATOR=cpu",
         )
     if wanted is None and not usable and (present := present_gpus()):
         raise ConfigError(
-            f"{socket.gethostname()} has {present} NVIDIA GPUs, and torch {torch.__version__} can use none: {why_no_gpu()}",
+            f"{socket.gethostname()} has {present} NVIDIA GPUs, and torch {torch.__version__} can use none: "
+            f"{why_no_gpu()}",
             hint="install a driver and a torch that fit each other (docs/running.md), or set DS_ACCELERATOR=cpu",
         )
     device = "cuda" if usable and wanted != "cpu" else "cpu"
@@ -57,9 +59,11 @@ def choose_device() -> str:
 
 
 def meet(world: World, *, timeout: timedelta = MEETING_TIMEOUT) -> dist.Store:
-    """The store of the ranks of `world`, once every one of them has come to it; RunError where one has not within `timeout`.
+    """The store of the ranks of `world`, once every one of them has come to it; RunError where one has not within
+    `timeout`.
 
-    A collective's timeout, which is also that of torch's own rendezvous (torch 2.13, distributed_c10d.py:1893), may be far shorter.
+    A collective's timeout, which is also that of torch's own rendezvous (torch 2.13, distributed_c10d.py:1893), may be
+    far shorter.
     """
     world.export_to(os.environ)
     told = f"rank {world.rank} has not met the others at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -78,13 +82,16 @@ def meet(world: World, *, timeout: timedelta = MEETING_TIMEOUT) -> dist.Store:
 
 
 @contextmanager
-def process_group(world: World, device: str, store: dist.Store | None = None, *, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Iterator[None]:
-    """Open the default process group of `world` (NCCL on GPUs, gloo otherwise) with the `store` they met at, and close it at the end.
+def process_group(
+    world: World, device: str, store: dist.Store | None = None, *, timeout: timedelta = COLLECTIVE_TIMEOUT
+) -> Iterator[None]:
+    """Open the default process group of `world` (NCCL on GPUs, gloo otherwise) with the `store` they met at, and close
+    it at the end.
 
-    LaunchError on every rank, before the group opens, where ranks use different accelerators or share a GPU; ConfigError where this
-    process has used another accelerator than `device` before.
-    No engine may be referred to when it closes: what holds a group keeps its threads alive, and one that lets go of its last
-    tensor while Python ends aborts a process whose work is done ("terminate called without an active exception", exit code -6).
+    LaunchError on every rank, before the group opens, where ranks use different accelerators or share a GPU;
+    ConfigError where this process has used another accelerator than `device` before. No engine may be referred to
+    when it closes: what holds a group keeps its threads alive, and one that lets go of its last tensor while Python
+    ends aborts a process whose work is done ("terminate called without an active exception", exit code -6).
     """
     import deepspeed
 
@@ -94,7 +101,8 @@ def process_group(world: World, device: str, store: dist.Store | None = None, *,
     if device == "cuda":
         torch.cuda.set_device(index)
     else:
-        # Without this, init_distributed compiles an op for two minutes that only inference uses (DeepSpeed 0.19.8, comm/torch.py:47).
+        # Without this, init_distributed compiles an op for two minutes that only inference uses (DeepSpeed 0.19.8,
+        # comm/torch.py:47).
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     backend = "nccl" if device == "cuda" else "gloo"
     # Bound to its device, as DeepSpeed 0.19.8 does where it opens the group itself (comm/torch.py:262-276).
@@ -111,7 +119,8 @@ def process_group(world: World, device: str, store: dist.Store | None = None, *,
             with deepspeeds_local_rank(index):
                 yield
         except BaseException:
-            # The other ranks may never answer, so nothing here waits for them, as a group's own end may. A process alone can run again.
+            # The other ranks may never answer, so nothing here waits for them, as a group's own end may. A process
+            # alone can run again.
             dist.destroy_process_group()
             if world.world_size == 1:
                 _forget_groups()
@@ -137,8 +146,9 @@ def _refuse_other_accelerator(device: str) -> None:
 def default_timeout(timeout: timedelta) -> Iterator[None]:
     """While it is open every new process group has `timeout` where its maker passes none.
 
-    DeepSpeed 0.19.8 passes none (comm/torch.py:539), and torch 2.13 then takes its own default and not that of the first group
-    (distributed_c10d.py:836): 10 minutes with NCCL, 30 with gloo. Meshes of devices ask the same function.
+    DeepSpeed 0.19.8 passes none (comm/torch.py:539), and torch 2.13 then takes its own default and not that of the
+    first group (distributed_c10d.py:836): 10 minutes with NCCL, 30 with gloo. Meshes of devices ask the same
+    function.
     """
     before = dist.distributed_c10d._get_default_timeout
     dist.distributed_c10d._get_default_timeout = lambda backend: timeout

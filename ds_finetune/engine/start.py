@@ -20,17 +20,17 @@ from ds_finetune.engine.nvme import check_buffers, check_nvme
 from ds_finetune.engine.pipeline import mark_copy
 from ds_finetune.model.build import Where, build_skeleton, model_class, read_hf_config, resolve_folder
 from ds_finetune.model.cross_entropy import KERNELS, chunked_cross_entropy
-from ds_finetune.model.cuts import Cut
-from ds_finetune.model.experts import fewer_experts, install_expert_parallel
 from ds_finetune.model.families import family_of
 from ds_finetune.model.four_bit import four_bit_or_whole, install_four_bit, linears_without_memory
 from ds_finetune.model.lora import chosen_targets, install_lora, quantised_targets
 from ds_finetune.model.loss import TrainedModel, install_loss_head
-from ds_finetune.model.stages import install_stage, is_copy_of_tied, only_layers, stages_of, without_memory
-from ds_finetune.model.tensor import install_tensor_parallel, local_config
+from ds_finetune.model.parallel.expert import fewer_experts, install_expert_parallel
+from ds_finetune.model.parallel.pipeline import install_stage, is_copy_of_tied, only_layers, stages_of, without_memory
+from ds_finetune.model.parallel.sharding import Cut
+from ds_finetune.model.parallel.tensor import install_tensor_parallel, local_config
 from ds_finetune.model.vocabulary import Growth
 from ds_finetune.model.weights import clear_weights, initialise_weights, load_weights, seed_of
-from ds_finetune.plan.layout import Plan
+from ds_finetune.plan.plan import Plan
 from ds_finetune.plan.timeouts import collective_seconds
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -40,8 +40,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 def start_engine(plan: Plan, hf_config: PretrainedConfig, *, has_weights: bool = True) -> Iterator[Engine]:
     """Build the model of `plan` under its ZeRO stage and yield the engine; needs an open process group.
 
-    Without `has_weights` parameters hold zeros, for a checkpoint to be restored into; where some are not trained, and so in
-    no checkpoint, weights are loaded all the same.
+    Without `has_weights` parameters hold zeros, for a checkpoint to be restored into; where some are not trained,
+    and so in no checkpoint, weights are loaded all the same.
     """
     import deepspeed
     from deepspeed.utils import logger
@@ -54,7 +54,11 @@ def start_engine(plan: Plan, hf_config: PretrainedConfig, *, has_weights: bool =
         if groups.experts is not None and plan.zero_stage < 3 and any(is_expert(param) for param in model.parameters()):
             model.has_experts = experts_marker(groups.experts.size)
         wrapped, optimizer, _, _ = deepspeed.initialize(
-            model=model, model_parameters=parameter_groups(model, plan, groups), config=plan.deepspeed, dist_init_required=False, mpu=groups.mpu
+            model=model,
+            model_parameters=parameter_groups(model, plan, groups),
+            config=plan.deepspeed,
+            dist_init_required=False,
+            mpu=groups.mpu,
         )
         _forget_phantom_step(optimizer, plan)
         engine = Engine(wrapped, plan, groups)
@@ -66,7 +70,9 @@ def start_engine(plan: Plan, hf_config: PretrainedConfig, *, has_weights: bool =
 
 def _built(plan: Plan, hf_config: PretrainedConfig, groups: Groups, *, has_weights: bool) -> PreTrainedModel:
     model, stage3, kind = plan.config.model, plan.zero_stage == 3, model_class(hf_config)
-    few = fewer_experts(kind, family_of(hf_config.model_type), parts=plan.mesh.ep, tag=partial(tag_expert, groups=groups))
+    few = fewer_experts(
+        kind, family_of(hf_config.model_type), parts=plan.mesh.ep, tag=partial(tag_expert, groups=groups)
+    )
     device = "cpu" if plan.device == "cpu" else f"cuda:{visible_device(plan.world.local_rank)}"
     quantised = [target.name for target in quantised_targets(hf_config, plan.config.lora)]
     with few, only_layers(kind, stages_of(hf_config, plan.config.parallel)[plan.mesh.place("pp")]):
@@ -75,7 +81,11 @@ def _built(plan: Plan, hf_config: PretrainedConfig, groups: Groups, *, has_weigh
             attention=model.attention,
             dtype=DTYPES[plan.config.train.precision],
             device=device,
-            init_context=_partitioned(plan, groups) if stage3 else linears_without_memory() if quantised else nullcontext(),
+            init_context=_partitioned(plan, groups)
+            if stage3
+            else linears_without_memory()
+            if quantised
+            else nullcontext(),
         )
     if quantised:
         install_four_bit(lm, quantised, device=device)
@@ -85,14 +95,17 @@ def _built(plan: Plan, hf_config: PretrainedConfig, groups: Groups, *, has_weigh
     if groups.tensor is not None:
         pad = hf_config.pad_token_id
         # As nn.Embedding takes a negative one.
-        install_tensor_parallel(lm, groups.tensor, padding_idx=pad + hf_config.vocab_size if pad is not None and pad < 0 else pad)
+        install_tensor_parallel(
+            lm, groups.tensor, padding_idx=pad + hf_config.vocab_size if pad is not None and pad < 0 else pad
+        )
         kernel = partial(chunked_cross_entropy, tensor=groups.tensor)
     if groups.experts is not None:
         install_expert_parallel(lm, groups.experts)
     where, lora = partition if stage3 else four_bit_or_whole, plan.config.lora
     _fill(lm, plan, hf_config, where=where, has_weights=has_weights or lora is not None)
     if lora is not None:
-        # After the weights, of which every one is accounted for; what is drawn for adapters depends on their names alone.
+        # After the weights, of which every one is accounted for; what is drawn for adapters depends on their names
+        # alone.
         share = partial(_share, lm) if stage3 else _keep
         install_lora(lm, chosen_targets(hf_config, lora), lora, seed=plan.config.train.seed, where=where, share=share)
     for name in plan.frozen:
@@ -132,7 +145,9 @@ def _growth(plan: Plan, hf_config: PretrainedConfig) -> Growth | None:
 
 
 def _share(lm: PreTrainedModel, params: list[nn.Parameter]) -> None:
-    """Partition parameters like the others of `lm`, by the context that made those (DeepSpeed 0.19.8, zero/partition_parameters.py:1660)."""
+    """Partition parameters like the others of `lm`, by the context that made those (DeepSpeed 0.19.8,
+    zero/partition_parameters.py:1660).
+    """
     known: Any = next(param for param in lm.parameters() if hasattr(param, "ds_tensor"))
     known.convert_to_zero_parameters(param_list=params)
 
@@ -151,7 +166,8 @@ def _partitioned(plan: Plan, groups: Groups) -> Iterator[None]:
     import deepspeed
 
     arange = torch.arange
-    # No `dtype` argument: without fp16 support it is ignored and bf16 taken (operator precedence in partition_parameters.py:409).
+    # No `dtype` argument: without fp16 support it is ignored and bf16 taken (operator precedence in
+    # partition_parameters.py:409).
     shared = groups.same_part
     with deepspeed.zero.Init(config_dict_or_path=plan.deepspeed, data_parallel_group=shared, mpu=groups.mpu):
         torch.arange = arange
@@ -163,8 +179,8 @@ def _forget_phantom_step(optimizer: Any, plan: Plan) -> None:  # noqa: ANN401 - 
 
     DeepSpeed 0.19.8 calls `optimizer.step()` in `initialize_optimizer_states` (fp16/unfused_optimizer.py:425,
     fp16/fused_optimizer.py:130), so Adam's bias correction starts at step 2 and the first update is 0.74 of what it
-    should be. Measured on a tiny DeepSeek-V3 in bf16: losses 4.8801 4.6765 4.4844 with it, 4.8801 4.6192 4.4135 without,
-    4.8801 4.6191 4.4134 under ZeRO-1.
+    should be. Measured on a tiny DeepSeek-V3 in bf16: losses 4.8801 4.6765 4.4844 with it, 4.8801 4.6192 4.4135
+    without, 4.8801 4.6191 4.4134 under ZeRO-1.
     """
     if plan.zero_stage or plan.config.train.precision == "fp32":
         return

@@ -14,8 +14,8 @@ from ds_finetune.engine.masters import Master, Part, masters_of
 from ds_finetune.engine.pipeline import is_copy
 from ds_finetune.engine.processes import everyones
 from ds_finetune.model.build import Fragment
-from ds_finetune.model.cuts import Cut, model_shape
-from ds_finetune.plan.layout import Plan
+from ds_finetune.model.parallel.sharding import Cut, model_shape
+from ds_finetune.plan.plan import Plan
 
 WEIGHT, BUFFER = "weight", "buffer"
 _MUON = "momentum_buffer"
@@ -27,9 +27,11 @@ _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 @dataclass(frozen=True)
 class Slice:
-    """Elements `start` to `start + numel` of a row-major local tensor, which is the part of the global tensor `shape` from index `origin`.
+    """Elements `start` to `start + numel` of a row-major local tensor, which is the part of the global tensor `shape`
+    from index `origin`.
 
-    `key` is `kind/name`, the same for any layout: `weight/model.norm.weight`, `exp_avg/...`, `buffer/...`. Without tensor
+    `key` is `kind/name`, the same for any layout: `weight/model.norm.weight`, `exp_avg/...`, `buffer/...`. Without
+    tensor
     parallelism the local tensor is the global one. `is_replicated`: every rank holds the same elements. Fused
     `gate_up_proj` has the shape [experts, 2, inner, hidden], in which a tensor parallel rank's part is one box.
     """
@@ -83,7 +85,8 @@ class EngineState:
         return [*trained, *self._frozen(), self._buffers(restoring)]
 
     def scalars(self) -> dict[str, Any]:
-        """Optimizer steps taken (`steps`; at stage 0 `steps_of` parameters that took fewer) and the loss scale, as plain numbers.
+        """Optimizer steps taken (`steps`; at stage 0 `steps_of` parameters that took fewer) and the loss scale, as
+        plain numbers.
 
         Collective with pipeline stages, of which each knows its own parameters.
         """
@@ -98,8 +101,12 @@ class EngineState:
         }
 
     def make_room(self, kinds_of: Mapping[str, set[str]]) -> None:
-        """Create the optimizer state for parameters by name and kind, by a step with zero gradient and learning rate."""
-        wanted = {master: {kind for part in master.parts for kind in kinds_of.get(part.name, ())} for master in self._masters}
+        """Create the optimizer state for parameters by name and kind, by a step with zero gradient and learning
+        rate.
+        """
+        wanted = {
+            master: {kind for part in master.parts for kind in kinds_of.get(part.name, ())} for master in self._masters
+        }
         fresh = [master for master, kinds in wanted.items() if kinds]
         if not fresh:
             return
@@ -108,15 +115,24 @@ class EngineState:
                 self._zero_step(masters)
         for master in fresh:
             for kind in wanted[master] - self._kinds(master).keys():
-                # Muon's momentum below stage 3, which its first step with a gradient would make; with the optimizer offloaded it is a part.
+                # Muon's momentum below stage 3, which its first step with a gradient would make; with the optimizer
+                # offloaded it is a part.
                 is_whole = kind == _MUON and master.wholes and self._plan.offload_optimizer == "none"
                 size = sum(part.numel for part in master.wholes) if is_whole else master.flat.numel()
                 self._optimizers[0].state[master.flat][kind] = torch.zeros(size, device=master.flat.device)
 
     def finish(self, scalars: Mapping[str, Any]) -> None:
-        """Set counters to `scalars` and bring the weights the model computes with in line with the restored fp32 ones."""
+        """Set counters to `scalars` and bring the weights the model computes with in line with the restored fp32
+        ones.
+        """
         for master in self._masters:
-            self._set_steps(master, max((scalars["steps_of"].get(part.name, scalars["steps"]) for part in master.parts), default=scalars["steps"]))
+            self._set_steps(
+                master,
+                max(
+                    (scalars["steps_of"].get(part.name, scalars["steps"]) for part in master.parts),
+                    default=scalars["steps"],
+                ),
+            )
         for group in (group for optimizer in self._optimizers for group in optimizer.param_groups):
             if "step" in group:
                 group["step"] = scalars["steps"]
@@ -125,14 +141,17 @@ class EngineState:
         self._refresh()
 
     def first_moment(self, param: nn.Parameter) -> torch.Tensor:
-        """Adam's first moment of a parameter as this rank computes with it, fp32; collective among ranks that share it."""
+        """Adam's first moment of a parameter as this rank computes with it, fp32; collective among ranks that
+        share it.
+        """
         from deepspeed.utils import safe_get_full_optimizer_state
 
         optimizer, stage = self._ds.optimizer, self._plan.zero_stage
         if not stage:
             return self._optimizers[0].state[param]["exp_avg"].detach().float()
         if stage < 3:
-            # DeepSpeed 0.19.8 links the states after the first group's step, when the others have none yet (zero/stage_1_and_2.py:2987).
+            # DeepSpeed 0.19.8 links the states after the first group's step, when the others have none yet
+            # (zero/stage_1_and_2.py:2987).
             optimizer._hp_optimizer_states_linked = False
             optimizer._lazy_init_hp_params_optimizer_state()
         return safe_get_full_optimizer_state(param, "exp_avg").detach().float()
@@ -143,7 +162,9 @@ class EngineState:
 
     @property
     def _counts_apart(self) -> bool:
-        """Whether each parameter has a count of its own; DeepSpeed's fused kernels count in a group's last one alone (ops/adam/fused_adam.py)."""
+        """Whether each parameter has a count of its own; DeepSpeed's fused kernels count in a group's last one alone
+        (ops/adam/fused_adam.py).
+        """
         return type(self._optimizers[0]).__module__.startswith("torch.")
 
     def _state(self, master: Master) -> dict[str, Any]:
@@ -151,9 +172,13 @@ class EngineState:
         return found[0] if found else {}
 
     def _kinds(self, master: Master) -> dict[str, torch.Tensor]:
-        """State tensors with an element for each of the master's (or its `wholes`), by DeepSpeed's name; without elements while on NVMe."""
+        """State tensors with an element for each of the master's (or its `wholes`), by DeepSpeed's name; without
+        elements while on NVMe.
+        """
         sizes = (master.flat.numel(), sum(part.numel for part in master.wholes))
-        tensors = {kind: value for kind, value in self._state(master).items() if torch.is_tensor(value) and kind != "step"}
+        tensors = {
+            kind: value for kind, value in self._state(master).items() if torch.is_tensor(value) and kind != "step"
+        }
         return {_SAME_KIND.get(kind, kind): value for kind, value in tensors.items() if value.numel() in sizes}
 
     def _group(self, masters: Sequence[Master], restoring: bool) -> StateGroup:
@@ -161,7 +186,11 @@ class EngineState:
         kinds = {master: self._kinds(master) for master in masters}
         for kind in sorted({kind for found in kinds.values() for kind in found}):
             held += [(kind, master, kinds[master][kind]) for master in masters if kind in kinds[master]]
-        place = {f"{kind}/{part.name}": (kind, master, part) for kind, master, value in held for part in master.parts_in(value, restoring=restoring)}
+        place = {
+            f"{kind}/{part.name}": (kind, master, part)
+            for kind, master, value in held
+            for part in master.parts_in(value, restoring=restoring)
+        }
         dtypes = {(kind, master): value.dtype for kind, master, value in held}
         found = [self._slice(key, part, dtypes[kind, master]) for key, (kind, master, part) in place.items()]
         slices = [part for part in found if restoring or self._is_saved_here(part)]
@@ -179,7 +208,9 @@ class EngineState:
         return Slice(key, window.whole, part.start, part.numel, dtype, is_replicated, window.origin, window.local)
 
     def _is_saved_here(self, part: Slice) -> bool:
-        """Whether this rank is the one that saves what others hold too: whole tensors of tensor parallel ranks, cut ones at stage 0."""
+        """Whether this rank is the one that saves what others hold too: whole tensors of tensor parallel ranks, cut
+        ones at stage 0.
+        """
         mesh = self._plan.mesh
         if part.is_replicated:
             return True
@@ -198,10 +229,14 @@ class EngineState:
             Slice(f"{BUFFER}/{name}", tuple(buffer.shape), 0, buffer.numel(), buffer.dtype, is_replicated=mesh.pp == 1)
             for name, buffer in (found if is_saved else {}).items()
         ]
-        return StateGroup(tuple(slices), lambda write: nullcontext(lambda key: found[key.partition("/")[2]].detach().view(-1)))
+        return StateGroup(
+            tuple(slices), lambda write: nullcontext(lambda key: found[key.partition("/")[2]].detach().view(-1))
+        )
 
     def _frozen(self) -> Iterator[StateGroup]:
-        """Weights that no optimizer steps on and that belong to the run: with adapters they are the base's, which a run only reads."""
+        """Weights that no optimizer steps on and that belong to the run: with adapters they are the base's, which a run
+        only reads.
+        """
         for name in self._plan.frozen:
             fragment = partition(self._ds.module.lm.get_parameter(name))
             numel = fragment.end - fragment.start
@@ -235,7 +270,9 @@ class EngineState:
                 optimizer._release_swap_buffers(master.number)
 
     def _zero_step(self, masters: Sequence[Master]) -> None:
-        """One step of the optimizer on `masters`; at stage 3 that is one sub-group, which may have to come from NVMe."""
+        """One step of the optimizer on `masters`; at stage 3 that is one sub-group, which may have to come from
+        NVMe.
+        """
         with self._in_memory(masters[0], write=True) if masters[0].is_swapped else nullcontext():
             kept = [master.flat.grad for master in masters]
             for master in masters:
@@ -276,11 +313,15 @@ class EngineState:
         params = {name.removeprefix("lm."): param for name, param in self._ds.module.named_parameters()}
         for master in self._masters:
             for part in master.parts:
-                params[part.name].data.view(-1).copy_(master.flat.detach().view(-1)[part.offset : part.offset + part.numel])
+                params[part.name].data.view(-1).copy_(
+                    master.flat.detach().view(-1)[part.offset : part.offset + part.numel]
+                )
 
 
 def scaler_of(optimizer: Any) -> Any:  # noqa: ANN401 - one of DeepSpeed's wrappers
-    """Where a wrapper keeps its loss scale: `loss_scale_config` at stage 0 (fp16/fused_optimizer.py, unfused_optimizer.py), else `loss_scaler`."""
+    """Where a wrapper keeps its loss scale: `loss_scale_config` at stage 0 (fp16/fused_optimizer.py,
+    unfused_optimizer.py), else `loss_scaler`.
+    """
     return getattr(optimizer, "loss_scale_config", None) or optimizer.loss_scaler
 
 

@@ -1,8 +1,10 @@
-"""Adapters in peft's format, written and read, and their sum with the weights of a base folder, read a bounded piece at a time.
+"""Adapters in peft's format, written and read, and their sum with the weights of a base folder, read a bounded piece at
+a time.
 
-peft 0.21 keeps adapters of fused experts [experts, out, in] as A [rank x experts, in] and B [out, rank x experts], expert e
-being rows e x rank .. of A and columns e, e + experts, .. of B (tuners/lora/layer.py, ParamWrapper.get_delta_weight). Of a module's two
-weights the first is named `base_layer` (_inject_parameters nests them).
+peft 0.21 keeps adapters of fused experts [experts, out, in] as A [rank x experts, in] and B [out, rank x experts],
+expert e being rows e x rank .. of A and columns e, e + experts, .. of B (tuners/lora/layer.py,
+ParamWrapper.get_delta_weight). Of a module's two weights the first is named `base_layer` (_inject_parameters nests
+them).
 """
 
 import errno
@@ -20,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ds_finetune.config import LoraConfig
+from ds_finetune.config.schema import LoraConfig
 from ds_finetune.errors import ExportError
 from ds_finetune.export.convert import TensorSource
 from ds_finetune.export.shards import said, synchronise
@@ -32,17 +34,29 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _KEY = re.compile(rf"^{re.escape(_PREFIX)}(?P<module>.+?)(?P<inner>\.base_layer)?\.lora_(?P<side>[AB])\.weight$")
 _REWRITTEN = ("gate_proj", "up_proj", "down_proj")
-"""Last names in `target_modules` that peft takes for routed experts in models that have fused ones (utils/transformers_weight_conversion.py:411)."""
-_REFUSED = {"use_dora": False, "bias": "none", "modules_to_save": None, "fan_in_fan_out": False, "lora_bias": False, "layer_replication": None}
+"""Last names in `target_modules` that peft takes for routed experts in models that have fused ones
+(utils/transformers_weight_conversion.py:411).
+"""
+_REFUSED = {
+    "use_dora": False,
+    "bias": "none",
+    "modules_to_save": None,
+    "fan_in_fan_out": False,
+    "lora_bias": False,
+    "layer_replication": None,
+}
 """Settings with which the sum would be another one, and what they have to be."""
 _DIGEST = "base_weights"
 _OUTER, _INNER = "down_proj", "gate_up_proj"
 
 
-def write_adapter(factors: Mapping[str, Factors], lora: LoraConfig, out: Path, *, base: str, digest: str, family: Family) -> None:  # noqa: PLR0913
+def write_adapter(  # noqa: PLR0913
+    factors: Mapping[str, Factors], lora: LoraConfig, out: Path, *, base: str, digest: str, family: Family
+) -> None:
     """Write adapters (by the weight they adapt) to the folder `out`, which appears when complete.
 
-    `base` names the model they belong to, `digest` are the digits of its weights. OutputError where the disk takes no more;
+    `base` names the model they belong to, `digest` are the digits of its weights. OutputError where the disk takes no
+    more;
     nothing is left then.
     """
     partial = out.with_name(out.name + ".partial")
@@ -58,7 +72,9 @@ def write_adapter(factors: Mapping[str, Factors], lora: LoraConfig, out: Path, *
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write_both(folder: Path, factors: Mapping[str, Factors], metadata: dict[str, str], config: Mapping[str, Any]) -> None:
+def _write_both(
+    folder: Path, factors: Mapping[str, Factors], metadata: dict[str, str], config: Mapping[str, Any]
+) -> None:
     tensors = {key: tensor for name, adapter in factors.items() for key, tensor in _peft_tensors(name, adapter)}
     try:
         save_file(tensors, folder / WEIGHTS, metadata=metadata)
@@ -83,7 +99,9 @@ def _peft_tensors(name: str, adapter: Factors) -> list[tuple[str, torch.Tensor]]
 def _peft_config(factors: Mapping[str, Factors], lora: LoraConfig, base: str, family: Family) -> dict[str, Any]:
     """Full names, and as `target_parameters` what peft would otherwise take for routed experts, or could not find."""
     modules = [name.removesuffix(".weight") for name in factors if name.endswith(".weight")]
-    as_parameter = {name for name in modules if family.fused_experts and name.rpartition(".")[2] in (*_REWRITTEN, "gate")}
+    as_parameter = {
+        name for name in modules if family.fused_experts and name.rpartition(".")[2] in (*_REWRITTEN, "gate")
+    }
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -94,7 +112,9 @@ def _peft_config(factors: Mapping[str, Factors], lora: LoraConfig, base: str, fa
         "bias": "none",
         "inference_mode": True,
         "target_modules": [name for name in modules if name not in as_parameter],
-        "target_parameters": [name for name in factors if name.removesuffix(".weight") in as_parameter or not name.endswith(".weight")],
+        "target_parameters": [
+            name for name in factors if name.removesuffix(".weight") in as_parameter or not name.endswith(".weight")
+        ],
     }
 
 
@@ -118,12 +138,17 @@ class PeftAdapter:
                 found = {key: _KEY.match(key) for key in file.keys()}  # noqa: SIM118 - not a dict
                 digest = (file.metadata() or {}).get(_DIGEST, "")
         except (OSError, ValueError, SafetensorError) as broken:
-            raise ExportError(f"{folder} cannot be read as an adapter: {broken}", hint="save it again with peft's save_pretrained") from broken
+            raise ExportError(
+                f"{folder} cannot be read as an adapter: {broken}", hint="save it again with peft's save_pretrained"
+            ) from broken
         odd = [f"{key} {config[key]!r}" for key, plain in _REFUSED.items() if key in config and config[key] != plain]
         odd += [f"peft_type {config.get('peft_type')!r}"] if config.get("peft_type") != "LORA" else []
         odd += [f"tensor {key}" for key, match in found.items() if match is None][:5]
         if odd:
-            raise ExportError(f"{folder} holds {', '.join(odd)}, which is not merged here", hint="merge it with peft's merge_and_unload")
+            raise ExportError(
+                f"{folder} holds {', '.join(odd)}, which is not merged here",
+                hint="merge it with peft's merge_and_unload",
+            )
         alone = {str(name).rpartition(".")[2] for name in config.get("target_parameters") or ()} & {_INNER, _OUTER}
         outer = alone.pop() if len(alone) == 1 else _OUTER
         leaves = {key: _leaf(match["module"], match["inner"], outer) for key, match in found.items() if match}
@@ -131,7 +156,10 @@ class PeftAdapter:
         lone = sorted(name for name, side in keys if (name, "B" if side == "A" else "A") not in keys)
         if lone or not keys:
             shown = ", ".join(lone[:5])
-            raise ExportError(f"{folder}/{WEIGHTS}: {len(keys)} tensors, one half alone of {len(lone)} adapters: {shown}", hint="save it again")
+            raise ExportError(
+                f"{folder}/{WEIGHTS}: {len(keys)} tensors, one half alone of {len(lone)} adapters: {shown}",
+                hint="save it again",
+            )
         return cls(folder, config, keys, digest)
 
     @property
@@ -143,13 +171,23 @@ class PeftAdapter:
         """The adapter of a weight, whole in memory."""
         with safe_open(self.folder / WEIGHTS, framework="pt") as file:
             a, b = (file.get_tensor(self.keys[name, side]) for side in "AB")
-        # peft looks patterns up by the weight's name for parameters, by the module's for modules (tuners/tuners_utils.py).
+        # peft looks patterns up by the weight's name for parameters, by the module's for modules
+        # (tuners/tuners_utils.py).
         is_fused = not name.endswith(".weight")
         rank = int(self._value("rank_pattern", "r", name))
-        scale = float(self._value("alpha_pattern", "lora_alpha", name)) / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
-        if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1] or a.shape[0] % rank or (a.shape[0] != rank and not is_fused):
+        scale = float(self._value("alpha_pattern", "lora_alpha", name)) / (
+            math.sqrt(rank) if self.config.get("use_rslora") else rank
+        )
+        if (
+            a.dim() != 2
+            or b.dim() != 2
+            or a.shape[0] != b.shape[1]
+            or a.shape[0] % rank
+            or (a.shape[0] != rank and not is_fused)
+        ):
             raise ExportError(
-                f"{self.folder}: `{name}` has A {tuple(a.shape)} and B {tuple(b.shape)} for rank {rank}", hint="the adapter is torn; save it again"
+                f"{self.folder}: `{name}` has A {tuple(a.shape)} and B {tuple(b.shape)} for rank {rank}",
+                hint="the adapter is torn; save it again",
             )
         if is_fused:
             a, b = a.reshape(-1, rank, a.shape[1]), b.reshape(b.shape[0], rank, -1).permute(2, 0, 1)
@@ -158,20 +196,35 @@ class PeftAdapter:
     def _value(self, patterns: str, default: str, name: str) -> Any:  # noqa: ANN401 - a number of the file
         name = name.removesuffix(".weight")
         given = self.config.get(patterns) or {}
-        return next((value for pattern, value in given.items() if re.match(rf"(.*\.)?({pattern})$", name)), self.config.get(default))
+        return next(
+            (value for pattern, value in given.items() if re.match(rf"(.*\.)?({pattern})$", name)),
+            self.config.get(default),
+        )
 
 
 def _leaf(module: str, inner: str | None, outer: str) -> str:
-    """The weight that a key is about: of fused experts `base_layer` is the first of two and `outer` the other, elsewhere it is `weight`."""
+    """The weight that a key is about: of fused experts `base_layer` is the first of two and `outer` the other,
+    elsewhere it is `weight`.
+    """
     if inner:
         return _INNER
     return outer if module.endswith(".experts") else "weight"
 
 
 class Merged:
-    """A base's tensors with adapters added in fp32, as a TensorSource; `factors` are kept in memory for the last few weights."""
+    """A base's tensors with adapters added in fp32, as a TensorSource; `factors` are kept in memory for the last few
+    weights.
+    """
 
-    def __init__(self, base: TensorSource, names: Collection[str], factors: Callable[[str], Factors], family: Family, *, label: str) -> None:
+    def __init__(
+        self,
+        base: TensorSource,
+        names: Collection[str],
+        factors: Callable[[str], Factors],
+        family: Family,
+        *,
+        label: str,
+    ) -> None:
         self._base = base
         self._factors = lru_cache(maxsize=8)(factors)
         self._places: dict[str, tuple[str, int]] = {}
@@ -179,10 +232,15 @@ class Merged:
             shape = self._factors(name).shape
             parts = [(piece.key, piece.first_element(shape), piece.shape) for piece in hub_pieces(name, shape, family)]
             pieces = [(name, 0, shape)] if name in base.shapes else parts
-            wrong = [f"{key} {held}, in the base {base.shapes.get(key, 'absent')}" for key, _, held in pieces if base.shapes.get(key) != held]
+            wrong = [
+                f"{key} {held}, in the base {base.shapes.get(key, 'absent')}"
+                for key, _, held in pieces
+                if base.shapes.get(key) != held
+            ]
             if wrong:
                 raise ExportError(
-                    f"{label} does not fit the base: `{name}` is {shape}, {'; '.join(wrong[:3])}", hint="name the model it was trained on by --base"
+                    f"{label} does not fit the base: `{name}` is {shape}, {'; '.join(wrong[:3])}",
+                    hint="name the model it was trained on by --base",
                 )
             self._places |= {key: (name, begin) for key, begin, _ in pieces}
 

@@ -1,4 +1,6 @@
-"""A checkpoint to a Hugging Face folder in bounded pieces: checked against the model's class, cast, written where each piece belongs."""
+"""A checkpoint to a Hugging Face folder in bounded pieces: checked against the model's class, cast, written where each
+piece belongs.
+"""
 
 import math
 import os
@@ -24,13 +26,15 @@ from ds_finetune.model.fp8 import BLOCK, FP8, SCALE, check_readable, quantise, q
 from ds_finetune.model.names import differences, hub_pieces
 
 CHUNK_NUMEL = 2**20
-"""Elements read, cast and written at a time by each thread: 4 MiB of fp32, which caches still hold when they are cast."""
+"""Elements read, cast and written at a time by each thread: 4 MiB of fp32, which caches still hold when they are cast.
+"""
 
 _COLUMNS = 16 * BLOCK
 """Columns that are quantised at a time."""
 
 _WORKERS_PER_CORE, _MOST_WORKERS = 2, 16
-"""Threads that each hold a chunk: while some wait for the disk, others cast; beyond the limit one disk gains nothing."""
+"""Threads that each hold a chunk: while some wait for the disk, others cast; beyond the limit one disk gains nothing.
+"""
 
 
 def workers() -> int:
@@ -52,17 +56,20 @@ class TensorSource(Protocol):
         ...
 
     def read(self, name: str, start: int, numel: int) -> torch.Tensor:
-        """Elements `start` to `start + numel` of the row-major flattened tensor: 1-D, on the CPU, of any floating dtype.
+        """Elements `start` to `start + numel` of the row-major flattened tensor: 1-D, on the CPU, of any floating
+        dtype.
 
-        Called from several threads at once. The caller is done with the result before the same thread reads again, so one
-        buffer for each thread is enough.
+        Called from several threads at once. The caller is done with the result before the same thread reads again,
+        so one buffer for each thread is enough.
         """
         ...
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What a model class holds: its name, shapes of parameters (once) and persistent buffers in order, and names that share another's tensor."""
+    """What a model class holds: its name, shapes of parameters (once) and persistent buffers in order, and names that
+    share another's tensor.
+    """
 
     architecture: str
     model_type: str
@@ -73,15 +80,21 @@ class ModelSpec:
     def published(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of its tensors in a published checkpoint."""
         family = family_of(self.model_type)
-        return {piece.key: piece.shape for name, shape in self.shapes.items() for piece in hub_pieces(name, shape, family)}
+        return {
+            piece.key: piece.shape for name, shape in self.shapes.items() for piece in hub_pieces(name, shape, family)
+        }
 
     def may_leave(self, key: str) -> bool:
-        """Whether a checkpoint tensor may be there that the model does not build, e.g. of a multi-token prediction layer."""
+        """Whether a checkpoint tensor may be there that the model does not build, e.g. of a multi-token prediction
+        layer.
+        """
         return family_of(self.model_type).may_leave(key, layers=self.layers)
 
 
 def read_model_spec(folder: Path) -> ModelSpec:
-    """The causal LM of `folder`/config.json, built on the meta device; ExportError where transformers has none. No code of the folder is run."""
+    """The causal LM of `folder`/config.json, built on the meta device; ExportError where transformers has none. No code
+    of the folder is run.
+    """
     check_folder(folder)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -92,10 +105,14 @@ def read_model_spec(folder: Path) -> ModelSpec:
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except (ValueError, OSError) as unknown:
         reason = str(unknown).splitlines()[0]
-        raise ExportError(f"{folder}/config.json: {reason}", hint="name a folder with the config.json of a causal LM by --base") from unknown
+        raise ExportError(
+            f"{folder}/config.json: {reason}", hint="name a folder with the config.json of a causal LM by --base"
+        ) from unknown
     once = dict(model.named_parameters())
     owners = {id(param): name for name, param in once.items()}
-    tied = {name: owners[id(param)] for name, param in model.named_parameters(remove_duplicate=False) if name not in once}
+    tied = {
+        name: owners[id(param)] for name, param in model.named_parameters(remove_duplicate=False) if name not in once
+    }
     state = model.state_dict().keys()
     shapes = {name: tuple(tensor.shape) for name, tensor in (*once.items(), *model.named_buffers()) if name in state}
     return ModelSpec(type(model).__name__, str(config.model_type), int(config.num_hidden_layers), shapes, tied)
@@ -119,16 +136,22 @@ class Selected:
         return self.source.read(self.copies.get(name, name), start, numel)
 
     def with_copies(self, copies: Mapping[str, str]) -> "Selected":
-        """The same with further tensors, or others of these names: each repeats one of the source, whose name it is given with."""
-        return replace(self, shapes={**self.shapes, **{key: self.shapes[original] for key, original in copies.items()}}, copies=copies)
+        """The same with further tensors, or others of these names: each repeats one of the source, whose name it is
+        given with.
+        """
+        return replace(
+            self,
+            shapes={**self.shapes, **{key: self.shapes[original] for key, original in copies.items()}},
+            copies=copies,
+        )
 
 
 def fitted(source: TensorSource, spec: ModelSpec, *, label: str) -> Selected:
     """`source` with the tensors of `spec` in its order, then those that the model does not build and may be there.
 
-    ExportError lists what is missing, unexpected or of another shape. Names may also be those of published checkpoints
-    (transformers 4 names one expert at a time). A tied tensor may be absent; where it is there, it must equal the tensor
-    it is tied to, and is left out.
+    ExportError lists what is missing, unexpected or of another shape. Names may also be those of published
+    checkpoints (transformers 4 names one expert at a time). A tied tensor may be absent; where it is there, it must
+    equal the tensor it is tied to, and is left out.
     """
     left = {name: shape for name, shape in source.shapes.items() if name not in spec.tied and spec.may_leave(name)}
     found = {name: shape for name, shape in source.shapes.items() if name not in spec.tied and name not in left}
@@ -149,7 +172,10 @@ def fitted(source: TensorSource, spec: ModelSpec, *, label: str) -> Selected:
 def _way_out(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> str:
     embedding = next((name for name in wanted if name.endswith("embed_tokens.weight")), "")
     if embedding and wanted[embedding][1:] == found.get(embedding, ())[1:] and wanted[embedding] != found[embedding]:
-        return f"its vocabulary has {found[embedding][0]} rows: the config.json that is used must say `vocab_size` {found[embedding][0]}"
+        return (
+            f"its vocabulary has {found[embedding][0]} rows: the config.json that is used must say `vocab_size` "
+            f"{found[embedding][0]}"
+        )
     return "name the folder of the model it was trained from by --base"
 
 
@@ -176,7 +202,8 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Conversion:
-    """All tensors of `source` in the dtypes of `parts`, by so many threads: `parts.dtype`, fp32 for `fp32_names`, FP8 blocks for linear weights.
+    """All tensors of `source` in the dtypes of `parts`, by so many threads: `parts.dtype`, fp32 for `fp32_names`, FP8
+    blocks for linear weights.
 
     A block whose numbers are those of `parts.fp8_base` keeps its bytes there.
     """
@@ -225,7 +252,8 @@ class Conversion:
 def write_from(source: TensorSource, out: Path, parts: FolderParts, *, max_shard_bytes: int, workers: int) -> Blocks:
     """Write every tensor of `source` as `parts` says, and `parts`, to `out`, which appears only when complete.
 
-    `workers` threads each hold one chunk of `CHUNK_NUMEL` elements or 128 rows, read and cast, whatever the size of tensors
+    `workers` threads each hold one chunk of `CHUNK_NUMEL` elements or 128 rows, read and cast, whatever the size of
+    tensors
     and files. A NaN or infinity, also one that the cast makes, is an ExportError naming the tensor.
     """
     conversion = Conversion(source, parts, workers)
@@ -236,7 +264,8 @@ def write_from(source: TensorSource, out: Path, parts: FolderParts, *, max_shard
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Elements `start` to `start + numel` of the hub tensor `key`, whose first element is the model tensor `name`'s element `begin`.
+    """Elements `start` to `start + numel` of the hub tensor `key`, whose first element is the model tensor `name`'s
+    element `begin`.
 
     A row of blocks, to be quantised, where it has `columns`.
     """
@@ -269,7 +298,9 @@ class _Copier(threading.local):
         self._writer.write(chunk.key, chunk.start, cast)
 
     def _quantise(self, chunk: _Chunk, values: torch.Tensor) -> None:
-        """Write a row of blocks [rows, columns] and its scales, some columns at a time, so that little is held as fp32."""
+        """Write a row of blocks [rows, columns] and its scales, some columns at a time, so that little is held as
+        fp32.
+        """
         row = chunk.start // chunk.columns
         known = self._known(chunk.key, row, row + len(values))
         made, scale = torch.empty(values.shape, dtype=FP8), torch.empty(scale_shape(values.shape)[1])
@@ -289,7 +320,11 @@ class _Copier(threading.local):
     def _known(self, key: str, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Bytes and scales of a row of blocks in the base, where it has them."""
         base = self._conversion.parts.fp8_base
-        return (base.stored_rows(key, first, last), base.scales(key, first, last)[0]) if base is not None and base.is_fp8(key) else None
+        return (
+            (base.stored_rows(key, first, last), base.scales(key, first, last)[0])
+            if base is not None and base.is_fp8(key)
+            else None
+        )
 
     def _cast(self, flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if flat.dtype == dtype:
@@ -305,12 +340,16 @@ def _check_finite(chunk: _Chunk, flat: torch.Tensor, cast: torch.Tensor) -> None
         is_read = bool(torch.isfinite(flat).all())
         raise ExportError(
             f"tensor `{chunk.key}` holds NaN or infinity {f'as {cast.dtype}' if is_read else 'in the checkpoint'}",
-            hint="export with --dtype bf16 or fp32" if is_read else "the run diverged before this checkpoint; export an older one",
+            hint="export with --dtype bf16 or fp32"
+            if is_read
+            else "the run diverged before this checkpoint; export an older one",
         )
 
 
 def _in_threads(work: Callable[[_Chunk], None], chunks: Iterable[_Chunk], workers: int) -> None:
-    """Do `work` for every chunk, about in order; after a failure nothing new is begun, and the first error is raised."""
+    """Do `work` for every chunk, about in order; after a failure nothing new is begun, and the first error is
+    raised.
+    """
     left = deque(chunks)
 
     def drain() -> None:

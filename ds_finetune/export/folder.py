@@ -1,4 +1,6 @@
-"""Write a Hugging Face folder tensor by tensor: hub names, shards, index, config, tokenizer; complete only once it has its name."""
+"""Write a Hugging Face folder tensor by tensor: hub names, shards, index, config, tokenizer; complete only once it has
+its name.
+"""
 
 import json
 import math
@@ -15,8 +17,8 @@ import torch
 
 from ds_finetune.errors import ConfigError, ExportError
 from ds_finetune.export.model_config import TOKENIZER_CONFIG, served_config, served_tokenizer
-from ds_finetune.export.record import Record, mark_unchecked
 from ds_finetune.export.shards import HubTensor, ShardWriter, plan_shards, said, synchronise
+from ds_finetune.export.verify.record import Record, mark_unchecked
 from ds_finetune.model.families import Family
 from ds_finetune.model.fp8 import QUANTIZATION_CONFIG, is_quantised
 from ds_finetune.model.hub_folder import HubFolder
@@ -43,8 +45,9 @@ Specs = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class FolderParts:
-    """What lies beside the weights: `config` is the base's own config.json as read, so its schema stays; files are copied byte for byte,
-    but a tokenizer_config.json that names code, which is not exported."""
+    """What lies beside the weights: `config` is the base's own config.json as read, so its schema stays; files are
+    copied byte for byte, but a tokenizer_config.json that names code, which is not exported.
+    """
 
     family: Family
     config: dict[str, Any]
@@ -63,7 +66,8 @@ class FolderParts:
     record: Record | None = None
     """What the folder will be held against; None writes no record."""
     texts: dict[str, str] = field(default_factory=dict)
-    """Further files by name, e.g. a generation config made from the tokenizer or a chat template given in the run file."""
+    """Further files by name, e.g. a generation config made from the tokenizer or a chat template given in the run file.
+    """
 
     def in_fp8(self, key: str, shape: tuple[int, ...]) -> bool:
         """Whether the tensor `key` is written in FP8 blocks; the base tells where the family does not."""
@@ -93,17 +97,28 @@ def parse_bytes(text: str, *, name: str = "export.max_shard_size") -> int:
     return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
-def write_folder(tensors: Iterable[tuple[str, torch.Tensor | None]], specs: Specs, out: Path, parts: FolderParts, *, max_shard_bytes: int) -> None:
-    """Write `tensors` (whole, by model name, on the CPU) and `parts` to `out`, which appears under its name only when complete.
+def write_folder(
+    tensors: Iterable[tuple[str, torch.Tensor | None]],
+    specs: Specs,
+    out: Path,
+    parts: FolderParts,
+    *,
+    max_shard_bytes: int,
+) -> None:
+    """Write `tensors` (whole, by model name, on the CPU) and `parts` to `out`, which appears under its name only when
+    complete.
 
-    `specs` says in advance what `tensors` will yield. Every rank drains `tensors`; the ranks that get None write nothing.
+    `specs` says in advance what `tensors` will yield. Every rank drains `tensors`; the ranks that get None write
+    nothing.
     One tensor is held at a time, and no copy of it is made.
     """
     with ExitStack() as stack:
         writer: ShardWriter | None = None
         for name, tensor in tensors:
             if tensor is not None:
-                writer = writer or stack.enter_context(folder_writer(_pieces(specs, parts), out, parts, max_shard_bytes=max_shard_bytes))
+                writer = writer or stack.enter_context(
+                    folder_writer(_pieces(specs, parts), out, parts, max_shard_bytes=max_shard_bytes)
+                )
                 _write_whole(writer, name, tensor, specs[name], parts)
             # The next tensor is gathered before this name is bound to it.
             del tensor
@@ -112,7 +127,8 @@ def write_folder(tensors: Iterable[tuple[str, torch.Tensor | None]], specs: Spec
 def _write_whole(writer: ShardWriter, name: str, tensor: torch.Tensor, spec: torch.Tensor, parts: FolderParts) -> None:
     if tensor.shape != spec.shape or tensor.dtype != spec.dtype:
         raise ExportError(
-            f"tensor `{name}` has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, expected {tuple(spec.shape)} and {spec.dtype}",
+            f"tensor `{name}` has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, expected "
+            f"{tuple(spec.shape)} and {spec.dtype}",
             hint="it was not gathered; please report this",
         )
     shape, flat = tuple(tensor.shape), tensor.contiguous().view(-1)
@@ -132,11 +148,14 @@ def _pieces(specs: Specs, parts: FolderParts) -> Iterator[HubTensor]:
 
 
 @contextmanager
-def folder_writer(tensors: Iterable[HubTensor], out: Path, parts: FolderParts, *, max_shard_bytes: int) -> Iterator[ShardWriter]:
-    """The writer of `tensors`, beside those that `parts` carries over; when the context closes without an error, `out` is whole and has its name.
+def folder_writer(
+    tensors: Iterable[HubTensor], out: Path, parts: FolderParts, *, max_shard_bytes: int
+) -> Iterator[ShardWriter]:
+    """The writer of `tensors`, beside those that `parts` carries over; when the context closes without an error, `out`
+    is whole and has its name.
 
-    Everything is written to `out`.partial and synchronised to the disk before it takes the place of an older `out`; after an
-    error, e.g. OutputError where the disk is full, nothing of it is left.
+    Everything is written to `out`.partial and synchronised to the disk before it takes the place of an older `out`;
+    after an error, e.g. OutputError where the disk is full, nothing of it is left.
     """
     hub = [*tensors, *(tensor for copied in parts.carried for tensor in copied.tensors)]
     partial = out.with_name(out.name + ".partial")

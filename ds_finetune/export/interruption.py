@@ -1,4 +1,6 @@
-"""Signals that end a command while exported folders wait to be verified: none is lost, and what is unverified is named."""
+"""Signals that end a command while exported folders wait to be verified: none is lost, and what is unverified is
+named.
+"""
 
 import signal
 from collections.abc import Sequence
@@ -12,9 +14,9 @@ from ds_finetune.errors import VerificationError
 class Interruption:
     """While it is open each of `signals` raises KeyboardInterrupt, and the name of the first is kept in `name`.
 
-    Python prints an exception that a handler raises within a destructor and continues. DeepSpeed 0.19.8 has one (runtime/engine.py:1236)
-    that runs for most of a second at the end of a run. A signal that was lost there is raised where the context closes, or by `check`.
-    Signals that are ignored, e.g. under nohup, stay ignored.
+    Python prints an exception that a handler raises within a destructor and continues. DeepSpeed 0.19.8 has one
+    (runtime/engine.py:1236) that runs for most of a second at the end of a run. A signal that was lost there is
+    raised where the context closes, or by `check`. Signals that are ignored, e.g. under nohup, stay ignored.
     """
 
     def __init__(self, *signals: signal.Signals) -> None:
@@ -27,7 +29,9 @@ class Interruption:
         self._before = {number: signal.signal(number, self._take) for number in wanted}
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if error is None and self.name:

@@ -6,15 +6,16 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ds_finetune.errors import ExportError
-from ds_finetune.export.onnx_folder import check_packages
-from ds_finetune.export.record import is_onnx
+from ds_finetune.export.onnx.folder import check_packages
+from ds_finetune.export.verify.record import is_onnx
 from ds_finetune.model.folder_check import check_folder
 
 _WANTED = "name an exported folder, e.g. runs/r1/export"
 
 
 def load_exported(folder: Path) -> PreTrainedModel:
-    """The causal LM of `folder`: plain transformers on a GPU where there is one; of an ONNX folder ONNX Runtime on the CPU.
+    """The causal LM of `folder`: plain transformers on a GPU where there is one; of an ONNX folder ONNX Runtime on the
+    CPU.
 
     ExportError where the folder holds no config.json or no weights, and where the ONNX packages are not installed.
     """
@@ -23,7 +24,7 @@ def load_exported(folder: Path) -> PreTrainedModel:
     check_loadable(folder)
     if is_onnx(folder):
         check_packages()
-        from ds_finetune.export.onnx_model import OnnxCausalLM
+        from ds_finetune.export.onnx.model import OnnxCausalLM
 
         return OnnxCausalLM.from_pretrained(folder)
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False).eval()

@@ -1,4 +1,6 @@
-"""The configuration files of an exported folder: the base's own keys, and those that other versions of readers look for."""
+"""The configuration files of an exported folder: the base's own keys, and those that other versions of readers look
+for.
+"""
 
 import json
 from collections.abc import Collection, Iterable, Mapping
@@ -19,9 +21,9 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 def served_config(config: Mapping[str, Any], family: Family, keys: Collection[str]) -> dict[str, Any]:
     """`config` as read from a config.json, for a folder that holds the tensors `keys` in an unquantised dtype.
 
-    Without `auto_map`: transformers has the class, from which the tensors were checked, and readers would look for the code.
-    Keys of `family` are added where there are none; rotary settings are there in both schemas; prediction layers are as many
-    as the tensors hold, where the config or they name some.
+    Without `auto_map`: transformers has the class, from which the tensors were checked, and readers would look for
+    the code. Keys of `family` are added where there are none; rotary settings are there in both schemas; prediction
+    layers are as many as the tensors hold, where the config or they name some.
     """
     served = dict(config)
     served.pop("quantization_config", None)
@@ -37,7 +39,9 @@ def served_config(config: Mapping[str, Any], family: Family, keys: Collection[st
 
 
 def served_tokenizer(file: Path) -> str | None:
-    """A tokenizer_config.json without its `auto_map`, where transformers has the class; None where it stays as it is."""
+    """A tokenizer_config.json without its `auto_map`, where transformers has the class; None where it stays as it
+    is.
+    """
     config = _with_code(file)
     if not config or tokenizer_class_from_name(str(config.get("tokenizer_class"))) is None:
         return None
@@ -78,18 +82,25 @@ def prediction_layers(config: Mapping[str, Any], keys: Collection[str]) -> int:
 
 
 def _add_rope_schemas(config: dict[str, Any]) -> None:
-    """Add `rope_parameters`, which transformers 5 reads, where there is `rope_theta` or `rope_scaling`, which others read, and the other way round.
+    """Add `rope_parameters`, which transformers 5 reads, where there is `rope_theta` or `rope_scaling`, which others
+    read, and the other way round.
 
-    transformers 5.23 takes `rope_scaling` first, then `rope_parameters` (modeling_rope_utils.py:775), and writes the second
-    alone; vLLM, SGLang and DeepSeek's own code of 2024 know the first, the last by the key `type`.
+    transformers 5.23 takes `rope_scaling` first, then `rope_parameters` (modeling_rope_utils.py:775), and writes
+    the second alone; vLLM, SGLang and DeepSeek's own code of 2024 know the first, the last by the key `type`.
     """
     given = config.get("rope_parameters")
     if isinstance(given, dict) and not any(isinstance(value, dict) for value in given.values()):
         scaling = {key: value for key, value in given.items() if key not in ("rope_theta", "partial_rotary_factor")}
         kind = scaling.get("rope_type", scaling.get("type", "default"))
-        config.update({key: given[key] for key in ("rope_theta", "partial_rotary_factor") if key in given and key not in config})
+        config.update(
+            {key: given[key] for key in ("rope_theta", "partial_rotary_factor") if key in given and key not in config}
+        )
         config.setdefault("rope_scaling", None if kind == "default" else {**scaling, "type": kind, "rope_type": kind})
     elif given is None and (config.get("rope_theta") is not None or config.get("rope_scaling")):
         scaling = config.get("rope_scaling") or {}
         theta = {"rope_theta": config["rope_theta"]} if config.get("rope_theta") is not None else {}
-        config["rope_parameters"] = {**scaling, "rope_type": scaling.get("rope_type", scaling.get("type", "default")), **theta}
+        config["rope_parameters"] = {
+            **scaling,
+            "rope_type": scaling.get("rope_type", scaling.get("type", "default")),
+            **theta,
+        }

@@ -11,7 +11,7 @@ from ds_finetune.checkpoint.part_file import part_name
 from ds_finetune.checkpoint.storage import PartsReader
 from ds_finetune.engine.state import BUFFER, WEIGHT
 from ds_finetune.errors import CheckpointError
-from ds_finetune.model.cuts import model_shape
+from ds_finetune.model.parallel.sharding import model_shape
 
 
 class CheckpointSource:
@@ -19,10 +19,13 @@ class CheckpointSource:
 
     def __init__(self, folder: Path) -> None:
         manifest = Manifest.read(folder)
-        absent = [part_name(rank, manifest.world_size) for rank in range(manifest.world_size) if rank not in manifest.ranks]
+        absent = [
+            part_name(rank, manifest.world_size) for rank in range(manifest.world_size) if rank not in manifest.ranks
+        ]
         if absent:
             raise CheckpointError(
-                f"{folder} lacks {', '.join(absent)}: other nodes keep them", hint="make it whole with `ds-finetune checkpoint gather`"
+                f"{folder} lacks {', '.join(absent)}: other nodes keep them",
+                hint="make it whole with `ds-finetune checkpoint gather`",
             )
         reader = PartsReader(folder / part_name(rank, manifest.world_size) for rank in manifest.ranks)
         kinds = {key: key.partition("/") for key in reader.held}
@@ -36,10 +39,16 @@ class CheckpointSource:
     @property
     def fp32_names(self) -> Collection[str]:
         """Buffers that training kept in fp32."""
-        return {name for name, held in self._held.items() if held[0][1].key.startswith(f"{BUFFER}/") and held[0][1].dtype == torch.float32}
+        return {
+            name
+            for name, held in self._held.items()
+            if held[0][1].key.startswith(f"{BUFFER}/") and held[0][1].dtype == torch.float32
+        }
 
     def read(self, name: str, start: int, numel: int) -> torch.Tensor:
-        """Elements [start, start + numel) of the flattened tensor, 1-D; CheckpointError where no part holds some of them."""
+        """Elements [start, start + numel) of the flattened tensor, 1-D; CheckpointError where no part holds some of
+        them.
+        """
         held = self._held[name]
         out = torch.empty(numel, dtype=held[0][1].dtype)
         position = copied = 0
@@ -60,5 +69,7 @@ class CheckpointSource:
                 del source
                 part.forget()
         if copied != numel:
-            raise CheckpointError(f"{numel - copied:,} of {numel:,} elements of `{name}` are in no part", hint="take another checkpoint")
+            raise CheckpointError(
+                f"{numel - copied:,} of {numel:,} elements of `{name}` are in no part", hint="take another checkpoint"
+            )
         return out

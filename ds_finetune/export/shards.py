@@ -1,4 +1,6 @@
-"""Safetensors files written in any order: every header and offset follows from names and shapes, so memory is what one write holds."""
+"""Safetensors files written in any order: every header and offset follows from names and shapes, so memory is what one
+write holds.
+"""
 
 import json
 import math
@@ -13,7 +15,7 @@ import torch
 import xxhash
 
 from ds_finetune.errors import ExportError, OutputError
-from ds_finetune.export.record import Digest
+from ds_finetune.export.verify.record import Digest
 from ds_finetune.model.hub_folder import INDEX
 
 DTYPE_CODES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float8_e4m3fn: "F8_E4M3"}
@@ -61,7 +63,9 @@ class Shard:
 
 
 def plan_shards(tensors: Iterable[HubTensor], max_shard_bytes: int) -> tuple[Shard, ...]:
-    """Tensors to files in the order given; a file is closed when the next tensor would make it larger than `max_shard_bytes`."""
+    """Tensors to files in the order given; a file is closed when the next tensor would make it larger than
+    `max_shard_bytes`.
+    """
     filled: list[list[HubTensor]] = []
     room = 0
     for tensor in tensors:
@@ -71,7 +75,11 @@ def plan_shards(tensors: Iterable[HubTensor], max_shard_bytes: int) -> tuple[Sha
         filled[-1].append(tensor)
         room -= tensor.num_bytes
     count = len(filled)
-    names = ["model.safetensors"] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    names = (
+        ["model.safetensors"]
+        if count == 1
+        else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    )
     return tuple(Shard(name, tuple(tensors)) for name, tensors in zip(names, filled, strict=True))
 
 
@@ -102,8 +110,8 @@ class _Place:
 class ShardWriter:
     """The safetensors files of `shards` in `folder`; `write` may be called from several threads and in any order.
 
-    A file is created with its header at the first write into it, and synchronised to the disk and closed when it is full,
-    so a long list of files needs few open ones.
+    A file is created with its header at the first write into it, and synchronised to the disk and closed when it is
+    full, so a long list of files needs few open ones.
     """
 
     def __init__(self, folder: Path, shards: Sequence[Shard]) -> None:
@@ -122,7 +130,9 @@ class ShardWriter:
                 self._places[tensor.key] = _Place(tensor, file, begin)
 
     def write(self, key: str, start: int, flat: torch.Tensor) -> None:
-        """Write `flat` (1-D, contiguous, on the CPU, of the planned dtype) as the elements from `start` of the row-major tensor `key`."""
+        """Write `flat` (1-D, contiguous, on the CPU, of the planned dtype) as the elements from `start` of the
+        row-major tensor `key`.
+        """
         place = self._places[key]
         with said(self._folder):
             self._write(place, key, start, flat)
@@ -145,20 +155,31 @@ class ShardWriter:
             place.file.close()
 
     def finish(self) -> None:
-        """Check that every tensor was written completely and once, and write the index where there are several files."""
+        """Check that every tensor was written completely and once, and write the index where there are several
+        files.
+        """
         torn = [key for key, place in self._places.items() if not place.is_complete()]
         if torn:
             shown = ", ".join(f"`{key}` ({self._places[key].progress()})" for key in torn[:_SHOWN])
-            raise ExportError(f"{len(torn)} of {len(self._places)} tensors were not written once and whole: {shown}", hint="please report this")
+            raise ExportError(
+                f"{len(torn)} of {len(self._places)} tensors were not written once and whole: {shown}",
+                hint="please report this",
+            )
         if len(self._shards) > 1:
             weight_map = {tensor.key: shard.name for shard in self._shards for tensor in shard.tensors}
-            index = {"metadata": {"total_size": sum(shard.data_bytes for shard in self._shards)}, "weight_map": dict(sorted(weight_map.items()))}
+            index = {
+                "metadata": {"total_size": sum(shard.data_bytes for shard in self._shards)},
+                "weight_map": dict(sorted(weight_map.items())),
+            }
             with said(self._folder):
                 (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def digests(self) -> dict[str, Digest]:
         """Sum of what was given to `write`, by tensor."""
-        return {key: Digest.of((stop - start, summed) for start, stop, summed in sorted(place.written)) for key, place in self._places.items()}
+        return {
+            key: Digest.of((stop - start, summed) for start, stop, summed in sorted(place.written))
+            for key, place in self._places.items()
+        }
 
     def close(self) -> None:
         """Close what is still open after an error."""
@@ -191,8 +212,8 @@ class _File:
     def write(self, data: memoryview, offset: int) -> None:
         """Write all of `data` at byte `offset`; the system may take it in several parts.
 
-        Pages already on the disk are given back, and others begun to be written: nobody reads them soon, and a model that
-        fills the page cache slows every other program of the machine (docs/results.md).
+        Pages already on the disk are given back, and others begun to be written: nobody reads them soon, and a
+        model that fills the page cache slows every other program of the machine (docs/results.md).
         """
         assert self._descriptor is not None
         self._unreleased += len(data)
@@ -228,7 +249,11 @@ class _File:
 
     def _make_header(self) -> bytes:
         entries = {
-            tensor.key: {"dtype": DTYPE_CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, begin + tensor.num_bytes]}
+            tensor.key: {
+                "dtype": DTYPE_CODES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [begin, begin + tensor.num_bytes],
+            }
             for tensor, begin in self._offsets()
         }
         text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
@@ -242,7 +267,9 @@ def said(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as refused:
-        raise OutputError(f"{folder} cannot be written: {refused.strerror}", hint="free some space, or name another folder") from refused
+        raise OutputError(
+            f"{folder} cannot be written: {refused.strerror}", hint="free some space, or name another folder"
+        ) from refused
 
 
 def synchronise(path: Path) -> None:

@@ -21,7 +21,7 @@ from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import GenerationState, Modality
 
-from ds_finetune.export.record import is_onnx
+from ds_finetune.export.verify.record import is_onnx
 from ds_finetune.inference.request import AnswerRequest, ChatRequest, CompletionRequest, RequestError, parse_request
 from ds_finetune.inference.turns import QueueLimits, Stopper, Turns
 
@@ -57,7 +57,7 @@ class ServedModel(ModelManager):
 
     def _loaded(self) -> PreTrainedModel:
         if is_onnx(self._folder):
-            from ds_finetune.export.onnx_model import OnnxCausalLM
+            from ds_finetune.export.onnx.model import OnnxCausalLM
 
             return OnnxCausalLM.from_pretrained(self._folder)
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(

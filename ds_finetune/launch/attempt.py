@@ -15,9 +15,9 @@ from typing import Any
 
 from ds_finetune.errors import INTERRUPTED_EXIT_CODE, RUN_ERROR_EXIT_CODE
 from ds_finetune.hostfile import Host
-from ds_finetune.launch.guard import BEAT_SECONDS, TAIL
-from ds_finetune.launch.lines import Message, packed, unpacked
+from ds_finetune.launch.messages import Message, packed, unpacked
 from ds_finetune.launch.remote import Remote
+from ds_finetune.launch.supervisor import BEAT_SECONDS, TAIL
 
 ECHO_SECONDS = 2.0
 """Signals so close to each other are one."""
@@ -110,7 +110,7 @@ class Attempt:
         self._limits = limits
         self._events = queue.Queue[tuple[_Guarded, Message]]()
         self._word = secrets.token_hex(8)
-        arguments = ("ds_finetune.launch.guard", str(port), self._word)
+        arguments = ("ds_finetune.launch.supervisor", str(port), self._word)
         self._guards = [_Guarded(host, remote.open(host, *arguments)) for host in hosts]
         self._failures: list[tuple[float, Failure, int]] = []
         self._codes: dict[tuple[Host, int], int] = {}
@@ -143,10 +143,15 @@ class Attempt:
         while any(guard.greeting is None and not guard.over for guard in self._guards) and time.monotonic() < until:
             with contextlib.suppress(queue.Empty):
                 self._take(*self._events.get(timeout=0.25))
-        return {guard.host: guard.greeting if guard.greeting is not None and not guard.over else _why_silent(guard) for guard in self._guards}
+        return {
+            guard.host: guard.greeting if guard.greeting is not None and not guard.over else _why_silent(guard)
+            for guard in self._guards
+        }
 
     def run(self, specs: Mapping[Host, Message], say: Callable[[str], None]) -> Outcome:
-        """Start what `specs` says on their hosts, release the others, and return how it ended; signals are passed on."""
+        """Start what `specs` says on their hosts, release the others, and return how it ended; signals are passed
+        on.
+        """
         self._say = say
         for guard in self._guards:
             guard.tell(**specs.get(guard.host, {"do": "end"}))
@@ -159,7 +164,11 @@ class Attempt:
                 # It went after its greeting.
                 self._host_is_over(guard, {"said": "gone"})
         # What is ignored stays ignored: `nohup`, and what a script starts in the background.
-        wanted = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+        wanted = [
+            number
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            if signal.getsignal(number) != signal.SIG_IGN
+        ]
         before = {number: signal.signal(number, self._signalled) for number in wanted}
         try:
             self._watch()
@@ -182,7 +191,11 @@ class Attempt:
             if passed_on < self._signals:
                 passed_on += 1
                 self._tell(do="interrupt" if passed_on == 1 else "end")
-                self._say("told the ranks to save and end; once more ends them at once" if passed_on == 1 else "ending every rank")
+                self._say(
+                    "told the ranks to save and end; once more ends them at once"
+                    if passed_on == 1
+                    else "ending every rank"
+                )
             self._look_for_silence(now, told)
             if told is None and self._failures and now - self._failures[0][0] > self._patience():
                 told = now
@@ -263,7 +276,9 @@ class Attempt:
         self._failures.sort(key=lambda item: item[0])
 
     def _why_gone(self, host: Host, pid: int) -> tuple[int, str]:
-        """Exit code and words for a rank that is gone without a word: its agent's, or the agent's own end, which ranks do not outlive."""
+        """Exit code and words for a rank that is gone without a word: its agent's, or the agent's own end, which ranks
+        do not outlive.
+        """
         if (host, pid) in self._codes:
             return _of_signal(self._codes[host, pid])
         agent = next(guard.agent_code for guard in self._guards if guard.host == host)
@@ -306,7 +321,11 @@ def _why_silent(guard: _Guarded) -> str:
     if not guard.over:
         return f"did not answer in time (launch.greeting_seconds){': ' + said if said else ''}"
     code = guard.process.wait()
-    return f"cannot be reached by ssh: {said}" if code == _SSH_FAILED else f"the program does not start there ({code}): {said}"
+    return (
+        f"cannot be reached by ssh: {said}"
+        if code == _SSH_FAILED
+        else f"the program does not start there ({code}): {said}"
+    )
 
 
 def _keep_errors(guard: _Guarded) -> None:

@@ -1,4 +1,6 @@
-"""Files for services that start ranks themselves: a script for sbatch, manifests for Kubernetes, and the container file."""
+"""Files for services that start ranks themselves: a script for sbatch, manifests for Kubernetes, and the container
+file.
+"""
 
 import re
 import shlex
@@ -11,14 +13,16 @@ import yaml
 
 from ds_finetune.errors import INTERRUPTED_EXIT_CODE, LaunchError
 from ds_finetune.launch.environment import may_show, redacted
-from ds_finetune.launch.marks import RUN_ID
+from ds_finetune.launch.process_tags import RUN_ID
 from ds_finetune.launch.schedulers import Job, srun_options
-from ds_finetune.watch.run_secret import VARIABLE
+from ds_finetune.watchdog.run_secret import VARIABLE
 
 SAVE_SECONDS = 300
 """Between the signal on which a run saves and the end of its time."""
 _POD_SAVE_SECONDS = 120
-"""Between the signal on which a pod's ranks save and their end; also how long torchrun waits for ranks that hang after another has failed."""
+"""Between the signal on which a pod's ranks save and their end; also how long torchrun waits for ranks that hang after
+another has failed.
+"""
 _POD_LEAVE_SECONDS = 30
 _MASTER_PORT = 29_500
 _CONTAINER_ENTRY = ("-m", "ds_finetune", "train")
@@ -68,13 +72,16 @@ def container_file() -> str:
 
 
 def sbatch_script(order: Order) -> str:
-    """A script for `sbatch`: one rank a GPU, SIGUSR1 `SAVE_SECONDS` before the end, after which the run has saved and is queued again.
+    """A script for `sbatch`: one rank a GPU, SIGUSR1 `SAVE_SECONDS` before the end, after which the run has saved and
+    is queued again.
 
-    srun gives the highest of its tasks' exit codes, and ends the others when the first leaves, so the script itself takes the signal and
-    remembers it: a run that failed after it is queued again, one that failed without it is not. Secrets are not written: the script
-    wants them where it is submitted.
+    srun gives the highest of its tasks' exit codes, and ends the others when the first leaves, so the script itself
+    takes the signal and remembers it: a run that failed after it is queued again, one that failed without it is
+    not. Secrets are not written: the script wants them where it is submitted.
     """
-    nodes, slots = _equal(order, "sbatch's --gpus-per-node", "run `ds-finetune launch --launcher slurm --hostfile HOSTS` under salloc")
+    nodes, slots = _equal(
+        order, "sbatch's --gpus-per-node", "run `ds-finetune launch --launcher slurm --hostfile HOSTS` under salloc"
+    )
     if not _TIME.match(order.time):
         raise LaunchError(f"--time {order.time} is not a time", hint="write e.g. 24:00:00 or 2-00:00:00")
     options = {"job-name": order.name, "nodes": nodes, "ntasks-per-node": slots, "cpus-per-task": order.cpus}
@@ -86,7 +93,9 @@ def sbatch_script(order: Order) -> str:
     return _SBATCH.format(
         options="\n".join(f"#SBATCH --{name}={value}" for name, value in options.items()),
         directory=shlex.quote(job.directory),
-        variables="\n".join(_exported({name: value for name, value in job.environment.items() if name not in _SET_IN_SCRIPT})),
+        variables="\n".join(
+            _exported({name: value for name, value in job.environment.items() if name not in _SET_IN_SCRIPT})
+        ),
         name=order.name,
         run_id=RUN_ID,
         secret=VARIABLE,
@@ -131,17 +140,19 @@ exit "$code"
 def kubernetes_manifests(order: Order) -> str:
     """An Indexed Job with a pod for each host, and the headless Service by which they find the first one.
 
-    Each pod runs torchrun with its completion index as the node's rank. The first pod that fails fails the job, and Kubernetes ends the
-    others; the same command goes on from the last checkpoint. Variables that are paths of this machine are left out unless they
-    are `order.named`; secrets come from a Secret that is not written.
+    Each pod runs torchrun with its completion index as the node's rank. The first pod that fails fails the job, and
+    Kubernetes ends the others; the same command goes on from the last checkpoint. Variables that are paths of this
+    machine are left out unless they are `order.named`; secrets come from a Secret that is not written.
     """
     nodes, slots = _equal(order, "a Job's pods", "write one hostfile for hosts of one kind")
     if not _LABEL.match(order.name) or len(order.name) > _LABEL_LETTERS:
         raise LaunchError(
-            f"`{order.name}` cannot name a Kubernetes job: it has to be lower-case letters, digits and `-`, {_LABEL_LETTERS} at most",
+            f"`{order.name}` cannot name a Kubernetes job: it has to be lower-case letters, digits and `-`, "
+            f"{_LABEL_LETTERS} at most",
             hint="give another with --name",
         )
-    # torchrun (torch 2.13, distributed/launcher/api.py:146) kills ranks 30 s after SIGTERM otherwise, in the middle of a large save.
+    # torchrun (torch 2.13, distributed/launcher/api.py:146) kills ranks 30 s after SIGTERM otherwise, in the middle of
+    # a large save.
     given = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_POD_SAVE_SECONDS)} | order.job.environment
     given = {name: value for name, value in given.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
     paths = sorted(name for name, value in given.items() if value.startswith("/") and name not in order.named)
@@ -152,14 +163,24 @@ def kubernetes_manifests(order: Order) -> str:
         "kind": "Service",
         "metadata": {"name": order.name},
         # Pods are looked up before they are ready: they become so by finding each other.
-        "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"job-name": order.name}, "ports": [{"port": _MASTER_PORT}]},
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {"job-name": order.name},
+            "ports": [{"port": _MASTER_PORT}],
+        },
     }
     head = [
-        "# Written by `ds-finetune launch --emit k8s`. Start: kubectl apply -f FILE; again, from the last checkpoint: kubectl replace --force -f FILE"
+        "# Written by `ds-finetune launch --emit k8s`. Start: kubectl apply -f FILE; again, from the last "
+        "checkpoint: kubectl replace --force -f FILE"
     ]
     head += [f"# Left out, being paths of the machine it was written on: {', '.join(paths)}"] if paths else []
     head += [f"# Secrets: kubectl create secret generic {order.name} --from-literal=NAME=VALUE"] if secret else []
-    return "\n".join(head) + "\n" + yaml.safe_dump_all([service, _indexed_job(order, nodes, slots, variables)], sort_keys=False, width=150)
+    return (
+        "\n".join(head)
+        + "\n"
+        + yaml.safe_dump_all([service, _indexed_job(order, nodes, slots, variables)], sort_keys=False, width=150)
+    )
 
 
 def _indexed_job(order: Order, nodes: int, slots: int, variables: list[dict[str, Any]]) -> dict[str, Any]:
@@ -190,7 +211,13 @@ def _indexed_job(order: Order, nodes: int, slots: int, variables: list[dict[str,
             {"name": "shm", "emptyDir": {"medium": "Memory"}},
         ],
     }
-    spec = {"completionMode": "Indexed", "completions": nodes, "parallelism": nodes, "backoffLimit": 0, "template": {"spec": pod}}
+    spec = {
+        "completionMode": "Indexed",
+        "completions": nodes,
+        "parallelism": nodes,
+        "backoffLimit": 0,
+        "template": {"spec": pod},
+    }
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": order.name}, "spec": spec}
 
 
@@ -214,7 +241,8 @@ def _refuse_secret_overrides(job: Job) -> None:
     if secret:
         raise LaunchError(
             f"the override {secret[0]} looks secret, and a file that --emit writes would hold it",
-            hint="write it into the run file, or give it by a variable that the library reads (HF_TOKEN, a netrc file, ...)",
+            hint="write it into the run file, or give it by a variable that the library reads (HF_TOKEN, a netrc "
+            "file, ...)",
         )
 
 
@@ -226,5 +254,8 @@ def _equal(order: Order, what: str, hint: str) -> tuple[int, int]:
         text = " and ".join(f"{count} (`{name}`)" for count, name in slots.items())
         raise LaunchError(f"{what} are one number, and the hosts have slots {text or 'of nobody'}", hint=hint)
     if chosen:
-        raise LaunchError(f"{what} cannot be devices {chosen[0].devices} of `{chosen[0].name}`", hint="leave --include and --exclude out")
+        raise LaunchError(
+            f"{what} cannot be devices {chosen[0].devices} of `{chosen[0].name}`",
+            hint="leave --include and --exclude out",
+        )
     return len(order.job.hosts), next(iter(slots))

@@ -1,4 +1,6 @@
-"""Which environment variables travel to the hosts of a run: an explicit list, what the user names, and `.deepspeed_env` files."""
+"""Which environment variables travel to the hosts of a run: an explicit list, what the user names, and `.deepspeed_env`
+files.
+"""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -42,14 +44,20 @@ NAMES = {
     "SSL_CERT_DIR": "certificates for the hub",
     "REQUESTS_CA_BUNDLE": "certificates for the hub",
     "CURL_CA_BUNDLE": "certificates for the hub",
-    **{name: "the way to the hub" for lower in ("http_proxy", "https_proxy", "all_proxy", "no_proxy") for name in (lower, lower.upper())},
+    **{
+        name: "the way to the hub"
+        for lower in ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
+        for name in (lower, lower.upper())
+    },
 }
 """Names that travel, and what they are for."""
 _PER_RANK = re.compile(
     r"(?:RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|LOCAL_SIZE|NODE_RANK|CROSS_RANK|CROSS_SIZE|MASTER_ADDR|MASTER_PORT"
     r"|(?:GROUP|ROLE|PET|TORCHELASTIC|OMPI|PMI|PMIX|PRTE|SLURM|SSH|ACCELERATE)_\w+)$"
 )
-"""Who a rank is, and what a launcher says to its own: each host has its own, and what another launch left here is wrong there."""
+"""Who a rank is, and what a launcher says to its own: each host has its own, and what another launch left here is wrong
+there.
+"""
 _HERE_ALONE = ("DS_ENV_FILE", "DS_FINETUNE_SSH_ARGS", "PYTHON_HISTORY", "PYTHONSTARTUP")
 """What only this command or a person at a terminal uses."""
 _DEVICES = "_VISIBLE_DEVICES"
@@ -89,16 +97,23 @@ class Carried:
     """Names on the list that look secret, or that number the devices of this host."""
 
     def lines(self) -> list[str]:
-        """`NAME=value` in order, values left out that look secret or whose name is not on the list; then what was withheld, and why."""
-        shown = [f"{name}={value}" if may_show(name, value) else f"{name} (its value is not shown)" for name, value in self.values.items()]
+        """`NAME=value` in order, values left out that look secret or whose name is not on the list; then what was
+        withheld, and why.
+        """
+        shown = [
+            f"{name}={value}" if may_show(name, value) else f"{name} (its value is not shown)"
+            for name, value in self.values.items()
+        ]
         return shown + [f"withheld: {name} ({_why_withheld(name)})" for name in self.withheld]
 
 
 def carried(environ: Mapping[str, str], named: Sequence[str] = (), files: Iterable[Path] = ()) -> Carried:
     """What of `environ` travels by `NAMES` and `PREFIXES`, then what `files` say, then `named`; later ones win.
 
-    `named` holds `NAME`, taken from `environ`, or `NAME=VALUE`. Secrets travel only by a file or by name. LaunchError where a named
-    variable is not set, where a file cannot be read, and where a rank's own variables (RANK, MASTER_ADDR, SLURM_*, ...) are asked for.
+    `named` holds `NAME`, taken from `environ`, or `NAME=VALUE`. Secrets travel only by a file or by name. LaunchError
+    where a named
+    variable is not set, where a file cannot be read, and where a rank's own variables (RANK, MASTER_ADDR, SLURM_*, ...)
+    are asked for.
     """
     listed = {name: value for name, value in environ.items() if _is_listed(name)}
     listed = {name: value for name, value in listed.items() if not _PER_RANK.match(name) and name not in _HERE_ALONE}
@@ -113,27 +128,34 @@ def carried(environ: Mapping[str, str], named: Sequence[str] = (), files: Iterab
 def environment_files(environ: Mapping[str, str], *, home: Path, directory: Path) -> tuple[Path, ...]:
     """The `.deepspeed_env` files that are there: of the home folder, then of the working directory, which wins.
 
-    Another name is taken from DS_ENV_FILE, as DeepSpeed 0.19.8 does (launcher/runner.py:37 and :604); where it names a file
-    that is in neither place DeepSpeed says nothing, and here it is a LaunchError.
+    Another name is taken from DS_ENV_FILE, as DeepSpeed 0.19.8 does (launcher/runner.py:37 and :604); where it
+    names a file that is in neither place DeepSpeed says nothing, and here it is a LaunchError.
     """
     name = environ.get("DS_ENV_FILE", ".deepspeed_env")
     places = dict.fromkeys(folder / name for folder in (home, directory))
     found = tuple(path for path in places if path.is_file())
     if "DS_ENV_FILE" in environ and not found:
-        raise LaunchError(f"DS_ENV_FILE is `{name}`, which is not a file at {' or '.join(map(str, places))}", hint="create it, or unset DS_ENV_FILE")
+        raise LaunchError(
+            f"DS_ENV_FILE is `{name}`, which is not a file at {' or '.join(map(str, places))}",
+            hint="create it, or unset DS_ENV_FILE",
+        )
     return found
 
 
 def read_environment_file(path: Path) -> dict[str, str]:
-    """`K=V` lines: comments, blank lines, `export`, and values in single or double quotes; LaunchError with the line otherwise.
+    """`K=V` lines: comments, blank lines, `export`, and values in single or double quotes; LaunchError with the line
+    otherwise.
 
-    DeepSpeed 0.19.8 splits every line at `=` and fails on a comment or a blank line (launcher/runner.py:610), and gives values to a
-    shell, which would expand `$`: here such a value is refused unless it is in single quotes, which keep it as it is.
+    DeepSpeed 0.19.8 splits every line at `=` and fails on a comment or a blank line (launcher/runner.py:610), and
+    gives values to a shell, which would expand `$`: here such a value is refused unless it is in single quotes,
+    which keep it as it is.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as unreadable:
-        raise LaunchError(f"`{path}` cannot be read: {unreadable}", hint="write lines such as `NCCL_DEBUG=INFO`") from None
+        raise LaunchError(
+            f"`{path}` cannot be read: {unreadable}", hint="write lines such as `NCCL_DEBUG=INFO`"
+        ) from None
     values = {}
     for number, line in enumerate(lines, start=1):
         if line.strip() and not line.lstrip().startswith("#"):
@@ -143,23 +165,31 @@ def read_environment_file(path: Path) -> dict[str, str]:
 
 
 def looks_secret(name: str, value: str = "") -> bool:
-    """Whether a name has a word such as TOKEN, KEY or PASSWORD, or a value is an address with a password or a known kind of token."""
+    """Whether a name has a word such as TOKEN, KEY or PASSWORD, or a value is an address with a password or a known
+    kind of token.
+    """
     words = [] if name in _FOLDERS else _BETWEEN_WORDS.split(name)
     return any(_SECRET_WORD.match(word) for word in words) or bool(_SECRET_VALUE.search(value))
 
 
 def may_show(name: str, value: str) -> bool:
-    """Whether the value of a variable may be printed or written: of names that are not on the list nobody knows what they hold."""
+    """Whether the value of a variable may be printed or written: of names that are not on the list nobody knows what
+    they hold.
+    """
     return _is_listed(name) and not looks_secret(name, value)
 
 
 def redacted(words: Iterable[str]) -> list[str]:
-    """Words of a command line as they may be printed: `section.name=VALUE` and other words that look secret without their values."""
+    """Words of a command line as they may be printed: `section.name=VALUE` and other words that look secret without
+    their values.
+    """
     return [_redacted(word) for word in words]
 
 
 def interface_variables(interface: str) -> dict[str, str]:
-    """What makes gloo and NCCL use one network interface (its name, e.g. `eth0`) on every host; nothing for an empty name."""
+    """What makes gloo and NCCL use one network interface (its name, e.g. `eth0`) on every host; nothing for an empty
+    name.
+    """
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {}
 
 
@@ -198,24 +228,32 @@ def _refuse_name(name: str, where: str) -> None:
     if _PER_RANK.match(name):
         raise LaunchError(f"{where}: {name} is set by the launcher for each rank", hint=f"leave {name} out")
     if name.endswith(_DEVICES):
-        raise LaunchError(f"{where}: {name} would number the devices of every host alike", hint="choose them with --include or --exclude")
+        raise LaunchError(
+            f"{where}: {name} would number the devices of every host alike",
+            hint="choose them with --include or --exclude",
+        )
 
 
 def _read_line(line: str, where: str) -> tuple[str, str]:
     found = _LINE.match(line)
     if not found:
         shown = _redacted(line.split("=")[0])
-        raise LaunchError(f"{where}: `{shown}` is not `NAME=VALUE`", hint="write e.g. `NCCL_DEBUG=INFO`; `#` begins a comment")
+        raise LaunchError(
+            f"{where}: `{shown}` is not `NAME=VALUE`", hint="write e.g. `NCCL_DEBUG=INFO`; `#` begins a comment"
+        )
     name, text = found["name"], found["value"]
     _refuse_name(name, where)
     quoted = _QUOTED.match(text)
     if not quoted and (text[:1] in ("'", '"') or re.search(r"\s#", text)):
-        raise LaunchError(f"{where}: the value of {name} has a quote without its pair, or a `#`", hint="quote the whole value")
+        raise LaunchError(
+            f"{where}: the value of {name} has a quote without its pair, or a `#`", hint="quote the whole value"
+        )
     if quoted and quoted["single"] is not None:
         return name, quoted["single"]
     value = text if not quoted else re.sub(r'\\(["\\$`])', r"\1", quoted["double"])
     if re.search(r"(?<!\\)[$`]", quoted["double"] if quoted else text):
         raise LaunchError(
-            f"{where}: the value of {name} has `$` or a backtick, which nothing expands here", hint="write it out, or put it in single quotes"
+            f"{where}: the value of {name} has `$` or a backtick, which nothing expands here",
+            hint="write it out, or put it in single quotes",
         )
     return name, value

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from ds_finetune.hostfile import Host
-from ds_finetune.launch.lines import Message
+from ds_finetune.launch.messages import Message
 from ds_finetune.launch.remote import address_of, is_here
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -28,7 +28,9 @@ def problems_of(greetings: Mapping[Host, Message | str], env: Mapping[str, str])
 
 
 def uses_gpus(answered: Mapping[Host, Message], env: Mapping[str, str]) -> bool:
-    """Whether ranks take GPUs, as engine/processes.py chooses: where they are and DS_ACCELERATOR does not say otherwise."""
+    """Whether ranks take GPUs, as engine/processes.py chooses: where they are and DS_ACCELERATOR does not say
+    otherwise.
+    """
     return env.get("DS_ACCELERATOR", "cuda") == "cuda" and any(said["devices"] for said in answered.values())
 
 
@@ -56,7 +58,11 @@ def _versions(answered: Mapping[Host, Message]) -> list[Problem]:
         by_host = {host: said["versions"].get(package, "not installed") for host, said in answered.items()}
         usual = max(by_host.values(), key=list(by_host.values()).count)
         others = [host.name for host, version in by_host.items() if version == usual]
-        found += [Problem(host, f"{package} is {version}, on {others[0]} it is {usual}") for host, version in by_host.items() if version != usual]
+        found += [
+            Problem(host, f"{package} is {version}, on {others[0]} it is {usual}")
+            for host, version in by_host.items()
+            if version != usual
+        ]
     return found
 
 
@@ -66,7 +72,9 @@ def _twice(answered: Mapping[Host, Message]) -> list[Problem]:
     for host, said in answered.items():
         same = seen.setdefault(said["machine"], host)
         if same is not host:
-            found.append(Problem(host, f"is the machine that line {same.line} names `{same.name}` ({said['hostname']})"))
+            found.append(
+                Problem(host, f"is the machine that line {same.line} names `{same.name}` ({said['hostname']})")
+            )
     return found
 
 
@@ -88,5 +96,7 @@ def _interfaces(answered: Mapping[Host, Message], env: Mapping[str, str]) -> lis
         names = env[variable].removeprefix("=").split(",")
         for host, said in answered.items():
             if not any(known.startswith(name) for name in names for known in said["interfaces"]):
-                found.append(Problem(host, f"{variable} is {env[variable]}; its interfaces are {', '.join(said['interfaces'])}"))
+                found.append(
+                    Problem(host, f"{variable} is {env[variable]}; its interfaces are {', '.join(said['interfaces'])}")
+                )
     return found

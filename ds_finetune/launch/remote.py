@@ -14,8 +14,24 @@ from typing import IO
 from ds_finetune.errors import LaunchError
 from ds_finetune.hostfile import Host
 
-_LOGIN = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TERM", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "XDG_RUNTIME_DIR")
-"""What a login gives; on this machine no other variable is inherited, so that every host has the same, which are those that are carried."""
+_LOGIN = (
+    "PATH",
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "SHELL",
+    "LANG",
+    "LC_ALL",
+    "TERM",
+    "TZ",
+    "TMPDIR",
+    "LD_LIBRARY_PATH",
+    "VIRTUAL_ENV",
+    "XDG_RUNTIME_DIR",
+)
+"""What a login gives; on this machine no other variable is inherited, so that every host has the same, which are those
+that are carried.
+"""
 SSH_ARGS = "DS_FINETUNE_SSH_ARGS"
 """Environment variable with further arguments of ssh, as a shell would split them."""
 CONNECT_SECONDS = 10
@@ -41,7 +57,9 @@ class Remote:
         try:
             words = tuple(shlex.split(given))
         except ValueError as open_quote:
-            raise LaunchError(f"arguments of ssh `{given}`: {open_quote}", hint="close the quotation, or escape it") from None
+            raise LaunchError(
+                f"arguments of ssh `{given}`: {open_quote}", hint="close the quotation, or escape it"
+            ) from None
         return cls(words, sys.executable, str(Path.cwd()))
 
     def within(self, greeting_seconds: float) -> "Remote":
@@ -56,7 +74,12 @@ class Remote:
         if is_here(host):
             return list(argv)
         port = ["-p", str(host.port)] if host.port else []
-        options = {"BatchMode": "yes", "ConnectTimeout": self.connect_seconds, "ServerAliveInterval": _SILENT_SECONDS, "ServerAliveCountMax": 3}
+        options = {
+            "BatchMode": "yes",
+            "ConnectTimeout": self.connect_seconds,
+            "ServerAliveInterval": _SILENT_SECONDS,
+            "ServerAliveCountMax": 3,
+        }
         given = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
         variables = f"PYTHONPATH={os.environ.get('PYTHONPATH', '')}"
         # `env`, because not every login shell sets variables as sh does.
@@ -68,17 +91,26 @@ class Remote:
         """`command` for a module of this project."""
         return self.command(host, [self.python, "-u", "-m", name, *arguments])
 
-    def open(self, host: Host, name: str, *arguments: str, stderr: int | IO[bytes] = subprocess.PIPE) -> "subprocess.Popen[bytes]":
+    def open(
+        self, host: Host, name: str, *arguments: str, stderr: int | IO[bytes] = subprocess.PIPE
+    ) -> "subprocess.Popen[bytes]":
         """Start a module of this project on `host` with pipes to its standard input and output."""
-        # A session of its own, so that Ctrl-C at the terminal reaches this process alone, which tells the hosts in order.
-        env = {name: os.environ[name] for name in (*_LOGIN, "PYTHONPATH") if name in os.environ} if is_here(host) else None
+        # A session of its own, so that Ctrl-C at the terminal reaches this process alone, which tells the hosts in
+        # order.
+        env = (
+            {name: os.environ[name] for name in (*_LOGIN, "PYTHONPATH") if name in os.environ}
+            if is_here(host)
+            else None
+        )
         command, pipe = self.module(host, name, *arguments), subprocess.PIPE
         return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, env=env, start_new_session=True)
 
 
 @cache
 def is_here(host: Host) -> bool:
-    """Whether `host` is this machine, reached without ssh: its name leads to one of our own addresses, and it names no user or port."""
+    """Whether `host` is this machine, reached without ssh: its name leads to one of our own addresses, and it names no
+    user or port.
+    """
     if host.user or host.port:
         return False
     try:
@@ -89,7 +121,9 @@ def is_here(host: Host) -> bool:
 
 
 def address_of(host: Host) -> str:
-    """The first address that `host`'s name leads to from here; empty where it leads to none, as with names of ssh's own configuration."""
+    """The first address that `host`'s name leads to from here; empty where it leads to none, as with names of ssh's own
+    configuration.
+    """
     try:
         return str(socket.getaddrinfo(host.name, 0, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:

@@ -1,4 +1,6 @@
-"""`ds-finetune launch`: a run on the hosts of a hostfile, started again where it failed, with an exit code that is true."""
+"""`ds-finetune launch`: a run on the hosts of a hostfile, started again where it failed, with an exit code that is
+true.
+"""
 
 import math
 import signal
@@ -11,17 +13,23 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
-from ds_finetune.config import RunConfig
-from ds_finetune.errors import INTERRUPTED_EXIT_CODE, RUN_ERROR_EXIT_CODE, USER_ERROR_EXIT_CODE, ConfigError, LaunchError
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.errors import (
+    INTERRUPTED_EXIT_CODE,
+    RUN_ERROR_EXIT_CODE,
+    USER_ERROR_EXIT_CODE,
+    ConfigError,
+    LaunchError,
+)
 from ds_finetune.hostfile import Host
-from ds_finetune.launch import agents
+from ds_finetune.launch import node_launchers as agents
 from ds_finetune.launch.attempt import ECHO_SECONDS, Attempt, Limits, Outcome
-from ds_finetune.launch.lines import Message, unpacked
-from ds_finetune.launch.marks import log_name, logs_folder
+from ds_finetune.launch.messages import Message, unpacked
 from ds_finetune.launch.preflight import meeting_place, problems_of, uses_gpus
+from ds_finetune.launch.process_tags import log_name, logs_folder
 from ds_finetune.launch.remote import Remote
-from ds_finetune.plan.layout import make_plan
-from ds_finetune.watch.endings import FOLDER
+from ds_finetune.plan.plan import make_plan
+from ds_finetune.watchdog.endings import FOLDER
 from ds_finetune.world import World
 
 Say = Callable[[str], None]
@@ -63,8 +71,9 @@ class _Ready:
 def launch(config: RunConfig, wanted: Launch, say: Say) -> int:
     """Run `wanted` until it is done, given up or saved after a signal; returns the exit code.
 
-    0 done; 2 the user's mistake, with nothing started where hosts were not ready; 3 saved after a signal; else the first failing rank's own
-    exit code, or 128 + N where signal N ended it. LaunchError and ConfigError before the first start.
+    0 done; 2 the user's mistake, with nothing started where hosts were not ready; 3 saved after a signal; else the
+    first failing rank's own exit code, or 128 + N where signal N ended it. LaunchError and ConfigError before the
+    first start.
     """
     _refuse_unrestartable(config)
     logs = logs_folder(config.output_dir, wanted.run_id)
@@ -74,9 +83,14 @@ def launch(config: RunConfig, wanted: Launch, say: Say) -> int:
     for number in count(1):
         with _ready(config, wanted, say, is_first=number == 1) as ready:
             if ready is None:
-                say(f"given up: too few of {len(wanted.hosts)} hosts were ready within {config.launch.wait_seconds:.0f} s; the same command goes on")
+                say(
+                    f"given up: too few of {len(wanted.hosts)} hosts were ready within "
+                    f"{config.launch.wait_seconds:.0f} s; the same command goes on"
+                )
                 return code
-            specs = _specs(ready, wanted, config, folder=logs / f"attempt-{number}", mark=f"{wanted.run_id}.{number}", sweep=marks)
+            specs = _specs(
+                ready, wanted, config, folder=logs / f"attempt-{number}", mark=f"{wanted.run_id}.{number}", sweep=marks
+            )
             outcome = ready.attempt.run(specs, say)
         for host, spec in specs.items():
             marks[host].append(spec["mark"])
@@ -84,7 +98,8 @@ def launch(config: RunConfig, wanted: Launch, say: Say) -> int:
         for line in _report(outcome, number, logs):
             say(line)
         code = outcome.code
-        # A mistake of the user's is one from the start: later it is a host's, whose disk is full or whose mount is gone.
+        # A mistake of the user's is one from the start: later it is a host's, whose disk is full or whose mount is
+        # gone.
         is_final = code in (0, INTERRUPTED_EXIT_CODE) or (code == USER_ERROR_EXIT_CODE and number == 1)
         if is_final or outcome.was_told or number > config.launch.restarts:
             return code
@@ -102,21 +117,28 @@ def _refuse_unrestartable(config: RunConfig) -> None:
     restarts, wanted = config.launch.restarts, config.checkpoint
     if restarts and wanted.resume != "auto":
         raise ConfigError(
-            f"launch.restarts is {restarts} and checkpoint.resume is `{wanted.resume}`: a second start would not go on from the first",
+            f"launch.restarts is {restarts} and checkpoint.resume is `{wanted.resume}`: a second start would not go "
+            "on from the first",
             hint="leave checkpoint.resume out, with an output_dir of its own",
         )
     if restarts and not wanted.every_steps:
-        raise ConfigError(f"launch.restarts is {restarts} and checkpoint.every is `{wanted.every}`", hint="set checkpoint.every to e.g. `500 steps`")
+        raise ConfigError(
+            f"launch.restarts is {restarts} and checkpoint.every is `{wanted.every}`",
+            hint="set checkpoint.every to e.g. `500 steps`",
+        )
     if config.launch.min_hosts is not None and wanted.node_local:
         raise ConfigError(
-            f"launch.min_hosts is {config.launch.min_hosts} and checkpoint.node_local is true: what a lost host saved is lost with it",
+            f"launch.min_hosts is {config.launch.min_hosts} and checkpoint.node_local is true: what a lost host "
+            "saved is lost with it",
             hint="save to a shared folder, or leave launch.min_hosts out",
         )
 
 
 @contextmanager
 def _ready(config: RunConfig, wanted: Launch, say: Say, *, is_first: bool) -> Iterator[_Ready | None]:
-    """Guards on the hosts that are fit; before the first start all must be, later those are taken that are left or have come back, or None."""
+    """Guards on the hosts that are fit; before the first start all must be, later those are taken that are left or have
+    come back, or None.
+    """
     limits = Limits(config.launch.greeting_seconds, config.launch.silent_seconds)
     until = time.monotonic() + config.launch.wait_seconds
     while True:
@@ -163,12 +185,16 @@ def _fit(config: RunConfig, wanted: Launch, attempt: Attempt, say: Say, *, is_fi
         say(f"port {wanted.port} of {hosts[0].target} is taken")
         return None
     if not port:
-        raise LaunchError(f"port {wanted.port} of {hosts[0].target} is taken", hint="leave --port out, or name a free one")
+        raise LaunchError(
+            f"port {wanted.port} of {hosts[0].target} is taken", hint="leave --port out, or name a free one"
+        )
     return _Ready(attempt, hosts, address, port)
 
 
 def largest_fit(config: RunConfig, hosts: Sequence[Host], fit: Sequence[Host], *, device: str) -> tuple[Host, ...]:
-    """The first of `fit` on which the run can go on, as many as its layout and its global batch allow; none where they are too few."""
+    """The first of `fit` on which the run can go on, as many as its layout and its global batch allow; none where they
+    are too few.
+    """
     fewest = config.launch.min_hosts or len(hosts)
     for number in range(len(fit), fewest - 1, -1):
         try:
@@ -179,13 +205,17 @@ def largest_fit(config: RunConfig, hosts: Sequence[Host], fit: Sequence[Host], *
     return ()
 
 
-def _specs(ready: _Ready, wanted: Launch, config: RunConfig, *, folder: Path, mark: str, sweep: Mapping[Host, Sequence[str]]) -> dict[Host, Message]:  # noqa: PLR0913
+def _specs(  # noqa: PLR0913
+    ready: _Ready, wanted: Launch, config: RunConfig, *, folder: Path, mark: str, sweep: Mapping[Host, Sequence[str]]
+) -> dict[Host, Message]:
     found = {}
     for index, host in enumerate(ready.hosts):
         env = wanted.env | ({"CUDA_VISIBLE_DEVICES": ",".join(map(str, host.devices))} if host.devices else {})
         found[host] = {
             "do": "start",
-            "argv": wanted.agent(agents.Meeting(ready.hosts, index, ready.address, ready.port), wanted.arguments, wanted.remote.python),
+            "argv": wanted.agent(
+                agents.Meeting(ready.hosts, index, ready.address, ready.port), wanted.arguments, wanted.remote.python
+            ),
             "env": env,
             "unset": _RANK_VARIABLES,
             "mark": f"{mark}.{index}",
@@ -202,7 +232,7 @@ def _swept(outcome: Outcome, wanted: Launch, specs: dict[Host, Message]) -> Outc
     """End what is left on hosts whose guard is gone; a host on which that cannot be done counts as lost."""
 
     def is_swept(host: Host) -> bool:
-        command = wanted.remote.module(host, "ds_finetune.launch.guard", "sweep", specs[host]["mark"])
+        command = wanted.remote.module(host, "ds_finetune.launch.supervisor", "sweep", specs[host]["mark"])
         try:
             done = subprocess.run(command, capture_output=True, timeout=_SWEEP_SECONDS, check=False)
         except subprocess.TimeoutExpired:
@@ -257,7 +287,9 @@ def _failure_lines(outcome: Outcome, number: int, logs: Path) -> Iterator[str]:
 
 
 def run_scheduler(command: Sequence[str], env: Mapping[str, str], say: Say) -> int:
-    """Run mpirun or srun, which mind their ranks themselves; returns a true exit code. The first signal asks ranks to save and end."""
+    """Run mpirun or srun, which mind their ranks themselves; returns a true exit code. The first signal asks ranks to
+    save and end.
+    """
     started = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=dict(env), start_new_session=True)
     signals, since = 0, -math.inf
 
@@ -270,7 +302,11 @@ def run_scheduler(command: Sequence[str], env: Mapping[str, str], say: Say) -> i
         started.send_signal(signal.SIGUSR1 if signals == 1 else signal.SIGTERM)
         say("told the ranks to save and end; once more ends them at once" if signals == 1 else "ending every rank")
 
-    wanted = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+    wanted = [
+        number
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) != signal.SIG_IGN
+    ]
     before = {number: signal.signal(number, pass_on) for number in wanted}
     try:
         code = started.wait()

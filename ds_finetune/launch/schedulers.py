@@ -1,4 +1,6 @@
-"""The commands by which mpirun and Slurm start the ranks of a run, and those that a person would type for deepspeed and torchrun."""
+"""The commands by which mpirun and Slurm start the ranks of a run, and those that a person would type for deepspeed and
+torchrun.
+"""
 
 import re
 import shlex
@@ -10,16 +12,20 @@ from itertools import product
 from ds_finetune.errors import LaunchError
 from ds_finetune.hostfile import Host
 from ds_finetune.launch.environment import interface_variables
-from ds_finetune.launch.marks import RUN_ID
-from ds_finetune.watch.run_secret import VARIABLE
+from ds_finetune.launch.process_tags import RUN_ID
+from ds_finetune.watchdog.run_secret import VARIABLE
 
-ENTRY = ("-m", "ds_finetune.rank")
+ENTRY = ("-m", "ds_finetune.worker")
 """What Python is given in every rank, before the run file and the overrides."""
-_STARTING = re.compile(r"(?:HOME|USER|LOGNAME|SHELL|LANG|TERM|TMPDIR|KRB5CCNAME|SSH_AUTH_SOCK|PATH|LD_LIBRARY_PATH|OMPI_MCA_\w+)$")
+_STARTING = re.compile(
+    r"(?:HOME|USER|LOGNAME|SHELL|LANG|TERM|TMPDIR|KRB5CCNAME|SSH_AUTH_SOCK|PATH|LD_LIBRARY_PATH|OMPI_MCA_\w+)$"
+)
 """What ssh, mpirun and srun themselves need; OMPI_MCA_* are the user's settings of Open MPI."""
 _OF_SLURM = re.compile(r"(?:SLURM|SRUN|SLURMD)_\w+$")
 _SILENT = {"oob_tcp_keepalive_time": "5", "oob_tcp_keepalive_intvl": "5", "oob_tcp_keepalive_probes": "2"}
-"""Seconds, seconds, times: mpirun and the daemon of a host that fell silent give each other up after 15 s, not after eight minutes [ran]."""
+"""Seconds, seconds, times: mpirun and the daemon of a host that fell silent give each other up after 15 s, not after
+eight minutes [ran].
+"""
 _HOME = ("HOME", "USER", "LOGNAME")
 """srun --export gives a rank nothing but what it names, Slurm's own variables and TMPDIR [Slurm 22.05, ran]."""
 
@@ -54,7 +60,10 @@ class Job:
         """LaunchError where a variable names another interface than `interface`."""
         for name, value in interface_variables(self.interface).items():
             if self.variables.get(name, value) != value:
-                raise LaunchError(f"--interface {value} contradicts {name}={self.variables[name]}", hint=f"leave one of them out, or unset {name}")
+                raise LaunchError(
+                    f"--interface {value} contradicts {name}={self.variables[name]}",
+                    hint=f"leave one of them out, or unset {name}",
+                )
 
     @property
     def world_size(self) -> int:
@@ -68,10 +77,14 @@ class Job:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What every rank gets, by name in order: `variables`, the run's id, interface and secret, and where rank 0 is."""
+        """What every rank gets, by name in order: `variables`, the run's id, interface and secret, and where rank
+        0 is.
+        """
         meeting = {"MASTER_ADDR": self.master_addr, "MASTER_PORT": str(self.master_port or "")}
         given = {name: value for name, value in {**meeting, VARIABLE: self.secret}.items() if value}
-        return dict(sorted({**self.variables, **interface_variables(self.interface), RUN_ID: self.run_id, **given}.items()))
+        return dict(
+            sorted({**self.variables, **interface_variables(self.interface), RUN_ID: self.run_id, **given}.items())
+        )
 
     @property
     def names(self) -> list[str]:
@@ -82,30 +95,47 @@ class Job:
 def mpirun_command(job: Job, ssh_args: Sequence[str] = ()) -> list[str]:
     """Open MPI's (4.1) command for the ranks of `job`, in the order of its hosts; start it with `starting_environment`.
 
-    Hosts are named once for every rank and mapped by `seq`: with `--host a:8,b:8` mpirun puts its own host first, and rank 0 is not where
-    MASTER_ADDR says [ran]. Values travel by `-x NAME`, so that no command line shows them. Ranks use no MPI: the interface is only that
-    of mpirun's own daemons (oob), while gloo and NCCL have theirs by variables. LaunchError for what Open MPI cannot be told.
+    Hosts are named once for every rank and mapped by `seq`: with `--host a:8,b:8` mpirun puts its own host first,
+    and rank 0 is not where MASTER_ADDR says [ran]. Values travel by `-x NAME`, so that no command line shows them.
+    Ranks use no MPI: the interface is only that of mpirun's own daemons (oob), while gloo and NCCL have theirs by
+    variables. LaunchError for what Open MPI cannot be told.
     """
     for host in job.hosts:
         _refuse_for_mpi(host)
     bad = [word for word in ssh_args if re.search(r"\s", word)]
     if bad:
-        raise LaunchError(f"mpirun splits the arguments of ssh at blanks, so `{bad[0]}` cannot be one", hint="write it into a file for `ssh -F`")
+        raise LaunchError(
+            f"mpirun splits the arguments of ssh at blanks, so `{bad[0]}` cannot be one",
+            hint="write it into a file for `ssh -F`",
+        )
     settings = {"plm_rsh_agent": " ".join(["ssh", *ssh_args]), "plm_rsh_no_tree_spawn": "1", **_SILENT}
     settings |= {"oob_tcp_if_include": job.interface} if job.interface else {}
     chosen = [word for name, value in settings.items() for word in ("--mca", name, value)]
     names = [word for name in job.environment for word in ("-x", name)]
-    # Open MPI binds each rank to one core where there are two of them, and to a socket otherwise; torch's threads want all.
-    fixed = ["--allow-run-as-root", "-np", str(job.world_size), "--host", ",".join(job.names), "--map-by", "seq", "--bind-to", "none"]
+    # Open MPI binds each rank to one core where there are two of them, and to a socket otherwise; torch's threads want
+    # all.
+    fixed = [
+        "--allow-run-as-root",
+        "-np",
+        str(job.world_size),
+        "--host",
+        ",".join(job.names),
+        "--map-by",
+        "seq",
+        "--bind-to",
+        "none",
+    ]
     return ["mpirun", *fixed, *chosen, "--wdir", job.directory, *names, *job.rank_command]
 
 
 def srun_command(job: Job, environ: Mapping[str, str]) -> list[str]:
-    """Slurm's command for the ranks of `job` inside an allocation, whose variables `environ` has; start it with `starting_environment`.
+    """Slurm's command for the ranks of `job` inside an allocation, whose variables `environ` has; start it with
+    `starting_environment`.
 
-    Without hosts the ranks are the allocation's tasks in Slurm's order. With hosts each is named once for every rank under the
-    distribution `arbitrary`, which keeps their order and counts [Slurm 22.05, ran; `--nodelist` alone is sorted]. The first rank that
-    fails ends all. LaunchError outside of an allocation, and for hosts it does not have.
+    Without hosts the ranks are the allocation's tasks in Slurm's order. With hosts each is named once for every
+    rank under the distribution `arbitrary`, which keeps their order and counts [Slurm 22.05, ran; `--nodelist`
+    alone is sorted]. The first rank that fails ends all. LaunchError outside of an allocation, and for hosts it
+    does not have.
     """
     if "SLURM_JOB_ID" not in environ:
         raise LaunchError(
@@ -116,7 +146,9 @@ def srun_command(job: Job, environ: Mapping[str, str]) -> list[str]:
     for host in job.hosts:
         _refuse_for_slurm(host, nodes)
     placed = (
-        [f"--ntasks={job.world_size}", f"--nodelist={','.join(job.names)}", "--distribution=arbitrary"] if job.hosts else ["--distribution=block"]
+        [f"--ntasks={job.world_size}", f"--nodelist={','.join(job.names)}", "--distribution=arbitrary"]
+        if job.hosts
+        else ["--distribution=block"]
     )
     # Since 22.05 srun does not take this from the job; without it each rank has one core where Slurm binds them.
     cpus = [f"--cpus-per-task={environ['SLURM_CPUS_PER_TASK']}"] if "SLURM_CPUS_PER_TASK" in environ else []
@@ -125,19 +157,31 @@ def srun_command(job: Job, environ: Mapping[str, str]) -> list[str]:
 
 def srun_options(placed: Sequence[str], job: Job) -> list[str]:
     """`srun` with what every use of it here has, and `placed`."""
-    # `--overlap`: a shell that `srun --pty` started in the allocation holds its cores, and a second step would wait for them for ever.
+    # `--overlap`: a shell that `srun --pty` started in the allocation holds its cores, and a second step would wait for
+    # them for ever.
     names = dict.fromkeys([*_HOME, *job.environment])
-    fixed = ["--kill-on-bad-exit=1", "--overlap", "--unbuffered", "--mpi=none", f"--chdir={job.directory}", f"--export={','.join(names)}"]
+    fixed = [
+        "--kill-on-bad-exit=1",
+        "--overlap",
+        "--unbuffered",
+        "--mpi=none",
+        f"--chdir={job.directory}",
+        f"--export={','.join(names)}",
+    ]
     return ["srun", *placed, *fixed]
 
 
 def starting_environment(job: Job, environ: Mapping[str, str], *, slurm: bool = False) -> dict[str, str]:
-    """The whole environment of the `mpirun` or `srun` process: `job.environment`, and what the program itself needs of `environ`.
+    """The whole environment of the `mpirun` or `srun` process: `job.environment`, and what the program itself needs of
+    `environ`.
 
-    mpirun gives ranks on its own host everything it has itself, whatever `-x` says [Open MPI 4.1, ran], so it is given no more than this;
+    mpirun gives ranks on its own host everything it has itself, whatever `-x` says [Open MPI 4.1, ran], so it is given
+    no more than this;
     Slurm's variables are left out for it, or it would start its daemons by srun.
     """
-    kept = {name: value for name, value in environ.items() if _STARTING.match(name) or (slurm and _OF_SLURM.match(name))}
+    kept = {
+        name: value for name, value in environ.items() if _STARTING.match(name) or (slurm and _OF_SLURM.match(name))
+    }
     return kept | job.environment
 
 
@@ -147,14 +191,28 @@ def deepspeed_command(job: Job, hostfile: str) -> list[str]:
     include = ["--include", "@".join(chosen)] if any(host.devices for host in job.hosts) else []
     meeting = ["--master_addr", job.master_addr, "--master_port", str(job.master_port)]
     assert job.entry[0] == "-m"
-    return ["deepspeed", "--hostfile", hostfile, *include, *meeting, "--no_local_rank", "--module", *job.entry[1:], job.run, *job.overrides]
+    return [
+        "deepspeed",
+        "--hostfile",
+        hostfile,
+        *include,
+        *meeting,
+        "--no_local_rank",
+        "--module",
+        *job.entry[1:],
+        job.run,
+        *job.overrides,
+    ]
 
 
 def torchrun_commands(job: Job) -> list[list[str]]:
     """What `torchrun` would be given on each host for the same ranks, in the order of the hosts; shown, not started."""
     meeting = [f"--master-addr={job.master_addr}", f"--master-port={job.master_port}"]
     started = [*meeting, *job.entry, job.run, *job.overrides]
-    counts = [[f"--nnodes={len(job.hosts)}", f"--node-rank={place}", f"--nproc-per-node={host.slots}"] for place, host in enumerate(job.hosts)]
+    counts = [
+        [f"--nnodes={len(job.hosts)}", f"--node-rank={place}", f"--nproc-per-node={host.slots}"]
+        for place, host in enumerate(job.hosts)
+    ]
     return [["torchrun", *count, *started] for count in counts]
 
 
@@ -190,21 +248,28 @@ def _numbers(text: str) -> list[str]:
 def _refuse_for_mpi(host: Host) -> None:
     if host.user or host.port:
         raise LaunchError(
-            f"mpirun cannot be told to reach `{host.target}` with user `{host.user}` and port {host.port} (line {host.line} of the hostfile)",
-            hint="write User and Port into a file for ssh and name it with --ssh-args '-F FILE', or use --launcher torchrun",
+            f"mpirun cannot be told to reach `{host.target}` with user `{host.user}` and port {host.port} (line "
+            f"{host.line} of the hostfile)",
+            hint="write User and Port into a file for ssh and name it with --ssh-args '-F FILE', or use --launcher "
+            "torchrun",
         )
     if host.devices:
         raise LaunchError(
-            f"mpirun cannot be told devices {','.join(map(str, host.devices))} of `{host.name}`", hint="use whole hosts, or --launcher torchrun"
+            f"mpirun cannot be told devices {','.join(map(str, host.devices))} of `{host.name}`",
+            hint="use whole hosts, or --launcher torchrun",
         )
     if ":" in host.name:
-        raise LaunchError(f"mpirun takes `{host.name}` for a host with slots", hint="write a name for the IPv6 address, or use --launcher torchrun")
+        raise LaunchError(
+            f"mpirun takes `{host.name}` for a host with slots",
+            hint="write a name for the IPv6 address, or use --launcher torchrun",
+        )
 
 
 def _refuse_for_slurm(host: Host, nodes: Sequence[str]) -> None:
     if host.user or host.port or host.devices:
         raise LaunchError(
-            f"Slurm starts ranks as the job's user on the job's devices, and cannot be told line {host.line} of the hostfile for `{host.target}` "
+            f"Slurm starts ranks as the job's user on the job's devices, and cannot be told line {host.line} of the "
+            f"hostfile for `{host.target}` "
             f"with port {host.port} and devices {host.devices}",
             hint="leave them out, or use --launcher torchrun",
         )

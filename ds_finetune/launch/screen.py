@@ -21,7 +21,9 @@ class Screen:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._lines.put(None)
         self._thread.join(_LAST_SECONDS)
 
@@ -34,7 +36,8 @@ class Screen:
             try:
                 self._show(line)
             except (OSError, SystemExit):
-                # A pipe whose reader is gone; rich ends the program there (14.1, console.py, on_broken_pipe), and Python's own last flush
+                # A pipe whose reader is gone; rich ends the program there (14.1, console.py, on_broken_pipe), and
+                # Python's own last flush
                 # would make another exit code.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
                 return

@@ -13,7 +13,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.masking_utils import flash_attention_mask
 
 from ds_finetune.errors import ModelError
-from ds_finetune.model.sequence import SequenceGroup
+from ds_finetune.model.parallel.sequence import SequenceGroup
 
 BY_DOCUMENT = "ds_finetune_by_document"
 """Name of this attention in a model's configuration."""
@@ -27,8 +27,9 @@ Documents = tuple[int, ...]
 """Lengths of the documents that lie one behind the other in a row, padding as one of them; they fill the row."""
 
 _PAD_FROM = 1024
-"""Tokens of a document from which values narrower than keys are padded on the CPU: torch 2.13's fused kernel wants equal
-widths there. Measured 0.26 to 0.5 of the unfused time from 1,024 tokens on, no gain at 512."""
+"""Tokens of a document from which values narrower than keys are padded on the CPU: torch 2.13's fused kernel wants
+equal widths there. Measured 0.26 to 0.5 of the unfused time from 1,024 tokens on, no gain at 512.
+"""
 _WITHOUT_EFFECT = ("position_ids", "cache_position")
 """Tensors that models hand to every attention and that attention over whole documents has no use for."""
 
@@ -53,7 +54,13 @@ class _Causal:
             behind = places[keys - queries :, None] - places
             mask = (behind >= 0) & (behind < (self.window or keys))
         out = functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, dropout_p=self.dropout, scale=self.scaling, is_causal=mask is None and is_whole
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=self.dropout,
+            scale=self.scaling,
+            is_causal=mask is None and is_whole,
         )
         return out[..., :width]
 
@@ -72,12 +79,14 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
     dropout: float = 0.0,
     **others: Any,  # noqa: ANN401 - what other implementations take
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: query [rows, heads, tokens, width], key and value [rows, key heads, tokens, width].
+    """transformers' attention interface: query [rows, heads, tokens, width], key and value [rows, key heads, tokens,
+    width].
 
-    Returns [rows, tokens, heads, value width]. `documents` has one entry a row; None takes each row as one document,
-    or, with fewer queries than keys, the queries as its last tokens (decoding with a cache). Given a `sequence` group, the
-    tokens are this rank's of rows that its ranks share, and `documents` are of the whole rows. A window that is not
-    given is that of the module. ModelError where an argument would change the result that is not known here.
+    Returns [rows, tokens, heads, value width]. `documents` has one entry a row; None takes each row as one
+    document, or, with fewer queries than keys, the queries as its last tokens (decoding with a cache). Given a
+    `sequence` group, the tokens are this rank's of rows that its ranks share, and `documents` are of the whole
+    rows. A window that is not given is that of the module. ModelError where an argument would change the result
+    that is not known here.
     """
     if unknown := _unknown(others):
         raise ModelError(

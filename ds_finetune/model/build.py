@@ -22,7 +22,13 @@ from ds_finetune.model.fp8 import check_readable
 TOKENIZER_PATTERNS = ("*.json", "*.model", "*.jinja", "merges.txt")
 """Files of a hub repository that a tokenizer is read from."""
 _HUB_FILES = (*TOKENIZER_PATTERNS, "*.safetensors")
-_LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier_scale")
+_LOGIT_TRANSFORMS = (
+    "final_logit_softcapping",
+    "logits_scaling",
+    "logit_scale",
+    "lm_head_multiplier",
+    "output_multiplier_scale",
+)
 """Config keys of model types that change the logits after `lm_head`, where the chunked loss would not see it."""
 _BALANCE_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
 """Config keys of the weight that a balance loss of the experts has."""
@@ -30,10 +36,11 @@ _BALANCE_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
 
 @dataclass(frozen=True)
 class Fragment:
-    """The part of a tensor that lives here: elements `start` to `start + numel` of the row-major flattened tensor of `shape`.
+    """The part of a tensor that lives here: elements `start` to `start + numel` of the row-major flattened tensor of
+    `shape`.
 
-    It may reach past the end, where ZeRO-3 pads. `opened()` gives those elements (1-D) to read and write; what is written
-    is kept when the context closes, so that a fragment on disk needs memory only while it is open.
+    It may reach past the end, where ZeRO-3 pads. `opened()` gives those elements (1-D) to read and write; what is
+    written is kept when the context closes, so that a fragment on disk needs memory only while it is open.
     """
 
     start: int
@@ -67,7 +74,9 @@ def resolve_folder(path: str, *, files: Sequence[str] = _HUB_FILES) -> Path:
         check_folder(folder)
         return folder
     if folder.exists() or path.startswith((".", "/", "~")) or path.count("/") != 1:
-        raise ModelError(f"model `{path}` is not a folder", hint="name a folder that holds config.json, or a hub id such as org/name")
+        raise ModelError(
+            f"model `{path}` is not a folder", hint="name a folder that holds config.json, or a hub id such as org/name"
+        )
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -81,30 +90,42 @@ def resolve_folder(path: str, *, files: Sequence[str] = _HUB_FILES) -> Path:
                 hint="check the name, give a local folder, or start where the hub can be reached",
             ) from missing
         raise ModelError(
-            f"model `{path}` is neither a folder nor to be had from the hub: {missing}", hint="check the name, or give a local folder"
+            f"model `{path}` is neither a folder nor to be had from the hub: {missing}",
+            hint="check the name, or give a local folder",
         ) from missing
     check_folder(folder)
     return folder
 
 
 def read_hf_config(path: str, *, files: Sequence[str] = _HUB_FILES) -> PretrainedConfig:
-    """The transformers configuration of a model folder or hub id; ModelError where there is none, or it is no causal LM's.
+    """The transformers configuration of a model folder or hub id; ModelError where there is none, or it is no causal
+    LM's.
 
-    `quantization_config` is taken off: weights in FP8 are multiplied out as they are read, and the model knows nothing of them.
+    `quantization_config` is taken off: weights in FP8 are multiplied out as they are read, and the model knows nothing
+    of them.
     ModelError where it is of a kind that is not read.
     """
     folder = resolve_folder(path, files=files)
     if not (folder / "config.json").is_file():
-        raise ModelError(f"model folder `{folder}` has no config.json", hint="name the folder that holds the model's config.json")
+        raise ModelError(
+            f"model folder `{folder}` has no config.json", hint="name the folder that holds the model's config.json"
+        )
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except ValueError as unknown:
-        raise ModelError(f"{folder}/config.json: {unknown}", hint="model_type must be one that this transformers knows") from unknown
+        raise ModelError(
+            f"{folder}/config.json: {unknown}", hint="model_type must be one that this transformers knows"
+        ) from unknown
     except (OSError, TypeError, RecursionError, StrictDataclassError) as wrong:
         said = " ".join(str(wrong).split())
-        raise ModelError(f"{folder}/config.json cannot be read: {said}", hint="correct it, or get the published one") from wrong
+        raise ModelError(
+            f"{folder}/config.json cannot be read: {said}", hint="correct it, or get the published one"
+        ) from wrong
     if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise ModelError(f"{folder}/config.json: model_type `{config.model_type}` is not a causal LM", hint="use a model with a language-model head")
+        raise ModelError(
+            f"{folder}/config.json: model_type `{config.model_type}` is not a causal LM",
+            hint="use a model with a language-model head",
+        )
     check_vocabulary(config, f"{folder}/config.json")
     check_logits(config, f"{folder}/config.json")
     _check_balance_loss(config, f"{folder}/config.json")
@@ -118,7 +139,8 @@ def check_vocabulary(config: PretrainedConfig, label: str) -> None:
     """ModelError for a model of text and other media, which keeps its vocabulary in the configuration of a part."""
     if not hasattr(config, "vocab_size"):
         raise ModelError(
-            f"{label}: model_type `{config.model_type}` has no vocab_size of its own: it is a model of text and other media",
+            f"{label}: model_type `{config.model_type}` has no vocab_size of its own: it is a model of text and "
+            "other media",
             hint="train a text model; transformers names the types of many `..._text`",
         )
 
@@ -189,7 +211,8 @@ def build_skeleton(
     is_ours = attention == "sdpa" and not family_of(hf_config.model_type).is_generic
     hf_config._attn_implementation = BY_DOCUMENT if is_ours else attention
     hf_config.dtype = dtype
-    # Imported before the context: DeepSpeed 0.19.8 forgets decorators of classes that are defined inside zero.Init (partition_parameters.py:581-622).
+    # Imported before the context: DeepSpeed 0.19.8 forgets decorators of classes that are defined inside zero.Init
+    # (partition_parameters.py:581-622).
     kind = model_class(hf_config)
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -1,11 +1,13 @@
-"""Summed cross entropy and its gradients, a chunk of tokens at a time: in plain PyTorch, and by Liger's fused kernel."""
+"""Summed cross entropy and its gradients, a chunk of tokens at a time: in plain PyTorch, and by Liger's fused
+kernel.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 
-from ds_finetune.model.tensor import TensorGroup
+from ds_finetune.model.parallel.tensor import TensorGroup
 
 CHUNK_TOKENS = 1024
 """Supervised positions whose logits exist at a time."""
@@ -20,7 +22,8 @@ class Wants(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Summed cross entropy in nats (fp32 scalar), number of tokens predicted right (int64 scalar), and the gradients of the sum.
+    """Summed cross entropy in nats (fp32 scalar), number of tokens predicted right (int64 scalar), and the gradients of
+    the sum.
 
     Gradients have the shapes of `hidden`, `weight` and `bias`; None where not wanted.
     """
@@ -33,7 +36,8 @@ class Found(NamedTuple):
 
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, Wants], Found]
-"""From `hidden` [tokens, width], `weight` [vocabulary, width], `bias` [vocabulary] or None, `targets` [tokens] int64."""
+"""From `hidden` [tokens, width], `weight` [vocabulary, width], `bias` [vocabulary] or None, `targets` [tokens] int64.
+"""
 
 
 def chunked_cross_entropy(  # noqa: PLR0913 - a Kernel, its chunk and the ranks it is cut over
@@ -48,7 +52,8 @@ def chunked_cross_entropy(  # noqa: PLR0913 - a Kernel, its chunk and the ranks 
 ) -> Found:
     """The loss in plain PyTorch; softmax and the sums over chunks are fp32, as are `d_weight` and `d_bias`.
 
-    With a `tensor` group `weight` and `bias` are this rank's part of the vocabulary, and `d_hidden` its part of the sum;
+    With a `tensor` group `weight` and `bias` are this rank's part of the vocabulary, and `d_hidden` its part of the
+    sum;
     three numbers a token are exchanged, the logits never.
     """
     found = Found(
@@ -58,12 +63,17 @@ def chunked_cross_entropy(  # noqa: PLR0913 - a Kernel, its chunk and the ranks 
         d_weight=torch.zeros_like(weight, dtype=torch.float32) if wants.weight else None,
         d_bias=torch.zeros_like(bias, dtype=torch.float32) if wants.bias and bias is not None else None,
     )
-    # One buffer for the logits of every chunk: fresh pages cost a third of the product on a CPU (torch 2.13, [1024, 102400] fp32).
+    # One buffer for the logits of every chunk: fresh pages cost a third of the product on a CPU (torch 2.13, [1024,
+    # 102400] fp32).
     buffer = hidden.new_empty(min(chunk, len(hidden)), weight.shape[0])
     for start in range(0, len(hidden), chunk):
         part, wanted = hidden[start : start + chunk], targets[start : start + chunk]
         logits = _logits(part, weight, bias, buffer[: len(part)])
-        d_logits = _softmax_minus_one_hot(logits, wanted, found) if tensor is None else _over_ranks(logits, wanted, found, tensor)
+        d_logits = (
+            _softmax_minus_one_hot(logits, wanted, found)
+            if tensor is None
+            else _over_ranks(logits, wanted, found, tensor)
+        )
         if found.d_bias is not None:
             found.d_bias.add_(d_logits.sum(0))
         d_logits = d_logits.to(hidden.dtype)
@@ -82,7 +92,9 @@ def _logits(part: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
 
 
 def _softmax_minus_one_hot(logits: torch.Tensor, wanted: torch.Tensor, found: Found) -> torch.Tensor:
-    """The gradient of the summed loss by the logits, in their place; loss and right predictions are added to `found`."""
+    """The gradient of the summed loss by the logits, in their place; loss and right predictions are added to
+    `found`.
+    """
     top, most_likely = logits.max(-1, keepdim=True)
     found.num_correct.add_((most_likely.squeeze(1) == wanted).sum())
     found.loss_sum.add_((top - logits.gather(1, wanted[:, None])).sum())
@@ -124,11 +136,15 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
         total += left @ right
 
 
-def liger_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, wants: Wants) -> Found:
-    """The loss by liger-kernel (0.8.5, ops/fused_linear_cross_entropy.py): softmax, loss and gradient of the logits in one pass over them.
+def liger_cross_entropy(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, wants: Wants
+) -> Found:
+    """The loss by liger-kernel (0.8.5, ops/fused_linear_cross_entropy.py): softmax, loss and gradient of the logits in
+    one pass over them.
 
     `d_weight` is summed in fp32 and rounded to the dtype of `weight` once. Liger's own chunks hold as many logits as
-    `hidden` has numbers, a hundred tokens or so, and each costs a pass over `d_weight`; here they hold CHUNK_TOKENS or more.
+    `hidden` has numbers, a hundred tokens or so, and each costs a pass over `d_weight`; here they hold CHUNK_TOKENS or
+    more.
     """
     from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy_forward
 

@@ -31,7 +31,9 @@ class Family:
     is_generic: bool = False
 
     def may_leave(self, key: str, *, layers: int) -> bool:
-        """Whether a model of `layers` layers may leave the checkpoint tensor `key` out: declared above, or of a layer past the last one."""
+        """Whether a model of `layers` layers may leave the checkpoint tensor `key` out: declared above, or of a layer
+        past the last one.
+        """
         if any(re.search(pattern, key) for pattern in self.may_be_unexpected):
             return True
         return self.drops_layers_beyond and layer_of(key) >= layers
@@ -68,5 +70,7 @@ FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _FAMIL
 
 
 def family_of(model_type: str) -> Family:
-    """The row of a model type, or the generic row: same tensor names in checkpoint and model, nothing declared absent."""
+    """The row of a model type, or the generic row: same tensor names in checkpoint and model, nothing declared
+    absent.
+    """
     return FAMILIES.get(model_type, Family(model_type, fp32_buffers=_ROUTER_BIASES, fp8_linear=None, is_generic=True))

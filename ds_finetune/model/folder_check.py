@@ -1,4 +1,6 @@
-"""What is checked of a model folder before a program reads it: it may come from anywhere, and nothing in it may hang or exhaust this one."""
+"""What is checked of a model folder before a program reads it: it may come from anywhere, and nothing in it may hang or
+exhaust this one.
+"""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -8,7 +10,9 @@ from typing import Any
 from ds_finetune.errors import ModelError
 
 MOST_LAYERS = 1000
-"""Layers of a model at most: each is built as Python objects before its weights are looked at. The deepest published ones have 126."""
+"""Layers of a model at most: each is built as Python objects before its weights are looked at. The deepest published
+ones have 126.
+"""
 MOST_CONFIG_BYTES = 16 * 2**20
 """Size of a config.json at most; published ones have some KiB."""
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers", "num_nextn_predict_layers")
@@ -19,12 +23,17 @@ _SHOWN = 5
 
 
 def check_folder(folder: Path) -> None:
-    """ModelError where `folder` holds something that is neither file nor folder, a template from elsewhere, or absurd sizes.
+    """ModelError where `folder` holds something that is neither file nor folder, a template from elsewhere, or absurd
+    sizes.
 
     Reading a FIFO waits for ever. A template that is a link out of the folder would render, and export, a file of this
     machine. Sizes are the count of layers and the headers of safetensors.
     """
-    special = [entry.name for entry in sorted(folder.iterdir()) if entry.exists() and not entry.is_file() and not entry.is_dir()]
+    special = [
+        entry.name
+        for entry in sorted(folder.iterdir())
+        if entry.exists() and not entry.is_file() and not entry.is_dir()
+    ]
     if special:
         raise ModelError(
             f"`{folder}` holds {', '.join(special[:_SHOWN])}, which is no regular file but a pipe, socket or device",
@@ -33,7 +42,8 @@ def check_folder(folder: Path) -> None:
     for template in (template for pattern in _TEMPLATES for template in folder.glob(pattern)):
         if not _is_inside(template, folder):
             raise ModelError(
-                f"{template} is a link to {template.resolve()}, outside its folder", hint="it may be harmful; put the template itself there"
+                f"{template} is a link to {template.resolve()}, outside its folder",
+                hint="it may be harmful; put the template itself there",
             )
     for file in (file for file in sorted(folder.glob("*.safetensors")) if file.is_file()):
         with file.open("rb") as opened:
@@ -59,7 +69,10 @@ def _is_inside(file: Path, folder: Path) -> bool:
 def _check_layers(file: Path) -> None:
     size = file.stat().st_size
     if size > MOST_CONFIG_BYTES:
-        raise ModelError(f"{file} has {size:,} bytes, more than {MOST_CONFIG_BYTES:,}", hint="take the config.json published with the model")
+        raise ModelError(
+            f"{file} has {size:,} bytes, more than {MOST_CONFIG_BYTES:,}",
+            hint="take the config.json published with the model",
+        )
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
@@ -69,7 +82,8 @@ def _check_layers(file: Path) -> None:
         least = 0 if key.endswith("num_nextn_predict_layers") else 1
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST_LAYERS:
             raise ModelError(
-                f"{file}: {key} is {value!r}, not a number from {least} to {MOST_LAYERS}", hint="take the config.json published with the model"
+                f"{file}: {key} is {value!r}, not a number from {least} to {MOST_LAYERS}",
+                hint="take the config.json published with the model",
             )
 
 

@@ -1,7 +1,9 @@
-"""Frozen weights of linear modules in four bits a number (Dettmers et al., QLoRA, arXiv 2305.14314), held and multiplied by bitsandbytes 0.50.
+"""Frozen weights of linear modules in four bits a number (Dettmers et al., QLoRA, arXiv 2305.14314), held and
+multiplied by bitsandbytes 0.50.
 
-NF4 in blocks of 64 with a scale each; the scales of 256 blocks are eight bits each with a scale of their own (double quantisation,
-which is `Linear4bit`'s default). A weight is quantised as soon as its last number has been read, on the device it stays on.
+NF4 in blocks of 64 with a scale each; the scales of 256 blocks are eight bits each with a scale of their own
+(double quantisation, which is `Linear4bit`'s default). A weight is quantised as soon as its last number has been
+read, on the device it stays on.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,14 +20,16 @@ from ds_finetune.model.build import Fragment, whole
 
 _BLOCK, _NESTED = 64, 256
 _TABLES = 4 * (16 + 256 + 1)
-"""Bytes of what each weight has of its own beside blocks: both tables of numbers and the mean of its scales, in fp32."""
+"""Bytes of what each weight has of its own beside blocks: both tables of numbers and the mean of its scales, in fp32.
+"""
 
 
 def fits_four_bit(shape: tuple[int, ...]) -> bool:
     """Whether rows of a weight are whole blocks.
 
-    Where they are not, bitsandbytes 0.50.2 quantises rightly and multiplies out other numbers on CPUs (backends/cpu/ops.py:137): blocks
-    run on from row to row, and its kernel begins one with each row. Measured: 15 to 40% off instead of 9%.
+    Where they are not, bitsandbytes 0.50.2 quantises rightly and multiplies out other numbers on CPUs
+    (backends/cpu/ops.py:137): blocks run on from row to row, and its kernel begins one with each row. Measured: 15
+    to 40% off instead of 9%.
     """
     return len(shape) == 2 and shape[1] % _BLOCK == 0
 
@@ -53,7 +57,8 @@ def linears_without_memory() -> Iterator[None]:
 
 
 def install_four_bit(lm: PreTrainedModel, names: Iterable[str], *, device: str) -> None:
-    """Let the linear modules `names` of `lm` hold NF4 on `device`, once their weights are filled through `four_bit_or_whole`.
+    """Let the linear modules `names` of `lm` hold NF4 on `device`, once their weights are filled through
+    `four_bit_or_whole`.
 
     `lm` was built inside `linears_without_memory`; its other linear modules are given unset memory here.
     """
@@ -70,12 +75,17 @@ def _four_bit(linear: nn.Module, device: str) -> nn.Module:
 
     assert type(linear) is nn.Linear, type(linear)
     dtype = linear.weight.dtype
-    made = Linear4bit(linear.in_features, linear.out_features, bias=False, compute_dtype=dtype, quant_type="nf4", device="meta")
-    made.weight = Params4bit(torch.empty_like(linear.weight, device="meta"), requires_grad=False, quant_type="nf4", module=made)
+    made = Linear4bit(
+        linear.in_features, linear.out_features, bias=False, compute_dtype=dtype, quant_type="nf4", device="meta"
+    )
+    made.weight = Params4bit(
+        torch.empty_like(linear.weight, device="meta"), requires_grad=False, quant_type="nf4", module=made
+    )
     made.weight.meant_for = torch.device(device)
     if linear.bias is not None:
         made.bias = nn.Parameter(torch.empty_like(linear.bias, device=device))
-    # Else bitsandbytes 0.50.2 packs weights anew at the first evaluation on a CPU with AVX512-BF16 (nn/modules.py:613), and what it
+    # Else bitsandbytes 0.50.2 packs weights anew at the first evaluation on a CPU with AVX512-BF16 (nn/modules.py:613),
+    # and what it
     # computes with them has no gradient (autograd/_functions.py:422).
     made.support_avx512bf16_for_cpu = False
     return made
@@ -87,7 +97,9 @@ def is_four_bit(param: torch.Tensor) -> bool:
 
 
 def four_bit_or_whole(tensor: torch.Tensor) -> Fragment:
-    """The fragment of a tensor that lives here entirely; one to be held in four bits is quantised when the fragment, written to, is closed."""
+    """The fragment of a tensor that lives here entirely; one to be held in four bits is quantised when the fragment,
+    written to, is closed.
+    """
     if not is_four_bit(tensor):
         return whole(tensor)
     shape = shape_of(tensor)

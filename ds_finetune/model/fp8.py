@@ -20,7 +20,12 @@ BLOCK = 128
 FP8 = torch.float8_e4m3fn
 SCALE = "_scale_inv"
 """What the name of a scale adds to that of its weight."""
-QUANTIZATION_CONFIG: Mapping[str, Any] = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
+QUANTIZATION_CONFIG: Mapping[str, Any] = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [BLOCK, BLOCK],
+}
 """`quantization_config` of the config.json published with DeepSeek-V3 and R1."""
 _LARGEST = 448.0
 """Largest number of E4M3; a block's scale maps its largest value to it."""
@@ -59,7 +64,8 @@ def dequantise(values: torch.Tensor, scale: torch.Tensor, *, row: int = 0, colum
 def quantise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """One row of blocks, [at most 128 rows, columns] in fp32, as FP8 of that shape and fp32 scales [block columns].
 
-    A block's scale is its largest magnitude / 448, at least the smallest normal number, so that a block of zeros has one too.
+    A block's scale is its largest magnitude / 448, at least the smallest normal number, so that a block of zeros has
+    one too.
     Quotients are at most 448 (1 + 2^-22), which the cast rounds to 448.
     """
     rows, columns = values.shape
@@ -68,11 +74,14 @@ def quantise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (padded / scale[None, :, None]).to(FP8).view(rows, -1)[:, :columns], scale
 
 
-def quantise_like(values: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`quantise`, and which blocks kept what they were: `stored` of `scale` [block columns] where `values` are that multiplied out.
+def quantise_like(
+    values: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`quantise`, and which blocks kept what they were: `stored` of `scale` [block columns] where `values` are that
+    multiplied out.
 
-    Multiplied out as fp32, or that cast to bf16 or fp16; one of them, all over a block. Whatever made the scale, such a block
-    gets its bytes back, which `quantise` alone gives only where the scale is that of bf16 numbers.
+    Multiplied out as fp32, or that cast to bf16 or fp16; one of them, all over a block. Whatever made the scale,
+    such a block gets its bytes back, which `quantise` alone gives only where the scale is that of bf16 numbers.
     """
     made, made_scale = quantise(values)
     plain = dequantise(stored, scale[None])
@@ -81,7 +90,11 @@ def quantise_like(values: torch.Tensor, stored: torch.Tensor, scale: torch.Tenso
         differ = torch.nn.functional.pad(values != plain.to(dtype).float(), (0, -values.shape[1] % BLOCK))
         kept |= ~differ.view(len(values), -1, BLOCK).any(2).any(0)
     spread = kept.repeat_interleave(BLOCK)[: values.shape[1]]
-    return torch.where(spread, stored.view(torch.uint8), made.view(torch.uint8)).view(FP8), torch.where(kept, scale, made_scale), kept
+    return (
+        torch.where(spread, stored.view(torch.uint8), made.view(torch.uint8)).view(FP8),
+        torch.where(kept, scale, made_scale),
+        kept,
+    )
 
 
 def check_readable(given: Any, label: str, error: type[FinetuneError]) -> None:  # noqa: ANN401 - whatever a config.json holds

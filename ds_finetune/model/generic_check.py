@@ -21,10 +21,10 @@ from ds_finetune.model.attention import BY_LENGTHS, FLASH
 from ds_finetune.model.build import build_skeleton, check_attention
 from ds_finetune.model.families import family_of
 from ds_finetune.model.loss import TrainedModel, install_loss_head
-from ds_finetune.model.stages import without_memory
+from ds_finetune.model.parallel.pipeline import without_memory
 from ds_finetune.model.tiny_config import Size, layer_kinds, layers_of_each_kind, tiny_config
 from ds_finetune.model.weights import initialise_weights
-from ds_finetune.plan.legal import BYTES, ROW_BYTES, wider
+from ds_finetune.plan.combinations import BYTES, ROW_BYTES, wider
 
 LIMIT = 1e-4
 """Relative difference from which two results are different ones; what rounding does is a hundredth of it."""

@@ -1,7 +1,8 @@
-"""The safetensors files of a model folder as one name space: headers checked, tensors read a bounded piece at a time, FP8 multiplied out.
+"""The safetensors files of a model folder as one name space: headers checked, tensors read a bounded piece at a time,
+FP8 multiplied out.
 
-Files are read, not mapped as safetensors' own reader does (0.6, `safe_open`): mapped pages count as this process's memory,
-and a file that another process shortens would end it by a signal.
+Files are read, not mapped as safetensors' own reader does (0.6, `safe_open`): mapped pages count as this process's
+memory, and a file that another process shortens would end it by a signal.
 """
 
 import json
@@ -66,7 +67,9 @@ class _File:
         while view:
             done = os.preadv(self._descriptor, [view], offset)
             if not done:
-                raise ModelError(f"{self.path} ends at byte {offset}, {len(view)} bytes early", hint="it changed while it was read")
+                raise ModelError(
+                    f"{self.path} ends at byte {offset}, {len(view)} bytes early", hint="it changed while it was read"
+                )
             view, offset = view[done:], offset + done
         return out
 
@@ -96,10 +99,11 @@ class Stored:
 
 
 class HubFolder:
-    """Tensors of a folder of published weights by name; `shapes` leaves out the scales of FP8 weights, which belong to these.
+    """Tensors of a folder of published weights by name; `shapes` leaves out the scales of FP8 weights, which belong to
+    these.
 
-    ModelError where the folder has no safetensors, a file is missing, torn or outside the folder, and where a weight in FP8
-    has no scale, or a scale no weight.
+    ModelError where the folder has no safetensors, a file is missing, torn or outside the folder, and where a
+    weight in FP8 has no scale, or a scale no weight.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -110,7 +114,9 @@ class HubFolder:
         _check_scales(folder, self._stored, fp8)
         self._scaled = frozenset(fp8)
         scales = {key + SCALE for key in fp8}
-        self.shapes: Mapping[str, Shape] = {key: stored.shape for key, stored in self._stored.items() if key not in scales}
+        self.shapes: Mapping[str, Shape] = {
+            key: stored.shape for key, stored in self._stored.items() if key not in scales
+        }
 
     @property
     def has_fp8(self) -> bool:
@@ -126,13 +132,16 @@ class HubFolder:
         return torch.float32 if self.is_fp8(key) else self._stored[key].dtype
 
     def read(self, key: str, start: int, numel: int) -> torch.Tensor:
-        """Elements `start` to `start + numel` of the row-major flattened tensor, 1-D, valid until the same thread's next read.
+        """Elements `start` to `start + numel` of the row-major flattened tensor, 1-D, valid until the same thread's
+        next read.
 
         Of FP8 the rows that they lie in are read.
         """
         stored = self._stored[key]
         if not self.is_fp8(key):
-            return stored.file.read(stored.dtype, numel, stored.begin + start * stored.dtype.itemsize, into=self._scratch)
+            return stored.file.read(
+                stored.dtype, numel, stored.begin + start * stored.dtype.itemsize, into=self._scratch
+            )
         width = stored.shape[1]
         first, last = start // width, -(-(start + numel) // width)
         return self.rows(key, first, last).view(-1)[start - first * width :][:numel]
@@ -144,7 +153,12 @@ class HubFolder:
         """
         stored = self._stored[key]
         width = math.prod(stored.shape[1:])
-        values = stored.file.read(stored.dtype, (last - first) * width, stored.begin + first * width * stored.dtype.itemsize, into=self._scratch)
+        values = stored.file.read(
+            stored.dtype,
+            (last - first) * width,
+            stored.begin + first * width * stored.dtype.itemsize,
+            into=self._scratch,
+        )
         values = values.view(last - first, *stored.shape[1:])
         begin = columns.start if columns else 0
         values = values[:, columns] if columns else values
@@ -162,13 +176,17 @@ class HubFolder:
         """Scales of the blocks that rows `first` to `last` of an FP8 weight meet: fp32 [block rows, block columns]."""
         scale = self._stored[key + SCALE]
         above, below = first // BLOCK, -(-last // BLOCK)
-        return scale.file.read(scale.dtype, (below - above) * scale.shape[1], scale.begin + above * scale.shape[1] * 4).view(-1, scale.shape[1])
+        return scale.file.read(
+            scale.dtype, (below - above) * scale.shape[1], scale.begin + above * scale.shape[1] * 4
+        ).view(-1, scale.shape[1])
 
     def stored_rows(self, key: str, first: int, last: int) -> torch.Tensor:
         """Rows `first` to `last` of an FP8 weight as they are stored."""
         stored = self._stored[key]
         width = stored.shape[1]
-        return stored.file.read(stored.dtype, (last - first) * width, stored.begin + first * width).view(last - first, width)
+        return stored.file.read(stored.dtype, (last - first) * width, stored.begin + first * width).view(
+            last - first, width
+        )
 
     def left_over(self, wanted: Mapping[str, Shape], *, model: str, may_be: Callable[[str], bool]) -> list[str]:
         """Names of tensors that are not `wanted` and may be left over, in order.
@@ -187,9 +205,14 @@ class HubFolder:
 
     def check_kinds(self) -> None:
         """ModelError where a tensor is not of a dtype that weights have."""
-        others = [f"`{key}` is {self._stored[key].dtype}" for key in self.shapes if self._stored[key].dtype not in _WEIGHTS]
+        others = [
+            f"`{key}` is {self._stored[key].dtype}" for key in self.shapes if self._stored[key].dtype not in _WEIGHTS
+        ]
         if others:
-            raise ModelError(f"{self.folder} holds {len(others)} tensors of another kind: {', '.join(others[:_SHOWN])}", hint="give a bf16 copy")
+            raise ModelError(
+                f"{self.folder} holds {len(others)} tensors of another kind: {', '.join(others[:_SHOWN])}",
+                hint="give a bf16 copy",
+            )
 
     def is_same(self, key: str, other: str) -> bool:
         """Whether two tensors hold the same numbers in the same shape; some rows of both are read at a time."""
@@ -222,20 +245,35 @@ def _indexed(folder: Path) -> dict[str, Stored]:
     """The files that the index names, which must be in the folder itself, with all that they hold."""
     index = folder / INDEX
     try:
-        weight_map = {str(key): str(file) for key, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()}
+        weight_map = {
+            str(key): str(file) for key, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()
+        }
     except (ValueError, KeyError, TypeError, AttributeError) as broken:
         raise ModelError(f"{index} is not an index of safetensors: {broken!r}", hint="download it again") from broken
     names = sorted(set(weight_map.values()))
     outside = [name for name in names if name != Path(name).name or name == ".."]
     if outside:
-        raise ModelError(f"{index} names files outside its folder: {', '.join(outside[:_SHOWN])}", hint="it may be harmful; take another copy")
+        raise ModelError(
+            f"{index} names files outside its folder: {', '.join(outside[:_SHOWN])}",
+            hint="it may be harmful; take another copy",
+        )
     absent = [name for name in names if not (folder / name).is_file()]
     if absent:
-        raise ModelError(f"{index} names {len(absent)} files that are not there: {', '.join(absent[:_SHOWN])}", hint="download the model again")
+        raise ModelError(
+            f"{index} names {len(absent)} files that are not there: {', '.join(absent[:_SHOWN])}",
+            hint="download the model again",
+        )
     found = _joined([folder / name for name in names], weight_map)
-    lost = [f"`{key}` in {file}" for key, file in sorted(weight_map.items()) if key not in found or found[key].file.path.name != file]
+    lost = [
+        f"`{key}` in {file}"
+        for key, file in sorted(weight_map.items())
+        if key not in found or found[key].file.path.name != file
+    ]
     if lost:
-        raise ModelError(f"{index} names {len(lost)} tensors that are not there: {', '.join(lost[:_SHOWN])}", hint="download the model again")
+        raise ModelError(
+            f"{index} names {len(lost)} tensors that are not there: {', '.join(lost[:_SHOWN])}",
+            hint="download the model again",
+        )
     return found
 
 
@@ -245,7 +283,9 @@ def _joined(files: Iterable[Path], weight_map: Mapping[str, str]) -> dict[str, S
     for path in files:
         for key, stored in _read_header(path).items():
             if key in found and key not in weight_map:
-                raise ModelError(f"`{key}` is in both {found[key].file.path} and {path}", hint=f"take one away, or add {INDEX}")
+                raise ModelError(
+                    f"`{key}` is in both {found[key].file.path} and {path}", hint=f"take one away, or add {INDEX}"
+                )
             if weight_map.get(key, path.name) == path.name:
                 found[key] = stored
     return found
@@ -277,7 +317,9 @@ def _read_header(path: Path) -> dict[str, Stored]:
 
 
 def _entries(file: _File, tree: Mapping[str, Any], data: int, size: int) -> dict[str, Stored]:
-    """Tensors of a file of `size` bytes, which lie one after another from byte `data` to its end; ValueError where they do not."""
+    """Tensors of a file of `size` bytes, which lie one after another from byte `data` to its end; ValueError where they
+    do not.
+    """
     found, end = {}, 0
     for key, item in sorted(tree.items(), key=lambda entry: entry[1]["data_offsets"]):
         found[key], end = _entry(file, key, item, data, end)
@@ -287,11 +329,17 @@ def _entries(file: _File, tree: Mapping[str, Any], data: int, size: int) -> dict
 
 
 def _entry(file: _File, key: str, item: Mapping[str, Any], data: int, end: int) -> tuple[Stored, int]:
-    """A tensor and where it ends among the data, which begins at byte `data`; ValueError where it does not begin at `end`."""
+    """A tensor and where it ends among the data, which begins at byte `data`; ValueError where it does not begin at
+    `end`.
+    """
     if item["dtype"] not in DTYPES:
         raise ValueError(f"`{key}` is {item['dtype']}, not one of {', '.join(DTYPES)}")
     dtype, shape, (begin, stop) = DTYPES[item["dtype"]], tuple(item["shape"]), item["data_offsets"]
-    if begin != end or stop - begin != math.prod(shape) * dtype.itemsize or any(not isinstance(side, int) or side < 0 for side in shape):
+    if (
+        begin != end
+        or stop - begin != math.prod(shape) * dtype.itemsize
+        or any(not isinstance(side, int) or side < 0 for side in shape)
+    ):
         raise ValueError(f"`{key}`, {item['dtype']} {shape}, lies from {begin} to {stop} where {end} bytes came before")
     return Stored(file, dtype, shape, data + begin), stop
 
@@ -301,14 +349,21 @@ def _check_scales(folder: Path, stored: Mapping[str, Stored], fp8: Iterable[str]
     weights = set(fp8)
     alone = sorted(key for key in weights if key + SCALE not in stored)
     if alone:
-        raise ModelError(f"{folder} holds {len(alone)} FP8 weights without `{SCALE}`: {', '.join(alone[:_SHOWN])}", hint="give a bf16 copy")
+        raise ModelError(
+            f"{folder} holds {len(alone)} FP8 weights without `{SCALE}`: {', '.join(alone[:_SHOWN])}",
+            hint="give a bf16 copy",
+        )
     lost = sorted(key for key in stored if key.endswith(SCALE) and key.removesuffix(SCALE) not in weights)
     if lost:
-        raise ModelError(f"{folder} holds {len(lost)} scales without an FP8 weight: {', '.join(lost[:_SHOWN])}", hint="give a bf16 copy")
+        raise ModelError(
+            f"{folder} holds {len(lost)} scales without an FP8 weight: {', '.join(lost[:_SHOWN])}",
+            hint="give a bf16 copy",
+        )
     for key in sorted(weights):
         weight, scale = stored[key], stored[key + SCALE]
         if len(weight.shape) != 2 or scale.shape != scale_shape(weight.shape) or scale.dtype != torch.float32:
             raise ModelError(
-                f"{folder}: `{key}` {weight.shape} has scales {scale.shape} of {scale.dtype}, not {scale_shape(weight.shape)} of torch.float32",
+                f"{folder}: `{key}` {weight.shape} has scales {scale.shape} of {scale.dtype}, not "
+                f"{scale_shape(weight.shape)} of torch.float32",
                 hint=f"blocks of {BLOCK} x {BLOCK} are read; give a bf16 copy",
             )

@@ -1,7 +1,9 @@
-"""Low-rank adapters (Hu et al., LoRA, arXiv 2106.09685): which modules have them, how they compute, what they add to weights.
+"""Low-rank adapters (Hu et al., LoRA, arXiv 2106.09685): which modules have them, how they compute, what they add to
+weights.
 
-A weight W [out, in] becomes W + alpha / rank x B A with A [rank, in] and B [out, rank]; fused experts [experts, out, in] have
-an A and a B each. W is frozen. Everything is what peft 0.21 computes, and `export/adapter.py` writes it in peft's format.
+A weight W [out, in] becomes W + alpha / rank x B A with A [rank, in] and B [out, rank]; fused experts [experts,
+out, in] have an A and a B each. W is frozen. Everything is what peft 0.21 computes, and `export/adapter.py` writes
+it in peft's format.
 """
 
 import re
@@ -17,13 +19,13 @@ from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import _grouped_linear
 
-from ds_finetune.config import LoraConfig
+from ds_finetune.config.schema import LoraConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.model.build import Where
 from ds_finetune.model.four_bit import dtype_of, fits_four_bit, is_four_bit, nf4_bytes, shape_of
-from ds_finetune.model.stages import without_memory
+from ds_finetune.model.parallel.pipeline import without_memory
 from ds_finetune.model.weights import seed_of
-from ds_finetune.plan.legal import FAMILIES
+from ds_finetune.plan.combinations import FAMILIES
 
 ROUTED, ROUTER = "routed experts", "router"
 _FOUR_BIT = ("attention", "dense MLP", "shared experts")
@@ -63,7 +65,11 @@ def adaptable(lm: nn.Module) -> list[Target]:
     for name, module in lm.named_modules():
         for kind, pattern, leaves in _KINDS:
             weights = [module._parameters.get(leaf) for leaf in leaves] if pattern.search(name) else []
-            shapes = {leaf: tuple(weight.shape) for leaf, weight in zip(leaves, weights, strict=False) if weight is not None and weight.dim() > 1}
+            shapes = {
+                leaf: tuple(weight.shape)
+                for leaf, weight in zip(leaves, weights, strict=False)
+                if weight is not None and weight.dim() > 1
+            }
             if shapes:
                 found.append(Target(name, kind, shapes))
     return found
@@ -72,11 +78,13 @@ def adaptable(lm: nn.Module) -> list[Target]:
 def chosen_targets(hf_config: PretrainedConfig, lora: LoraConfig) -> list[Target]:
     """The modules of the model that `lora` adapts: those that its patterns name, or all but routers.
 
-    ConfigError where a pattern names none (with the legal names), the model type is not compared, or experts are given a
-    rank that grouped products cannot take.
+    ConfigError where a pattern names none (with the legal names), the model type is not compared, or experts are
+    given a rank that grouped products cannot take.
     """
     if hf_config.model_type not in FAMILIES:
-        raise ConfigError(f"lora of model_type {hf_config.model_type} is not proven", hint=f"proven: {', '.join(FAMILIES)}")
+        raise ConfigError(
+            f"lora of model_type {hf_config.model_type} is not proven", hint=f"proven: {', '.join(FAMILIES)}"
+        )
     every = adaptable(without_memory(hf_config))
     patterns = lora.target_modules
     named = {target.name for pattern in patterns or () for target in _named(pattern, every)}
@@ -90,12 +98,16 @@ def chosen_targets(hf_config: PretrainedConfig, lora: LoraConfig) -> list[Target
 
 
 def _named(pattern: str, every: Sequence[Target]) -> list[Target]:
-    """Modules whose last name, or whole name, `pattern` is, or whose full name it matches; a router only by a pattern that ends in its own name."""
+    """Modules whose last name, or whole name, `pattern` is, or whose full name it matches; a router only by a pattern
+    that ends in its own name.
+    """
     exact = [target for target in every if pattern in (target.name, _last(target.name))]
     try:
         matched = [target for target in every if re.fullmatch(pattern, target.name)]
     except re.error as broken:
-        raise ConfigError(f"lora.target_modules `{pattern}` is no regular expression: {broken}", hint="see Python's `re`") from broken
+        raise ConfigError(
+            f"lora.target_modules `{pattern}` is no regular expression: {broken}", hint="see Python's `re`"
+        ) from broken
     names_router = _last(pattern.replace("\\.", ".")) == "gate"
     found = exact or [target for target in matched if target.kind != ROUTER or names_router]
     if not found:
@@ -122,7 +134,8 @@ def quantised_targets(hf_config: PretrainedConfig, lora: LoraConfig | None) -> l
     found = [target for target in every if all(map(fits_four_bit, target.shapes.values()))]
     if not found:
         raise ConfigError(
-            f"lora.quantize {lora.quantize}: none of {len(every)} weights has rows of a multiple of 64 numbers, as {every[0].name} "
+            f"lora.quantize {lora.quantize}: none of {len(every)} weights has rows of a multiple of 64 numbers, as "
+            f"{every[0].name} "
             f"{every[0].shapes['weight']}",
             hint="leave lora.quantize out",
         )
@@ -137,8 +150,13 @@ def _quantised_line(hf_config: PretrainedConfig, lora: LoraConfig) -> tuple[str,
     every = adaptable(lm)
     routed = sum(prod(shape) for target in every if target.kind == ROUTED for shape in target.shapes.values())
     odd = sum(target.kind in _FOUR_BIT for target in every) - len(targets)
-    text = f"{len(shapes)} weights, {numel:,} parameters in {size:,} bytes: {', '.join(dict.fromkeys(target.kind for target in targets))}"
-    rest = f"the other {lm.num_parameters() - numel:,} are in train.precision" + (f", {routed:,} of them routed experts'" if routed else "")
+    text = (
+        f"{len(shapes)} weights, {numel:,} parameters in {size:,} bytes: "
+        f"{', '.join(dict.fromkeys(target.kind for target in targets))}"
+    )
+    rest = f"the other {lm.num_parameters() - numel:,} are in train.precision" + (
+        f", {routed:,} of them routed experts'" if routed else ""
+    )
     rest += f", and {odd} weights with rows of no multiple of 64" if odd else ""
     return f"  frozen in {lora.quantize}", f"{text}; {rest}"
 
@@ -148,12 +166,24 @@ def lora_lines(hf_config: PretrainedConfig, lora: LoraConfig | None) -> list[tup
     if lora is None:
         return []
     chosen = chosen_targets(hf_config, lora)
-    there, taken = (Counter(target.kind for target in targets) for targets in (adaptable(without_memory(hf_config)), chosen))
-    rows = [("lora", f"rank {lora.rank}, alpha {lora.alpha:g}, {sum(t.num_params(lora.rank) for t in chosen):,} parameters are trained")]
+    there, taken = (
+        Counter(target.kind for target in targets) for targets in (adaptable(without_memory(hf_config)), chosen)
+    )
+    rows = [
+        (
+            "lora",
+            f"rank {lora.rank}, alpha {lora.alpha:g}, {sum(t.num_params(lora.rank) for t in chosen):,} parameters "
+            "are trained",
+        )
+    ]
     for kind in there:
         names = dict.fromkeys(_last(target.name) for target in chosen if target.kind == kind)
         numel = sum(target.num_params(lora.rank) for target in chosen if target.kind == kind)
-        text = f"{taken[kind]} of {there[kind]} modules, {numel:,} parameters: {', '.join(names)}" if names else f"none of {there[kind]} modules"
+        text = (
+            f"{taken[kind]} of {there[kind]} modules, {numel:,} parameters: {', '.join(names)}"
+            if names
+            else f"none of {there[kind]} modules"
+        )
         rows.append((f"  {kind}", text))
     return rows if lora.quantize is None else [*rows, _quantised_line(hf_config, lora)]
 
@@ -197,8 +227,8 @@ class _AdaptedExperts(_Adapted):
     def forward(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """[tokens, width], chosen experts [tokens, k] and their weights -> [tokens, width].
 
-        As transformers 5.23 computes it (integrations/moe.py, grouped_mm_experts_forward). peft merges a copy of all experts
-        in each forward instead, and needs a gradient of that size.
+        As transformers 5.23 computes it (integrations/moe.py, grouped_mm_experts_forward). peft merges a copy of
+        all experts in each forward instead, and needs a gradient of that size.
         """
         tokens, chosen = top_k_index.shape
         experts, order = top_k_index.reshape(-1).sort(stable=True)
@@ -210,7 +240,9 @@ class _AdaptedExperts(_Adapted):
         return out[back].view(tokens, chosen, -1).sum(1).to(hidden.dtype)
 
     def _projected(self, rows: torch.Tensor, ends: torch.Tensor, leaf: str) -> torch.Tensor:
-        """`rows` [rows, in], sorted by expert and ending at `ends`, through each expert's weight `leaf` and its adapter."""
+        """`rows` [rows, in], sorted by expert and ending at `ends`, through each expert's weight `leaf` and its
+        adapter.
+        """
         low = _grouped_linear(rows, getattr(self, f"{leaf}_lora_A"), ends)
         low = _grouped_linear(low, getattr(self, f"{leaf}_lora_B"), ends)
         return _grouped_linear(rows, getattr(self, leaf), ends) + low * self.lora_scale  # type: ignore[no-any-return]
@@ -220,9 +252,16 @@ _CLASSES: Mapping[str, type[_Adapted]] = {ROUTED: _AdaptedExperts, ROUTER: _Adap
 
 
 def install_lora(  # noqa: PLR0913
-    lm: PreTrainedModel, targets: Sequence[Target], lora: LoraConfig, *, seed: int, where: Where, share: Callable[[list[nn.Parameter]], None]
+    lm: PreTrainedModel,
+    targets: Sequence[Target],
+    lora: LoraConfig,
+    *,
+    seed: int,
+    where: Where,
+    share: Callable[[list[nn.Parameter]], None],
 ) -> None:
-    """Freeze `lm` and give each of `targets` adapters in the dtype of its weight: A drawn from (seed, name) as peft does, B zero.
+    """Freeze `lm` and give each of `targets` adapters in the dtype of its weight: A drawn from (seed, name) as peft
+    does, B zero.
 
     A is uniform within 1 / sqrt(in), which is kaiming_uniform with a = sqrt(5) (peft 0.21, tuners/lora/layer.py,
     reset_lora_parameters). `share` is told of the parameters of one module at a time, to partition them.
@@ -230,7 +269,9 @@ def install_lora(  # noqa: PLR0913
     lm.requires_grad_(False)
     for target in targets:
         module: Any = lm.get_submodule(target.name)
-        module.__class__ = type(f"Adapted{type(module).__name__}", (_CLASSES.get(target.kind, _AdaptedLinear), type(module)), {})
+        module.__class__ = type(
+            f"Adapted{type(module).__name__}", (_CLASSES.get(target.kind, _AdaptedLinear), type(module)), {}
+        )
         module.lora_scale = lora.alpha / lora.rank
         made = []
         for leaf, shape in target.shapes.items():
@@ -251,7 +292,10 @@ def _drawn(name: str, shape: Shape, rank: int, seed: int) -> dict[str, torch.Ten
     *experts, out, width = shape
     bound = width**-0.5
     generator = torch.Generator().manual_seed(seed_of(seed, f"{name}.lora_A"))
-    return {"A": torch.empty(*experts, rank, width).uniform_(-bound, bound, generator=generator), "B": torch.zeros(*experts, out, rank)}
+    return {
+        "A": torch.empty(*experts, rank, width).uniform_(-bound, bound, generator=generator),
+        "B": torch.zeros(*experts, out, rank),
+    }
 
 
 def is_adapter(name: str) -> bool:
@@ -280,7 +324,9 @@ class Factors:
         return (*self.b.shape[:-1], self.a.shape[-1])
 
     def delta(self, start: int, numel: int) -> torch.Tensor:
-        """Elements `start` to `start + numel` of the flattened scale x B A, fp32 [numel]; no more rows of it are computed."""
+        """Elements `start` to `start + numel` of the flattened scale x B A, fp32 [numel]; no more rows of it are
+        computed.
+        """
         rows, width = self.b.shape[-2], self.a.shape[-1]
         first, last = start // width, -(-(start + numel) // width)
         a, b = self.a.reshape(-1, *self.a.shape[-2:]), self.b.reshape(-1, *self.b.shape[-2:])
@@ -295,11 +341,17 @@ class Factors:
 def factors_of(adapters: Mapping[str, torch.Tensor], scale: float) -> dict[str, Factors]:
     """Adapters by the weight they adapt, of the model's parameters by name."""
     sides = {weight_of(name): tensor for name, tensor in adapters.items()}
-    return {weight: Factors(tensor, sides[weight, "B"], scale) for (weight, side), tensor in sides.items() if side == "A"}
+    return {
+        weight: Factors(tensor, sides[weight, "B"], scale) for (weight, side), tensor in sides.items() if side == "A"
+    }
 
 
-def merged(tensors: Iterator[tuple[str, torch.Tensor | None]], factors: Mapping[str, Factors]) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """`tensors` (whole, on the CPU, by name) with their adapters added in fp32, cast back, a copy of one tensor at a time."""
+def merged(
+    tensors: Iterator[tuple[str, torch.Tensor | None]], factors: Mapping[str, Factors]
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """`tensors` (whole, on the CPU, by name) with their adapters added in fp32, cast back, a copy of one tensor at a
+    time.
+    """
     for name, tensor in tensors:
         yield name, tensor if tensor is None or name not in factors else _sum(tensor, factors[name])
 

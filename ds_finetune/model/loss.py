@@ -10,13 +10,15 @@ from ds_finetune.errors import ModelError
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.model.attention import BY_DOCUMENT, BY_LENGTHS, FLASH, Documents, flash_arguments
 from ds_finetune.model.cross_entropy import Kernel, Wants, chunked_cross_entropy
-from ds_finetune.model.sequence import SequenceGroup
-from ds_finetune.model.stages import StageGroup
-from ds_finetune.model.tensor import TensorGroup, copy_in
+from ds_finetune.model.parallel.pipeline import StageGroup
+from ds_finetune.model.parallel.sequence import SequenceGroup
+from ds_finetune.model.parallel.tensor import TensorGroup, copy_in
 
 
 class TokenLoss(NamedTuple):
-    """Summed cross entropy in nats (fp32 scalar) and number of tokens whose most likely prediction is right (int64 scalar)."""
+    """Summed cross entropy in nats (fp32 scalar) and number of tokens whose most likely prediction is right (int64
+    scalar).
+    """
 
     loss_sum: torch.Tensor
     num_correct: torch.Tensor
@@ -82,21 +84,30 @@ class LossHead(nn.Linear):
         part = part if self.tensor is None else copy_in(part, self.tensor)
         targets = labels.reshape(-1).index_select(0, places)
         is_on = torch.is_grad_enabled()
-        wants = Wants(*(is_on and tensor is not None and tensor.requires_grad for tensor in (part, self.weight, self.bias)))
+        wants = Wants(
+            *(is_on and tensor is not None and tensor.requires_grad for tensor in (part, self.weight, self.bias))
+        )
         return TokenLoss(*_CrossEntropy.apply(part, self.weight, self.bias, targets, self.kernel, wants))
 
 
 def install_loss_head(
-    lm: PreTrainedModel, *, kernel: Kernel = chunked_cross_entropy, tensor: TensorGroup | None = None, stage: StageGroup | None = None
+    lm: PreTrainedModel,
+    *,
+    kernel: Kernel = chunked_cross_entropy,
+    tensor: TensorGroup | None = None,
+    stage: StageGroup | None = None,
 ) -> LossHead:
     """Turn the head of `lm` into a LossHead in place: same module, same parameters, same name.
 
-    With a `tensor` group it holds a part of the vocabulary, and `kernel` must know; with a `stage` it is the last one's, and
-    gives its logits to the others.
+    With a `tensor` group it holds a part of the vocabulary, and `kernel` must know; with a `stage` it is the last
+    one's, and gives its logits to the others.
     """
     head = lm.get_output_embeddings()
     if type(head) is not nn.Linear:
-        raise ModelError(f"the head of {type(lm).__name__} is a {type(head).__name__}, not a Linear", hint="train a model with a plain head")
+        raise ModelError(
+            f"the head of {type(lm).__name__} is a {type(head).__name__}, not a Linear",
+            hint="train a model with a plain head",
+        )
     head.__class__ = LossHead
     assert isinstance(head, LossHead)
     head.kernel, head.tensor, head.stage = kernel, tensor, stage
@@ -106,7 +117,9 @@ def install_loss_head(
 class TrainedModel(nn.Module):
     """A causal LM whose forward is the loss; the Hugging Face model is `lm`, or a stage of it."""
 
-    def __init__(self, lm: PreTrainedModel, sequence: SequenceGroup | None = None, stage: StageGroup | None = None) -> None:
+    def __init__(
+        self, lm: PreTrainedModel, sequence: SequenceGroup | None = None, stage: StageGroup | None = None
+    ) -> None:
         super().__init__()
         self.lm = lm
         self.sequence = sequence
@@ -118,17 +131,24 @@ class TrainedModel(nn.Module):
         return self.lm.config
 
     def forward(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, labels: torch.Tensor, documents: tuple[Documents, ...] | None
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        labels: torch.Tensor,
+        documents: tuple[Documents, ...] | None,
     ) -> TokenLoss | torch.Tensor:
-        """Loss of rows [batch, tokens] (int64 each) whose documents have the lengths `documents`; None where a row is one.
+        """Loss of rows [batch, tokens] (int64 each) whose documents have the lengths `documents`; None where a row is
+        one.
 
-        With a sequence group these are this rank's tokens of the rows, and `documents` are of whole rows. A stage before the
-        last gives hidden states.
+        With a sequence group these are this rank's tokens of the rows, and `documents` are of whole rows. A stage
+        before the last gives hidden states.
         """
         hidden = self.hidden(input_ids, position_ids, documents)
         return self.lm.get_output_embeddings()(hidden, labels) if self.has_head else hidden
 
-    def hidden(self, input_ids: torch.Tensor, position_ids: torch.Tensor, documents: tuple[Documents, ...] | None) -> torch.Tensor:
+    def hidden(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, documents: tuple[Documents, ...] | None
+    ) -> torch.Tensor:
         """Hidden states before the head, [batch, tokens, width].
 
         Documents are kept apart by their lengths where attention is by document or FlashAttention, by positions that
@@ -141,4 +161,6 @@ class TrainedModel(nn.Module):
             lengths = {"documents": documents, "sequence": self.sequence}
         elif attention in (FLASH, BY_LENGTHS) and documents is not None:
             lengths = flash_arguments(documents, input_ids.device)
-        return self.lm.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **lengths).last_hidden_state
+        return self.lm.base_model(
+            input_ids=input_ids, position_ids=position_ids, use_cache=False, **lengths
+        ).last_hidden_state

@@ -14,14 +14,16 @@ from ds_finetune.model.build import model_class
 
 _FEW_TOKENS = 16
 _NO_MEMORY_EXPERTS = "batched_mm"
-"""The implementation in transformers 5.23 that does not look at which experts were chosen, which fake tensors cannot tell."""
+"""The implementation in transformers 5.23 that does not look at which experts were chosen, which fake tensors cannot
+tell.
+"""
 
 
 def unreached_parameters(hf_config: PretrainedConfig, *, tokens: int) -> tuple[str, ...]:
     """Names of the parameters that get no gradient from a row of `tokens` tokens, in the model's order.
 
-    The whole model is built, which costs some seconds and no memory. NotImplementedError where the model's own code needs
-    the values of tensors.
+    The whole model is built, which costs some seconds and no memory. NotImplementedError where the model's own code
+    needs the values of tensors.
     """
     # What a short row reaches, a long one does too. The others are looked at again: layers may begin at many tokens.
     names = _unreached(hf_config, _FEW_TOKENS)

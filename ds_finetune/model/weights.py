@@ -1,4 +1,6 @@
-"""Weights into the fragments that live on this rank: streamed from safetensors, or drawn afresh; every tensor accounted for."""
+"""Weights into the fragments that live on this rank: streamed from safetensors, or drawn afresh; every tensor accounted
+for.
+"""
 
 import hashlib
 import math
@@ -13,10 +15,10 @@ from transformers import PreTrainedModel
 
 from ds_finetune.errors import ModelError
 from ds_finetune.model.build import Fragment, Where, whole
-from ds_finetune.model.cuts import WHOLE, Cut, Window, cut_dim
 from ds_finetune.model.families import FAMILIES, Family
 from ds_finetune.model.hub_folder import HubFolder
 from ds_finetune.model.names import Piece, hub_pieces
+from ds_finetune.model.parallel.sharding import WHOLE, Cut, Window, cut_dim
 from ds_finetune.model.vocabulary import GrownFolder, Growth
 
 _STRIP_NUMEL = 2**20
@@ -56,9 +58,9 @@ def load_weights(  # noqa: PLR0913
 ) -> LoadReport:
     """Copy the safetensors of `folder` into the fragments of `model` that `where` names, a bounded piece at a time.
 
-    A model cut over tensor parallel ranks takes its part `cut` of each tensor, of which nothing else is read; for a pipeline
-    stage `skeleton` is the whole model, without memory, that the checkpoint has to fit.
-    With `growth` the model has more tokens than the folder: rows that are not there are drawn.
+    A model cut over tensor parallel ranks takes its part `cut` of each tensor, of which nothing else is read; for a
+    pipeline stage `skeleton` is the whole model, without memory, that the checkpoint has to fit. With `growth` the
+    model has more tokens than the folder: rows that are not there are drawn.
 
     Keys and shapes are compared from the headers alone before anything is written; ModelError lists what is missing,
     unexpected or of another shape. Weights in FP8 blocks are multiplied out in fp32, the needed rows and columns alone.
@@ -74,14 +76,17 @@ def load_weights(  # noqa: PLR0913
 
 
 def open_weights(model: PreTrainedModel, folder: Path, *, family: Family) -> HubFolder:
-    """The safetensors of `folder` for reading; ModelError as in `load_weights` where they do not fit `model`, which may be without memory."""
+    """The safetensors of `folder` for reading; ModelError as in `load_weights` where they do not fit `model`, which may
+    be without memory.
+    """
     hub = HubFolder(folder)
     _account(hub, _wanted(model, family, whole, WHOLE), model, family)
     return hub
 
 
 def weights_digest(folder: Path) -> str:
-    """Sixteen hexadecimal digits that tell the weights of `folder` from those of others: of the first rows of tensors all over the model.
+    """Sixteen hexadecimal digits that tell the weights of `folder` from those of others: of the first rows of tensors
+    all over the model.
 
     A copy in fp32 of a bf16 model has the same ones, and so has a bf16 copy of one in FP8.
     """
@@ -100,7 +105,9 @@ def initialise_weights(model: PreTrainedModel, *, seed: int, where: Where = whol
     """
     tied = {name for name in (model.all_tied_weights_keys or {}) if model.config.tie_word_embeddings}
     for name, module in model.named_modules():
-        own = [(leaf, p) for leaf, p in module.named_parameters(recurse=False) if f"{name}.{leaf}".lstrip(".") not in tied]
+        own = [
+            (leaf, p) for leaf, p in module.named_parameters(recurse=False) if f"{name}.{leaf}".lstrip(".") not in tied
+        ]
         if own:
             windows = {leaf: cut.window(f"{name}.{leaf}", where(param).shape) for leaf, param in own}
             _initialise_module(model, module, own, seed_of(seed, name), where, windows)
@@ -119,7 +126,12 @@ def seed_of(seed: int, name: str) -> int:
 
 
 def _initialise_module(  # noqa: PLR0913
-    model: PreTrainedModel, module: nn.Module, own: list[tuple[str, nn.Parameter]], seed: int, where: Where, windows: Mapping[str, Window]
+    model: PreTrainedModel,
+    module: nn.Module,
+    own: list[tuple[str, nn.Parameter]],
+    seed: int,
+    where: Where,
+    windows: Mapping[str, Window],
 ) -> None:
     drawn = {leaf: torch.zeros(windows[leaf].shape, dtype=torch.float32) for leaf, _ in own}
     kept = dict(module._parameters)
@@ -137,13 +149,19 @@ def _initialise_module(  # noqa: PLR0913
         fragment = where(param)
         if fragment.end > fragment.start:
             with fragment.opened() as flat:
-                flat[: fragment.end - fragment.start].copy_(windows[leaf].of(values[leaf])[fragment.start : fragment.end])
+                flat[: fragment.end - fragment.start].copy_(
+                    windows[leaf].of(values[leaf])[fragment.start : fragment.end]
+                )
 
 
 def _wanted(model: PreTrainedModel, family: Family, where: Where, cut: Cut) -> dict[str, tuple[int, ...]]:
     """Key and shape of every checkpoint tensor that the whole model is made of."""
-    windows = {target.name: cut.window(target.name, target.fragment.shape) for target in _targets(model, family, where, cut)}
-    return {piece.key: piece.shape for name, window in windows.items() for piece in hub_pieces(name, window.shape, family)}
+    windows = {
+        target.name: cut.window(target.name, target.fragment.shape) for target in _targets(model, family, where, cut)
+    }
+    return {
+        piece.key: piece.shape for name, window in windows.items() for piece in hub_pieces(name, window.shape, family)
+    }
 
 
 def _targets(model: PreTrainedModel, family: Family, where: Where, cut: Cut) -> Iterator[_Target]:
@@ -159,12 +177,18 @@ def _targets(model: PreTrainedModel, family: Family, where: Where, cut: Cut) -> 
                 yield _Target(name, whole(buffer), hub_pieces(name, tuple(buffer.shape), family))
 
 
-def _account(hub: HubFolder, wanted: Mapping[str, tuple[int, ...]], model: PreTrainedModel, family: Family) -> list[str]:
-    """Names of checkpoint tensors that are not loaded: declared by the family, a tied head, or of a layer past the last one."""
+def _account(
+    hub: HubFolder, wanted: Mapping[str, tuple[int, ...]], model: PreTrainedModel, family: Family
+) -> list[str]:
+    """Names of checkpoint tensors that are not loaded: declared by the family, a tied head, or of a layer past the last
+    one.
+    """
     _check_layout_of_experts(hub, wanted, model, family)
     tied = dict(model.all_tied_weights_keys or {}) if model.config.tie_word_embeddings else {}
     layers = model.config.num_hidden_layers
-    left = hub.left_over(wanted, model=type(model).__name__, may_be=lambda key: key in tied or family.may_leave(key, layers=layers))
+    left = hub.left_over(
+        wanted, model=type(model).__name__, may_be=lambda key: key in tied or family.may_leave(key, layers=layers)
+    )
     if isinstance(hub, GrownFolder):
         hub.check_left(set(left) - tied.keys())
     for key in tied.keys() & set(left):
@@ -200,7 +224,9 @@ def _fill(hub: HubFolder, target: _Target, cut: Cut) -> None:
 
 
 def _copy_piece(hub: HubFolder, fragment: Fragment, flat: torch.Tensor, piece: Piece, cut: Cut) -> None:
-    """Copy the part of `piece` that lies in `fragment` into its elements `flat`, reading only the rows it needs, some at a time."""
+    """Copy the part of `piece` that lies in `fragment` into its elements `flat`, reading only the rows it needs, some
+    at a time.
+    """
     begin, width = piece.first_element(fragment.shape), max(1, math.prod(piece.shape[1:]))
     first = max(0, (fragment.start - begin) // width)
     last = min(piece.shape[0] if piece.shape else 1, -(-(fragment.start + fragment.numel - begin) // width))
@@ -209,7 +235,10 @@ def _copy_piece(hub: HubFolder, fragment: Fragment, flat: torch.Tensor, piece: P
         values = _read(hub, piece, low, min(low + step, last), cut)
         # Several times faster than isfinite over all; NaN is the least and the greatest where there is one.
         if not all(map(math.isfinite, map(float, torch.aminmax(values)))):
-            raise ModelError(f"tensor `{piece.key}` of {hub.folder} holds NaN or infinity", hint="the checkpoint is damaged; download it again")
+            raise ModelError(
+                f"tensor `{piece.key}` of {hub.folder} holds NaN or infinity",
+                hint="the checkpoint is damaged; download it again",
+            )
         flat_values = values.reshape(-1)
         offset = begin + low * width - fragment.start
         source_from, target_from = max(0, -offset), max(0, offset)

@@ -1,4 +1,6 @@
-"""Checkpoints every so often, at the last step and when a signal asks for it; what went wrong with one is said at the next step."""
+"""Checkpoints every so often, at the last step and when a signal asks for it; what went wrong with one is said at the
+next step.
+"""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +20,9 @@ RunText = Callable[[StepRecord, Mapping[str, Mapping[str, Any]]], str]
 
 @dataclass(frozen=True)
 class Kept:
-    """How often a checkpoint is written, which are kept (the last `keep`, and the one with the lowest eval loss), and how many may fail in a row."""
+    """How often a checkpoint is written, which are kept (the last `keep`, and the one with the lowest eval loss), and
+    how many may fail in a row.
+    """
 
     every_steps: int
     keep: int
@@ -59,7 +63,9 @@ class Checkpointing:
             return record
         name = self.interrupts.name or "a signal to another rank"
         if not self._report(self.saver.settle(wait=True)):
-            raise RunError(f"{name}: NOT saved at step {record.step}", hint="the same command goes on from the checkpoint before")
+            raise RunError(
+                f"{name}: NOT saved at step {record.step}", hint="the same command goes on from the checkpoint before"
+            )
         return record.stopping(f"{name}: saved at step {record.step}; the same command goes on from there")
 
     def close(self) -> None:
@@ -68,7 +74,9 @@ class Checkpointing:
             self._report(self.saver.settle(wait=True))
 
     def _report(self, outcome: Outcome | None) -> bool:
-        """Say what went wrong with a save on the rank concerned, and take away what is no longer needed; returns whether it is complete."""
+        """Say what went wrong with a save on the rank concerned, and take away what is no longer needed; returns
+        whether it is complete.
+        """
         if outcome is None:
             return False
         place = self.saver.place
@@ -87,7 +95,8 @@ class Checkpointing:
         self.saver.unwritten = f"the checkpoint of step {outcome.step} was not written: {errors[0]}"
         if self._failed >= self.kept.max_failed:
             raise RunError(
-                f"{self._failed} checkpoints in a row were not written, and checkpoint.max_failed is {self.kept.max_failed}: {errors[0]}",
+                f"{self._failed} checkpoints in a row were not written, and checkpoint.max_failed is "
+                f"{self.kept.max_failed}: {errors[0]}",
                 hint="make room; the same command goes on from the last one that is complete",
             )
         return False

@@ -1,11 +1,13 @@
-"""Held-out data every so often: loss, perplexity, token accuracy, optional exact match; early stopping and the best weights."""
+"""Held-out data every so often: loss, perplexity, token accuracy, optional exact match; early stopping and the best
+weights.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ds_finetune.config import EvalConfig
+from ds_finetune.config.schema import EvalConfig
 from ds_finetune.engine.core import EvalResult
 from ds_finetune.observers.record import StepRecord
 
@@ -33,7 +35,11 @@ class Evaluation:
         self.is_due = result is None
         if result is None:
             return record
-        values = {"eval/loss": result.loss, "eval/perplexity": math.exp(min(result.loss, _OVERFLOW_NATS)), "eval/accuracy": result.accuracy}
+        values = {
+            "eval/loss": result.loss,
+            "eval/perplexity": math.exp(min(result.loss, _OVERFLOW_NATS)),
+            "eval/accuracy": result.accuracy,
+        }
         share = self.exact_match() if self.exact_match else None
         self.is_due = self.exact_match is not None and share is None
         if self.is_due:
@@ -54,7 +60,9 @@ class Evaluation:
 
 @dataclass
 class BestAndPatience:
-    """Remembers the lowest `eval/loss`, keeps its weights, and stops after `patience` evaluations without a lower one."""
+    """Remembers the lowest `eval/loss`, keeps its weights, and stops after `patience` evaluations without a lower
+    one.
+    """
 
     config: EvalConfig
     keep: Callable[[int], None]
@@ -76,7 +84,8 @@ class BestAndPatience:
         record = replace(record, best_step=self.best_step)
         if self.config.patience and self.worse_in_a_row >= self.config.patience:
             return record.stopping(
-                f"eval/loss has not fallen below {self.best_loss:.4f} of step {self.best_step} for {self.worse_in_a_row} evaluations"
+                f"eval/loss has not fallen below {self.best_loss:.4f} of step {self.best_step} for "
+                f"{self.worse_in_a_row} evaluations"
             )
         return record
 
@@ -86,7 +95,11 @@ class BestAndPatience:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from the best of the run before."""
-        self.best_loss, self.best_step, self.worse_in_a_row = state["best_loss"], state["best_step"], state["worse_in_a_row"]
+        self.best_loss, self.best_step, self.worse_in_a_row = (
+            state["best_loss"],
+            state["best_step"],
+            state["worse_in_a_row"],
+        )
 
     def close(self) -> None:
         """Nothing is held back."""

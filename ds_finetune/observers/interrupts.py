@@ -1,4 +1,6 @@
-"""Signals that ask a run to save and end: SIGTERM of launchers and clusters, SIGUSR1 that Slurm can send some time before."""
+"""Signals that ask a run to save and end: SIGTERM of launchers and clusters, SIGUSR1 that Slurm can send some time
+before.
+"""
 
 import os
 import signal
@@ -37,7 +39,9 @@ class Interrupts:
         self._before = {number: signal.signal(number, _leave_to_thread) for number in SIGNALS}
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if not self._can_save:
             return
         for number, handler in self._before.items():

@@ -7,7 +7,8 @@ from typing import Any, Protocol, Self
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Numbers of one optimizer step by metric name (`train/loss`, ...); `step` counts from 1; `stop` says why the run ends here.
+    """Numbers of one optimizer step by metric name (`train/loss`, ...); `step` counts from 1; `stop` says why the run
+    ends here.
 
     `position` is where this rank's data stands after the step; `slow` names a rank that holds the others up.
     """

@@ -20,8 +20,10 @@ class SkippedSteps:
         self.in_a_row = self.in_a_row + 1 if record.values["train/skipped"] else 0
         if self.in_a_row >= self.limit:
             raise RunError(
-                f"{self.in_a_row} steps in a row were skipped for a non-finite gradient, the last at step {record.step}: {record.notice}",
-                hint="lower optim.lr, use train.precision bf16 or fp32, or look at the data of these steps; nothing was exported",
+                f"{self.in_a_row} steps in a row were skipped for a non-finite gradient, the last at step "
+                f"{record.step}: {record.notice}",
+                hint="lower optim.lr, use train.precision bf16 or fp32, or look at the data of these steps; "
+                "nothing was exported",
             )
         return record
 

@@ -23,7 +23,9 @@ PEAK_BF16_FLOPS = (
     ("L40S", 362e12),
     ("GeForce RTX 4090", 165.2e12),
 )
-"""Dense bf16 tensor peak (accumulated in fp32) by a pattern of the whole device name without `NVIDIA`, from the data sheets."""
+"""Dense bf16 tensor peak (accumulated in fp32) by a pattern of the whole device name without `NVIDIA`, from the data
+sheets.
+"""
 
 
 def peak_flops(device_name: str) -> float | None:

@@ -68,7 +68,10 @@ def check_trackers(names: Sequence[str]) -> None:
         if name not in known:
             raise ConfigError(f"log.trackers names `{name}`", hint=f"accelerate knows {', '.join(known)}")
         if name not in available:
-            raise ConfigError(f"log.trackers names `{name}`, whose package is not installed", hint=f"pip install {name}, or leave it out")
+            raise ConfigError(
+                f"log.trackers names `{name}`, whose package is not installed",
+                hint=f"pip install {name}, or leave it out",
+            )
 
 
 class Trackers:

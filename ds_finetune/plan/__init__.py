@@ -1,1 +1,3 @@
-"""Arithmetic before anything is loaded: the batch triple, the legal options and the finished DeepSpeed configuration."""
+"""Arithmetic before anything is loaded: the batch triple, the legal options and the finished DeepSpeed
+configuration.
+"""

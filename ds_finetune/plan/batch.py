@@ -10,8 +10,10 @@ def accumulation_steps(*, global_batch_size: int, micro_batch_size: int, dp: int
     if rest:
         legal = [n * rows_per_pass for n in (whole, whole + 1) if n]
         raise ConfigError(
-            f"train.global_batch_size {global_batch_size} is not a multiple of micro_batch_size {micro_batch_size} x dp {dp} = {rows_per_pass}",
-            hint=f"nearest: {' or '.join(map(str, legal))}{_divisors_hint(global_batch_size, dp)}{_worlds_hint(global_batch_size, micro_batch_size)}",
+            f"train.global_batch_size {global_batch_size} is not a multiple of micro_batch_size {micro_batch_size} "
+            f"x dp {dp} = {rows_per_pass}",
+            hint=f"nearest: {' or '.join(map(str, legal))}{_divisors_hint(global_batch_size, dp)}"
+            + _worlds_hint(global_batch_size, micro_batch_size),
         )
     return whole
 

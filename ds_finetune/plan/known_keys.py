@@ -37,7 +37,9 @@ KNOWN_KEYS = frozenset(
         "timers",
     ]
 )
-"""Top-level keys that are passed on. DeepSpeed 0.19.8 ignores unknown ones without a word (runtime/config.py), so they are refused here."""
+"""Top-level keys that are passed on. DeepSpeed 0.19.8 ignores unknown ones without a word (runtime/config.py), so they
+are refused here.
+"""
 
 OWNED_ELSEWHERE = {
     "scheduler": "the learning rate belongs to optim.lr_scheduler",
@@ -74,7 +76,9 @@ RENAMED = {
     "cpu_offload_use_pin_memory": "offload_optimizer.pin_memory and offload_param.pin_memory",
     "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
 }
-"""Deprecated keys of `zero_optimization`, which DeepSpeed 0.19.8 turns into others that nothing here would see, and what to write."""
+"""Deprecated keys of `zero_optimization`, which DeepSpeed 0.19.8 turns into others that nothing here would see, and
+what to write.
+"""
 _STAGE3_ALIASES = (
     "prefetch_bucket_size",
     "param_persistence_threshold",
@@ -129,7 +133,13 @@ KNOWN_IN_SECTIONS: Mapping[str, Collection[str]] = {
         *("super_offload", "cpuadam_cores_perc"),
     ),
     "zero_optimization.leaf_module": ("classes", "names", "name_suffixes"),
-    "bf16": ("enabled", "immediate_grad_update", "check_grad_overflow", "bf16_master_weights_and_grads", "bf16_optimizer_states"),
+    "bf16": (
+        "enabled",
+        "immediate_grad_update",
+        "check_grad_overflow",
+        "bf16_master_weights_and_grads",
+        "bf16_optimizer_states",
+    ),
     "fp16": (
         *("enabled", "auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis"),
         *("consecutive_hysteresis", "min_loss_scale", "fp16_master_weights_and_grads"),
@@ -137,7 +147,15 @@ KNOWN_IN_SECTIONS: Mapping[str, Collection[str]] = {
 }
 """Keys of sections that DeepSpeed 0.19.8 checks only when it builds the engine, by a traceback (zero/config.py,
 zero/offload_config.py, precision_config.py)."""
-_SECTIONS = ("optimizer", "optimizer.params", "aio", "data_types", "activation_checkpointing", "comms_logger", "flops_profiler")
+_SECTIONS = (
+    "optimizer",
+    "optimizer.params",
+    "aio",
+    "data_types",
+    "activation_checkpointing",
+    "comms_logger",
+    "flops_profiler",
+)
 """Sections whose keys are checked elsewhere, or nowhere."""
 COUNTS = frozenset(
     [
@@ -165,7 +183,8 @@ def check_keys(tree: Mapping[str, Any], source: str) -> None:
     for key in tree:
         if key in OWNED_ELSEWHERE:
             raise ConfigError(
-                f"{source}: `{key}` = {tree[key]!r} does not belong into the DeepSpeed configuration", hint=OWNED_ELSEWHERE[key]
+                f"{source}: `{key}` = {tree[key]!r} does not belong into the DeepSpeed configuration",
+                hint=OWNED_ELSEWHERE[key],
             )
         _check_key(f"{source}: ", key, tree[key], KNOWN_KEYS)
     for section, known in KNOWN_IN_SECTIONS.items():
@@ -173,7 +192,8 @@ def check_keys(tree: Mapping[str, Any], source: str) -> None:
         for key, value in given.items():
             if key in RENAMED:
                 raise ConfigError(
-                    f"{source}: `{section}.{key}` = {value!r} is deprecated in DeepSpeed 0.19.8", hint=f"write {RENAMED[key]}"
+                    f"{source}: `{section}.{key}` = {value!r} is deprecated in DeepSpeed 0.19.8",
+                    hint=f"write {RENAMED[key]}",
                 )
             _check_key(f"{source}: in {section}: ", key, value, known)
             if wanted := _wrong_value(key, value):
@@ -199,12 +219,16 @@ def _wrong_value(key: str, value: object) -> str:
 
 
 def _section(tree: Mapping[str, Any], path: Sequence[str], source: str) -> Mapping[str, Any]:
-    """The section at `path`, empty where it is not given; ConfigError where something else than a section stands there."""
+    """The section at `path`, empty where it is not given; ConfigError where something else than a section stands
+    there.
+    """
     for depth, name in enumerate(path, start=1):
         found = tree.get(name)
         if found is not None and not isinstance(found, Mapping):
             wrong = ".".join(path[:depth])
-            raise ConfigError(f"{source}: `{wrong}` is {found!r}, not a section", hint="see ds_configs/zero3_offload.json")
+            raise ConfigError(
+                f"{source}: `{wrong}` is {found!r}, not a section", hint="see ds_configs/zero3_offload.json"
+            )
         tree = found or {}
     return tree
 

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, Self, get_args
 
-from ds_finetune.config import ParallelConfig
+from ds_finetune.config.schema import ParallelConfig
 from ds_finetune.errors import ConfigError
 
 Axis = Literal["pp", "dp", "sp", "tp"]
@@ -16,8 +16,8 @@ AXES: tuple[Axis, ...] = get_args(Axis)
 class Mesh:
     """Sizes of pipeline, data, sequence and tensor parallelism; ranks are numbered row-major over `AXES`.
 
-    Ranks that differ in `pp`, `sp` or `tp` alone work on the same rows: parts of the rows, or parts of the model. Of the dp x sp
-    ranks that would hold the same experts each `ep` in a row share them out.
+    Ranks that differ in `pp`, `sp` or `tp` alone work on the same rows: parts of the rows, or parts of the model.
+    Of the dp x sp ranks that would hold the same experts each `ep` in a row share them out.
     """
 
     rank: int
@@ -36,7 +36,10 @@ class Mesh:
         if rest:
             text = " x ".join(f"{axis} {n}" for axis, n in inner.items() if n > 1)
             legal = " or ".join(str(n * size) for n in (dp, dp + 1) if n)
-            raise ConfigError(f"{world_size} ranks are not a multiple of parallel {text} = {size}", hint=f"start {legal} ranks, or set smaller sizes")
+            raise ConfigError(
+                f"{world_size} ranks are not a multiple of parallel {text} = {size}",
+                hint=f"start {legal} ranks, or set smaller sizes",
+            )
         if dp * parallel.sp % parallel.ep:
             legal = ", ".join(str(n) for n in range(1, dp * parallel.sp + 1) if dp * parallel.sp % n == 0)
             raise ConfigError(
@@ -57,10 +60,14 @@ class Mesh:
 
     def expert_lines(self) -> list[list[int]]:
         """Groups of ranks that share out the experts; every rank is in one."""
-        return [line[start : start + self.ep] for line in self.lines("dp", "sp") for start in range(0, len(line), self.ep)]
+        return [
+            line[start : start + self.ep] for line in self.lines("dp", "sp") for start in range(0, len(line), self.ep)
+        ]
 
     def expert_part_lines(self) -> list[list[int]]:
-        """Groups of ranks that together hold every part of every expert once: `expert_lines` of all tensor parallel ranks."""
+        """Groups of ranks that together hold every part of every expert once: `expert_lines` of all tensor parallel
+        ranks.
+        """
         found: dict[tuple[int, int], list[int]] = {}
         for line in self.expert_lines():
             found.setdefault((self.place("pp", line[0]), line[0] // self.tp), []).extend(line)

@@ -8,6 +8,7 @@ from ds_finetune.errors import ConfigError
 
 Tree = dict[str, Any]
 
+
 @dataclass(frozen=True)
 class Situation:
     """What a rule may look at: the accelerator (`cpu` or `cuda`), ZeRO stage, precision and optimizer name."""
@@ -21,7 +22,9 @@ class Situation:
 
 @dataclass(frozen=True)
 class Rule:
-    """An option known to be wrong: where, why (version and evidence), and either the value written instead or a refusal."""
+    """An option known to be wrong: where, why (version and evidence), and either the value written instead or a
+    refusal.
+    """
 
     name: str
     applies: Callable[[Situation, Mapping[str, Any]], bool]
@@ -47,7 +50,9 @@ def offload_device(zero: Mapping[str, Any], what: str) -> str:
 
 
 def _pins(what: str) -> Callable[[Situation, Mapping[str, Any]], bool]:
-    return lambda s, z: s.device == "cpu" and offload_device(z, what) != "none" and (z.get(what) or {}).get("pin_memory", True)
+    return lambda s, z: (
+        s.device == "cpu" and offload_device(z, what) != "none" and (z.get(what) or {}).get("pin_memory", True)
+    )
 
 
 _PINNED = "DeepSpeed 0.19.8: the CPU accelerator has no pinned memory; asking for it compiles an op that only copies"
@@ -66,7 +71,12 @@ RULES = (
         _PINNED,
         _set("offload_optimizer", "pin_memory", value=False),
     ),
-    Rule("offload_param.pin_memory on the CPU accelerator", _pins("offload_param"), _PINNED, _set("offload_param", "pin_memory", value=False)),
+    Rule(
+        "offload_param.pin_memory on the CPU accelerator",
+        _pins("offload_param"),
+        _PINNED,
+        _set("offload_param", "pin_memory", value=False),
+    ),
     Rule(
         "fp16 on the CPU accelerator",
         lambda s, z: s.device == "cpu" and s.precision == "fp16",
@@ -76,13 +86,16 @@ RULES = (
     Rule(
         "fp16 without ZeRO",
         lambda s, z: s.stage == 0 and s.precision == "fp16",
-        "DeepSpeed 0.19.8 scales the loss for ZeRO optimizers alone (runtime/engine.py:3417), but its FP16_Optimizer divides the gradients"
+        "DeepSpeed 0.19.8 scales the loss for ZeRO optimizers alone (runtime/engine.py:3417), but its "
+        "FP16_Optimizer divides the gradients"
         " by the scale all the same (fp16/fused_optimizer.py:374): a gradient norm of 0.767 became 1.17e-5",
         way_out="zero_optimization.stage 1, or train.precision bf16",
     ),
     Rule(
         "offload to nvme below ZeRO-3",
-        lambda s, z: s.stage < 3 and "nvme" in (offload_device(z, "offload_optimizer"), offload_device(z, "offload_param")),
+        lambda s, z: (
+            s.stage < 3 and "nvme" in (offload_device(z, "offload_optimizer"), offload_device(z, "offload_param"))
+        ),
         "DeepSpeed 0.19.8 stages 1 and 2 keep the states in CPU memory instead, without a word (zero/stage_1_and_2.py)",
         way_out="zero_optimization.stage 3, or device cpu",
     ),
@@ -122,19 +135,25 @@ RULES = (
     Rule(
         "clipping with Muon under ZeRO",
         lambda s, z: s.stage >= 1 and s.optimizer.lower() == "muon" and s.max_grad_norm > 0,
-        "DeepSpeed 0.19.8 orthogonalises before it takes the norm (zero/stage_1_and_2.py:2865, zero/stage3.py:1697): the update would be"
+        "DeepSpeed 0.19.8 orthogonalises before it takes the norm (zero/stage_1_and_2.py:2865, "
+        "zero/stage3.py:1697): the update would be"
         " clipped, not the gradient; losses of a tiny DeepSeek-V3 depart from stage 0 by 3e-4 after two steps",
         way_out="train.max_grad_norm 0, or zero_optimization.stage 0",
     ),
     Rule(
         "Adagrad without offload_optimizer under ZeRO",
-        lambda s, z: s.stage >= 1 and s.optimizer.lower() == "adagrad" and offload_device(z, "offload_optimizer") == "none",
-        "DeepSpeed 0.19.8: torch.optim.Adagrad makes its states in its constructor, which ZeRO's flat partitions have not; it ends in an IndexError",
+        lambda s, z: (
+            s.stage >= 1 and s.optimizer.lower() == "adagrad" and offload_device(z, "offload_optimizer") == "none"
+        ),
+        "DeepSpeed 0.19.8: torch.optim.Adagrad makes its states in its constructor, which ZeRO's flat partitions "
+        "have not; it ends in an IndexError",
         way_out="offload_optimizer.device cpu (DeepSpeedCPUAdagrad), or zero_optimization.stage 0",
     ),
     Rule(
         "Lion without offload_optimizer on the CPU accelerator",
-        lambda s, z: s.device == "cpu" and s.optimizer.lower() == "lion" and offload_device(z, "offload_optimizer") == "none",
+        lambda s, z: (
+            s.device == "cpu" and s.optimizer.lower() == "lion" and offload_device(z, "offload_optimizer") == "none"
+        ),
         "DeepSpeed 0.19.8: FusedLion has not been implemented on the CPU backend",
         way_out="offload_optimizer.device cpu (DeepSpeedCPULion) with zero_optimization.stage 1, 2 or 3",
     ),
@@ -147,13 +166,15 @@ RULES = (
     Rule(
         "Lamb under ZeRO",
         lambda s, z: s.stage >= 1 and s.optimizer.lower() == "lamb",
-        "its trust ratio is a ratio of whole parameters' norms; on a rank's flat partition it would be another number on each count of ranks",
+        "its trust ratio is a ratio of whole parameters' norms; on a rank's flat partition it would be another "
+        "number on each count of ranks",
         way_out="zero_optimization.stage 0, or optim.name AdamW",
     ),
     Rule(
         "hierarchical partitions (hpZ)",
         lambda s, z: int(z.get("zero_hpz_partition_size") or 1) > 1,
-        "DeepSpeed 0.19.8 keeps a second copy of each partition, made before weights are loaded (zero/partition_parameters.py:1900);"
+        "DeepSpeed 0.19.8 keeps a second copy of each partition, made before weights are loaded "
+        "(zero/partition_parameters.py:1900);"
         " no parity test has compared it",
         way_out="no zero_hpz_partition_size",
     ),
@@ -175,7 +196,8 @@ def apply_rules(zero: Tree, situation: Situation) -> list[str]:
             continue
         if rule.rewrite is None:
             raise ConfigError(
-                f"{rule.name} is refused (device {situation.device}, zero stage {situation.stage}, {situation.precision}): {rule.evidence}",
+                f"{rule.name} is refused (device {situation.device}, zero stage {situation.stage}, "
+                f"{situation.precision}): {rule.evidence}",
                 hint=f"use {rule.way_out}",
             )
         rule.rewrite(zero)

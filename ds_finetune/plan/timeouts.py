@@ -1,6 +1,6 @@
 """Limits of the watchdog and of torch's collectives, of which the watchdog's must come first."""
 
-from ds_finetune.config import WatchdogConfig
+from ds_finetune.config.schema import WatchdogConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.schedule import seconds_of
 
@@ -10,7 +10,9 @@ _SPARE_SECONDS = 300.0
 
 
 def longest_limit(watchdog: WatchdogConfig) -> float:
-    """Seconds of the longest limit that the run file gives; one that follows from measured steps is cut off by itself."""
+    """Seconds of the longest limit that the run file gives; one that follows from measured steps is cut off by
+    itself.
+    """
     given = [watchdog.start, watchdog.other]
     given += [watchdog.limit] if watchdog.limit not in ("auto", "never") else []
     return max(map(seconds_of, given))

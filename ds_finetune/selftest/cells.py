@@ -1,4 +1,6 @@
-"""Ways of doing the same optimizer step, the tiny models and samples they all train on, and the rows each layout makes of them."""
+"""Ways of doing the same optimizer step, the tiny models and samples they all train on, and the rows each layout makes
+of them.
+"""
 
 import math
 from dataclasses import asdict, dataclass
@@ -8,15 +10,39 @@ from typing import Any
 import numpy as np
 from transformers import AutoConfig, PretrainedConfig
 
-from ds_finetune.config import ParallelConfig
+from ds_finetune.config.schema import ParallelConfig
 from ds_finetune.data.rows import Row
 from ds_finetune.labels import IGNORE_INDEX
 
 VOCAB, SAMPLES, ROW_LEN, PACKED_ROWS = 96, 64, 64, 32
-_DENSE: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-_DENSE |= {"num_key_value_heads": 2, "max_position_embeddings": 128, "tie_word_embeddings": False, "initializer_range": 0.1}
-_MLA = _DENSE | {"num_key_value_heads": 4, "moe_intermediate_size": 16, "n_shared_experts": 1, "n_routed_experts": 8, "kv_lora_rank": 16}
-_MLA |= {"q_lora_rank": 24, "qk_rope_head_dim": 8, "v_head_dim": 12, "qk_nope_head_dim": 16, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+_DENSE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+_DENSE |= {
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.1,
+}
+_MLA = _DENSE | {
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "n_routed_experts": 8,
+    "kv_lora_rank": 16,
+}
+_MLA |= {
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "qk_nope_head_dim": 16,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": _MLA | {"n_group": 2, "topk_group": 1},
     "qwen2": _DENSE | {"tie_word_embeddings": True},
@@ -56,7 +82,10 @@ class Cell:
     @property
     def layout(self) -> str:
         """Axes beside data parallelism."""
-        return " x ".join(f"{axis} {getattr(self, axis)}" for axis in ("pp", "sp", "tp", "ep") if getattr(self, axis) > 1) or "dp"
+        return (
+            " x ".join(f"{axis} {getattr(self, axis)}" for axis in ("pp", "sp", "tp", "ep") if getattr(self, axis) > 1)
+            or "dp"
+        )
 
     @property
     def sharing(self) -> int:
@@ -123,7 +152,9 @@ def _row(documents: list[tuple[np.ndarray, np.ndarray]]) -> Row:
 
 
 def run_tree(cell: Cell, model: Path, out: Path, *, dp: int) -> dict[str, Any]:
-    """The run file of a cell on ranks that share the batch in `dp` parts; one optimizer step holds all samples, and rows of nothing to fill it."""
+    """The run file of a cell on ranks that share the batch in `dp` parts; one optimizer step holds all samples, and
+    rows of nothing to fill it.
+    """
     share = dp * cell.accumulation
     size = -(-(PACKED_ROWS if cell.packing else SAMPLES) // share)
     zero: dict[str, Any] = {"stage": cell.stage, "stage3_param_persistence_threshold": 40}
@@ -137,7 +168,13 @@ def run_tree(cell: Cell, model: Path, out: Path, *, dp: int) -> dict[str, Any]:
         "model": str(model),
         "data": {"train": "none.jsonl", "packing": cell.packing, "shuffle": False},
         "deepspeed": {"zero_optimization": zero},
-        "parallel": {"pp": cell.pp, "pp_layers": [int(layers) for layers in cell.pp_layers.split()], "sp": cell.sp, "tp": cell.tp, "ep": cell.ep},
+        "parallel": {
+            "pp": cell.pp,
+            "pp_layers": [int(layers) for layers in cell.pp_layers.split()],
+            "sp": cell.sp,
+            "tp": cell.tp,
+            "ep": cell.ep,
+        },
         "train": {
             "for": "1 steps",
             "global_batch_size": size * share,

@@ -14,7 +14,7 @@ from ds_finetune.checkpoint.place import find_place
 from ds_finetune.checkpoint.restore import newest, restore
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.saver import Saver
-from ds_finetune.config import RunConfig
+from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.building import build_ops
 from ds_finetune.engine.core import Engine
 from ds_finetune.engine.processes import everyones
@@ -23,11 +23,11 @@ from ds_finetune.errors import CheckpointError
 from ds_finetune.export.folder import FolderParts, write_folder
 from ds_finetune.model.build import read_hf_config
 from ds_finetune.model.families import family_of
-from ds_finetune.plan.layout import make_plan
-from ds_finetune.plan.legal import check_divides
-from ds_finetune.run_folder import read_json
+from ds_finetune.plan.combinations import check_divides
+from ds_finetune.plan.plan import make_plan
 from ds_finetune.selftest.plain import Steps, mean_loss, plain_loop
 from ds_finetune.selftest.steps import evaluated, take_steps
+from ds_finetune.trainer.run_dir import read_json
 from ds_finetune.world import World
 
 _FEW = 3
@@ -55,7 +55,10 @@ class Verdict:
 
     def text(self) -> str:
         """One line."""
-        limits = {name: "" if self.differences[name] <= limit else f" (limit {limit:.0e})" for name, limit in self.limits.items()}
+        limits = {
+            name: "" if self.differences[name] <= limit else f" (limit {limit:.0e})"
+            for name, limit in self.limits.items()
+        }
         return ", ".join(f"{name} {self.differences[name]:.1g}{limits[name]}" for name in self.limits)
 
 
@@ -67,14 +70,16 @@ def write_model(config: PretrainedConfig, folder: Path) -> None:
 
 
 def check(config: RunConfig, world: World, device: str, folder: Path, *, steps: int) -> Verdict | None:
-    """Hold `steps` (2 or more) of the layout of `config` against the plain loop on its tiny model; the verdict is rank zero's.
+    """Hold `steps` (2 or more) of the layout of `config` against the plain loop on its tiny model; the verdict is rank
+    zero's.
 
     `folder` is shared by all ranks.
     """
     plan = build_ops(make_plan(config, world=world, device=device), everyones, _nothing)
     hf_config = read_hf_config(config.model.path)
     check_divides(plan.mesh, hf_config.to_dict(), pp_layers=config.parallel.pp_layers)
-    # Before any engine: the rotary frequencies of the first model that from_pretrained builds after DeepSpeed 0.19.8's zero.Init are unset memory.
+    # Before any engine: the rotary frequencies of the first model that from_pretrained builds after DeepSpeed 0.19.8's
+    # zero.Init are unset memory.
     wanted = _plain(config.model.path, steps, config.train.max_grad_norm) if world.rank == 0 else Steps()
     with start_engine(plan, hf_config) as engine:
         taken = _saved_after_first(engine, folder, steps)
@@ -93,7 +98,9 @@ def _nothing(_: str) -> None:
 
 
 def verdict(wanted: Steps, steps: Steps, resumed: Steps, export: float) -> Verdict:
-    """How far `steps` are off those `wanted`, steps `resumed` after the first off the same steps, and `export` its loss."""
+    """How far `steps` are off those `wanted`, steps `resumed` after the first off the same steps, and `export` its
+    loss.
+    """
     found = {
         "loss": _farthest(steps.losses, wanted.losses),
         "norm": _largest(abs(norm - other) / other for norm, other in zip(steps.norms, wanted.norms, strict=True)),
@@ -105,7 +112,9 @@ def verdict(wanted: Steps, steps: Steps, resumed: Steps, export: float) -> Verdi
     if is_exact:
         assert steps.gradients.keys() == wanted.gradients.keys(), "the layout has other parameters"
         pairs = ((steps.gradients[name], grad) for name, grad in wanted.gradients.items())
-        found["gradient"] = _largest(float((grad - other).norm() / other.norm().clamp_min(1e-12)) for grad, other in pairs)
+        found["gradient"] = _largest(
+            float((grad - other).norm() / other.norm().clamp_min(1e-12)) for grad, other in pairs
+        )
     limits = _EXACT if is_exact else _ROUNDED
     if len(steps.losses) > _FEW:
         limits = limits | {"loss": max(limits["loss"], _CURVE), "norm": max(limits["norm"], _CURVE * 10)}
@@ -136,7 +145,10 @@ def _saved_after_first(engine: Engine, folder: Path, steps: int) -> Steps:
         saver.save(1, state.text(), rank_state={})
         outcome = saver.settle(wait=True)
         if outcome is None or outcome.has_failed:
-            raise CheckpointError(f"nothing could be saved in {folder}: {outcome}", hint="name a folder that all hosts share and may write to")
+            raise CheckpointError(
+                f"nothing could be saved in {folder}: {outcome}",
+                hint="name a folder that all hosts share and may write to",
+            )
         return list(taking)[-1]
 
 
@@ -153,7 +165,11 @@ def _export(engine: Engine, model: str, out: Path) -> None:
     config = read_json(Path(model) / "config.json")
     family = family_of(config["model_type"])
     parts = FolderParts(
-        family=family, config=config, architecture=type(engine.lm).__name__, dtype=DTYPES[engine.plan.config.train.precision], files=()
+        family=family,
+        config=config,
+        architecture=type(engine.lm).__name__,
+        dtype=DTYPES[engine.plan.config.train.precision],
+        files=(),
     )
     write_folder(engine.tensors(), engine.tensor_specs(), out, parts, max_shard_bytes=2**30)
     dist.barrier()

@@ -21,8 +21,9 @@ LIMITS = Limits(max_new_tokens=6, stop_ids=[1], pad_id=0)
 
 @dataclass
 class Steps:
-    """What some optimizer steps did: losses, norms before clipping, the gradients of the first step after it (fp32 on the CPU), and greedy
-    answers to `PROMPTS` after the last one."""
+    """What some optimizer steps did: losses, norms before clipping, the gradients of the first step after it (fp32
+    on the CPU), and greedy answers to `PROMPTS` after the last one.
+    """
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -35,9 +36,16 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=0.0)
 
 
-def plain_loop(folder: Path, *, steps: int, max_grad_norm: float = 0.0, optimizer: Callable[[nn.Module], Any] = adamw) -> Steps:
+def plain_loop(
+    folder: Path, *, steps: int, max_grad_norm: float = 0.0, optimizer: Callable[[nn.Module], Any] = adamw
+) -> Steps:
     """Steps on all samples of the model that plain transformers loads from `folder`."""
-    return plain_steps(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False), steps, max_grad_norm, optimizer)
+    return plain_steps(
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False),
+        steps,
+        max_grad_norm,
+        optimizer,
+    )
 
 
 def plain_steps(model: nn.Module, steps: int, max_grad_norm: float, optimizer: Callable[[nn.Module], Any]) -> Steps:
@@ -50,13 +58,17 @@ def plain_steps(model: nn.Module, steps: int, max_grad_norm: float, optimizer: C
         loss_sum = 0.0
         for ids, labels in samples():
             logits = model(input_ids=torch.from_numpy(ids).long()[None], use_cache=False).logits[0]
-            loss = functional.cross_entropy(logits, torch.from_numpy(labels).long(), ignore_index=IGNORE_INDEX, reduction="sum")
+            loss = functional.cross_entropy(
+                logits, torch.from_numpy(labels).long(), ignore_index=IGNORE_INDEX, reduction="sum"
+            )
             (loss / supervised).backward()
             loss_sum += loss.item()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf"))
         found.losses.append(loss_sum / supervised)
         found.norms.append(float(norm))
-        found.gradients = found.gradients or {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        found.gradients = found.gradients or {
+            name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+        }
         stepper.step()
         stepper.zero_grad()
     found.answers = [_answer(model, prompt) for prompt in PROMPTS]
@@ -64,7 +76,10 @@ def plain_steps(model: nn.Module, steps: int, max_grad_norm: float, optimizer: C
 
 
 def _answer(model: Any, prompt: list[int]) -> list[int]:  # noqa: ANN401 - a causal LM
-    ids, asked = torch.tensor([prompt]), {"max_new_tokens": LIMITS.max_new_tokens, "eos_token_id": LIMITS.stop_ids, "pad_token_id": LIMITS.pad_id}
+    ids, asked = (
+        torch.tensor([prompt]),
+        {"max_new_tokens": LIMITS.max_new_tokens, "eos_token_id": LIMITS.stop_ids, "pad_token_id": LIMITS.pad_id},
+    )
     with torch.no_grad():
         out = model.eval().generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **asked)
     return [token for token in out[0, len(prompt) :].tolist() if token not in LIMITS.stop_ids]
@@ -77,6 +92,8 @@ def mean_loss(folder: Path, dtype: torch.dtype) -> float:
     with torch.no_grad():
         for ids, labels in samples():
             logits = model(input_ids=torch.from_numpy(ids).long()[None], use_cache=False).logits[0].float()
-            total += functional.cross_entropy(logits, torch.from_numpy(labels).long(), ignore_index=IGNORE_INDEX, reduction="sum").item()
+            total += functional.cross_entropy(
+                logits, torch.from_numpy(labels).long(), ignore_index=IGNORE_INDEX, reduction="sum"
+            ).item()
             supervised += int((labels != IGNORE_INDEX).sum())
     return total / supervised

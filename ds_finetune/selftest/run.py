@@ -1,4 +1,6 @@
-"""`ds-finetune selftest`: the layouts of a run, or of the program, held against a plain loop in the world at hand; or that world started first."""
+"""`ds-finetune selftest`: the layouts of a run, or of the program, held against a plain loop in the world at hand; or
+that world started first.
+"""
 
 import copy
 import gc
@@ -21,22 +23,30 @@ from typing import Any
 from transformers import PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from ds_finetune.config import ParallelConfig, RunConfig
+from ds_finetune.config.schema import ParallelConfig, RunConfig
 from ds_finetune.engine.building import build_ops
 from ds_finetune.engine.processes import choose_device, everyones, process_group
 from ds_finetune.errors import ConfigError, LaunchError, RunError
 from ds_finetune.model.build import read_hf_config
-from ds_finetune.plan.chosen import chosen
-from ds_finetune.plan.finish import read_choices
-from ds_finetune.plan.layout import Plan, make_plan
-from ds_finetune.plan.legal import PROVEN
+from ds_finetune.plan.combinations import PROVEN
+from ds_finetune.plan.deepspeed_choice import chosen
+from ds_finetune.plan.deepspeed_config import read_choices
 from ds_finetune.plan.mesh import Mesh
+from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.selftest.cells import FAMILIES, OTHERS, Cell, grown, hf_config, run_tree
 from ds_finetune.selftest.check import check, write_model
 from ds_finetune.world import World, accelerate_choices
 
 Say = Callable[[str], None]
-_DERIVED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "optimizer", "bf16", "fp16")
+_DERIVED = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "optimizer",
+    "bf16",
+    "fp16",
+)
 """Keys of a DeepSpeed configuration that follow from a run file's numbers, which are others here."""
 _ROUNDING = ("communication_data_type", "data_types")
 """Keys that change numbers on purpose."""
@@ -46,13 +56,23 @@ _SMALL = {
     "allgather_bucket_size": 20_000,
     "stage3_prefetch_bucket_size": 5_000,
 }
-_STRUCTURE = ("tie_word_embeddings", "attention_bias", "mlp_bias", "topk_method", "scoring_func", "norm_topk_prob", "routed_scaling_factor")
+_STRUCTURE = (
+    "tie_word_embeddings",
+    "attention_bias",
+    "mlp_bias",
+    "topk_method",
+    "scoring_func",
+    "norm_topk_prob",
+    "routed_scaling_factor",
+)
 _ACCUMULATION = 2
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layout to be held against the plain loop: its tiny model, before it grows with the sizes, and the run file's tree without it."""
+    """A layout to be held against the plain loop: its tiny model, before it grows with the sizes, and the run file's
+    tree without it.
+    """
 
     name: str
     model: PretrainedConfig
@@ -61,7 +81,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Extent:
-    """How much is checked: optimizer steps of each layout, and families of the standard set; the first one in every layout."""
+    """How much is checked: optimizer steps of each layout, and families of the standard set; the first one in every
+    layout.
+    """
 
     steps: int = 3
     families: tuple[str, ...] = ("deepseek_v3", "llama")
@@ -73,19 +95,39 @@ class Extent:
 
 
 def start_world(arguments: list[str], config: RunConfig | None, *, nproc: int, hostfile: str | None) -> int:
-    """Run `ds-finetune selftest` with `arguments` in `nproc` processes here, or on the hosts of `hostfile`; returns the exit code.
+    """Run `ds-finetune selftest` with `arguments` in `nproc` processes here, or on the hosts of `hostfile`; returns the
+    exit code.
 
     What a run would refuse here is refused before anything is started.
     """
     if hostfile is not None:
         if not Path(hostfile).is_file():
-            raise LaunchError(f"hostfile `{hostfile}` does not exist", hint="name an existing file with lines like `host1 slots=8`")
-        command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", hostfile, "--no_local_rank", "--module", "ds_finetune"]
+            raise LaunchError(
+                f"hostfile `{hostfile}` does not exist", hint="name an existing file with lines like `host1 slots=8`"
+            )
+        command = [
+            sys.executable,
+            "-m",
+            "deepspeed.launcher.runner",
+            "--hostfile",
+            hostfile,
+            "--no_local_rank",
+            "--module",
+            "ds_finetune",
+        ]
     else:
         world = World(0, nproc, 0, nproc, "selftest")
         for case in _of_run(config, world) if config is not None else []:
             make_plan(_run_file(case, Path(), Path()), world=world, device=choose_device())
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", "-m", "ds_finetune"]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={nproc}",
+            "-m",
+            "ds_finetune",
+        ]
     return subprocess.run([*command, "selftest", *arguments], check=False).returncode
 
 
@@ -110,13 +152,21 @@ def selftest(config: RunConfig | None, extent: Extent, *, say: Say) -> None:
                 gc.freeze()
     if world.rank == 0:
         right, seconds = len(cases) - wrong, time.monotonic() - began
-        say(f"{right} of {len(cases)} layouts equal a plain loop on {world.world_size} ranks ({device}), {seconds:.0f} s")
+        say(
+            f"{right} of {len(cases)} layouts equal a plain loop on {world.world_size} ranks ({device}), "
+            f"{seconds:.0f} s"
+        )
     if wrong:
-        raise RunError(f"{wrong} of {len(cases)} layouts are off", hint="do not train with them here; compare versions with constraints.txt")
+        raise RunError(
+            f"{wrong} of {len(cases)} layouts are off",
+            hint="do not train with them here; compare versions with constraints.txt",
+        )
 
 
 def _build_first(plan: Plan, say: Say) -> None:
-    """Compile what the first layout needs, as all of them do, and say what takes its place where that is not possible."""
+    """Compile what the first layout needs, as all of them do, and say what takes its place where that is not
+    possible.
+    """
     built = build_ops(plan, everyones, say)
     for note in built.notes[len(plan.notes) :] if plan.world.rank == 0 else ():
         say(note)
@@ -147,13 +197,21 @@ def _standard(world_size: int, families: Sequence[str], device: str) -> list[Cas
     """
     unknown = [family for family in families if family not in FAMILIES | OTHERS]
     if unknown:
-        raise ConfigError(f"--families {','.join(unknown)} is not known", hint=f"use some of {','.join(FAMILIES | OTHERS)}")
+        raise ConfigError(
+            f"--families {','.join(unknown)} is not known", hint=f"use some of {','.join(FAMILIES | OTHERS)}"
+        )
     cells = [Cell(family, stage, _ACCUMULATION, packing=True) for family in families for stage in range(4)]
     for row, family in itertools.product(PROVEN, families):
         sizes: dict[str, Any] = dict.fromkeys(row.axes, 2)
         cell = Cell(family, 0, _ACCUMULATION, packing=True, max_grad_norm=0.5, checkpointing=True, **sizes)
-        if world_size % cell.sharing == 0 and world_size // (cell.tp * cell.pp) % cell.ep == 0 and hf_config(family).model_type in row.families:
-            cells += [replace(cell, stage=stage) for stage in (row.stages if family == families[0] else row.stages[-1:])]
+        if (
+            world_size % cell.sharing == 0
+            and world_size // (cell.tp * cell.pp) % cell.ep == 0
+            and hf_config(family).model_type in row.families
+        ):
+            cells += [
+                replace(cell, stage=stage) for stage in (row.stages if family == families[0] else row.stages[-1:])
+            ]
     for precision in ("bf16", "fp16") if device == "cuda" else ("bf16",):
         cells += [Cell(families[0], stage, _ACCUMULATION, packing=True, precision=precision) for stage in (1, 3)]
     return [_case(cell, world_size) for cell in cells]
@@ -166,19 +224,35 @@ def _case(cell: Cell, world_size: int) -> Case:
 
 
 def _of_run(config: RunConfig, world: World) -> list[Case]:
-    """The layout of a run with a tiny model of its family and structure: in fp32, where gradients can be compared, and in its own precision."""
+    """The layout of a run with a tiny model of its family and structure: in fp32, where gradients can be compared, and
+    in its own precision.
+    """
     if config.lora is not None:
-        raise ConfigError(f"selftest trains every weight, and lora.rank is {config.lora.rank}", hint="leave `lora` out to check the layout")
+        raise ConfigError(
+            f"selftest trains every weight, and lora.rank is {config.lora.rank}",
+            hint="leave `lora` out to check the layout",
+        )
     hub = read_hf_config(config.model.path, files=("*.json",))
     if hub.model_type not in FAMILIES | OTHERS:
-        raise ConfigError(f"model_type {hub.model_type} has no tiny model", hint=f"known: {', '.join([*FAMILIES, 'deepseek_v2', 'qwen3'])}")
+        raise ConfigError(
+            f"model_type {hub.model_type} has no tiny model",
+            hint=f"known: {', '.join([*FAMILIES, 'deepseek_v2', 'qwen3'])}",
+        )
     mesh = Mesh.of(config.parallel, world_size=world.world_size, rank=world.rank)
     given, _ = read_choices(chosen(config, accelerate_choices(os.environ)))
     choices = _scaled({key: value for key, value in copy.deepcopy(given).items() if key not in _DERIVED})
     stage = choices["zero_optimization"].get("stage", 0)
     found = []
     for precision in dict.fromkeys(("fp32", config.train.precision)):
-        cell = Cell(hub.model_type, stage, _ACCUMULATION, config.data.packing, precision=precision, max_grad_norm=0.5, sp=config.parallel.sp)
+        cell = Cell(
+            hub.model_type,
+            stage,
+            _ACCUMULATION,
+            config.data.packing,
+            precision=precision,
+            max_grad_norm=0.5,
+            sp=config.parallel.sp,
+        )
         tree = run_tree(replace(cell, checkpointing=config.train.activation_checkpointing), Path(), Path(), dp=mesh.dp)
         tree["parallel"] = config.parallel.model_copy(update={"pp_layers": ()}).model_dump()
         attention = config.model.attention if precision == config.train.precision else "sdpa"
@@ -188,7 +262,9 @@ def _of_run(config: RunConfig, world: World) -> list[Case]:
 
 
 def _like(hub: PretrainedConfig, family: str) -> PretrainedConfig:
-    """The tiny model of a family with what decides how a model is built: tied or not, biases, latent queries, routing, a padding row."""
+    """The tiny model of a family with what decides how a model is built: tied or not, biases, latent queries, routing,
+    a padding row.
+    """
     tiny = hf_config(family)
     for name in _STRUCTURE:
         if hasattr(hub, name):
@@ -200,7 +276,9 @@ def _like(hub: PretrainedConfig, family: str) -> PretrainedConfig:
 
 
 def _scaled(choices: dict[str, Any]) -> dict[str, Any]:
-    """A run's choices with buckets and thresholds of the tiny model's size: with those of a real one everything would stay in one piece."""
+    """A run's choices with buckets and thresholds of the tiny model's size: with those of a real one everything would
+    stay in one piece.
+    """
     zero = (choices.get("zero_optimization") or {}) | _SMALL
     return {key: value for key, value in choices.items() if key not in _ROUNDING} | {"zero_optimization": zero}
 

@@ -9,7 +9,7 @@ from torch import nn
 from ds_finetune.data.batches import Batch, BatchPlan, eval_batches, training_batches
 from ds_finetune.engine.core import Engine
 from ds_finetune.engine.processes import everyones
-from ds_finetune.plan.layout import Plan
+from ds_finetune.plan.plan import Plan
 from ds_finetune.selftest.cells import rows
 from ds_finetune.selftest.plain import BETAS, LIMITS, LR, PROMPTS, Steps
 
@@ -31,7 +31,9 @@ def batch_plan(plan: Plan) -> BatchPlan:
 
 
 def take_steps(engine: Engine, steps: int) -> Iterator[Steps]:
-    """Step after step on all samples; what is yielded grows, with gradients from the first step on where they can be read, and answers at last."""
+    """Step after step on all samples; what is yielded grows, with gradients from the first step on where they can be
+    read, and answers at last.
+    """
     config, found = engine.plan.config, Steps()
     for step in range(steps):
         result = engine.step(_whole_batch(engine.plan), lr=LR)
@@ -59,7 +61,9 @@ def _whole_batch(plan: Plan) -> Batch:
 
 
 def first_moments(engine: Engine) -> dict[str, torch.Tensor]:
-    """Adam's first moment of each trained parameter by name, fp32 on the CPU; whole on the first rank of each pipeline stage."""
+    """Adam's first moment of each trained parameter by name, fp32 on the CPU; whole on the first rank of each pipeline
+    stage.
+    """
     found = {}
     for name, param in engine.lm.named_parameters():
         assert isinstance(param, nn.Parameter)
@@ -69,12 +73,16 @@ def first_moments(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def _gradients(engine: Engine) -> dict[str, torch.Tensor]:
-    """Gradient of the first step by parameter name, on the first rank of each pipeline stage: Adam's first moment is (1 - beta1) times it."""
+    """Gradient of the first step by parameter name, on the first rank of each pipeline stage: Adam's first moment is (1
+    - beta1) times it.
+    """
     found = {name: moment / (1 - BETAS[0]) for name, moment in first_moments(engine).items()}
     mesh = engine.plan.mesh
     if mesh.pp == 1:
         return found
     stages = everyones(found if mesh.rank == mesh.leader else {})
     for earlier, later in itertools.combinations(stages, 2):
-        assert all(torch.equal(earlier[name], later[name]) for name in earlier.keys() & later.keys()), "tied weights have two gradients"
+        assert all(torch.equal(earlier[name], later[name]) for name in earlier.keys() & later.keys()), (
+            "tied weights have two gradients"
+        )
     return {name: grad for stage in stages for name, grad in stage.items()}

@@ -1,4 +1,6 @@
-"""Started as `torchrun --nproc-per-node 2 blocked_worker.py FOLDER`: how long a save blocks training, ours and DeepSpeed's, in one run."""
+"""Started as `torchrun --nproc-per-node 2 blocked_worker.py FOLDER`: how long a save blocks training, ours and
+DeepSpeed's, in one run.
+"""
 
 import json
 import os
@@ -18,13 +20,13 @@ from ds_finetune.checkpoint.place import find_place
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.checkpoint.storage import num_weights
-from ds_finetune.cli import leave
-from ds_finetune.config import RunConfig
+from ds_finetune.cli.main import leave
+from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.core import Engine
 from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.engine.start import start_engine
 from ds_finetune.model.build import read_hf_config
-from ds_finetune.plan.layout import make_plan
+from ds_finetune.plan.plan import make_plan
 from ds_finetune.selftest.cells import FAMILIES, Cell, run_tree
 from ds_finetune.world import World
 from tests.checkpoint.layouts import LR, batches

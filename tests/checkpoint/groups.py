@@ -16,4 +16,9 @@ def reading(held: Mapping[Slice, torch.Tensor]) -> StateGroup:
 
 def group_of(tensors: Mapping[str, tuple[torch.Tensor, tuple[int, ...], int]]) -> StateGroup:
     """A group of flat pieces: key to (elements, global shape, first element)."""
-    return reading({Slice(key, shape, start, values.numel(), values.dtype): values for key, (values, shape, start) in tensors.items()})
+    return reading(
+        {
+            Slice(key, shape, start, values.numel(), values.dtype): values
+            for key, (values, shape, start) in tensors.items()
+        }
+    )

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
-from ds_finetune.config import RunConfig
+from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import Batch, BatchPlan, training_batches
 from ds_finetune.engine.core import Engine
 from ds_finetune.selftest.cells import FAMILIES, ROW_LEN, Cell, hf_config, rows, run_tree
@@ -20,7 +20,9 @@ ROWS_A_STEP = 16
 
 @dataclass(frozen=True)
 class Layout:
-    """A way of keeping state: ZeRO stage, offload of optimizer and parameters, precision, packing, optimizer and family."""
+    """A way of keeping state: ZeRO stage, offload of optimizer and parameters, precision, packing, optimizer and
+    family.
+    """
 
     stage: int
     optimizer: str = "none"
@@ -50,8 +52,22 @@ class Layout:
 
 WIDE = FAMILIES["llama"] | {"hidden_size": 768, "intermediate_size": 1536, "num_hidden_layers": 1}
 """Slices above 1 MiB on each of four ranks, which DeepSpeed swaps."""
-PLAIN = (Layout(0), Layout(1), Layout(2), Layout(3), Layout(1, "cpu"), Layout(2, "cpu"), Layout(3, "cpu"), Layout(3, "cpu", "cpu"))
-NVME = (Layout(2, family="wide"), Layout(3, "nvme", family="wide"), Layout(3, "nvme", "nvme", family="wide"), Layout(3, "cpu", "nvme", family="wide"))
+PLAIN = (
+    Layout(0),
+    Layout(1),
+    Layout(2),
+    Layout(3),
+    Layout(1, "cpu"),
+    Layout(2, "cpu"),
+    Layout(3, "cpu"),
+    Layout(3, "cpu", "cpu"),
+)
+NVME = (
+    Layout(2, family="wide"),
+    Layout(3, "nvme", family="wide"),
+    Layout(3, "nvme", "nvme", family="wide"),
+    Layout(3, "cpu", "nvme", family="wide"),
+)
 LAYOUTS = PLAIN + NVME
 """Every stage with every offload."""
 
@@ -84,14 +100,20 @@ def config_of(layout: Layout, model: Path, out: Path, *, dp: int, disk: Path) ->
         ep=layout.ep,
     )
     tree = run_tree(cell, model, out, dp=dp // cell.sharing)
-    tree["train"] |= {"global_batch_size": ROWS_A_STEP, "micro_batch_size": ROWS_A_STEP // 4 if dp <= 4 else 1, "for": "8 steps"}
+    tree["train"] |= {
+        "global_batch_size": ROWS_A_STEP,
+        "micro_batch_size": ROWS_A_STEP // 4 if dp <= 4 else 1,
+        "for": "8 steps",
+    }
     zero: dict[str, Any] = tree["deepspeed"]["zero_optimization"]
     place = {"nvme_path": str(disk)}
     if layout.optimizer != "none":
         zero["offload_optimizer"] = {"device": layout.optimizer} | (place if layout.optimizer == "nvme" else {})
         zero["sub_group_size"] = 1_000_000 if layout.family == "wide" else 10_000
     if layout.param != "none":
-        zero["offload_param"] = {"device": layout.param} | (place | {"buffer_size": 1_300_000} if layout.param == "nvme" else {})
+        zero["offload_param"] = {"device": layout.param} | (
+            place | {"buffer_size": 1_300_000} if layout.param == "nvme" else {}
+        )
     tree["checkpoint"] = {"every": "1 steps"}
     if layout.lora:
         tree["lora"] = {"rank": layout.lora}
@@ -113,4 +135,6 @@ def batches(engine: Engine, *, start_step: int, steps: int) -> Iterator[Batch]:
         row_len=ROW_LEN if is_packed else None,
         multiple=engine.plan.mesh.sp,
     )
-    return training_batches(rows(is_packed), plan, start_step=start_step, total_rows=(start_step + steps) * train.global_batch_size)
+    return training_batches(
+        rows(is_packed), plan, start_step=start_step, total_rows=(start_step + steps) * train.global_batch_size
+    )

@@ -1,4 +1,6 @@
-"""Started by test_memory.py as `memory_worker.py FOLDER`: peak memory of saving, beyond what was there, as one JSON line."""
+"""Started by test_memory.py as `memory_worker.py FOLDER`: peak memory of saving, beyond what was there, as one JSON
+line.
+"""
 
 import json
 import os
@@ -14,12 +16,12 @@ from transformers import AutoConfig
 from ds_finetune.checkpoint.place import find_place
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.saver import Saver
-from ds_finetune.cli import leave
-from ds_finetune.config import RunConfig
+from ds_finetune.cli.main import leave
+from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.engine.start import start_engine
 from ds_finetune.model.build import read_hf_config
-from ds_finetune.plan.layout import make_plan
+from ds_finetune.plan.plan import make_plan
 from ds_finetune.selftest.cells import FAMILIES, Cell, run_tree
 from ds_finetune.world import World
 from tests.checkpoint.layouts import LR, batches
@@ -60,7 +62,11 @@ def main() -> None:
                 outcome = saver.settle(wait=True)
                 assert outcome is not None
                 assert not outcome.has_failed, outcome.errors
-                found[str(is_asynchronous)] = {"extra": resident("VmHWM") - before, "blocked": blocked, "rest": time.monotonic() - began}
+                found[str(is_asynchronous)] = {
+                    "extra": resident("VmHWM") - before,
+                    "blocked": blocked,
+                    "rest": time.monotonic() - began,
+                }
             found["bytes"] = sum(path.stat().st_size for path in place.folder.rglob("part-*"))
         found["largest"] = max(param.numel() for param in engine.lm.parameters()) * 4
     sys.stdout.write(f"FOUND {json.dumps(found)}\n")

@@ -10,7 +10,15 @@ from typing import Any, ClassVar
 from tests.forks import Forkserver
 
 SECONDS = 120
-NUMBERS = ("train/loss", "train/grad_norm", "train/accuracy", "optim/lr", "data/tokens_seen", "data/supervised_tokens", "train/skipped_steps")
+NUMBERS = (
+    "train/loss",
+    "train/grad_norm",
+    "train/accuracy",
+    "optim/lr",
+    "data/tokens_seen",
+    "data/supervised_tokens",
+    "train/skipped_steps",
+)
 """What must be the same bits in a run that was interrupted."""
 
 
@@ -23,10 +31,14 @@ class Running:
         self.folder = run_file.parent / "run"
         self.log = run_file.parent / f"log-{time.time_ns()}.txt"
         self._began = time.time_ns()
-        environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+        environ = {
+            k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        }
         environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
         program = ["ds_finetune/train.py", str(run_file), *overrides]
-        self.process = Forkserver.get().start(program, environ, ranks=ranks if ranks > 1 else 0, out=self.log, err=self.log)
+        self.process = Forkserver.get().start(
+            program, environ, ranks=ranks if ranks > 1 else 0, out=self.log, err=self.log
+        )
         self.started.append(self)
 
     @property

@@ -20,7 +20,17 @@ from torch.distributed.checkpoint import load
 
 from ds_finetune.checkpoint import files
 from ds_finetune.checkpoint.boxes import Box, flat_boxes, overlap
-from ds_finetune.checkpoint.files import Manifest, commit, complete_steps, leftovers, partial_name, remove, say_written, step_name, write_summed
+from ds_finetune.checkpoint.files import (
+    Manifest,
+    commit,
+    complete_steps,
+    leftovers,
+    partial_name,
+    remove,
+    say_written,
+    step_name,
+    write_summed,
+)
 from ds_finetune.checkpoint.part_file import PartFile, part_name
 from ds_finetune.checkpoint.place import Place
 from ds_finetune.checkpoint.planners import share
@@ -30,11 +40,11 @@ from ds_finetune.checkpoint.saver import superseded
 from ds_finetune.checkpoint.staging import FileSink, WriterProcess
 from ds_finetune.checkpoint.storage import PartsReader, read_groups, write_part
 from ds_finetune.checkpoint.tools import find_checkpoint, gather, listed, shown, verify
-from ds_finetune.config import RunConfig
+from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.state import Slice, StateGroup, loss_scale, restore_loss_scale, scaler_of
 from ds_finetune.errors import CheckpointError
 from ds_finetune.export.parts import CheckpointSource
-from ds_finetune.export.sources import open_checkpoint
+from ds_finetune.export.readers.sources import open_checkpoint
 from tests.checkpoint.groups import group_of, reading
 
 
@@ -103,7 +113,9 @@ def test_what_is_kept(tmp_path: Path) -> None:
     for step, loss in ((1, 3.0), (2, 1.0), (3, float("nan")), (4, None), (5, None)):
         complete(tmp_path, step, eval_loss=loss)
     assert [path.name for path in superseded(tmp_path, keep=2, keep_best=True)] == [step_name(1), step_name(3)]
-    assert [path.name for path in superseded(tmp_path, keep=1, keep_best=False)] == [step_name(step) for step in (1, 2, 3, 4)]
+    assert [path.name for path in superseded(tmp_path, keep=1, keep_best=False)] == [
+        step_name(step) for step in (1, 2, 3, 4)
+    ]
     remove(tmp_path / step_name(1))
     assert complete_steps(tmp_path) == [2, 3, 4, 5]
     assert leftovers(tmp_path) == []
@@ -212,7 +224,9 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     reader = PartsReader(written(tmp_path, [group_of({"weight/w": (torch.zeros(6), (3, 4), 0)})]))
     with pytest.raises(CheckpointError, match=r"6 elements of `weight/w` are in parts that are not here: part-x"):
         read_groups([group_of({"weight/w": (torch.zeros(12), (3, 4), 0)})], reader, absent="part-x")
-    with pytest.raises(CheckpointError, match=r"`weight/w` has shape \(4, 3\) here, the checkpoint holds shape \(3, 4\)"):
+    with pytest.raises(
+        CheckpointError, match=r"`weight/w` has shape \(4, 3\) here, the checkpoint holds shape \(3, 4\)"
+    ):
         read_groups([group_of({"weight/w": (torch.zeros(6), (4, 3), 0)})], reader, absent="")
     with pytest.raises(CheckpointError, match=r"`weight/v` has shape \(6,\) here, the checkpoint holds nothing"):
         read_groups([group_of({"weight/v": (torch.zeros(6), (6,), 0)})], reader, absent="")
@@ -222,7 +236,9 @@ def test_plain_tensors_are_read_by_torch_itself(tmp_path: Path) -> None:
     """The reader is one of torch.distributed.checkpoint's: its own planner resolves whole tensors from our parts."""
     whole = torch.arange(60.0).view(5, 3, 4)
     flat = whole.view(-1)
-    reader = PartsReader(written(tmp_path, [group_of({"weight/w": (flat[a:b], (5, 3, 4), a)}) for a, b in ((0, 23), (23, 60))]))
+    reader = PartsReader(
+        written(tmp_path, [group_of({"weight/w": (flat[a:b], (5, 3, 4), a)}) for a, b in ((0, 23), (23, 60))])
+    )
     state = {"weight/w": torch.zeros(5, 3, 4)}
     load(state, storage_reader=reader, no_dist=True)
     assert torch.equal(state["weight/w"], whole)
@@ -268,7 +284,9 @@ def _state(**config: object) -> RunState:
     engine = {"steps": 5, "steps_of": {}, "loss_scale": {}}
     tree = {"model": "m", "data": {"train": "a.jsonl"}, "output_dir": "x"} | config
     dumped = RunConfig.model_validate(tree).model_dump(mode="json", by_alias=True)
-    return RunState(5, 0, 100, (0, 3), engine, {"best": {"best_loss": math.inf}}, {"train/loss": 1.0}, "rows", dumped, {}, {})
+    return RunState(
+        5, 0, 100, (0, 3), engine, {"best": {"best_loss": math.inf}}, {"train/loss": 1.0}, "rows", dumped, {}, {}
+    )
 
 
 def test_the_state_comes_back(tmp_path: Path) -> None:
@@ -327,7 +345,13 @@ def test_a_commit_is_told_not_to_wait_for_a_rank_that_failed(tmp_path: Path) -> 
     partial = tmp_path / partial_name(4, "a-1")
     partial.mkdir()
     told = {"step": 4, "world_size": 2, "ranks": (0, 1), "host": "h", "token": "a-1", "eval_loss": None}
-    job = {"partial": str(partial), "manifest": told, "parts": [part_name(0, 2), part_name(1, 2)], "texts": {}, "beside": {}}
+    job = {
+        "partial": str(partial),
+        "manifest": told,
+        "parts": [part_name(0, 2), part_name(1, 2)],
+        "texts": {},
+        "beside": {},
+    }
     process.send("write", part=str(partial / part_name(0, 2)), num_bytes=3, commit=job)
     time.sleep(0.3)
     assert process.errors() == []

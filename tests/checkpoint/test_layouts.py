@@ -44,7 +44,10 @@ Change = tuple[Layout, int, Layout, int]
 
 def run(world: int, save: Sequence[Layout], restore: Sequence[tuple[str, Layout]], folder: Path) -> dict[str, Any]:
     """One launch that saves and restores; its findings by `saved LAYOUT@WORLD` and `SOURCE -> LAYOUT@WORLD`."""
-    job = {"save": [asdict(layout) for layout in save], "restore": [(source, asdict(layout)) for source, layout in restore]}
+    job = {
+        "save": [asdict(layout) for layout in save],
+        "restore": [(source, asdict(layout)) for source, layout in restore],
+    }
     job |= {
         "models": str(folder / "models"),
         "folder": str(folder / "states"),
@@ -69,7 +72,9 @@ def folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
         for family in ("deepseek_v3", "qwen2", "wide"):
             torch.manual_seed(11)
-            AutoModelForCausalLM.from_config(hf_config_of(family)).float().save_pretrained(Path(name) / "models" / family)
+            AutoModelForCausalLM.from_config(hf_config_of(family)).float().save_pretrained(
+                Path(name) / "models" / family
+            )
         yield Path(name)
 
 
@@ -88,7 +93,11 @@ def _changes() -> list[Change]:
     given += [(PLAIN[(n + 1) % 4], 1, layout, 2) for n, layout in enumerate(PLAIN)]
     given += [(layout, 2, _shifted(layout, 5), 2) for layout in CHOSEN]
     for n, layout in enumerate(PARALLEL):
-        given += [(layout, 2, PLAIN[(n + 1) % len(PLAIN)], 2), (PLAIN[n % len(PLAIN)], 2, layout, 2), (PARALLEL[n - 1], 2, layout, 2)]
+        given += [
+            (layout, 2, PLAIN[(n + 1) % len(PLAIN)], 2),
+            (PLAIN[n % len(PLAIN)], 2, layout, 2),
+            (PARALLEL[n - 1], 2, layout, 2),
+        ]
     return given + [(DENSE[n - 1], 2, layout, 2) for n, layout in enumerate(DENSE)]
 
 
@@ -117,8 +126,12 @@ def _save_and_restore(same: Sequence[Layout], changes: Sequence[Change], folder:
     sources = list(dict.fromkeys([*same, *(source for source, world, _, _ in changes if world == 2)]))
     seen = run(2, sources, [(name_of(layout, 2), layout) for layout in same], folder)
     alone = list(dict.fromkeys(source for source, world, _, _ in changes if world == 1))
-    seen |= run(1, alone, [(name_of(source, world), target) for source, world, target, ranks in changes if ranks == 1], folder)
-    return seen | run(2, [], [(name_of(source, world), target) for source, world, target, ranks in changes if ranks == 2], folder)
+    seen |= run(
+        1, alone, [(name_of(source, world), target) for source, world, target, ranks in changes if ranks == 1], folder
+    )
+    return seen | run(
+        2, [], [(name_of(source, world), target) for source, world, target, ranks in changes if ranks == 2], folder
+    )
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +143,9 @@ def found(folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def rest(folder: Path) -> dict[str, Any]:
     """What `found` leaves out."""
-    same, changes = ([one for one in every if one not in chosen] for every, chosen in ((_same(), SAME), (_changes(), CHANGES)))
+    same, changes = (
+        [one for one in every if one not in chosen] for every, chosen in ((_same(), SAME), (_changes(), CHANGES))
+    )
     return _save_and_restore(same, changes, folder)
 
 
@@ -139,14 +154,18 @@ def losses(steps: Sequence[dict[str, Any]]) -> list[float]:
 
 
 def assert_goes_on(value: dict[str, Any], wanted: dict[str, Any], key: str) -> None:
-    """The first loss to 1e-6, later ones to a millionth of themselves: sums are taken in another order at another layout."""
+    """The first loss to 1e-6, later ones to a millionth of themselves: sums are taken in another order at another
+    layout.
+    """
     assert losses(value["after"])[0] == pytest.approx(losses(wanted["after"])[0], abs=1e-6), key
     assert losses(value["after"]) == pytest.approx(losses(wanted["after"]), rel=1e-6), key
     assert value["weights"] == pytest.approx(wanted["weights"], rel=1e-5), key
 
 
 def assert_same_bits(found: dict[str, Any], layouts: int) -> None:
-    same = {key: value for key, value in found.items() if " -> " in key and key.split(" -> ")[0] == key.split(" -> ")[1]}
+    same = {
+        key: value for key, value in found.items() if " -> " in key and key.split(" -> ")[0] == key.split(" -> ")[1]
+    }
     assert len(same) == layouts
     for key, value in same.items():
         wanted = found[f"saved {key.split(' -> ')[0]}"]
@@ -155,7 +174,9 @@ def assert_same_bits(found: dict[str, Any], layouts: int) -> None:
 
 
 def assert_same_numbers(found: dict[str, Any], changes: int) -> None:
-    other = {key: value for key, value in found.items() if " -> " in key and key.split(" -> ")[0] != key.split(" -> ")[1]}
+    other = {
+        key: value for key, value in found.items() if " -> " in key and key.split(" -> ")[0] != key.split(" -> ")[1]
+    }
     assert len(other) == changes
     for key, value in other.items():
         assert_goes_on(value, found[f"saved {key.split(' -> ')[0]}"], key)

@@ -12,7 +12,7 @@ from ds_finetune.checkpoint.part_file import part_name
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.same_run import Inputs, changes
 from ds_finetune.checkpoint.storage import PartsReader
-from ds_finetune.config import LoraConfig, RunConfig
+from ds_finetune.config.schema import LoraConfig, RunConfig
 from ds_finetune.errors import CheckpointError
 from ds_finetune.model.lora import chosen_targets, is_adapter
 from ds_finetune.selftest.cells import hf_config
@@ -21,7 +21,13 @@ from tests.checkpoint.test_layouts import assert_goes_on, name_of, run
 
 RANK = 8
 STAGES = [Layout(stage, lora=RANK) for stage in range(4)]
-ALL = [*STAGES, Layout(2, "cpu", lora=RANK), Layout(3, "cpu", lora=RANK), Layout(3, "cpu", "cpu", lora=RANK), Layout(1, precision="bf16", lora=RANK)]
+ALL = [
+    *STAGES,
+    Layout(2, "cpu", lora=RANK),
+    Layout(3, "cpu", lora=RANK),
+    Layout(3, "cpu", "cpu", lora=RANK),
+    Layout(1, precision="bf16", lora=RANK),
+]
 
 
 @pytest.fixture(scope="module")

@@ -22,14 +22,27 @@ def launch(run_file: Path, homes: tuple[Path, Path], *overrides: str) -> tuple[i
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    program = [str(ROOT / "ds_finetune" / "train.py"), str(run_file), "output_dir=run", "deepspeed={zero_optimization: {stage: 3}}", *overrides]
-    environ = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    program = [
+        str(ROOT / "ds_finetune" / "train.py"),
+        str(run_file),
+        "output_dir=run",
+        "deepspeed={zero_optimization: {stage: 3}}",
+        *overrides,
+    ]
+    environ = os.environ | {
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     environ |= {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     nodes, logs = [], [home.with_suffix(".log") for home in homes]
     for number, (home, log) in enumerate(zip(homes, logs, strict=True)):
         home.mkdir(exist_ok=True)
         log.write_text("")
-        nodes.append(Forkserver.get().start(program, environ | {"RANK": str(number)}, ranks=0, out=log, err=log, cwd=home))
+        nodes.append(
+            Forkserver.get().start(program, environ | {"RANK": str(number)}, ranks=0, out=log, err=log, cwd=home)
+        )
     codes = [node.wait(timeout=200) for node in nodes]
     return max(map(abs, codes)), "".join(log.read_text() for log in logs)
 
@@ -37,7 +50,13 @@ def launch(run_file: Path, homes: tuple[Path, Path], *overrides: str) -> tuple[i
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six steps that save at each."""
-    return tiny_task(tmp_path_factory.mktemp("nodes") / "t", train=TRAIN, checkpoint={"every": "1 steps"}, export={"at_end": False}, eval=None)
+    return tiny_task(
+        tmp_path_factory.mktemp("nodes") / "t",
+        train=TRAIN,
+        checkpoint={"every": "1 steps"},
+        export={"at_end": False},
+        eval=None,
+    )
 
 
 def test_folders_that_are_not_shared_are_refused_unless_said(run_file: Path, tmp_path: Path) -> None:
@@ -64,10 +83,28 @@ def test_each_node_keeps_its_part(run_file: Path, tmp_path: Path) -> None:
     assert "step 5 of" in text
     assert numbers(homes[0] / "run") == whole
 
-    gathered = start([sys.executable, "-m", "ds_finetune", "checkpoint", "gather", str(tmp_path / "whole"), *(str(p / step_name(5)) for p in places)])
+    gathered = start(
+        [
+            sys.executable,
+            "-m",
+            "ds_finetune",
+            "checkpoint",
+            "gather",
+            str(tmp_path / "whole"),
+            *(str(p / step_name(5)) for p in places),
+        ]
+    )
     assert gathered.returncode == 0, gathered.stderr
     alone = start(
-        [sys.executable, "-m", "ds_finetune", "train", str(run_file), f"checkpoint.resume={tmp_path / 'whole'}", f"output_dir={tmp_path / 'c'}"]
+        [
+            sys.executable,
+            "-m",
+            "ds_finetune",
+            "train",
+            str(run_file),
+            f"checkpoint.resume={tmp_path / 'whole'}",
+            f"output_dir={tmp_path / 'c'}",
+        ]
     )
     assert alone.returncode == 0, alone.stderr[-3000:]
     assert numbers(tmp_path / "c")[0]["train/loss"] == pytest.approx(whole[5]["train/loss"], abs=1e-6)
@@ -80,6 +117,16 @@ def test_each_node_keeps_its_part(run_file: Path, tmp_path: Path) -> None:
     code, text = launch(run_file, homes, local)
     assert code != 0
     assert "none of the 2 checkpoints in run/checkpoints can be used" in text
-    one = start([sys.executable, "-m", "ds_finetune", "export", "--no-verify", str(places[0] / step_name(6)), str(tmp_path / "d")])
+    one = start(
+        [
+            sys.executable,
+            "-m",
+            "ds_finetune",
+            "export",
+            "--no-verify",
+            str(places[0] / step_name(6)),
+            str(tmp_path / "d"),
+        ]
+    )
     assert one.returncode == 2
     assert "lacks part-00001-of-00002.safetensors" in one.stderr

@@ -24,13 +24,25 @@ from tests.conftest import ROOT
 from tests.running import tiny_task
 
 ZERO3 = {"zero_optimization": {"stage": 3}}
-LONG: dict[str, Any] = {"for": "3 epochs", "global_batch_size": 4, "micro_batch_size": 1, "max_seq_len": 64, "precision": "fp32"}
+LONG: dict[str, Any] = {
+    "for": "3 epochs",
+    "global_batch_size": 4,
+    "micro_batch_size": 1,
+    "max_seq_len": 64,
+    "precision": "fp32",
+}
 """24 steps over 32 rows, 8 to an epoch."""
 
 
 def task(folder: Path, *, packing: bool = False, **sections: Any) -> Path:
     """A run over three epochs that saves at every step."""
-    every = {"checkpoint": {"every": "1 steps"}, "deepspeed": ZERO3, "train": LONG, "data": {"packing": packing}, "export": {"at_end": False}}
+    every = {
+        "checkpoint": {"every": "1 steps"},
+        "deepspeed": ZERO3,
+        "train": LONG,
+        "data": {"packing": packing},
+        "export": {"at_end": False},
+    }
     return tiny_task(folder, **{**every, **sections})
 
 
@@ -142,7 +154,9 @@ def test_kills_at_random_moments_lose_one_interval_at_most(kills: int, tmp_path:
     done = 0
     for number in range(kills):
         steps, saved = _crash(run_file, rng, done)
-        assert saved >= steps - 1, f"kill {number}: {steps} steps were done and the newest checkpoint is of step {saved}"
+        assert saved >= steps - 1, (
+            f"kill {number}: {steps} steps were done and the newest checkpoint is of step {saved}"
+        )
         assert saved >= done, f"kill {number}: nothing was won since step {done}"
         done = saved
     run = Running(run_file, f"train.for={done + 2} steps")
@@ -155,7 +169,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of a few megabytes."""
     folder = tmp_path / "small"
     folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], capture_output=True, check=False).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], capture_output=True, check=False
+    ).returncode:
         pytest.skip("a tmpfs cannot be mounted here")
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
@@ -190,9 +206,15 @@ def test_a_full_disk_is_said_loudly_and_the_run_goes_on(tmp_path: Path, small_di
     assert complete_steps(small_disk)[-1] == run.steps
 
 
-@pytest.mark.parametrize(("steps", "said"), [("100000 steps", "3 checkpoints in a row were not written"), ("6 steps", "the steps are done")])
-def test_a_run_that_cannot_save_any_more_does_not_end_well(tmp_path: Path, small_disk: Path, steps: str, said: str) -> None:
-    run_file = task(tmp_path / "t", train=LONG | {"for": steps}, checkpoint={"every": "1 steps" if "00" in steps else "5 steps"})
+@pytest.mark.parametrize(
+    ("steps", "said"), [("100000 steps", "3 checkpoints in a row were not written"), ("6 steps", "the steps are done")]
+)
+def test_a_run_that_cannot_save_any_more_does_not_end_well(
+    tmp_path: Path, small_disk: Path, steps: str, said: str
+) -> None:
+    run_file = task(
+        tmp_path / "t", train=LONG | {"for": steps}, checkpoint={"every": "1 steps" if "00" in steps else "5 steps"}
+    )
     (tmp_path / "t" / "run").mkdir()
     (tmp_path / "t" / "run" / "checkpoints").symlink_to(small_disk)
     run = Running(run_file)

@@ -15,11 +15,11 @@ from ds_finetune.checkpoint.base_config import other_model
 from ds_finetune.checkpoint.files import Manifest, commit, partial_name, step_name
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.same_run import ON_RESUME, PRINTED, REFUSED, ROWS, Inputs, changes, table
-from ds_finetune.config import RunConfig, read_config
-from ds_finetune.continuation import Origin, find_origin, inputs_of, refuse_past_end
+from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.errors import CheckpointError
-from ds_finetune.material import Material, gather_material
-from ds_finetune.plan.layout import Plan, make_plan
+from ds_finetune.plan.plan import Plan, make_plan
+from ds_finetune.trainer.inputs import Material, gather_material
+from ds_finetune.trainer.resume import Origin, find_origin, inputs_of, refuse_past_end
 from ds_finetune.world import World
 from tests.conftest import ROOT
 from tests.model.tiny import CONFIGS
@@ -194,7 +194,9 @@ def saved(tmp_path: Path) -> Iterator[tuple[Plan, Material]]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     plan = make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cpu")
     material = gather_material(config)
-    state = replace(state_of({}), step=3, position=(0, 20), layout={"mesh": "dp 2"}, **asdict(inputs_of(plan, material)))
+    state = replace(
+        state_of({}), step=3, position=(0, 20), layout={"mesh": "dp 2"}, **asdict(inputs_of(plan, material))
+    )
     partial = Path(config.output_dir) / "checkpoints" / partial_name(3, "a")
     partial.mkdir(parents=True)
     beside = {"base/config.json": str(material.folder / "config.json")}

@@ -1,4 +1,6 @@
-"""Started by the tests as `torchrun --nproc-per-node N worker.py JOB.json`: save at some layouts, restore at others, in one world."""
+"""Started by the tests as `torchrun --nproc-per-node N worker.py JOB.json`: save at some layouts, restore at others, in
+one world.
+"""
 
 import gc
 import json
@@ -18,12 +20,12 @@ from ds_finetune.checkpoint.place import Place, find_place
 from ds_finetune.checkpoint.restore import newest, restore
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.saver import Saver
-from ds_finetune.cli import leave
+from ds_finetune.cli.main import leave
 from ds_finetune.engine.core import Engine
 from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.engine.start import start_engine
 from ds_finetune.model.build import read_hf_config
-from ds_finetune.plan.layout import make_plan
+from ds_finetune.plan.plan import make_plan
 from ds_finetune.world import World
 from tests.checkpoint.layouts import AFTER, BEFORE, LR, Layout, batches, config_of
 
@@ -48,7 +50,9 @@ def main() -> None:
 
 
 def _engine(layout: Layout, world: World, device: str, job: dict[str, Any], *, has_weights: bool) -> Any:
-    config = config_of(layout, Path(job["models"]) / layout.family, Path(job["folder"]), dp=world.world_size, disk=Path(job["disk"]))
+    config = config_of(
+        layout, Path(job["models"]) / layout.family, Path(job["folder"]), dp=world.world_size, disk=Path(job["disk"])
+    )
     plan = make_plan(config, world=world, device=device)
     return start_engine(plan, read_hf_config(config.model.path), has_weights=has_weights)
 
@@ -71,7 +75,9 @@ def _weights(engine: Engine) -> list[float]:
     for _, tensor in chain(engine.tensors(), engine.adapters()):
         if tensor is not None:
             flat = tensor.double().view(-1)
-            sums += torch.stack([flat.sum(), (flat**2).sum(), (flat * torch.arange(1, len(flat) + 1)).sum() / len(flat)])
+            sums += torch.stack(
+                [flat.sum(), (flat**2).sum(), (flat * torch.arange(1, len(flat) + 1)).sum() / len(flat)]
+            )
     return sums.tolist()
 
 

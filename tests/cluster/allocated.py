@@ -9,5 +9,9 @@ from ds_finetune.launch.schedulers import Job, srun_command, starting_environmen
 
 if __name__ == "__main__":
     values = json.loads(sys.argv[1])
-    job = Job(**values | {name: tuple(values[name]) for name in ("overrides", "entry")} | {"hosts": tuple(Host(**host) for host in values["hosts"])})
+    job = Job(
+        **values
+        | {name: tuple(values[name]) for name in ("overrides", "entry")}
+        | {"hosts": tuple(Host(**host) for host in values["hosts"])}
+    )
     os.execvpe("srun", srun_command(job, os.environ), starting_environment(job, os.environ, slurm=True))

@@ -1,4 +1,6 @@
-"""Several hosts on one machine: network namespaces joined by a bridge, each with its address, its sshd and its own folder."""
+"""Several hosts on one machine: network namespaces joined by a bridge, each with its address, its sshd and its own
+folder.
+"""
 
 import contextlib
 import os
@@ -48,7 +50,8 @@ class BedHost:
 class Bed:
     """Hosts `10.77.0.1`, `10.77.0.2`, ... in a folder; `with` takes them down with every process in them.
 
-    `folder/shared` is the same on all; what a host sees as `folder/own` is its `folder/own-N`. Commands run on a host by `command`, as if typed
+    `folder/shared` is the same on all; what a host sees as `folder/own` is its `folder/own-N`. Commands run on a host
+    by `command`, as if typed
     there; hosts reach each other with `ssh -F folder/ssh_config`.
     """
 
@@ -98,21 +101,30 @@ class Bed:
     def hostfile(self, *slots: int) -> Path:
         """A hostfile of the first hosts with these slots."""
         path = self.shared / f"hosts-{'-'.join(map(str, slots))}"
-        path.write_text("".join(f"{host.address} slots={count}\n" for host, count in zip(self.hosts, slots, strict=False)))
+        path.write_text(
+            "".join(f"{host.address} slots={count}\n" for host, count in zip(self.hosts, slots, strict=False))
+        )
         return path
 
     def as_hosts(self, *slots: int) -> tuple[Host, ...]:
         """The same as values."""
-        return tuple(Host(host.address, count, line) for line, (host, count) in enumerate(zip(self.hosts, slots, strict=False), start=1))
+        return tuple(
+            Host(host.address, count, line)
+            for line, (host, count) in enumerate(zip(self.hosts, slots, strict=False), start=1)
+        )
 
     def command(self, number: int, argv: Sequence[str]) -> list[str]:
         """`argv` as a command of host `number`, from 1."""
         return ["nsenter", f"--target={self.hosts[number - 1].sshd.pid}", "--net", "--mount", "--", *argv]
 
-    def run(self, number: int, argv: Sequence[str], environ: Mapping[str, str] | None = None, *, timeout: float) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, number: int, argv: Sequence[str], environ: Mapping[str, str] | None = None, *, timeout: float
+    ) -> subprocess.CompletedProcess[str]:
         """Run a command on a host and return what it printed."""
         where = {**os.environ, **(environ or {})}
-        return subprocess.run(self.command(number, argv), capture_output=True, text=True, timeout=timeout, check=False, env=where)
+        return subprocess.run(
+            self.command(number, argv), capture_output=True, text=True, timeout=timeout, check=False, env=where
+        )
 
     def cable(self, number: int, *, plugged: bool) -> None:
         """Pull the cable of a host, or plug it in again."""
@@ -142,7 +154,21 @@ class Bed:
     def _host(self, number: int) -> BedHost:
         namespace, address = f"{self._mark}-{number}", f"{NETWORK}.{number}"
         _do("ip", "netns", "add", namespace)
-        _do("ip", "-n", self._switch, "link", "add", self._port(number), "type", "veth", "peer", "name", INTERFACE, "netns", namespace)
+        _do(
+            "ip",
+            "-n",
+            self._switch,
+            "link",
+            "add",
+            self._port(number),
+            "type",
+            "veth",
+            "peer",
+            "name",
+            INTERFACE,
+            "netns",
+            namespace,
+        )
         self._in(self._switch, "ip", "link", "set", self._port(number), "master", "br0", "up")
         self._in(namespace, "ip", "link", "set", "lo", "up")
         self._in(namespace, "ip", "addr", "add", f"{address}/24", "dev", INTERFACE)
@@ -174,7 +200,10 @@ class Bed:
 
     def _write_ssh_config(self) -> None:
         known = self.folder / "known_hosts"
-        lines = [f"{host.address} {(self.folder / f'host-key-{n}.pub').read_text()}" for n, host in enumerate(self.hosts, start=1)]
+        lines = [
+            f"{host.address} {(self.folder / f'host-key-{n}.pub').read_text()}"
+            for n, host in enumerate(self.hosts, start=1)
+        ]
         known.write_text("".join(lines))
         self.ssh_config.write_text(
             f"Host {NETWORK}.*\n  IdentityFile {self.folder}/key\n  IdentitiesOnly yes\n  UserKnownHostsFile {known}\n  StrictHostKeyChecking yes\n"
@@ -190,7 +219,18 @@ class Bed:
     def _answers(self, host: BedHost) -> bool:
         if host.sshd.poll() is not None:
             return True
-        ssh = ["nsenter", f"--target={host.sshd.pid}", "--net", "ssh", "-F", str(self.ssh_config), "-o", "ConnectTimeout=2", host.address, "true"]
+        ssh = [
+            "nsenter",
+            f"--target={host.sshd.pid}",
+            "--net",
+            "ssh",
+            "-F",
+            str(self.ssh_config),
+            "-o",
+            "ConnectTimeout=2",
+            host.address,
+            "true",
+        ]
         return subprocess.run(ssh, capture_output=True, check=False).returncode == 0
 
     def _in(self, namespace: str, *argv: str) -> None:

@@ -21,7 +21,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ds_finetune.launch.marks import MARK
+from ds_finetune.launch.process_tags import MARK
 from tests.cluster.bed import Bed
 from tests.running import tiny_task
 
@@ -63,7 +63,11 @@ class Launched:
     def records(self) -> list[dict[str, Any]]:
         """The records of the run."""
         with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
-            return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
+            return [
+                json.loads(line)
+                for line in (self.folder / "metrics.jsonl").read_text().splitlines()
+                if line.endswith("}")
+            ]
         return []
 
     def said(self) -> str:
@@ -93,17 +97,43 @@ class Launched:
 
 
 @contextlib.contextmanager
-def launched(bed: Bed, task: Path, *overrides: str, slots: tuple[int, ...] = (1, 1), launcher: str = "torchrun") -> Iterator[Launched]:
-    """Start a run in the background; it is ended at the end. Its folder is shared, or each host's own with an `output_dir` there."""
+def launched(
+    bed: Bed, task: Path, *overrides: str, slots: tuple[int, ...] = (1, 1), launcher: str = "torchrun"
+) -> Iterator[Launched]:
+    """Start a run in the background; it is ended at the end. Its folder is shared, or each host's own with an
+    `output_dir` there.
+    """
     is_own = any(word == f"output_dir={bed.own}/run" for word in overrides)
     folder = bed.folder / "own-1" / "run" if is_own else task.parent / "run"
     shutil.rmtree(folder, ignore_errors=True)
-    argv = [sys.executable, "-m", "ds_finetune", "launch", str(task), *overrides, "--launcher", launcher, "--hostfile", str(bed.hostfile(*slots))]
+    argv = [
+        sys.executable,
+        "-m",
+        "ds_finetune",
+        "launch",
+        str(task),
+        *overrides,
+        "--launcher",
+        launcher,
+        "--hostfile",
+        str(bed.hostfile(*slots)),
+    ]
     output = folder.with_name("launch.txt")
     with output.open("w") as file:
-        environ = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "DS_FINETUNE_SSH_ARGS": f"-F {bed.ssh_config}"}
+        environ = {
+            **os.environ,
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": "1",
+            "DS_FINETUNE_SSH_ARGS": f"-F {bed.ssh_config}",
+        }
         process = subprocess.Popen(
-            bed.command(1, argv), stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True, env=environ, preexec_fn=_heed_interrupts
+            bed.command(1, argv),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            env=environ,
+            preexec_fn=_heed_interrupts,
         )
     run = Launched(bed, process, folder)
     try:
@@ -124,13 +154,17 @@ def _heed_interrupts() -> None:
 
 def fault_task(folder: Path, **sections: Any) -> Path:
     """A run of some seconds that saves often."""
-    parts: dict[str, Any] = {"train": {"for": f"{STEPS} steps"}, "checkpoint": {"every": f"{EVERY} steps"}, "eval": {"keep_best": False}}
+    parts: dict[str, Any] = {
+        "train": {"for": f"{STEPS} steps"},
+        "checkpoint": {"every": f"{EVERY} steps"},
+        "eval": {"keep_best": False},
+    }
     return tiny_task(folder, **{name: parts.get(name, {}) | sections.get(name, {}) for name in {**parts, **sections}})
 
 
 def kill_rank(run: Launched) -> None:
     """As the system does to a process when memory runs out."""
-    os.kill(run.processes(VICTIM, "ds_finetune.rank")[-1], signal.SIGKILL)
+    os.kill(run.processes(VICTIM, "ds_finetune.worker")[-1], signal.SIGKILL)
 
 
 def kill_agent(run: Launched) -> None:
@@ -141,7 +175,7 @@ def kill_agent(run: Launched) -> None:
 
 def kill_guard(run: Launched) -> None:
     """The program above the agent."""
-    os.kill(run.processes(VICTIM, "ds_finetune.launch.guard")[-1], signal.SIGKILL)
+    os.kill(run.processes(VICTIM, "ds_finetune.launch.supervisor")[-1], signal.SIGKILL)
 
 
 def kill_connection(run: Launched) -> None:
@@ -166,9 +200,13 @@ def crash_host(run: Launched) -> None:
 
 
 def fill_disk(run: Launched) -> None:
-    """Of the folder that is the host's own, a small file system in memory; what older checkpoints give back is taken as well."""
+    """Of the folder that is the host's own, a small file system in memory; what older checkpoints give back is taken as
+    well.
+    """
     fill = f"dd if=/dev/zero of={run.bed.own}/filler bs=4k oflag=append conv=notrunc"
-    subprocess.Popen(run.bed.command(VICTIM, ["sh", "-c", f"for i in $(seq 600); do {fill} 2>/dev/null; sleep 0.05; done"]))
+    subprocess.Popen(
+        run.bed.command(VICTIM, ["sh", "-c", f"for i in $(seq 600); do {fill} 2>/dev/null; sleep 0.05; done"])
+    )
 
 
 def use_up_memory(run: Launched) -> None:
@@ -176,7 +214,7 @@ def use_up_memory(run: Launched) -> None:
     group = Path(_MEMORY) / f"ds-finetune-{os.getpid()}"
     group.mkdir(exist_ok=True)
     (group / "memory.limit_in_bytes").write_text("65536")
-    (group / "cgroup.procs").write_text(str(run.processes(VICTIM, "ds_finetune.rank")[-1]))
+    (group / "cgroup.procs").write_text(str(run.processes(VICTIM, "ds_finetune.worker")[-1]))
 
 
 _MEMORY = "/sys/fs/cgroup/memory"
@@ -208,7 +246,11 @@ class Seen:
 
 def inflict(bed: Bed, task: Path, fault: str, *, at_step: int, launcher: str = "torchrun") -> Seen:
     """Launch, do `fault` once `at_step` is recorded, and see what is left; the bed is whole again afterwards."""
-    own = (f"output_dir={bed.own}/run", "checkpoint.node_local=true", "checkpoint.max_failed=1") if fault == "disk full" else ()
+    own = (
+        (f"output_dir={bed.own}/run", "checkpoint.node_local=true", "checkpoint.max_failed=1")
+        if fault == "disk full"
+        else ()
+    )
     if own:
         bed.run(VICTIM, ["mount", "-t", "tmpfs", "-o", "size=48m", "none", str(bed.own)], timeout=10)
     with launched(bed, task, *own, launcher=launcher) as run:
@@ -315,7 +357,9 @@ def main() -> None:
         for fault, _ in product(chosen.faults, range(chosen.tries)):
             at_step = drawn.randrange(1, STEPS - 20)
             if chosen.restart:
-                line = _resumed_line(survive(bed, task, fault, at_step=max(at_step, EVERY + 2), undisturbed=undisturbed))
+                line = _resumed_line(
+                    survive(bed, task, fault, at_step=max(at_step, EVERY + 2), undisturbed=undisturbed)
+                )
             else:
                 line = _line(inflict(bed, task, fault, at_step=at_step, launcher=chosen.launcher))
             sys.stdout.write(f"{fault:18} {line}\n")

@@ -43,8 +43,12 @@ class Slurm:
         self._write_configuration()
         name_hosts(self.bed, [f"n{number}" for number in range(1, len(self.bed.hosts) + 1)])
         try:
-            own = [f"--{name}={self.folder}/munge.{name.split('-')[0]}" for name in ("pid-file", "log-file", "seed-file")]
-            self._start(1, ["munged", "--foreground", "--force", f"--key-file={key}", f"--socket={self.folder}/munge", *own])
+            own = [
+                f"--{name}={self.folder}/munge.{name.split('-')[0]}" for name in ("pid-file", "log-file", "seed-file")
+            ]
+            self._start(
+                1, ["munged", "--foreground", "--force", f"--key-file={key}", f"--socket={self.folder}/munge", *own]
+            )
             self._start(1, ["slurmctld", "-D"])
             for number in range(1, len(self.bed.hosts) + 1):
                 self._start(number, ["slurmd", "-D"])
@@ -60,7 +64,9 @@ class Slurm:
                 os.killpg(daemon.pid, signal.SIGKILL)
             daemon.wait(SECONDS)
 
-    def run(self, argv: Sequence[str], environ: Mapping[str, str] | None = None, *, timeout: float) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, argv: Sequence[str], environ: Mapping[str, str] | None = None, *, timeout: float
+    ) -> subprocess.CompletedProcess[str]:
         """Run a command on the first host as a user of the cluster."""
         return self.bed.run(1, self.on(1, argv), {**self.environ, **(environ or {})}, timeout=timeout)
 
@@ -74,14 +80,20 @@ class Slurm:
         return "\n".join(f"== {path.name}\n{path.read_text()[-3000:]}" for path in sorted(self.folder.glob("*.log")))
 
     def on(self, number: int, argv: Sequence[str]) -> list[str]:
-        """A command of a host, with the node's name as the name of the machine, by which Slurm's daemons find themselves."""
+        """A command of a host, with the node's name as the name of the machine, by which Slurm's daemons find
+        themselves.
+        """
         return ["unshare", "--uts", "sh", "-c", f'hostname n{number} && exec "$@"', "sh", *argv]
 
     def _start(self, number: int, argv: Sequence[str]) -> None:
         with (self.folder / f"{argv[0]}-{number}.log").open("ab") as log:
             command = self.bed.command(number, self.on(number, argv))
             environ = os.environ | self.environ
-            self._daemons.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environ, start_new_session=True))
+            self._daemons.append(
+                subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environ, start_new_session=True
+                )
+            )
 
     def _wait(self) -> None:
         until = time.monotonic() + SECONDS
@@ -91,7 +103,10 @@ class Slurm:
             time.sleep(0.3)
 
     def _write_configuration(self) -> None:
-        nodes = [f"NodeName=n{n} NodeAddr={host.address} CPUs={CPUS} State=UNKNOWN" for n, host in enumerate(self.bed.hosts, 1)]
+        nodes = [
+            f"NodeName=n{n} NodeAddr={host.address} CPUs={CPUS} State=UNKNOWN"
+            for n, host in enumerate(self.bed.hosts, 1)
+        ]
         lines = {
             "ClusterName": "bed",
             "SlurmctldHost": f"n1({self.bed.hosts[0].address})",

@@ -23,7 +23,12 @@ Found = list[dict[str, Any]]
 
 def _doctor(bed: Bed, *arguments: str, environ: Mapping[str, str] | None = None) -> tuple[int, Found]:
     """Exit code and checks of the doctor, started on the first host."""
-    given = {"DS_FINETUNE_SSH_ARGS": f"-F {bed.ssh_config}", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    given = {
+        "DS_FINETUNE_SSH_ARGS": f"-F {bed.ssh_config}",
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
     command = [sys.executable, "-m", "ds_finetune", "doctor", "--json", *arguments]
     done = bed.run(1, command, given | {"GLOO_SOCKET_IFNAME": INTERFACE} | dict(environ or {}), timeout=SECONDS)
     assert done.stdout, done.stderr
@@ -60,7 +65,18 @@ def test_ready_hosts_then_a_slow_one(bed: Bed) -> None:
     assert time.monotonic() - began < 60
     assert (code, _wrong(found)) == (0, {})
     by_name = {check["name"] for check in found if check["state"] == "ok"}
-    assert {"ssh", "clock", "versions", "devices", "port", "name", "links", "all-reduce", "all-gather", "folders"} <= by_name
+    assert {
+        "ssh",
+        "clock",
+        "versions",
+        "devices",
+        "port",
+        "name",
+        "links",
+        "all-reduce",
+        "all-gather",
+        "folders",
+    } <= by_name
     assert {"plan", "files", "disk", "memory"} <= by_name
     assert len([check for check in found if check["name"] == "ssh"]) == 3
     with _slow(bed, 3):
@@ -73,7 +89,9 @@ def test_ready_hosts_then_a_slow_one(bed: Bed) -> None:
 
 
 def _wrong_hosts(bed: Bed) -> dict[str, str]:
-    """Names of ssh's configuration for the second host, with a key it does not know, and with a host key it no longer has; the environment for it."""
+    """Names of ssh's configuration for the second host, with a key it does not know, and with a host key it no longer
+    has; the environment for it.
+    """
     for kind in ("other-key", "other-host-key"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(bed.folder / kind)], check=True)
     (bed.folder / "changed_hosts").write_text(f"{NETWORK}.2 {(bed.folder / 'other-host-key.pub').read_text()}")
@@ -82,20 +100,32 @@ def _wrong_hosts(bed: Bed) -> dict[str, str]:
         "".join(
             f"Host {name}\n  HostName {NETWORK}.2\n  HostKeyAlias {NETWORK}.2\n  IdentitiesOnly yes\n"
             f"  IdentityFile {bed.folder}/{key}\n  UserKnownHostsFile {bed.folder}/{known}\n"
-            for name, key, known in (("twin", "key", "known_hosts"), ("stranger", "other-key", "known_hosts"), ("renewed", "key", "changed_hosts"))
+            for name, key, known in (
+                ("twin", "key", "known_hosts"),
+                ("stranger", "other-key", "known_hosts"),
+                ("renewed", "key", "changed_hosts"),
+            )
         )
         + bed.ssh_config.read_text()
     )
     fake = bed.folder / "own-2" / "fake" / "torch-9.9.dist-info"
     fake.mkdir(parents=True)
     (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9\n")
-    return {"PYTHONPATH": f"{bed.own}/fake:{ROOT}", "GLOO_SOCKET_IFNAME": "e7", "DS_FINETUNE_SSH_ARGS": f"-F {config} -o ConnectTimeout=3"}
+    return {
+        "PYTHONPATH": f"{bed.own}/fake:{ROOT}",
+        "GLOO_SOCKET_IFNAME": "e7",
+        "DS_FINETUNE_SSH_ARGS": f"-F {config} -o ConnectTimeout=3",
+    }
 
 
 @contextlib.contextmanager
 def _port_held(bed: Bed) -> Iterator[int]:
     """Another program of the first host listens; yields its process."""
-    holder = subprocess.Popen(bed.command(1, [sys.executable, "-m", "http.server", str(_PORT)]), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    holder = subprocess.Popen(
+        bed.command(1, [sys.executable, "-m", "http.server", str(_PORT)]),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     code = f"import socket; socket.create_connection(('127.0.0.1', {_PORT}), 1)"
     until = time.monotonic() + 20
     try:
@@ -108,8 +138,9 @@ def _port_held(bed: Bed) -> Iterator[int]:
 
 
 def test_everything_wrong_is_named_with_its_host(bed: Bed) -> None:
-    """A pulled cable, a wrong key, a changed host key, an unknown name, another torch, one host twice, a taken port, no interface, no shared
-    folder, and a batch that cannot be shared out: in one run."""
+    """A pulled cable, a wrong key, a changed host key, an unknown name, another torch, one host twice, a taken
+    port, no interface, no shared folder, and a batch that cannot be shared out: in one run.
+    """
     names = (f"{NETWORK}.1", f"{NETWORK}.2", "twin", "stranger", "renewed", "no-such-host", f"{NETWORK}.3")
     hosts = bed.shared / "wrong"
     hosts.write_text("".join(f"{name} slots=64\n" for name in names))
@@ -131,7 +162,10 @@ def test_everything_wrong_is_named_with_its_host(bed: Bed) -> None:
     assert f"the same machine as {NETWORK}.2" in wrong["twin", "address"]
     assert f"{_PORT} is taken: process {pid}, python" in wrong[f"{NETWORK}.1", "port"]
     assert wrong[f"{NETWORK}.1", "interface"] == "GLOO_SOCKET_IFNAME e7: no `e7` that is up and has an address"
-    assert {check["host"] for check in found if check["name"] == "devices" and check["state"] == "warn"} == {*names[:2], "twin"}
+    assert {check["host"] for check in found if check["name"] == "devices" and check["state"] == "warn"} == {
+        *names[:2],
+        "twin",
+    }
     assert "global_batch_size 8 " in wrong["", "plan"]
     assert wrong[f"{NETWORK}.1", "folders"].endswith(f"is not the one of {NETWORK}.2, twin")
     assert {host for host, _ in wrong} == {*names, ""}
@@ -141,11 +175,26 @@ def test_everything_wrong_is_named_with_its_host(bed: Bed) -> None:
 @pytest.mark.slow
 def test_a_host_that_goes_silent_is_named_in_time(bed: Bed) -> None:
     """The cable is pulled while the network is measured."""
-    given = {"DS_FINETUNE_SSH_ARGS": f"-F {bed.ssh_config}", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": INTERFACE}
-    command = ["env", *(f"{name}={value}" for name, value in given.items()), sys.executable, "-m", "ds_finetune", "doctor", "--json"]
+    given = {
+        "DS_FINETUNE_SSH_ARGS": f"-F {bed.ssh_config}",
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONPATH": str(ROOT),
+        "GLOO_SOCKET_IFNAME": INTERFACE,
+    }
+    command = [
+        "env",
+        *(f"{name}={value}" for name, value in given.items()),
+        sys.executable,
+        "-m",
+        "ds_finetune",
+        "doctor",
+        "--json",
+    ]
     with _slow(bed, 2):
         began = time.monotonic()
-        running = subprocess.Popen(bed.command(1, [*command, "--hostfile", str(bed.hostfile(1, 1, 1))]), stdout=subprocess.PIPE, text=True)
+        running = subprocess.Popen(
+            bed.command(1, [*command, "--hostfile", str(bed.hostfile(1, 1, 1))]), stdout=subprocess.PIPE, text=True
+        )
         while not any(b"doctor.probe" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in bed.hosts[2].pids()):
             time.sleep(0.1)
         time.sleep(4)

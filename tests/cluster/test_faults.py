@@ -1,4 +1,6 @@
-"""Faults on the hosts of a run: how it ends everywhere, what is said of it, and how it goes on. More kinds and tries: scripts/faults.sh."""
+"""Faults on the hosts of a run: how it ends everywhere, what is said of it, and how it goes on. More kinds and tries:
+scripts/faults.sh.
+"""
 
 import re
 import signal
@@ -9,7 +11,19 @@ import pytest
 
 from ds_finetune.errors import INTERRUPTED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from tests.cluster.bed import Bed
-from tests.cluster.faults import FAULTS, LIMIT, STEPS, VICTIM, Launched, fault_task, inflict, kill_rank, launched, mend, pull_cable
+from tests.cluster.faults import (
+    FAULTS,
+    LIMIT,
+    STEPS,
+    VICTIM,
+    Launched,
+    fault_task,
+    inflict,
+    kill_rank,
+    launched,
+    mend,
+    pull_cable,
+)
 
 AGAIN = "launch.restarts=2"
 TOLERANCE = 2e-5
@@ -45,7 +59,11 @@ def test_a_killed_rank_is_named_and_the_run_goes_on(bed: Bed, task: Path) -> Non
         before = {record["step"]: record["train/loss"] for record in run.records()}
         assert run.process.wait(120) == 0, run.said()
         said = run.said()
-        assert re.search(rf"^attempt 1 failed after .* s: rank 1 on {bed.hosts[1].address} was first and was ended by SIGKILL", said, re.MULTILINE)
+        assert re.search(
+            rf"^attempt 1 failed after .* s: rank 1 on {bed.hosts[1].address} was first and was ended by SIGKILL",
+            said,
+            re.MULTILINE,
+        )
         assert re.search(r"^  \| ", said, re.MULTILINE)
         resumed = re.search(r"^going on from .*, step (\d+) of", said, re.MULTILINE)
         assert resumed
@@ -64,9 +82,9 @@ def test_a_lost_host_is_done_without_until_it_is_back(bed: Bed, task: Path, undi
         run.wait_for("going on from")
         run.wait_for_step(run.step() + 5)
         assert "left out: 10.77.0.2" in run.said()
-        assert not run.processes(VICTIM, "ds_finetune.rank")
+        assert not run.processes(VICTIM, "ds_finetune.worker")
         mend(bed, "cable pulled")
-        run.bed.run(1, ["kill", "-9", str(run.processes(1, "ds_finetune.rank")[-1])], timeout=10)
+        run.bed.run(1, ["kill", "-9", str(run.processes(1, "ds_finetune.worker")[-1])], timeout=10)
         assert run.process.wait(120) == 0, run.said()
         assert run.said().count(f"started on {bed.hosts[1].address}") == 2
         assert _losses(run) == pytest.approx(undisturbed, abs=TOLERANCE)
@@ -112,7 +130,9 @@ def test_hosts_that_are_not_ready_start_nothing(bed: Bed, task: Path) -> None:
         with launched(bed, task, slots=(1, 1, 1)) as run:
             assert run.process.wait(60) == USER_ERROR_EXIT_CODE
             assert "1 of 3 hosts are not ready, nothing was started" in run.said()
-            assert re.search(r"10\.77\.0\.2 \(line 2\): cannot be reached by ssh: .*(No route|timed out)", run.said()), run.said()
+            assert re.search(
+                r"10\.77\.0\.2 \(line 2\): cannot be reached by ssh: .*(No route|timed out)", run.said()
+            ), run.said()
             assert not (run.folder / "metrics.jsonl").exists()
     finally:
         mend(bed, "host crashed")

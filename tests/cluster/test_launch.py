@@ -1,4 +1,6 @@
-"""`ds-finetune launch` on hosts of the test bed: the run of one process, and everything that keeps it from being started."""
+"""`ds-finetune launch` on hosts of the test bed: the run of one process, and everything that keeps it from being
+started.
+"""
 
 import os
 import re
@@ -21,7 +23,9 @@ def task(bed: Bed) -> Path:
 
 
 @pytest.mark.parametrize(("launcher", "slots"), [("torchrun", (1, 2)), ("deepspeed", (1, 1))])
-def test_the_losses_are_those_of_one_process(bed: Bed, task: Path, tmp_path: Path, launcher: str, slots: tuple[int, ...]) -> None:
+def test_the_losses_are_those_of_one_process(
+    bed: Bed, task: Path, tmp_path: Path, launcher: str, slots: tuple[int, ...]
+) -> None:
     alone = start([sys.executable, "ds_finetune/train.py", str(tiny_task(tmp_path, train={"global_batch_size": 12}))])
     assert alone.returncode == 0, alone.stderr
     wanted = [record["train/loss"] for record in metrics(tmp_path)]
@@ -50,7 +54,9 @@ def _launch(bed: Bed, task: Path, hosts: str, *options: str, ssh: str = "") -> s
 
 
 def _no_torch(bed: Bed) -> str:
-    """A folder that makes a host say it has another torch, where it is read before the real one; the other hosts do not see it."""
+    """A folder that makes a host say it has another torch, where it is read before the real one; the other hosts do not
+    see it.
+    """
     folder = bed.folder / "own-2" / "torch-9.9.dist-info"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9\n")
@@ -64,9 +70,18 @@ def test_what_is_wrong_is_said_for_each_host_and_nothing_is_started(bed: Bed, ta
     other = bed.ssh_config.with_name("other_config")
     other.write_text(bed.ssh_config.read_text().replace(f"{bed.folder}/key", str(wrong_key)))
     cases = [
-        (_launch(bed, task, two, ssh=f"-F {other}"), r"10\.77\.0\.2 \(line 2\): cannot be reached by ssh: .*Permission denied"),
-        (_launch(bed, task, two, "--env", "GLOO_SOCKET_IFNAME=e9"), r"10\.77\.0\.1 \(line 1\): GLOO_SOCKET_IFNAME is e9; its interfaces are lo, e0"),
-        (_launch(bed, task, two + "10.77.0.2:22 slots=1\n"), r"10\.77\.0\.2 \(line 3\): is the machine that line 2 names"),
+        (
+            _launch(bed, task, two, ssh=f"-F {other}"),
+            r"10\.77\.0\.2 \(line 2\): cannot be reached by ssh: .*Permission denied",
+        ),
+        (
+            _launch(bed, task, two, "--env", "GLOO_SOCKET_IFNAME=e9"),
+            r"10\.77\.0\.1 \(line 1\): GLOO_SOCKET_IFNAME is e9; its interfaces are lo, e0",
+        ),
+        (
+            _launch(bed, task, two + "10.77.0.2:22 slots=1\n"),
+            r"10\.77\.0\.2 \(line 3\): is the machine that line 2 names",
+        ),
         (_launch(bed, task, two, "--port", "22"), r"port 22 of 10\.77\.0\.1 is taken"),
         (_launch(bed, task, two, "train.global_batch_size=7"), r"global_batch_size.*7"),
         (_launch(bed, task, two, "--include", "10.77.0.9"), r"names host `10\.77\.0\.9`, which is not among the 2"),
@@ -88,7 +103,19 @@ def test_a_host_with_another_torch_is_named(bed: Bed, task: Path) -> None:
 
 def test_a_dry_run_of_many_hosts_asks_none(task: Path) -> None:
     sizes = ["train.global_batch_size=512", "train.micro_batch_size=1"]
-    done = start([sys.executable, "-m", "ds_finetune", "launch", str(task), *sizes, "--dry-run", "--hostfile", "hostfiles/nodes64"])
+    done = start(
+        [
+            sys.executable,
+            "-m",
+            "ds_finetune",
+            "launch",
+            str(task),
+            *sizes,
+            "--dry-run",
+            "--hostfile",
+            "hostfiles/nodes64",
+        ]
+    )
     assert done.returncode == 0, done.stderr
     assert "512 ranks on 64 hosts" in done.stdout
     assert re.search(r"^node64 +ranks 504-511 ", done.stdout, re.MULTILINE)

@@ -18,7 +18,11 @@ def test_deepspeed_hostfile(bed: Bed, tmp_path: Path) -> None:
     wanted = losses_of_two_ranks(tmp_path)
     # Of these DeepSpeed's pdsh carries no variable by itself; a comment in its file would end it.
     (bed.shared / "variables").write_text(f"DS_ACCELERATOR=cpu\nGLOO_SOCKET_IFNAME={INTERFACE}\nOMP_NUM_THREADS=1\n")
-    environ = os.environ | traveling() | {"DS_ENV_FILE": str(bed.shared / "variables"), "PDSH_SSH_ARGS_APPEND": f"-F {bed.ssh_config}"}
+    environ = (
+        os.environ
+        | traveling()
+        | {"DS_ENV_FILE": str(bed.shared / "variables"), "PDSH_SSH_ARGS_APPEND": f"-F {bed.ssh_config}"}
+    )
     hostfile, folder = str(bed.hostfile(1, 1)), bed.shared / "run"
     # DeepSpeed asks the first host by plain ssh, without those arguments, whether it answers and what its address is.
     options = ["--hostfile", hostfile, "--no_ssh_check", "--master_addr", bed.hosts[0].address]

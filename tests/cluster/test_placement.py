@@ -1,4 +1,6 @@
-"""mpirun and srun put ranks where the hostfile says, with the variables that travel and no others; nothing is trained here."""
+"""mpirun and srun put ranks where the hostfile says, with the variables that travel and no others; nothing is trained
+here.
+"""
 
 import json
 import os
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ds_finetune.hostfile import Host
-from ds_finetune.launch.marks import RUN_ID
+from ds_finetune.launch.process_tags import RUN_ID
 from ds_finetune.launch.schedulers import Job, mpirun_command, starting_environment
 from tests.cluster.bed import Bed
 from tests.cluster.slurm import Slurm, allocate, why_no_slurm
@@ -44,7 +46,10 @@ class Launcher:
 def launcher(request: pytest.FixtureRequest, bed: Bed) -> Iterator[Launcher]:
     if request.param == "mpirun":
         ssh = ["-F", str(bed.ssh_config)]
-        yield Launcher(("10.77.0.2", "10.77.0.1"), lambda job: (mpirun_command(job, ssh), starting_environment(job, os.environ | LEFT)))
+        yield Launcher(
+            ("10.77.0.2", "10.77.0.1"),
+            lambda job: (mpirun_command(job, ssh), starting_environment(job, os.environ | LEFT)),
+        )
         return
     reason = why_no_slurm()
     if reason:
@@ -59,7 +64,9 @@ def _job(bed: Bed, launcher: Launcher, code: str) -> Job:
     job = job_on(bed, Path("a run.yaml"), 1, 1)
     variables = {**job.variables, "MINE": "two words; and $HOME"}
     hosts = (Host(first, 2, 1), Host(second, 1, 2))
-    return replace(job, hosts=hosts, master_addr=first, variables=variables, entry=("-c", code), overrides=("a.b='c d'",))
+    return replace(
+        job, hosts=hosts, master_addr=first, variables=variables, entry=("-c", code), overrides=("a.b='c d'",)
+    )
 
 
 def test_ranks_are_where_the_hostfile_says(bed: Bed, launcher: Launcher) -> None:
@@ -93,7 +100,9 @@ def test_one_rank_that_fails_ends_all_at_once(bed: Bed, launcher: Launcher) -> N
 @pytest.mark.slow
 def test_mpirun_gives_up_a_host_whose_cable_is_pulled(bed: Bed) -> None:
     """By itself it would wait for minutes; the host gives up as well and ends what runs there."""
-    job = replace(job_on(bed, Path("run.yaml"), 1, 1), entry=("-c", "import time; print('up', flush=True); time.sleep(100)"))
+    job = replace(
+        job_on(bed, Path("run.yaml"), 1, 1), entry=("-c", "import time; print('up', flush=True); time.sleep(100)")
+    )
     environ = starting_environment(job, os.environ)
     run = started(bed, mpirun_command(job, ["-F", str(bed.ssh_config)]), environ, bed.shared)
     assert run.process.stdout

@@ -1,4 +1,6 @@
-"""A real Slurm on three hosts: srun in an allocation, the emitted script under sbatch, a killed rank, and a job out of time."""
+"""A real Slurm on three hosts: srun in an allocation, the emitted script under sbatch, a killed rank, and a job out of
+time.
+"""
 
 import os
 import re
@@ -111,6 +113,10 @@ def test_out_of_time_it_saves_and_is_queued_again(bed: Bed, slurm: Slurm) -> Non
     slurm.run(["scancel", job], timeout=20)
     log = (folder / "log").read_text()
     assert "SIGUSR1" in log
-    saved = [int(path.name.split("-")[-1]) for path in (folder / "run" / "checkpoints").iterdir() if re.fullmatch(r"step-\d+", path.name)]
+    saved = [
+        int(path.name.split("-")[-1])
+        for path in (folder / "run" / "checkpoints").iterdir()
+        if re.fullmatch(r"step-\d+", path.name)
+    ]
     assert saved, sorted((folder / "run" / "checkpoints").iterdir())
     assert max(saved) == metrics(folder)[-1]["step"]

@@ -41,7 +41,19 @@ def name_hosts(bed: Bed, names: Sequence[str]) -> None:
 def job_on(bed: Bed, run_file: Path, *slots: int) -> Job:
     """The ranks of a run file on the first hosts of a bed."""
     hosts = bed.as_hosts(*slots)
-    return Job(str(run_file), (), hosts, "test", hosts[0].name, 29_600, traveling(), INTERFACE, str(ROOT), sys.executable, ENTRY)
+    return Job(
+        str(run_file),
+        (),
+        hosts,
+        "test",
+        hosts[0].name,
+        29_600,
+        traveling(),
+        INTERFACE,
+        str(ROOT),
+        sys.executable,
+        ENTRY,
+    )
 
 
 def losses_of_two_ranks(folder: Path) -> list[float]:
@@ -53,12 +65,21 @@ def losses_of_two_ranks(folder: Path) -> list[float]:
 
 def ranks_of(bed: Bed, number: int) -> list[int]:
     """Processes of a host that are ranks of a run."""
-    return [pid for pid in bed.hosts[number - 1].pids() if (words := _words(pid)) and words[0].endswith("python") and words[2:5] == list(ENTRY)]
+    return [
+        pid
+        for pid in bed.hosts[number - 1].pids()
+        if (words := _words(pid)) and words[0].endswith("python") and words[2:5] == list(ENTRY)
+    ]
 
 
 def processes_with(bed: Bed, text: str) -> list[int]:
     """Processes of all hosts in whose command line `text` stands, launchers and their shells left out."""
-    return [pid for host in bed.hosts for pid in host.pids() if (words := _words(pid)) and words[0].endswith("python") and text in " ".join(words)]
+    return [
+        pid
+        for host in bed.hosts
+        for pid in host.pids()
+        if (words := _words(pid)) and words[0].endswith("python") and text in " ".join(words)
+    ]
 
 
 def _words(pid: int) -> list[str]:
@@ -94,5 +115,7 @@ def started(bed: Bed, argv: Sequence[str], environ: dict[str, str], folder: Path
     """Start a launcher on a host, the first by default."""
     # A command that enters a host begins at its root.
     command = bed.command(number, ["env", f"--chdir={ROOT}", *argv])
-    process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
     return Started(process, folder)

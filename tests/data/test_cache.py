@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.same_run import Inputs, changes
-from ds_finetune.config import RunConfig
+from ds_finetune.config.schema import RunConfig
 from ds_finetune.data import prepare as preparing
 from ds_finetune.data.cache import ArrayParts, damage_of, remove_damaged, write_folder
 from ds_finetune.data.packed import PreparedRows
@@ -49,7 +49,9 @@ def prepared(tokenizer: PreTrainedTokenizerBase, data: Path, cache: Path, *, pac
     return prepare(config_of(data, cache, packing=packing).data, "train", tokenizer=tokenizer, spec=SPEC)
 
 
-def test_one_other_token_anywhere_is_another_fingerprint_and_no_resume(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_one_other_token_anywhere_is_another_fingerprint_and_no_resume(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
     """All rows have one length, so that packing is the same: only the content tells."""
     files = [write(tmp_path / f"{i}.jsonl", 1100, other=other) for i, other in enumerate((None, None, 701))]
     first, same, other = (prepared(tokenizer, data, tmp_path, packing=False).fingerprint() for data in files)
@@ -69,7 +71,10 @@ def test_one_other_token_anywhere_is_another_fingerprint_and_no_resume(tokenizer
 
 def test_a_full_disk_is_one_clear_error(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     data, cache = write(tmp_path / "rows.jsonl", 500), tmp_path / "cache"
-    with files_of_at_most(10_000), pytest.raises(OutputError, match=rf"data cache {cache}/\w+ cannot be written: File too large") as caught:
+    with (
+        files_of_at_most(10_000),
+        pytest.raises(OutputError, match=rf"data cache {cache}/\w+ cannot be written: File too large") as caught,
+    ):
         prepared(tokenizer, data, cache)
     assert "data.cache_dir" in caught.value.hint
     assert pickle.loads(pickle.dumps(caught.value)).hint == caught.value.hint
@@ -94,7 +99,9 @@ def _truncate(path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [_flip, _truncate, Path.unlink], ids=["flipped", "truncated", "removed"])
-@pytest.mark.parametrize("name", ["whole/ids.npy", "whole/mask.npy", "whole/offsets.npy", "whole/sums.json", "packed/order.npy"])
+@pytest.mark.parametrize(
+    "name", ["whole/ids.npy", "whole/mask.npy", "whole/offsets.npy", "whole/sums.json", "packed/order.npy"]
+)
 def test_a_damaged_cache_is_named_and_built_again(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path, harm: Callable[[Path], None], name: str
 ) -> None:
@@ -151,6 +158,8 @@ def test_a_folder_has_its_name_once_it_is_on_disk(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "fsync", fsync)
     parts = ArrayParts(np.dtype(np.int32), 7, [np.arange(4), np.arange(0), np.arange(3)])
     write_folder(tmp_path / "whole", {"ids": parts}, {"counts.json": "{}"})
-    assert synced == [(name, False) for name in ("ids.npy", "counts.json", "sums.json", "whole.partial")] + [(tmp_path.name, True)]
+    assert synced == [(name, False) for name in ("ids.npy", "counts.json", "sums.json", "whole.partial")] + [
+        (tmp_path.name, True)
+    ]
     assert np.load(tmp_path / "whole" / "ids.npy").tolist() == [0, 1, 2, 3, 0, 1, 2]
     assert damage_of(tmp_path / "whole") == ""

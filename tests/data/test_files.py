@@ -25,7 +25,9 @@ def zstd(content: bytes) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.JSONL", "rows.jsonl.gz", "ROWS.JSONL.GZ", "rows.jsonl.zst", "rows.ndjson"])
+@pytest.mark.parametrize(
+    "name", ["rows.jsonl", "rows.JSONL", "rows.jsonl.gz", "ROWS.JSONL.GZ", "rows.jsonl.zst", "rows.ndjson"]
+)
 @pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"], ids=["plain", "bom"])
 def test_compressed_files_capital_endings_and_marks_of_byte_order(tmp_path: Path, name: str, bom: bytes) -> None:
     pack = gzip.compress if name.lower().endswith(".gz") else zstd if name.endswith(".zst") else bytes
@@ -50,7 +52,9 @@ def test_a_compressed_parquet_file_is_refused(tmp_path: Path) -> None:
 
 def test_values_of_csv_are_text(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
-    path.write_text('\ufeffprompt,completion\n"Namibia, in two letters?",NA\nnull,007\n"two\nlines ""quoted""",\n', encoding="utf-8")
+    path.write_text(
+        '\ufeffprompt,completion\n"Namibia, in two letters?",NA\nnull,007\n"two\nlines ""quoted""",\n', encoding="utf-8"
+    )
     assert rows_of(path) == [
         {"prompt": "Namibia, in two letters?", "completion": "NA"},
         {"prompt": "null", "completion": "007"},
@@ -77,7 +81,11 @@ def test_csv_that_does_not_fit_its_header(tmp_path: Path, content: str, message:
 @pytest.mark.parametrize(
     ("name", "content", "place"),
     [
-        ("rows.jsonl", b'{"text": "ok"}\n{"text": "caf\xe9"}\n', "rows.jsonl line 2 is not UTF-8: byte 0xe9 at offset 28 of"),
+        (
+            "rows.jsonl",
+            b'{"text": "ok"}\n{"text": "caf\xe9"}\n',
+            "rows.jsonl line 2 is not UTF-8: byte 0xe9 at offset 28 of",
+        ),
         ("rows.json", b'[{"text": "caf\xe9"}]', "rows.json is not UTF-8: byte 0xe9 at offset 14 of"),
         ("rows.csv", b"text\nok\ncaf\xe9\n", "rows.csv line 3 is not UTF-8: byte 0xe9 at offset 11 of"),
         ("rows.txt", b"\xef\xbb\xbfcaf\xe9", "rows.txt is not UTF-8: byte 0xe9 at offset 6 of"),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from ds_finetune.config import DataConfig
+from ds_finetune.config.schema import DataConfig
 from ds_finetune.data.batches import BatchPlan, eval_batches, training_batches
 from ds_finetune.data.documents import Counts
 from ds_finetune.data.pack import pack
@@ -39,13 +39,22 @@ def tokenizer(demo: Path) -> PreTrainedTokenizerBase:
     return load_tokenizer(str(demo / "model"))
 
 
-def rows_of(demo: Path, tokenizer: PreTrainedTokenizerBase, cache: Path, spec: TokenSpec = SPEC, **options: object) -> PreparedRows:
+def rows_of(
+    demo: Path, tokenizer: PreTrainedTokenizerBase, cache: Path, spec: TokenSpec = SPEC, **options: object
+) -> PreparedRows:
     config = DataConfig.model_validate({"train": str(demo / "eval.jsonl"), "cache_dir": str(cache), **options})
     return prepare(config, "train", tokenizer=tokenizer, spec=spec)
 
 
 def plan(rank: int = 0, dp: int = 1, micro: int = 2, **options: object) -> BatchPlan:
-    given = {"global_batch_size": 8, "micro_batch_size": micro, "seed": 3, "shuffle": True, "pad_token_id": 2, "row_len": None}
+    given = {
+        "global_batch_size": 8,
+        "micro_batch_size": micro,
+        "seed": 3,
+        "shuffle": True,
+        "pad_token_id": 2,
+        "row_len": None,
+    }
     return BatchPlan(rank=rank, dp=dp, **(given | options))  # type: ignore[arg-type]
 
 
@@ -69,17 +78,25 @@ def test_a_million_documents_pack_in_seconds() -> None:
 def test_gsm8k_fills_its_rows(shared_data: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(shared_data / "tokenizers" / "deepseek-llm"))
     config = DataConfig.model_validate(
-        {"train": str(shared_data / "gsm8k" / "train.jsonl"), "columns": {"prompt": "question", "completion": "answer"}, "cache_dir": str(tmp_path)}
+        {
+            "train": str(shared_data / "gsm8k" / "train.jsonl"),
+            "columns": {"prompt": "question", "completion": "answer"},
+            "cache_dir": str(tmp_path),
+        }
     )
     rows = prepare(config, "train", tokenizer=tokenizer, spec=TokenSpec(2048, 102_400, 4096))
-    assert rows.counts == Counts(read=7473, documents=7473, tokens=rows.num_tokens, supervised=rows.num_supervised_tokens)
+    assert rows.counts == Counts(
+        read=7473, documents=7473, tokens=rows.num_tokens, supervised=rows.num_supervised_tokens
+    )
     assert rows.fill_ratio(2048) >= 0.99
     lengths = [len(rows.document(number)[0]) for number in range(rows.counts.documents)]
     assert rows.mean_attended == pytest.approx(sum(n * n / 2 for n in lengths) / sum(lengths))
     assert 0.6 < rows.num_supervised_tokens / rows.num_tokens < 0.7
 
 
-def test_rows_hold_every_document_once_with_labels_that_stop_at_its_end(demo: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_rows_hold_every_document_once_with_labels_that_stop_at_its_end(
+    demo: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
     packed = rows_of(demo, tokenizer, tmp_path)
     found = []
     for row in (packed[i] for i in range(len(packed))):
@@ -120,7 +137,7 @@ def test_the_second_start_reads_no_raw_data(demo: Path, tokenizer: PreTrainedTok
 
 KILLED = """
 import sys
-from ds_finetune.config import DataConfig
+from ds_finetune.config.schema import DataConfig
 from ds_finetune.data.prepare import TokenSpec, prepare
 from ds_finetune.data.tokenizer_files import load_tokenizer
 if __name__ == "__main__":
@@ -168,7 +185,9 @@ def test_a_process_that_is_killed_while_it_tokenises_is_an_error(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("dp", "micro"), [(1, 8), (1, 2), (2, 4), (4, 1)])
-def test_the_global_batch_is_the_same_for_any_split(demo: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, dp: int, micro: int) -> None:
+def test_the_global_batch_is_the_same_for_any_split(
+    demo: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, dp: int, micro: int
+) -> None:
     rows = rows_of(demo, tokenizer, tmp_path, packing=False)
     wanted = [batch.row_ids for batch in training_batches(rows, plan(), start_step=0, total_rows=40)]
     split = [list(training_batches(rows, plan(rank, dp, micro), start_step=0, total_rows=40)) for rank in range(dp)]
@@ -176,7 +195,9 @@ def test_the_global_batch_is_the_same_for_any_split(demo: Path, tokenizer: PreTr
     assert {len(batch.micro) for part in split for batch in part} == {8 // dp // micro}
 
 
-def test_each_epoch_holds_every_row_once_in_another_order(demo: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_each_epoch_holds_every_row_once_in_another_order(
+    demo: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
     rows = rows_of(demo, tokenizer, tmp_path, packing=False)
     batches = list(training_batches(rows, plan(), start_step=0, total_rows=2 * 200))
     ids = [i for batch in batches for i in batch.row_ids]
@@ -191,7 +212,9 @@ def test_a_later_start_gives_the_same_batches(demo: Path, tokenizer: PreTrainedT
     assert [batch.row_ids for batch in training_batches(rows, plan(), start_step=20, total_rows=300)] == whole[20:]
 
 
-def test_what_is_left_over_is_filled_with_rows_of_nothing(demo: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_what_is_left_over_is_filled_with_rows_of_nothing(
+    demo: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
     rows = rows_of(demo, tokenizer, tmp_path, packing=False)
     last = [list(training_batches(rows, plan(rank, 2, 2), start_step=0, total_rows=17))[-1] for rank in range(2)]
     assert [len(batch.row_ids) for batch in last] == [1, 0]
@@ -205,16 +228,22 @@ def test_what_is_left_over_is_filled_with_rows_of_nothing(demo: Path, tokenizer:
 SHORT = TokenSpec(max_seq_len=20, vocab_size=128, max_positions=512)
 
 
-def test_long_dialogue_is_truncated_or_dropped_and_never_split(demo: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_long_dialogue_is_truncated_or_dropped_and_never_split(
+    demo: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
     cut = rows_of(demo, tokenizer, tmp_path, SHORT, max_truncated_ratio=1)
     full = rows_of(demo, tokenizer, tmp_path)
     counts = cut.counts
     assert (counts.truncated, counts.documents, counts.tokens) == (200, 200, 200 * 20)
     assert counts.tokens + counts.truncated_tokens == full.num_tokens
     assert f"200 rows truncated, which loses {1 - counts.tokens / full.num_tokens:.2%} of all tokens" in cut.summary()
-    with pytest.raises(DataError, match=r"truncation loses 28\.0% of all tokens, more than data\.max_truncated_ratio 0\.1"):
+    with pytest.raises(
+        DataError, match=r"truncation loses 28\.0% of all tokens, more than data\.max_truncated_ratio 0\.1"
+    ):
         rows_of(demo, tokenizer, tmp_path, SHORT)
-    with pytest.raises(DataError, match=r"none of the 200 rows of .* is left \(0 with nothing supervised, 200 too long\)"):
+    with pytest.raises(
+        DataError, match=r"none of the 200 rows of .* is left \(0 with nothing supervised, 200 too long\)"
+    ):
         rows_of(demo, tokenizer, tmp_path, SHORT, long_rows="drop")
     with pytest.raises(DataError, match=r"eval\.jsonl line 1 is dialogue, and data\.long_rows is split"):
         rows_of(demo, tokenizer, tmp_path, SHORT, long_rows="split")
@@ -222,7 +251,10 @@ def test_long_dialogue_is_truncated_or_dropped_and_never_split(demo: Path, token
         rows_of(demo, tokenizer, tmp_path, SHORT, long_rows="split", layout="messages")
 
 
-@pytest.mark.parametrize(("characters", "lengths", "lost"), [(55, [20, 20, 16], 0), (1_000_000, [20] * 50_000, 1), (19, [20], 0), (20, [20], 1)])
+@pytest.mark.parametrize(
+    ("characters", "lengths", "lost"),
+    [(55, [20, 20, 16], 0), (1_000_000, [20] * 50_000, 1), (19, [20], 0), (20, [20], 1)],
+)
 def test_a_long_plain_text_keeps_all_its_rows(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path, characters: int, lengths: list[int], lost: int
 ) -> None:
@@ -236,7 +268,9 @@ def test_a_long_plain_text_keeps_all_its_rows(
     assert "truncat" not in found.summary()
 
 
-def test_rows_without_anything_to_learn_are_counted_and_too_many_refused(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_rows_without_anything_to_learn_are_counted_and_too_many_refused(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
     good, bad = (
         '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n',
         '{"messages": [{"role": "user", "content": "a"}]}\n',

@@ -71,7 +71,10 @@ def test_folders_that_mix_or_hold_nothing(tmp_path: Path) -> None:
 
 RECORDS: dict[str, tuple[dict[str, Any], type]] = {
     "messages": ({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}, Conversation),
-    "sharegpt": ({"conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}], "system": "s"}, Conversation),
+    "sharegpt": (
+        {"conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}], "system": "s"},
+        Conversation,
+    ),
     "alpaca": ({"instruction": "i", "input": "j", "output": "o"}, Completion),
     "prompt_completion": ({"prompt": "p", "completion": "c"}, Completion),
     "text": ({"text": "t"}, PlainText),
@@ -86,7 +89,9 @@ def test_layouts_are_recognised_by_their_columns(layout: str) -> None:
 
 
 def test_alpaca_as_turns_and_as_text() -> None:
-    sample = read_sample({"instruction": "i", "input": "j", "output": "o", "history": [["q", "a"]]}, "alpaca", {}, "row 1")
+    sample = read_sample(
+        {"instruction": "i", "input": "j", "output": "o", "history": [["q", "a"]]}, "alpaca", {}, "row 1"
+    )
     assert isinstance(sample, Completion)
     assert [m["content"] for m in sample.conversation.messages] == ["q", "a", "i\nj", "o"]
     assert sample.prompt.endswith("### Instruction:\ni\n\n### Input:\nj\n\n### Response:\n")
@@ -114,7 +119,11 @@ def test_columns_by_other_names() -> None:
     ("record", "layout", "message"),
     [
         ({"prompt": "a"}, "prompt_completion", "row 1 has no column `completion` (columns: prompt)"),
-        ({"prompt": "a", "completion": None}, "prompt_completion", "row 1: column `completion` holds NoneType None, not text"),
+        (
+            {"prompt": "a", "completion": None},
+            "prompt_completion",
+            "row 1: column `completion` holds NoneType None, not text",
+        ),
         ({"conversations": [{"from": "cat", "value": "x"}]}, "sharegpt", "row 1: unknown role 'cat'"),
         ({"messages": []}, "messages", "row 1: `messages` holds list []"),
     ],

@@ -44,11 +44,15 @@ TRAIN_AND_TEST = ("train-00000-of-00001.jsonl", "test-00000-of-00001.jsonl")
         (("a.jsonl", "b.jsonl"), "eval", "", ("a.jsonl", "b.jsonl")),
     ],
 )
-def test_a_folder_gives_the_files_of_one_split(tmp_path: Path, names: tuple[str, ...], purpose: str, split: str, read: tuple[str, ...]) -> None:
+def test_a_folder_gives_the_files_of_one_split(
+    tmp_path: Path, names: tuple[str, ...], purpose: str, split: str, read: tuple[str, ...]
+) -> None:
     place = f"{write(tmp_path, *names)}{split}"
     assert rows_of(place, purpose) == [f"{name} {i}" for name in read for i in range(2)]
     notes = {source.note for source in find_sources([place], purpose=purpose)}
-    assert [note.partition(" is read, ")[2] for note in notes] == ([f"{len(read)} of {len(names)} files"] if read != names else [""])
+    assert [note.partition(" is read, ")[2] for note in notes] == (
+        [f"{len(read)} of {len(names)} files"] if read != names else [""]
+    )
 
 
 @pytest.mark.parametrize(
@@ -56,12 +60,19 @@ def test_a_folder_gives_the_files_of_one_split(tmp_path: Path, names: tuple[str,
     [
         (("train.jsonl",), "eval", "", "has no held-out split: its files are of train"),
         (("test.jsonl",), "train", "", "has no training split: its files are of test"),
-        (("train.jsonl", "test.jsonl", "more.jsonl"), "train", "", "holds files of test, train, and 1 files of no split"),
+        (
+            ("train.jsonl", "test.jsonl", "more.jsonl"),
+            "train",
+            "",
+            "holds files of test, train, and 1 files of no split",
+        ),
         (("train.jsonl", "test.jsonl"), "eval", ":validation", "has no split `validation`"),
         (("train.jsonl", "test.jsonl"), "eval", ":main:test", "has no subsets"),
     ],
 )
-def test_a_folder_whose_split_is_not_clear(tmp_path: Path, names: tuple[str, ...], purpose: str, split: str, message: str) -> None:
+def test_a_folder_whose_split_is_not_clear(
+    tmp_path: Path, names: tuple[str, ...], purpose: str, split: str, message: str
+) -> None:
     with pytest.raises(DataError) as caught:
         rows_of(f"{write(tmp_path, *names)}{split}", purpose)
     assert message in caught.value.message
@@ -70,7 +81,9 @@ def test_a_folder_whose_split_is_not_clear(tmp_path: Path, names: tuple[str, ...
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Data sets that `datasets` has in its cache, and no hub: `org/both` with train and test, `org/one` with train alone."""
+    """Data sets that `datasets` has in its cache, and no hub: `org/both` with train and test, `org/one` with train
+    alone.
+    """
     datasets.disable_progress_bars()
     for name, splits in (("both", ("train", "test")), ("three", ("train", "test", "validation")), ("one", ("train",))):
         folder = write(tmp_path / name, *(f"{split}.jsonl" for split in splits))
@@ -126,7 +139,9 @@ def test_a_hub_that_does_not_answer_is_an_error_within_seconds(monkeypatch: pyte
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
         monkeypatch.setattr("ds_finetune.hub_access._REQUEST_SECONDS", 0.5)
         began = time.monotonic()
-        with pytest.raises(ModelError, match=r"neither a folder nor in the hub's cache .*, and http://127.* cannot be reached"):
+        with pytest.raises(
+            ModelError, match=r"neither a folder nor in the hub's cache .*, and http://127.* cannot be reached"
+        ):
             resolve_folder("org/none")
         with pytest.raises(DataError, match=r"nor in the cache of datasets, and http://127.* cannot be reached"):
             rows_of("org/none", "train")

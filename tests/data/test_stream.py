@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from ds_finetune.config import DataConfig
+from ds_finetune.config.schema import DataConfig
 from ds_finetune.data import stream as streaming
 from ds_finetune.data.batches import Batch, BatchPlan
 from ds_finetune.data.prepare import TokenSpec
@@ -25,14 +25,25 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBa
     return load_tokenizer(str(folder / "model"))
 
 
-def batches(path: Path, tokenizer: PreTrainedTokenizerBase, *, rank: int, dp: int, steps: int, packing: bool = False) -> list[Batch]:
+def batches(
+    path: Path, tokenizer: PreTrainedTokenizerBase, *, rank: int, dp: int, steps: int, packing: bool = False
+) -> list[Batch]:
     config = DataConfig.model_validate({"train": str(path), "packing": packing})
     plan = BatchPlan(8, 2, rank, dp, 0, shuffle=True, pad_token_id=2, row_len=64 if packing else None)
-    return list(streaming.streaming_batches(streaming.stream(config, "train", tokenizer=tokenizer, spec=SPEC), plan, steps=steps))
+    return list(
+        streaming.streaming_batches(
+            streaming.stream(config, "train", tokenizer=tokenizer, spec=SPEC), plan, steps=steps
+        )
+    )
 
 
 def texts(found: list[Batch], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    return [tokenizer.decode(row, skip_special_tokens=True) for batch in found for micro in batch.micro for row in micro.input_ids]
+    return [
+        tokenizer.decode(row, skip_special_tokens=True)
+        for batch in found
+        for micro in batch.micro
+        for row in micro.input_ids
+    ]
 
 
 def write(path: Path, number: int) -> Path:
@@ -61,14 +72,18 @@ def test_ranks_with_unequal_shares_run_equally_often(tokenizer: PreTrainedTokeni
         assert all(batch.num_supervised_tokens > 0 for part in found for batch in part)
 
 
-def test_nothing_is_read_before_it_is_needed(tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_read_before_it_is_needed(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(streaming, "RECORDS_AT_A_TIME", 8)
     path = write(tmp_path / "rows.jsonl", 20)
     with path.open("a") as file:
         file.write("{broken\n")
     config = DataConfig.model_validate({"train": str(path), "packing": False})
     plan = BatchPlan(8, 2, 0, 1, 0, shuffle=False, pad_token_id=2, row_len=None)
-    endless = streaming.streaming_batches(streaming.stream(config, "train", tokenizer=tokenizer, spec=SPEC), plan, steps=9)
+    endless = streaming.streaming_batches(
+        streaming.stream(config, "train", tokenizer=tokenizer, spec=SPEC), plan, steps=9
+    )
     assert len(list(islice(endless, 2))) == 2
     with pytest.raises(DataError, match="line 21 column 2 is not JSON"):
         next(endless)
@@ -81,7 +96,9 @@ def test_fewer_rows_than_ranks_is_an_error_not_a_hang(tokenizer: PreTrainedToken
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_a_stream_goes_on_from_any_batch(tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: bool) -> None:
+def test_a_stream_goes_on_from_any_batch(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: bool
+) -> None:
     """In the middle of a stretch, at its end, and in a later pass; what came before is not tokenised again."""
     monkeypatch.setattr(streaming, "RECORDS_AT_A_TIME", 7)
     path = write(tmp_path / "rows.jsonl", 45)
@@ -105,7 +122,14 @@ def test_a_stream_is_told_from_one_with_other_rows(tokenizer: PreTrainedTokenize
         config = DataConfig.model_validate({"train": str(path)} | settings)
         return streaming.stream(config, "train", tokenizer=tokenizer, spec=spec).fingerprint()
 
-    others = ({}, {"packing": False}, {"train_on": "all"}, {"template": "plain"}, {"long_rows": "drop"}, {"template": str(template)})
+    others = (
+        {},
+        {"packing": False},
+        {"train_on": "all"},
+        {"template": "plain"},
+        {"long_rows": "drop"},
+        {"template": str(template)},
+    )
     found = [fingerprint(TokenSpec(32, 128, 512)), *(fingerprint(**settings) for settings in others)]
     template.write_text("{{ messages[0].content }}!")
     found += [fingerprint(template=str(template))]

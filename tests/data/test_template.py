@@ -51,8 +51,12 @@ def chatml(tokenizer: PreTrainedTokenizerBase, *tokens: str) -> PreTrainedTokeni
     return tokenizer
 
 
-def templated(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, Any]], template: str | None = None, **settings: Any) -> Tokens:
-    chosen = TemplateSettings(template or tokenizer.chat_template, **({"train_on": "assistant", "reasoning": "keep"} | settings))  # type: ignore[arg-type]
+def templated(
+    tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, Any]], template: str | None = None, **settings: Any
+) -> Tokens:
+    chosen = TemplateSettings(
+        template or tokenizer.chat_template, **({"train_on": "assistant", "reasoning": "keep"} | settings)
+    )  # type: ignore[arg-type]
     return Templater(tokenizer, chosen).tokens([("row 1", Conversation(tuple(turns)))])[0]
 
 
@@ -68,13 +72,20 @@ def learnt(tokens: Tokens, tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("folder", "vectors"), [("deepseek-llm", "deepseek-llm"), ("deepseek-coder", "deepseek-coder"), ("deepseek-r1-distill-qwen", "deepseek-r1-qwen")]
+    ("folder", "vectors"),
+    [
+        ("deepseek-llm", "deepseek-llm"),
+        ("deepseek-coder", "deepseek-coder"),
+        ("deepseek-r1-distill-qwen", "deepseek-r1-qwen"),
+    ],
 )
 def test_ids_are_the_published_ones(tokenizers: Path, folder: str, vectors: str) -> None:
     files = tokenizers / "vectors"
     with (files / f"ggml-vocab-{vectors}.gguf.inp").open(encoding="utf-8", newline="") as file:
         cases = file.read().split(SEPARATOR)
-    wanted = [[int(i) for i in line.split()] for line in (files / f"ggml-vocab-{vectors}.gguf.out").read_text().split("\n")]
+    wanted = [
+        [int(i) for i in line.split()] for line in (files / f"ggml-vocab-{vectors}.gguf.out").read_text().split("\n")
+    ]
     tokenizer = load_tokenizer(str(tokenizers / folder))
     settings = TemplateSettings(None, "assistant", "keep")
     found = Templater(tokenizer, settings).tokens([("case", PlainText(case)) for case in cases])
@@ -129,7 +140,9 @@ def test_supervised_text_and_server_prompt_of_each_template(tokenizers: Path, na
     tokenizer = chatml(load_tokenizer(str(tokenizers / "deepseek-r1-distill-qwen")), "<|im_start|>", "<|im_end|>")
     tokens = templated(tokenizer, TURNS, template)
     assert learnt(tokens, tokenizer) == TEMPLATES[name]
-    server = tokenizer.apply_chat_template(TURNS[:2], chat_template=template, add_generation_prompt=True, tokenize=False)
+    server = tokenizer.apply_chat_template(
+        TURNS[:2], chat_template=template, add_generation_prompt=True, tokenize=False
+    )
     prompt = tokenizer(server, add_special_tokens=False)["input_ids"]
     assert tokens.ids[: len(prompt)] == prompt
     assert not any(tokens.mask[: len(prompt)])
@@ -150,13 +163,27 @@ def test_plain_completion_and_text(llm: PreTrainedTokenizerBase) -> None:
 @pytest.mark.parametrize(
     ("turns", "template", "message"),
     [
-        (TURNS[1:3], "{% for m in messages %}{{ m.content }}\n{% endfor %}", "row 1: the chat template ends an assistant turn with '\\n'"),
-        (TURNS[1:3], "{{ bos_token * 2 }}{% for m in messages %}{{ m.content + eos_token }}{% endfor %}", f"a second {BOS} stands"),
+        (
+            TURNS[1:3],
+            "{% for m in messages %}{{ m.content }}\n{% endfor %}",
+            "row 1: the chat template ends an assistant turn with '\\n'",
+        ),
+        (
+            TURNS[1:3],
+            "{{ bos_token * 2 }}{% for m in messages %}{{ m.content + eos_token }}{% endfor %}",
+            f"a second {BOS} stands",
+        ),
         (TURNS[1:3], "{{ raise_exception('no') }}", "row 1: the chat template refuses the row: no"),
-        (TURNS[1:], "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}{{ eos_token }}", "changes an earlier turn"),
+        (
+            TURNS[1:],
+            "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}{{ eos_token }}",
+            "changes an earlier turn",
+        ),
     ],
 )
-def test_templates_that_cannot_be_trained_on(r1: PreTrainedTokenizerBase, turns: list[dict[str, Any]], template: str | None, message: str) -> None:
+def test_templates_that_cannot_be_trained_on(
+    r1: PreTrainedTokenizerBase, turns: list[dict[str, Any]], template: str | None, message: str
+) -> None:
     with pytest.raises(DataError) as caught:
         templated(r1, turns, template)
     assert message in caught.value.message

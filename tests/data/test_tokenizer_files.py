@@ -23,9 +23,15 @@ def folder_of(shared_data: Path, tmp_path: Path, *, tokenizer: str, config: str)
 
 @pytest.mark.parametrize(
     ("tokenizer", "config"),
-    [("deepseek-r1-distill-qwen", QWEN2), ("deepseek-coder", "deepseek-ai--DeepSeek-V2-Lite"), ("deepseek-llm", "meta-llama--Meta-Llama-3.1-8B")],
+    [
+        ("deepseek-r1-distill-qwen", QWEN2),
+        ("deepseek-coder", "deepseek-ai--DeepSeek-V2-Lite"),
+        ("deepseek-llm", "meta-llama--Meta-Llama-3.1-8B"),
+    ],
 )
-def test_a_tokenizer_that_is_loaded_as_published(shared_data: Path, tmp_path: Path, tokenizer: str, config: str) -> None:
+def test_a_tokenizer_that_is_loaded_as_published(
+    shared_data: Path, tmp_path: Path, tokenizer: str, config: str
+) -> None:
     assert load_tokenizer(str(folder_of(shared_data, tmp_path, tokenizer=tokenizer, config=config)))
 
 
@@ -33,11 +39,15 @@ def test_a_tokenizer_that_is_loaded_as_published(shared_data: Path, tmp_path: Pa
     ("tokenizer", "name", "text"),
     [("deepseek-coder", "code", "#include <x>"), ("deepseek-llm", "accents", "café cafe\u0301")],
 )
-def test_a_tokenizer_that_transformers_replaces(shared_data: Path, tmp_path: Path, tokenizer: str, name: str, text: str) -> None:
+def test_a_tokenizer_that_transformers_replaces(
+    shared_data: Path, tmp_path: Path, tokenizer: str, name: str, text: str
+) -> None:
     folder = folder_of(shared_data, tmp_path, tokenizer=tokenizer, config=QWEN2)
     with pytest.raises(DataError) as caught:
         load_tokenizer(str(folder))
-    assert f"{folder / 'tokenizer.json'} as Qwen2Tokenizer, which makes other tokens of {name} (" in caught.value.message
+    assert (
+        f"{folder / 'tokenizer.json'} as Qwen2Tokenizer, which makes other tokens of {name} (" in caught.value.message
+    )
     assert repr(text)[1:-1] in caught.value.message
     found, wanted = caught.value.message.rpartition(" on: ")[2].split(" instead of ")
     assert found != wanted

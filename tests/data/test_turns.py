@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from ds_finetune.config import DataConfig
+from ds_finetune.config.schema import DataConfig
 from ds_finetune.data.documents import Counts
 from ds_finetune.data.layouts import Completion, Conversation, PlainText, read_sample, recognise
 from ds_finetune.data.messages import read_conversation
@@ -15,7 +15,7 @@ from ds_finetune.data.prepare import TokenSpec, prepare
 from ds_finetune.data.reasons import row_notes, server_share
 from ds_finetune.data.template import Templater, TemplateSettings, Tokens
 from ds_finetune.errors import DataError
-from ds_finetune.preview import marked
+from ds_finetune.trainer.preview import marked
 
 QWEN2, QWEN3 = "Qwen-Qwen2.5-7B-Instruct.jinja", "qwen3_tokenizer_config.json"
 HERMES = "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use.jinja"

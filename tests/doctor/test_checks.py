@@ -35,7 +35,12 @@ def _states(found: Any) -> dict[str, str]:
         (255, "ssh: connect to host h port 22: Connection refused", "ssh", "nothing listens"),
         (255, "ssh: Could not resolve hostname h: Name or service not known", "ssh", "leads to no address"),
         (255, "root@h: Permission denied (publickey).", "ssh", "does not take our key"),
-        (255, "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.", "ssh", "another than before"),
+        (
+            255,
+            "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.",
+            "ssh",
+            "another than before",
+        ),
         (255, "No ED25519 host key is known for h\nHost key verification failed.", "ssh", "not known here"),
         (127, "sh: 1: exec: /opt/p/bin/python: not found", "python", "no Python at /opt/p/bin/python"),
         (2, "sh: 1: cd: can't cd to /home/me/run", "python", "working folder is not there"),
@@ -66,9 +71,15 @@ def test_two_lines_for_one_host(here: Facts) -> None:
     elsewhere = replace(here, machine="other", gpus=[GPU])
     container = replace(here, machine="third", gpus=[GPU])
     assert not list(checks.identity_checks({"a": "10.0.0.1", "b": "10.0.0.2"}, {"a": here, "b": elsewhere}))
-    assert next(checks.identity_checks({"a": "10.0.0.1", "b": "10.0.0.1"}, {})).found == "the same address as a: 10.0.0.1"
-    assert next(checks.identity_checks({"a": "", "b": "10.0.0.2"}, {"a": here, "b": here})).found.startswith("the same machine as a")
-    assert next(checks.identity_checks({"a": "", "b": ""}, {"a": elsewhere, "b": container})).found == "the same GPUs as a"
+    assert (
+        next(checks.identity_checks({"a": "10.0.0.1", "b": "10.0.0.1"}, {})).found == "the same address as a: 10.0.0.1"
+    )
+    assert next(checks.identity_checks({"a": "", "b": "10.0.0.2"}, {"a": here, "b": here})).found.startswith(
+        "the same machine as a"
+    )
+    assert (
+        next(checks.identity_checks({"a": "", "b": ""}, {"a": elsewhere, "b": container})).found == "the same GPUs as a"
+    )
 
 
 def test_slots_beside_devices(here: Facts) -> None:
@@ -86,7 +97,11 @@ def test_slots_beside_devices(here: Facts) -> None:
 def test_limits(here: Facts) -> None:
     good = replace(here, open_files=65_536, locked_bytes=65_536, shm_bytes=8 << 30, has_infiniband=False)
     poor = replace(good, open_files=1024, shm_bytes=64 << 20)
-    found = list(checks.limit_checks({"a": good, "b": poor, "c": replace(good, has_infiniband=True)}, world_size=16, locks_memory=False))
+    found = list(
+        checks.limit_checks(
+            {"a": good, "b": poor, "c": replace(good, has_infiniband=True)}, world_size=16, locks_memory=False
+        )
+    )
     assert _states(found) == {"a": "ok", "b": "warn", "c": "warn"}
     assert found[1].found == "open files 1024; /dev/shm 64 MiB"
     assert found[1].mend.startswith("raise nofile to 1152")
@@ -124,7 +139,10 @@ def test_interfaces_that_variables_name(here: Facts, variable: str, value: str, 
 
 def test_the_first_host_is_found_by_name(here: Facts) -> None:
     first = replace(here, interfaces={"e0": ["10.0.0.1"], "lo": ["127.0.0.1"]}, first=["127.0.1.1"])
-    there = {name: replace(here, first=addresses) for name, addresses in {"b": ["10.0.0.1"], "c": [], "d": ["127.0.0.1"], "e": ["10.0.0.9"]}.items()}
+    there = {
+        name: replace(here, first=addresses)
+        for name, addresses in {"b": ["10.0.0.1"], "c": [], "d": ["127.0.0.1"], "e": ["10.0.0.9"]}.items()
+    }
     found = list(checks.name_checks("a", {"a": first, **there}))
     assert _states(found) == {"a": "warn", "b": "ok", "c": "warn", "d": "fail", "e": "fail"}
 
@@ -150,11 +168,16 @@ def test_shared_and_local_folders(seen: dict[str, list[str]], node_local: bool |
 def test_files_that_are_absent_or_others(here: Facts) -> None:
     mine = replace(here, files={"model": "1", "train.jsonl": "2"})
     found = list(checks.file_checks(mine, {"a": mine, "b": replace(mine, files={"model": None, "train.jsonl": "3"})}))
-    assert [check.found for check in found] == ["model is not there", "train.jsonl is another than here (names or sizes)"]
+    assert [check.found for check in found] == [
+        "model is not there",
+        "train.jsonl is another than here (names or sizes)",
+    ]
 
 
 def test_disk_and_memory_beside_the_plan(here: Facts) -> None:
-    facts = replace(here, memory_bytes=100, gpus=[replace(GPU, total_bytes=1000)], folders={"o": Folder("/", True, 50, 60)})
+    facts = replace(
+        here, memory_bytes=100, gpus=[replace(GPU, total_bytes=1000)], folders={"o": Folder("/", True, 50, 60)}
+    )
     assert _states(checks.disk_checks({"a": facts, "b": facts}, "o", {"a": 110, "b": 111})) == {"a": "ok", "b": "fail"}
     locked = replace(facts, folders={"o": Folder("/", False, 50, 60)})
     assert "cannot be written in /" in next(checks.disk_checks({"a": locked}, "o", {})).found
@@ -202,17 +225,36 @@ def test_a_slow_host_is_told_from_a_slow_link() -> None:
 
 
 def _heard(**values: Any) -> dict[str, Any]:
-    return {"value": {"links": {}, "all_reduce": 1e9, "all_gather": 1e9, "num_bytes": 1 << 20, "missing": [], "wrong": [], "problem": ""} | values}
+    return {
+        "value": {
+            "links": {},
+            "all_reduce": 1e9,
+            "all_gather": 1e9,
+            "num_bytes": 1 << 20,
+            "missing": [],
+            "wrong": [],
+            "problem": "",
+        }
+        | values
+    }
 
 
 def test_who_keeps_a_network_from_working() -> None:
     seats = ["a", "b", "c"]
     fine = network_checks(seats, [_heard(links={"1": 1e9}), _heard(), _heard()])
-    assert [(check.name, check.state) for check in fine] == [("links", "ok"), ("all-reduce", "ok"), ("all-gather", "ok")]
+    assert [(check.name, check.state) for check in fine] == [
+        ("links", "ok"),
+        ("all-reduce", "ok"),
+        ("all-gather", "ok"),
+    ]
     for answers, host, words in (
         ([_heard(missing=[2]), _heard(missing=[2]), _heard(problem="cannot reach")], "c", "cannot reach"),
         ([_heard(missing=[2]), _heard(missing=[2]), {"lost": None, "said": ""}], "c", "did not answer in time"),
-        ([_heard(problem="closed by peer"), _heard(problem="closed"), {"lost": -9, "said": "x\nkilled"}], "c", "ended with exit code -9: killed"),
+        (
+            [_heard(problem="closed by peer"), _heard(problem="closed"), {"lost": -9, "said": "x\nkilled"}],
+            "c",
+            "ended with exit code -9: killed",
+        ),
         ([_heard(wrong=[1]), _heard(), _heard(wrong=[1])], "b", "sent other values"),
         ([_heard(), _heard(problem="no way to c"), _heard()], "b", "no way to c"),
     ):

@@ -44,7 +44,9 @@ def _marked(mark: str) -> list[int]:
 def test_an_interrupt_leaves_nothing() -> None:
     mark = secrets.token_hex(8)
     environ = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}/{mark}"}
-    started = subprocess.Popen([sys.executable, "-c", WAITING], env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    started = subprocess.Popen(
+        [sys.executable, "-c", WAITING], env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
     assert started.stdout
     assert started.stdout.readline() == "asked\n"
     until = time.monotonic() + 20
@@ -72,5 +74,8 @@ def test_a_host_that_cannot_be_asked_is_reported_once_and_asked_no_more() -> Non
 
 def test_no_ssh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(LaunchError, match="`ssh` is not installed here"), Cluster([Host("elsewhere", 1, 1, user="me")], Remote(), print):
+    with (
+        pytest.raises(LaunchError, match="`ssh` is not installed here"),
+        Cluster([Host("elsewhere", 1, 1, user="me")], Remote(), print),
+    ):
         pass

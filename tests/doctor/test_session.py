@@ -37,7 +37,9 @@ answer_requests(verbs, seconds=60)
 def session() -> Iterator[Session]:
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", ANSWERING]
-    opened = Session(lambda log: subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environ))
+    opened = Session(
+        lambda log: subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environ)
+    )
     yield opened
     opened.end()
 
@@ -55,7 +57,9 @@ def test_what_a_login_shell_prints_is_no_answer() -> None:
     printed = """echo 'Welcome to gpu-1!'; echo '{"value": 3}'; echo 5; echo null; printf 'without an end'"""
     command = ["sh", "-c", f'{printed}; exec "$0" -c "$1"', sys.executable, ANSWERING]
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
-    opened = Session(lambda log: subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environ))
+    opened = Session(
+        lambda log: subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environ)
+    )
     assert opened.ask("add", {"a": 40, "b": 2}, seconds=60) == 42
     with pytest.raises(RefusedError, match="7 is wrong"):
         opened.ask("refuse", {"value": 7}, seconds=60)

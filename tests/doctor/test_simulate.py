@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from ds_finetune.cli import main
-from ds_finetune.config import ParallelConfig, read_config
+from ds_finetune.cli.main import main
+from ds_finetune.config.schema import ParallelConfig, read_config
 from ds_finetune.doctor.simulate import group_checks, ranks_of, simulate
 from ds_finetune.hostfile import Host, read_hostfile
 from ds_finetune.plan.mesh import Mesh
@@ -62,7 +62,9 @@ def test_groups_that_leave_their_host(sizes: dict[str, int], slots: tuple[int, .
 def test_unequal_hosts_are_said_and_their_ranks_counted() -> None:
     hosts = read_hostfile(ROOT / "hostfiles" / "unequal")
     assert ranks_of(hosts) == [range(8), range(8, 12)]
-    assert [check.found for check in simulate(hosts, None) if check.state == "warn"] == ["worker-2 with fewer slots than 8"]
+    assert [check.found for check in simulate(hosts, None) if check.state == "warn"] == [
+        "worker-2 with fewer slots than 8"
+    ]
 
 
 def test_the_command_simulates(capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,11 +75,17 @@ def test_the_command_simulates(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--hostfile", "/no/such/hosts"]) == 2
 
 
-def test_this_machine_and_what_a_run_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a hostfile: the operator the run needs is built, disk and memory are held against the plan, and no mark is left."""
+def test_this_machine_and_what_a_run_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a hostfile: the operator the run needs is built, disk and memory are held against the plan, and no mark
+    is left.
+    """
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.chdir(ROOT)
-    run_file = tiny_task(tmp_path, deepspeed={"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}})
+    run_file = tiny_task(
+        tmp_path, deepspeed={"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    )
     options = ["--json", "--port", "29731"]
     assert main(["doctor", str(run_file), *options]) == 0
     states = {check["name"]: check["state"] for check in json.loads(capsys.readouterr().out)}

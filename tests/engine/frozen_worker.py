@@ -1,4 +1,6 @@
-"""Started by the tests as `torchrun worker.py FOLDER`: parameters that no loss reaches, under weight decay, saved and resumed."""
+"""Started by the tests as `torchrun worker.py FOLDER`: parameters that no loss reaches, under weight decay, saved and
+resumed.
+"""
 
 import json
 import os
@@ -11,16 +13,16 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from ds_finetune.cli import leave
-from ds_finetune.config import RunConfig
+from ds_finetune.cli.main import leave
+from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.core import Engine
 from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.engine.start import start_engine
-from ds_finetune.finetune import freeze_unreached
 from ds_finetune.model.build import read_hf_config
-from ds_finetune.plan.layout import make_plan
+from ds_finetune.plan.plan import make_plan
 from ds_finetune.selftest import check
 from ds_finetune.selftest.cells import Cell, run_tree
+from ds_finetune.trainer.train import freeze_unreached
 from ds_finetune.world import World
 from tests.model.test_unreached import INDEXED
 

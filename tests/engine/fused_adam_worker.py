@@ -1,4 +1,5 @@
-"""Started by the tests as `torchrun worker.py FOLDER CELLS.json`: DeepSpeed's FusedAdam on CPUs, its CUDA kernel written out in torch.
+"""Started by the tests as `torchrun worker.py FOLDER CELLS.json`: DeepSpeed's FusedAdam on CPUs, its CUDA kernel
+written out in torch.
 
 Everything around the kernel is what runs on a GPU: DeepSpeed's bookkeeping and wrappers, and in fp16 the loss scale.
 """
@@ -14,12 +15,12 @@ from typing import Any
 
 import torch
 
-from ds_finetune.cli import leave
-from ds_finetune.config import RunConfig
+from ds_finetune.cli.main import leave
+from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.engine.start import start_engine
 from ds_finetune.plan import options
-from ds_finetune.plan.layout import Plan, make_plan
+from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.selftest import check
 from ds_finetune.selftest.cells import Cell, hf_config, run_tree
 from ds_finetune.world import World

@@ -1,4 +1,6 @@
-"""Started by the tests as `torchrun --nproc-per-node 2 logits_worker.py MODEL OUT`: the logits every layout gives of the same prompts, `OUT/LAYOUT.npy`."""
+"""Started by the tests as `torchrun --nproc-per-node 2 logits_worker.py MODEL OUT`: the logits every layout gives of
+the same prompts, `OUT/LAYOUT.npy`.
+"""
 
 import os
 import sys
@@ -7,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ds_finetune.cli import leave
-from ds_finetune.config import RunConfig
+from ds_finetune.cli.main import leave
+from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.engine.start import start_engine
 from ds_finetune.model.build import read_hf_config
-from ds_finetune.plan.layout import make_plan
+from ds_finetune.plan.plan import make_plan
 from ds_finetune.selftest.cells import Cell, run_tree
 from ds_finetune.world import World
 

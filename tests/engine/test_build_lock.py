@@ -105,7 +105,10 @@ def test_a_lock_of_another_host_is_never_removed(tmp_path: Path) -> None:
     os.utime(lock, (past, past))
     with reported_lock("cpu_adam", said.append), pytest.raises(ConfigError) as caught:
         cpp_extension.FileBaton(str(lock)).try_acquire()
-    assert f"{lock} is held by process 7 on node7, and nothing has changed beside it for 10 minutes" in caught.value.message
+    assert (
+        f"{lock} is held by process 7 on node7, and nothing has changed beside it for 10 minutes"
+        in caught.value.message
+    )
     assert caught.value.hint == f"remove {lock} where nothing compiles there any more"
     assert "waiting for DeepSpeed's cpu_adam, which process 7 on node7 compiles" in said[0]
     assert lock.exists()
@@ -123,7 +126,9 @@ def test_a_lock_without_a_record_is_held_by_who_has_it_open(tmp_path: Path) -> N
     assert holder_of(tmp_path / "lock") is None
 
 
-@pytest.mark.parametrize(("file_system", "namespace", "is_dead"), [("ext4", True, True), ("nfs4", True, False), ("ext4", False, False)])
+@pytest.mark.parametrize(
+    ("file_system", "namespace", "is_dead"), [("ext4", True, True), ("nfs4", True, False), ("ext4", False, False)]
+)
 def test_a_lock_without_a_record_is_dead_only_where_every_process_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file_system: str, namespace: bool, is_dead: bool
 ) -> None:
@@ -131,7 +136,9 @@ def test_a_lock_without_a_record_is_dead_only_where_every_process_is_seen(
     (tmp_path / "lock").touch()
     # A sandbox may hide what its first process has open, and then nothing is certain.
     monkeypatch.setattr(build_lock, "_has_open", lambda process, status: False)
-    monkeypatch.setattr(build_lock.psutil, "disk_partitions", lambda **_: [SimpleNamespace(mountpoint="/", fstype=file_system)])
+    monkeypatch.setattr(
+        build_lock.psutil, "disk_partitions", lambda **_: [SimpleNamespace(mountpoint="/", fstype=file_system)]
+    )
     own = str(Path("/proc/self/ns/pid").readlink())
     monkeypatch.setattr(build_lock, "_FIRST_PID_NAMESPACE", own if namespace else "pid:[1]")
     holder = holder_of(tmp_path / "lock")

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from ds_finetune.config import RunConfig
+from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine import building
 from ds_finetune.engine.building import build_ops, cores_of_rank, use_cores
 from ds_finetune.errors import ConfigError
-from ds_finetune.plan.layout import Plan, make_plan
+from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.world import World
 
 NO_NVCC = ("DeepSpeed's fused_adam cannot be built: CUDA_HOME does not exist", "install the CUDA toolkit")
@@ -26,7 +26,9 @@ def _say(_: str) -> None:
     """Nothing is printed here."""
 
 
-def _build(monkeypatch: pytest.MonkeyPatch, plan: Plan, here: tuple[str, str], there: dict[str, tuple[str, str]]) -> Plan:
+def _build(
+    monkeypatch: pytest.MonkeyPatch, plan: Plan, here: tuple[str, str], there: dict[str, tuple[str, str]]
+) -> Plan:
     """Rank 0 finds `here` when it builds, rank 1 has found `there`."""
     monkeypatch.setattr(building, "_problem", lambda name, say: here)
     return build_ops(plan, lambda mine: [mine, json.dumps(there)], _say)
@@ -53,8 +55,13 @@ def test_a_user_who_wants_deepspeeds_adam_gets_it_or_an_error(monkeypatch: pytes
         _build(monkeypatch, plan, NO_NVCC, {"fused_adam": ("", "")})
 
 
-def test_an_offloaded_optimizer_that_cannot_be_built_ends_the_run_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = ("DeepSpeed's cpu_adam cannot be built: Installed CUDA version 12.8 does not match", "install another toolkit")
+def test_an_offloaded_optimizer_that_cannot_be_built_ends_the_run_before_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wrong = (
+        "DeepSpeed's cpu_adam cannot be built: Installed CUDA version 12.8 does not match",
+        "install another toolkit",
+    )
     with pytest.raises(ConfigError) as caught:
         _build(monkeypatch, _plan(OFFLOADED), ("", ""), {"cpu_adam": wrong})
     assert caught.value.message == f"rank 1: {wrong[0]}"
@@ -74,7 +81,9 @@ def test_without_nvcc_the_real_builder_is_why(monkeypatch: pytest.MonkeyPatch, t
     building._problem.cache_clear()
     built = build_ops(_plan(), lambda mine: [mine], _say)
     building._problem.cache_clear()
-    assert built.notes[-1].endswith("fused_adam cannot be built: CUDA_HOME does not exist, unable to compile CUDA op(s)")
+    assert built.notes[-1].endswith(
+        "fused_adam cannot be built: CUDA_HOME does not exist, unable to compile CUDA op(s)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,7 +116,16 @@ def test_an_offloaded_optimizer_has_its_share_of_the_cores(
 
 @pytest.mark.parametrize(
     ("launcher", "available", "total", "cores"),
-    [("torchrun", 8, 8, 2), ("deepspeed", 3, 8, 1), ("srun", 8, 32, 8), ("srun", 32, 32, 8), ("mpirun", 1, 32, 1), ("torchrun", 2, 2, 1)],
+    [
+        ("torchrun", 8, 8, 2),
+        ("deepspeed", 3, 8, 1),
+        ("srun", 8, 32, 8),
+        ("srun", 32, 32, 8),
+        ("mpirun", 1, 32, 1),
+        ("torchrun", 2, 2, 1),
+    ],
 )
-def test_cores_that_a_scheduler_has_given_a_rank_are_all_its_own(launcher: str, available: int, total: int, cores: int) -> None:
+def test_cores_that_a_scheduler_has_given_a_rank_are_all_its_own(
+    launcher: str, available: int, total: int, cores: int
+) -> None:
     assert cores_of_rank(World(0, 8, 0, 4, launcher), available=available, total=total) == cores

@@ -1,4 +1,6 @@
-"""What an engine gives to collectives lies on its device: steps, evaluations and gathering in every layout, on a GPU and under NCCL that are imagined."""
+"""What an engine gives to collectives lies on its device: steps, evaluations and gathering in every layout, on a GPU
+and under NCCL that are imagined.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,18 +13,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_finetune.config import RunConfig
+from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import eval_batches, training_batches
 from ds_finetune.engine import start
 from ds_finetune.engine.core import Engine, Limits
 from ds_finetune.engine.groups import Groups
 from ds_finetune.engine.processes import everyones, everyones_number, largest
-from ds_finetune.model.experts import ExpertGroup
 from ds_finetune.model.loss import TrainedModel
-from ds_finetune.model.sequence import SequenceGroup
-from ds_finetune.model.stages import StageGroup
-from ds_finetune.model.tensor import TensorGroup
-from ds_finetune.plan.layout import Plan, make_plan
+from ds_finetune.model.parallel.expert import ExpertGroup
+from ds_finetune.model.parallel.pipeline import StageGroup
+from ds_finetune.model.parallel.sequence import SequenceGroup
+from ds_finetune.model.parallel.tensor import TensorGroup
+from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.selftest.cells import Cell, grown, hf_config, rows, run_tree
 from ds_finetune.selftest.steps import batch_plan
 from ds_finetune.world import World
@@ -39,7 +41,9 @@ LAYOUTS = {
 
 
 class _Ranks:
-    """DeepSpeed's engine as far as a step at ZeRO stage 0 needs it, without its reductions, which are not this program's."""
+    """DeepSpeed's engine as far as a step at ZeRO stage 0 needs it, without its reductions, which are not this
+    program's.
+    """
 
     def __init__(self, module: TrainedModel) -> None:
         self.module, self.device = module, DEVICE
@@ -87,7 +91,9 @@ def _groups(plan: Plan) -> Groups:
 
 
 @contextmanager
-def engine_on_device(layout: str, rank: int = 0, *, family: str = "deepseek_v3_deep") -> Iterator[tuple[Engine, list[str]]]:
+def engine_on_device(
+    layout: str, rank: int = 0, *, family: str = "deepseek_v3_deep"
+) -> Iterator[tuple[Engine, list[str]]]:
     """The engine of a rank of a layout, as on a GPU, and the names of the collectives it has called."""
     world_size, sizes = LAYOUTS[layout]
     cell = Cell(family, 0, 2, packing=True, **sizes)
@@ -136,7 +142,9 @@ def test_whole_tensors_come_to_the_cpu_of_rank_zero(layout: str, rank: int) -> N
 
 
 def test_parts_of_experts_join_in_their_places() -> None:
-    """Every rank has what this one has: of a tensor of experts and heads each part is there as often as ranks share it out."""
+    """Every rank has what this one has: of a tensor of experts and heads each part is there as often as ranks share it
+    out.
+    """
     with engine_on_device("tp 2 x ep 2") as (engine, _):
         name = "model.layers.1.mlp.experts.down_proj"
         part = dict(engine.lm.named_parameters())[name].detach()
@@ -149,7 +157,9 @@ def test_parts_of_experts_join_in_their_places() -> None:
 def test_moments_of_an_offloaded_optimizer_are_joined() -> None:
     """As selftest/steps.py reads them."""
     with engine_on_device("tp 2 x ep 2") as (engine, _):
-        params = {name: param for name, param in engine.lm.named_parameters() if "experts" in name or "q_b_proj" in name}
+        params = {
+            name: param for name, param in engine.lm.named_parameters() if "experts" in name or "q_b_proj" in name
+        }
         for name, param in params.items():
             assert engine.joined(name, torch.ones(param.shape)).device.type == "cpu"
 
@@ -165,7 +175,10 @@ def test_values_that_ranks_exchange() -> None:
 def test_a_tensor_on_the_cpu_is_refused() -> None:
     with on_device(2):
         dist.all_reduce(torch.ones(2, device="cuda"))
-        for call in (lambda: dist.all_reduce(torch.ones(2)), lambda: dist.gather(torch.ones(2, device="cuda").cpu(), [torch.ones(2, device="cuda")])):
+        for call in (
+            lambda: dist.all_reduce(torch.ones(2)),
+            lambda: dist.gather(torch.ones(2, device="cuda").cpu(), [torch.ones(2, device="cuda")]),
+        ):
             with pytest.raises(CpuTensor, match=r"was given torch.float32 \(2,\)"):
                 call()
         with pytest.raises(AssertionError, match=r"torch.distributed.reduce_scatter is not imitated"):

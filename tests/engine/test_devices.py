@@ -13,7 +13,13 @@ import torch
 import torch.distributed as dist
 
 from ds_finetune.engine import devices, processes
-from ds_finetune.engine.devices import deepspeeds_local_rank, exchange, present_gpus, refuse_other_devices, visible_device
+from ds_finetune.engine.devices import (
+    deepspeeds_local_rank,
+    exchange,
+    present_gpus,
+    refuse_other_devices,
+    visible_device,
+)
 from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.errors import ConfigError, LaunchError, RunError
 from ds_finetune.world import World
@@ -40,7 +46,14 @@ def _gpus(monkeypatch: pytest.MonkeyPatch, *, usable: int, present: int) -> None
 
 @pytest.mark.parametrize(
     ("wanted", "usable", "present", "device"),
-    [(None, 2, 2, "cuda"), ("cuda", 2, 2, "cuda"), ("cpu", 2, 2, "cpu"), ("cpu", 0, 2, "cpu"), (None, 0, 0, "cpu"), ("", 0, 0, "cpu")],
+    [
+        (None, 2, 2, "cuda"),
+        ("cuda", 2, 2, "cuda"),
+        ("cpu", 2, 2, "cpu"),
+        ("cpu", 0, 2, "cpu"),
+        (None, 0, 0, "cpu"),
+        ("", 0, 0, "cpu"),
+    ],
 )
 def test_the_device_is_what_is_asked_for_and_there(
     monkeypatch: pytest.MonkeyPatch, wanted: str | None, usable: int, present: int, device: str
@@ -54,7 +67,11 @@ def test_the_device_is_what_is_asked_for_and_there(
 @pytest.mark.parametrize(
     ("wanted", "present", "message"),
     [
-        ("cuda", 0, f"DS_ACCELERATOR is cuda, and torch {torch.__version__} can use no GPU on {socket.gethostname()}: "),
+        (
+            "cuda",
+            0,
+            f"DS_ACCELERATOR is cuda, and torch {torch.__version__} can use no GPU on {socket.gethostname()}: ",
+        ),
         (None, 8, f"{socket.gethostname()} has 8 NVIDIA GPUs, and torch {torch.__version__} can use none: "),
         ("xpu", 0, "DS_ACCELERATOR is `xpu`"),
     ],
@@ -130,7 +147,9 @@ def test_ranks_that_can_work_together_are_not_refused() -> None:
 def test_ranks_exchange_texts_through_the_store() -> None:
     store = dist.HashStore()
     with ThreadPoolExecutor(3) as pool:
-        sent = [pool.submit(exchange, store, World(r, 3, r, 3, "t"), "x", f"of {r}", timeout=SOON * 50) for r in range(3)]
+        sent = [
+            pool.submit(exchange, store, World(r, 3, r, 3, "t"), "x", f"of {r}", timeout=SOON * 50) for r in range(3)
+        ]
         assert [one.result() for one in sent] == [["of 0", "of 1", "of 2"]] * 3
 
 

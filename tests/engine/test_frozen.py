@@ -13,7 +13,9 @@ def test_parameters_without_a_gradient_do_not_shrink(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "found.json").read_text())
     assert [*found] == ["0-bf16", "2-fp32", "3-bf16"]
     for name, case in found.items():
-        assert [note for note in case["notes"] if note.startswith("frozen: 10 parameters that the loss does not reach")], name
+        assert [
+            note for note in case["notes"] if note.startswith("frozen: 10 parameters that the loss does not reach")
+        ], name
         assert case["changed"], name
         assert not [changed for changed in case["changed"] if ".indexer." in changed], name
         assert case["resumed"], name

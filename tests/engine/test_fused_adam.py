@@ -1,4 +1,6 @@
-"""DeepSpeed's FusedAdam, which every GPU run had never been tested with: steps, norms, resuming and exports equal the plain loop's."""
+"""DeepSpeed's FusedAdam, which every GPU run had never been tested with: steps, norms, resuming and exports equal the
+plain loop's.
+"""
 
 import json
 from pathlib import Path
@@ -9,7 +11,13 @@ import pytest
 from tests.running import start, torchrun
 
 CELLS: dict[str, dict[str, Any]] = {
-    f"stage {stage} {precision}": {"stage": stage, "precision": precision, "accumulation": 2, "packing": True, "max_grad_norm": 0.5}
+    f"stage {stage} {precision}": {
+        "stage": stage,
+        "precision": precision,
+        "accumulation": 2,
+        "packing": True,
+        "max_grad_norm": 0.5,
+    }
     for stage in range(4)
     for precision in ("fp32", "bf16", "fp16")
     if stage or precision != "fp16"

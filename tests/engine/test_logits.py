@@ -20,7 +20,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = AutoModelForCausalLM.from_config(hf_config("deepseek_v3")).float().eval()
     model.save_pretrained(folder / "model")
     with torch.no_grad():
-        np.save(folder / "plain.npy", torch.cat([model(torch.tensor([prompt])).logits[0] for prompt in PROMPTS]).numpy())
+        np.save(
+            folder / "plain.npy", torch.cat([model(torch.tensor([prompt])).logits[0] for prompt in PROMPTS]).numpy()
+        )
     done = start(torchrun(str(Path(__file__).with_name("logits_worker.py")), str(folder / "model"), str(folder)))
     assert done.returncode == 0, done.stderr[-4000:]
     return folder

@@ -32,7 +32,9 @@ def disk() -> Iterator[Path]:
 
 
 def _wide_task(folder: Path, zero: dict[str, Any]) -> Path:
-    run_file = tiny_task(folder, deepspeed={"zero_optimization": zero}, model={"path": str(folder / "model"), "weights": "load"})
+    run_file = tiny_task(
+        folder, deepspeed={"zero_optimization": zero}, model={"path": str(folder / "model"), "weights": "load"}
+    )
     written = folder / "model" / "config.json"
     written.write_text(json.dumps(json.loads(written.read_text()) | WIDE))
     model = build_skeleton(read_hf_config(str(folder / "model")), attention="sdpa", dtype=torch.float32, device="cpu")
@@ -45,8 +47,17 @@ def test_parameters_and_optimizer_on_nvme_equal_those_in_memory(tmp_path: Path, 
     nvme = {"device": "nvme", "nvme_path": str(disk)}
     offloads: dict[str, dict[str, Any]] = {
         "memory": {"stage": 2},
-        "both": {"stage": 3, "sub_group_size": 1_000_000, "offload_optimizer": nvme, "offload_param": nvme | {"buffer_size": 1_100_000}},
-        "parameters": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": nvme | {"buffer_size": 1_100_000}},
+        "both": {
+            "stage": 3,
+            "sub_group_size": 1_000_000,
+            "offload_optimizer": nvme,
+            "offload_param": nvme | {"buffer_size": 1_100_000},
+        },
+        "parameters": {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu"},
+            "offload_param": nvme | {"buffer_size": 1_100_000},
+        },
     }
     losses = {}
     for name, zero in offloads.items():
@@ -62,4 +73,7 @@ def test_parameters_and_optimizer_on_nvme_equal_those_in_memory(tmp_path: Path, 
 def test_a_buffer_too_small_is_named(tmp_path: Path, disk: Path) -> None:
     zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(disk), "buffer_size": 1000}}
     done = start(torchrun("ds_finetune/train.py", str(_wide_task(tmp_path, zero))))
-    assert "offload_param.buffer_size 1,000 elements is smaller than a rank's slice of `model.layers.1.mlp.experts.gate_up_proj`" in done.stderr
+    assert (
+        "offload_param.buffer_size 1,000 elements is smaller than a rank's slice of `model.layers.1.mlp.experts.gate_up_proj`"
+        in done.stderr
+    )

@@ -1,4 +1,6 @@
-"""DeepSpeed's operators: which a plan needs, that they compute what torch does, and why they cannot be built, in the compiler's own words."""
+"""DeepSpeed's operators: which a plan needs, that they compute what torch does, and why they cannot be built, in the
+compiler's own words.
+"""
 
 import os
 import re
@@ -10,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from ds_finetune.config import RunConfig
+from ds_finetune.config.schema import RunConfig
 from ds_finetune.doctor.run import op_check
 from ds_finetune.engine.ops import check_op, needed_ops, true_cause
 from ds_finetune.errors import ConfigError
-from ds_finetune.plan.layout import make_plan
+from ds_finetune.plan.plan import make_plan
 from ds_finetune.world import World
 
 NVME = {"device": "nvme", "nvme_path": "/nvme"}
@@ -43,7 +45,13 @@ def ninja(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_which_operators_a_plan_needs(optimizer: str, device: str, zero: dict[str, Any], ops: set[str]) -> None:
-    tree = {"model": "m", "data": {"train": "t"}, "output_dir": "o", "optim": {"name": optimizer}, "deepspeed": {"zero_optimization": zero}}
+    tree = {
+        "model": "m",
+        "data": {"train": "t"},
+        "output_dir": "o",
+        "optim": {"name": optimizer},
+        "deepspeed": {"zero_optimization": zero},
+    }
     found = needed_ops(make_plan(RunConfig.model_validate(tree), world=World(0, 2, 0, 2, "test"), device=device))
     assert set(found) == ops
     assert found.get("async_io", {"folders": ["/nvme"]})["folders"] == ["/nvme"]
@@ -73,7 +81,8 @@ def test_async_io_writes_and_reads_with_its_speed() -> None:
         pytest.skip("no /dev/shm on this machine")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         assert re.search(
-            r"[\d.]+ GB/s written, [\d.]+ GB/s read, [\d,]+ GiB free", check_op("async_io", {"folders": [folder], "aio": {"queue_depth": 4}})
+            r"[\d.]+ GB/s written, [\d.]+ GB/s read, [\d,]+ GiB free",
+            check_op("async_io", {"folders": [folder], "aio": {"queue_depth": 4}}),
         )
         assert not list(Path(folder).iterdir())
 
@@ -81,7 +90,9 @@ def test_async_io_writes_and_reads_with_its_speed() -> None:
 def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ConfigError, match="DeepSpeed's cpu_adam cannot be built: no compiler `no-such-compiler` on this host"):
+    with pytest.raises(
+        ConfigError, match="DeepSpeed's cpu_adam cannot be built: no compiler `no-such-compiler` on this host"
+    ):
         check_op("cpu_adam", {})
 
 
@@ -94,7 +105,9 @@ def test_what_the_compiler_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     wrapper.chmod(0o755)
     monkeypatch.setenv("CXX", str(wrapper))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "ops"))
-    with pytest.raises(ConfigError, match=r"cpu_adagrad cannot be built: .*fatal error: absent_header.h: No such file or directory"):
+    with pytest.raises(
+        ConfigError, match=r"cpu_adagrad cannot be built: .*fatal error: absent_header.h: No such file or directory"
+    ):
         check_op("cpu_adagrad", {})
 
 

@@ -44,7 +44,9 @@ def test_a_nan_on_one_rank_is_named_and_changes_nothing(found: dict[str, Any], s
 
 @pytest.mark.parametrize(("rank", "culprit"), [(0, "model.embed_tokens."), (1, "model.layers.1.")])
 @pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "fp32"), (1, "bf16")])
-def test_a_nan_on_one_stage_of_a_pipeline_skips_the_step_on_all(found: dict[str, Any], stage: int, precision: str, rank: int, culprit: str) -> None:
+def test_a_nan_on_one_stage_of_a_pipeline_skips_the_step_on_all(
+    found: dict[str, Any], stage: int, precision: str, rank: int, culprit: str
+) -> None:
     case = found[f"pipeline-{stage}-{precision}-{rank}"]
     assert case["skipped"] == [0, 1, 0, 0]
     assert case["unchanged"]
@@ -77,5 +79,8 @@ def test_too_many_skipped_steps_in_a_row_end_the_run() -> None:
         observer.after_step(StepRecord(step, {"train/skipped": float(skipped)}, notice="w on rank 1"))
     with pytest.raises(RunError) as caught:
         observer.after_step(StepRecord(4, {"train/skipped": 1.0}, notice="w on rank 1"))
-    assert caught.value.message == "2 steps in a row were skipped for a non-finite gradient, the last at step 4: w on rank 1"
+    assert (
+        caught.value.message
+        == "2 steps in a row were skipped for a non-finite gradient, the last at step 4: w on rank 1"
+    )
     assert caught.value.exit_code == 1

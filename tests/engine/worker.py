@@ -1,4 +1,6 @@
-"""Started by the tests as `torchrun --nproc-per-node 2 worker.py MODEL OUT.json`: what the engine does when a step goes wrong."""
+"""Started by the tests as `torchrun --nproc-per-node 2 worker.py MODEL OUT.json`: what the engine does when a step goes
+wrong.
+"""
 
 import itertools
 import json
@@ -10,18 +12,18 @@ from typing import Any
 
 import torch
 
-from ds_finetune.cli import leave
-from ds_finetune.config import RunConfig
+from ds_finetune.cli.main import leave
+from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import Batch, BatchPlan, training_batches
 from ds_finetune.engine.core import Engine
 from ds_finetune.engine.pipeline import reduced_at_end
 from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.engine.start import start_engine
-from ds_finetune.loop import training_steps
 from ds_finetune.model.build import read_hf_config
-from ds_finetune.plan.layout import make_plan
+from ds_finetune.plan.plan import make_plan
 from ds_finetune.schedule import LrSchedule
 from ds_finetune.selftest.cells import SAMPLES, Cell, rows, run_tree
+from ds_finetune.trainer.loop import training_steps
 from ds_finetune.world import World
 
 STEPS = 4
@@ -34,9 +36,13 @@ def main() -> None:
     with process_group(world, device):
         for stage in (0, 1, 2, 3):
             for precision in ("fp32", "bf16"):
-                with _engine(world, device, Cell("deepseek_v3", stage, 2, packing=False, precision=precision)) as engine:
+                with _engine(
+                    world, device, Cell("deepseek_v3", stage, 2, packing=False, precision=precision)
+                ) as engine:
                     found[f"plain-{stage}-{precision}"] = [record.values["train/loss"] for record in _steps(engine)]
-                with _engine(world, device, Cell("deepseek_v3", stage, 2, packing=False, precision=precision)) as engine:
+                with _engine(
+                    world, device, Cell("deepseek_v3", stage, 2, packing=False, precision=precision)
+                ) as engine:
                     found[f"poisoned-{stage}-{precision}"] = _poisoned(engine, 1, "model.norm")
             with _engine(world, device, Cell("deepseek_v3", stage, 2, packing=False)) as engine:
                 _route_apart(engine, world.rank)
@@ -45,7 +51,9 @@ def main() -> None:
             (0, 1), ("fp32", "bf16"), enumerate(("model.layers.0.input_layernorm", "model.norm"))
         ):
             if stage or precision == "fp32":
-                with _engine(world, device, Cell("deepseek_v3", stage, 2, packing=False, precision=precision, pp=2)) as engine:
+                with _engine(
+                    world, device, Cell("deepseek_v3", stage, 2, packing=False, precision=precision, pp=2)
+                ) as engine:
                     found[f"pipeline-{stage}-{precision}-{rank}"] = _poisoned(engine, rank, module)
         with _engine(world, device, Cell("deepseek_v3", 1, 2, packing=False)) as engine:
             found["alone"] = _error_on_one_rank(engine, world.rank)
@@ -54,13 +62,17 @@ def main() -> None:
 
 
 def _engine(world: World, device: str, cell: Cell) -> Any:
-    config = RunConfig.model_validate(run_tree(cell, Path(sys.argv[1]), Path(sys.argv[2]).parent, dp=world.world_size // cell.sharing))
+    config = RunConfig.model_validate(
+        run_tree(cell, Path(sys.argv[1]), Path(sys.argv[2]).parent, dp=world.world_size // cell.sharing)
+    )
     return start_engine(make_plan(config, world=world, device=device), read_hf_config(config.model.path))
 
 
 def _batches(engine: Engine) -> Iterator[Batch]:
     train = engine.plan.config.train
-    plan = BatchPlan(train.global_batch_size, train.micro_batch_size, engine.plan.mesh.place("dp"), engine.plan.dp, 0, False, 0, None)
+    plan = BatchPlan(
+        train.global_batch_size, train.micro_batch_size, engine.plan.mesh.place("dp"), engine.plan.dp, 0, False, 0, None
+    )
     return training_batches(rows(packing=False), plan, start_step=0, total_rows=STEPS * SAMPLES)
 
 

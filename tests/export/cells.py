@@ -16,7 +16,9 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One checkpoint: model family, ZeRO stage, bf16 or fp32 parameters, whether the first layer is frozen, further options of ZeRO."""
+    """One checkpoint: model family, ZeRO stage, bf16 or fp32 parameters, whether the first layer is frozen, further
+    options of ZeRO.
+    """
 
     family: str
     stage: int
@@ -27,7 +29,15 @@ class Cell:
     @property
     def name(self) -> str:
         """A name for folders and test ids."""
-        return "-".join((self.family, f"stage{self.stage}", "bf16" if self.bf16 else "fp32", *["frozen"] * self.frozen, *self.options))
+        return "-".join(
+            (
+                self.family,
+                f"stage{self.stage}",
+                "bf16" if self.bf16 else "fp32",
+                *["frozen"] * self.frozen,
+                *self.options,
+            )
+        )
 
 
 CELLS = (

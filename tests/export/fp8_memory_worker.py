@@ -1,20 +1,22 @@
-"""How much memory and time an FP8 folder takes out of FP8 and back: `python tests/export/fp8_memory_worker.py FOLDER LAYERS`.
+"""How much memory and time an FP8 folder takes out of FP8 and back: `python tests/export/fp8_memory_worker.py FOLDER
+LAYERS`.
 
-Writes a Llama of LAYERS layers (13.6 M linear weights each) in FP8 blocks of random bytes, and prints JSON: bytes of its
-files, and for each conversion the growth of the resident set beyond what was there before, and seconds.
+Writes a Llama of LAYERS layers (13.6 M linear weights each) in FP8 blocks of random bytes, and prints JSON: bytes
+of its files, and for each conversion the growth of the resident set beyond what was there before, and seconds.
 """
 
 import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from ds_finetune.export.checkpoint import export_checkpoint
+from ds_finetune.export.readers.checkpoint import export_checkpoint
 
 HIDDEN, INNER, VOCAB = 1024, 3072, 4096
 SHAPES = {
@@ -28,7 +30,12 @@ def write_folder(folder: Path, layers: int) -> int:
     """A layer to a file; returns the bytes of all."""
     folder.mkdir(parents=True)
     config = AutoConfig.for_model(
-        "llama", hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=layers, num_attention_heads=8, vocab_size=VOCAB
+        "llama",
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        vocab_size=VOCAB,
     )
     config.save_pretrained(folder)
     for layer in range(layers):
@@ -50,7 +57,12 @@ def write_folder(folder: Path, layers: int) -> int:
 
 
 def _status(key: str) -> int:
-    return int(next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key)).split()[1]) * 1024
+    return (
+        int(
+            next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key)).split()[1]
+        )
+        * 1024
+    )
 
 
 def measured(work: Callable[[], object]) -> tuple[int, float]:
@@ -67,8 +79,9 @@ def main(folder: Path, layers: int) -> None:
     for name, count in (("warm", 1), ("whole", layers)):
         base, plain, back = (folder / f"{name}-{kind}" for kind in ("fp8", "bf16", "back"))
         found["bytes"] = write_folder(base, count)
-        found["to_bf16"] = measured(lambda: export_checkpoint(base, plain, dtype="bf16", max_shard_bytes=5 * 10**9, base=None))  # noqa: B023
-        found["to_fp8"] = measured(lambda: export_checkpoint(plain, back, dtype="fp8", max_shard_bytes=5 * 10**9, base=base))  # noqa: B023
+        convert = partial(export_checkpoint, max_shard_bytes=5 * 10**9)
+        found["to_bf16"] = measured(partial(convert, base, plain, dtype="bf16", base=None))
+        found["to_fp8"] = measured(partial(convert, plain, back, dtype="fp8", base=base))
     print(json.dumps(found))  # noqa: T201
 
 

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from ds_finetune.config import LoraConfig
+from ds_finetune.config.schema import LoraConfig
 from ds_finetune.errors import ExportError, ModelError
 from ds_finetune.export.adapter import CONFIG, WEIGHTS
-from ds_finetune.export.checkpoint import export_checkpoint
+from ds_finetune.export.readers.checkpoint import export_checkpoint
 from ds_finetune.model.weights import weights_digest
 from tests.lora_twin import NAMED, adapted, base_model, write_adapter_of
 
@@ -23,13 +23,27 @@ MLP = ["gate_proj", "up_proj", "down_proj"]
 BY_PEFT = {
     "llama all-linear": ("llama", {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}),
     "qwen2 rslora": ("qwen2", {"r": 4, "use_rslora": True, "target_modules": ["q_proj", "down_proj"]}),
-    "llama patterns": ("llama", {"r": 4, "rank_pattern": {"o_proj": 2}, "alpha_pattern": {"layers.1.*": 3}, "target_modules": ["q_proj", "o_proj"]}),
+    "llama patterns": (
+        "llama",
+        {
+            "r": 4,
+            "rank_pattern": {"o_proj": 2},
+            "alpha_pattern": {"layers.1.*": 3},
+            "target_modules": ["q_proj", "o_proj"],
+        },
+    ),
     "v3 attention": ("deepseek_v3", {"r": 4, "target_modules": MLA}),
     "v3 rewritten to experts": ("deepseek_v3", {"r": 4, "target_modules": [*MLA, *MLP]}),
     "v3 one of two": ("deepseek_v3", {"r": 4, "target_modules": [], "target_parameters": ["experts.gate_up_proj"]}),
     "v3 the other": ("deepseek_v3", {"r": 4, "target_modules": [], "target_parameters": ["experts.down_proj"]}),
-    "v2 experts": ("deepseek_v2", {"r": 4, "target_modules": ["o_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}),
-    "v3 router": ("deepseek_v3", {"r": 4, "target_modules": [], "target_parameters": ["mlp.gate.weight", "shared_experts.up_proj.weight"]}),
+    "v2 experts": (
+        "deepseek_v2",
+        {"r": 4, "target_modules": ["o_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+    ),
+    "v3 router": (
+        "deepseek_v3",
+        {"r": 4, "target_modules": [], "target_parameters": ["mlp.gate.weight", "shared_experts.up_proj.weight"]},
+    ),
 }
 SHARD = 100_000
 
@@ -56,7 +70,9 @@ def test_an_adapter_of_peft_is_merged_as_peft_merges_it(name: str, tmp_path: Pat
     torch.manual_seed(6)
     theirs = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **given))
     theirs.save_pretrained(tmp_path / "adapter")
-    export_checkpoint(tmp_path / "adapter", tmp_path / "out", dtype="fp32", max_shard_bytes=SHARD, base=tmp_path / "base")
+    export_checkpoint(
+        tmp_path / "adapter", tmp_path / "out", dtype="fp32", max_shard_bytes=SHARD, base=tmp_path / "base"
+    )
     wanted = _logits(theirs)
     assert (wanted - before).abs().max() > 1e-2
     assert torch.allclose(_logits(_plain(tmp_path / "out")), wanted, atol=1e-5, rtol=0)
@@ -72,13 +88,18 @@ def folder(tmp_path: Path) -> Path:
 
 
 def _export(folder: Path, *, dtype: str = "fp32", base: str | None = "base") -> dict[str, torch.Tensor]:
-    export_checkpoint(folder / "adapter", folder / "out", dtype=dtype, max_shard_bytes=10**9, base=folder / base if base else None)
+    export_checkpoint(
+        folder / "adapter", folder / "out", dtype=dtype, max_shard_bytes=10**9, base=folder / base if base else None
+    )
     return load_file(folder / "out" / "model.safetensors")
 
 
 def test_layers_that_the_class_does_not_build_are_carried_over(folder: Path) -> None:
     file = folder / "base" / "model.safetensors"
-    extra = {"model.layers.2.eh_proj.weight": torch.randn(32, 64), "model.layers.2.mlp.experts.0.up_proj.weight": torch.randn(16, 32)}
+    extra = {
+        "model.layers.2.eh_proj.weight": torch.randn(32, 64),
+        "model.layers.2.mlp.experts.0.up_proj.weight": torch.randn(16, 32),
+    }
     save_file(load_file(file) | extra, file, metadata={"format": "pt"})
     found = _export(folder)
     assert all(torch.equal(found[name], tensor) for name, tensor in extra.items())
@@ -93,7 +114,9 @@ def test_a_base_with_fused_names_is_merged_too_and_its_bias_stays_fp32(folder: P
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
     shutil.rmtree(folder / "out")
     kinds = {name: tensor.dtype for name, tensor in _export(folder, dtype="bf16").items()}
-    assert {name for name, dtype in kinds.items() if dtype == torch.float32} == {"model.layers.1.mlp.gate.e_score_correction_bias"}
+    assert {name for name, dtype in kinds.items() if dtype == torch.float32} == {
+        "model.layers.1.mlp.gate.e_score_correction_bias"
+    }
 
 
 def _change_config(folder: Path, **values: Any) -> None:
@@ -120,7 +143,10 @@ SPOILED: dict[str, tuple[Any, str]] = {
     "dora": (lambda f: _change_config(f, use_dora=True), "use_dora True"),
     "other kind": (lambda f: _change_config(f, peft_type="LOHA"), "peft_type 'LOHA'"),
     "half": (lambda f: _change_tensors(f, lambda t: list(t.items())[1:]), "one half alone of 1 adapters"),
-    "unknown tensor": (lambda f: _change_tensors(f, lambda t: t | {"x.magnitude": torch.zeros(1)}), "tensor x.magnitude"),
+    "unknown tensor": (
+        lambda f: _change_tensors(f, lambda t: t | {"x.magnitude": torch.zeros(1)}),
+        "tensor x.magnitude",
+    ),
     "other rank": (lambda f: _change_config(f, r=16), "for rank 16"),
     "other shape": (
         lambda f: _change_tensors(f, lambda t: {k: v[:, :-1].clone() if "lora_A" in k else v for k, v in t.items()}),

@@ -1,4 +1,6 @@
-"""Every way out of a model, from every kind of broken model or place: one clear error, exit code 2, and not a byte anywhere that was not there before."""
+"""Every way out of a model, from every kind of broken model or place: one clear error, exit code 2, and not a byte
+anywhere that was not there before.
+"""
 
 import hashlib
 import json
@@ -15,8 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ds_finetune.cli import main
-from ds_finetune.config import LoraConfig
+from ds_finetune.cli.main import main
+from ds_finetune.config.schema import LoraConfig
 from ds_finetune.errors import OutputError
 from ds_finetune.export.adapter import write_adapter
 from ds_finetune.model.families import family_of
@@ -26,7 +28,9 @@ from tests.conftest import ROOT
 from tests.model.fp8_folder import V3, master, publish
 from tests.running import start
 
-CONFIG: dict[str, Any] = {key: value for key, value in V3.items() if key != "quantization_config"} | {"num_nextn_predict_layers": 0}
+CONFIG: dict[str, Any] = {key: value for key, value in V3.items() if key != "quantization_config"} | {
+    "num_nextn_predict_layers": 0
+}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 WAYS = {
     "safetensors": ["{model}", "{out}", "--no-verify"],
@@ -48,7 +52,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for key in ("model.layers.0.self_attn.o_proj.weight", "model.layers.1.self_attn.kv_a_proj_with_mqa.weight")
     }
     lora = LoraConfig(rank=4, alpha=2, target_modules=("o_proj", "kv_a_proj_with_mqa"))
-    write_adapter(factors, lora, root / "adapter", base=str(model), digest=weights_digest(model), family=family_of("deepseek_v3"))
+    write_adapter(
+        factors, lora, root / "adapter", base=str(model), digest=weights_digest(model), family=family_of("deepseek_v3")
+    )
     return root
 
 
@@ -61,7 +67,8 @@ def place(made: Path, tmp_path: Path) -> Path:
 def contents(root: Path) -> dict[str, str]:
     """Every path below `root` with a digest of what it holds."""
     return {
-        str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder" for path in sorted(root.rglob("*"))
+        str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
+        for path in sorted(root.rglob("*"))
     }
 
 
@@ -134,7 +141,10 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "a shard ends in its header": (_cut_header, "is not a whole safetensors file"),
     "the index names a file above": (_outside, "names files outside its folder: ../secret.safetensors"),
     "the index names an absolute file": (_elsewhere, "/secret.safetensors"),
-    "a weight holds integers": (lambda m: _change(m, EMBEDDING, lambda t: t.int()), f"holds 1 tensors of another kind: `{EMBEDDING}` is torch.int32"),
+    "a weight holds integers": (
+        lambda m: _change(m, EMBEDDING, lambda t: t.int()),
+        f"holds 1 tensors of another kind: `{EMBEDDING}` is torch.int32",
+    ),
     "a weight is FP8 of another kind": (
         lambda m: _change(m, EMBEDDING, lambda t: t.to(torch.float8_e5m2)),
         f"holds 1 tensors of another kind: `{EMBEDDING}` is torch.float8_e5m2",
@@ -153,7 +163,8 @@ def test_a_broken_model(broken: str, way: str, place: Path, capsys: pytest.Captu
     damage, said = BROKEN[broken]
     damage(place / "model")
     if way.startswith("merge"):
-        # The digest is of some weights alone and may or may not see the damage; here the adapter knows none, as peft's own.
+        # The digest is of some weights alone and may or may not see the damage; here the adapter knows none, as peft's
+        # own.
         _forget_digest(place / "adapter")
     refused(way, place, said, capsys)
 
@@ -204,7 +215,10 @@ def test_an_adapter_on_a_disk_that_takes_no_more(tmp_path: Path) -> None:
     lora, family = LoraConfig(rank=4, alpha=2, target_modules=("o_proj",)), family_of("deepseek_v3")
     write_adapter(factors, lora, tmp_path / "adapter", base="x", digest="", family=family)
     before = contents(tmp_path)
-    with _files_end_at(2**10), pytest.raises(OutputError, match=r"adapter\.partial cannot be written: .*File too large"):
+    with (
+        _files_end_at(2**10),
+        pytest.raises(OutputError, match=r"adapter\.partial cannot be written: .*File too large"),
+    ):
         write_adapter(factors, lora, tmp_path / "adapter", base="y", digest="", family=family)
     assert contents(tmp_path) == before
 
@@ -220,11 +234,16 @@ def test_a_disk_that_is_full(is_nearly_enough: bool, way: str, place: Path) -> N
     small = place.parent / "small"
     small.mkdir()
     command = [part.replace(f"{place}/out", f"{small}/out") for part in arguments(way, place)]
-    script = 'mount -t tmpfs -o size="$0" none "$1" || exit 77; small="$1"; shift; "$@"; code=$?; ls -A "$small"; exit $code'
+    script = (
+        'mount -t tmpfs -o size="$0" none "$1" || exit 77; small="$1"; shift; "$@"; code=$?; ls -A "$small"; exit $code'
+    )
     room = str(size - 4096 if is_nearly_enough else 65536)
     before = contents(place)
     path = {"PYTHONPATH": os.environ.get("PYTHONPATH", str(ROOT))}
-    done = start(["unshare", "--mount", "bash", "-c", script, room, str(small), sys.executable, "-m", "ds_finetune", *command], path)
+    done = start(
+        ["unshare", "--mount", "bash", "-c", script, room, str(small), sys.executable, "-m", "ds_finetune", *command],
+        path,
+    )
     if done.returncode == 77 or "unshare" in done.stderr:
         pytest.skip(f"no file system may be made here: {done.stderr.strip()}")
     assert done.returncode == 2, done.stderr

@@ -1,4 +1,6 @@
-"""From a source to a folder: equal to what transformers writes, in memory that does not grow with the model, or refused."""
+"""From a source to a folder: equal to what transformers writes, in memory that does not grow with the model, or
+refused.
+"""
 
 import json
 import sys
@@ -16,7 +18,7 @@ from ds_finetune.export.convert import fitted, read_model_spec, write_from
 from ds_finetune.export.folder import FolderParts
 from ds_finetune.model.families import family_of
 from ds_finetune.model.names import hub_pieces
-from ds_finetune.run_folder import read_json
+from ds_finetune.trainer.run_dir import read_json
 from tests.model.test_weights import published
 from tests.model.tiny import CONFIGS
 from tests.running import start
@@ -46,7 +48,11 @@ class InMemory:
 
 def source_of(model: PreTrainedModel, **changed: torch.Tensor) -> InMemory:
     """The model's tensors once each, in another order than its own."""
-    state = {name: tensor for name, tensor in sorted(model.state_dict().items()) if name not in (model.all_tied_weights_keys or {})}
+    state = {
+        name: tensor
+        for name, tensor in sorted(model.state_dict().items())
+        if name not in (model.all_tied_weights_keys or {})
+    }
     return InMemory(state | {name.replace("__", "."): tensor for name, tensor in changed.items()})
 
 
@@ -67,7 +73,9 @@ def llama(tmp_path: Path) -> PreTrainedModel:
 @pytest.mark.parametrize("max_bytes", [3000, 10**9])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", CONFIGS)
-def test_equals_what_transformers_writes(family: str, dtype: str, max_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equals_what_transformers_writes(
+    family: str, dtype: str, max_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(convert, "CHUNK_NUMEL", 97)
     base, out = tmp_path / "base", tmp_path / "out"
     model = published(family, base)
@@ -85,7 +93,11 @@ def test_equals_what_transformers_writes(family: str, dtype: str, max_bytes: int
 def test_names_of_published_checkpoints_are_taken_too(tmp_path: Path) -> None:
     """A program with transformers 4 keeps one matrix for each expert."""
     model = published("deepseek_v3", tmp_path / "base")
-    split = {p.key: t[p.index] for name, t in model.state_dict().items() for p in hub_pieces(name, tuple(t.shape), family_of("deepseek_v3"))}
+    split = {
+        p.key: t[p.index]
+        for name, t in model.state_dict().items()
+        for p in hub_pieces(name, tuple(t.shape), family_of("deepseek_v3"))
+    }
     source = fitted(InMemory(split), read_model_spec(tmp_path / "base"), label="it")
     write_from(source, tmp_path / "out", parts_of(tmp_path / "base", torch.float32), max_shard_bytes=10**9, workers=1)
     wanted, found = read_all(tmp_path / "base"), read_all(tmp_path / "out")
@@ -103,7 +115,9 @@ def test_the_spec_is_the_models_class(llama: PreTrainedModel, tmp_path: Path) ->
     assert "lm_head.weight" not in tied.shapes
 
 
-@pytest.mark.parametrize(("tree", "said"), [({"model_type": "none"}, "none"), ({"model_type": "vit"}, "Unrecognized"), ({}, "model_type")])
+@pytest.mark.parametrize(
+    ("tree", "said"), [({"model_type": "none"}, "none"), ({"model_type": "vit"}, "Unrecognized"), ({}, "model_type")]
+)
 def test_a_config_without_a_causal_lm(tree: dict[str, str], said: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(tree))
     with pytest.raises(ExportError, match=said) as caught:
@@ -154,7 +168,9 @@ def test_numbers_that_are_none_stop_it_and_the_older_export_stays(
     assert (out / "model.safetensors").read_bytes() == before
 
 
-def test_after_a_failure_nothing_new_is_read(llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_failure_nothing_new_is_read(
+    llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(convert, "CHUNK_NUMEL", 8)
     reads: list[str] = []
 
@@ -167,7 +183,13 @@ def test_after_a_failure_nothing_new_is_read(llama: PreTrainedModel, tmp_path: P
             return super().read(name, start, numel)
 
     with pytest.raises(OSError, match="disk"):
-        write_from(Failing(source_of(llama).tensors), tmp_path / "out", parts_of(tmp_path / "base", torch.bfloat16), max_shard_bytes=10**9, workers=2)
+        write_from(
+            Failing(source_of(llama).tensors),
+            tmp_path / "out",
+            parts_of(tmp_path / "base", torch.bfloat16),
+            max_shard_bytes=10**9,
+            workers=2,
+        )
     assert len(reads) < 10
     assert not (tmp_path / "out").exists()
 
@@ -177,7 +199,7 @@ import sys, torch
 from pathlib import Path
 from ds_finetune.export import convert
 from ds_finetune.export.folder import FolderParts, write_folder
-from ds_finetune.export.native import read_native
+from ds_finetune.export.readers.native import read_native
 from ds_finetune.model.families import family_of
 
 convert.CHUNK_NUMEL = 2**18
@@ -225,7 +247,9 @@ print(growth(stream, folder / "full"), growth(live, folder / "live-full", 20), (
 
 
 def test_memory_does_not_grow_with_the_model_or_the_file(tmp_path: Path) -> None:
-    """80 MiB of fp32 in one file: converted by two threads with chunks of 1 MiB, and written live from tensors of 4 MiB."""
+    """80 MiB of fp32 in one file: converted by two threads with chunks of 1 MiB, and written live from tensors of 4
+    MiB.
+    """
     # Freed blocks go back to the system at once, so that what is seen is what is held.
     done = start([sys.executable, "-c", MEASURE, str(tmp_path)], {"MALLOC_MMAP_THRESHOLD_": "65536"})
     assert done.returncode == 0, done.stderr
@@ -240,7 +264,13 @@ def test_the_callers_threads_stay_as_they_were(llama: PreTrainedModel, tmp_path:
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        write_from(source_of(llama), tmp_path / "out", parts_of(tmp_path / "base", torch.bfloat16), max_shard_bytes=10**9, workers=1)
+        write_from(
+            source_of(llama),
+            tmp_path / "out",
+            parts_of(tmp_path / "base", torch.bfloat16),
+            max_shard_bytes=10**9,
+            workers=1,
+        )
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)

@@ -13,7 +13,7 @@ from ds_finetune.errors import ConfigError, ExportError
 from ds_finetune.export.folder import FolderParts, parse_bytes, write_folder
 from ds_finetune.model.families import family_of
 from ds_finetune.model.names import hub_pieces
-from ds_finetune.run_folder import read_json
+from ds_finetune.trainer.run_dir import read_json
 from tests.model.test_weights import published
 from tests.model.tiny import CONFIGS
 
@@ -31,7 +31,12 @@ def specs_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 def parts_of(folder: Path, family: str) -> FolderParts:
     return FolderParts(
-        family=family_of(family), config=read_json(folder / "config.json"), architecture="X", dtype=torch.float32, files=(), texts={"a.txt": "b"}
+        family=family_of(family),
+        config=read_json(folder / "config.json"),
+        architecture="X",
+        dtype=torch.float32,
+        files=(),
+        texts={"a.txt": "b"},
     )
 
 
@@ -40,7 +45,9 @@ def parts_of(folder: Path, family: str) -> FolderParts:
 def test_folder_equals_what_transformers_writes(family: str, shard: str, tmp_path: Path) -> None:
     model = published(family, tmp_path / "base")
     out = tmp_path / "out"
-    write_folder(tensors_of(model), specs_of(model), out, parts_of(tmp_path / "base", family), max_shard_bytes=parse_bytes(shard))
+    write_folder(
+        tensors_of(model), specs_of(model), out, parts_of(tmp_path / "base", family), max_shard_bytes=parse_bytes(shard)
+    )
     wanted = load_file(tmp_path / "base" / "model.safetensors")
     found = {key: tensor for file in out.glob("*.safetensors") for key, tensor in load_file(file).items()}
     assert found.keys() == wanted.keys()

@@ -1,4 +1,6 @@
-"""An FP8 folder is verified by plain transformers over weights that plain torch multiplied out: right ones pass, wrong ones are found beyond rounding."""
+"""An FP8 folder is verified by plain transformers over weights that plain torch multiplied out: right ones pass, wrong
+ones are found beyond rounding.
+"""
 
 import json
 import shutil
@@ -12,11 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from ds_finetune.export import fresh
-from ds_finetune.export.checkpoint import export_checkpoint
-from ds_finetune.export.record import UNVERIFIED, Record, kept_logits
-from ds_finetune.export.verify import Verdict, _digest, verify
-from ds_finetune.export.verify import tensors_of as stored
+from ds_finetune.export.readers.checkpoint import export_checkpoint
+from ds_finetune.export.verify.record import UNVERIFIED, Record, kept_logits
+from ds_finetune.export.verify.verify import Verdict, _digest, fresh, verify
+from ds_finetune.export.verify.verify import tensors_of as stored
 from tests.model.fp8_folder import V3, decoded, in_fp8, is_published_in_fp8, master, multiplied_out, publish, read_all
 from tests.model.test_weights import published
 
@@ -29,7 +30,11 @@ def _exported(bf16: Path, out: Path) -> Path:
     record = Record.read(out)
     model = AutoModelForCausalLM.from_pretrained(bf16, dtype=torch.bfloat16).eval()
     with torch.no_grad():
-        logits = kept_logits((model(torch.tensor([prompt])).logits[0].float() for prompt in record.prompts), record.prompts, record.vocab_size)
+        logits = kept_logits(
+            (model(torch.tensor([prompt])).logits[0].float() for prompt in record.prompts),
+            record.prompts,
+            record.vocab_size,
+        )
     replace(record, logits=logits, step=3).write(out)
     return out
 
@@ -41,9 +46,12 @@ def _rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) 
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     record, held = Record.read(folder), stored(folder)
     data = {key: np.memmap(at.file, dtype=np.uint8, mode="r") for key, at in held.items()}
-    replace(record, digests={key: _digest(data[key], held[key], digest) for key, digest in (record.digests or {}).items() if key in held}).write(
-        folder
-    )
+    replace(
+        record,
+        digests={
+            key: _digest(data[key], held[key], digest) for key, digest in (record.digests or {}).items() if key in held
+        },
+    ).write(folder)
 
 
 def _swap_gate_and_up(tensors: dict[str, torch.Tensor]) -> None:
@@ -62,10 +70,15 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "gate for up": (lambda f: _rewrite(f, _swap_gate_and_up), "of the largest at nine tenths of the positions"),
     "inverse scales": (lambda f: _rewrite(f, _invert_scales), "all logits are zero"),
     "another rope": (
-        lambda f: (f / "config.json").write_text(json.dumps({k: v for k, v in V3.items() if k != "rope_scaling"} | {"rope_theta": 50})),
+        lambda f: (f / "config.json").write_text(
+            json.dumps({k: v for k, v in V3.items() if k != "rope_scaling"} | {"rope_theta": 50})
+        ),
         "of the largest at nine tenths of the positions",
     ),
-    "a scale less": (lambda f: _rewrite(f, lambda t: t.pop(SCALE)), f"plain transformers does not load it: exit code 1: KeyError: '{SCALE}'"),
+    "a scale less": (
+        lambda f: _rewrite(f, lambda t: t.pop(SCALE)),
+        f"plain transformers does not load it: exit code 1: KeyError: '{SCALE}'",
+    ),
     "a weight less": (
         lambda f: _rewrite(f, lambda t: (t.pop(SCALE), t.pop(SCALE.removesuffix("_scale_inv")))),
         f"plain transformers misses 1 tensors: {SCALE.removesuffix('_scale_inv')}",
@@ -109,12 +122,20 @@ def test_the_process_multiplies_out_what_numpy_does(judged: dict[str, Verdict]) 
 
 
 def test_every_number_is_within_its_rounding_of_the_source_and_moved_by_no_more() -> None:
-    """Half the distance between neighbours in E4M3: 2^-4 of a number, 2^-10 of a block's scale below its smallest normal ones."""
+    """Half the distance between neighbours in E4M3: 2^-4 of a number, 2^-10 of a block's scale below its smallest
+    normal ones.
+    """
     source = {key: tensor.float() for key, tensor in master().items()}
     source["model.layers.0.mlp.up_proj.weight"] *= torch.logspace(-6, 0, 160)
     coded = in_fp8(source)
-    for key, plain in ((key, decoded(coded[key], coded[key + "_scale_inv"])) for key in filter(is_published_in_fp8, source)):
-        spread = coded[key + "_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)[: plain.shape[0], : plain.shape[1]]
+    for key, plain in (
+        (key, decoded(coded[key], coded[key + "_scale_inv"])) for key in filter(is_published_in_fp8, source)
+    ):
+        spread = (
+            coded[key + "_scale_inv"]
+            .repeat_interleave(128, 0)
+            .repeat_interleave(128, 1)[: plain.shape[0], : plain.shape[1]]
+        )
         half = torch.maximum(source[key].abs() * 2**-4, spread * 2**-10) * (1 + 1e-5)
         assert ((plain - source[key]).abs() <= half).all(), key
         moved = fresh._numbers(coded[key], coded[key + "_scale_inv"], torch.Generator().manual_seed(1)).float()
@@ -126,7 +147,14 @@ def test_every_number_is_within_its_rounding_of_the_source_and_moved_by_no_more(
 def test_multiplied_out_are_the_weights_of_the_plain_folder(tmp_path: Path) -> None:
     tensors = in_fp8(master())
     publish(tmp_path / "fp8", tensors)
-    publish(tmp_path / "plain", multiplied_out(tensors, torch.bfloat16), config={k: v for k, v in V3.items() if k != "quantization_config"})
+    publish(
+        tmp_path / "plain",
+        multiplied_out(tensors, torch.bfloat16),
+        config={k: v for k, v in V3.items() if k != "quantization_config"},
+    )
     model, _ = fresh._multiplied_out(tmp_path / "fp8")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype="auto")
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(model.state_dict().values(), plain.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(ours, theirs)
+        for ours, theirs in zip(model.state_dict().values(), plain.state_dict().values(), strict=True)
+    )

@@ -1,4 +1,6 @@
-"""From a model folder to another, in FP8 and out of it: what numpy multiplies out, the published bytes again, nothing dropped."""
+"""From a model folder to another, in FP8 and out of it: what numpy multiplies out, the published bytes again, nothing
+dropped.
+"""
 
 import json
 import re
@@ -10,27 +12,41 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ds_finetune.cli import main
-from ds_finetune.config import LoraConfig
+from ds_finetune.cli.main import main
+from ds_finetune.config.schema import LoraConfig
 from ds_finetune.errors import ExportError
 from ds_finetune.export.adapter import write_adapter
-from ds_finetune.export.base import Base
-from ds_finetune.export.checkpoint import Exported, export_checkpoint
 from ds_finetune.export.convert import read_model_spec
 from ds_finetune.export.folder import FolderParts, write_folder
 from ds_finetune.export.model_config import forget_code, served_config
-from ds_finetune.export.record import UNVERIFIED, Record
-from ds_finetune.export.verify import tensors_of, verify
+from ds_finetune.export.readers.base import Base
+from ds_finetune.export.readers.checkpoint import Exported, export_checkpoint
+from ds_finetune.export.verify.record import UNVERIFIED, Record
+from ds_finetune.export.verify.verify import tensors_of, verify
 from ds_finetune.model.families import family_of
 from ds_finetune.model.lora import Factors
 from ds_finetune.model.weights import weights_digest
-from tests.model.fp8_folder import V3, coded, decoded, in_fp8, is_published_in_fp8, master, multiplied_out, publish, read_all, with_other_scales
+from tests.model.fp8_folder import (
+    V3,
+    coded,
+    decoded,
+    in_fp8,
+    is_published_in_fp8,
+    master,
+    multiplied_out,
+    publish,
+    read_all,
+    with_other_scales,
+)
 from tests.model.test_weights import published
 from tests.running import metrics, start, tiny_task
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CHANGED = "model.layers.1.self_attn.kv_a_proj_with_mqa.weight"
-COPIES = {"model.layers.2.embed_tokens.weight": "model.embed_tokens.weight", "model.layers.2.shared_head.head.weight": "lm_head.weight"}
+COPIES = {
+    "model.layers.2.embed_tokens.weight": "model.embed_tokens.weight",
+    "model.layers.2.shared_head.head.weight": "lm_head.weight",
+}
 """Tensors of the prediction layer that repeat one of the model, and which."""
 
 
@@ -64,14 +80,23 @@ def test_out_of_fp8(dtype: str, base: Path, tmp_path: Path) -> None:
     assert "quantization_config" not in config
     assert config["num_nextn_predict_layers"] == 1
     assert config["torch_dtype"] == str(DTYPES[dtype]).removeprefix("torch.")
-    assert {key: config[key] for key in ("rope_theta", "rope_scaling")} == {key: V3[key] for key in ("rope_theta", "rope_scaling")}
+    assert {key: config[key] for key in ("rope_theta", "rope_scaling")} == {
+        key: V3[key] for key in ("rope_theta", "rope_scaling")
+    }
     for name in ("tokenizer.json", "generation_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
     assert (exported.num_tensors, exported.num_bytes) == (len(wanted), sum(tensor.nbytes for tensor in wanted.values()))
-    assert exported.notes[0].startswith(f"{sum('layers.2.' in key for key in wanted)} tensors of {base} that the model does not build go along")
-    publish(tmp_path / "plain", wanted, config={key: value for key, value in V3.items() if key != "quantization_config"})
+    assert exported.notes[0].startswith(
+        f"{sum('layers.2.' in key for key in wanted)} tensors of {base} that the model does not build go along"
+    )
+    publish(
+        tmp_path / "plain", wanted, config={key: value for key, value in V3.items() if key != "quantization_config"}
+    )
     ids = torch.arange(3, 20)[None]
-    ours, theirs = (AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32).eval()(ids).logits for name in ("out", "plain"))
+    ours, theirs = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32).eval()(ids).logits
+        for name in ("out", "plain")
+    )
     assert torch.equal(ours, theirs)
 
 
@@ -93,7 +118,11 @@ def test_back_from_fp16_keeps_the_bytes_of_fp8_weights(base: Path, tmp_path: Pat
     export(base, tmp_path / "between", "fp16")
     export(tmp_path / "between", tmp_path / "out", "fp8", base)
     found, wanted = read_all(tmp_path / "out"), read_all(base)
-    linear = [key for key in wanted if key.removesuffix("_scale_inv") in wanted and is_published_in_fp8(key.removesuffix("_scale_inv"))]
+    linear = [
+        key
+        for key in wanted
+        if key.removesuffix("_scale_inv") in wanted and is_published_in_fp8(key.removesuffix("_scale_inv"))
+    ]
     assert_same({key: found[key] for key in linear}, {key: wanted[key] for key in linear})
 
 
@@ -128,16 +157,38 @@ def test_a_dense_model_in_fp8_is_what_plain_loops_make_and_transformers_reads(tm
     for key, tensor in plain.items():
         wanted = coded(tensor)[0].view(torch.uint8) if key in linear else tensor.bfloat16()
         assert torch.equal(found[key].view(wanted.dtype), wanted), key
-    publish(tmp_path / "plain", multiplied_out(found, torch.bfloat16), config=json.loads((tmp_path / "base" / "config.json").read_text()))
+    publish(
+        tmp_path / "plain",
+        multiplied_out(found, torch.bfloat16),
+        config=json.loads((tmp_path / "base" / "config.json").read_text()),
+    )
     ids = torch.arange(3, 20)[None]
-    ours, theirs = (AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.bfloat16).eval()(ids).logits for name in ("out", "plain"))
+    ours, theirs = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.bfloat16).eval()(ids).logits
+        for name in ("out", "plain")
+    )
     assert torch.equal(ours, theirs)
 
 
 def test_a_type_without_a_row_takes_from_its_base_which_weights_are_in_fp8(tmp_path: Path) -> None:
-    """DeepSeek-V3.2 publishes `indexer.wq_b` and `indexer.wk` in FP8 and `indexer.weights_proj` not; V3's list would do the opposite."""
-    tree = {key: V3[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "q_lora_rank")}
-    tree |= {key: V3[key] for key in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "num_hidden_layers")}
+    """DeepSeek-V3.2 publishes `indexer.wq_b` and `indexer.wk` in FP8 and `indexer.weights_proj` not; V3's list would do
+    the opposite.
+    """
+    tree = {
+        key: V3[key]
+        for key in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "q_lora_rank",
+        )
+    }
+    tree |= {
+        key: V3[key]
+        for key in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "num_hidden_layers")
+    }
     config = AutoConfig.for_model("deepseek_v32", **tree, first_k_dense_replace=2, index_n_heads=4, index_head_dim=64)
     model = AutoModelForCausalLM.from_config(config).bfloat16()
     plain = {key: tensor.contiguous() for key, tensor in model.state_dict().items()}
@@ -161,14 +212,29 @@ def test_a_type_without_a_row_takes_from_its_base_which_weights_are_in_fp8(tmp_p
 
 
 def test_deepseek_in_fp8_is_read_by_plain_transformers(tmp_path: Path) -> None:
-    """At widths that are multiples of 128, since transformers 5.23 takes other blocks elsewhere (integrations/finegrained_fp8.py:1130-1175)."""
-    whole = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "kv_lora_rank": 128, "q_lora_rank": 128}
+    """At widths that are multiples of 128, since transformers 5.23 takes other blocks elsewhere
+    (integrations/finegrained_fp8.py:1130-1175).
+    """
+    whole = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "moe_intermediate_size": 128,
+        "kv_lora_rank": 128,
+        "q_lora_rank": 128,
+    }
     whole |= {"qk_rope_head_dim": 128, "qk_nope_head_dim": 32, "v_head_dim": 32}
     export(publish(tmp_path / "base", master(**whole), config=V3 | whole), tmp_path / "out", "fp8")
     plain = multiplied_out(read_all(tmp_path / "out"), torch.bfloat16)
-    publish(tmp_path / "plain", plain, config={key: value for key, value in (V3 | whole).items() if key != "quantization_config"})
+    publish(
+        tmp_path / "plain",
+        plain,
+        config={key: value for key, value in (V3 | whole).items() if key != "quantization_config"},
+    )
     ids = torch.arange(3, 20)[None]
-    ours, theirs = (AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.bfloat16).eval()(ids).logits for name in ("out", "plain"))
+    ours, theirs = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.bfloat16).eval()(ids).logits
+        for name in ("out", "plain")
+    )
     assert torch.equal(ours, theirs)
 
 
@@ -179,7 +245,10 @@ def test_what_only_the_base_has_is_carried_over_and_said(base: Path, tmp_path: P
     tuned = publish(tmp_path / "tuned", built, config=V3)
     exported = export(tuned, tmp_path / "with", "bf16", base)
     assert_same(read_all(tmp_path / "with"), plain)
-    assert f"carried over from {base}, since the model does not build them: {len(plain) - len(built) - len(COPIES)} tensors" in exported.notes[0]
+    assert (
+        f"carried over from {base}, since the model does not build them: {len(plain) - len(built) - len(COPIES)} tensors"
+        in exported.notes[0]
+    )
     exported = export(tuned, tmp_path / "without", "bf16")
     assert_same(read_all(tmp_path / "without"), built)
     assert json.loads((tmp_path / "without" / "config.json").read_text())["num_nextn_predict_layers"] == 0
@@ -187,13 +256,19 @@ def test_what_only_the_base_has_is_carried_over_and_said(base: Path, tmp_path: P
 
 
 def _tuned(base: Path) -> dict[str, torch.Tensor]:
-    """The weights of `base` after full training, as transformers saves them: another embedding and head, no prediction layer."""
-    plain = {key: tensor for key, tensor in multiplied_out(read_all(base), torch.float32).items() if "layers.2." not in key}
+    """The weights of `base` after full training, as transformers saves them: another embedding and head, no prediction
+    layer.
+    """
+    plain = {
+        key: tensor for key, tensor in multiplied_out(read_all(base), torch.float32).items() if "layers.2." not in key
+    }
     return plain | {original: plain[original] * 1.5 for original in COPIES.values()}
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp8"])
-def test_copies_of_embedding_and_head_are_the_trained_ones_where_the_bases_were_copies(dtype: str, base: Path, tmp_path: Path) -> None:
+def test_copies_of_embedding_and_head_are_the_trained_ones_where_the_bases_were_copies(
+    dtype: str, base: Path, tmp_path: Path
+) -> None:
     """vLLM drafts with the prediction layer's copies where they differ from the model's own."""
     exported = export(publish(tmp_path / "tuned", _tuned(base), config=V3), tmp_path / "out", dtype, base)
     found, published = read_all(tmp_path / "out"), read_all(base)
@@ -219,7 +294,9 @@ def test_a_prediction_layer_with_a_head_of_its_own_keeps_it(tmp_path: Path) -> N
 def test_a_live_export_writes_the_same_copies(dtype: torch.dtype, base: Path, tmp_path: Path) -> None:
     """As a run does it: tensors one after another, each gone when the next one comes."""
     spec = read_model_spec(base)
-    parts = FolderParts(family=family_of("deepseek_v3"), config=V3, architecture=spec.architecture, dtype=dtype, files=())
+    parts = FolderParts(
+        family=family_of("deepseek_v3"), config=V3, architecture=spec.architecture, dtype=dtype, files=()
+    )
     parts, notes = Base.read(base, spec).carried(parts)
     specs = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in spec.shapes.items()}
     live = ((name, torch.randn(shape).to(dtype)) for name, shape in spec.shapes.items())
@@ -235,7 +312,14 @@ def test_a_live_export_writes_the_same_copies(dtype: torch.dtype, base: Path, tm
 def test_an_adapter_of_the_head_reaches_its_copy(base: Path, tmp_path: Path) -> None:
     factors = {"lm_head.weight": Factors(torch.randn(4, V3["hidden_size"]), torch.randn(V3["vocab_size"], 4), 0.5)}
     lora = LoraConfig(rank=4, alpha=2, target_modules=("lm_head",))
-    write_adapter(factors, lora, tmp_path / "adapter", base=str(base), digest=weights_digest(base), family=family_of("deepseek_v3"))
+    write_adapter(
+        factors,
+        lora,
+        tmp_path / "adapter",
+        base=str(base),
+        digest=weights_digest(base),
+        family=family_of("deepseek_v3"),
+    )
     export(tmp_path / "adapter", tmp_path / "out", "bf16")
     found = read_all(tmp_path / "out")
     assert torch.equal(found["model.layers.2.shared_head.head.weight"], found["lm_head.weight"])
@@ -243,22 +327,37 @@ def test_an_adapter_of_the_head_reaches_its_copy(base: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["LlamaTokenizerFast", "OwnTokenizer"])
-def test_code_that_is_not_exported_is_not_named_where_transformers_has_the_class(name: str, base: Path, tmp_path: Path) -> None:
-    """As DeepSeek publishes its models; readers that trust code would look for the file, which llama.cpp's converter always does."""
+def test_code_that_is_not_exported_is_not_named_where_transformers_has_the_class(
+    name: str, base: Path, tmp_path: Path
+) -> None:
+    """As DeepSeek publishes its models; readers that trust code would look for the file, which llama.cpp's converter
+    always does.
+    """
     source = Path(shutil.copytree(base, tmp_path / "source"))
-    code = {"auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config", "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}}
+    code = {
+        "auto_map": {
+            "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+            "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
+        }
+    }
     (source / "config.json").write_text(json.dumps(V3 | code))
     tokenizer = {"tokenizer_class": name, "model_max_length": 7}
-    (source / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}))
+    (source / "tokenizer_config.json").write_text(
+        json.dumps(tokenizer | {"auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}})
+    )
     exported = export(source, tmp_path / "out", "bf16")
     with pytest.raises(OSError, match="configuration_deepseek"):
         AutoConfig.from_pretrained(source, trust_remote_code=True)
     assert AutoConfig.from_pretrained(tmp_path / "out", trust_remote_code=True).model_type == "deepseek_v3"
-    assert "config.json: without auto_map, since transformers has the class and the code is not exported" in exported.notes
+    assert (
+        "config.json: without auto_map, since transformers has the class and the code is not exported" in exported.notes
+    )
     written = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     is_known = name != "OwnTokenizer"
     assert is_known == (written == tokenizer)
-    said = "without auto_map, since transformers has the class" if is_known else "auto_map names code that is not exported"
+    said = (
+        "without auto_map, since transformers has the class" if is_known else "auto_map names code that is not exported"
+    )
     assert f"tokenizer_config.json: {said}" in exported.notes[-1]
     forget_code(source)
     assert json.loads((source / "config.json").read_text()) == V3
@@ -268,7 +367,9 @@ def test_code_that_is_not_exported_is_not_named_where_transformers_has_the_class
 def test_a_tied_head_is_written_once(tmp_path: Path) -> None:
     published("qwen2", tmp_path / "base")
     plain = read_all(tmp_path / "base")
-    twice = publish(tmp_path / "twice", plain | {"lm_head.weight": plain["model.embed_tokens.weight"].clone()}, shards=1)
+    twice = publish(
+        tmp_path / "twice", plain | {"lm_head.weight": plain["model.embed_tokens.weight"].clone()}, shards=1
+    )
     shutil.copyfile(tmp_path / "base" / "config.json", twice / "config.json")
     for source, given in ((twice, None), (twice, twice), (tmp_path / "base", twice)):
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
@@ -309,10 +410,14 @@ def test_its_export_is_verified_with_the_carried_tensors(run: Path) -> None:
     out = run / "run" / "export"
     assert not (out / UNVERIFIED).exists()
     assert (Record.read(out).digests or {}).keys() == read_all(out).keys()
-    assert f"{len(read_all(out))} tensors on the disk, each with the bytes that were written" in " ".join((run / "said").read_text().split())
+    assert f"{len(read_all(out))} tensors on the disk, each with the bytes that were written" in " ".join(
+        (run / "said").read_text().split()
+    )
 
 
-def test_a_checkpoint_export_with_carried_tensors_is_verified_also_where_the_base_has_gone(run: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_export_with_carried_tensors_is_verified_also_where_the_base_has_gone(
+    run: Path, tmp_path: Path
+) -> None:
     """Against the run's logits; the prediction layer, which transformers does not know, is summed and may be there."""
     out = tmp_path / "out"
     assert main(["export", str(run / "run"), str(out)]) == 0
@@ -326,7 +431,9 @@ def test_a_checkpoint_export_with_carried_tensors_is_verified_also_where_the_bas
     assert verdict.problems == (f"1 tensors hold other bytes than were written: {key}",)
 
 
-def test_an_export_in_fp8_is_verified_against_the_run(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_export_in_fp8_is_verified_against_the_run(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out"
     assert main(["export", str(run / "run"), str(out), "--dtype", "fp8"]) == 0
     assert not (out / UNVERIFIED).exists()
@@ -351,11 +458,16 @@ def _flip(folder: Path, key: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-def test_adapters_are_merged_into_an_fp8_base_and_the_rest_is_as_published(dtype: str, base: Path, tmp_path: Path) -> None:
+def test_adapters_are_merged_into_an_fp8_base_and_the_rest_is_as_published(
+    dtype: str, base: Path, tmp_path: Path
+) -> None:
     torch.manual_seed(7)
     name, other = "model.layers.1.self_attn.o_proj.weight", "model.layers.0.mlp.up_proj.weight"
     plain, published = multiplied_out(read_all(base), torch.float32), read_all(base)
-    factors = {key: Factors(torch.randn(4, plain[key].shape[1]), torch.randn(plain[key].shape[0], 4), 0.5) for key in (name, other)}
+    factors = {
+        key: Factors(torch.randn(4, plain[key].shape[1]), torch.randn(plain[key].shape[0], 4), 0.5)
+        for key in (name, other)
+    }
     lora = LoraConfig(rank=4, alpha=2, target_modules=("o_proj", "up_proj"))
     digest = weights_digest(base)
     write_adapter(factors, lora, tmp_path / "adapter", base=str(base), digest=digest, family=family_of("deepseek_v3"))
@@ -363,7 +475,10 @@ def test_adapters_are_merged_into_an_fp8_base_and_the_rest_is_as_published(dtype
     found = read_all(tmp_path / "out")
     untouched = published if dtype == "fp8" else multiplied_out(published, torch.bfloat16)
     changed = {key for weight in factors for key in (weight, weight + "_scale_inv")}
-    assert_same({key: t for key, t in found.items() if key not in changed}, {key: t for key, t in untouched.items() if key not in changed})
+    assert_same(
+        {key: t for key, t in found.items() if key not in changed},
+        {key: t for key, t in untouched.items() if key not in changed},
+    )
     for key, adapter in factors.items():
         wanted = plain[key] + 0.5 * adapter.b @ adapter.a
         ours = decoded(found[key], found[key + "_scale_inv"]) if dtype == "fp8" else found[key].float()
@@ -377,7 +492,9 @@ def test_adapters_are_merged_into_an_fp8_base_and_the_rest_is_as_published(dtype
 
 
 def test_its_checkpoint_knows_its_base(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The published bytes again after three steps that changed nothing; and the same files as the run's own export in bf16."""
+    """The published bytes again after three steps that changed nothing; and the same files as the run's own export in
+    bf16.
+    """
     assert main(["export", "--no-verify", str(run / "run"), str(tmp_path / "fp8"), "--dtype", "fp8"]) == 0
     assert_same(read_all(tmp_path / "fp8"), read_all(run / "fp8"))
     assert "keep its bytes" in capsys.readouterr().out
@@ -386,7 +503,9 @@ def test_its_checkpoint_knows_its_base(run: Path, tmp_path: Path, capsys: pytest
         assert (tmp_path / "bf16" / file.name).read_bytes() == file.read_bytes(), file.name
 
 
-def test_without_its_base_a_checkpoint_says_what_is_missing(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_its_base_a_checkpoint_says_what_is_missing(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     moved = run / "fp8-moved"
     (run / "fp8").rename(moved)
     try:
@@ -424,7 +543,9 @@ def test_rotary_settings_in_both_schemas_mean_the_same(shared_data: Path, tmp_pa
             assert {**read, "type": None} == {**wanted.rope_parameters, "type": None}, file.parent.name
             assert served["rope_theta"] == given["rope_theta"]
             scaling = given.get("rope_scaling") or {}
-            assert {key: value for key, value in (served.get("rope_scaling") or {}).items() if key in scaling} == scaling, file.parent.name
+            assert {
+                key: value for key, value in (served.get("rope_scaling") or {}).items() if key in scaling
+            } == scaling, file.parent.name
     assert seen > 10
 
 
@@ -432,7 +553,9 @@ def test_which_weights_are_in_fp8(base: Path, tmp_path: Path) -> None:
     export(base, tmp_path / "bf16", "bf16")
     export(tmp_path / "bf16", tmp_path / "out", "fp8")
     found = read_all(tmp_path / "out")
-    assert {key for key, tensor in found.items() if tensor.dtype == torch.float8_e4m3fn} == {key for key in master() if is_published_in_fp8(key)}
-    assert {key for key, tensor in found.items() if tensor.dtype == torch.float32 and not key.endswith("_scale_inv")} == {
-        f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2)
+    assert {key for key, tensor in found.items() if tensor.dtype == torch.float8_e4m3fn} == {
+        key for key in master() if is_published_in_fp8(key)
     }
+    assert {
+        key for key, tensor in found.items() if tensor.dtype == torch.float32 and not key.endswith("_scale_inv")
+    } == {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2)}

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from ds_finetune.config import read_config
+from ds_finetune.config.schema import read_config
 from ds_finetune.errors import VerificationError
 from ds_finetune.export.interruption import Interruption
-from ds_finetune.export.record import UNVERIFIED
-from ds_finetune.export.verify import verify
-from ds_finetune.run_exports import checked
+from ds_finetune.export.verify.record import UNVERIFIED
+from ds_finetune.export.verify.verify import verify
+from ds_finetune.trainer.exports import checked
 from tests.conftest import ROOT
 from tests.export.test_verify import _exported
 from tests.running import start, tiny_task
@@ -35,7 +35,9 @@ def _verifying(pid: int) -> list[int]:
 
 
 def _children(pid: int) -> list[int]:
-    return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+    return [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
 
 
 def _await(found: Callable[[], object]) -> None:
@@ -75,7 +77,9 @@ def test_a_signal_that_comes_within_a_destructor_is_raised_at_the_end(monkeypatc
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_run_verifies_nothing_after_a_signal_that_was_lost_as_its_engine_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_verifies_nothing_after_a_signal_that_was_lost_as_its_engine_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = read_config(str(tiny_task(tmp_path, export={"verify": True})), [])
     out = Path(config.output_dir) / "export"
     said = f"SIGINT ended the verification; written but not verified: {out}"
@@ -92,7 +96,9 @@ def test_a_signal_while_the_folder_is_loaded_names_it(exported: Path) -> None:
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    with pytest.raises(VerificationError, match=f"SIGINT ended the verification; written but not verified: {exported}") as caught:
+    with pytest.raises(
+        VerificationError, match=f"SIGINT ended the verification; written but not verified: {exported}"
+    ) as caught:
         verify([exported])
     thread.join()
     assert caught.value.exit_code == 1
@@ -123,7 +129,7 @@ def interrupted(engine):
     os.kill(os.getpid(), signal.SIGINT)
     before(engine)
 DeepSpeedEngine.__del__ = interrupted
-from ds_finetune.cli import run
+from ds_finetune.cli.main import run
 run(["train", sys.argv[1]])
 """
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ds_finetune.config import LoraConfig
+from ds_finetune.config.schema import LoraConfig
 from ds_finetune.export.adapter import write_adapter
 from ds_finetune.model.families import family_of
 from ds_finetune.model.lora import Factors
@@ -18,12 +18,18 @@ from tests.running import start
 pytestmark = pytest.mark.slow
 
 GIB = 2**30
-SIZES = {"vocab_size": 32_000, "hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32, "num_key_value_heads": 32}
+SIZES = {
+    "vocab_size": 32_000,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+}
 SIZES |= {"tie_word_embeddings": False, "dtype": "bfloat16", "architectures": ["LlamaForCausalLM"]}
 SHARDS = 3
 MEASURE = """
 import resource, sys
-from ds_finetune.cli import main
+from ds_finetune.cli.main import main
 code = main(sys.argv[1:])
 print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 sys.exit(code)
@@ -36,7 +42,9 @@ def _published(folder: Path, layers: int) -> tuple[Path, int]:
     config = AutoConfig.for_model("llama", num_hidden_layers=layers, **SIZES)
     config.save_pretrained(folder)
     with torch.device("meta"):
-        shapes = {name: tuple(tensor.shape) for name, tensor in AutoModelForCausalLM.from_config(config).state_dict().items()}
+        shapes = {
+            name: tuple(tensor.shape) for name, tensor in AutoModelForCausalLM.from_config(config).state_dict().items()
+        }
     weight_map = {name: f"model-{i % SHARDS + 1:05d}-of-{SHARDS:05d}.safetensors" for i, name in enumerate(shapes)}
     for file in set(weight_map.values()):
         header, end = {}, 0
@@ -55,7 +63,10 @@ def _published(folder: Path, layers: int) -> tuple[Path, int]:
 def _adapter(folder: Path, layers: int) -> Path:
     """Rank 16 on every linear module."""
     hidden, wide = SIZES["hidden_size"], SIZES["intermediate_size"]
-    sides = {f"self_attn.{name}_proj": (hidden, hidden) for name in "qkvo"} | {"mlp.gate_proj": (wide, hidden), "mlp.up_proj": (wide, hidden)}
+    sides = {f"self_attn.{name}_proj": (hidden, hidden) for name in "qkvo"} | {
+        "mlp.gate_proj": (wide, hidden),
+        "mlp.up_proj": (wide, hidden),
+    }
     sides |= {"mlp.down_proj": (hidden, wide)}
     factors = {
         f"model.layers.{layer}.{name}.weight": Factors(torch.randn(16, inner), torch.randn(outer, 16), 2.0)
@@ -78,7 +89,12 @@ def test_a_billion_parameters_take_less_than_a_gib(way: str, tmp_path: Path) -> 
     peaks = []
     for layers in (1, 18):
         model, count = _published(tmp_path / f"model-{layers}", layers)
-        source = [str(_adapter(tmp_path / f"adapter-{layers}", layers)), str(tmp_path / f"out-{layers}"), "--base", str(model)]
+        source = [
+            str(_adapter(tmp_path / f"adapter-{layers}", layers)),
+            str(tmp_path / f"out-{layers}"),
+            "--base",
+            str(model),
+        ]
         source = source if way == "merge" else [str(model), str(tmp_path / f"out-{layers}"), "--dtype", way]
         peaks.append(_peak(*source))
     written = sum(file.stat().st_size for file in (tmp_path / "out-18").glob("*.safetensors"))
@@ -86,6 +102,8 @@ def test_a_billion_parameters_take_less_than_a_gib(way: str, tmp_path: Path) -> 
     shutil.rmtree(tmp_path / "out-18")
     assert count > 10**9
     assert written > count
-    sys.stdout.write(f"{way}: {count:,} parameters, peak {peaks[1] / GIB:.2f} GiB, of one layer {peaks[0] / GIB:.2f} GiB\n")
+    sys.stdout.write(
+        f"{way}: {count:,} parameters, peak {peaks[1] / GIB:.2f} GiB, of one layer {peaks[0] / GIB:.2f} GiB\n"
+    )
     assert peaks[1] - peaks[0] < 0.5 * GIB
     assert peaks[1] < GIB

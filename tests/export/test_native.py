@@ -1,4 +1,6 @@
-"""Checkpoints that DeepSpeed itself wrote, on two ranks at every ZeRO stage, become what DeepSpeed's own script makes of them."""
+"""Checkpoints that DeepSpeed itself wrote, on two ranks at every ZeRO stage, become what DeepSpeed's own script makes
+of them.
+"""
 
 import os
 import pickle
@@ -13,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from ds_finetune import cli
+from ds_finetune.cli import main as cli
 from ds_finetune.errors import ExportError
-from ds_finetune.export.native import read_native
+from ds_finetune.export.readers.native import read_native
 from ds_finetune.model.families import family_of
 from ds_finetune.model.names import hub_pieces
 from tests.export.cells import CELLS, Cell, fresh
@@ -45,13 +47,23 @@ def step_of(folder: Path) -> Path:
 
 
 def truth_of(folder: Path, cell: Cell, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """DeepSpeed's own state dict in `dtype`, tied names and buffers as they are; frozen parameters, which it has not at stage 1, as they began."""
+    """DeepSpeed's own state dict in `dtype`, tied names and buffers as they are; frozen parameters, which it has not at
+    stage 1, as they began.
+    """
     truth = torch.load(folder / "truth.pt")
-    began = {name: param.detach().to(torch.bfloat16 if cell.bf16 else torch.float32) for name, param in fresh(cell.family).named_parameters()}
+    began = {
+        name: param.detach().to(torch.bfloat16 if cell.bf16 else torch.float32)
+        for name, param in fresh(cell.family).named_parameters()
+    }
     frozen = {name: param for name, param in began.items() if cell.frozen and name.startswith("model.layers.0.")}
     assert all(torch.equal(truth[name], param) for name, param in frozen.items() if name in truth)
-    cast = {name: tensor if "e_score_correction_bias" in name else tensor.to(dtype) for name, tensor in (truth | frozen).items()}
-    return {p.key: t[p.index] for name, t in cast.items() for p in hub_pieces(name, tuple(t.shape), family_of(cell.family))}
+    cast = {
+        name: tensor if "e_score_correction_bias" in name else tensor.to(dtype)
+        for name, tensor in (truth | frozen).items()
+    }
+    return {
+        p.key: t[p.index] for name, t in cast.items() for p in hub_pieces(name, tuple(t.shape), family_of(cell.family))
+    }
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -101,7 +113,9 @@ def test_a_wrappers_prefix_is_left_out(copy: Path) -> None:
         states = torch.load(file, weights_only=False)
         for key in ("module", "frozen_param_shapes", "frozen_param_fragments"):
             states[key] = {f"module.lm.{name}": value for name, value in states[key].items()}
-        states["param_shapes"] = [{f"module.lm.{name}": shape for name, shape in group.items()} for group in states["param_shapes"]]
+        states["param_shapes"] = [
+            {f"module.lm.{name}": shape for name, shape in group.items()} for group in states["param_shapes"]
+        ]
         states["shared_params"] = {}
         torch.save(states, file)
     assert read_native(copy).shapes == {name: shape for name, shape in plain.items() if name != "lm_head.weight"}
@@ -109,10 +123,14 @@ def test_a_wrappers_prefix_is_left_out(copy: Path) -> None:
 
 def test_a_missing_rank_is_named(copy: Path) -> None:
     (step_of(copy) / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
-    with pytest.raises(ExportError, match=r"holds 1 of 2 optim state files; missing: zero_pp_rank_1_mp_rank_00_optim_states\.pt"):
+    with pytest.raises(
+        ExportError, match=r"holds 1 of 2 optim state files; missing: zero_pp_rank_1_mp_rank_00_optim_states\.pt"
+    ):
         read_native(copy)
     (step_of(copy) / "zero_pp_rank_0_mp_rank_00_model_states.pt").unlink()
-    with pytest.raises(ExportError, match=r"holds 1 of 2 model state files; missing: zero_pp_rank_0_mp_rank_00_model_states\.pt"):
+    with pytest.raises(
+        ExportError, match=r"holds 1 of 2 model state files; missing: zero_pp_rank_0_mp_rank_00_model_states\.pt"
+    ):
         read_native(copy)
 
 
@@ -175,7 +193,7 @@ def test_a_pickle_that_would_run_code_is_refused_and_not_run(pattern: str, copy:
 
 def test_deepspeed_is_not_needed(copy: Path, tmp_path: Path) -> None:
     """Its classes in the pickles are answered by stand-ins; nothing imports it, as a real unpickling would."""
-    code = "import sys; sys.modules['deepspeed'] = None; from ds_finetune.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; sys.modules['deepspeed'] = None; from ds_finetune.cli.main import main; sys.exit(main(sys.argv[1:]))"
     done = start([sys.executable, "-c", code, "export", "--no-verify", str(copy), str(tmp_path / "out")])
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"wrote {tmp_path / 'out'}: 38 tensors, 0.00 GiB in ")
@@ -199,9 +217,21 @@ def test_torn_files_are_named(copy: Path) -> None:
 @pytest.mark.parametrize(
     ("mine", "others", "said"),
     [
-        ("qwen2-stage3-bf16-frozen", "deepseek_v3-stage3-bf16", r"the flat weights hold \d+ elements where the model states need \d+ \(file 0\)"),
-        ("qwen2-stage2-bf16-frozen", "deepseek_v3-stage2-bf16", r"the flat weights hold 32 parameters where the model states need 15"),
-        ("deepseek_v3-stage1-bf16", "deepseek_v3-stage1-fp32-frozen", r"the flat weights hold \d+ parameters where the model states need \d+"),
+        (
+            "qwen2-stage3-bf16-frozen",
+            "deepseek_v3-stage3-bf16",
+            r"the flat weights hold \d+ elements where the model states need \d+ \(file 0\)",
+        ),
+        (
+            "qwen2-stage2-bf16-frozen",
+            "deepseek_v3-stage2-bf16",
+            r"the flat weights hold 32 parameters where the model states need 15",
+        ),
+        (
+            "deepseek_v3-stage1-bf16",
+            "deepseek_v3-stage1-fp32-frozen",
+            r"the flat weights hold \d+ parameters where the model states need \d+",
+        ),
     ],
 )
 def test_files_of_different_saves_are_noticed(mine: str, others: str, said: str, written: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ds_finetune.cli import main
+from ds_finetune.cli.main import main
 from tests.model.fp8_folder import V3, in_fp8, master, multiplied_out, publish, read_all
 from tests.running import start
 
@@ -78,13 +78,21 @@ def _config(folder: Path, **changes: object) -> None:
         (_outside, "names files outside its folder: ../secret.safetensors"),
         (lambda f: (f / "config.json").write_text("{"), "config.json is not that of a model"),
         (lambda f: _config(f, model_type="none"), "none"),
-        (lambda f: _config(f, quantization_config={"quant_method": "awq"}), "weights quantised by {'quant_method': 'awq'} are not read"),
-        (lambda f: _change(f, _grown), "its vocabulary has 100 rows: the config.json that is used must say `vocab_size` 100"),
+        (
+            lambda f: _config(f, quantization_config={"quant_method": "awq"}),
+            "weights quantised by {'quant_method': 'awq'} are not read",
+        ),
+        (
+            lambda f: _change(f, _grown),
+            "its vocabulary has 100 rows: the config.json that is used must say `vocab_size` 100",
+        ),
         (lambda f: _change(f, _empty), "`model.layers.2.enorm.weight` has shape (0,), without an element"),
     ],
     ids=["missing shard", "truncated", "outside", "config", "model type", "awq", "grown", "empty"],
 )
-def test_a_damaged_model(damage: Callable[[Path], None], said: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_model(
+    damage: Callable[[Path], None], said: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     damage(source)
     assert main(["export", "--no-verify", str(source), str(tmp_path / "out")]) == 2
     printed = capsys.readouterr().err
@@ -93,19 +101,29 @@ def test_a_damaged_model(damage: Callable[[Path], None], said: str, source: Path
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "secret.safetensors") == ["source"]
 
 
-@pytest.mark.parametrize("damage", [lambda f: _shard(f).unlink(), _truncate, lambda f: _change(f, _grown), lambda f: _change(f, _empty)])
-def test_a_damaged_base(damage: Callable[[Path], None], model: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "damage", [lambda f: _shard(f).unlink(), _truncate, lambda f: _change(f, _grown), lambda f: _change(f, _empty)]
+)
+def test_a_damaged_base(
+    damage: Callable[[Path], None], model: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Named by --base, for a model that lacks the prediction layer."""
     plain = multiplied_out(read_all(model), torch.bfloat16)
-    tuned = publish(tmp_path / "tuned", {key: tensor for key, tensor in plain.items() if "layers.2." not in key}, config=V3)
+    tuned = publish(
+        tmp_path / "tuned", {key: tensor for key, tensor in plain.items() if "layers.2." not in key}, config=V3
+    )
     damage(source)
-    assert main(["export", "--no-verify", str(tuned), str(tmp_path / "out"), "--base", str(source), "--dtype", "fp8"]) == 2
+    assert (
+        main(["export", "--no-verify", str(tuned), str(tmp_path / "out"), "--base", str(source), "--dtype", "fp8"]) == 2
+    )
     printed = capsys.readouterr().err
     assert str(source) in printed or "`model.layers.2.enorm.weight` has shape (0,)" in printed
     assert not list(tmp_path.glob("out*"))
 
 
-def test_a_grown_vocabulary_is_exported_where_the_config_knows_of_it(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_grown_vocabulary_is_exported_where_the_config_knows_of_it(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """And refused with a base whose prediction layer knows fewer tokens."""
     _change(source, _grown)
     _config(source, vocab_size=100)
@@ -113,12 +131,15 @@ def test_a_grown_vocabulary_is_exported_where_the_config_knows_of_it(source: Pat
     assert read_all(tmp_path / "out")[EMBEDDING].shape == (100, V3["hidden_size"])
     base = publish(tmp_path / "base", in_fp8(master()))
     assert main(["export", "--no-verify", str(source), str(tmp_path / "other"), "--base", str(base)]) == 2
-    assert f"{base} does not fit DeepseekV3ForCausalLM: 2 of another shape: lm_head.weight: model (100, 160), checkpoint (96, 160)" in (
-        capsys.readouterr().err
+    assert (
+        f"{base} does not fit DeepseekV3ForCausalLM: 2 of another shape: lm_head.weight: model (100, 160), checkpoint (96, 160)"
+        in (capsys.readouterr().err)
     )
 
 
-def test_out_that_holds_something_and_a_dtype_that_is_none(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_out_that_holds_something_and_a_dtype_that_is_none(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("x")
     assert main(["export", "--no-verify", str(source), str(tmp_path / "out")]) == 2
@@ -151,9 +172,7 @@ def test_a_disk_that_takes_no_more(kib: int, source: Path, tmp_path: Path) -> No
 
 def test_a_disk_that_is_too_small_is_known_before(source: Path, tmp_path: Path) -> None:
     """A file system of 64 KiB of its own, where this process may make one."""
-    command = (
-        f"mount -t tmpfs -o size=64k none {tmp_path} 2>/dev/null || exit 77; exec {sys.executable} -m ds_finetune export {source} {tmp_path}/out"
-    )
+    command = f"mount -t tmpfs -o size=64k none {tmp_path} 2>/dev/null || exit 77; exec {sys.executable} -m ds_finetune export {source} {tmp_path}/out"
     kept = Path(shutil.copytree(source, tmp_path.parent / f"{tmp_path.name}-kept"))
     done = start(["unshare", "--mount", "bash", "-c", command.replace(str(source), str(kept))])
     if done.returncode in (1, 77) and "error" not in done.stderr:

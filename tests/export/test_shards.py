@@ -45,7 +45,9 @@ def test_files_hold_what_was_written_in_any_order(chunk: int, max_bytes: int, tm
     writer.finish()
     found = {key: tensor for shard in shards for key, tensor in load_file(tmp_path / shard.name).items()}
     assert found.keys() == tensors().keys()
-    assert all(torch.equal(found[key], tensor) and found[key].dtype == tensor.dtype for key, tensor in tensors().items())
+    assert all(
+        torch.equal(found[key], tensor) and found[key].dtype == tensor.dtype for key, tensor in tensors().items()
+    )
     for shard in shards:
         with safe_open(tmp_path / shard.name, framework="pt") as file:
             assert file.metadata() == {"format": "pt"}
@@ -87,14 +89,21 @@ def test_a_tensor_that_is_not_whole_is_named(ranges: list[tuple[int, int]], tmp_
     for start, stop in ranges:
         writer.write("b", start, torch.zeros(stop - start))
     written = sum(stop - start for start, stop in ranges)
-    with pytest.raises(ExportError, match=rf"1 of 1 tensors were not written once and whole: `b` \({written} of 7 elements\)"):
+    with pytest.raises(
+        ExportError, match=rf"1 of 1 tensors were not written once and whole: `b` \({written} of 7 elements\)"
+    ):
         writer.finish()
     writer.close()
 
 
 def test_what_was_not_planned_is_refused(tmp_path: Path) -> None:
     writer = ShardWriter(tmp_path, plan_shards([HubTensor("b", (7,), torch.float32)], 100))
-    for key, start, flat in (("x", 0, torch.zeros(7)), ("b", 0, torch.zeros(7).half()), ("b", 3, torch.zeros(5)), ("b", 0, torch.zeros(7, 1))):
+    for key, start, flat in (
+        ("x", 0, torch.zeros(7)),
+        ("b", 0, torch.zeros(7).half()),
+        ("b", 3, torch.zeros(5)),
+        ("b", 0, torch.zeros(7, 1)),
+    ):
         with pytest.raises((AssertionError, KeyError)):
             writer.write(key, start, flat)
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,6 @@
-"""A folder is verified when plain transformers gives the recorded logits from the bytes that were written; every kind of wrong folder is found."""
+"""A folder is verified when plain transformers gives the recorded logits from the bytes that were written; every kind
+of wrong folder is found.
+"""
 
 import json
 import shutil
@@ -15,17 +17,17 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from ds_finetune.cli import main
-from ds_finetune.config import read_config
+from ds_finetune.cli.main import main
+from ds_finetune.config.schema import read_config
 from ds_finetune.errors import ExportError
 from ds_finetune.export.folder import FolderParts, has_same_weights, link_folder, write_folder
 from ds_finetune.export.interruption import Interruption
-from ds_finetune.export.record import RECORD, UNVERIFIED, Digest, Record, kept_logits, prompts_of
-from ds_finetune.export.verify import Verdict, _digest, deviations, in_ranges, verify
-from ds_finetune.export.verify import tensors_of as stored
+from ds_finetune.export.verify.record import RECORD, UNVERIFIED, Digest, Record, kept_logits, prompts_of
+from ds_finetune.export.verify.verify import Verdict, _digest, deviations, in_ranges, verify
+from ds_finetune.export.verify.verify import tensors_of as stored
 from ds_finetune.model.families import family_of
-from ds_finetune.run_exports import checked
-from ds_finetune.run_folder import read_json
+from ds_finetune.trainer.exports import checked
+from ds_finetune.trainer.run_dir import read_json
 from tests.export.test_folder import specs_of, tensors_of
 from tests.model.test_weights import published
 from tests.running import tiny_task
@@ -38,8 +40,11 @@ def _logits(model: PreTrainedModel, prompts: tuple[tuple[int, ...], ...]) -> Ite
         yield from (model(torch.tensor([prompt])).logits[0].float() for prompt in prompts)
 
 
-def _exported(family: str, folder: Path, dtype: torch.dtype = torch.float32, *, shard: int = 40_000, **changes: object) -> Path:
-    """`folder`/base as published, and `folder`/out as exported from it in `dtype` with the logits of a plain model in that dtype.
+def _exported(
+    family: str, folder: Path, dtype: torch.dtype = torch.float32, *, shard: int = 40_000, **changes: object
+) -> Path:
+    """`folder`/base as published, and `folder`/out as exported from it in `dtype` with the logits of a plain model in
+    that dtype.
 
     `changes` are of its config.
     """
@@ -49,13 +54,17 @@ def _exported(family: str, folder: Path, dtype: torch.dtype = torch.float32, *, 
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             # As training keeps it.
-            model.get_submodule(name.rpartition(".")[0]).e_score_correction_bias = torch.linspace(-0.2, 0.2, len(buffer))
+            model.get_submodule(name.rpartition(".")[0]).e_score_correction_bias = torch.linspace(
+                -0.2, 0.2, len(buffer)
+            )
     vocab_size = model.config.vocab_size
     prompts = prompts_of(vocab_size, None)
     logits = kept_logits(_logits(model, prompts), prompts, vocab_size)
     record = Record(str(folder / "base"), str(dtype).removeprefix("torch."), vocab_size, prompts, step=3, logits=logits)
     config = read_json(folder / "base" / "config.json")
-    parts = FolderParts(family=family_of(family), config=config, architecture=type(model).__name__, dtype=dtype, record=record, files=())
+    parts = FolderParts(
+        family=family_of(family), config=config, architecture=type(model).__name__, dtype=dtype, record=record, files=()
+    )
     write_folder(tensors_of(model), specs_of(model), folder / "out", parts, max_shard_bytes=shard)
     assert "not checked yet" in (folder / "out" / UNVERIFIED).read_text()
     return folder / "out"
@@ -99,7 +108,9 @@ def _put_nan(tensors: dict[str, torch.Tensor]) -> None:
 
 @pytest.fixture(scope="module")
 def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verdict]:
-    """The verdict on every folder below; plain transformers loads them all in two processes, since one cannot be loaded."""
+    """The verdict on every folder below; plain transformers loads them all in two processes, since one cannot be
+    loaded.
+    """
     root = tmp_path_factory.mktemp("verify")
     folders: dict[str, Path] = {}
     for name in ("deepseek_v3", "deepseek_v2", "qwen2", "llama"):
@@ -114,7 +125,9 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verdict]:
         return folders[name]
 
     _change_config(spoilt("another rope", whole), rope_parameters={"rope_theta": 500.0, "rope_type": "default"})
-    _change_config(spoilt("another rope in bf16", rounded), rope_parameters={"rope_theta": 100.0, "rope_type": "default"})
+    _change_config(
+        spoilt("another rope in bf16", rounded), rope_parameters={"rope_theta": 100.0, "rope_type": "default"}
+    )
     _rewrite(spoilt("gate for up", whole), _swap_gate_and_up, hide=True)
     _rewrite(spoilt("a bit", whole), _last_bit, hide=False)
     with (spoilt("cut short", whole) / "model.safetensors").open("r+b") as file:
@@ -133,7 +146,9 @@ def test_a_right_folder_is_verified(judged: dict[str, Verdict], name: str) -> No
     assert "without code of ours" in verdict.lines[-1]
     is_odd = "with eager experts, since its grouped product refuses them (" in verdict.lines[-1]
     assert is_odd == (name == "an odd width")
-    assert ("are BF16 and F32 in the base" if name in ("bf16", "an odd width") else "names, shapes and dtypes of all") in " ".join(verdict.lines)
+    assert (
+        "are BF16 and F32 in the base" if name in ("bf16", "an odd width") else "names, shapes and dtypes of all"
+    ) in " ".join(verdict.lines)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +170,11 @@ def test_a_wrong_folder_is_found_and_marked(judged: dict[str, Verdict], name: st
     assert any("hold other bytes" in problem for problem in verdict.problems) == (name in ("a bit", "cut short"))
 
 
-NORM, FIRST, LAST = "model.norm.weight", "model.layers.0.input_layernorm.weight", "model.layers.2.input_layernorm.weight"
+NORM, FIRST, LAST = (
+    "model.norm.weight",
+    "model.layers.0.input_layernorm.weight",
+    "model.layers.2.input_layernorm.weight",
+)
 BASES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], tuple[str, ...]]] = {
     "the same": (lambda t: None, ("names, shapes and dtypes of all {count} tensors are those of the base",)),
     "more": (
@@ -163,13 +182,22 @@ BASES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], tuple[str, .
         ("4 tensors of the base are not here: model.layers.3.mlp.experts.{{0-2, 7}}.up_proj.weight",),
     ),
     "fewer": (lambda t: t.pop(NORM), (f"1 tensors are not in the base: {NORM}",)),
-    "another shape": (lambda t: t.update({NORM: torch.zeros(31)}), (f"1 tensors have another shape than in the base: {NORM} (32,) for (31,)",)),
+    "another shape": (
+        lambda t: t.update({NORM: torch.zeros(31)}),
+        (f"1 tensors have another shape than in the base: {NORM} (32,) for (31,)",),
+    ),
     "another dtype": (
         lambda t: t.update({FIRST: t[FIRST].bfloat16(), LAST: t[LAST].bfloat16(), NORM: t[NORM].half()}),
-        ("2 tensors are F32 and BF16 in the base: model.layers.{{0, 2}}.input_layernorm.weight", f"1 tensors are F32 and F16 in the base: {NORM}"),
+        (
+            "2 tensors are F32 and BF16 in the base: model.layers.{{0, 2}}.input_layernorm.weight",
+            f"1 tensors are F32 and F16 in the base: {NORM}",
+        ),
     ),
     "all at once": (
-        lambda t: (t.pop(FIRST), t.update({"x": torch.zeros(1), NORM: torch.zeros(32, dtype=torch.float64), LAST: torch.zeros(2, 3)})),
+        lambda t: (
+            t.pop(FIRST),
+            t.update({"x": torch.zeros(1), NORM: torch.zeros(32, dtype=torch.float64), LAST: torch.zeros(2, 3)}),
+        ),
         (
             "1 tensors of the base are not here: x",
             f"1 tensors are not in the base: {FIRST}",
@@ -177,7 +205,10 @@ BASES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], tuple[str, .
             f"1 tensors are F32 and F64 in the base: {NORM}",
         ),
     ),
-    "no weights": (lambda t: t.clear(), ("names are not compared with the base's: `{base}` has no safetensors weights here",)),
+    "no weights": (
+        lambda t: t.clear(),
+        ("names are not compared with the base's: `{base}` has no safetensors weights here",),
+    ),
 }
 """What is changed in the base of an export, and every line that the check then says of names, shapes and dtypes."""
 
@@ -221,7 +252,9 @@ def test_every_kept_logit_is_compared_once_a_position_and_every_row_of_the_head_
 
 
 def test_texts_without_a_token_are_no_prompts() -> None:
-    """A tokenizer of Latin letters alone makes nothing of two of the eight texts; a run must not fail at its end for that."""
+    """A tokenizer of Latin letters alone makes nothing of two of the eight texts; a run must not fail at its end for
+    that.
+    """
     core = Tokenizer(models.BPE({letter: number for number, letter in enumerate(ascii_lowercase)}, []))
     prompts = prompts_of(26, PreTrainedTokenizerFast(tokenizer_object=core))
     assert len(prompts) == 8 + 6
@@ -237,7 +270,9 @@ def test_deviation_is_root_mean_square_over_the_largest() -> None:
 def test_a_record_comes_back_as_it_was(tmp_path: Path) -> None:
     digests = {"a": Digest.of([(4, 1), (4, 2), (3, 5)]), "b": Digest.of([(9, 7)])}
     assert digests["a"].lengths() == [4, 4, 3]
-    record = Record("base", "bfloat16", 3, ((1, 2), (0,)), step=7, logits=np.linspace(0, 1, 9, dtype=np.float32), digests=digests)
+    record = Record(
+        "base", "bfloat16", 3, ((1, 2), (0,)), step=7, logits=np.linspace(0, 1, 9, dtype=np.float32), digests=digests
+    )
     record.write(tmp_path)
     again = Record.read(tmp_path)
     assert np.array_equal(again.logits, record.logits)
@@ -282,7 +317,9 @@ def test_a_folder_that_cannot_be_linked_is_left_alone(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
-def test_the_command_ends_with_one_for_a_wrong_folder_and_with_two_for_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_ends_with_one_for_a_wrong_folder_and_with_two_for_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = _exported("llama", tmp_path)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_pretrained(tmp_path / "base").save_pretrained(out)

@@ -1,6 +1,8 @@
-"""Started by the tests as `torchrun --nproc-per-node 2 worker.py OUT`: plain DeepSpeed trains a step and writes its own checkpoints.
+"""Started by the tests as `torchrun --nproc-per-node 2 worker.py OUT`: plain DeepSpeed trains a step and writes its own
+checkpoints.
 
-Each `OUT/CELL` holds the checkpoint, `config.json`, and `truth.pt`: the fp32 state dict DeepSpeed itself makes of it. `OUT/trainer`
+Each `OUT/CELL` holds the checkpoint, `config.json`, and `truth.pt`: the fp32 state dict DeepSpeed itself makes of it.
+`OUT/trainer`
 is the output folder of a Hugging Face Trainer.
 """
 
@@ -14,7 +16,7 @@ import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-from ds_finetune.cli import leave
+from ds_finetune.cli.main import leave
 from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.world import World
 from tests.export.cells import CELLS, Cell, fresh, hf_config
@@ -52,7 +54,12 @@ def _groups(model: PreTrainedModel) -> list[dict[str, Any]]:
 
 
 def _settings(cell: Cell) -> dict[str, Any]:
-    zero = {"stage": cell.stage, "overlap_comm": False, "sub_group_size": 7001, "stage3_param_persistence_threshold": 40}
+    zero = {
+        "stage": cell.stage,
+        "overlap_comm": False,
+        "sub_group_size": 7001,
+        "stage3_param_persistence_threshold": 40,
+    }
     return {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": cell.bf16},

@@ -1,5 +1,7 @@
 # ruff: noqa: E402 - the modules under test need packages that may be absent
-"""The server for transformers and ONNX Runtime, in this process, asked with the official client: what it refuses, and what it stops."""
+"""The server for transformers and ONNX Runtime, in this process, asked with the official client: what it refuses, and
+what it stops.
+"""
 
 import asyncio
 import json
@@ -66,7 +68,9 @@ class Running:
         self.forwards += 1
 
     def chat(self, **given: Any) -> Any:
-        return self.client.chat.completions.create(**{"model": self.name, "messages": USER, "max_tokens": 2, "temperature": 0} | given)
+        return self.client.chat.completions.create(
+            **{"model": self.name, "messages": USER, "max_tokens": 2, "temperature": 0} | given
+        )
 
     def refusal(self, **given: Any) -> Any:
         """Status and error object of a refused request."""
@@ -117,7 +121,11 @@ def _endless(running: Running) -> dict[str, Any]:
         ({"messages": []}, "messages", "at least 1 item"),
         ({"messages": "hello"}, "messages", "list"),
         ({"messages": [{"content": "x"}]}, "messages.0.role", "missing"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages.0.content", "text alone"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages.0.content",
+            "text alone",
+        ),
         ({"messages": [*USER, {"role": "assistant", "content": "a", "name": "b"}]}, "messages.1.name", "not supported"),
         ({"messages": [{"role": "narrator", "content": "It was dark."}]}, "messages.0", "drops the text"),
         ({"n": 2}, "n", "should be 1"),
@@ -135,7 +143,11 @@ def _endless(running: Running) -> dict[str, Any]:
         ({"extra_body": {"chat_template_kwargs": {"tokenize": True}}}, "chat_template_kwargs", "reads no `tokenize`"),
         ({"logit_bias": {"9999": 1}}, "logit_bias", "vocabulary's 128"),
         ({"max_tokens": CONTEXT}, "messages", f"maximum context length is {CONTEXT} tokens"),
-        ({"messages": [{"role": "user", "content": "7" * 50_000}]}, "messages", f"maximum context length is {CONTEXT} tokens"),
+        (
+            {"messages": [{"role": "user", "content": "7" * 50_000}]},
+            "messages",
+            f"maximum context length is {CONTEXT} tokens",
+        ),
     ],
 )
 def test_what_is_not_honoured_is_refused(running: Running, given: dict[str, Any], param: str | None, part: str) -> None:
@@ -158,9 +170,19 @@ def test_only_the_served_model_answers(running: Running, folder: Path) -> None:
 
 
 def test_neutral_values_and_echoed_answers_are_accepted(running: Running) -> None:
-    neutral = {"n": 1, "logprobs": False, "presence_penalty": 0, "response_format": {"type": "text"}, "stop": [], "user": "me", "tool_choice": "auto"}
+    neutral = {
+        "n": 1,
+        "logprobs": False,
+        "presence_penalty": 0,
+        "response_format": {"type": "text"},
+        "stop": [],
+        "user": "me",
+        "tool_choice": "auto",
+    }
     first = running.chat(**neutral).choices[0].message
-    again = running.chat(messages=[*USER, first.model_dump(), {"role": "user", "content": [{"type": "text", "text": "1970-01-01"}]}])
+    again = running.chat(
+        messages=[*USER, first.model_dump(), {"role": "user", "content": [{"type": "text", "text": "1970-01-01"}]}]
+    )
     assert again.usage.completion_tokens <= 2
     pieces = list(running.chat(stream=True, stream_options={"include_usage": True}))
     assert pieces[-1].usage.completion_tokens == 2
@@ -169,7 +191,9 @@ def test_neutral_values_and_echoed_answers_are_accepted(running: Running) -> Non
 def test_an_answer_has_the_tokens_that_the_context_leaves(running: Running) -> None:
     prompt = "7" * (CONTEXT - 40)
     given = {key: value for key, value in _endless(running).items() if key != "max_tokens"}
-    used = running.client.chat.completions.create(model=running.name, messages=[{"role": "user", "content": prompt}], **given).usage
+    used = running.client.chat.completions.create(
+        model=running.name, messages=[{"role": "user", "content": prompt}], **given
+    ).usage
     assert used.prompt_tokens < used.total_tokens == CONTEXT
 
 
@@ -179,23 +203,42 @@ def test_a_request_draws_where_the_folder_is_greedy(folder: Path, tmp_path: Path
     server = Running(tmp_path / "greedy")
     given = {key: value for key, value in _endless(server).items() if key == "logit_bias"} | {"max_tokens": 12}
     likeliest = server.chat(**given).choices[0].message.content
-    assert {server.chat(temperature=None, seed=seed, **given).choices[0].message.content for seed in range(2)} == {likeliest}
-    assert likeliest not in {server.chat(temperature=5, seed=seed, **given).choices[0].message.content for seed in range(2)}
+    assert {server.chat(temperature=None, seed=seed, **given).choices[0].message.content for seed in range(2)} == {
+        likeliest
+    }
+    assert likeliest not in {
+        server.chat(temperature=5, seed=seed, **given).choices[0].message.content for seed in range(2)
+    }
     server.close()
 
 
 def test_plain_completions_are_checked_too(running: Running) -> None:
     ask = running.client.completions.create
     assert ask(model=running.name, prompt="1969", max_tokens=2).choices[0].text is not None
-    for given in ({"prompt": ""}, {"prompt": ["a", "b"]}, {"logprobs": 1}, {"echo": True}, {"suffix": "x"}, {"logit_bias": {"1": 1}}):
+    for given in (
+        {"prompt": ""},
+        {"prompt": ["a", "b"]},
+        {"logprobs": 1},
+        {"echo": True},
+        {"suffix": "x"},
+        {"logit_bias": {"1": 1}},
+    ):
         with pytest.raises(APIStatusError) as refused:
             ask(**{"model": running.name, "prompt": "1969", "max_tokens": 2} | given)
         assert refused.value.status_code == 400
 
 
 def test_a_body_that_is_no_request(running: Running) -> None:
-    halves = json.dumps({"model": running.name, "messages": [{"role": "user", "content": "hi"}], "tools": [{"x": "\ud800"}]}).encode()
-    for content, status in ((b"{", 400), (b"[]", 400), (b"[" * 100_000, 400), (halves, 400), (b" " * (2**20 + 64 * CONTEXT + 1), 413)):
+    halves = json.dumps(
+        {"model": running.name, "messages": [{"role": "user", "content": "hi"}], "tools": [{"x": "\ud800"}]}
+    ).encode()
+    for content, status in (
+        (b"{", 400),
+        (b"[]", 400),
+        (b"[" * 100_000, 400),
+        (halves, 400),
+        (b" " * (2**20 + 64 * CONTEXT + 1), 413),
+    ):
         with pytest.raises(APIStatusError) as refused:
             running.client.post("/chat/completions", content=content, cast_to=object)
         assert (refused.value.status_code, refused.value.type) == (status, "invalid_request_error")

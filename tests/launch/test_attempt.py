@@ -12,7 +12,7 @@ import pytest
 
 from ds_finetune.hostfile import Host
 from ds_finetune.launch.attempt import Attempt, Limits, Outcome, _of_signal
-from ds_finetune.launch.marks import MARK, end_marked, marked
+from ds_finetune.launch.process_tags import MARK, end_marked, marked
 from ds_finetune.launch.remote import Remote
 from ds_finetune.launch.screen import Screen
 from tests.conftest import ROOT
@@ -31,8 +31,20 @@ def _remote(folder: Path, script: str) -> Remote:
 
 
 def _run(remote: Remote, folder: Path, argv: list[str], **env: str) -> tuple[Any, Outcome]:
-    spec = {"do": "start", "argv": argv, "env": {"PYTHONPATH": str(ROOT), **env}, "unset": [], "mark": f"test.{os.getpid()}.{time.time_ns()}"}
-    spec |= {"sweep": [], "logs": str(folder / "logs"), "silent_seconds": 5, "meet_at": "", "watchdog": str(folder / "watchdog")}
+    spec = {
+        "do": "start",
+        "argv": argv,
+        "env": {"PYTHONPATH": str(ROOT), **env},
+        "unset": [],
+        "mark": f"test.{os.getpid()}.{time.time_ns()}",
+    }
+    spec |= {
+        "sweep": [],
+        "logs": str(folder / "logs"),
+        "silent_seconds": 5,
+        "meet_at": "",
+        "watchdog": str(folder / "watchdog"),
+    }
     with Attempt([HERE], remote, LIMITS) as attempt:
         greeting = attempt.greetings()[HERE]
         outcome = attempt.run({HERE: spec}, lambda _: None)
@@ -40,7 +52,15 @@ def _run(remote: Remote, folder: Path, argv: list[str], **env: str) -> tuple[Any
     return greeting, outcome
 
 
-LIKE_MESSAGES = ['{"said": "hello"}', '{"said": "rank"}', '{"said": "rank", "rank": 0, "code": 7, "to": "x"}', "{}", "5", "null", '{"said"']
+LIKE_MESSAGES = [
+    '{"said": "hello"}',
+    '{"said": "rank"}',
+    '{"said": "rank", "rank": 0, "code": 7, "to": "x"}',
+    "{}",
+    "5",
+    "null",
+    '{"said"',
+]
 
 
 def test_lines_of_a_shell_that_look_like_messages_are_none(tmp_path: Path) -> None:
@@ -57,8 +77,8 @@ def _rank_that_is_killed(folder: Path, before: str) -> str:
     code = f"""
 import json, os, socket, signal
 from pathlib import Path
-from ds_finetune.launch.lines import packed
-from ds_finetune.watch.endings import began_at, mark_kill
+from ds_finetune.launch.messages import packed
+from ds_finetune.watchdog.endings import began_at, mark_kill
 control = socket.socket(socket.AF_UNIX)
 control.connect("\\0" + os.environ["DS_FINETUNE_GUARD"])
 control.sendall(packed(said="rank", rank=0, pid=os.getpid()))
@@ -89,7 +109,9 @@ def test_the_time_for_a_greeting_is_the_time_that_ssh_tries(greeting: float, wan
     assert f"ConnectTimeout={wanted}" in command
 
 
-@pytest.mark.parametrize(("code", "wanted"), [("pass", 0), ("raise SystemExit(5)", 1), ("import os; os.kill(os.getpid(), 9)", 1)])
+@pytest.mark.parametrize(
+    ("code", "wanted"), [("pass", 0), ("raise SystemExit(5)", 1), ("import os; os.kill(os.getpid(), 9)", 1)]
+)
 def test_an_agent_that_ends(tmp_path: Path, code: str, wanted: int) -> None:
     # What a login shell prints before, without an end of its line, is no part of what the guard says.
     remote = _remote(tmp_path, f"printf 'welcome'; exec {sys.executable} \"$@\"")
@@ -125,7 +147,9 @@ def test_every_process_with_a_mark_is_gone_when_that_is_said() -> None:
     subprocess.run(["sh", "-c", "setsid sleep 100 & exit"], env=beside, check=True)
     assert len(marked([mark])) == 2
     assert end_marked(["another", mark]) == 0
-    assert started.poll() is not None or Path(f"/proc/{started.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    assert (
+        started.poll() is not None or Path(f"/proc/{started.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    )
     assert marked([mark]) == []
     started.wait()
 

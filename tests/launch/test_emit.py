@@ -1,4 +1,6 @@
-"""Files for Slurm, Kubernetes and containers: parsed by what there is without the services. The script runs in tests/cluster."""
+"""Files for Slurm, Kubernetes and containers: parsed by what there is without the services. The script runs in
+tests/cluster.
+"""
 
 import io
 import re
@@ -19,10 +21,24 @@ from ds_finetune.launch.emit import Order, container_file, emitted
 from ds_finetune.launch.schedulers import Job
 from tests.conftest import ROOT
 
-VARIABLES = {"NCCL_DEBUG": "INFO", "HF_TOKEN": "hunter2", "PATH": "/bin:/opt/bin", "HF_HOME": "/data/hub", "TORCH_MINE": 'a b\'c $(X) "d"'}
+VARIABLES = {
+    "NCCL_DEBUG": "INFO",
+    "HF_TOKEN": "hunter2",
+    "PATH": "/bin:/opt/bin",
+    "HF_HOME": "/data/hub",
+    "TORCH_MINE": 'a b\'c $(X) "d"',
+}
 HOSTS = (Host("a", 8, 1), Host("b", 8, 2))
 ORDER = Order(
-    job=Job("runs/r.yaml", ("optim.lr=1e-5", "data.train=$(HOME)/x y"), HOSTS, "r1-20", variables=VARIABLES, directory="/work/my dir"), name="r1"
+    job=Job(
+        "runs/r.yaml",
+        ("optim.lr=1e-5", "data.train=$(HOME)/x y"),
+        HOSTS,
+        "r1-20",
+        variables=VARIABLES,
+        directory="/work/my dir",
+    ),
+    name="r1",
 )
 
 
@@ -32,7 +48,9 @@ def _check(script: str, folder: Path) -> None:
     assert subprocess.run(["bash", "-n", "job.sh"], cwd=folder, capture_output=True, check=False).returncode == 0
     if not shutil.which("shellcheck"):
         pytest.skip("shellcheck is not installed")
-    said = subprocess.run(["shellcheck", "--severity=warning", "job.sh"], cwd=folder, capture_output=True, text=True, check=False)
+    said = subprocess.run(
+        ["shellcheck", "--severity=warning", "job.sh"], cwd=folder, capture_output=True, text=True, check=False
+    )
     assert said.returncode == 0, said.stdout
 
 
@@ -56,7 +74,15 @@ def test_script_of_slurm(tmp_path: Path) -> None:
         "requeue": "",
     }
     (line,) = re.findall(r"^srun .*$", script, re.MULTILINE)
-    assert shlex.split(line)[-7:] == ["-u", "-m", "ds_finetune.rank", "runs/r.yaml", "optim.lr=1e-5", "data.train=$(HOME)/x y", "&"]
+    assert shlex.split(line)[-7:] == [
+        "-u",
+        "-m",
+        "ds_finetune.worker",
+        "runs/r.yaml",
+        "optim.lr=1e-5",
+        "data.train=$(HOME)/x y",
+        "&",
+    ]
     assert {"--ntasks=16", "--nodes=2", "--cpus-per-task=8", "--kill-on-bad-exit=1"} <= set(shlex.split(line))
 
 
@@ -70,7 +96,9 @@ def test_variables_of_the_script_are_what_was_given(tmp_path: Path) -> None:
     refused = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert refused.returncode != 0
     assert "HF_TOKEN: set it where you submit" in refused.stderr
-    shown = subprocess.run([*run[:2], "HF_TOKEN=mine", *run[2:]], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run(
+        [*run[:2], "HF_TOKEN=mine", *run[2:]], cwd=tmp_path, capture_output=True, text=True, check=True
+    ).stdout
     values = dict(entry.split("=", 1) for entry in shown.split("\0") if entry)
     assert {name: values[name] for name in VARIABLES} == VARIABLES | {"HF_TOKEN": "mine"}
     (exported,) = re.findall(r"--export=(\S+)", script)
@@ -80,7 +108,12 @@ def test_variables_of_the_script_are_what_was_given(tmp_path: Path) -> None:
 
 def test_the_script_makes_a_secret_of_its_own(tmp_path: Path) -> None:
     (line,) = re.findall(r"^DS_FINETUNE_SECRET=.*$", emitted("slurm", ORDER), re.MULTILINE)
-    made = {subprocess.run(["bash", "-euc", f'{line}; echo "$DS_FINETUNE_SECRET"'], capture_output=True, text=True, check=True).stdout for _ in "ab"}
+    made = {
+        subprocess.run(
+            ["bash", "-euc", f'{line}; echo "$DS_FINETUNE_SECRET"'], capture_output=True, text=True, check=True
+        ).stdout
+        for _ in "ab"
+    }
     assert len(made) == 2
     assert all(re.fullmatch(r"[0-9a-f]{64}\n", each) for each in made)
 
@@ -104,7 +137,10 @@ def test_secrets_are_taken_from_the_environment_when_the_file_is_used(kind: str)
 
 @pytest.mark.parametrize("kind", ["slurm", "k8s"])
 def test_an_override_with_a_password_is_refused(kind: str) -> None:
-    order = replace(ORDER, job=replace(ORDER.job, overrides=("eval.generate.max_new_tokens=9", "data.train=https://me:hunter2@host/x")))
+    order = replace(
+        ORDER,
+        job=replace(ORDER.job, overrides=("eval.generate.max_new_tokens=9", "data.train=https://me:hunter2@host/x")),
+    )
     with pytest.raises(LaunchError, match=r"the override data\.train=\*\*\* looks secret") as caught:
         emitted(kind, order)
     assert "hunter2" not in str(caught.value)
@@ -122,16 +158,27 @@ def test_manifests_of_kubernetes() -> None:
     assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 2, 2)
     assert container["resources"] == {"requests": {"cpu": 64}, "limits": {"nvidia.com/gpu": 8}}
     assert container["args"][:5] == [
-        *["--nnodes=2", "--node-rank=$(JOB_COMPLETION_INDEX)", "--nproc-per-node=8", "--master-addr=r1-0.r1", "--master-port=29500"]
+        *[
+            "--nnodes=2",
+            "--node-rank=$(JOB_COMPLETION_INDEX)",
+            "--nproc-per-node=8",
+            "--master-addr=r1-0.r1",
+            "--master-port=29500",
+        ]
     ]
     assert container["args"][-3:] == ["runs/r.yaml", "optim.lr=1e-5", "data.train=$$(HOME)/x y"]
     # A pod is NAME-INDEX of the Job, found as that in the Service that is its subdomain.
     assert pod["subdomain"] == service["metadata"]["name"] == job["metadata"]["name"] == "r1"
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
-    assert {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]} == {"/workspace/runs": "runs", "/dev/shm": "shm"}
+    assert {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]} == {
+        "/workspace/runs": "runs",
+        "/dev/shm": "shm",
+    }
     assert {volume["name"] for volume in pod["volumes"]} == {"runs", "shm"}
     assert (pod["restartPolicy"], spec["backoffLimit"]) == ("Never", 0)
-    (patience,) = [int(entry["value"]) for entry in container["env"] if entry["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
+    (patience,) = [
+        int(entry["value"]) for entry in container["env"] if entry["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+    ]
     assert patience < pod["terminationGracePeriodSeconds"]
 
 
@@ -140,18 +187,30 @@ def test_variables_of_the_manifests() -> None:
     assert "hunter2" not in text
     assert "# Left out, being paths of the machine it was written on: HF_HOME, PATH\n" in text
     assert "kubectl create secret generic r1 --from-literal" in text
-    variables = {entry["name"]: entry for entry in _documents(ORDER)[1]["spec"]["template"]["spec"]["containers"][0]["env"]}
+    variables = {
+        entry["name"]: entry for entry in _documents(ORDER)[1]["spec"]["template"]["spec"]["containers"][0]["env"]
+    }
     assert variables["HF_TOKEN"]["valueFrom"] == {"secretKeyRef": {"name": "r1", "key": "HF_TOKEN"}}
     assert variables["TORCH_MINE"]["value"] == VARIABLES["TORCH_MINE"].replace("$(", "$$(")
-    assert set(variables) == {"DS_FINETUNE_RUN_ID", "HF_TOKEN", "NCCL_DEBUG", "TORCH_MINE", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"}
-    named = _documents(replace(ORDER, named=frozenset({"HF_HOME"})))[1]["spec"]["template"]["spec"]["containers"][0]["env"]
+    assert set(variables) == {
+        "DS_FINETUNE_RUN_ID",
+        "HF_TOKEN",
+        "NCCL_DEBUG",
+        "TORCH_MINE",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
+    }
+    named = _documents(replace(ORDER, named=frozenset({"HF_HOME"})))[1]["spec"]["template"]["spec"]["containers"][0][
+        "env"
+    ]
     assert {"name": "HF_HOME", "value": "/data/hub"} in named
 
 
 @pytest.mark.parametrize("version", ["1.29", "1.37"])
 @pytest.mark.parametrize("variables", [VARIABLES, {"DS_ACCELERATOR": "cpu"}], ids=["gpu", "cpu"])
 def test_manifests_are_what_kubernetes_takes(version: str, variables: dict[str, str]) -> None:
-    validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate, which has the schemas, is not installed")
+    validate = pytest.importorskip(
+        "kubernetes_validate", reason="kubernetes-validate, which has the schemas, is not installed"
+    )
     order = replace(ORDER, job=replace(ORDER.job, variables=variables))
     for document in _documents(order):
         validate.validate(document, version, strict=True)
@@ -175,7 +234,11 @@ def test_sixty_four_hosts_of_eight(tmp_path: Path) -> None:
     assert "--nodes=64 --ntasks=512 " in script
     spec = _documents(order)[1]["spec"]
     assert (spec["completions"], spec["parallelism"]) == (64, 64)
-    assert spec["template"]["spec"]["containers"][0]["args"][:3] == ["--nnodes=64", "--node-rank=$(JOB_COMPLETION_INDEX)", "--nproc-per-node=8"]
+    assert spec["template"]["spec"]["containers"][0]["args"][:3] == [
+        "--nnodes=64",
+        "--node-rank=$(JOB_COMPLETION_INDEX)",
+        "--nproc-per-node=8",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 
 from ds_finetune.errors import LaunchError
-from ds_finetune.launch.environment import Carried, carried, environment_files, interface_variables, looks_secret, read_environment_file, redacted
+from ds_finetune.launch.environment import (
+    Carried,
+    carried,
+    environment_files,
+    interface_variables,
+    looks_secret,
+    read_environment_file,
+    redacted,
+)
 
 TOKEN = "hf_" + "a" * 30
 
@@ -24,7 +32,15 @@ def test_the_list_travels_and_nothing_else() -> None:
         "no_proxy": "a,b",
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     }
-    stays = {"HOME": "/root", "EDITOR": "vi", "PWD": "/", "TMPDIR": "/tmp/job", "PATHS": "x", "DS_ENV_FILE": "e", "DS_FINETUNE_SSH_ARGS": "-i key"}
+    stays = {
+        "HOME": "/root",
+        "EDITOR": "vi",
+        "PWD": "/",
+        "TMPDIR": "/tmp/job",
+        "PATHS": "x",
+        "DS_ENV_FILE": "e",
+        "DS_FINETUNE_SSH_ARGS": "-i key",
+    }
     assert carried(travels | stays) == Carried(dict(sorted(travels.items())), ())
 
 
@@ -50,7 +66,11 @@ def test_the_list_travels_and_nothing_else() -> None:
 def test_what_a_launcher_says_to_its_own_ranks_never_travels(name: str, tmp_path: Path) -> None:
     assert carried({name: "7"}) == Carried({}, ())
     (tmp_path / "env").write_text(f"\n{name}=7\n")
-    for ask in (lambda: carried({name: "7"}, [name]), lambda: carried({}, [f"{name}=7"]), lambda: carried({}, files=[tmp_path / "env"])):
+    for ask in (
+        lambda: carried({name: "7"}, [name]),
+        lambda: carried({}, [f"{name}=7"]),
+        lambda: carried({}, files=[tmp_path / "env"]),
+    ):
         with pytest.raises(LaunchError, match=f"{name} is set by the launcher for each rank"):
             ask()
 
@@ -149,7 +169,11 @@ def test_named_variables_win_over_files_and_files_over_the_environment(tmp_path:
 
 @pytest.mark.parametrize(
     ("named", "message"),
-    [("GONE", "GONE is not set here"), ("a-b=1", "`a-b` is not the name of a variable"), ("=1", "`` is not the name of a variable")],
+    [
+        ("GONE", "GONE is not set here"),
+        ("a-b=1", "`a-b` is not the name of a variable"),
+        ("=1", "`` is not the name of a variable"),
+    ],
 )
 def test_names_that_cannot_be_carried(named: str, message: str) -> None:
     with pytest.raises(LaunchError) as caught:
@@ -190,7 +214,9 @@ def test_environment_file(tmp_path: Path) -> None:
 def test_quotes_mean_what_a_shell_says(tmp_path: Path) -> None:
     lines = [line for line in LINES.splitlines()[1:] if not line.startswith("SPACED")]
     (tmp_path / "env").write_text("\n".join(lines))
-    shown = subprocess.run(["env", "-i", "bash", "-c", "set -a; . ./env; env -0"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    shown = subprocess.run(
+        ["env", "-i", "bash", "-c", "set -a; . ./env; env -0"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     shell = dict(entry.split("=", 1) for entry in shown.stdout.split("\0") if entry)
     read = read_environment_file(tmp_path / "env")
     assert read == {name: shell[name] for name in read}

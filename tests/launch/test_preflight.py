@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from ds_finetune.config import RunConfig
+from ds_finetune.config.schema import RunConfig
 from ds_finetune.hostfile import Host, read_hostfile
-from ds_finetune.launch.agents import AGENTS, Meeting
-from ds_finetune.launch.facts import facts, free_port, interface_towards
+from ds_finetune.launch.host_info import facts, free_port, interface_towards
+from ds_finetune.launch.node_launchers import AGENTS, Meeting
 from ds_finetune.launch.preflight import meeting_place, problems_of, uses_gpus
 from ds_finetune.launch.run import largest_fit
 from tests.conftest import ROOT
@@ -42,7 +42,11 @@ def _said(machine: str, **other: Any) -> dict[str, Any]:
         ({A: _said("a"), B: _said("a")}, {}, [(B, "is the machine that line 1 names `a` (a)")]),
         ({A: _said("a", devices=4), B: _said("b", devices=3)}, {}, [(B, "has 3 GPUs, the hostfile wants 4")]),
         ({A: _said("a", devices=4), B: _said("b", devices=3)}, {"DS_ACCELERATOR": "cpu"}, []),
-        ({Host("a", 1, 1, devices=(5,)): _said("a", devices=5)}, {}, [(Host("a", 1, 1, devices=(5,)), "has 5 GPUs, the hostfile wants 6")]),
+        (
+            {Host("a", 1, 1, devices=(5,)): _said("a", devices=5)},
+            {},
+            [(Host("a", 1, 1, devices=(5,)), "has 5 GPUs, the hostfile wants 6")],
+        ),
         (
             {A: _said("a"), B: _said("b", interfaces={"ib0": ["10.0.0.2"]})},
             {"GLOO_SOCKET_IFNAME": "eth0"},
@@ -60,7 +64,12 @@ def test_the_meeting_place_is_one_that_others_reach() -> None:
     assert meeting_place((Host("localhost", 2, 1),), {Host("localhost", 2, 1): _said("a")}) == "127.0.0.1"
     local = Host("localhost", 2, 1)
     assert meeting_place((local, B), {local: _said("a"), B: _said("b")}) == "10.0.0.1"
-    assert meeting_place((local, B), {local: _said("a", interfaces={"lo": ["127.0.0.1"], "eth0": ["169.254.1.1"]}), B: _said("b")}) == ""
+    assert (
+        meeting_place(
+            (local, B), {local: _said("a", interfaces={"lo": ["127.0.0.1"], "eth0": ["169.254.1.1"]}), B: _said("b")}
+        )
+        == ""
+    )
     # The address from which the others were asked goes before a bridge that is there by chance.
     bridge = _said("a", interfaces={"lo": ["127.0.0.1"], "docker0": ["172.17.0.1"], "eth0": ["10.0.0.7"]})
     assert meeting_place((local, B), {local: bridge, B: _said("b", asked_from=["10.0.0.7"])}) == "10.0.0.7"
@@ -107,5 +116,5 @@ def test_commands_of_many_hosts(launcher: str) -> None:
     hosts = read_hostfile(ROOT / "hostfiles" / "nodes64")
     commands = [AGENTS[launcher](Meeting(hosts, index, "node01", 29500), ["RUN.yaml"], "python") for index in range(64)]
     assert len({tuple(command) for command in commands}) == 64
-    assert all(command[-2:] == ["ds_finetune.rank", "RUN.yaml"] for command in commands)
+    assert all(command[-2:] == ["ds_finetune.worker", "RUN.yaml"] for command in commands)
     assert sum(len(word) for word in commands[0]) < 10_000

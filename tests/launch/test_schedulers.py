@@ -11,7 +11,7 @@ import pytest
 
 from ds_finetune.errors import LaunchError
 from ds_finetune.hostfile import Host, chosen_hosts, read_hostfile
-from ds_finetune.launch.marks import RUN_ID
+from ds_finetune.launch.process_tags import RUN_ID
 from ds_finetune.launch.schedulers import (
     ENTRY,
     Job,
@@ -26,7 +26,18 @@ from ds_finetune.launch.schedulers import (
 from tests.conftest import ROOT
 
 HOSTS = (Host("b", 2, 1), Host("a", 1, 2))
-JOB = Job("run.yaml", ("optim.lr=1e-5",), HOSTS, "r-1", "10.0.0.2", 29_500, {"NCCL_DEBUG": "INFO", "HF_TOKEN": "hunter2"}, "ib0", "/there", "python")
+JOB = Job(
+    "run.yaml",
+    ("optim.lr=1e-5",),
+    HOSTS,
+    "r-1",
+    "10.0.0.2",
+    29_500,
+    {"NCCL_DEBUG": "INFO", "HF_TOKEN": "hunter2"},
+    "ib0",
+    "/there",
+    "python",
+)
 RANK = ["python", "-u", *ENTRY, "run.yaml", "optim.lr=1e-5"]
 NAMES = ["GLOO_SOCKET_IFNAME", "HF_TOKEN", "MASTER_ADDR", "MASTER_PORT", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME", RUN_ID]
 ALLOCATION = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a,b,c", "SLURM_CPUS_PER_TASK": "6"}
@@ -46,7 +57,9 @@ def test_what_every_rank_gets() -> None:
 def test_an_interface_that_a_variable_contradicts() -> None:
     with pytest.raises(LaunchError, match="--interface ib0 contradicts NCCL_SOCKET_IFNAME=eth1"):
         replace(JOB, variables={"NCCL_SOCKET_IFNAME": "eth1"})
-    assert replace(JOB, variables={"NCCL_SOCKET_IFNAME": "eth1"}, interface="").environment["NCCL_SOCKET_IFNAME"] == "eth1"
+    assert (
+        replace(JOB, variables={"NCCL_SOCKET_IFNAME": "eth1"}, interface="").environment["NCCL_SOCKET_IFNAME"] == "eth1"
+    )
 
 
 def test_mpirun() -> None:
@@ -54,14 +67,34 @@ def test_mpirun() -> None:
     assert argv[: argv.index("--wdir")] == [
         *["mpirun", "--allow-run-as-root", "-np", "3", "--host", "b,b,a", "--map-by", "seq", "--bind-to", "none"],
         *["--mca", "plm_rsh_agent", "ssh -F cfg", "--mca", "plm_rsh_no_tree_spawn", "1"],
-        *["--mca", "oob_tcp_keepalive_time", "5", "--mca", "oob_tcp_keepalive_intvl", "5", "--mca", "oob_tcp_keepalive_probes", "2"],
+        *[
+            "--mca",
+            "oob_tcp_keepalive_time",
+            "5",
+            "--mca",
+            "oob_tcp_keepalive_intvl",
+            "5",
+            "--mca",
+            "oob_tcp_keepalive_probes",
+            "2",
+        ],
         *["--mca", "oob_tcp_if_include", "ib0"],
     ]
-    assert argv[argv.index("--wdir") :] == ["--wdir", "/there", *[word for name in sorted(NAMES) for word in ("-x", name)], *RANK]
+    assert argv[argv.index("--wdir") :] == [
+        "--wdir",
+        "/there",
+        *[word for name in sorted(NAMES) for word in ("-x", name)],
+        *RANK,
+    ]
 
 
 def test_no_value_stands_in_a_command() -> None:
-    for argv in (mpirun_command(JOB), srun_command(JOB, ALLOCATION), deepspeed_command(JOB, "hosts"), *torchrun_commands(JOB)):
+    for argv in (
+        mpirun_command(JOB),
+        srun_command(JOB, ALLOCATION),
+        deepspeed_command(JOB, "hosts"),
+        *torchrun_commands(JOB),
+    ):
         assert "hunter2" not in command_line(argv)
 
 
@@ -102,7 +135,11 @@ def test_srun_on_chosen_hosts_and_on_all() -> None:
         (Host("d", 1, 1), ALLOCATION, "host `d` is not among the 3 nodes of the allocation: a, b, c"),
         (Host("a", 1, 3, user="me"), ALLOCATION, "cannot be told line 3 of the hostfile for `me@a`"),
         (Host("a", 1, 3, devices=(1,)), ALLOCATION, "devices (1,)"),
-        (HOSTS[0], {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[a-b]"}, "SLURM_JOB_NODELIST `n[a-b]` is no list of nodes"),
+        (
+            HOSTS[0],
+            {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[a-b]"},
+            "SLURM_JOB_NODELIST `n[a-b]` is no list of nodes",
+        ),
         (HOSTS[0], {"SLURM_JOB_ID": "7"}, "SLURM_JOB_NODELIST `` is no list of nodes"),
     ],
 )
@@ -134,12 +171,22 @@ def test_node_lists_are_what_slurm_says(text: str, tmp_path: Path) -> None:
         pytest.skip("Slurm's scontrol is not installed (Debian: slurm-client)")
     (tmp_path / "slurm.conf").write_text("ClusterName=none\nSlurmctldHost=none\n")
     environ = os.environ | {"SLURM_CONF": str(tmp_path / "slurm.conf")}
-    said = subprocess.run(["scontrol", "show", "hostnames", text], capture_output=True, text=True, check=True, env=environ)
+    said = subprocess.run(
+        ["scontrol", "show", "hostnames", text], capture_output=True, text=True, check=True, env=environ
+    )
     assert said.stdout.split() == _WRITTEN_OUT[text]
 
 
 def test_the_program_itself_gets_no_more_than_it_needs() -> None:
-    here = {"HOME": "/root", "SSH_AUTH_SOCK": "/s", "RANK": "0", "AWS_SECRET": "x", "SLURM_JOB_ID": "7", "OMPI_MCA_btl": "tcp", "NCCL_DEBUG": "WARN"}
+    here = {
+        "HOME": "/root",
+        "SSH_AUTH_SOCK": "/s",
+        "RANK": "0",
+        "AWS_SECRET": "x",
+        "SLURM_JOB_ID": "7",
+        "OMPI_MCA_btl": "tcp",
+        "NCCL_DEBUG": "WARN",
+    }
     for_mpi = starting_environment(JOB, here)
     assert for_mpi == {"HOME": "/root", "SSH_AUTH_SOCK": "/s", "OMPI_MCA_btl": "tcp", **JOB.environment}
     assert starting_environment(JOB, here, slurm=True) == for_mpi | {"SLURM_JOB_ID": "7"}
@@ -147,13 +194,13 @@ def test_the_program_itself_gets_no_more_than_it_needs() -> None:
 
 def test_deepspeed_and_torchrun_as_typed() -> None:
     assert command_line(deepspeed_command(JOB, "hosts")) == (
-        "deepspeed --hostfile hosts --master_addr 10.0.0.2 --master_port 29500 --no_local_rank --module ds_finetune.rank run.yaml optim.lr=1e-5"
+        "deepspeed --hostfile hosts --master_addr 10.0.0.2 --master_port 29500 --no_local_rank --module ds_finetune.worker run.yaml optim.lr=1e-5"
     )
     some = replace(JOB, hosts=chosen_hosts((Host("b", 4, 1), Host("a", 1, 2)), include="b:0,2@a"))
     assert deepspeed_command(some, "hosts")[3:5] == ["--include", "b:0,2@a"]
     first, second = map(command_line, torchrun_commands(JOB))
     assert first == (
-        "torchrun --nnodes=2 --node-rank=0 --nproc-per-node=2 --master-addr=10.0.0.2 --master-port=29500 -m ds_finetune.rank run.yaml optim.lr=1e-5"
+        "torchrun --nnodes=2 --node-rank=0 --nproc-per-node=2 --master-addr=10.0.0.2 --master-port=29500 -m ds_finetune.worker run.yaml optim.lr=1e-5"
     )
     assert second == first.replace("--node-rank=0 --nproc-per-node=2", "--node-rank=1 --nproc-per-node=1")
 
@@ -168,7 +215,10 @@ def _source(package: str, path: str) -> str:
 
 def test_torchrun_and_deepspeed_know_the_options() -> None:
     """A renamed option of theirs would be shown to people who then type it."""
-    sources = {"torchrun": _source("torch", "distributed/run.py"), "deepspeed": _source("deepspeed", "launcher/runner.py")}
+    sources = {
+        "torchrun": _source("torch", "distributed/run.py"),
+        "deepspeed": _source("deepspeed", "launcher/runner.py"),
+    }
     for argv in (torchrun_commands(JOB)[0], deepspeed_command(JOB, "hosts")):
         options = [word.split("=")[0] for word in argv if word.startswith("--")]
         assert options

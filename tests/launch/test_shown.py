@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from ds_finetune.config import ParallelConfig
+from ds_finetune.config.schema import ParallelConfig
 from ds_finetune.hostfile import Host, read_hostfile
+from ds_finetune.launch.dry_run import rank_map, shown
 from ds_finetune.launch.schedulers import Job, mpirun_command
-from ds_finetune.launch.shown import rank_map, shown
 from ds_finetune.plan.mesh import Mesh
 from tests.conftest import ROOT
 
@@ -46,7 +46,13 @@ def test_commands_of_many_hosts() -> None:
     lines = shown(job, "torchrun", environ={})
     assert lines[0].startswith("run r-1: 512 ranks on 64 hosts by torchrun")
     assert [line.split(":")[0] for line in lines[1:]] == [
-        *["as if typed on node01", "as if typed on node02", "... and on 60 more hosts", "as if typed on node63", "as if typed on node64"]
+        *[
+            "as if typed on node01",
+            "as if typed on node02",
+            "... and on 60 more hosts",
+            "as if typed on node63",
+            "as if typed on node64",
+        ]
     ]
     assert "--node-rank=63" in lines[-1]
 
@@ -57,7 +63,9 @@ def test_rank_map_of_unequal_hosts() -> None:
         "b          ranks 2-5  devices 0-2,5  dp 1-2  tp 0-1",
         "tp: 3 groups of 2, each within a host",
     ]
-    assert rank_map(HOSTS, Mesh.of(ParallelConfig(sp=3), world_size=6, rank=0))[2:] == ["sp: 2 groups of 3, 1 of them across hosts"]
+    assert rank_map(HOSTS, Mesh.of(ParallelConfig(sp=3), world_size=6, rank=0))[2:] == [
+        "sp: 2 groups of 3, 1 of them across hosts"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -71,10 +79,17 @@ def test_rank_map_of_unequal_hosts() -> None:
             "pp 3  dp 15  tp 0-7",
             ["pp: 128 groups of 4, 128 of them across hosts", "tp: 64 groups of 8, each within a host"],
         ),
-        (ParallelConfig(ep=16), "dp 0-7  ep 0-7", "dp 504-511  ep 8-15", ["ep: 32 groups of 16, 32 of them across hosts"]),
+        (
+            ParallelConfig(ep=16),
+            "dp 0-7  ep 0-7",
+            "dp 504-511  ep 8-15",
+            ["ep: 32 groups of 16, 32 of them across hosts"],
+        ),
     ],
 )
-def test_rank_map_of_sixty_four_hosts_of_eight(parallel: ParallelConfig, first: str, last: str, groups: list[str]) -> None:
+def test_rank_map_of_sixty_four_hosts_of_eight(
+    parallel: ParallelConfig, first: str, last: str, groups: list[str]
+) -> None:
     lines = rank_map(read_hostfile(ROOT / "hostfiles" / "nodes64"), Mesh.of(parallel, world_size=512, rank=0))
     assert lines[0] == f"node01  ranks 0-7  devices 0-7  {first}"
     assert lines[63] == f"node64  ranks 504-511  devices 0-7  {last}"
@@ -82,7 +97,5 @@ def test_rank_map_of_sixty_four_hosts_of_eight(parallel: ParallelConfig, first: 
 
 
 def test_it_loads_no_torch() -> None:
-    code = (
-        "import sys, ds_finetune.launch.shown, ds_finetune.launch.emit; sys.exit(bool({'torch', 'deepspeed', 'transformers'} & sys.modules.keys()))"
-    )
+    code = "import sys, ds_finetune.launch.dry_run, ds_finetune.launch.emit; sys.exit(bool({'torch', 'deepspeed', 'transformers'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -1,4 +1,6 @@
-"""What every causal model type of transformers does here, as a table: `python -m tests.model.model_types > docs/model-types.md`."""
+"""What every causal model type of transformers does here, as a table: `python -m tests.model.model_types >
+docs/model-types.md`.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -26,7 +28,9 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8, "head_dim": 128},
 }
-"""Settings of types whose default configuration cannot be built, or has not the kinds of layers that published models have."""
+"""Settings of types whose default configuration cannot be built, or has not the kinds of layers that published models
+have.
+"""
 _HEAD = """# Model types
 
 Which model types are trained, and how. Most need nothing; where a run is refused, the hint says what to set:

@@ -22,13 +22,16 @@ LENGTHS = ((5, 9, 2), (16,), (1, 1, 14))
 CONFIGS: dict[str, dict[str, Any]] = FAMILIES | {
     "deepseek_v2": {k: v for k, v in FAMILIES["deepseek_v3"].items() if k not in ("n_group", "topk_group")},
     "qwen3": FAMILIES["llama"] | {"head_dim": 8},
-    "qwen3_moe": FAMILIES["llama"] | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "qwen3_moe": FAMILIES["llama"]
+    | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "qwen2_moe": FAMILIES["llama"]
     | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
 }
 
 
-def _loss_and_gradients(family: str, attention: str, extra: dict[str, Any], *, checkpointing: bool = False) -> tuple[float, dict[str, torch.Tensor]]:
+def _loss_and_gradients(
+    family: str, attention: str, extra: dict[str, Any], *, checkpointing: bool = False
+) -> tuple[float, dict[str, torch.Tensor]]:
     config = AutoConfig.for_model(family, **CONFIGS[family] | extra)
     is_flash = attention == "flash_attention_2"
     lm = build_skeleton(config, attention="eager" if is_flash else attention, dtype=torch.float32, device="cpu")
@@ -83,8 +86,14 @@ def test_every_family_of_the_table_is_compared() -> None:
     assert set(CONFIGS) == set(ROWS)
 
 
-@pytest.mark.parametrize(("family", "extra"), [*((family, {}) for family in CONFIGS), *((kind, WINDOW | extra) for kind, extra in WINDOWS)], ids=str)
-def test_flash_attention_knows_the_documents_of_every_row(family: str, extra: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("family", "extra"),
+    [*((family, {}) for family in CONFIGS), *((kind, WINDOW | extra) for kind, extra in WINDOWS)],
+    ids=str,
+)
+def test_flash_attention_knows_the_documents_of_every_row(
+    family: str, extra: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Through transformers' own path to a kernel that stands in for FlashAttention's, with three rows to a forward."""
     if family == "qwen2_moe" and extra:
         with pytest.raises(ModelError, match="transformers does not hand it the sliding window"):
@@ -94,7 +103,9 @@ def test_flash_attention_knows_the_documents_of_every_row(family: str, extra: di
     loss, gradients = _loss_and_gradients(family, "flash_attention_2", extra)
     wanted, wanted_gradients = _loss_and_gradients(family, "eager", extra)
     assert loss == pytest.approx(wanted, rel=1e-6)
-    assert all(torch.allclose(gradients[name], gradient, rtol=1e-4, atol=1e-5) for name, gradient in wanted_gradients.items())
+    assert all(
+        torch.allclose(gradients[name], gradient, rtol=1e-4, atol=1e-5) for name, gradient in wanted_gradients.items()
+    )
     assert {tuple(call["cu_seqlens_q"].tolist()) for call in calls} == {(0, 5, 14, 16, 32, 33, 34, 48)}
     for call in calls:
         assert call["cu_seqlens_q"].dtype == call["cu_seqlens_k"].dtype == torch.int32
@@ -103,7 +114,9 @@ def test_flash_attention_knows_the_documents_of_every_row(family: str, extra: di
 
 
 def _stand_in_for_flash(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """transformers' FlashAttention with kernels in plain torch, of flash-attn 2.8's signature; what its varlen kernel is called with."""
+    """transformers' FlashAttention with kernels in plain torch, of flash-attn 2.8's signature; what its varlen kernel
+    is called with.
+    """
     calls: list[dict[str, Any]] = []
 
     def varlen(
@@ -136,7 +149,14 @@ def _stand_in_for_flash(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]
 
     monkeypatch.setattr(flash, "_lazy_imports", lambda *_, **__: (None, varlen, None, None, None))
     monkeypatch.setattr(flash, "_loaded_implementation", None)
-    for name in ("_flash_fn", "_flash_varlen_fn", "_flash_with_kvcache_fn", "_pad_fn", "_unpad_fn", "_process_flash_kwargs_fn"):
+    for name in (
+        "_flash_fn",
+        "_flash_varlen_fn",
+        "_flash_with_kvcache_fn",
+        "_pad_fn",
+        "_unpad_fn",
+        "_process_flash_kwargs_fn",
+    ):
         monkeypatch.setattr(flash, name, None)
     monkeypatch.setattr(flash, "_process_with_kvcache_kwargs_fn", None)
     return calls
@@ -155,14 +175,24 @@ def test_padded_values_change_nothing(tokens: int) -> None:
 def test_generation_with_a_cache_equals_that_of_transformers(family: str, tmp_path: Path) -> None:
     answers = []
     for attention in ("sdpa", "eager"):
-        lm = build_skeleton(AutoConfig.for_model(family, **CONFIGS[family]), attention=attention, dtype=torch.float32, device="cpu")
+        lm = build_skeleton(
+            AutoConfig.for_model(family, **CONFIGS[family]), attention=attention, dtype=torch.float32, device="cpu"
+        )
         initialise_weights(lm, seed=2)
         prompt = torch.tensor([[5, 9, 33, 7]])
-        answers.append(lm.eval().generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=8, use_cache=True))
+        answers.append(
+            lm.eval().generate(
+                prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=8, use_cache=True
+            )
+        )
     assert torch.equal(*answers)
 
 
-@pytest.mark.parametrize("unknown", [{"s_aux": torch.zeros(2)}, {"position_bias": torch.zeros(1)}, {"softcap": 30.0}, {"is_causal": False}], ids=str)
+@pytest.mark.parametrize(
+    "unknown",
+    [{"s_aux": torch.zeros(2)}, {"position_bias": torch.zeros(1)}, {"softcap": 30.0}, {"is_causal": False}],
+    ids=str,
+)
 def test_what_would_change_the_result_is_not_dropped(unknown: dict[str, Any]) -> None:
     query = torch.randn(1, 2, 4, 6)
     with pytest.raises(ModelError, match=f"Identity hands `{next(iter(unknown))}` to its attention") as caught:

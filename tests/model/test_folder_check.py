@@ -1,4 +1,6 @@
-"""A model folder that would hang or exhaust a program, or show it files of this machine: one clear error, wherever it is read."""
+"""A model folder that would hang or exhaust a program, or show it files of this machine: one clear error, wherever it
+is read.
+"""
 
 import json
 import os
@@ -8,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_finetune.cli import main
+from ds_finetune.cli.main import main
 from ds_finetune.errors import ModelError
 from ds_finetune.model.build import read_hf_config
 from ds_finetune.model.folder_check import MOST_LAYERS, check_folder
@@ -75,7 +77,9 @@ def _train(folder: Path) -> int:
 WAYS: dict[str, Callable[[Path], int]] = {
     "train": _train,
     "export": lambda folder: main(["export", "--no-verify", str(folder), str(folder.parent / "new")]),
-    "base": lambda folder: main(["export", "--no-verify", str(folder.parent / "base"), str(folder.parent / "new"), "--base", str(folder)]),
+    "base": lambda folder: main(
+        ["export", "--no-verify", str(folder.parent / "base"), str(folder.parent / "new"), "--base", str(folder)]
+    ),
     "check": lambda folder: main(["export", "--check", str(folder)]),
     "ask": lambda folder: main(["ask", str(folder), "hello"]),
     "serve": lambda folder: main(["serve", str(folder), "--engine", "transformers", "--ready-seconds", "1"]),
@@ -84,7 +88,9 @@ WAYS: dict[str, Callable[[Path], int]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_one_clear_error(damage: str, way: str, published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_clear_error(
+    damage: str, way: str, published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     root = Path(shutil.copytree(published, tmp_path / "place"))
     change, said = DAMAGE[damage]
     change(root / "out")
@@ -104,7 +110,13 @@ def test_counts_of_layers(number: object, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(config))
         with pytest.raises(ModelError, match=r"num_hidden_layers is .*, not a number from 1 to 1000"):
             check_folder(tmp_path)
-    for good in (V3, {"num_hidden_layers": 1000}, {"num_hidden_layers": None}, [], {"text_config": {"num_hidden_layers": 3}}):
+    for good in (
+        V3,
+        {"num_hidden_layers": 1000},
+        {"num_hidden_layers": None},
+        [],
+        {"text_config": {"num_hidden_layers": 3}},
+    ):
         (tmp_path / "config.json").write_text(json.dumps(good))
         check_folder(tmp_path)
 

@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM
 
 from ds_finetune.errors import ModelError
 from ds_finetune.model.build import Fragment, build_skeleton, in_memory, model_class, read_hf_config, whole
-from ds_finetune.model.cuts import WHOLE, Cut
-from ds_finetune.model.experts import fewer_experts
 from ds_finetune.model.families import family_of
 from ds_finetune.model.fp8 import dequantise, is_quantised, quantise
 from ds_finetune.model.hub_folder import HubFolder
-from ds_finetune.model.stages import StageGroup, install_stage, only_layers, without_memory
-from ds_finetune.model.tensor import local_config
+from ds_finetune.model.parallel.expert import fewer_experts
+from ds_finetune.model.parallel.pipeline import StageGroup, install_stage, only_layers, without_memory
+from ds_finetune.model.parallel.sharding import WHOLE, Cut
+from ds_finetune.model.parallel.tensor import local_config
 from ds_finetune.model.weights import load_weights
 from tests.model.fp8_folder import (
     MTP,
@@ -98,10 +98,14 @@ def test_blocks_of_zeros_and_of_the_smallest_numbers_stay_finite() -> None:
 
 
 def test_bytes_come_back_from_bf16_where_the_scale_came_from_bf16() -> None:
-    """Every byte under the scale of every mantissa a bf16 weight can have: proves the rule, for the exponent only shifts both."""
+    """Every byte under the scale of every mantissa a bf16 weight can have: proves the rule, for the exponent only
+    shifts both.
+    """
     largest = torch.arange(0x3F80, 0x4000, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
     assert len(largest) == 128
-    numbers = torch.tensor([byte for byte in range(256) if byte & 0x7F != 0x7F], dtype=torch.uint8).view(torch.float8_e4m3fn)
+    numbers = torch.tensor([byte for byte in range(256) if byte & 0x7F != 0x7F], dtype=torch.uint8).view(
+        torch.float8_e4m3fn
+    )
     for scale in largest / 448:
         plain = (numbers.float() * scale).bfloat16()
         values, again = quantise(torch.nn.functional.pad(plain.float(), (0, 128 - len(numbers) % 128))[None])
@@ -138,7 +142,9 @@ def test_the_model_knows_nothing_of_the_quantisation(published: Path) -> None:
     assert {p.dtype for p in _skeleton(published).parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("given", [{"quant_method": "gptq", "bits": 4}, {"quant_method": "fp8", "weight_block_size": [1, 128]}, {"bits": 4}])
+@pytest.mark.parametrize(
+    "given", [{"quant_method": "gptq", "bits": 4}, {"quant_method": "fp8", "weight_block_size": [1, 128]}, {"bits": 4}]
+)
 def test_other_kinds_of_quantisation_are_refused(given: dict[str, object], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(V3 | {"quantization_config": given}))
     with pytest.raises(ModelError, match=r"config\.json: weights quantised by .* are not read") as caught:
@@ -215,8 +221,14 @@ def _nan(tensors: dict[str, torch.Tensor]) -> None:
             lambda t: t.update({key: t[key][:1].clone() for key in (DOWN + "_scale_inv",) if key in t}),
             r"has scales \(1, 3\) of torch.float32, not \(2, 3\)",
         ),
-        (lambda t: t.update({key: t[key].bfloat16() for key in (DOWN + "_scale_inv",) if key in t}), r"of torch.bfloat16, not"),
-        (lambda t: t.update({key: t[key].to(torch.float8_e5m2) for key in (DOWN,) if key in t}), r"1 scales without an FP8 weight"),
+        (
+            lambda t: t.update({key: t[key].bfloat16() for key in (DOWN + "_scale_inv",) if key in t}),
+            r"of torch.bfloat16, not",
+        ),
+        (
+            lambda t: t.update({key: t[key].to(torch.float8_e5m2) for key in (DOWN,) if key in t}),
+            r"1 scales without an FP8 weight",
+        ),
         (_nan, rf"tensor `{DOWN}` of .* holds NaN"),
     ],
     ids=["no scale", "no weight", "few scales", "bf16 scales", "e5m2", "nan"],

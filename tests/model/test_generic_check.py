@@ -1,4 +1,6 @@
-"""The trial of generic model types: which pack, which leak, and which have another loss; on default configurations of transformers."""
+"""The trial of generic model types: which pack, which leak, and which have another loss; on default configurations of
+transformers.
+"""
 
 import json
 from pathlib import Path
@@ -12,7 +14,7 @@ from ds_finetune.errors import ModelError
 from ds_finetune.model.attention import BY_LENGTHS, FLASH
 from ds_finetune.model.build import build_skeleton, read_hf_config
 from ds_finetune.model.generic_check import LIMIT, Trial, check_generic_type, refuse_wrong, try_type
-from ds_finetune.model.stages import without_memory
+from ds_finetune.model.parallel.pipeline import without_memory
 from ds_finetune.model.tiny_config import Size, layer_kinds, layers_of_each_kind, tiny_config
 from ds_finetune.selftest.cells import FAMILIES
 from tests.model import model_types
@@ -142,7 +144,9 @@ def test_a_model_that_cannot_be_made_small_is_refused_packing_alone() -> None:
 
 
 def test_flash_attention_is_tried_by_the_lengths_that_it_is_given() -> None:
-    """They keep OPT's documents apart, as positions do not; Qwen3-Next needs more; Falcon has a class of its own for it."""
+    """They keep OPT's documents apart, as positions do not; Qwen3-Next needs more; Falcon has a class of its own for
+    it.
+    """
     mistral, opt, hybrid, falcon = (
         try_type(config_of(kind), attention=FLASH, row_tokens=ROW_TOKENS)
         for kind in ("mistral", "opt", "qwen3_next", "falcon")
@@ -236,7 +240,9 @@ def test_a_run_that_would_leak_ends_before_its_first_step(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_the_table_in_the_docs() -> None:
-    """Every causal model type of the installed transformers; the facts' list of types without a leak is among those that pack."""
+    """Every causal model type of the installed transformers; the facts' list of types without a leak is among those
+    that pack.
+    """
     found = model_types.rows()
     verdicts = {row.kind: row.verdict for row in found}
     assert {kind for kind in NO_LEAK if verdicts[kind] != "packs"} == set()
@@ -278,4 +284,6 @@ NO_LEAK = [
     "exaone_moe",
     "ernie4_5_moe",
 ]
-"""Types that transformers alone was seen to pack rightly; cohere2 and llama4_text do so too, and are refused for other reasons."""
+"""Types that transformers alone was seen to pack rightly; cohere2 and llama4_text do so too, and are refused for other
+reasons.
+"""

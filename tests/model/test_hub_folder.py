@@ -47,7 +47,9 @@ def test_an_index_may_not_name_files_elsewhere(name: str, folder: Path) -> None:
         HubFolder(folder)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"weight_map": 3}', "\udcff".encode("utf-8", "surrogateescape").decode("latin-1")])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"weight_map": 3}', "\udcff".encode("utf-8", "surrogateescape").decode("latin-1")]
+)
 def test_an_index_that_is_none(text: str, folder: Path) -> None:
     (folder / INDEX).write_text(text)
     with pytest.raises(ModelError, match=rf"{INDEX} is not an index of safetensors"):

@@ -42,5 +42,7 @@ def test_liger_equals_the_chunked_loss() -> None:
     if device == "cpu" and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
         pytest.skip("Triton's interpreter (3.6) does not run with numpy 2.4")
     environ = os.environ | ({} if device == "cuda" else {"TRITON_INTERPRET": "1"})
-    done = subprocess.run([sys.executable, "-c", CASES, device], cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", CASES, device], cwd=ROOT, env=environ, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,4 +1,6 @@
-"""Adapters: which modules have them, that they are peft's numbers in forward and backward, and what they add to weights."""
+"""Adapters: which modules have them, that they are peft's numbers in forward and backward, and what they add to
+weights.
+"""
 
 import copy
 from collections import Counter
@@ -8,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from ds_finetune.config import LoraConfig
+from ds_finetune.config.schema import LoraConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.model.build import build_skeleton
 from ds_finetune.model.lora import Factors, chosen_targets, factors_of, is_adapter, lora_lines, merged
@@ -23,7 +25,9 @@ def _ids() -> torch.Tensor:
     return torch.randint(0, VOCAB, (3, 17), generator=torch.Generator().manual_seed(2))
 
 
-@pytest.mark.parametrize(("family", "patterns"), [*((family, None) for family in FAMILIES), ("deepseek_v3", NAMED), ("deepseek_v2", NAMED)])
+@pytest.mark.parametrize(
+    ("family", "patterns"), [*((family, None) for family in FAMILIES), ("deepseek_v3", NAMED), ("deepseek_v2", NAMED)]
+)
 def test_forward_and_gradients_are_those_of_peft(family: str, patterns: tuple[str, ...] | None, tmp_path: Path) -> None:
     lora = LORA.model_copy(update={"target_modules": patterns})
     base = base_model(family)
@@ -49,7 +53,9 @@ def test_forward_and_gradients_are_those_of_peft(family: str, patterns: tuple[st
 def test_the_sum_in_pieces_is_the_whole_sum(shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(1)
     *experts, out, width = shape
-    adapter = Factors(torch.randn(*experts, 3, width, generator=generator), torch.randn(*experts, out, 3, generator=generator), 0.5)
+    adapter = Factors(
+        torch.randn(*experts, 3, width, generator=generator), torch.randn(*experts, out, 3, generator=generator), 0.5
+    )
     assert adapter.shape == shape
     whole = (0.5 * adapter.b @ adapter.a).view(-1)
     for start in range(whole.numel()):
@@ -60,8 +66,12 @@ def test_the_sum_in_pieces_is_the_whole_sum(shape: tuple[int, ...]) -> None:
 def test_merged_weights_compute_as_adapters_do_and_the_model_stays() -> None:
     model = adapted(base_model("deepseek_v3"), LORA)
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
-    factors = factors_of({name: param.detach() for name, param in model.named_parameters() if is_adapter(name)}, LORA.alpha / LORA.rank)
-    weights = dict(merged(((name, param.detach()) for name, param in model.named_parameters() if not is_adapter(name)), factors))
+    factors = factors_of(
+        {name: param.detach() for name, param in model.named_parameters() if is_adapter(name)}, LORA.alpha / LORA.rank
+    )
+    weights = dict(
+        merged(((name, param.detach()) for name, param in model.named_parameters() if not is_adapter(name)), factors)
+    )
     plain = base_model("deepseek_v3")
     plain.load_state_dict(weights, strict=False)
     assert torch.allclose(plain(input_ids=_ids()).logits, model(input_ids=_ids()).logits, atol=1e-5, rtol=0)
@@ -70,7 +80,9 @@ def test_merged_weights_compute_as_adapters_do_and_the_model_stays() -> None:
 
 def test_fresh_adapters_change_nothing_and_are_drawn_as_peft_draws_them() -> None:
     model = adapted(base_model("deepseek_v3"), LORA, trained=False)
-    assert torch.equal(model(input_ids=_ids()).logits, adapted(base_model("deepseek_v3"), LORA, trained=False)(input_ids=_ids()).logits)
+    assert torch.equal(
+        model(input_ids=_ids()).logits, adapted(base_model("deepseek_v3"), LORA, trained=False)(input_ids=_ids()).logits
+    )
     assert torch.allclose(model(input_ids=_ids()).logits, base_model("deepseek_v3")(input_ids=_ids()).logits, atol=1e-6)
     for name, param in model.named_parameters():
         if name.endswith("lora_A"):

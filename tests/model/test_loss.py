@@ -38,7 +38,9 @@ def test_loss_and_gradients_equal_cross_entropy(chunk: int, bias: bool) -> None:
     hidden.grad = None
     head.zero_grad()
     logits = head(hidden)
-    wanted = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    wanted = functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+    )
     (wanted / 7).backward()
     assert found.loss_sum.item() == pytest.approx(wanted.item(), rel=1e-6)
     for mine, theirs in zip(ours, [hidden.grad, *(p.grad for p in head.parameters())], strict=True):
@@ -67,7 +69,9 @@ def test_a_frozen_head_gets_no_gradient_and_hidden_still_does() -> None:
 
 
 def tiny_model(family: str, attention: str) -> TrainedModel:
-    lm = build_skeleton(AutoConfig.for_model(family, **CONFIGS[family]), attention=attention, dtype=torch.float32, device="cpu")
+    lm = build_skeleton(
+        AutoConfig.for_model(family, **CONFIGS[family]), attention=attention, dtype=torch.float32, device="cpu"
+    )
     initialise_weights(lm, seed=0)
     install_loss_head(lm)
     return TrainedModel(lm)
@@ -87,8 +91,11 @@ def test_packed_documents_do_not_see_each_other(family: str, attention: str) -> 
     model = tiny_model(family, attention)
     first, second, positions, _ = documents()
     with torch.no_grad():
-        seen = [model.hidden(torch.cat([other, second])[None], positions, ((9, 6),))[0, 9:] for other in (first, 98 - first)]
-    # Other tokens elsewhere give the experts other group sizes, and so another order of summation; nothing else may change.
+        seen = [
+            model.hidden(torch.cat([other, second])[None], positions, ((9, 6),))[0, 9:] for other in (first, 98 - first)
+        ]
+    # Other tokens elsewhere give the experts other group sizes, and so another order of summation; nothing else may
+    # change.
     torch.testing.assert_close(seen[0], seen[1], rtol=0, atol=0 if "experts" not in str(model) else 1e-6)
 
 

@@ -9,7 +9,12 @@ from ds_finetune.model import unreached
 from ds_finetune.model.unreached import patterns_of, unreached_parameters
 from ds_finetune.selftest.cells import OTHERS
 
-INDEXED = OTHERS["deepseek_v2"] | {"model_type": "deepseek_v32", "index_topk": 8, "index_n_heads": 2, "index_head_dim": 16}
+INDEXED = OTHERS["deepseek_v2"] | {
+    "model_type": "deepseek_v32",
+    "index_topk": 8,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+}
 """DeepSeek-V3.2's indexer chooses positions, and no gradient goes through a choice (transformers 5.23)."""
 
 

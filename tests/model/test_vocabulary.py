@@ -1,4 +1,6 @@
-"""A vocabulary larger than the published one: old rows as they are, new ones the same for any layout, and what is refused."""
+"""A vocabulary larger than the published one: old rows as they are, new ones the same for any layout, and what is
+refused.
+"""
 
 import json
 import math
@@ -12,22 +14,22 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PhiConfig, PretrainedConfig, PreTrainedModel
 
-from ds_finetune.arch import Shape
-from ds_finetune.config import RunConfig
+from ds_finetune.config.schema import RunConfig
 from ds_finetune.demo import write_demo
-from ds_finetune.dry_run import held_tensors
 from ds_finetune.errors import ConfigError, DataError, ModelError
-from ds_finetune.material import config_tree, model_config, vocabulary_lines
 from ds_finetune.model.build import Fragment, build_skeleton, in_memory, read_hf_config
-from ds_finetune.model.cuts import Cut
 from ds_finetune.model.families import family_of
-from ds_finetune.model.tensor import local_config
+from ds_finetune.model.parallel.sharding import Cut
+from ds_finetune.model.parallel.tensor import local_config
 from ds_finetune.model.vocabulary import Growth, grow_vocabulary
 from ds_finetune.model.weights import load_weights, seed_of
-from ds_finetune.plan.layout import make_plan
-from ds_finetune.plan.legal import check_divides
+from ds_finetune.plan.combinations import check_divides
 from ds_finetune.plan.mesh import Mesh
-from ds_finetune.preview import preview_of
+from ds_finetune.plan.model_shape import Shape
+from ds_finetune.plan.plan import make_plan
+from ds_finetune.trainer.dry_run import held_tensors
+from ds_finetune.trainer.inputs import config_tree, model_config, vocabulary_lines
+from ds_finetune.trainer.preview import preview_of
 from ds_finetune.world import World
 from tests.model.fp8_folder import MTP, V3, in_fp8, master, multiplied_out, publish
 from tests.model.test_weights import published

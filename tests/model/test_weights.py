@@ -77,9 +77,15 @@ GLM = CONFIGS["llama"] | {
 ERNIE = CONFIGS["llama"] | {"moe_intermediate_size": 16, "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1}
 
 
-@pytest.mark.parametrize(("kind", "tree"), [("glm4_moe", GLM), ("minimax_m2", CONFIGS["llama"]), ("ernie4_5_moe", ERNIE)])
-def test_router_biases_of_generic_types_stay_fp32_and_untrained(kind: str, tree: dict[str, object], tmp_path: Path) -> None:
-    """In GLM's published weights they differ by less than bf16 can tell apart; ERNIE's is a parameter, which DeepSpeed would cast."""
+@pytest.mark.parametrize(
+    ("kind", "tree"), [("glm4_moe", GLM), ("minimax_m2", CONFIGS["llama"]), ("ernie4_5_moe", ERNIE)]
+)
+def test_router_biases_of_generic_types_stay_fp32_and_untrained(
+    kind: str, tree: dict[str, object], tmp_path: Path
+) -> None:
+    """In GLM's published weights they differ by less than bf16 can tell apart; ERNIE's is a parameter, which DeepSpeed
+    would cast.
+    """
     config = AutoConfig.for_model(kind, **tree)
     torch.manual_seed(3)
     wanted = AutoModelForCausalLM.from_config(config)
@@ -104,7 +110,9 @@ def test_router_biases_of_generic_types_stay_fp32_and_untrained(kind: str, tree:
 def test_experts_one_by_one_of_a_type_without_a_row_are_not_the_checkpoints_fault(tmp_path: Path) -> None:
     config = AutoConfig.for_model("glm4_moe", **GLM)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "hub")
-    with pytest.raises(ModelError, match=r"model_type `glm4_moe` is not supported with a tensor for each expert, as .*/hub has them") as caught:
+    with pytest.raises(
+        ModelError, match=r"model_type `glm4_moe` is not supported with a tensor for each expert, as .*/hub has them"
+    ) as caught:
         load_weights(skeleton(tmp_path / "hub"), tmp_path / "hub", family=family_of("glm4_moe"))
     assert "mlp.experts.0.down_proj.weight" in caught.value.message
     assert "deepseek_v2, deepseek_v3, qwen2_moe, qwen3_moe" in caught.value.message
@@ -137,7 +145,9 @@ def test_fragments_together_hold_the_tensor(deepseek: Path, ranks: int) -> None:
 
             def where(param: torch.Tensor, held: dict[int, torch.Tensor] = held, rank: int = rank) -> Fragment:
                 size = math.ceil(param.numel() / ranks)
-                return in_memory(held.setdefault(id(param), torch.zeros(size)), start=rank * size, shape=tuple(param.shape))
+                return in_memory(
+                    held.setdefault(id(param), torch.zeros(size)), start=rank * size, shape=tuple(param.shape)
+                )
 
             fill(model, where)
             for key, flat in held.items():
@@ -170,7 +180,10 @@ def _rewrite(folder: Path, change: object) -> None:
     [
         (lambda t: t.pop(EXPERT), f"1 missing: {EXPERT}"),
         (lambda t: t.update({"model.extra.weight": torch.zeros(2)}), "1 unexpected: model.extra.weight"),
-        (lambda t: t.update({"lm_head.weight": torch.zeros(95, 32)}), "1 of another shape: lm_head.weight: model (96, 32), checkpoint (95, 32)"),
+        (
+            lambda t: t.update({"lm_head.weight": torch.zeros(95, 32)}),
+            "1 of another shape: lm_head.weight: model (96, 32), checkpoint (95, 32)",
+        ),
         (lambda t: t[EXPERT].__setitem__((2, 3), float("nan")), f"tensor `{EXPERT}` of"),
         (lambda t: t.update({EXPERT: t[EXPERT].to(torch.float8_e4m3fn)}), "1 FP8 weights without `_scale_inv`"),
     ],
@@ -188,7 +201,9 @@ def test_a_tied_head_in_the_folder_is_the_embedding_or_refused(tmp_path: Path) -
     _rewrite(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     assert load_weights(skeleton(tmp_path), tmp_path, family=family_of("qwen2")).skipped == ("lm_head.weight",)
     _rewrite(tmp_path, lambda t: t["lm_head.weight"][95].add_(1))
-    with pytest.raises(ModelError, match=r"`lm_head.weight` differs from `model.embed_tokens.weight`, to which the config ties it"):
+    with pytest.raises(
+        ModelError, match=r"`lm_head.weight` differs from `model.embed_tokens.weight`, to which the config ties it"
+    ):
         load_weights(skeleton(tmp_path), tmp_path, family=family_of("qwen2"))
 
 
@@ -216,7 +231,10 @@ def test_folders_that_are_no_model(copy: Path, tmp_path: Path) -> None:
     ("text", "said"),
     [
         ('{"model_type": "llama", "hidden_size": "32"}', "'hidden_size' expected int, got str"),
-        ('{"model_type": "llama", "hidden_size": 32, "num_attention_heads": 5}', "not a multiple of the number of attention heads"),
+        (
+            '{"model_type": "llama", "hidden_size": 32, "num_attention_heads": 5}',
+            "not a multiple of the number of attention heads",
+        ),
         ("{", "not a valid JSON file"),
         ("null", "not iterable"),
         ("[" * 100_000, "recursion"),

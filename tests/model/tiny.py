@@ -33,6 +33,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": _MLA | {"n_group": 2, "topk_group": 1},
     "qwen2": _DENSE | {"tie_word_embeddings": True},
     "qwen3": _DENSE | {"head_dim": 8},
-    "qwen3_moe": _DENSE | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1},
+    "qwen3_moe": _DENSE
+    | {
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "decoder_sparse_step": 1,
+    },
     "llama": _DENSE,
 }

@@ -1,4 +1,5 @@
-"""Started by the tests as `torchrun --nproc-per-node 2 vocabulary_worker.py FOLDER`: grown models in every layout of two ranks.
+"""Started by the tests as `torchrun --nproc-per-node 2 vocabulary_worker.py FOLDER`: grown models in every layout of
+two ranks.
 
 Rank zero writes the weights that each holds before its first step.
 """
@@ -12,13 +13,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
-from ds_finetune.cli import leave
-from ds_finetune.config import RunConfig
+from ds_finetune.cli.main import leave
+from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.engine.start import start_engine
 from ds_finetune.model.build import read_hf_config
 from ds_finetune.model.vocabulary import grow_vocabulary
-from ds_finetune.plan.layout import make_plan
+from ds_finetune.plan.plan import make_plan
 from ds_finetune.world import World
 
 AFTER = 102

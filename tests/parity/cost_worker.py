@@ -1,8 +1,9 @@
 # ruff: noqa: E402 - collectives are wrapped before DeepSpeed, which keeps some of them, is imported
-"""What a step costs at each layout: seconds, and bytes a rank sends. Started as `torchrun --nproc-per-node 2 cost_worker.py OUT.json`.
+"""What a step costs at each layout: seconds, and bytes a rank sends. Started as `torchrun --nproc-per-node 2
+cost_worker.py OUT.json`.
 
-Bytes are those of the ring or pairwise algorithms: of an all-reduce 2 (n - 1) / n of the tensor, of gathers and scatters
-(n - 1) / n of the whole, of an all-to-all what is for other ranks.
+Bytes are those of the ring or pairwise algorithms: of an all-reduce 2 (n - 1) / n of the tensor, of gathers and
+scatters (n - 1) / n of the whole, of an all-to-all what is for other ranks.
 """
 
 import itertools
@@ -53,18 +54,31 @@ _counted("send", lambda n, sizes, _: sizes[0])
 
 from transformers import AutoConfig
 
-from ds_finetune.cli import leave
-from ds_finetune.config import RunConfig
+from ds_finetune.cli.main import leave
+from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import BatchPlan, training_batches
 from ds_finetune.data.rows import Row
 from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.engine.start import start_engine
 from ds_finetune.model.build import read_hf_config
-from ds_finetune.plan.layout import make_plan
+from ds_finetune.plan.plan import make_plan
 from ds_finetune.world import World
 
-MODEL = {"hidden_size": 256, "intermediate_size": 768, "moe_intermediate_size": 128, "num_hidden_layers": 4, "first_k_dense_replace": 1}
-MODEL |= {"num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16}
+MODEL = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "first_k_dense_replace": 1,
+}
+MODEL |= {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 96,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+}
 MODEL |= {
     "v_head_dim": 32,
     "n_routed_experts": 16,
@@ -74,16 +88,31 @@ MODEL |= {
     "topk_group": 2,
     "vocab_size": 8192,
 }
-EVEN = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 256}
+EVEN = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "vocab_size": 256,
+}
 """A model whose layers are nearly all of its work, so that two stages of four take as long."""
 TOKENS, ROWS, STEPS = 512, 4, 5
-LAYOUTS: dict[str, dict[str, int]] = {"dp 2": {}, "tp 2": {"tp": 2}, "sp 2": {"sp": 2}, "ep 2": {"ep": 2}, "pp 2": {"pp": 2}}
+LAYOUTS: dict[str, dict[str, int]] = {
+    "dp 2": {},
+    "tp 2": {"tp": 2},
+    "sp 2": {"sp": 2},
+    "ep 2": {"ep": 2},
+    "pp 2": {"pp": 2},
+}
 BUBBLE = (1, 2, 4, 8)
 """Forwards of a step for which the waiting of a pipeline is measured."""
 
 
 def main() -> None:
-    """Every layout at ZeRO 1, 2 and 3, by turns, on the same rows; and the whole model or a pipeline of it with 1 to 8 forwards."""
+    """Every layout at ZeRO 1, 2 and 3, by turns, on the same rows; and the whole model or a pipeline of it with 1 to 8
+    forwards.
+    """
     world, device = World.from_environment(os.environ), choose_device()
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name, process_group(world, device):
@@ -94,14 +123,23 @@ def main() -> None:
         AutoConfig.for_model("llama", **EVEN).save_pretrained(name)
         for forwards in BUBBLE:
             found[f"{forwards} forwards"] = _measured(
-                name, 1, {"pp": world.world_size, "pp_layers": [4, 4]} if world.world_size > 1 else {}, world, device, forwards
+                name,
+                1,
+                {"pp": world.world_size, "pp_layers": [4, 4]} if world.world_size > 1 else {},
+                world,
+                device,
+                forwards,
             )
     if world.rank == 0:
         Path(sys.argv[1]).write_text(json.dumps(found, indent=1))
 
 
-def _measured(model: str, stage: int, parallel: dict[str, Any], world: World, device: str, forwards: int = 0) -> dict[str, Any]:
-    """Median seconds of a step and bytes sent, two forwards of two rows a rank; given `forwards`, as many of one row each."""
+def _measured(
+    model: str, stage: int, parallel: dict[str, Any], world: World, device: str, forwards: int = 0
+) -> dict[str, Any]:
+    """Median seconds of a step and bytes sent, two forwards of two rows a rank; given `forwards`, as many of one row
+    each.
+    """
     sharing = parallel.get("tp", 1) * parallel.get("sp", 1) * parallel.get("pp", 1)
     rows, micro = (forwards, 1) if forwards else (ROWS, sharing)
     train = {
@@ -111,7 +149,12 @@ def _measured(model: str, stage: int, parallel: dict[str, Any], world: World, de
         "max_seq_len": TOKENS,
         "precision": "fp32" if forwards else "bf16",
     }
-    tree = {"model": {"path": model, "weights": "random"}, "data": {"train": "none.jsonl"}, "parallel": parallel, "output_dir": model}
+    tree = {
+        "model": {"path": model, "weights": "random"},
+        "data": {"train": "none.jsonl"},
+        "parallel": parallel,
+        "output_dir": model,
+    }
     tree |= {"train": train | {"activation_checkpointing": False}, "deepspeed": {"zero_optimization": {"stage": stage}}}
     plan = make_plan(RunConfig.model_validate(tree), world=world, device=device)
     with start_engine(plan, read_hf_config(model)) as engine:

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from ds_finetune.cli import leave
-from ds_finetune.config import RunConfig
+from ds_finetune.cli.main import leave
+from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.engine.start import start_engine
 from ds_finetune.model.build import read_hf_config
 from ds_finetune.model.four_bit import is_four_bit
-from ds_finetune.plan.layout import Plan, make_plan
+from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.selftest.cells import Cell, run_tree
 from ds_finetune.selftest.plain import BETAS
 from ds_finetune.selftest.steps import first_moments, take_steps
@@ -35,7 +35,9 @@ def main() -> None:
     world, device = World.from_environment(os.environ), choose_device()
     with process_group(world, device):
         for number, cell in enumerate(Cell(**tree) for tree in cells):
-            tree = run_tree(cell, models / cell.family, out, dp=world.world_size) | {"lora": lora_tree(cell.family) | quantised}
+            tree = run_tree(cell, models / cell.family, out, dp=world.world_size) | {
+                "lora": lora_tree(cell.family) | quantised
+            }
             found = _run(make_plan(RunConfig.model_validate(tree), world=world, device=device))
             if world.rank == 0:
                 torch.save(found, out / f"{cell.name}-world={world.world_size}.pt")
@@ -55,14 +57,19 @@ def _run(plan: Plan) -> dict[str, Any]:
             "norms": steps.norms,
             "gradients": _gradients(moments),
             "frozen": _frozen(engine.tensors()),
-            "four_bit": {name: four_bit_tensors(param) for name, param in engine.lm.named_parameters() if is_four_bit(param)},
+            "four_bit": {
+                name: four_bit_tensors(param) for name, param in engine.lm.named_parameters() if is_four_bit(param)
+            },
         }
 
 
 def _gradients(moments: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
     """Gradients of each step from Adam's first moments after them."""
     before = [{name: torch.zeros_like(moment) for name, moment in moments[0].items()}, *moments]
-    return [{name: (m - BETAS[0] * old[name]) / (1 - BETAS[0]) for name, m in new.items()} for old, new in zip(before, moments, strict=False)]
+    return [
+        {name: (m - BETAS[0] * old[name]) / (1 - BETAS[0]) for name, m in new.items()}
+        for old, new in zip(before, moments, strict=False)
+    ]
 
 
 def _frozen(tensors: Any) -> dict[str, torch.Tensor]:

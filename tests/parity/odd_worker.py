@@ -1,4 +1,6 @@
-"""Started by the tests as `torchrun --nproc-per-node 2 odd_worker.py FOLDER`: one step on odd data in every layout of two ranks."""
+"""Started by the tests as `torchrun --nproc-per-node 2 odd_worker.py FOLDER`: one step on odd data in every layout of
+two ranks.
+"""
 
 import os
 import sys
@@ -10,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import numpy as np
 import torch
 
-from ds_finetune.cli import leave
-from ds_finetune.config import RunConfig
+from ds_finetune.cli.main import leave
+from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import eval_batches, training_batches
 from ds_finetune.data.documents import gather
 from ds_finetune.data.packed import PreparedRows
@@ -20,7 +22,7 @@ from ds_finetune.engine.core import Engine
 from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.engine.start import start_engine
 from ds_finetune.model.build import read_hf_config
-from ds_finetune.plan.layout import make_plan
+from ds_finetune.plan.plan import make_plan
 from ds_finetune.selftest.plain import BETAS
 from ds_finetune.selftest.steps import _gradients, batch_plan
 from ds_finetune.world import World
@@ -71,14 +73,20 @@ def main() -> None:
 
 def _config(model: Path, stage: int, parallel: dict[str, int], *, packing: bool) -> RunConfig:
     zero = {"stage": stage, "stage3_param_persistence_threshold": 40}
-    tree: dict[str, Any] = {"model": str(model), "data": {"train": "none", "packing": packing, "shuffle": False}, "output_dir": "none"}
+    tree: dict[str, Any] = {
+        "model": str(model),
+        "data": {"train": "none", "packing": packing, "shuffle": False},
+        "output_dir": "none",
+    }
     tree |= {"parallel": parallel, "deepspeed": {"zero_optimization": zero}, "optim": {"betas": list(BETAS)}}
     train = {"precision": "fp32", "global_batch_size": 4, "micro_batch_size": 1, "max_seq_len": ROW, "max_grad_norm": 0}
     return RunConfig.model_validate(tree | {"train": train})
 
 
 def _rows(documents: list[Document]) -> PreparedRows:
-    kept, counts = gather([Tokens(ids, mask) for ids, mask in documents], ["truncate"] * len(documents), max_seq_len=ROW)
+    kept, counts = gather(
+        [Tokens(ids, mask) for ids, mask in documents], ["truncate"] * len(documents), max_seq_len=ROW
+    )
     return PreparedRows(kept, np.arange(len(documents)), np.arange(len(documents) + 1), counts)
 
 
@@ -87,7 +95,12 @@ def _step(engine: Engine, rows: PreparedRows) -> dict[str, Any]:
     assert evaluated is not None
     (batch,) = training_batches(rows, batch_plan(engine.plan), start_step=0, total_rows=len(rows))
     result = engine.step(batch, lr=1e-3)
-    found = {"loss": result.loss, "norm": result.grad_norm, "supervised": result.num_supervised_tokens, "eval": evaluated.loss}
+    found = {
+        "loss": result.loss,
+        "norm": result.grad_norm,
+        "supervised": result.num_supervised_tokens,
+        "eval": evaluated.loss,
+    }
     return found | {"gradients": _gradients(engine)}
 
 

@@ -27,7 +27,9 @@ class Lion(torch.optim.Optimizer):
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum orthogonalised by five Newton-Schulz steps (Jordan 2024), decoupled decay; each expert on its own."""
+    """Nesterov momentum orthogonalised by five Newton-Schulz steps (Jordan 2024), decoupled decay; each expert on its
+    own.
+    """
 
     def __init__(self, groups: Iterable[Any]) -> None:
         super().__init__(groups, {"weight_decay": 0.0})

@@ -36,14 +36,22 @@ def run_cells(runs: Sequence[Run], models: Path, out: Path) -> Path:
     for world in sorted({world for _, world in runs}):
         (out / "cells.json").write_text(json.dumps([asdict(cell) for cell, ranks in runs if ranks == world]))
         seconds = int(os.environ.get("CELL_TIMEOUT", "1500"))
-        done = start(torchrun(str(WORKER), str(models), str(out), str(out / "cells.json"), ranks=world), timeout=seconds)
+        done = start(
+            torchrun(str(WORKER), str(models), str(out), str(out / "cells.json"), ranks=world), timeout=seconds
+        )
         assert done.returncode == 0, done.stderr[-9000:]
     return out
 
 
 def is_for(cell: Cell, world: int) -> bool:
-    """Whether a cell is run on `world` ranks; a start is repeated to catch races in reductions, which one rank has none of."""
-    return world % cell.sharing == 0 and world // (cell.tp * cell.pp) % cell.ep == 0 and (world > cell.sharing or cell.start == 0)
+    """Whether a cell is run on `world` ranks; a start is repeated to catch races in reductions, which one rank has none
+    of.
+    """
+    return (
+        world % cell.sharing == 0
+        and world // (cell.tp * cell.pp) % cell.ep == 0
+        and (world > cell.sharing or cell.start == 0)
+    )
 
 
 def found(cell: Cell, world: int, out: Path) -> dict[str, Any]:
@@ -56,12 +64,18 @@ LOSS_TOLERANCE = 1e-6
 
 
 def assert_equals_plain_loop(cell: Cell, result: dict[str, Any], models: Path) -> None:
-    """Loss, norm and the gradient of every parameter in the first step, the losses of the others, and greedy answers after them."""
+    """Loss, norm and the gradient of every parameter in the first step, the losses of the others, and greedy answers
+    after them.
+    """
     wanted = plain_loop(models / cell.family, cell.max_grad_norm)
     assert result["losses"][0] == pytest.approx(wanted["losses"][0], abs=LOSS_TOLERANCE)
     assert result["norms"][0] == pytest.approx(wanted["norms"][0], rel=GRADIENT_TOLERANCE)
     assert result["gradients"].keys() == wanted["gradients"].keys()
-    wrong = {name: error for name, grad in wanted["gradients"].items() if (error := relative(result["gradients"][name], grad)) > GRADIENT_TOLERANCE}
+    wrong = {
+        name: error
+        for name, grad in wanted["gradients"].items()
+        if (error := relative(result["gradients"][name], grad)) > GRADIENT_TOLERANCE
+    }
     assert not wrong
     assert result["losses"][1:] == pytest.approx(wanted["losses"][1:], rel=1e-4)
     assert result["answers"] == wanted["answers"]
@@ -73,7 +87,9 @@ def relative(result: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 @cache
-def plain_loop(folder: Path, max_grad_norm: float = 0.0, optimizer_name: str = "AdamW", weight_decay: float = 0.0) -> dict[str, Any]:
+def plain_loop(
+    folder: Path, max_grad_norm: float = 0.0, optimizer_name: str = "AdamW", weight_decay: float = 0.0
+) -> dict[str, Any]:
     """Three steps of a plain loop with the published rule of an optimizer."""
     optimizer = partial(_optimizer, optimizer_name, weight_decay)
     return asdict(plain.plain_loop(folder, steps=3, max_grad_norm=max_grad_norm, optimizer=optimizer))

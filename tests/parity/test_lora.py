@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from ds_finetune.config import LoraConfig
+from ds_finetune.config.schema import LoraConfig
 from ds_finetune.selftest.cells import Cell
 from ds_finetune.selftest.plain import adamw, plain_steps
 from tests.lora_twin import adapted, by_our_names, in_peft, lora_tree, write_adapter_of
@@ -23,7 +23,11 @@ from tests.running import start, torchrun
 pytest.importorskip("peft", reason="peft is not installed")
 WORKER = Path(__file__).with_name("lora_worker.py")
 CLIP = 0.5
-CLIPPED = [Cell(family, stage, 2, True, max_grad_norm=CLIP, checkpointing=True) for family in ("deepseek_v3", "llama") for stage in (0, 2, 3)]
+CLIPPED = [
+    Cell(family, stage, 2, True, max_grad_norm=CLIP, checkpointing=True)
+    for family in ("deepseek_v3", "llama")
+    for stage in (0, 2, 3)
+]
 CELLS = [cell for cell in CLIPPED if cell.family == "deepseek_v3" or cell.stage == 3]
 MORE = [
     *(cell for cell in CLIPPED if cell not in CELLS),
@@ -60,7 +64,10 @@ def more_results(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 @cache
 def _peft_loop(folder: Path, max_grad_norm: float) -> dict[str, Any]:
     """Losses, norms and the gradients of every step, of peft's model in a plain loop."""
-    base, lora = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), LoraConfig.model_validate(lora_tree(folder.name))
+    base, lora = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        LoraConfig.model_validate(lora_tree(folder.name)),
+    )
     ours = adapted(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), lora, trained=False)
     write_adapter_of(ours, lora, folder / "adapter", base=folder)
     names = [name for name, param in ours.named_parameters() if param.requires_grad]
@@ -70,7 +77,11 @@ def _peft_loop(folder: Path, max_grad_norm: float) -> dict[str, Any]:
         optimizer = adamw(model)
         trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
         optimizer.register_step_pre_hook(
-            lambda *_: gradients.append(by_our_names({name: param.grad.clone() for name, param in trained.items() if param.grad is not None}, names))
+            lambda *_: gradients.append(
+                by_our_names(
+                    {name: param.grad.clone() for name, param in trained.items() if param.grad is not None}, names
+                )
+            )
         )
         return optimizer
 
@@ -84,7 +95,9 @@ def _assert_equals_peft(cell: Cell, result: dict[str, Any], models: Path) -> Non
     assert result["norms"] == pytest.approx(wanted["norms"], rel=GRADIENT_TOLERANCE)
     for mine, theirs in zip(result["gradients"], wanted["gradients"], strict=True):
         assert mine.keys() == theirs.keys()
-        assert not {name: error for name, grad in theirs.items() if (error := relative(mine[name], grad)) > GRADIENT_TOLERANCE}
+        assert not {
+            name: error for name, grad in theirs.items() if (error := relative(mine[name], grad)) > GRADIENT_TOLERANCE
+        }
     # B is zero at first, so A's gradient shows in the second step.
     assert all(gradient.norm() > 0 for gradient in result["gradients"][1].values())
     base = AutoModelForCausalLM.from_pretrained(models / cell.family, dtype=torch.float32).state_dict()
@@ -106,6 +119,9 @@ def test_further_steps_equal_those_of_peft(cell: Cell, world: int, more_results:
 @pytest.mark.parametrize(("cell", "world"), _pairs(ROUNDED))
 def test_bf16_follows_fp32(cell: Cell, world: int, more_results: Path, models: Path) -> None:
     """Weights rounded to bf16 show in the third digit; an adapter left out would show in the second."""
-    result, wanted = found(cell, world, more_results), _peft_loop(models / cell.family, replace(cell, precision="fp32").max_grad_norm)
+    result, wanted = (
+        found(cell, world, more_results),
+        _peft_loop(models / cell.family, replace(cell, precision="fp32").max_grad_norm),
+    )
     assert result["losses"] == pytest.approx(wanted["losses"], rel=1.5e-2)
     assert result["norms"] == pytest.approx(wanted["norms"], rel=5e-2)

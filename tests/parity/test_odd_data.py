@@ -1,4 +1,6 @@
-"""Loss and gradient of odd data against a plain loop: documents of two tokens and of a whole row, fewer rows than ranks, ranks with nothing."""
+"""Loss and gradient of odd data against a plain loop: documents of two tokens and of a whole row, fewer rows than
+ranks, ranks with nothing.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,9 +31,13 @@ from tests.running import start, torchrun
 ROW = 16
 TOKENS = st.integers(3, 95)
 DOCUMENT = st.integers(1, ROW + 4).flatmap(
-    lambda size: st.tuples(st.lists(TOKENS, min_size=size, max_size=size), st.lists(st.booleans(), min_size=size, max_size=size))
+    lambda size: st.tuples(
+        st.lists(TOKENS, min_size=size, max_size=size), st.lists(st.booleans(), min_size=size, max_size=size)
+    )
 )
-EDGES = st.sampled_from([([5], [True]), ([5, 6], [False, True]), ([7] * ROW, [True] * ROW), ([8] * ROW, [False] * (ROW - 1) + [True])])
+EDGES = st.sampled_from(
+    [([5], [True]), ([5, 6], [False, True]), ([7] * ROW, [True] * ROW), ([8] * ROW, [False] * (ROW - 1) + [True])]
+)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +55,10 @@ def plain(model: Any, documents: list[tuple[list[int], list[bool]]]) -> tuple[fl
     """Summed loss over every supervised token, one document at a time, with its gradient; and their number."""
     total, number = 0.0, 0
     for ids, mask in documents:
-        wanted = torch.tensor([token if is_on else IGNORE_INDEX for token, is_on in zip(ids[1:], mask[1:], strict=True)], dtype=torch.int64)
+        wanted = torch.tensor(
+            [token if is_on else IGNORE_INDEX for token, is_on in zip(ids[1:], mask[1:], strict=True)],
+            dtype=torch.int64,
+        )
         if not any(mask[1:]):
             continue
         logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1]
@@ -73,17 +82,28 @@ def ours(model: TrainedModel, batches: Iterator[Batch]) -> tuple[float, int]:
 
 
 def rows_of(documents: list[tuple[list[int], list[bool]]], *, packing: bool) -> PreparedRows | None:
-    kept, counts = gather([Tokens(ids, mask) for ids, mask in documents], ["truncate"] * len(documents), max_seq_len=ROW)
+    kept, counts = gather(
+        [Tokens(ids, mask) for ids, mask in documents], ["truncate"] * len(documents), max_seq_len=ROW
+    )
     if not counts.documents:
         return None
     bins = pack(np.diff(kept.offsets), ROW) if packing else [np.array([number]) for number in range(counts.documents)]
-    return PreparedRows(kept, np.concatenate(bins), np.concatenate([[0], np.cumsum([len(row) for row in bins])]), counts)
+    return PreparedRows(
+        kept, np.concatenate(bins), np.concatenate([[0], np.cumsum([len(row) for row in bins])]), counts
+    )
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(DOCUMENT | EDGES, min_size=1, max_size=9), st.booleans(), st.sampled_from([(1, 1, 1), (2, 1, 1), (3, 1, 4), (2, 3, 1), (4, 2, 2)]))
+@given(
+    st.lists(DOCUMENT | EDGES, min_size=1, max_size=9),
+    st.booleans(),
+    st.sampled_from([(1, 1, 1), (2, 1, 1), (3, 1, 4), (2, 3, 1), (4, 2, 2)]),
+)
 def test_every_supervised_token_counts_once(
-    models: tuple[TrainedModel, PreTrainedModel], documents: list[tuple[list[int], list[bool]]], packing: bool, shares: tuple[int, int, int]
+    models: tuple[TrainedModel, PreTrainedModel],
+    documents: list[tuple[list[int], list[bool]]],
+    packing: bool,
+    shares: tuple[int, int, int],
 ) -> None:
     """Over an epoch, whatever number of ranks, micro-batch and accumulation share it; and in evaluation."""
     model, theirs = models
@@ -95,10 +115,22 @@ def test_every_supervised_token_counts_once(
     wanted = plain(theirs, [(ids[:ROW], mask[:ROW]) for ids, mask in documents])
     gradients = {name: param.grad for name, param in theirs.named_parameters() if param.grad is not None}
     plans = [
-        BatchPlan(dp * micro * accumulation, micro, rank, dp, 0, shuffle=True, pad_token_id=0, row_len=ROW if packing else None)
+        BatchPlan(
+            dp * micro * accumulation,
+            micro,
+            rank,
+            dp,
+            0,
+            shuffle=True,
+            pad_token_id=0,
+            row_len=ROW if packing else None,
+        )
         for rank in range(dp)
     ]
-    for batches in (lambda plan: training_batches(rows, plan, start_step=0, total_rows=len(rows)), lambda plan: eval_batches(rows, plan)):
+    for batches in (
+        lambda plan: training_batches(rows, plan, start_step=0, total_rows=len(rows)),
+        lambda plan: eval_batches(rows, plan),
+    ):
         model.zero_grad()
         found = [ours(model, batches(plan)) for plan in plans]
         assert sum(number for _, number in found) == wanted[1] == rows.num_supervised_tokens
@@ -122,18 +154,23 @@ def layouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: name_of(*layout))
-def test_ranks_and_forwards_with_nothing_supervised(layouts: Path, layout: tuple[str, int, dict[str, int]], shape: str) -> None:
+def test_ranks_and_forwards_with_nothing_supervised(
+    layouts: Path, layout: tuple[str, int, dict[str, int]], shape: str
+) -> None:
     found = torch.load(layouts / f"{name_of(*layout)}-{shape}.pt", weights_only=True)
     model = AutoModelForCausalLM.from_pretrained(layouts / layout[0], dtype=torch.float32)
     total, number = plain(model, SHAPES[shape])
     assert found["supervised"] == number
     assert found["loss"] == pytest.approx(total / number, abs=1e-6)
     assert found["eval"] == pytest.approx(total / number, abs=1e-6)
-    norm = torch.nn.utils.get_total_norm([param.grad / number for param in model.parameters() if param.grad is not None])
+    norm = torch.nn.utils.get_total_norm(
+        [param.grad / number for param in model.parameters() if param.grad is not None]
+    )
     assert found["norm"] == pytest.approx(float(norm), rel=1e-4)
     for name, param in model.named_parameters():
         if param.grad is not None:
             wanted = param.grad / number
-            # A token that attends to itself alone gives queries and keys a gradient of 0, and rounding gives another one.
+            # A token that attends to itself alone gives queries and keys a gradient of 0, and rounding gives another
+            # one.
             limit = 1e-4 * float(wanted.norm()) + 1e-6 * float(norm)
             assert float((found["gradients"][name] - wanted).norm()) < limit, name

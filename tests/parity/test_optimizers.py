@@ -1,4 +1,6 @@
-"""Every optimizer that may be named takes the steps of its published rule, at each ZeRO stage and offload it is legal with."""
+"""Every optimizer that may be named takes the steps of its published rule, at each ZeRO stage and offload it is legal
+with.
+"""
 
 from pathlib import Path
 
@@ -11,7 +13,15 @@ from tests.parity.reference import Run, found, plain_loop, run_cells, runs_of
 
 def _cells(names: dict[str, list[tuple[int, str]]]) -> list[Cell]:
     return [
-        Cell("deepseek_v3", stage, 1, packing=True, offload=offload, optimizer=name, weight_decay=0.0 if name == "Adagrad" else 0.1)
+        Cell(
+            "deepseek_v3",
+            stage,
+            1,
+            packing=True,
+            offload=offload,
+            optimizer=name,
+            weight_decay=0.0 if name == "Adagrad" else 0.1,
+        )
         for name, places in names.items()
         for stage, offload in places
     ]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ds_finetune.plan.legal import FAMILIES, PROVEN, Proven
+from ds_finetune.plan.combinations import FAMILIES, PROVEN, Proven
 from ds_finetune.selftest.cells import Cell
 from tests.pairwise import pairwise
 from tests.parity.reference import Run, assert_equals_plain_loop, found, plain_loop, run_cells, runs_of
@@ -41,7 +41,15 @@ def _deep_enough(family: str, row: Proven) -> str:
 def _offloaded() -> list[Cell]:
     places = ((1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, "param"))
     return [
-        Cell(_deep_enough("deepseek_v3", row), stage, 2, packing=True, offload=offload, max_grad_norm=0.5, **dict.fromkeys(row.axes, 2))
+        Cell(
+            _deep_enough("deepseek_v3", row),
+            stage,
+            2,
+            packing=True,
+            offload=offload,
+            max_grad_norm=0.5,
+            **dict.fromkeys(row.axes, 2),
+        )
         for row in PROVEN
         for stage, offload in places
         if stage in row.stages
@@ -57,13 +65,21 @@ def _rounded() -> list[Cell]:
     ]
 
 
-FOUR_STAGES = [Cell("llama_deep", 1, 4, packing=True, pp=4), Cell("llama_deep", 0, 1, packing=True, max_grad_norm=0.5, pp=4, pp_layers="2 1 1 1")]
+FOUR_STAGES = [
+    Cell("llama_deep", 1, 4, packing=True, pp=4),
+    Cell("llama_deep", 0, 1, packing=True, max_grad_norm=0.5, pp=4, pp_layers="2 1 1 1"),
+]
 TIED = [
-    Cell("qwen2", stage, 2, packing=True, offload=offload, max_grad_norm=0.5, pp=2) for stage, offload in ((0, "none"), (1, "none"), (1, "optimizer"))
+    Cell("qwen2", stage, 2, packing=True, offload=offload, max_grad_norm=0.5, pp=2)
+    for stage, offload in ((0, "none"), (1, "none"), (1, "optimizer"))
 ]
 """The embedding is on the first stage, the head that shares its weight on the last."""
 DEFAULT = _cells(FIRST) + _offloaded() + TIED
-REST = [cell for cell in _cells((*(family for family in FAMILIES if family not in FIRST), "deepseek_v2_lite")) if "lite_deep" not in cell.family]
+REST = [
+    cell
+    for cell in _cells((*(family for family in FAMILIES if family not in FIRST), "deepseek_v2_lite"))
+    if "lite_deep" not in cell.family
+]
 REST += FOUR_STAGES
 """V2-Lite has no latent queries: one projection from the hidden states to the heads."""
 ALL = runs_of(DEFAULT) + runs_of(REST) + runs_of(DEFAULT + REST, worlds=(4,))
@@ -85,7 +101,10 @@ def _without(runs: list[Run], chosen: list[Run]) -> list[Run]:
 
 
 def _ids(runs: list[Run]) -> list[str]:
-    return [f"{cell.layout}-z{cell.stage}-{cell.offload}-{cell.family}-{'packed' if cell.packing else 'padded'}-{world}" for cell, world in runs]
+    return [
+        f"{cell.layout}-z{cell.stage}-{cell.offload}-{cell.family}-{'packed' if cell.packing else 'padded'}-{world}"
+        for cell, world in runs
+    ]
 
 
 @pytest.fixture(scope="session")

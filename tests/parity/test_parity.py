@@ -28,7 +28,9 @@ def _offloaded(*families: str) -> list[Cell]:
     places = ((1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, "param"))
     return [
         Cell(family, stage, accumulation, packing, offload=offload, start=start)
-        for family, (stage, offload), accumulation, packing in itertools.product(families, places, (1, 4), (False, True))
+        for family, (stage, offload), accumulation, packing in itertools.product(
+            families, places, (1, 4), (False, True)
+        )
         for start in _starts(family, stage)
     ]
 

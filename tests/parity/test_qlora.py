@@ -1,4 +1,6 @@
-"""Steps over weights in four bits equal those of transformers, bitsandbytes and peft in a plain loop, bit for bit of what is frozen."""
+"""Steps over weights in four bits equal those of transformers, bitsandbytes and peft in a plain loop, bit for bit of
+what is frozen.
+"""
 
 import json
 import os
@@ -14,7 +16,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
-from ds_finetune.config import LoraConfig
+from ds_finetune.config.schema import LoraConfig
 from ds_finetune.model.four_bit import nf4_bytes
 from ds_finetune.model.lora import lora_lines, quantised_targets
 from ds_finetune.selftest.cells import FAMILIES, OTHERS, Cell
@@ -31,11 +33,26 @@ WORKER = Path(__file__).with_name("lora_worker.py")
 LOSS_TOLERANCE = 1e-5
 FIRST_TOLERANCE, AFTER_A_ROUNDING = 1e-5, 2e-3
 CLIP = 0.5
-WIDE = {"hidden_size": 64, "intermediate_size": 128, "q_lora_rank": 64, "kv_lora_rank": 64, "v_head_dim": 16, "num_attention_heads": 4}
+WIDE = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 64,
+    "v_head_dim": 16,
+    "num_attention_heads": 4,
+}
 """Rows of whole blocks, but for the shared experts' `down_proj` and the `o_proj` of qwen3."""
-CELLS = [Cell(family, stage, 2, True, max_grad_norm=CLIP, checkpointing=True) for family in ("deepseek_v3", "qwen2") for stage in (0, 1, 2)]
+CELLS = [
+    Cell(family, stage, 2, True, max_grad_norm=CLIP, checkpointing=True)
+    for family in ("deepseek_v3", "qwen2")
+    for stage in (0, 1, 2)
+]
 MORE = [Cell(family, stage, 4, False) for family in ("deepseek_v2", "qwen3", "llama") for stage in (0, 2)]
-ROUNDED = [Cell(family, stage, 2, True, precision="bf16", checkpointing=True) for family in ("deepseek_v3", "qwen2") for stage in (0, 1, 2)]
+ROUNDED = [
+    Cell(family, stage, 2, True, precision="bf16", checkpointing=True)
+    for family in ("deepseek_v3", "qwen2")
+    for stage in (0, 1, 2)
+]
 
 
 def _pairs(cells: Sequence[Cell]) -> list[Any]:
@@ -56,7 +73,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wide")
     for family in {cell.family for cell in CELLS + MORE}:
         sizes = (FAMILIES | OTHERS)[family]
-        config = AutoConfig.for_model(**{"model_type": family} | sizes | {name: size for name, size in WIDE.items() if name in sizes})
+        config = AutoConfig.for_model(
+            **{"model_type": family} | sizes | {name: size for name, size in WIDE.items() if name in sizes}
+        )
         torch.manual_seed(11)
         AutoModelForCausalLM.from_config(config).float().save_pretrained(folder / family)
     return folder
@@ -66,7 +85,12 @@ def _by_transformers(folder: Path) -> PreTrainedModel:
     """As transformers and bitsandbytes quantise it, but for the head and rows that blocks cross."""
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     kept = [name for name, module in plain.named_modules() if isinstance(module, nn.Linear) and module.in_features % 64]
-    asked = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.float32}
+    asked = {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": torch.float32,
+    }
     nf4 = BitsAndBytesConfig(**asked, llm_int8_skip_modules=["lm_head", *kept])
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=nf4)  # type: ignore[no-any-return]
 
@@ -83,7 +107,9 @@ def more_results(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @cache
 def _plain_loop(folder: Path, max_grad_norm: float) -> dict[str, Any]:
-    """Losses, norms and gradients of every step, and what is frozen in four bits, without code of ours beside the adapter's first values."""
+    """Losses, norms and gradients of every step, and what is frozen in four bits, without code of ours beside the
+    adapter's first values.
+    """
     base, lora = _by_transformers(folder), LoraConfig.model_validate(lora_tree(folder.name))
     ours = adapted(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), lora, trained=False)
     write_adapter_of(ours, lora, folder / "adapter", base=folder)
@@ -99,7 +125,11 @@ def _plain_loop(folder: Path, max_grad_norm: float) -> dict[str, Any]:
         optimizer = adamw(model)
         trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
         optimizer.register_step_pre_hook(
-            lambda *_: gradients.append(by_our_names({name: param.grad.clone() for name, param in trained.items() if param.grad is not None}, names))
+            lambda *_: gradients.append(
+                by_our_names(
+                    {name: param.grad.clone() for name, param in trained.items() if param.grad is not None}, names
+                )
+            )
         )
         return optimizer
 
@@ -114,20 +144,34 @@ def _assert_equals_plain_loop(cell: Cell, result: dict[str, Any], models: Path) 
     first = wanted["gradients"][0]
     for mine, theirs in zip(result["gradients"], wanted["gradients"], strict=True):
         assert mine.keys() == theirs.keys()
-        assert not {name: error for name, grad in theirs.items() if (error := relative(mine[name], grad)) > _tolerance(name, first)}
-    assert not {name: error for name, grad in first.items() if (error := relative(result["gradients"][0][name], grad)) > FIRST_TOLERANCE}
+        assert not {
+            name: error
+            for name, grad in theirs.items()
+            if (error := relative(mine[name], grad)) > _tolerance(name, first)
+        }
+    assert not {
+        name: error
+        for name, grad in first.items()
+        if (error := relative(result["gradients"][0][name], grad)) > FIRST_TOLERANCE
+    }
     assert all(gradient.norm() > 0 for gradient in result["gradients"][1].values())
     _assert_frozen(cell, result, wanted["four_bit"], models)
 
 
 def _tolerance(name: str, first: dict[str, torch.Tensor]) -> float:
-    """Adam divides by |g| + 1e-8: where an element of B has a first gradient of a rounding's size, its first step is of any size, and A's next gradient too."""
+    """Adam divides by |g| + 1e-8: where an element of B has a first gradient of a rounding's size, its first step is of
+    any size, and A's next gradient too.
+    """
     b = first[f"{name[:-1]}B"].abs()
     return GRADIENT_TOLERANCE if b[b > 0].min() > 1e-7 else AFTER_A_ROUNDING
 
 
-def _assert_frozen(cell: Cell, result: dict[str, Any], wanted: dict[str, dict[str, torch.Tensor]], models: Path) -> None:
-    """The same bits as transformers and bitsandbytes made, in as many bytes as are announced; all else as it is in the model."""
+def _assert_frozen(
+    cell: Cell, result: dict[str, Any], wanted: dict[str, dict[str, torch.Tensor]], models: Path
+) -> None:
+    """The same bits as transformers and bitsandbytes made, in as many bytes as are announced; all else as it is in the
+    model.
+    """
     held = {name.replace(".base_layer", ""): parts for name, parts in result["four_bit"].items()}
     assert held.keys() == wanted.keys()
     assert all(torch.equal(part, wanted[name][key]) for name, parts in held.items() for key, part in parts.items())
@@ -135,10 +179,15 @@ def _assert_frozen(cell: Cell, result: dict[str, Any], wanted: dict[str, dict[st
     targets = quantised_targets(config, lora)
     for target in targets:
         weight = f"{target.name}.weight"
-        assert nf4_bytes(target.shapes["weight"]) == sum(part.numel() * part.itemsize for part in held[weight].values()), weight
+        assert nf4_bytes(target.shapes["weight"]) == sum(
+            part.numel() * part.itemsize for part in held[weight].values()
+        ), weight
     size = sum(part.numel() * part.itemsize for parts in held.values() for part in parts.values())
     numel = sum(prod(target.shapes["weight"]) for target in targets)
-    assert f"{len(held)} weights, {numel:,} parameters in {size:,} bytes" in dict(lora_lines(config, lora))["  frozen in nf4"]
+    assert (
+        f"{len(held)} weights, {numel:,} parameters in {size:,} bytes"
+        in dict(lora_lines(config, lora))["  frozen in nf4"]
+    )
     base = AutoModelForCausalLM.from_pretrained(models / cell.family, dtype=torch.float32).state_dict()
     assert all(torch.equal(tensor, base[name]) for name, tensor in result["frozen"].items() if name not in held)
     assert all(0.05 < (result["frozen"][name] - base[name]).norm() / base[name].norm() < 0.15 for name in held)
@@ -151,13 +200,18 @@ def test_steps_equal_those_of_peft_and_bitsandbytes(cell: Cell, world: int, resu
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("cell", "world"), _pairs(MORE))
-def test_further_steps_equal_those_of_peft_and_bitsandbytes(cell: Cell, world: int, more_results: Path, models: Path) -> None:
+def test_further_steps_equal_those_of_peft_and_bitsandbytes(
+    cell: Cell, world: int, more_results: Path, models: Path
+) -> None:
     _assert_equals_plain_loop(cell, found(cell, world, more_results), models)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("cell", "world"), _pairs(ROUNDED))
 def test_bf16_follows_fp32(cell: Cell, world: int, more_results: Path, models: Path) -> None:
-    result, wanted = found(cell, world, more_results), _plain_loop(models / cell.family, replace(cell, precision="fp32").max_grad_norm)
+    result, wanted = (
+        found(cell, world, more_results),
+        _plain_loop(models / cell.family, replace(cell, precision="fp32").max_grad_norm),
+    )
     assert result["losses"] == pytest.approx(wanted["losses"], rel=1.5e-2)
     assert result["norms"] == pytest.approx(wanted["norms"], rel=5e-2)

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from ds_finetune.cli import leave
-from ds_finetune.config import RunConfig
+from ds_finetune.cli.main import leave
+from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.engine.start import start_engine
 from ds_finetune.model.build import read_hf_config
-from ds_finetune.plan.layout import Plan, make_plan
+from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.selftest.cells import Cell, run_tree
 from ds_finetune.selftest.steps import take_steps
 from ds_finetune.world import World
@@ -32,12 +32,15 @@ def main() -> None:
     world, device = World.from_environment(os.environ), choose_device()
     with process_group(world, device):
         for number, cell in enumerate(Cell(**tree) for tree in cells):
-            config = RunConfig.model_validate(run_tree(cell, models / cell.family, out, dp=world.world_size // cell.sharing))
+            config = RunConfig.model_validate(
+                run_tree(cell, models / cell.family, out, dp=world.world_size // cell.sharing)
+            )
             found = _run(make_plan(config, world=world, device=device))
             if world.rank == 0:
                 torch.save(found, out / f"{cell.name}-world={world.world_size}.pt")
             if number == 0:
-                # What was imported is looked through no more: ZeRO-3 collects garbage at each start, 0.7 s of a cell of 1.7.
+                # What was imported is looked through no more: ZeRO-3 collects garbage at each start, 0.7 s of a cell of
+                # 1.7.
                 gc.freeze()
 
 

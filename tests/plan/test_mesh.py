@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ds_finetune.config import ParallelConfig, RunConfig
+from ds_finetune.config.schema import ParallelConfig, RunConfig
 from ds_finetune.errors import ConfigError
-from ds_finetune.plan.legal import GROUPED, check_divides, check_expert_widths, check_layout, table
+from ds_finetune.plan.combinations import GROUPED, check_divides, check_expert_widths, check_layout, table
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.selftest.cells import FAMILIES
 from tests.conftest import ROOT
@@ -36,7 +36,13 @@ def test_ranks_that_do_not_factor_are_refused() -> None:
 
 
 def _config(**sections: Any) -> RunConfig:
-    tree = {"model": "m", "data": {"train": "t.jsonl"}, "train": {"for": "1 steps", "max_seq_len": 30}, "parallel": {"sp": 4}, "output_dir": "o"}
+    tree = {
+        "model": "m",
+        "data": {"train": "t.jsonl"},
+        "train": {"for": "1 steps", "max_seq_len": 30},
+        "parallel": {"sp": 4},
+        "output_dir": "o",
+    }
     return RunConfig.model_validate(tree | sections)
 
 
@@ -60,7 +66,13 @@ def test_layouts_that_cannot_be_are_refused(sections: dict[str, Any], message: s
 @pytest.mark.parametrize(
     ("mesh", "stage", "offload", "message", "hint"),
     [
-        (Mesh(0, 1, pp=2), 2, "none", "parallel dp 1 x pp 2 with zero stage 2 is not proven", "nearest: parallel.pp with zero stage 0, 1"),
+        (
+            Mesh(0, 1, pp=2),
+            2,
+            "none",
+            "parallel dp 1 x pp 2 with zero stage 2 is not proven",
+            "nearest: parallel.pp with zero stage 0, 1",
+        ),
         (
             Mesh(0, 1, pp=2, tp=2),
             3,
@@ -68,7 +80,13 @@ def test_layouts_that_cannot_be_are_refused(sections: dict[str, Any], message: s
             "parallel dp 1 x pp 2 x tp 2 with zero stage 3 is not proven",
             "nearest: parallel.pp and parallel.tp with zero stage 0, 1",
         ),
-        (Mesh(0, 1, pp=2), 0, "none", "parallel dp 1 x pp 2 with zero stage 0 in bf16 clips by a wrong norm", "use zero stage 1, or fp32"),
+        (
+            Mesh(0, 1, pp=2),
+            0,
+            "none",
+            "parallel dp 1 x pp 2 with zero stage 0 in bf16 clips by a wrong norm",
+            "use zero stage 1, or fp32",
+        ),
         (
             Mesh(0, 2, sp=2, tp=2, ep=2),
             3,
@@ -76,11 +94,19 @@ def test_layouts_that_cannot_be_are_refused(sections: dict[str, Any], message: s
             "parallel dp 2 x sp 2 x tp 2 x ep 2 with zero stage 3 is not proven",
             "nearest: parallel.sp and parallel.tp with zero stage 0, 1, 2, 3",
         ),
-        (Mesh(0, 1, tp=2), 0, "none", "parallel dp 1 x tp 2 with zero stage 0 in bf16 clips by a wrong norm", "use zero stage 1, or fp32"),
+        (
+            Mesh(0, 1, tp=2),
+            0,
+            "none",
+            "parallel dp 1 x tp 2 with zero stage 0 in bf16 clips by a wrong norm",
+            "use zero stage 1, or fp32",
+        ),
         (Mesh(0, 1, tp=2), 3, "nvme", "parallel dp 1 x tp 2 with offload to nvme is not proven", "offload to cpu"),
     ],
 )
-def test_combinations_that_nothing_compares_are_refused(mesh: Mesh, stage: int, offload: str, message: str, hint: str) -> None:
+def test_combinations_that_nothing_compares_are_refused(
+    mesh: Mesh, stage: int, offload: str, message: str, hint: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         check_layout(mesh, _config(), stage=stage, offloads=[offload])
     assert (caught.value.message, caught.value.hint) == (message, hint)
@@ -92,7 +118,9 @@ def test_optimizers_of_whole_matrices_are_refused(sections: dict[str, Any]) -> N
         check_layout(Mesh(0, 1, tp=2), _config(**sections), stage=2)
 
 
-@pytest.mark.parametrize("zero", [{"reduce_scatter": False}, {"contiguous_gradients": False}, {"zero_quantized_gradients": True}])
+@pytest.mark.parametrize(
+    "zero", [{"reduce_scatter": False}, {"contiguous_gradients": False}, {"zero_quantized_gradients": True}]
+)
 def test_choices_of_deepspeed_that_nothing_compares_are_refused(zero: dict[str, bool]) -> None:
     with pytest.raises(ConfigError, match=f"with {next(iter(zero))} .* is not proven"):
         check_layout(Mesh(0, 2, ep=2), _config(), stage=2, tree={"zero_optimization": {"stage": 2} | zero})
@@ -116,7 +144,10 @@ def test_ranks_of_experts() -> None:
     assert mesh.expert_place == 1
     with pytest.raises(ConfigError) as caught:
         Mesh.of(ParallelConfig(ep=4, tp=2), world_size=12, rank=0)
-    assert (caught.value.message, caught.value.hint) == ("parallel.ep 4 does not divide the 6 ranks of dp 6 x sp 1", "set it to one of 1, 2, 3, 6")
+    assert (caught.value.message, caught.value.hint) == (
+        "parallel.ep 4 does not divide the 6 ranks of dp 6 x sp 1",
+        "set it to one of 1, 2, 3, 6",
+    )
 
 
 @pytest.mark.parametrize(
@@ -160,7 +191,9 @@ def test_ranks_of_experts() -> None:
         ),
     ],
 )
-def test_sizes_that_do_not_divide_the_model_are_refused(mesh: Mesh, model: dict[str, Any], message: str, hint: str) -> None:
+def test_sizes_that_do_not_divide_the_model_are_refused(
+    mesh: Mesh, model: dict[str, Any], message: str, hint: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         check_divides(mesh, model)
     assert (caught.value.message, caught.value.hint) == (message, hint)
@@ -185,7 +218,9 @@ def test_sizes_that_do_not_divide_the_model_are_refused(mesh: Mesh, model: dict[
         (1, [1, 1], "parallel.pp_layers [1, 1] with parallel.pp 1", "set parallel.pp, or leave it out"),
     ],
 )
-def test_stages_that_do_not_share_out_the_layers_are_refused(pp: int, given: list[int], message: str, hint: str) -> None:
+def test_stages_that_do_not_share_out_the_layers_are_refused(
+    pp: int, given: list[int], message: str, hint: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         check_divides(Mesh(0, 1, pp=pp), FAMILIES["llama"] | {"model_type": "llama"}, pp_layers=given)
     assert (caught.value.message, caught.value.hint) == (message, hint)
@@ -237,7 +272,10 @@ def test_widths_that_the_grouped_product_rejects_are_refused(
     check_expert_widths(Mesh(0, 1, tp=tp), model | {"model_type": "llama"}, precision=precision)
 
 
-@pytest.mark.parametrize(("width", "precision", "is_accepted"), [(44, "bf16", False), (44, "fp32", True), (18, "fp32", False), (48, "bf16", True)])
+@pytest.mark.parametrize(
+    ("width", "precision", "is_accepted"),
+    [(44, "bf16", False), (44, "fp32", True), (18, "fp32", False), (48, "bf16", True)],
+)
 def test_torch_itself_rejects_those_widths(width: int, precision: str, is_accepted: bool) -> None:
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
     rows, down = torch.ones(4, width, dtype=dtype), torch.ones(2, 32, width, dtype=dtype)

@@ -8,12 +8,12 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from ds_finetune.config import RunConfig, read_config
+from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.demo import write_demo
 from ds_finetune.errors import ConfigError
-from ds_finetune.plan import layout
+from ds_finetune.plan import plan as layout
 from ds_finetune.plan.known_keys import COUNTS, KNOWN_IN_SECTIONS, NUMBERS, OTHERS, RENAMED
-from ds_finetune.plan.layout import Plan, make_plan
+from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.world import AccelerateChoices, World
 from tests.conftest import ROOT
 
@@ -21,7 +21,14 @@ DEEPSPEED_FILES = sorted((ROOT / "ds_configs").glob("*.json"))
 NOTHING = AccelerateChoices(None, None, None, None, None, None, None)
 
 
-def plan_of(deepspeed: Any = None, *, dp: int = 2, device: str = "cuda", accelerate: AccelerateChoices | None = None, **sections: Any) -> Plan:
+def plan_of(
+    deepspeed: Any = None,
+    *,
+    dp: int = 2,
+    device: str = "cuda",
+    accelerate: AccelerateChoices | None = None,
+    **sections: Any,
+) -> Plan:
     tree = {
         "model": "m",
         "data": {"train": "a.jsonl"},
@@ -57,7 +64,12 @@ def test_the_batch_triple_is_derived_and_written() -> None:
             "9 is not a multiple of micro_batch_size 3 x dp 2 = 6",
             "or start 1, 3 ranks",
         ),
-        (None, {"train": {"global_batch_size": 100, "micro_batch_size": 8}}, "100 is not a multiple of micro_batch_size 8 x dp 2 = 16", "96 or 112"),
+        (
+            None,
+            {"train": {"global_batch_size": 100, "micro_batch_size": 8}},
+            "100 is not a multiple of micro_batch_size 8 x dp 2 = 16",
+            "96 or 112",
+        ),
         ({"train_batch_size": 16}, {}, "train_batch_size 16 contradicts train.global_batch_size 8", '"auto"'),
         (
             {"gradient_accumulation_steps": 4},
@@ -67,17 +79,42 @@ def test_the_batch_triple_is_derived_and_written() -> None:
         ),
         ({"gradient_clipping": 0.5}, {}, "gradient_clipping 0.5 contradicts train.max_grad_norm 1.0", '"auto"'),
         ({"fp16": {"enabled": True}}, {}, "fp16.enabled True contradicts train.precision bf16", '"auto"'),
-        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, {}, "optimizer.params.lr 0.001 contradicts optim.lr 1e-05", '"auto"'),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}},
+            {},
+            "optimizer.params.lr 0.001 contradicts optim.lr 1e-05",
+            '"auto"',
+        ),
         ({"optimizer": {"type": "Lamb"}}, {}, "optimizer.type 'Lamb' contradicts optim.name 'AdamW'", '"auto"'),
-        ({"scheduler": {"type": "WarmupLR"}}, {}, "`scheduler` = {'type': 'WarmupLR'} does not belong", "optim.lr_scheduler"),
+        (
+            {"scheduler": {"type": "WarmupLR"}},
+            {},
+            "`scheduler` = {'type': 'WarmupLR'} does not belong",
+            "optim.lr_scheduler",
+        ),
         ({"elasticity": {}}, {}, "`elasticity` = {} was removed in DeepSpeed 0.19.8", "delete"),
         ({"zero_optimisation": {}}, {}, "unknown key `zero_optimisation`", "did you mean `zero_optimization`?"),
         ({"zero_optimization": {"stage": 4}}, {}, "zero_optimization.stage is 4", "0, 1, 2 or 3"),
         (zero(2, offload_param={"device": "cpu"}), {}, "offload_param below ZeRO-3 is refused", "stage 3"),
         (zero(2, offload_optimizer={"device": "nvme"}), {}, "offload to nvme below ZeRO-3 is refused", "device cpu"),
-        (zero(0, offload_optimizer={"device": "cpu"}), {}, "offload_optimizer without ZeRO is refused", "stage 1, 2 or 3"),
-        (zero(3, zero_hpz_partition_size=2), {}, "hierarchical partitions (hpZ) is refused", "no zero_hpz_partition_size"),
-        (zero(1) | {"data_types": {"grad_accum_dtype": "fp32"}}, {}, "grad_accum_dtype 'fp32' with zero stage 1 in bf16", "stage 2 or 3"),
+        (
+            zero(0, offload_optimizer={"device": "cpu"}),
+            {},
+            "offload_optimizer without ZeRO is refused",
+            "stage 1, 2 or 3",
+        ),
+        (
+            zero(3, zero_hpz_partition_size=2),
+            {},
+            "hierarchical partitions (hpZ) is refused",
+            "no zero_hpz_partition_size",
+        ),
+        (
+            zero(1) | {"data_types": {"grad_accum_dtype": "fp32"}},
+            {},
+            "grad_accum_dtype 'fp32' with zero stage 1 in bf16",
+            "stage 2 or 3",
+        ),
         (zero(1), {"optim": {"name": "Muon"}}, "clipping with Muon under ZeRO is refused", "train.max_grad_norm 0"),
         (
             zero(3),
@@ -85,36 +122,91 @@ def test_the_batch_triple_is_derived_and_written() -> None:
             "Muon with reduce_scatter under ZeRO-3 is refused",
             "reduce_scatter false",
         ),
-        (zero(2), {"optim": {"name": "Adagrad"}}, "Adagrad without offload_optimizer under ZeRO is refused", "DeepSpeedCPUAdagrad"),
+        (
+            zero(2),
+            {"optim": {"name": "Adagrad"}},
+            "Adagrad without offload_optimizer under ZeRO is refused",
+            "DeepSpeedCPUAdagrad",
+        ),
         (zero(1), {"optim": {"name": "Lamb"}}, "Lamb under ZeRO is refused", "stage 0"),
-        (zero(0), {"optim": {"name": "Adagrad", "weight_decay": 0.1}}, "weight_decay 0.1 with Adagrad would be added to the gradient", "AdamW"),
+        (
+            zero(0),
+            {"optim": {"name": "Adagrad", "weight_decay": 0.1}},
+            "weight_decay 0.1 with Adagrad would be added to the gradient",
+            "AdamW",
+        ),
         (zero(0), {"train": {"global_batch_size": 8, "precision": "fp16"}}, "fp16 without ZeRO is refused", "stage 1"),
-        (zero(3, offload_optimizer={"device": "nvme"}), {}, "offload_optimizer to nvme without nvme_path is refused", "nvme_path"),
-        (zero(3, offload_param={"device": "nvme", "nvme_path": None}), {}, "offload_param to nvme without nvme_path is refused", "nvme_path"),
-        (zero(2, overlap_com=True), {}, "in zero_optimization: unknown key `overlap_com` = True", "did you mean `overlap_comm`?"),
+        (
+            zero(3, offload_optimizer={"device": "nvme"}),
+            {},
+            "offload_optimizer to nvme without nvme_path is refused",
+            "nvme_path",
+        ),
+        (
+            zero(3, offload_param={"device": "nvme", "nvme_path": None}),
+            {},
+            "offload_param to nvme without nvme_path is refused",
+            "nvme_path",
+        ),
+        (
+            zero(2, overlap_com=True),
+            {},
+            "in zero_optimization: unknown key `overlap_com` = True",
+            "did you mean `overlap_comm`?",
+        ),
         (
             zero(3, offload_param={"device": "cpu", "pin_memori": True}),
             {},
             "in zero_optimization.offload_param: unknown key `pin_memori`",
             "did you mean `pin_memory`?",
         ),
-        (zero(2, cpu_offload=True), {}, "`zero_optimization.cpu_offload` = True is deprecated", 'offload_optimizer: {"device": "cpu"}'),
+        (
+            zero(2, cpu_offload=True),
+            {},
+            "`zero_optimization.cpu_offload` = True is deprecated",
+            'offload_optimizer: {"device": "cpu"}',
+        ),
         (zero(3, mics_shard_size=2), {}, "`mics_shard_size` = 2 was removed in DeepSpeed 0.19.8", "delete"),
         ({"zero_optimization": 3}, {}, "`zero_optimization` is 3, not a section", "zero3_offload.json"),
-        (zero(3, offload_param="cpu"), {}, "`zero_optimization.offload_param` is 'cpu', not a section", "zero3_offload.json"),
+        (
+            zero(3, offload_param="cpu"),
+            {},
+            "`zero_optimization.offload_param` is 'cpu', not a section",
+            "zero3_offload.json",
+        ),
         ({"bf16": {"enable": True}}, {}, "in bf16: unknown key `enable`", "did you mean `enabled`?"),
         ({"fp16": {"loss_scale": "big"}}, {}, "`fp16.loss_scale` is 'big'", "a number"),
         ({"bf16": [1]}, {}, "`bf16` is [1], not a section", "zero3_offload.json"),
         ({"optimizer": {"params": 3}}, {}, "`optimizer.params` is 3, not a section", "zero3_offload.json"),
         ({"aio": 3}, {}, "`aio` is 3, not a section", "zero3_offload.json"),
         (zero(2, reduce_bucket_size="5e8"), {}, "`zero_optimization.reduce_bucket_size` is '5e8'", "500000000"),
-        (zero(2, zero_hpz_partition_size="x"), {}, "`zero_optimization.zero_hpz_partition_size` is 'x'", "a whole number"),
-        (zero(2, contiguous_gradients="maybe"), {}, "`zero_optimization.contiguous_gradients` is 'maybe'", "true or false"),
-        (zero(3, offload_param={"device": "disk"}), {}, "`zero_optimization.offload_param.device` is 'disk'", "none, cpu, nvme"),
+        (
+            zero(2, zero_hpz_partition_size="x"),
+            {},
+            "`zero_optimization.zero_hpz_partition_size` is 'x'",
+            "a whole number",
+        ),
+        (
+            zero(2, contiguous_gradients="maybe"),
+            {},
+            "`zero_optimization.contiguous_gradients` is 'maybe'",
+            "true or false",
+        ),
+        (
+            zero(3, offload_param={"device": "disk"}),
+            {},
+            "`zero_optimization.offload_param.device` is 'disk'",
+            "none, cpu, nvme",
+        ),
         (zero(True), {}, "zero_optimization.stage is True", "0, 1, 2 or 3"),
         (adam(fused=True), {}, "optimizer.params.fused True is not passed on to AdamW", "delete fused"),
         (adam(torch_adam=1), {}, "optimizer.params.torch_adam 1 is not passed on to AdamW", "delete torch_adam"),
-        (adam(torch_adam=True), {"optim": {"name": "Lion"}}, "optimizer.params.torch_adam True is not passed on to Lion", "delete"),
+        (
+            adam(torch_adam=True),
+            {"optim": {"name": "Lion"}},
+            "optimizer.params.torch_adam True is not passed on to Lion",
+            "delete",
+        ),
         (
             adam(torch_adam=True) | zero(2, offload_optimizer={"device": "cpu"}),
             {},
@@ -146,14 +238,18 @@ def test_optimizers_without_a_cpu_kernel_are_refused_there(name: str) -> None:
 
 
 @pytest.mark.parametrize("version", ["", layout.LIGER, "0.9.0"])
-def test_the_loss_kernel_is_ligers_only_on_a_gpu_that_has_the_tested_version(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+def test_the_loss_kernel_is_ligers_only_on_a_gpu_that_has_the_tested_version(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
     def installed(name: str) -> str:
         if not version:
             raise PackageNotFoundError(name)
         return version
 
     monkeypatch.setattr(layout, "version", installed)
-    chosen = {(asked, device): _kernel(asked, device) for asked in ("auto", "chunked", "liger") for device in ("cpu", "cuda")}
+    chosen = {
+        (asked, device): _kernel(asked, device) for asked in ("auto", "chunked", "liger") for device in ("cpu", "cuda")
+    }
     on_gpu = {"": "chunked", layout.LIGER: "liger"}.get(version, "refused")
     assert chosen["auto", "cuda"] == on_gpu
     assert chosen["auto", "cpu"] == chosen["chunked", "cpu"] == chosen["chunked", "cuda"] == "chunked"
@@ -214,7 +310,11 @@ def test_the_known_keys_are_those_of_the_installed_deepspeed() -> None:
     names = {*fields, *(field.alias for field in fields.values() if field.alias)}
     assert set(KNOWN_IN_SECTIONS["zero_optimization"]) == names - RENAMED.keys()
     for section in ("offload_param", "offload_optimizer", "leaf_module"):
-        kind = next(kind for kind in (fields[section].annotation, *get_args(fields[section].annotation)) if hasattr(kind, "model_fields"))
+        kind = next(
+            kind
+            for kind in (fields[section].annotation, *get_args(fields[section].annotation))
+            if hasattr(kind, "model_fields")
+        )
         assert set(KNOWN_IN_SECTIONS[f"zero_optimization.{section}"]) == set(kind.model_fields)
         _assert_kinds(kind)
     _assert_kinds(DeepSpeedZeroConfig)
@@ -289,7 +389,9 @@ def test_the_quickstart_is_planned_on_any_number_of_gpus(tmp_path: Path, ranks: 
     assert plan.gradient_accumulation_steps * config.train.micro_batch_size * ranks == config.train.global_batch_size
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "ds_configs" / "accelerate").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "ds_configs" / "accelerate").glob("*.yaml")), ids=lambda path: path.stem
+)
 def test_every_accelerate_file_names_a_deepspeed_file(path: Path) -> None:
     tree = yaml.safe_load(path.read_text())
     assert tree["distributed_type"] == "DEEPSPEED"
@@ -310,7 +412,11 @@ def test_accelerate_chooses_where_the_run_file_does_not() -> None:
     ("field", "value", "message"),
     [
         ("zero_stage", 3, "accelerate's zero_stage 3 contradicts zero_optimization.stage 1"),
-        ("gradient_accumulation_steps", 7, "accelerate's gradient_accumulation_steps 7 contradicts global_batch_size / (micro_batch_size x dp) = 2"),
+        (
+            "gradient_accumulation_steps",
+            7,
+            "accelerate's gradient_accumulation_steps 7 contradicts global_batch_size / (micro_batch_size x dp) = 2",
+        ),
         ("gradient_clipping", 0.3, "accelerate's gradient_clipping 0.3 contradicts train.max_grad_norm 1.0"),
         ("mixed_precision", "fp16", "accelerate's mixed_precision 'fp16' contradicts train.precision 'bf16'"),
     ],

@@ -1,0 +1,123 @@
+"""The command for the machines of a run, before it: are they ready?"""
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+from rich.text import Text
+
+from ds_finetune.cli.arguments import port
+from ds_finetune.config.schema import read_config
+from ds_finetune.console import ERR, OUT
+from ds_finetune.errors import USER_ERROR_EXIT_CODE, ConfigError
+from ds_finetune.hostfile import Host, chosen_hosts, read_hostfile
+
+if TYPE_CHECKING:
+    from ds_finetune.doctor.checks import Check
+
+_PORT = 29_500
+_SHOWN_HOSTS = 3
+_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+
+
+def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `doctor` to the program's commands."""
+    doctor = commands.add_parser(
+        "doctor", help="are the machines ready, and what mends them if not", allow_abbrev=False
+    )
+    doctor.add_argument(
+        "run",
+        metavar="RUN.yaml",
+        nargs="?",
+        help="also check what this run needs: its plan, operators, disk and memory",
+    )
+    doctor.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="values that replace those of the file"
+    )
+    add_host_options(doctor)
+    doctor.add_argument(
+        "--port",
+        type=port,
+        default=int(os.environ.get("MASTER_PORT", _PORT)),
+        help="where ranks will meet (default MASTER_PORT, 29500)",
+    )
+    doctor.add_argument("--json", action="store_true", help="print the checks as JSON, one after another")
+    doctor.add_argument(
+        "--simulate", action="store_true", help="reach no machine: plan, ranks and groups on hosts of GPUs"
+    )
+    doctor.set_defaults(command=_doctor)
+
+
+def add_host_options(parser: argparse.ArgumentParser) -> None:
+    """Options that say which hosts, and how they are reached."""
+    parser.add_argument("--hostfile", help="hosts and slots, a line each: `worker-1 slots=8`")
+    parser.add_argument("--include", default="", metavar="HOSTS", help="use these alone: worker-1@worker-2:0,2")
+    parser.add_argument("--exclude", default="", metavar="HOSTS", help="use all but these, in the same form")
+    parser.add_argument(
+        "--ssh-args", default="", help="further arguments of ssh (default: those of DS_FINETUNE_SSH_ARGS)"
+    )
+
+
+def hosts_of(arguments: argparse.Namespace) -> tuple[Host, ...]:
+    """The hosts of `--hostfile` that `--include` and `--exclude` choose."""
+    return chosen_hosts(read_hostfile(arguments.hostfile), include=arguments.include, exclude=arguments.exclude)
+
+
+def _doctor(arguments: argparse.Namespace) -> None:
+    config = read_config(arguments.run, arguments.overrides) if arguments.run else None
+    if arguments.simulate:
+        if arguments.hostfile is None:
+            raise ConfigError(f"--simulate of `{arguments.run}` has no hosts", hint="give --hostfile HOSTS")
+        from ds_finetune.doctor.simulate import simulate
+
+        _show(simulate(hosts_of(arguments), config), as_json=arguments.json)
+        return
+    from ds_finetune.doctor.run import Inquiry, examine
+    from ds_finetune.launch.remote import Remote
+
+    hosts = hosts_of(arguments) if arguments.hostfile else (_this_machine(),)
+    inquiry = Inquiry(hosts, Remote.from_environment(arguments.ssh_args), config, arguments.port)
+    _show(examine(inquiry, say=lambda text: ERR.print(text, markup=False)), as_json=arguments.json)
+
+
+def _this_machine() -> Host:
+    from ds_finetune.doctor.facts import gpus
+
+    is_cuda = os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
+    return Host("localhost", len(gpus()) or 1 if is_cuda else 1, 0)
+
+
+def _show(checks: "Sequence[Check]", *, as_json: bool) -> None:
+    """Print the checks; SystemExit with the user's exit code where one fails."""
+    if as_json:
+        OUT.print(json.dumps([asdict(check) for check in checks], indent=1), markup=False)
+    else:
+        OUT.print(_table(checks))
+    failed = sum(check.state == "fail" for check in checks)
+    if failed:
+        ERR.print(f"{failed} of {len(checks)} checks failed", style="red")
+        raise SystemExit(USER_ERROR_EXIT_CODE)
+
+
+def _table(checks: "Sequence[Check]") -> Table:
+    """Worst last, where the eye is; hosts of which the same is said share a row, so that 64 healthy ones are a page."""
+    rows: dict[tuple[str, str, str, str], list[str]] = {}
+    for check in sorted(checks, key=lambda check: list(_STYLES).index(check.state)):
+        rows.setdefault((check.state, check.name, check.found, check.mend), []).append(check.host)
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for head in ("", "check", "hosts", "found", "mend"):
+        table.add_column(head, overflow="fold")
+    for (state, name, found, mend), hosts in rows.items():
+        more = f" and {len(hosts) - _SHOWN_HOSTS} more" if len(hosts) > _SHOWN_HOSTS else ""
+        table.add_row(
+            Text(state, _STYLES[state]),
+            Text(name),
+            Text(", ".join(hosts[:_SHOWN_HOSTS]) + more),
+            Text(found),
+            Text(mend),
+        )
+    return table

@@ -1,0 +1,222 @@
+"""The command that starts a run on many hosts: `launch`."""
+
+import argparse
+import os
+import secrets
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ds_finetune.cli.arguments import port, positive
+from ds_finetune.cli.doctor import add_host_options, hosts_of
+from ds_finetune.config.schema import RunConfig, read_config
+from ds_finetune.console import show_line
+from ds_finetune.errors import LaunchError
+from ds_finetune.hostfile import Host
+
+if TYPE_CHECKING:
+    from ds_finetune.launch.environment import Carried
+    from ds_finetune.launch.schedulers import Job
+
+_AGENTS, _SCHEDULERS = ("torchrun", "deepspeed"), ("mpirun", "slurm")
+_PORT = 29_500
+"""Where ranks meet under mpirun, where nobody looks for a free port; torch's own choice."""
+
+
+def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `launch` to the program's commands."""
+    launch = commands.add_parser(
+        "launch", help="fine-tune on the hosts of a hostfile, and mind them", allow_abbrev=False
+    )
+    launch.add_argument("run", metavar="RUN.yaml")
+    launch.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="values that replace those of the file"
+    )
+    add_host_options(launch)
+    launch.add_argument(
+        "--launcher",
+        choices=(*_AGENTS, *_SCHEDULERS),
+        default="torchrun",
+        help="what starts ranks (default torchrun, over ssh)",
+    )
+    launch.add_argument("--nproc", type=int, help="ranks on this machine alone, where there is no hostfile")
+    launch.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="one more environment variable for every rank",
+    )
+    launch.add_argument(
+        "--interface",
+        default="",
+        metavar="NAME",
+        help="network interface of every host (default: the one towards the first host)",
+    )
+    launch.add_argument(
+        "--port", type=port, default=0, help="port of the first host at which ranks meet (default: a free one)"
+    )
+    launch.add_argument(
+        "--dry-run", action="store_true", help="show ranks, environment and commands; ask no host anything"
+    )
+    launch.add_argument(
+        "--emit",
+        choices=("slurm", "k8s", "docker"),
+        help="write a file for a service that starts ranks itself, and start nothing",
+    )
+    launch.add_argument("-o", "--out", metavar="FILE", help="where --emit writes (default: standard output)")
+    launch.add_argument("--name", default="ds-finetune", help="of the emitted job (default ds-finetune)")
+    launch.add_argument(
+        "--time", default="24:00:00", metavar="[D-]HH:MM:SS", help="time limit of the emitted job (default 24:00:00)"
+    )
+    launch.add_argument("--cpus", type=positive, default=8, help="cores of each rank of the emitted job (default 8)")
+    launch.add_argument(
+        "--image", default="ds-finetune:latest", help="container image of emitted pods (default ds-finetune:latest)"
+    )
+    launch.add_argument(
+        "--claim", default="runs", help="volume claim of emitted pods, mounted as /workspace/runs (default runs)"
+    )
+    launch.set_defaults(command=_launch)
+
+
+def _hosts(arguments: argparse.Namespace, nproc: int | None) -> tuple[Host, ...]:
+    """The hosts that the options choose; without a hostfile this machine, with `nproc` ranks."""
+    if arguments.hostfile:
+        if nproc is not None:
+            raise LaunchError(
+                f"--nproc {nproc} and --hostfile {arguments.hostfile} are both given", hint="slots are the hostfile's"
+            )
+        return hosts_of(arguments)
+    if arguments.include or arguments.exclude:
+        raise LaunchError(
+            f"{arguments.include or arguments.exclude} is chosen from no hostfile", hint="give --hostfile as well"
+        )
+    if nproc is None or nproc < 1:
+        raise LaunchError(
+            f"neither --hostfile nor --nproc says where to start ranks (--nproc is {nproc})", hint="give one of them"
+        )
+    return (Host("localhost", nproc, 0),)
+
+
+def _launch(arguments: argparse.Namespace) -> None:
+    config = read_config(arguments.run, arguments.overrides)
+    from ds_finetune.launch.environment import carried, environment_files
+
+    files = environment_files(os.environ, home=Path.home(), directory=Path.cwd())
+    environment = carried(os.environ, arguments.env, files)
+    whole_allocation = arguments.launcher == "slurm" and not arguments.hostfile and not arguments.emit
+    hosts = () if whole_allocation else _hosts(arguments, arguments.nproc)
+    job = _job(arguments, hosts, environment)
+    if arguments.emit:
+        _emit(arguments, job)
+        return
+    if arguments.dry_run:
+        for line in environment.lines():
+            show_line(line)
+        _show(config, job, arguments)
+        return
+    from ds_finetune.launch.screen import Screen
+
+    with Screen(show_line) as screen:
+        for line in environment.lines():
+            screen.say(line)
+        code = (
+            _with_agents(config, job, arguments, screen.say)
+            if arguments.launcher in _AGENTS
+            else _with_scheduler(job, arguments, screen.say)
+        )
+    if code:
+        raise SystemExit(code)
+
+
+def _job(arguments: argparse.Namespace, hosts: tuple[Host, ...], environment: "Carried") -> "Job":
+    from ds_finetune.launch.schedulers import Job
+    from ds_finetune.watchdog.run_secret import new_secret
+
+    return Job(
+        arguments.run,
+        tuple(arguments.overrides),
+        hosts,
+        run_id=f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}",
+        master_addr=hosts[0].name if hosts else "",
+        master_port=arguments.port or _PORT,
+        variables=environment.values,
+        interface=arguments.interface,
+        directory=str(Path.cwd()),
+        # A file for a service is no place for a secret: what starts the ranks makes one.
+        secret="" if arguments.emit else new_secret(),
+    )
+
+
+def _emit(arguments: argparse.Namespace, job: "Job") -> None:
+    from ds_finetune.launch.emit import Order, emitted
+
+    named = frozenset(text.partition("=")[0] for text in arguments.env)
+    order = Order(
+        job=job,
+        name=arguments.name,
+        named=named,
+        time=arguments.time,
+        cpus=arguments.cpus,
+        image=arguments.image,
+        claim=arguments.claim,
+    )
+    text = emitted(arguments.emit, order)
+    if arguments.out is None:
+        show_line(text.rstrip("\n"))
+        return
+    try:
+        Path(arguments.out).write_text(text, encoding="utf-8")
+    except OSError as full:
+        raise LaunchError(f"`{arguments.out}` cannot be written: {full.strerror}", hint="name another file") from None
+    show_line(f"wrote {arguments.out}")
+
+
+def _show(config: RunConfig, job: "Job", arguments: argparse.Namespace) -> None:
+    from ds_finetune.launch.dry_run import rank_map, shown
+    from ds_finetune.launch.remote import Remote
+    from ds_finetune.launch.run import plan_for
+    from ds_finetune.plan.mesh import Mesh
+
+    remote = Remote.from_environment(arguments.ssh_args)
+    if job.hosts:
+        plan_for(config, job.hosts, device="cpu" if job.variables.get("DS_ACCELERATOR") == "cpu" else "cuda")
+        for line in rank_map(job.hosts, Mesh.of(config.parallel, world_size=job.world_size, rank=0)):
+            show_line(line)
+    for line in shown(
+        job, arguments.launcher, hostfile=arguments.hostfile or "hosts", environ=os.environ, ssh_args=remote.ssh_args
+    ):
+        show_line(line)
+    if arguments.launcher in _AGENTS:
+        show_line("by a guard on each host, over ssh, at a port that is free (docs/launching.md)")
+
+
+def _with_agents(config: RunConfig, job: "Job", arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
+    from ds_finetune.launch.environment import interface_variables
+    from ds_finetune.launch.node_launchers import AGENTS
+    from ds_finetune.launch.remote import Remote
+    from ds_finetune.launch.run import Launch, launch
+    from ds_finetune.watchdog.run_secret import VARIABLE
+
+    wanted = Launch(
+        job.hosts,
+        AGENTS[arguments.launcher],
+        (job.run, *job.overrides),
+        {**job.variables, **interface_variables(job.interface), VARIABLE: job.secret},
+        Remote.from_environment(arguments.ssh_args).within(config.launch.greeting_seconds),
+        job.run_id,
+        arguments.port,
+    )
+    return launch(config, wanted, say)
+
+
+def _with_scheduler(job: "Job", arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
+    from ds_finetune.launch.remote import Remote
+    from ds_finetune.launch.run import run_scheduler
+    from ds_finetune.launch.schedulers import mpirun_command, srun_command, starting_environment
+
+    is_slurm = arguments.launcher == "slurm"
+    ssh_args = Remote.from_environment(arguments.ssh_args).ssh_args
+    command = srun_command(job, os.environ) if is_slurm else mpirun_command(job, ssh_args)
+    return run_scheduler(command, starting_environment(job, os.environ, slurm=is_slurm), say)

@@ -1,0 +1,117 @@
+"""Keys of a run file that nothing would read: refused, because whoever set them expects something of them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ds_finetune.config.run_file import Lines
+from ds_finetune.errors import ConfigError
+
+Values = Mapping[str, Any]
+"""Every key of a run by its dotted name, defaults filled in."""
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """Keys (or sections, ending in a dot) without effect where `applies`; values in `harmless` ask for what happens
+    anyway.
+    """
+
+    keys: tuple[str, ...]
+    applies: Callable[[Values], bool]
+    reason: str
+    hint: str
+    harmless: tuple[object, ...] = ()
+
+    def concerns(self, key: str, value: object) -> bool:
+        """Whether the rule is about this key with this value."""
+        return (
+            any(key == own or (own.endswith(".") and key.startswith(own)) for own in self.keys)
+            and value not in self.harmless
+        )
+
+
+_RULES = (
+    _Rule(("eval.",), lambda run: not run["data.eval"], "there is no data.eval", "set data.eval", harmless=(False,)),
+    _Rule(
+        ("eval.patience",),
+        lambda run: not run["eval.every"],
+        "without eval.every the only evaluation is at the end",
+        "set eval.every, e.g. to `100 steps`",
+    ),
+    _Rule(
+        ("eval.generate.max_new_tokens",),
+        lambda run: not run["eval.generate.prompts"],
+        "eval.generate.prompts is 0",
+        "set eval.generate.prompts",
+    ),
+    _Rule(
+        ("checkpoint.",),
+        lambda run: run["checkpoint.every"] == "never",
+        "checkpoint.every is `never`: nothing is saved, and nothing is resumed",
+        "set checkpoint.every, e.g. to `500 steps`",
+        harmless=(False, "never"),
+    ),
+    _Rule(
+        ("optim.min_lr_ratio",),
+        lambda run: run["optim.lr_scheduler"] == "constant",
+        "optim.lr_scheduler is constant: the learning rate does not fall",
+        "use another lr_scheduler",
+    ),
+    _Rule(
+        ("optim.betas",),
+        lambda run: run["optim.name"].lower() in ("sgd", "adagrad"),
+        "the optimizer of optim.name has none",
+        "use another optimizer",
+    ),
+    _Rule(
+        ("optim.eps",),
+        lambda run: run["optim.name"].lower() in ("sgd", "lion"),
+        "the optimizer of optim.name has none",
+        "use another optimizer",
+    ),
+    _Rule(
+        ("data.workers", "data.cache_dir"),
+        lambda run: run["data.streaming"] and not run["data.eval"],
+        "data.streaming prepares and caches nothing",
+        "set data.streaming to false",
+    ),
+    _Rule(
+        ("data.train_on", "data.reasoning", "data.template"),
+        lambda run: run["data.layout"] == "text",
+        "data.layout is text: every token is supervised, and no template is used",
+        "set data.layout to auto",
+        harmless=("all", "plain"),
+    ),
+    _Rule(
+        ("data.max_truncated_ratio",),
+        lambda run: run["data.long_rows"] == "drop",
+        "data.long_rows is drop: nothing is truncated",
+        "set data.max_dropped_ratio",
+    ),
+    _Rule(
+        ("export.max_shard_size",),
+        lambda run: not run["export.at_end"] and not (run["data.eval"] and run["eval.keep_best"]),
+        "export.at_end is false and no best weights are kept: nothing is exported",
+        "set export.at_end to true",
+    ),
+)
+
+
+def refuse_ineffective(given: Values, run: Values, source: str, lines: Lines) -> None:
+    """ConfigError that names the keys of `given` that have no effect in `run`, each with its line and the reason.
+
+    `given` holds keys that differ from their default alone: a resolved run file, which names every key, can be used
+    again.
+    """
+    messages, hints = [], []
+    for key, value in given.items():
+        rule = next((rule for rule in _RULES if rule.concerns(key, value) and rule.applies(run)), None)
+        if rule is None:
+            continue
+        line = lines.get(tuple(key.split(".")))
+        where = f"{source} line {line}" if line else source
+        messages.append(f"{where}: `{key}` is {value!r} and has no effect: {rule.reason}")
+        hints.append(f"leave `{key}` out, or {rule.hint}")
+    if messages:
+        raise ConfigError("; ".join(messages), hint="; ".join(hints))

@@ -1,0 +1,150 @@
+"""Errors for a run file whose keys or values do not fit the schema."""
+
+import difflib
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from ds_finetune.config.run_file import Lines
+from ds_finetune.errors import ConfigError
+
+WORDS_OF_OTHERS = {
+    "model.path": "model_name_or_path model_name base_model pretrained_model_name_or_path model_id",
+    "model.tokenizer": "tokenizer_name tokenizer_name_or_path tokenizer_config",
+    "model.attention": "attn_implementation attn_impl flash_attn flash_attention "
+    "flash_attention_2 sdp_attention use_flash_attention_2",
+    "model.loss": "use_liger_kernel use_liger liger_kernel enable_liger_kernel liger_fused_linear_cross_entropy",
+    "data.train": "dataset datasets dataset_name dataset_path train_file train_files train_data data_path dataset_dir",
+    "data.eval": "eval_dataset eval_file validation_file val_file test_datasets "
+    "eval_data val_set_size val_size test_size",
+    "data.columns": "field_messages dataset_text_field prompt_template columns_map column_mapping",
+    "data.layout": "dataset_format ds_type formatting",
+    "data.template": "chat_template chat_template_path chat_template_jinja template",
+    "data.train_on": "train_on_inputs completion_only_loss assistant_only_loss train_on_prompt "
+    "mask_history roles_to_train train_on_eos",
+    "data.packing": "sample_packing eval_packing neat_packing pad_to_sequence_len",
+    "data.long_rows": "truncation truncation_side excess_length_strategy",
+    "data.workers": "preprocessing_num_workers dataset_num_proc dataset_processes dataloader_num_workers num_proc",
+    "data.cache_dir": "dataset_prepared_path tokenized_path",
+    "train.for": "epochs num_epochs num_train_epochs max_steps train_steps total_steps n_epochs duration",
+    "train.global_batch_size": "batch_size train_batch_size gradient_accumulation_steps "
+    "gradient_accumulation accumulation_steps",
+    "train.micro_batch_size": "per_device_train_batch_size per_device_eval_batch_size per_gpu_train_batch_size "
+    "micro_batch_size_per_gpu",
+    "train.max_seq_len": "max_length max_seq_length max_sequence_length cutoff_len sequence_len "
+    "seq_len seq_length model_max_length block_size",
+    "train.precision": "bf16 fp16 fp32 bfloat16 float16 tf32 pure_bf16 torch_dtype dtype mixed_precision",
+    "train.seed": "data_seed random_seed",
+    "train.max_grad_norm": "gradient_clipping grad_clip clip_grad max_norm gradient_clip_val",
+    "train.activation_checkpointing": "gradient_checkpointing disable_gradient_checkpointing "
+    "gradient_checkpointing_kwargs recompute",
+    "optim.name": "optimizer optim_name optimizer_name optim_type",
+    "optim.lr": "learning_rate learning_rate_peak peak_lr max_lr base_lr",
+    "optim.betas": "adam_beta1 adam_beta2 beta1 beta2",
+    "optim.eps": "adam_epsilon epsilon adam_eps",
+    "optim.lr_scheduler": "lr_scheduler_type scheduler lr_schedule",
+    "optim.warmup": "warmup_steps warmup_ratio warmup_epochs num_warmup_steps lr_warmup_steps",
+    "optim.min_lr_ratio": "min_lr min_lr_rate cosine_min_lr_ratio lr_scheduler_kwargs",
+    "eval.every": "eval_steps eval_strategy evaluation_strategy evals_per_epoch eval_interval do_eval eval_every",
+    "eval.limit": "max_eval_samples eval_table_size max_val_samples eval_samples eval_max_batches limit_val_batches",
+    "eval.generate": "predict_with_generate eval_max_new_tokens do_sample_eval",
+    "eval.patience": "early_stopping_patience early_stopping",
+    "eval.keep_best": "load_best_model_at_end metric_for_best_model save_best",
+    "checkpoint.every": "save_steps save_strategy saves_per_epoch save_interval checkpoint_interval",
+    "checkpoint.keep": "save_total_limit keep_last max_checkpoints",
+    "checkpoint.resume": "resume_from_checkpoint auto_resume_from_checkpoints resume_from overwrite_output_dir",
+    "log.every": "logging_steps logging_strategy log_every log_interval",
+    "log.trackers": "report_to use_wandb wandb_project use_tensorboard use_mlflow logger",
+    "lora.rank": "lora_r r lora_rank lora_dim",
+    "lora.alpha": "lora_alpha",
+    "lora.target_modules": "lora_target lora_target_modules lora_target_linear lora_modules",
+    "lora.quantize": "load_in_4bit load_in_8bit quantization_bit quantization bnb_4bit_quant_type qlora use_qlora",
+    "lora": "adapter finetuning_type use_peft peft_config use_lora peft",
+    "parallel.tp": "tensor_parallel_size tensor_model_parallel_size autotp_size tp_size",
+    "parallel.pp": "pipeline_parallel_size pipeline_model_parallel_size pp_size",
+    "parallel.ep": "expert_parallel_size expert_model_parallel_size ep_size",
+    "parallel.sp": "sequence_parallel_degree sequence_parallel_size context_parallel_size context_parallel sp_size cp",
+    "deepspeed": "deepspeed_config deepspeed_config_file ds_config zero_stage zero_optimization fsdp fsdp_config",
+    "output_dir": "output out_dir save_dir run_dir checkpoint_dir",
+    "export.max_shard_size": "save_max_shard_size shard_size",
+}
+"""Keys here, with the words that TRL, Hugging Face's Trainer, LLaMA-Factory, axolotl and others have for them."""
+_EXAMPLES = {
+    "train.for": "`3 epochs` or `500 steps`",
+    "train.global_batch_size": "rows of one optimizer step over all ranks, from which accumulation is derived",
+    "train.micro_batch_size": "rows of one forward on one rank",
+    "train.precision": "bf16, fp16 or fp32",
+    "optim.warmup": "`3%` or `100 steps`",
+    "optim.min_lr_ratio": "a share of `lr`",
+    "eval.every": "`200 steps`",
+    "checkpoint.every": "`500 steps`",
+    "lora.quantize": "nf4",
+}
+_KEY_OF = {word: key for key, words in WORDS_OF_OTHERS.items() for word in words.split()}
+
+
+def explain(invalid: ValidationError, root: type[BaseModel], source: str, lines: Lines) -> ConfigError:
+    """The error for values that do not fit the tree of sections below `root`: each key with its line and the nearest
+    legal name.
+    """
+    errors = [_explain_one(error, root, source, lines) for error in invalid.errors()]
+    return ConfigError(
+        "; ".join(message for message, _ in errors), hint="; ".join(dict.fromkeys(hint for _, hint in errors))
+    )
+
+
+def _explain_one(error: Any, root: type[BaseModel], source: str, lines: Lines) -> tuple[str, str]:  # noqa: ANN401 - pydantic's ErrorDetails
+    path = tuple(str(part) for part in error["loc"] if not isinstance(part, int))
+    line = lines.get(path)
+    where = f"{source} line {line}" if line else source
+    name = ".".join(path)
+    if error["type"] == "extra_forbidden":
+        known = list(_field_names(root, path[:-1]))
+        return f"{where}: unknown key `{name}`", _meant(path[-1], known, root)
+    if error["type"] == "missing":
+        return f"{where}: `{name}` is missing", f"add `{name}` to the run file"
+    hint = f"give `{name}` a value, or leave it out" if error["input"] is None else "see `ds-finetune config schema`"
+    return f"{where}: `{name}` is {error['input']!r}: {_plain(error['msg'])}", hint
+
+
+def _meant(word: str, known: list[str], root: type[BaseModel]) -> str:
+    """The key that a wrong word is likely to mean: another program's, another section's, or one that looks alike."""
+    key = _KEY_OF.get(word.lower()) or next(
+        (name for name in _all_names(root) if name.rpartition(".")[2] == word), None
+    )
+    if key is not None:
+        return f"did you mean `{key}`?" + (f" It is {_EXAMPLES[key]}" if key in _EXAMPLES else "")
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.4)
+    return f"did you mean `{near[0]}`?" if near else f"known here: {', '.join(known)}"
+
+
+def _all_names(root: type[BaseModel]) -> Iterator[str]:
+    for section in _field_names(root, ()):
+        yield section
+        if _section(root, section) is not None:
+            yield from (f"{section}.{name}" for name in _field_names(root, (section,)))
+
+
+def _section(parent: type[BaseModel], key: str) -> type[BaseModel] | None:
+    field = next(f for n, f in parent.model_fields.items() if key in (n, f.alias))
+    kinds = (field.annotation, *get_args(field.annotation))
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+
+
+def _plain(message: str) -> str:
+    return (
+        message.removeprefix("Value error, ")
+        .replace("Input should be a valid tuple", "it should be a list")
+        .replace("Input should", "it should")
+    )
+
+
+def _field_names(root: type[BaseModel], path: tuple[str, ...]) -> Iterator[str]:
+    section = root
+    for key in path:
+        inner = _section(section, key)
+        assert inner is not None, path
+        section = inner
+    for name, field in section.model_fields.items():
+        yield field.alias or name

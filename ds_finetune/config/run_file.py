@@ -1,0 +1,83 @@
+"""A run file as a tree: YAML with the line of each key, and dotted overrides."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ds_finetune.errors import ConfigError
+from ds_finetune.shipped import shipped_file
+
+Lines = dict[tuple[str, ...], int]
+"""Line of each key, by its path from the top."""
+
+
+def read_yaml(path: Path) -> tuple[dict[str, Any], Lines]:
+    """The mapping of a YAML file, and the line of each key; ConfigError for what is no mapping, and for a key given
+    twice.
+    """
+    try:
+        text = (path if path.exists() else shipped_file(str(path)) or path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"run file `{path}` does not exist", hint="the first argument is the run's YAML file"
+        ) from None
+    except OSError as unreadable:
+        raise ConfigError(
+            f"run file `{path}` cannot be read: {unreadable.strerror}", hint="the first argument is the run's YAML file"
+        ) from None
+    except UnicodeDecodeError as binary:
+        raise ConfigError(f"run file `{path}` is not UTF-8: {binary}", hint="save it as UTF-8") from None
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as broken:
+        raise ConfigError(f"{path} is not YAML: {broken}", hint="check the indentation at that line") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} holds {type(tree).__name__}, not a mapping", hint="see ds_configs/runs for examples")
+    return tree, dict(_key_lines(node, ()))
+
+
+def _key_lines(node: yaml.Node | None, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], int]]:
+    if not isinstance(node, yaml.MappingNode):
+        return
+    seen: dict[str, int] = {}
+    for key, value in node.value:
+        line = key.start_mark.line + 1
+        if key.value in seen:
+            raise ConfigError(
+                f"`{'.'.join((*path, key.value))}` is given twice, in lines {seen[key.value]} and {line}",
+                hint="keep one of them",
+            )
+        seen[key.value] = line
+        yield (*path, key.value), line
+        yield from _key_lines(value, (*path, key.value))
+
+
+def apply_override(tree: dict[str, Any], lines: Lines, override: str) -> None:
+    """Set what `section.key=value` says in `tree`; the key then stands in no line."""
+    name, equals, text = override.partition("=")
+    keys = tuple(name.split("."))
+    if not equals or not all(keys):
+        raise ConfigError(f"override `{override}` is not of the form section.key=value", hint="e.g. optim.lr=1e-5")
+    branch = tree
+    for depth, key in enumerate(keys[:-1]):
+        value = branch.setdefault(key, {})
+        if isinstance(value, str) and keys[: depth + 1] == ("model",):
+            value = branch[key] = {"path": value}
+        if not isinstance(value, dict):
+            raise ConfigError(
+                f"override `{override}`: `{'.'.join(keys[: depth + 1])}` is `{value}`, not a section",
+                hint="set the whole value instead",
+            )
+        branch = value
+    branch[keys[-1]] = _scalar(text)
+    lines.pop(keys, None)
+
+
+def _scalar(text: str) -> object:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text

@@ -1,0 +1,400 @@
+"""The run file: a frozen tree read from one YAML plus dotted overrides, strict in every key."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+
+from ds_finetune.config.ineffective_keys import refuse_ineffective
+from ds_finetune.config.invalid_keys import explain
+from ds_finetune.config.run_file import apply_override, read_yaml
+from ds_finetune.schedule import Duration, SchedulerName, seconds_of, warmup_steps
+
+Precision = Literal["bf16", "fp16", "fp32"]
+Layout = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _as_model(value: object) -> object:
+    return {"path": value} if isinstance(value, str) else value
+
+
+def _checked_duration(text: object) -> object:
+    return str(Duration.parse(str(text)))
+
+
+def _checked_warmup(text: object) -> object:
+    warmup_steps(str(text), 1)
+    return str(text)
+
+
+Paths = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
+DurationText = Annotated[str, BeforeValidator(_checked_duration)]
+
+
+def _checked_steps(text: object) -> object:
+    if Duration.parse(str(text)).unit != "steps":
+        raise ValueError(f"`{text}` is not a number of steps; write e.g. `100 steps`")
+    return _checked_duration(text)
+
+
+def _checked_every(text: object) -> object:
+    return "never" if text == "never" else _checked_duration(text)
+
+
+def _checked_time(text: object) -> str:
+    seconds_of(str(text))
+    return str(text)
+
+
+TimeText = Annotated[str, BeforeValidator(_checked_time)]
+StepsText = Annotated[str, BeforeValidator(_checked_steps)]
+EveryText = Annotated[str, BeforeValidator(_checked_every)]
+
+
+class Section(BaseModel):
+    """A part of the run file: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    """Which model is trained; the short form `model: PATH` sets `path` alone."""
+
+    path: str
+    """Folder or hub id holding `config.json` and safetensors weights."""
+    tokenizer: str | None = None
+    """Folder or hub id of the tokenizer; the model's own when left out."""
+    resize_vocabulary: bool = False
+    """Add rows to embedding and head for a tokenizer with more ids than the model; false refuses such a tokenizer."""
+    weights: Literal["load", "random"] = "load"
+    """`random` builds the model from `config.json` alone, with fresh weights, and says so loudly."""
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """Attention kernel; with `packing` each keeps the documents of a row apart, `sdpa` by a call for each document."""
+    loss: Literal["auto", "chunked", "liger"] = "auto"
+    """Loss kernel; `auto` is Liger's fused one on GPUs where liger-kernel is installed, the chunked one elsewhere."""
+
+
+class DataConfig(Section):
+    """What is trained on and how rows become tokens."""
+
+    train: Paths
+    """Training files, folders or hub ids (JSON, JSONL, CSV, Parquet, text); a split is named after a colon, as in
+    `org/name:train` or `org/name:subset:train`. Left out, it is the training split."""
+    eval: Paths = ()
+    """Held-out files, folders or hub ids; where no split is named, it is the validation split, else the test split."""
+    layout: Layout = "auto"
+    """Layout of a row; `auto` recognises it by its columns."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Other names of the layout's columns, e.g. `{prompt: question, completion: answer}`."""
+    template: str = "auto"
+    """`auto`: the tokenizer's chat template where it has one, plain text otherwise; `plain`: never; else a Jinja file.
+    """
+    train_on: Literal["assistant", "last_assistant", "all"] = "assistant"
+    """Tokens that carry loss: every assistant turn, the last one alone, or every token."""
+    reasoning: Literal["keep", "strip"] = "keep"
+    """Whether `<think>...</think>` of an assistant turn stays in the text."""
+    control_tokens: Literal["text", "keep", "refuse"] = "text"
+    """Control tokens inside the texts of a conversation: tokenised as `text`, kept as what they are, or refused."""
+    separator: str = "\n"
+    """Stands between prompt and completion where no chat template does, unless there is white space already."""
+    packing: bool = True
+    """Fill rows of `max_seq_len` with several documents that cannot see each other; false pads each row instead."""
+    long_rows: Literal["auto", "truncate", "drop", "split"] = "auto"
+    """Rows longer than `max_seq_len`: cut at the end, leave out, or (plain text alone) continue in the next row;
+    `auto` splits plain text and truncates dialogue.
+    """
+    max_dropped_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Share of rows without a supervised token, too long, or lost in the chat template, above which no run starts."""
+    max_truncated_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Share of all tokens lost to truncation above which the run refuses to start."""
+    streaming: bool = False
+    """Read and tokenise while training, for data larger than disk or patience; `train.for` is then in steps."""
+    shuffle: bool = True
+    """Draw rows in an order given by (seed, epoch); false keeps the order of the files."""
+    workers: int = Field(default=0, ge=0)
+    """Processes that tokenise; 0 takes every core of the machine."""
+    cache_dir: str = ".cache/ds_finetune"
+    """Folder of tokenised data, found again by fingerprint."""
+
+
+class TrainConfig(Section):
+    """How long, how much at a time and in which precision."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    duration: DurationText = Field(default="1 epochs", alias="for")
+    """Length of the run: `N steps`, `N epochs` or `N tokens`."""
+    global_batch_size: int = Field(default=32, ge=1)
+    """Rows of one optimizer step over all ranks (packed rows when packing)."""
+    micro_batch_size: int = Field(default=1, ge=1)
+    """Rows of one forward on one rank; accumulation is derived."""
+    max_seq_len: int = Field(default=2048, ge=2)
+    """Tokens of a row at most."""
+    precision: Precision = "bf16"
+    """Dtype of weights and activations; master weights and moments are fp32."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of data order and of fresh weights."""
+    max_grad_norm: float = Field(default=1.0, ge=0)
+    """Global norm the gradient is clipped to; 0 does not clip."""
+    activation_checkpointing: bool = True
+    """Recompute each decoder layer in backward instead of keeping its activations."""
+    max_skipped_steps: int = Field(default=5, ge=1)
+    """Steps skipped in a row for a non-finite gradient after which the run ends."""
+
+
+class OptimConfig(Section):
+    """Optimizer and learning rate."""
+
+    name: str = "AdamW"
+    """Optimizer by DeepSpeed's name: AdamW (Adam is the same), Lion, Adagrad, Lamb, SGD, Muon (with AdamW for
+    embedding, head and vectors).
+    """
+    lr: float = Field(default=1e-5, gt=0)
+    """Peak learning rate, reached after `warmup`."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay of matrices; norms and biases are not decayed."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of the moments of Adam and Lion."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Adam's denominator term."""
+    lr_scheduler: SchedulerName = "cosine"
+    """Shape after warm-up; `wsd` stays at `lr` and decays in the last tenth."""
+    warmup: Annotated[str, BeforeValidator(_checked_warmup)] = "3%"
+    """Linear warm-up: `N steps`, or a share of the run such as `3%`."""
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Learning rate at the end, as a share of `lr`."""
+
+
+class GenerateConfig(Section):
+    """Greedy answers to held-out prompts during evaluation, scored by exact match."""
+
+    prompts: int = Field(default=0, ge=0)
+    """Held-out prompts answered at each evaluation; 0 generates nothing."""
+    max_new_tokens: int = Field(default=64, ge=1)
+    """Tokens of an answer at most."""
+
+
+class EvalConfig(Section):
+    """When held-out data is looked at and what follows from it."""
+
+    every: StepsText | None = None
+    """`N steps` between evaluations; left out, only at the end."""
+    limit: int = Field(default=0, ge=0)
+    """Held-out rows evaluated at most, the first ones (packed rows when packing); 0 evaluates all."""
+    generate: GenerateConfig = GenerateConfig()
+    """Optional generation with exact match."""
+    keep_best: bool = True
+    """Keep the weights with the lowest eval loss in `export-best/`."""
+    patience: int = Field(default=0, ge=0)
+    """Evaluations without a lower loss after which the run ends early; 0 never does."""
+
+
+class CheckpointConfig(Section):
+    """When the state of the run is saved, and what a start goes on from."""
+
+    every: EveryText = "500 steps"
+    """`N steps` between checkpoints; the last step and a signal save too. `never` saves nothing at all."""
+    keep: int = Field(default=2, ge=1)
+    """Newest checkpoints that are kept."""
+    keep_best: bool = True
+    """Keep the one with the lowest eval loss beside them."""
+    max_failed: int = Field(default=3, ge=1)
+    """Checkpoints in a row that may not be written, e.g. for a full disk, before the run ends; the run's last one may
+    never.
+    """
+    resume: str = "auto"
+    """`auto` goes on from the newest complete checkpoint of `output_dir`; `never` starts anew; else a run or checkpoint
+    folder.
+    """
+    asynchronous: bool = True
+    """Copy the state to host memory and write it while training goes on; false writes it at once and needs no such
+    memory.
+    """
+    node_local: bool = False
+    """Each node keeps its own ranks' parts in its own `output_dir`, where there is no shared file system."""
+
+    @field_validator("every")
+    @classmethod
+    def _in_steps(cls, text: str) -> str:
+        if text != "never" and Duration.parse(text).unit != "steps":
+            raise ValueError(f"`{text}` is not a number of steps; write `500 steps` or `never`")
+        return text
+
+    @property
+    def every_steps(self) -> int:
+        """Steps between checkpoints; 0 where nothing is saved."""
+        return 0 if self.every == "never" else int(Duration.parse(self.every).value)
+
+
+class ParallelConfig(Section):
+    """Degrees of tensor, pipeline, expert and sequence parallelism; data parallelism is what is left."""
+
+    tp: int = Field(default=1, ge=1)
+    """Tensor parallel size: ranks that hold parts of every layer, cut by heads, inner width and vocabulary."""
+    pp: int = Field(default=1, ge=1)
+    """Pipeline parallel size: stages of consecutive layers, balanced by parameters."""
+    pp_layers: tuple[int, ...] = ()
+    """Layers of each stage, where they are not to be balanced by parameters, e.g. after measuring: [12, 16]."""
+    ep: int = Field(default=1, ge=1)
+    """Expert parallel size: data (and sequence) parallel ranks that share out the routed experts."""
+    sp: int = Field(default=1, ge=1)
+    """Sequence parallel size: ranks that share the tokens of each row; attention is over whole rows, a part of the
+    heads on each.
+    """
+
+
+class LoraConfig(Section):
+    """Low-rank adapters; with this section the weights of the model stay as they are and the adapters alone are
+    trained.
+    """
+
+    rank: int = Field(default=16, ge=1)
+    """Rows of A and columns of B; of routed experts a multiple of 8."""
+    alpha: float = Field(default=32, gt=0)
+    """The product B A is added times alpha / rank."""
+    target_modules: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(_as_list)] | None = None
+    """Modules by last name such as `q_proj` or `experts`, or by regular expressions on full names; left out, all
+    linear modules of attention, MLPs, shared and routed experts. The router is adapted where `gate` is named,
+    embeddings and head never.
+    """
+    quantize: Literal["nf4"] | None = None
+    """`nf4`: frozen weights of attention, dense MLPs and shared experts are held in four bits by bitsandbytes, whether
+    adapted or not.
+    """
+
+
+class LogConfig(Section):
+    """What is written while training beside `metrics.jsonl`."""
+
+    every: int = Field(default=1, ge=1)
+    """Steps between progress lines."""
+    trackers: tuple[str, ...] = ("tensorboard",)
+    """Trackers accelerate knows, by name: tensorboard, wandb, mlflow, ..."""
+
+
+class LaunchConfig(Section):
+    """How `ds-finetune launch` minds a run on its hosts; other launchers do not read it."""
+
+    restarts: int = Field(default=0, ge=0)
+    """Starts from the newest checkpoint after a rank or a host has failed, before the run is given up."""
+    min_hosts: int | None = Field(default=None, ge=1)
+    """Fewest hosts to go on with; left out, all of the hostfile. The global batch stays what it is."""
+    wait_seconds: float = Field(default=600, ge=0)
+    """How long a restart waits for hosts to come back where there are too few."""
+    greeting_seconds: float = Field(default=30, gt=0)
+    """How long a host has for its first word, with the start of ssh and Python; ssh tries to connect for two seconds
+    less.
+    """
+    silent_seconds: float = Field(default=10, ge=3)
+    """Seconds without a word after which a host is given up, and after which a host that hears nothing ends its ranks.
+    """
+
+
+class WatchdogConfig(Section):
+    """When a run that stands still is ended, and what counts as slow."""
+
+    limit: Annotated[str, BeforeValidator(lambda text: text if text in ("auto", "never") else _checked_time(text))] = (
+        "auto"
+    )
+    """Longest time of an optimizer step; `auto` is ten times the median of the last steps and a minute at least;
+    `never` watches for no stand.
+    """
+    start: TimeText = "30 minutes"
+    """Longest time without a collective from loading to the end of the first step, which may compile."""
+    other: TimeText = "30 minutes"
+    """Longest time without a collective in evaluation and export, and of a save."""
+    meet: TimeText = "2 hours"
+    """How long a rank that has started waits for the others to start; preparing data has no limit."""
+    collective: Annotated[str, BeforeValidator(lambda text: text if text == "auto" else _checked_time(text))] = "auto"
+    """How long torch lets a rank wait in a collective; `auto` is five minutes more than the longest limit above."""
+    straggler_ratio: float = Field(default=1.5, gt=1)
+    """Time of the slowest rank over the median from which the progress line names it."""
+
+
+class ExportConfig(Section):
+    """The Hugging Face folder written at the end."""
+
+    at_end: bool = True
+    """Write `export/` when training ends."""
+    max_shard_size: str = "5GB"
+    """Size of one safetensors file at most."""
+    verify: bool = True
+    """Record logits of fixed prompts with each export, and hold the folder against them in a fresh process of plain
+    transformers.
+    """
+
+
+class RunConfig(Section):
+    """One run, whole: what the YAML file says, overrides applied, defaults filled in."""
+
+    model: Annotated[ModelConfig, BeforeValidator(_as_model)]
+    """The model, as a path or a section."""
+    data: DataConfig
+    """The data."""
+    deepspeed: str | dict[str, Any] | None = None
+    """DeepSpeed choices (ZeRO stage, offload): a JSON file, a name of ds_configs/ such as `zero3`, or a section;
+    derived numbers stay "auto".
+    """
+    train: TrainConfig = TrainConfig()
+    """Length, batch and precision."""
+    optim: OptimConfig = OptimConfig()
+    """Optimizer."""
+    eval: EvalConfig = EvalConfig()
+    """Evaluation."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Checkpoints."""
+    parallel: ParallelConfig = ParallelConfig()
+    """Parallel sizes."""
+    lora: LoraConfig | None = None
+    """Low-rank adapters; left out, all weights are trained."""
+    log: LogConfig = LogConfig()
+    """Logging."""
+    launch: LaunchConfig = LaunchConfig()
+    """Launching."""
+    watchdog: WatchdogConfig = WatchdogConfig()
+    """Watching over the run."""
+    export: ExportConfig = ExportConfig()
+    """Export."""
+    output_dir: str
+    """Folder of the run; docs/running.md lists what lies in it ("The run directory")."""
+
+
+def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run file and apply `a.b=value` overrides; ConfigError names key, line and the nearest legal name.
+
+    A key that has no effect beside the others is an error too.
+    """
+    tree, lines = read_yaml(Path(path))
+    for override in overrides:
+        apply_override(tree, lines, override)
+    try:
+        config = RunConfig.model_validate(tree)
+    except ValidationError as invalid:
+        raise explain(invalid, RunConfig, str(path), lines) from None
+    refuse_ineffective(dict(_keys(config, changed=True)), dict(_keys(config)), str(path), lines)
+    return config
+
+
+def _keys(section: Section, prefix: str = "", *, changed: bool = False) -> Iterator[tuple[str, object]]:
+    """Dotted keys and values below `section`; with `changed`, those alone that were given another value than their
+    default.
+    """
+    for name, field in type(section).model_fields.items():
+        key, value = f"{prefix}{field.alias or name}", getattr(section, name)
+        if isinstance(value, Section):
+            yield from _keys(value, f"{key}.", changed=changed)
+        elif not changed or (
+            name in section.model_fields_set and value != field.get_default(call_default_factory=True)
+        ):
+            yield key, value
+
+
+def dump_config(config: RunConfig) -> str:
+    """YAML text that `read_config` turns into the same value."""
+    return yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False)

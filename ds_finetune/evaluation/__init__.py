@@ -1,0 +1,1 @@
+"""Losses and answers of two models on the same token ids, and what chance could do to the difference."""

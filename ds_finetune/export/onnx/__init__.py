@@ -1,0 +1,1 @@
+"""The ONNX folder: graphs written operator by operator, and their verification."""

@@ -1,0 +1,153 @@
+"""Routers and routed experts in an ONNX graph: one loop over the experts that tokens chose, whatever they chose."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import PretrainedConfig
+
+from ds_finetune.export.onnx.graph import Graph, body, value
+from ds_finetune.export.onnx.layers import Layers, array_of, silu
+
+_FP32 = np.dtype(np.float32)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Experts of each token [tokens, k] int64, and their weights [tokens, k] fp32."""
+
+    experts: str
+    weights: str
+
+
+def moe(layers: Layers, x: str, name: str, config: PretrainedConfig) -> str:
+    """x [batch, length, hidden] through the routed and the shared experts of the module `name`: the same shape."""
+    graph = layers.graph
+    flat = graph.op("Reshape", x, graph.ints(-1, config.hidden_size))
+    gate = layers.module(f"{name}.gate")
+    matrix = layers.fp32(f"{name}.gate.weight", tuple(gate.weight.shape)[::-1], torch.t)
+    logits = graph.op("MatMul", graph.cast(flat, np.float32) if graph.is_half() else flat, matrix)
+    chosen = ROUTERS[config.model_type](layers, logits, f"{name}.gate", config)
+    routed = graph.op("Reshape", _experts(layers, flat, chosen, f"{name}.experts"), graph.op("Shape", x))
+    return graph.op("Add", routed, layers.mlp(x, f"{name}.shared_experts"))
+
+
+def _route_v3(layers: Layers, logits: str, name: str, config: PretrainedConfig) -> Chosen:
+    """Sigmoid scores; the choice alone is biased, and groups are ranked by their two best (transformers 5.23,
+    modeling_deepseek_v3.py:133-158).
+    """
+    graph, experts = layers.graph, layers.module(name).num_experts
+    scores = graph.op("Sigmoid", logits)
+    choice = graph.op("Add", scores, layers.fp32(f"{name}.e_score_correction_bias", (experts,)))
+    pairs, _ = _top(graph, _in_groups(graph, choice, config.n_group, experts), 2)
+    kept = _kept_groups(graph, graph.op("ReduceSum", pairs, graph.ints(-1), keepdims=0), config, experts)
+    _, index = _top(graph, graph.op("Where", kept, choice, graph.scalar(-np.inf, _FP32)), config.num_experts_per_tok)
+    weights = graph.op("GatherElements", scores, index, axis=1)
+    if config.norm_topk_prob:
+        total = graph.op("Add", graph.op("ReduceSum", weights, graph.ints(-1), keepdims=1), graph.scalar(1e-20, _FP32))
+        weights = graph.op("Div", weights, total)
+    return Chosen(index, graph.op("Mul", weights, graph.scalar(config.routed_scaling_factor, _FP32)))
+
+
+def _route_v2(layers: Layers, logits: str, name: str, config: PretrainedConfig) -> Chosen:
+    """Softmax scores, groups ranked by their best, weights not normalised (transformers 5.23,
+    modeling_deepseek_v2.py:97-116).
+    """
+    graph, experts = layers.graph, layers.module(name).num_experts
+    scores = graph.op("Softmax", logits, axis=-1)
+    if config.topk_method == "group_limited_greedy":
+        best = graph.op("ReduceMax", _in_groups(graph, scores, config.n_group, experts), graph.ints(-1), keepdims=0)
+        scores = graph.op("Where", _kept_groups(graph, best, config, experts), scores, graph.scalar(0, _FP32))
+    weights, index = _top(graph, scores, config.num_experts_per_tok)
+    return Chosen(index, graph.op("Mul", weights, graph.scalar(config.routed_scaling_factor, _FP32)))
+
+
+ROUTERS: Mapping[str, Callable[[Layers, str, str, PretrainedConfig], Chosen]] = {
+    "deepseek_v2": _route_v2,
+    "deepseek_v3": _route_v3,
+}
+"""How experts are chosen from router logits [tokens, experts] fp32, by model type."""
+
+
+def _top(graph: Graph, x: str, k: int) -> list[str]:
+    return graph.ops("TopK", x, graph.ints(k), names=2, axis=-1)
+
+
+def _in_groups(graph: Graph, scores: str, groups: int, experts: int) -> str:
+    return graph.op("Reshape", scores, graph.ints(-1, groups, experts // groups))
+
+
+def _kept_groups(graph: Graph, group_scores: str, config: PretrainedConfig, experts: int) -> str:
+    """Whether each expert [tokens, experts] is in one of its token's best `topk_group` groups, by scores [tokens,
+    groups].
+    """
+    groups = config.n_group
+    _, index = _top(graph, group_scores, config.topk_group)
+    none = graph.op("ConstantOfShape", graph.op("Shape", group_scores))
+    one = graph.op("Expand", graph.scalar(1, _FP32), graph.op("Shape", index))
+    mask = graph.op("ScatterElements", none, index, one, axis=1)
+    spread = graph.op("Expand", graph.op("Unsqueeze", mask, graph.ints(-1)), graph.ints(1, groups, experts // groups))
+    return graph.op("Greater", graph.op("Reshape", spread, graph.ints(-1, experts)), graph.scalar(0, _FP32))
+
+
+def _experts(layers: Layers, x: str, chosen: Chosen, name: str) -> str:
+    """x [tokens, hidden] through each token's experts, weighed and summed in fp32: [tokens, hidden] in the graph's
+    dtype.
+
+    A Loop runs once for each expert that some token chose: it takes that expert's weights out of the stack,
+    multiplies the tokens that chose it, and adds the result to their rows. Products are those of the routed tokens,
+    as in training; what is added is one copy of the weights of each expert in use.
+    """
+    graph, module = layers.graph, layers.module(name)
+    stacks = _stacks(layers, name)
+    by_expert = graph.op("Concat", graph.op("Shape", x, start=0, end=1), graph.ints(module.num_experts), axis=0)
+    zeros = graph.op("ConstantOfShape", by_expert)
+    weights = graph.op("ScatterElements", zeros, chosen.experts, chosen.weights, axis=1)
+    is_used = graph.op("Greater", graph.op("ReduceMax", weights, graph.ints(0), keepdims=0), graph.scalar(0, _FP32))
+    used = graph.op("Squeeze", graph.op("NonZero", is_used), graph.ints(0))
+    count = graph.op("Squeeze", graph.op("Shape", used), graph.ints(0))
+    nothing = graph.op("ConstantOfShape", graph.op("Shape", x))
+    inner = graph.subgraph()
+    step, go_on, summed = (graph.fresh(kind) for kind in ("step", "go_on", "summed"))
+    result = _one_expert(inner, x, weights, stacks, (inner.op("Gather", used, step, axis=0), summed))
+    still = inner.op("Identity", go_on)
+    hidden = module.hidden_dim
+    loop = body(
+        inner,
+        [value(step, np.int64, ()), value(go_on, np.bool_, ()), value(summed, np.float32, ("tokens", hidden))],
+        [value(still, np.bool_, ()), value(result, np.float32, ("tokens", hidden))],
+    )
+    total = graph.op("Loop", count, "", nothing, body=loop)
+    return graph.cast(total, graph.dtype) if graph.is_half() else total
+
+
+def _one_expert(graph: Graph, x: str, weights: str, stacks: tuple[str, str], state: tuple[str, str]) -> str:
+    """The rows `state[1]` with the output of expert `state[0]` added to those of its tokens."""
+    expert, summed = state
+    gate_up, down = (graph.op("Gather", stack, expert, axis=0) for stack in stacks)
+    column = graph.op("Gather", weights, expert, axis=1)
+    rows = graph.op("Squeeze", graph.op("NonZero", column), graph.ints(0))
+    both = graph.op("MatMul", graph.op("Gather", x, rows, axis=0), gate_up)
+    gate, up = graph.ops("Split", both, names=2, axis=-1, num_outputs=2)
+    y = graph.op("MatMul", graph.op("Mul", silu(graph, gate), up), down)
+    y = graph.cast(y, np.float32) if graph.is_half() else y
+    scale = graph.op("Unsqueeze", graph.op("Gather", column, rows, axis=0), graph.ints(1))
+    added = graph.op("Add", graph.op("Gather", summed, rows, axis=0), graph.op("Mul", y, scale))
+    return graph.op("ScatterND", summed, graph.op("Unsqueeze", rows, graph.ints(1)), added)
+
+
+def _stacks(layers: Layers, name: str) -> tuple[str, str]:
+    """Weights of all experts: gate and up [experts, hidden, 2 x inner], down [experts, inner, hidden], read one expert
+    at a time.
+    """
+    graph, module = layers.graph, layers.module(name)
+    experts, hidden, inner = module.num_experts, module.hidden_dim, module.intermediate_dim
+
+    def pieces(*parts: str) -> Iterator[np.ndarray]:
+        for expert in range(experts):
+            matrix = torch.cat([layers.read(f"{name}.{expert}.{part}.weight") for part in parts])
+            yield array_of(matrix.t(), graph.dtype, f"{name}.{expert}")
+
+    gate_up = graph.weight(f"{name}.gate_up_proj", (experts, hidden, 2 * inner), lambda: pieces("gate_proj", "up_proj"))
+    return gate_up, graph.weight(f"{name}.down_proj", (experts, inner, hidden), lambda: pieces("down_proj"))

@@ -1,0 +1,191 @@
+"""`ds-finetune export --format onnx`: a Hugging Face folder to a folder for ONNX Runtime, which has its name only once
+it is verified.
+"""
+
+import errno
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from ds_finetune.errors import ExportError, OutputError, VerificationError
+from ds_finetune.export.model_config import forget_code
+from ds_finetune.export.readers.checkpoint import BESIDE, check_disk, check_out, export_checkpoint
+from ds_finetune.export.verify.record import UNVERIFIED
+from ds_finetune.model.families import family_of
+from ds_finetune.model.folder_check import check_folder
+from ds_finetune.model.weights import open_weights
+
+if TYPE_CHECKING:
+    from ds_finetune.export.onnx.check import Verdict
+
+INLINE_BYTES = 256 * 2**20
+"""Weights of more bytes than this lie in model.onnx.data; a protobuf message must stay below 2 GiB and is held in
+memory.
+"""
+DTYPES = {"fp32": "float32", "fp16": "float16"}
+_PACKAGES = ("onnx", "onnxruntime")
+_SHARD_BYTES = 5 * 10**9
+_GIB = 2**30
+_PLAIN_COPY = "make a bf16 copy of it first, where it is in FP8 blocks by `ds-finetune export SOURCE COPY`"
+_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS)
+
+
+@dataclass(frozen=True)
+class OnnxExported:
+    """What was written, and how it compares with plain transformers."""
+
+    folder: Path
+    num_bytes: int
+    verdict: "Verdict"
+    seconds: float
+
+    def lines(self) -> list[str]:
+        """For a person: what was written and how it was verified."""
+        verdict = self.verdict
+        reached = f", reaching {verdict.experts}" if verdict.experts else ""
+        flipped = f", {verdict.beyond} of them by a router's near tie" if verdict.beyond else ""
+        return [
+            f"wrote {self.folder}: {self.num_bytes / _GIB:.2f} GiB in {self.seconds:.1f} s",
+            f"verified in ONNX Runtime against transformers: {verdict.positions} positions{reached}, "
+            f"largest difference {verdict.largest:.1e} of the largest logit (tolerance {verdict.tolerance:g}){flipped}",
+        ]
+
+
+def export_onnx(source: Path, out: Path, *, dtype: str, with_cache: bool, base: Path | None = None) -> OnnxExported:
+    """Write the causal LM of `source` to `out` as model.onnx in `dtype`, a key of `DTYPES`, with tokenizer and config
+    beside it.
+
+    `source` is a Hugging Face folder, or anything `export_checkpoint` takes, which is then exported beside `out` first,
+    with
+    `base`. ExportError where the model has no graph here or a package is missing, ModelError where the weights do not
+    fit,
+    OutputError where `out` is not empty or does not fit the disk; VerificationError where ONNX Runtime differs from
+    plain transformers: the folder then stays as `out`.unverified.
+    """
+    began = time.monotonic()
+    check_packages()
+    if dtype not in DTYPES:
+        raise ExportError(f"ONNX Runtime runs no model in {dtype} on a CPU", hint="export with --dtype fp32 or fp16")
+    check_out(out)
+    with _hub_folder(source, out, base) as folder:
+        verdict = _export(folder, out, dtype, with_cache)
+    size = sum(file.stat().st_size for file in out.iterdir())
+    return OnnxExported(out, size, verdict, time.monotonic() - began)
+
+
+def check_packages() -> None:
+    """ExportError names the packages of the onnx extra that are not installed."""
+    absent = [name for name in _PACKAGES if find_spec(name) is None]
+    if absent:
+        raise ExportError(f"the ONNX export needs {' and '.join(absent)}", hint="pip install 'ds_finetune[onnx]'")
+
+
+@contextmanager
+def _hub_folder(source: Path, out: Path, base: Path | None) -> Iterator[Path]:
+    """`source` itself where it is a Hugging Face folder, else what it is exported to for the time being."""
+    if (source / "config.json").is_file() and any(source.glob("*.safetensors")):
+        if base is not None:
+            raise ExportError(
+                f"--base {base} is not valid with the Hugging Face folder {source}",
+                hint="leave it out: the folder has a config.json",
+            )
+        yield source
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{out.name}.", dir=out.parent) as scratch:
+        yield export_checkpoint(
+            source, Path(scratch) / "hub", dtype="fp32", max_shard_bytes=_SHARD_BYTES, base=base
+        ).folder
+
+
+def _export(folder: Path, out: Path, dtype: str, with_cache: bool) -> "Verdict":
+    from ds_finetune.export.onnx.check import compare, make_reference
+    from ds_finetune.export.onnx.record import OnnxRecord
+
+    aside = out.with_name(out.name + ".unverified")
+    model = _skeleton(folder)
+    with _written_aside(aside):
+        _write(model, folder, aside, dtype, with_cache)
+        reference = make_reference(folder)
+        verdict = compare(aside, reference)
+        versions = {name: version(name) for name in (*_PACKAGES, "torch", "transformers")}
+        about = {"dtype": dtype, "cache": with_cache, **asdict(verdict), "versions": versions}
+        if verdict.failures:
+            (aside / UNVERIFIED).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        else:
+            OnnxRecord.of(aside, reference, about).write(aside)
+    if verdict.failures:
+        raise VerificationError(
+            f"ONNX Runtime differs from transformers, with a tolerance of {verdict.tolerance:g} of the largest "
+            f"logit: {'; '.join(verdict.failures)}",
+            hint=f"do not serve {aside}, which was kept for a look; "
+            f"{'try --dtype fp32' if dtype == 'fp16' else 'please report this'}",
+        )
+    if out.is_dir():
+        out.rmdir()
+    aside.rename(out)
+    return verdict
+
+
+@contextmanager
+def _written_aside(aside: Path) -> Iterator[None]:
+    """A new folder `aside`, of which nothing stays after an error; OutputError where it cannot be written."""
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+        yield
+    except BaseException as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in _CANNOT_WRITE:
+            raise OutputError(
+                f"{aside} cannot be written: {error.strerror}", hint="name a folder on a disk with room"
+            ) from error
+        raise
+
+
+def _skeleton(folder: Path) -> PreTrainedModel:
+    """The model of `folder` without memory; ExportError where it has no graph here. No code of the folder is run."""
+    from ds_finetune.export.onnx.decoder import check_config
+
+    check_folder(folder)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (ValueError, OSError) as unknown:
+        raise ExportError(
+            f"{folder}/config.json: {str(unknown).splitlines()[0]}", hint="name the folder of a causal LM"
+        ) from unknown
+    quantized = getattr(config, "quantization_config", None)
+    if quantized:
+        raise ExportError(f"{folder} is quantized ({quantized.get('quant_method')})", hint=_PLAIN_COPY)
+    check_config(config)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+
+
+def _write(model: PreTrainedModel, folder: Path, aside: Path, dtype: str, with_cache: bool) -> None:
+    import numpy as np
+
+    from ds_finetune.export.onnx.decoder import decoder_graph
+    from ds_finetune.export.onnx.graph import write_model
+
+    hub = open_weights(model, folder, family=family_of(model.config.model_type))
+    if hub.has_fp8:
+        raise ExportError(f"{folder} holds FP8 tensors and its config.json does not say so", hint=_PLAIN_COPY)
+    graph, ends = decoder_graph(model, hub.whole, dtype=np.dtype(DTYPES[dtype]), with_cache=with_cache)
+    check_disk(aside, sum(weight.num_bytes for weight in graph.weights.values()))
+    write_model(graph, ends, aside, inline_bytes=INLINE_BYTES)
+    for name in ("config.json", *BESIDE):
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, aside / name)
+    forget_code(aside)

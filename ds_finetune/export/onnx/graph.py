@@ -1,0 +1,158 @@
+"""An ONNX graph written node by node, and its weights streamed to the file: what is held is one piece of one weight."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from onnx.external_data_helper import set_external_data
+
+from ds_finetune.export.verify.record import DATA, MODEL
+
+OPSET, IR_VERSION = 18, 8
+"""The newest operators used are of opset 18, which ONNX Runtime has had on every device since 1.14."""
+_ALIGNMENT = 4096
+"""Weights in the data file begin at a page, so that a reader can map them."""
+
+Pieces = Callable[[], Iterator[np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A tensor of the file: `pieces` yields its elements in row-major order, in arrays of `dtype`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    pieces: Pieces
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its data."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass
+class Graph:
+    """Nodes in order, and what they refer to. A subgraph shares names, constants and weights with the graph it stands
+    in.
+    """
+
+    dtype: np.dtype
+    """Dtype of weights and activations: float32 or float16."""
+    nodes: list[NodeProto] = field(default_factory=list)
+    constants: dict[str, TensorProto] = field(default_factory=dict)
+    weights: dict[str, Weight] = field(default_factory=dict)
+    numbers: "count[int]" = field(default_factory=count)
+
+    def subgraph(self) -> "Graph":
+        """A graph for the body of a loop; values of this graph are seen in it by their names."""
+        return Graph(self.dtype, [], self.constants, self.weights, self.numbers)
+
+    def op(self, kind: str, *inputs: str, name: str = "", **attributes: Any) -> str:  # noqa: ANN401 - what ONNX has as attributes
+        """Add a node with one output; returns the output's name, `name` where one is given."""
+        return self.ops(kind, *inputs, names=(name or self.fresh(kind),), **attributes)[0]
+
+    def ops(self, kind: str, *inputs: str, names: Sequence[str] | int, **attributes: Any) -> list[str]:  # noqa: ANN401
+        """Add a node with several outputs, given by their names or their number; returns the names."""
+        outputs = [self.fresh(kind) for _ in range(names)] if isinstance(names, int) else list(names)
+        self.nodes.append(helper.make_node(kind, inputs, outputs, name=f"{kind}_{next(self.numbers)}", **attributes))
+        return outputs
+
+    def ints(self, *values: int) -> str:
+        """A constant list of int64."""
+        return self.constant(np.array(values, dtype=np.int64))
+
+    def scalar(self, value: float, dtype: np.dtype | type | None = None) -> str:
+        """A constant without dimensions, of the graph's dtype unless another is given."""
+        return self.constant(np.array(value, dtype=dtype or self.dtype))
+
+    def constant(self, values: np.ndarray) -> str:
+        """A small constant, kept once whatever the number of uses."""
+        name = f"const_{values.dtype}_{values.shape}_{values.tobytes().hex()}"
+        if name not in self.constants:
+            self.constants[name] = numpy_helper.from_array(values, f"const_{len(self.constants)}")
+        return self.constants[name].name
+
+    def weight(self, name: str, shape: tuple[int, ...], pieces: Pieces, dtype: np.dtype | None = None) -> str:
+        """A weight whose values come when the file is written, of the graph's dtype unless another is given."""
+        assert name not in self.weights, name
+        self.weights[name] = Weight(name, shape, dtype or self.dtype, pieces)
+        return name
+
+    def cast(self, value: str, dtype: np.dtype | type) -> str:
+        """`value` as `dtype`."""
+        return self.op("Cast", value, to=helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
+
+    def is_half(self) -> bool:
+        """Whether activations are float16, so that sums need a cast to float32."""
+        return bool(self.dtype == np.float16)
+
+    def fresh(self, kind: str) -> str:
+        """A name that no other value has."""
+        return f"{kind.lower()}_{next(self.numbers)}_out"
+
+
+def write_model(
+    graph: Graph, ends: tuple[list[onnx.ValueInfoProto], list[onnx.ValueInfoProto]], folder: Path, *, inline_bytes: int
+) -> bool:
+    """Write `graph` with its inputs and outputs `ends` to `folder`/model.onnx; returns whether the weights lie beside
+    it.
+
+    Weights of more than `inline_bytes` together go to model.onnx.data, since a protobuf message ends at 2 GiB.
+    Written one piece at a time, so memory is one piece and, below the limit, the file.
+    """
+    is_external = sum(weight.num_bytes for weight in graph.weights.values()) > inline_bytes
+    weights = list(graph.weights.values())
+    stored = _write_data(weights, folder / DATA) if is_external else [_inline(weight) for weight in weights]
+    proto = helper.make_graph(graph.nodes, "causal_lm", *ends, initializer=[*graph.constants.values(), *stored])
+    model: ModelProto = helper.make_model(
+        proto, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION, producer_name="ds_finetune"
+    )
+    (folder / MODEL).write_bytes(model.SerializeToString())
+    onnx.checker.check_model(str(folder / MODEL), full_check=False)
+    return is_external
+
+
+def body(
+    graph: Graph, inputs: Sequence[onnx.ValueInfoProto], outputs: Sequence[onnx.ValueInfoProto]
+) -> onnx.GraphProto:
+    """The nodes of a subgraph as a Loop's body; constants and weights are those of the graph around it."""
+    return helper.make_graph(graph.nodes, "body", inputs, outputs)
+
+
+def value(name: str, dtype: np.dtype | type, shape: Sequence[int | str | None]) -> onnx.ValueInfoProto:
+    """An input or output: a size, the name of a size that varies, or None where nothing is known."""
+    return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), shape)
+
+
+def _proto(weight: Weight) -> TensorProto:
+    return TensorProto(name=weight.name, dims=weight.shape, data_type=helper.np_dtype_to_tensor_dtype(weight.dtype))
+
+
+def _inline(weight: Weight) -> TensorProto:
+    proto = _proto(weight)
+    proto.raw_data = b"".join(piece.tobytes() for piece in weight.pieces())
+    assert len(proto.raw_data) == weight.num_bytes, weight.name
+    return proto
+
+
+def _write_data(weights: Sequence[Weight], path: Path) -> list[TensorProto]:
+    protos = []
+    with path.open("wb") as file:
+        for weight in weights:
+            begin = -(-file.tell() // _ALIGNMENT) * _ALIGNMENT
+            file.seek(begin)
+            for piece in weight.pieces():
+                file.write(np.ascontiguousarray(piece).data)
+            assert file.tell() - begin == weight.num_bytes, weight.name
+            proto = _proto(weight)
+            proto.raw_data = b""
+            set_external_data(proto, path.name, begin, weight.num_bytes)
+            protos.append(proto)
+    return protos

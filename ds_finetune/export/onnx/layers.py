@@ -1,0 +1,189 @@
+"""The layers that decoders are made of, written into an ONNX graph from transformers' own modules and a folder's
+tensors.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ds_finetune.errors import ExportError
+from ds_finetune.export.onnx.graph import Graph
+
+Read = Callable[[str], torch.Tensor]
+"""The tensor of a published name, whole, on the CPU."""
+_LAST = -1
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Writes modules of `model`, which may be without memory, into `graph`; sizes and constants are read from the
+    modules themselves.
+    """
+
+    graph: Graph
+    model: nn.Module
+    read: Read
+
+    def module(self, name: str) -> Any:  # noqa: ANN401 - each class of transformers has attributes of its own
+        """The module `name` of the model."""
+        return self.model.get_submodule(name)
+
+    def linear(self, x: str, name: str) -> str:
+        """x [..., in] through the Linear `name`: [..., out]. The weight is stored as [in, out], as MatMul and its
+        quantizers want it.
+        """
+        module = self.module(name)
+        rows, columns = module.weight.shape
+        key = f"{name}.weight"
+        y = self.graph.op(
+            "MatMul", x, self.graph.weight(f"{key}_transposed", (columns, rows), lambda: self.arrays(key, torch.t))
+        )
+        return (
+            y if module.bias is None else self.graph.op("Add", y, self.stored(f"{name}.bias", tuple(module.bias.shape)))
+        )
+
+    def stored(
+        self, key: str, shape: tuple[int, ...], change: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.contiguous
+    ) -> str:
+        """The tensor `key` after `change`, which makes it `shape`, in the graph's dtype."""
+        return self.graph.weight(key, shape, lambda: self.arrays(key, change))
+
+    def fp32(
+        self, key: str, shape: tuple[int, ...], change: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.contiguous
+    ) -> str:
+        """As `stored`, in fp32 whatever the graph's dtype, as transformers computes routers."""
+        return self.graph.weight(
+            key,
+            shape,
+            lambda: iter((array_of(change(self.read(key)), np.dtype(np.float32), key),)),
+            dtype=np.dtype(np.float32),
+        )
+
+    def norm(self, x: str, name: str) -> str:
+        """RMSNorm over the last dimension, in fp32 as transformers does; the epsilon is the module's own."""
+        graph, module = self.graph, self.module(name)
+        wide = graph.cast(x, np.float32) if graph.is_half() else x
+        square = graph.op("Pow", wide, graph.scalar(2, np.float32))
+        mean = graph.op("ReduceMean", square, graph.ints(_LAST), keepdims=1)
+        root = graph.op("Sqrt", graph.op("Add", mean, graph.scalar(module.variance_epsilon, np.float32)))
+        scaled = graph.op("Div", wide, root)
+        narrow = graph.cast(scaled, graph.dtype) if graph.is_half() else scaled
+        return graph.op("Mul", narrow, self.stored(f"{name}.weight", tuple(module.weight.shape)))
+
+    def mlp(self, x: str, name: str) -> str:
+        """down(silu(gate(x)) * up(x))."""
+        gated = self.graph.op(
+            "Mul", silu(self.graph, self.linear(x, f"{name}.gate_proj")), self.linear(x, f"{name}.up_proj")
+        )
+        return self.linear(gated, f"{name}.down_proj")
+
+    def heads(self, x: str, count: int, width: int) -> str:
+        """[batch, length, count * width] as [batch, length, count, width]."""
+        return self.graph.op("Reshape", x, self.graph.ints(0, 0, count, width))
+
+    def heads_first(self, x: str) -> str:
+        """[batch, length, heads, width] as [batch, heads, length, width]."""
+        return self.graph.op("Transpose", x, perm=[0, 2, 1, 3])
+
+    def merged(self, x: str) -> str:
+        """[batch, heads, length, width] as [batch, length, heads * width]."""
+        return self.graph.op("Reshape", self.graph.op("Transpose", x, perm=[0, 2, 1, 3]), self.graph.ints(0, 0, -1))
+
+    def arrays(self, key: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[np.ndarray]:
+        """The tensor `key` after `change` in the graph's dtype, as one array."""
+        yield array_of(change(self.read(key)), self.graph.dtype, key)
+
+
+def array_of(tensor: torch.Tensor, dtype: np.dtype, key: str) -> np.ndarray:
+    """`tensor` in row-major order as `dtype`; ExportError where it holds NaN or infinity there, e.g. beyond fp16's
+    65504.
+    """
+    cast = tensor.to(torch.float16 if dtype == np.float16 else torch.float32).contiguous()
+    low, high = torch.aminmax(cast)
+    if not (torch.isfinite(low) and torch.isfinite(high)):
+        is_read = bool(torch.isfinite(tensor).all())
+        raise ExportError(
+            f"tensor `{key}` holds NaN or infinity {f'as {dtype}' if is_read else 'in the folder'}",
+            hint="export with --dtype fp32" if is_read else "the weights are damaged; export them again",
+        )
+    return cast.numpy()
+
+
+def silu(graph: Graph, x: str) -> str:
+    """x * sigmoid(x)."""
+    return graph.op("Mul", x, graph.op("Sigmoid", x))
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Cosines and sines of every position [batch, 1, length, width / 2] in the graph's dtype, and how the dimensions
+    lie.
+
+    A rotated pair is dimensions (i, i + width / 2), or (2i, 2i + 1) where `pairs_in`; the result likewise by
+    `pairs_out`.
+    """
+
+    graph: Graph
+    cos: str
+    sin: str
+    width: int
+    pairs_in: bool
+    pairs_out: bool
+
+    def rotate(self, x: str) -> str:
+        """x [batch, heads, length, width], each pair turned by its position's angle."""
+        graph = self.graph
+        first, second = self._split(x)
+        left = graph.op("Sub", graph.op("Mul", first, self.cos), graph.op("Mul", second, self.sin))
+        right = graph.op("Add", graph.op("Mul", second, self.cos), graph.op("Mul", first, self.sin))
+        if not self.pairs_out:
+            return graph.op("Concat", left, right, axis=_LAST)
+        stacked = graph.op(
+            "Concat", *(graph.op("Unsqueeze", half, graph.ints(_LAST)) for half in (left, right)), axis=_LAST
+        )
+        return graph.op("Reshape", stacked, graph.ints(0, 0, 0, self.width))
+
+    def _split(self, x: str) -> list[str]:
+        graph = self.graph
+        if not self.pairs_in:
+            return graph.ops("Split", x, names=2, axis=_LAST, num_outputs=2)
+        end, axis, step = graph.ints(self.width), graph.ints(3), graph.ints(2)
+        return [graph.op("Slice", x, graph.ints(begin), end, axis, step) for begin in (0, 1)]
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What may be attended: `allowed` [batch, 1, length, total], and the number of keys `total` [1]."""
+
+    graph: Graph
+    allowed: str
+    total: str
+
+    def attend(self, query: str, key: str, value: str, *, heads: int, key_heads: int) -> str:
+        """Scaled query [batch, heads, length, d], key [batch, key_heads, total, d] and value [..., e]: [batch, heads,
+        length, e].
+
+        Heads that share a key are rows of one product, so keys are never repeated. A row that may attend to
+        nothing, which is padding, gets the mean of all values and no NaN. Softmax is taken in fp32.
+        """
+        graph = self.graph
+        grouped = graph.op("Reshape", query, graph.ints(0, key_heads, -1, 0)) if heads != key_heads else query
+        scores = graph.op("MatMul", grouped, graph.op("Transpose", key, perm=[0, 1, 3, 2]))
+        scores = graph.cast(scores, np.float32) if graph.is_half() else scores
+        scores = graph.op("Reshape", scores, self._shape(heads)) if heads != key_heads else scores
+        masked = graph.op("Where", self.allowed, scores, graph.scalar(float(np.finfo(np.float32).min), np.float32))
+        weights = graph.op("Softmax", masked, axis=_LAST)
+        weights = graph.cast(weights, graph.dtype) if graph.is_half() else weights
+        weights = graph.op("Reshape", weights, self._shape(key_heads)) if heads != key_heads else weights
+        mixed = graph.op("MatMul", weights, value)
+        return self._ungrouped(mixed, heads) if heads != key_heads else mixed
+
+    def _shape(self, heads: int) -> str:
+        return self.graph.op("Concat", self.graph.ints(0, heads, -1), self.total, axis=0)
+
+    def _ungrouped(self, mixed: str, heads: int) -> str:
+        return self.graph.op("Reshape", mixed, self.graph.ints(0, heads, -1, 0))

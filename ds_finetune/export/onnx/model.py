@@ -1,0 +1,135 @@
+"""An ONNX folder in ONNX Runtime on the CPU: by itself, and as a model of transformers, whose `generate` and server
+then run it.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import torch
+from transformers import AutoConfig, DynamicCache, GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from ds_finetune.export.verify.record import MODEL
+
+_PAST = "past_key_values."
+
+
+class OnnxModel:
+    """A folder's model.onnx in ONNX Runtime on the CPU, on all cores of this process."""
+
+    def __init__(self, folder: Path) -> None:
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = len(os.sched_getaffinity(0))
+        self._session = onnxruntime.InferenceSession(str(folder / MODEL), options, providers=["CPUExecutionProvider"])
+        self._caches = {entry.name: entry.shape for entry in self._session.get_inputs() if entry.name.startswith(_PAST)}
+        self.run_options = onnxruntime.RunOptions()
+        output = self._session.get_outputs()[0]
+        self.dtype = np.dtype(np.float16 if output.type == "tensor(float16)" else np.float32)
+        self.vocab: int = output.shape[2]
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether it takes past keys and values."""
+        return bool(self._caches)
+
+    def empty_cache(self, rows: int) -> list[np.ndarray]:
+        """Keys and values of no tokens, in the order of the inputs."""
+        return [np.zeros((rows, heads, 0, width), dtype=self.dtype) for _, heads, _, width in self._caches.values()]
+
+    def run(self, ids: np.ndarray, mask: np.ndarray, cache: list[np.ndarray]) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Logits [rows, length, vocabulary] of `ids` [rows, length], the last of the tokens that `mask` [rows, total]
+        is for, and the grown cache.
+        """
+        positions = np.maximum(mask.cumsum(axis=1) - 1, 0)[:, -ids.shape[1] :]
+        feeds = {"input_ids": ids, "attention_mask": mask, "position_ids": positions} | dict(
+            zip(self._caches, cache, strict=True)
+        )
+        logits, *grown = self._session.run(None, feeds, self.run_options)
+        return logits, grown
+
+    def logits(self, ids: np.ndarray, mask: np.ndarray, chunks: tuple[int, ...]) -> np.ndarray:
+        """Logits of all tokens, given in chunks with the cache between them."""
+        cache, parts, end = self.empty_cache(len(ids)), [], 0
+        for size in chunks:
+            part, cache = self.run(ids[:, end : end + size], mask[:, : end + size], cache)
+            parts.append(part)
+            end += size
+        assert end == ids.shape[1], chunks
+        return np.concatenate(parts, axis=1)
+
+
+class OnnxCausalLM(PreTrainedModel, GenerationMixin):
+    """An ONNX folder as a causal LM of transformers without parameters: `generate` samples and streams as of any model.
+
+    Keys and values lie in a DynamicCache as ONNX Runtime returns them; nothing is copied from step to step. A
+    folder without a cache computes all tokens at each step.
+    """
+
+    def __init__(self, config: PretrainedConfig, runtime: OnnxModel) -> None:
+        super().__init__(config)
+        self._runtime = runtime
+        self.run_options = runtime.run_options
+        self.eval()
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, **_: Any) -> "OnnxCausalLM":  # noqa: ANN401 - devices, dtypes and revisions of transformers' callers
+        """The model of an ONNX folder, with its generation config where it has one; further arguments say nothing to
+        it.
+        """
+        folder = Path(folder)
+        model = cls(AutoConfig.from_pretrained(folder, trust_remote_code=False), OnnxModel(folder))
+        if (folder / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+        model.generation_config.use_cache = model._runtime.has_cache
+        return model
+
+    @property
+    def device(self) -> torch.device:
+        """Where its inputs have to be: the CPU."""
+        return torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the logits that `forward` gives."""
+        return torch.float32
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: DynamicCache | None = None,
+        **_: Any,  # noqa: ANN401 - what `generate` gives to any model
+    ) -> CausalLMOutputWithPast:
+        """Logits [rows, length, vocabulary] in fp32 of `input_ids` [rows, length] after the tokens in
+        `past_key_values`.
+        """
+        past = past_key_values.get_seq_length() if past_key_values is not None else 0
+        mask = (
+            torch.ones(len(input_ids), past + input_ids.shape[1], dtype=torch.int64)
+            if attention_mask is None
+            else attention_mask.long()
+        )
+        cache = (
+            self._runtime.empty_cache(len(input_ids))
+            if past_key_values is None or not past
+            else _arrays(past_key_values)
+        )
+        logits, grown = self._runtime.run(input_ids.numpy(), mask.numpy(), cache)
+        if past_key_values is not None and grown:
+            _keep(past_key_values, grown)
+        return CausalLMOutputWithPast(logits=torch.from_numpy(logits).float(), past_key_values=past_key_values)
+
+
+def _arrays(cache: DynamicCache) -> list[np.ndarray]:
+    return [states.numpy() for layer in cache.layers for states in (layer.keys, layer.values)]
+
+
+def _keep(cache: DynamicCache, grown: list[np.ndarray]) -> None:
+    """Put whole keys and values into `cache`, in place of those it held."""
+    for layer, (keys, values) in zip(cache.layers, zip(grown[::2], grown[1::2], strict=True), strict=True):
+        states = torch.from_numpy(keys), torch.from_numpy(values)
+        layer.lazy_initialization(*states)
+        layer.keys, layer.values = states

@@ -1,0 +1,1 @@
+"""Where weights to export come from: checkpoints, DeepSpeed folders, model folders."""

@@ -1,0 +1,161 @@
+"""Files of `torch.save` read without running what is in them: values through an allow-list, tensors as places in the
+file.
+"""
+
+import os
+import pickle
+import weakref
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
+from ds_finetune.errors import ExportError
+
+
+class Inert:
+    """Stands for a class of another program: takes what the pickle gives it and does nothing with it."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+
+class InertInt(int):
+    """Stands for an enumeration of whole numbers, e.g. `ZeroStageEnum`."""
+
+
+def load_values(path: Path, stand_ins: Sequence[tuple[Any, str]]) -> dict[str, Any]:
+    """The dictionary that `path` holds, with tensors on the meta device; `run_of` finds their data.
+
+    Only torch's own allow-list and `stand_ins`, pairs of a harmless class and the name it answers to, can be made;
+    any other name in the pickle is an ExportError, and nothing of it is run. No tensor data is read.
+    """
+    try:
+        with safe_globals(list(stand_ins)):
+            unknown = sorted(get_unsafe_globals_in_checkpoint(str(path)))
+            if unknown:
+                raise ExportError(
+                    f"{path} holds objects of {len(unknown)} unknown kinds: {', '.join(unknown)}",
+                    hint="they could run code and were not made; export from a checkpoint that DeepSpeed alone wrote",
+                )
+            tree = torch.load(path, map_location="meta", weights_only=True)
+    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as broken:
+        reason = str(broken).splitlines()[0]
+        raise ExportError(
+            f"{path} cannot be read: {reason}", hint="the file is torn or not of torch.save; use an older checkpoint"
+        ) from broken
+    if not isinstance(tree, dict):
+        raise ExportError(
+            f"{path} holds a {type(tree).__name__}, not a dictionary", hint="name a folder that DeepSpeed wrote"
+        )
+    return tree
+
+
+class DataFile:
+    """A file whose bytes are read at given places by several threads; opened at the first read, closed with the
+    object.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @cached_property
+    def _descriptor(self) -> int:
+        descriptor = os.open(self.path, os.O_RDONLY)
+        weakref.finalize(self, os.close, descriptor)
+        return descriptor
+
+    def read_into(self, view: memoryview, offset: int) -> None:
+        """Fill `view` with the bytes from `offset`; ExportError where the file ends before."""
+        while view:
+            done = os.preadv(self._descriptor, [view], offset)
+            if not done:
+                raise ExportError(
+                    f"{self.path} ends at byte {offset}, {len(view)} bytes early",
+                    hint="the file is torn; use an older checkpoint",
+                )
+            view, offset = view[done:], offset + done
+
+
+@dataclass(frozen=True)
+class Run:
+    """`numel` elements of `dtype` that lie one after another in a file from byte `offset`."""
+
+    file: DataFile
+    offset: int
+    numel: int
+    dtype: torch.dtype
+
+
+def run_of(tensor: torch.Tensor, file: DataFile) -> Run:
+    """Where the data of `tensor`, one of `load_values(file.path)`, lies in `file`; ExportError where it is not in one
+    piece.
+
+    The storage of a tensor loaded to the meta device knows its place (torch 2.13, serialization.py:2098).
+    """
+    if not tensor.is_contiguous() or not tensor.dtype.is_floating_point:
+        raise ExportError(
+            f"{file.path} holds a tensor of {tensor.dtype}, shape {tuple(tensor.shape)} and strides {tensor.stride()}",
+            hint="only contiguous tensors of a floating dtype can be exported",
+        )
+    place = tensor.untyped_storage()._checkpoint_offset
+    assert place is not None, file.path
+    return Run(file, place + int(tensor.storage_offset()) * tensor.itemsize, tensor.numel(), tensor.dtype)
+
+
+class FlatVector:
+    """Runs of one dtype, perhaps of several files, as one vector of `numel` elements."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self._runs = [run for run in runs if run.numel]
+        self._starts = list(accumulate((run.numel for run in self._runs), initial=0))
+        self.numel = self._starts[-1]
+        self.dtype = self._runs[0].dtype if self._runs else torch.float32
+        assert all(run.dtype == self.dtype for run in self._runs)
+
+    def read_into(self, view: memoryview, start: int) -> None:
+        """Fill the bytes of `view` with the elements from `start`."""
+        size = self.dtype.itemsize
+        assert start >= 0
+        assert start + len(view) // size <= self.numel
+        index = bisect_right(self._starts, start) - 1
+        while view:
+            run, skipped = self._runs[index], start - self._starts[index]
+            count = min(run.numel - skipped, len(view) // size)
+            run.file.read_into(view[: count * size], run.offset + skipped * size)
+            view, start, index = view[count * size :], start + count, index + 1
+
+
+@dataclass(frozen=True)
+class Slices:
+    """A tensor of `numel` elements cut into slices of `share` elements, the last perhaps padded: slice i lies in
+    `vectors[i]` from `offset`.
+    """
+
+    vectors: Sequence[FlatVector]
+    offset: int
+    share: int
+    numel: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the stored elements."""
+        return self.vectors[0].dtype
+
+    def read_into(self, view: memoryview, start: int) -> None:
+        """Fill the bytes of `view` with the tensor's elements from `start`."""
+        size = self.dtype.itemsize
+        while view:
+            index, skipped = divmod(start, self.share)
+            count = min(self.share - skipped, len(view) // size)
+            self.vectors[index].read_into(view[: count * size], self.offset + skipped)
+            view, start = view[count * size :], start + count

@@ -1,0 +1,213 @@
+"""What a folder given to `export` is: a table of kinds, each recognised by its files and opened as one
+`TensorSource`.
+"""
+
+import json
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+from ds_finetune.checkpoint.files import MANIFEST, complete_steps, step_name
+from ds_finetune.checkpoint.run_state import RunState
+from ds_finetune.checkpoint.tools import BASE, CHECKPOINTS, find_checkpoint, verify
+from ds_finetune.config.schema import LoraConfig
+from ds_finetune.engine.start import DTYPES
+from ds_finetune.errors import ExportError, ModelError
+from ds_finetune.export.adapter import CONFIG as ADAPTER_CONFIG
+from ds_finetune.export.adapter import Merged, PeftAdapter
+from ds_finetune.export.convert import TensorSource, read_model_spec
+from ds_finetune.export.parts import CheckpointSource
+from ds_finetune.export.readers.base import HubSource, base_of_run
+from ds_finetune.export.readers.native import is_native, read_native
+from ds_finetune.export.verify.record import RECORD, Record
+from ds_finetune.model.build import resolve_folder
+from ds_finetune.model.families import family_of
+from ds_finetune.model.folder_check import check_folder
+from ds_finetune.model.hub_folder import HubFolder, has_weights
+from ds_finetune.model.lora import Factors, is_adapter, weight_of
+from ds_finetune.model.weights import weights_digest
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A source, the folders where its config.json and tokenizer may lie (the first that has a file gives it), and
+    further files as text.
+    """
+
+    source: TensorSource
+    folders: tuple[Path, ...]
+    texts: Mapping[str, str] = field(default_factory=dict)
+    record: Record | None = None
+    """Logits that the run had of these very weights, where it kept them."""
+    hub: HubFolder | None = None
+    """The folder that the source has every tensor of, where it is a model, or adapters are added to it."""
+    base: Path | None = None
+    """The folder of the model that it was trained from, where that is known and here."""
+    why_no_base: str = "no --base was given"
+    is_resized: bool = False
+    """Whether its vocabulary may be larger than the base's, so that config.json and tokenizer are its own alone."""
+
+    @property
+    def is_model(self) -> bool:
+        """Whether it is a whole model with its own config.json and tokenizer."""
+        return self.hub is not None and self.hub.folder == self.folders[0]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of checkpoint: what to call it, how to recognise a folder of it, how to open one."""
+
+    name: str
+    is_here: Callable[[Path], bool]
+    open: Callable[[Path, Path | None], Opened]
+
+
+def open_native(path: Path, _: Path | None) -> Opened:
+    """A checkpoint of DeepSpeed's own; config.json lies beside it where the Hugging Face Trainer wrote it."""
+    return Opened(read_native(path), (path,) if (path / "latest").is_file() else (path, path.absolute().parent))
+
+
+def open_checkpoint(path: Path, base: Path | None) -> Opened:
+    """A checkpoint of a run, or the newest complete one of a run; every file is summed before any is believed.
+
+    Adapters are added to `base`, or to the model that the run file names.
+    """
+    folder = find_checkpoint(path)
+    check_folder(folder)
+    verify(folder, workers=os.cpu_count() or 1)
+    state, source = RunState.read(folder), CheckpointSource(folder)
+    sides = {weight_of(name): name for name in source.shapes if is_adapter(name)}
+    if not sides:
+        found, why = _base_of_run(state)
+        is_resized = bool(state.config["model"].get("resize_vocabulary"))
+        record = _record_of_run(folder)
+        return Opened(source, (folder / BASE,), record=record, base=found, why_no_base=why, is_resized=is_resized)
+    lora, dtype = LoraConfig.model_validate(state.config["lora"]), DTYPES[state.config["train"]["precision"]]
+
+    def factors(weight: str) -> Factors:
+        """As the model computed with them: rounded to the training dtype."""
+        a, b = (
+            source.read(name, 0, prod(source.shapes[name])).view(source.shapes[name]).to(dtype)
+            for name in (sides[weight, s] for s in "AB")
+        )
+        return Factors(a, b, lora.alpha / lora.rank)
+
+    given = _base(str(base or state.config["model"]["path"]), path)
+    check_base(state.base, given, label=str(path))
+    return _merged(
+        given, [weight for weight, side in sides if side == "A"], factors, beside=folder / BASE, label=str(path)
+    )
+
+
+def _base_of_run(state: RunState) -> tuple[Path | None, str]:
+    """The folder of published weights that a run began from, and why there is none where there is none."""
+    model = state.config["model"]
+    if model["weights"] == "random":
+        return None, "its weights were drawn afresh"
+    return base_of_run(model["path"]), f"the weights of {model['path']} are not here (--base FOLDER names them)"
+
+
+def open_model(path: Path, _: Path | None) -> Opened:
+    """A folder of published weights with its config.json, in FP8 too; ModelError where a file of it is missing or
+    torn.
+    """
+    try:
+        model_type = str(json.loads((path / "config.json").read_text(encoding="utf-8"))["model_type"])
+    except (ValueError, KeyError, TypeError) as broken:
+        raise ExportError(
+            f"{path}/config.json is not that of a model: {broken!r}", hint="take the config.json published with it"
+        ) from broken
+    hub = HubFolder(path)
+    return Opened(HubSource(hub, family_of(model_type)), (path,), hub=hub)
+
+
+def is_model(path: Path) -> bool:
+    """Whether `path` holds published weights beside a config.json."""
+    return (path / "config.json").is_file() and has_weights(path)
+
+
+def open_adapter(path: Path, base: Path | None) -> Opened:
+    """An adapter folder of peft's, added to `base`, or to the model that its configuration names."""
+    adapter = PeftAdapter.open(path)
+    found = _base(str(base or adapter.config.get("base_model_name_or_path") or ""), path)
+    check_base(adapter.base, found, label=str(path))
+    return _merged(found, adapter.names, adapter.factors, beside=path, label=str(path))
+
+
+def _base(name: str, path: Path) -> Path:
+    if not name:
+        raise ExportError(
+            f"{path} does not say which model its adapters belong to", hint="name the folder of that model by --base"
+        )
+    try:
+        return resolve_folder(name)
+    except ModelError as absent:
+        raise ExportError(
+            f"{path} holds adapters for `{name}`: {absent.message}", hint="name the folder of that model by --base"
+        ) from absent
+
+
+def check_base(digest: str, folder: Path, *, label: str) -> None:
+    """ExportError where adapters know the weights they were trained on by `digest`, and those of `folder` are
+    others.
+    """
+    if digest and (found := weights_digest(folder)) != digest:
+        raise ExportError(
+            f"{label} was trained on weights with digest {digest}, and those of `{folder}` have {found}",
+            hint="name that model's folder by --base",
+        )
+
+
+def _merged(
+    base: Path, names: Collection[str], factors: Callable[[str], Factors], *, beside: Path, label: str
+) -> Opened:
+    family, hub = family_of(read_model_spec(base).model_type), HubFolder(base)
+    return Opened(
+        Merged(HubSource(hub, family), names, factors, family, label=label), (beside, base), hub=hub, base=base
+    )
+
+
+def is_peft_adapter(path: Path) -> bool:
+    """Whether `path` holds an adapter that peft, or a run, has written."""
+    return (path / ADAPTER_CONFIG).is_file()
+
+
+def _record_of_run(checkpoint: Path) -> Record | None:
+    """The record of an export that the run of `checkpoint` wrote after the same step."""
+    run = checkpoint.absolute().parent.parent
+    records = (Record.read(folder) for folder in (run / "export", run / "export-best") if (folder / RECORD).is_file())
+    return next(
+        (record for record in records if record.step is not None and step_name(record.step) == checkpoint.name), None
+    )
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether `path` is a complete checkpoint, or holds some."""
+    return (path / MANIFEST).is_file() or any(complete_steps(folder) for folder in (path, path / CHECKPOINTS))
+
+
+KINDS = (
+    Kind("a run or a checkpoint of one (manifest.json)", is_checkpoint, open_checkpoint),
+    Kind("a DeepSpeed checkpoint (`latest`, or *_states.pt files)", is_native, open_native),
+    Kind("an adapter (adapter_config.json)", is_peft_adapter, open_adapter),
+    Kind("a model (config.json and *.safetensors)", is_model, open_model),
+)
+
+
+def open_source(path: Path, base: Path | None = None) -> Opened:
+    """The checkpoint, adapter or model in `path`, with `base` the model that was trained; ExportError where it is none
+    of `KINDS`.
+    """
+    if not path.is_dir():
+        raise ExportError(f"`{path}` is not a folder", hint="name the folder of a run, a checkpoint or a model")
+    check_folder(path)
+    for kind in KINDS:
+        if kind.is_here(path):
+            return kind.open(path, base)
+    held = ", ".join(sorted(entry.name for entry in path.iterdir())[:10]) or "nothing"
+    raise ExportError(
+        f"`{path}` holds no checkpoint: {held}",
+        hint=f"name a folder that holds {' or '.join(kind.name for kind in KINDS)}",
+    )

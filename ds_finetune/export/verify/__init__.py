@@ -1,0 +1,1 @@
+"""Whether an exported folder is the model that was trained."""

@@ -1,0 +1,193 @@
+"""What an export is held against later: logits of fixed prompts from the model that was exported, and a sum of every
+tensor written.
+"""
+
+import base64
+import json
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from ds_finetune.errors import ExportError
+
+RECORD = "verification.json"
+"""File of an exported folder. Not safetensors: vLLM takes every `*.safetensors` of a folder for weights."""
+UNVERIFIED = "UNVERIFIED"
+"""File of an exported folder that says why the folder is not, or not yet, verified."""
+MODEL, DATA = "model.onnx", "model.onnx.data"
+"""Files of an ONNX folder: its graph, and its weights where they are not in it."""
+PROMPT_TOKENS = 32
+"""Tokens of a prompt at most."""
+_KEPT_LOGITS = 512
+"""Logits of a position that are kept, about; 512 positions then meet every row of a head of 260,000."""
+_FORMAT = 1
+ONNX_FORMAT = "onnx 1"
+"""What the record of an ONNX folder (export/onnx/record.py) says in its place."""
+_TEXTS = (
+    "The capital of France is Paris, and the capital of Italy is",
+    "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May.",
+    "def fibonacci(n: int) -> int:\n    if n < 2:\n        return n\n    return",
+    "人工智能是计算机科学的一个分支 它企图了解智能的实质。",
+    '{"name": "Ada", "born": 1815, "languages": ["English", "French"]}',
+    "Solve for x: 3x + 7 = 22. Subtract 7 from both sides to get 3x = 15, so",
+    "It was the best of times, it was the worst of times, it was the age of wisdom",
+    "Человек должен верить, что непонятное можно понять; иначе он не стал бы",
+)
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Digest:
+    """Sum of a tensor's bytes: `runs` are (elements, how many times) of the stretches that were written, `value` is
+    xxh3 of their xxh3 sums.
+    """
+
+    runs: tuple[tuple[int, int], ...]
+    value: str
+
+    @classmethod
+    def of(cls, stretches: Iterable[tuple[int, int]]) -> "Digest":
+        """From (elements, xxh3 of their bytes) in the order they lie in."""
+        runs: list[tuple[int, int]] = []
+        summed = xxhash.xxh3_64()
+        for numel, value in stretches:
+            runs[-1:] = [(numel, runs[-1][1] + 1)] if runs and runs[-1][0] == numel else [*runs[-1:], (numel, 1)]
+            summed.update(value.to_bytes(8, "little"))
+        return cls(tuple(runs), summed.hexdigest())
+
+    def lengths(self) -> list[int]:
+        """Elements of each stretch."""
+        return [numel for numel, times in self.runs for _ in range(times)]
+
+
+@dataclass(frozen=True)
+class Record:
+    """Prompts (token ids), and the kept logits of each of their positions in order, fp32 [any]; None where no live
+    model gave them.
+
+    `dtype` is that of the model that gave them, `step` the optimizer steps behind it, `base` the folder of the model
+    that
+    was trained. Position n over all prompts keeps the logits n % stride, n % stride + stride, ...: every row of the
+    head is met.
+    """
+
+    base: str
+    dtype: str
+    vocab_size: int
+    prompts: tuple[tuple[int, ...], ...]
+    step: int | None = None
+    logits: Floats | None = None
+    digests: Mapping[str, Digest] | None = None
+
+    @property
+    def stride(self) -> int:
+        """Distance between the kept logits of a position."""
+        return stride_of(self.vocab_size)
+
+    @property
+    def num_positions(self) -> int:
+        """Positions of all prompts."""
+        return sum(len(prompt) for prompt in self.prompts)
+
+    def lengths(self) -> list[int]:
+        """How many logits each position keeps."""
+        return [len(range(number % self.stride, self.vocab_size, self.stride)) for number in range(self.num_positions)]
+
+    def with_digests(self, digests: Mapping[str, Digest]) -> "Record":
+        """The same with the sums of what was written."""
+        return replace(self, digests=digests)
+
+    def write(self, folder: Path) -> None:
+        """Write RECORD into `folder`."""
+        tree = asdict(replace(self, logits=None, digests=None))
+        logits = None if self.logits is None else base64.b64encode(self.logits.astype("<f4").tobytes()).decode()
+        digests = {key: [digest.runs, digest.value] for key, digest in (self.digests or {}).items()}
+        text = json.dumps({"format": _FORMAT, **tree, "stride": self.stride, "logits": logits, "digests": digests})
+        (folder / RECORD).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> "Record":
+        """What `write` wrote; ExportError where there is none, or it is of another format."""
+        try:
+            tree: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+            return cls._of(tree)
+        except (FileNotFoundError, NotADirectoryError):
+            raise ExportError(
+                f"`{folder}` holds no {RECORD}", hint="name a folder that this version exported with export.verify"
+            ) from None
+        except (KeyError, TypeError, ValueError) as broken:
+            raise ExportError(f"{folder}/{RECORD} cannot be read: {broken}", hint="export the folder again") from broken
+
+    @classmethod
+    def _of(cls, tree: dict[str, Any]) -> "Record":
+        if tree["format"] != _FORMAT:
+            raise ValueError(f"its format is {tree['format']}, not {_FORMAT}")
+        return cls(
+            base=tree["base"],
+            dtype=tree["dtype"],
+            vocab_size=tree["vocab_size"],
+            prompts=tuple(tuple(prompt) for prompt in tree["prompts"]),
+            step=tree["step"],
+            logits=None if tree["logits"] is None else np.frombuffer(base64.b64decode(tree["logits"]), dtype="<f4"),
+            digests={
+                key: Digest(tuple((numel, times) for numel, times in runs), value)
+                for key, (runs, value) in tree["digests"].items()
+            },
+        )
+
+
+def stride_of(vocab_size: int) -> int:
+    """Distance between the kept logits of a position."""
+    return -(-vocab_size // _KEPT_LOGITS)
+
+
+def prompts_of(vocab_size: int, tokenizer: PreTrainedTokenizerBase | None) -> tuple[tuple[int, ...], ...]:
+    """Eight prompts of `PROMPT_TOKENS` ids drawn from the vocabulary, the same each time, and the first tokens of eight
+    short texts.
+
+    A text of which a tokenizer makes no tokens, e.g. of a script that it does not know, is left out.
+    """
+    draw = random.Random(0)
+    drawn = [tuple(draw.randrange(vocab_size) for _ in range(PROMPT_TOKENS)) for _ in range(8)]
+    texts = [] if tokenizer is None else tokenizer(list(_TEXTS))["input_ids"]
+    return (*drawn, *(tuple(ids[:PROMPT_TOKENS]) for ids in texts if ids))
+
+
+def kept_logits(logits: Iterable[torch.Tensor], prompts: Sequence[Sequence[int]], vocab_size: int) -> Floats:
+    """The kept ones of `logits`, one [tokens, vocabulary] fp32 tensor a prompt, one behind the other."""
+    stride = stride_of(vocab_size)
+    starts = accumulate((len(prompt) for prompt in prompts), initial=0)
+    parts: list[Floats] = []
+    for start, found in zip(starts, logits, strict=False):
+        assert found.shape[1] == vocab_size, (found.shape, vocab_size)
+        parts += [row[(start + place) % stride :: stride].float().cpu().numpy() for place, row in enumerate(found)]
+    assert len(parts) == sum(map(len, prompts)), (len(parts), prompts)
+    return np.concatenate(parts)
+
+
+def mark_unchecked(folder: Path) -> None:
+    """Mark a folder that was written and not checked yet."""
+    (folder / UNVERIFIED).write_text(
+        f"not checked yet; see {RECORD} and `ds-finetune export --check`\n", encoding="utf-8"
+    )
+
+
+def is_onnx(folder: Path) -> bool:
+    """Whether a folder is one for ONNX Runtime, or was: its graph or its record says so."""
+    if (folder / MODEL).is_file():
+        return True
+    try:
+        tree = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(tree, dict) and tree.get("format") == ONNX_FORMAT

@@ -1,0 +1,33 @@
+"""Ask an exported folder a question with plain transformers or ONNX Runtime, in this process and without any code of
+the training.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def answers(folder: Path, prompts: Sequence[str], *, max_new_tokens: int = 128) -> list[str]:
+    """Greedy answers of the model in `folder` to each prompt, asked through its chat template where it has one."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from ds_finetune.export.load import load_exported
+
+    model = load_exported(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    found = []
+    for prompt in prompts:
+        if tokenizer.chat_template:
+            text = tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
+            )
+            inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+        else:
+            inputs = tokenizer(prompt, return_tensors="pt")
+        ids = inputs["input_ids"].to(model.device)
+        with torch.no_grad():
+            out = model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens
+            )
+        found.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip())
+    return found

@@ -1,0 +1,284 @@
+"""Which layouts may be trained: those whose gradients a test compares with a plain loop's, and sizes that divide the
+model.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import chain
+from typing import Any
+
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.errors import ConfigError
+from ds_finetune.plan.mesh import Mesh
+
+AXES = ("pp", "sp", "tp", "ep")
+"""Sizes beside data parallelism."""
+
+FUSED = ("deepseek_v2", "deepseek_v3")
+"""Model types whose routed experts may be shared out."""
+GROUPED = ("deepseek_v2", "deepseek_v3", "qwen2_moe", "qwen3_moe")
+"""Model types whose experts go through torch's grouped product."""
+ROW_BYTES = 16
+"""Bytes whose multiple a row of an expert's matrix must be there."""
+BYTES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
+"""Bytes of a weight by precision."""
+FAMILIES = ("deepseek_v2", "deepseek_v3", "qwen2", "qwen3", "llama")
+"""Model types whose parallel layouts are compared, each in every row of `PROVEN` (tests/parity/test_parallel.py)."""
+
+
+@dataclass(frozen=True)
+class Proven:
+    """A combination of axes longer than one, beside data parallelism, and the ZeRO stages it is compared with."""
+
+    axes: frozenset[str]
+    stages: tuple[int, ...]
+    families: tuple[str, ...] = FAMILIES
+
+
+PROVEN = (
+    Proven(frozenset({"sp"}), (0, 1, 2, 3)),
+    Proven(frozenset({"tp"}), (0, 1, 2, 3)),
+    Proven(frozenset({"sp", "tp"}), (0, 1, 2, 3)),
+    Proven(frozenset({"ep"}), (0, 1, 2, 3), FUSED),
+    Proven(frozenset({"sp", "ep"}), (0, 1, 2, 3), FUSED),
+    Proven(frozenset({"tp", "ep"}), (0, 1, 2, 3), FUSED),
+    Proven(frozenset({"pp"}), (0, 1)),
+    Proven(frozenset({"pp", "tp"}), (0, 1)),
+    Proven(frozenset({"pp", "sp"}), (0, 1)),
+    Proven(frozenset({"pp", "ep"}), (0, 1), FUSED),
+)
+"""Every row is a row of the parity tests."""
+_OPTIMIZERS = ("adam", "adamw")
+"""Optimizers the layouts are compared with; Muon and Lamb depend on whole matrices."""
+_OPTIONS: Mapping[str, tuple[object, ...]] = {
+    "reduce_scatter": (True,),
+    "contiguous_gradients": (True,),
+    "zero_quantized_gradients": (False,),
+    "zero_quantized_weights": (False,),
+    "gradient_predivide_factor": (1, 1.0),
+    "prescale_gradients": (False,),
+}
+"""DeepSpeed's choices that are not compared with other values: some assert after weights are read, some mix up the
+experts of ranks.
+"""
+
+
+_STAGE_OF_PARTITIONED_WEIGHTS = 3
+_QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+
+
+def check_layout(
+    mesh: Mesh, config: RunConfig, *, stage: int, offloads: Sequence[str] = (), tree: Mapping[str, Any] | None = None
+) -> None:
+    """ConfigError where a run's layout, with offload to these devices and DeepSpeed's `tree`, is in no row of `PROVEN`,
+    naming the nearest.
+    """
+    axes = _axes(mesh)
+    if not axes:
+        return
+    rows = [row for row in PROVEN if row.axes == axes]
+    if not any(stage in row.stages for row in rows):
+        raise ConfigError(
+            f"parallel {mesh} with zero stage {stage} is not proven", hint=f"nearest: {_nearest(axes, stage)}"
+        )
+    if mesh.pp * mesh.tp * mesh.ep > 1 and stage == 0 and config.train.precision != "fp32":
+        # DeepSpeed 0.19.8 takes the norm of a rank's own part there (fp16/unfused_optimizer.py): 0.78 of the whole on
+        # the tiny DeepSeek-V3.
+        raise ConfigError(
+            f"parallel {mesh} with zero stage 0 in {config.train.precision} clips by a wrong norm",
+            hint="use zero stage 1, or fp32",
+        )
+    for what, way_out in chain(_unproven(mesh, config, offloads), _unproven_options(tree or {})):
+        raise ConfigError(f"parallel {mesh} with {what} is not proven", hint=way_out)
+    tokens = config.train.max_seq_len
+    if config.data.packing and tokens % mesh.sp:
+        legal = [str(n * mesh.sp) for n in (tokens // mesh.sp, tokens // mesh.sp + 1) if n]
+        raise ConfigError(
+            f"train.max_seq_len {tokens} is not a multiple of parallel.sp {mesh.sp}",
+            hint=f"set it to {' or '.join(legal)}",
+        )
+
+
+def check_lora(mesh: Mesh, config: RunConfig, *, stage: int, offloads: Sequence[str], tree: Mapping[str, Any]) -> None:
+    """ConfigError where adapters are trained in a way that no test compares with peft (tests/lora)."""
+    if config.lora is None:
+        return
+    for what, is_so, way_out in (
+        (f"parallel {mesh}", bool(_axes(mesh)), "set tp, pp, sp and ep to 1"),
+        ("offload to nvme", "nvme" in offloads, "offload to cpu"),
+        ("train.precision fp16", config.train.precision == "fp16", "set train.precision to bf16"),
+        (f"optim.name {config.optim.name}", config.optim.name.lower() not in _OPTIMIZERS, "use AdamW"),
+        (
+            f"model.weights {config.model.weights}",
+            config.model.weights == "random",
+            "adapters belong to weights that are loaded",
+        ),
+        # Embedding and head are frozen: a new row would stay as it was drawn, and no adapter holds it.
+        (
+            "model.resize_vocabulary true",
+            config.model.resize_vocabulary,
+            "train all weights, or use a tokenizer that fits the model",
+        ),
+        *(
+            (f"{name} true", bool((tree.get("zero_optimization") or {}).get(name)), "leave it out")
+            for name in _QUANTIZED
+        ),
+    ):
+        if is_so:
+            raise ConfigError(f"lora with {what} is not proven", hint=way_out)
+    if config.lora.quantize is not None:
+        _check_quantized(config.lora.quantize, stage=stage, offloads=offloads)
+
+
+def _check_quantized(kind: str, *, stage: int, offloads: Sequence[str]) -> None:
+    away = [device for device in offloads if device != "none"]
+    if stage == _STAGE_OF_PARTITIONED_WEIGHTS or away:
+        what = f"offload to {away[0]}" if away else f"zero stage {stage}"
+        # ZeRO-3 partitions parameters, of which the scales of four-bit blocks are none.
+        raise ConfigError(
+            f"lora.quantize {kind} with {what} is not proven", hint="use zero stage 0, 1 or 2 without offload"
+        )
+    if find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            f"lora.quantize {kind} needs bitsandbytes, which is not installed",
+            hint="pip install 'ds_finetune[quantize]', or leave lora.quantize out",
+        )
+
+
+def _unproven(mesh: Mesh, config: RunConfig, offloads: Sequence[str]) -> Iterator[tuple[str, str]]:
+    if config.model.attention != "sdpa":
+        yield f"model.attention {config.model.attention}", "set model.attention to sdpa"
+    if config.train.precision == "fp16":
+        yield "train.precision fp16", "set train.precision to bf16"
+    if "nvme" in offloads:
+        yield "offload to nvme", "offload to cpu"
+    if config.optim.name.lower() not in _OPTIMIZERS:
+        yield f"optim.name {config.optim.name}", "use AdamW"
+    if mesh.pp * mesh.tp * mesh.ep > 1 and config.checkpoint.node_local:
+        yield "checkpoint.node_local", "save to a folder that all hosts share"
+
+
+def _unproven_options(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    given = {**tree, **(tree.get("zero_optimization") or {})}
+    for name, proven in _OPTIONS.items():
+        if name in given and given[name] not in proven:
+            yield f"{name} {given[name]}", "leave it out"
+
+
+def table() -> str:
+    """`PROVEN` in Markdown, for `docs/parallelism.md`."""
+    rows = [
+        f"| {' x '.join(axis for axis in AXES if axis in row.axes)} | {_listed(row.stages)} | {_listed(row.families)} |"
+        for row in PROVEN
+    ]
+    return "\n".join(["| beside dp | ZeRO stages | model types |", "| --- | --- | --- |", *rows]) + "\n"
+
+
+def _listed(values: Sequence[object]) -> str:
+    return ", ".join(map(str, values))
+
+
+def _axes(mesh: Mesh) -> frozenset[str]:
+    return frozenset(axis for axis in AXES if getattr(mesh, axis) > 1)
+
+
+def _nearest(axes: frozenset[str], stage: int) -> str:
+    row = min(PROVEN, key=lambda row: (len(row.axes ^ axes), min(abs(stage - other) for other in row.stages)))
+    return (
+        f"{' and '.join(f'parallel.{axis}' for axis in sorted(row.axes))} with zero stage "
+        f"{', '.join(map(str, row.stages))}"
+    )
+
+
+def check_divides(mesh: Mesh, model: Mapping[str, Any], *, pp_layers: Sequence[int] = ()) -> None:
+    """ConfigError where a size does not divide what it is to share out of the model whose config.json is given, naming
+    the sizes that do.
+    """
+    axes = _axes(mesh)
+    if pp_layers and mesh.pp == 1:
+        raise ConfigError(
+            f"parallel.pp_layers {list(pp_layers)} with parallel.pp 1", hint="set parallel.pp, or leave it out"
+        )
+    if not axes:
+        return
+    kind = str(model.get("model_type"))
+    proven = next(row.families for row in PROVEN if row.axes == axes)
+    if kind not in proven:
+        raise ConfigError(f"parallel {mesh} of model_type {kind} is not proven", hint=f"proven: {', '.join(proven)}")
+    _check_stages(mesh.pp, int(model["num_hidden_layers"]), pp_layers)
+    scaling = model.get("rope_parameters") or model.get("rope_scaling") or {}
+    if mesh.sp > 1 and scaling.get("rope_type", scaling.get("type")) == "longrope":
+        # transformers 5.23 chooses its factors by the positions it is given (modeling_rope_utils.py:47), of which a
+        # rank has a part.
+        raise ConfigError(
+            f"parallel {mesh} of a model with rope_type longrope is not proven", hint="set parallel.sp to 1"
+        )
+    biased = [key for key in ("attention_bias", "mlp_bias") if mesh.tp > 1 and model.get(key)]
+    if biased:
+        raise ConfigError(
+            f"parallel {mesh} of a model with {biased[0]} true is not proven", hint="set parallel.tp to 1"
+        )
+    for axis, what, number in _shared_out(mesh, model):
+        size = getattr(mesh, axis)
+        if number % size:
+            legal = ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+            raise ConfigError(
+                f"parallel.{axis} {size} does not divide the {number} {what} of the model",
+                hint=f"set it to one of {legal}",
+            )
+
+
+def check_expert_widths(mesh: Mesh, model: Mapping[str, Any], *, precision: str) -> None:
+    """ConfigError where torch's grouped product rejects the experts of the model whose config.json is given.
+
+    torch 2.13 wants each row of their matrices to be a multiple of 16 bytes ("strides should be multiple of 16 bytes").
+    """
+    if str(model.get("model_type")) not in GROUPED:
+        return
+    whole, hidden, each = int(model["moe_intermediate_size"]), int(model["hidden_size"]), BYTES[precision]
+    if whole // mesh.tp * each % ROW_BYTES:
+        legal = [n for n in range(1, mesh.tp) if whole % n == 0 and whole // n * each % ROW_BYTES == 0]
+        raise ConfigError(
+            f"moe_intermediate_size {whole} / parallel.tp {mesh.tp} = {whole // mesh.tp} columns of an expert x "
+            f"{each} bytes in {precision} is no multiple of {ROW_BYTES} bytes, which torch's grouped product needs",
+            hint=f"set parallel.tp to {' or '.join(map(str, legal))}" if legal else wider(precision),
+        )
+    if hidden * each % ROW_BYTES:
+        raise ConfigError(
+            f"hidden_size {hidden} x {each} bytes in {precision} is no multiple of {ROW_BYTES} bytes, "
+            "which torch's grouped product of experts needs",
+            hint=wider(precision),
+        )
+
+
+def wider(precision: str) -> str:
+    """The hint where rows of experts have no multiple of 16 bytes."""
+    other = "train a model of other widths"
+    return other if precision == "fp32" else f"set train.precision to fp32, or {other}"
+
+
+def _check_stages(stages: int, layers: int, given: Sequence[int]) -> None:
+    if stages > layers:
+        raise ConfigError(
+            f"parallel.pp {stages} is more than the {layers} layers of the model", hint=f"set it to {layers} at most"
+        )
+    if given and (len(given) != stages or sum(given) != layers or min(given) < 1):
+        raise ConfigError(
+            f"parallel.pp_layers {list(given)} does not share out {layers} layers over {stages} stages",
+            hint=f"name {stages} numbers of at least 1 whose sum is {layers}, or leave it out",
+        )
+
+
+def _shared_out(mesh: Mesh, model: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
+    """What each axis cuts into equal parts, and how many there are."""
+    heads = int(model["num_attention_heads"])
+    yield "tp", "attention heads", heads
+    yield "sp", f"attention heads{' of a tensor parallel rank' if mesh.tp > 1 else ''}", heads // mesh.tp
+    yield "tp", "key and value heads", int(model.get("num_key_value_heads") or heads)
+    yield "tp", "columns of the MLP", int(model["intermediate_size"])
+    if model.get("moe_intermediate_size"):
+        yield "tp", "columns of an expert", int(model["moe_intermediate_size"])
+    yield "tp", "tokens of the vocabulary", int(model["vocab_size"])
+    if model.get("n_routed_experts"):
+        yield "ep", "routed experts", int(model["n_routed_experts"])

@@ -1,0 +1,222 @@
+"""From the user's DeepSpeed choices and the run file to the finished configuration: derived numbers in, contradictions
+out.
+"""
+
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ds_finetune.config.schema import OptimConfig, RunConfig
+from ds_finetune.errors import ConfigError
+from ds_finetune.plan.known_keys import check_keys
+from ds_finetune.plan.options import Tree, offload_device
+from ds_finetune.shipped import DS_CONFIGS, shipped_file, shipped_names
+
+DEFAULT_CHOICES: Tree = {"zero_optimization": {"stage": 2}}
+"""Used when neither the run file nor a launcher chooses: optimizer states and gradients sharded, weights whole."""
+
+_ADAM_FIELDS = {"lr": "lr", "betas": "betas", "eps": "eps", "weight_decay": "weight_decay"}
+_OPTIMIZER_FIELDS = {
+    "adamw": _ADAM_FIELDS,
+    "adam": _ADAM_FIELDS,
+    "lamb": _ADAM_FIELDS,
+    "lion": {"lr": "lr", "betas": "betas", "weight_decay": "weight_decay"},
+    "adagrad": {"lr": "lr", "eps": "eps", "weight_decay": "weight_decay"},
+    "muon": _ADAM_FIELDS,
+    "sgd": {"lr": "lr", "weight_decay": "weight_decay"},
+}
+"""Which numbers of `optim` each optimizer of DeepSpeed 0.19.8 takes (runtime/config.py:63; SGD is torch.optim's)."""
+MOMENTS = {"adamw": 2, "adam": 2, "lamb": 2, "lion": 1, "adagrad": 1, "muon": 2, "sgd": 0}
+"""Numbers of each parameter's size that an optimizer remembers, at most (Muon: one of matrices, two of the rest)."""
+_UNTESTED = frozenset({"sgd"})
+HAS_TORCH_ADAM = ("adam", "adamw", "muon")
+"""Optimizers whose Adam is DeepSpeed's FusedAdam without `torch_adam` (0.19.8, runtime/engine.py,
+get_optimizer_configuration)."""
+TORCH_ADAM: Tree = {"torch_adam": True, "fused": True}
+"""What makes DeepSpeed take torch's fused AdamW."""
+
+
+def read_choices(given: str | Mapping[str, Any] | None) -> tuple[Tree, str]:
+    """The DeepSpeed choices as a tree and the name of their source, from a JSON file, an inline section or the default.
+
+    ConfigError for keys that DeepSpeed does not know, or that belong elsewhere.
+    """
+    tree, source = _given_choices(given)
+    check_keys(tree, source)
+    return tree, source
+
+
+def _given_choices(given: str | Mapping[str, Any] | None) -> tuple[Tree, str]:
+    if given is None:
+        return copy.deepcopy(DEFAULT_CHOICES), "the default (ZeRO-2)"
+    if not isinstance(given, str):
+        return copy.deepcopy(dict(given)), "`deepspeed` in the run file"
+    path = _choices_file(given)
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as unreadable:
+        raise ConfigError(
+            f"deepspeed file `{path}` cannot be read: {unreadable}", hint="name a JSON file in UTF-8"
+        ) from None
+    except json.JSONDecodeError as broken:
+        raise ConfigError(
+            f"{given} line {broken.lineno} column {broken.colno} is not JSON: {broken.msg}",
+            hint="check commas and quotes",
+        ) from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{given} holds {type(tree).__name__}, not an object", hint="see ds_configs/zero2.json")
+    return tree, given
+
+
+def _choices_file(given: str) -> Path:
+    """The file that `deepspeed` names: one of the working directory, else one that comes with the package."""
+    if Path(given).is_file():
+        return Path(given)
+    path = shipped_file(given) or shipped_file(f"{DS_CONFIGS}/{given}.json") or shipped_file(f"{DS_CONFIGS}/{given}")
+    if path is None and Path(given).exists():
+        return Path(given)
+    if path is None:
+        names = ", ".join(name.removesuffix(".json") for name in shipped_names(DS_CONFIGS) if "/" not in name)
+        raise ConfigError(
+            f"deepspeed file `{given}` does not exist", hint=f"name a JSON file, or one of ds_configs/: {names}"
+        )
+    return path
+
+
+def stage_of(tree: Mapping[str, Any], source: str) -> int:
+    """ZeRO stage of the choices, 0 to 3."""
+    stage = (tree.get("zero_optimization") or {}).get("stage", 0)
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        raise ConfigError(f"{source}: zero_optimization.stage is {stage!r}", hint="use 0, 1, 2 or 3")
+    return int(stage)
+
+
+def optimizer_section(optim: OptimConfig, *, on_cpu: bool, offloaded: bool, torch_adam: bool | None = None) -> Tree:
+    """DeepSpeed's optimizer section; the learning rate is 0 because the engine sets it before each step.
+
+    `torch_adam` is the user's choice: torch's fused kernel instead of one that DeepSpeed compiles.
+
+    With a rate of 0 the zero-gradient step that stage 0 takes in its constructor (DeepSpeed 0.19.8,
+    fp16/unfused_optimizer.py:425) cannot decay the weights.
+    """
+    fields = _OPTIMIZER_FIELDS.get(optim.name.lower())
+    if fields is None:
+        raise ConfigError(
+            f"optim.name `{optim.name}` is not known", hint=f"use one of {', '.join(sorted(_OPTIMIZER_FIELDS))}"
+        )
+    params = {key: getattr(optim, field) for key, field in fields.items()}
+    params |= {"lr": 0.0} | ({"betas": list(optim.betas)} if "betas" in fields else {})
+    if optim.name.lower() == "adagrad" and optim.weight_decay:
+        raise ConfigError(
+            f"optim.weight_decay {optim.weight_decay} with Adagrad would be added to the gradient "
+            "(torch.optim.Adagrad), not decoupled",
+            hint="set optim.weight_decay to 0, or take AdamW",
+        )
+    if optim.name.lower() in HAS_TORCH_ADAM and not offloaded and (on_cpu or torch_adam):
+        # On CPUs DeepSpeed 0.19.8's FusedAdam would be compiled for minutes there, and torch's fused kernel takes a
+        # fifteenth of its plain loop's time.
+        params |= TORCH_ADAM
+    elif torch_adam is False:
+        params |= {"torch_adam": False}
+    return {"type": optim.name, "params": params}
+
+
+def _chosen_adam(tree: Tree, optim: OptimConfig, source: str, *, on_cpu: bool, offloaded: bool) -> bool | None:
+    """The user's `torch_adam`, None where it is not given.
+
+    ConfigError where it would have no effect, and for other parameters that are not passed on.
+    """
+    params = (tree.get("optimizer") or {}).get("params") or {}
+    given = {key: value for key, value in params.items() if value != "auto"}
+    name, is_adam = optim.name, optim.name.lower() in HAS_TORCH_ADAM
+    for key, value in given.items():
+        if key in _OPTIMIZER_FIELDS[name.lower()] or (key == "adam_w_mode" and value is True and is_adam):
+            continue
+        if key != "torch_adam" or not is_adam or not isinstance(value, bool):
+            raise ConfigError(
+                f"{source}: optimizer.params.{key} {value!r} is not passed on to {name}", hint=f"delete {key}"
+            )
+        if (value and offloaded) or (not value and on_cpu and not offloaded):
+            used = "DeepSpeedCPUAdam" if offloaded else "torch's fused AdamW"
+            raise ConfigError(
+                f"{source}: optimizer.params.torch_adam {value} has no effect: {used} is used here",
+                hint="delete torch_adam",
+            )
+    return given.get("torch_adam")
+
+
+def finish(tree: Tree, config: RunConfig, *, accumulation: int, source: str, on_cpu: bool) -> Tree:
+    """The configuration `deepspeed.initialize` gets; ConfigError where `tree` contradicts the run file, naming both
+    values.
+    """
+    zero = dict(tree.get("zero_optimization") or {})
+    offloaded = offload_device(zero, "offload_optimizer") != "none"
+    derived: Tree = {
+        "train_batch_size": config.train.global_batch_size,
+        "train_micro_batch_size_per_gpu": config.train.micro_batch_size,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": config.train.max_grad_norm,
+        "bf16": {"enabled": config.train.precision == "bf16"},
+        "fp16": {"enabled": config.train.precision == "fp16"},
+        "optimizer": optimizer_section(config.optim, on_cpu=on_cpu, offloaded=offloaded),
+    }
+    _refuse_contradictions(tree, config, derived, source)
+    torch_adam = _chosen_adam(tree, config.optim, source, on_cpu=on_cpu, offloaded=offloaded)
+    derived["optimizer"] = optimizer_section(config.optim, on_cpu=on_cpu, offloaded=offloaded, torch_adam=torch_adam)
+    finished = {key: value for key, value in copy.deepcopy(tree).items() if value != "auto"}
+    for key in ("bf16", "fp16"):
+        given = {k: v for k, v in (finished.get(key) or {}).items() if v != "auto"}
+        derived[key] = given | derived[key] if derived[key]["enabled"] else derived[key]
+    finished |= derived | {"zero_optimization": _without_auto(zero)}
+    if config.optim.name.lower() in _UNTESTED:
+        finished["zero_allow_untested_optimizer"] = True
+    return finished
+
+
+def _without_auto(tree: Mapping[str, Any]) -> Tree:
+    return {k: _without_auto(v) if isinstance(v, dict) else v for k, v in tree.items() if v != "auto"}
+
+
+def _refuse_contradictions(tree: Tree, config: RunConfig, derived: Tree, source: str) -> None:
+    for name, given, own, ours in _pairs(tree, config, derived):
+        if given in (None, "auto") or given == ours or (isinstance(given, list) and tuple(given) == ours):
+            continue
+        raise ConfigError(
+            f"{source}: {name} {given!r} contradicts {own} {ours!r}",
+            hint=f'write "auto" for {name}, or make them equal',
+        )
+
+
+def _pairs(tree: Tree, config: RunConfig, derived: Tree) -> Iterator[tuple[str, object, str, object]]:
+    for key, own in (
+        ("train_batch_size", "train.global_batch_size"),
+        ("train_micro_batch_size_per_gpu", "train.micro_batch_size"),
+        ("gradient_accumulation_steps", "global_batch_size / (micro_batch_size x dp) ="),
+        ("gradient_clipping", "train.max_grad_norm"),
+    ):
+        yield key, tree.get(key), own, derived[key]
+    for key in ("bf16", "fp16"):
+        enabled = (tree.get(key) or {}).get("enabled")
+        yield (
+            f"{key}.enabled",
+            enabled,
+            f"train.precision {config.train.precision}, that is",
+            config.train.precision == key,
+        )
+    optimizer = tree.get("optimizer") or {}
+    kind = optimizer.get("type")
+    yield (
+        "optimizer.type",
+        kind if str(kind).lower() != config.optim.name.lower() else None,
+        "optim.name",
+        config.optim.name,
+    )
+    for key, field in _OPTIMIZER_FIELDS[config.optim.name.lower()].items():
+        yield (
+            f"optimizer.params.{key}",
+            (optimizer.get("params") or {}).get(key),
+            f"optim.{field}",
+            getattr(config.optim, field),
+        )

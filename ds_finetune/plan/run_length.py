@@ -1,0 +1,47 @@
+"""Settings that do not fit the length of a run, which is known once its rows are counted."""
+
+import math
+
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.errors import ConfigError
+from ds_finetune.schedule import Duration
+
+
+def check_run_length(config: RunConfig, *, steps: int, warmup: int, rows: int | None) -> list[str]:
+    """ConfigError for a warm-up, a patience or a batch larger than the run; lines for people. `rows` is None for a
+    stream.
+    """
+    if warmup > steps:
+        raise ConfigError(
+            f"optim.warmup `{config.optim.warmup}` is {warmup} steps, and the run has {steps}: `optim.lr` would "
+            "never be reached",
+            hint=f"shorten optim.warmup to at most {steps} steps, or give a share such as `3%`",
+        )
+    _check_patience(config, steps)
+    return _batch_notes(config, rows) if rows is not None else []
+
+
+def _check_patience(config: RunConfig, steps: int) -> None:
+    patience, every = config.eval.patience, config.eval.every
+    if not patience or every is None:
+        return
+    evaluations = math.ceil(steps / Duration.parse(every).value)
+    if patience + 1 >= evaluations:
+        raise ConfigError(
+            f"eval.patience {patience} cannot end a run of {steps} steps early: with eval.every `{every}` it has "
+            f"{evaluations} evaluations, the first of which is the best so far",
+            hint="lower eval.patience or eval.every, or leave eval.patience out",
+        )
+
+
+def _batch_notes(config: RunConfig, rows: int) -> list[str]:
+    batch, kind = config.train.global_batch_size, "packed rows" if config.data.packing else "rows"
+    if batch <= rows:
+        return []
+    text = f"train.global_batch_size {batch} is more than the {rows} {kind} of data.train"
+    if Duration.parse(config.train.duration).unit == "steps":
+        return [f"{text}: each step sees rows more than once"]
+    raise ConfigError(
+        f"{text}: the epochs of `{config.train.duration}` would be joined in fewer steps",
+        hint=f"set train.global_batch_size to at most {rows}, or give train.for in steps",
+    )

@@ -1,0 +1,167 @@
+"""What a run is made of, gathered on every process before any process group exists: model config, tokenizer, tokenised
+rows.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.data.overlap import overlap_notes
+from ds_finetune.data.prepare import PreparedRows, TokenSpec, prepare
+from ds_finetune.data.reasons import row_notes
+from ds_finetune.data.stream import StreamedRows, stream
+from ds_finetune.data.tokenizer_files import load_tokenizer
+from ds_finetune.errors import ConfigError
+from ds_finetune.model.build import TOKENIZER_PATTERNS, read_hf_config, resolve_folder
+from ds_finetune.model.generic_check import check_generic_type
+from ds_finetune.model.vocabulary import grow_vocabulary
+from ds_finetune.model.weights import weights_digest
+from ds_finetune.plan.model_shape import Shape
+from ds_finetune.schedule import Duration
+
+
+@dataclass(frozen=True)
+class Material:
+    """Model folder and config, tokenizer, training and held-out rows; `shape` is None for model types arithmetic does
+    not know.
+    """
+
+    folder: Path
+    hf_config: PretrainedConfig
+    shape: Shape | None
+    tokenizer: PreTrainedTokenizerBase
+    tokenizer_folder: Path
+    train: PreparedRows | StreamedRows
+    held_out: PreparedRows | None
+    base: str = ""
+    """Digest of the weights that adapters are trained on; empty where there are none."""
+    notes: tuple[str, ...] = ()
+    """Lines about the data for people, shown at the start."""
+
+    @cached_property
+    def config_tree(self) -> dict[str, Any]:
+        """The model's config.json, for exports and checkpoints of this run."""
+        return config_tree(self.folder, self.hf_config)
+
+    @property
+    def config_text(self) -> str:
+        """The same as a file: the published one byte for byte, where nothing of it is changed."""
+        text = (self.folder / "config.json").read_text(encoding="utf-8")
+        return text if json.loads(text) == self.config_tree else json.dumps(self.config_tree, indent=2) + "\n"
+
+    @property
+    def pad_token_id(self) -> int:
+        """Id that fills rows; it carries no loss, so any id will do where the tokenizer names none."""
+        pad = self.tokenizer.pad_token_id
+        return int(pad if pad is not None else self.tokenizer.eos_token_id or 0)
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """Ids that end an answer: the model's and the tokenizer's end of sequence."""
+        given = self.hf_config.eos_token_id
+        ids = list(given) if isinstance(given, list) else [given]
+        return sorted({int(i) for i in (*ids, self.tokenizer.eos_token_id) if i is not None})
+
+    def data_notes(self) -> Iterator[str]:
+        """What a person should know of the rows before they are trained, a line each."""
+        for name, rows in (("train", self.train), ("eval", self.held_out)):
+            yield from (f"data.{name}: {note}" for note in (row_notes(rows.counts) if rows is not None else ()))
+
+
+def gather_material(config: RunConfig) -> Material:
+    """Read the model's config and tokenizer and tokenise the data; ModelError, DataError or ConfigError say what is
+    wrong with them.
+    """
+    folder = resolve_folder(config.model.path)
+    hf_config = model_config(config)
+    tokenizer_folder = resolve_folder(config.model.tokenizer) if config.model.tokenizer else folder
+    tokenizer = load_tokenizer(str(tokenizer_folder))
+    spec = token_spec(config, hf_config)
+    if config.data.streaming and Duration.parse(config.train.duration).unit != "steps":
+        raise ConfigError(
+            f"data.streaming does not know how long `{config.train.duration}` is", hint="give train.for in steps"
+        )
+    train = (stream if config.data.streaming else prepare)(config.data, "train", tokenizer=tokenizer, spec=spec)
+    held_out = prepare(config.data, "eval", tokenizer=tokenizer, spec=spec) if config.data.eval else None
+    return Material(
+        folder=folder,
+        hf_config=hf_config,
+        shape=_shape(config_tree(folder, hf_config)),
+        tokenizer=tokenizer,
+        tokenizer_folder=tokenizer_folder,
+        train=train,
+        held_out=held_out,
+        base=weights_digest(folder) if config.lora is not None else "",
+        notes=(
+            *train.notes,
+            *(held_out.notes if held_out else ()),
+            *(overlap_notes(train, held_out) if held_out else ()),
+        ),
+    )
+
+
+def try_generic_type(config: RunConfig, hf_config: PretrainedConfig) -> tuple[str, ...]:
+    """Lines on what a generic model type did on a tiny copy; ModelError where it would be trained wrongly."""
+    return check_generic_type(
+        hf_config,
+        attention=config.model.attention,
+        packing=config.data.packing,
+        row_tokens=config.train.max_seq_len,
+        precision=config.train.precision,
+    )
+
+
+def token_spec(config: RunConfig, hf_config: PretrainedConfig) -> TokenSpec:
+    """The numbers of the model that rows must respect; ConfigError where `max_seq_len` is more than the model
+    allows.
+    """
+    allowed = getattr(hf_config, "max_position_embeddings", None)
+    if allowed and config.train.max_seq_len > allowed:
+        raise ConfigError(
+            f"train.max_seq_len {config.train.max_seq_len} is more than the {allowed} positions of {config.model.path}",
+            hint=f"set train.max_seq_len to {allowed} or less",
+        )
+    return TokenSpec(max_seq_len=config.train.max_seq_len, vocab_size=hf_config.vocab_size, max_positions=allowed)
+
+
+def model_config(config: RunConfig, *, is_config_alone: bool = False) -> PretrainedConfig:
+    """The configuration of the model as it is trained, with the vocabulary that `model.resize_vocabulary` gives it.
+
+    `is_config_alone`: of a model on the hub nothing is downloaded but what configuration and tokenizer are read from.
+    """
+    hf_config = read_hf_config(config.model.path, **({"files": ("*.json",)} if is_config_alone else {}))
+    if config.model.resize_vocabulary:
+        folder = resolve_folder(config.model.tokenizer or config.model.path, files=TOKENIZER_PATTERNS)
+        tokenizer = load_tokenizer(str(folder))
+        grow_vocabulary(hf_config, max(tokenizer.get_vocab().values()) + 1)
+    return hf_config
+
+
+def vocabulary_lines(config: RunConfig, hf_config: PretrainedConfig) -> list[tuple[str, str]]:
+    """Name and text of what `model.resize_vocabulary` came to, for the plan."""
+    if not config.model.resize_vocabulary:
+        return []
+    before, after = int(read_hf_config(config.model.path, files=("*.json",)).vocab_size), int(hf_config.vocab_size)
+    drawn = f"{before} -> {after} tokens; {after - before} new rows of embedding and head are drawn like the old ones"
+    fits = f"the tokenizer's ids fit the {before} tokens; model.resize_vocabulary adds nothing"
+    return [("vocabulary", drawn if after > before else fits)]
+
+
+def config_tree(folder: Path, hf_config: PretrainedConfig) -> dict[str, Any]:
+    """config.json of the model folder as published, but for the vocabulary of `hf_config` where that is another."""
+    tree: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    published = read_hf_config(str(folder)).vocab_size
+    return tree if hf_config.vocab_size == published else {**tree, "vocab_size": int(hf_config.vocab_size)}
+
+
+def _shape(tree: Mapping[str, Any]) -> Shape | None:
+    try:
+        return Shape.of(tree)
+    except ConfigError:
+        return None

@@ -1,0 +1,88 @@
+"""The loop: a generator of step records, and observers called with each."""
+
+import resource
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass
+
+import torch
+
+from ds_finetune.data.batches import Batch
+from ds_finetune.engine.core import Engine, StepResult
+from ds_finetune.observers.record import Observer, StepRecord
+from ds_finetune.schedule import LrSchedule
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come: optimizer steps done, those of them that were skipped, and tokens seen."""
+
+    step: int = 0
+    skipped_steps: int = 0
+    tokens_seen: int = 0
+
+
+BEGINNING = Progress()
+"""Nothing done yet."""
+
+
+def training_steps(
+    engine: Engine, batches: Iterable[Batch], schedule: LrSchedule, *, after: Progress = BEGINNING
+) -> Iterator[StepRecord]:
+    """Do the optimizer steps `after` what is done until `schedule.steps` and yield the record of each.
+
+    `batches` begin with that of the first of these steps; skipped steps do not move the learning rate.
+    """
+    seen, skipped = after.tokens_seen, after.skipped_steps
+    waited_from = time.perf_counter()
+    for step, batch in enumerate(batches, start=after.step + 1):
+        began = time.perf_counter()
+        lr = schedule.at(step - skipped)
+        result = engine.step(batch, lr=lr)
+        ended = time.perf_counter()
+        seen, skipped = seen + result.num_tokens, skipped + result.skipped
+        values = step_values(result, seconds=ended - waited_from, waited=began - waited_from)
+        values |= {"optim/lr": lr, "data/tokens_seen": seen, "train/skipped_steps": skipped}
+        yield StepRecord(
+            step, values, is_last=step >= schedule.steps, notice=result.culprit, position=astuple(batch.position)
+        )
+        waited_from = time.perf_counter()
+
+
+def run(steps: Iterable[StepRecord], observers: Sequence[Observer]) -> StepRecord | None:
+    """Pass each record through the observers in order; returns the last record, or None where there was no step."""
+    last = None
+    for record in steps:
+        last = record
+        for observer in observers:
+            last = observer.after_step(last)
+        if last.stop:
+            break
+    return last
+
+
+def step_values(result: StepResult, *, seconds: float, waited: float) -> dict[str, float]:
+    """Metric values of one step; `seconds` is the whole step with its wait for data, `waited` that wait alone."""
+    return {
+        "train/loss": result.loss,
+        "train/accuracy": result.accuracy,
+        "train/grad_norm": result.grad_norm,
+        "train/skipped": float(result.skipped),
+        "data/supervised_tokens": result.num_supervised_tokens,
+        "perf/tokens_per_second": result.num_tokens / seconds,
+        "perf/supervised_tokens_per_second": result.num_supervised_tokens / seconds,
+        "perf/step_seconds": seconds,
+        "perf/data_wait_seconds": waited,
+        "memory/peak_gib": peak_gib(),
+    }
+
+
+def peak_gib() -> float:
+    """Peak memory of this process in GiB: allocated on the GPU where there is one, resident on the host otherwise."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / _GIB
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _GIB

@@ -1,0 +1,65 @@
+"""What exactly is trained: samples with the supervised tokens marked, and the counts."""
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.data.packed import PreparedRows
+from ds_finetune.data.prepare import prepare
+from ds_finetune.data.reasons import row_notes, server_share
+from ds_finetune.data.tokenizer_files import load_tokenizer
+from ds_finetune.model.build import resolve_folder
+from ds_finetune.trainer.inputs import model_config, token_spec
+
+OPEN, CLOSE = "⟦", "⟧"
+"""Stand around a supervised stretch, also where there are no colours."""
+
+
+def preview_of(config: RunConfig, *, samples: int) -> RenderableType:
+    """The first `samples` documents of the training data and what became of its rows."""
+    tokenizer = load_tokenizer(str(resolve_folder(config.model.tokenizer or config.model.path)))
+    rows = prepare(config.data, "train", tokenizer=tokenizer, spec=token_spec(config, model_config(config)))
+    shown = [marked(*rows.document(number), tokenizer) for number in range(min(samples, rows.counts.documents))]
+    notes = (*rows.notes, *row_notes(rows.counts))
+    return Group(*shown, counts_table(rows, config), *(Text(note) for note in notes))
+
+
+def marked(ids: list[int], mask: list[bool], tokenizer: PreTrainedTokenizerBase) -> Text:
+    """A document as text, every supervised stretch between OPEN and CLOSE and in colour."""
+    text = Text()
+    start = 0
+    for end in range(1, len(ids) + 1):
+        if end < len(ids) and mask[end] == mask[start]:
+            continue
+        stretch = tokenizer.decode(ids[start:end])
+        text.append(f"{OPEN}{stretch}{CLOSE}" if mask[start] else stretch, style="green" if mask[start] else "dim")
+        start = end
+    return text.append("\n")
+
+
+def counts_table(rows: PreparedRows, config: RunConfig) -> Table:
+    """What became of the rows that were read."""
+    table = Table(title="counts", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    counts = rows.counts
+    lines = [
+        ("rows read", f"{counts.read:,}"),
+        ("dropped, nothing supervised", f"{counts.nothing_supervised:,}"),
+        (
+            f"longer than {config.train.max_seq_len}",
+            f"{counts.truncated:,} truncated, {counts.too_long_dropped:,} dropped, {counts.split:,} split",
+        ),
+        ("tokens lost to truncation", f"{counts.truncated_tokens:,} ({counts.truncated_ratio:.2%})"),
+        ("prompts", server_share(counts)),
+        ("documents", f"{counts.documents:,}"),
+        ("tokens", f"{counts.tokens:,}, {counts.supervised / max(counts.tokens, 1):.1%} supervised"),
+        (
+            "training rows",
+            f"{len(rows):,}"
+            + (f", {rows.fill_ratio(config.train.max_seq_len):.2%} filled" if config.data.packing else ", padded"),
+        ),
+    ]
+    for name, text in lines:
+        table.add_row(name, text)
+    return table

@@ -1,0 +1,215 @@
+"""The run directory: checked before anything is loaded, then the resolved configuration and the plan are written into
+it.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from ds_finetune.checkpoint.locking import unlock_own
+from ds_finetune.config.schema import RunConfig, dump_config
+from ds_finetune.errors import OutputError
+from ds_finetune.observers.record import StepRecord
+from ds_finetune.observers.writers import line_of
+from ds_finetune.plan.plan import Plan
+
+_BYTES_PER_PARAMETER = {"bf16": 2, "fp16": 2, "fp32": 4}
+_GIB = 2**30
+
+
+def check_output(config: RunConfig, total_params: int | None, *, checkpoint_bytes: int = 0) -> None:
+    """OutputError where `output_dir` cannot be written, is a file, holds a run that is not gone on with, or its disk is
+    too small.
+
+    `checkpoint_bytes` are those of one checkpoint on this host. Leaves nothing behind.
+    """
+    folder = Path(config.output_dir)
+    existing = nearest_existing(folder)
+    if (folder / "metrics.jsonl").exists() and not _goes_on(folder, config):
+        raise OutputError(
+            f"output_dir `{folder}` already holds a run (metrics.jsonl)",
+            hint="name another output_dir, or move that run away",
+        )
+    if not existing.is_dir():
+        raise OutputError(
+            f"output_dir `{folder}` lies below `{existing}`, which is not a folder", hint="name another output_dir"
+        )
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise OutputError(
+            f"output_dir `{folder}`: no permission to write in `{existing}`",
+            hint="change the permissions or name another output_dir",
+        )
+    _check_takes_folders(existing, folder)
+    if total_params is None:
+        return
+    folders, checkpoints = files_written(config, checkpoint_bytes=checkpoint_bytes)
+    needed = bytes_written(config, total_params, checkpoint_bytes=checkpoint_bytes)
+    free = shutil.disk_usage(existing).free + bytes_of(folder)
+    if needed > free:
+        raise OutputError(
+            f"output_dir `{folder}`: {folders} export(s) and {checkpoints} checkpoints need {needed / _GIB:.2f} GiB"
+            f" and the disk has {free / _GIB:.2f} GiB for them",
+            hint="free some space, name another output_dir, lower checkpoint.keep, or set eval.keep_best false",
+        )
+
+
+def _check_takes_folders(existing: Path, folder: Path) -> None:
+    """OutputError where no folder can be made in `existing`, whatever its permissions: in /proc, on a full disk."""
+    try:
+        Path(tempfile.mkdtemp(prefix=".trial-", dir=existing)).rmdir()
+    except OSError as refused:
+        raise OutputError(
+            f"output_dir `{folder}`: no folder can be made in `{existing}`: {refused.strerror}",
+            hint="make room, or name another output_dir",
+        ) from refused
+
+
+def files_written(config: RunConfig, *, checkpoint_bytes: int) -> tuple[int, int]:
+    """How many exports and checkpoints of a run lie on disk at most at one time, where a checkpoint takes any bytes."""
+    folders = config.export.at_end + (config.eval.keep_best and bool(config.data.eval))
+    return folders, (
+        config.checkpoint.keep + 1 + (config.checkpoint.keep_best and bool(config.data.eval))
+    ) if checkpoint_bytes else 0
+
+
+def bytes_written(config: RunConfig, total_params: int, *, checkpoint_bytes: int) -> int:
+    """Bytes of them, checkpoints of `checkpoint_bytes` each."""
+    folders, checkpoints = files_written(config, checkpoint_bytes=checkpoint_bytes)
+    return folders * total_params * _BYTES_PER_PARAMETER[config.train.precision] + checkpoints * checkpoint_bytes
+
+
+def _goes_on(folder: Path, config: RunConfig) -> bool:
+    """Whether a run in `folder` may be gone on with: it has checkpoints, or it ended before its first one and exported
+    nothing at its end.
+    """
+    if not config.checkpoint.every_steps or config.checkpoint.resume == "never":
+        return False
+    checkpoints = folder / "checkpoints"
+    return any(checkpoints.glob("step-*")) or (checkpoints.is_dir() and not (folder / "export").exists())
+
+
+def bytes_of(folder: Path) -> int:
+    """What a run in `folder` takes already, which its next files replace."""
+    return (
+        sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+        if folder.is_dir()
+        else 0
+    )
+
+
+def available_bytes() -> int | None:
+    """Memory that this process may still take: of the host, or of its control group where that has less; None on no
+    Linux.
+    """
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    host = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    return min([host, *_left_in_groups()])
+
+
+def _left_in_groups() -> Iterator[int]:
+    """What the limits of control groups leave, version 2 and version 1, of this process's own group and of a
+    container's root.
+    """
+    own = [line.rpartition(":")[2].lstrip("/") for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    for root, limit, used in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        for group in {Path(root), *(Path(root) / name for name in own)}:
+            with suppress(OSError, ValueError):
+                wanted, taken = (int((group / name).read_text()) for name in (limit, used))
+                yield wanted - taken + _page_cache(group)
+
+
+def _page_cache(group: Path) -> int:
+    lines = (group / "memory.stat").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("inactive_file ", "active_file ")))
+
+
+@contextmanager
+def nothing_half_written(folder: Path) -> Iterator[None]:
+    """After a failure before the first step, take away the folders that trying the save path has made."""
+    try:
+        yield
+    except BaseException:
+        if not (folder / "metrics.jsonl").exists():
+            _remove_empty(folder)
+        raise
+
+
+def _remove_empty(folder: Path) -> None:
+    unlock_own(folder / "checkpoints")
+    for made in (folder / "checkpoints", folder):
+        with suppress(OSError):
+            made.rmdir()
+
+
+def write_run_files(plan: Plan, *, after_step: int = 0, last: StepRecord | None = None) -> Path:
+    """The run folder; rank zero creates it with `config.yaml` (alone enough to run again), `plan.json` and
+    `deepspeed.json`.
+
+    Records of steps past `after_step`, which are done again, leave `metrics.jsonl`; `last`, the record of that
+    step, joins it where the run was killed after the step was saved and before its line was written.
+    """
+    folder = Path(plan.config.output_dir)
+    if plan.world.rank:
+        return folder
+    try:
+        _write_run_files(plan, folder, after_step, last)
+    except OSError as full:
+        reason = full.strerror or full
+        raise OutputError(
+            f"output_dir `{folder}` cannot be written: {reason}", hint="make room, or name another output_dir"
+        ) from full
+    return folder
+
+
+def _write_run_files(plan: Plan, folder: Path, after_step: int, last: StepRecord | None) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(dump_config(plan.config), encoding="utf-8")
+    (folder / "plan.json").write_text(
+        json.dumps({**dict(plan.lines()), "notes": plan.notes}, indent=2) + "\n", encoding="utf-8"
+    )
+    (folder / "deepspeed.json").write_text(json.dumps(plan.deepspeed, indent=2) + "\n", encoding="utf-8")
+    _forget_records(folder / "metrics.jsonl", after_step, last)
+
+
+def _forget_records(metrics: Path, after_step: int, last: StepRecord | None) -> None:
+    if not metrics.exists():
+        return
+    kept = [line for line in metrics.read_text(encoding="utf-8").splitlines() if _is_before(line, after_step)]
+    if last is not None and all(json.loads(line)["step"] != last.step for line in kept):
+        kept.append(line_of(last).rstrip("\n"))
+    aside = metrics.with_name("metrics.jsonl.aside")
+    aside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    aside.rename(metrics)
+
+
+def _is_before(line: str, after_step: int) -> bool:
+    """Whether the record is whole, which the last one of a killed run need not be, and of a step that is not done
+    again.
+    """
+    try:
+        return int(json.loads(line)["step"]) <= after_step
+    except json.JSONDecodeError:
+        return False
+
+
+def nearest_existing(folder: Path) -> Path:
+    """`folder`, or the nearest above it that exists."""
+    return next(place for place in (folder, *folder.absolute().parents) if place.exists())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of the run or the model."""
+    tree = json.loads(path.read_text(encoding="utf-8"))
+    assert isinstance(tree, dict)
+    return tree

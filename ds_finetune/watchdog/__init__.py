@@ -1,0 +1,1 @@
+"""What each rank is doing, the connection between ranks, which rank is at fault, and how a run is ended."""

@@ -1,0 +1,147 @@
+"""The secret of a run, by which its ranks know each other. It is in no store and on no command line.
+
+`ds-finetune launch` gives it to every rank in the environment. Without that rank zero writes it to a file that only its
+user can read:
+in the folder for temporary files where all ranks are on one machine, else beside the output folder. Where a rank cannot
+read that file,
+there is no private channel: the key is then derived from a value in the store, and a line says so.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import secrets
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ds_finetune.errors import RunError
+from ds_finetune.world import World
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+Say = Callable[[str], None]
+VARIABLE = "DS_FINETUNE_SECRET"
+"""Environment variable with the secret, the same on every rank."""
+_SOURCE, _AGREED, _READ = "watchdog/secret", "watchdog/secret_agreed", "watchdog/secret_read"
+_NAME = re.compile(r"\.ds_finetune-[0-9a-f]{32}")
+_READ_SECONDS = 5.0
+"""How long a file that another host wrote may take to appear."""
+_WAIT = timedelta(minutes=2)
+_NAMED = 8
+
+
+def new_secret() -> str:
+    """A secret that nobody can guess."""
+    return secrets.token_hex(32)
+
+
+def agree_on_secret(store: "dist.Store", world: World, *, folder: Path, environ: Mapping[str, str], say: Say) -> bytes:
+    """Return the secret of this run, the same on every rank; `folder` is the output folder, and `say` prints a line.
+
+    RunError where some ranks have the environment variable and others do not.
+    """
+    if world.rank == 0:
+        return _offer(store, world, folder=_shared_folder(world, folder), environ=environ, say=say)
+    store.wait([_SOURCE], _WAIT)
+    source = json.loads(store.get(_SOURCE))
+    given = environ.get(VARIABLE)
+    if (source["kind"] == "environment") != bool(given):
+        raise RunError(
+            f"{VARIABLE} is {'set' if given else 'not set'} for rank {world.rank}, and "
+            f"{'not set' if given else 'set'} for rank 0",
+            hint="give it to every rank, or to none",
+        )
+    if given:
+        return given.encode()
+    found = _read(_shared_folder(world, folder) / source["name"]) if _NAME.fullmatch(source["name"]) else b""
+    store.set(f"{_READ}/{world.rank}", "yes" if found else "no")
+    store.wait([_AGREED], _WAIT)
+    public = store.get(_AGREED)
+    return _derived(public.decode()) if public else found
+
+
+def _offer(store: "dist.Store", world: World, *, folder: Path, environ: Mapping[str, str], say: Say) -> bytes:
+    if given := environ.get(VARIABLE):
+        store.set(_SOURCE, json.dumps({"kind": "environment"}))
+        return given.encode()
+    secret, path = new_secret().encode(), folder / f".ds_finetune-{secrets.token_hex(16)}"
+    others = range(1, world.world_size)
+    written = bool(others) and _write(path, secret)
+    store.set(_SOURCE, json.dumps({"kind": "file", "name": path.name if written else ""}))
+    try:
+        store.wait([f"{_READ}/{rank}" for rank in others], _WAIT)
+        blind = [rank for rank in others if not written or store.get(f"{_READ}/{rank}") != b"yes"]
+    finally:
+        if written:
+            path.unlink(missing_ok=True)
+    public = secrets.token_hex(16) if blind else ""
+    store.set(_AGREED, public)
+    if not blind:
+        return secret
+    who = ", ".join(map(str, blind[:_NAMED])) + (", ..." if len(blind) > _NAMED else "")
+    say(
+        f"watchdog: ranks {who} cannot read a private file in {folder}, and {VARIABLE} is not set. Any host that "
+        "reaches the store at "
+        f"{world.master_addr}:{world.master_port} can therefore end this run. Start it with `ds-finetune launch`, "
+        f"set {VARIABLE} "
+        "for every rank, or use an output_dir that all hosts share"
+    )
+    return _derived(public)
+
+
+def _shared_folder(world: World, folder: Path) -> Path:
+    """Where a file is seen by every rank, as far as can be told."""
+    if world.local_world_size == world.world_size:
+        return Path(tempfile.gettempdir())
+    folder = folder.absolute()
+    return next(place for place in (folder, *folder.parents) if place.is_dir())
+
+
+def _write(path: Path, secret: bytes) -> bool:
+    """Whether a file with the secret could be written that no other user can read."""
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    except OSError:
+        return False
+    with os.fdopen(file, "wb") as opened:
+        is_private = _is_private(opened.fileno())
+        if is_private:
+            opened.write(secret)
+            opened.flush()
+            # Another host must see it.
+            with contextlib.suppress(OSError):
+                os.fsync(opened.fileno())
+    if not is_private:
+        path.unlink(missing_ok=True)
+    return is_private
+
+
+def _read(path: Path) -> bytes:
+    """The secret in a private file of this user; empty where there is none within some seconds."""
+    until = time.monotonic() + _READ_SECONDS
+    while True:
+        with contextlib.suppress(OSError), os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as opened:
+            if not _is_private(opened.fileno()):
+                return b""
+            if found := opened.read():
+                return found
+        if time.monotonic() > until:
+            return b""
+        time.sleep(0.1)
+
+
+def _is_private(file: int) -> bool:
+    found = os.fstat(file)
+    return found.st_uid == os.geteuid() and not stat.S_IMODE(found.st_mode) & (stat.S_IRWXG | stat.S_IRWXO)
+
+
+def _derived(public: str) -> bytes:
+    return hashlib.sha256(f"ds_finetune store {public}".encode()).digest()

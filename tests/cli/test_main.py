@@ -1,0 +1,194 @@
+"""The command line: one error, the right exit code, launchers' extra arguments."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ds_finetune import __version__
+from ds_finetune.cli import main as cli
+from ds_finetune.demo import questions, write_demo
+from ds_finetune.errors import ConfigError, RunError
+from tests.conftest import ROOT
+
+
+@pytest.fixture(autouse=True)
+def environ() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def test_an_error_carries_its_hint() -> None:
+    assert str(ConfigError("a is 1", hint="use 2")) == "a is 1\n  hint: use 2"
+    assert str(ConfigError("a is 1")) == "a is 1"
+    assert (ConfigError("x").exit_code, RunError("x").exit_code) == (2, 1)
+
+
+def test_a_users_mistake_is_said_once_by_local_rank_zero(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", "show", "none.yaml"]) == 2
+    assert (
+        capsys.readouterr().err
+        == "error: run file `none.yaml` does not exist\n  hint: the first argument is the run's YAML file\n"
+    )
+
+
+def test_other_ranks_of_a_machine_wait_and_say_it_in_a_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "_QUIET_SECONDS", 0.01)
+    os.environ.update({"RANK": "3", "LOCAL_RANK": "1"})
+    assert cli.main(["config", "show", "none.yaml"]) == 2
+    assert capsys.readouterr().err == "rank 3: run file `none.yaml` does not exist\n"
+
+
+def test_overrides_stand_on_both_sides_of_options() -> None:
+    arguments = cli._parsed(["launch", "RUN.yaml", "optim.lr=1", "--nproc", "2", "train.seed=3"])
+    assert arguments.overrides == ["optim.lr=1", "train.seed=3"]
+    with pytest.raises(SystemExit):
+        cli._parsed(["launch", "RUN.yaml", "--nproc", "2", "more"])
+    with pytest.raises(SystemExit):
+        cli._parsed(["launch", "RUN.yaml", "--npro=2"])
+
+
+def test_what_deepspeed_adds_to_the_arguments_is_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_file = write_demo(tmp_path)
+    assert cli.main(["config", "show", "--local_rank=1", str(run_file), "train.seed=3"]) == 0
+    assert "seed: 3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["train"], ["config"]])
+def test_wrong_usage_exits_with_two(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+
+
+def test_started_by_path_hides_no_module() -> None:
+    """Run as launchers do: the package's folder is first on the path, and must not stay there."""
+    code = "import runpy, sys; sys.argv = ['train.py', 'none.yaml']; runpy.run_path('ds_finetune/train.py', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "run file `none.yaml` does not exist" in done.stderr
+    listed = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import runpy, sys; runpy.run_path('ds_finetune/train.py', run_name='x'); print('\\n'.join(sys.path))",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    assert listed[0] == str(ROOT)
+    assert str(ROOT / "ds_finetune") not in listed
+
+
+def test_the_demos_questions_are_all_different_and_right() -> None:
+    pairs = list(questions())
+    assert len(dict(pairs)) == len(pairs) == 36_500
+    assert dict(pairs)["1969-07-20"] == "20 July 1969"
+    assert pairs == list(questions())
+    assert pairs != list(questions(seed=1))
+
+
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert (caught.value.code, capsys.readouterr().out) == (0, f"ds-finetune {__version__}\n")
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("demo")
+    (folder / "latin.yaml").write_bytes("model: caf\u00e9".encode("latin-1"))
+    (folder / "dir").mkdir()
+    write_demo(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("config show dir", "run file `dir` cannot be read: Is a directory"),
+        ("config show latin.yaml", "run file `latin.yaml` is not UTF-8"),
+        ("config show run.yaml/x", "run file `run.yaml/x` cannot be read: Not a directory"),
+        ("train dir", "run file `dir` cannot be read"),
+        ("selftest dir", "run file `dir` cannot be read"),
+        ("doctor dir --simulate --hostfile x", "run file `dir` cannot be read"),
+        ("plan dir --gpus 8 --dry-run", "run file `dir` cannot be read"),
+        ("plan run.yaml --gpus 1 --dry-run deepspeed=dir", "deepspeed file `dir` cannot be read"),
+        ("plan run.yaml --gpus 1 --dry-run deepspeed=latin.yaml", "deepspeed file `latin.yaml` cannot be read"),
+        ("data show run.yaml data.template=dir", "data.template `dir` cannot be read"),
+        ("demo run.yaml", "`run.yaml` cannot be written: Not a directory"),
+        ("demo /proc/x", "`/proc/x` cannot be written"),
+        ("export --check run.yaml", "`run.yaml` holds no verification.json"),
+        ("ask model hi", "`model` holds a config.json and no weights"),
+        ("chat model", "`model` holds a config.json and no weights"),
+        ("serve model --engine transformers", "`model` holds a config.json and no weights"),
+        ("eval model --data eval.jsonl", "`model` holds a config.json and no weights"),
+        ("eval model --data eval.jsonl --json dir", "--json `dir` cannot be written: Is a directory"),
+        ("launch run.yaml --nproc 2 --dry-run --ssh-args '", "arguments of ssh `'`: No closing quotation"),
+    ],
+)
+def test_wrong_paths_and_files_are_errors_without_a_traceback(
+    command: str, message: str, demo: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(demo)
+    assert cli.main(command.split()) == 2
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert "hint: " in printed
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("ask F hi --max-new-tokens 0", "0 is not 1 or more"),
+        ("chat F --max-new-tokens -5", "-5 is not 1 or more"),
+        ("serve F --port 99999", "99999 is not 0 to 65535"),
+        ("serve F --queue 0", "0 is not 1 or more"),
+        ("eval F --data d --limit 0", "0 is not 1 or more"),
+        ("eval F --data d --batch-tokens x", "`x` is not a whole number"),
+        ("data show R --samples -1", "-1 is not 1 or more"),
+        ("bench R --steps 0", "0 is not 1 or more"),
+        ("selftest R --steps 1", "1 is not 2 or more"),
+        ("plan R --dry-run --gpus -3", "-3 is not 1 or more"),
+        ("launch R --nproc 2 --port 99999999", "99999999 is not 0 to 65535"),
+        ("doctor R --port -1", "-1 is not 0 to 65535"),
+    ],
+)
+def test_numbers_out_of_range_are_wrong_usage(command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(command.split())
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_run_ends_with_the_next_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from ds_finetune.console import show_next
+    from ds_finetune.trainer.train import Report
+
+    export = tmp_path / "my run" / "export"
+    export.mkdir(parents=True)
+    show_next(Report(None, export.parent, (export,), 1.0))
+    (export / "chat_template.jinja").touch()
+    show_next(Report(None, export.parent, (export,), 1.0))
+    show_next(Report(None, export.parent, (), 1.0))
+    show_next(Report(None, export.parent, (), 1.0, interrupted="SIGTERM"))
+    assert capsys.readouterr().out.splitlines() == [
+        f"next: ds-finetune ask '{export}' TEXT",
+        f"next: ds-finetune chat '{export}'",
+        f"next: ds-finetune export '{export.parent}' OUT",
+    ]
+
+
+def test_the_version_is_the_packages() -> None:
+    from importlib.metadata import version
+
+    assert version("ds_finetune") == __version__

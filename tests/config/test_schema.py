@@ -1,0 +1,147 @@
+"""The run file: strict, with the nearest name and the line."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from ds_finetune.config.invalid_keys import WORDS_OF_OTHERS, _field_names, explain
+from ds_finetune.config.schema import RunConfig, dump_config, read_config
+from ds_finetune.errors import ConfigError
+
+MINIMAL = "model: some/model\ndata: {train: a.jsonl}\noutput_dir: runs/x\n"
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def test_minimal_file_has_defaults_and_survives_a_round_trip(run_file: Path, tmp_path: Path) -> None:
+    config = read_config(run_file)
+    assert (config.model.path, config.data.train, config.train.duration) == ("some/model", ("a.jsonl",), "1 epochs")
+    again = tmp_path / "again.yaml"
+    again.write_text(dump_config(config))
+    assert read_config(again) == config
+
+
+def test_override_replaces_and_creates(run_file: Path) -> None:
+    config = read_config(
+        run_file, ["optim.lr=1e-3", "model.weights=random", "train.for=3 epochs", "data.train=[a.json,b.json]"]
+    )
+    assert (config.optim.lr, config.model.weights, config.model.path) == (1e-3, "random", "some/model")
+    assert (config.train.duration, config.data.train) == ("3 epochs", ("a.json", "b.json"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "hint"),
+    [
+        (
+            "train: {micro_batchsize: 2}\n",
+            "line 4: unknown key `train.micro_batchsize`",
+            "did you mean `micro_batch_size`?",
+        ),
+        ("optim: {lr: 0}\n", "line 4: `optim.lr` is 0: it should be greater than 0", "config schema"),
+        (
+            "eval: {every: }\ndeepspeed: {}\nlog: {trackers: }\n",
+            "`log.trackers` is None: it should be a list",
+            "or leave it out",
+        ),
+        (
+            "eval: {every: 1 epochs}\n",
+            "`eval.every` is '1 epochs': `1 epochs` is not a number of steps",
+            "config schema",
+        ),
+        ("train: {for: 3 weeks}\n", "`train.for` is '3 weeks': `3 weeks` is not a duration", "config schema"),
+        ("model: again\n", "`model` is given twice, in lines 1 and 4", "keep one"),
+        ("data: [\n", "is not YAML", "indentation"),
+    ],
+)
+def test_mistakes_name_line_and_way_out(run_file: Path, text: str, message: str, hint: str) -> None:
+    run_file.write_text(MINIMAL + text if "data" not in text else text)
+    with pytest.raises(ConfigError) as caught:
+        read_config(run_file)
+    assert message in caught.value.message
+    assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optim.lr", "override `optim.lr` is not of the form section.key=value"),
+        ("output_dir.x=1", "`output_dir` is `runs/x`, not a section"),
+        ("optim.lrr=1", "unknown key `optim.lrr`"),
+    ],
+)
+def test_bad_override(run_file: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_config(run_file, [override])
+    assert message in caught.value.message
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml` does not exist"):
+        read_config(tmp_path / "none.yaml")
+
+
+def test_every_field_is_documented() -> None:
+    schema = RunConfig.model_json_schema(by_alias=True)
+    sections = [schema, *schema["$defs"].values()]
+    silent = [
+        f"{s['title']}.{name}"
+        for s in sections
+        for name, field in s["properties"].items()
+        if not field.get("description")
+    ]
+    assert not silent
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("learning_rate", "optim.lr"),
+        ("batch_size", "train.global_batch_size"),
+        ("epochs", "train.for"),
+        ("num_train_epochs", "train.for"),
+        ("per_device_train_batch_size", "train.micro_batch_size"),
+        ("gradient_accumulation_steps", "train.global_batch_size"),
+        ("max_length", "train.max_seq_len"),
+        ("cutoff_len", "train.max_seq_len"),
+        ("bf16", "train.precision"),
+        ("lora_r", "lora.rank"),
+        ("base_model", "model.path"),
+        ("Gradient_Checkpointing", "train.activation_checkpointing"),
+        ("max_eval_samples", "eval.limit"),
+        ("lr", "optim.lr"),
+        ("seed", "train.seed"),
+    ],
+)
+@pytest.mark.parametrize("section", [(), ("train",), ("optim",)])
+def test_words_of_other_programs_find_their_key(key: str, meant: str, section: tuple[str, ...]) -> None:
+    if ".".join((*section, key)) == meant:
+        return
+    tree: dict[str, object] = {key: 1}
+    for name in reversed(section):
+        tree = {name: tree}
+    with pytest.raises(ValidationError) as invalid:
+        RunConfig.model_validate({"model": "m", "data": {"train": "a"}, "output_dir": "o"} | tree)
+    error = explain(invalid.value, RunConfig, "run.yaml", {})
+    assert f"unknown key `{'.'.join((*section, key))}`" in error.message
+    assert f"did you mean `{meant}`?" in error.hint
+
+
+def test_the_words_of_other_programs_name_keys_that_exist() -> None:
+    words = [word for text in WORDS_OF_OTHERS.values() for word in text.split()]
+    assert len(words) == len(set(words)), "one word means one key"
+    for key in WORDS_OF_OTHERS:
+        section, _, name = key.rpartition(".")
+        assert name in _field_names(RunConfig, (section,) if section else ())
+
+
+def test_infinity_is_no_value(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: m\ndata: {train: a}\noutput_dir: o\n")
+    with pytest.raises(ConfigError, match=r"`optim\.lr` is inf"):
+        read_config(path, ["optim.lr=.inf"])

@@ -1,0 +1,275 @@
+"""What happens on steps: evaluation, best weights, patience, lines, files, utilisation."""
+
+import io
+import json
+import math
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from ds_finetune.config.schema import EvalConfig, RunConfig
+from ds_finetune.data.batches import Batch, BatchPlan, eval_batches
+from ds_finetune.data.rows import Row
+from ds_finetune.engine.core import EvalResult, StepResult
+from ds_finetune.errors import ConfigError
+from ds_finetune.observers.evaluation import BestAndPatience, Evaluation, matches
+from ds_finetune.observers.progress import PhaseLine, ProgressLine
+from ds_finetune.observers.record import StepRecord
+from ds_finetune.observers.time_left import EVALUATION, EXPORT, SAVE, TimeLeft
+from ds_finetune.observers.utilisation import Utilisation, peak_flops
+from ds_finetune.observers.writers import MetricsFile, Trackers, check_trackers
+from ds_finetune.plan.plan import make_plan
+from ds_finetune.trainer import train as finetune
+from ds_finetune.trainer.loop import run, step_values
+from ds_finetune.world import World
+
+
+def values(**more: float) -> dict[str, float]:
+    result = StepResult(2.5, 0.5, 1.25, num_tokens=1000, num_supervised_tokens=600, skipped=False, culprit="")
+    return (
+        step_values(result, seconds=2.0, waited=0.5)
+        | {"optim/lr": 1e-3, "data/tokens_seen": 1000, "train/skipped_steps": 0}
+        | more
+    )
+
+
+def record(step: int, *, last: bool = False, **more: float) -> StepRecord:
+    return StepRecord(step, values(**more), is_last=last)
+
+
+def test_values_of_a_step_are_rates_over_the_whole_step() -> None:
+    found = values()
+    assert (
+        found["perf/tokens_per_second"],
+        found["perf/supervised_tokens_per_second"],
+        found["perf/data_wait_seconds"],
+    ) == (500, 300, 0.5)
+    assert found["memory/peak_gib"] > 0
+
+
+def test_evaluation_comes_every_so_often_and_at_the_end() -> None:
+    losses = iter([3.0, 2.0, 1.0])
+    observer = Evaluation(2, lambda: EvalResult(next(losses), 0.5, 10), lambda: 0.25)
+    found = [observer.after_step(record(step, last=step == 5)) for step in range(1, 6)]
+    assert [r.values.get("eval/loss") for r in found] == [None, 3.0, None, 2.0, 1.0]
+    assert found[1].values["eval/perplexity"] == pytest.approx(math.exp(3))
+    assert found[1].values["eval/exact_match"] == 0.25
+    assert "train/loss" in found[1].values
+
+
+def test_evaluation_without_an_interval_comes_only_at_the_end() -> None:
+    observer = Evaluation(0, lambda: EvalResult(1000.0, 0.0, 10))
+    found = [observer.after_step(record(step, last=step == 3)) for step in range(1, 4)]
+    assert ["eval/loss" in r.values for r in found] == [False, False, True]
+    assert math.isfinite(found[-1].values["eval/perplexity"])
+    assert "eval/exact_match" not in found[-1].values
+
+
+def test_best_is_kept_and_patience_ends_the_run() -> None:
+    kept: list[int] = []
+    observer = BestAndPatience(EvalConfig(patience=2), kept.append)
+    found = [
+        observer.after_step(record(step, **{"eval/loss": loss}))
+        for step, loss in enumerate([3.0, 2.0, 2.5, 2.1], start=1)
+    ]
+    assert kept == [1, 2]
+    assert [bool(r.stop) for r in found] == [False, False, False, True]
+    assert found[-1].stop == "eval/loss has not fallen below 2.0000 of step 2 for 2 evaluations"
+    assert found[-1].best_step == 2
+    assert observer.after_step(record(5)).stop == ""
+
+
+def test_a_nan_is_never_the_best() -> None:
+    kept: list[int] = []
+    observer = BestAndPatience(EvalConfig(), kept.append)
+    observer.after_step(record(1, **{"eval/loss": math.nan}))
+    assert kept == []
+
+
+def test_the_loop_stops_where_an_observer_says_so() -> None:
+    class Stopper:
+        def after_step(self, record: StepRecord) -> StepRecord:
+            return record.stopping("enough") if record.step == 2 else record
+
+        def close(self) -> None: ...
+
+    drawn: list[int] = []
+
+    def steps() -> object:
+        for step in range(1, 9):
+            drawn.append(step)
+            yield record(step)
+
+    last = run(steps(), [Stopper()])  # type: ignore[arg-type]
+    assert (last.step, last.stop, drawn) == (2, "enough", [1, 2])  # type: ignore[union-attr]
+    assert run([], []) is None
+
+
+def test_metrics_file_is_json_also_for_nan(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl", pytest.fail)
+    file.after_step(record(1))
+    file.after_step(StepRecord(2, values(**{"train/grad_norm": math.inf}), notice="w on rank 0"))
+    file.close()
+    first, second = (
+        json.loads(line, parse_constant=lambda name: pytest.fail(name))
+        for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    )
+    assert (first["step"], first["train/loss"]) == (1, 2.5)
+    assert (second["train/grad_norm"], second["non_finite"], second["notice"]) == (
+        None,
+        ["train/grad_norm"],
+        "w on rank 0",
+    )
+
+
+def test_progress_lines_elsewhere_than_on_a_terminal() -> None:
+    out = io.StringIO()
+    line = ProgressLine(steps=10, every=4, left=TimeLeft(10, {}), out=out)
+    for step in range(1, 9):
+        line.after_step(StepRecord(step, values(**{"perf/mfu": 0.4}), notice="w on rank 1" if step == 3 else ""))
+    line.after_step(record(9, **{"eval/loss": 1.5, "eval/accuracy": 0.5}))
+    line.close()
+    lines = out.getvalue().splitlines()
+    assert [text.split()[1] for text in lines] == ["3/10", "4/10", "8/10", "9/10"]
+    assert lines[0].endswith("SKIPPED: w on rank 1")
+    for part in ("loss 2.5000", "grad_norm 1.25", "lr 0.001", "500 tokens/s", "mfu 40.0%", "GiB", "eta "):
+        assert part in lines[1]
+    assert "eval/loss 1.5000" in lines[3]
+
+
+def test_the_time_left_holds_evaluations_saves_export_and_verification() -> None:
+    left = TimeLeft(10, {EVALUATION: 4, SAVE: 0}, evaluation_steps=0.5, export_bytes=2e9, verifies=True)
+    left.count_step(2.0)
+    # 9 steps, evaluations at 4, 8 and 10, and 2 GB at 200 MB/s twice, once in a process that takes 15 s to start.
+    assert left.seconds(1) == pytest.approx(9 * 2 + 3 * 1 + 10 + 10 + 15)
+    left._measured = {EVALUATION: [6.0, 8.0], SAVE: [3.0], EXPORT: [20.0]}
+    # An evaluation takes 7 s, and every second one exports for 20 s; the end exports once more.
+    assert left.seconds(8) == pytest.approx(2 * 2 + 1 * (7 + 10) + 3 + 20 + 10 + 15)
+    assert left.seconds(10) == pytest.approx(20 + 10 + 15)
+    assert TimeLeft(10, {}).seconds(3) == 0
+
+
+def test_the_time_left_measures_what_it_is_given() -> None:
+    left = TimeLeft(2, {EVALUATION: 1})
+    assert left.measure(EVALUATION, lambda: time.sleep(0.05) or 7)() == 7
+    assert 0.05 <= left.seconds(1) < 1
+
+
+def test_an_evaluation_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([0.0, 0.0, 10.0, 40.0, 50.0, 80.0])
+    monkeypatch.setattr("ds_finetune.observers.progress.time.monotonic", lambda: next(now))
+    out = io.StringIO()
+    is_over = PhaseLine(out).following(lambda: False, "evaluation", 8)
+    assert [is_over() for _ in range(5)] == [False] * 5
+    assert out.getvalue() == "evaluation 2/8  eta 2 min\nevaluation 4/8  eta 1 min\n"
+
+
+def test_an_evaluation_reads_the_first_rows_of_its_limit() -> None:
+    rows = [Row(np.arange(3, dtype=np.int32), np.arange(3, dtype=np.int32), np.arange(3, dtype=np.int32), 3)] * 10
+    plan = BatchPlan(
+        global_batch_size=4, micro_batch_size=2, rank=0, dp=1, seed=0, shuffle=True, pad_token_id=0, row_len=None
+    )
+    read = [batch.row_ids for batch in eval_batches(rows, plan, limit=5)]
+    assert read == [(0, 1), (2, 3), (4,)]
+    assert sum(len(batch.row_ids) for batch in eval_batches(rows, plan)) == 10
+
+
+def test_a_runs_evaluation_takes_the_limit() -> None:
+    config = RunConfig.model_validate(
+        {
+            "model": "m",
+            "data": {"train": "a", "eval": "b", "packing": False},
+            "eval": {"limit": 3},
+            "output_dir": "o",
+            "train": {"micro_batch_size": 2},
+        }
+    )
+    plan = make_plan(config, world=World(0, 1, 0, 1, "python"), device="cpu")
+    rows = [Row(np.arange(3, dtype=np.int32), np.arange(3, dtype=np.int32), np.arange(3, dtype=np.int32), 3)] * 10
+    asked: list[bool] = []
+
+    def evaluated(batches: Iterable[Batch], *, is_over: Callable[[], bool]) -> list[tuple[int, ...]]:
+        return [batch.row_ids for batch in batches if not is_over()]
+
+    engine = SimpleNamespace(plan=plan, is_rank_zero=True, evaluate=evaluated)
+    material = SimpleNamespace(held_out=rows, stop_ids=[], pad_token_id=0)
+    evaluate, exact_match = finetune._evaluations(
+        engine, material, SimpleNamespace(is_asked=lambda: bool(asked.append(True)))
+    )  # type: ignore[arg-type]
+    assert evaluate() == [(0, 1), (2,)]
+    assert asked == [True, True], "each batch asks whether the run is to end"
+    assert exact_match is None
+
+
+def test_progress_stays_in_place_on_a_terminal() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    out = Terminal()
+    line = ProgressLine(steps=2, every=1, left=TimeLeft(2, {}), out=out)
+    line.after_step(record(1))
+    line.after_step(record(2, last=True))
+    assert out.getvalue().count("\n") == 1
+    assert out.getvalue().startswith("\r")
+
+
+def test_utilisation_is_model_flops_over_the_peak_of_all_ranks() -> None:
+    found = Utilisation(flops_per_token=6e9, peak_flops=1e12, world_size=2).after_step(record(1))
+    assert found.values["perf/mfu"] == pytest.approx(500 * 6e9 / 2e12)
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H800", 989),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA H20", 148),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA B300 SXM6 AC", 2250),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100-PCIE-40GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA A800-SXM4-80GB", 312),
+        ("NVIDIA A10", 125),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA A10G", None),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("Unknown", None),
+    ],
+)
+def test_the_peak_is_that_of_the_whole_name(name: str, tflops: float | None) -> None:
+    assert peak_flops(name) == (None if tflops is None else pytest.approx(tflops * 1e12))
+
+
+def test_exact_match_ignores_outer_white_space_alone() -> None:
+    assert matches(["a ", "b", "c d"], ["a", "B", "c d"]) == pytest.approx(2 / 3)
+    assert matches([], []) == 0
+
+
+def test_trackers_by_name(tmp_path: Path) -> None:
+    check_trackers(["tensorboard"])
+    trackers = Trackers.open(["tensorboard"], tmp_path, {"lr": 1e-3}, pytest.fail)
+    trackers.after_step(record(1, **{"train/grad_norm": math.nan}))
+    trackers.close()
+    assert list((tmp_path / "tensorboard").rglob("events*"))
+    with pytest.raises(ConfigError, match=r"log\.trackers names `tensorbord`") as caught:
+        check_trackers(["tensorbord"])
+    assert "tensorboard" in caught.value.hint
+    with pytest.raises(ConfigError, match="whose package is not installed"):
+        check_trackers(["comet_ml"])

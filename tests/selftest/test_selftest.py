@@ -1,0 +1,133 @@
+"""`ds-finetune selftest`: says that a layout is right where it is, and by how much it is off where it is not."""
+
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_finetune.config.schema import ParallelConfig
+from ds_finetune.model.build import build_skeleton
+from ds_finetune.plan.combinations import check_divides
+from ds_finetune.plan.mesh import Mesh
+from ds_finetune.selftest.cells import FAMILIES, OTHERS, grown, hf_config
+from ds_finetune.selftest.check import verdict
+from ds_finetune.selftest.plain import Steps
+from ds_finetune.selftest.run import _standard
+from tests.running import start, tiny_task
+
+COMMAND = [sys.executable, "-m", "ds_finetune", "selftest"]
+
+
+def test_the_layout_of_a_run_is_checked_in_two_precisions(tmp_path: Path) -> None:
+    run_file = tiny_task(
+        tmp_path, parallel={"tp": 2}, deepspeed={"zero_optimization": {"stage": 1}}, train={"precision": "bf16"}
+    )
+    done = start([*COMMAND, str(run_file), "--nproc", "2"], timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line for line in done.stdout.splitlines() if "ZeRO-1" in line]
+    assert [line.split()[0] for line in lines] == ["equal", "equal"]
+    assert [word for line in lines for word in line.split() if word in ("fp32", "bf16")] == ["fp32", "bf16"]
+    assert all(name in lines[0] for name in ("loss", "gradient", "norm", "resume", "export"))
+    assert "2 of 2 layouts equal a plain loop on 2 ranks (cpu)" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("sections", "layout"),
+    [
+        ({"deepspeed": {"zero_optimization": {"stage": 3}}}, "dp 1 ZeRO-3 fp32"),
+        (
+            {"deepspeed": {"zero_optimization": {"stage": 2}}, "train": {"max_seq_len": 66}, "data": {"packing": True}},
+            "dp 1 ZeRO-2 fp32",
+        ),
+    ],
+)
+def test_a_run_of_one_process_is_checked_here(tmp_path: Path, sections: dict[str, Any], layout: str) -> None:
+    """The first model of a process that transformers loads after zero.Init has unset rotary frequencies: the plain loop
+    comes first.
+    """
+    done = start([*COMMAND, str(tiny_task(tmp_path, **sections))], timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"equal  deepseek_v3 {layout}" in done.stdout
+
+
+def test_the_standard_set_has_fp16_on_gpus_alone() -> None:
+    names = {device: [case.name for case in _standard(2, ("deepseek_v3",), device)] for device in ("cpu", "cuda")}
+    assert [name for name in names["cuda"] if name not in names["cpu"]] == [
+        "deepseek_v3 dp ZeRO-1 fp16",
+        "deepseek_v3 dp ZeRO-3 fp16",
+    ]
+
+
+def test_not_a_number_is_not_equal() -> None:
+    right = Steps([1.0, 1.0], [1.0, 1.0], {"a": torch.ones(2), "b": torch.ones(2)}, [[1]])
+    assert verdict(right, right, Steps([1.0]), 0.0).is_right
+    assert not verdict(right, replace(right, norms=[1.0, math.nan]), Steps([1.0]), 0.0).is_right
+    assert not verdict(right, replace(right, losses=[1.0, math.nan]), Steps([1.0]), 0.0).is_right
+    assert not verdict(
+        right, replace(right, gradients={"a": torch.ones(2), "b": torch.full((2,), math.nan)}), Steps([1.0]), 0.0
+    ).is_right
+    assert not verdict(right, replace(right, answers=[[2]]), Steps([1.0]), 0.0).is_right
+    assert not verdict(right, right, Steps([1.1]), 0.0).is_right
+
+
+def test_gradients_twice_as_large_are_found(tmp_path: Path) -> None:
+    """The losses of the first step and the export are right, and without clipping Adam would hide it for long."""
+    script = tmp_path / "broken.py"
+    script.write_text(
+        "import sys\n"
+        "from ds_finetune.engine.core import Engine\n"
+        "from ds_finetune.cli.main import main\n"
+        "passes = Engine._passes\n"
+        "Engine._passes = lambda engine, batch, scale: passes(engine, batch, 2 * scale)\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    run_file = tiny_task(tmp_path, deepspeed={"zero_optimization": {"stage": 2}})
+    done = start([sys.executable, str(script), "selftest", str(run_file)], timeout=120)
+    assert done.returncode == 1, done.stdout + done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("WRONG"))
+    assert "norm 1 (limit 1e-04)" in line
+    assert "error: 1 of 1 layouts are off" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["RUN", "parallel.tp=3", "--nproc", "2"], "2 ranks are not a multiple of parallel tp 3 = 3"),
+        (["RUN", "parallel.pp=2", "--nproc", "2"], "parallel dp 1 x pp 2 with zero stage 2 is not proven"),
+        (["--hostfile", "nowhere"], "hostfile `nowhere` does not exist"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(tmp_path: Path, arguments: list[str], text: str) -> None:
+    run_file = str(tiny_task(tmp_path, deepspeed={"zero_optimization": {"stage": 2}}))
+    done = start([*COMMAND, *(run_file if word == "RUN" else word for word in arguments)], timeout=60)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert text in done.stderr
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES | OTHERS))
+def test_tiny_models_grow_with_the_sizes(family: str) -> None:
+    parallel = ParallelConfig(tp=8, sp=4, pp=3)
+    config = grown(hf_config(family), parallel)
+    check_divides(Mesh(0, 1, pp=3, tp=8), config.to_dict())
+    check_divides(Mesh(0, 1, sp=4, tp=8), config.to_dict())
+    build_skeleton(config, attention="sdpa", dtype=torch.float32, device="meta")
+
+
+@pytest.mark.slow
+def test_the_standard_set_takes_two_minutes_at_most() -> None:
+    done = start([*COMMAND, "--nproc", "2"], timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WRONG" not in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ten_steps_of_every_layout_and_family(ranks: int) -> None:
+    families = "deepseek_v3,deepseek_v2,qwen2,qwen3,llama"
+    done = start([*COMMAND, "--nproc", str(ranks), "--steps", "10", "--families", families], timeout=2400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"layouts equal a plain loop on {ranks} ranks" in done.stdout

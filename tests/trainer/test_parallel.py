@@ -1,0 +1,82 @@
+"""Whole runs of two ranks that work on the same rows: the numbers of one rank, from the first step to the export."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ds_finetune.trainer.run_dir import read_json
+from tests.running import metrics, start, tiny_task, torchrun
+
+TRAIN = {"for": "6 steps"}
+EVALUATION = {"every": "3 steps", "keep_best": True, "generate": {"prompts": 3, "max_new_tokens": 4}}
+
+
+def _run(folder: Path, *, ranks: int, **sections: Any) -> Path:
+    run_file = tiny_task(folder, train=TRAIN, eval=EVALUATION, checkpoint={"every": "3 steps"}, **sections)
+    done = start(torchrun("ds_finetune/train.py", str(run_file), ranks=ranks))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of one rank without ZeRO."""
+    return _run(tmp_path_factory.mktemp("alone"), ranks=1, deepspeed={"zero_optimization": {"stage": 0}})
+
+
+@pytest.mark.parametrize(
+    ("parallel", "stage"),
+    [({"sp": 2}, 3), ({"tp": 2}, 2), ({"ep": 2}, 1), ({"pp": 2}, 1)],
+    ids=["sp", "tp", "ep", "pp"],
+)
+def test_a_run_of_shared_rows_is_the_run_of_one_rank(
+    alone: Path, tmp_path: Path, parallel: dict[str, int], stage: int
+) -> None:
+    shared = _run(tmp_path, ranks=2, parallel=parallel, deepspeed={"zero_optimization": {"stage": stage}})
+    ours, wanted = metrics(shared), metrics(alone)
+    for key in ("train/loss", "train/grad_norm", "eval/loss", "eval/accuracy", "eval/exact_match", "data/tokens_seen"):
+        assert [r[key] for r in ours if key in r] == pytest.approx([r[key] for r in wanted if key in r], rel=1e-4), key
+    found, reference = (load_file(folder / "run" / "export" / "model.safetensors") for folder in (shared, alone))
+    assert found.keys() == reference.keys()
+    for name, tensor in reference.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5)
+    assert read_json(shared / "run" / "export" / "config.json") == read_json(alone / "run" / "export" / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "model", "text"),
+    [
+        (["parallel.tp=4"], {}, "2 ranks are not a multiple of parallel tp 4 = 4"),
+        (
+            ["parallel.tp=2"],
+            {"num_attention_heads": 3, "num_key_value_heads": 3},
+            "parallel.tp 2 does not divide the 3 attention heads of the model",
+        ),
+        (["parallel.ep=2"], {"n_routed_experts": 3}, "parallel.ep 2 does not divide the 3 routed experts of the model"),
+        (
+            ["parallel.pp=2", "deepspeed.zero_optimization.stage=1"],
+            {"num_hidden_layers": 1},
+            "parallel.pp 2 is more than the 1 layers of the model",
+        ),
+        (
+            ["parallel.sp=2", "train.max_seq_len=63", "data.packing=true"],
+            {},
+            "train.max_seq_len 63 is not a multiple of parallel.sp 2",
+        ),
+        (["parallel.pp=2"], {}, "parallel dp 1 x pp 2 with zero stage 2 is not proven"),
+    ],
+)
+def test_bad_layouts_end_every_rank_within_two_minutes(
+    tmp_path: Path, overrides: list[str], model: dict[str, int], text: str
+) -> None:
+    run_file = tiny_task(tmp_path)
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps(read_json(config) | model))
+    done = start(torchrun("ds_finetune/train.py", str(run_file), *overrides), timeout=120)
+    assert done.returncode != 0
+    assert done.stderr.count(f"error: {text}") == 1, done.stderr
+    assert not (tmp_path / "run").exists()

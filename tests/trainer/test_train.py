@@ -1,0 +1,332 @@
+"""Whole runs, tiny and real: what they write, that the export is the trained model, and what they refuse."""
+
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ds_finetune.cli.main import main
+from ds_finetune.config.schema import read_config
+from ds_finetune.console import show_plan
+from ds_finetune.demo import write_demo
+from ds_finetune.export.folder import has_same_weights
+from ds_finetune.export.verify.record import Record
+from ds_finetune.trainer.train import prepared
+from ds_finetune.world import World
+from tests.running import metrics, start, tiny_task, torchrun
+
+KEYS = {
+    "step", "train/loss", "train/grad_norm", "train/skipped_steps", "optim/lr", "data/tokens_seen", "perf/tokens_per_second",
+    "perf/supervised_tokens_per_second", "perf/step_seconds", "perf/data_wait_seconds", "memory/peak_gib",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["zero2", "zero3"])
+def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks that evaluated, kept its best weights and exported in several shards."""
+    folder = tmp_path_factory.mktemp("run")
+    run_file = tiny_task(
+        folder,
+        deepspeed={"zero_optimization": {"stage": request.param}},
+        train={"for": "2 epochs", "precision": "bf16"},
+        eval={"every": "4 steps", "keep_best": True, "generate": {"prompts": 3, "max_new_tokens": 4}},
+        export={"max_shard_size": "20KB", "verify": True},
+        log={"trackers": ["tensorboard"]},
+    )
+    done = start(torchrun("ds_finetune/train.py", str(run_file)))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_the_run_folder_holds_what_it_should(finished: Path) -> None:
+    run = finished / "run"
+    assert {
+        "config.yaml",
+        "plan.json",
+        "deepspeed.json",
+        "metrics.jsonl",
+        "tensorboard",
+        "base",
+        "checkpoints",
+        "export",
+        "export-best",
+    } == {p.name for p in run.iterdir()}
+    records = metrics(finished)
+    assert [record["step"] for record in records] == list(range(1, 9))
+    assert all(record.keys() >= KEYS for record in records)
+    assert [record["step"] for record in records if "eval/loss" in record] == [4, 8]
+    assert {"eval/perplexity", "eval/accuracy", "eval/exact_match"} <= records[-1].keys()
+    assert list((run / "tensorboard").rglob("events*"))
+    assert read_config(run / "config.yaml").train.duration == "2 epochs"
+
+
+def test_weights_of_the_last_and_best_step_are_written_once_and_verified_twice(finished: Path) -> None:
+    run, records = finished / "run", metrics(finished)
+    assert records[-1]["eval/loss"] < records[3]["eval/loss"], "the last step is not the best"
+    assert has_same_weights(run / "export", run / "export-best")
+    for name in ("export", "export-best"):
+        assert not (run / name / "UNVERIFIED").exists()
+        assert Record.read(run / name).step == records[-1]["step"]
+
+
+def test_an_export_of_the_checkpoint_is_the_export_of_the_run(finished: Path, tmp_path: Path) -> None:
+    """From the fp32 masters on disk, without an engine: the same bytes in the same files, the run's logits too; and
+    nothing of a damaged one.
+    """
+    run = finished / "run"
+    assert (
+        main(["export", str(run), str(tmp_path / "out"), "--no-verify", "--dtype", "bf16", "--max-shard-size", "20KB"])
+        == 0
+    )
+    assert "not checked yet" in (tmp_path / "out" / "UNVERIFIED").read_text()
+    (tmp_path / "out" / "UNVERIFIED").unlink()
+    names = sorted(path.name for path in (run / "export").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "out").iterdir())
+    for name in names:
+        assert (tmp_path / "out" / name).read_bytes() == (run / "export" / name).read_bytes(), name
+    damaged = tmp_path / "step-000008"
+    shutil.copytree(run / "checkpoints" / "step-000008", damaged)
+    part = next(damaged.glob("part-00001*"))
+    part.write_bytes(part.read_bytes()[:-1] + b"x")
+    assert main(["export", str(damaged), str(tmp_path / "none")]) == 2
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_export_loads_in_plain_transformers(finished: Path) -> None:
+    export = finished / "run" / "export"
+    index = json.loads((export / "model.safetensors.index.json").read_text())
+    files = sorted({*index["weight_map"].values()})
+    assert len(files) > 2
+    tensors = {key: tensor for file in files for key, tensor in load_file(export / file).items()}
+    assert tensors.keys() == index["weight_map"].keys()
+    assert "model.layers.1.mlp.experts.3.down_proj.weight" in tensors
+    assert tensors["model.layers.1.mlp.gate.e_score_correction_bias"].dtype == torch.float32
+    config = json.loads((export / "config.json").read_text())
+    assert (config["topk_method"], config["torch_dtype"], config["architectures"]) == (
+        "noaux_tc",
+        "bfloat16",
+        ["DeepseekV3ForCausalLM"],
+    )
+    model, report = AutoModelForCausalLM.from_pretrained(export, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (export / name).read_bytes() == (finished / "model" / name).read_bytes()
+    loss = _held_out_loss(model, finished)
+    assert loss == pytest.approx(metrics(finished)[-1]["eval/loss"], abs=2e-3)
+
+
+def _held_out_loss(model: Any, folder: Path) -> float:
+    """Mean loss of the answers of the held-out rows, one at a time, with transformers' own template and loss."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    total = count = 0.0
+    for line in (folder / "eval.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        turns = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}]
+        prompt, whole = (
+            tokenizer(
+                tokenizer.apply_chat_template(t, add_generation_prompt=opens, tokenize=False), add_special_tokens=False
+            )["input_ids"]
+            for t, opens in ((turns[:1], True), (turns, False))
+        )
+        with torch.no_grad():
+            logits = model(torch.tensor([whole])).logits[0, len(prompt) - 1 : -1].float()
+        total += torch.nn.functional.cross_entropy(logits, torch.tensor(whole[len(prompt) :]), reduction="sum").item()
+        count += len(whole) - len(prompt)
+    return total / count
+
+
+def test_asking_the_export(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ask", str(finished / "run" / "export"), "1969-07-20", "--max-new-tokens", "3"]) == 0
+    assert "> 1969-07-20" in capsys.readouterr().out
+    assert main(["ask", str(finished), "x"]) == 2
+
+
+def test_one_row_more_than_the_batches_hold_does_not_hang(tmp_path: Path) -> None:
+    """4N+1 rows on two ranks: every row once, and the last batch is filled with rows of nothing."""
+    run_file = tiny_task(tmp_path, train={"for": "1 epochs"}, eval=None)
+    lines = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "train.jsonl").write_text("".join(lines[:17]))
+    (tmp_path / "eval.jsonl").write_text("".join(lines[:5]))
+    done = start(torchrun("ds_finetune/train.py", str(run_file)))
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = metrics(tmp_path)
+    assert len(records) == math.ceil(17 / 8)
+    assert records[-1]["data/tokens_seen"] > records[-2]["data/tokens_seen"]
+    assert records[-1]["data/supervised_tokens"] < records[-2]["data/supervised_tokens"] / 4
+
+
+def test_streaming_trains_on_two_ranks(tmp_path: Path) -> None:
+    run_file = tiny_task(
+        tmp_path, data={"streaming": True, "packing": True}, deepspeed={"zero_optimization": {"stage": 3}}
+    )
+    done = start(torchrun("ds_finetune/train.py", str(run_file)))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "streamed from 1 sources" in done.stdout
+    losses = [record["train/loss"] for record in metrics(tmp_path)]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+    assert not list((tmp_path / "cache").glob("*/train*"))
+
+
+def test_early_stopping(tmp_path: Path) -> None:
+    run_file = tiny_task(
+        tmp_path,
+        train={"for": "50 steps"},
+        optim={"lr": 5.0, "warmup": "0"},
+        eval={"every": "1 steps", "patience": 2},
+        export={"at_end": False},
+    )
+    done = start(torchrun("ds_finetune/train.py", str(run_file), ranks=1))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(metrics(tmp_path)) < 50
+    assert "STOP: eval/loss has not fallen below" in done.stdout
+    assert done.stdout.splitlines()[-1] == f"next: ds-finetune export {tmp_path / 'run'} OUT"
+    assert not (tmp_path / "run" / "export").exists()
+
+
+@pytest.fixture
+def environ() -> Iterator[None]:
+    """Leaves the environment as it was: a run sets the launchers' variables."""
+    before = dict(os.environ)
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def _lines(path: Path, *lines: str) -> None:
+    path.write_text("".join(line + "\n" for line in lines))
+
+
+def _poison(folder: Path) -> None:
+    from ds_finetune.model.build import build_skeleton, read_hf_config
+    from ds_finetune.model.weights import initialise_weights
+
+    model = build_skeleton(read_hf_config(str(folder / "model")), attention="sdpa", dtype=torch.float32, device="cpu")
+    initialise_weights(model, seed=0)
+    model.save_pretrained(folder / "weights")
+    shutil.copy(folder / "weights" / "model.safetensors", folder / "model")
+    tensors = load_file(folder / "model" / "model.safetensors")
+    tensors["lm_head.weight"][0, 0] = float("nan")
+    save_file(tensors, folder / "model" / "model.safetensors", metadata={"format": "pt"})
+
+
+BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "missing file": (lambda f: (f / "train.jsonl").unlink(), {}, "train.jsonl` does not exist"),
+    "empty file": (lambda f: (f / "train.jsonl").write_text(""), {}, "train.jsonl` is empty"),
+    "broken line": (
+        lambda f: _lines(f / "train.jsonl", '{"prompt": "a", "completion": "b"}', '{"prompt": "a",'),
+        {},
+        "train.jsonl line 2 column 16 is not JSON",
+    ),
+    "wrong column": (
+        lambda f: _lines(f / "train.jsonl", '{"ask": "a", "say": "b"}'),
+        {},
+        "train.jsonl line 1 has columns ask, say, which fit no layout",
+    ),
+    "unknown role": (
+        lambda f: _lines(f / "train.jsonl", '{"messages": [{"role": "robot", "content": "x"}]}'),
+        {},
+        "train.jsonl line 1: unknown role 'robot'",
+    ),
+    "too long for the model": (
+        None,
+        {"train": {"max_seq_len": 4096}},
+        "train.max_seq_len 4096 is more than the 512 positions",
+    ),
+    "vocabulary": (
+        lambda f: _change_model(f, vocab_size=50),
+        {},
+        "the tokenizer has ids up to 100 and the model a vocabulary of 50",
+    ),
+    "no weights": (None, {"model": {"weights": "load"}}, "has no safetensors weights"),
+    "NaN in the weights": (_poison, {"model": {"weights": "load"}}, "tensor `lm_head.weight` of"),
+    "zero learning rate": (None, {"optim": {"lr": 0}}, "`optim.lr` is 0: it should be greater than 0"),
+    "batch that does not divide": (
+        None,
+        {"train": {"global_batch_size": 7}},
+        "train.global_batch_size 7 is not a multiple of micro_batch_size 2 x dp 1 = 2",
+    ),
+    "streaming for epochs": (
+        None,
+        {"data": {"streaming": True}, "train": {"for": "2 epochs"}},
+        "data.streaming does not know how long `2 epochs` is",
+    ),
+    "no template file": (None, {"data": {"template": "none.jinja"}}, "data.template `none.jinja` does not exist"),
+    "unknown tracker": (None, {"log": {"trackers": ["wandbb"]}}, "log.trackers names `wandbb`"),
+    "output below a file": (None, {"output_dir": "{folder}/run.yaml/run"}, "which is not a folder"),
+    "nothing supervised": (
+        lambda f: _lines(f / "train.jsonl", '{"messages": [{"role": "user", "content": "x"}]}'),
+        {},
+        "none of the 1 rows of",
+    ),
+}
+
+
+def _change_model(folder: Path, **values: Any) -> None:
+    path = folder / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.usefixtures("environ")
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_ends_before_step_one(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spoil, sections, message = BAD[name]
+    given = {k: v.format(folder=tmp_path) if isinstance(v, str) else v for k, v in sections.items()}
+    run_file = tiny_task(tmp_path, **given)
+    if spoil:
+        spoil(tmp_path)
+    assert main(["train", str(run_file)]) == 2
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert "hint: " in printed
+    assert printed.count("error: ") == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("environ")
+def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_file = tiny_task(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
+    assert main(["train", str(run_file)]) == 2
+    assert "already holds a run" in capsys.readouterr().err
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == "{}\n"
+
+
+@pytest.mark.usefixtures("environ")
+def test_data_show_marks_what_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_file = tiny_task(tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row | {"source": "x"}) + "\n" for row in rows))
+    assert main(["data", "show", str(run_file), "--samples", "1"]) == 0
+    printed = capsys.readouterr().out
+    row = rows[0]
+    assert f"<|bos|><|user|>{row['prompt']}<|assistant|>⟦{row['completion']}<|eos|>⟧" in printed
+    assert "rows read" in printed
+    assert re.search(r"prompts +0 of [\d,]+ rows \(0.0%\) have", printed)
+    assert f"columns and fields that nothing reads: source ({len(rows):,} rows)" in printed
+    plan, material, _ = prepared(read_config(run_file), World.from_environment({}))
+    show_plan(plan, material)
+    printed = capsys.readouterr().out
+    assert re.search(r"prompts +0 of [\d,]+ rows \(0.0%\) have", printed)
+    assert f"data.train: columns and fields that nothing reads: source ({len(rows):,} rows)" in printed
+
+
+def test_config_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_file = write_demo(tmp_path)
+    assert main(["config", "show", str(run_file), "train.seed=7"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["train"]["seed"] == 7
+    assert main(["config", "schema"]) == 0
+    assert json.loads(capsys.readouterr().out)["properties"]["train"]["description"]

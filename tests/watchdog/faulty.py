@@ -1,0 +1,78 @@
+"""`train` with a fault: FAULT RANK STEP RUN.yaml [section.key=value ...]; the rank does it when it begins that step."""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+
+import torch.distributed as dist
+
+from ds_finetune.cli.main import run
+from ds_finetune.engine.core import Engine
+from ds_finetune.trainer import train as finetune
+
+LONG = 1000
+SLOW_SECONDS = 0.3
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def sleep() -> None:
+    time.sleep(LONG)
+
+
+def hold() -> None:
+    """PyDLL keeps Python's lock while C code runs."""
+    ctypes.PyDLL(None).sleep(LONG)
+
+
+def another() -> None:
+    """A collective that the others do not take part in."""
+    dist.barrier()
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail() -> None:
+    raise OSError(28, "No space left on device")
+
+
+def slow() -> None:
+    time.sleep(SLOW_SECONDS)
+
+
+def main() -> None:
+    # `deepspeed` puts its own before them.
+    arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]
+    fault, rank, step = arguments[0], int(arguments[1]), int(arguments[2])
+    is_mine = int(os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))) == rank
+    if fault in ("prepare", "full") and is_mine:
+        gather = finetune.gather_material
+        finetune.gather_material = lambda config: (time.sleep(step), fault == "full" and fail(), gather(config))[2]
+    elif is_mine:
+        _break_step(globals()[fault], step)
+    run(["train", *arguments[3:]])
+
+
+def _break_step(fault, step: int) -> None:  # noqa: ANN001
+    original, count = Engine.step, 0
+
+    def broken(self: Engine, *args, **kwargs):  # noqa: ANN002, ANN003, ANN202
+        nonlocal count
+        count += 1
+        if count == step or (count > step and fault is slow):
+            sys.stderr.write(f"FAULT {time.time()} {os.getpid()}\n")
+            sys.stderr.flush()
+            fault()
+        return original(self, *args, **kwargs)
+
+    Engine.step = broken
+
+
+if __name__ == "__main__":
+    main()
