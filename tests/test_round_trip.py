@@ -22,8 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from ds_finetune.cli.main import main
 from ds_finetune.export.verify.record import UNVERIFIED, Record
 from tests.conftest import ROOT
-from tests.vllm_worker import NEW_TOKENS
 from tests.running import metrics, start, tiny_task
+from tests.vllm_worker import NEW_TOKENS
 
 YARN = {
     "type": "yarn",
