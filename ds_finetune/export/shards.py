@@ -213,7 +213,7 @@ class _File:
         """Write all of `data` at byte `offset`; the system may take it in several parts.
 
         Pages already on the disk are given back, and others begun to be written: nobody reads them soon, and a
-        model that fills the page cache slows every other program of the machine (docs/results.md).
+        model that fills the page cache slows every other program of the machine (docs/explanation/results.md).
         """
         assert self._descriptor is not None
         self._unreleased += len(data)
