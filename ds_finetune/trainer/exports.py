@@ -8,7 +8,7 @@ import torch
 
 from ds_finetune.config.schema import LoraConfig, RunConfig
 from ds_finetune.engine.core import Engine
-from ds_finetune.engine.processes import everyones
+from ds_finetune.engine.processes import all_gather_object
 from ds_finetune.engine.start import DTYPES
 from ds_finetune.errors import OutputError, RunError
 from ds_finetune.export.adapter import write_adapter
@@ -116,7 +116,7 @@ class Exports:
         """Whether rank zero could make the links; the same on every rank."""
         folder = self._folder
         made = (link_folder(folder / f"{name}-best", folder / name) for name in names)
-        return all(everyones(not self.engine.is_rank_zero or all(made)))
+        return all(all_gather_object(not self.engine.is_rank_zero or all(made)))
 
     def _say(self, notes: Iterable[str]) -> None:
         for note in notes:
