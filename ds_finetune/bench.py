@@ -18,7 +18,7 @@ from ds_finetune.data.batches import Batch, MicroBatch
 from ds_finetune.engine.build_lock import Say
 from ds_finetune.engine.building import build_ops, use_cores
 from ds_finetune.engine.core import Engine
-from ds_finetune.engine.processes import choose_device, all_gather_object, process_group
+from ds_finetune.engine.processes import all_gather_object, choose_device, process_group
 from ds_finetune.engine.start import DTYPES, start_engine
 from ds_finetune.errors import ConfigError
 from ds_finetune.labels import IGNORE_INDEX

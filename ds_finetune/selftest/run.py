@@ -25,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from ds_finetune.config.schema import ParallelConfig, RunConfig
 from ds_finetune.engine.building import build_ops
-from ds_finetune.engine.processes import choose_device, all_gather_object, process_group
+from ds_finetune.engine.processes import all_gather_object, choose_device, process_group
 from ds_finetune.errors import ConfigError, LaunchError, RunError
 from ds_finetune.model.build import read_hf_config
 from ds_finetune.plan.combinations import PROVEN
