@@ -28,6 +28,7 @@ from ds_finetune.plan.plan import make_plan
 from ds_finetune.selftest.plain import Steps, mean_loss, plain_loop
 from ds_finetune.selftest.steps import evaluated, take_steps
 from ds_finetune.trainer.run_dir import read_json
+from ds_finetune.units import GIB
 from ds_finetune.world import World
 
 _FEW = 3
@@ -171,5 +172,5 @@ def _export(engine: Engine, model: str, out: Path) -> None:
         dtype=DTYPES[engine.plan.config.train.precision],
         files=(),
     )
-    write_folder(engine.tensors(), engine.tensor_specs(), out, parts, max_shard_bytes=2**30)
+    write_folder(engine.tensors(), engine.tensor_specs(), out, parts, max_shard_bytes=GIB)
     dist.barrier()
