@@ -18,7 +18,7 @@ from ds_finetune.data.batches import Batch, MicroBatch
 from ds_finetune.engine.build_lock import Say
 from ds_finetune.engine.building import build_ops, use_cores
 from ds_finetune.engine.core import Engine
-from ds_finetune.engine.processes import choose_device, everyones, process_group
+from ds_finetune.engine.processes import all_gather_object, choose_device, process_group
 from ds_finetune.engine.start import DTYPES, start_engine
 from ds_finetune.errors import ConfigError
 from ds_finetune.labels import IGNORE_INDEX
@@ -82,7 +82,7 @@ def step_contest(config: RunConfig, *, steps: int, say: Say) -> Contest:
     schedule = lr_schedule(config, material)
     with ExitStack() as stack:
         stack.enter_context(process_group(world, plan.device))
-        plan = build_ops(use_cores(plan, os.environ), everyones, say)
+        plan = build_ops(use_cores(plan, os.environ), all_gather_object, say)
         for note in plan.notes:
             say(note)
         engine = stack.enter_context(start_engine(plan, material.hf_config))

@@ -14,13 +14,14 @@ from typing import Self
 import xxhash
 
 from ds_finetune.errors import CheckpointError
+from ds_finetune.units import MIB
 
 FORMAT = 2
 MANIFEST = "manifest.json"
 STATE = "state.json"
 _STATUS = ".written.json"
 _PREFIX = "step-"
-_CHUNK_BYTES = 16 * 2**20
+_CHUNK_BYTES = 16 * MIB
 _POLL_SECONDS = 0.05
 _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.EACCES, errno.ENOSYS)
 _LEFT = re.compile(r"step-\d+\.(partial-[0-9a-f-]+|replaced-[0-9a-f-]+|removing)|\.rehearsal-[0-9a-f-]+")

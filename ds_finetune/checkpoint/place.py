@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_finetune.engine.processes import everyones
+from ds_finetune.engine.processes import all_gather_object
 from ds_finetune.errors import FinetuneError, OutputError
 
 _SEEN_SECONDS = 5.0
@@ -45,11 +45,11 @@ def find_place(folder: Path, *, rank: int, node_local: bool) -> Place:
     OutputError on every rank where it cannot be made, or where it is not shared and `node_local` does not say so.
     """
     agree(tried(folder, lambda: folder.mkdir(parents=True, exist_ok=True)))
-    tokens = everyones(f"{time.time_ns():x}-{os.getpid():x}")
+    tokens = all_gather_object(f"{time.time_ns():x}-{os.getpid():x}")
     token = tokens[0]
     if node_local:
         status = folder.stat()
-        homes = everyones((socket.gethostname(), status.st_dev, status.st_ino))
+        homes = all_gather_object((socket.gethostname(), status.st_dev, status.st_ino))
         return Place(
             folder, tuple(other for other, home in enumerate(homes) if home == homes[rank]), rank, len(homes), token
         )
@@ -64,7 +64,7 @@ def find_place(folder: Path, *, rank: int, node_local: bool) -> Place:
 
 def agree(error: FinetuneError | None) -> None:
     """Raise the first rank's error on every rank; collective."""
-    errors = [found for found in everyones(error) if found is not None]
+    errors = [found for found in all_gather_object(error) if found is not None]
     if errors:
         raise errors[0]
 

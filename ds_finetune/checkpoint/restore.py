@@ -13,7 +13,7 @@ from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.storage import PartsReader, read_groups
 from ds_finetune.checkpoint.tools import CHECKPOINTS
 from ds_finetune.engine.core import Engine
-from ds_finetune.engine.processes import everyones
+from ds_finetune.engine.processes import all_gather_object
 from ds_finetune.engine.state import BUFFER, WEIGHT
 from ds_finetune.errors import CheckpointError
 
@@ -37,7 +37,7 @@ def newest(place: Place, folder: Path) -> Found | None:
     None where there is none at all; CheckpointError where there are some and none can be used, or one was renamed.
     """
     agree(renamed_checkpoint(folder))
-    everywhere = everyones((socket.gethostname(), set(complete_steps(folder))))
+    everywhere = all_gather_object((socket.gethostname(), set(complete_steps(folder))))
     some = set.union(*(steps for _, steps in everywhere))
     steps = sorted(set.intersection(*(steps for _, steps in everywhere)), reverse=True)
     passed = _unfinished(folder, newer_than=max(some, default=-1))
@@ -64,7 +64,7 @@ def named(place: Place, path: Path) -> Found:
     collective.
     """
     for folder in (path / CHECKPOINTS, path):
-        if any(everyones(bool(complete_steps(folder)))):
+        if any(all_gather_object(bool(complete_steps(folder)))):
             found = newest(place, folder)
             if found is not None:
                 return found
@@ -119,7 +119,7 @@ def _problems(place: Place, folder: Path) -> list[str]:
     else:
         index, count = place.writer
         mine, token = damage_of(folder, manifest, sorted(manifest.files)[index::count], sums=True), manifest.token
-    found = everyones((mine, token))
+    found = all_gather_object((mine, token))
     problems = [problem for others, _ in found for problem in others]
     tokens = {token for _, token in found if token is not None}
     if len(tokens) > 1:
@@ -137,7 +137,7 @@ def _unfinished(folder: Path, *, newer_than: int) -> list[str]:
     mine = [str(path) for path, step in steps if step.isdigit() and int(step) > newer_than]
     return [
         f"{path} passed over: it was never completed"
-        for path in dict.fromkeys(path for others in everyones(mine) for path in others)
+        for path in dict.fromkeys(path for others in all_gather_object(mine) for path in others)
     ]
 
 

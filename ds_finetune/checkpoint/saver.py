@@ -16,7 +16,7 @@ from ds_finetune.checkpoint.part_file import part_name
 from ds_finetune.checkpoint.place import Place
 from ds_finetune.checkpoint.staging import FileSink, WriterProcess
 from ds_finetune.checkpoint.storage import write_part
-from ds_finetune.engine.processes import largest
+from ds_finetune.engine.processes import all_reduce_max
 from ds_finetune.engine.state import StateGroup
 from ds_finetune.errors import CheckpointError
 
@@ -94,7 +94,7 @@ class Saver:
         """What became of the save that is on its way, once that is known on every rank; with `wait`, once it is."""
         while (pending := self._pending) is not None:
             pending.errors += self._process.errors() if self.is_asynchronous else []
-            is_busy, has_failed = largest(
+            is_busy, has_failed = all_reduce_max(
                 self.is_asynchronous and self._process.is_busy, bool(pending.errors) or pending.has_failed
             )
             if has_failed and not pending.has_failed:
@@ -147,7 +147,7 @@ class Saver:
     def _commit_now(self, job: Mapping[str, Any]) -> None:
         """Every part is written or has failed; the leader commits while the others wait."""
         assert self._pending is not None
-        (failed,) = largest(bool(self._pending.errors))
+        (failed,) = all_reduce_max(bool(self._pending.errors))
         if failed or not self.place.leads:
             return
         manifest = Manifest(

@@ -15,8 +15,9 @@ import torch
 import ds_finetune
 from ds_finetune.checkpoint.files import SummedFile, say_written
 from ds_finetune.checkpoint.writer import STOP_WAITING
+from ds_finetune.units import MIB
 
-_BUFFER_BYTES = 16 * 2**20
+_BUFFER_BYTES = 16 * MIB
 _PARTING_SECONDS = 5.0
 
 

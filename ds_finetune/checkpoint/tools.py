@@ -21,12 +21,12 @@ from ds_finetune.checkpoint.files import (
 from ds_finetune.checkpoint.part_file import part_name
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.errors import CheckpointError
+from ds_finetune.units import GIB
 
 CHECKPOINTS = "checkpoints"
 """Folder of a run that holds its checkpoints."""
 BASE = "base"
 """Folder, in a run and in each checkpoint, of the files that an export needs beside the weights."""
-_GIB = 2**30
 Pair = tuple[str, str]
 
 
@@ -90,7 +90,7 @@ def verify(path: Path, *, workers: int) -> str:
         raise CheckpointError(
             "; ".join(found), hint=f"take another checkpoint; {len(manifest.files) - len(found)} other files are whole"
         )
-    return f"{folder}: {len(manifest.files)} files, {manifest.num_bytes / _GIB:.2f} GiB, as they were written"
+    return f"{folder}: {len(manifest.files)} files, {manifest.num_bytes / GIB:.2f} GiB, as they were written"
 
 
 def gather(folders: Sequence[Path], out: Path) -> str:
@@ -134,7 +134,7 @@ def gather(folders: Sequence[Path], out: Path) -> str:
         sync_folder(folder)
     partial.rename(out)
     sync_folder(out.absolute().parent)
-    return f"{out}: {first.world_size} parts of step {first.step}, {whole.num_bytes / _GIB:.2f} GiB"
+    return f"{out}: {first.world_size} parts of step {first.step}, {whole.num_bytes / GIB:.2f} GiB"
 
 
 def _line(manifest: Manifest) -> str:
@@ -144,4 +144,4 @@ def _line(manifest: Manifest) -> str:
         else f"{manifest.world_size} parts"
     )
     loss = "" if manifest.eval_loss is None else f", eval/loss {manifest.eval_loss:.4f}"
-    return f"step {manifest.step}, {parts}, {manifest.num_bytes / _GIB:.3f} GiB, written on {manifest.host}{loss}"
+    return f"step {manifest.step}, {parts}, {manifest.num_bytes / GIB:.3f} GiB, written on {manifest.host}{loss}"

@@ -8,14 +8,13 @@ from typing import Literal
 
 from ds_finetune.doctor.facts import PACKAGES, Facts
 from ds_finetune.hostfile import Host
+from ds_finetune.units import GIB, MIB
 
 State = Literal["ok", "warn", "fail"]
-_GIB = 2**30
-_MIB = 2**20
 _CLOCK_SECONDS = 1.0
 _CLOCK_WRONG_SECONDS = 60.0
 _FEW_FILES, _FILES_OF_A_RANK = 1024, 8
-_SHM_BYTES = 2**30
+_SHM_BYTES = GIB
 _MEMORY_MARGIN = 0.8
 _SSH_FAILED = 255
 _NO_COMMAND = (126, 127)
@@ -182,7 +181,7 @@ def device_checks(hosts: Mapping[str, Host], there: Mapping[str, Facts], device:
             state: State = "fail" if device == "cuda" else "warn"
             yield Check("devices", name, state, found, mend if device == "cuda" else "ranks will share cores")
             continue
-        busy = [str(n) for n, gpu in enumerate(facts.gpus) if device == "cuda" and gpu.used_bytes > _GIB]
+        busy = [str(n) for n, gpu in enumerate(facts.gpus) if device == "cuda" and gpu.used_bytes > GIB]
         if busy:
             yield Check(
                 "devices",
@@ -213,11 +212,11 @@ def limit_checks(there: Mapping[str, Facts], *, world_size: int, locks_memory: b
             )
         if facts.shm_bytes < _SHM_BYTES:
             wrong.append(
-                (f"/dev/shm {facts.shm_bytes // _MIB} MiB", "give it 1 GiB or more (docker: --shm-size, or --ipc=host)")
+                (f"/dev/shm {facts.shm_bytes // MIB} MiB", "give it 1 GiB or more (docker: --shm-size, or --ipc=host)")
             )
         found = (
             "; ".join(text for text, _ in wrong)
-            or f"open files {facts.open_files}, /dev/shm {facts.shm_bytes / _GIB:.1f} GiB"
+            or f"open files {facts.open_files}, /dev/shm {facts.shm_bytes / GIB:.1f} GiB"
         )
         yield Check("limits", host, "warn" if wrong else "ok", found, "; ".join(mend for _, mend in wrong))
 
@@ -404,7 +403,7 @@ def disk_checks(there: Mapping[str, Facts], output: str, needed: Mapping[str, in
     for host, facts in there.items():
         folder, wanted = facts.folders[output], needed.get(host, 0)
         room = folder.free_bytes + folder.held_bytes
-        found = f"{output} needs {wanted / _GIB:,.2f} GiB at most, {room / _GIB:,.1f} GiB free"
+        found = f"{output} needs {wanted / GIB:,.2f} GiB at most, {room / GIB:,.1f} GiB free"
         if not folder.is_writable:
             yield Check(
                 "disk",
@@ -432,7 +431,7 @@ def memory_checks(
             if there_is is None:
                 continue
             state: State = "fail" if wanted > there_is else "warn" if wanted > _MEMORY_MARGIN * there_is else "ok"
-            found = f"{what}: state of the run {wanted / _GIB:,.2f} GiB, {there_is / _GIB:,.1f} GiB available"
+            found = f"{what}: state of the run {wanted / GIB:,.2f} GiB, {there_is / GIB:,.1f} GiB available"
             yield Check(
                 "memory",
                 host,

@@ -8,6 +8,7 @@ from typing import Any
 
 from ds_finetune.doctor.checks import Check, State
 from ds_finetune.doctor.network import JOIN_SECONDS
+from ds_finetune.units import MIB
 
 _SLOW, _BROKEN = 3, 10
 """A host or link is slow, or broken, where others are faster by these."""
@@ -39,7 +40,7 @@ def network_checks(seats: Sequence[str], answers: Sequence[Answer]) -> list[Chec
         )
         checks.append(Check("links", "", "ok", found))
     first = heard[0]
-    size = f"{first['num_bytes'] / 2**20:,.3g} MiB over {len(seats)} ranks"
+    size = f"{first['num_bytes'] / MIB:,.3g} MiB over {len(seats)} ranks"
     for name in ("all_reduce", "all_gather"):
         checks.append(Check(name.replace("_", "-"), "", "ok", f"{_speed(first[name])} bus bandwidth, {size}"))
     return checks

@@ -17,11 +17,12 @@ import xxhash
 from ds_finetune.errors import ExportError, OutputError
 from ds_finetune.export.verify.record import Digest
 from ds_finetune.model.hub_folder import INDEX
+from ds_finetune.units import MIB
 
 DTYPE_CODES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float8_e4m3fn: "F8_E4M3"}
 """The names safetensors gives the dtypes that are written here."""
 _SHOWN = 5
-_RELEASE_BYTES = 64 * 2**20
+_RELEASE_BYTES = 64 * MIB
 """How much is written to a file before its pages are given back to the system."""
 
 
@@ -213,7 +214,7 @@ class _File:
         """Write all of `data` at byte `offset`; the system may take it in several parts.
 
         Pages already on the disk are given back, and others begun to be written: nobody reads them soon, and a
-        model that fills the page cache slows every other program of the machine (docs/results.md).
+        model that fills the page cache slows every other program of the machine (docs/explanation/results.md).
         """
         assert self._descriptor is not None
         self._unreleased += len(data)

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from ds_finetune.errors import ModelError
+from ds_finetune.units import MIB
 
 MOST_LAYERS = 1000
 """Layers of a model at most: each is built as Python objects before its weights are looked at. The deepest published
 ones have 126.
 """
-MOST_CONFIG_BYTES = 16 * 2**20
+MOST_CONFIG_BYTES = 16 * MIB
 """Size of a config.json at most; published ones have some KiB."""
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers", "num_nextn_predict_layers")
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")

@@ -9,7 +9,7 @@ from typing import Any
 
 from ds_finetune.checkpoint.random_state import random_state
 from ds_finetune.checkpoint.saver import Outcome, Saver, superseded
-from ds_finetune.engine.processes import everyones
+from ds_finetune.engine.processes import all_gather_object
 from ds_finetune.errors import RunError
 from ds_finetune.observers.interrupts import Interrupts
 from ds_finetune.observers.record import Resumable, StepRecord
@@ -87,7 +87,7 @@ class Checkpointing:
             return True
         self._failed += 1
         mine = [f"rank {place.rank}, {place.folder}: {error}" for error in outcome.errors]
-        errors = [error for rank in everyones(mine) for error in rank]
+        errors = [error for rank in all_gather_object(mine) for error in rank]
         if place.rank == 0:
             for error in errors:
                 self.say(f"CHECKPOINT OF STEP {outcome.step} WAS NOT WRITTEN: {error}; the ones before are untouched")

@@ -17,7 +17,7 @@ from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.building import build_ops
 from ds_finetune.engine.core import Engine
-from ds_finetune.engine.processes import everyones
+from ds_finetune.engine.processes import all_gather_object
 from ds_finetune.engine.start import DTYPES, start_engine
 from ds_finetune.errors import CheckpointError
 from ds_finetune.export.folder import FolderParts, write_folder
@@ -28,6 +28,7 @@ from ds_finetune.plan.plan import make_plan
 from ds_finetune.selftest.plain import Steps, mean_loss, plain_loop
 from ds_finetune.selftest.steps import evaluated, take_steps
 from ds_finetune.trainer.run_dir import read_json
+from ds_finetune.units import GIB
 from ds_finetune.world import World
 
 _FEW = 3
@@ -75,7 +76,7 @@ def check(config: RunConfig, world: World, device: str, folder: Path, *, steps: 
 
     `folder` is shared by all ranks.
     """
-    plan = build_ops(make_plan(config, world=world, device=device), everyones, _nothing)
+    plan = build_ops(make_plan(config, world=world, device=device), all_gather_object, _nothing)
     hf_config = read_hf_config(config.model.path)
     check_divides(plan.mesh, hf_config.to_dict(), pp_layers=config.parallel.pp_layers)
     # Before any engine: the rotary frequencies of the first model that from_pretrained builds after DeepSpeed 0.19.8's
@@ -171,5 +172,5 @@ def _export(engine: Engine, model: str, out: Path) -> None:
         dtype=DTYPES[engine.plan.config.train.precision],
         files=(),
     )
-    write_folder(engine.tensors(), engine.tensor_specs(), out, parts, max_shard_bytes=2**30)
+    write_folder(engine.tensors(), engine.tensor_specs(), out, parts, max_shard_bytes=GIB)
     dist.barrier()

@@ -25,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from ds_finetune.config.schema import ParallelConfig, RunConfig
 from ds_finetune.engine.building import build_ops
-from ds_finetune.engine.processes import choose_device, everyones, process_group
+from ds_finetune.engine.processes import all_gather_object, choose_device, process_group
 from ds_finetune.errors import ConfigError, LaunchError, RunError
 from ds_finetune.model.build import read_hf_config
 from ds_finetune.plan.combinations import PROVEN
@@ -167,7 +167,7 @@ def _build_first(plan: Plan, say: Say) -> None:
     """Compile what the first layout needs, as all of them do, and say what takes its place where that is not
     possible.
     """
-    built = build_ops(plan, everyones, say)
+    built = build_ops(plan, all_gather_object, say)
     for note in built.notes[len(plan.notes) :] if plan.world.rank == 0 else ():
         say(note)
 
@@ -178,11 +178,11 @@ def _is_right(case: Case, world: World, device: str, folder: Path, steps: int, s
     where = folder.parent / f"model-{hashlib.sha256(model.to_json_string().encode()).hexdigest()[:12]}"
     if world.rank == 0 and not where.exists():
         write_model(model, where)
-    everyones(None)
+    all_gather_object(None)
     found = check(_run_file(case, where, folder), world, device, folder, steps=steps)
     if found is not None:
         say(f"{'equal' if found.is_right else 'WRONG'}  {case.name:44} {found.text()}")
-    return everyones(found)[0].is_right  # type: ignore[union-attr]
+    return all_gather_object(found)[0].is_right  # type: ignore[union-attr]
 
 
 def _run_file(case: Case, model_folder: Path, folder: Path) -> RunConfig:
@@ -288,7 +288,7 @@ def _shared_folder(world: World) -> Iterator[Path]:
     """A new folder for all ranks: in the working directory where there are several hosts, which have to share it."""
     is_one_host = world.local_world_size == world.world_size
     mine = tempfile.mkdtemp(prefix="selftest-", dir=None if is_one_host else Path.cwd()) if world.rank == 0 else ""
-    folder = Path(everyones(mine)[0])
+    folder = Path(all_gather_object(mine)[0])
     try:
         yield folder
     finally:

@@ -8,7 +8,7 @@ import torch
 
 from ds_finetune.config.schema import LoraConfig, RunConfig
 from ds_finetune.engine.core import Engine
-from ds_finetune.engine.processes import everyones
+from ds_finetune.engine.processes import all_gather_object
 from ds_finetune.engine.start import DTYPES
 from ds_finetune.errors import OutputError, RunError
 from ds_finetune.export.adapter import write_adapter
@@ -18,7 +18,6 @@ from ds_finetune.export.folder import (
     FolderParts,
     has_same_weights,
     link_folder,
-    parse_bytes,
     write_folder,
 )
 from ds_finetune.export.interruption import Interruption
@@ -31,6 +30,7 @@ from ds_finetune.model.lora import Factors, factors_of, merged, quantised_target
 from ds_finetune.trainer.inputs import Material
 from ds_finetune.trainer.resume import Say
 from ds_finetune.trainer.run_dir import available_bytes
+from ds_finetune.units import parse_bytes
 
 GENERATION = "generation_config.json"
 
@@ -116,7 +116,7 @@ class Exports:
         """Whether rank zero could make the links; the same on every rank."""
         folder = self._folder
         made = (link_folder(folder / f"{name}-best", folder / name) for name in names)
-        return all(everyones(not self.engine.is_rank_zero or all(made)))
+        return all(all_gather_object(not self.engine.is_rank_zero or all(made)))
 
     def _say(self, notes: Iterable[str]) -> None:
         for note in notes:
@@ -165,7 +165,7 @@ def export(engine: Engine, material: Material, out: Path, *, step: int) -> list[
             engine.tensor_specs(),
             out,
             parts,
-            max_shard_bytes=parse_bytes(config.export.max_shard_size),
+            max_shard_bytes=parse_bytes(config.export.max_shard_size, name="export.max_shard_size"),
         )
     except OutputError as full:
         raise RunError(f"{full.message}; the run is done up to its export", hint=full.hint) from full

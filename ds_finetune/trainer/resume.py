@@ -33,10 +33,10 @@ from ds_finetune.plan.plan import Plan
 from ds_finetune.trainer.inputs import Material
 from ds_finetune.trainer.loop import BEGINNING, Progress
 from ds_finetune.trainer.run_dir import available_bytes
+from ds_finetune.units import GIB
 
 Say = Callable[[str], None]
 CONFIG = "config.json"
-_GIB = 2**30
 _REHEARSED = 4096
 """Elements that each rank writes and reads back before anything is loaded."""
 
@@ -233,8 +233,7 @@ def _short_of_memory(num_bytes: int, plan: Plan) -> OutputError | None:
     if not plan.saves_aside or free is None or needed <= free:
         return None
     sizes = (
-        f"{needed / _GIB:.2f} GiB of state to the memory of {socket.gethostname()}, which has {free / _GIB:.2f} "
-        "GiB left"
+        f"{needed / GIB:.2f} GiB of state to the memory of {socket.gethostname()}, which has {free / GIB:.2f} GiB left"
     )
     return OutputError(
         f"checkpoint.asynchronous copies {sizes}",

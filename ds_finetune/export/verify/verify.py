@@ -26,6 +26,7 @@ from ds_finetune.export.interruption import Interruption
 from ds_finetune.export.verify.record import UNVERIFIED, Digest, Floats, Record
 from ds_finetune.model.families import family_of
 from ds_finetune.model.hub_folder import read_header
+from ds_finetune.units import GIB
 
 _LIMIT = {"float32": 1e-5}
 _LIMIT_16_BIT, _NOISE_FACTOR, _HIGHEST_LIMIT = 1e-3, 3.0, 0.05
@@ -156,9 +157,9 @@ def _needed_bytes(folder: Path, record: Record) -> int:
 
 
 def _left(folder: Path, record: Record, available_bytes: int) -> Verdict:
-    needed = _needed_bytes(folder, record) / 2**30
+    needed = _needed_bytes(folder, record) / GIB
     text = (
-        f"not checked: loading it takes {needed:.1f} GiB of memory, of which {available_bytes / 2**30:.1f} GiB "
+        f"not checked: loading it takes {needed:.1f} GiB of memory, of which {available_bytes / GIB:.1f} GiB "
         "are free here"
     )
     return Verdict(folder, left=f"{text}; run `ds-finetune export --check {folder}` where there is more")
