@@ -16,8 +16,8 @@ from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import eval_batches, training_batches
 from ds_finetune.data.documents import gather
-from ds_finetune.data.packed import PreparedRows
-from ds_finetune.data.template import Tokens
+from ds_finetune.data.prepared_rows import PreparedRows
+from ds_finetune.data.sample_tokens import Tokens
 from ds_finetune.engine.core import Engine
 from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.engine.start import start_engine

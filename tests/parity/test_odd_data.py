@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ds_finetune.data.batches import Batch, BatchPlan, eval_batches, training_batches
 from ds_finetune.data.documents import gather
-from ds_finetune.data.pack import pack
-from ds_finetune.data.packed import PreparedRows
-from ds_finetune.data.template import Tokens
+from ds_finetune.data.packing import pack
+from ds_finetune.data.prepared_rows import PreparedRows
+from ds_finetune.data.sample_tokens import Tokens
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.model.build import build_skeleton, read_hf_config
 from ds_finetune.model.families import family_of
