@@ -1,4 +1,4 @@
-"""Headers of safetensors files, checked as they are read, and written: 8 bytes of length, a JSON object, then the data."""
+"""The header of a safetensors file, checked as it is read, and written: 8 bytes of length, then a JSON object."""
 
 import json
 import math
