@@ -18,6 +18,7 @@ from ds_finetune.cli.arguments import from_two, positive
 from ds_finetune.config.schema import RunConfig, dump_config, read_config
 from ds_finetune.console import OUT, pairs, show_error, show_line, show_verdicts
 from ds_finetune.errors import INTERRUPTED_EXIT_CODE, RUN_ERROR_EXIT_CODE, ConfigError, FinetuneError
+from ds_finetune.families.table import STANDARD_SELFTEST
 from ds_finetune.launch.process_tags import GUARD
 
 _QUIET_SECONDS = 5.0
@@ -332,9 +333,8 @@ def _selftest_command(selftest: argparse.ArgumentParser) -> None:
     selftest.add_argument(
         "--steps", type=from_two, default=3, help="optimizer steps of each layout, 2 at least (default 3)"
     )
-    selftest.add_argument(
-        "--families", default="deepseek_v3,llama", help="of the standard set (default deepseek_v3,llama)"
-    )
+    standard = ",".join(STANDARD_SELFTEST)
+    selftest.add_argument("--families", default=standard, help=f"of the standard set (default {standard})")
     selftest.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     selftest.set_defaults(command=_selftest)
 
