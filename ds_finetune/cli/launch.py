@@ -189,7 +189,7 @@ def _show(config: RunConfig, job: "Job", arguments: argparse.Namespace) -> None:
     ):
         show_line(line)
     if arguments.launcher in _AGENTS:
-        show_line("by a guard on each host, over ssh, at a port that is free (docs/launching.md)")
+        show_line("by a guard on each host, over ssh, at a port that is free (docs/how-to/several-machines.md)")
 
 
 def _with_agents(config: RunConfig, job: "Job", arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
