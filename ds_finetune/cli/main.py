@@ -18,7 +18,7 @@ from ds_finetune.cli.arguments import from_two, positive
 from ds_finetune.config.schema import RunConfig, dump_config, read_config
 from ds_finetune.console import OUT, pairs, show_error, show_line, show_verdicts
 from ds_finetune.errors import INTERRUPTED_EXIT_CODE, RUN_ERROR_EXIT_CODE, ConfigError, FinetuneError
-from ds_finetune.launch.process_tags import GUARD
+from ds_finetune.launch.process_tags import SUPERVISOR_VARIABLE
 
 _QUIET_SECONDS = 5.0
 """How long other ranks of a machine wait with the same error, so that a launcher does not end the one that prints."""
@@ -81,7 +81,7 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
 
 def _say_once(text: str) -> None:
     """Print on local rank zero; a user's mistake looks the same from every rank of a machine."""
-    if os.environ.get("LOCAL_RANK", "0") == "0" or GUARD in os.environ:
+    if os.environ.get("LOCAL_RANK", "0") == "0" or SUPERVISOR_VARIABLE in os.environ:
         # A guard keeps the output of each rank apart, and takes the one that ends first for the cause.
         show_error(f"error: {text}")
         return
@@ -248,7 +248,7 @@ def _parser() -> argparse.ArgumentParser:
     _run_command(config, "show", "print the resolved run", _config_show)
     config.add_parser("schema", help="print the JSON schema of a run file").set_defaults(command=_config_schema)
     data = commands.add_parser("data", help="look at the data of a run").add_subparsers(required=True, metavar="WHAT")
-    show = _run_command(data, "show", "print samples with the trained tokens marked, and counts", _data_show)
+    show = _run_command(data, "show", "print samples with the trained tokens tagged_processes, and counts", _data_show)
     show.add_argument("--samples", type=positive, default=3, help="rows to print (default 3)")
     _plan_command(_run_command(commands, "plan", "show the layout of a run on machines that are not here", _plan))
     ask = commands.add_parser("ask", help="ask an exported folder questions, with plain transformers")
@@ -311,7 +311,7 @@ def _export_command(export: argparse.ArgumentParser) -> None:
         "--no-verify",
         dest="verify",
         action="store_false",
-        help="do not load OUT in a fresh process; it stays marked UNVERIFIED",
+        help="do not load OUT in a fresh process; it stays tagged_processes UNVERIFIED",
     )
     export.set_defaults(command=_export)
 
