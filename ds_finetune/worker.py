@@ -38,7 +38,7 @@ def main() -> NoReturn:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     if guard:
         control.sendall(packed(said="ended", rank=world.rank, code=code))
-    cli.leave(code)
+    cli.exit_process(code)
 
 
 def _connected(guard: str, **first: object) -> socket.socket:

@@ -17,7 +17,7 @@ from ds_finetune.demo import write_demo
 from ds_finetune.plan.combinations import AXES, FAMILIES, PROVEN
 from tests.conftest import ROOT
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
 FILE = re.compile(r"(?<![\w./*-])(?:tests|scripts|docs|ds_configs|hostfiles|ds_finetune)/[\w./-]*\w/?")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -101,12 +101,12 @@ def _refused(self: argparse.ArgumentParser, message: str) -> NoReturn:
 def _parse(words: Sequence[str], *, is_mention: bool) -> None:
     """ValueError where the program's own parser refuses the words; a mention may leave out arguments."""
     try:
-        cli._parsed(list(words))
+        cli.parse_arguments(list(words))
     except ValueError as refused:
         if not is_mention or not MISSING.match(str(refused)):
             raise
         if any(word.startswith("-") for word in words):
-            cli._parsed([*words, *NAMES[: 1 + ("export" in words)]])
+            cli.parse_arguments([*words, *NAMES[: 1 + ("export" in words)]])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)

@@ -162,7 +162,7 @@ def on_resume(key: str) -> OnResume:
 
 
 def table() -> str:
-    """`ON_RESUME` in Markdown, for `docs/checkpoints.md`."""
+    """`ON_RESUME` in Markdown, for `docs/explanation/checkpoints.md`."""
     sections = dict.fromkeys(key.partition(".")[0] for key in ON_RESUME)
     rows = [f"| `{name}` | {' | '.join(_named(name, kind) for kind in OnResume)} |" for name in sections]
     return "\n".join([f"| section | {' | '.join(OnResume)} |", "| --- | --- | --- | --- | --- |", *rows]) + "\n"

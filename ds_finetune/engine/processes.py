@@ -45,13 +45,13 @@ def choose_device() -> str:
         raise ConfigError(
             f"DS_ACCELERATOR is cuda, and torch {torch.__version__} can use no GPU on {socket.gethostname()}: "
             f"{why_no_gpu()}",
-            hint="install a driver and a torch that fit each other (docs/running.md), or set DS_ACCELERATOR=cpu",
+            hint="install a driver and a torch that fit each other (docs/how-to/install.md), or set DS_ACCELERATOR=cpu",
         )
     if wanted is None and not usable and (present := present_gpus()):
         raise ConfigError(
             f"{socket.gethostname()} has {present} NVIDIA GPUs, and torch {torch.__version__} can use none: "
             f"{why_no_gpu()}",
-            hint="install a driver and a torch that fit each other (docs/running.md), or set DS_ACCELERATOR=cpu",
+            hint="install a driver and a torch that fit each other (docs/how-to/install.md), or set DS_ACCELERATOR=cpu",
         )
     device = "cuda" if usable and wanted != "cpu" else "cpu"
     os.environ["DS_ACCELERATOR"] = device

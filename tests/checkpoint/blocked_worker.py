@@ -20,7 +20,7 @@ from ds_finetune.checkpoint.place import find_place
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.checkpoint.storage import num_weights
-from ds_finetune.cli.main import leave
+from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.core import Engine
 from ds_finetune.engine.processes import choose_device, process_group
@@ -86,4 +86,4 @@ def _contest(engine: Engine, folder: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     main()
-    leave()
+    exit_process()

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from ds_finetune.checkpoint.place import find_place
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.saver import Saver
-from ds_finetune.cli.main import leave
+from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.engine.start import start_engine
@@ -74,4 +74,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    leave()
+    exit_process()

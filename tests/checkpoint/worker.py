@@ -20,7 +20,7 @@ from ds_finetune.checkpoint.place import Place, find_place
 from ds_finetune.checkpoint.restore import newest, restore
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.saver import Saver
-from ds_finetune.cli.main import leave
+from ds_finetune.cli.main import exit_process
 from ds_finetune.engine.core import Engine
 from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.engine.start import start_engine
@@ -111,4 +111,4 @@ def _restore(source: str, layout: Layout, world: World, device: str, job: dict[s
 
 if __name__ == "__main__":
     main()
-    leave()
+    exit_process()

@@ -246,7 +246,7 @@ def test_the_table_in_the_docs() -> None:
     found = model_types.rows()
     verdicts = {row.kind: row.verdict for row in found}
     assert {kind for kind in NO_LEAK if verdicts[kind] != "packs"} == set()
-    page = Path("docs/model-types.md").read_text(encoding="utf-8")
+    page = Path("docs/reference/model-types.md").read_text(encoding="utf-8")
     assert page == model_types.page(found)
 
 

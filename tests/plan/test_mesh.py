@@ -133,7 +133,7 @@ def test_fp16_and_node_local_checkpoints_are_refused() -> None:
 
 
 def test_the_documentation_shows_the_table_of_the_code() -> None:
-    assert table() in (ROOT / "docs" / "parallelism.md").read_text()
+    assert table() in (ROOT / "docs" / "explanation" / "parallelism.md").read_text()
 
 
 def test_ranks_of_experts() -> None:
