@@ -189,7 +189,9 @@ def _show(config: RunConfig, job: "Job", arguments: argparse.Namespace) -> None:
     ):
         show_line(line)
     if arguments.launcher in _NODE_LAUNCHERS:
-        show_line("started by a supervisor on each host over ssh; ranks meet at a free port (docs/how-to/several-machines.md)")
+        show_line(
+            "started by a supervisor on each host over ssh; ranks meet at a free port (docs/how-to/several-machines.md)"
+        )
 
 
 def _with_agents(config: RunConfig, job: "Job", arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
