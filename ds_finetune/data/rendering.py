@@ -72,7 +72,7 @@ class RenderedConversation:
         return found or [Turn(len(self._messages), self._render(self._messages), "", "")]
 
     def check(self, turns: Sequence[Turn], *, is_protected: bool) -> None:
-        """UnrenderedTextError where a text of the row is missing in `turns`, or the template changes the order of texts.
+        """UnrenderedTextError where a text of the row is missing in `turns`, or the template reorders texts.
 
         `is_protected` if control tokens are marked as text: a template that writes JSON in ASCII would escape the
         marks.

@@ -33,7 +33,8 @@ class Segment:
 class Tokens:
     """Token ids of a document and which of them carry loss.
 
-    `server_prompt_differs` where a prompt is not what a server would send, `dropped` is why the row is left out, `notes` what to report of it (`reasons`), `unread` its fields that nothing
+    `server_prompt_differs` where a prompt is not what a server would send. `dropped` is the reason for which the row
+    is left out and `notes` are its remarks, both by their names in `row_report`; `unread` are fields that nothing
     reads.
     """
 
