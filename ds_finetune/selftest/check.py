@@ -21,8 +21,8 @@ from ds_finetune.engine.processes import all_gather_object
 from ds_finetune.engine.start import DTYPES, start_engine
 from ds_finetune.errors import CheckpointError
 from ds_finetune.export.folder import FolderParts, write_folder
+from ds_finetune.families.table import family_of
 from ds_finetune.model.build import read_hf_config
-from ds_finetune.model.families import family_of
 from ds_finetune.plan.combinations import check_divides
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.selftest.plain import Steps, mean_loss, plain_loop

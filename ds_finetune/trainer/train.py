@@ -29,7 +29,7 @@ from ds_finetune.engine.start import start_engine
 from ds_finetune.errors import RunError
 from ds_finetune.export.interruption import Interruption
 from ds_finetune.export.verify.verify import Verdict
-from ds_finetune.model.families import family_of
+from ds_finetune.families.table import family_of
 from ds_finetune.model.lora import chosen_targets, lora_lines
 from ds_finetune.model.parallel.pipeline import stages_of
 from ds_finetune.model.unreached import patterns_of, unreached_parameters

@@ -20,13 +20,14 @@ from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.engine.start import start_engine
+from ds_finetune.families.tiny import DENSE
 from ds_finetune.model.build import read_hf_config
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.selftest.cells import FAMILIES, Cell, run_tree
+from ds_finetune.selftest.cells import Cell, run_tree
 from ds_finetune.world import World
 from tests.checkpoint.layouts import LR, batches
 
-DEEP = FAMILIES["llama"] | {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 16}
+DEEP = DENSE | {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 16}
 
 
 def resident(name: str) -> int:

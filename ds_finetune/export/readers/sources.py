@@ -22,8 +22,8 @@ from ds_finetune.export.parts import CheckpointSource
 from ds_finetune.export.readers.base import HubSource, base_of_run
 from ds_finetune.export.readers.native import is_native, read_native
 from ds_finetune.export.verify.record import RECORD, Record
+from ds_finetune.families.table import family_of
 from ds_finetune.model.build import resolve_folder
-from ds_finetune.model.families import family_of
 from ds_finetune.model.folder_check import check_folder
 from ds_finetune.model.hub_folder import HubFolder, has_weights
 from ds_finetune.model.lora import Factors, is_adapter, weight_of
