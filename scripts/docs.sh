@@ -4,4 +4,5 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/install.sh docs
 python scripts/reference.py
+export NO_MKDOCS_2_WARNING=1
 exec mkdocs build --strict "$@"
