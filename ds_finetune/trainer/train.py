@@ -192,9 +192,9 @@ def _train_and_export(
         if plan.config.export.at_end and not interrupted:
             with vigil.board.during("export"):
                 exports = (writing.write_last(origin.progress.step if last is None else last.step),)
-        if saver is not None and saver.unwritten:
+        if saver is not None and saver.last_error:
             raise RunError(
-                f"{saver.unwritten}; the steps are done",
+                f"{saver.last_error}; the steps are done",
                 hint="make room; the same command goes on from the checkpoint before",
             )
     return last, interrupted, exports
