@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from ds_finetune.config.schema import LoraConfig
 from ds_finetune.export.shards import said, synchronise
-from ds_finetune.model.families import Family
+from ds_finetune.families.family import Family
 from ds_finetune.model.lora import Factors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

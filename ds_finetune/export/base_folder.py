@@ -15,7 +15,7 @@ from ds_finetune.export.folder import FolderParts
 from ds_finetune.export.model_config import PREDICTION_LAYERS, code_lines, prediction_layers
 from ds_finetune.export.readers.hub import HubSource
 from ds_finetune.export.source import ModelSpec, Selected
-from ds_finetune.model.families import layer_of
+from ds_finetune.families.family import layer_of
 from ds_finetune.model.hub_folder import HubFolder, has_weights
 
 _SHOWN = 3
@@ -38,7 +38,7 @@ class Base:
         """ModelError where the weights in `folder` are not those of the model that `spec` describes."""
         hub, published = HubFolder(folder), spec.published()
         left = hub.left_over(
-            published, model=spec.architecture, may_be=lambda key: key in spec.tied or spec.may_leave(key)
+            published, model=spec.architecture, may_be=lambda key: key in spec.tied or spec.may_skip(key)
         )
         return cls(hub, tuple(key for key in left if key not in spec.tied), _ends(published))
 
@@ -48,7 +48,7 @@ class Base:
         published = spec.published()
         return cls(
             hub,
-            tuple(key for key in sorted(hub.shapes) if key not in published and spec.may_leave(key)),
+            tuple(key for key in sorted(hub.shapes) if key not in published and spec.may_skip(key)),
             _ends(published),
         )
 

@@ -24,7 +24,7 @@ from ds_finetune.export.source import read_model_spec
 from ds_finetune.export.verify.record import UNVERIFIED, Record
 from ds_finetune.export.verify.tensors import read_tensor_table
 from ds_finetune.export.verify.verify import verify_exports
-from ds_finetune.model.families import family_of
+from ds_finetune.families.table import family_of
 from ds_finetune.model.lora import Factors
 from ds_finetune.model.weights import weights_digest
 from tests.model.fp8_folder import (

@@ -26,7 +26,7 @@ from ds_finetune.export.verify.logits import deviations
 from ds_finetune.export.verify.record import RECORD, UNVERIFIED, Digest, Record, kept_logits, prompts_of
 from ds_finetune.export.verify.tensors import digest_of, in_ranges, read_tensor_table
 from ds_finetune.export.verify.verify import VerificationResult, verify_exports
-from ds_finetune.model.families import family_of
+from ds_finetune.families.table import family_of
 from ds_finetune.trainer.exports import checked
 from ds_finetune.trainer.run_dir import read_json
 from tests.export.test_folder import specs_of, tensors_of

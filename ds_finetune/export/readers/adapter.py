@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from ds_finetune.errors import ExportError
 from ds_finetune.export.adapter import BASE_DIGEST, CONFIG, DOWN, GATE_UP, KEY_PREFIX, WEIGHTS
 from ds_finetune.export.source import TensorSource
-from ds_finetune.model.families import Family
+from ds_finetune.families.family import Family
 from ds_finetune.model.lora import Factors
 from ds_finetune.model.names import hub_pieces
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_finetune.model.families import Family
+from ds_finetune.families.family import Family
 from ds_finetune.model.hub_folder import HubFolder
 
 

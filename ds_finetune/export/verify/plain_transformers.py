@@ -117,11 +117,7 @@ def _load_dequantised(folder: Path, *, perturbed: bool = False) -> tuple[PreTrai
     weights = {}
     for key in [key for key in stored if not key.endswith(_SCALE)]:
         tensor = stored.pop(key)
-        weights[key] = (
-            _dequantise(tensor, stored[key + _SCALE], generator if perturbed else None)
-            if tensor.dtype == _FP8
-            else tensor
-        )
+        weights[key] = _dequantise(tensor, stored[key + _SCALE], generator) if tensor.dtype == _FP8 else tensor
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return kind.from_pretrained(None, config=config, state_dict=weights, dtype=torch.bfloat16, output_loading_info=True)
 

@@ -10,7 +10,7 @@ from ds_finetune.export.interruption import Interruption
 from ds_finetune.export.verify.logits import LoadedFolder, compare_logits, load_folders
 from ds_finetune.export.verify.record import UNVERIFIED, Record
 from ds_finetune.export.verify.tensors import changed_tensors, compare_with_base, first_names, read_tensor_table
-from ds_finetune.model.families import family_of
+from ds_finetune.families.table import family_of
 from ds_finetune.model.fp8 import FP8
 from ds_finetune.units import GIB
 
@@ -145,4 +145,4 @@ def _compare(folder: Path, record: Record, loaded: LoadedFolder, base: Path) -> 
 def _may_leave(folder: Path, key: str) -> bool:
     """Whether a model of this kind may leave the tensor `key` out, as transformers does with multi-token prediction."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return family_of(config["model_type"]).may_leave(key, layers=config["num_hidden_layers"])
+    return family_of(config["model_type"]).may_skip(key, layers=config["num_hidden_layers"])
