@@ -12,7 +12,7 @@ from ds_finetune.engine.processes import all_gather_object
 from ds_finetune.engine.start import DTYPES
 from ds_finetune.errors import OutputError, RunError
 from ds_finetune.export.adapter import write_adapter
-from ds_finetune.export.convert import read_model_spec
+from ds_finetune.export.base_folder import Base, counted, read_again
 from ds_finetune.export.folder import (
     TOKENIZER_FILES,
     FolderParts,
@@ -21,9 +21,9 @@ from ds_finetune.export.folder import (
     write_folder,
 )
 from ds_finetune.export.interruption import Interruption
-from ds_finetune.export.readers.base import Base, counted, read_again
+from ds_finetune.export.source import read_model_spec
 from ds_finetune.export.verify.record import RECORD, UNVERIFIED, Record, kept_logits, prompts_of
-from ds_finetune.export.verify.verify import Verdict, mark, verify
+from ds_finetune.export.verify.verify import VerificationResult, mark_folder, verify_exports
 from ds_finetune.families.table import family_of
 from ds_finetune.model.hub_folder import has_weights
 from ds_finetune.model.lora import Factors, factors_of, merged, quantised_targets
@@ -45,7 +45,7 @@ def files_beside(config: RunConfig, material: Material) -> dict[str, Path]:
     return {name: path for name, path in found.items() if path.is_file()}
 
 
-def checked(config: RunConfig, exports: tuple[Path, ...], interruption: Interruption) -> tuple[Verdict, ...]:
+def checked(config: RunConfig, exports: tuple[Path, ...], interruption: Interruption) -> tuple[VerificationResult, ...]:
     """The folders exported, and the best weights', held against what the run recorded with them, in one fresh process.
 
     VerificationError names them where a signal has come.
@@ -57,11 +57,13 @@ def checked(config: RunConfig, exports: tuple[Path, ...], interruption: Interrup
     interruption.check(folders)
     torch.cuda.empty_cache()
     twins = [folder for folder in exports if has_same_weights(folder, best)]
-    verdicts = verify([folder for folder in folders if not twins or folder != best], available_bytes=available_bytes())
+    verdicts = verify_exports(
+        [folder for folder in folders if not twins or folder != best], available_bytes=available_bytes()
+    )
     for verdict in [verdict for verdict in verdicts if verdict.folder in twins]:
         shared = f"the files of {verdict.folder}, whose weights it shares"
         verdicts.append(replace(verdict, folder=best, lines=(shared, *verdict.lines)))
-        mark(verdicts[-1])
+        mark_folder(verdicts[-1])
     return tuple(verdicts)
 
 

@@ -16,13 +16,14 @@ from ds_finetune.cli.main import main
 from ds_finetune.config.schema import LoraConfig
 from ds_finetune.errors import ExportError
 from ds_finetune.export.adapter import write_adapter
-from ds_finetune.export.convert import read_model_spec
+from ds_finetune.export.base_folder import Base
 from ds_finetune.export.folder import FolderParts, write_folder
 from ds_finetune.export.model_config import forget_code, served_config
-from ds_finetune.export.readers.base import Base
-from ds_finetune.export.readers.checkpoint import Exported, export_checkpoint
+from ds_finetune.export.offline import Exported, export_checkpoint
+from ds_finetune.export.source import read_model_spec
 from ds_finetune.export.verify.record import UNVERIFIED, Record
-from ds_finetune.export.verify.verify import tensors_of, verify
+from ds_finetune.export.verify.tensors import read_tensor_table
+from ds_finetune.export.verify.verify import verify_exports
 from ds_finetune.families.table import family_of
 from ds_finetune.model.lora import Factors
 from ds_finetune.model.weights import weights_digest
@@ -422,12 +423,12 @@ def test_a_checkpoint_export_with_carried_tensors_is_verified_also_where_the_bas
     out = tmp_path / "out"
     assert main(["export", str(run / "run"), str(out)]) == 0
     assert Record.read(out).step == 3
-    (verdict,) = verify([out], base=tmp_path / "gone")
+    (verdict,) = verify_exports([out], base=tmp_path / "gone")
     assert verdict.is_verified, verdict
     assert "logits of 16 prompts deviate" in verdict.lines[-1]
     key = "model.layers.2.enorm.weight"
     _flip(out, key)
-    (verdict,) = verify([out])
+    (verdict,) = verify_exports([out])
     assert verdict.problems == (f"1 tensors hold other bytes than were written: {key}",)
 
 
@@ -449,7 +450,7 @@ def test_an_export_in_fp8_is_verified_against_the_run(
 
 def _flip(folder: Path, key: str) -> None:
     """Change the last bit of a tensor's first byte."""
-    held = tensors_of(folder)[key]
+    held = read_tensor_table(folder)[key]
     with held.file.open("r+b") as file:
         file.seek(held.begin)
         byte = file.read(1)[0]

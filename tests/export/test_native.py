@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from ds_finetune.cli import main as cli
 from ds_finetune.errors import ExportError
-from ds_finetune.export.readers.native import read_native
+from ds_finetune.export.readers.deepspeed_native import read_native
 from ds_finetune.families.table import family_of
 from ds_finetune.model.names import hub_pieces
 from tests.export.cells import CELLS, Cell, fresh

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ds_finetune.errors import ExportError, OutputError, VerificationError
 from ds_finetune.export.model_config import forget_code
-from ds_finetune.export.readers.checkpoint import BESIDE, check_disk, check_out, export_checkpoint
+from ds_finetune.export.offline import BESIDE, check_disk, check_out, export_checkpoint
 from ds_finetune.export.verify.record import UNVERIFIED
 from ds_finetune.families.table import family_of
 from ds_finetune.model.folder_check import check_folder
@@ -28,7 +28,7 @@ from ds_finetune.model.weights import open_weights
 from ds_finetune.units import GIB, MIB
 
 if TYPE_CHECKING:
-    from ds_finetune.export.onnx.check import Verdict
+    from ds_finetune.export.onnx.comparison import OnnxComparison
 
 INLINE_BYTES = 256 * MIB
 """Weights of more bytes than this lie in model.onnx.data; a protobuf message must stay below 2 GiB and is held in
@@ -47,7 +47,7 @@ class OnnxExported:
 
     folder: Path
     num_bytes: int
-    verdict: "Verdict"
+    verdict: "OnnxComparison"
     seconds: float
 
     def lines(self) -> list[str]:
@@ -109,8 +109,8 @@ def _hub_folder(source: Path, out: Path, base: Path | None) -> Iterator[Path]:
         ).folder
 
 
-def _export(folder: Path, out: Path, dtype: str, with_cache: bool) -> "Verdict":
-    from ds_finetune.export.onnx.check import compare, make_reference
+def _export(folder: Path, out: Path, dtype: str, with_cache: bool) -> "OnnxComparison":
+    from ds_finetune.export.onnx.comparison import compare, make_reference
     from ds_finetune.export.onnx.record import OnnxRecord
 
     aside = out.with_name(out.name + ".unverified")

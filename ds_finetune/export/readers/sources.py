@@ -16,11 +16,12 @@ from ds_finetune.config.schema import LoraConfig
 from ds_finetune.engine.start import DTYPES
 from ds_finetune.errors import ExportError, ModelError
 from ds_finetune.export.adapter import CONFIG as ADAPTER_CONFIG
-from ds_finetune.export.adapter import Merged, PeftAdapter
-from ds_finetune.export.convert import TensorSource, read_model_spec
-from ds_finetune.export.parts import CheckpointSource
-from ds_finetune.export.readers.base import HubSource, base_of_run
-from ds_finetune.export.readers.native import is_native, read_native
+from ds_finetune.export.base_folder import base_of_run
+from ds_finetune.export.readers.adapter import Merged, PeftAdapter
+from ds_finetune.export.readers.checkpoint import CheckpointSource
+from ds_finetune.export.readers.deepspeed_native import is_native, read_native
+from ds_finetune.export.readers.hub import HubSource
+from ds_finetune.export.source import TensorSource, read_model_spec
 from ds_finetune.export.verify.record import RECORD, Record
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build import resolve_folder

@@ -10,42 +10,17 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from ds_finetune.export.convert import Conversion, ModelSpec, Selected, workers
+from ds_finetune.export.convert import Conversion, workers
 from ds_finetune.export.folder import FolderParts
 from ds_finetune.export.model_config import PREDICTION_LAYERS, code_lines, prediction_layers
-from ds_finetune.families.family import Family, layer_of
+from ds_finetune.export.readers.hub import HubSource
+from ds_finetune.export.source import ModelSpec, Selected
+from ds_finetune.families.family import layer_of
 from ds_finetune.model.hub_folder import HubFolder, has_weights
 
 _SHOWN = 3
 _MATRIX = 2
 """Dimensions of an embedding or a head; a norm has one."""
-
-
-@dataclass(frozen=True)
-class HubSource:
-    """The tensors of a Hugging Face folder as a TensorSource; those in FP8 multiplied out to fp32. ModelError where one
-    holds no weights.
-    """
-
-    hub: HubFolder
-    family: Family
-
-    def __post_init__(self) -> None:
-        self.hub.check_kinds()
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of every tensor but the scales."""
-        return self.hub.shapes
-
-    @property
-    def fp32_names(self) -> Collection[str]:
-        """Tensors that the family keeps in fp32."""
-        return {name for name in self.hub.shapes if name.rpartition(".")[2] in self.family.fp32_buffers}
-
-    def read(self, name: str, start: int, numel: int) -> torch.Tensor:
-        """Elements [start, start + numel) of the flattened tensor, 1-D; ModelError where they cannot be read."""
-        return self.hub.read(name, start, numel)
 
 
 @dataclass(frozen=True)
