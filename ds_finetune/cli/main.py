@@ -30,7 +30,7 @@ from ds_finetune.cli import (
 )
 from ds_finetune.console import show_error
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, FinetuneError
-from ds_finetune.launch.process_tags import GUARD
+from ds_finetune.launch.process_tags import SUPERVISOR_VARIABLE
 
 _MODULES = (train, launch, plan, doctor, data, config, checkpoint, export, evaluate, serve, selftest, bench, demo)
 """In the order in which `--help` lists their commands."""
@@ -109,7 +109,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 def _print_once(text: str) -> None:
     """Print an error on local rank zero; all ranks of a host make the same one of a wrong run file."""
-    if os.environ.get("LOCAL_RANK", "0") == "0" or GUARD in os.environ:
+    if os.environ.get("LOCAL_RANK", "0") == "0" or SUPERVISOR_VARIABLE in os.environ:
         # A supervisor keeps the output of each rank apart, and reports the rank that ends first as the cause.
         show_error(f"error: {text}")
         return

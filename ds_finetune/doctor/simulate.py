@@ -63,8 +63,8 @@ def group_checks(mesh: Mesh, hosts: Sequence[Host]) -> Iterator[Check]:
         where = (
             "stay within a host" if span == 1 else f"lie on {span} hosts, e.g. ranks {', '.join(map(str, widest[:8]))}"
         )
-        mend = f"set parallel.{axis} to a divisor of every host's slots" if is_slow else ""
-        yield Check("groups", "", state, f"{len(lines)} groups of {axis} {len(widest)} {where}", mend)
+        hint = f"set parallel.{axis} to a divisor of every host's slots" if is_slow else ""
+        yield Check("groups", "", state, f"{len(lines)} groups of {axis} {len(widest)} {where}", hint)
 
 
 def _unequal(hosts: Sequence[Host], counts: Sequence[int]) -> Iterator[Check]:

@@ -18,7 +18,7 @@ from ds_finetune.errors import ExportError
 from ds_finetune.export.model_config import TOKENIZER_CONFIG, served_config, served_tokenizer
 from ds_finetune.export.shards import HubTensor, ShardWriter, plan_shards, said, synchronise
 from ds_finetune.export.verify.record import Record, mark_unchecked
-from ds_finetune.model.families import Family
+from ds_finetune.families.family import Family
 from ds_finetune.model.fp8 import QUANTIZATION_CONFIG, is_quantised
 from ds_finetune.model.hub_folder import HubFolder
 from ds_finetune.model.names import hub_pieces

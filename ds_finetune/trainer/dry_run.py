@@ -16,8 +16,8 @@ from transformers import PretrainedConfig
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
+from ds_finetune.families.table import family_of
 from ds_finetune.model.build import build_skeleton, model_class
-from ds_finetune.model.families import family_of
 from ds_finetune.model.four_bit import nf4_bytes
 from ds_finetune.model.lora import Target, chosen_targets, lora_lines, quantised_targets
 from ds_finetune.model.parallel.expert import fewer_experts

@@ -24,7 +24,7 @@ from ds_finetune.export.interruption import Interruption
 from ds_finetune.export.readers.base import Base, counted, read_again
 from ds_finetune.export.verify.record import RECORD, UNVERIFIED, Record, kept_logits, prompts_of
 from ds_finetune.export.verify.verify import Verdict, mark, verify
-from ds_finetune.model.families import family_of
+from ds_finetune.families.table import family_of
 from ds_finetune.model.hub_folder import has_weights
 from ds_finetune.model.lora import Factors, factors_of, merged, quantised_targets
 from ds_finetune.trainer.inputs import Material

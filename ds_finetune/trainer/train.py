@@ -29,7 +29,7 @@ from ds_finetune.engine.start import start_engine
 from ds_finetune.errors import RunError
 from ds_finetune.export.interruption import Interruption
 from ds_finetune.export.verify.verify import Verdict
-from ds_finetune.model.families import family_of
+from ds_finetune.families.table import family_of
 from ds_finetune.model.lora import chosen_targets, lora_lines
 from ds_finetune.model.parallel.pipeline import stages_of
 from ds_finetune.model.unreached import patterns_of, unreached_parameters
@@ -192,9 +192,9 @@ def _train_and_export(
         if plan.config.export.at_end and not interrupted:
             with vigil.board.during("export"):
                 exports = (writing.write_last(origin.progress.step if last is None else last.step),)
-        if saver is not None and saver.unwritten:
+        if saver is not None and saver.last_error:
             raise RunError(
-                f"{saver.unwritten}; the steps are done",
+                f"{saver.last_error}; the steps are done",
                 hint="make room; the same command goes on from the checkpoint before",
             )
     return last, interrupted, exports

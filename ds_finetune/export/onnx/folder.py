@@ -22,7 +22,7 @@ from ds_finetune.errors import ExportError, OutputError, VerificationError
 from ds_finetune.export.model_config import forget_code
 from ds_finetune.export.readers.checkpoint import BESIDE, check_disk, check_out, export_checkpoint
 from ds_finetune.export.verify.record import UNVERIFIED
-from ds_finetune.model.families import family_of
+from ds_finetune.families.table import family_of
 from ds_finetune.model.folder_check import check_folder
 from ds_finetune.model.weights import open_weights
 from ds_finetune.units import GIB, MIB

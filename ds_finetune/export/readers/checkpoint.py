@@ -18,7 +18,7 @@ from ds_finetune.export.folder import TOKENIZER_FILES, FolderParts
 from ds_finetune.export.readers.base import Base, counted
 from ds_finetune.export.readers.sources import Opened, open_source
 from ds_finetune.export.verify.record import Record, prompts_of
-from ds_finetune.model.families import family_of
+from ds_finetune.families.table import family_of
 from ds_finetune.model.folder_check import check_folder
 from ds_finetune.model.fp8 import FP8 as FP8_DTYPE
 from ds_finetune.model.fp8 import QUANTIZATION_CONFIG
@@ -75,7 +75,7 @@ def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int
     parts, notes = _with_base(_parts(folders, spec, opened, dtype), spec, opened, base, without=source.shapes)
     source = source.with_copies(parts.copies)
     tensors = [tensor for copied in (Conversion(source, parts, 1), *parts.carried) for tensor in copied.tensors]
-    own = [name for name in source.shapes if spec.may_leave(name) and name not in parts.copies]
+    own = [name for name in source.shapes if spec.may_skip(name) and name not in parts.copies]
     notes = [
         *_passed_through(opened.hub.folder if opened.hub else path, own),
         *notes,

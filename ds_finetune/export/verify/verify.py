@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from ds_finetune.errors import ExportError
 from ds_finetune.export.interruption import Interruption
 from ds_finetune.export.verify.record import UNVERIFIED, Digest, Floats, Record
-from ds_finetune.model.families import family_of
+from ds_finetune.families.table import family_of
 from ds_finetune.model.fp8 import FP8
 from ds_finetune.model.safetensors_header import DTYPE_NAMES, read_header
 from ds_finetune.units import GIB
@@ -211,7 +211,7 @@ def _judged(folder: Path, record: Record, loaded: "Loaded", base: Path) -> Verdi
 def _may_leave(folder: Path, key: str) -> bool:
     """Whether a model of this kind may leave the tensor `key` out, as transformers does with multi-token prediction."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return family_of(config["model_type"]).may_leave(key, layers=config["num_hidden_layers"])
+    return family_of(config["model_type"]).may_skip(key, layers=config["num_hidden_layers"])
 
 
 def _logits(record: Record, loaded: "Loaded") -> tuple[list[str], list[str]]:
