@@ -28,7 +28,7 @@ from ds_finetune.engine.processes import choose_device, meet, process_group
 from ds_finetune.engine.start import start_engine
 from ds_finetune.errors import RunError
 from ds_finetune.export.interruption import Interruption
-from ds_finetune.export.verify.verify import Verdict
+from ds_finetune.export.verify.verify import VerificationResult
 from ds_finetune.families.table import family_of
 from ds_finetune.model.lora import chosen_targets, lora_lines
 from ds_finetune.model.parallel.pipeline import stages_of
@@ -88,7 +88,7 @@ class Report:
     exports: tuple[Path, ...]
     seconds: float
     interrupted: str = ""
-    verdicts: tuple[Verdict, ...] = ()
+    verdicts: tuple[VerificationResult, ...] = ()
     """What came of holding the exports against the run; known to rank zero."""
 
 
