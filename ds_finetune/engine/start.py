@@ -21,12 +21,7 @@ from ds_finetune.engine.pipeline import mark_copy
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build import Where, build_skeleton, model_class, read_hf_config, resolve_folder
 from ds_finetune.model.cross_entropy import KERNELS, chunked_cross_entropy
-<<<<<<< HEAD
-from ds_finetune.model.families import family_of
 from ds_finetune.model.four_bit import four_bit_or_whole, install_four_bit
-=======
-from ds_finetune.model.four_bit import four_bit_or_whole, install_four_bit, linears_without_memory
->>>>>>> main
 from ds_finetune.model.lora import chosen_targets, install_lora, quantised_targets
 from ds_finetune.model.loss import TrainedModel, install_loss_head
 from ds_finetune.model.parallel.expert import fewer_experts, install_expert_parallel
