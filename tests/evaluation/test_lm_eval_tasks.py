@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.evaluation.test_eval import _model
+from tests.evaluation.test_evaluate import _model
 from tests.running import tiny_task
 
 
