@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ds_finetune.config.schema import LoraConfig
-from ds_finetune.export.shards import said, synchronise
+from ds_finetune.export.shards import as_output_errors, synchronise
 from ds_finetune.families.family import Family
 from ds_finetune.model.lora import Factors
 
@@ -48,7 +48,7 @@ def write_adapter(  # noqa: PLR0913
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        with said(partial):
+        with as_output_errors(partial):
             partial.mkdir(parents=True)
             _write_both(
                 partial, factors, {"format": "pt", BASE_DIGEST: digest}, _peft_config(factors, lora, base, family)

@@ -39,7 +39,7 @@ def workers() -> int:
     return min(_WORKERS_PER_CORE * len(os.sched_getaffinity(0)), _MOST_WORKERS)
 
 
-class Blocks:
+class BlockCounts:
     """How many FP8 blocks were written, and how many of them with the bytes of a base; counted from any thread."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Conversion:
     source: TensorSource
     parts: FolderParts
     workers: int
-    blocks: Blocks = field(default_factory=Blocks)
+    blocks: BlockCounts = field(default_factory=BlockCounts)
 
     @cached_property
     def tensors(self) -> tuple[HubTensor, ...]:
@@ -101,7 +101,9 @@ class Conversion:
                     yield _Chunk(name, begin, piece.key, start, min(size, numel - start), columns)
 
 
-def write_from(source: TensorSource, out: Path, parts: FolderParts, *, max_shard_bytes: int, workers: int) -> Blocks:
+def convert_source(
+    source: TensorSource, out: Path, parts: FolderParts, *, max_shard_bytes: int, workers: int
+) -> BlockCounts:
     """Write every tensor of `source` as `parts` says, and `parts`, to `out`, which appears only when complete.
 
     `workers` threads each hold one chunk of `CHUNK_NUMEL` elements or 128 rows, read and cast, whatever the size of

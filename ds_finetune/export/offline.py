@@ -13,12 +13,12 @@ from transformers import AutoConfig
 
 from ds_finetune.engine.start import DTYPES
 from ds_finetune.errors import ExportError, OutputError
-from ds_finetune.export.base_folder import Base, counted
-from ds_finetune.export.convert import Conversion, workers, write_from
+from ds_finetune.export.base_folder import BaseFolder, config_changes
+from ds_finetune.export.convert import Conversion, convert_source, workers
 from ds_finetune.export.folder import TOKENIZER_FILES, FolderParts
-from ds_finetune.export.readers.sources import Opened, open_source
-from ds_finetune.export.source import ModelSpec, fitted, read_model_spec
-from ds_finetune.export.verify.record import Record, prompts_of
+from ds_finetune.export.readers.sources import OpenedSource, open_source
+from ds_finetune.export.source import ModelSpec, fit_source, read_model_spec
+from ds_finetune.export.verify.record import ExportRecord, fixed_prompts
 from ds_finetune.families.table import family_of
 from ds_finetune.model.folder_check import check_folder
 from ds_finetune.model.fp8 import FP8 as FP8_DTYPE
@@ -29,7 +29,7 @@ from ds_finetune.units import GIB
 if TYPE_CHECKING:
     from ds_finetune.export.verify.verify import VerificationResult
 
-BESIDE = ("generation_config.json", *TOKENIZER_FILES)
+COPIED_FILES = ("generation_config.json", *TOKENIZER_FILES)
 """Files that go with the weights byte for byte, where they are there."""
 
 
@@ -37,11 +37,11 @@ FP8 = "fp8"
 """The dtype, beside the keys of `DTYPES`, of linear weights in blocks as DeepSeek-V3 publishes them; the others are
 bf16.
 """
-EXPORTED = (*DTYPES, FP8)
+EXPORT_DTYPES = (*DTYPES, FP8)
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportResult:
     """What was written, and lines on what a reader would not expect."""
 
     folder: Path
@@ -58,8 +58,8 @@ class Exported:
         return [f"wrote {self.folder}: {size} in {self.seconds:.1f} s", *self.notes]
 
 
-def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int, base: Path | None) -> Exported:
-    """Convert the checkpoint or model in `path` to the Hugging Face folder `out` in `dtype`, one of `EXPORTED`.
+def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int, base: Path | None) -> ExportResult:
+    """Convert the checkpoint or model in `path` to the Hugging Face folder `out` in `dtype`, one of `EXPORT_DTYPES`.
 
     config.json and tokenizer come from `base` first, else from beside the checkpoint; a model, and a checkpoint
     whose vocabulary was resized, bring their own. Tensors of the base that the model does not build are carried
@@ -72,15 +72,15 @@ def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int
     opened = open_source(path, base)
     folders = (*opened.folders, *given) if opened.is_model or opened.is_resized else (*given, *opened.folders)
     spec = read_model_spec(_config_file(folders).parent)
-    source = fitted(opened.source, spec, label=str(path))
+    source = fit_source(opened.source, spec, label=str(path))
     parts, notes = _with_base(_parts(folders, spec, opened, dtype), spec, opened, base, without=source.shapes)
     source = source.with_copies(parts.copies)
-    tensors = [tensor for copied in (Conversion(source, parts, 1), *parts.carried) for tensor in copied.tensors]
+    tensors = [tensor for copied in (Conversion(source, parts, 1), *parts.base_tensors) for tensor in copied.tensors]
     own = [name for name in source.shapes if spec.may_skip(name) and name not in parts.copies]
     notes = [
         *_passed_through(opened.hub.folder if opened.hub else path, own),
         *notes,
-        *counted(parts, (tensor.key for tensor in tensors)),
+        *config_changes(parts, (tensor.key for tensor in tensors)),
     ]
     if parts.is_fp8 and parts.family.fp8_linear is None and parts.fp8_base is None:
         raise ExportError(
@@ -94,17 +94,17 @@ def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int
         )
     size = sum(tensor.num_bytes for tensor in tensors)
     check_disk(out, size)
-    blocks = write_from(source, out, parts, max_shard_bytes=max_shard_bytes, workers=workers())
+    blocks = convert_source(source, out, parts, max_shard_bytes=max_shard_bytes, workers=workers())
     if parts.fp8_base:
         notes.append(
             f"{blocks.kept:,} of {blocks.written:,} FP8 blocks hold the numbers of {parts.fp8_base.folder} and keep "
             "its bytes"
         )
-    return Exported(out, len(tensors), size, time.monotonic() - began, tuple(notes))
+    return ExportResult(out, len(tensors), size, time.monotonic() - began, tuple(notes))
 
 
 def _with_base(
-    parts: FolderParts, spec: ModelSpec, opened: Opened, given: Path | None, *, without: Collection[str]
+    parts: FolderParts, spec: ModelSpec, opened: OpenedSource, given: Path | None, *, without: Collection[str]
 ) -> tuple[FolderParts, list[str]]:
     """`parts` with the tensors that only the base has and its FP8 bytes, and what to say of it."""
     folder = given or opened.base
@@ -112,10 +112,12 @@ def _with_base(
         parts = replace(parts, fp8_base=opened.hub)
     if opened.hub and folder in (None, opened.hub.folder):
         # Adapters of embedding or head change what the prediction layer's tensors repeat.
-        base = None if opened.is_model else Base.merged_into(opened.hub, spec)
+        base = None if opened.is_model else BaseFolder.from_hub(opened.hub, spec)
         return base.with_copies(parts, base.left) if base else (parts, [])
     if folder is not None and has_weights(folder):
-        return Base.read(folder, read_model_spec(folder) if opened.is_resized else spec).carried(parts, without=without)
+        return BaseFolder.read(folder, read_model_spec(folder) if opened.is_resized else spec).with_base_tensors(
+            parts, without=without
+        )
     why = opened.why_no_base if folder is None else f"{folder} has no safetensors"
     return parts, [] if opened.is_model else [f"nothing was carried over from a base: {why}"]
 
@@ -165,8 +167,8 @@ def _first(folders: tuple[Path, ...], name: str) -> Path | None:
     return next((folder / name for folder in folders if (folder / name).is_file()), None)
 
 
-def _parts(folders: tuple[Path, ...], spec: ModelSpec, opened: Opened, dtype: str) -> FolderParts:
-    file, beside = _config_file(folders), (_first(folders, name) for name in BESIDE)
+def _parts(folders: tuple[Path, ...], spec: ModelSpec, opened: OpenedSource, dtype: str) -> FolderParts:
+    file, beside = _config_file(folders), (_first(folders, name) for name in COPIED_FILES)
     config = json.loads(file.read_text(encoding="utf-8"))
     if dtype == FP8 and config.get("quantization_config") not in (None, QUANTIZATION_CONFIG):
         raise ExportError(
@@ -187,14 +189,14 @@ def _parts(folders: tuple[Path, ...], spec: ModelSpec, opened: Opened, dtype: st
     )
 
 
-def _record_without_logits(folder: Path, opened: Opened, dtype: torch.dtype) -> Record:
+def _record_without_logits(folder: Path, opened: OpenedSource, dtype: torch.dtype) -> ExportRecord:
     """No live model gave logits: the folder is held against the sums of its tensors, and must load and give finite
     logits.
     """
     vocab_size = int(AutoConfig.from_pretrained(folder, trust_remote_code=False).vocab_size)
-    return Record(
+    return ExportRecord(
         str((opened.base or folder).absolute()),
         str(dtype).removeprefix("torch."),
         vocab_size,
-        prompts_of(vocab_size, None),
+        fixed_prompts(vocab_size, None),
     )

@@ -54,7 +54,7 @@ class ModelSpec:
     shapes: Mapping[str, tuple[int, ...]]
     tied: Mapping[str, str]
 
-    def published(self) -> dict[str, tuple[int, ...]]:
+    def published_shapes(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of its tensors in a published checkpoint."""
         family = family_of(self.model_type)
         return {
@@ -96,7 +96,7 @@ def read_model_spec(folder: Path) -> ModelSpec:
 
 
 @dataclass(frozen=True)
-class Selected:
+class SelectedTensors:
     """Some tensors of a source, in an order of their own; `copies` are read from the tensor that each repeats."""
 
     source: TensorSource
@@ -112,7 +112,7 @@ class Selected:
         """Elements [start, start + numel) of the flattened tensor, as the source gives them."""
         return self.source.read(self.copies.get(name, name), start, numel)
 
-    def with_copies(self, copies: Mapping[str, str]) -> "Selected":
+    def with_copies(self, copies: Mapping[str, str]) -> "SelectedTensors":
         """The same with further tensors, or others of these names: each repeats one of the source, whose name it is
         given with.
         """
@@ -123,7 +123,7 @@ class Selected:
         )
 
 
-def fitted(source: TensorSource, spec: ModelSpec, *, label: str) -> Selected:
+def fit_source(source: TensorSource, spec: ModelSpec, *, label: str) -> SelectedTensors:
     """`source` with the tensors of `spec` in its order, then those that the model does not build and may be there.
 
     ExportError lists what is missing, unexpected or of another shape. Names may also be those of published
@@ -132,21 +132,21 @@ def fitted(source: TensorSource, spec: ModelSpec, *, label: str) -> Selected:
     """
     left = {name: shape for name, shape in source.shapes.items() if name not in spec.tied and spec.may_skip(name)}
     found = {name: shape for name, shape in source.shapes.items() if name not in spec.tied and name not in left}
-    published = spec.published()
+    published = spec.published_shapes()
     wanted = published if len(published.keys() ^ found.keys()) < len(spec.shapes.keys() ^ found.keys()) else spec.shapes
     wrong = differences(wanted, found)
     if wrong:
-        raise ExportError(f"{label} does not fit {spec.architecture}: {wrong}", hint=_way_out(wanted, found))
+        raise ExportError(f"{label} does not fit {spec.architecture}: {wrong}", hint=_hint(wanted, found))
     for name, owner in spec.tied.items():
         if name in source.shapes and not _is_equal(source, name, owner):
             raise ExportError(
                 f"{label}: `{name}` differs from `{owner}`, to which the config ties it",
                 hint="untie them: tie_word_embeddings false in config.json",
             )
-    return Selected(source, {**wanted, **left})
+    return SelectedTensors(source, {**wanted, **left})
 
 
-def _way_out(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> str:
+def _hint(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> str:
     embedding = next((name for name in wanted if name.endswith("embed_tokens.weight")), "")
     if embedding and wanted[embedding][1:] == found.get(embedding, ())[1:] and wanted[embedding] != found[embedding]:
         return (

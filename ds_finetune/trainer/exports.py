@@ -12,7 +12,7 @@ from ds_finetune.engine.processes import all_gather_object
 from ds_finetune.engine.start import DTYPES
 from ds_finetune.errors import OutputError, RunError
 from ds_finetune.export.adapter import write_adapter
-from ds_finetune.export.base_folder import Base, counted, read_again
+from ds_finetune.export.base_folder import BaseFolder, config_changes, with_stored_weights
 from ds_finetune.export.folder import (
     TOKENIZER_FILES,
     FolderParts,
@@ -22,7 +22,7 @@ from ds_finetune.export.folder import (
 )
 from ds_finetune.export.interruption import Interruption
 from ds_finetune.export.source import read_model_spec
-from ds_finetune.export.verify.record import RECORD, UNVERIFIED, Record, kept_logits, prompts_of
+from ds_finetune.export.verify.record import RECORD, UNVERIFIED, ExportRecord, fixed_prompts, sampled_logits
 from ds_finetune.export.verify.verify import VerificationResult, mark_folder, verify_exports
 from ds_finetune.families.table import family_of
 from ds_finetune.model.hub_folder import has_weights
@@ -67,21 +67,21 @@ def checked(config: RunConfig, exports: tuple[Path, ...], interruption: Interrup
     return tuple(verdicts)
 
 
-def recorded(engine: Engine, material: Material, *, step: int) -> Record:
+def recorded(engine: Engine, material: Material, *, step: int) -> ExportRecord:
     """Logits of the fixed prompts from the weights as they are now, after `step` steps; every rank takes part.
 
     None of weights in four bits: what is exported are others.
     """
     vocab_size = int(material.hf_config.vocab_size)
-    prompts = prompts_of(vocab_size, material.tokenizer)
+    prompts = fixed_prompts(vocab_size, material.tokenizer)
     is_quantised = bool(quantised_targets(material.hf_config, engine.plan.config.lora))
-    return Record(
+    return ExportRecord(
         base=str(material.folder.absolute()),
         dtype=str(DTYPES[engine.plan.config.train.precision]).removeprefix("torch."),
         vocab_size=vocab_size,
         prompts=prompts,
         step=step,
-        logits=None if is_quantised else kept_logits(engine.logits(prompts), prompts, vocab_size),
+        logits=None if is_quantised else sampled_logits(engine.logits(prompts), prompts, vocab_size),
     )
 
 
@@ -150,17 +150,17 @@ def export(engine: Engine, material: Material, out: Path, *, step: int) -> list[
     )
     notes: list[str] = []
     if config.model.weights == "load" and has_weights(material.folder):
-        base = Base.read(material.folder, read_model_spec(material.folder))
+        base = BaseFolder.read(material.folder, read_model_spec(material.folder))
         # Rank zero writes: it alone compares embeddings and heads, which may take seconds.
-        parts, notes = base.carried(parts) if engine.is_rank_zero else (parts, [])
-    notes = [*notes, *counted(parts, (tensor.key for copied in parts.carried for tensor in copied.tensors))]
+        parts, notes = base.with_base_tensors(parts) if engine.is_rank_zero else (parts, [])
+    notes = [*notes, *config_changes(parts, (tensor.key for copied in parts.base_tensors for tensor in copied.tensors))]
     factors = (
         _exported_adapters(engine, material, out.with_name(out.name.replace("export", "adapter")), config.lora)
         if config.lora
         else {}
     )
     in_four_bit = {f"{target.name}.weight" for target in quantised_targets(material.hf_config, config.lora)}
-    tensors = read_again(engine.tensors(), in_four_bit, material.folder) if in_four_bit else engine.tensors()
+    tensors = with_stored_weights(engine.tensors(), in_four_bit, material.folder) if in_four_bit else engine.tensors()
     try:
         write_folder(
             merged(tensors, factors),

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from ds_finetune.export.offline import export_checkpoint
 from ds_finetune.export.verify import plain_transformers
-from ds_finetune.export.verify.record import UNVERIFIED, Record, kept_logits
+from ds_finetune.export.verify.record import UNVERIFIED, ExportRecord, sampled_logits
 from ds_finetune.export.verify.tensors import digest_of, read_tensor_table
 from ds_finetune.export.verify.verify import VerificationResult, verify_exports
 from tests.model.fp8_folder import V3, decoded, in_fp8, is_published_in_fp8, master, multiplied_out, publish, read_all
@@ -28,10 +28,10 @@ SCALE = "model.layers.1.self_attn.kv_a_proj_with_mqa.weight_scale_inv"
 def _exported(bf16: Path, out: Path) -> Path:
     """`bf16` in FP8 at `out`, with the logits of plain transformers over the bf16 weights as those of the run."""
     export_checkpoint(bf16, out, dtype="fp8", max_shard_bytes=10**9, base=None)
-    record = Record.read(out)
+    record = ExportRecord.read(out)
     model = AutoModelForCausalLM.from_pretrained(bf16, dtype=torch.bfloat16).eval()
     with torch.no_grad():
-        logits = kept_logits(
+        logits = sampled_logits(
             (model(torch.tensor([prompt])).logits[0].float() for prompt in record.prompts),
             record.prompts,
             record.vocab_size,
@@ -45,7 +45,7 @@ def _rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) 
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    record, held = Record.read(folder), read_tensor_table(folder)
+    record, held = ExportRecord.read(folder), read_tensor_table(folder)
     data = {key: np.memmap(at.file, dtype=np.uint8, mode="r") for key, at in held.items()}
     replace(
         record,

@@ -124,7 +124,7 @@ def _leaf(module: str, inner: str | None, outer: str) -> str:
     return outer if module.endswith(".experts") else "weight"
 
 
-class Merged:
+class MergedSource:
     """A base's tensors with adapters added in fp32, as a TensorSource; `factors` are kept in memory for the last few
     weights.
     """

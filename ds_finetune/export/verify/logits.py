@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_finetune.export.verify.record import Floats, Record
+from ds_finetune.export.verify.record import ExportRecord, Floats
 
 _LIMIT = {"float32": 1e-5}
 _LIMIT_16_BIT, _NOISE_FACTOR, _HIGHEST_LIMIT = 1e-3, 3.0, 0.05
@@ -65,7 +65,7 @@ def load_folders(folders: Sequence[Path]) -> Iterator[tuple[Path, LoadedFolder]]
             yield failed[0], LoadedFolder(failure=f"exit code {done.returncode}: {reason}")
 
 
-def compare_logits(record: Record, loaded: LoadedFolder) -> tuple[list[str], list[str]]:
+def compare_logits(record: ExportRecord, loaded: LoadedFolder) -> tuple[list[str], list[str]]:
     """Problems with the logits of a folder, and lines that say what was compared."""
     report, logits = loaded.report, loaded.logits
     assert logits is not None
@@ -92,7 +92,7 @@ def compare_logits(record: Record, loaded: LoadedFolder) -> tuple[list[str], lis
     return ([] if is_within else [text]), [f"{name}: {text}{reached}"]
 
 
-def _compare_with_run(record: Record, expected: Floats, loaded: LoadedFolder, logits: Floats) -> tuple[bool, str]:
+def _compare_with_run(record: ExportRecord, expected: Floats, loaded: LoadedFolder, logits: Floats) -> tuple[bool, str]:
     """Whether nine tenths of the positions are within the limit, and a line that says so."""
     compared = logits if loaded.perturbed is None or loaded.fp32 is None else loaded.fp32
     deviation, limit = deviations(compared, expected, record.lengths()), _limit(record, loaded, logits)
@@ -104,7 +104,7 @@ def _compare_with_run(record: Record, expected: Floats, loaded: LoadedFolder, lo
     return high <= limit, text
 
 
-def _limit(record: Record, loaded: LoadedFolder, logits: Floats) -> float:
+def _limit(record: ExportRecord, loaded: LoadedFolder, logits: Floats) -> float:
     """The deviation that nine tenths of the positions may have."""
     lengths, fp32 = record.lengths(), logits if loaded.fp32 is None else loaded.fp32
     rounding = deviations(logits, fp32, lengths)

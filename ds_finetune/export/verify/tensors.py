@@ -14,7 +14,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from ds_finetune.errors import ExportError
-from ds_finetune.export.verify.record import Digest, Record
+from ds_finetune.export.verify.record import Digest, ExportRecord
 from ds_finetune.model.safetensors_header import DTYPE_NAMES, read_header
 
 _SHOWN = 10
@@ -47,7 +47,7 @@ def _tensors_in(file: Path) -> Iterator[tuple[str, TensorInFile]]:
         raise ExportError(f"{file} is not a safetensors file: {damaged}", hint="export the folder again") from damaged
 
 
-def changed_tensors(tensors: Mapping[str, TensorInFile], record: Record) -> list[str]:
+def changed_tensors(tensors: Mapping[str, TensorInFile], record: ExportRecord) -> list[str]:
     """A line for each way in which `tensors` differ from what was written according to `record`."""
     digests = record.digests or {}
     absent = sorted(digests.keys() - tensors.keys())

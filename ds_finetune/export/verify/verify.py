@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ds_finetune.export.interruption import Interruption
 from ds_finetune.export.verify.logits import LoadedFolder, compare_logits, load_folders
-from ds_finetune.export.verify.record import UNVERIFIED, Record
+from ds_finetune.export.verify.record import UNVERIFIED, ExportRecord
 from ds_finetune.export.verify.tensors import changed_tensors, compare_with_base, first_names, read_tensor_table
 from ds_finetune.families.table import family_of
 from ds_finetune.model.fp8 import FP8
@@ -86,7 +86,7 @@ def _verify_each(
     folders: Sequence[Path], base: Path | None, available_bytes: int | None
 ) -> Iterator[VerificationResult]:
     """Verify and mark the folders one after another."""
-    records = {folder: Record.read(folder) for folder in folders}
+    records = {folder: ExportRecord.read(folder) for folder in folders}
     needed = {folder: _needed_bytes(folder, record) for folder, record in records.items()}
     fitting = [folder for folder in folders if available_bytes is None or needed[folder] <= available_bytes]
     loaded = dict(load_folders(fitting))
@@ -99,7 +99,7 @@ def _verify_each(
         yield result
 
 
-def _needed_bytes(folder: Path, record: Record) -> int:
+def _needed_bytes(folder: Path, record: ExportRecord) -> int:
     """Memory that loading a folder takes."""
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     is_fp8 = any(tensor.dtype == FP8 for tensor in read_tensor_table(folder).values())
@@ -114,7 +114,7 @@ def _skipped(folder: Path, needed_bytes: int, available_bytes: int) -> Verificat
     return VerificationResult(folder, skipped=text)
 
 
-def _compare(folder: Path, record: Record, loaded: LoadedFolder, base: Path) -> VerificationResult:
+def _compare(folder: Path, record: ExportRecord, loaded: LoadedFolder, base: Path) -> VerificationResult:
     tensors = read_tensor_table(folder)
     base_tensors = read_tensor_table(base) if base.is_dir() else {}
     problems = changed_tensors(tensors, record)
