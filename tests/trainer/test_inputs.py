@@ -39,7 +39,7 @@ def test_held_out_rows_that_are_trained_on_are_counted(tmp_path: Path) -> None:
 
 def test_a_stream_names_files_that_are_in_both(tmp_path: Path) -> None:
     material, shown = material_of(tmp_path, streaming=True, eval=str(tmp_path / "train.jsonl"))
-    assert f"data.eval holds training files: {tmp_path / 'train.jsonl'}" in shown
+    assert f"data.eval has training files: {tmp_path / 'train.jsonl'}" in shown
     before = material.train.fingerprint()
     (tmp_path / "train.jsonl").write_text((tmp_path / "train.jsonl").read_text() + "\n")
     assert material.train.fingerprint() != before
