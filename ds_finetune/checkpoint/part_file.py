@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ds_finetune.checkpoint.boxes import Box
+from ds_finetune.checkpoint.chunks import Chunk
 from ds_finetune.errors import CheckpointError
 from ds_finetune.model.safetensors_header import HeaderEntry, encode_header, read_header
 
@@ -20,12 +20,12 @@ _MAP_NORESERVE = 0x4000
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredChunk:
     """A box of the global tensor `key` of `shape`, stored at byte `begin` of its file."""
 
     key: str
     shape: tuple[int, ...]
-    box: Box
+    box: Chunk
     dtype: torch.dtype
     begin: int
 
@@ -40,7 +40,7 @@ def part_name(rank: int, world_size: int) -> str:
     return f"part-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
-def header_of(stored: Sequence[Stored], extra: Mapping[str, Any]) -> bytes:
+def part_header(stored: Sequence[StoredChunk], extra: Mapping[str, Any]) -> bytes:
     """The head of a part whose boxes follow in order; `begin` is not looked at. `extra` is kept as JSON."""
     shapes = {item.key: item.shape for item in stored}
     boxes = ((f"{item.key}@{','.join(map(str, item.box.offsets))}", item.dtype, item.box.sizes) for item in stored)
@@ -74,7 +74,7 @@ class PartFile:
         """The first of the ranks that share a folder with the one that wrote this."""
         return int(self.extra.get("home", 0))
 
-    def tensor(self, item: Stored) -> torch.Tensor:
+    def tensor(self, item: StoredChunk) -> torch.Tensor:
         """The box of `item` as it lies in the file; copy what is needed, then call `forget`."""
         return torch.frombuffer(self._map, dtype=item.dtype, count=item.box.numel, offset=item.begin).view(
             item.box.sizes
@@ -85,7 +85,7 @@ class PartFile:
         self._map.madvise(mmap.MADV_DONTNEED)
 
 
-def _stored(name: str, entry: HeaderEntry, shapes: Mapping[str, Sequence[int]]) -> Stored:
+def _stored(name: str, entry: HeaderEntry, shapes: Mapping[str, Sequence[int]]) -> StoredChunk:
     key, _, offsets = name.rpartition("@")
-    box = Box(tuple(int(offset) for offset in offsets.split(",") if offset), entry.shape)
-    return Stored(key, tuple(shapes[key]), box, entry.dtype, entry.begin)
+    box = Chunk(tuple(int(offset) for offset in offsets.split(",") if offset), entry.shape)
+    return StoredChunk(key, tuple(shapes[key]), box, entry.dtype, entry.begin)

@@ -30,24 +30,24 @@ def add_commands(commands: Commands) -> None:
 
 
 def _list(arguments: Arguments) -> None:
-    from ds_finetune.checkpoint.tools import listed
+    from ds_finetune.checkpoint.tools import list_checkpoints
 
-    OUT.print(pairs("checkpoints", listed(Path(arguments.run))))
+    OUT.print(pairs("checkpoints", list_checkpoints(Path(arguments.run))))
 
 
 def _show(arguments: Arguments) -> None:
-    from ds_finetune.checkpoint.tools import shown
+    from ds_finetune.checkpoint.tools import describe_checkpoint
 
-    OUT.print(pairs("checkpoint", shown(Path(arguments.folder))))
+    OUT.print(pairs("checkpoint", describe_checkpoint(Path(arguments.folder))))
 
 
 def _verify(arguments: Arguments) -> None:
-    from ds_finetune.checkpoint.tools import verify
+    from ds_finetune.checkpoint.tools import verify_checkpoint
 
-    OUT.print(verify(Path(arguments.folder), workers=os.cpu_count() or 1), markup=False)
+    OUT.print(verify_checkpoint(Path(arguments.folder), workers=os.cpu_count() or 1), markup=False)
 
 
 def _gather(arguments: Arguments) -> None:
-    from ds_finetune.checkpoint.tools import gather
+    from ds_finetune.checkpoint.tools import gather_checkpoint
 
-    OUT.print(gather([Path(folder) for folder in arguments.folders], Path(arguments.out)), markup=False)
+    OUT.print(gather_checkpoint([Path(folder) for folder in arguments.folders], Path(arguments.out)), markup=False)

@@ -12,6 +12,7 @@ from ds_finetune.cli.arguments import (
     two_or_more,
 )
 from ds_finetune.console import show_line
+from ds_finetune.families.table import STANDARD_SELFTEST
 
 
 def add_commands(commands: Commands) -> None:
@@ -34,8 +35,8 @@ def add_commands(commands: Commands) -> None:
     )
     selftest.add_argument(
         "--families",
-        default="deepseek_v3,llama",
-        help="model families of the standard set (default deepseek_v3,llama)",
+        default=",".join(STANDARD_SELFTEST),
+        help=f"model families of the standard set (default {','.join(STANDARD_SELFTEST)})",
     )
     add_local_rank(selftest)
     selftest.set_defaults(command=_selftest)

@@ -62,7 +62,7 @@ def _unmark() -> None:
 
 def op(name: str, settings: dict[str, Any]) -> str:
     """Build and run one of DeepSpeed's ops; see `engine.ops`."""
-    from ds_finetune.engine.ops import check_op
+    from ds_finetune.engine.deepspeed_ops import check_op
 
     return check_op(name, settings)
 

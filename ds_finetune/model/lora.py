@@ -21,11 +21,11 @@ from transformers.integrations.moe import _grouped_linear
 
 from ds_finetune.config.schema import LoraConfig
 from ds_finetune.errors import ConfigError
+from ds_finetune.families.table import FAMILIES, family_of
 from ds_finetune.model.build import Where
 from ds_finetune.model.four_bit import dtype_of, fits_four_bit, is_four_bit, nf4_bytes, shape_of
 from ds_finetune.model.parallel.pipeline import without_memory
 from ds_finetune.model.weights import seed_of
-from ds_finetune.plan.combinations import FAMILIES
 
 ROUTED, ROUTER = "routed experts", "router"
 _FOUR_BIT = ("attention", "dense MLP", "shared experts")
@@ -81,10 +81,9 @@ def chosen_targets(hf_config: PretrainedConfig, lora: LoraConfig) -> list[Target
     ConfigError where a pattern names none (with the legal names), the model type is not compared, or experts are
     given a rank that grouped products cannot take.
     """
-    if hf_config.model_type not in FAMILIES:
-        raise ConfigError(
-            f"lora of model_type {hf_config.model_type} is not proven", hint=f"proven: {', '.join(FAMILIES)}"
-        )
+    if not family_of(hf_config.model_type).has_lora:
+        tested = ", ".join(name for name, family in FAMILIES.items() if family.has_lora)
+        raise ConfigError(f"lora of model_type {hf_config.model_type} is not tested", hint=f"tested: {tested}")
     every = adaptable(without_memory(hf_config))
     patterns = lora.target_modules
     named = {target.name for pattern in patterns or () for target in _named(pattern, every)}

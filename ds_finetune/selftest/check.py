@@ -10,19 +10,19 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from ds_finetune.checkpoint.place import find_place
-from ds_finetune.checkpoint.restore import newest, restore
+from ds_finetune.checkpoint.folder import open_checkpoint_folder
+from ds_finetune.checkpoint.restore import newest_checkpoint, restore_engine
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.engine.building import build_ops
-from ds_finetune.engine.core import Engine
-from ds_finetune.engine.processes import all_gather_object
-from ds_finetune.engine.start import DTYPES, start_engine
+from ds_finetune.engine.collectives import all_gather_object
+from ds_finetune.engine.engine import Engine
+from ds_finetune.engine.prepare_ops import build_ops
+from ds_finetune.engine.start_engine import DTYPES, start_engine
 from ds_finetune.errors import CheckpointError
 from ds_finetune.export.folder import FolderParts, write_folder
+from ds_finetune.families.table import family_of
 from ds_finetune.model.build import read_hf_config
-from ds_finetune.model.families import family_of
 from ds_finetune.plan.combinations import check_divides
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.selftest.plain import Steps, mean_loss, plain_loop
@@ -138,7 +138,9 @@ def _largest(values: Iterable[float]) -> float:
 
 def _saved_after_first(engine: Engine, folder: Path, steps: int) -> Steps:
     """The steps, with a checkpoint of the first one left in `folder`."""
-    saver = Saver(engine.state.groups, find_place(folder, rank=engine.plan.world.rank, node_local=False), False, {})
+    saver = Saver(
+        engine.state.groups, open_checkpoint_folder(folder, rank=engine.plan.world.rank, node_local=False), False, {}
+    )
     with closing(saver):
         taking = take_steps(engine, steps)
         next(taking)
@@ -155,10 +157,10 @@ def _saved_after_first(engine: Engine, folder: Path, steps: int) -> Steps:
 
 def _resumed(engine: Engine, folder: Path, steps: int) -> Steps:
     """The steps after the first, from the checkpoint."""
-    place = find_place(folder, rank=engine.plan.world.rank, node_local=False)
-    found = newest(place, folder)
+    place = open_checkpoint_folder(folder, rank=engine.plan.world.rank, node_local=False)
+    found = newest_checkpoint(place, folder)
     assert found is not None
-    restore(engine, place, found)
+    restore_engine(engine, place, found)
     return list(take_steps(engine, steps))[-1]
 
 

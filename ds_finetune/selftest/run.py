@@ -24,16 +24,19 @@ from transformers import PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from ds_finetune.config.schema import ParallelConfig, RunConfig
-from ds_finetune.engine.building import build_ops
-from ds_finetune.engine.processes import all_gather_object, choose_device, process_group
+from ds_finetune.engine.collectives import all_gather_object
+from ds_finetune.engine.default_group import process_group
+from ds_finetune.engine.devices import choose_device
+from ds_finetune.engine.prepare_ops import build_ops
 from ds_finetune.errors import ConfigError, LaunchError, RunError
+from ds_finetune.families.table import FAMILIES, STANDARD_SELFTEST
 from ds_finetune.model.build import read_hf_config
 from ds_finetune.plan.combinations import PROVEN
 from ds_finetune.plan.deepspeed_choice import chosen
 from ds_finetune.plan.deepspeed_config import read_choices
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.plan import Plan, make_plan
-from ds_finetune.selftest.cells import FAMILIES, OTHERS, Cell, grown, hf_config, run_tree
+from ds_finetune.selftest.cells import TINY_MODELS, Cell, grown, hf_config, run_tree
 from ds_finetune.selftest.check import check, write_model
 from ds_finetune.world import World, accelerate_choices
 
@@ -86,7 +89,7 @@ class Extent:
     """
 
     steps: int = 3
-    families: tuple[str, ...] = ("deepseek_v3", "llama")
+    families: tuple[str, ...] = STANDARD_SELFTEST
 
     @property
     def arguments(self) -> list[str]:
@@ -195,11 +198,9 @@ def _standard(world_size: int, families: Sequence[str], device: str) -> list[Cas
 
     Two stages in bf16, on GPUs in fp16 too.
     """
-    unknown = [family for family in families if family not in FAMILIES | OTHERS]
+    unknown = [family for family in families if family not in TINY_MODELS]
     if unknown:
-        raise ConfigError(
-            f"--families {','.join(unknown)} is not known", hint=f"use some of {','.join(FAMILIES | OTHERS)}"
-        )
+        raise ConfigError(f"--families {','.join(unknown)} is not known", hint=f"use some of {','.join(TINY_MODELS)}")
     cells = [Cell(family, stage, _ACCUMULATION, packing=True) for family in families for stage in range(4)]
     for row, family in itertools.product(PROVEN, families):
         sizes: dict[str, Any] = dict.fromkeys(row.axes, 2)
@@ -233,10 +234,10 @@ def _of_run(config: RunConfig, world: World) -> list[Case]:
             hint="leave `lora` out to check the layout",
         )
     hub = read_hf_config(config.model.path, files=("*.json",))
-    if hub.model_type not in FAMILIES | OTHERS:
+    if hub.model_type not in TINY_MODELS:
         raise ConfigError(
             f"model_type {hub.model_type} has no tiny model",
-            hint=f"known: {', '.join([*FAMILIES, 'deepseek_v2', 'qwen3'])}",
+            hint=f"known: {', '.join(name for name, family in FAMILIES.items() if family.tiny_models)}",
         )
     mesh = Mesh.of(config.parallel, world_size=world.world_size, rank=world.rank)
     given, _ = read_choices(chosen(config, accelerate_choices(os.environ)))

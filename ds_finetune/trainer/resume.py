@@ -10,22 +10,28 @@ from typing import Any, TextIO
 
 import torch
 
-from ds_finetune.checkpoint.base_config import other_model
-from ds_finetune.checkpoint.files import complete_steps, leftovers, remove, set_aside, step_name
-from ds_finetune.checkpoint.locking import LOCK_SECONDS, lock
+from ds_finetune.checkpoint.base_config import model_mismatch
+from ds_finetune.checkpoint.files import (
+    complete_steps,
+    remove_checkpoint,
+    rename_unusable,
+    step_name,
+    unfinished_folders,
+)
+from ds_finetune.checkpoint.folder import CheckpointFolder, open_checkpoint_folder, raise_on_every_rank, try_in_folder
+from ds_finetune.checkpoint.locking import LOCK_SECONDS, lock_folder
 from ds_finetune.checkpoint.part_file import part_name
-from ds_finetune.checkpoint.place import Place, agree, find_place, tried
 from ds_finetune.checkpoint.random_state import restore_random_state
-from ds_finetune.checkpoint.restore import Found, named, newest, restore
+from ds_finetune.checkpoint.restore import UsableCheckpoint, named_checkpoint, newest_checkpoint, restore_engine
 from ds_finetune.checkpoint.run_state import RunState, layout_of, versions
-from ds_finetune.checkpoint.same_run import Inputs, changes
+from ds_finetune.checkpoint.same_run import RunIdentity, changes_since_checkpoint
 from ds_finetune.checkpoint.saver import Saver
-from ds_finetune.checkpoint.storage import PartsReader, num_weights, read_groups
+from ds_finetune.checkpoint.storage import PartsReader, num_weights, read_state_groups
 from ds_finetune.checkpoint.tools import BASE, CHECKPOINTS
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import Position
 from ds_finetune.data.stream import START, StreamedRows
-from ds_finetune.engine.core import Engine
+from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.state import Slice, StateGroup
 from ds_finetune.errors import CheckpointError, FinetuneError, OutputError
 from ds_finetune.observers.record import Resumable, StepRecord
@@ -47,9 +53,9 @@ class Origin:
     that leads.
     """
 
-    place: Place | None
+    place: CheckpointFolder | None
     held: TextIO | None = None
-    found: Found | None = None
+    found: UsableCheckpoint | None = None
 
     @property
     def progress(self) -> Progress:
@@ -70,12 +76,14 @@ def find_origin(plan: Plan, material: Material, say: Say) -> Origin:
     if not wanted.every_steps:
         return Origin(None)
     folder = Path(plan.config.output_dir) / CHECKPOINTS
-    place = find_place(folder, rank=plan.world.rank, node_local=wanted.node_local)
+    place = open_checkpoint_folder(folder, rank=plan.world.rank, node_local=wanted.node_local)
     held = _locked(place, say)
     rehearse(place, is_asynchronous=plan.saves_aside)
     if wanted.resume == "never":
         return _tidied(Origin(place, held), say)
-    found = newest(place, folder) if wanted.resume == "auto" else named(place, Path(wanted.resume))
+    found = (
+        newest_checkpoint(place, folder) if wanted.resume == "auto" else named_checkpoint(place, Path(wanted.resume))
+    )
     if found is None:
         if (folder.parent / "metrics.jsonl").exists():
             say(
@@ -84,9 +92,12 @@ def find_origin(plan: Plan, material: Material, say: Say) -> Origin:
             )
         return _tidied(Origin(place, held), say)
     later = [step_name(step) for step in complete_steps(folder) if step > found.state.step]
-    agree(_mixed(folder, later, found) if wanted.resume != "auto" and later else None)
-    agree(other_model(found.folder / BASE, CONFIG, material.config_tree))
-    lines = [*changes(found.state, inputs_of(plan, material)), *_other_random_state(found, plan, material)]
+    raise_on_every_rank(_mixed(folder, later, found) if wanted.resume != "auto" and later else None)
+    raise_on_every_rank(model_mismatch(found.folder / BASE, CONFIG, material.config_tree))
+    lines = [
+        *changes_since_checkpoint(found.state, inputs_of(plan, material)),
+        *_other_random_state(found, plan, material),
+    ]
     lines += _left_out(found, plan, material)
     for line in (*found.passed_over, *_set_aside(place, later)):
         say(line)
@@ -97,49 +108,51 @@ def find_origin(plan: Plan, material: Material, say: Say) -> Origin:
 
 def _tidied(origin: Origin, say: Say) -> Origin:
     """Take away what an earlier start did not finish; done last, when nothing can be refused any more."""
-    if origin.place is not None and origin.place.leads:
-        for left in leftovers(origin.place.folder):
+    if origin.place is not None and origin.place.is_leader:
+        for left in unfinished_folders(origin.place.path):
             say(f"taken away: {left}, never completed")
-            remove(left)
+            remove_checkpoint(left)
     return origin
 
 
-def _locked(place: Place, say: Say) -> TextIO | None:
+def _locked(place: CheckpointFolder, say: Say) -> TextIO | None:
     held, error = None, None
-    if place.leads:
+    if place.is_leader:
         try:
-            held = lock(place.folder, seconds=LOCK_SECONDS, say=say)
+            held = lock_folder(place.path, seconds=LOCK_SECONDS, say=say)
         except OutputError as taken:
             error = taken
-    agree(error)
+    raise_on_every_rank(error)
     return held
 
 
-def _set_aside(place: Place, names: list[str]) -> list[str]:
+def _set_aside(place: CheckpointFolder, names: list[str]) -> list[str]:
     """Checkpoints later than the one that is gone on with cannot be used: they must not be counted among those that are
     kept.
     """
     return (
-        [f"{place.folder / name} is now {set_aside(place.folder / name).name}" for name in names] if place.leads else []
+        [f"{place.path / name} is now {rename_unusable(place.path / name).name}" for name in names]
+        if place.is_leader
+        else []
     )
 
 
-def _mixed(folder: Path, later: list[str], found: Found) -> CheckpointError:
+def _mixed(folder: Path, later: list[str], found: UsableCheckpoint) -> CheckpointError:
     return CheckpointError(
         f"{folder} holds {', '.join(later)}, later than step {found.state.step} that checkpoint.resume names",
         hint="move them away, or name another output_dir",
     )
 
 
-def rehearse(place: Place, *, is_asynchronous: bool) -> None:
+def rehearse(place: CheckpointFolder, *, is_asynchronous: bool) -> None:
     """Save a few numbers by the very path that checkpoints take, read them back and take them away; collective.
 
     OutputError on every rank with the first one's reason where that fails.
     """
-    trial = replace(place, folder=place.folder / f".rehearsal-{place.token}")
+    trial = replace(place, path=place.path / f".rehearsal-{place.token}")
     numbers = torch.arange(_REHEARSED, dtype=torch.float32) + place.rank
     group = _group_of(numbers, place)
-    agree(tried(place.folder, lambda: trial.folder.mkdir(exist_ok=True)))
+    raise_on_every_rank(try_in_folder(place.path, lambda: trial.path.mkdir(exist_ok=True)))
     saver = Saver(lambda: [group], trial, is_asynchronous, {})
     saver.start(0)
     saver.save(0, "{}", rank_state={})
@@ -149,28 +162,28 @@ def rehearse(place: Place, *, is_asynchronous: bool) -> None:
     error: FinetuneError | None = None
     if outcome.errors:
         error = OutputError(
-            f"checkpoint folder {place.folder}, rank {place.rank}: {'; '.join(outcome.errors)}",
+            f"checkpoint folder {place.path}, rank {place.rank}: {'; '.join(outcome.errors)}",
             hint="mend it before training",
         )
-    agree(error)
-    agree(_misread(trial, numbers))
-    if place.leads:
-        shutil.rmtree(trial.folder)
+    raise_on_every_rank(error)
+    raise_on_every_rank(_misread(trial, numbers))
+    if place.is_leader:
+        shutil.rmtree(trial.path)
 
 
-def _misread(trial: Place, numbers: torch.Tensor) -> OutputError | None:
+def _misread(trial: CheckpointFolder, numbers: torch.Tensor) -> OutputError | None:
     again = torch.full_like(numbers, float("nan"))
-    reader = PartsReader(trial.folder / step_name(0) / part_name(rank, trial.world_size) for rank in trial.ranks)
-    read_groups([_group_of(again, trial)], reader, absent="")
+    reader = PartsReader(trial.path / step_name(0) / part_name(rank, trial.world_size) for rank in trial.ranks)
+    read_state_groups([_group_of(again, trial)], reader, absent="")
     if torch.equal(again, numbers):
         return None
     return OutputError(
-        f"checkpoint folder {trial.folder.parent} gives back other numbers than rank {trial.rank} wrote",
+        f"checkpoint folder {trial.path.parent} gives back other numbers than rank {trial.rank} wrote",
         hint="use another disk",
     )
 
 
-def _group_of(numbers: torch.Tensor, place: Place) -> StateGroup:
+def _group_of(numbers: torch.Tensor, place: CheckpointFolder) -> StateGroup:
     shape = (place.world_size, _REHEARSED)
     part = Slice("weight/rehearsal", shape, place.rank * _REHEARSED, _REHEARSED, torch.float32)
     return StateGroup((part,), lambda write: nullcontext(lambda key: numbers))
@@ -183,7 +196,7 @@ def go_on(engine: Engine, origin: Origin, material: Material) -> Position:
     """
     if origin.found is None or origin.place is None:
         return START
-    own = restore(engine, origin.place, origin.found)
+    own = restore_engine(engine, origin.place, origin.found)
     if own:
         restore_random_state(own["random"])
     is_stream = isinstance(material.train, StreamedRows)
@@ -208,7 +221,7 @@ def saver_of(engine: Engine, origin: Origin, base: Mapping[str, Path], *, config
         yield None
         return
     kept = Path(engine.plan.config.output_dir) / BASE
-    if place.leads:
+    if place.is_leader:
         kept.mkdir(parents=True, exist_ok=True)
         for name, source in base.items():
             (kept / name).unlink(missing_ok=True)
@@ -219,8 +232,8 @@ def saver_of(engine: Engine, origin: Origin, base: Mapping[str, Path], *, config
         (kept / CONFIG).write_text(config, encoding="utf-8")
     beside = {f"{BASE}/{name}": kept / name for name in (CONFIG, *base)}
     saver = Saver(engine.state.groups, place, engine.plan.saves_aside, beside, [origin.held] if origin.held else [])
-    num_bytes = num_weights(engine.state.groups(), writer=place.writer) * engine.plan.bytes_per_parameter
-    agree(_short_of_memory(num_bytes, engine.plan))
+    num_bytes = num_weights(engine.state.groups(), writer=place.writer_share) * engine.plan.bytes_per_parameter
+    raise_on_every_rank(_short_of_memory(num_bytes, engine.plan))
     saver.start(num_bytes)
     try:
         yield saver
@@ -302,9 +315,9 @@ def saved_record(origin: Origin) -> StepRecord | None:
     return StepRecord(origin.found.state.step, origin.found.state.values) if origin.found else None
 
 
-def inputs_of(plan: Plan, material: Material) -> Inputs:
+def inputs_of(plan: Plan, material: Material) -> RunIdentity:
     """What this start is made of, as a checkpoint remembers it."""
-    return Inputs(
+    return RunIdentity(
         config=plan.config.model_dump(mode="json", by_alias=True),
         data=material.train.fingerprint(),
         base=material.base,
@@ -313,7 +326,7 @@ def inputs_of(plan: Plan, material: Material) -> Inputs:
     )
 
 
-def _left_out(found: Found, plan: Plan, material: Material) -> list[str]:
+def _left_out(found: UsableCheckpoint, plan: Plan, material: Material) -> list[str]:
     """Rows that a longer run does not see: those for which a shorter one filled its last step up with empty rows."""
     if isinstance(material.train, StreamedRows) or found.state.config["train"]["for"] == plan.config.train.duration:
         return []
@@ -323,7 +336,7 @@ def _left_out(found: Found, plan: Plan, material: Material) -> list[str]:
     return [text] if rows > 0 else []
 
 
-def _other_random_state(found: Found, plan: Plan, material: Material) -> list[str]:
+def _other_random_state(found: UsableCheckpoint, plan: Plan, material: Material) -> list[str]:
     """Random states are those of ranks, and nothing but dropout depends on them."""
     ratios = {key: value for key, value in material.hf_config.to_dict().items() if key.endswith(("dropout", "_pdrop"))}
     drops = [f"{key} {value}" for key, value in ratios.items() if isinstance(value, float) and value]

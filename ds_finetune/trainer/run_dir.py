@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ds_finetune.checkpoint.locking import unlock_own
+from ds_finetune.checkpoint.locking import remove_own_lock
 from ds_finetune.config.schema import RunConfig, dump_config
 from ds_finetune.errors import OutputError
 from ds_finetune.observers.record import StepRecord
@@ -146,7 +146,7 @@ def nothing_half_written(folder: Path) -> Iterator[None]:
 
 
 def _remove_empty(folder: Path) -> None:
-    unlock_own(folder / "checkpoints")
+    remove_own_lock(folder / "checkpoints")
     for made in (folder / "checkpoints", folder):
         with suppress(OSError):
             made.rmdir()

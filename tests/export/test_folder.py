@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ds_finetune.errors import ExportError
 from ds_finetune.export.folder import FolderParts, write_folder
-from ds_finetune.model.families import family_of
+from ds_finetune.families.table import family_of
 from ds_finetune.model.names import hub_pieces
 from ds_finetune.trainer.run_dir import read_json
 from ds_finetune.units import parse_bytes

@@ -10,8 +10,8 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 from ds_finetune.errors import ModelError
+from ds_finetune.families.table import FAMILIES
 from ds_finetune.model.build import check_logits, check_vocabulary, model_class
-from ds_finetune.model.families import FAMILIES
 from ds_finetune.model.generic_check import refuse_wrong, try_type
 
 ROW_TOKENS = 2048

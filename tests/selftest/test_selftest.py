@@ -13,7 +13,7 @@ from ds_finetune.config.schema import ParallelConfig
 from ds_finetune.model.build import build_skeleton
 from ds_finetune.plan.combinations import check_divides
 from ds_finetune.plan.mesh import Mesh
-from ds_finetune.selftest.cells import FAMILIES, OTHERS, grown, hf_config
+from ds_finetune.selftest.cells import TINY_MODELS, grown, hf_config
 from ds_finetune.selftest.check import verdict
 from ds_finetune.selftest.plain import Steps
 from ds_finetune.selftest.run import _standard
@@ -79,7 +79,7 @@ def test_gradients_twice_as_large_are_found(tmp_path: Path) -> None:
     script = tmp_path / "broken.py"
     script.write_text(
         "import sys\n"
-        "from ds_finetune.engine.core import Engine\n"
+        "from ds_finetune.engine.engine import Engine\n"
         "from ds_finetune.cli.main import main\n"
         "passes = Engine._passes\n"
         "Engine._passes = lambda engine, batch, scale: passes(engine, batch, 2 * scale)\n"
@@ -108,7 +108,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(tmp_path: Path, argume
     assert text in done.stderr
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES | OTHERS))
+@pytest.mark.parametrize("family", sorted(TINY_MODELS))
 def test_tiny_models_grow_with_the_sizes(family: str) -> None:
     parallel = ParallelConfig(tp=8, sp=4, pp=3)
     config = grown(hf_config(family), parallel)

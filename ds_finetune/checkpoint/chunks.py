@@ -1,0 +1,58 @@
+"""Flat ranges of row-major tensors as n-dimensional boxes, the only form in which state is stored."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+Ints = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The part of a tensor from index `offsets`, `sizes` elements along each dimension."""
+
+    offsets: Ints
+    sizes: Ints
+
+    @property
+    def numel(self) -> int:
+        """Elements of the box."""
+        return math.prod(self.sizes)
+
+    def moved(self, by: Ints) -> "Chunk":
+        """The same box in a tensor in which this one's tensor begins at index `by`."""
+        return Chunk(tuple(mine + more for mine, more in zip(self.offsets, by, strict=True)), self.sizes)
+
+
+def flat_range_chunks(shape: Ints, start: int, numel: int) -> Iterator[Chunk]:
+    """The boxes that elements [start, start + numel) of a row-major tensor of `shape` are, in order: at most 2 x
+    dimensions - 1.
+
+    Their elements one behind the other are exactly the range, so a box is a contiguous piece of it.
+    """
+    if numel == 0:
+        return
+    if not shape:
+        yield Chunk((), ())
+        return
+    inner = math.prod(shape[1:])
+    row, column = divmod(start, inner)
+    if column or numel < inner:
+        within = min(numel, inner - column)
+        yield from (Chunk((row, *box.offsets), (1, *box.sizes)) for box in flat_range_chunks(shape[1:], column, within))
+        yield from flat_range_chunks(shape, start + within, numel - within)
+        return
+    rows = numel // inner
+    yield Chunk((row,) + (0,) * (len(shape) - 1), (rows, *shape[1:]))
+    yield from flat_range_chunks(shape, start + rows * inner, numel - rows * inner)
+
+
+def overlap(one: Chunk, other: Chunk) -> Chunk | None:
+    """The box that lies in both, if any."""
+    first = tuple(map(max, one.offsets, other.offsets))
+    last = tuple(
+        min(a + n, b + m) for a, n, b, m in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    )
+    if any(end <= begin for begin, end in zip(first, last, strict=True)):
+        return None
+    return Chunk(first, tuple(end - begin for begin, end in zip(first, last, strict=True)))
