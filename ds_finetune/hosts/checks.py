@@ -30,7 +30,7 @@ def host_checks(
 
 
 def rank_device(infos: Mapping[str, HostInfo], environ: Mapping[str, str]) -> str:
-    """`cuda` where hosts have GPUs and DS_ACCELERATOR is cuda or unset, as engine/default_group.py chooses; else `cpu`."""
+    """`cuda` where hosts have GPUs and DS_ACCELERATOR is cuda or unset, else `cpu` (as in engine/default_group.py)."""
     has_gpus = any(info.gpus for info in infos.values())
     return "cuda" if has_gpus and environ.get("DS_ACCELERATOR", "cuda") == "cuda" else "cpu"
 
