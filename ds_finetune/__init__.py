@@ -1,8 +1,8 @@
 """Fine-tune DeepSeek-style causal LMs with DeepSpeed: a run is a value that is planned, fed, stepped, saved and
 exported.
 
-The names of `__all__` are the Python API (docs/python.md). Each is imported at its first use: importing the package
-loads nothing else.
+The names of `__all__` are the Python API (docs/reference/python-api.md). Each is imported at its first use:
+importing the package loads nothing else.
 """
 
 import sys

@@ -2,7 +2,7 @@
 
 import sys
 
-from ds_finetune.cli.main import run
+from ds_finetune.cli.main import run_and_exit
 
 if __name__ == "__main__":
-    run(sys.argv[1:])
+    run_and_exit(sys.argv[1:])

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from ds_finetune.config.schema import DataConfig, RunConfig
 from ds_finetune.console import show_line, show_next, show_plan, show_report, show_verdicts
 from ds_finetune.errors import ConfigError, LaunchError, VerificationError
+from ds_finetune.units import parse_bytes
 from ds_finetune.world import World
 
 if TYPE_CHECKING:
@@ -80,7 +81,6 @@ def export(  # noqa: PLR0913 - each is an option of the command
         return graph
     if not with_cache:
         raise ConfigError(f"--no-cache is not valid with --format {format}", hint="it is an option of --format onnx")
-    from ds_finetune.export.folder import parse_bytes
     from ds_finetune.export.readers.checkpoint import EXPORTED, export_checkpoint
 
     if dtype is not None and dtype not in EXPORTED:

@@ -18,7 +18,7 @@ from ds_finetune.data.batches import Batch, MicroBatch
 from ds_finetune.engine.build_lock import Say
 from ds_finetune.engine.building import build_ops, use_cores
 from ds_finetune.engine.core import Engine
-from ds_finetune.engine.processes import choose_device, everyones, process_group
+from ds_finetune.engine.processes import all_gather_object, choose_device, process_group
 from ds_finetune.engine.start import DTYPES, start_engine
 from ds_finetune.errors import ConfigError
 from ds_finetune.labels import IGNORE_INDEX
@@ -83,7 +83,7 @@ def step_contest(config: RunConfig, *, steps: int, say: Say) -> Contest:
     run = PreparedRun(config, freeze_unreached(plan, model), inputs, make_schedule(config, inputs))
     with ExitStack() as stack:
         stack.enter_context(process_group(world, run.plan.device))
-        plan = build_ops(use_cores(run.plan, os.environ), everyones, say)
+        plan = build_ops(use_cores(run.plan, os.environ), all_gather_object, say)
         for note in plan.notes:
             say(note)
         engine = stack.enter_context(start_engine(plan, run.inputs.model))

@@ -13,7 +13,7 @@ from ds_finetune.cli import main as cli
 from ds_finetune.config.schema import read_config
 from ds_finetune.errors import FinetuneError
 from ds_finetune.launch.messages import packed
-from ds_finetune.launch.process_tags import GUARD, RUN_ID, die_with_parent, log_name, logs_folder
+from ds_finetune.launch.process_tags import RUN_ID, SUPERVISOR_VARIABLE, die_with_parent, log_name, logs_folder
 from ds_finetune.world import World
 
 
@@ -25,7 +25,7 @@ def main() -> NoReturn:
         # It ended before the kernel was asked.
         os._exit(1)
     world = World.from_environment(os.environ)
-    guard = os.environ.get(GUARD)
+    guard = os.environ.get(SUPERVISOR_VARIABLE)
     if guard:
         _print_to(_connected(guard, said="output", rank=world.rank).detach())
         # Kept from programs that this one starts, so that its end is this process's end.
@@ -38,7 +38,7 @@ def main() -> NoReturn:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     if guard:
         control.sendall(packed(said="ended", rank=world.rank, code=code))
-    cli.leave(code)
+    cli.exit_process(code)
 
 
 def _connected(guard: str, **first: object) -> socket.socket:

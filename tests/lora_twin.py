@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ds_finetune.config.schema import LoraConfig
 from ds_finetune.export.adapter import write_adapter
+from ds_finetune.families.table import family_of
 from ds_finetune.model.build import whole
-from ds_finetune.model.families import family_of
 from ds_finetune.model.lora import factors_of, install_lora, is_adapter
 from ds_finetune.model.lora_plan import plan_lora
 from ds_finetune.selftest.cells import hf_config

@@ -159,14 +159,14 @@ MUTANTS = (
     ),
     Mutant(
         "box one row short",
-        "checkpoint/boxes.py",
-        "yield from flat_boxes(shape, start + rows * inner, numel - rows * inner)",
+        "checkpoint/chunks.py",
+        "yield from flat_range_chunks(shape, start + rows * inner, numel - rows * inner)",
         "return",
         "tests/checkpoint/test_files.py",
     ),
     Mutant(
         "a fragment one element late",
-        "checkpoint/boxes.py",
+        "checkpoint/chunks.py",
         "row, column = divmod(start, inner)",
         "row, column = divmod(start + (start > 0), inner)",
         "tests/checkpoint/test_files.py",

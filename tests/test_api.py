@@ -177,7 +177,7 @@ def test_options_of_an_evaluation_that_cannot_be_are_refused(
 
 def test_the_documented_example_is_python_and_uses_the_api(tmp_path: Path) -> None:
     """It is the example that is run, with the same calls; its run file and overrides are read here."""
-    text = (ROOT / "docs" / "python.md").read_text().split("```python\n")[1].split("```")[0]
+    text = (ROOT / "docs" / "reference" / "python-api.md").read_text().split("```python\n")[1].split("```")[0]
     assert {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)} >= {*ds_finetune.__all__} - {
         "RunConfig"
     }

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_finetune.families.table import FAMILIES
 from tests.conftest import ROOT
 from tests.mutants import MUTANTS, Mutant
 
@@ -64,9 +65,20 @@ def test_messages_to_users_carry_a_value_and_a_way_out(path: Path) -> None:
         assert any(keyword.arg == "hint" for keyword in node.keywords), f"line {node.lineno}: no hint"
 
 
+def test_model_types_are_named_in_the_table_of_families_alone() -> None:
+    """The demo's own model is one of them."""
+    allowed = {ROOT / "ds_finetune" / "families" / "table.py", ROOT / "ds_finetune" / "demo.py"}
+    for path in set(PACKAGE) - allowed:
+        constants = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+        assert not constants & FAMILIES.keys(), path
+
+
 def test_no_module_hides_another_when_started_by_path() -> None:
-    """Launchers start `ds_finetune/train.py`, so Python puts the package's own folder first on the path."""
-    taken = set(sys.stdlib_module_names) | set(packages_distributions()) - {"ds_finetune"}
+    """Launchers start `ds_finetune/train.py`, so Python puts the package's own folder first on the path.
+
+    mkdocs brings a package `watchdog`, which `mkdocs serve` alone imports: no process of a run does.
+    """
+    taken = set(sys.stdlib_module_names) | set(packages_distributions()) - {"ds_finetune", "watchdog"}
     names = {
         path.stem
         for path in (ROOT / "ds_finetune").iterdir()

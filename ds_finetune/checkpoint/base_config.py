@@ -38,7 +38,7 @@ _WITHOUT_EFFECT = frozenset(
 """Keys of a config.json that change no number of a run that is resumed."""
 
 
-def other_model(folder: Path, file: str, config: Mapping[str, Any]) -> CheckpointError | None:
+def model_mismatch(folder: Path, file: str, config: Mapping[str, Any]) -> CheckpointError | None:
     """What is wrong where `file` in the checkpoint `folder` describes another model than `config`, the run's own.
 
     Both are read by the same transformers, so that an older spelling and a default that is left out are no difference.

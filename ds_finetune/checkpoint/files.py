@@ -14,13 +14,14 @@ from typing import Self
 import xxhash
 
 from ds_finetune.errors import CheckpointError
+from ds_finetune.units import MIB
 
 FORMAT = 2
 MANIFEST = "manifest.json"
 STATE = "state.json"
 _STATUS = ".written.json"
 _PREFIX = "step-"
-_CHUNK_BYTES = 16 * 2**20
+_CHUNK_BYTES = 16 * MIB
 _POLL_SECONDS = 0.05
 _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.EACCES, errno.ENOSYS)
 _LEFT = re.compile(r"step-\d+\.(partial-[0-9a-f-]+|replaced-[0-9a-f-]+|removing)|\.rehearsal-[0-9a-f-]+")
@@ -35,7 +36,7 @@ def step_name(step: int) -> str:
 
 
 def partial_name(step: int, token: str) -> str:
-    """Folder name while it is being written; `token` is the run's own, so leftovers of another are never mixed in."""
+    """Folder name while it is being written; `token` keeps files of another start of the run out of it."""
     return f"{step_name(step)}.partial-{token}"
 
 
@@ -43,7 +44,7 @@ class RenamedCheckpointError(CheckpointError):
     """A checkpoint folder is named after another step than the one in it."""
 
 
-def renamed_checkpoint(checkpoints: Path) -> RenamedCheckpointError | None:
+def find_renamed_checkpoint(checkpoints: Path) -> RenamedCheckpointError | None:
     """The error of the first checkpoint in a folder of them that was renamed; damaged ones are not looked at."""
     for step in complete_steps(checkpoints):
         try:
@@ -56,7 +57,7 @@ def renamed_checkpoint(checkpoints: Path) -> RenamedCheckpointError | None:
 
 
 @dataclass(frozen=True)
-class FileSum:
+class FileChecksum:
     """Size of a file and xxh3-128 of its bytes."""
 
     num_bytes: int
@@ -75,7 +76,7 @@ class Manifest:
     host: str
     token: str
     eval_loss: float | None
-    files: Mapping[str, FileSum]
+    files: Mapping[str, FileChecksum]
 
     @property
     def num_bytes(self) -> int:
@@ -110,7 +111,7 @@ class Manifest:
                 f"{path} has a format this version does not read, {FORMAT} being known",
                 hint="use the version that wrote it",
             )
-        files = {name: FileSum(**file) for name, file in tree.pop("files").items()}
+        files = {name: FileChecksum(**file) for name, file in tree.pop("files").items()}
         manifest = cls(**{**tree, "ranks": tuple(tree["ranks"])}, files=files)
         manifest._check_name(folder)
         return manifest
@@ -124,7 +125,7 @@ class Manifest:
             )
 
 
-class SummedFile:
+class ChecksummedFile:
     """A new file that is summed while it is written; on disk once `close` has returned its sum."""
 
     def __init__(self, path: Path) -> None:
@@ -140,40 +141,40 @@ class SummedFile:
         while view:
             view = view[self._file.write(view) :]
 
-    def close(self) -> FileSum:
+    def close(self) -> FileChecksum:
         """Flush to disk."""
         os.fsync(self._file.fileno())
         self._file.close()
-        return FileSum(self._total, self._digest.hexdigest())
+        return FileChecksum(self._total, self._digest.hexdigest())
 
 
-def write_summed(path: Path, chunks: Iterable[memoryview | bytes]) -> FileSum:
+def write_checksummed(path: Path, chunks: Iterable[memoryview | bytes]) -> FileChecksum:
     """Write `chunks` to a new file, on disk when this returns."""
-    file = SummedFile(path)
+    file = ChecksummedFile(path)
     for chunk in chunks:
         file.write(chunk)
     return file.close()
 
 
-def chunks_of(data: memoryview) -> Iterable[memoryview]:
+def byte_pieces(data: memoryview) -> Iterable[memoryview]:
     """Bytes in pieces of bounded size."""
     return (data[start : start + _CHUNK_BYTES] for start in range(0, len(data), _CHUNK_BYTES))
 
 
-def sum_of(path: Path) -> FileSum:
+def checksum_of(path: Path) -> FileChecksum:
     """Size and checksum of a file, read in bounded pieces; its pages do not stay in the cache."""
     total, digest = 0, xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
             total += len(chunk)
-    return FileSum(total, digest.hexdigest())
+    return FileChecksum(total, digest.hexdigest())
 
 
-def say_written(part: Path, found: FileSum) -> None:
+def mark_part_written(part: Path, found: FileChecksum) -> None:
     """Leave word beside `part` that it is whole."""
     aside = part.with_name(part.name + ".aside")
-    write_summed(aside, [json.dumps(asdict(found)).encode()])
+    write_checksummed(aside, [json.dumps(asdict(found)).encode()])
     aside.rename(part.with_name(part.name + _STATUS))
 
 
@@ -195,7 +196,7 @@ def commit(
     whole = Manifest(**{**manifest.__dict__, "files": dict(sorted(sums.items()))})
     for name in manifest.files:
         (partial / (name + _STATUS)).unlink()
-    write_summed(partial / MANIFEST, [whole.text().encode()])
+    write_checksummed(partial / MANIFEST, [whole.text().encode()])
     sync_folder(partial)
     final = partial.with_name(step_name(manifest.step))
     replaced = final.with_name(f"{final.name}.replaced-{manifest.token}")
@@ -207,7 +208,7 @@ def commit(
     return final
 
 
-def remove(folder: Path) -> None:
+def remove_checkpoint(folder: Path) -> None:
     """Take a checkpoint away; it loses its name first, so that no half of it ever looks complete."""
     going = folder if ".removing" in folder.name else folder.with_name(folder.name + ".removing")
     if folder.exists():
@@ -215,7 +216,7 @@ def remove(folder: Path) -> None:
     shutil.rmtree(going, ignore_errors=True)
 
 
-def set_aside(folder: Path) -> Path:
+def rename_unusable(folder: Path) -> Path:
     """Give a checkpoint that cannot be used another name, under which it is neither found nor counted; returns the new
     place.
     """
@@ -238,7 +239,7 @@ def link_or_copy(source: Path, target: Path) -> None:
         if refused.errno not in _NO_LINKS:
             raise
         with source.open("rb") as file:
-            write_summed(target, iter(lambda: file.read(_CHUNK_BYTES), b""))
+            write_checksummed(target, iter(lambda: file.read(_CHUNK_BYTES), b""))
 
 
 def sync_folder(folder: Path) -> None:
@@ -250,24 +251,24 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _small_files(partial: Path, texts: Mapping[str, str], beside: Mapping[str, str]) -> dict[str, FileSum]:
-    sums = {name: write_summed(partial / name, [text.encode()]) for name, text in texts.items()}
+def _small_files(partial: Path, texts: Mapping[str, str], beside: Mapping[str, str]) -> dict[str, FileChecksum]:
+    sums = {name: write_checksummed(partial / name, [text.encode()]) for name, text in texts.items()}
     for name, source in beside.items():
         link_or_copy(Path(source), partial / name)
-        sums[name] = sum_of(partial / name)
+        sums[name] = checksum_of(partial / name)
     for folder in {(partial / name).parent for name in beside}:
         sync_folder(folder)
     return sums
 
 
-def _wait_for_parts(partial: Path, names: list[str], keep_waiting: Callable[[], bool]) -> dict[str, FileSum]:
-    sums: dict[str, FileSum] = {}
+def _wait_for_parts(partial: Path, names: list[str], keep_waiting: Callable[[], bool]) -> dict[str, FileChecksum]:
+    sums: dict[str, FileChecksum] = {}
     while True:
         # A listing sees what other hosts have made; asking for one name again and again would be answered from a cache
         # of absent names (NFS).
         seen = {entry.name for entry in os.scandir(partial)}
         for name in [name for name in names if name not in sums and name + _STATUS in seen]:
-            sums[name] = FileSum(**json.loads((partial / (name + _STATUS)).read_bytes()))
+            sums[name] = FileChecksum(**json.loads((partial / (name + _STATUS)).read_bytes()))
         if len(sums) == len(names):
             return sums
         if not keep_waiting():
@@ -289,7 +290,7 @@ def damage_of(folder: Path, manifest: Manifest, names: Iterable[str], *, sums: b
                 if size is not None
                 else f"{path} is missing"
             )
-        elif sums and (seen := sum_of(path)) != wanted:
+        elif sums and (seen := checksum_of(path)) != wanted:
             found.append(f"{path} is damaged: checksum {seen.xxh3_128}, the manifest says {wanted.xxh3_128}")
     return found
 
@@ -306,7 +307,7 @@ def complete_steps(checkpoints: Path) -> list[int]:
     return sorted(int(number) for number in numbers if number.isdigit())
 
 
-def leftovers(checkpoints: Path) -> list[Path]:
+def unfinished_folders(checkpoints: Path) -> list[Path]:
     """Folders that were not finished, or not fully taken away."""
     if not checkpoints.is_dir():
         return []

@@ -23,7 +23,7 @@ DEAD_SECONDS = 1800.0
 _POLL_SECONDS = 0.05
 
 
-def lock(folder: Path, *, seconds: float, say: Callable[[str], None]) -> TextIO:
+def lock_folder(folder: Path, *, seconds: float, say: Callable[[str], None]) -> TextIO:
     """Keep other runs out of a checkpoint folder until the file is closed, also by the end of this process.
 
     Waits `seconds` for the one that is there, longer where it is dead and only its writer is left; then OutputError.
@@ -55,7 +55,7 @@ def lock(folder: Path, *, seconds: float, say: Callable[[str], None]) -> TextIO:
         file.close()
 
 
-def unlock_own(folder: Path) -> None:
+def remove_own_lock(folder: Path) -> None:
     """Take the lock file away where this process holds it, and no other's."""
     with suppress(OSError):
         if (folder / LOCK).read_text(encoding="utf-8") == _owner():

@@ -25,21 +25,21 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from ds_finetune.checkpoint.boxes import Box, flat_boxes
+from ds_finetune.checkpoint.chunks import Chunk, flat_range_chunks
 from ds_finetune.engine.state import Read, Slice, StateGroup
 from ds_finetune.errors import CheckpointError
 
 
-def boxes_of(part: Slice) -> list[tuple[Box, int]]:
+def chunks_of_slice(part: Slice) -> list[tuple[Chunk, int]]:
     """The boxes of the global tensor that a slice covers, and where each begins among the slice's elements."""
     found, position = [], 0
-    for box in flat_boxes(part.local_shape or part.shape, part.start, part.numel):
+    for box in flat_range_chunks(part.local_shape or part.shape, part.start, part.numel):
         found.append((box.moved(part.origin) if part.origin else box, position))
         position += box.numel
     return found
 
 
-def share(part: Slice, index: int, count: int) -> Slice:
+def writer_share(part: Slice, index: int, count: int) -> Slice:
     """What writer `index` of `count` writes of a slice that all of them hold."""
     first, last = part.numel * index // count, part.numel * (index + 1) // count
     return Slice(
@@ -74,7 +74,7 @@ class StatePlanner(SavePlanner):
         for number, slices in enumerate(self._slices):
             held_from = {held.key: held.start for held in self._groups[number].slices}
             for part in slices:
-                for box, position in boxes_of(part):
+                for box, position in chunks_of_slice(part):
                     index = MetadataIndex(part.key, torch.Size(box.offsets))
                     # A share of a slice begins behind the slice's own first element.
                     self._place[index] = (number, part.start - held_from[part.key] + position, box.numel)
@@ -111,7 +111,7 @@ class RestorePlanner(LoadPlanner):
     def __init__(self, slices: Sequence[Slice], read: Read, *, absent: str) -> None:
         self._slices = {part.key: part for part in slices}
         self._boxes = {
-            key: {torch.Size(box.offsets): (box, at) for box, at in boxes_of(part)}
+            key: {torch.Size(box.offsets): (box, at) for box, at in chunks_of_slice(part)}
             for key, part in self._slices.items()
         }
         self._read, self._absent = read, absent
@@ -174,7 +174,7 @@ class RestorePlanner(LoadPlanner):
         """Values are copied in place."""
 
 
-def _write_item(index: MetadataIndex, part: Slice, box: Box) -> WriteItem:
+def _write_item(index: MetadataIndex, part: Slice, box: Chunk) -> WriteItem:
     chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
     data = TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=part.dtype), size=torch.Size(part.shape))
     return WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)

@@ -6,20 +6,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_finetune.checkpoint.files import Manifest, complete_steps, damage_of, leftovers, renamed_checkpoint, step_name
+from ds_finetune.checkpoint.files import (
+    Manifest,
+    complete_steps,
+    damage_of,
+    find_renamed_checkpoint,
+    step_name,
+    unfinished_folders,
+)
+from ds_finetune.checkpoint.folder import CheckpointFolder, raise_on_every_rank
 from ds_finetune.checkpoint.part_file import part_name
-from ds_finetune.checkpoint.place import Place, agree
 from ds_finetune.checkpoint.run_state import RunState
-from ds_finetune.checkpoint.storage import PartsReader, read_groups
+from ds_finetune.checkpoint.storage import PartsReader, read_state_groups
 from ds_finetune.checkpoint.tools import CHECKPOINTS
 from ds_finetune.engine.core import Engine
-from ds_finetune.engine.processes import everyones
+from ds_finetune.engine.processes import all_gather_object
 from ds_finetune.engine.state import BUFFER, WEIGHT
 from ds_finetune.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Found:
+class UsableCheckpoint:
     """A checkpoint whose files are whole, the run's state in it, and what was newer but passed over, with the
     reason.
     """
@@ -30,14 +37,14 @@ class Found:
     passed_over: tuple[str, ...]
 
 
-def newest(place: Place, folder: Path) -> Found | None:
+def newest_checkpoint(place: CheckpointFolder, folder: Path) -> UsableCheckpoint | None:
     """The newest checkpoint in `folder` that is complete on every node and undamaged, its sums taken by all ranks;
     collective.
 
     None where there is none at all; CheckpointError where there are some and none can be used, or one was renamed.
     """
-    agree(renamed_checkpoint(folder))
-    everywhere = everyones((socket.gethostname(), set(complete_steps(folder))))
+    raise_on_every_rank(find_renamed_checkpoint(folder))
+    everywhere = all_gather_object((socket.gethostname(), set(complete_steps(folder))))
     some = set.union(*(steps for _, steps in everywhere))
     steps = sorted(set.intersection(*(steps for _, steps in everywhere)), reverse=True)
     passed = _unfinished(folder, newer_than=max(some, default=-1))
@@ -59,13 +66,13 @@ def newest(place: Place, folder: Path) -> Found | None:
     return None
 
 
-def named(place: Place, path: Path) -> Found:
+def named_checkpoint(place: CheckpointFolder, path: Path) -> UsableCheckpoint:
     """The checkpoint at `path`, which is one itself, or a run (or its folder of checkpoints) whose newest is taken;
     collective.
     """
     for folder in (path / CHECKPOINTS, path):
-        if any(everyones(bool(complete_steps(folder)))):
-            found = newest(place, folder)
+        if any(all_gather_object(bool(complete_steps(folder)))):
+            found = newest_checkpoint(place, folder)
             if found is not None:
                 return found
     problems = _problems(place, path)
@@ -76,7 +83,7 @@ def named(place: Place, path: Path) -> Found:
     return _found(path, ())
 
 
-def restore(engine: Engine, place: Place, found: Found) -> dict[str, Any]:
+def restore_engine(engine: Engine, place: CheckpointFolder, found: UsableCheckpoint) -> dict[str, Any]:
     """Fill `engine` from the checkpoint and return what this rank itself had saved, empty where it had saved nothing;
     collective.
 
@@ -87,14 +94,14 @@ def restore(engine: Engine, place: Place, found: Found) -> dict[str, Any]:
     try:
         reader = PartsReader(found.folder / name for name in names)
         state.make_room(_kinds(reader))
-        read_groups(state.groups(restoring=True), reader, absent=_absent(found.manifest))
+        read_state_groups(state.groups(restoring=True), reader, absent=_absent(found.manifest))
     except CheckpointError as failed:
         error = failed
-    agree(error)
+    raise_on_every_rank(error)
     state.finish(found.state.engine)
     taken, wanted = state.scalars()["steps"], found.state.engine["steps"]
     has_state = any(_kinds(reader).values())
-    agree(None if taken == wanted or not has_state else _other_steps(found.folder, taken, wanted))
+    raise_on_every_rank(None if taken == wanted or not has_state else _other_steps(found.folder, taken, wanted))
     own = [part.extra for part in reader.parts if part.extra["rank"] == place.rank]
     is_same = found.manifest.world_size == place.world_size and found.state.layout.get("mesh") == str(engine.plan.mesh)
     return own[0] if own and is_same else {}
@@ -106,20 +113,20 @@ def _other_steps(folder: Path, taken: int, wanted: int) -> CheckpointError:
     )
 
 
-def _found(folder: Path, passed: tuple[str, ...]) -> Found:
-    return Found(folder, Manifest.read(folder), RunState.read(folder), passed)
+def _found(folder: Path, passed: tuple[str, ...]) -> UsableCheckpoint:
+    return UsableCheckpoint(folder, Manifest.read(folder), RunState.read(folder), passed)
 
 
-def _problems(place: Place, folder: Path) -> list[str]:
+def _problems(place: CheckpointFolder, folder: Path) -> list[str]:
     """What is wrong with a checkpoint, seen by all ranks together; each sums its share of the files."""
     try:
         manifest = Manifest.read(folder)
     except CheckpointError as error:
         mine, token = [error.message], None
     else:
-        index, count = place.writer
+        index, count = place.writer_share
         mine, token = damage_of(folder, manifest, sorted(manifest.files)[index::count], sums=True), manifest.token
-    found = everyones((mine, token))
+    found = all_gather_object((mine, token))
     problems = [problem for others, _ in found for problem in others]
     tokens = {token for _, token in found if token is not None}
     if len(tokens) > 1:
@@ -131,13 +138,13 @@ def _unfinished(folder: Path, *, newer_than: int) -> list[str]:
     """Folders of later steps that were never committed."""
     steps = [
         (path, path.name.partition(".")[0].removeprefix("step-"))
-        for path in leftovers(folder)
+        for path in unfinished_folders(folder)
         if ".partial-" in path.name
     ]
     mine = [str(path) for path, step in steps if step.isdigit() and int(step) > newer_than]
     return [
         f"{path} passed over: it was never completed"
-        for path in dict.fromkeys(path for others in everyones(mine) for path in others)
+        for path in dict.fromkeys(path for others in all_gather_object(mine) for path in others)
     ]
 
 

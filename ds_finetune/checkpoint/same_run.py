@@ -119,7 +119,7 @@ _DERIVED = (
 
 
 @dataclass(frozen=True)
-class Inputs:
+class RunIdentity:
     """What a start is made of: the run file as plain values, and the fields of the same names in `RunState`."""
 
     config: Mapping[str, Any]
@@ -129,7 +129,7 @@ class Inputs:
     deepspeed: Mapping[str, Any] = field(default_factory=dict)
 
 
-def changes(state: RunState, now: Inputs) -> list[str]:
+def changes_since_checkpoint(state: RunState, now: RunIdentity) -> list[str]:
     """Differences from the checkpoint that are allowed, one line each; CheckpointError where one is not."""
     then, here = _keys(state.config), _keys(now.config)
     differ = {
@@ -161,8 +161,8 @@ def on_resume(key: str) -> OnResume:
     return ON_RESUME.get(key, PRINTED)
 
 
-def table() -> str:
-    """`ON_RESUME` in Markdown, for `docs/checkpoints.md`."""
+def resume_table() -> str:
+    """`ON_RESUME` in Markdown, for `docs/explanation/checkpoints.md`."""
     sections = dict.fromkeys(key.partition(".")[0] for key in ON_RESUME)
     rows = [f"| `{name}` | {' | '.join(_named(name, kind) for kind in OnResume)} |" for name in sections]
     return "\n".join([f"| section | {' | '.join(OnResume)} |", "| --- | --- | --- | --- | --- |", *rows]) + "\n"
@@ -197,7 +197,7 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{key}", value
 
 
-def _other_choices(state: RunState, now: Inputs) -> list[str]:
+def _other_choices(state: RunState, now: RunIdentity) -> list[str]:
     """DeepSpeed's keys that differ; a file that is still named the same may hold others than it did."""
     if not state.deepspeed:
         return []
@@ -208,7 +208,7 @@ def _other_choices(state: RunState, now: Inputs) -> list[str]:
     return [f"DeepSpeed's {key} {then.get(key)!r} -> {here.get(key)!r}" for key in differ]
 
 
-def _other_evaluation(state: RunState, now: Inputs) -> list[str]:
+def _other_evaluation(state: RunState, now: RunIdentity) -> list[str]:
     """CheckpointError where a loss on evaluation rows would be compared with the best one on others."""
     if not (state.held_out and now.held_out) or state.held_out == now.held_out:
         return []

@@ -11,12 +11,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from ds_finetune.checkpoint.files import STATE, Manifest, commit, complete_steps, partial_name, remove, step_name
+from ds_finetune.checkpoint.files import (
+    STATE,
+    Manifest,
+    commit,
+    complete_steps,
+    partial_name,
+    remove_checkpoint,
+    step_name,
+)
+from ds_finetune.checkpoint.folder import CheckpointFolder
 from ds_finetune.checkpoint.part_file import part_name
-from ds_finetune.checkpoint.place import Place
-from ds_finetune.checkpoint.staging import FileSink, WriterProcess
+from ds_finetune.checkpoint.staging import FilePartSink, WriterProcess
 from ds_finetune.checkpoint.storage import write_part
-from ds_finetune.engine.processes import largest
+from ds_finetune.engine.processes import all_reduce_max
 from ds_finetune.engine.state import StateGroup
 from ds_finetune.errors import CheckpointError
 
@@ -28,7 +36,7 @@ done.
 
 
 @dataclass
-class Outcome:
+class SaveResult:
     """What became of a save: the step, and what went wrong on this rank and on any."""
 
     step: int
@@ -45,13 +53,13 @@ class Saver:
     """
 
     groups: Callable[[], list[StateGroup]]
-    place: Place
+    place: CheckpointFolder
     is_asynchronous: bool
     beside: Mapping[str, Path]
     inherited: Sequence[TextIO] = ()
-    unwritten: str = ""
+    last_error: str = ""
     """What kept the newest checkpoint from being written; the same on every rank, empty where it is complete."""
-    _pending: Outcome | None = None
+    _pending: SaveResult | None = None
 
     def __post_init__(self) -> None:
         """The process is made now and started later."""
@@ -68,21 +76,24 @@ class Saver:
         assert self._pending is None
         began = time.perf_counter()
         groups = self.groups()
-        self._pending = Outcome(step)
-        partial = self.place.folder / partial_name(step, self.place.token)
+        self._pending = SaveResult(step)
+        partial = self.place.path / partial_name(step, self.place.token)
         job = self._commit_job(partial, step, state, eval_loss)
         extra = {"rank": self.place.rank, "home": self.place.ranks[0], "host": socket.gethostname(), **rank_state}
         try:
             partial.mkdir(exist_ok=True)
             part = partial / part_name(self.place.rank, self.place.world_size)
             if self.is_asynchronous:
-                write_part(groups, self._process, extra, writer=self.place.writer)
+                write_part(groups, self._process, extra, writer=self.place.writer_share)
                 self._process.send(
-                    "write", part=str(part), num_bytes=self._process.num_bytes, commit=job if self.place.leads else None
+                    "write",
+                    part=str(part),
+                    num_bytes=self._process.num_bytes,
+                    commit=job if self.place.is_leader else None,
                 )
             else:
-                sink = FileSink(part)
-                write_part(groups, sink, extra, writer=self.place.writer)
+                sink = FilePartSink(part)
+                write_part(groups, sink, extra, writer=self.place.writer_share)
                 sink.finish()
         except OSError as failed:
             self._pending.errors.append(f"OSError: {failed}")
@@ -90,16 +101,16 @@ class Saver:
             self._commit_now(job)
         return time.perf_counter() - began
 
-    def settle(self, *, wait: bool = False) -> Outcome | None:
+    def settle(self, *, wait: bool = False) -> SaveResult | None:
         """What became of the save that is on its way, once that is known on every rank; with `wait`, once it is."""
         while (pending := self._pending) is not None:
             pending.errors += self._process.errors() if self.is_asynchronous else []
-            is_busy, has_failed = largest(
+            is_busy, has_failed = all_reduce_max(
                 self.is_asynchronous and self._process.is_busy, bool(pending.errors) or pending.has_failed
             )
             if has_failed and not pending.has_failed:
                 pending.has_failed = True
-                if self.place.leads and self.is_asynchronous and self._process.is_busy:
+                if self.place.is_leader and self.is_asynchronous and self._process.is_busy:
                     self._process.stop_waiting()
             if not is_busy:
                 self._pending = None
@@ -111,17 +122,17 @@ class Saver:
 
     def remove(self, folders: list[Path]) -> None:
         """Take folders away, in the writer process where there is one; for ranks that lead, in no hurry."""
-        if not self.place.leads or not folders:
+        if not self.place.is_leader or not folders:
             return
         if self.is_asynchronous:
             self._process.send("remove", folders=[str(folder) for folder in folders])
             return
         for folder in folders:
-            remove(folder)
+            remove_checkpoint(folder)
 
-    def clean_up(self, pending: Outcome) -> None:
+    def remove_partial(self, pending: SaveResult) -> None:
         """Take away what a failed save left."""
-        self.remove([self.place.folder / partial_name(pending.step, self.place.token)])
+        self.remove([self.place.path / partial_name(pending.step, self.place.token)])
 
     def close(self) -> None:
         """Let the writer process end."""
@@ -147,8 +158,8 @@ class Saver:
     def _commit_now(self, job: Mapping[str, Any]) -> None:
         """Every part is written or has failed; the leader commits while the others wait."""
         assert self._pending is not None
-        (failed,) = largest(bool(self._pending.errors))
-        if failed or not self.place.leads:
+        (failed,) = all_reduce_max(bool(self._pending.errors))
+        if failed or not self.place.is_leader:
             return
         manifest = Manifest(
             **{**job["manifest"], "ranks": tuple(job["manifest"]["ranks"]), "files": dict.fromkeys(job["parts"])}
@@ -160,7 +171,7 @@ class Saver:
             self._pending.errors.append(f"{type(error).__name__}: {error}")
 
 
-def superseded(folder: Path, *, keep: int, keep_best: bool) -> list[Path]:
+def superseded_checkpoints(folder: Path, *, keep: int, keep_best: bool) -> list[Path]:
     """Complete checkpoints of `folder` that need not be kept: all but the last `keep` and the one with the lowest eval
     loss.
 

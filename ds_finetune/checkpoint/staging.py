@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 import ds_finetune
-from ds_finetune.checkpoint.files import SummedFile, say_written
-from ds_finetune.checkpoint.writer import STOP_WAITING
+from ds_finetune.checkpoint.files import ChecksummedFile, mark_part_written
+from ds_finetune.checkpoint.part_writer import STOP_WAITING
+from ds_finetune.units import MIB
 
-_BUFFER_BYTES = 16 * 2**20
+_BUFFER_BYTES = 16 * MIB
 _PARTING_SECONDS = 5.0
 
 
@@ -36,7 +37,7 @@ class WriterProcess:
         """Start the process."""
         package = str(Path(ds_finetune.__file__).parents[1])
         environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))}
-        command = [sys.executable, "-m", "ds_finetune.checkpoint.writer", str(self._memory)]
+        command = [sys.executable, "-m", "ds_finetune.checkpoint.part_writer", str(self._memory)]
         self._process = subprocess.Popen(
             command,
             env=environ,
@@ -87,14 +88,14 @@ class WriterProcess:
         return found
 
     def begin(self, num_bytes: int) -> None:
-        """Sink: make place for a part."""
+        """PartSink: make place for a part."""
         if self._map is None or len(self._map) < num_bytes:
             os.ftruncate(self._memory, num_bytes)
             self._map = mmap.mmap(self._memory, num_bytes)
         self._filled = 0
 
     def write(self, values: torch.Tensor) -> None:
-        """Sink: copy the bytes of a 1-D tensor, from whatever device."""
+        """PartSink: copy the bytes of a 1-D tensor, from whatever device."""
         assert self._map is not None
         if values.numel() == 0:
             return
@@ -115,14 +116,12 @@ class WriterProcess:
         os.close(self._memory)
 
 
-class FileSink:
-    """Sink that writes a part at once, from where the values live; holds one buffer at most. For states too large to
-    copy.
-    """
+class FilePartSink:
+    """Writes a part synchronously, from where the values are, with one buffer: for states too large to copy."""
 
     def __init__(self, part: Path) -> None:
         self._part = part
-        self._file = SummedFile(part)
+        self._file = ChecksummedFile(part)
 
     def begin(self, num_bytes: int) -> None:
         """Nothing to make: the file grows."""
@@ -134,4 +133,4 @@ class FileSink:
 
     def finish(self) -> None:
         """The part is on disk, and says so."""
-        say_written(self._part, self._file.close())
+        mark_part_written(self._part, self._file.close())

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from ds_finetune.checkpoint.boxes import Box
-from ds_finetune.checkpoint.part_file import PartFile, Stored, header_of
-from ds_finetune.checkpoint.planners import RestorePlanner, StatePlanner, share
+from ds_finetune.checkpoint.chunks import Chunk
+from ds_finetune.checkpoint.part_file import PartFile, StoredChunk, part_header
+from ds_finetune.checkpoint.planners import RestorePlanner, StatePlanner, writer_share
 from ds_finetune.engine.state import WEIGHT, StateGroup
 
 # Each rank saves and loads by itself, on purpose. Once for all: a filter put on and off again makes every other warning
@@ -30,7 +30,7 @@ from ds_finetune.engine.state import WEIGHT, StateGroup
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
-class Sink(Protocol):
+class PartSink(Protocol):
     """Where the bytes of a part go, in order."""
 
     def begin(self, num_bytes: int) -> None:
@@ -45,7 +45,7 @@ class Sink(Protocol):
 class PartWriter(StorageWriter):
     """Writes one rank's boxes to `sink`, one behind the other after their header; `extra` is kept in it."""
 
-    def __init__(self, sink: Sink, extra: Mapping[str, Any]) -> None:
+    def __init__(self, sink: PartSink, extra: Mapping[str, Any]) -> None:
         self._sink, self._extra = sink, extra
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -65,7 +65,7 @@ class PartWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write header and boxes."""
         stored = [_stored(item) for item in plan.items]
-        head = header_of(stored, self._extra)
+        head = part_header(stored, self._extra)
         self._sink.begin(len(head) + sum(item.num_bytes for item in stored))
         self._sink.write(torch.frombuffer(bytearray(head), dtype=torch.uint8))
         for item in plan.items:
@@ -97,7 +97,7 @@ class PartsReader(StorageReader):
         for part in self.parts:
             for key in part.extra["replicated"]:
                 homes[key] = min(homes.get(key, part.home), part.home)
-        self.held: dict[str, list[tuple[PartFile, Stored]]] = {}
+        self.held: dict[str, list[tuple[PartFile, StoredChunk]]] = {}
         for part in self.parts:
             for item in part.stored:
                 if homes.get(item.key, part.home) == part.home:
@@ -146,11 +146,15 @@ class PartsReader(StorageReader):
         return False
 
 
-def write_part(groups: Sequence[StateGroup], sink: Sink, extra: Mapping[str, Any], *, writer: tuple[int, int]) -> None:
+def write_part(
+    groups: Sequence[StateGroup], sink: PartSink, extra: Mapping[str, Any], *, writer: tuple[int, int]
+) -> None:
     """Save this rank's part of `groups` through torch.distributed.checkpoint; `writer` (index, count) is its place
     among those that hold the same.
     """
-    slices = [[share(part, *writer) if part.is_replicated else part for part in group.slices] for group in groups]
+    slices = [
+        [writer_share(part, *writer) if part.is_replicated else part for part in group.slices] for group in groups
+    ]
     planner = StatePlanner(groups, slices)
     extra = {
         **extra,
@@ -163,7 +167,7 @@ def write_part(groups: Sequence[StateGroup], sink: Sink, extra: Mapping[str, Any
         planner.close()
 
 
-def read_groups(groups: Sequence[StateGroup], reader: PartsReader, *, absent: str) -> None:
+def read_state_groups(groups: Sequence[StateGroup], reader: PartsReader, *, absent: str) -> None:
     """Fill the slices of `groups` from the parts of `reader`; `absent` names parts that are not here, for the error."""
     for group in groups:
         with group.opened(True) as read, _plain_errors():
@@ -172,7 +176,7 @@ def read_groups(groups: Sequence[StateGroup], reader: PartsReader, *, absent: st
 
 def num_weights(groups: Sequence[StateGroup], *, writer: tuple[int, int]) -> int:
     """Parameters whose weights are in this rank's part."""
-    slices = (share(part, *writer) if part.is_replicated else part for group in groups for part in group.slices)
+    slices = (writer_share(part, *writer) if part.is_replicated else part for group in groups for part in group.slices)
     return sum(part.numel for part in slices if part.key.startswith(f"{WEIGHT}/"))
 
 
@@ -188,14 +192,14 @@ def _plain_errors() -> Iterator[None]:
         raise error from None
 
 
-def _stored(item: WriteItem) -> Stored:
+def _stored(item: WriteItem) -> StoredChunk:
     data = item.tensor_data
     assert data is not None
-    box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-    return Stored(item.index.fqn, tuple(data.size), box, data.properties.dtype, 0)
+    box = Chunk(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+    return StoredChunk(item.index.fqn, tuple(data.size), box, data.properties.dtype, 0)
 
 
-def _metadata(stored: Iterable[Stored]) -> Metadata:
+def _metadata(stored: Iterable[StoredChunk]) -> Metadata:
     tensors: dict[str, TensorStorageMetadata] = {}
     for item in stored:
         properties = TensorProperties(dtype=item.dtype)

@@ -12,21 +12,21 @@ from ds_finetune.checkpoint.files import (
     Manifest,
     complete_steps,
     damage_of,
-    leftovers,
     link_or_copy,
     step_name,
     sync_folder,
-    write_summed,
+    unfinished_folders,
+    write_checksummed,
 )
 from ds_finetune.checkpoint.part_file import part_name
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.errors import CheckpointError
+from ds_finetune.units import GIB
 
 CHECKPOINTS = "checkpoints"
 """Folder of a run that holds its checkpoints."""
 BASE = "base"
 """Folder, in a run and in each checkpoint, of the files that an export needs beside the weights."""
-_GIB = 2**30
 Pair = tuple[str, str]
 
 
@@ -43,21 +43,21 @@ def find_checkpoint(path: Path) -> Path:
     )
 
 
-def listed(path: Path) -> Iterator[Pair]:
+def list_checkpoints(path: Path) -> Iterator[Pair]:
     """Name and description of every checkpoint of a run, oldest first, and of what was left unfinished."""
     folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
     steps = complete_steps(folder)
-    if not steps and not leftovers(folder):
+    if not steps and not unfinished_folders(folder):
         raise CheckpointError(f"{path} holds no checkpoints", hint="name the folder of a run")
     for step in steps:
         try:
             yield step_name(step), _line(Manifest.read(folder / step_name(step)))
         except CheckpointError as broken:
             yield step_name(step), broken.message
-    yield from ((left.name, "not complete") for left in leftovers(folder))
+    yield from ((left.name, "not complete") for left in unfinished_folders(folder))
 
 
-def shown(path: Path) -> Iterator[Pair]:
+def describe_checkpoint(path: Path) -> Iterator[Pair]:
     """What a checkpoint holds, as names and texts."""
     folder = find_checkpoint(path)
     manifest, state = Manifest.read(folder), RunState.read(folder)
@@ -74,7 +74,7 @@ def shown(path: Path) -> Iterator[Pair]:
     yield from ((name, f"{file.num_bytes:,} bytes, {file.xxh3_128}") for name, file in manifest.files.items())
 
 
-def verify(path: Path, *, workers: int) -> str:
+def verify_checkpoint(path: Path, *, workers: int) -> str:
     """Sum every file of a checkpoint again and say that all are as they were written; CheckpointError names each that
     is not.
     """
@@ -90,10 +90,10 @@ def verify(path: Path, *, workers: int) -> str:
         raise CheckpointError(
             "; ".join(found), hint=f"take another checkpoint; {len(manifest.files) - len(found)} other files are whole"
         )
-    return f"{folder}: {len(manifest.files)} files, {manifest.num_bytes / _GIB:.2f} GiB, as they were written"
+    return f"{folder}: {len(manifest.files)} files, {manifest.num_bytes / GIB:.2f} GiB, as they were written"
 
 
-def gather(folders: Sequence[Path], out: Path) -> str:
+def gather_checkpoint(folders: Sequence[Path], out: Path) -> str:
     """Make one whole checkpoint `out` from those of every node, by links where the file system has them.
 
     CheckpointError where a rank's part is in none of `folders`, names it and who would have it, or where they are not
@@ -128,13 +128,13 @@ def gather(folders: Sequence[Path], out: Path) -> str:
         link_or_copy(folder / name, partial / name)
     sums = {name: file for name, (_, file) in sorted(files.items())}
     whole = Manifest(**{**first.__dict__, "ranks": tuple(range(first.world_size)), "files": sums})
-    write_summed(partial / MANIFEST, [whole.text().encode()])
+    write_checksummed(partial / MANIFEST, [whole.text().encode()])
     sync_folder(partial)
     for folder in {(partial / name).parent for name in files}:
         sync_folder(folder)
     partial.rename(out)
     sync_folder(out.absolute().parent)
-    return f"{out}: {first.world_size} parts of step {first.step}, {whole.num_bytes / _GIB:.2f} GiB"
+    return f"{out}: {first.world_size} parts of step {first.step}, {whole.num_bytes / GIB:.2f} GiB"
 
 
 def _line(manifest: Manifest) -> str:
@@ -144,4 +144,4 @@ def _line(manifest: Manifest) -> str:
         else f"{manifest.world_size} parts"
     )
     loss = "" if manifest.eval_loss is None else f", eval/loss {manifest.eval_loss:.4f}"
-    return f"step {manifest.step}, {parts}, {manifest.num_bytes / _GIB:.3f} GiB, written on {manifest.host}{loss}"
+    return f"step {manifest.step}, {parts}, {manifest.num_bytes / GIB:.3f} GiB, written on {manifest.host}{loss}"

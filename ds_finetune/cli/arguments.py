@@ -1,24 +1,67 @@
-"""Types of command-line arguments: a number out of range is wrong usage, before anything is loaded."""
+"""What the parsers of several commands share: the run file with its overrides, and numbers with bounds.
+
+A number out of range is wrong usage, reported before anything is loaded.
+"""
 
 import argparse
+from collections.abc import Callable
+from typing import TypeAlias
+
+from ds_finetune.config.schema import RunConfig, read_config
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+"""What `add_subparsers` returns; parsers of commands are added to it."""
+Arguments = argparse.Namespace
+
+
+def add_run_command(
+    commands: Commands, name: str, text: str, command: Callable[[Arguments], None]
+) -> argparse.ArgumentParser:
+    """Add a command that takes a run file and overrides; its parser, for further options."""
+    parser = commands.add_parser(name, help=text, allow_abbrev=False)
+    add_local_rank(parser)
+    parser.add_argument("run", metavar="RUN.yaml", help="the run file")
+    add_overrides(parser)
+    parser.set_defaults(command=command)
+    return parser
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """Add the overrides that follow a run file."""
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="values that replace those of the run file"
+    )
+
+
+def add_local_rank(parser: argparse.ArgumentParser) -> None:
+    """Accept `--local_rank`, which the `deepspeed` launcher puts before the program's arguments, and ignore it.
+
+    The environment variable LOCAL_RANK holds the same number.
+    """
+    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
+
+
+def read_run(arguments: Arguments) -> RunConfig:
+    """The run that RUN.yaml and the overrides describe; ConfigError where they are wrong."""
+    return read_config(arguments.run, arguments.overrides)
 
 
 def positive(text: str) -> int:
-    """A whole number from 1 on."""
-    return _whole(text, least=1)
+    """A whole number of 1 or more."""
+    return _whole_number(text, least=1)
 
 
-def from_two(text: str) -> int:
-    """A whole number from 2 on."""
-    return _whole(text, least=2)
+def two_or_more(text: str) -> int:
+    """A whole number of 2 or more."""
+    return _whole_number(text, least=2)
 
 
 def port(text: str) -> int:
     """A port, or 0 for any free one."""
-    return _whole(text, least=0, most=65_535)
+    return _whole_number(text, least=0, most=65_535)
 
 
-def _whole(text: str, *, least: int, most: int | None = None) -> int:
+def _whole_number(text: str, *, least: int, most: int | None = None) -> int:
     try:
         number = int(text)
     except ValueError:

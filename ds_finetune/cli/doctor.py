@@ -27,7 +27,7 @@ _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add `doctor` to the program's commands."""
     doctor = commands.add_parser(
-        "doctor", help="are the machines ready, and what mends them if not", allow_abbrev=False
+        "doctor", help="check that the machines are ready, with a hint for each fault", allow_abbrev=False
     )
     doctor.add_argument(
         "run",
@@ -76,12 +76,12 @@ def _doctor(arguments: argparse.Namespace) -> None:
 
         _show(simulate(hosts_of(arguments), config), as_json=arguments.json)
         return
-    from ds_finetune.doctor.run import Inquiry, examine
+    from ds_finetune.doctor.run import DoctorRequest, examine
     from ds_finetune.launch.remote import Remote
 
     hosts = hosts_of(arguments) if arguments.hostfile else (_this_machine(),)
-    inquiry = Inquiry(hosts, Remote.from_environment(arguments.ssh_args), config, arguments.port)
-    _show(examine(inquiry, say=lambda text: ERR.print(text, markup=False)), as_json=arguments.json)
+    request = DoctorRequest(hosts, Remote.from_environment(arguments.ssh_args), config, arguments.port)
+    _show(examine(request, say=lambda text: ERR.print(text, markup=False)), as_json=arguments.json)
 
 
 def _this_machine() -> Host:
@@ -107,17 +107,17 @@ def _table(checks: "Sequence[Check]") -> Table:
     """Worst last, where the eye is; hosts of which the same is said share a row, so that 64 healthy ones are a page."""
     rows: dict[tuple[str, str, str, str], list[str]] = {}
     for check in sorted(checks, key=lambda check: list(_STYLES).index(check.state)):
-        rows.setdefault((check.state, check.name, check.found, check.mend), []).append(check.host)
+        rows.setdefault((check.state, check.name, check.found, check.hint), []).append(check.host)
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for head in ("", "check", "hosts", "found", "mend"):
+    for head in ("", "check", "hosts", "found", "hint"):
         table.add_column(head, overflow="fold")
-    for (state, name, found, mend), hosts in rows.items():
+    for (state, name, found, hint), hosts in rows.items():
         more = f" and {len(hosts) - _SHOWN_HOSTS} more" if len(hosts) > _SHOWN_HOSTS else ""
         table.add_row(
             Text(state, _STYLES[state]),
             Text(name),
             Text(", ".join(hosts[:_SHOWN_HOSTS]) + more),
             Text(found),
-            Text(mend),
+            Text(hint),
         )
     return table

@@ -16,10 +16,10 @@ from ds_finetune.errors import LaunchError
 from ds_finetune.hostfile import Host
 
 if TYPE_CHECKING:
-    from ds_finetune.launch.environment import Carried
+    from ds_finetune.launch.environment import CarriedVariables
     from ds_finetune.launch.schedulers import Job
 
-_AGENTS, _SCHEDULERS = ("torchrun", "deepspeed"), ("mpirun", "slurm")
+_NODE_LAUNCHERS, _SCHEDULERS = ("torchrun", "deepspeed"), ("mpirun", "slurm")
 _PORT = 29_500
 """Where ranks meet under mpirun, where nobody looks for a free port; torch's own choice."""
 
@@ -36,7 +36,7 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add_host_options(launch)
     launch.add_argument(
         "--launcher",
-        choices=(*_AGENTS, *_SCHEDULERS),
+        choices=(*_NODE_LAUNCHERS, *_SCHEDULERS),
         default="torchrun",
         help="what starts ranks (default torchrun, over ssh)",
     )
@@ -101,10 +101,10 @@ def _hosts(arguments: argparse.Namespace, nproc: int | None) -> tuple[Host, ...]
 
 def _launch(arguments: argparse.Namespace) -> None:
     config = read_config(arguments.run, arguments.overrides)
-    from ds_finetune.launch.environment import carried, environment_files
+    from ds_finetune.launch.environment import carried_variables, environment_files
 
     files = environment_files(os.environ, home=Path.home(), directory=Path.cwd())
-    environment = carried(os.environ, arguments.env, files)
+    environment = carried_variables(os.environ, arguments.env, files)
     whole_allocation = arguments.launcher == "slurm" and not arguments.hostfile and not arguments.emit
     hosts = () if whole_allocation else _hosts(arguments, arguments.nproc)
     job = _job(arguments, hosts, environment)
@@ -123,14 +123,14 @@ def _launch(arguments: argparse.Namespace) -> None:
             screen.say(line)
         code = (
             _with_agents(config, job, arguments, screen.say)
-            if arguments.launcher in _AGENTS
+            if arguments.launcher in _NODE_LAUNCHERS
             else _with_scheduler(job, arguments, screen.say)
         )
     if code:
         raise SystemExit(code)
 
 
-def _job(arguments: argparse.Namespace, hosts: tuple[Host, ...], environment: "Carried") -> "Job":
+def _job(arguments: argparse.Namespace, hosts: tuple[Host, ...], environment: "CarriedVariables") -> "Job":
     from ds_finetune.launch.schedulers import Job
     from ds_finetune.watchdog.run_secret import new_secret
 
@@ -150,10 +150,10 @@ def _job(arguments: argparse.Namespace, hosts: tuple[Host, ...], environment: "C
 
 
 def _emit(arguments: argparse.Namespace, job: "Job") -> None:
-    from ds_finetune.launch.emit import Order, emitted
+    from ds_finetune.launch.emit import EmitRequest, render_file
 
     named = frozenset(text.partition("=")[0] for text in arguments.env)
-    order = Order(
+    request = EmitRequest(
         job=job,
         name=arguments.name,
         named=named,
@@ -162,7 +162,7 @@ def _emit(arguments: argparse.Namespace, job: "Job") -> None:
         image=arguments.image,
         claim=arguments.claim,
     )
-    text = emitted(arguments.emit, order)
+    text = render_file(arguments.emit, request)
     if arguments.out is None:
         show_line(text.rstrip("\n"))
         return
@@ -174,7 +174,7 @@ def _emit(arguments: argparse.Namespace, job: "Job") -> None:
 
 
 def _show(config: RunConfig, job: "Job", arguments: argparse.Namespace) -> None:
-    from ds_finetune.launch.dry_run import rank_map, shown
+    from ds_finetune.launch.dry_run import dry_run_lines, rank_map
     from ds_finetune.launch.remote import Remote
     from ds_finetune.launch.run import plan_for
     from ds_finetune.plan.mesh import Mesh
@@ -184,24 +184,26 @@ def _show(config: RunConfig, job: "Job", arguments: argparse.Namespace) -> None:
         plan_for(config, job.hosts, device="cpu" if job.variables.get("DS_ACCELERATOR") == "cpu" else "cuda")
         for line in rank_map(job.hosts, Mesh.of(config.parallel, world_size=job.world_size, rank=0)):
             show_line(line)
-    for line in shown(
+    for line in dry_run_lines(
         job, arguments.launcher, hostfile=arguments.hostfile or "hosts", environ=os.environ, ssh_args=remote.ssh_args
     ):
         show_line(line)
-    if arguments.launcher in _AGENTS:
-        show_line("by a guard on each host, over ssh, at a port that is free (docs/launching.md)")
+    if arguments.launcher in _NODE_LAUNCHERS:
+        show_line(
+            "started by a supervisor on each host over ssh; ranks meet at a free port (docs/how-to/several-machines.md)"
+        )
 
 
 def _with_agents(config: RunConfig, job: "Job", arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
     from ds_finetune.launch.environment import interface_variables
-    from ds_finetune.launch.node_launchers import AGENTS
+    from ds_finetune.launch.node_launchers import NODE_LAUNCHERS
     from ds_finetune.launch.remote import Remote
-    from ds_finetune.launch.run import Launch, launch
+    from ds_finetune.launch.run import LaunchRequest, launch
     from ds_finetune.watchdog.run_secret import VARIABLE
 
-    wanted = Launch(
+    wanted = LaunchRequest(
         job.hosts,
-        AGENTS[arguments.launcher],
+        NODE_LAUNCHERS[arguments.launcher],
         (job.run, *job.overrides),
         {**job.variables, **interface_variables(job.interface), VARIABLE: job.secret},
         Remote.from_environment(arguments.ssh_args).within(config.launch.greeting_seconds),

@@ -17,10 +17,11 @@ from filelock import FileLock
 from numpy.typing import DTypeLike, NDArray
 
 from ds_finetune.errors import OutputError
+from ds_finetune.units import MIB
 
 _SUMS = "sums.json"
 _CHECKED = "checked"
-_CHUNK_BYTES = 16 * 2**20
+_CHUNK_BYTES = 16 * MIB
 
 
 @dataclass(frozen=True)

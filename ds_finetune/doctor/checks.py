@@ -8,14 +8,13 @@ from typing import Literal
 
 from ds_finetune.doctor.facts import PACKAGES, Facts
 from ds_finetune.hostfile import Host
+from ds_finetune.units import GIB, MIB
 
 State = Literal["ok", "warn", "fail"]
-_GIB = 2**30
-_MIB = 2**20
 _CLOCK_SECONDS = 1.0
 _CLOCK_WRONG_SECONDS = 60.0
 _FEW_FILES, _FILES_OF_A_RANK = 1024, 8
-_SHM_BYTES = 2**30
+_SHM_BYTES = GIB
 _MEMORY_MARGIN = 0.8
 _SSH_FAILED = 255
 _NO_COMMAND = (126, 127)
@@ -31,11 +30,11 @@ class Check:
     host: str
     state: State
     found: str
-    mend: str = ""
+    hint: str = ""
 
 
 @dataclass(frozen=True)
-class Clock:
+class ClockOffset:
     """How far a host's clock is ahead of ours, and how long question and answer took, in seconds."""
 
     ahead: float
@@ -62,7 +61,7 @@ def why_lost(host: str, code: int | None, said: str, python: str) -> Check:
         )
     if code != _SSH_FAILED:
         return _why_not_started(host, code, last, python)
-    for pattern, what, mend in (
+    for pattern, what, hint in (
         (
             "IDENTIFICATION HAS CHANGED",
             "its host key is another than before",
@@ -87,7 +86,7 @@ def why_lost(host: str, code: int | None, said: str, python: str) -> Check:
         ),
     ):
         if re.search(pattern, said):
-            return Check("ssh", host, "fail", what, mend)
+            return Check("ssh", host, "fail", what, hint)
     return Check("ssh", host, "fail", f"ssh ended: {last}", f"try it by hand: ssh {host} true")
 
 
@@ -157,11 +156,11 @@ def _minor(text: str) -> list[str]:
 def identity_checks(addresses: Mapping[str, str], there: Mapping[str, Facts]) -> Iterator[Check]:
     """Two lines of the hostfile that lead to one address, one machine or one GPU."""
     for a, b in combinations(addresses, 2):
-        mend = "write each host once, with all its slots in one line"
+        hint = "write each host once, with all its slots in one line"
         if addresses[a] and addresses[a] == addresses[b]:
-            yield Check("address", b, "fail", f"the same address as {a}: {addresses[a]}", mend)
+            yield Check("address", b, "fail", f"the same address as {a}: {addresses[a]}", hint)
         elif a in there and b in there and there[a].machine == there[b].machine:
-            yield Check("address", b, "fail", f"the same machine as {a}: {there[a].hostname}", mend)
+            yield Check("address", b, "fail", f"the same machine as {a}: {there[a].hostname}", hint)
         elif a in there and b in there and {g.uuid for g in there[a].gpus} & {g.uuid for g in there[b].gpus}:
             yield Check("address", b, "fail", f"the same GPUs as {a}", "give each container GPUs of its own")
 
@@ -174,15 +173,15 @@ def device_checks(hosts: Mapping[str, Host], there: Mapping[str, Facts], device:
         kinds = sorted({gpu.name for gpu in facts.gpus}) if device == "cuda" else ["CPU cores"]
         found = f"slots={slots}, {count} {', '.join(kinds) or 'GPUs'}"
         if wanted > count:
-            mend = (
+            hint = (
                 f"write slots={count}, or find the missing GPUs"
                 if count
                 else "leave the host out, or install the driver"
             )
             state: State = "fail" if device == "cuda" else "warn"
-            yield Check("devices", name, state, found, mend if device == "cuda" else "ranks will share cores")
+            yield Check("devices", name, state, found, hint if device == "cuda" else "ranks will share cores")
             continue
-        busy = [str(n) for n, gpu in enumerate(facts.gpus) if device == "cuda" and gpu.used_bytes > _GIB]
+        busy = [str(n) for n, gpu in enumerate(facts.gpus) if device == "cuda" and gpu.used_bytes > GIB]
         if busy:
             yield Check(
                 "devices",
@@ -213,16 +212,16 @@ def limit_checks(there: Mapping[str, Facts], *, world_size: int, locks_memory: b
             )
         if facts.shm_bytes < _SHM_BYTES:
             wrong.append(
-                (f"/dev/shm {facts.shm_bytes // _MIB} MiB", "give it 1 GiB or more (docker: --shm-size, or --ipc=host)")
+                (f"/dev/shm {facts.shm_bytes // MIB} MiB", "give it 1 GiB or more (docker: --shm-size, or --ipc=host)")
             )
         found = (
             "; ".join(text for text, _ in wrong)
-            or f"open files {facts.open_files}, /dev/shm {facts.shm_bytes / _GIB:.1f} GiB"
+            or f"open files {facts.open_files}, /dev/shm {facts.shm_bytes / GIB:.1f} GiB"
         )
-        yield Check("limits", host, "warn" if wrong else "ok", found, "; ".join(mend for _, mend in wrong))
+        yield Check("limits", host, "warn" if wrong else "ok", found, "; ".join(hint for _, hint in wrong))
 
 
-def clock_checks(clocks: Mapping[str, Clock]) -> Iterator[Check]:
+def clock_checks(clocks: Mapping[str, ClockOffset]) -> Iterator[Check]:
     """How far clocks are apart from ours, as far as the round trip lets us know."""
     for host, clock in clocks.items():
         surely = abs(clock.ahead) - clock.round_trip / 2
@@ -268,13 +267,13 @@ def interface_checks(there: Mapping[str, Facts], environ: Mapping[str, str]) -> 
                 else _unmatched(value, known)
             )
             if absent:
-                mend = f"set {variable} to one of {', '.join(known)}, or unset it"
+                hint = f"set {variable} to one of {', '.join(known)}, or unset it"
                 yield Check(
                     "interface",
                     host,
                     "fail",
                     f"{variable} {value}: no `{', '.join(absent)}` that is up and has an address",
-                    mend,
+                    hint,
                 )
             else:
                 yield Check("interface", host, "ok", f"{variable} {value}")
@@ -326,9 +325,9 @@ def name_checks(first: str, there: Mapping[str, Facts]) -> Iterator[Check]:
                 f"add {first} to /etc/hosts, or write its address into the hostfile",
             )
         elif own and not own & {address for address in facts.first if not address.startswith(_LOOPBACK)}:
-            mend = "correct /etc/hosts there, or write its address into the hostfile"
+            hint = "correct /etc/hosts there, or write its address into the hostfile"
             yield Check(
-                "name", host, "fail", f"{first} is {', '.join(facts.first)} there, which is not that host", mend
+                "name", host, "fail", f"{first} is {', '.join(facts.first)} there, which is not that host", hint
             )
         else:
             yield Check("name", host, "ok", f"{first} is {facts.first[0]}")
@@ -359,18 +358,18 @@ def folder_checks(
     elif all(list(others) == [host] for host, others in homes.items()):
         wrong = node_local is False
         found = f"{name} {path} is another on each host" + (", and checkpoint.node_local is false" if wrong else "")
-        mend = "set checkpoint.node_local true, or name a folder that all hosts share" if wrong else ""
-        yield Check("folders", "", "fail" if wrong else "ok", found, mend)
+        hint = "set checkpoint.node_local true, or name a folder that all hosts share" if wrong else ""
+        yield Check("folders", "", "fail" if wrong else "ok", found, hint)
     else:
         most = max(homes.values(), key=len)
         for host in (host for host in homes if host not in most):
-            mend = f"mount on {host} what {most[0]} has there"
+            hint = f"mount on {host} what {most[0]} has there"
             yield Check(
                 "folders",
                 host,
                 "ok" if node_local is None else "fail",
                 f"{name} {path} is not the one of {', '.join(most)}",
-                mend,
+                hint,
             )
 
 
@@ -404,7 +403,7 @@ def disk_checks(there: Mapping[str, Facts], output: str, needed: Mapping[str, in
     for host, facts in there.items():
         folder, wanted = facts.folders[output], needed.get(host, 0)
         room = folder.free_bytes + folder.held_bytes
-        found = f"{output} needs {wanted / _GIB:,.2f} GiB at most, {room / _GIB:,.1f} GiB free"
+        found = f"{output} needs {wanted / GIB:,.2f} GiB at most, {room / GIB:,.1f} GiB free"
         if not folder.is_writable:
             yield Check(
                 "disk",
@@ -432,7 +431,7 @@ def memory_checks(
             if there_is is None:
                 continue
             state: State = "fail" if wanted > there_is else "warn" if wanted > _MEMORY_MARGIN * there_is else "ok"
-            found = f"{what}: state of the run {wanted / _GIB:,.2f} GiB, {there_is / _GIB:,.1f} GiB available"
+            found = f"{what}: state of the run {wanted / GIB:,.2f} GiB, {there_is / GIB:,.1f} GiB available"
             yield Check(
                 "memory",
                 host,

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Any, Self
 
-from ds_finetune.doctor.checks import Check, Clock, label, why_lost
+from ds_finetune.doctor.checks import Check, ClockOffset, label, why_lost
 from ds_finetune.doctor.probe import MODULE
 from ds_finetune.doctor.session import HostLostError, RefusedError, Session
 from ds_finetune.errors import LaunchError
@@ -63,7 +63,7 @@ class Cluster:
             name: answer for future, name in going.items() if (answer := self._answer(future, name)) is not _NOTHING
         }
 
-    def clocks(self) -> dict[str, Clock]:
+    def clocks(self) -> dict[str, ClockOffset]:
         """How far each host's clock is ahead of ours, from the quickest of a few questions."""
         going = {self._pool.submit(_clock, session): name for name, session in self.sessions.items()}
         wait(going)
@@ -90,11 +90,11 @@ class Cluster:
 _NOTHING = object()
 
 
-def _clock(session: Session) -> Clock:
+def _clock(session: Session) -> ClockOffset:
     found = []
     for _ in range(_PINGS):
         began = time.time()
         there = session.ask("time", seconds=_PING_SECONDS)
         ended = time.time()
-        found.append(Clock(there - (began + ended) / 2, ended - began))
+        found.append(ClockOffset(there - (began + ended) / 2, ended - began))
     return min(found, key=lambda clock: clock.round_trip)

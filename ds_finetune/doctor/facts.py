@@ -52,7 +52,7 @@ class Folder:
 
 
 @dataclass(frozen=True)
-class Asked:
+class HostQuery:
     """What a host is asked: environment to carry, the first host's name, the port to try (0 for none), folders and
     files of the run.
     """
@@ -101,7 +101,7 @@ class Facts:
         return cls(**{**tree, "gpus": gpus, "folders": folders})
 
 
-def gather(asked: Asked) -> Facts:
+def gather(asked: HostQuery) -> Facts:
     """The facts of this host, in about a second."""
     return Facts(
         hostname=socket.gethostname(),

@@ -8,6 +8,7 @@ from typing import Any
 
 from ds_finetune.doctor.checks import Check, State
 from ds_finetune.doctor.network import JOIN_SECONDS
+from ds_finetune.units import MIB
 
 _SLOW, _BROKEN = 3, 10
 """A host or link is slow, or broken, where others are faster by these."""
@@ -15,7 +16,7 @@ _FEW = 3
 _UNREACHED = (
     "look at firewalls between the hosts (all ports are needed), and at GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
 )
-_SLOW_MEND = "compare its link speed (ethtool), cable, switch port and driver with the others'"
+_SLOW_HINT = "compare its link speed (ethtool), cable, switch port and driver with the others'"
 
 Answer = Mapping[str, Any]
 Links = Mapping[tuple[str, str], float]
@@ -39,7 +40,7 @@ def network_checks(seats: Sequence[str], answers: Sequence[Answer]) -> list[Chec
         )
         checks.append(Check("links", "", "ok", found))
     first = heard[0]
-    size = f"{first['num_bytes'] / 2**20:,.3g} MiB over {len(seats)} ranks"
+    size = f"{first['num_bytes'] / MIB:,.3g} MiB over {len(seats)} ranks"
     for name in ("all_reduce", "all_gather"):
         checks.append(Check(name.replace("_", "-"), "", "ok", f"{_speed(first[name])} bus bandwidth, {size}"))
     return checks
@@ -63,13 +64,13 @@ def slow_checks(links: Links) -> Iterator[Check]:
                     host,
                     state,
                     f"{verb} {_speed(best[host])} at most, other hosts {_speed(others)}",
-                    _SLOW_MEND,
+                    _SLOW_HINT,
                 )
     usual = median(links.values()) if len(hosts) >= _FEW else max(links.values(), default=0.0)
     for (a, b), rate in links.items():
         state = _state(rate, usual)
         if state != "ok" and (0, a) not in named and (1, b) not in named:
-            yield Check("links", a, state, f"{_speed(rate)} to {b}, other links {_speed(usual)}", _SLOW_MEND)
+            yield Check("links", a, state, f"{_speed(rate)} to {b}, other links {_speed(usual)}", _SLOW_HINT)
 
 
 def _odd(seats: Sequence[str], answers: Sequence[Answer]) -> Iterator[tuple[str, str]]:

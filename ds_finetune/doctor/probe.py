@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ds_finetune.doctor.facts import Asked, gather
+from ds_finetune.doctor.facts import HostQuery, gather
 from ds_finetune.doctor.network import measure
 from ds_finetune.doctor.session import HostLostError, RefusedError, Session, answer_requests
 from ds_finetune.trainer.run_dir import nearest_existing
@@ -23,12 +23,12 @@ _MARK = ".ds_finetune-doctor-"
 _marks: list[Path] = []
 
 
-def facts(**asked: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON of an Asked
+def facts(**asked: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON of an HostQuery
     """What this host is; what is asked later sees the environment that comes with it."""
     os.environ.update(asked["environ"])
     # ssh brings no PATH, and ninja, which compiles DeepSpeed's ops, lies beside Python.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    return asdict(gather(Asked(**asked)))
+    return asdict(gather(HostQuery(**asked)))
 
 
 def mark(folders: list[str], token: str) -> None:

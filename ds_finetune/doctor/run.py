@@ -13,12 +13,12 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.doctor import checks
 from ds_finetune.doctor.checks import Check
 from ds_finetune.doctor.cluster import Cluster, Say
-from ds_finetune.doctor.facts import Asked, Facts, gather
+from ds_finetune.doctor.facts import Facts, HostQuery, gather
 from ds_finetune.doctor.links import network_checks
 from ds_finetune.doctor.need import Need, files_of, folders_of, need_of
 from ds_finetune.doctor.network import JOIN_SECONDS, TALK_SECONDS, Seat
 from ds_finetune.hostfile import Host
-from ds_finetune.launch.environment import carried, environment_files
+from ds_finetune.launch.environment import carried_variables, environment_files
 from ds_finetune.launch.remote import Remote, address_of
 
 _START_SECONDS = 45.0
@@ -31,7 +31,7 @@ _ILLEGAL = -4
 
 
 @dataclass(frozen=True)
-class Inquiry:
+class DoctorRequest:
     """What is examined: hosts, how they are reached, the run if one is given, and the port where ranks will meet."""
 
     hosts: tuple[Host, ...]
@@ -42,17 +42,19 @@ class Inquiry:
     @property
     def environ(self) -> dict[str, str]:
         """What hosts are given of this process's environment, as `launch` does."""
-        return carried(os.environ, files=environment_files(os.environ, home=Path.home(), directory=Path.cwd())).values
+        return carried_variables(
+            os.environ, files=environment_files(os.environ, home=Path.home(), directory=Path.cwd())
+        ).values
 
 
-def examine(inquiry: Inquiry, say: Say) -> list[Check]:
+def examine(request: DoctorRequest, say: Say) -> list[Check]:
     """All checks of the hosts; `say` prints what takes long."""
-    asked = Asked(
-        inquiry.environ, inquiry.hosts[0].name, 0, tuple(folders_of(inquiry.config).values()), files_of(inquiry.config)
+    asked = HostQuery(
+        request.environ, request.hosts[0].name, 0, tuple(folders_of(request.config).values()), files_of(request.config)
     )
-    with Cluster(inquiry.hosts, inquiry.remote, say) as cluster:
+    with Cluster(request.hosts, request.remote, say) as cluster:
         first = next(iter(cluster.hosts))
-        ports = {name: inquiry.port if name == first else 0 for name in cluster.hosts}
+        ports = {name: request.port if name == first else 0 for name in cluster.hosts}
         answers = cluster.ask(
             "facts", {name: asdict(replace(asked, port=port)) for name, port in ports.items()}, seconds=_START_SECONDS
         )
@@ -79,43 +81,43 @@ def examine(inquiry: Inquiry, say: Say) -> list[Check]:
             {name: {"folders": list(asked.folders), "token": f"{token}-{name}"} for name in there},
             seconds=_QUICK_SECONDS,
         )
-        found += _examined(inquiry, cluster, there, gather(asked))
-        found += _folders(cluster, token, inquiry.config)
+        found += _examined(request, cluster, there, gather(asked))
+        found += _folders(cluster, token, request.config)
         return [*cluster.lost, *found]
 
 
-def _examined(inquiry: Inquiry, cluster: Cluster, there: Mapping[str, Facts], here: Facts) -> list[Check]:
+def _examined(request: DoctorRequest, cluster: Cluster, there: Mapping[str, Facts], here: Facts) -> list[Check]:
     is_cuda = os.environ.get("DS_ACCELERATOR", "cuda") == "cuda" and any(facts.gpus for facts in there.values())
     device = "cuda" if is_cuda else "cpu"
     found = [
         *checks.clock_checks(cluster.clocks()),
-        *_host_checks(inquiry, cluster.hosts, there, device),
+        *_host_checks(request, cluster.hosts, there, device),
         *checks.version_checks(here, there),
     ]
     found += checks.file_checks(here, there)
     need = None
-    if inquiry.config is not None:
-        need, planned = need_of(inquiry.config, inquiry.hosts, device)
+    if request.config is not None:
+        need, planned = need_of(request.config, request.hosts, device)
         found.append(planned)
     found += checks.limit_checks(
-        there, world_size=sum(h.slots for h in inquiry.hosts), locks_memory=bool(need and "async_io" in need.ops)
+        there, world_size=sum(h.slots for h in request.hosts), locks_memory=bool(need and "async_io" in need.ops)
     )
-    if need is not None and inquiry.config is not None:
-        found += checks.disk_checks(there, inquiry.config.output_dir, need.disk_bytes)
+    if need is not None and request.config is not None:
+        found += checks.disk_checks(there, request.config.output_dir, need.disk_bytes)
         found += checks.memory_checks(cluster.hosts, there, rank_bytes=need.rank_bytes, gpu_bytes=need.gpu_bytes)
         found += _ops(cluster, need)
     return [*found, *_network(cluster, there, found, device)]
 
 
 def _host_checks(
-    inquiry: Inquiry, hosts: Mapping[str, Host], there: Mapping[str, Facts], device: str
+    request: DoctorRequest, hosts: Mapping[str, Host], there: Mapping[str, Facts], device: str
 ) -> Iterator[Check]:
-    first, name = next(iter(hosts)), inquiry.hosts[0].name
+    first, name = next(iter(hosts)), request.hosts[0].name
     yield from checks.identity_checks({label: address_of(host) for label, host in hosts.items()}, there)
     yield from checks.device_checks(hosts, there, device)
     if first in there:
-        yield from checks.port_checks(first, there[first], inquiry.port)
-    yield from checks.interface_checks(there, inquiry.environ)
+        yield from checks.port_checks(first, there[first], request.port)
+    yield from checks.interface_checks(there, request.environ)
     # Hosts that differ in their ports alone are containers, whose names mean nothing to each other.
     if len(hosts) > 1 and name == first:
         yield from checks.name_checks(name, there)
@@ -147,17 +149,17 @@ def op_check(host: str, name: str, answer: Mapping[str, Any], settings: Mapping[
         return Check(name, host, "fail", answer["refused"], answer["hint"])
     last = ([line for line in answer["said"].splitlines() if line.strip()] or ["it said nothing"])[-1]
     if answer["lost"] is None:
-        mend = (
+        hint = (
             f"if nothing builds there, remove the file `lock` in {name} below TORCH_EXTENSIONS_DIR "
             "(~/.cache/torch_extensions)"
         )
-        return Check(name, host, "fail", f"not built and run in {_BUILD_SECONDS:.0f} s; last words: {last}", mend)
-    mend = (
+        return Check(name, host, "fail", f"not built and run in {_BUILD_SECONDS:.0f} s; last words: {last}", hint)
+    hint = (
         f"remove {name} below TORCH_EXTENSIONS_DIR (~/.cache/torch_extensions), which another kind of CPU may "
         "have built; do not share it"
     )
     what = "an illegal instruction" if answer["lost"] == _ILLEGAL else f"exit code {answer['lost']}: {last}"
-    return Check(name, host, "fail", f"ended by {what}", mend)
+    return Check(name, host, "fail", f"ended by {what}", hint)
 
 
 def _network(cluster: Cluster, there: Mapping[str, Facts], found: list[Check], device: str) -> list[Check]:
@@ -172,8 +174,8 @@ def _network(cluster: Cluster, there: Mapping[str, Facts], found: list[Check], d
                 "network",
                 "",
                 "warn",
-                f"not measured: {wrong[0].name} of {wrong[0].host} comes first",
-                "mend that and ask again",
+                f"not measured: the check `{wrong[0].name}` of {wrong[0].host} fails",
+                "correct that and run doctor again",
             )
         ]
     address = meeting_address(cluster.hosts[hosts[0]], hosts, there)
@@ -200,7 +202,11 @@ def _network(cluster: Cluster, there: Mapping[str, Facts], found: list[Check], d
     if gone:
         return [
             Check(
-                "network", "", "warn", f"not measured: {', '.join(gone)} went away meanwhile", "mend that and ask again"
+                "network",
+                "",
+                "warn",
+                f"not measured: {', '.join(gone)} went away meanwhile",
+                "correct that and run doctor again",
             )
         ]
     return network_checks(seats, [answer for name in hosts for answer in answers[name]])

@@ -11,8 +11,8 @@ from ds_finetune.doctor.need import need_of, plan_of
 from ds_finetune.errors import FinetuneError
 from ds_finetune.hostfile import Host
 from ds_finetune.plan.mesh import Mesh
+from ds_finetune.units import GIB
 
-_GIB = 2**30
 _TALKATIVE = ("tp", "sp")
 """Axes whose ranks exchange activations in every layer."""
 
@@ -32,11 +32,11 @@ def simulate(hosts: Sequence[Host], config: RunConfig | None) -> list[Check]:
     if need is not None:
         most = max(need.disk_bytes.values())
         held = (
-            f"a rank keeps {need.gpu_bytes / _GIB:,.1f} GiB on its GPU and {need.rank_bytes / _GIB:,.1f} GiB in "
+            f"a rank keeps {need.gpu_bytes / GIB:,.1f} GiB on its GPU and {need.rank_bytes / GIB:,.1f} GiB in "
             "memory, without activations"
         )
         checks.append(Check("memory", "", "ok", held))
-        checks.append(Check("disk", "", "ok", f"output_dir takes {most / _GIB:,.1f} GiB at most"))
+        checks.append(Check("disk", "", "ok", f"output_dir takes {most / GIB:,.1f} GiB at most"))
     try:
         mesh = plan_of(config, hosts, "cuda").mesh
     except FinetuneError:
@@ -63,8 +63,8 @@ def group_checks(mesh: Mesh, hosts: Sequence[Host]) -> Iterator[Check]:
         where = (
             "stay within a host" if span == 1 else f"lie on {span} hosts, e.g. ranks {', '.join(map(str, widest[:8]))}"
         )
-        mend = f"set parallel.{axis} to a divisor of every host's slots" if is_slow else ""
-        yield Check("groups", "", state, f"{len(lines)} groups of {axis} {len(widest)} {where}", mend)
+        hint = f"set parallel.{axis} to a divisor of every host's slots" if is_slow else ""
+        yield Check("groups", "", state, f"{len(lines)} groups of {axis} {len(widest)} {where}", hint)
 
 
 def _unequal(hosts: Sequence[Host], counts: Sequence[int]) -> Iterator[Check]:

@@ -18,7 +18,7 @@ from ds_finetune.engine.experts import is_expert, local_shape
 from ds_finetune.engine.finite import FiniteProbe
 from ds_finetune.engine.groups import Groups
 from ds_finetune.engine.pipeline import is_copy, reduced_at_end, run_by_turns
-from ds_finetune.engine.processes import everyones
+from ds_finetune.engine.processes import all_gather_object
 from ds_finetune.engine.state import EngineState, persistent_buffers
 from ds_finetune.errors import RunError
 from ds_finetune.model.four_bit import dtype_of, is_four_bit, multiplied_out, shape_of
@@ -85,7 +85,7 @@ class Engine:
         self._ds = wrapped
         self._device = torch.device(wrapped.device)
         self._probe = FiniteProbe(_named(wrapped.module))
-        self._specs = [self._own_specs()] if self._stage is None else self._stage.everyones(self._own_specs())
+        self._specs = [self._own_specs()] if self._stage is None else self._stage.all_gather_object(self._own_specs())
 
     @property
     def lm(self) -> nn.Module:
@@ -160,7 +160,7 @@ class Engine:
             if is_over():
                 return None
             mine[number] = self._answer(prompt, limits)
-        merged = {index: answer for part in everyones(mine) for index, answer in part.items()}
+        merged = {index: answer for part in all_gather_object(mine) for index, answer in part.items()}
         return [merged[index] for index in range(len(prompts))]
 
     def logits(self, prompts: Sequence[Sequence[int]]) -> Iterator[torch.Tensor]:
@@ -294,7 +294,7 @@ class Engine:
         return float(square.sqrt())
 
     def _culprit(self) -> str:
-        found = everyones(self._probe.first_bad())
+        found = all_gather_object(self._probe.first_bad())
         # The last stage of a pipeline hands what is wrong there to the ones before.
         ranks = sorted(range(len(found)), key=lambda rank: -self.plan.mesh.place("pp", rank))
         named = [f"{found[rank]} on rank {rank}" for rank in ranks if found[rank]]

@@ -16,6 +16,7 @@ from ds_finetune.engine.build_lock import Say, reported_lock
 from ds_finetune.engine.nvme import check_folder, measure_folder
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.plan import Plan
+from ds_finetune.units import GIB
 
 _BUILDERS = {
     "cpu_adam": "CPUAdamBuilder",
@@ -87,7 +88,7 @@ def _measured(folder: Path, aio: Mapping[str, Any]) -> str:
     write, read = measure_folder(folder, aio)
     return (
         f"{folder}: {write / 1e9:.2f} GB/s written, {read / 1e9:.2f} GB/s read, "
-        f"{shutil.disk_usage(folder).free / 2**30:,.0f} GiB free"
+        f"{shutil.disk_usage(folder).free / GIB:,.0f} GiB free"
     )
 
 

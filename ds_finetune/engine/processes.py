@@ -45,13 +45,13 @@ def choose_device() -> str:
         raise ConfigError(
             f"DS_ACCELERATOR is cuda, and torch {torch.__version__} can use no GPU on {socket.gethostname()}: "
             f"{why_no_gpu()}",
-            hint="install a driver and a torch that fit each other (docs/running.md), or set DS_ACCELERATOR=cpu",
+            hint="install a driver and a torch that fit each other (docs/how-to/install.md), or set DS_ACCELERATOR=cpu",
         )
     if wanted is None and not usable and (present := present_gpus()):
         raise ConfigError(
             f"{socket.gethostname()} has {present} NVIDIA GPUs, and torch {torch.__version__} can use none: "
             f"{why_no_gpu()}",
-            hint="install a driver and a torch that fit each other (docs/running.md), or set DS_ACCELERATOR=cpu",
+            hint="install a driver and a torch that fit each other (docs/how-to/install.md), or set DS_ACCELERATOR=cpu",
         )
     device = "cuda" if usable and wanted != "cpu" else "cpu"
     os.environ["DS_ACCELERATOR"] = device
@@ -170,14 +170,14 @@ def _forget_groups() -> None:
     groups.mesh_device = None
 
 
-def everyones(mine: T) -> list[T]:
+def all_gather_object(mine: T) -> list[T]:
     """A plain value of every rank, by rank."""
     found: list[T] = [mine] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return found
 
 
-def everyones_number(mine: float) -> list[float]:
+def all_gather_scalar(mine: float) -> list[float]:
     """A number of every rank, by rank."""
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     values = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=device)
@@ -186,7 +186,7 @@ def everyones_number(mine: float) -> list[float]:
     return values.tolist()
 
 
-def largest(*mine: float) -> list[float]:
+def all_reduce_max(*mine: float) -> list[float]:
     """The largest of each value over all ranks; cheap enough for every step."""
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     values = torch.tensor(mine, dtype=torch.float64, device=device)

@@ -18,9 +18,9 @@ from ds_finetune.engine.fragments import partition
 from ds_finetune.engine.groups import Groups, open_groups
 from ds_finetune.engine.nvme import check_buffers, check_nvme
 from ds_finetune.engine.pipeline import mark_copy
+from ds_finetune.families.table import family_of
 from ds_finetune.model.build import Where, build_skeleton, model_class, resolve_folder
 from ds_finetune.model.cross_entropy import KERNELS, Kernel, chunked_cross_entropy
-from ds_finetune.model.families import family_of
 from ds_finetune.model.four_bit import four_bit_or_whole, install_four_bit, linears_without_memory
 from ds_finetune.model.lora import install_lora
 from ds_finetune.model.loss import TrainedModel, install_loss_head

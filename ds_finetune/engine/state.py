@@ -12,7 +12,7 @@ from torch import nn
 from ds_finetune.engine.fragments import partition
 from ds_finetune.engine.masters import Master, Part, masters_of
 from ds_finetune.engine.pipeline import is_copy
-from ds_finetune.engine.processes import everyones
+from ds_finetune.engine.processes import all_gather_object
 from ds_finetune.model.build import Fragment
 from ds_finetune.model.parallel.sharding import Cut, model_shape
 from ds_finetune.plan.plan import Plan
@@ -92,7 +92,7 @@ class EngineState:
         """
         found = {part.name: self._steps(master) for master in self._masters for part in master.parts}
         if self._plan.mesh.pp > 1:
-            found = {name: steps for others in everyones(found) for name, steps in others.items()}
+            found = {name: steps for others in all_gather_object(found) for name, steps in others.items()}
         common = max(found.values(), default=0)
         return {
             "steps": common,

@@ -26,7 +26,7 @@ from ds_finetune.config.schema import LoraConfig
 from ds_finetune.errors import ExportError
 from ds_finetune.export.convert import TensorSource
 from ds_finetune.export.shards import said, synchronise
-from ds_finetune.model.families import Family
+from ds_finetune.families.family import Family
 from ds_finetune.model.lora import Factors
 from ds_finetune.model.names import hub_pieces
 

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ds_finetune.errors import ExportError
 from ds_finetune.export.folder import FolderParts, folder_writer
 from ds_finetune.export.shards import HubTensor, ShardWriter
-from ds_finetune.model.families import family_of
+from ds_finetune.families.table import family_of
 from ds_finetune.model.folder_check import check_folder
 from ds_finetune.model.fp8 import BLOCK, FP8, SCALE, check_readable, quantise, quantise_like, scale_shape
 from ds_finetune.model.names import differences, hub_pieces
@@ -84,11 +84,11 @@ class ModelSpec:
             piece.key: piece.shape for name, shape in self.shapes.items() for piece in hub_pieces(name, shape, family)
         }
 
-    def may_leave(self, key: str) -> bool:
+    def may_skip(self, key: str) -> bool:
         """Whether a checkpoint tensor may be there that the model does not build, e.g. of a multi-token prediction
         layer.
         """
-        return family_of(self.model_type).may_leave(key, layers=self.layers)
+        return family_of(self.model_type).may_skip(key, layers=self.layers)
 
 
 def read_model_spec(folder: Path) -> ModelSpec:
@@ -153,7 +153,7 @@ def fitted(source: TensorSource, spec: ModelSpec, *, label: str) -> Selected:
     checkpoints (transformers 4 names one expert at a time). A tied tensor may be absent; where it is there, it must
     equal the tensor it is tied to, and is left out.
     """
-    left = {name: shape for name, shape in source.shapes.items() if name not in spec.tied and spec.may_leave(name)}
+    left = {name: shape for name, shape in source.shapes.items() if name not in spec.tied and spec.may_skip(name)}
     found = {name: shape for name, shape in source.shapes.items() if name not in spec.tied and name not in left}
     published = spec.published()
     wanted = published if len(published.keys() ^ found.keys()) < len(spec.shapes.keys() ^ found.keys()) else spec.shapes

@@ -5,7 +5,6 @@ its name.
 import json
 import math
 import os
-import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
@@ -15,11 +14,11 @@ from typing import Any, Protocol
 
 import torch
 
-from ds_finetune.errors import ConfigError, ExportError
+from ds_finetune.errors import ExportError
 from ds_finetune.export.model_config import TOKENIZER_CONFIG, served_config, served_tokenizer
 from ds_finetune.export.shards import HubTensor, ShardWriter, plan_shards, said, synchronise
 from ds_finetune.export.verify.record import Record, mark_unchecked
-from ds_finetune.model.families import Family
+from ds_finetune.families.family import Family
 from ds_finetune.model.fp8 import QUANTIZATION_CONFIG, is_quantised
 from ds_finetune.model.hub_folder import HubFolder
 from ds_finetune.model.names import hub_pieces
@@ -36,7 +35,6 @@ TOKENIZER_FILES = (
     "merges.txt",
 )
 _WEIGHTS = ".safetensors"
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 Specs = Mapping[str, torch.Tensor]
@@ -87,14 +85,6 @@ class Copied(Protocol):
     def copy_to(self, writer: ShardWriter) -> None:
         """Write all of them."""
         ...
-
-
-def parse_bytes(text: str, *, name: str = "export.max_shard_size") -> int:
-    """`5GB`, `500MB`, `2GiB` as a number of bytes; ConfigError says what `name` was given as."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B)\s*", text, re.IGNORECASE)
-    if not found:
-        raise ConfigError(f"{name} is `{text}`", hint="write e.g. 5GB or 500MB")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
 def write_folder(

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
-from ds_finetune.model.families import Family, layer_of
+from ds_finetune.families.family import Family, layer_of
 
 PREDICTION_LAYERS = "num_nextn_predict_layers"
 """Key that says how many multi-token prediction layers follow the last one (DeepSeek-V3's config.json)."""

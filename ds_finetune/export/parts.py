@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from ds_finetune.checkpoint.boxes import flat_boxes, overlap
+from ds_finetune.checkpoint.chunks import flat_range_chunks, overlap
 from ds_finetune.checkpoint.files import Manifest
 from ds_finetune.checkpoint.part_file import part_name
 from ds_finetune.checkpoint.storage import PartsReader
@@ -52,7 +52,7 @@ class CheckpointSource:
         held = self._held[name]
         out = torch.empty(numel, dtype=held[0][1].dtype)
         position = copied = 0
-        for box in flat_boxes(held[0][1].shape, start, numel):
+        for box in flat_range_chunks(held[0][1].shape, start, numel):
             target = out[position : position + box.numel].view(box.sizes)
             position += box.numel
             for part, item in held:

@@ -17,11 +17,11 @@ import xxhash
 from ds_finetune.errors import ExportError, OutputError
 from ds_finetune.export.verify.record import Digest
 from ds_finetune.model.hub_folder import INDEX
+from ds_finetune.model.safetensors_header import encode_header
+from ds_finetune.units import MIB
 
-DTYPE_CODES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float8_e4m3fn: "F8_E4M3"}
-"""The names safetensors gives the dtypes that are written here."""
 _SHOWN = 5
-_RELEASE_BYTES = 64 * 2**20
+_RELEASE_BYTES = 64 * MIB
 """How much is written to a file before its pages are given back to the system."""
 
 
@@ -120,7 +120,7 @@ class ShardWriter:
         self._places: dict[str, _Place] = {}
         self._files = [_File(folder / shard.name, shard) for shard in self._shards]
         for file in self._files:
-            for tensor, begin in file.layout():
+            for tensor, begin in file.layout:
                 if not tensor.numel:
                     raise ExportError(
                         f"tensor `{tensor.key}` has shape {tensor.shape}, without an element",
@@ -194,12 +194,11 @@ class _File:
         self._path, self._missing, self._unreleased = path, shard.data_bytes, 0
         self._descriptor: int | None = None
         # Wide dtypes first keeps each tensor at a multiple of its own width, which readers that map the file rely on.
-        self._ordered = sorted(shard.tensors, key=lambda tensor: -tensor.dtype.itemsize)
-        self._header = self._make_header()
-
-    def layout(self) -> list[tuple[HubTensor, int]]:
+        ordered = sorted(shard.tensors, key=lambda tensor: -tensor.dtype.itemsize)
+        entries = ((tensor.key, tensor.dtype, tensor.shape) for tensor in ordered)
+        self._header, begins = encode_header(entries, {"format": "pt"})
+        self.layout = list(zip(ordered, begins, strict=True))
         """Each tensor and the byte of the file where its data begins."""
-        return [(tensor, len(self._header) + begin) for tensor, begin in self._offsets()]
 
     def open(self) -> None:
         """Create the file with its header and its final size, once."""
@@ -213,7 +212,7 @@ class _File:
         """Write all of `data` at byte `offset`; the system may take it in several parts.
 
         Pages already on the disk are given back, and others begun to be written: nobody reads them soon, and a
-        model that fills the page cache slows every other program of the machine (docs/results.md).
+        model that fills the page cache slows every other program of the machine (docs/explanation/results.md).
         """
         assert self._descriptor is not None
         self._unreleased += len(data)
@@ -239,26 +238,6 @@ class _File:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
-
-    def _offsets(self) -> list[tuple[HubTensor, int]]:
-        begins, end = [], 0
-        for tensor in self._ordered:
-            begins.append((tensor, end))
-            end += tensor.num_bytes
-        return begins
-
-    def _make_header(self) -> bytes:
-        entries = {
-            tensor.key: {
-                "dtype": DTYPE_CODES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [begin, begin + tensor.num_bytes],
-            }
-            for tensor, begin in self._offsets()
-        }
-        text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
 
 
 @contextmanager

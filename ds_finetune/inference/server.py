@@ -24,11 +24,12 @@ from transformers.cli.serving.utils import GenerationState, Modality
 from ds_finetune.export.verify.record import is_onnx
 from ds_finetune.inference.request import AnswerRequest, ChatRequest, CompletionRequest, RequestError, parse_request
 from ds_finetune.inference.turns import QueueLimits, Stopper, Turns
+from ds_finetune.units import MIB
 
 MAX_NEW_TOKENS = 1024
 """Tokens of an answer where neither request nor generation_config.json says, as in transformers 5.23
 (cli/serving/utils.py:1178)."""
-_BODY_BYTES, _BYTES_PER_TOKEN = 2**20, 64
+_BODY_BYTES, _BYTES_PER_TOKEN = MIB, 64
 """Bytes of a request's body at most: so many, and so many for each token of the model's context."""
 
 

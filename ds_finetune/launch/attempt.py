@@ -30,7 +30,7 @@ _SSH_FAILED = 255
 
 
 @dataclass(frozen=True)
-class Limits:
+class HostTimeouts:
     """Seconds: `greeting` for a host's first word, `silent` without one after which it is given up."""
 
     greeting: float
@@ -38,7 +38,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Failure:
+class AttemptFailure:
     """What went wrong first."""
 
     host: Host
@@ -56,18 +56,18 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AttemptOutcome:
     """How an attempt ended."""
 
     code: int
     """0 done, 3 saved after a signal, else the first failing rank's own, 128 + N where signal N ended it."""
-    first: Failure | None
+    first: AttemptFailure | None
     seconds: float
     ended_in: float
     """Seconds from the first failure until every host had said that nothing is left on it, or was given up."""
     lost: tuple[Host, ...]
     """Hosts that no longer answer."""
-    unguarded: tuple[Host, ...]
+    unsupervised: tuple[Host, ...]
     """Hosts whose guard was gone before it could say that nothing is left."""
     left: Mapping[Host, int]
     """Processes that had not ended some seconds after they were told to, by host."""
@@ -76,7 +76,7 @@ class Outcome:
 
 
 @dataclass
-class _Guarded:
+class _SupervisedHost:
     """One host as it is seen from here."""
 
     host: Host
@@ -106,13 +106,13 @@ class _Guarded:
 class Attempt:
     """Guards on `hosts`, from their greeting to their end; as a context it leaves none behind."""
 
-    def __init__(self, hosts: Sequence[Host], remote: Remote, limits: Limits, *, port: int = 0) -> None:
+    def __init__(self, hosts: Sequence[Host], remote: Remote, limits: HostTimeouts, *, port: int = 0) -> None:
         self._limits = limits
-        self._events = queue.Queue[tuple[_Guarded, Message]]()
+        self._events = queue.Queue[tuple[_SupervisedHost, Message]]()
         self._word = secrets.token_hex(8)
         arguments = ("ds_finetune.launch.supervisor", str(port), self._word)
-        self._guards = [_Guarded(host, remote.open(host, *arguments)) for host in hosts]
-        self._failures: list[tuple[float, Failure, int]] = []
+        self._guards = [_SupervisedHost(host, remote.open(host, *arguments)) for host in hosts]
+        self._failures: list[tuple[float, AttemptFailure, int]] = []
         self._codes: dict[tuple[Host, int], int] = {}
         self._signals, self._signalled_at = 0, -math.inf
         self._began = 0.0
@@ -148,7 +148,7 @@ class Attempt:
             for guard in self._guards
         }
 
-    def run(self, specs: Mapping[Host, Message], say: Callable[[str], None]) -> Outcome:
+    def run(self, specs: Mapping[Host, Message], say: Callable[[str], None]) -> AttemptOutcome:
         """Start what `specs` says on their hosts, release the others, and return how it ended; signals are passed
         on.
         """
@@ -224,7 +224,7 @@ class Attempt:
             # A closing terminal signals twice, and wrappers pass on what this process has had already.
             self._signals, self._signalled_at = self._signals + 1, now
 
-    def _read(self, guard: _Guarded) -> None:
+    def _read(self, guard: _SupervisedHost) -> None:
         assert guard.process.stdout is not None
         for line in guard.process.stdout:
             if (message := unpacked(line.decode(errors="replace"), to=self._word)) is not None:
@@ -232,7 +232,7 @@ class Attempt:
                 self._events.put((guard, message))
         self._events.put((guard, {"said": "gone"}))
 
-    def _take(self, guard: _Guarded, message: Message) -> None:
+    def _take(self, guard: _SupervisedHost, message: Message) -> None:
         if guard.is_lost:
             return
         match message.get("said"):
@@ -251,7 +251,7 @@ class Attempt:
                 guard.over = True
                 self._host_is_over(guard, message)
 
-    def _host_is_over(self, guard: _Guarded, message: Message) -> None:
+    def _host_is_over(self, guard: _SupervisedHost, message: Message) -> None:
         if message["said"] == "gone":
             guard.is_gone = bool(self._began)
             if guard.is_gone:
@@ -261,17 +261,19 @@ class Attempt:
         if guard.agent_code and not any(failure.host == guard.host for _, failure, _ in self._failures):
             self._host_failed(guard, f"its launcher ended with {message['code']}", tail=message["agent"])
 
-    def _rank_failed(self, guard: _Guarded, message: dict[str, Any]) -> None:
+    def _rank_failed(self, guard: _SupervisedHost, message: dict[str, Any]) -> None:
         code = message["code"]
         text = "is gone without a word" if code is None else f"ended with {code}"
-        failure = Failure(guard.host, message["rank"], text, code or 0, tuple(message["tail"]), 0.0, message["why"])
+        failure = AttemptFailure(
+            guard.host, message["rank"], text, code or 0, tuple(message["tail"]), 0.0, message["why"]
+        )
         self._add(time.monotonic(), failure, message["pid"])
 
-    def _host_failed(self, guard: _Guarded, text: str, *, at: float | None = None, tail: str = "") -> None:
+    def _host_failed(self, guard: _SupervisedHost, text: str, *, at: float | None = None, tail: str = "") -> None:
         lines = tuple(tail.splitlines()) or tuple(guard.errors)
-        self._add(at or time.monotonic(), Failure(guard.host, None, text, RUN_ERROR_EXIT_CODE, lines, 0.0), 0)
+        self._add(at or time.monotonic(), AttemptFailure(guard.host, None, text, RUN_ERROR_EXIT_CODE, lines, 0.0), 0)
 
-    def _add(self, at: float, failure: Failure, pid: int) -> None:
+    def _add(self, at: float, failure: AttemptFailure, pid: int) -> None:
         self._failures.append((at, failure, pid))
         self._failures.sort(key=lambda item: item[0])
 
@@ -286,24 +288,24 @@ class Attempt:
             return 128 - agent, f"is gone with its agent, which {_of_signal(agent)[1]}"
         return 128 + signal.SIGKILL, "is gone without a word"
 
-    def _last_gone(self, guard: _Guarded) -> int:
+    def _last_gone(self, guard: _SupervisedHost) -> int:
         gone = [pid for _, failure, pid in self._failures if failure.host == guard.host and pid]
         return gone[0] if gone else 0
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> AttemptOutcome:
         now = time.monotonic()
         lost = tuple(guard.host for guard in self._guards if guard.is_lost)
         if not self._failures:
-            return Outcome(0, None, now - self._began, 0.0, lost, (), {}, self._signals > 0)
+            return AttemptOutcome(0, None, now - self._began, 0.0, lost, (), {}, self._signals > 0)
         at, first, pid = self._failures[0]
         text, code = first.text, first.code
         if first.rank is not None and not code:
             code, text = self._why_gone(first.host, pid)
             text = f"{text}: {first.why}" if first.why else text
         first = replace(first, text=text, code=code, after=at - self._began)
-        unguarded = tuple(guard.host for guard in self._guards if guard.is_gone)
+        unsupervised = tuple(guard.host for guard in self._guards if guard.is_gone)
         left = {guard.host: guard.left for guard in self._guards if guard.left}
-        return Outcome(code, first, now - self._began, now - at, lost, unguarded, left, self._signals > 0)
+        return AttemptOutcome(code, first, now - self._began, now - at, lost, unsupervised, left, self._signals > 0)
 
 
 def _of_signal(code: int) -> tuple[int, str]:
@@ -313,7 +315,7 @@ def _of_signal(code: int) -> tuple[int, str]:
     return 128 - code, f"was ended by {signal.Signals(-code).name}"
 
 
-def _why_silent(guard: _Guarded) -> str:
+def _why_silent(guard: _SupervisedHost) -> str:
     if guard.over:
         # What it said last is still on its way.
         guard.error_reader.join(_LAST_ERRORS_SECONDS)
@@ -328,7 +330,7 @@ def _why_silent(guard: _Guarded) -> str:
     )
 
 
-def _keep_errors(guard: _Guarded) -> None:
+def _keep_errors(guard: _SupervisedHost) -> None:
     assert guard.process.stderr is not None
     for line in guard.process.stderr:
         guard.errors.append(line.decode(errors="replace").rstrip("\n"))

@@ -16,7 +16,7 @@ _COMMANDS = 2
 _AXES: tuple[Axis, ...] = ("pp", "sp", "tp")
 
 
-def shown(
+def dry_run_lines(
     job: Job, launcher: str, *, hostfile: str = "hosts", environ: Mapping[str, str], ssh_args: Sequence[str] = ()
 ) -> list[str]:
     """Lines of the ranks, their meeting place, and the command: as it is for mpirun and slurm, as a person would type

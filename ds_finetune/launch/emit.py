@@ -36,7 +36,7 @@ _TIME = re.compile(r"(?:\d+-)?\d{1,2}:\d{2}:\d{2}$")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
+class EmitRequest:
     """What a file is written for."""
 
     job: Job
@@ -60,10 +60,10 @@ class Order:
         return self.job.variables.get("DS_ACCELERATOR") != "cpu"
 
 
-def emitted(kind: str, order: Order) -> str:
+def render_file(kind: str, request: EmitRequest) -> str:
     """The file of `kind` (slurm, k8s, docker); LaunchError for hosts or names that it cannot be written for."""
-    _refuse_secret_overrides(order.job)
-    return {"slurm": sbatch_script, "k8s": kubernetes_manifests, "docker": lambda _: container_file()}[kind](order)
+    _refuse_secret_overrides(request.job)
+    return {"slurm": sbatch_script, "k8s": kubernetes_manifests, "docker": lambda _: container_file()}[kind](request)
 
 
 def container_file() -> str:
@@ -71,7 +71,7 @@ def container_file() -> str:
     return files("ds_finetune.launch").joinpath("Dockerfile.train").read_text()
 
 
-def sbatch_script(order: Order) -> str:
+def sbatch_script(request: EmitRequest) -> str:
     """A script for `sbatch`: one rank a GPU, SIGUSR1 `SAVE_SECONDS` before the end, after which the run has saved and
     is queued again.
 
@@ -80,23 +80,28 @@ def sbatch_script(order: Order) -> str:
     not. Secrets are not written: the script wants them where it is submitted.
     """
     nodes, slots = _equal(
-        order, "sbatch's --gpus-per-node", "run `ds-finetune launch --launcher slurm --hostfile HOSTS` under salloc"
+        request, "sbatch's --gpus-per-node", "run `ds-finetune launch --launcher slurm --hostfile HOSTS` under salloc"
     )
-    if not _TIME.match(order.time):
-        raise LaunchError(f"--time {order.time} is not a time", hint="write e.g. 24:00:00 or 2-00:00:00")
-    options = {"job-name": order.name, "nodes": nodes, "ntasks-per-node": slots, "cpus-per-task": order.cpus}
-    options |= {"gpus-per-node": slots} if order.on_gpus else {}
-    options |= {"time": order.time, "signal": f"B:USR1@{SAVE_SECONDS}", "output": "%x-%j.log", "open-mode": "append"}
+    if not _TIME.match(request.time):
+        raise LaunchError(f"--time {request.time} is not a time", hint="write e.g. 24:00:00 or 2-00:00:00")
+    options = {"job-name": request.name, "nodes": nodes, "ntasks-per-node": slots, "cpus-per-task": request.cpus}
+    options |= {"gpus-per-node": slots} if request.on_gpus else {}
+    options |= {"time": request.time, "signal": f"B:USR1@{SAVE_SECONDS}", "output": "%x-%j.log", "open-mode": "append"}
     # Names of what the script sets, which srun's --export needs.
-    job = replace(order.job, master_addr="first-node", master_port=_MASTER_PORT, hosts=(), secret="set in the script")
-    placed = [f"--nodes={nodes}", f"--ntasks={nodes * slots}", "--distribution=block", f"--cpus-per-task={order.cpus}"]
+    job = replace(request.job, master_addr="first-node", master_port=_MASTER_PORT, hosts=(), secret="set in the script")
+    placed = [
+        f"--nodes={nodes}",
+        f"--ntasks={nodes * slots}",
+        "--distribution=block",
+        f"--cpus-per-task={request.cpus}",
+    ]
     return _SBATCH.format(
         options="\n".join(f"#SBATCH --{name}={value}" for name, value in options.items()),
         directory=shlex.quote(job.directory),
         variables="\n".join(
             _exported({name: value for name, value in job.environment.items() if name not in _SET_IN_SCRIPT})
         ),
-        name=order.name,
+        name=request.name,
         run_id=RUN_ID,
         secret=VARIABLE,
         srun=shlex.join([*srun_options(placed, job), *job.rank_command]),
@@ -137,36 +142,36 @@ exit "$code"
 """
 
 
-def kubernetes_manifests(order: Order) -> str:
+def kubernetes_manifests(request: EmitRequest) -> str:
     """An Indexed Job with a pod for each host, and the headless Service by which they find the first one.
 
     Each pod runs torchrun with its completion index as the node's rank. The first pod that fails fails the job, and
     Kubernetes ends the others; the same command goes on from the last checkpoint. Variables that are paths of this
-    machine are left out unless they are `order.named`; secrets come from a Secret that is not written.
+    machine are left out unless they are `request.named`; secrets come from a Secret that is not written.
     """
-    nodes, slots = _equal(order, "a Job's pods", "write one hostfile for hosts of one kind")
-    if not _LABEL.match(order.name) or len(order.name) > _LABEL_LETTERS:
+    nodes, slots = _equal(request, "a Job's pods", "write one hostfile for hosts of one kind")
+    if not _LABEL.match(request.name) or len(request.name) > _LABEL_LETTERS:
         raise LaunchError(
-            f"`{order.name}` cannot name a Kubernetes job: it has to be lower-case letters, digits and `-`, "
+            f"`{request.name}` cannot name a Kubernetes job: it has to be lower-case letters, digits and `-`, "
             f"{_LABEL_LETTERS} at most",
             hint="give another with --name",
         )
     # torchrun (torch 2.13, distributed/launcher/api.py:146) kills ranks 30 s after SIGTERM otherwise, in the middle of
     # a large save.
-    given = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_POD_SAVE_SECONDS)} | order.job.environment
+    given = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_POD_SAVE_SECONDS)} | request.job.environment
     given = {name: value for name, value in given.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
-    paths = sorted(name for name, value in given.items() if value.startswith("/") and name not in order.named)
-    variables = [_variable(order, name, value) for name, value in given.items() if name not in paths]
+    paths = sorted(name for name, value in given.items() if value.startswith("/") and name not in request.named)
+    variables = [_variable(request, name, value) for name, value in given.items() if name not in paths]
     secret = any("valueFrom" in variable for variable in variables)
     service = {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": {"name": order.name},
+        "metadata": {"name": request.name},
         # Pods are looked up before they are ready: they become so by finding each other.
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
-            "selector": {"job-name": order.name},
+            "selector": {"job-name": request.name},
             "ports": [{"port": _MASTER_PORT}],
         },
     }
@@ -175,38 +180,38 @@ def kubernetes_manifests(order: Order) -> str:
         "checkpoint: kubectl replace --force -f FILE"
     ]
     head += [f"# Left out, being paths of the machine it was written on: {', '.join(paths)}"] if paths else []
-    head += [f"# Secrets: kubectl create secret generic {order.name} --from-literal=NAME=VALUE"] if secret else []
+    head += [f"# Secrets: kubectl create secret generic {request.name} --from-literal=NAME=VALUE"] if secret else []
     return (
         "\n".join(head)
         + "\n"
-        + yaml.safe_dump_all([service, _indexed_job(order, nodes, slots, variables)], sort_keys=False, width=150)
+        + yaml.safe_dump_all([service, _indexed_job(request, nodes, slots, variables)], sort_keys=False, width=150)
     )
 
 
-def _indexed_job(order: Order, nodes: int, slots: int, variables: list[dict[str, Any]]) -> dict[str, Any]:
-    meeting = [f"--master-addr={order.name}-0.{order.name}", f"--master-port={_MASTER_PORT}"]
+def _indexed_job(request: EmitRequest, nodes: int, slots: int, variables: list[dict[str, Any]]) -> dict[str, Any]:
+    meeting = [f"--master-addr={request.name}-0.{request.name}", f"--master-port={_MASTER_PORT}"]
     counts = [f"--nnodes={nodes}", "--node-rank=$(JOB_COMPLETION_INDEX)", f"--nproc-per-node={slots}"]
     # Kubernetes replaces `$(NAME)` in arguments, and takes `$$(` for what it is.
-    given = [word.replace("$(", "$$(") for word in (*_CONTAINER_ENTRY, order.job.run, *order.job.overrides)]
-    limits = {"nvidia.com/gpu": slots} if order.on_gpus else {}
+    given = [word.replace("$(", "$$(") for word in (*_CONTAINER_ENTRY, request.job.run, *request.job.overrides)]
+    limits = {"nvidia.com/gpu": slots} if request.on_gpus else {}
     container = {
         "name": "ranks",
-        "image": order.image,
+        "image": request.image,
         "command": ["torchrun"],
         "args": [*counts, *meeting, *given],
         "env": variables,
         "ports": [{"containerPort": _MASTER_PORT}],
-        "resources": {"requests": {"cpu": order.cpus * slots}, **({"limits": limits} if limits else {})},
+        "resources": {"requests": {"cpu": request.cpus * slots}, **({"limits": limits} if limits else {})},
         "volumeMounts": [{"name": "runs", "mountPath": _CONTAINER_RUNS}, {"name": "shm", "mountPath": "/dev/shm"}],
     }
     pod = {
-        "subdomain": order.name,
+        "subdomain": request.name,
         "restartPolicy": "Never",
         # SIGTERM is the signal on which a run saves.
         "terminationGracePeriodSeconds": _POD_SAVE_SECONDS + _POD_LEAVE_SECONDS,
         "containers": [container],
         "volumes": [
-            {"name": "runs", "persistentVolumeClaim": {"claimName": order.claim}},
+            {"name": "runs", "persistentVolumeClaim": {"claimName": request.claim}},
             # NCCL and data loaders want more shared memory than the 64 MiB of a container.
             {"name": "shm", "emptyDir": {"medium": "Memory"}},
         ],
@@ -218,12 +223,12 @@ def _indexed_job(order: Order, nodes: int, slots: int, variables: list[dict[str,
         "backoffLimit": 0,
         "template": {"spec": pod},
     }
-    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": order.name}, "spec": spec}
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": request.name}, "spec": spec}
 
 
-def _variable(order: Order, name: str, value: str) -> dict[str, Any]:
+def _variable(request: EmitRequest, name: str, value: str) -> dict[str, Any]:
     if not may_show(name, value):
-        return {"name": name, "valueFrom": {"secretKeyRef": {"name": order.name, "key": name}}}
+        return {"name": name, "valueFrom": {"secretKeyRef": {"name": request.name, "key": name}}}
     return {"name": name, "value": value.replace("$(", "$$(")}
 
 
@@ -246,10 +251,10 @@ def _refuse_secret_overrides(job: Job) -> None:
         )
 
 
-def _equal(order: Order, what: str, hint: str) -> tuple[int, int]:
+def _equal(request: EmitRequest, what: str, hint: str) -> tuple[int, int]:
     """Number of hosts and their slots, which are the same."""
-    slots = {host.slots: host.name for host in order.job.hosts}
-    chosen = [host for host in order.job.hosts if host.devices]
+    slots = {host.slots: host.name for host in request.job.hosts}
+    chosen = [host for host in request.job.hosts if host.devices]
     if len(slots) != 1:
         text = " and ".join(f"{count} (`{name}`)" for count, name in slots.items())
         raise LaunchError(f"{what} are one number, and the hosts have slots {text or 'of nobody'}", hint=hint)
@@ -258,4 +263,4 @@ def _equal(order: Order, what: str, hint: str) -> tuple[int, int]:
             f"{what} cannot be devices {chosen[0].devices} of `{chosen[0].name}`",
             hint="leave --include and --exclude out",
         )
-    return len(order.job.hosts), next(iter(slots))
+    return len(request.job.hosts), next(iter(slots))

@@ -88,7 +88,7 @@ _QUOTED = re.compile(r"""(?:'(?P<single>[^']*)'|"(?P<double>(?:[^"\\]|\\.)*)")\s
 
 
 @dataclass(frozen=True)
-class Carried:
+class CarriedVariables:
     """The variables of a run's hosts, and those of the list that were held back."""
 
     values: dict[str, str]
@@ -107,7 +107,9 @@ class Carried:
         return shown + [f"withheld: {name} ({_why_withheld(name)})" for name in self.withheld]
 
 
-def carried(environ: Mapping[str, str], named: Sequence[str] = (), files: Iterable[Path] = ()) -> Carried:
+def carried_variables(
+    environ: Mapping[str, str], named: Sequence[str] = (), files: Iterable[Path] = ()
+) -> CarriedVariables:
     """What of `environ` travels by `NAMES` and `PREFIXES`, then what `files` say, then `named`; later ones win.
 
     `named` holds `NAME`, taken from `environ`, or `NAME=VALUE`. Secrets travel only by a file or by name. LaunchError
@@ -122,7 +124,7 @@ def carried(environ: Mapping[str, str], named: Sequence[str] = (), files: Iterab
     for path in files:
         values |= read_environment_file(path)
     values |= dict(_named(text, environ) for text in named)
-    return Carried(dict(sorted(values.items())), tuple(sorted(held - values.keys())))
+    return CarriedVariables(dict(sorted(values.items())), tuple(sorted(held - values.keys())))
 
 
 def environment_files(environ: Mapping[str, str], *, home: Path, directory: Path) -> tuple[Path, ...]:

@@ -12,7 +12,7 @@ ENTRY = "ds_finetune.worker"
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """Where ranks meet, and which of the hosts this one is."""
 
     hosts: tuple[Host, ...]
@@ -21,10 +21,10 @@ class Meeting:
     port: int | str
 
 
-Agent = Callable[[Meeting, Sequence[str], str], list[str]]
+NodeLauncher = Callable[[Rendezvous, Sequence[str], str], list[str]]
 
 
-def torchrun(meeting: Meeting, arguments: Sequence[str], python: str) -> list[str]:
+def torchrun(meeting: Rendezvous, arguments: Sequence[str], python: str) -> list[str]:
     """torchrun with a fixed place for each host, so that ranks follow the hostfile; it starts nothing again by itself.
 
     Its own restarts meet at a store on one of the hosts, and are over when that host is lost; the launching program
@@ -42,7 +42,7 @@ def torchrun(meeting: Meeting, arguments: Sequence[str], python: str) -> list[st
     return [python, "-u", "-m", "torch.distributed.run", *map(str, where), "-m", ENTRY, *arguments]
 
 
-def deepspeed(meeting: Meeting, arguments: Sequence[str], python: str) -> list[str]:
+def deepspeed(meeting: Rendezvous, arguments: Sequence[str], python: str) -> list[str]:
     """DeepSpeed's node launcher (0.19.8, launcher/launch.py), as its runner starts it on each host."""
     ranks = {
         f"{number}-{host.name}": list(host.devices or range(host.slots)) for number, host in enumerate(meeting.hosts)
@@ -57,5 +57,5 @@ def deepspeed(meeting: Meeting, arguments: Sequence[str], python: str) -> list[s
     return [python, "-u", "-m", "deepspeed.launcher.launch", *where, "--no_local_rank", "--module", ENTRY, *arguments]
 
 
-AGENTS: dict[str, Agent] = {"torchrun": torchrun, "deepspeed": deepspeed}
+NODE_LAUNCHERS: dict[str, NodeLauncher] = {"torchrun": torchrun, "deepspeed": deepspeed}
 """By the name of `--launcher`."""

@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-MARK = "DS_FINETUNE_MARK"
+TAG_VARIABLE = "DS_FINETUNE_PROCESS_TAG"
 """Environment variable that every process of a run on a host has: run id, attempt and host."""
-GUARD = "DS_FINETUNE_GUARD"
+SUPERVISOR_VARIABLE = "DS_FINETUNE_SUPERVISOR"
 """Environment variable with the name of the guard's socket, in the abstract namespace of unix(7)."""
 RUN_ID = "DS_FINETUNE_RUN_ID"
 """Environment variable with the id of a run that mpirun or Slurm minds, and so the folder of its ranks' output."""
@@ -39,15 +39,15 @@ def die_with_parent() -> None:
         return
 
 
-def marked(marks: Iterable[str]) -> list[int]:
+def tagged_processes(marks: Iterable[str]) -> list[int]:
     """Processes of this user that have one of `marks` in their environment, this one and those that have ended left
     out.
     """
-    wanted = {f"{MARK}={mark}".encode() for mark in marks}
+    wanted = {f"{TAG_VARIABLE}={mark}".encode() for mark in marks}
     return [pid for pid in _pids() if pid != os.getpid() and not wanted.isdisjoint(_environment(pid))]
 
 
-def end_marked(marks: Iterable[str]) -> int:
+def kill_tagged(marks: Iterable[str]) -> int:
     """Send SIGKILL to every process with one of `marks` until none is there; returns how many still are after some
     seconds.
 
@@ -56,7 +56,7 @@ def end_marked(marks: Iterable[str]) -> int:
     """
     known, until = set(marks), time.monotonic() + _ENDING_SECONDS
     ending: set[int] = set()
-    while found := [*marked(known), *filter(_is_there, ending)]:
+    while found := [*tagged_processes(known), *filter(_is_there, ending)]:
         for pid in found:
             _kill(pid)
         ending.update(found)

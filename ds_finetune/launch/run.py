@@ -23,7 +23,7 @@ from ds_finetune.errors import (
 )
 from ds_finetune.hostfile import Host
 from ds_finetune.launch import node_launchers as agents
-from ds_finetune.launch.attempt import ECHO_SECONDS, Attempt, Limits, Outcome
+from ds_finetune.launch.attempt import ECHO_SECONDS, Attempt, AttemptOutcome, HostTimeouts
 from ds_finetune.launch.messages import Message, unpacked
 from ds_finetune.launch.preflight import meeting_place, problems_of, uses_gpus
 from ds_finetune.launch.process_tags import log_name, logs_folder
@@ -42,11 +42,11 @@ _QUOTED = "  | "
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchRequest:
     """What is to be started, and where."""
 
     hosts: tuple[Host, ...]
-    agent: agents.Agent
+    agent: agents.NodeLauncher
     """torchrun's or DeepSpeed's program that starts the ranks of one host."""
     arguments: tuple[str, ...]
     """Run file and overrides, as `train` takes them."""
@@ -68,7 +68,7 @@ class _Ready:
     port: int
 
 
-def launch(config: RunConfig, wanted: Launch, say: Say) -> int:
+def launch(config: RunConfig, wanted: LaunchRequest, say: Say) -> int:
     """Run `wanted` until it is done, given up or saved after a signal; returns the exit code.
 
     0 done; 2 the user's mistake, with nothing started where hosts were not ready; 3 saved after a signal; else the
@@ -135,11 +135,11 @@ def _refuse_unrestartable(config: RunConfig) -> None:
 
 
 @contextmanager
-def _ready(config: RunConfig, wanted: Launch, say: Say, *, is_first: bool) -> Iterator[_Ready | None]:
+def _ready(config: RunConfig, wanted: LaunchRequest, say: Say, *, is_first: bool) -> Iterator[_Ready | None]:
     """Guards on the hosts that are fit; before the first start all must be, later those are taken that are left or have
     come back, or None.
     """
-    limits = Limits(config.launch.greeting_seconds, config.launch.silent_seconds)
+    limits = HostTimeouts(config.launch.greeting_seconds, config.launch.silent_seconds)
     until = time.monotonic() + config.launch.wait_seconds
     while True:
         with Attempt(wanted.hosts, wanted.remote, limits, port=wanted.port) as attempt:
@@ -153,7 +153,7 @@ def _ready(config: RunConfig, wanted: Launch, say: Say, *, is_first: bool) -> It
         time.sleep(_AGAIN_SECONDS)
 
 
-def _fit(config: RunConfig, wanted: Launch, attempt: Attempt, say: Say, *, is_first: bool) -> _Ready | None:
+def _fit(config: RunConfig, wanted: LaunchRequest, attempt: Attempt, say: Say, *, is_first: bool) -> _Ready | None:
     greetings = attempt.greetings()
     problems = problems_of(greetings, wanted.env)
     texts = [f"{problem.host.target} (line {problem.host.line}): {problem.text}" for problem in problems]
@@ -206,7 +206,13 @@ def largest_fit(config: RunConfig, hosts: Sequence[Host], fit: Sequence[Host], *
 
 
 def _specs(  # noqa: PLR0913
-    ready: _Ready, wanted: Launch, config: RunConfig, *, folder: Path, mark: str, sweep: Mapping[Host, Sequence[str]]
+    ready: _Ready,
+    wanted: LaunchRequest,
+    config: RunConfig,
+    *,
+    folder: Path,
+    mark: str,
+    sweep: Mapping[Host, Sequence[str]],
 ) -> dict[Host, Message]:
     found = {}
     for index, host in enumerate(ready.hosts):
@@ -214,7 +220,7 @@ def _specs(  # noqa: PLR0913
         found[host] = {
             "do": "start",
             "argv": wanted.agent(
-                agents.Meeting(ready.hosts, index, ready.address, ready.port), wanted.arguments, wanted.remote.python
+                agents.Rendezvous(ready.hosts, index, ready.address, ready.port), wanted.arguments, wanted.remote.python
             ),
             "env": env,
             "unset": _RANK_VARIABLES,
@@ -228,7 +234,7 @@ def _specs(  # noqa: PLR0913
     return found
 
 
-def _swept(outcome: Outcome, wanted: Launch, specs: dict[Host, Message]) -> Outcome:
+def _swept(outcome: AttemptOutcome, wanted: LaunchRequest, specs: dict[Host, Message]) -> AttemptOutcome:
     """End what is left on hosts whose guard is gone; a host on which that cannot be done counts as lost."""
 
     def is_swept(host: Host) -> bool:
@@ -241,14 +247,14 @@ def _swept(outcome: Outcome, wanted: Launch, specs: dict[Host, Message]) -> Outc
         said = [unpacked(line, to=specs[host]["mark"]) or {} for line in lines]
         return done.returncode == 0 and any(message.get("left") == 0 for message in said)
 
-    if not outcome.unguarded:
+    if not outcome.unsupervised:
         return outcome
-    with ThreadPoolExecutor(max_workers=len(outcome.unguarded)) as pool:
-        swept = dict(zip(outcome.unguarded, pool.map(is_swept, outcome.unguarded), strict=True))
+    with ThreadPoolExecutor(max_workers=len(outcome.unsupervised)) as pool:
+        swept = dict(zip(outcome.unsupervised, pool.map(is_swept, outcome.unsupervised), strict=True))
     return replace(outcome, lost=(*outcome.lost, *(host for host, done in swept.items() if not done)))
 
 
-def _report(outcome: Outcome, number: int, logs: Path) -> Iterator[str]:
+def _report(outcome: AttemptOutcome, number: int, logs: Path) -> Iterator[str]:
     """What happened, in words; written to the logs as well."""
     if outcome.first is None:
         yield f"attempt {number} done in {outcome.seconds:.0f} s"
@@ -265,7 +271,7 @@ def _report(outcome: Outcome, number: int, logs: Path) -> Iterator[str]:
     yield from (line for line in lines if not (is_shown and line.startswith(_QUOTED)))
 
 
-def _failure_lines(outcome: Outcome, number: int, logs: Path) -> Iterator[str]:
+def _failure_lines(outcome: AttemptOutcome, number: int, logs: Path) -> Iterator[str]:
     first = outcome.first
     assert first is not None
     who = f"host {first.host.target}" if first.rank is None else f"rank {first.rank} on {first.host.target}"

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from ds_finetune.launch.host_info import facts, interface_towards
 from ds_finetune.launch.messages import Lines, Message, packed, unpacked
-from ds_finetune.launch.process_tags import GUARD, MARK, die_with_parent, end_marked, log_name
+from ds_finetune.launch.process_tags import SUPERVISOR_VARIABLE, TAG_VARIABLE, die_with_parent, kill_tagged, log_name
 from ds_finetune.watchdog.endings import began_at, oom_kills, why_killed
 
 TAIL = 50
@@ -46,7 +46,7 @@ _GREETING_SECONDS = 120
 """How long a guard that was told nothing waits for the launching program."""
 
 
-class Guard:
+class Supervisor:
     """The processes of one attempt on this host, and everyone this host hears."""
 
     def __init__(self, spec: Message) -> None:
@@ -69,7 +69,7 @@ class Guard:
     def run(self) -> int:
         """Start the agent and serve until it has ended and everyone is told; returns this process's exit code."""
         if self._spec["sweep"]:
-            end_marked(self._spec["sweep"])
+            kill_tagged(self._spec["sweep"])
         name = f"ds-finetune-{secrets.token_hex(8)}"
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
             listening.bind(f"\0{name}")
@@ -88,7 +88,7 @@ class Guard:
 
     def _start(self, name: str) -> "subprocess.Popen[bytes]":
         spec = self._spec
-        env = {**os.environ, **spec["env"], MARK: self._mark, GUARD: name}
+        env = {**os.environ, **spec["env"], TAG_VARIABLE: self._mark, SUPERVISOR_VARIABLE: name}
         if spec["meet_at"] and (interface := interface_towards(spec["meet_at"])):
             env = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} | env
         agent = subprocess.Popen(
@@ -142,7 +142,7 @@ class Guard:
 
         thread = threading.Thread(target=beat, daemon=True)
         thread.start()
-        left = end_marked([self._mark])
+        left = kill_tagged([self._mark])
         stop.set()
         thread.join()
         return left
@@ -248,11 +248,11 @@ class Guard:
 
     def _alone(self) -> None:
         """The launching program is gone or cannot be heard: nobody would ever end what runs here."""
-        end_marked([self._mark])
+        kill_tagged([self._mark])
         self._over = True
 
     def _leave(self, number: int, _: object) -> None:
-        end_marked([self._mark])
+        kill_tagged([self._mark])
         os._exit(128 + number)
 
 
@@ -306,7 +306,7 @@ def main() -> int:
     """Say what this host is, wait for what to start, and guard it."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     if sys.argv[1:2] == ["sweep"]:
-        _say(said="swept", left=end_marked(sys.argv[2:]))
+        _say(said="swept", left=kill_tagged(sys.argv[2:]))
         return 0
     # A line of its own, whatever a login shell has printed before without an end.
     sys.stdout.buffer.write(b"\n")
@@ -316,7 +316,7 @@ def main() -> int:
         while select.select([told], [], [], _GREETING_SECONDS)[0] and (line := told.readline()):
             message = unpacked(line.decode()) or {}
             if message.get("do") == "start":
-                return Guard(message).run()
+                return Supervisor(message).run()
             if message.get("do") == "end":
                 return 0
     return 0

@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.initialization import no_init_weights
 
 from ds_finetune.errors import ModelError
+from ds_finetune.families.table import family_of
 from ds_finetune.hub_access import hub_problem
 from ds_finetune.model.attention import BY_DOCUMENT, FLASH
-from ds_finetune.model.families import family_of
 from ds_finetune.model.folder_check import check_folder
 from ds_finetune.model.fp8 import check_readable
 

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from ds_finetune.errors import ModelError
+from ds_finetune.model.safetensors_header import header_bytes
+from ds_finetune.units import MIB
 
 MOST_LAYERS = 1000
 """Layers of a model at most: each is built as Python objects before its weights are looked at. The deepest published
 ones have 126.
 """
-MOST_CONFIG_BYTES = 16 * 2**20
+MOST_CONFIG_BYTES = 16 * MIB
 """Size of a config.json at most; published ones have some KiB."""
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers", "num_nextn_predict_layers")
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
-MOST_HEADER_BYTES = 100_000_000
-"""Size of a safetensors header at most: MAX_HEADER_SIZE of safetensors 0.8 (tensor.rs)."""
 _SHOWN = 5
 
 
@@ -46,17 +46,12 @@ def check_folder(folder: Path) -> None:
                 hint="it may be harmful; put the template itself there",
             )
     for file in (file for file in sorted(folder.glob("*.safetensors")) if file.is_file()):
-        with file.open("rb") as opened:
-            size = int.from_bytes(opened.read(8), "little")
-        if size > MOST_HEADER_BYTES:
-            raise ModelError(f"{file}: {header_text(size)}", hint="it is damaged or harmful; download it again")
+        try:
+            header_bytes(file)
+        except ValueError as too_long:
+            raise ModelError(f"{file}: {too_long}", hint="it is damaged or harmful; download it again") from too_long
     if (folder / "config.json").is_file():
         _check_layers(folder / "config.json")
-
-
-def header_text(size: int) -> str:
-    """What is wrong with a safetensors header of more than `MOST_HEADER_BYTES`."""
-    return f"its header has {size:,} bytes, more than the {MOST_HEADER_BYTES:,} that safetensors allows"
 
 
 def _is_inside(file: Path, folder: Path) -> bool:

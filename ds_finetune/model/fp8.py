@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ds_finetune.errors import FinetuneError
-from ds_finetune.model.families import Family
+from ds_finetune.families.family import Family
 
 BLOCK = 128
 """Rows and columns of a block."""

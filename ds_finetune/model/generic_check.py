@@ -16,10 +16,10 @@ from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ds_finetune.errors import ModelError
+from ds_finetune.families.table import family_of
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.model.attention import BY_LENGTHS, FLASH
 from ds_finetune.model.build import build_skeleton, check_attention
-from ds_finetune.model.families import family_of
 from ds_finetune.model.loss import TrainedModel, install_loss_head
 from ds_finetune.model.parallel.pipeline import without_memory
 from ds_finetune.model.tiny_config import Size, layer_kinds, layers_of_each_kind, tiny_config

@@ -1,5 +1,5 @@
 """The safetensors files of a model folder as one name space: headers checked, tensors read a bounded piece at a time,
-FP8 multiplied out.
+FP8 dequantised.
 
 Files are read, not mapped as safetensors' own reader does (0.6, `safe_open`): mapped pages count as this process's
 memory, and a file that another process shortens would end it by a signal.
@@ -8,44 +8,25 @@ memory, and a file that another process shortens would end it by a signal.
 import json
 import math
 import os
-import struct
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ds_finetune.errors import ModelError
-from ds_finetune.model.folder_check import MOST_HEADER_BYTES, header_text
 from ds_finetune.model.fp8 import BLOCK, FP8, SCALE, dequantise, scale_shape
 from ds_finetune.model.names import differences
+from ds_finetune.model.safetensors_header import Header, Shape, read_header
 
 INDEX = "model.safetensors.index.json"
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": FP8,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""The names safetensors gives the dtypes that are known here."""
 _WEIGHTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, FP8)
-_LENGTH = struct.Struct("<Q")
 _SHOWN = 10
 _COMPARED_NUMEL = 2**20
 """Elements that are compared at a time."""
-Shape = tuple[int, ...]
 
 
 class _File:
@@ -281,67 +262,23 @@ def _joined(files: Iterable[Path], weight_map: Mapping[str, str]) -> dict[str, S
     """Tensors of all files; where two hold the same name, `weight_map` says which counts."""
     found: dict[str, Stored] = {}
     for path in files:
-        for key, stored in _read_header(path).items():
+        file = _File(path)
+        for key, entry in _read_header(path).tensors.items():
             if key in found and key not in weight_map:
                 raise ModelError(
                     f"`{key}` is in both {found[key].file.path} and {path}", hint=f"take one away, or add {INDEX}"
                 )
             if weight_map.get(key, path.name) == path.name:
-                found[key] = stored
+                found[key] = Stored(file, entry.dtype, entry.shape, entry.begin)
     return found
 
 
-def read_header(path: Path) -> tuple[Any, int, int]:
-    """The header of a safetensors file as it stands there, the byte where the data begins, and the file's size.
-
-    OSError, ValueError or struct.error where the file has none, or one of more than safetensors itself takes.
-    """
-    if not path.is_file():
-        raise ValueError("it is no regular file")
-    with path.open("rb") as opened:
-        (length,) = _LENGTH.unpack(opened.read(_LENGTH.size))
-        if length > MOST_HEADER_BYTES:
-            raise ValueError(header_text(length))
-        size = os.fstat(opened.fileno()).st_size
-        return json.loads(opened.read(min(length, size))), _LENGTH.size + length, size
-
-
-def _read_header(path: Path) -> dict[str, Stored]:
-    """The tensors of one file; ModelError where its header does not describe all of it, as safetensors demands."""
+def _read_header(path: Path) -> Header:
+    """The header of one file; ModelError where it does not describe all of it, as safetensors demands."""
     try:
-        tree, data, size = read_header(path)
-        tree.pop("__metadata__", None)
-        return _entries(_File(path), tree, data, size)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as broken:
+        return read_header(path)
+    except (OSError, ValueError) as broken:
         raise ModelError(f"{path} is not a whole safetensors file: {broken}", hint="download it again") from broken
-
-
-def _entries(file: _File, tree: Mapping[str, Any], data: int, size: int) -> dict[str, Stored]:
-    """Tensors of a file of `size` bytes, which lie one after another from byte `data` to its end; ValueError where they
-    do not.
-    """
-    found, end = {}, 0
-    for key, item in sorted(tree.items(), key=lambda entry: entry[1]["data_offsets"]):
-        found[key], end = _entry(file, key, item, data, end)
-    if data + end != size:
-        raise ValueError(f"its tensors end at byte {data + end}, the file at {size}")
-    return found
-
-
-def _entry(file: _File, key: str, item: Mapping[str, Any], data: int, end: int) -> tuple[Stored, int]:
-    """A tensor and where it ends among the data, which begins at byte `data`; ValueError where it does not begin at
-    `end`.
-    """
-    if item["dtype"] not in DTYPES:
-        raise ValueError(f"`{key}` is {item['dtype']}, not one of {', '.join(DTYPES)}")
-    dtype, shape, (begin, stop) = DTYPES[item["dtype"]], tuple(item["shape"]), item["data_offsets"]
-    if (
-        begin != end
-        or stop - begin != math.prod(shape) * dtype.itemsize
-        or any(not isinstance(side, int) or side < 0 for side in shape)
-    ):
-        raise ValueError(f"`{key}`, {item['dtype']} {shape}, lies from {begin} to {stop} where {end} bytes came before")
-    return Stored(file, dtype, shape, data + begin), stop
 
 
 def _check_scales(folder: Path, stored: Mapping[str, Stored], fp8: Iterable[str]) -> None:

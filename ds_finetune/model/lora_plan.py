@@ -11,9 +11,9 @@ from transformers import PretrainedConfig
 
 from ds_finetune.config.schema import LoraConfig
 from ds_finetune.errors import ConfigError
+from ds_finetune.families.table import FAMILIES, family_of
 from ds_finetune.model.four_bit import fits_four_bit, nf4_bytes
 from ds_finetune.model.parallel.pipeline import without_memory
-from ds_finetune.plan.combinations import FAMILIES
 
 ROUTED, ROUTER = "routed experts", "router"
 _FOUR_BIT = ("attention", "dense MLP", "shared experts")
@@ -120,10 +120,9 @@ def plan_lora(hf_config: PretrainedConfig, lora: LoraConfig) -> LoraPlan:
     ConfigError where the model type is not tested with LoRA, a pattern names no module (with the legal names), experts
     are given a rank that grouped products cannot take, or no weight fits four bits.
     """
-    if hf_config.model_type not in FAMILIES:
-        raise ConfigError(
-            f"lora of model_type {hf_config.model_type} is not proven", hint=f"proven: {', '.join(FAMILIES)}"
-        )
+    if not family_of(hf_config.model_type).has_lora:
+        tested = ", ".join(name for name, family in FAMILIES.items() if family.has_lora)
+        raise ConfigError(f"lora of model_type {hf_config.model_type} is not tested", hint=f"tested: {tested}")
     lm = without_memory(hf_config)
     every = tuple(adaptable(lm))
     return LoraPlan(lora, every, _chosen(every, lora), _quantised(every, lora), lm.num_parameters())

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ds_finetune.model.families import Family
+from ds_finetune.families.family import Family
 
 Index = tuple[int | slice, ...]
 _SHOWN = 10

@@ -14,8 +14,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ds_finetune.errors import ModelError
+from ds_finetune.families.family import Family
+from ds_finetune.families.table import FAMILIES
 from ds_finetune.model.build import Fragment, Where, whole
-from ds_finetune.model.families import FAMILIES, Family
 from ds_finetune.model.hub_folder import HubFolder
 from ds_finetune.model.names import Piece, hub_pieces
 from ds_finetune.model.parallel.sharding import WHOLE, Cut, Window, cut_dim
@@ -187,7 +188,7 @@ def _account(
     tied = dict(model.all_tied_weights_keys or {}) if model.config.tie_word_embeddings else {}
     layers = model.config.num_hidden_layers
     left = hub.left_over(
-        wanted, model=type(model).__name__, may_be=lambda key: key in tied or family.may_leave(key, layers=layers)
+        wanted, model=type(model).__name__, may_be=lambda key: key in tied or family.may_skip(key, layers=layers)
     )
     if isinstance(hub, GrownFolder):
         hub.check_left(set(left) - tied.keys())

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_finetune.checkpoint.random_state import random_state
-from ds_finetune.checkpoint.saver import Outcome, Saver, superseded
-from ds_finetune.engine.processes import everyones
+from ds_finetune.checkpoint.saver import Saver, SaveResult, superseded_checkpoints
+from ds_finetune.engine.processes import all_gather_object
 from ds_finetune.errors import RunError
 from ds_finetune.observers.interrupts import Interrupts
 from ds_finetune.observers.record import Resumable, StepRecord
@@ -73,7 +73,7 @@ class Checkpointing:
         with self.saving():
             self._report(self.saver.settle(wait=True))
 
-    def _report(self, outcome: Outcome | None) -> bool:
+    def _report(self, outcome: SaveResult | None) -> bool:
         """Say what went wrong with a save on the rank concerned, and take away what is no longer needed; returns
         whether it is complete.
         """
@@ -81,18 +81,20 @@ class Checkpointing:
             return False
         place = self.saver.place
         if not outcome.has_failed:
-            self._failed, self.saver.unwritten = 0, ""
-            if place.leads:
-                self.saver.remove(superseded(place.folder, keep=self.kept.keep, keep_best=self.kept.keep_best))
+            self._failed, self.saver.last_error = 0, ""
+            if place.is_leader:
+                self.saver.remove(
+                    superseded_checkpoints(place.path, keep=self.kept.keep, keep_best=self.kept.keep_best)
+                )
             return True
         self._failed += 1
-        mine = [f"rank {place.rank}, {place.folder}: {error}" for error in outcome.errors]
-        errors = [error for rank in everyones(mine) for error in rank]
+        mine = [f"rank {place.rank}, {place.path}: {error}" for error in outcome.errors]
+        errors = [error for rank in all_gather_object(mine) for error in rank]
         if place.rank == 0:
             for error in errors:
                 self.say(f"CHECKPOINT OF STEP {outcome.step} WAS NOT WRITTEN: {error}; the ones before are untouched")
-        self.saver.clean_up(outcome)
-        self.saver.unwritten = f"the checkpoint of step {outcome.step} was not written: {errors[0]}"
+        self.saver.remove_partial(outcome)
+        self.saver.last_error = f"the checkpoint of step {outcome.step} was not written: {errors[0]}"
         if self._failed >= self.kept.max_failed:
             raise RunError(
                 f"{self._failed} checkpoints in a row were not written, and checkpoint.max_failed is "

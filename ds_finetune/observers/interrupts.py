@@ -9,7 +9,7 @@ import time
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from ds_finetune.engine.processes import largest
+from ds_finetune.engine.processes import all_reduce_max
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _ECHO_SECONDS = 2.0
@@ -51,7 +51,7 @@ class Interrupts:
 
     def is_asked(self) -> bool:
         """Whether any rank was signalled; collective."""
-        return self._can_save and largest(bool(self.name))[0] > 0
+        return self._can_save and all_reduce_max(bool(self.name))[0] > 0
 
     def _watch(self, pipe: int) -> None:
         while number := os.read(pipe, 1):

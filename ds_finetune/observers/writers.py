@@ -12,9 +12,10 @@ from typing import Any, Self
 from ds_finetune.errors import ConfigError
 from ds_finetune.observers.outage import Outage
 from ds_finetune.observers.record import StepRecord
+from ds_finetune.units import MIB
 
 Say = Callable[[str], None]
-_ROOM_BYTES = 2**20
+_ROOM_BYTES = MIB
 """Free bytes of a disk from which TensorBoard's records are written."""
 
 

@@ -10,21 +10,16 @@ from typing import Any
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
+from ds_finetune.families.table import FAMILIES, family_of
 from ds_finetune.plan.mesh import Mesh
 
 AXES = ("pp", "sp", "tp", "ep")
 """Sizes beside data parallelism."""
 
-FUSED = ("deepseek_v2", "deepseek_v3")
-"""Model types whose routed experts may be shared out."""
-GROUPED = ("deepseek_v2", "deepseek_v3", "qwen2_moe", "qwen3_moe")
-"""Model types whose experts go through torch's grouped product."""
 ROW_BYTES = 16
 """Bytes whose multiple a row of an expert's matrix must be there."""
 BYTES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of a weight by precision."""
-FAMILIES = ("deepseek_v2", "deepseek_v3", "qwen2", "qwen3", "llama")
-"""Model types whose parallel layouts are compared, each in every row of `PROVEN` (tests/parity/test_parallel.py)."""
 
 
 @dataclass(frozen=True)
@@ -33,20 +28,24 @@ class Proven:
 
     axes: frozenset[str]
     stages: tuple[int, ...]
-    families: tuple[str, ...] = FAMILIES
+
+    @property
+    def families(self) -> tuple[str, ...]:
+        """Model types it is compared for: those with all of its axes in the table of families."""
+        return tuple(name for name, family in FAMILIES.items() if self.axes <= family.parallel_axes)
 
 
 PROVEN = (
     Proven(frozenset({"sp"}), (0, 1, 2, 3)),
     Proven(frozenset({"tp"}), (0, 1, 2, 3)),
     Proven(frozenset({"sp", "tp"}), (0, 1, 2, 3)),
-    Proven(frozenset({"ep"}), (0, 1, 2, 3), FUSED),
-    Proven(frozenset({"sp", "ep"}), (0, 1, 2, 3), FUSED),
-    Proven(frozenset({"tp", "ep"}), (0, 1, 2, 3), FUSED),
+    Proven(frozenset({"ep"}), (0, 1, 2, 3)),
+    Proven(frozenset({"sp", "ep"}), (0, 1, 2, 3)),
+    Proven(frozenset({"tp", "ep"}), (0, 1, 2, 3)),
     Proven(frozenset({"pp"}), (0, 1)),
     Proven(frozenset({"pp", "tp"}), (0, 1)),
     Proven(frozenset({"pp", "sp"}), (0, 1)),
-    Proven(frozenset({"pp", "ep"}), (0, 1), FUSED),
+    Proven(frozenset({"pp", "ep"}), (0, 1)),
 )
 """Every row is a row of the parity tests."""
 _OPTIMIZERS = ("adam", "adamw")
@@ -167,7 +166,7 @@ def _unproven_options(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def table() -> str:
-    """`PROVEN` in Markdown, for `docs/parallelism.md`."""
+    """`PROVEN` in Markdown, for `docs/explanation/parallelism.md`."""
     rows = [
         f"| {' x '.join(axis for axis in AXES if axis in row.axes)} | {_listed(row.stages)} | {_listed(row.families)} |"
         for row in PROVEN
@@ -234,7 +233,7 @@ def check_expert_widths(mesh: Mesh, model: Mapping[str, Any], *, precision: str)
 
     torch 2.13 wants each row of their matrices to be a multiple of 16 bytes ("strides should be multiple of 16 bytes").
     """
-    if str(model.get("model_type")) not in GROUPED:
+    if not family_of(str(model.get("model_type"))).fused_experts:
         return
     whole, hidden, each = int(model["moe_intermediate_size"]), int(model["hidden_size"]), BYTES[precision]
     if whole // mesh.tp * each % ROW_BYTES:

@@ -3,6 +3,7 @@ of them.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,50 +13,18 @@ from transformers import AutoConfig, PretrainedConfig
 
 from ds_finetune.config.schema import ParallelConfig
 from ds_finetune.data.rows import Row
+from ds_finetune.families.table import FAMILIES
+from ds_finetune.families.tiny import VOCAB
 from ds_finetune.labels import IGNORE_INDEX
 
-VOCAB, SAMPLES, ROW_LEN, PACKED_ROWS = 96, 64, 64, 32
-_DENSE: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
+SAMPLES, ROW_LEN, PACKED_ROWS = 64, 64, 32
+TINY_MODELS: Mapping[str, dict[str, Any]] = {
+    name: {"model_type": family.model_type, **config}
+    for family in FAMILIES.values()
+    if family.tiny_models is not None
+    for name, config in {family.model_type: family.tiny_models.config, **family.tiny_models.variants}.items()
 }
-_DENSE |= {
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.1,
-}
-_MLA = _DENSE | {
-    "num_key_value_heads": 4,
-    "moe_intermediate_size": 16,
-    "n_shared_experts": 1,
-    "n_routed_experts": 8,
-    "kv_lora_rank": 16,
-}
-_MLA |= {
-    "q_lora_rank": 24,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-    "qk_nope_head_dim": 16,
-    "num_experts_per_tok": 2,
-    "first_k_dense_replace": 1,
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "deepseek_v3": _MLA | {"n_group": 2, "topk_group": 1},
-    "qwen2": _DENSE | {"tie_word_embeddings": True},
-    "llama": _DENSE,
-}
-OTHERS: dict[str, dict[str, Any]] = {
-    "deepseek_v2": _MLA | {"n_group": 2, "topk_group": 1, "topk_method": "group_limited_greedy"},
-    "qwen3": _DENSE | {"head_dim": 12},
-    "deepseek_v3_deep": _MLA | {"model_type": "deepseek_v3", "n_group": 2, "topk_group": 1, "num_hidden_layers": 4},
-    "deepseek_v2_deep": _MLA | {"model_type": "deepseek_v2", "topk_method": "greedy", "num_hidden_layers": 4},
-    "llama_deep": _DENSE | {"model_type": "llama", "num_hidden_layers": 5},
-    "deepseek_v2_lite": _MLA | {"model_type": "deepseek_v2", "q_lora_rank": None, "topk_method": "greedy"},
-}
+"""Trees of config.json by name: a model type, or a variant of one."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +69,7 @@ class Cell:
 
 def hf_config(family: str) -> PretrainedConfig:
     """The tiny model of a family."""
-    return AutoConfig.for_model(**{"model_type": family} | (FAMILIES | OTHERS)[family])
+    return AutoConfig.for_model(**TINY_MODELS[family])
 
 
 def grown(config: PretrainedConfig, parallel: ParallelConfig) -> PretrainedConfig:
@@ -117,9 +86,8 @@ def grown(config: PretrainedConfig, parallel: ParallelConfig) -> PretrainedConfi
         tree["n_routed_experts"] = math.lcm(tree["n_routed_experts"], parallel.ep)
     if parallel.pp > 1:
         tree["num_hidden_layers"] = 2 * parallel.pp
-    for derived in ("layer_types", "head_dim", "mlp_layer_types"):
-        if derived != "head_dim" or tree["model_type"] != "qwen3":
-            tree.pop(derived, None)
+    for derived in {"layer_types", "head_dim", "mlp_layer_types"} - TINY_MODELS[tree["model_type"]].keys():
+        tree.pop(derived, None)
     return AutoConfig.for_model(**tree)
 
 

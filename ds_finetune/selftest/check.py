@@ -10,25 +10,26 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from ds_finetune.checkpoint.place import find_place
-from ds_finetune.checkpoint.restore import newest, restore
+from ds_finetune.checkpoint.folder import open_checkpoint_folder
+from ds_finetune.checkpoint.restore import newest_checkpoint, restore_engine
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.building import build_ops
 from ds_finetune.engine.core import Engine
-from ds_finetune.engine.processes import everyones
+from ds_finetune.engine.processes import all_gather_object
 from ds_finetune.engine.start import DTYPES, start_engine
 from ds_finetune.errors import CheckpointError
 from ds_finetune.export.folder import FolderParts, write_folder
+from ds_finetune.families.table import family_of
 from ds_finetune.model.build import read_hf_config
-from ds_finetune.model.families import family_of
 from ds_finetune.model.model_plan import plan_model
 from ds_finetune.plan.combinations import check_divides
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.selftest.plain import Steps, mean_loss, plain_loop
 from ds_finetune.selftest.steps import evaluated, take_steps
 from ds_finetune.trainer.run_dir import read_json
+from ds_finetune.units import GIB
 from ds_finetune.world import World
 
 _FEW = 3
@@ -76,7 +77,7 @@ def check(config: RunConfig, world: World, device: str, folder: Path, *, steps: 
 
     `folder` is shared by all ranks.
     """
-    plan = build_ops(make_plan(config, world=world, device=device), everyones, _nothing)
+    plan = build_ops(make_plan(config, world=world, device=device), all_gather_object, _nothing)
     hf_config = read_hf_config(config.model.path)
     check_divides(plan.mesh, hf_config.to_dict(), pp_layers=config.parallel.pp_layers)
     # Before any engine: the rotary frequencies of the first model that from_pretrained builds after DeepSpeed 0.19.8's
@@ -139,7 +140,9 @@ def _largest(values: Iterable[float]) -> float:
 
 def _saved_after_first(engine: Engine, folder: Path, steps: int) -> Steps:
     """The steps, with a checkpoint of the first one left in `folder`."""
-    saver = Saver(engine.state.groups, find_place(folder, rank=engine.plan.world.rank, node_local=False), False, {})
+    saver = Saver(
+        engine.state.groups, open_checkpoint_folder(folder, rank=engine.plan.world.rank, node_local=False), False, {}
+    )
     with closing(saver):
         taking = take_steps(engine, steps)
         next(taking)
@@ -156,10 +159,10 @@ def _saved_after_first(engine: Engine, folder: Path, steps: int) -> Steps:
 
 def _resumed(engine: Engine, folder: Path, steps: int) -> Steps:
     """The steps after the first, from the checkpoint."""
-    place = find_place(folder, rank=engine.plan.world.rank, node_local=False)
-    found = newest(place, folder)
+    place = open_checkpoint_folder(folder, rank=engine.plan.world.rank, node_local=False)
+    found = newest_checkpoint(place, folder)
     assert found is not None
-    restore(engine, place, found)
+    restore_engine(engine, place, found)
     return list(take_steps(engine, steps))[-1]
 
 
@@ -173,5 +176,5 @@ def _export(engine: Engine, model: str, out: Path) -> None:
         dtype=DTYPES[engine.plan.precision],
         files=(),
     )
-    write_folder(engine.tensors(), engine.tensor_specs(), out, parts, max_shard_bytes=2**30)
+    write_folder(engine.tensors(), engine.tensor_specs(), out, parts, max_shard_bytes=GIB)
     dist.barrier()

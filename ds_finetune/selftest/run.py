@@ -25,15 +25,16 @@ from transformers.utils import logging as transformers_logging
 
 from ds_finetune.config.schema import ParallelConfig, RunConfig
 from ds_finetune.engine.building import build_ops
-from ds_finetune.engine.processes import choose_device, everyones, process_group
+from ds_finetune.engine.processes import all_gather_object, choose_device, process_group
 from ds_finetune.errors import ConfigError, LaunchError, RunError
+from ds_finetune.families.table import FAMILIES, STANDARD_SELFTEST
 from ds_finetune.model.build import read_hf_config
 from ds_finetune.plan.combinations import PROVEN
 from ds_finetune.plan.deepspeed_choice import chosen
 from ds_finetune.plan.deepspeed_config import read_choices
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.plan import Plan, make_plan
-from ds_finetune.selftest.cells import FAMILIES, OTHERS, Cell, grown, hf_config, run_tree
+from ds_finetune.selftest.cells import TINY_MODELS, Cell, grown, hf_config, run_tree
 from ds_finetune.selftest.check import check, write_model
 from ds_finetune.world import World, accelerate_choices
 
@@ -86,7 +87,7 @@ class Extent:
     """
 
     steps: int = 3
-    families: tuple[str, ...] = ("deepseek_v3", "llama")
+    families: tuple[str, ...] = STANDARD_SELFTEST
 
     @property
     def arguments(self) -> list[str]:
@@ -167,7 +168,7 @@ def _build_first(plan: Plan, say: Say) -> None:
     """Compile what the first layout needs, as all of them do, and say what takes its place where that is not
     possible.
     """
-    built = build_ops(plan, everyones, say)
+    built = build_ops(plan, all_gather_object, say)
     for note in built.notes[len(plan.notes) :] if plan.world.rank == 0 else ():
         say(note)
 
@@ -178,11 +179,11 @@ def _is_right(case: Case, world: World, device: str, folder: Path, steps: int, s
     where = folder.parent / f"model-{hashlib.sha256(model.to_json_string().encode()).hexdigest()[:12]}"
     if world.rank == 0 and not where.exists():
         write_model(model, where)
-    everyones(None)
+    all_gather_object(None)
     found = check(_run_file(case, where, folder), world, device, folder, steps=steps)
     if found is not None:
         say(f"{'equal' if found.is_right else 'WRONG'}  {case.name:44} {found.text()}")
-    return everyones(found)[0].is_right  # type: ignore[union-attr]
+    return all_gather_object(found)[0].is_right  # type: ignore[union-attr]
 
 
 def _run_file(case: Case, model_folder: Path, folder: Path) -> RunConfig:
@@ -195,11 +196,9 @@ def _standard(world_size: int, families: Sequence[str], device: str) -> list[Cas
 
     Two stages in bf16, on GPUs in fp16 too.
     """
-    unknown = [family for family in families if family not in FAMILIES | OTHERS]
+    unknown = [family for family in families if family not in TINY_MODELS]
     if unknown:
-        raise ConfigError(
-            f"--families {','.join(unknown)} is not known", hint=f"use some of {','.join(FAMILIES | OTHERS)}"
-        )
+        raise ConfigError(f"--families {','.join(unknown)} is not known", hint=f"use some of {','.join(TINY_MODELS)}")
     cells = [Cell(family, stage, _ACCUMULATION, packing=True) for family in families for stage in range(4)]
     for row, family in itertools.product(PROVEN, families):
         sizes: dict[str, Any] = dict.fromkeys(row.axes, 2)
@@ -233,10 +232,10 @@ def _of_run(config: RunConfig, world: World) -> list[Case]:
             hint="leave `lora` out to check the layout",
         )
     hub = read_hf_config(config.model.path, files=("*.json",))
-    if hub.model_type not in FAMILIES | OTHERS:
+    if hub.model_type not in TINY_MODELS:
         raise ConfigError(
             f"model_type {hub.model_type} has no tiny model",
-            hint=f"known: {', '.join([*FAMILIES, 'deepseek_v2', 'qwen3'])}",
+            hint=f"known: {', '.join(name for name, family in FAMILIES.items() if family.tiny_models)}",
         )
     mesh = Mesh.of(config.parallel, world_size=world.world_size, rank=world.rank)
     given, _ = read_choices(chosen(config, accelerate_choices(os.environ)))
@@ -288,7 +287,7 @@ def _shared_folder(world: World) -> Iterator[Path]:
     """A new folder for all ranks: in the working directory where there are several hosts, which have to share it."""
     is_one_host = world.local_world_size == world.world_size
     mine = tempfile.mkdtemp(prefix="selftest-", dir=None if is_one_host else Path.cwd()) if world.rank == 0 else ""
-    folder = Path(everyones(mine)[0])
+    folder = Path(all_gather_object(mine)[0])
     try:
         yield folder
     finally:

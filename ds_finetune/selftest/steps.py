@@ -8,7 +8,7 @@ from torch import nn
 
 from ds_finetune.data.batches import Batch, BatchPlan, eval_batches, training_batches
 from ds_finetune.engine.core import Engine
-from ds_finetune.engine.processes import everyones
+from ds_finetune.engine.processes import all_gather_object
 from ds_finetune.plan.plan import Plan
 from ds_finetune.selftest.cells import rows
 from ds_finetune.selftest.plain import BETAS, LIMITS, LR, PROMPTS, Steps
@@ -79,7 +79,7 @@ def _gradients(engine: Engine) -> dict[str, torch.Tensor]:
     mesh = engine.plan.mesh
     if mesh.pp == 1:
         return found
-    stages = everyones(found if mesh.rank == mesh.leader else {})
+    stages = all_gather_object(found if mesh.rank == mesh.leader else {})
     for earlier, later in itertools.combinations(stages, 2):
         assert all(torch.equal(earlier[name], later[name]) for name in earlier.keys() & later.keys()), (
             "tied weights have two gradients"

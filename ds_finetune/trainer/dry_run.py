@@ -15,8 +15,8 @@ from rich.text import Text
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
+from ds_finetune.families.table import family_of
 from ds_finetune.model.build import build_skeleton, model_class
-from ds_finetune.model.families import family_of
 from ds_finetune.model.four_bit import nf4_bytes
 from ds_finetune.model.lora_plan import LoraPlan
 from ds_finetune.model.model_plan import ModelPlan
@@ -28,9 +28,9 @@ from ds_finetune.plan.deepspeed_config import MOMENTS
 from ds_finetune.plan.mesh import AXES, Mesh
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.trainer.inputs import make_model_plan, model_lines, token_spec, try_generic_type
+from ds_finetune.units import GIB
 from ds_finetune.world import World
 
-_GIB = 2**30
 _SHOWN_NODES = 4
 _MASTER_BYTES = 4
 _STAGE_OF_PARTITIONED_WEIGHTS = 3
@@ -178,7 +178,7 @@ def _totals(plan: Plan, stages: Sequence[Sequence[Held]], sizes: Mapping[str, in
     most = _fullest(stages)
     where = {"weights": plan.offload_param, "gradients": plan.offload_optimizer, "optimizer": plan.offload_optimizer}
     parts = [
-        f"{name} {size / _GIB:,.2f} GiB{'' if where[name] == 'none' else f' ({where[name]})'}"
+        f"{name} {size / GIB:,.2f} GiB{'' if where[name] == 'none' else f' ({where[name]})'}"
         for name, size in sizes.items()
     ]
     where_most = f" of stage {stages.index(most)}" if len(stages) > 1 else ""

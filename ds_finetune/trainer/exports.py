@@ -8,7 +8,7 @@ import torch
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.core import Engine
-from ds_finetune.engine.processes import everyones
+from ds_finetune.engine.processes import all_gather_object
 from ds_finetune.engine.start import DTYPES
 from ds_finetune.errors import OutputError, RunError
 from ds_finetune.export.adapter import write_adapter
@@ -18,19 +18,19 @@ from ds_finetune.export.folder import (
     FolderParts,
     has_same_weights,
     link_folder,
-    parse_bytes,
     write_folder,
 )
 from ds_finetune.export.interruption import Interruption
 from ds_finetune.export.readers.base import Base, counted, read_again
 from ds_finetune.export.verify.record import RECORD, UNVERIFIED, Record, kept_logits, prompts_of
 from ds_finetune.export.verify.verify import Verdict, mark, verify
-from ds_finetune.model.families import family_of
+from ds_finetune.families.table import family_of
 from ds_finetune.model.hub_folder import has_weights
 from ds_finetune.model.lora import Factors, factors_of, merged
 from ds_finetune.trainer.inputs import RunInputs
 from ds_finetune.trainer.prepare import PreparedRun
 from ds_finetune.trainer.run_dir import available_bytes
+from ds_finetune.units import parse_bytes
 
 Say = Callable[[str], None]
 """Prints a line."""
@@ -114,7 +114,7 @@ class Exports:
         """Whether rank zero could make the links; the same on every rank."""
         folder = self.run.output_dir
         made = (link_folder(folder / f"{name}-best", folder / name) for name in names)
-        return all(everyones(not self.engine.is_rank_zero or all(made)))
+        return all(all_gather_object(not self.engine.is_rank_zero or all(made)))
 
     def _print(self, notes: Iterable[str]) -> None:
         for note in notes:
@@ -141,7 +141,7 @@ def export(run: PreparedRun, engine: Engine, out: Path, *, step: int) -> list[st
     factors = _write_adapters(run, engine, out.with_name(out.name.replace("export", "adapter")))
     in_four_bit = {f"{name}.weight" for name in model.quantised}
     tensors = read_again(engine.tensors(), in_four_bit, folder) if in_four_bit else engine.tensors()
-    max_shard_bytes = parse_bytes(run.config.export.max_shard_size)
+    max_shard_bytes = parse_bytes(run.config.export.max_shard_size, name="export.max_shard_size")
     try:
         write_folder(merged(tensors, factors), engine.tensor_specs(), out, parts, max_shard_bytes=max_shard_bytes)
     except OutputError as full:

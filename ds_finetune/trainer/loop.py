@@ -12,8 +12,7 @@ from ds_finetune.data.batches import Batch
 from ds_finetune.engine.core import Engine, StepResult
 from ds_finetune.observers.record import Observer, StepRecord
 from ds_finetune.schedule import LrSchedule
-
-_GIB = 2**30
+from ds_finetune.units import GIB
 
 
 @dataclass(frozen=True)
@@ -83,6 +82,6 @@ def step_values(result: StepResult, *, seconds: float, waited: float) -> dict[st
 def peak_gib() -> float:
     """Peak memory of this process in GiB: allocated on the GPU where there is one, resident on the host otherwise."""
     if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / _GIB
+        return torch.cuda.max_memory_allocated() / GIB
     unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _GIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB

@@ -10,17 +10,23 @@ from typing import Any, TextIO
 
 import torch
 
-from ds_finetune.checkpoint.base_config import other_model
-from ds_finetune.checkpoint.files import complete_steps, leftovers, remove, set_aside, step_name
-from ds_finetune.checkpoint.locking import LOCK_SECONDS, lock
+from ds_finetune.checkpoint.base_config import model_mismatch
+from ds_finetune.checkpoint.files import (
+    complete_steps,
+    remove_checkpoint,
+    rename_unusable,
+    step_name,
+    unfinished_folders,
+)
+from ds_finetune.checkpoint.folder import CheckpointFolder, open_checkpoint_folder, raise_on_every_rank, try_in_folder
+from ds_finetune.checkpoint.locking import LOCK_SECONDS, lock_folder
 from ds_finetune.checkpoint.part_file import part_name
-from ds_finetune.checkpoint.place import Place, agree, find_place, tried
 from ds_finetune.checkpoint.random_state import restore_random_state
-from ds_finetune.checkpoint.restore import Found, named, newest, restore
+from ds_finetune.checkpoint.restore import UsableCheckpoint, named_checkpoint, newest_checkpoint, restore_engine
 from ds_finetune.checkpoint.run_state import RunState, layout_of, versions
-from ds_finetune.checkpoint.same_run import Inputs, changes
+from ds_finetune.checkpoint.same_run import RunIdentity, changes_since_checkpoint
 from ds_finetune.checkpoint.saver import Saver
-from ds_finetune.checkpoint.storage import PartsReader, num_weights, read_groups
+from ds_finetune.checkpoint.storage import PartsReader, num_weights, read_state_groups
 from ds_finetune.checkpoint.tools import BASE, CHECKPOINTS
 from ds_finetune.data.batches import Position
 from ds_finetune.data.stream import START, StreamedRows
@@ -34,9 +40,9 @@ from ds_finetune.trainer.exports import Say, files_beside
 from ds_finetune.trainer.loop import BEGINNING, Progress
 from ds_finetune.trainer.prepare import PreparedRun
 from ds_finetune.trainer.run_dir import available_bytes
+from ds_finetune.units import GIB
 
 CONFIG = "config.json"
-_GIB = 2**30
 _REHEARSED = 4096
 """Elements that each rank writes and reads back before anything is loaded."""
 
@@ -48,9 +54,9 @@ class ResumePoint:
     `lock` keeps other runs out of the folder, on the rank that leads.
     """
 
-    place: Place | None
+    place: CheckpointFolder | None
     lock: TextIO | None = None
-    found: Found | None = None
+    found: UsableCheckpoint | None = None
 
     @property
     def progress(self) -> Progress:
@@ -71,12 +77,14 @@ def find_resume_point(run: PreparedRun, say: Say) -> ResumePoint:
     if not policy.every_steps:
         return ResumePoint(None)
     folder = run.output_dir / CHECKPOINTS
-    place = find_place(folder, rank=run.plan.world.rank, node_local=policy.node_local)
+    place = open_checkpoint_folder(folder, rank=run.plan.world.rank, node_local=policy.node_local)
     held = _lock_folder(place, say)
     rehearse(place, is_asynchronous=run.plan.saves_asynchronously)
     if policy.resume == "never":
         return _remove_leftovers(ResumePoint(place, held), say)
-    found = newest(place, folder) if policy.resume == "auto" else named(place, Path(policy.resume))
+    found = (
+        newest_checkpoint(place, folder) if policy.resume == "auto" else named_checkpoint(place, Path(policy.resume))
+    )
     if found is None:
         if (run.output_dir / "metrics.jsonl").exists():
             say(
@@ -85,9 +93,13 @@ def find_resume_point(run: PreparedRun, say: Say) -> ResumePoint:
             )
         return _remove_leftovers(ResumePoint(place, held), say)
     later = [step_name(step) for step in complete_steps(folder) if step > found.state.step]
-    agree(_mixed(folder, later, found) if policy.resume != "auto" and later else None)
-    agree(other_model(found.folder / BASE, CONFIG, run.inputs.config_tree))
-    lines = [*changes(found.state, inputs_of(run)), *_other_random_state(found, run), *_left_out(found, run)]
+    raise_on_every_rank(_mixed(folder, later, found) if later and not is_auto else None)
+    raise_on_every_rank(model_mismatch(found.folder / BASE, CONFIG, run.inputs.config_tree))
+    lines = [
+        *changes_since_checkpoint(found.state, inputs_of(run)),
+        *_other_random_state(found, run),
+        *_left_out(found, run),
+    ]
     for line in (*found.passed_over, *_set_aside(place, later)):
         say(line)
     for line in (f"resuming from {found.folder}, step {found.state.step} of {found.state.layout}", *lines):
@@ -97,47 +109,49 @@ def find_resume_point(run: PreparedRun, say: Say) -> ResumePoint:
 
 def _remove_leftovers(point: ResumePoint, say: Say) -> ResumePoint:
     """Remove what an earlier start did not finish; done last, when nothing can be refused any more."""
-    if point.place is not None and point.place.leads:
-        for left in leftovers(point.place.folder):
+    if point.place is not None and point.place.is_leader:
+        for left in unfinished_folders(point.place.path):
             say(f"removed: {left}, never completed")
-            remove(left)
+            remove_checkpoint(left)
     return point
 
 
-def _lock_folder(place: Place, say: Say) -> TextIO | None:
+def _lock_folder(place: CheckpointFolder, say: Say) -> TextIO | None:
     held, error = None, None
-    if place.leads:
+    if place.is_leader:
         try:
-            held = lock(place.folder, seconds=LOCK_SECONDS, say=say)
+            held = lock_folder(place.path, seconds=LOCK_SECONDS, say=say)
         except OutputError as taken:
             error = taken
-    agree(error)
+    raise_on_every_rank(error)
     return held
 
 
-def _set_aside(place: Place, names: list[str]) -> list[str]:
+def _set_aside(place: CheckpointFolder, names: list[str]) -> list[str]:
     """Rename checkpoints later than the one resumed from, so that they do not count among those that are kept."""
     return (
-        [f"{place.folder / name} is now {set_aside(place.folder / name).name}" for name in names] if place.leads else []
+        [f"{place.path / name} is now {rename_unusable(place.path / name).name}" for name in names]
+        if place.is_leader
+        else []
     )
 
 
-def _mixed(folder: Path, later: list[str], found: Found) -> CheckpointError:
+def _mixed(folder: Path, later: list[str], found: UsableCheckpoint) -> CheckpointError:
     return CheckpointError(
         f"{folder} holds {', '.join(later)}, later than step {found.state.step} that checkpoint.resume names",
         hint="move them away, or name another output_dir",
     )
 
 
-def rehearse(place: Place, *, is_asynchronous: bool) -> None:
+def rehearse(place: CheckpointFolder, *, is_asynchronous: bool) -> None:
     """Save a few numbers in the way that checkpoints are saved, read them back and remove them; collective.
 
     OutputError on every rank with the first one's reason where that fails.
     """
-    trial = replace(place, folder=place.folder / f".rehearsal-{place.token}")
+    trial = replace(place, path=place.path / f".rehearsal-{place.token}")
     numbers = torch.arange(_REHEARSED, dtype=torch.float32) + place.rank
     group = _group_of(numbers, place)
-    agree(tried(place.folder, lambda: trial.folder.mkdir(exist_ok=True)))
+    raise_on_every_rank(try_in_folder(place.path, lambda: trial.path.mkdir(exist_ok=True)))
     saver = Saver(lambda: [group], trial, is_asynchronous, {})
     saver.start(0)
     saver.save(0, "{}", rank_state={})
@@ -147,41 +161,41 @@ def rehearse(place: Place, *, is_asynchronous: bool) -> None:
     error: FinetuneError | None = None
     if outcome.errors:
         error = OutputError(
-            f"checkpoint folder {place.folder}, rank {place.rank}: {'; '.join(outcome.errors)}",
+            f"checkpoint folder {place.path}, rank {place.rank}: {'; '.join(outcome.errors)}",
             hint="repair it before training",
         )
-    agree(error)
-    agree(_misread(trial, numbers))
-    if place.leads:
-        shutil.rmtree(trial.folder)
+    raise_on_every_rank(error)
+    raise_on_every_rank(_misread(trial, numbers))
+    if place.is_leader:
+        shutil.rmtree(trial.path)
 
 
-def _misread(trial: Place, numbers: torch.Tensor) -> OutputError | None:
+def _misread(trial: CheckpointFolder, numbers: torch.Tensor) -> OutputError | None:
     again = torch.full_like(numbers, float("nan"))
-    reader = PartsReader(trial.folder / step_name(0) / part_name(rank, trial.world_size) for rank in trial.ranks)
-    read_groups([_group_of(again, trial)], reader, absent="")
+    reader = PartsReader(trial.path / step_name(0) / part_name(rank, trial.world_size) for rank in trial.ranks)
+    read_state_groups([_group_of(again, trial)], reader, absent="")
     if torch.equal(again, numbers):
         return None
     return OutputError(
-        f"checkpoint folder {trial.folder.parent} gives back other numbers than rank {trial.rank} wrote",
+        f"checkpoint folder {trial.path.parent} gives back other numbers than rank {trial.rank} wrote",
         hint="use another disk",
     )
 
 
-def _group_of(numbers: torch.Tensor, place: Place) -> StateGroup:
+def _group_of(numbers: torch.Tensor, place: CheckpointFolder) -> StateGroup:
     shape = (place.world_size, _REHEARSED)
     part = Slice("weight/rehearsal", shape, place.rank * _REHEARSED, _REHEARSED, torch.float32)
     return StateGroup((part,), lambda write: nullcontext(lambda key: numbers))
 
 
-def restore_engine(run: PreparedRun, engine: Engine, point: ResumePoint) -> Position:
+def resume_engine(run: PreparedRun, engine: Engine, point: ResumePoint) -> Position:
     """Restore the checkpoint of `point` into `engine`; returns the position in the stream of data. Collective.
 
     CheckpointError where a stream was divided among another number of ranks.
     """
     if point.found is None or point.place is None:
         return START
-    own = restore(engine, point.place, point.found)
+    own = restore_engine(engine, point.place, point.found)
     if own:
         restore_random_state(own["random"])
     is_stream = isinstance(run.inputs.train, StreamedRows)
@@ -204,13 +218,13 @@ def start_saver(run: PreparedRun, engine: Engine, point: ResumePoint) -> Iterato
         return
     base = run.output_dir / BASE
     sources = files_beside(run.config.data.template, run.inputs)
-    if place.leads:
+    if place.is_leader:
         _write_base(base, sources, run.inputs.config_text)
     beside = {f"{BASE}/{name}": base / name for name in (CONFIG, *sources)}
     locks = [point.lock] if point.lock else []
     saver = Saver(engine.state.groups, place, run.plan.saves_asynchronously, beside, locks)
-    num_bytes = num_weights(engine.state.groups(), writer=place.writer) * run.plan.checkpoint_bytes_per_parameter
-    agree(_short_of_memory(num_bytes, run.plan))
+    num_bytes = num_weights(engine.state.groups(), writer=place.writer_share) * run.plan.checkpoint_bytes_per_parameter
+    raise_on_every_rank(_short_of_memory(num_bytes, run.plan))
     saver.start(num_bytes)
     try:
         yield saver
@@ -237,8 +251,7 @@ def _short_of_memory(num_bytes: int, plan: Plan) -> OutputError | None:
     if not plan.saves_asynchronously or free is None or needed <= free:
         return None
     sizes = (
-        f"{needed / _GIB:.2f} GiB of state to the memory of {socket.gethostname()}, which has {free / _GIB:.2f} "
-        "GiB left"
+        f"{needed / GIB:.2f} GiB of state to the memory of {socket.gethostname()}, which has {free / GIB:.2f} GiB left"
     )
     return OutputError(
         f"checkpoint.asynchronous copies {sizes}",
@@ -303,10 +316,10 @@ def saved_record(point: ResumePoint) -> StepRecord | None:
     return StepRecord(point.found.state.step, point.found.state.values) if point.found else None
 
 
-def inputs_of(run: PreparedRun) -> Inputs:
+def inputs_of(run: PreparedRun) -> RunIdentity:
     """What this start is made of, as a checkpoint remembers it."""
     held_out = run.inputs.held_out
-    return Inputs(
+    return RunIdentity(
         config=run.config.model_dump(mode="json", by_alias=True),
         data=run.inputs.train.fingerprint(),
         base=run.inputs.base,
@@ -315,7 +328,7 @@ def inputs_of(run: PreparedRun) -> Inputs:
     )
 
 
-def _left_out(found: Found, run: PreparedRun) -> list[str]:
+def _left_out(found: UsableCheckpoint, run: PreparedRun) -> list[str]:
     """Rows that a longer run does not see: those for which a shorter one filled its last step up with empty rows."""
     rows, train = run.inputs.train, run.config.train
     if isinstance(rows, StreamedRows) or found.state.config["train"]["for"] == train.duration:
@@ -326,7 +339,7 @@ def _left_out(found: Found, run: PreparedRun) -> list[str]:
     return [text] if missed > 0 else []
 
 
-def _other_random_state(found: Found, run: PreparedRun) -> list[str]:
+def _other_random_state(found: UsableCheckpoint, run: PreparedRun) -> list[str]:
     """Random states belong to ranks, and nothing but dropout depends on them."""
     tree = run.inputs.hf_config.to_dict()
     ratios = {key: value for key, value in tree.items() if key.endswith(("dropout", "_pdrop"))}

@@ -11,15 +11,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ds_finetune.checkpoint.locking import unlock_own
+from ds_finetune.checkpoint.locking import remove_own_lock
 from ds_finetune.config.schema import RunConfig, dump_config
 from ds_finetune.errors import OutputError
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.writers import line_of
 from ds_finetune.plan.plan import Plan
+from ds_finetune.units import GIB
 
 _BYTES_PER_PARAMETER = {"bf16": 2, "fp16": 2, "fp32": 4}
-_GIB = 2**30
 
 
 def check_output(config: RunConfig, total_params: int | None, *, checkpoint_bytes: int = 0) -> None:
@@ -52,8 +52,8 @@ def check_output(config: RunConfig, total_params: int | None, *, checkpoint_byte
     free = shutil.disk_usage(existing).free + bytes_of(folder)
     if needed > free:
         raise OutputError(
-            f"output_dir `{folder}`: {folders} export(s) and {checkpoints} checkpoints need {needed / _GIB:.2f} GiB"
-            f" and the disk has {free / _GIB:.2f} GiB for them",
+            f"output_dir `{folder}`: {folders} export(s) and {checkpoints} checkpoints need {needed / GIB:.2f} GiB"
+            f" and the disk has {free / GIB:.2f} GiB for them",
             hint="free some space, name another output_dir, lower checkpoint.keep, or set eval.keep_best false",
         )
 
@@ -146,7 +146,7 @@ def remove_empty_on_failure(folder: Path) -> Iterator[None]:
 
 
 def _remove_empty(folder: Path) -> None:
-    unlock_own(folder / "checkpoints")
+    remove_own_lock(folder / "checkpoints")
     for made in (folder / "checkpoints", folder):
         with suppress(OSError):
             made.rmdir()

@@ -33,7 +33,7 @@ from ds_finetune.trainer.resume import (
     ended_early,
     find_resume_point,
     refuse_past_end,
-    restore_engine,
+    resume_engine,
     saved_record,
     start_saver,
 )
@@ -110,9 +110,9 @@ def _train_and_export(run: PreparedRun, vigil: Vigil, say: Say) -> Report:
         if run.config.export.at_end and not interrupted:
             with vigil.board.during("export"):
                 written = (exports.write_last(resumed.progress.step if last is None else last.step),)
-        if saver is not None and saver.unwritten:
+        if saver is not None and saver.last_error:
             raise RunError(
-                f"{saver.unwritten}; the steps are done",
+                f"{saver.last_error}; the steps are done",
                 hint="make room; the same command resumes from the checkpoint before",
             )
     return Report(last, run.output_dir, written, interrupted=interrupted)
@@ -124,7 +124,7 @@ def train_steps(started: StartedRun) -> tuple[StepRecord | None, str]:
     Signals are handled here alone: before and after, everything is saved that can be, and they end the process.
     """
     run, engine, resumed = started.run, started.engine, started.resumed
-    stream_position = restore_engine(run, engine, resumed)
+    stream_position = resume_engine(run, engine, resumed)
     due = cut_evaluation(resumed, stream_position, steps=run.schedule.steps)
     write_run_files(
         run.config, run.plan, after_step=resumed.progress.step - len(due), last=None if due else saved_record(resumed)

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ds_finetune.engine.processes import everyones, everyones_number
+from ds_finetune.engine.processes import all_gather_object, all_gather_scalar
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.watchdog.progress import RECENT_STEPS, Board
 
@@ -36,8 +36,8 @@ class Stragglers:
         window = max(self.every, _LEAST_STEPS)
         if record.step % self.every or len(self.board.own_seconds) < min(window, RECENT_STEPS):
             return record
-        self.hosts = self.hosts or everyones(socket.gethostname())
-        seconds = everyones_number(statistics.median(list(self.board.own_seconds)[-window:]))
+        self.hosts = self.hosts or all_gather_object(socket.gethostname())
+        seconds = all_gather_scalar(statistics.median(list(self.board.own_seconds)[-window:]))
         slowest, ratio = straggler(seconds)
         record = record.with_values({"perf/straggler_ratio": ratio})
         if ratio < self.ratio or seconds[slowest] - statistics.median_low(seconds) < _NOTICEABLE_SECONDS:

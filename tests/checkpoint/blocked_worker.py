@@ -16,22 +16,23 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch.distributed as dist
 from transformers import AutoConfig
 
-from ds_finetune.checkpoint.place import find_place
+from ds_finetune.checkpoint.folder import open_checkpoint_folder
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.checkpoint.storage import num_weights
-from ds_finetune.cli.main import leave
+from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.core import Engine
 from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.engine.start import start_engine
+from ds_finetune.families.tiny import DENSE
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.selftest.cells import FAMILIES, Cell, run_tree
+from ds_finetune.selftest.cells import Cell, run_tree
 from ds_finetune.world import World
 from tests.checkpoint.layouts import LR, batches
 from tests.planning import model_of
 
-DEEP = FAMILIES["llama"] | {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 16}
+DEEP = DENSE | {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 16}
 ROUNDS = 4
 
 
@@ -57,13 +58,13 @@ def main() -> None:
 
 def _contest(engine: Engine, folder: Path) -> dict[str, Any]:
     engine.step(next(iter(batches(engine, start_step=0, steps=1))), lr=LR)
-    place = find_place(folder / "ours", rank=engine.plan.world.rank, node_local=False)
+    place = open_checkpoint_folder(folder / "ours", rank=engine.plan.world.rank, node_local=False)
     saver = Saver(engine.state.groups, place, True, {})
     state = RunState(1, 0, 0, (0, 0), engine.state.scalars(), {}, {}, "", {}, {}, {}).text()
     ours, whole, theirs = [], [], []
     with closing(saver):
         saver.start(
-            num_weights(engine.state.groups(), writer=place.writer) * engine.plan.checkpoint_bytes_per_parameter
+            num_weights(engine.state.groups(), writer=place.writer_share) * engine.plan.checkpoint_bytes_per_parameter
         )
         for number in range(ROUNDS):
             dist.barrier()
@@ -80,7 +81,7 @@ def _contest(engine: Engine, folder: Path) -> dict[str, Any]:
             dist.barrier()
             if engine.is_rank_zero:
                 shutil.rmtree(folder / "theirs")
-    num_bytes = sum(path.stat().st_size for path in place.folder.glob("step-000001/part-*"))
+    num_bytes = sum(path.stat().st_size for path in place.path.glob("step-000001/part-*"))
     dist.barrier()
     if engine.is_rank_zero:
         shutil.rmtree(folder)
@@ -89,4 +90,4 @@ def _contest(engine: Engine, folder: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     main()
-    leave()
+    exit_process()

@@ -10,7 +10,8 @@ from transformers import AutoConfig, PretrainedConfig
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import Batch, BatchPlan, training_batches
 from ds_finetune.engine.core import Engine
-from ds_finetune.selftest.cells import FAMILIES, ROW_LEN, Cell, hf_config, rows, run_tree
+from ds_finetune.families.tiny import DENSE
+from ds_finetune.selftest.cells import ROW_LEN, Cell, hf_config, rows, run_tree
 
 BEFORE, AFTER = 2, 3
 """Steps before a save and after it, beyond the end of the first epoch (four steps, packed two)."""
@@ -50,7 +51,7 @@ class Layout:
         return "nvme" in (self.optimizer, self.param)
 
 
-WIDE = FAMILIES["llama"] | {"hidden_size": 768, "intermediate_size": 1536, "num_hidden_layers": 1}
+WIDE = DENSE | {"hidden_size": 768, "intermediate_size": 1536, "num_hidden_layers": 1}
 """Slices above 1 MiB on each of four ranks, which DeepSpeed swaps."""
 PLAIN = (
     Layout(0),

@@ -13,20 +13,21 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from transformers import AutoConfig
 
-from ds_finetune.checkpoint.place import find_place
+from ds_finetune.checkpoint.folder import open_checkpoint_folder
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.saver import Saver
-from ds_finetune.cli.main import leave
+from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.engine.start import start_engine
+from ds_finetune.families.tiny import DENSE
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.selftest.cells import FAMILIES, Cell, run_tree
+from ds_finetune.selftest.cells import Cell, run_tree
 from ds_finetune.world import World
 from tests.checkpoint.layouts import LR, batches
 from tests.planning import model_of
 
-DEEP = FAMILIES["llama"] | {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 16}
+DEEP = DENSE | {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 16}
 
 
 def resident(name: str) -> int:
@@ -49,7 +50,7 @@ def main() -> None:
     with process_group(world, device), start_engine(plan, model_of(config)) as engine:
         engine.step(next(iter(batches(engine, start_step=0, steps=1))), lr=LR)
         for is_asynchronous in (False, True):
-            place = find_place(folder / f"asynchronous-{is_asynchronous}", rank=0, node_local=False)
+            place = open_checkpoint_folder(folder / f"asynchronous-{is_asynchronous}", rank=0, node_local=False)
             saver = Saver(engine.state.groups, place, is_asynchronous, {})
             with closing(saver):
                 saver.start(found.get("bytes", 0))
@@ -68,11 +69,11 @@ def main() -> None:
                     "blocked": blocked,
                     "rest": time.monotonic() - began,
                 }
-            found["bytes"] = sum(path.stat().st_size for path in place.folder.rglob("part-*"))
+            found["bytes"] = sum(path.stat().st_size for path in place.path.rglob("part-*"))
         found["largest"] = max(param.numel() for param in engine.lm.parameters()) * 4
     sys.stdout.write(f"FOUND {json.dumps(found)}\n")
 
 
 if __name__ == "__main__":
     main()
-    leave()
+    exit_process()

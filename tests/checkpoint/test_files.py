@@ -19,27 +19,33 @@ from safetensors import safe_open
 from torch.distributed.checkpoint import load
 
 from ds_finetune.checkpoint import files
-from ds_finetune.checkpoint.boxes import Box, flat_boxes, overlap
+from ds_finetune.checkpoint.chunks import Chunk, flat_range_chunks, overlap
 from ds_finetune.checkpoint.files import (
     Manifest,
     commit,
     complete_steps,
-    leftovers,
+    mark_part_written,
     partial_name,
-    remove,
-    say_written,
+    remove_checkpoint,
     step_name,
-    write_summed,
+    unfinished_folders,
+    write_checksummed,
 )
+from ds_finetune.checkpoint.folder import CheckpointFolder
 from ds_finetune.checkpoint.part_file import PartFile, part_name
-from ds_finetune.checkpoint.place import Place
-from ds_finetune.checkpoint.planners import share
+from ds_finetune.checkpoint.planners import writer_share
 from ds_finetune.checkpoint.random_state import random_state, restore_random_state
 from ds_finetune.checkpoint.run_state import RunState
-from ds_finetune.checkpoint.saver import superseded
-from ds_finetune.checkpoint.staging import FileSink, WriterProcess
-from ds_finetune.checkpoint.storage import PartsReader, read_groups, write_part
-from ds_finetune.checkpoint.tools import find_checkpoint, gather, listed, shown, verify
+from ds_finetune.checkpoint.saver import superseded_checkpoints
+from ds_finetune.checkpoint.staging import FilePartSink, WriterProcess
+from ds_finetune.checkpoint.storage import PartsReader, read_state_groups, write_part
+from ds_finetune.checkpoint.tools import (
+    describe_checkpoint,
+    find_checkpoint,
+    gather_checkpoint,
+    list_checkpoints,
+    verify_checkpoint,
+)
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.state import Slice, StateGroup, loss_scale, restore_loss_scale, scaler_of
 from ds_finetune.errors import CheckpointError
@@ -55,7 +61,7 @@ def test_boxes_are_the_flat_range_in_order() -> None:
         total = math.prod(shape)
         start = rng.randint(0, total)
         numel = rng.randint(0, total - start)
-        boxes = list(flat_boxes(shape, start, numel))
+        boxes = list(flat_range_chunks(shape, start, numel))
         places = torch.arange(total).view(shape)
         found = [
             int(places[index])
@@ -67,8 +73,8 @@ def test_boxes_are_the_flat_range_in_order() -> None:
 
 
 def test_overlap() -> None:
-    assert overlap(Box((0, 2), (3, 3)), Box((2, 0), (4, 4))) == Box((2, 2), (1, 2))
-    assert overlap(Box((0,), (3,)), Box((3,), (1,))) is None
+    assert overlap(Chunk((0, 2), (3, 3)), Chunk((2, 0), (4, 4))) == Chunk((2, 2), (1, 2))
+    assert overlap(Chunk((0,), (3,)), Chunk((3,), (1,))) is None
 
 
 def manifest(step: int, *, parts: int = 1, eval_loss: float | None = None, token: str = "a") -> Manifest:
@@ -81,7 +87,7 @@ def complete(folder: Path, step: int, *, eval_loss: float | None = None) -> Path
     partial = folder / partial_name(step, "a")
     partial.mkdir(parents=True)
     part = partial / part_name(0, 1)
-    say_written(part, write_summed(part, [bytes(8), f"part of {step}".encode()]))
+    mark_part_written(part, write_checksummed(part, [bytes(8), f"part of {step}".encode()]))
     return commit(partial, manifest(step, eval_loss=eval_loss), {"state.json": "{}"}, {}, lambda: False)
 
 
@@ -89,12 +95,12 @@ def test_nothing_is_complete_before_every_part_is(tmp_path: Path) -> None:
     partial = tmp_path / partial_name(7, "a")
     partial.mkdir()
     part = partial / part_name(0, 2)
-    say_written(part, write_summed(part, [b"one"]))
+    mark_part_written(part, write_checksummed(part, [b"one"]))
     asked = []
     with pytest.raises(TimeoutError, match="1 of 2 parts were not written"):
         commit(partial, manifest(7, parts=2), {}, {}, lambda: len(asked) < 3 and not asked.append(1))
     assert complete_steps(tmp_path) == []
-    assert leftovers(tmp_path) == [partial]
+    assert unfinished_folders(tmp_path) == [partial]
     with pytest.raises(CheckpointError, match="is not a complete checkpoint"):
         Manifest.read(partial)
 
@@ -112,13 +118,16 @@ def test_a_checkpoint_of_the_same_step_is_replaced_whole(tmp_path: Path) -> None
 def test_what_is_kept(tmp_path: Path) -> None:
     for step, loss in ((1, 3.0), (2, 1.0), (3, float("nan")), (4, None), (5, None)):
         complete(tmp_path, step, eval_loss=loss)
-    assert [path.name for path in superseded(tmp_path, keep=2, keep_best=True)] == [step_name(1), step_name(3)]
-    assert [path.name for path in superseded(tmp_path, keep=1, keep_best=False)] == [
+    assert [path.name for path in superseded_checkpoints(tmp_path, keep=2, keep_best=True)] == [
+        step_name(1),
+        step_name(3),
+    ]
+    assert [path.name for path in superseded_checkpoints(tmp_path, keep=1, keep_best=False)] == [
         step_name(step) for step in (1, 2, 3, 4)
     ]
-    remove(tmp_path / step_name(1))
+    remove_checkpoint(tmp_path / step_name(1))
     assert complete_steps(tmp_path) == [2, 3, 4, 5]
-    assert leftovers(tmp_path) == []
+    assert unfinished_folders(tmp_path) == []
 
 
 def test_a_checkpoint_half_taken_away_never_looks_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,14 +138,14 @@ def test_a_checkpoint_half_taken_away_never_looks_complete(tmp_path: Path, monke
 
     monkeypatch.setattr(files.shutil, "rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
-        remove(folder)
+        remove_checkpoint(folder)
     assert complete_steps(tmp_path) == []
-    assert [path.name for path in leftovers(tmp_path)] == [f"{step_name(3)}.removing"]
+    assert [path.name for path in unfinished_folders(tmp_path)] == [f"{step_name(3)}.removing"]
 
 
-def place(folder: Path, rank: int, ranks: tuple[int, ...], world: int) -> Place:
+def place(folder: Path, rank: int, ranks: tuple[int, ...], world: int) -> CheckpointFolder:
     folder.mkdir(parents=True, exist_ok=True)
-    return Place(folder, ranks, rank, world, "token")
+    return CheckpointFolder(folder, ranks, rank, world, "token")
 
 
 def written(folder: Path, groups: list[StateGroup]) -> list[Path]:
@@ -144,7 +153,7 @@ def written(folder: Path, groups: list[StateGroup]) -> list[Path]:
     paths = []
     for rank, group in enumerate(groups):
         paths.append(folder / part_name(rank, len(groups)))
-        sink = FileSink(paths[-1])
+        sink = FilePartSink(paths[-1])
         write_part([group], sink, {"rank": rank}, writer=(rank, len(groups)))
         sink.finish()
     return paths
@@ -173,7 +182,7 @@ def test_any_cut_is_read_by_any_other(dtype: torch.dtype, tmp_path: Path) -> Non
     reader = PartsReader(written(tmp_path, groups))
     for a, b in ((0, 60), (1, 2), (16, 41), (60, 60)):
         found = torch.zeros(b - a, dtype=dtype)
-        read_groups([group_of({"m/w": (found, shape, a)})], reader, absent="")
+        read_state_groups([group_of({"m/w": (found, shape, a)})], reader, absent="")
         assert torch.equal(found, whole[a:b])
 
 
@@ -188,17 +197,17 @@ def test_slices_of_tensor_parallel_ranks_are_boxes_of_the_whole(tmp_path: Path) 
             groups.append(reading({part: local[a:b]}))
     reader = PartsReader(written(tmp_path, groups))
     found = torch.zeros(48)
-    read_groups([group_of({"weight/w": (found, (6, 8), 0)})], reader, absent="")
+    read_state_groups([group_of({"weight/w": (found, (6, 8), 0)})], reader, absent="")
     assert torch.equal(found.view(6, 8), whole)
     rows = torch.zeros(16)
     part = Slice("weight/w", (6, 8), 0, 16, torch.float32, origin=(2, 0), local_shape=(2, 8))
-    read_groups([reading({part: rows})], reader, absent="")
+    read_state_groups([reading({part: rows})], reader, absent="")
     assert torch.equal(rows.view(2, 8), whole[2:4])
 
 
 def test_what_all_ranks_hold_is_shared_out(tmp_path: Path) -> None:
     part = Slice("weight/w", (7,), 0, 7, torch.float32, is_replicated=True)
-    shares = [share(part, index, 3) for index in range(3)]
+    shares = [writer_share(part, index, 3) for index in range(3)]
     assert [(piece.start, piece.numel) for piece in shares] == [(0, 2), (2, 2), (4, 3)]
     numbers = torch.arange(7.0)
     paths = written(tmp_path, [reading({part: numbers})] * 3)
@@ -211,25 +220,25 @@ def test_what_two_nodes_both_hold_is_taken_from_one(tmp_path: Path) -> None:
     paths = []
     for rank, (home, writer) in enumerate(((0, (0, 2)), (0, (1, 2)), (2, (0, 1)))):
         paths.append(tmp_path / part_name(rank, 3))
-        sink = FileSink(paths[-1])
+        sink = FilePartSink(paths[-1])
         write_part([reading({part: numbers})], sink, {"rank": rank, "home": home}, writer=writer)
         sink.finish()
     for some in (paths, paths[2:], paths[:2]):
         found = torch.zeros(9)
-        read_groups([reading({part: found})], PartsReader(some), absent="")
+        read_state_groups([reading({part: found})], PartsReader(some), absent="")
         assert torch.equal(found, numbers)
 
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     reader = PartsReader(written(tmp_path, [group_of({"weight/w": (torch.zeros(6), (3, 4), 0)})]))
     with pytest.raises(CheckpointError, match=r"6 elements of `weight/w` are in parts that are not here: part-x"):
-        read_groups([group_of({"weight/w": (torch.zeros(12), (3, 4), 0)})], reader, absent="part-x")
+        read_state_groups([group_of({"weight/w": (torch.zeros(12), (3, 4), 0)})], reader, absent="part-x")
     with pytest.raises(
         CheckpointError, match=r"`weight/w` has shape \(4, 3\) here, the checkpoint holds shape \(3, 4\)"
     ):
-        read_groups([group_of({"weight/w": (torch.zeros(6), (4, 3), 0)})], reader, absent="")
+        read_state_groups([group_of({"weight/w": (torch.zeros(6), (4, 3), 0)})], reader, absent="")
     with pytest.raises(CheckpointError, match=r"`weight/v` has shape \(6,\) here, the checkpoint holds nothing"):
-        read_groups([group_of({"weight/v": (torch.zeros(6), (6,), 0)})], reader, absent="")
+        read_state_groups([group_of({"weight/v": (torch.zeros(6), (6,), 0)})], reader, absent="")
 
 
 def test_plain_tensors_are_read_by_torch_itself(tmp_path: Path) -> None:
@@ -249,29 +258,29 @@ def test_nodes_keep_their_parts_and_gather_makes_them_whole(tmp_path: Path) -> N
     for rank, node in enumerate(("a", "b")):
         group = group_of({"weight/w": (whole[rank * 6 : rank * 6 + 6], (3, 4), rank * 6)})
         home = place(tmp_path / node / "checkpoints", rank, (rank,), 2)
-        sink = FileSink(_aside(home, rank))
-        write_part([group], sink, {"rank": rank, "host": node}, writer=home.writer)
+        sink = FilePartSink(_aside(home, rank))
+        write_part([group], sink, {"rank": rank, "host": node}, writer=home.writer_share)
         sink.finish()
         commit(_aside(home, rank).parent, _of_node(rank, node), {"state.json": _state().text()}, {}, lambda: False)
     a, b = tmp_path / "a", tmp_path / "b"
     with pytest.raises(CheckpointError, match=r"part-00001-of-00002\.safetensors of 2 ranks are in none of"):
-        gather([a], tmp_path / "whole")
-    assert "2 parts of step 5" in gather([a, b], tmp_path / "whole")
-    assert "3 files" in verify(tmp_path / "whole", workers=2)
+        gather_checkpoint([a], tmp_path / "whole")
+    assert "2 parts of step 5" in gather_checkpoint([a, b], tmp_path / "whole")
+    assert "3 files" in verify_checkpoint(tmp_path / "whole", workers=2)
     found = torch.zeros(12)
     reader = PartsReader(tmp_path / "whole" / part_name(rank, 2) for rank in range(2))
-    read_groups([group_of({"weight/w": (found, (3, 4), 0)})], reader, absent="")
+    read_state_groups([group_of({"weight/w": (found, (3, 4), 0)})], reader, absent="")
     assert torch.equal(found, whole)
     with pytest.raises(CheckpointError, match="exists already"):
-        gather([a, b], tmp_path / "whole")
-    assert "1 of 2 parts" in dict(listed(a))[step_name(5)]
-    assert dict(shown(b))["optimizer"] == "5 steps taken, 0 skipped"
+        gather_checkpoint([a, b], tmp_path / "whole")
+    assert "1 of 2 parts" in dict(list_checkpoints(a))[step_name(5)]
+    assert dict(describe_checkpoint(b))["optimizer"] == "5 steps taken, 0 skipped"
     with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
         find_checkpoint(tmp_path)
 
 
-def _aside(home: Place, rank: int) -> Path:
-    partial = home.folder / partial_name(5, home.token)
+def _aside(home: CheckpointFolder, rank: int) -> Path:
+    partial = home.path / partial_name(5, home.token)
     partial.mkdir(exist_ok=True)
     return partial / part_name(rank, 2)
 
@@ -300,14 +309,19 @@ def test_a_renamed_checkpoint_is_refused(tmp_path: Path) -> None:
     complete(tmp_path / "checkpoints", 3).rename(tmp_path / "checkpoints" / step_name(7))
     renamed = tmp_path / "checkpoints" / step_name(7)
     with pytest.raises(CheckpointError, match="its name says step 7 and it holds step 3") as caught:
-        verify(renamed, workers=1)
+        verify_checkpoint(renamed, workers=1)
     assert "rename it to step-000003" in caught.value.hint
-    assert "its name says step 7 and it holds step 3" in dict(listed(tmp_path))[step_name(7)]
-    for read in (shown, CheckpointSource, lambda path: gather([path], tmp_path / "out"), open_checkpoint):
+    assert "its name says step 7 and it holds step 3" in dict(list_checkpoints(tmp_path))[step_name(7)]
+    for read in (
+        describe_checkpoint,
+        CheckpointSource,
+        lambda path: gather_checkpoint([path], tmp_path / "out"),
+        open_checkpoint,
+    ):
         with pytest.raises(CheckpointError, match="its name says step 7 and it holds step 3"):
             dict(read(renamed, None) if read is open_checkpoint else read(renamed))
     renamed.rename(tmp_path / "checkpoints" / "kept-by-hand")
-    assert "2 files" in verify(tmp_path / "checkpoints" / "kept-by-hand", workers=1)
+    assert "2 files" in verify_checkpoint(tmp_path / "checkpoints" / "kept-by-hand", workers=1)
 
 
 def test_random_states_come_back() -> None:
@@ -377,8 +391,8 @@ def test_only_our_own_leftovers_are_taken_away(tmp_path: Path) -> None:
     theirs = ["step-000200.good", "best-0.5", ".snapshot", "step-000300.unusable-1", "step-000400"]
     for name in ours + theirs:
         (tmp_path / name).mkdir()
-    assert sorted(path.name for path in leftovers(tmp_path)) == sorted(ours)
-    aside = files.set_aside(tmp_path / "step-000400")
+    assert sorted(path.name for path in unfinished_folders(tmp_path)) == sorted(ours)
+    aside = files.rename_unusable(tmp_path / "step-000400")
     assert aside.name == "step-000400.unusable-1"
     assert complete_steps(tmp_path) == []
 

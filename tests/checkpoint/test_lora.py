@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from ds_finetune.checkpoint.files import Manifest
 from ds_finetune.checkpoint.part_file import part_name
 from ds_finetune.checkpoint.run_state import RunState
-from ds_finetune.checkpoint.same_run import Inputs, changes
+from ds_finetune.checkpoint.same_run import RunIdentity, changes_since_checkpoint
 from ds_finetune.checkpoint.storage import PartsReader
 from ds_finetune.config.schema import LoraConfig, RunConfig
 from ds_finetune.errors import CheckpointError
@@ -72,10 +72,10 @@ def test_other_adapters_or_another_base_are_another_run(lora: dict[str, Any] | N
     tree = {"model": "m", "data": {"train": "rows"}, "output_dir": "out"}
     config = RunConfig.model_validate(tree | {"lora": {"rank": 8}})
     state = RunState(1, 0, 0, (0, 0), {}, {}, {}, "", config.model_dump(mode="json", by_alias=True), {}, {}, "b")
-    assert not changes(state, Inputs(state.config, "", "b"))
+    assert not changes_since_checkpoint(state, RunIdentity(state.config, "", "b"))
     other = RunConfig.model_validate(tree | {"lora": lora}).model_dump(mode="json", by_alias=True)
     with pytest.raises(CheckpointError, match=said):
-        changes(state, Inputs(other, "", base))
+        changes_since_checkpoint(state, RunIdentity(other, "", base))
 
 
 @pytest.mark.slow

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from ds_finetune.checkpoint.files import complete_steps, step_name
-from ds_finetune.checkpoint.locking import LOCK, lock
-from ds_finetune.checkpoint.tools import verify
+from ds_finetune.checkpoint.locking import LOCK, lock_folder
+from ds_finetune.checkpoint.tools import verify_checkpoint
 from ds_finetune.errors import CheckpointError, OutputError
 from tests.checkpoint.runs import Running, numbers
 from tests.conftest import ROOT
@@ -198,7 +198,7 @@ def test_a_full_disk_is_said_loudly_and_the_run_goes_on(tmp_path: Path, small_di
     assert "No space left on device" in run.text
     kept = complete_steps(small_disk)
     assert kept
-    assert verify(small_disk / step_name(kept[-1]), workers=1)
+    assert verify_checkpoint(small_disk / step_name(kept[-1]), workers=1)
     filler.unlink()
     run.wait_for(lambda: complete_steps(small_disk)[-1] > kept[-1] + 1)
     os.kill(run.ranks()[0], signal.SIGTERM)
@@ -260,10 +260,10 @@ def test_a_flipped_byte_in_any_file_is_refused_by_name(stopped: Path) -> None:
             file.unlink()
             file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
             with pytest.raises(CheckpointError) as caught:
-                verify(newest, workers=1)
+                verify_checkpoint(newest, workers=1)
             assert str(file) in caught.value.message
         file.write_bytes(whole)
-    assert verify(newest, workers=1)
+    assert verify_checkpoint(newest, workers=1)
 
 
 def test_a_run_that_is_past_its_end_is_refused(stopped: Path) -> None:
@@ -279,9 +279,9 @@ def test_a_second_run_in_the_same_folder_is_refused(stopped: Path) -> None:
         file.write("a test")
         file.flush()
         with pytest.raises(OutputError) as caught:
-            lock(checkpoints, seconds=0.1, say=lambda text: None)
+            lock_folder(checkpoints, seconds=0.1, say=lambda text: None)
     assert f"{checkpoints} is being written by a test" in caught.value.message
-    lock(checkpoints, seconds=0.1, say=lambda text: None).close()
+    lock_folder(checkpoints, seconds=0.1, say=lambda text: None).close()
 
 
 def test_auto_passes_over_what_is_damaged_and_a_named_one_is_refused(stopped: Path) -> None:

@@ -11,10 +11,18 @@ import pytest
 import torch.distributed as dist
 from pydantic import BaseModel
 
-from ds_finetune.checkpoint.base_config import other_model
+from ds_finetune.checkpoint.base_config import model_mismatch
 from ds_finetune.checkpoint.files import Manifest, commit, partial_name, step_name
 from ds_finetune.checkpoint.run_state import RunState
-from ds_finetune.checkpoint.same_run import ON_RESUME, PRINTED, REFUSED, ROWS, Inputs, changes, table
+from ds_finetune.checkpoint.same_run import (
+    ON_RESUME,
+    PRINTED,
+    REFUSED,
+    ROWS,
+    RunIdentity,
+    changes_since_checkpoint,
+    resume_table,
+)
 from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.errors import CheckpointError
 from ds_finetune.plan.plan import Plan, make_plan
@@ -47,7 +55,7 @@ def _is_section(kind: Any) -> bool:
 def test_every_key_of_the_run_file_is_classified() -> None:
     """A new key has to be put into the table, and the table into the docs, before this passes."""
     assert set(keys_of(RunConfig)) == ON_RESUME.keys()
-    assert table() in (ROOT / "docs" / "checkpoints.md").read_text()
+    assert resume_table() in (ROOT / "docs" / "explanation" / "checkpoints.md").read_text()
 
 
 def dumped(tree: dict[str, Any]) -> dict[str, Any]:
@@ -84,22 +92,27 @@ def test_a_changed_key_is_refused_printed_or_without_effect(key: str) -> None:
     state, config = state_of(before), changed(key, before)
     if ON_RESUME[key] is REFUSED:
         with pytest.raises(CheckpointError, match=f"{key} .* -> "):
-            changes(state, Inputs(config, "rows"))
+            changes_since_checkpoint(state, RunIdentity(config, "rows"))
         return
-    lines = changes(state, Inputs(config, "rows"))
+    lines = changes_since_checkpoint(state, RunIdentity(config, "rows"))
     assert (ON_RESUME[key] in (PRINTED, ROWS)) == any(
         line.startswith(f"changed since the checkpoint: {key}") for line in lines
     ), lines
     if ON_RESUME[key] is ROWS:
         with pytest.raises(CheckpointError, match="training rows rows -> others"):
-            changes(state, Inputs(config, "others"))
+            changes_since_checkpoint(state, RunIdentity(config, "others"))
 
 
 def test_nothing_is_refused_or_printed_where_nothing_changed() -> None:
     old = dumped(TREE)
     del old["watchdog"], old["train"]["seed"], old["model"]["resize_vocabulary"]
-    assert changes(state_of(old), Inputs(dumped(TREE), "rows")) == []
-    assert changes(state_of(dumped(TREE)), Inputs(dumped(TREE | {"optim": {"name": "adam"}}), "rows")) == []
+    assert changes_since_checkpoint(state_of(old), RunIdentity(dumped(TREE), "rows")) == []
+    assert (
+        changes_since_checkpoint(
+            state_of(dumped(TREE)), RunIdentity(dumped(TREE | {"optim": {"name": "adam"}}), "rows")
+        )
+        == []
+    )
 
 
 def test_a_deepspeed_file_whose_contents_changed_is_printed() -> None:
@@ -112,12 +125,14 @@ def test_a_deepspeed_file_whose_contents_changed_is_printed() -> None:
         "communication_data_type": "fp32",
     }
     now = then | {"communication_data_type": "bf16", "train_batch_size": 16}
-    lines = changes(state_of(config, deepspeed=then), Inputs(config, "rows", deepspeed=now))
+    lines = changes_since_checkpoint(state_of(config, deepspeed=then), RunIdentity(config, "rows", deepspeed=now))
     assert lines == ["changed since the checkpoint: DeepSpeed's communication_data_type 'fp32' -> 'bf16'"]
 
 
 def test_another_version_is_printed() -> None:
-    lines = changes(state_of(dumped(TREE), versions={"torch": "1.0"}), Inputs(dumped(TREE), "rows"))
+    lines = changes_since_checkpoint(
+        state_of(dumped(TREE), versions={"torch": "1.0"}), RunIdentity(dumped(TREE), "rows")
+    )
     assert [line.partition("->")[0] for line in lines] == ["changed since the checkpoint: torch 1.0 "]
 
 
@@ -140,12 +155,12 @@ def test_losses_on_other_evaluation_rows_are_not_compared(
             CheckpointError,
             match=r"remembers the best eval/loss 1\.5000 of other rows: evaluation rows 8 rows, abc -> 9 rows, def",
         ):
-            changes(state, Inputs(config, "rows", held_out="9 rows, def"))
+            changes_since_checkpoint(state, RunIdentity(config, "rows", held_out="9 rows, def"))
     else:
-        assert changes(state, Inputs(config, "rows", held_out="9 rows, def")) == [
+        assert changes_since_checkpoint(state, RunIdentity(config, "rows", held_out="9 rows, def")) == [
             "changed since the checkpoint: evaluation rows 8 rows, abc -> 9 rows, def"
         ]
-    assert changes(state, Inputs(config, "rows", held_out="8 rows, abc")) == []
+    assert changes_since_checkpoint(state, RunIdentity(config, "rows", held_out="8 rows, abc")) == []
 
 
 @pytest.mark.parametrize(
@@ -180,7 +195,7 @@ def test_a_config_json_that_changes_numbers_is_another_model(
     kept = {"model_type": "deepseek_v3", **CONFIGS["deepseek_v3"]}
     (tmp_path / "config.json").write_text(json.dumps(kept))
     edit(now := dict(kept))
-    found = other_model(tmp_path, "config.json", now)
+    found = model_mismatch(tmp_path, "config.json", now)
     assert (found.message if found else "").partition("trained with: ")[2] == said
 
 

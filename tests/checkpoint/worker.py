@@ -16,11 +16,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
-from ds_finetune.checkpoint.place import Place, find_place
-from ds_finetune.checkpoint.restore import newest, restore
+from ds_finetune.checkpoint.folder import CheckpointFolder, open_checkpoint_folder
+from ds_finetune.checkpoint.restore import newest_checkpoint, restore_engine
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.saver import Saver
-from ds_finetune.cli.main import leave
+from ds_finetune.cli.main import exit_process
 from ds_finetune.engine.core import Engine
 from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.engine.start import start_engine
@@ -57,8 +57,8 @@ def _engine(layout: Layout, world: World, device: str, job: dict[str, Any], *, h
     return start_engine(plan, model_of(config), has_weights=has_weights)
 
 
-def _place(folder: Path, world: World) -> Place:
-    return find_place(folder, rank=world.rank, node_local=False)
+def _place(folder: Path, world: World) -> CheckpointFolder:
+    return open_checkpoint_folder(folder, rank=world.rank, node_local=False)
 
 
 def _steps(engine: Engine, *, start_step: int, steps: int) -> list[dict[str, Any]]:
@@ -103,12 +103,12 @@ def _save(layout: Layout, world: World, device: str, job: dict[str, Any]) -> dic
 def _restore(source: str, layout: Layout, world: World, device: str, job: dict[str, Any]) -> dict[str, Any]:
     with _engine(layout, world, device, job, has_weights=False) as engine:
         place = _place(Path(job["folder"]) / source, world)
-        found = newest(place, place.folder)
+        found = newest_checkpoint(place, place.path)
         assert found is not None
-        restore(engine, replace(place), found)
+        restore_engine(engine, replace(place), found)
         return {"after": _steps(engine, start_step=BEFORE, steps=AFTER), "weights": _weights(engine)}
 
 
 if __name__ == "__main__":
     main()
-    leave()
+    exit_process()

@@ -29,7 +29,7 @@ def test_an_error_carries_its_hint() -> None:
     assert (ConfigError("x").exit_code, RunError("x").exit_code) == (2, 1)
 
 
-def test_a_users_mistake_is_said_once_by_local_rank_zero(capsys: pytest.CaptureFixture[str]) -> None:
+def test_local_rank_zero_prints_an_error_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["config", "show", "none.yaml"]) == 2
     assert (
         capsys.readouterr().err
@@ -37,7 +37,7 @@ def test_a_users_mistake_is_said_once_by_local_rank_zero(capsys: pytest.CaptureF
     )
 
 
-def test_other_ranks_of_a_machine_wait_and_say_it_in_a_line(
+def test_other_ranks_of_a_host_wait_and_print_it_in_a_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cli, "_QUIET_SECONDS", 0.01)
@@ -46,13 +46,13 @@ def test_other_ranks_of_a_machine_wait_and_say_it_in_a_line(
     assert capsys.readouterr().err == "rank 3: run file `none.yaml` does not exist\n"
 
 
-def test_overrides_stand_on_both_sides_of_options() -> None:
-    arguments = cli._parsed(["launch", "RUN.yaml", "optim.lr=1", "--nproc", "2", "train.seed=3"])
+def test_overrides_may_come_before_and_after_options() -> None:
+    arguments = cli.parse_arguments(["launch", "RUN.yaml", "optim.lr=1", "--nproc", "2", "train.seed=3"])
     assert arguments.overrides == ["optim.lr=1", "train.seed=3"]
     with pytest.raises(SystemExit):
-        cli._parsed(["launch", "RUN.yaml", "--nproc", "2", "more"])
+        cli.parse_arguments(["launch", "RUN.yaml", "--nproc", "2", "more"])
     with pytest.raises(SystemExit):
-        cli._parsed(["launch", "RUN.yaml", "--npro=2"])
+        cli.parse_arguments(["launch", "RUN.yaml", "--npro=2"])
 
 
 def test_what_deepspeed_adds_to_the_arguments_is_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,7 +170,7 @@ def test_numbers_out_of_range_are_wrong_usage(command: str, message: str, capsys
     assert message in capsys.readouterr().err
 
 
-def test_a_run_ends_with_the_next_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_ends_by_printing_the_next_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from ds_finetune.console import show_next
     from ds_finetune.trainer.train import Report
 

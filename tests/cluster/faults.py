@@ -21,7 +21,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ds_finetune.launch.process_tags import MARK
+from ds_finetune.launch.process_tags import TAG_VARIABLE
 from tests.cluster.bed import Bed
 from tests.running import tiny_task
 
@@ -87,7 +87,9 @@ class Launched:
 
     def left(self) -> list[int]:
         """Processes of this run on any host, ended ones that nobody has taken note of left out."""
-        return [pid for pid in _pids() if f"{MARK}={self.run_id()}." in _environ(pid) and _state(pid) not in "ZX"]
+        return [
+            pid for pid in _pids() if f"{TAG_VARIABLE}={self.run_id()}." in _environ(pid) and _state(pid) not in "ZX"
+        ]
 
     def processes(self, host: int, word: str) -> list[int]:
         """Processes of this run on a host that have `word` in their command; of guards and sshd, those of any run."""

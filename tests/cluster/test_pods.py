@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ds_finetune.launch.emit import Order, emitted
+from ds_finetune.launch.emit import EmitRequest, render_file
 from tests.cluster.bed import Bed
 from tests.cluster.training import ZERO3, Started, job_on, losses_of_two_ranks, name_hosts, started, traveling
 from tests.running import metrics, tiny_task
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 def _pods(bed: Bed, folder: Path, **sections: Any) -> list[Started]:
     """Start what the emitted job's pods run, each on a host of its own."""
     job = job_on(bed, tiny_task(folder, deepspeed=ZERO3, **sections), 1, 1)
-    service, manifest = yaml.safe_load_all(emitted("k8s", Order(job=job, name="tiny", cpus=1)))
+    service, manifest = yaml.safe_load_all(render_file("k8s", EmitRequest(job=job, name="tiny", cpus=1)))
     (container,) = manifest["spec"]["template"]["spec"]["containers"]
     # Names of an Indexed Job's pods in its headless Service, within one namespace.
     count = manifest["spec"]["completions"]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ds_finetune.hostfile import Host
-from ds_finetune.launch.emit import Order, emitted
+from ds_finetune.launch.emit import EmitRequest, render_file
 from ds_finetune.launch.schedulers import Job
 from tests.cluster.bed import Bed
 from tests.cluster.slurm import Slurm, allocate, why_no_slurm
@@ -74,7 +74,7 @@ def test_a_killed_rank_ends_all(bed: Bed, slurm: Slurm) -> None:
 def _script(bed: Bed, folder: Path, **sections: object) -> str:
     """The emitted script of a tiny run, in a file."""
     job = job_on(bed, tiny_task(folder, deepspeed=ZERO3, **sections), 1, 1)
-    (folder / "job.sh").write_text(emitted("slurm", Order(job=job, name="tiny", cpus=1, time="00:30:00")))
+    (folder / "job.sh").write_text(render_file("slurm", EmitRequest(job=job, name="tiny", cpus=1, time="00:30:00")))
     return str(folder / "job.sh")
 
 

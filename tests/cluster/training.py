@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_finetune.launch.environment import carried
+from ds_finetune.launch.environment import carried_variables
 from ds_finetune.launch.schedulers import Job
 from tests.cluster.bed import INTERFACE, Bed
 from tests.conftest import ROOT
@@ -27,7 +27,7 @@ def traveling() -> dict[str, str]:
         "PYTHONPATH": str(ROOT),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
-    return carried(os.environ | settings).values
+    return carried_variables(os.environ | settings).values
 
 
 def name_hosts(bed: Bed, names: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.checkpoint.run_state import RunState
-from ds_finetune.checkpoint.same_run import Inputs, changes
+from ds_finetune.checkpoint.same_run import RunIdentity, changes_since_checkpoint
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data import prepare as preparing
 from ds_finetune.data.cache import ArrayParts, damage_of, remove_damaged, write_folder
@@ -62,9 +62,9 @@ def test_one_other_token_anywhere_is_another_fingerprint_and_no_resume(
         step=1, skipped_steps=0, tokens_seen=0, position=(0, 1), engine={}, observers={}, values={}, data=first,
         config=tree, layout={}, versions={},
     )  # fmt: skip
-    assert not [line for line in changes(state, Inputs(tree, same)) if "rows" in line]
+    assert not [line for line in changes_since_checkpoint(state, RunIdentity(tree, same)) if "rows" in line]
     with pytest.raises(CheckpointError, match=r"training rows .* -> ") as caught:
-        changes(state, Inputs(tree, other))
+        changes_since_checkpoint(state, RunIdentity(tree, other))
     assert first in caught.value.message
     assert other in caught.value.message
 

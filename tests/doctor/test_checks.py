@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from ds_finetune.doctor import checks
-from ds_finetune.doctor.checks import Check, Clock, why_lost
-from ds_finetune.doctor.facts import Asked, Facts, Folder, Gpu, gather
+from ds_finetune.doctor.checks import Check, ClockOffset, why_lost
+from ds_finetune.doctor.facts import Facts, Folder, Gpu, HostQuery, gather
 from ds_finetune.doctor.links import network_checks, slow_checks
 from ds_finetune.doctor.network import rounds
 from ds_finetune.hostfile import Host
@@ -19,7 +19,7 @@ HOSTS = {"a": Host("a", 8, 1), "b": Host("b", 4, 2)}
 
 @pytest.fixture(scope="module")
 def here() -> Facts:
-    return gather(Asked(first="localhost"))
+    return gather(HostQuery(first="localhost"))
 
 
 def _states(found: Any) -> dict[str, str]:
@@ -52,7 +52,7 @@ def test_why_a_host_is_lost_is_told_apart(code: int | None, said: str, name: str
     check = why_lost("h", code, said, "/opt/p/bin/python")
     assert (check.name, check.host, check.state) == (name, "h", "fail")
     assert found in check.found
-    assert check.mend
+    assert check.hint
 
 
 def test_versions(here: Facts) -> None:
@@ -104,7 +104,7 @@ def test_limits(here: Facts) -> None:
     )
     assert _states(found) == {"a": "ok", "b": "warn", "c": "warn"}
     assert found[1].found == "open files 1024; /dev/shm 64 MiB"
-    assert found[1].mend.startswith("raise nofile to 1152")
+    assert found[1].hint.startswith("raise nofile to 1152")
     assert found[2].found == "locked memory 64 KiB"
     assert _states(checks.limit_checks({"a": good}, world_size=16, locks_memory=True)) == {"a": "warn"}
     unlimited = replace(good, open_files=-1, locked_bytes=-1)
@@ -112,7 +112,12 @@ def test_limits(here: Facts) -> None:
 
 
 def test_clocks_are_blamed_for_no_more_than_the_round_trip_leaves() -> None:
-    clocks = {"a": Clock(-0.001, 0.01), "b": Clock(1.4, 0.01), "c": Clock(1.4, 2.0), "d": Clock(-3600, 0.2)}
+    clocks = {
+        "a": ClockOffset(-0.001, 0.01),
+        "b": ClockOffset(1.4, 0.01),
+        "c": ClockOffset(1.4, 2.0),
+        "d": ClockOffset(-3600, 0.2),
+    }
     found = list(checks.clock_checks(clocks))
     assert _states(found) == {"a": "ok", "b": "warn", "c": "ok", "d": "fail"}
     assert found[0].found == "+0.00 s"
@@ -186,7 +191,7 @@ def test_disk_and_memory_beside_the_plan(here: Facts) -> None:
 
 
 def test_ports() -> None:
-    facts = gather(Asked())
+    facts = gather(HostQuery())
     assert next(checks.port_checks("a", facts, 1)).state == "ok"
     taken = next(checks.port_checks("a", replace(facts, port_holder="process 7, python"), 29500))
     assert (taken.state, taken.found) == ("fail", "29500 is taken: process 7, python")

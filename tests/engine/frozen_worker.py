@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from ds_finetune.cli.main import leave
+from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.core import Engine
 from ds_finetune.engine.processes import choose_device, process_group
@@ -72,4 +72,4 @@ def _compared(before: dict[str, torch.Tensor], *after: dict[str, torch.Tensor]) 
 
 if __name__ == "__main__":
     main()
-    leave()
+    exit_process()

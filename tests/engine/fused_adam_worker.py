@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ds_finetune.cli.main import leave
+from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.engine.start import start_engine
@@ -99,4 +99,4 @@ def _start(plan: Plan, *arguments: Any, takes_torchs: bool, has_weights: bool = 
 
 if __name__ == "__main__":
     main()
-    leave()
+    exit_process()

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ds_finetune.cli.main import leave
+from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.engine.start import start_engine
@@ -43,4 +43,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    leave()
+    exit_process()

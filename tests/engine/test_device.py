@@ -18,7 +18,7 @@ from ds_finetune.data.batches import eval_batches, training_batches
 from ds_finetune.engine import start
 from ds_finetune.engine.core import Engine, Limits
 from ds_finetune.engine.groups import Groups
-from ds_finetune.engine.processes import everyones, everyones_number, largest
+from ds_finetune.engine.processes import all_gather_object, all_gather_scalar, all_reduce_max
 from ds_finetune.model.loss import TrainedModel
 from ds_finetune.model.model_plan import plan_model
 from ds_finetune.model.parallel.expert import ExpertGroup
@@ -169,9 +169,9 @@ def test_moments_of_an_offloaded_optimizer_are_joined() -> None:
 def test_values_that_ranks_exchange() -> None:
     """Of signals, saves and choices of a checkpoint."""
     with on_device(3, rank=1):
-        assert largest(1.0, 2.0) == [1.0, 2.0]
-        assert everyones_number(2.0) == [0.0, 6.0, 0.0]
-        assert everyones("a") == ["a"] * 3
+        assert all_reduce_max(1.0, 2.0) == [1.0, 2.0]
+        assert all_gather_scalar(2.0) == [0.0, 6.0, 0.0]
+        assert all_gather_object("a") == ["a"] * 3
 
 
 def test_a_tensor_on_the_cpu_is_refused() -> None:

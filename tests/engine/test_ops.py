@@ -63,7 +63,7 @@ def test_an_operator_with_a_substitute_is_a_warning_of_the_doctor() -> None:
     (settings,) = needed_ops(plan).values()
     answer = {"refused": "DeepSpeed's fused_adam cannot be built: CUDA_HOME does not exist", "hint": "install CUDA"}
     found = op_check("a", "fused_adam", answer, settings)
-    assert (found.state, found.mend) == ("warn", "install CUDA")
+    assert (found.state, found.hint) == ("warn", "install CUDA")
     assert found.found.endswith("CUDA_HOME does not exist; the run will use torch's fused AdamW")
     assert op_check("a", "cpu_adam", answer, {}).state == "fail"
 

@@ -11,7 +11,7 @@ PROGRAM = """
 import os
 from pathlib import Path
 
-from ds_finetune.engine.processes import everyones, process_group
+from ds_finetune.engine.processes import all_gather_object, process_group
 from ds_finetune.world import World
 
 
@@ -23,7 +23,7 @@ with process_group(World.from_environment(os.environ), "cpu"):
     from deepspeed.utils import groups
 
     groups._clone_world_group()
-    assert everyones(1) == [1]
+    assert all_gather_object(1) == [1]
     print("open", threads())
 print("closed", threads())
 """

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ds_finetune.cli.main import leave
+from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import Batch, BatchPlan, training_batches
 from ds_finetune.engine.core import Engine
@@ -135,4 +135,4 @@ def _route_apart(engine: Engine, rank: int) -> None:
 
 if __name__ == "__main__":
     main()
-    leave()
+    exit_process()

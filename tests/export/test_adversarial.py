@@ -21,7 +21,7 @@ from ds_finetune.cli.main import main
 from ds_finetune.config.schema import LoraConfig
 from ds_finetune.errors import OutputError
 from ds_finetune.export.adapter import write_adapter
-from ds_finetune.model.families import family_of
+from ds_finetune.families.table import family_of
 from ds_finetune.model.lora import Factors
 from ds_finetune.model.weights import weights_digest
 from tests.conftest import ROOT

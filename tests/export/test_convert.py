@@ -16,7 +16,7 @@ from ds_finetune.errors import ExportError
 from ds_finetune.export import convert
 from ds_finetune.export.convert import fitted, read_model_spec, write_from
 from ds_finetune.export.folder import FolderParts
-from ds_finetune.model.families import family_of
+from ds_finetune.families.table import family_of
 from ds_finetune.model.names import hub_pieces
 from ds_finetune.trainer.run_dir import read_json
 from tests.model.test_weights import published
@@ -200,7 +200,7 @@ from pathlib import Path
 from ds_finetune.export import convert
 from ds_finetune.export.folder import FolderParts, write_folder
 from ds_finetune.export.readers.native import read_native
-from ds_finetune.model.families import family_of
+from ds_finetune.families.table import family_of
 
 convert.CHUNK_NUMEL = 2**18
 SIDE = 1024

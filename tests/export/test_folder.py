@@ -9,11 +9,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from ds_finetune.errors import ConfigError, ExportError
-from ds_finetune.export.folder import FolderParts, parse_bytes, write_folder
-from ds_finetune.model.families import family_of
+from ds_finetune.errors import ExportError
+from ds_finetune.export.folder import FolderParts, write_folder
+from ds_finetune.families.table import family_of
 from ds_finetune.model.names import hub_pieces
 from ds_finetune.trainer.run_dir import read_json
+from ds_finetune.units import parse_bytes
 from tests.model.test_weights import published
 from tests.model.tiny import CONFIGS
 
@@ -46,7 +47,11 @@ def test_folder_equals_what_transformers_writes(family: str, shard: str, tmp_pat
     model = published(family, tmp_path / "base")
     out = tmp_path / "out"
     write_folder(
-        tensors_of(model), specs_of(model), out, parts_of(tmp_path / "base", family), max_shard_bytes=parse_bytes(shard)
+        tensors_of(model),
+        specs_of(model),
+        out,
+        parts_of(tmp_path / "base", family),
+        max_shard_bytes=parse_bytes(shard, name="export.max_shard_size"),
     )
     wanted = load_file(tmp_path / "base" / "model.safetensors")
     found = {key: tensor for file in out.glob("*.safetensors") for key, tensor in load_file(file).items()}
@@ -103,16 +108,6 @@ def test_other_ranks_drain_and_write_nothing(tmp_path: Path) -> None:
 def _config(folder: Path) -> Path:
     AutoConfig.for_model("llama", **CONFIGS["llama"]).save_pretrained(folder / "base")
     return folder / "base"
-
-
-@pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("1.5 kb", 1500), ("2MiB", 2 * 2**20)])
-def test_sizes(text: str, size: int) -> None:
-    assert parse_bytes(text) == size
-
-
-def test_a_size_that_is_none() -> None:
-    with pytest.raises(ConfigError, match=r"export\.max_shard_size is `5 apples`"):
-        parse_bytes("5 apples")
 
 
 def test_pieces_cover_a_tensor_once() -> None:

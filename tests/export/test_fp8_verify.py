@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from ds_finetune.export.readers.checkpoint import export_checkpoint
+from ds_finetune.export.verify import fresh
 from ds_finetune.export.verify.record import UNVERIFIED, Record, kept_logits
-from ds_finetune.export.verify.verify import Verdict, _digest, fresh, verify
+from ds_finetune.export.verify.verify import Verdict, _digest, verify
 from ds_finetune.export.verify.verify import tensors_of as stored
 from tests.model.fp8_folder import V3, decoded, in_fp8, is_published_in_fp8, master, multiplied_out, publish, read_all
 from tests.model.test_weights import published

@@ -23,7 +23,7 @@ from ds_finetune.export.readers.base import Base
 from ds_finetune.export.readers.checkpoint import Exported, export_checkpoint
 from ds_finetune.export.verify.record import UNVERIFIED, Record
 from ds_finetune.export.verify.verify import tensors_of, verify
-from ds_finetune.model.families import family_of
+from ds_finetune.families.table import family_of
 from ds_finetune.model.lora import Factors
 from ds_finetune.model.weights import weights_digest
 from tests.model.fp8_folder import (

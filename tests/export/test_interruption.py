@@ -129,8 +129,8 @@ def interrupted(engine):
     os.kill(os.getpid(), signal.SIGINT)
     before(engine)
 DeepSpeedEngine.__del__ = interrupted
-from ds_finetune.cli.main import run
-run(["train", sys.argv[1]])
+from ds_finetune.cli.main import run_and_exit
+run_and_exit(["train", sys.argv[1]])
 """
 
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_finetune.config.schema import LoraConfig
 from ds_finetune.export.adapter import write_adapter
-from ds_finetune.model.families import family_of
+from ds_finetune.families.table import family_of
 from ds_finetune.model.lora import Factors
 from tests.running import start
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from ds_finetune.cli import main as cli
 from ds_finetune.errors import ExportError
 from ds_finetune.export.readers.native import read_native
-from ds_finetune.model.families import family_of
+from ds_finetune.families.table import family_of
 from ds_finetune.model.names import hub_pieces
 from tests.export.cells import CELLS, Cell, fresh
 from tests.running import start, torchrun

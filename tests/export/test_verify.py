@@ -25,7 +25,7 @@ from ds_finetune.export.interruption import Interruption
 from ds_finetune.export.verify.record import RECORD, UNVERIFIED, Digest, Record, kept_logits, prompts_of
 from ds_finetune.export.verify.verify import Verdict, _digest, deviations, in_ranges, verify
 from ds_finetune.export.verify.verify import tensors_of as stored
-from ds_finetune.model.families import family_of
+from ds_finetune.families.table import family_of
 from ds_finetune.trainer.exports import verify_exports
 from ds_finetune.trainer.run_dir import read_json
 from tests.export.test_folder import specs_of, tensors_of

@@ -16,7 +16,7 @@ import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-from ds_finetune.cli.main import leave
+from ds_finetune.cli.main import exit_process
 from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.world import World
 from tests.export.cells import CELLS, Cell, fresh, hf_config
@@ -89,4 +89,4 @@ def _train_with_transformers(folder: Path) -> None:
 
 if __name__ == "__main__":
     main()
-    leave()
+    exit_process()

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from ds_finetune.hostfile import Host
-from ds_finetune.launch.attempt import Attempt, Limits, Outcome, _of_signal
-from ds_finetune.launch.process_tags import MARK, end_marked, marked
+from ds_finetune.launch.attempt import Attempt, AttemptOutcome, HostTimeouts, _of_signal
+from ds_finetune.launch.process_tags import TAG_VARIABLE, kill_tagged, tagged_processes
 from ds_finetune.launch.remote import Remote
 from ds_finetune.launch.screen import Screen
 from tests.conftest import ROOT
 from tests.running import tiny_task
 
 HERE = Host("localhost", 1, 1)
-LIMITS = Limits(greeting=20, silent=5)
+TIMEOUTS = HostTimeouts(greeting=20, silent=5)
 
 
 def _remote(folder: Path, script: str) -> Remote:
@@ -30,7 +30,7 @@ def _remote(folder: Path, script: str) -> Remote:
     return Remote(python=str(python), directory=str(ROOT))
 
 
-def _run(remote: Remote, folder: Path, argv: list[str], **env: str) -> tuple[Any, Outcome]:
+def _run(remote: Remote, folder: Path, argv: list[str], **env: str) -> tuple[Any, AttemptOutcome]:
     spec = {
         "do": "start",
         "argv": argv,
@@ -45,10 +45,10 @@ def _run(remote: Remote, folder: Path, argv: list[str], **env: str) -> tuple[Any
         "meet_at": "",
         "watchdog": str(folder / "watchdog"),
     }
-    with Attempt([HERE], remote, LIMITS) as attempt:
+    with Attempt([HERE], remote, TIMEOUTS) as attempt:
         greeting = attempt.greetings()[HERE]
         outcome = attempt.run({HERE: spec}, lambda _: None)
-    assert not marked([spec["mark"]])
+    assert not tagged_processes([spec["mark"]])
     return greeting, outcome
 
 
@@ -80,7 +80,7 @@ from pathlib import Path
 from ds_finetune.launch.messages import packed
 from ds_finetune.watchdog.endings import began_at, mark_kill
 control = socket.socket(socket.AF_UNIX)
-control.connect("\\0" + os.environ["DS_FINETUNE_GUARD"])
+control.connect("\\0" + os.environ["DS_FINETUNE_SUPERVISOR"])
 control.sendall(packed(said="rank", rank=0, pid=os.getpid()))
 import time; time.sleep(0.5)
 {before}
@@ -130,9 +130,9 @@ def test_a_host_that_goes_after_its_greeting_is_a_failure(tmp_path: Path) -> Non
 
 
 def test_a_program_that_does_not_start_is_told_from_a_silent_host(tmp_path: Path) -> None:
-    with Attempt([HERE], _remote(tmp_path, "echo no such thing >&2; exit 7"), LIMITS) as attempt:
+    with Attempt([HERE], _remote(tmp_path, "echo no such thing >&2; exit 7"), TIMEOUTS) as attempt:
         assert attempt.greetings() == {HERE: "the program does not start there (7): no such thing"}
-    with Attempt([HERE], _remote(tmp_path, "exec sleep 60"), Limits(greeting=0.5, silent=5)) as attempt:
+    with Attempt([HERE], _remote(tmp_path, "exec sleep 60"), HostTimeouts(greeting=0.5, silent=5)) as attempt:
         assert str(attempt.greetings()[HERE]).startswith("did not answer in time")
 
 
@@ -140,17 +140,17 @@ def test_every_process_with_a_mark_is_gone_when_that_is_said() -> None:
     """One with much memory, which the kernel takes a while to take back, and one whose parent has left it."""
     mark = f"test.{os.getpid()}.{time.time_ns()}"
     big = "import time; held = bytearray(400_000_000); print('up', flush=True); time.sleep(100)"
-    beside = {**os.environ, MARK: mark}
+    beside = {**os.environ, TAG_VARIABLE: mark}
     started = subprocess.Popen([sys.executable, "-c", big], env=beside, stdout=subprocess.PIPE)
     assert started.stdout is not None
     assert started.stdout.readline() == b"up\n"
     subprocess.run(["sh", "-c", "setsid sleep 100 & exit"], env=beside, check=True)
-    assert len(marked([mark])) == 2
-    assert end_marked(["another", mark]) == 0
+    assert len(tagged_processes([mark])) == 2
+    assert kill_tagged(["another", mark]) == 0
     assert (
         started.poll() is not None or Path(f"/proc/{started.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     )
-    assert marked([mark]) == []
+    assert tagged_processes([mark]) == []
     started.wait()
 
 

@@ -17,7 +17,7 @@ import yaml
 
 from ds_finetune.errors import LaunchError
 from ds_finetune.hostfile import Host, read_hostfile
-from ds_finetune.launch.emit import Order, container_file, emitted
+from ds_finetune.launch.emit import EmitRequest, container_file, render_file
 from ds_finetune.launch.schedulers import Job
 from tests.conftest import ROOT
 
@@ -29,7 +29,7 @@ VARIABLES = {
     "TORCH_MINE": 'a b\'c $(X) "d"',
 }
 HOSTS = (Host("a", 8, 1), Host("b", 8, 2))
-ORDER = Order(
+ORDER = EmitRequest(
     job=Job(
         "runs/r.yaml",
         ("optim.lr=1e-5", "data.train=$(HOME)/x y"),
@@ -59,7 +59,7 @@ def _options(script: str) -> dict[str, str]:
 
 
 def test_script_of_slurm(tmp_path: Path) -> None:
-    script = emitted("slurm", ORDER)
+    script = render_file("slurm", ORDER)
     _check(script, tmp_path)
     assert _options(script) == {
         "job-name": "r1",
@@ -88,7 +88,7 @@ def test_script_of_slurm(tmp_path: Path) -> None:
 
 def test_variables_of_the_script_are_what_was_given(tmp_path: Path) -> None:
     """The part that sets them, run by bash, gives every rank the same values; without the secret it does not start."""
-    script = emitted("slurm", ORDER)
+    script = render_file("slurm", ORDER)
     assert "hunter2" not in script
     part = script.split("nothing else does.\n")[1].split("\n\n")[0]
     (tmp_path / "part.sh").write_text(f"set -eu\n{part}\nenv -0\n")
@@ -107,7 +107,7 @@ def test_variables_of_the_script_are_what_was_given(tmp_path: Path) -> None:
 
 
 def test_the_script_makes_a_secret_of_its_own(tmp_path: Path) -> None:
-    (line,) = re.findall(r"^DS_FINETUNE_SECRET=.*$", emitted("slurm", ORDER), re.MULTILINE)
+    (line,) = re.findall(r"^DS_FINETUNE_SECRET=.*$", render_file("slurm", ORDER), re.MULTILINE)
     made = {
         subprocess.run(
             ["bash", "-euc", f'{line}; echo "$DS_FINETUNE_SECRET"'], capture_output=True, text=True, check=True
@@ -129,7 +129,7 @@ SECRETS = {
 
 @pytest.mark.parametrize("kind", ["slurm", "k8s"])
 def test_secrets_are_taken_from_the_environment_when_the_file_is_used(kind: str) -> None:
-    text = emitted(kind, replace(ORDER, job=replace(ORDER.job, variables=SECRETS), named=frozenset(SECRETS)))
+    text = render_file(kind, replace(ORDER, job=replace(ORDER.job, variables=SECRETS), named=frozenset(SECRETS)))
     assert "hunter2" not in text
     for name in SECRETS:
         assert (f'export {name}="${{{name}:?' if kind == "slurm" else f"key: {name}\n") in text
@@ -137,17 +137,17 @@ def test_secrets_are_taken_from_the_environment_when_the_file_is_used(kind: str)
 
 @pytest.mark.parametrize("kind", ["slurm", "k8s"])
 def test_an_override_with_a_password_is_refused(kind: str) -> None:
-    order = replace(
+    request = replace(
         ORDER,
         job=replace(ORDER.job, overrides=("eval.generate.max_new_tokens=9", "data.train=https://me:hunter2@host/x")),
     )
     with pytest.raises(LaunchError, match=r"the override data\.train=\*\*\* looks secret") as caught:
-        emitted(kind, order)
+        render_file(kind, request)
     assert "hunter2" not in str(caught.value)
 
 
-def _documents(order: Order) -> tuple[dict[str, Any], dict[str, Any]]:
-    service, job = yaml.safe_load_all(emitted("k8s", order))
+def _documents(request: EmitRequest) -> tuple[dict[str, Any], dict[str, Any]]:
+    service, job = yaml.safe_load_all(render_file("k8s", request))
     return service, job
 
 
@@ -183,7 +183,7 @@ def test_manifests_of_kubernetes() -> None:
 
 
 def test_variables_of_the_manifests() -> None:
-    text = emitted("k8s", ORDER)
+    text = render_file("k8s", ORDER)
     assert "hunter2" not in text
     assert "# Left out, being paths of the machine it was written on: HF_HOME, PATH\n" in text
     assert "kubectl create secret generic r1 --from-literal" in text
@@ -211,28 +211,28 @@ def test_manifests_are_what_kubernetes_takes(version: str, variables: dict[str, 
     validate = pytest.importorskip(
         "kubernetes_validate", reason="kubernetes-validate, which has the schemas, is not installed"
     )
-    order = replace(ORDER, job=replace(ORDER.job, variables=variables))
-    for document in _documents(order):
+    request = replace(ORDER, job=replace(ORDER.job, variables=variables))
+    for document in _documents(request):
         validate.validate(document, version, strict=True)
-    broken = _documents(order)[1]
+    broken = _documents(request)[1]
     broken["spec"]["template"]["spec"]["subdomains"] = "r1"
     with pytest.raises(validate.ValidationError, match="subdomains"):
         validate.validate(broken, version, strict=True)
 
 
 def test_on_the_cpu_no_gpu_is_asked_for() -> None:
-    order = replace(ORDER, job=replace(ORDER.job, variables={"DS_ACCELERATOR": "cpu"}))
-    assert "gpus" not in emitted("slurm", order)
-    assert "nvidia.com" not in emitted("k8s", order)
+    request = replace(ORDER, job=replace(ORDER.job, variables={"DS_ACCELERATOR": "cpu"}))
+    assert "gpus" not in render_file("slurm", request)
+    assert "nvidia.com" not in render_file("k8s", request)
 
 
 def test_sixty_four_hosts_of_eight(tmp_path: Path) -> None:
-    order = replace(ORDER, job=replace(ORDER.job, hosts=read_hostfile(ROOT / "hostfiles" / "nodes64")))
-    script = emitted("slurm", order)
+    request = replace(ORDER, job=replace(ORDER.job, hosts=read_hostfile(ROOT / "hostfiles" / "nodes64")))
+    script = render_file("slurm", request)
     _check(script, tmp_path)
     assert (_options(script)["nodes"], _options(script)["ntasks-per-node"]) == ("64", "8")
     assert "--nodes=64 --ntasks=512 " in script
-    spec = _documents(order)[1]["spec"]
+    spec = _documents(request)[1]["spec"]
     assert (spec["completions"], spec["parallelism"]) == (64, 64)
     assert spec["template"]["spec"]["containers"][0]["args"][:3] == [
         "--nnodes=64",
@@ -252,24 +252,24 @@ def test_sixty_four_hosts_of_eight(tmp_path: Path) -> None:
 )
 def test_hosts_that_a_file_cannot_say(kind: str, change: dict[str, Any], message: str) -> None:
     with pytest.raises(LaunchError) as caught:
-        emitted(kind, replace(ORDER, job=replace(ORDER.job, **change)))
+        render_file(kind, replace(ORDER, job=replace(ORDER.job, **change)))
     assert message in caught.value.message
 
 
 @pytest.mark.parametrize("name", ["R1", "1r", "r_1", "r-", "r" * 60, ""])
 def test_names_that_kubernetes_refuses(name: str) -> None:
     with pytest.raises(LaunchError, match="cannot name a Kubernetes job"):
-        emitted("k8s", replace(ORDER, name=name))
+        render_file("k8s", replace(ORDER, name=name))
 
 
 def test_a_time_that_is_none() -> None:
     with pytest.raises(LaunchError, match="--time 3h is not a time"):
-        emitted("slurm", replace(ORDER, time="3h"))
+        render_file("slurm", replace(ORDER, time="3h"))
 
 
 def test_container_file() -> None:
     parse = pytest.importorskip("dockerfile_parse", reason="dockerfile-parse is not installed")
-    text = emitted("docker", ORDER)
+    text = render_file("docker", ORDER)
     assert text == container_file()
     parser = parse.DockerfileParser(fileobj=io.BytesIO(text.encode()))
     steps = [(step["instruction"], step["value"]) for step in parser.structure if step["instruction"] != "COMMENT"]

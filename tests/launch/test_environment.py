@@ -7,8 +7,8 @@ import pytest
 
 from ds_finetune.errors import LaunchError
 from ds_finetune.launch.environment import (
-    Carried,
-    carried,
+    CarriedVariables,
+    carried_variables,
     environment_files,
     interface_variables,
     looks_secret,
@@ -41,7 +41,7 @@ def test_the_list_travels_and_nothing_else() -> None:
         "DS_ENV_FILE": "e",
         "DS_FINETUNE_SSH_ARGS": "-i key",
     }
-    assert carried(travels | stays) == Carried(dict(sorted(travels.items())), ())
+    assert carried_variables(travels | stays) == CarriedVariables(dict(sorted(travels.items())), ())
 
 
 @pytest.mark.parametrize(
@@ -64,12 +64,12 @@ def test_the_list_travels_and_nothing_else() -> None:
     ],
 )
 def test_what_a_launcher_says_to_its_own_ranks_never_travels(name: str, tmp_path: Path) -> None:
-    assert carried({name: "7"}) == Carried({}, ())
+    assert carried_variables({name: "7"}) == CarriedVariables({}, ())
     (tmp_path / "env").write_text(f"\n{name}=7\n")
     for ask in (
-        lambda: carried({name: "7"}, [name]),
-        lambda: carried({}, [f"{name}=7"]),
-        lambda: carried({}, files=[tmp_path / "env"]),
+        lambda: carried_variables({name: "7"}, [name]),
+        lambda: carried_variables({}, [f"{name}=7"]),
+        lambda: carried_variables({}, files=[tmp_path / "env"]),
     ):
         with pytest.raises(LaunchError, match=f"{name} is set by the launcher for each rank"):
             ask()
@@ -99,10 +99,10 @@ def test_what_a_launcher_says_to_its_own_ranks_never_travels(name: str, tmp_path
     ],
 )
 def test_secrets_travel_only_by_name_and_are_never_shown(name: str, value: str) -> None:
-    assert carried({name: value}) == Carried({}, (name,))
-    assert carried({name: value}).lines() == [f"withheld: {name} (looks secret; --env {name} carries it)"]
-    by_name = carried({name: value}, [name])
-    assert by_name == Carried({name: value}, ())
+    assert carried_variables({name: value}) == CarriedVariables({}, (name,))
+    assert carried_variables({name: value}).lines() == [f"withheld: {name} (looks secret; --env {name} carries it)"]
+    by_name = carried_variables({name: value}, [name])
+    assert by_name == CarriedVariables({name: value}, ())
     assert by_name.lines() == [f"{name} (its value is not shown)"]
 
 
@@ -143,26 +143,26 @@ def test_words_of_a_command_line_are_printed_without_secrets(word: str, shown: s
 
 def test_values_of_names_that_nobody_knows_are_not_printed(tmp_path: Path) -> None:
     (tmp_path / "env").write_text("FROM_FILE=hunter2\n")
-    assert carried({}, ["NAME=hunter2", "NCCL_DEBUG=INFO"], [tmp_path / "env"]).lines() == [
+    assert carried_variables({}, ["NAME=hunter2", "NCCL_DEBUG=INFO"], [tmp_path / "env"]).lines() == [
         *["FROM_FILE (its value is not shown)", "NAME (its value is not shown)", "NCCL_DEBUG=INFO"]
     ]
     with pytest.raises(LaunchError) as caught:
-        carried({}, [TOKEN])
+        carried_variables({}, [TOKEN])
     assert TOKEN not in str(caught.value)
 
 
 def test_devices_of_this_host_stay_here() -> None:
-    assert carried({"CUDA_VISIBLE_DEVICES": "2,3"}).withheld == ("CUDA_VISIBLE_DEVICES",)
-    assert "--include" in carried({"CUDA_VISIBLE_DEVICES": "2,3"}).lines()[0]
+    assert carried_variables({"CUDA_VISIBLE_DEVICES": "2,3"}).withheld == ("CUDA_VISIBLE_DEVICES",)
+    assert "--include" in carried_variables({"CUDA_VISIBLE_DEVICES": "2,3"}).lines()[0]
     with pytest.raises(LaunchError, match="would number the devices of every host alike"):
-        carried({"CUDA_VISIBLE_DEVICES": "2,3"}, ["CUDA_VISIBLE_DEVICES"])
+        carried_variables({"CUDA_VISIBLE_DEVICES": "2,3"}, ["CUDA_VISIBLE_DEVICES"])
 
 
 def test_named_variables_win_over_files_and_files_over_the_environment(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     first.write_text("NCCL_DEBUG=WARN\nA=1\nB=1\nC=1\n")
     second.write_text("B=2\nC=2\n")
-    found = carried({"NCCL_DEBUG": "INFO", "MINE": "x=y", "C": "0"}, ["MINE", "C=3=3"], [first, second])
+    found = carried_variables({"NCCL_DEBUG": "INFO", "MINE": "x=y", "C": "0"}, ["MINE", "C=3=3"], [first, second])
     assert found.values == {"A": "1", "B": "2", "C": "3=3", "MINE": "x=y", "NCCL_DEBUG": "WARN"}
     assert list(found.values) == sorted(found.values)
 
@@ -177,7 +177,7 @@ def test_named_variables_win_over_files_and_files_over_the_environment(tmp_path:
 )
 def test_names_that_cannot_be_carried(named: str, message: str) -> None:
     with pytest.raises(LaunchError) as caught:
-        carried({}, [named])
+        carried_variables({}, [named])
     assert message in caught.value.message
 
 
@@ -267,7 +267,7 @@ def test_places_of_environment_files(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="cannot be read"):
-        carried({}, files=[tmp_path])
+        carried_variables({}, files=[tmp_path])
 
 
 def test_one_interface_for_both_libraries() -> None:

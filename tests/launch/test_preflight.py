@@ -8,7 +8,7 @@ import pytest
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.hostfile import Host, read_hostfile
 from ds_finetune.launch.host_info import facts, free_port, interface_towards
-from ds_finetune.launch.node_launchers import AGENTS, Meeting
+from ds_finetune.launch.node_launchers import NODE_LAUNCHERS, Rendezvous
 from ds_finetune.launch.preflight import meeting_place, problems_of, uses_gpus
 from ds_finetune.launch.run import largest_fit
 from tests.conftest import ROOT
@@ -111,10 +111,13 @@ def test_the_most_hosts_that_the_layout_allows() -> None:
     assert largest_fit(_config(train=batch, launch={"min_hosts": 3}), four, four[1:], device="cpu") == ()
 
 
-@pytest.mark.parametrize("launcher", AGENTS)
+@pytest.mark.parametrize("launcher", NODE_LAUNCHERS)
 def test_commands_of_many_hosts(launcher: str) -> None:
     hosts = read_hostfile(ROOT / "hostfiles" / "nodes64")
-    commands = [AGENTS[launcher](Meeting(hosts, index, "node01", 29500), ["RUN.yaml"], "python") for index in range(64)]
+    commands = [
+        NODE_LAUNCHERS[launcher](Rendezvous(hosts, index, "node01", 29500), ["RUN.yaml"], "python")
+        for index in range(64)
+    ]
     assert len({tuple(command) for command in commands}) == 64
     assert all(command[-2:] == ["ds_finetune.worker", "RUN.yaml"] for command in commands)
     assert sum(len(word) for word in commands[0]) < 10_000

@@ -1,5 +1,5 @@
 """What every causal model type of transformers does here, as a table: `python -m tests.model.model_types >
-docs/model-types.md`.
+docs/reference/model-types.md`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,8 +10,8 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 from ds_finetune.errors import ModelError
+from ds_finetune.families.table import FAMILIES
 from ds_finetune.model.build import check_logits, check_vocabulary, model_class
-from ds_finetune.model.families import FAMILIES
 from ds_finetune.model.generic_check import refuse_wrong, try_type
 
 ROW_TOKENS = 2048
@@ -76,7 +76,7 @@ forward. The trial then uses a slow attention that reads those lengths, since Fl
 transformers {version}, `train.max_seq_len` {row_tokens}, `model.attention: sdpa`, or `eager` where there is no other.
 Configurations are transformers' defaults, with {settings} that get the layers of published models or could not
 be built (`SETTINGS` in `tests/model/model_types.py`). In a run your `config.json` counts. The page is written by
-`python -m tests.model.model_types > docs/model-types.md`, and a slow test compares it.
+`python -m tests.model.model_types > docs/reference/model-types.md`, and a slow test compares it.
 
 | model type | attention | verdict | why |
 | --- | --- | --- | --- |

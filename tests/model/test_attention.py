@@ -11,20 +11,22 @@ from transformers import AutoConfig
 from transformers import modeling_flash_attention_utils as flash
 
 from ds_finetune.errors import ModelError
+from ds_finetune.families.table import FAMILIES
+from ds_finetune.families.tiny import DENSE, GROUPED_ROUTING, LATENT
 from ds_finetune.model.attention import attend_by_document
 from ds_finetune.model.build import build_skeleton, check_attention
-from ds_finetune.model.families import FAMILIES as ROWS
 from ds_finetune.model.loss import TrainedModel, install_loss_head
 from ds_finetune.model.weights import initialise_weights
-from ds_finetune.selftest.cells import FAMILIES
 
 LENGTHS = ((5, 9, 2), (16,), (1, 1, 14))
-CONFIGS: dict[str, dict[str, Any]] = FAMILIES | {
-    "deepseek_v2": {k: v for k, v in FAMILIES["deepseek_v3"].items() if k not in ("n_group", "topk_group")},
-    "qwen3": FAMILIES["llama"] | {"head_dim": 8},
-    "qwen3_moe": FAMILIES["llama"]
-    | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-    "qwen2_moe": FAMILIES["llama"]
+CONFIGS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": GROUPED_ROUTING,
+    "qwen2": DENSE | {"tie_word_embeddings": True},
+    "llama": DENSE,
+    "deepseek_v2": LATENT,
+    "qwen3": DENSE | {"head_dim": 8},
+    "qwen3_moe": DENSE | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "qwen2_moe": DENSE
     | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
 }
 
@@ -83,7 +85,7 @@ def test_a_sliding_window_is_kept(family: str, extra: dict[str, Any]) -> None:
 
 
 def test_every_family_of_the_table_is_compared() -> None:
-    assert set(CONFIGS) == set(ROWS)
+    assert set(CONFIGS) == set(FAMILIES)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from ds_finetune.errors import ModelError
+from ds_finetune.families.table import family_of
 from ds_finetune.model.build import Fragment, build_skeleton, in_memory, model_class, read_hf_config, whole
-from ds_finetune.model.families import family_of
 from ds_finetune.model.fp8 import dequantise, is_quantised, quantise
 from ds_finetune.model.hub_folder import HubFolder
 from ds_finetune.model.parallel.expert import fewer_experts

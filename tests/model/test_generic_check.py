@@ -11,18 +11,18 @@ import torch
 from transformers import AutoConfig
 
 from ds_finetune.errors import ModelError
+from ds_finetune.families.tiny import DENSE, GROUPED_ROUTING
 from ds_finetune.model.attention import BY_LENGTHS, FLASH
 from ds_finetune.model.build import build_skeleton, read_hf_config
 from ds_finetune.model.generic_check import LIMIT, Trial, check_generic_type, refuse_wrong, try_type
 from ds_finetune.model.parallel.pipeline import without_memory
 from ds_finetune.model.tiny_config import Size, layer_kinds, layers_of_each_kind, tiny_config
-from ds_finetune.selftest.cells import FAMILIES
 from tests.model import model_types
 from tests.model.model_types import attention_of, config_of
 from tests.running import start, tiny_task, torchrun
 
 ROW_TOKENS = 2048
-_DSA = FAMILIES["deepseek_v3"] | {"num_hidden_layers": 2, "index_head_dim": 16, "index_topk": 8}
+_DSA = GROUPED_ROUTING | {"num_hidden_layers": 2, "index_head_dim": 16, "index_topk": 8}
 
 
 def _trial(kind: str, *, row_tokens: int = ROW_TOKENS, **settings: Any) -> Trial:
@@ -160,7 +160,7 @@ def test_flash_attention_is_tried_by_the_lengths_that_it_is_given() -> None:
 
 
 def test_families_of_the_table_are_not_tried() -> None:
-    config = AutoConfig.for_model("llama", **FAMILIES["llama"])
+    config = AutoConfig.for_model("llama", **DENSE)
     assert check_generic_type(config, attention="sdpa", packing=True, row_tokens=ROW_TOKENS, precision="bf16") == ()
 
 
@@ -215,7 +215,7 @@ def test_a_balance_loss_that_is_asked_for_is_refused(kind: str, tmp_path: Path) 
 
 
 def test_router_logits_without_a_loss_are_no_balance_loss(tmp_path: Path) -> None:
-    tree = {"model_type": "deepseek_v3", **FAMILIES["deepseek_v3"], "output_router_logits": True}
+    tree = {"model_type": "deepseek_v3", **GROUPED_ROUTING, "output_router_logits": True}
     (tmp_path / "config.json").write_text(json.dumps(tree))
     assert read_hf_config(str(tmp_path)).output_router_logits
 
@@ -246,7 +246,7 @@ def test_the_table_in_the_docs() -> None:
     found = model_types.rows()
     verdicts = {row.kind: row.verdict for row in found}
     assert {kind for kind in NO_LEAK if verdicts[kind] != "packs"} == set()
-    page = Path("docs/model-types.md").read_text(encoding="utf-8")
+    page = Path("docs/reference/model-types.md").read_text(encoding="utf-8")
     assert page == model_types.page(found)
 
 

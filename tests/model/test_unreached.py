@@ -7,9 +7,9 @@ from transformers import AutoConfig
 
 from ds_finetune.model import unreached
 from ds_finetune.model.unreached import patterns_of, unreached_parameters
-from ds_finetune.selftest.cells import OTHERS
+from ds_finetune.selftest.cells import TINY_MODELS
 
-INDEXED = OTHERS["deepseek_v2"] | {
+INDEXED = TINY_MODELS["deepseek_v2"] | {
     "model_type": "deepseek_v32",
     "index_topk": 8,
     "index_n_heads": 2,

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PhiConfig, Pretraine
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.demo import write_demo
 from ds_finetune.errors import ConfigError, DataError, ModelError
+from ds_finetune.families.table import family_of
 from ds_finetune.model.build import Fragment, build_skeleton, in_memory, read_hf_config
-from ds_finetune.model.families import family_of
 from ds_finetune.model.parallel.sharding import Cut
 from ds_finetune.model.parallel.tensor import local_config
 from ds_finetune.model.vocabulary import Growth, grow_vocabulary

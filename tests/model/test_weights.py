@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ds_finetune.errors import ModelError
+from ds_finetune.families.table import family_of
 from ds_finetune.model.build import Fragment, build_skeleton, in_memory, read_hf_config
-from ds_finetune.model.families import family_of
 from ds_finetune.model.weights import initialise_weights, load_weights
 from tests.model.tiny import CONFIGS
 

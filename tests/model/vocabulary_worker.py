@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
-from ds_finetune.cli.main import leave
+from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.engine.start import start_engine
@@ -75,4 +75,4 @@ def _config(model: Path, stage: int, parallel: dict[str, int]) -> RunConfig:
 
 if __name__ == "__main__":
     main()
-    leave()
+    exit_process()

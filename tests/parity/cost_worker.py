@@ -54,7 +54,7 @@ _counted("send", lambda n, sizes, _: sizes[0])
 
 from transformers import AutoConfig
 
-from ds_finetune.cli.main import leave
+from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import BatchPlan, training_batches
 from ds_finetune.data.rows import Row
@@ -178,4 +178,4 @@ def _rows() -> list[Row]:
 
 if __name__ == "__main__":
     main()
-    leave()
+    exit_process()

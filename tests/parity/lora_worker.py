@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ds_finetune.cli.main import leave
+from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.engine.start import start_engine
@@ -80,4 +80,4 @@ def _frozen(tensors: Any) -> dict[str, torch.Tensor]:
 
 if __name__ == "__main__":
     main()
-    leave()
+    exit_process()

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import numpy as np
 import torch
 
-from ds_finetune.cli.main import leave
+from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import eval_batches, training_batches
 from ds_finetune.data.documents import gather
@@ -106,4 +106,4 @@ def _step(engine: Engine, rows: PreparedRows) -> dict[str, Any]:
 
 if __name__ == "__main__":
     main()
-    leave()
+    exit_process()

@@ -19,9 +19,9 @@ from ds_finetune.data.documents import gather
 from ds_finetune.data.pack import pack
 from ds_finetune.data.packed import PreparedRows
 from ds_finetune.data.template import Tokens
+from ds_finetune.families.table import family_of
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.model.build import build_skeleton, read_hf_config
-from ds_finetune.model.families import family_of
 from ds_finetune.model.loss import TokenLoss, TrainedModel, install_loss_head
 from ds_finetune.model.weights import load_weights
 from tests.model.test_weights import published

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from ds_finetune.plan.combinations import FAMILIES, PROVEN, Proven
+from ds_finetune.families.table import FAMILIES
+from ds_finetune.plan.combinations import PROVEN, Proven
 from ds_finetune.selftest.cells import Cell
 from tests.pairwise import pairwise
 from tests.parity.reference import Run, assert_equals_plain_loop, found, plain_loop, run_cells, runs_of

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, P
 from ds_finetune.config.schema import LoraConfig
 from ds_finetune.model.four_bit import nf4_bytes
 from ds_finetune.model.lora_plan import plan_lora
-from ds_finetune.selftest.cells import FAMILIES, OTHERS, Cell
+from ds_finetune.selftest.cells import TINY_MODELS, Cell
 from ds_finetune.selftest.plain import adamw, plain_steps
 from tests.conftest import ROOT
 from tests.lora_twin import adapted, by_our_names, four_bit_tensors, in_peft, lora_tree, write_adapter_of
@@ -72,7 +72,7 @@ def _run(cells: Sequence[Cell], models: Path, out: Path) -> Path:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wide")
     for family in {cell.family for cell in CELLS + MORE}:
-        sizes = (FAMILIES | OTHERS)[family]
+        sizes = TINY_MODELS[family]
         config = AutoConfig.for_model(
             **{"model_type": family} | sizes | {name: size for name, size in WIDE.items() if name in sizes}
         )

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ds_finetune.cli.main import leave
+from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.engine.start import start_engine
@@ -54,4 +54,4 @@ def _run(plan: Plan, model: ModelPlan) -> dict[str, Any]:
 
 if __name__ == "__main__":
     main()
-    leave()
+    exit_process()

@@ -9,9 +9,10 @@ from torch.nn import functional
 
 from ds_finetune.config.schema import ParallelConfig, RunConfig
 from ds_finetune.errors import ConfigError
-from ds_finetune.plan.combinations import GROUPED, check_divides, check_expert_widths, check_layout, table
+from ds_finetune.families.table import FAMILIES
+from ds_finetune.families.tiny import DENSE
+from ds_finetune.plan.combinations import check_divides, check_expert_widths, check_layout, table
 from ds_finetune.plan.mesh import Mesh
-from ds_finetune.selftest.cells import FAMILIES
 from tests.conftest import ROOT
 
 
@@ -133,7 +134,7 @@ def test_fp16_and_node_local_checkpoints_are_refused() -> None:
 
 
 def test_the_documentation_shows_the_table_of_the_code() -> None:
-    assert table() in (ROOT / "docs" / "parallelism.md").read_text()
+    assert table() in (ROOT / "docs" / "explanation" / "parallelism.md").read_text()
 
 
 def test_ranks_of_experts() -> None:
@@ -155,31 +156,31 @@ def test_ranks_of_experts() -> None:
     [
         (
             Mesh(0, 1, sp=3),
-            FAMILIES["llama"] | {"model_type": "llama"},
+            DENSE | {"model_type": "llama"},
             "parallel.sp 3 does not divide the 4 attention heads of the model",
             "set it to one of 1, 2, 4",
         ),
         (
             Mesh(0, 1, sp=4, tp=2),
-            FAMILIES["llama"] | {"model_type": "llama"},
+            DENSE | {"model_type": "llama"},
             "parallel.sp 4 does not divide the 2 attention heads of a tensor parallel rank of the model",
             "set it to one of 1, 2",
         ),
         (
             Mesh(0, 1, sp=2),
-            FAMILIES["llama"] | {"model_type": "llama", "rope_parameters": {"rope_type": "longrope"}},
+            DENSE | {"model_type": "llama", "rope_parameters": {"rope_type": "longrope"}},
             "parallel dp 1 x sp 2 of a model with rope_type longrope is not proven",
             "set parallel.sp to 1",
         ),
         (
             Mesh(0, 1, tp=2),
-            FAMILIES["llama"] | {"model_type": "llama", "mlp_bias": True},
+            DENSE | {"model_type": "llama", "mlp_bias": True},
             "parallel dp 1 x tp 2 of a model with mlp_bias true is not proven",
             "set parallel.tp to 1",
         ),
         (
             Mesh(0, 1, tp=4),
-            FAMILIES["llama"] | {"model_type": "llama"},
+            DENSE | {"model_type": "llama"},
             "parallel.tp 4 does not divide the 2 key and value heads of the model",
             "set it to one of 1, 2",
         ),
@@ -222,11 +223,11 @@ def test_stages_that_do_not_share_out_the_layers_are_refused(
     pp: int, given: list[int], message: str, hint: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_divides(Mesh(0, 1, pp=pp), FAMILIES["llama"] | {"model_type": "llama"}, pp_layers=given)
+        check_divides(Mesh(0, 1, pp=pp), DENSE | {"model_type": "llama"}, pp_layers=given)
     assert (caught.value.message, caught.value.hint) == (message, hint)
 
 
-@pytest.mark.parametrize("kind", GROUPED)
+@pytest.mark.parametrize("kind", [name for name, family in FAMILIES.items() if family.fused_experts])
 @pytest.mark.parametrize(
     ("tp", "sizes", "precision", "message", "hint"),
     [

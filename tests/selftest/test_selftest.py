@@ -13,7 +13,7 @@ from ds_finetune.config.schema import ParallelConfig
 from ds_finetune.model.build import build_skeleton
 from ds_finetune.plan.combinations import check_divides
 from ds_finetune.plan.mesh import Mesh
-from ds_finetune.selftest.cells import FAMILIES, OTHERS, grown, hf_config
+from ds_finetune.selftest.cells import TINY_MODELS, grown, hf_config
 from ds_finetune.selftest.check import verdict
 from ds_finetune.selftest.plain import Steps
 from ds_finetune.selftest.run import _standard
@@ -108,7 +108,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(tmp_path: Path, argume
     assert text in done.stderr
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES | OTHERS))
+@pytest.mark.parametrize("family", sorted(TINY_MODELS))
 def test_tiny_models_grow_with_the_sizes(family: str) -> None:
     parallel = ParallelConfig(tp=8, sp=4, pp=3)
     config = grown(hf_config(family), parallel)

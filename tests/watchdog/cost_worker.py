@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ds_finetune.cli.main import run
+from ds_finetune.cli.main import run_and_exit
 from ds_finetune.engine.core import Engine
 from ds_finetune.watchdog.collectives import _BETWEEN_TWO, _COLLECTIVES, _seen
 from ds_finetune.watchdog.progress import Board, Patience
@@ -47,7 +47,7 @@ def main() -> None:
 
     Engine.step = timed  # type: ignore[method-assign]
     Engine.total_steps = int(next(each for each in sys.argv if each.startswith("train.for=")).split("=")[1].split()[0])  # type: ignore[attr-defined]
-    run(["train", *sys.argv[1:]])
+    run_and_exit(["train", *sys.argv[1:]])
 
 
 SEEN: dict[str, object] = {}

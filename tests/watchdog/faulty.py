@@ -8,7 +8,7 @@ import time
 
 import torch.distributed as dist
 
-from ds_finetune.cli.main import run
+from ds_finetune.cli.main import run_and_exit
 from ds_finetune.engine.core import Engine
 from ds_finetune.trainer import prepare
 
@@ -56,7 +56,7 @@ def main() -> None:
         prepare.read_inputs = lambda *given: (time.sleep(step), fault == "full" and fail(), read(*given))[2]
     elif is_mine:
         _break_step(globals()[fault], step)
-    run(["train", *arguments[3:]])
+    run_and_exit(["train", *arguments[3:]])
 
 
 def _break_step(fault, step: int) -> None:  # noqa: ANN001

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ds_finetune.errors import ExportError
 from ds_finetune.export.onnx.experts import moe
 from ds_finetune.export.onnx.graph import Graph, value
-from ds_finetune.export.onnx.layers import Layers, Mask, Read, Rotary
+from ds_finetune.export.onnx.layers import Layers, Mask, Read, Rotary, parts_of
 
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embedding whose frequencies do not depend on the length of the input, so that they are constants."""
@@ -43,7 +43,7 @@ def decoder_graph(model: PreTrainedModel, read: Read, *, dtype: np.dtype, with_c
     graph = Graph(dtype)
     layers = Layers(graph, model, read)
     config = model.config
-    attention, cache = ATTENTION[config.model_type](config)
+    attention, cache = ATTENTION[parts_of(config).attention](config)
     mask, rotary = _mask(graph), _rotary(graph, model)
     hidden = graph.op(
         "Gather",
@@ -73,11 +73,7 @@ def check_config(config: PretrainedConfig) -> None:
     """ExportError where the graph of this model would not be the model: another type, activation, rotary embedding or
     attention.
     """
-    if config.model_type not in ATTENTION:
-        raise ExportError(
-            f"model_type `{config.model_type}` has no ONNX graph here",
-            hint=f"there are graphs for {', '.join(sorted(ATTENTION))}",
-        )
+    parts = parts_of(config)
     kind = config.rope_parameters["rope_type"]
     if kind not in _STATIC_ROPE:
         raise ExportError(
@@ -93,10 +89,10 @@ def check_config(config: PretrainedConfig) -> None:
             f"layers {sliding} have no full attention (layer_types in config.json)",
             hint="exported is full attention alone",
         )
-    method = getattr(config, "topk_method", None) if config.model_type == "deepseek_v2" else "greedy"
+    method = getattr(config, "topk_method", None) if parts.router == "softmax" else "greedy"
     if method not in ("greedy", "group_limited_greedy"):
         raise ExportError(
-            f"topk_method `{method}` is not one of deepseek_v2", hint="it is greedy or group_limited_greedy"
+            f"topk_method `{method}` is not one of {config.model_type}", hint="it is greedy or group_limited_greedy"
         )
 
 
@@ -204,13 +200,10 @@ def _unpacked(layers: Layers, name: str, heads: int, widths: tuple[int, int]) ->
 
 
 ATTENTION: Mapping[str, Callable[[PretrainedConfig], tuple[Callable[[_Scope, str, str], str], Cache]]] = {
-    "deepseek_v2": _latent,
-    "deepseek_v3": _latent,
-    "llama": _grouped_query,
-    "qwen2": _grouped_query,
-    "qwen3": _grouped_query,
+    "latent": _latent,
+    "grouped_query": _grouped_query,
 }
-"""The attention of each model type that has a graph, and what it keeps."""
+"""Attention by the kind that a family's `OnnxGraph` names, and what it keeps."""
 
 
 def _mask(graph: Graph) -> Mask:
@@ -235,9 +228,9 @@ def _rotary(graph: Graph, model: PreTrainedModel) -> Rotary:
     scale = graph.scalar(made.attention_scaling, np.float32)
     tables = [graph.op("Mul", graph.op(kind, angles), scale) for kind in ("Cos", "Sin")]
     cos, sin = (graph.cast(table, graph.dtype) if graph.is_half() else table for table in tables)
-    is_v2 = config.model_type == "deepseek_v2"
-    pairs_in = is_v2 or bool(getattr(config, "rope_interleave", False))
-    return Rotary(graph, cos, sin, 2 * len(frequencies), pairs_in=pairs_in, pairs_out=is_v2)
+    is_interleaved = parts_of(config).is_rotary_interleaved
+    pairs_in = is_interleaved or bool(getattr(config, "rope_interleave", False))
+    return Rotary(graph, cos, sin, 2 * len(frequencies), pairs_in=pairs_in, pairs_out=is_interleaved)
 
 
 def _head(layers: Layers, x: str, config: PretrainedConfig) -> None:

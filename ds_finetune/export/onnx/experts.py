@@ -8,7 +8,7 @@ import torch
 from transformers import PretrainedConfig
 
 from ds_finetune.export.onnx.graph import Graph, body, value
-from ds_finetune.export.onnx.layers import Layers, array_of, silu
+from ds_finetune.export.onnx.layers import Layers, array_of, parts_of, silu
 
 _FP32 = np.dtype(np.float32)
 
@@ -28,12 +28,12 @@ def moe(layers: Layers, x: str, name: str, config: PretrainedConfig) -> str:
     gate = layers.module(f"{name}.gate")
     matrix = layers.fp32(f"{name}.gate.weight", tuple(gate.weight.shape)[::-1], torch.t)
     logits = graph.op("MatMul", graph.cast(flat, np.float32) if graph.is_half() else flat, matrix)
-    chosen = ROUTERS[config.model_type](layers, logits, f"{name}.gate", config)
+    chosen = ROUTERS[parts_of(config).router or ""](layers, logits, f"{name}.gate", config)
     routed = graph.op("Reshape", _experts(layers, flat, chosen, f"{name}.experts"), graph.op("Shape", x))
     return graph.op("Add", routed, layers.mlp(x, f"{name}.shared_experts"))
 
 
-def _route_v3(layers: Layers, logits: str, name: str, config: PretrainedConfig) -> Chosen:
+def _route_sigmoid(layers: Layers, logits: str, name: str, config: PretrainedConfig) -> Chosen:
     """Sigmoid scores; the choice alone is biased, and groups are ranked by their two best (transformers 5.23,
     modeling_deepseek_v3.py:133-158).
     """
@@ -50,7 +50,7 @@ def _route_v3(layers: Layers, logits: str, name: str, config: PretrainedConfig) 
     return Chosen(index, graph.op("Mul", weights, graph.scalar(config.routed_scaling_factor, _FP32)))
 
 
-def _route_v2(layers: Layers, logits: str, name: str, config: PretrainedConfig) -> Chosen:
+def _route_softmax(layers: Layers, logits: str, name: str, config: PretrainedConfig) -> Chosen:
     """Softmax scores, groups ranked by their best, weights not normalised (transformers 5.23,
     modeling_deepseek_v2.py:97-116).
     """
@@ -64,10 +64,10 @@ def _route_v2(layers: Layers, logits: str, name: str, config: PretrainedConfig) 
 
 
 ROUTERS: Mapping[str, Callable[[Layers, str, str, PretrainedConfig], Chosen]] = {
-    "deepseek_v2": _route_v2,
-    "deepseek_v3": _route_v3,
+    "softmax": _route_softmax,
+    "sigmoid": _route_sigmoid,
 }
-"""How experts are chosen from router logits [tokens, experts] fp32, by model type."""
+"""How experts are chosen from router logits [tokens, experts] fp32, by the name in a family's `OnnxGraph`."""
 
 
 def _top(graph: Graph, x: str, k: int) -> list[str]:

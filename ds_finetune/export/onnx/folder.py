@@ -22,21 +22,21 @@ from ds_finetune.errors import ExportError, OutputError, VerificationError
 from ds_finetune.export.model_config import forget_code
 from ds_finetune.export.readers.checkpoint import BESIDE, check_disk, check_out, export_checkpoint
 from ds_finetune.export.verify.record import UNVERIFIED
-from ds_finetune.model.families import family_of
+from ds_finetune.families.table import family_of
 from ds_finetune.model.folder_check import check_folder
 from ds_finetune.model.weights import open_weights
+from ds_finetune.units import GIB, MIB
 
 if TYPE_CHECKING:
     from ds_finetune.export.onnx.check import Verdict
 
-INLINE_BYTES = 256 * 2**20
+INLINE_BYTES = 256 * MIB
 """Weights of more bytes than this lie in model.onnx.data; a protobuf message must stay below 2 GiB and is held in
 memory.
 """
 DTYPES = {"fp32": "float32", "fp16": "float16"}
 _PACKAGES = ("onnx", "onnxruntime")
 _SHARD_BYTES = 5 * 10**9
-_GIB = 2**30
 _PLAIN_COPY = "make a bf16 copy of it first, where it is in FP8 blocks by `ds-finetune export SOURCE COPY`"
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS)
 
@@ -56,7 +56,7 @@ class OnnxExported:
         reached = f", reaching {verdict.experts}" if verdict.experts else ""
         flipped = f", {verdict.beyond} of them by a router's near tie" if verdict.beyond else ""
         return [
-            f"wrote {self.folder}: {self.num_bytes / _GIB:.2f} GiB in {self.seconds:.1f} s",
+            f"wrote {self.folder}: {self.num_bytes / GIB:.2f} GiB in {self.seconds:.1f} s",
             f"verified in ONNX Runtime against transformers: {verdict.positions} positions{reached}, "
             f"largest difference {verdict.largest:.1e} of the largest logit (tolerance {verdict.tolerance:g}){flipped}",
         ]

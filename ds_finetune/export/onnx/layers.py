@@ -9,13 +9,27 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
 from ds_finetune.errors import ExportError
 from ds_finetune.export.onnx.graph import Graph
+from ds_finetune.families.family import OnnxGraph
+from ds_finetune.families.table import FAMILIES, family_of
 
 Read = Callable[[str], torch.Tensor]
 """The tensor of a published name, whole, on the CPU."""
 _LAST = -1
+
+
+def parts_of(config: PretrainedConfig) -> OnnxGraph:
+    """The parts of this model's graph; ExportError where its family has none."""
+    parts = family_of(config.model_type).onnx
+    if parts is None:
+        raise ExportError(
+            f"model_type `{config.model_type}` has no ONNX graph here",
+            hint=f"there are graphs for {', '.join(sorted(name for name, row in FAMILIES.items() if row.onnx))}",
+        )
+    return parts
 
 
 @dataclass(frozen=True)

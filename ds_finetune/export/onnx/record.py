@@ -17,14 +17,14 @@ from ds_finetune.errors import ExportError
 from ds_finetune.export.onnx.check import WHOLE, Case, Reference, Verdict, compare, is_kept
 from ds_finetune.export.verify.record import MODEL, ONNX_FORMAT, RECORD, UNVERIFIED
 from ds_finetune.export.verify.verify import Verdict as FolderVerdict
+from ds_finetune.units import GIB, MIB
 
-_STRETCH = 2**20
+_STRETCH = MIB
 """Bytes that have a sum of their own, so that what changed can be named."""
 _KEPT_LOGITS = 1024
 """Logits of a position that are kept at least; so many more that the positions of the longest case meet every row of
 the head.
 """
-_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def _summed(folder: Path, record: OnnxRecord) -> tuple[list[str], list[str]]:
         inside = f", in {', '.join(weights)}" if weights else ""
         problems += [f"{name} holds other bytes than were written, within {_ranges(runs)}{inside}"] if runs else []
     added = sorted(found.keys() - record.files.keys())
-    size = sum(sums.size for sums in found.values()) / _GIB
+    size = sum(sums.size for sums in found.values()) / GIB
     lines = [] if problems else [f"{len(record.files)} files, each with the bytes that were written: {size:.2f} GiB"]
     return problems, [*lines, *([f"not of the export: {', '.join(added)}"] if added else [])]
 

@@ -13,7 +13,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from ds_finetune.export.convert import Conversion, ModelSpec, Selected, workers
 from ds_finetune.export.folder import FolderParts
 from ds_finetune.export.model_config import PREDICTION_LAYERS, code_lines, prediction_layers
-from ds_finetune.model.families import Family, layer_of
+from ds_finetune.families.family import Family, layer_of
 from ds_finetune.model.hub_folder import HubFolder, has_weights
 
 _SHOWN = 3
@@ -63,7 +63,7 @@ class Base:
         """ModelError where the weights in `folder` are not those of the model that `spec` describes."""
         hub, published = HubFolder(folder), spec.published()
         left = hub.left_over(
-            published, model=spec.architecture, may_be=lambda key: key in spec.tied or spec.may_leave(key)
+            published, model=spec.architecture, may_be=lambda key: key in spec.tied or spec.may_skip(key)
         )
         return cls(hub, tuple(key for key in left if key not in spec.tied), _ends(published))
 
@@ -73,7 +73,7 @@ class Base:
         published = spec.published()
         return cls(
             hub,
-            tuple(key for key in sorted(hub.shapes) if key not in published and spec.may_leave(key)),
+            tuple(key for key in sorted(hub.shapes) if key not in published and spec.may_skip(key)),
             _ends(published),
         )
 

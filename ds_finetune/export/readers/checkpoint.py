@@ -18,18 +18,18 @@ from ds_finetune.export.folder import TOKENIZER_FILES, FolderParts
 from ds_finetune.export.readers.base import Base, counted
 from ds_finetune.export.readers.sources import Opened, open_source
 from ds_finetune.export.verify.record import Record, prompts_of
-from ds_finetune.model.families import family_of
+from ds_finetune.families.table import family_of
 from ds_finetune.model.folder_check import check_folder
 from ds_finetune.model.fp8 import FP8 as FP8_DTYPE
 from ds_finetune.model.fp8 import QUANTIZATION_CONFIG
 from ds_finetune.model.hub_folder import has_weights
+from ds_finetune.units import GIB
 
 if TYPE_CHECKING:
     from ds_finetune.export.verify.verify import Verdict
 
 BESIDE = ("generation_config.json", *TOKENIZER_FILES)
 """Files that go with the weights byte for byte, where they are there."""
-_GIB = 2**30
 
 
 FP8 = "fp8"
@@ -53,7 +53,7 @@ class Exported:
 
     def lines(self) -> list[str]:
         """For a person: what was written."""
-        size = f"{self.num_tensors} tensors, {self.num_bytes / _GIB:.2f} GiB"
+        size = f"{self.num_tensors} tensors, {self.num_bytes / GIB:.2f} GiB"
         return [f"wrote {self.folder}: {size} in {self.seconds:.1f} s", *self.notes]
 
 
@@ -75,7 +75,7 @@ def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int
     parts, notes = _with_base(_parts(folders, spec, opened, dtype), spec, opened, base, without=source.shapes)
     source = source.with_copies(parts.copies)
     tensors = [tensor for copied in (Conversion(source, parts, 1), *parts.carried) for tensor in copied.tensors]
-    own = [name for name in source.shapes if spec.may_leave(name) and name not in parts.copies]
+    own = [name for name in source.shapes if spec.may_skip(name) and name not in parts.copies]
     notes = [
         *_passed_through(opened.hub.folder if opened.hub else path, own),
         *notes,
@@ -136,7 +136,7 @@ def check_disk(out: Path, size: int) -> None:
     free = shutil.disk_usage(existing).free
     if size > free:
         raise OutputError(
-            f"`{out}` needs {size / _GIB:.2f} GiB and the disk has {free / _GIB:.2f} GiB free",
+            f"`{out}` needs {size / GIB:.2f} GiB and the disk has {free / GIB:.2f} GiB free",
             hint="free some space or name another folder",
         )
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ds_finetune.checkpoint.files import MANIFEST, complete_steps, step_name
 from ds_finetune.checkpoint.run_state import RunState
-from ds_finetune.checkpoint.tools import BASE, CHECKPOINTS, find_checkpoint, verify
+from ds_finetune.checkpoint.tools import BASE, CHECKPOINTS, find_checkpoint, verify_checkpoint
 from ds_finetune.config.schema import LoraConfig
 from ds_finetune.engine.start import DTYPES
 from ds_finetune.errors import ExportError, ModelError
@@ -22,8 +22,8 @@ from ds_finetune.export.parts import CheckpointSource
 from ds_finetune.export.readers.base import HubSource, base_of_run
 from ds_finetune.export.readers.native import is_native, read_native
 from ds_finetune.export.verify.record import RECORD, Record
+from ds_finetune.families.table import family_of
 from ds_finetune.model.build import resolve_folder
-from ds_finetune.model.families import family_of
 from ds_finetune.model.folder_check import check_folder
 from ds_finetune.model.hub_folder import HubFolder, has_weights
 from ds_finetune.model.lora import Factors, is_adapter, weight_of
@@ -76,7 +76,7 @@ def open_checkpoint(path: Path, base: Path | None) -> Opened:
     """
     folder = find_checkpoint(path)
     check_folder(folder)
-    verify(folder, workers=os.cpu_count() or 1)
+    verify_checkpoint(folder, workers=os.cpu_count() or 1)
     state, source = RunState.read(folder), CheckpointSource(folder)
     sides = {weight_of(name): name for name in source.shapes if is_adapter(name)}
     if not sides:

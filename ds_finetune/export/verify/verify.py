@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
@@ -18,14 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import xxhash
 from numpy.typing import NDArray
 
 from ds_finetune.errors import ExportError
 from ds_finetune.export.interruption import Interruption
 from ds_finetune.export.verify.record import UNVERIFIED, Digest, Floats, Record
-from ds_finetune.model.families import family_of
-from ds_finetune.model.hub_folder import read_header
+from ds_finetune.families.table import family_of
+from ds_finetune.model.fp8 import FP8
+from ds_finetune.model.safetensors_header import DTYPE_NAMES, read_header
+from ds_finetune.units import GIB
 
 _LIMIT = {"float32": 1e-5}
 _LIMIT_16_BIT, _NOISE_FACTOR, _HIGHEST_LIMIT = 1e-3, 3.0, 0.05
@@ -33,20 +35,7 @@ _NOISE_FACTOR_FP8, _HIGHEST_LIMIT_FP8 = 2.0, 0.15
 _QUANTILE = 0.9
 _SHOWN = 10
 _NUMBER = re.compile(r"(?<=\.)(?:0|[1-9]\d*)(?=\.)")
-_ITEM_BYTES = {
-    "BF16": 2,
-    "F16": 2,
-    "F32": 4,
-    "F64": 8,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "U8": 1,
-    "I8": 1,
-    "I32": 4,
-    "I64": 8,
-    "BOOL": 1,
-}
-_FP8, _FP8_MEMORY = "F8_E4M3", 6.0
+_FP8_MEMORY = 6.0
 """Times the size of FP8 files that their model takes in fp32, and while bf16 weights are joined."""
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -75,7 +64,7 @@ class Held:
     file: Path
     begin: int
     shape: tuple[int, ...]
-    dtype: str
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -151,14 +140,14 @@ def _verdicts(folders: Sequence[Path], base: Path | None, available_bytes: int |
 
 def _needed_bytes(folder: Path, record: Record) -> int:
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    is_fp8 = any(held.dtype == _FP8 for held in tensors_of(folder).values())
+    is_fp8 = any(held.dtype == FP8 for held in tensors_of(folder).values())
     return round(size * (_FP8_MEMORY if is_fp8 else 1.2 if record.dtype == "float32" else 2.4))
 
 
 def _left(folder: Path, record: Record, available_bytes: int) -> Verdict:
-    needed = _needed_bytes(folder, record) / 2**30
+    needed = _needed_bytes(folder, record) / GIB
     text = (
-        f"not checked: loading it takes {needed:.1f} GiB of memory, of which {available_bytes / 2**30:.1f} GiB "
+        f"not checked: loading it takes {needed:.1f} GiB of memory, of which {available_bytes / GIB:.1f} GiB "
         "are free here"
     )
     return Verdict(folder, left=f"{text}; run `ds-finetune export --check {folder}` where there is more")
@@ -222,7 +211,7 @@ def _judged(folder: Path, record: Record, loaded: "Loaded", base: Path) -> Verdi
 def _may_leave(folder: Path, key: str) -> bool:
     """Whether a model of this kind may leave the tensor `key` out, as transformers does with multi-token prediction."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return family_of(config["model_type"]).may_leave(key, layers=config["num_hidden_layers"])
+    return family_of(config["model_type"]).may_skip(key, layers=config["num_hidden_layers"])
 
 
 def _logits(record: Record, loaded: "Loaded") -> tuple[list[str], list[str]]:
@@ -293,11 +282,9 @@ def tensors_of(folder: Path) -> dict[str, Held]:
 
 def _tensors_in(file: Path) -> Iterator[tuple[str, Held]]:
     try:
-        header, data, _ = read_header(file)
-        for key, entry in header.items():
-            if key != "__metadata__":
-                yield key, Held(file, data + entry["data_offsets"][0], tuple(entry["shape"]), entry["dtype"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as damaged:
+        for key, entry in read_header(file, is_whole=False).tensors.items():
+            yield key, Held(file, entry.begin, entry.shape, entry.dtype)
+    except (OSError, ValueError) as damaged:
         raise ExportError(f"{file} is not a safetensors file: {damaged}", hint="export the folder again") from damaged
 
 
@@ -325,7 +312,7 @@ def _digest(data: NDArray[np.uint8], held: Held, wanted: Digest) -> Digest:
     """
     begin, stretches = held.begin, []
     for numel in wanted.lengths():
-        end = begin + numel * _ITEM_BYTES[held.dtype]
+        end = begin + numel * held.dtype.itemsize
         stretches.append((numel, xxhash.xxh3_64_intdigest(data[begin:end].data)))
         begin = end
     return Digest.of(stretches)
@@ -344,14 +331,9 @@ def _beside_base(held: Mapping[str, Held], theirs: Mapping[str, Held], base: Pat
         ("are not in the base", sorted(held.keys() - theirs.keys())),
         ("have another shape than in the base", shapes),
     ]
-    pairs = sorted({(held[key].dtype, theirs[key].dtype) for key in common} - {(d, d) for d in _ITEM_BYTES})
-    for ours, its in pairs:
-        kinds.append(
-            (
-                f"are {ours} and {its} in the base",
-                [k for k in common if (held[k].dtype, theirs[k].dtype) == (ours, its)],
-            )
-        )
+    dtypes = {key: (DTYPE_NAMES[held[key].dtype], DTYPE_NAMES[theirs[key].dtype]) for key in common}
+    for ours, its in sorted({pair for pair in dtypes.values() if pair[0] != pair[1]}):
+        kinds.append((f"are {ours} and {its} in the base", [key for key in common if dtypes[key] == (ours, its)]))
     lines = [f"{len(keys)} tensors {text}: {', '.join(in_ranges(keys))}" for text, keys in kinds if keys]
     return lines or [f"names, shapes and dtypes of all {len(common)} tensors are those of the base"]
 

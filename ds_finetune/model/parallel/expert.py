@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from ds_finetune.model.families import Family
+from ds_finetune.families.family import Family
 from ds_finetune.model.parallel.rank_group import RankGroup
 
 

@@ -68,7 +68,7 @@ class StageGroup(RankGroup):
         dist.broadcast(tensor, group=self.group, group_src=self.size - 1)
         return tensor
 
-    def everyones(self, mine: T) -> list[T]:
+    def all_gather_object(self, mine: T) -> list[T]:
         """A plain value of every stage, by stage."""
         found = [mine] * self.size
         dist.all_gather_object(found, mine, group=self.group)

@@ -1,5 +1,6 @@
-"""The process that writes a rank's part while training goes on. Started as `python -m ds_finetune.checkpoint.writer
-FD`.
+"""The process that writes a rank's part of a checkpoint while training continues.
+
+It is started as `python -m ds_finetune.checkpoint.part_writer FD`.
 
 Jobs come as JSON lines on stdin, an answer to each goes to stdout. It needs no torch: it sees bytes in shared memory
 (file descriptor FD), writes them, and, on the rank that leads, waits for the parts of the others and commits.
@@ -16,7 +17,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ds_finetune.checkpoint.files import Manifest, chunks_of, commit, remove, say_written, write_summed
+from ds_finetune.checkpoint.files import (
+    Manifest,
+    byte_pieces,
+    commit,
+    mark_part_written,
+    remove_checkpoint,
+    write_checksummed,
+)
 
 STOP_WAITING = "stop_waiting"
 """Said while a job waits for the parts of other ranks, one of which has failed; it has no answer of its own."""
@@ -88,7 +96,7 @@ def _write(job: dict[str, Any], memory: int, inbox: _Inbox) -> str:
     part = Path(job["part"])
     # Not closed by hand: after a failure the traceback still holds pieces of it, and closing would hide the reason.
     staged = mmap.mmap(memory, job["num_bytes"], access=mmap.ACCESS_READ)
-    say_written(part, write_summed(part, chunks_of(memoryview(staged))))
+    mark_part_written(part, write_checksummed(part, byte_pieces(memoryview(staged))))
     return _commit(job["commit"], inbox) if job["commit"] else ""
 
 
@@ -119,7 +127,7 @@ def _patience(inbox: _Inbox, partial: Path) -> Callable[[], bool]:
 
 def _remove(job: dict[str, Any], _: int, __: _Inbox) -> str:
     for folder in job["folders"]:
-        remove(Path(folder))
+        remove_checkpoint(Path(folder))
     return ""
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from ds_finetune.config.schema import ParallelConfig
 from ds_finetune.hostfile import Host, read_hostfile
-from ds_finetune.launch.dry_run import rank_map, shown
+from ds_finetune.launch.dry_run import dry_run_lines, rank_map
 from ds_finetune.launch.schedulers import Job, mpirun_command
 from ds_finetune.plan.mesh import Mesh
 from tests.conftest import ROOT
@@ -20,14 +20,14 @@ JOB = Job("run.yaml", (), HOSTS[:1], "r-1", "10.0.0.2", 29_500, {"HF_TOKEN": "hu
 
 def test_commands() -> None:
     head = ["run r-1: 2 ranks on 1 hosts by mpirun, rank 0 at 10.0.0.2:29500", "network interface ib0 on every host"]
-    lines = shown(JOB, "mpirun", environ={}, ssh_args=["-F", "cfg"])
+    lines = dry_run_lines(JOB, "mpirun", environ={}, ssh_args=["-F", "cfg"])
     assert lines[:2] == head
     assert lines[2].startswith("mpirun --allow-run-as-root -np 2 --host long-name,long-name")
     assert shlex.split(lines[2]) == mpirun_command(JOB, ["-F", "cfg"])
-    (line,) = shown(replace(JOB, interface=""), "deepspeed", hostfile="my hosts", environ={})[1:]
+    (line,) = dry_run_lines(replace(JOB, interface=""), "deepspeed", hostfile="my hosts", environ={})[1:]
     assert line.startswith("as if typed: deepspeed --hostfile 'my hosts' --master_addr 10.0.0.2")
     allocated = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
-    lines = shown(replace(JOB, hosts=(), master_addr="", interface=""), "slurm", environ=allocated)
+    lines = dry_run_lines(replace(JOB, hosts=(), master_addr="", interface=""), "slurm", environ=allocated)
     assert lines[0] == "run r-1: all ranks on all hosts by slurm, rank 0 at the first node of the allocation"
     assert lines[1].startswith("srun --distribution=block --kill-on-bad-exit=1")
 
@@ -36,14 +36,14 @@ def test_commands() -> None:
 def test_commands_are_shown_without_secrets(launcher: str) -> None:
     job = replace(JOB, overrides=("data.train=https://me:hunter2@host/x",), interface="", secret="hunter2")
     environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "long-name"}
-    text = "\n".join(shown(job, launcher, environ=environ))
+    text = "\n".join(dry_run_lines(job, launcher, environ=environ))
     assert "data.train=***" in text
     assert "hunter2" not in text
 
 
 def test_commands_of_many_hosts() -> None:
     job = replace(JOB, hosts=read_hostfile(ROOT / "hostfiles" / "nodes64"), interface="")
-    lines = shown(job, "torchrun", environ={})
+    lines = dry_run_lines(job, "torchrun", environ={})
     assert lines[0].startswith("run r-1: 512 ranks on 64 hosts by torchrun")
     assert [line.split(":")[0] for line in lines[1:]] == [
         *[

@@ -8,7 +8,7 @@ Ints = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Box:
+class Chunk:
     """The part of a tensor from index `offsets`, `sizes` elements along each dimension."""
 
     offsets: Ints
@@ -19,12 +19,12 @@ class Box:
         """Elements of the box."""
         return math.prod(self.sizes)
 
-    def moved(self, by: Ints) -> "Box":
+    def moved(self, by: Ints) -> "Chunk":
         """The same box in a tensor in which this one's tensor begins at index `by`."""
-        return Box(tuple(mine + more for mine, more in zip(self.offsets, by, strict=True)), self.sizes)
+        return Chunk(tuple(mine + more for mine, more in zip(self.offsets, by, strict=True)), self.sizes)
 
 
-def flat_boxes(shape: Ints, start: int, numel: int) -> Iterator[Box]:
+def flat_range_chunks(shape: Ints, start: int, numel: int) -> Iterator[Chunk]:
     """The boxes that elements [start, start + numel) of a row-major tensor of `shape` are, in order: at most 2 x
     dimensions - 1.
 
@@ -33,21 +33,21 @@ def flat_boxes(shape: Ints, start: int, numel: int) -> Iterator[Box]:
     if numel == 0:
         return
     if not shape:
-        yield Box((), ())
+        yield Chunk((), ())
         return
     inner = math.prod(shape[1:])
     row, column = divmod(start, inner)
     if column or numel < inner:
         within = min(numel, inner - column)
-        yield from (Box((row, *box.offsets), (1, *box.sizes)) for box in flat_boxes(shape[1:], column, within))
-        yield from flat_boxes(shape, start + within, numel - within)
+        yield from (Chunk((row, *box.offsets), (1, *box.sizes)) for box in flat_range_chunks(shape[1:], column, within))
+        yield from flat_range_chunks(shape, start + within, numel - within)
         return
     rows = numel // inner
-    yield Box((row,) + (0,) * (len(shape) - 1), (rows, *shape[1:]))
-    yield from flat_boxes(shape, start + rows * inner, numel - rows * inner)
+    yield Chunk((row,) + (0,) * (len(shape) - 1), (rows, *shape[1:]))
+    yield from flat_range_chunks(shape, start + rows * inner, numel - rows * inner)
 
 
-def overlap(one: Box, other: Box) -> Box | None:
+def overlap(one: Chunk, other: Chunk) -> Chunk | None:
     """The box that lies in both, if any."""
     first = tuple(map(max, one.offsets, other.offsets))
     last = tuple(
@@ -55,4 +55,4 @@ def overlap(one: Box, other: Box) -> Box | None:
     )
     if any(end <= begin for begin, end in zip(first, last, strict=True)):
         return None
-    return Box(first, tuple(end - begin for begin, end in zip(first, last, strict=True)))
+    return Chunk(first, tuple(end - begin for begin, end in zip(first, last, strict=True)))

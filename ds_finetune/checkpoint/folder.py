@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_finetune.engine.processes import everyones
+from ds_finetune.engine.processes import all_gather_object
 from ds_finetune.errors import FinetuneError, OutputError
 
 _SEEN_SECONDS = 5.0
@@ -15,61 +15,61 @@ _SEEN_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Place:
+class CheckpointFolder:
     """Where checkpoints of this rank go and with whom it shares the folder; `ranks` are those that do, the first one
     leads.
 
     `token` is this start's own, so that what another start left is never mixed in.
     """
 
-    folder: Path
+    path: Path
     ranks: tuple[int, ...]
     rank: int
     world_size: int
     token: str
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this rank commits and removes."""
         return self.rank == self.ranks[0]
 
     @property
-    def writer(self) -> tuple[int, int]:
+    def writer_share(self) -> tuple[int, int]:
         """This rank's place among those that can share out what all of them hold."""
         return self.ranks.index(self.rank), len(self.ranks)
 
 
-def find_place(folder: Path, *, rank: int, node_local: bool) -> Place:
+def open_checkpoint_folder(folder: Path, *, rank: int, node_local: bool) -> CheckpointFolder:
     """Make `folder` on every rank and find out who sees the same one; collective.
 
     OutputError on every rank where it cannot be made, or where it is not shared and `node_local` does not say so.
     """
-    agree(tried(folder, lambda: folder.mkdir(parents=True, exist_ok=True)))
-    tokens = everyones(f"{time.time_ns():x}-{os.getpid():x}")
+    raise_on_every_rank(try_in_folder(folder, lambda: folder.mkdir(parents=True, exist_ok=True)))
+    tokens = all_gather_object(f"{time.time_ns():x}-{os.getpid():x}")
     token = tokens[0]
     if node_local:
         status = folder.stat()
-        homes = everyones((socket.gethostname(), status.st_dev, status.st_ino))
-        return Place(
+        homes = all_gather_object((socket.gethostname(), status.st_dev, status.st_ino))
+        return CheckpointFolder(
             folder, tuple(other for other, home in enumerate(homes) if home == homes[rank]), rank, len(homes), token
         )
     mark = folder / f".seen-{token}"
-    agree(tried(folder, mark.touch) if rank == 0 else None)
+    raise_on_every_rank(try_in_folder(folder, mark.touch) if rank == 0 else None)
     is_seen = _is_seen(mark)
-    agree(None if is_seen else _not_shared(folder))
+    raise_on_every_rank(None if is_seen else _not_shared(folder))
     if rank == 0:
         mark.unlink()
-    return Place(folder, tuple(range(len(tokens))), rank, len(tokens), token)
+    return CheckpointFolder(folder, tuple(range(len(tokens))), rank, len(tokens), token)
 
 
-def agree(error: FinetuneError | None) -> None:
+def raise_on_every_rank(error: FinetuneError | None) -> None:
     """Raise the first rank's error on every rank; collective."""
-    errors = [found for found in everyones(error) if found is not None]
+    errors = [found for found in all_gather_object(error) if found is not None]
     if errors:
         raise errors[0]
 
 
-def tried(folder: Path, work: Callable[[], object]) -> OutputError | None:
+def try_in_folder(folder: Path, work: Callable[[], object]) -> OutputError | None:
     """The error of `work` in the checkpoint folder, in the user's terms."""
     try:
         work()

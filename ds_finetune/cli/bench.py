@@ -1,0 +1,20 @@
+"""`ds-finetune bench`: the speed of the training step."""
+
+from ds_finetune.cli.arguments import Arguments, Commands, add_run_command, positive, read_run
+from ds_finetune.console import OUT, pairs, show_line
+
+
+def add_commands(commands: Commands) -> None:
+    """Add `bench`."""
+    bench = add_run_command(
+        commands, "bench", "time the training step beside a plain PyTorch loop on the same documents", _bench
+    )
+    bench.add_argument("--steps", type=positive, default=5, help="timed steps of each loop (default 5)")
+
+
+def _bench(arguments: Arguments) -> None:
+    config = read_run(arguments)
+    from ds_finetune.bench import step_contest
+
+    contest = step_contest(config, steps=arguments.steps, say=show_line)
+    OUT.print(pairs("one optimizer step, supervised tokens a second", contest.lines()))

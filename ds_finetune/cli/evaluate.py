@@ -1,0 +1,169 @@
+"""`ds-finetune eval`: score an exported folder."""
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from ds_finetune import api
+from ds_finetune.cli.arguments import Arguments, Commands, positive, two_or_more
+from ds_finetune.console import OUT, show_line
+from ds_finetune.errors import ConfigError, OutputError
+
+if TYPE_CHECKING:
+    from ds_finetune.evaluation.compare import Metric
+    from ds_finetune.evaluation.run import Scored
+
+_EXTRACTORS = ("gsm8k", "choice", "json", "text")
+
+
+def add_commands(commands: Commands) -> None:
+    """Add `eval`."""
+    parser = commands.add_parser(
+        "eval", help="score an exported folder on held-out rows, beside its base model", allow_abbrev=False
+    )
+    _add_data_options(parser)
+    _add_scoring_options(parser)
+    parser.set_defaults(command=_evaluate)
+
+
+def _add_data_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="OUT", help="an exported folder, or that of any model")
+    parser.add_argument(
+        "--baseline", metavar="BASE", help="folder of the base model, to be scored on the same token ids"
+    )
+    parser.add_argument(
+        "--data", nargs="+", default=[], metavar="FILE", help="held-out rows, in any layout that a run reads"
+    )
+    parser.add_argument(
+        "--column",
+        action="append",
+        default=[],
+        metavar="NAME=COLUMN",
+        help="rename a column of the rows, e.g. prompt=question; may be repeated",
+    )
+    parser.add_argument(
+        "--template",
+        default="auto",
+        help="auto (the chat template of OUT where it has one), plain, or a Jinja file (default auto)",
+    )
+    parser.add_argument(
+        "--train-on",
+        choices=("assistant", "last_assistant", "all"),
+        default="assistant",
+        help="which tokens are scored (default assistant)",
+    )
+    parser.add_argument("--max-seq-len", type=two_or_more, default=2048, help="most tokens of a row (default 2048)")
+    parser.add_argument(
+        "--long-rows",
+        choices=("auto", "truncate", "drop", "split"),
+        default="auto",
+        help="what happens to longer rows (default auto: plain text is split, dialogues are truncated)",
+    )
+    parser.add_argument("--limit", type=positive, help="most rows to score")
+
+
+def _add_scoring_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--extract",
+        choices=_EXTRACTORS,
+        help="generate answers, and compare what this extracts from them with what it extracts from the rows",
+    )
+    parser.add_argument("--max-new-tokens", type=positive, default=256, help="most tokens of an answer (default 256)")
+    parser.add_argument(
+        "--batch-tokens", type=positive, default=4096, help="tokens of one forward, with padding (default 4096)"
+    )
+    parser.add_argument("--tasks", help="tasks of lm-evaluation-harness, separated by commas; needs lm_eval")
+    parser.add_argument("--json", metavar="FILE", help="also write the metrics to this file")
+
+
+def _evaluate(arguments: Arguments) -> None:
+    if not arguments.data and not arguments.tasks:
+        raise ConfigError(
+            f"eval of `{arguments.model}` has nothing to score on", hint="give --data test.jsonl, or --tasks"
+        )
+    if arguments.json:
+        _write_text(arguments.json, "", mode="a")
+    tasks = arguments.tasks.split(",") if arguments.tasks else []
+    results = {}
+    if tasks:
+        from ds_finetune.evaluation import harness
+
+        metrics = harness.run_tasks(arguments.model, arguments.baseline, tasks, limit=arguments.limit)
+        OUT.print(_table(metrics, arguments, harness.METHOD))
+        results["tasks"] = {
+            "method": harness.METHOD,
+            "metrics": {name: vars(metric) for name, metric in metrics.items()},
+        }
+    if arguments.data:
+        scored = _scored(arguments)
+        for note in scored.notes:
+            show_line(note)
+        OUT.print(
+            _table(
+                scored.metrics,
+                arguments,
+                f"{scored.tokens:,} supervised tokens of {scored.documents:,} documents; {scored.method}",
+            )
+        )
+        results["data"] = scored.as_json()
+    if arguments.json:
+        _write_text(arguments.json, json.dumps(results, indent=2) + "\n", mode="w")
+
+
+def _write_text(file: str, text: str, *, mode: str) -> None:
+    """Write or append `text`; OutputError where the file cannot be written.
+
+    An empty text is appended before anything is scored, so that a wrong file name is reported at once.
+    """
+    try:
+        with Path(file).open(mode, encoding="utf-8") as out:
+            out.write(text)
+    except OSError as refused:
+        raise OutputError(f"--json `{file}` cannot be written: {refused.strerror}", hint="name another file") from None
+
+
+def _scored(arguments: Arguments) -> "Scored":
+    wrong = [column for column in arguments.column if "=" not in column]
+    if wrong:
+        raise ConfigError(
+            f"--column is `{wrong[0]}`", hint="write e.g. --column prompt=question --column completion=answer"
+        )
+    return api.evaluate(
+        arguments.model,
+        arguments.data,
+        baseline=arguments.baseline,
+        extract=arguments.extract,
+        columns=dict(column.split("=", 1) for column in arguments.column),
+        template=arguments.template,
+        train_on=arguments.train_on,
+        long_rows=arguments.long_rows,
+        max_seq_len=arguments.max_seq_len,
+        max_new_tokens=arguments.max_new_tokens,
+        batch_tokens=arguments.batch_tokens,
+        limit=arguments.limit,
+    )
+
+
+def _table(metrics: Mapping[str, "Metric"], arguments: Arguments, caption: str) -> Table:
+    """Metrics as rows: the model, the baseline, the difference and its interval, or the model and its interval."""
+    compared = ["baseline", "difference"] if arguments.baseline else []
+    table = Table(
+        title=f"{arguments.model}" + (f" beside {arguments.baseline}" if compared else ""),
+        title_justify="left",
+        caption=caption,
+    )
+    for column in ("", "model", *compared, "95% interval" + (" of the difference" if compared else "")):
+        table.add_column(column, justify="left" if not column else "right")
+    for name, metric in metrics.items():
+        values = [metric.value, *([metric.baseline, metric.difference] if compared else [])]
+        low, high = metric.interval
+        table.add_row(
+            name,
+            *(f"{value:.4f}" for value in values if value is not None),
+            f"[{low:.4f}, {high:.4f}]".replace("[", r"\["),
+        )
+    return table

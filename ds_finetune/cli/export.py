@@ -1,0 +1,92 @@
+"""`ds-finetune export`: convert what was trained to a folder that other programs load."""
+
+from pathlib import Path
+
+from ds_finetune import api
+from ds_finetune.cli.arguments import Arguments, Commands
+from ds_finetune.console import show_verdicts
+from ds_finetune.errors import ConfigError
+
+
+def add_commands(commands: Commands) -> None:
+    """Add `export`."""
+    export = commands.add_parser(
+        "export",
+        help="convert a run, a checkpoint, an adapter or a model to a folder that other programs load",
+        allow_abbrev=False,
+    )
+    what = export.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "source",
+        metavar="SOURCE",
+        nargs="?",
+        help="folder of a run, a checkpoint (ours or DeepSpeed's), an adapter or a model",
+    )
+    what.add_argument("--check", metavar="OUT", help="verify an exported folder against its record")
+    export.add_argument("out", metavar="OUT", nargs="?", help="folder to write, new or empty")
+    export.add_argument(
+        "--format", choices=("safetensors", "onnx"), default="safetensors", help="format of OUT (default safetensors)"
+    )
+    export.add_argument(
+        "--dtype", choices=("bf16", "fp16", "fp32", "fp8"), help="dtype of the weights (default bf16, for onnx fp32)"
+    )
+    export.add_argument("--max-shard-size", help="largest safetensors file (default 5GB)")
+    export.add_argument(
+        "--base",
+        metavar="FOLDER",
+        help="folder of the base model, with config.json, tokenizer and the weights that were not trained",
+    )
+    export.add_argument("--no-cache", action="store_true", help="onnx: write a graph without past keys and values")
+    export.add_argument(
+        "--no-verify",
+        dest="verify",
+        action="store_false",
+        help="do not load OUT in a fresh process; it stays marked UNVERIFIED",
+    )
+    export.set_defaults(command=_export)
+
+
+def _export(arguments: Arguments) -> None:
+    if arguments.check:
+        _check(Path(arguments.check), arguments.base)
+        return
+    if arguments.out is None:
+        raise ConfigError(
+            f"export has SOURCE `{arguments.source}` and no OUT",
+            hint="write `ds-finetune export SOURCE OUT`, or `--check OUT`",
+        )
+    api.export(
+        arguments.source,
+        arguments.out,
+        format=arguments.format,
+        dtype=arguments.dtype,
+        base=arguments.base,
+        max_shard_size=arguments.max_shard_size,
+        with_cache=not arguments.no_cache,
+        verify=arguments.verify,
+    )
+
+
+def _check(folder: Path, base: str | None) -> None:
+    """Verify an exported folder; ConfigError or ExportError where it cannot be, VerificationError where it differs."""
+    from ds_finetune.export.onnx.folder import check_packages
+    from ds_finetune.export.verify.record import is_onnx
+    from ds_finetune.model.folder_check import check_folder
+
+    for model in (folder, *([Path(base)] if base else [])):
+        if model.is_dir():
+            check_folder(model)
+    if not is_onnx(folder):
+        api.verified(folder, Path(base) if base else None)
+        return
+    check_packages()
+    if base:
+        raise ConfigError(
+            f"--base {base} is not valid with the ONNX folder {folder}",
+            hint="leave it out: the folder's record is enough",
+        )
+    from ds_finetune.export.onnx.record import check_onnx
+
+    verdict = check_onnx(folder)
+    show_verdicts([verdict])
+    api.refuse_unverified([verdict])

@@ -1,0 +1,72 @@
+"""`ds-finetune ask`, `chat` and `serve`: use an exported folder."""
+
+import argparse
+from pathlib import Path
+
+from ds_finetune.cli.arguments import Arguments, Commands, port, positive
+from ds_finetune.console import OUT, show_line, show_piece
+
+
+def add_commands(commands: Commands) -> None:
+    """Add `ask`, `chat` and `serve`."""
+    ask = commands.add_parser("ask", help="complete prompts with an exported folder", allow_abbrev=False)
+    ask.add_argument("folder", metavar="OUT", help="an exported folder")
+    ask.add_argument("prompts", metavar="TEXT", nargs="+", help="prompts")
+    ask.add_argument("--max-new-tokens", type=positive, default=128, help="most tokens of an answer (default 128)")
+    ask.set_defaults(command=_ask)
+    chat = commands.add_parser("chat", help="talk to an exported folder in the terminal", allow_abbrev=False)
+    chat.add_argument("folder", metavar="OUT", help="an exported folder")
+    chat.add_argument("--max-new-tokens", type=positive, default=512, help="most tokens of an answer (default 512)")
+    chat.set_defaults(command=_chat)
+    _add_serve(
+        commands.add_parser(
+            "serve", help="serve an exported folder through an OpenAI-compatible API", allow_abbrev=False
+        )
+    )
+
+
+def _add_serve(serve: argparse.ArgumentParser) -> None:
+    serve.add_argument("folder", metavar="OUT", help="an exported folder")
+    serve.add_argument(
+        "--engine",
+        choices=("auto", "vllm", "transformers", "onnx"),
+        default="auto",
+        help="program that runs the model (default auto: chosen by the folder and the GPU)",
+    )
+    serve.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine alone)"
+    )
+    serve.add_argument("--port", type=port, default=8000, help="port to listen on (default 8000)")
+    serve.add_argument("--queue", type=positive, help="transformers and onnx: most requests that may wait (default 16)")
+    serve.add_argument(
+        "--request-seconds", type=float, help="transformers and onnx: longest time of a request (default 600)"
+    )
+    serve.add_argument("--ready-seconds", type=float, default=1800, help="longest time of loading (default 1800)")
+    serve.set_defaults(command=_serve)
+
+
+def _ask(arguments: Arguments) -> None:
+    from ds_finetune.inference.ask import answers
+
+    for prompt, answer in zip(
+        arguments.prompts,
+        answers(Path(arguments.folder), arguments.prompts, max_new_tokens=arguments.max_new_tokens),
+        strict=True,
+    ):
+        OUT.print(f"> {prompt}\n{answer}", markup=False)
+
+
+def _chat(arguments: Arguments) -> None:
+    from ds_finetune.inference.chat import END, Conversation, converse
+
+    conversation = Conversation(Path(arguments.folder), max_new_tokens=arguments.max_new_tokens)
+    show_line(f"`{END}` ends it")
+    converse(conversation, ask=lambda: OUT.input("> "), say=show_piece)
+
+
+def _serve(arguments: Arguments) -> None:
+    from ds_finetune.inference.serve import Address, Service, serve
+
+    address = Address(arguments.host, arguments.port)
+    service = Service(arguments.engine, arguments.ready_seconds, arguments.queue, arguments.request_seconds)
+    serve(Path(arguments.folder), address, service, say=show_line)

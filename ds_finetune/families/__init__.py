@@ -1,0 +1,1 @@
+"""What the program knows of each model family: one row of a table, with optional capabilities."""

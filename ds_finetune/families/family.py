@@ -1,0 +1,84 @@
+"""What a row of the table of model families holds."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ds_finetune.families.parameters import ParameterRules
+
+
+@dataclass(frozen=True)
+class OnnxGraph:
+    """Which parts the ONNX graph of a family consists of (`export/onnx` has them)."""
+
+    attention: Literal["latent", "grouped_query"]
+    router: Literal["sigmoid", "softmax"] | None = None
+    """How experts are chosen; None where a family has no routed experts."""
+    is_rotary_interleaved: bool = False
+    """Rotary embeddings read and write pairs of neighbouring columns, whatever `rope_interleave` of the config is."""
+
+
+@dataclass(frozen=True)
+class TinyModels:
+    """Configurations for tests of a family: a few layers, a small vocabulary, one of each kind of layer."""
+
+    config: Mapping[str, Any]
+    variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Further configurations by name."""
+    in_standard_selftest: bool = False
+    """Whether `ds-finetune selftest` checks the family when no families are named."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model type. A capability that is None, empty or False is not available for it."""
+
+    model_type: str
+    is_generic: bool = False
+    """Whether the model type has no row of its own."""
+
+    parameters: ParameterRules | None = None
+    """How parameters and FLOPs follow from config.json."""
+
+    fused_experts: bool = False
+    """Experts are one 3-D tensor per layer in transformers 5 and one matrix each in published checkpoints. They go
+    through torch's grouped product."""
+    drops_layers_beyond: bool = False
+    """Layers numbered past `num_hidden_layers` (DeepSeek-V3's multi-token prediction) are published and not built."""
+    may_be_unexpected: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$",)
+    """Regular expressions of checkpoint keys that the model does not load."""
+    fp32_buffers: tuple[str, ...] = ()
+    """Last parts of the names of untrained tensors that are kept in fp32 at any precision."""
+    fp8_linear: str | None = r"\.(self_attn|mlp)\.([\w.]+\.)?\w+_proj(_with_mqa)?\.weight$"
+    """Regular expression of the checkpoint keys whose weights are published in FP8; the default is DeepSeek-V3's:
+    attention, MLPs, shared and routed experts. None where it is unknown and has to be read from the base model."""
+    export_config: Mapping[str, object] = field(default_factory=dict)
+    """Keys that servers need in `config.json`, added where the base model has none."""
+
+    window_in_mask: bool = False
+    """transformers 5.23 applies its sliding window in masks only, which FlashAttention does not use
+    (qwen2_moe/modeling_qwen2_moe.py:254)."""
+    parallel_axes: frozenset[str] = frozenset()
+    """Sizes of `parallel` in the run file that are tested with it: tp, sp, pp, ep."""
+    experts_class: str | None = None
+    """Class of its routed experts in transformers; expert parallelism needs it."""
+    has_lora: bool = False
+    """Whether LoRA is tested with it."""
+
+    onnx: OnnxGraph | None = None
+    tiny_models: TinyModels | None = None
+
+    def may_skip(self, key: str, *, layers: int) -> bool:
+        """Whether a model of `layers` layers need not load the checkpoint tensor `key`: it matches `may_be_unexpected`,
+        or belongs to a layer past the last one.
+        """
+        if any(re.search(pattern, key) for pattern in self.may_be_unexpected):
+            return True
+        return self.drops_layers_beyond and layer_of(key) >= layers
+
+
+def layer_of(key: str) -> int:
+    """Number of the layer that the checkpoint tensor `key` belongs to; -1 where it belongs to none."""
+    layer = re.match(r"^model\.layers\.(\d+)\.", key)
+    return int(layer[1]) if layer else -1

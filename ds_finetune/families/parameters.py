@@ -1,0 +1,100 @@
+"""How many parameters the layers of a model family have, computed from its config.json as transformers 5.23 builds
+them.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+ModelConfig = Mapping[str, Any]
+"""The contents of a config.json."""
+
+
+class AttentionCounts(NamedTuple):
+    """Numbers of one layer's attention."""
+
+    weights: int
+    """Parameters of its projections, biases included."""
+    norms: int
+    """Parameters of the norms inside it."""
+    width: int
+    """Sum over heads of (query/key width + value width): multiply-adds for one attended position."""
+
+
+def latent_attention(c: ModelConfig) -> AttentionCounts:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
+    hidden, heads = c["hidden_size"], c["num_attention_heads"]
+    query_key, value = c["qk_nope_head_dim"] + c["qk_rope_head_dim"], c["v_head_dim"]
+    q_rank, kv_rank = c.get("q_lora_rank"), c["kv_lora_rank"]
+    query = hidden * q_rank + q_rank * heads * query_key if q_rank else hidden * heads * query_key
+    key_value = hidden * (kv_rank + c["qk_rope_head_dim"]) + kv_rank * heads * (c["qk_nope_head_dim"] + value)
+    bias = ((q_rank or 0) + kv_rank + c["qk_rope_head_dim"] + hidden) if c.get("attention_bias") else 0
+    return AttentionCounts(
+        weights=query + key_value + heads * value * hidden + bias,
+        norms=(q_rank or 0) + kv_rank,
+        width=heads * (query_key + value),
+    )
+
+
+def grouped_query_attention(
+    *, qkv_bias: bool = False, head_norms: bool = False
+) -> Callable[[ModelConfig], AttentionCounts]:
+    """Grouped-query attention. With `qkv_bias` its three input projections always have biases; with `head_norms`
+    queries and keys are normalised per head.
+    """
+
+    def count(c: ModelConfig) -> AttentionCounts:
+        hidden, heads = c["hidden_size"], c["num_attention_heads"]
+        width = c.get("head_dim") or hidden // heads
+        query, key_value = heads * width, 2 * (c.get("num_key_value_heads") or heads) * width
+        is_biased = qkv_bias or c.get("attention_bias", False)
+        bias = query + key_value + (0 if qkv_bias else hidden) if is_biased else 0
+        return AttentionCounts(
+            weights=hidden * (query + key_value) + query * hidden + bias,
+            norms=2 * width if head_norms else 0,
+            width=2 * heads * width,
+        )
+
+    return count
+
+
+def never_sparse(_: ModelConfig, __: int) -> bool:
+    """No layer has routed experts."""
+    return False
+
+
+def sparse_after_first(c: ModelConfig, layer: int) -> bool:
+    """Layers from `first_k_dense_replace` on have routed experts.
+
+    transformers 5.23 does not read `moe_layer_freq` (deepseek_v2/modeling_deepseek_v2.py:427), which is 1 in every
+    published config.
+    """
+    return layer >= (c["first_k_dense_replace"] or 0)  # type: ignore[no-any-return]
+
+
+def sparse_by_step(c: ModelConfig, layer: int) -> bool:
+    """Every `decoder_sparse_step`-th layer has routed experts, except those in `mlp_only_layers`."""
+    return (
+        layer not in (c.get("mlp_only_layers") or ())
+        and num_experts(c) > 0
+        and (layer + 1) % c.get("decoder_sparse_step", 1) == 0
+    )
+
+
+def num_experts(c: ModelConfig) -> int:
+    """Routed experts of a layer, by DeepSeek's key, Qwen's, or the one transformers 5.23 writes for Qwen's; KeyError
+    where none is present.
+    """
+    names = ("n_routed_experts", "num_experts", "num_local_experts")
+    return int(c[next((name for name in names if name in c), "num_experts")])
+
+
+@dataclass(frozen=True)
+class ParameterRules:
+    """How the parameters of a family are counted."""
+
+    attention: Callable[[ModelConfig], AttentionCounts]
+    is_sparse: Callable[[ModelConfig, int], bool] = never_sparse
+    """Whether layer number i has routed experts instead of a dense MLP."""
+    mlp_bias: bool = False
+    """Whether `mlp_bias` of the config is read: dense and shared experts have it then, routed experts never."""

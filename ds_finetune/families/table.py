@@ -1,0 +1,97 @@
+"""The model families: a new one is a row here, and the code that its capabilities name."""
+
+from collections.abc import Mapping
+
+from ds_finetune.families.family import Family, OnnxGraph, TinyModels
+from ds_finetune.families.parameters import (
+    ParameterRules,
+    grouped_query_attention,
+    latent_attention,
+    sparse_after_first,
+    sparse_by_step,
+)
+from ds_finetune.families.tiny import DENSE, GROUPED_ROUTING, LATENT
+
+_DENSE_AXES = frozenset({"tp", "sp", "pp"})
+_ALL_AXES = _DENSE_AXES | {"ep"}
+_ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")
+"""Buffers added to the scores of experts to choose them: published values lie closer together than bf16's steps."""
+
+_ROWS = (
+    Family(
+        "deepseek_v2",
+        parameters=ParameterRules(latent_attention, sparse_after_first, mlp_bias=True),
+        fused_experts=True,
+        experts_class="DeepseekV2Experts",
+        parallel_axes=_ALL_AXES,
+        has_lora=True,
+        onnx=OnnxGraph("latent", router="softmax", is_rotary_interleaved=True),
+        tiny_models=TinyModels(
+            {**GROUPED_ROUTING, "topk_method": "group_limited_greedy"},
+            {
+                "deepseek_v2_deep": {**LATENT, "topk_method": "greedy", "num_hidden_layers": 4},
+                "deepseek_v2_lite": {**LATENT, "topk_method": "greedy", "q_lora_rank": None},
+            },
+        ),
+    ),
+    Family(
+        "deepseek_v3",
+        parameters=ParameterRules(latent_attention, sparse_after_first),
+        fused_experts=True,
+        drops_layers_beyond=True,
+        fp32_buffers=_ROUTER_BIASES,
+        export_config={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+        experts_class="DeepseekV3Experts",
+        parallel_axes=_ALL_AXES,
+        has_lora=True,
+        onnx=OnnxGraph("latent", router="sigmoid"),
+        tiny_models=TinyModels(
+            GROUPED_ROUTING,
+            {"deepseek_v3_deep": {**GROUPED_ROUTING, "num_hidden_layers": 4}},
+            in_standard_selftest=True,
+        ),
+    ),
+    Family(
+        "qwen2",
+        parameters=ParameterRules(grouped_query_attention(qkv_bias=True)),
+        parallel_axes=_DENSE_AXES,
+        has_lora=True,
+        onnx=OnnxGraph("grouped_query"),
+        tiny_models=TinyModels({**DENSE, "tie_word_embeddings": True}),
+    ),
+    Family(
+        "qwen3",
+        parameters=ParameterRules(grouped_query_attention(head_norms=True)),
+        parallel_axes=_DENSE_AXES,
+        has_lora=True,
+        onnx=OnnxGraph("grouped_query"),
+        tiny_models=TinyModels({**DENSE, "head_dim": 12}),
+    ),
+    Family("qwen2_moe", fused_experts=True, window_in_mask=True),
+    Family(
+        "qwen3_moe",
+        parameters=ParameterRules(grouped_query_attention(head_norms=True), sparse_by_step),
+        fused_experts=True,
+    ),
+    Family(
+        "llama",
+        parameters=ParameterRules(grouped_query_attention(), mlp_bias=True),
+        parallel_axes=_DENSE_AXES,
+        has_lora=True,
+        onnx=OnnxGraph("grouped_query"),
+        tiny_models=TinyModels(DENSE, {"llama_deep": {**DENSE, "num_hidden_layers": 5}}, in_standard_selftest=True),
+    ),
+)
+FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ROWS}
+"""Families by `model_type` of their config.json; R1 is deepseek_v3, its distills are qwen2, qwen3 and llama."""
+STANDARD_SELFTEST = tuple(
+    name for name, family in FAMILIES.items() if family.tiny_models and family.tiny_models.in_standard_selftest
+)
+"""Families that `ds-finetune selftest` checks when none are named; the first one in every layout."""
+
+
+def family_of(model_type: str) -> Family:
+    """The row of a model type, or the generic row: the same tensor names in checkpoint and model, nothing skipped, no
+    further capability.
+    """
+    return FAMILIES.get(model_type, Family(model_type, fp32_buffers=_ROUTER_BIASES, fp8_linear=None, is_generic=True))

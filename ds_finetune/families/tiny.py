@@ -1,0 +1,36 @@
+"""Tiny configurations of the model families, for tests and the selftest."""
+
+from typing import Any
+
+VOCAB = 96
+"""Tokens of their vocabularies."""
+
+DENSE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.1,
+}
+"""Grouped-query attention and dense MLPs."""
+LATENT: dict[str, Any] = {
+    **DENSE,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "n_routed_experts": 8,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "qk_nope_head_dim": 16,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+}
+"""Multi-head latent attention and, after the first layer, routed experts."""
+GROUPED_ROUTING: dict[str, Any] = {**LATENT, "n_group": 2, "topk_group": 1}
+"""The same, with experts chosen from some groups only."""

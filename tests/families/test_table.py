@@ -1,0 +1,49 @@
+"""The table of model families is complete and agrees with transformers and the code that it names."""
+
+import inspect
+
+import pytest
+import torch
+import transformers.models as models
+from transformers import AutoModelForCausalLM
+
+from ds_finetune.export.onnx.decoder import ATTENTION
+from ds_finetune.export.onnx.experts import ROUTERS
+from ds_finetune.families.family import Family
+from ds_finetune.families.table import FAMILIES, STANDARD_SELFTEST, family_of
+from ds_finetune.selftest.cells import TINY_MODELS, hf_config
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)
+def test_a_row_names_code_that_there_is(family: Family) -> None:
+    assert (family.experts_class is not None) == ("ep" in family.parallel_axes)
+    if family.experts_class is not None:
+        modeling = getattr(getattr(models, family.model_type), f"modeling_{family.model_type}")
+        assert inspect.isclass(getattr(modeling, family.experts_class))
+    if family.onnx is not None:
+        assert family.onnx.attention in ATTENTION
+        assert family.onnx.router is None or family.onnx.router in ROUTERS
+    if family.parallel_axes or family.has_lora:
+        assert family.tiny_models is not None, "what is tested needs a tiny model"
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_a_tiny_model_is_of_its_family_and_has_no_experts_that_the_row_does_not_know(name: str) -> None:
+    config = hf_config(name)
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(config)
+    family = family_of(config.model_type)
+    assert name.startswith(family.model_type)
+    has_fused = any(name.endswith(".experts.gate_up_proj") for name, _ in lm.named_parameters())
+    assert has_fused == family.fused_experts
+
+
+def test_the_standard_selftest_starts_with_deepseek() -> None:
+    assert STANDARD_SELFTEST == ("deepseek_v3", "llama")
+
+
+def test_a_model_type_without_a_row_has_no_further_capability() -> None:
+    row = family_of("mixtral")
+    assert row.is_generic
+    capabilities = (row.parameters, row.parallel_axes, row.has_lora, row.onnx, row.tiny_models)
+    assert not any(capabilities)
