@@ -93,7 +93,7 @@ def find_resume_point(run: PreparedRun, say: Say) -> ResumePoint:
             )
         return _remove_leftovers(ResumePoint(place, held), say)
     later = [step_name(step) for step in complete_steps(folder) if step > found.state.step]
-    raise_on_every_rank(_mixed(folder, later, found) if later and not is_auto else None)
+    raise_on_every_rank(_mixed(folder, later, found) if later and policy.resume != "auto" else None)
     raise_on_every_rank(model_mismatch(found.folder / BASE, CONFIG, run.inputs.config_tree))
     lines = [
         *changes_since_checkpoint(found.state, inputs_of(run)),

@@ -128,7 +128,7 @@ def test_the_lines_count_what_is_trained() -> None:
 
 
 def test_models_and_ranks_that_are_not_compared_are_refused() -> None:
-    with pytest.raises(ConfigError, match="qwen3_moe is not proven"):
+    with pytest.raises(ConfigError, match="qwen3_moe is not tested"):
         plan_lora(AutoConfig.for_model("qwen3_moe"), LORA)
     with pytest.raises(ConfigError, match="not a multiple of 8"):
         plan_lora(hf_config("deepseek_v3"), LoraConfig(rank=4))
