@@ -18,9 +18,9 @@ from ds_finetune.world import World
 
 if TYPE_CHECKING:
     from ds_finetune.evaluation.run import Scored
-    from ds_finetune.export.onnx.folder import OnnxExported
-    from ds_finetune.export.readers.checkpoint import Exported
-    from ds_finetune.export.verify.verify import Verdict
+    from ds_finetune.export.offline import ExportResult
+    from ds_finetune.export.onnx.folder import OnnxExportResult
+    from ds_finetune.export.verify.verify import VerificationResult
     from ds_finetune.trainer.train import Report
 
 Place = str | Path
@@ -58,7 +58,7 @@ def export(  # noqa: PLR0913 - each is an option of the command
     max_shard_size: str | None = None,
     with_cache: bool = True,
     verify: bool = True,
-) -> "Exported | OnnxExported":
+) -> "ExportResult | OnnxExportResult":
     """Convert the run, checkpoint, adapter or model in `source` to the new folder `out`, print what was written, and
     return it.
 
@@ -81,10 +81,10 @@ def export(  # noqa: PLR0913 - each is an option of the command
         return graph
     if not with_cache:
         raise ConfigError(f"--no-cache is not valid with --format {format}", hint="it is an option of --format onnx")
-    from ds_finetune.export.readers.checkpoint import EXPORTED, export_checkpoint
+    from ds_finetune.export.offline import EXPORT_DTYPES, export_checkpoint
 
-    if dtype is not None and dtype not in EXPORTED:
-        raise ConfigError(f"dtype is `{dtype}`", hint=f"name one of {', '.join(EXPORTED)}")
+    if dtype is not None and dtype not in EXPORT_DTYPES:
+        raise ConfigError(f"dtype is `{dtype}`", hint=f"name one of {', '.join(EXPORT_DTYPES)}")
     max_shard_bytes = parse_bytes(max_shard_size or "5GB", name="--max-shard-size")
     exported = export_checkpoint(
         Path(source), Path(out), dtype=dtype or "bf16", max_shard_bytes=max_shard_bytes, base=trained
@@ -94,20 +94,20 @@ def export(  # noqa: PLR0913 - each is an option of the command
     return replace(exported, verdict=verified(exported.folder, trained)) if verify else exported
 
 
-def verified(folder: Path, base: Path | None) -> "Verdict":
+def verified(folder: Path, base: Path | None) -> "VerificationResult":
     """What came of holding an exported folder against its record, which is printed; VerificationError where it is
     something else.
     """
-    from ds_finetune.export.verify.verify import verify
+    from ds_finetune.export.verify.verify import verify_exports
     from ds_finetune.trainer.run_dir import available_bytes
 
-    verdicts = verify([folder], base=base, available_bytes=available_bytes())
+    verdicts = verify_exports([folder], base=base, available_bytes=available_bytes())
     show_verdicts(verdicts)
     refuse_unverified(verdicts)
     return verdicts[0]
 
 
-def refuse_unverified(verdicts: "Sequence[Verdict]") -> None:
+def refuse_unverified(verdicts: "Sequence[VerificationResult]") -> None:
     """VerificationError names the folders that are not what was exported."""
     wrong = [verdict for verdict in verdicts if verdict.problems]
     if wrong:

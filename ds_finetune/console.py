@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from ds_finetune.export.verify.verify import Verdict
+    from ds_finetune.export.verify.verify import VerificationResult
     from ds_finetune.trainer.prepare import PreparedRun
     from ds_finetune.trainer.train import Report
 
@@ -112,12 +112,12 @@ def has_chat_template(folder: Path) -> bool:
     )
 
 
-def show_verdicts(verdicts: "Sequence[Verdict]") -> None:
+def show_verdicts(verdicts: "Sequence[VerificationResult]") -> None:
     """Print what exported folders were compared with and what came of it."""
     for verdict in verdicts:
-        state = "verified" if verdict.is_verified else "not checked" if verdict.left else "UNVERIFIED"
+        state = "verified" if verdict.is_verified else "not checked" if verdict.skipped else "UNVERIFIED"
         OUT.print(f"{state}: {verdict.folder}", markup=False)
-        for text in (*verdict.lines, *verdict.problems, *([verdict.left] if verdict.left else [])):
+        for text in (*verdict.lines, *verdict.problems, *([verdict.skipped] if verdict.skipped else [])):
             OUT.print(f"  {text}", markup=False)
 
 

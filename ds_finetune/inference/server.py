@@ -58,7 +58,7 @@ class ServedModel(ModelManager):
 
     def _loaded(self) -> PreTrainedModel:
         if is_onnx(self._folder):
-            from ds_finetune.export.onnx.model import OnnxCausalLM
+            from ds_finetune.export.onnx.runtime import OnnxCausalLM
 
             return OnnxCausalLM.from_pretrained(self._folder)
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(

@@ -12,7 +12,7 @@ from ds_finetune.engine.processes import all_gather_object
 from ds_finetune.engine.start import DTYPES
 from ds_finetune.errors import OutputError, RunError
 from ds_finetune.export.adapter import write_adapter
-from ds_finetune.export.convert import read_model_spec
+from ds_finetune.export.base_folder import BaseFolder, config_changes, with_stored_weights
 from ds_finetune.export.folder import (
     TOKENIZER_FILES,
     FolderParts,
@@ -21,9 +21,9 @@ from ds_finetune.export.folder import (
     write_folder,
 )
 from ds_finetune.export.interruption import Interruption
-from ds_finetune.export.readers.base import Base, counted, read_again
-from ds_finetune.export.verify.record import RECORD, UNVERIFIED, Record, kept_logits, prompts_of
-from ds_finetune.export.verify.verify import Verdict, mark, verify
+from ds_finetune.export.source import read_model_spec
+from ds_finetune.export.verify.record import RECORD, UNVERIFIED, ExportRecord, fixed_prompts, sampled_logits
+from ds_finetune.export.verify.verify import VerificationResult, mark_folder, verify_exports
 from ds_finetune.families.table import family_of
 from ds_finetune.model.hub_folder import has_weights
 from ds_finetune.model.lora import Factors, factors_of, merged
@@ -46,7 +46,9 @@ def files_beside(template: str, inputs: RunInputs) -> dict[str, Path]:
     return {name: path for name, path in sources.items() if path.is_file()}
 
 
-def verify_exports(config: RunConfig, exports: tuple[Path, ...], interruption: Interruption) -> tuple[Verdict, ...]:
+def verify_run_exports(
+    config: RunConfig, exports: tuple[Path, ...], interruption: Interruption
+) -> tuple[VerificationResult, ...]:
     """Compare the exported folders, and the best weights', with what the run recorded, in one fresh process.
 
     VerificationError names them where a signal has come.
@@ -58,30 +60,32 @@ def verify_exports(config: RunConfig, exports: tuple[Path, ...], interruption: I
     interruption.check(folders)
     torch.cuda.empty_cache()
     twins = [folder for folder in exports if has_same_weights(folder, best)]
-    verdicts = verify([folder for folder in folders if not twins or folder != best], available_bytes=available_bytes())
+    verdicts = verify_exports(
+        [folder for folder in folders if not twins or folder != best], available_bytes=available_bytes()
+    )
     for verdict in [verdict for verdict in verdicts if verdict.folder in twins]:
         shared = f"the files of {verdict.folder}, whose weights it shares"
         verdicts.append(replace(verdict, folder=best, lines=(shared, *verdict.lines)))
-        mark(verdicts[-1])
+        mark_folder(verdicts[-1])
     return tuple(verdicts)
 
 
-def record_logits(run: PreparedRun, engine: Engine, *, step: int) -> Record:
+def record_logits(run: PreparedRun, engine: Engine, *, step: int) -> ExportRecord:
     """Logits of the fixed prompts from the weights as they are now, after `step` steps; every rank takes part.
 
     Without logits where weights are in four bits: those that are exported differ from them.
     """
     inputs = run.inputs
     vocab_size = int(inputs.hf_config.vocab_size)
-    prompts = prompts_of(vocab_size, inputs.tokenizer)
+    prompts = fixed_prompts(vocab_size, inputs.tokenizer)
     is_quantised = bool(inputs.model.quantised)
-    return Record(
+    return ExportRecord(
         base=str(inputs.folder.absolute()),
         dtype=str(DTYPES[run.plan.precision]).removeprefix("torch."),
         vocab_size=vocab_size,
         prompts=prompts,
         step=step,
-        logits=None if is_quantised else kept_logits(engine.logits(prompts), prompts, vocab_size),
+        logits=None if is_quantised else sampled_logits(engine.logits(prompts), prompts, vocab_size),
     )
 
 
@@ -134,13 +138,13 @@ def export(run: PreparedRun, engine: Engine, out: Path, *, step: int) -> list[st
     parts = _folder_parts(run, engine, step=step)
     notes: list[str] = []
     if not model.has_random_weights and has_weights(folder):
-        base = Base.read(folder, read_model_spec(folder))
+        base = BaseFolder.read(folder, read_model_spec(folder))
         # Rank zero writes: it alone compares embeddings and heads, which may take seconds.
-        parts, notes = base.carried(parts) if engine.is_rank_zero else (parts, [])
-    notes = [*notes, *counted(parts, (tensor.key for copied in parts.carried for tensor in copied.tensors))]
+        parts, notes = base.with_base_tensors(parts) if engine.is_rank_zero else (parts, [])
+    notes = [*notes, *config_changes(parts, (tensor.key for copied in parts.base_tensors for tensor in copied.tensors))]
     factors = _write_adapters(run, engine, out.with_name(out.name.replace("export", "adapter")))
     in_four_bit = {f"{name}.weight" for name in model.quantised}
-    tensors = read_again(engine.tensors(), in_four_bit, folder) if in_four_bit else engine.tensors()
+    tensors = with_stored_weights(engine.tensors(), in_four_bit, folder) if in_four_bit else engine.tensors()
     max_shard_bytes = parse_bytes(run.config.export.max_shard_size, name="export.max_shard_size")
     try:
         write_folder(merged(tensors, factors), engine.tensor_specs(), out, parts, max_shard_bytes=max_shard_bytes)

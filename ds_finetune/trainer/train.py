@@ -20,11 +20,11 @@ from ds_finetune.engine.processes import process_group
 from ds_finetune.engine.start import start_engine
 from ds_finetune.errors import RunError
 from ds_finetune.export.interruption import Interruption
-from ds_finetune.export.verify.verify import Verdict
+from ds_finetune.export.verify.verify import VerificationResult
 from ds_finetune.observers.interrupts import Interrupts
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.trainer.batches import run_batches
-from ds_finetune.trainer.exports import Exports, Say, verify_exports
+from ds_finetune.trainer.exports import Exports, Say, verify_run_exports
 from ds_finetune.trainer.loop import run_steps, training_steps
 from ds_finetune.trainer.observers import StartedRun, make_observers
 from ds_finetune.trainer.prepare import PreparedRun, prepare_run
@@ -56,7 +56,7 @@ class Report:
     seconds: float = 0.0
     interrupted: str = ""
     """The signal that ended the run, and where it resumes; empty where none did."""
-    verdicts: tuple[Verdict, ...] = ()
+    verdicts: tuple[VerificationResult, ...] = ()
     """Results of comparing the exports with the run; known to rank zero."""
 
 
@@ -73,9 +73,9 @@ def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
                 announce(run)
             with _joined(run, store, vigil):
                 report = _train_and_export(run, vigil, say)
-        verdicts: tuple[Verdict, ...] = ()
+        verdicts: tuple[VerificationResult, ...] = ()
         if world.rank == 0 and not report.interrupted:
-            verdicts = verify_exports(config, report.exports, interruption)
+            verdicts = verify_run_exports(config, report.exports, interruption)
     return replace(report, seconds=time.monotonic() - began, verdicts=verdicts)
 
 

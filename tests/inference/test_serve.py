@@ -226,7 +226,7 @@ def test_a_signal_ends_it_and_leaves_nothing(server: tuple[int, "subprocess.Pope
 
 
 def test_a_forward_of_onnx_runtime_is_stopped(onnx_folder: Path) -> None:
-    from ds_finetune.export.onnx.model import OnnxCausalLM
+    from ds_finetune.export.onnx.runtime import OnnxCausalLM
     from ds_finetune.inference.turns import Stopper
 
     model = OnnxCausalLM.from_pretrained(onnx_folder)

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ds_finetune.config.schema import DataConfig
 from ds_finetune.errors import DataError
 from ds_finetune.evaluation.run import Asked, score
+from ds_finetune.export.offline import export_checkpoint
 from ds_finetune.export.onnx.folder import export_onnx
-from ds_finetune.export.readers.checkpoint import export_checkpoint
 from tests.model.test_vocabulary import loaded
 from tests.model.test_weights import published
 from tests.model.vocabulary_worker import LAYOUTS, name_of

@@ -10,10 +10,12 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from ds_finetune.export.convert import Conversion, ModelSpec, Selected, workers
+from ds_finetune.export.convert import Conversion, workers
 from ds_finetune.export.folder import FolderParts
 from ds_finetune.export.model_config import PREDICTION_LAYERS, code_lines, prediction_layers
-from ds_finetune.families.family import Family, layer_of
+from ds_finetune.export.readers.hub import HubSource
+from ds_finetune.export.source import ModelSpec, SelectedTensors
+from ds_finetune.families.family import layer_of
 from ds_finetune.model.hub_folder import HubFolder, has_weights
 
 _SHOWN = 3
@@ -22,34 +24,7 @@ _MATRIX = 2
 
 
 @dataclass(frozen=True)
-class HubSource:
-    """The tensors of a Hugging Face folder as a TensorSource; those in FP8 multiplied out to fp32. ModelError where one
-    holds no weights.
-    """
-
-    hub: HubFolder
-    family: Family
-
-    def __post_init__(self) -> None:
-        self.hub.check_kinds()
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of every tensor but the scales."""
-        return self.hub.shapes
-
-    @property
-    def fp32_names(self) -> Collection[str]:
-        """Tensors that the family keeps in fp32."""
-        return {name for name in self.hub.shapes if name.rpartition(".")[2] in self.family.fp32_buffers}
-
-    def read(self, name: str, start: int, numel: int) -> torch.Tensor:
-        """Elements [start, start + numel) of the flattened tensor, 1-D; ModelError where they cannot be read."""
-        return self.hub.read(name, start, numel)
-
-
-@dataclass(frozen=True)
-class Base:
+class BaseFolder:
     """A folder of published weights, its tensors that the model does not build, in order, and the model's embedding and
     head.
     """
@@ -59,25 +34,25 @@ class Base:
     ends: tuple[str, ...]
 
     @classmethod
-    def read(cls, folder: Path, spec: ModelSpec) -> "Base":
+    def read(cls, folder: Path, spec: ModelSpec) -> "BaseFolder":
         """ModelError where the weights in `folder` are not those of the model that `spec` describes."""
-        hub, published = HubFolder(folder), spec.published()
+        hub, published = HubFolder(folder), spec.published_shapes()
         left = hub.left_over(
             published, model=spec.architecture, may_be=lambda key: key in spec.tied or spec.may_skip(key)
         )
         return cls(hub, tuple(key for key in left if key not in spec.tied), _ends(published))
 
     @classmethod
-    def merged_into(cls, hub: HubFolder, spec: ModelSpec) -> "Base":
+    def from_hub(cls, hub: HubFolder, spec: ModelSpec) -> "BaseFolder":
         """The folder that adapters are merged into, which may also hold its experts under their fused names."""
-        published = spec.published()
+        published = spec.published_shapes()
         return cls(
             hub,
             tuple(key for key in sorted(hub.shapes) if key not in published and spec.may_skip(key)),
             _ends(published),
         )
 
-    def carried(self, parts: FolderParts, *, without: Collection[str] = ()) -> tuple[FolderParts, list[str]]:
+    def with_base_tensors(self, parts: FolderParts, *, without: Collection[str] = ()) -> tuple[FolderParts, list[str]]:
         """`parts` with those tensors, but `without` the ones that are there already, and what to say of it.
 
         Those that repeat the base's embedding or head are `copies` of the trained one. In an FP8 folder, blocks
@@ -94,7 +69,8 @@ class Base:
             f"{_shown([*shapes])}"
         )
         return replace(
-            parts, carried=(Conversion(Selected(HubSource(self.hub, parts.family), shapes), mine, workers()),)
+            parts,
+            base_tensors=(Conversion(SelectedTensors(HubSource(self.hub, parts.family), shapes), mine, workers()),),
         ), [line, *notes]
 
     def with_copies(self, parts: FolderParts, keys: Iterable[str]) -> tuple[FolderParts, list[str]]:
@@ -127,7 +103,7 @@ def _shown(names: list[str]) -> str:
     return f"{', '.join(names[:_SHOWN])}{' ...' if len(names) > _SHOWN else ''}"
 
 
-def read_again(
+def with_stored_weights(
     tensors: Iterable[tuple[str, torch.Tensor | None]], names: Collection[str], folder: Path
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
     """`tensors` (whole, on the CPU; None on other ranks than zero), of which `names` are read from `folder`, in the
@@ -138,7 +114,7 @@ def read_again(
         yield name, tensor if tensor is None or name not in names else hub.whole(name).to(tensor.dtype)
 
 
-def counted(parts: FolderParts, keys: Iterable[str]) -> list[str]:
+def config_changes(parts: FolderParts, keys: Iterable[str]) -> list[str]:
     """How configuration files will differ from the base's: in prediction layers, of which there are those of the
     tensors `keys`, and code.
     """
@@ -151,7 +127,7 @@ def counted(parts: FolderParts, keys: Iterable[str]) -> list[str]:
     return lines + code_lines(parts.config, parts.files)
 
 
-def base_of_run(model: str) -> Path | None:
+def find_base(model: str) -> Path | None:
     """The folder of `model.path` of a run file, where it or its download is on this machine and has weights."""
     folder = Path(model)
     if not folder.is_dir() and model.count("/") == 1:

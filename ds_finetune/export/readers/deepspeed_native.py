@@ -49,7 +49,7 @@ _PREFIXES = ("module.", "lm.")
 
 
 @dataclass(frozen=True)
-class NativeCheckpoint:
+class DeepSpeedCheckpoint:
     """The fp32 master weights (the stored ones where there are none) and persistent buffers of a checkpoint, by the
     model's names.
     """
@@ -66,12 +66,12 @@ class NativeCheckpoint:
         return flat
 
 
-def is_native(folder: Path) -> bool:
+def is_deepspeed_checkpoint(folder: Path) -> bool:
     """Whether `folder` is a checkpoint that DeepSpeed wrote: it has `latest`, or the state files themselves."""
     return (folder / "latest").is_file() or any(folder.glob("*_states.pt"))
 
 
-def read_native(folder: Path) -> NativeCheckpoint:
+def read_deepspeed_checkpoint(folder: Path) -> DeepSpeedCheckpoint:
     """The checkpoint in `folder`, or in the step folder that its `latest` names; ExportError where a part is missing or
     of a layout not read here.
     """
@@ -87,7 +87,7 @@ def read_native(folder: Path) -> NativeCheckpoint:
         if owner in slices:
             slices[alias], shapes[alias] = slices[owner], shapes[owner]
     prefix = _common_prefix(slices)
-    return NativeCheckpoint(
+    return DeepSpeedCheckpoint(
         {name.removeprefix(prefix): where for name, where in slices.items()},
         {name.removeprefix(prefix): shape for name, shape in shapes.items()},
         frozenset(name.removeprefix(prefix) for name in model[0].values["buffer_names"]),

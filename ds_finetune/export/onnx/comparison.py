@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from ds_finetune.export.onnx.model import OnnxModel
+from ds_finetune.export.onnx.runtime import OnnxModel
 
 TOLERANCES = {np.dtype(np.float32): 1e-4, np.dtype(np.float16): 2e-2}
 """Largest difference of logits over the largest logit of the case that counts as equal, by the graph's dtype."""
@@ -22,7 +22,7 @@ NEW_TOKENS = 16
 
 
 @dataclass(frozen=True)
-class Case:
+class InputCase:
     """Rows of random tokens: how many pads stand before each, their common length, and how many tokens are given at a
     time.
     """
@@ -41,11 +41,11 @@ class Case:
         return np.array([[0] * pads + [1] * (self.length - pads) for pads in self.pads], dtype=np.int64)
 
 
-WHOLE = (Case((0,), 1, (1,)), Case((0, 3), 9, (9,)), Case((0, 11, 5), 33, (33,)))
+WHOLE = (InputCase((0,), 1, (1,)), InputCase((0, 3), 9, (9,)), InputCase((0, 11, 5), 33, (33,)))
 """Rows without a past."""
-STEPS = (Case((0,), 12, (8, 1, 1, 1, 1)), Case((2, 0), 21, (1, 9, 1, 1, 4, 1, 4)))
+STEPS = (InputCase((0,), 12, (8, 1, 1, 1, 1)), InputCase((2, 0), 21, (1, 9, 1, 1, 4, 1, 4)))
 """Rows of which all but the first chunk are given with a cache."""
-PROMPTS = Case((0, 4), 11, (11,))
+PROMPTS = InputCase((0, 4), 11, (11,))
 """What greedy decoding goes on from."""
 
 
@@ -55,23 +55,23 @@ class Reference:
     reach.
     """
 
-    logits: Mapping[Case, np.ndarray]
+    logits: Mapping[InputCase, np.ndarray]
     """[rows, length, vocabulary], compared where `is_kept` says so for the case's stride, which is 1 where none is
     given.
     """
-    ids: Mapping[Case, np.ndarray]
+    ids: Mapping[InputCase, np.ndarray]
     tokens: np.ndarray
     """Prompts and what `generate` greedily goes on with, int64 [rows, length + NEW_TOKENS]."""
     leads: np.ndarray
     """Best less second best logit over the largest of each new token, [rows, NEW_TOKENS]."""
     experts: str
-    strides: Mapping[Case, int] = field(default_factory=dict)
-    largest: Mapping[Case, float] = field(default_factory=dict)
+    strides: Mapping[InputCase, int] = field(default_factory=dict)
+    largest: Mapping[InputCase, float] = field(default_factory=dict)
     """Largest logit of a case, where not all of them are here."""
 
 
 @dataclass(frozen=True)
-class Verdict:
+class OnnxComparison:
     """How far ONNX Runtime is from the reference: distances are over the largest logit of a case, failures are what is
     not allowed.
     """
@@ -88,7 +88,7 @@ class Verdict:
     failures: tuple[str, ...]
 
 
-def tokens_of(case: Case, vocab: int) -> tuple[np.ndarray, np.ndarray]:
+def tokens_of(case: InputCase, vocab: int) -> tuple[np.ndarray, np.ndarray]:
     """Token ids and attention mask [rows, length] int64, pads first; the same for the same case."""
     rng = np.random.default_rng([len(case.pads), case.length])
     mask = case.mask()
@@ -119,7 +119,7 @@ def make_reference(folder: Path) -> Reference:
     )
 
 
-def compare(folder: Path, reference: Reference) -> Verdict:
+def compare(folder: Path, reference: Reference) -> OnnxComparison:
     """Run folder/model.onnx on every case of `reference` in ONNX Runtime on the CPU.
 
     Every position has to be within the tolerance. With routed experts in fp16 a share of `FLIPPED_SHARE` may be
@@ -140,12 +140,12 @@ def compare(folder: Path, reference: Reference) -> Verdict:
         )
     if differing > allowed * reference.leads.size:
         failures.append(f"{differing} of {reference.leads.size} greedy tokens differ")
-    return Verdict(
+    return OnnxComparison(
         len(found), beyond, float(found.max()), tolerance, allowed, differing, reference.experts, tuple(failures)
     )
 
 
-def _distances(model: OnnxModel, case: Case, reference: Reference) -> np.ndarray:
+def _distances(model: OnnxModel, case: InputCase, reference: Reference) -> np.ndarray:
     """Largest difference at each token [tokens] of the logits that are compared, over the largest logit of the case."""
     mask = case.mask()
     is_token = mask.astype(bool)
