@@ -224,7 +224,7 @@ def _copy_tree(tree: Path) -> None:
     )
     for name in listed.stdout.split():
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(ROOT / name, tree / name)
+        shutil.copyfile(ROOT / name, tree / name, follow_symlinks=False)
 
 
 if __name__ == "__main__":

@@ -114,6 +114,16 @@ def test_rows_hold_every_document_once_with_labels_that_stop_at_its_end(
     assert len(padded) == 200
 
 
+def test_labels_are_the_answer_and_nothing_of_the_prompt(
+    demo: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    rows = rows_of(demo, tokenizer, tmp_path, packing=False)
+    for row in (rows[number] for number in range(10)):
+        prompt, _, answer = tokenizer.decode(row.input_ids).partition("<|assistant|>")
+        assert prompt
+        assert tokenizer.decode(row.labels[row.labels != IGNORE_INDEX]) == answer
+
+
 def test_prompts_for_generation(demo: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     (prompt, answer), *_ = rows_of(demo, tokenizer, tmp_path).prompts(2)
     assert tokenizer.decode(prompt).endswith("<|assistant|>")
