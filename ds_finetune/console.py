@@ -35,7 +35,7 @@ def pairs(title: str, rows: Iterable[tuple[str, str]]) -> Table:
 
 def show_plan(run: "PreparedRun") -> None:
     """Print what was decided and what will be trained on; rank zero calls this before anything is loaded."""
-    from ds_finetune.data.reasons import server_share
+    from ds_finetune.data.row_report import server_prompt_line
     from ds_finetune.trainer.inputs import model_lines
 
     inputs, rows = run.inputs, list(run.plan.decisions)
@@ -51,7 +51,7 @@ def show_plan(run: "PreparedRun") -> None:
     limit = run.config.eval.limit
     if limit and inputs.held_out is not None and limit < len(inputs.held_out):
         rows.append(("evaluation", f"the first {limit:,} of {len(inputs.held_out):,} rows (eval.limit)"))
-    rows.append(("prompts", server_share(inputs.train.counts)))
+    rows.append(("prompts", server_prompt_line(inputs.train.counts)))
     OUT.print(pairs("plan", rows))
     if inputs.model.has_random_weights:
         OUT.print(

@@ -67,15 +67,15 @@ def need_of(config: RunConfig, hosts: Sequence[Host], device: str) -> tuple[Need
 
 
 def _need(config: RunConfig, plan: Plan, hosts: Sequence[Host]) -> Need:
-    from ds_finetune.engine.ops import needed_ops
+    from ds_finetune.engine.deepspeed_ops import needed_ops
     from ds_finetune.model.build import resolve_folder
     from ds_finetune.plan.model_shape import Shape
     from ds_finetune.trainer.dry_run import held_tensors, state_bytes
-    from ds_finetune.trainer.inputs import config_tree, make_model_plan, token_spec
+    from ds_finetune.trainer.inputs import config_tree, make_model_plan, token_limits
     from ds_finetune.trainer.run_dir import bytes_written
 
     model = make_model_plan(config, plan.mesh, is_config_alone=True)
-    token_spec(config, model.hf_config)
+    token_limits(config, model.hf_config)
     total = Shape.of(config_tree(resolve_folder(config.model.path, files=("*.json",)), model.hf_config)).total_params
     trained = total if model.lora is None else model.lora.num_params
     held = max(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import AutoConfig
 
-from ds_finetune.engine.start import DTYPES
+from ds_finetune.engine.start_engine import DTYPES
 from ds_finetune.errors import ExportError, OutputError
 from ds_finetune.export.base_folder import BaseFolder, config_changes
 from ds_finetune.export.convert import Conversion, convert_source, workers

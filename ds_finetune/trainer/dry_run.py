@@ -27,7 +27,7 @@ from ds_finetune.model.parallel.tensor import local_config
 from ds_finetune.plan.deepspeed_config import MOMENTS
 from ds_finetune.plan.mesh import AXES, Mesh
 from ds_finetune.plan.plan import Plan, make_plan
-from ds_finetune.trainer.inputs import make_model_plan, model_lines, token_spec, try_generic_type
+from ds_finetune.trainer.inputs import make_model_plan, model_lines, token_limits, try_generic_type
 from ds_finetune.units import GIB
 from ds_finetune.world import World
 
@@ -96,7 +96,7 @@ def plan_run(config: RunConfig, *, gpus: int, gpus_per_node: int = 8) -> Planned
     world = World(0, gpus, 0, min(gpus, gpus_per_node), "a dry run")
     plan = make_plan(config, world=world, device="cuda")
     model = make_model_plan(config, plan.mesh, is_config_alone=True)
-    token_spec(config, model.hf_config)
+    token_limits(config, model.hf_config)
     tried = try_generic_type(config, model.hf_config)
     held = tuple(tuple(held_tensors(plan, model, place)) for place in range(plan.mesh.pp))
     sizes = state_bytes(plan, _fullest(held), model.lora)

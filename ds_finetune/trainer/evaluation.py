@@ -3,8 +3,8 @@
 import math
 from collections.abc import Callable
 
-from ds_finetune.data.batches import eval_batches, num_evaluated
-from ds_finetune.engine.core import Engine, EvalResult, Limits
+from ds_finetune.data.batches import eval_batches, num_eval_rows
+from ds_finetune.engine.engine import Engine, EvalResult, GenerationLimits
 from ds_finetune.observers.evaluation import matches
 from ds_finetune.observers.interrupts import Interrupts
 from ds_finetune.observers.progress import PhaseLine
@@ -22,7 +22,7 @@ def evaluation_functions(
     held_out, inputs = run.inputs.held_out, run.inputs
     assert held_out is not None
     generate, limit = run.config.eval.generate, run.config.eval.limit
-    limits = Limits(generate.max_new_tokens, inputs.stop_ids, inputs.pad_token_id)
+    limits = GenerationLimits(generate.max_new_tokens, inputs.stop_ids, inputs.pad_token_id)
     rows = batch_plan(run)
 
     def is_over_with_progress(what: str, number: int, per_round: int) -> Callable[[], bool]:
@@ -31,12 +31,12 @@ def evaluation_functions(
         return PhaseLine().following(interrupts.is_asked, what, math.ceil(number / per_round))
 
     def evaluate() -> EvalResult | None:
-        number = num_evaluated(held_out, limit)
+        number = num_eval_rows(held_out, limit)
         is_over = is_over_with_progress("evaluation", number, rows.micro_batch_size * rows.dp)
         return engine.evaluate(eval_batches(held_out, rows, limit=limit), is_over=is_over)
 
     def exact_match() -> float | None:
-        prompts = held_out.prompts(generate.prompts)
+        prompts = held_out.prompts_and_answers(generate.prompts)
         is_over = is_over_with_progress("answers", len(prompts), rows.dp)
         ids = engine.generate([prompt for prompt, _ in prompts], limits, is_over=is_over)
         if ids is None:

@@ -10,9 +10,9 @@ import torch
 
 from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.data.batches import num_evaluated
+from ds_finetune.data.batches import num_eval_rows
 from ds_finetune.data.stream import StreamedRows
-from ds_finetune.engine.core import Engine
+from ds_finetune.engine.engine import Engine
 from ds_finetune.observers.checkpointing import Checkpointing, Kept
 from ds_finetune.observers.evaluation import BestAndPatience, Evaluation
 from ds_finetune.observers.interrupts import Interrupts
@@ -75,7 +75,7 @@ def make_time_left(run: PreparedRun) -> TimeLeft:
     if held_out is not None:
         every |= {EVALUATION: _evaluates_every(config), ANSWERS: _evaluates_every(config)}
         # A forward is about a third of a step's work on a row.
-        steps = num_evaluated(held_out, config.eval.limit) / config.train.global_batch_size / 3
+        steps = num_eval_rows(held_out, config.eval.limit) / config.train.global_batch_size / 3
     shape = run.inputs.shape
     exported = bytes_written(config, shape.total_params, checkpoint_bytes=0) if shape else 0
     return TimeLeft(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.stream import StreamedRows
-from ds_finetune.engine.processes import choose_device
+from ds_finetune.engine.devices import choose_device
 from ds_finetune.families.table import family_of
 from ds_finetune.model.model_plan import ModelPlan
 from ds_finetune.model.unreached import patterns_of, unreached_parameters

@@ -14,10 +14,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.engine.building import build_ops, use_cores
+from ds_finetune.engine.default_group import process_group
 from ds_finetune.engine.devices import exchange
-from ds_finetune.engine.processes import process_group
-from ds_finetune.engine.start import start_engine
+from ds_finetune.engine.prepare_ops import build_ops, use_cores
+from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.errors import RunError
 from ds_finetune.export.interruption import Interruption
 from ds_finetune.export.verify.verify import VerificationResult

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ds_finetune.config.schema import WatchdogConfig
-from ds_finetune.engine.processes import meet
+from ds_finetune.engine.default_group import meet
 from ds_finetune.schedule import seconds_of
 from ds_finetune.watchdog.collectives import seen_collectives
 from ds_finetune.watchdog.monitor import Vigil, keep_vigil

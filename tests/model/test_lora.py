@@ -12,10 +12,11 @@ from transformers import AutoConfig
 
 from ds_finetune.config.schema import LoraConfig
 from ds_finetune.errors import ConfigError
+from ds_finetune.families.tiny import VOCAB
 from ds_finetune.model.build import build_skeleton
 from ds_finetune.model.lora import Factors, factors_of, is_adapter, merged
 from ds_finetune.model.lora_plan import plan_lora
-from ds_finetune.selftest.cells import VOCAB, hf_config
+from ds_finetune.selftest.cells import hf_config
 from tests.lora_twin import NAMED, adapted, base_model, by_our_names, in_peft, write_adapter_of
 
 LORA = LoraConfig(rank=8, alpha=32)
