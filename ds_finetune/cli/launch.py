@@ -14,14 +14,13 @@ from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.console import show_line
 from ds_finetune.errors import LaunchError
 from ds_finetune.hostfile import Host
+from ds_finetune.world import DEFAULT_PORT
 
 if TYPE_CHECKING:
     from ds_finetune.launch.environment import CarriedVariables
     from ds_finetune.launch.schedulers import Job
 
 _NODE_LAUNCHERS, _SCHEDULERS = ("torchrun", "deepspeed"), ("mpirun", "slurm")
-_PORT = 29_500
-"""Where ranks meet under mpirun, where nobody looks for a free port; torch's own choice."""
 
 
 def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -140,7 +139,7 @@ def _job(arguments: argparse.Namespace, hosts: tuple[Host, ...], environment: "C
         hosts,
         run_id=f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}",
         master_addr=hosts[0].name if hosts else "",
-        master_port=arguments.port or _PORT,
+        master_port=arguments.port or DEFAULT_PORT,
         variables=environment.values,
         interface=arguments.interface,
         directory=str(Path.cwd()),
