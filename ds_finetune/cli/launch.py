@@ -121,9 +121,9 @@ def _launch(arguments: argparse.Namespace) -> None:
         for line in environment.lines():
             screen.say(line)
         code = (
-            _with_agents(config, job, arguments, screen.say)
+            _run_with_supervisors(config, job, arguments, screen.say)
             if arguments.launcher in _NODE_LAUNCHERS
-            else _with_scheduler(job, arguments, screen.say)
+            else _run_with_scheduler(job, arguments, screen.say)
         )
     if code:
         raise SystemExit(code)
@@ -193,14 +193,16 @@ def _show(config: RunConfig, job: "Job", arguments: argparse.Namespace) -> None:
         )
 
 
-def _with_agents(config: RunConfig, job: "Job", arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
+def _run_with_supervisors(
+    config: RunConfig, job: "Job", arguments: argparse.Namespace, say: Callable[[str], None]
+) -> int:
     from ds_finetune.launch.environment import interface_variables
     from ds_finetune.launch.node_launchers import NODE_LAUNCHERS
     from ds_finetune.launch.remote import Remote
     from ds_finetune.launch.run import LaunchRequest, launch
     from ds_finetune.watchdog.run_secret import VARIABLE
 
-    wanted = LaunchRequest(
+    request = LaunchRequest(
         job.hosts,
         NODE_LAUNCHERS[arguments.launcher],
         (job.run, *job.overrides),
@@ -209,10 +211,10 @@ def _with_agents(config: RunConfig, job: "Job", arguments: argparse.Namespace, s
         job.run_id,
         arguments.port,
     )
-    return launch(config, wanted, say)
+    return launch(config, request, say)
 
 
-def _with_scheduler(job: "Job", arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
+def _run_with_scheduler(job: "Job", arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
     from ds_finetune.launch.remote import Remote
     from ds_finetune.launch.run import run_scheduler
     from ds_finetune.launch.schedulers import mpirun_command, srun_command, starting_environment
