@@ -64,10 +64,10 @@ from ds_finetune.trainer.resume import (
     saver_of,
 )
 from ds_finetune.trainer.run_dir import bytes_written, check_output, nothing_half_written, write_run_files
-from ds_finetune.watchdog.collectives import seen_collectives
+from ds_finetune.watchdog.collectives import observe_collectives
 from ds_finetune.watchdog.device import device_progress
-from ds_finetune.watchdog.monitor import Vigil, keep_vigil
-from ds_finetune.watchdog.progress import Board, Patience
+from ds_finetune.watchdog.monitor import Monitor, start_watchdog
+from ds_finetune.watchdog.progress import HangLimits, RankProgress
 from ds_finetune.watchdog.stragglers import Stragglers
 from ds_finetune.world import World, accelerate_choices, refuse_missing_hostfile
 
@@ -110,7 +110,7 @@ def _watched_run(
     """The last record, which signal ended the run if one did, and the folders exported; the watchdog is at work all the
     while.
     """
-    with watched(config, world) as (vigil, store):
+    with watched(config, world) as (monitor, store):
         plan, material, schedule = prepared(config, world)
         patience = timedelta(seconds=collective_seconds(config.watchdog))
         agree = partial(exchange, store, world, "operators", timeout=patience)
@@ -118,9 +118,9 @@ def _watched_run(
         if world.rank == 0:
             announce(plan, material)
         group = process_group(world, plan.device, store, timeout=patience)
-        vigil.board.device = device_progress(plan.device)
-        with nothing_half_written(Path(config.output_dir)), vigil.standing(store), group, vigil.telling():
-            return _train_and_export(plan, material, schedule, say, vigil)
+        monitor.progress.device = device_progress(plan.device)
+        with nothing_half_written(Path(config.output_dir)), monitor.detect_hangs(store), group, monitor.report_errors():
+            return _train_and_export(plan, material, schedule, say, monitor)
 
 
 def prepared(config: RunConfig, world: World) -> tuple[Plan, Material, LrSchedule]:
@@ -165,12 +165,15 @@ def freeze_unreached(plan: Plan, hf_config: PretrainedConfig) -> Plan:
 
 
 @contextmanager
-def watched(config: RunConfig, world: World) -> Iterator[tuple[Vigil, dist.Store]]:
+def watched(config: RunConfig, world: World) -> Iterator[tuple[Monitor, dist.Store]]:
     """Every rank is watched from the moment they have met, and sees its collectives; with the store they met at."""
-    board = Board(world.rank, Patience.of(config.watchdog))
+    rank_progress = RankProgress(world.rank, HangLimits.of(config.watchdog))
     store = meet(world, timeout=_time(config.watchdog.meet))
-    with seen_collectives(board), keep_vigil(board, world, store, Path(config.output_dir)) as vigil:
-        yield vigil, store
+    with (
+        observe_collectives(rank_progress),
+        start_watchdog(rank_progress, world, store, Path(config.output_dir)) as monitor,
+    ):
+        yield monitor, store
 
 
 def _time(text: str) -> timedelta:
@@ -178,19 +181,21 @@ def _time(text: str) -> timedelta:
 
 
 def _train_and_export(
-    plan: Plan, material: Material, schedule: LrSchedule, say: Say, vigil: Vigil
+    plan: Plan, material: Material, schedule: LrSchedule, say: Say, monitor: Monitor
 ) -> tuple[StepRecord | None, str, tuple[Path, ...]]:
     """The last record, which signal ended the run if one did, and the folders exported."""
     origin = find_origin(plan, material, say if plan.world.rank == 0 else _nothing)
     refuse_past_end(origin, steps=schedule.steps, duration=plan.config.train.duration)
     started = start_engine(plan, material.hf_config, has_weights=origin.found is None)
     # The innermost tells of an error before anything is closed, which may wait for ranks that are gone.
-    with started as engine, kept(engine, origin, material) as saver, vigil.telling():
+    with started as engine, kept(engine, origin, material) as saver, monitor.report_errors():
         writing = Exports(engine, material, say)
-        last, interrupted = train_engine(engine, material, schedule, Keeping(origin, saver, say, vigil.board, writing))
+        last, interrupted = train_engine(
+            engine, material, schedule, Keeping(origin, saver, say, monitor.progress, writing)
+        )
         exports: tuple[Path, ...] = ()
         if plan.config.export.at_end and not interrupted:
-            with vigil.board.during("export"):
+            with monitor.progress.during("export"):
                 exports = (writing.write_last(origin.progress.step if last is None else last.step),)
         if saver is not None and saver.last_error:
             raise RunError(
@@ -223,9 +228,10 @@ def train_engine(
         observers = make_observers(engine, material, schedule, keeping, interrupts)
         batches = batches_of(engine.plan, material, schedule, after=progress, place_in_stream=place_in_stream)
         last = run(
-            chain(due, keeping.board.counted(training_steps(engine, batches, schedule, after=progress))), observers
+            chain(due, keeping.rank_progress.count_steps(training_steps(engine, batches, schedule, after=progress))),
+            observers,
         )
-        keeping.board.over()
+        keeping.rank_progress.finish_steps()
         for observer in observers:
             observer.close()
         return last, last.stop if last and interrupts.is_asked() else ""
@@ -293,7 +299,7 @@ class Keeping:
     origin: Origin
     saver: Saver | None
     say: Say
-    board: Board
+    rank_progress: RankProgress
     exports: Exports
 
 
@@ -303,11 +309,11 @@ def make_observers(
     """The observers of a run in the order they see a record; files and lines are rank zero's."""
     config, folder = engine.plan.config, Path(engine.plan.config.output_dir)
     skipped = SkippedSteps(config.train.max_skipped_steps)
-    board = keeping.board
+    rank_progress = keeping.rank_progress
     left = time_left(engine.plan, material, schedule)
-    keep_best = _while(board, "export", keeping.exports.write_best)
+    keep_best = _while(rank_progress, "export", keeping.exports.write_best)
     best = BestAndPatience(config.eval, left.measure(EXPORT, keep_best))
-    slow = Stragglers(board, config.log.every, config.watchdog.straggler_ratio)
+    slow = Stragglers(rank_progress, config.log.every, config.watchdog.straggler_ratio)
     observers: list[Observer] = [
         *([slow] if engine.plan.world.world_size > 1 else []),
         skipped,
@@ -316,9 +322,9 @@ def make_observers(
     remembered: dict[str, Resumable] = {"skipped": skipped}
     if material.held_out is not None:
         evaluate, exact_match = _evaluations(engine, material, interrupts)
-        answers = exact_match and left.measure(ANSWERS, _while(board, "evaluation", exact_match))
+        answers = exact_match and left.measure(ANSWERS, _while(rank_progress, "evaluation", exact_match))
         evaluation = Evaluation(
-            _evaluates_every(config), left.measure(EVALUATION, _while(board, "evaluation", evaluate)), answers
+            _evaluates_every(config), left.measure(EVALUATION, _while(rank_progress, "evaluation", evaluate)), answers
         )
         observers += [evaluation, best]
         remembered |= {"evaluation": evaluation, "best": best}
@@ -330,7 +336,7 @@ def make_observers(
             config.checkpoint.keep_best,
             config.checkpoint.max_failed,
         )
-        saving = partial(_saving, board, left)
+        saving = partial(_saving, rank_progress, left)
         observers.append(
             Checkpointing(
                 keeping.saver, interrupts, wanted, remembered, run_text(engine, material), keeping.say, saving
@@ -345,19 +351,19 @@ def make_observers(
     return observers
 
 
-def _while(board: Board, phase: str, function: Callable[P, R]) -> Callable[P, R]:
+def _while(rank_progress: RankProgress, phase: str, function: Callable[P, R]) -> Callable[P, R]:
     """The same function, in a phase of its own."""
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        with board.during(phase):
+        with rank_progress.during(phase):
             return function(*args, **kwargs)
 
     return call
 
 
 @contextmanager
-def _saving(board: Board, left: TimeLeft) -> Iterator[None]:
-    with board.during("save"), left.during(SAVE):
+def _saving(rank_progress: RankProgress, left: TimeLeft) -> Iterator[None]:
+    with rank_progress.during("save"), left.during(SAVE):
         yield
 
 

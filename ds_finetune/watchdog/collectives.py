@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_finetune.watchdog.progress import Board
+from ds_finetune.watchdog.progress import RankProgress
 
 _COLLECTIVES = (
     "all_reduce",
@@ -40,12 +40,12 @@ by identity (torch 2.13, distributed_c10d.py).
 """
 _GIVEN = ("input", "input_tensor", "tensor", "input_list", "input_tensor_list", "tensors")
 """What a rank gives, by the parameter's name; objects have no size."""
-PAIR = "pairs"
+POINT_TO_POINT = "pairs"
 
 
 @contextmanager
-def seen_collectives(board: Board) -> Iterator[None]:
-    """While it is open, `board` learns of every collective of this process that goes through torch.distributed.
+def observe_collectives(progress: RankProgress) -> Iterator[None]:
+    """While it is open, `progress` learns of every collective of this process that goes through torch.distributed.
 
     DeepSpeed 0.19.8 looks the functions up when it calls them, two of them when its backend is made
     (comm/torch.py:248-257), so this must be open before `deepspeed.init_distributed`. Functions that
@@ -54,8 +54,8 @@ def seen_collectives(board: Board) -> Iterator[None]:
     before = {name: getattr(dist, name) for name in (*_COLLECTIVES, *_BETWEEN_TWO)}
     wait = dist.Work.wait
     for name, function in before.items():
-        setattr(dist, name, _seen(board, name, function, pair=name in _BETWEEN_TWO))
-    dist.Work.wait = _waiting(board, wait)  # type: ignore[method-assign]
+        setattr(dist, name, _observed(progress, name, function, pair=name in _BETWEEN_TWO))
+    dist.Work.wait = _observed_wait(progress, wait)  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -64,7 +64,7 @@ def seen_collectives(board: Board) -> Iterator[None]:
         dist.Work.wait = wait  # type: ignore[method-assign]
 
 
-def _seen(board: Board, name: str, function: Callable[..., Any], *, pair: bool) -> Callable[..., Any]:
+def _observed(progress: RankProgress, name: str, function: Callable[..., Any], *, pair: bool) -> Callable[..., Any]:
     parameters = list(inspect.signature(function).parameters)
     given = next(((word, parameters.index(word)) for word in _GIVEN if word in parameters), None)
     grouped = parameters.index("group") if "group" in parameters else len(parameters)
@@ -77,17 +77,17 @@ def _seen(board: Board, name: str, function: Callable[..., Any], *, pair: bool) 
         if given is not None:
             value = args[given[1]] if len(args) > given[1] else kwargs.get(given[0])
         ranks = (
-            PAIR
+            POINT_TO_POINT
             if pair
             else "all"
             if group is None
             else names.get(id(group)) or names.setdefault(id(group), _name(group))
         )
-        began = board.enter(name, _size(value), ranks)
+        began = progress.enter(name, _size(value), ranks)
         try:
             return function(*args, **kwargs)
         finally:
-            board.leave(began)
+            progress.leave(began)
 
     return call
 
@@ -106,13 +106,13 @@ def _name(group: dist.ProcessGroup) -> str:
     return "all" if len(ranks) == dist.get_world_size() else "ranks " + ",".join(map(str, ranks))
 
 
-def _waiting(board: Board, wait: Callable[..., bool]) -> Callable[..., bool]:
+def _observed_wait(progress: RankProgress, wait: Callable[..., bool]) -> Callable[..., bool]:
     @functools.wraps(wait)
     def call(self: dist.Work, *args: Any, **kwargs: Any) -> bool:  # noqa: ANN401 - a timeout or none
-        began = board.wait()
+        began = progress.wait()
         try:
             return wait(self, *args, **kwargs)
         finally:
-            board.leave(began)
+            progress.leave(began)
 
     return call
