@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ds_finetune.patches.torch_distributed import wrapped_collectives
 from ds_finetune.watchdog.progress import RankProgress
 
 _COLLECTIVES = (
@@ -47,21 +48,16 @@ POINT_TO_POINT = "pairs"
 def observe_collectives(progress: RankProgress) -> Iterator[None]:
     """While it is open, `progress` learns of every collective of this process that goes through torch.distributed.
 
-    DeepSpeed 0.19.8 looks the functions up when it calls them, two of them when its backend is made
-    (comm/torch.py:248-257), so this must be open before `deepspeed.init_distributed`. Functions that
-    torch.distributed calls itself are not counted twice.
+    Open it before `deepspeed.init_distributed`. Functions that torch.distributed calls itself are not counted twice.
     """
-    before = {name: getattr(dist, name) for name in (*_COLLECTIVES, *_BETWEEN_TWO)}
-    wait = dist.Work.wait
-    for name, function in before.items():
-        setattr(dist, name, _observed(progress, name, function, pair=name in _BETWEEN_TWO))
-    dist.Work.wait = _observed_wait(progress, wait)  # type: ignore[method-assign]
-    try:
+
+    def wrap(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        if name == "wait":
+            return _observed_wait(progress, function)
+        return _observed(progress, name, function, pair=name in _BETWEEN_TWO)
+
+    with wrapped_collectives((*_COLLECTIVES, *_BETWEEN_TWO), wrap):
         yield
-    finally:
-        for name, function in before.items():
-            setattr(dist, name, function)
-        dist.Work.wait = wait  # type: ignore[method-assign]
 
 
 def _observed(progress: RankProgress, name: str, function: Callable[..., Any], *, pair: bool) -> Callable[..., Any]:

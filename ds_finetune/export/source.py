@@ -1,0 +1,168 @@
+"""Tensors of a model to be exported, wherever they are stored, and their match with the model's class."""
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ds_finetune.errors import ExportError
+from ds_finetune.families.table import family_of
+from ds_finetune.model.folder_check import check_folder
+from ds_finetune.model.fp8 import check_readable
+from ds_finetune.model.names import differences, hub_pieces
+
+_COMPARED_NUMEL = 2**20
+"""Elements of two tensors that are compared at a time."""
+
+
+class TensorSource(Protocol):
+    """Tensors of a model that can be read in parts, wherever they are stored."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every tensor by the model's name for it."""
+        ...
+
+    @property
+    def fp32_names(self) -> Collection[str]:
+        """Names of tensors that are written in fp32 whatever the dtype of the export, e.g. a router's bias."""
+        ...
+
+    def read(self, name: str, start: int, numel: int) -> torch.Tensor:
+        """Elements `start` to `start + numel` of the flattened tensor: 1-D, on the CPU, of any floating dtype.
+
+        Called from several threads. The result is valid until the same thread reads again, so that a source may use
+        one buffer for each thread.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The tensors of a model class."""
+
+    architecture: str
+    """Name of the class."""
+    model_type: str
+    layers: int
+    shapes: Mapping[str, tuple[int, ...]]
+    """Shapes of parameters, tied ones once, and of persistent buffers, in order."""
+    tied: Mapping[str, str]
+    """Names of tied parameters, with the name of the parameter whose tensor they share."""
+
+    def published_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of its tensors in a published checkpoint."""
+        family = family_of(self.model_type)
+        return {
+            piece.key: piece.shape for name, shape in self.shapes.items() for piece in hub_pieces(name, shape, family)
+        }
+
+    def may_skip(self, key: str) -> bool:
+        """Whether the model may leave the checkpoint tensor `key` out, e.g. of a multi-token prediction layer."""
+        return family_of(self.model_type).may_skip(key, layers=self.layers)
+
+
+def read_model_spec(folder: Path) -> ModelSpec:
+    """The causal LM of `folder`/config.json, built on the meta device without running code of the folder.
+
+    ExportError where transformers has no such class.
+    """
+    check_folder(folder)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        if getattr(config, "quantization_config", None) is not None:
+            check_readable(config.quantization_config, f"{folder}/config.json", ExportError)
+            del config.quantization_config
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except (ValueError, OSError) as unknown:
+        reason = str(unknown).splitlines()[0]
+        raise ExportError(
+            f"{folder}/config.json: {reason}", hint="name a folder with the config.json of a causal LM by --base"
+        ) from unknown
+    once = dict(model.named_parameters())
+    owners = {id(param): name for name, param in once.items()}
+    tied = {
+        name: owners[id(param)] for name, param in model.named_parameters(remove_duplicate=False) if name not in once
+    }
+    state = model.state_dict().keys()
+    shapes = {name: tuple(tensor.shape) for name, tensor in (*once.items(), *model.named_buffers()) if name in state}
+    return ModelSpec(type(model).__name__, str(config.model_type), int(config.num_hidden_layers), shapes, tied)
+
+
+@dataclass(frozen=True)
+class SelectedTensors:
+    """Some tensors of a source, in an order of their own."""
+
+    source: TensorSource
+    shapes: Mapping[str, tuple[int, ...]]
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Tensors that repeat another tensor: their names, with the name of the one they are read from."""
+
+    @property
+    def fp32_names(self) -> Collection[str]:
+        """Those of the source."""
+        return self.source.fp32_names
+
+    def read(self, name: str, start: int, numel: int) -> torch.Tensor:
+        """Elements `start` to `start + numel` of the flattened tensor, as the source gives them."""
+        return self.source.read(self.copies.get(name, name), start, numel)
+
+    def with_copies(self, copies: Mapping[str, str]) -> "SelectedTensors":
+        """The same with `copies` added, or in place of tensors of these names."""
+        return replace(
+            self,
+            shapes={**self.shapes, **{key: self.shapes[original] for key, original in copies.items()}},
+            copies=copies,
+        )
+
+
+def fit_source(source: TensorSource, spec: ModelSpec, *, label: str) -> SelectedTensors:
+    """The tensors of `spec` in its order, read from `source`, and after them those that the model may leave out.
+
+    Names may also be those of published checkpoints (transformers 4 names one expert at a time). A tied tensor may be
+    absent; where it is present, it must equal the tensor that it is tied to, and is not selected. ExportError lists
+    tensors that are missing, unexpected or of another shape.
+    """
+    unbuilt = {name: shape for name, shape in source.shapes.items() if name not in spec.tied and spec.may_skip(name)}
+    present = {name: shape for name, shape in source.shapes.items() if name not in spec.tied and name not in unbuilt}
+    published = spec.published_shapes()
+    expected = (
+        published if len(published.keys() ^ present.keys()) < len(spec.shapes.keys() ^ present.keys()) else spec.shapes
+    )
+    wrong = differences(expected, present)
+    if wrong:
+        raise ExportError(f"{label} does not fit {spec.architecture}: {wrong}", hint=_hint(expected, present))
+    for name, owner in spec.tied.items():
+        if name in source.shapes and not _is_equal(source, name, owner):
+            raise ExportError(
+                f"{label}: `{name}` differs from `{owner}`, to which the config ties it",
+                hint="untie them: tie_word_embeddings false in config.json",
+            )
+    return SelectedTensors(source, {**expected, **unbuilt})
+
+
+def _hint(expected: Mapping[str, tuple[int, ...]], present: Mapping[str, tuple[int, ...]]) -> str:
+    embedding = next((name for name in expected if name.endswith("embed_tokens.weight")), "")
+    if (
+        embedding
+        and expected[embedding][1:] == present.get(embedding, ())[1:]
+        and expected[embedding] != present[embedding]
+    ):
+        return (
+            f"its vocabulary has {present[embedding][0]} rows: the config.json that is used must say `vocab_size` "
+            f"{present[embedding][0]}"
+        )
+    return "name the folder of the model it was trained from by --base"
+
+
+def _is_equal(source: TensorSource, name: str, other: str) -> bool:
+    if source.shapes[name] != source.shapes[other]:
+        return False
+    numel = math.prod(source.shapes[name])
+    parts = ((start, min(_COMPARED_NUMEL, numel - start)) for start in range(0, numel, _COMPARED_NUMEL))
+    return all(torch.equal(source.read(name, *part).clone(), source.read(other, *part)) for part in parts)
