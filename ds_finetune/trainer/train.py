@@ -169,10 +169,8 @@ def watched(config: RunConfig, world: World) -> Iterator[tuple[Monitor, dist.Sto
     """Every rank is watched from the moment they have met, and sees its collectives; with the store they met at."""
     rank_progress = RankProgress(world.rank, HangLimits.of(config.watchdog))
     store = meet(world, timeout=_time(config.watchdog.meet))
-    with (
-        observe_collectives(rank_progress),
-        start_watchdog(rank_progress, world, store, Path(config.output_dir)) as monitor,
-    ):
+    output_dir = Path(config.output_dir)
+    with observe_collectives(rank_progress), start_watchdog(rank_progress, world, store, output_dir) as monitor:
         yield monitor, store
 
 
@@ -190,9 +188,8 @@ def _train_and_export(
     # The innermost tells of an error before anything is closed, which may wait for ranks that are gone.
     with started as engine, kept(engine, origin, material) as saver, monitor.report_errors():
         writing = Exports(engine, material, say)
-        last, interrupted = train_engine(
-            engine, material, schedule, Keeping(origin, saver, say, monitor.progress, writing)
-        )
+        keeping = Keeping(origin, saver, say, monitor.progress, writing)
+        last, interrupted = train_engine(engine, material, schedule, keeping)
         exports: tuple[Path, ...] = ()
         if plan.config.export.at_end and not interrupted:
             with monitor.progress.during("export"):
@@ -227,10 +224,8 @@ def train_engine(
     with Interrupts(can_save=keeping.saver is not None) as interrupts:
         observers = make_observers(engine, material, schedule, keeping, interrupts)
         batches = batches_of(engine.plan, material, schedule, after=progress, place_in_stream=place_in_stream)
-        last = run(
-            chain(due, keeping.rank_progress.count_steps(training_steps(engine, batches, schedule, after=progress))),
-            observers,
-        )
+        steps = keeping.rank_progress.count_steps(training_steps(engine, batches, schedule, after=progress))
+        last = run(chain(due, steps), observers)
         keeping.rank_progress.finish_steps()
         for observer in observers:
             observer.close()
