@@ -38,7 +38,7 @@ def show_plan(plan: "Plan", material: "Material") -> None:
     """Print what was decided and what will be trained on; rank zero calls this before anything is loaded."""
     from ds_finetune.data.reasons import server_share
     from ds_finetune.model.lora import lora_lines
-    from ds_finetune.model.parallel.pipeline import stages_of
+    from ds_finetune.model.parallel.pipeline import layers_of_stages
     from ds_finetune.trainer.inputs import vocabulary_lines
 
     rows = plan.lines()
@@ -48,7 +48,7 @@ def show_plan(plan: "Plan", material: "Material") -> None:
             ("parameters", f"{shape.total_params / 1e6:,.3f} M, {shape.active_params / 1e6:,.3f} M active per token")
         )
     rows += vocabulary_lines(plan.config, material.hf_config)
-    rows += plan.stage_lines(stages_of(material.hf_config, plan.config.parallel))
+    rows += plan.stage_lines(layers_of_stages(material.hf_config, plan.config.parallel))
     rows += lora_lines(material.hf_config, plan.config.lora)
     rows.append(("data", material.train.summary()))
     if material.held_out is not None:

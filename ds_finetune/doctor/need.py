@@ -70,7 +70,7 @@ def _need(plan: Plan, hosts: Sequence[Host]) -> Need:
     from ds_finetune.engine.ops import needed_ops
     from ds_finetune.model.build import resolve_folder
     from ds_finetune.model.lora import chosen_targets, quantised_targets
-    from ds_finetune.model.parallel.pipeline import stages_of
+    from ds_finetune.model.parallel.pipeline import layers_of_stages
     from ds_finetune.plan.combinations import check_divides
     from ds_finetune.plan.model_shape import Shape
     from ds_finetune.trainer.dry_run import held_tensors, state_bytes
@@ -81,7 +81,7 @@ def _need(plan: Plan, hosts: Sequence[Host]) -> Need:
     hf_config = model_config(config, is_config_alone=True)
     token_spec(config, hf_config)
     check_divides(plan.mesh, hf_config.to_dict(), pp_layers=config.parallel.pp_layers)
-    stages = stages_of(hf_config, config.parallel)
+    stages = layers_of_stages(hf_config, config.parallel)
     total = Shape.of(config_tree(resolve_folder(config.model.path, files=("*.json",)), hf_config)).total_params
     lora = config.lora
     trained = total if lora is None else sum(target.num_params(lora.rank) for target in chosen_targets(hf_config, lora))

@@ -24,9 +24,15 @@ from ds_finetune.model.cross_entropy import KERNELS, chunked_cross_entropy
 from ds_finetune.model.four_bit import four_bit_or_whole, install_four_bit, linears_without_memory
 from ds_finetune.model.lora import chosen_targets, install_lora, quantised_targets
 from ds_finetune.model.loss import TrainedModel, install_loss_head
-from ds_finetune.model.parallel.expert import fewer_experts, install_expert_parallel
-from ds_finetune.model.parallel.pipeline import install_stage, is_copy_of_tied, only_layers, stages_of, without_memory
-from ds_finetune.model.parallel.sharding import Cut
+from ds_finetune.model.parallel.expert import build_local_experts, install_expert_parallel
+from ds_finetune.model.parallel.pipeline import (
+    build_meta_model,
+    build_only_layers,
+    install_pipeline_stage,
+    is_tied_copy,
+    layers_of_stages,
+)
+from ds_finetune.model.parallel.sharding import ModelShard
 from ds_finetune.model.parallel.tensor import install_tensor_parallel, local_config
 from ds_finetune.model.vocabulary import Growth
 from ds_finetune.model.weights import clear_weights, initialise_weights, load_weights, seed_of
@@ -70,12 +76,12 @@ def start_engine(plan: Plan, hf_config: PretrainedConfig, *, has_weights: bool =
 
 def _built(plan: Plan, hf_config: PretrainedConfig, groups: Groups, *, has_weights: bool) -> PreTrainedModel:
     model, stage3, kind = plan.config.model, plan.zero_stage == 3, model_class(hf_config)
-    few = fewer_experts(
-        kind, family_of(hf_config.model_type), parts=plan.mesh.ep, tag=partial(tag_expert, groups=groups)
+    few = build_local_experts(
+        kind, family_of(hf_config.model_type), ep_size=plan.mesh.ep, mark=partial(tag_expert, groups=groups)
     )
     device = "cpu" if plan.device == "cpu" else f"cuda:{visible_device(plan.world.local_rank)}"
     quantised = [target.name for target in quantised_targets(hf_config, plan.config.lora)]
-    with few, only_layers(kind, stages_of(hf_config, plan.config.parallel)[plan.mesh.place("pp")]):
+    with few, build_only_layers(kind, layers_of_stages(hf_config, plan.config.parallel)[plan.mesh.place("pp")]):
         lm = build_skeleton(
             local_config(hf_config, plan.mesh.tp),
             attention=model.attention,
@@ -91,14 +97,14 @@ def _built(plan: Plan, hf_config: PretrainedConfig, groups: Groups, *, has_weigh
         install_four_bit(lm, quantised, device=device)
     kernel = KERNELS[plan.loss_kernel]
     if groups.stage is not None:
-        install_stage(lm, groups.stage, vocabulary=hf_config.vocab_size)
+        install_pipeline_stage(lm, groups.stage, vocabulary=hf_config.vocab_size)
     if groups.tensor is not None:
         pad = hf_config.pad_token_id
         # As nn.Embedding takes a negative one.
         install_tensor_parallel(
             lm, groups.tensor, padding_idx=pad + hf_config.vocab_size if pad is not None and pad < 0 else pad
         )
-        kernel = partial(chunked_cross_entropy, tensor=groups.tensor)
+        kernel = partial(chunked_cross_entropy, tp_group=groups.tensor)
     if groups.experts is not None:
         install_expert_parallel(lm, groups.experts)
     where, lora = partition if stage3 else four_bit_or_whole, plan.config.lora
@@ -110,29 +116,29 @@ def _built(plan: Plan, hf_config: PretrainedConfig, groups: Groups, *, has_weigh
         install_lora(lm, chosen_targets(hf_config, lora), lora, seed=plan.config.train.seed, where=where, share=share)
     for name in plan.frozen:
         lm.get_parameter(name).requires_grad_(False)
-    if groups.stage is not None and is_copy_of_tied(lm, groups.stage):
+    if groups.stage is not None and is_tied_copy(lm, groups.stage):
         mark_copy(lm.get_input_embeddings().weight)
     if groups.stage is None or groups.stage.is_last:
-        install_loss_head(lm, kernel=kernel, tensor=groups.tensor, stage=groups.stage)
+        install_loss_head(lm, kernel=kernel, tp_group=groups.tensor, pp_group=groups.stage)
     if plan.config.train.activation_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     return lm
 
 
 def _fill(lm: PreTrainedModel, plan: Plan, hf_config: PretrainedConfig, *, where: Where, has_weights: bool) -> None:
-    model, cut = plan.config.model, Cut.of(plan.mesh)
+    model, model_shard = plan.config.model, ModelShard.of(plan.mesh)
     for name, param in lm.named_parameters():
         # DeepSpeed 0.19.8 counts other parameters once in norms (runtime/utils.py:134).
-        param.model_parallel = cut.window(name, tuple(local_shape(param))).dim is not None  # type: ignore[attr-defined]
+        param.model_parallel = model_shard.tensor_shard(name, tuple(local_shape(param))).dim is not None  # type: ignore[attr-defined]
     if not has_weights and all(param.requires_grad for param in lm.parameters()):
         clear_weights(lm, where=where)
     elif model.weights == "random":
-        initialise_weights(lm, seed=plan.config.train.seed, where=where, cut=cut)
+        initialise_weights(lm, seed=plan.config.train.seed, where=where, model_shard=model_shard)
     else:
-        skeleton = without_memory(hf_config) if plan.mesh.pp > 1 else None
+        skeleton = build_meta_model(hf_config) if plan.mesh.pp > 1 else None
         folder, family = resolve_folder(model.path), family_of(lm.config.model_type)
         growth = _growth(plan, hf_config)
-        load_weights(lm, folder, family=family, where=where, cut=cut, skeleton=skeleton, growth=growth)
+        load_weights(lm, folder, family=family, where=where, model_shard=model_shard, skeleton=skeleton, growth=growth)
 
 
 def _growth(plan: Plan, hf_config: PretrainedConfig) -> Growth | None:

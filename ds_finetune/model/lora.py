@@ -24,7 +24,7 @@ from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import FAMILIES, family_of
 from ds_finetune.model.build import Where
 from ds_finetune.model.four_bit import dtype_of, fits_four_bit, is_four_bit, nf4_bytes, shape_of
-from ds_finetune.model.parallel.pipeline import without_memory
+from ds_finetune.model.parallel.pipeline import build_meta_model
 from ds_finetune.model.weights import seed_of
 
 ROUTED, ROUTER = "routed experts", "router"
@@ -84,7 +84,7 @@ def chosen_targets(hf_config: PretrainedConfig, lora: LoraConfig) -> list[Target
     if not family_of(hf_config.model_type).has_lora:
         tested = ", ".join(name for name, family in FAMILIES.items() if family.has_lora)
         raise ConfigError(f"lora of model_type {hf_config.model_type} is not tested", hint=f"tested: {tested}")
-    every = adaptable(without_memory(hf_config))
+    every = adaptable(build_meta_model(hf_config))
     patterns = lora.target_modules
     named = {target.name for pattern in patterns or () for target in _named(pattern, every)}
     chosen = [target for target in every if (target.name in named if patterns else target.kind != ROUTER)]
@@ -129,7 +129,7 @@ def quantised_targets(hf_config: PretrainedConfig, lora: LoraConfig | None) -> l
     """
     if lora is None or lora.quantize is None:
         return []
-    every = [target for target in adaptable(without_memory(hf_config)) if target.kind in _FOUR_BIT]
+    every = [target for target in adaptable(build_meta_model(hf_config)) if target.kind in _FOUR_BIT]
     found = [target for target in every if all(map(fits_four_bit, target.shapes.values()))]
     if not found:
         raise ConfigError(
@@ -143,7 +143,7 @@ def quantised_targets(hf_config: PretrainedConfig, lora: LoraConfig | None) -> l
 
 def _quantised_line(hf_config: PretrainedConfig, lora: LoraConfig) -> tuple[str, str]:
     """What is held in four bits and in how many bytes, and what is not."""
-    lm, targets = without_memory(hf_config), quantised_targets(hf_config, lora)
+    lm, targets = build_meta_model(hf_config), quantised_targets(hf_config, lora)
     shapes = [shape for target in targets for shape in target.shapes.values()]
     numel, size = sum(map(prod, shapes)), sum(map(nf4_bytes, shapes))
     every = adaptable(lm)
@@ -166,7 +166,7 @@ def lora_lines(hf_config: PretrainedConfig, lora: LoraConfig | None) -> list[tup
         return []
     chosen = chosen_targets(hf_config, lora)
     there, taken = (
-        Counter(target.kind for target in targets) for targets in (adaptable(without_memory(hf_config)), chosen)
+        Counter(target.kind for target in targets) for targets in (adaptable(build_meta_model(hf_config)), chosen)
     )
     rows = [
         (

@@ -31,7 +31,7 @@ from ds_finetune.export.interruption import Interruption
 from ds_finetune.export.verify.verify import Verdict
 from ds_finetune.families.table import family_of
 from ds_finetune.model.lora import chosen_targets, lora_lines
-from ds_finetune.model.parallel.pipeline import stages_of
+from ds_finetune.model.parallel.pipeline import layers_of_stages
 from ds_finetune.model.unreached import patterns_of, unreached_parameters
 from ds_finetune.observers.checkpointing import Checkpointing, Kept
 from ds_finetune.observers.evaluation import BestAndPatience, Evaluation, matches
@@ -130,7 +130,7 @@ def prepared(config: RunConfig, world: World) -> tuple[Plan, Material, LrSchedul
     hf_config = model_config(config)
     check_divides(plan.mesh, hf_config.to_dict(), pp_layers=config.parallel.pp_layers)
     check_expert_widths(plan.mesh, hf_config.to_dict(), precision=config.train.precision)
-    stages_of(hf_config, config.parallel)
+    layers_of_stages(hf_config, config.parallel)
     lora_lines(hf_config, config.lora)
     plan = replace(plan, notes=(*plan.notes, *try_generic_type(config, hf_config)))
     plan = freeze_unreached(plan, hf_config)

@@ -11,7 +11,7 @@ from ds_finetune.cli.main import main
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.model.build import read_hf_config
 from ds_finetune.model.lora import chosen_targets
-from ds_finetune.model.parallel.pipeline import stages_of
+from ds_finetune.model.parallel.pipeline import layers_of_stages
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.trainer.dry_run import held_tensors, state_bytes
 from ds_finetune.world import World
@@ -50,7 +50,7 @@ def test_every_parameter_of_deepseek_v3_is_somewhere(
     config = _config(deepseek_v3, parallel, stage)
     plan = make_plan(config, world=World(0, 256, 0, 8, "test"), device="cuda")
     hf_config = read_hf_config(str(deepseek_v3))
-    stages = stages_of(hf_config, config.parallel)
+    stages = layers_of_stages(hf_config, config.parallel)
     by_stage = [held_tensors(plan, hf_config, stages, place) for place in range(len(stages))]
     held = [kind for stage in by_stage for kind in stage]
     assert sum(kind.count * math.prod(kind.whole) for kind in held) == 671_026_404_352
