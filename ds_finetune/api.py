@@ -17,10 +17,10 @@ from ds_finetune.units import parse_bytes
 from ds_finetune.world import World
 
 if TYPE_CHECKING:
-    from ds_finetune.evaluation.run import Scored
-    from ds_finetune.export.onnx.folder import OnnxExported
-    from ds_finetune.export.readers.checkpoint import Exported
-    from ds_finetune.export.verify.verify import Verdict
+    from ds_finetune.evaluation.evaluate import EvalResult
+    from ds_finetune.export.offline import ExportResult
+    from ds_finetune.export.onnx.folder import OnnxExportResult
+    from ds_finetune.export.verify.verify import VerificationResult
     from ds_finetune.trainer.train import Report
 
 Place = str | Path
@@ -58,7 +58,7 @@ def export(  # noqa: PLR0913 - each is an option of the command
     max_shard_size: str | None = None,
     with_cache: bool = True,
     verify: bool = True,
-) -> "Exported | OnnxExported":
+) -> "ExportResult | OnnxExportResult":
     """Convert the run, checkpoint, adapter or model in `source` to the new folder `out`, print what was written, and
     return it.
 
@@ -81,10 +81,10 @@ def export(  # noqa: PLR0913 - each is an option of the command
         return graph
     if not with_cache:
         raise ConfigError(f"--no-cache is not valid with --format {format}", hint="it is an option of --format onnx")
-    from ds_finetune.export.readers.checkpoint import EXPORTED, export_checkpoint
+    from ds_finetune.export.offline import EXPORT_DTYPES, export_checkpoint
 
-    if dtype is not None and dtype not in EXPORTED:
-        raise ConfigError(f"dtype is `{dtype}`", hint=f"name one of {', '.join(EXPORTED)}")
+    if dtype is not None and dtype not in EXPORT_DTYPES:
+        raise ConfigError(f"dtype is `{dtype}`", hint=f"name one of {', '.join(EXPORT_DTYPES)}")
     max_shard_bytes = parse_bytes(max_shard_size or "5GB", name="--max-shard-size")
     exported = export_checkpoint(
         Path(source), Path(out), dtype=dtype or "bf16", max_shard_bytes=max_shard_bytes, base=trained
@@ -94,20 +94,20 @@ def export(  # noqa: PLR0913 - each is an option of the command
     return replace(exported, verdict=verified(exported.folder, trained)) if verify else exported
 
 
-def verified(folder: Path, base: Path | None) -> "Verdict":
+def verified(folder: Path, base: Path | None) -> "VerificationResult":
     """What came of holding an exported folder against its record, which is printed; VerificationError where it is
     something else.
     """
-    from ds_finetune.export.verify.verify import verify
+    from ds_finetune.export.verify.verify import verify_exports
     from ds_finetune.trainer.run_dir import available_bytes
 
-    verdicts = verify([folder], base=base, available_bytes=available_bytes())
+    verdicts = verify_exports([folder], base=base, available_bytes=available_bytes())
     show_verdicts(verdicts)
     refuse_unverified(verdicts)
     return verdicts[0]
 
 
-def refuse_unverified(verdicts: "Sequence[Verdict]") -> None:
+def refuse_unverified(verdicts: "Sequence[VerificationResult]") -> None:
     """VerificationError names the folders that are not what was exported."""
     wrong = [verdict for verdict in verdicts if verdict.problems]
     if wrong:
@@ -131,10 +131,10 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
     max_new_tokens: int = 256,
     batch_tokens: int = 4096,
     limit: int | None = None,
-) -> "Scored":
+) -> "EvalResult":
     """Score the exported folder `model`, and `baseline` on the same token ids, over the rows of `data`; prints nothing.
 
-    `Scored.metrics` holds each metric by name, with its confidence interval. With `extract` (gsm8k, choice, json or
+    `EvalResult.metrics` holds each metric by name, with its confidence interval. With `extract` (gsm8k, choice, json or
     text) answers are
     generated, and what it finds in them is compared with what it finds in the rows. `columns`, `template`, `train_on`
     and
@@ -150,8 +150,8 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
     for name, (value, bound) in least.items():
         if value is not None and value < bound:
             raise ConfigError(f"{name} is {value}", hint=f"give {bound} or more")
-    from ds_finetune.evaluation.extract import EXTRACTORS
-    from ds_finetune.evaluation.run import Asked, score
+    from ds_finetune.evaluation.evaluate import EvalRequest, evaluate_model
+    from ds_finetune.evaluation.extractors import EXTRACTORS
 
     if extract is not None and extract not in EXTRACTORS:
         raise ConfigError(f"extract is `{extract}`", hint=f"name one of {', '.join(EXTRACTORS)}")
@@ -169,7 +169,9 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
         packing=False,
     )
     base = None if baseline is None else str(baseline)
-    return score(Asked(str(model), base, rows, extract, max_seq_len, max_new_tokens, batch_tokens, limit))
+    return evaluate_model(
+        EvalRequest(str(model), base, rows, extract, max_seq_len, max_new_tokens, batch_tokens, limit)
+    )
 
 
 def _refuse_other_threads() -> None:

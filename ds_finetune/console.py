@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from ds_finetune.export.verify.verify import Verdict
+    from ds_finetune.export.verify.verify import VerificationResult
     from ds_finetune.plan.plan import Plan
     from ds_finetune.trainer.inputs import Material
     from ds_finetune.trainer.train import Report
@@ -36,7 +36,7 @@ def pairs(title: str, rows: Iterable[tuple[str, str]]) -> Table:
 
 def show_plan(plan: "Plan", material: "Material") -> None:
     """Print what was decided and what will be trained on; rank zero calls this before anything is loaded."""
-    from ds_finetune.data.reasons import server_share
+    from ds_finetune.data.row_report import server_prompt_line
     from ds_finetune.model.lora import lora_lines
     from ds_finetune.model.parallel.pipeline import layers_of_stages
     from ds_finetune.trainer.inputs import vocabulary_lines
@@ -56,7 +56,7 @@ def show_plan(plan: "Plan", material: "Material") -> None:
     limit = plan.config.eval.limit
     if limit and material.held_out is not None and limit < len(material.held_out):
         rows.append(("evaluation", f"the first {limit:,} of {len(material.held_out):,} rows (eval.limit)"))
-    rows.append(("prompts", server_share(material.train.counts)))
+    rows.append(("prompts", server_prompt_line(material.train.counts)))
     OUT.print(pairs("plan", rows))
     if plan.config.model.weights == "random":
         OUT.print(
@@ -117,12 +117,12 @@ def has_chat_template(folder: Path) -> bool:
     )
 
 
-def show_verdicts(verdicts: "Sequence[Verdict]") -> None:
+def show_verdicts(verdicts: "Sequence[VerificationResult]") -> None:
     """Print what exported folders were compared with and what came of it."""
     for verdict in verdicts:
-        state = "verified" if verdict.is_verified else "not checked" if verdict.left else "UNVERIFIED"
+        state = "verified" if verdict.is_verified else "not checked" if verdict.skipped else "UNVERIFIED"
         OUT.print(f"{state}: {verdict.folder}", markup=False)
-        for text in (*verdict.lines, *verdict.problems, *([verdict.left] if verdict.left else [])):
+        for text in (*verdict.lines, *verdict.problems, *([verdict.skipped] if verdict.skipped else [])):
             OUT.print(f"  {text}", markup=False)
 
 

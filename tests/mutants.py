@@ -32,49 +32,49 @@ PARITY, PARALLEL, ROWS = "tests/parity/test_parity.py", "tests/parity/test_paral
 MUTANTS = (
     Mutant(
         "scale of the loss",
-        "engine/core.py",
+        "engine/engine.py",
         "self.plan.zero_ranks / max(supervised, 1)",
         "1 / max(supervised, 1)",
         PARITY,
     ),
     Mutant(
         "local count of tokens",
-        "engine/core.py",
+        "engine/engine.py",
         "        tokens, supervised = self._sum_over_ranks(",
         "        _, supervised = 0, batch.num_supervised_tokens\n        tokens, _ = self._sum_over_ranks(",
         PARITY,
     ),
     Mutant(
         "clipping left out",
-        "engine/core.py",
+        "engine/engine.py",
         "elif self.plan.config.train.max_grad_norm:",
         "elif False:",
         f"{PARITY} {PARALLEL}",
     ),
     Mutant(
         "NaN applied",
-        "engine/core.py",
+        "engine/engine.py",
         "is_skipped = has_bad_gradient or not math.isfinite(norm)",
         "is_skipped = False",
         "tests/engine/test_steps.py",
     ),
     Mutant(
         "labels not shifted",
-        "data/packed.py",
+        "data/prepared_rows.py",
         "labels[:-1] = np.where(mask[1:], ids[1:], IGNORE_INDEX)",
         "labels[:] = np.where(mask, ids, IGNORE_INDEX)",
         "tests/data",
     ),
     Mutant(
         "prompt supervised",
-        "data/packed.py",
+        "data/prepared_rows.py",
         "np.where(mask[1:], ids[1:], IGNORE_INDEX)",
         "np.where(mask[1:] | True, ids[1:], IGNORE_INDEX)",
         "tests/data",
     ),
     Mutant(
         "documents see each other",
-        "data/packed.py",
+        "data/prepared_rows.py",
         "return ids, np.arange(len(ids)), labels",
         "return ids, np.arange(len(ids)) + 1, labels",
         f"tests/data {PARITY}",
@@ -131,7 +131,7 @@ MUTANTS = (
     ),
     Mutant(
         "tied weights with one gradient",
-        "engine/core.py",
+        "engine/engine.py",
         "            if self._is_tied:\n",
         "            if False:\n",
         PARALLEL,
@@ -224,7 +224,7 @@ def _copy_tree(tree: Path) -> None:
     )
     for name in listed.stdout.split():
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(ROOT / name, tree / name)
+        shutil.copyfile(ROOT / name, tree / name, follow_symlinks=False)
 
 
 if __name__ == "__main__":

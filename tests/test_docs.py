@@ -1,10 +1,13 @@
-"""README.md and docs/: links and files exist, commands parse, run files are valid, and tables are those of the program."""
+"""README.md and docs/: links and files exist, commands parse, run files are valid, generated pages are fresh."""
 
 import argparse
 import re
+import runpy
 import shlex
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -46,7 +49,7 @@ GPU_COLUMNS = (
 
 
 def _name(page: Path) -> str:
-    return page.name
+    return str(page.relative_to(ROOT))
 
 
 def _anchors(page: Path) -> set[str]:
@@ -71,6 +74,19 @@ def test_every_file_named_exists(page: Path) -> None:
     packages = "|".join(folder.parent.name for folder in (ROOT / "ds_finetune").glob("*/__init__.py"))
     modules = re.findall(rf"`((?:{packages})/\w+\.py)", text)
     assert not missing | {path for path in modules if not (ROOT / "ds_finetune" / path).exists()}
+
+
+@pytest.mark.parametrize(("page", "text"), runpy.run_path(str(ROOT / "scripts" / "reference.py"))["pages"]().items())
+def test_generated_pages_are_those_of_the_program(page: str, text: str) -> None:
+    assert (ROOT / "docs" / "reference" / page).read_text(encoding="utf-8") == text, "run: python scripts/reference.py"
+
+
+@pytest.mark.skipif(not find_spec("mkdocs"), reason="mkdocs is not installed (extra `docs`)")
+def test_the_site_builds_strictly(tmp_path: Path) -> None:
+    """mkdocs checks every link and anchor, and that each page is in the navigation."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def _written(line: str) -> Iterator[list[str]]:
@@ -118,7 +134,7 @@ def test_every_command_parses(page: Path, monkeypatch: pytest.MonkeyPatch) -> No
             try:
                 _parse(words, is_mention=is_mention)
             except (ValueError, SystemExit) as refused:
-                pytest.fail(f"{page.name}: `ds-finetune {shlex.join(words)}`: {refused}")
+                pytest.fail(f"{_name(page)}: `ds-finetune {shlex.join(words)}`: {refused}")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ds_finetune.cli.main import main
-from ds_finetune.export.verify.record import UNVERIFIED, Record
+from ds_finetune.export.verify.record import UNVERIFIED, ExportRecord
 from tests.conftest import ROOT
 from tests.running import metrics, start, tiny_task
 from tests.vllm_worker import NEW_TOKENS
@@ -138,7 +138,7 @@ def _greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
 def test_plain_transformers_gives_the_logits_of_the_engine(run: tuple[str, str, Path]) -> None:
     family, precision, folder = run
     assert metrics(folder)[-1]["step"] == 3
-    record = Record.read(folder / "out")
+    record = ExportRecord.read(folder / "out")
     assert record.logits is not None
     models = [_plain(place, DTYPES[precision]) for place in (folder / "run" / "export", folder / "out")]
     found = [_logits(models[1], list(prompt)).numpy() for prompt in record.prompts]

@@ -161,22 +161,6 @@ def on_resume(key: str) -> OnResume:
     return ON_RESUME.get(key, PRINTED)
 
 
-def resume_table() -> str:
-    """`ON_RESUME` in Markdown, for `docs/explanation/checkpoints.md`."""
-    sections = dict.fromkeys(key.partition(".")[0] for key in ON_RESUME)
-    rows = [f"| `{name}` | {' | '.join(_named(name, kind) for kind in OnResume)} |" for name in sections]
-    return "\n".join([f"| section | {' | '.join(OnResume)} |", "| --- | --- | --- | --- | --- |", *rows]) + "\n"
-
-
-def _named(section: str, kind: OnResume) -> str:
-    found = (
-        key.partition(".")[2] or "(the value)"
-        for key, row in ON_RESUME.items()
-        if row is kind and key.partition(".")[0] == section
-    )
-    return ", ".join(found)
-
-
 def _keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """Values by dotted key; keys that the version which wrote them did not have are at their defaults."""
     defaults = RunConfig.model_validate({"model": "", "data": {"train": ""}, "output_dir": ""}).model_dump(

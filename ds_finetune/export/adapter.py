@@ -9,45 +9,31 @@ them).
 
 import errno
 import json
-import math
-import re
 import shutil
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ds_finetune.config.schema import LoraConfig
-from ds_finetune.errors import ExportError
-from ds_finetune.export.convert import TensorSource
-from ds_finetune.export.shards import said, synchronise
+from ds_finetune.export.shards import as_output_errors, synchronise
 from ds_finetune.families.family import Family
 from ds_finetune.model.lora import Factors
-from ds_finetune.model.names import hub_pieces
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX = "base_model.model."
-_KEY = re.compile(rf"^{re.escape(_PREFIX)}(?P<module>.+?)(?P<inner>\.base_layer)?\.lora_(?P<side>[AB])\.weight$")
+KEY_PREFIX = "base_model.model."
+"""What peft puts before the name of a module."""
 _REWRITTEN = ("gate_proj", "up_proj", "down_proj")
 """Last names in `target_modules` that peft takes for routed experts in models that have fused ones
 (utils/transformers_weight_conversion.py:411).
 """
-_REFUSED = {
-    "use_dora": False,
-    "bias": "none",
-    "modules_to_save": None,
-    "fan_in_fan_out": False,
-    "lora_bias": False,
-    "layer_replication": None,
-}
-"""Settings with which the sum would be another one, and what they have to be."""
-_DIGEST = "base_weights"
-_OUTER, _INNER = "down_proj", "gate_up_proj"
+BASE_DIGEST = "base_weights"
+"""Key, in the metadata of the adapter's file, of the digest of the weights that it was trained on."""
+DOWN, GATE_UP = "down_proj", "gate_up_proj"
+"""The two weights of fused experts."""
 
 
 def write_adapter(  # noqa: PLR0913
@@ -62,9 +48,11 @@ def write_adapter(  # noqa: PLR0913
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        with said(partial):
+        with as_output_errors(partial):
             partial.mkdir(parents=True)
-            _write_both(partial, factors, {"format": "pt", _DIGEST: digest}, _peft_config(factors, lora, base, family))
+            _write_both(
+                partial, factors, {"format": "pt", BASE_DIGEST: digest}, _peft_config(factors, lora, base, family)
+            )
         shutil.rmtree(out, ignore_errors=True)
         partial.rename(out)
         synchronise(out.parent)
@@ -88,9 +76,9 @@ def _write_both(
 
 def _peft_tensors(name: str, adapter: Factors) -> list[tuple[str, torch.Tensor]]:
     module, _, leaf = name.rpartition(".")
-    key = f"{_PREFIX}{module}{'.base_layer' if leaf == _INNER else ''}"
+    key = f"{KEY_PREFIX}{module}{'.base_layer' if leaf == GATE_UP else ''}"
     a, b = adapter.a, adapter.b
-    is_fused = leaf in (_OUTER, _INNER)
+    is_fused = leaf in (DOWN, GATE_UP)
     a = a.reshape(-1, a.shape[-1]) if is_fused else a
     b = b.permute(1, 2, 0).reshape(b.shape[1], -1) if is_fused else b
     return [(f"{key}.lora_A.weight", a.contiguous()), (f"{key}.lora_B.weight", b.contiguous())]
@@ -116,148 +104,3 @@ def _peft_config(factors: Mapping[str, Factors], lora: LoraConfig, base: str, fa
             name for name in factors if name.removesuffix(".weight") in as_parameter or not name.endswith(".weight")
         ],
     }
-
-
-@dataclass(frozen=True)
-class PeftAdapter:
-    """An adapter folder of peft's, checked when it is opened; its tensors are read when they are asked for."""
-
-    folder: Path
-    config: Mapping[str, Any]
-    keys: Mapping[tuple[str, str], str]
-    """Key in the file by weight and side."""
-    base: str
-    """Digest of the weights it was trained on; empty where it was trained elsewhere."""
-
-    @classmethod
-    def open(cls, folder: Path) -> "PeftAdapter":
-        """ExportError where the folder is torn, of another kind than LoRA, or has settings that are not understood."""
-        try:
-            config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-            with safe_open(folder / WEIGHTS, framework="pt") as file:
-                found = {key: _KEY.match(key) for key in file.keys()}  # noqa: SIM118 - not a dict
-                digest = (file.metadata() or {}).get(_DIGEST, "")
-        except (OSError, ValueError, SafetensorError) as broken:
-            raise ExportError(
-                f"{folder} cannot be read as an adapter: {broken}", hint="save it again with peft's save_pretrained"
-            ) from broken
-        odd = [f"{key} {config[key]!r}" for key, plain in _REFUSED.items() if key in config and config[key] != plain]
-        odd += [f"peft_type {config.get('peft_type')!r}"] if config.get("peft_type") != "LORA" else []
-        odd += [f"tensor {key}" for key, match in found.items() if match is None][:5]
-        if odd:
-            raise ExportError(
-                f"{folder} holds {', '.join(odd)}, which is not merged here",
-                hint="merge it with peft's merge_and_unload",
-            )
-        alone = {str(name).rpartition(".")[2] for name in config.get("target_parameters") or ()} & {_INNER, _OUTER}
-        outer = alone.pop() if len(alone) == 1 else _OUTER
-        leaves = {key: _leaf(match["module"], match["inner"], outer) for key, match in found.items() if match}
-        keys = {(f"{match['module']}.{leaves[key]}", match["side"]): key for key, match in found.items() if match}
-        lone = sorted(name for name, side in keys if (name, "B" if side == "A" else "A") not in keys)
-        if lone or not keys:
-            shown = ", ".join(lone[:5])
-            raise ExportError(
-                f"{folder}/{WEIGHTS}: {len(keys)} tensors, one half alone of {len(lone)} adapters: {shown}",
-                hint="save it again",
-            )
-        return cls(folder, config, keys, digest)
-
-    @property
-    def names(self) -> list[str]:
-        """Weights that are adapted."""
-        return [name for name, side in self.keys if side == "A"]
-
-    def factors(self, name: str) -> Factors:
-        """The adapter of a weight, whole in memory."""
-        with safe_open(self.folder / WEIGHTS, framework="pt") as file:
-            a, b = (file.get_tensor(self.keys[name, side]) for side in "AB")
-        # peft looks patterns up by the weight's name for parameters, by the module's for modules
-        # (tuners/tuners_utils.py).
-        is_fused = not name.endswith(".weight")
-        rank = int(self._value("rank_pattern", "r", name))
-        scale = float(self._value("alpha_pattern", "lora_alpha", name)) / (
-            math.sqrt(rank) if self.config.get("use_rslora") else rank
-        )
-        if (
-            a.dim() != 2
-            or b.dim() != 2
-            or a.shape[0] != b.shape[1]
-            or a.shape[0] % rank
-            or (a.shape[0] != rank and not is_fused)
-        ):
-            raise ExportError(
-                f"{self.folder}: `{name}` has A {tuple(a.shape)} and B {tuple(b.shape)} for rank {rank}",
-                hint="the adapter is torn; save it again",
-            )
-        if is_fused:
-            a, b = a.reshape(-1, rank, a.shape[1]), b.reshape(b.shape[0], rank, -1).permute(2, 0, 1)
-        return Factors(a, b, scale)
-
-    def _value(self, patterns: str, default: str, name: str) -> Any:  # noqa: ANN401 - a number of the file
-        name = name.removesuffix(".weight")
-        given = self.config.get(patterns) or {}
-        return next(
-            (value for pattern, value in given.items() if re.match(rf"(.*\.)?({pattern})$", name)),
-            self.config.get(default),
-        )
-
-
-def _leaf(module: str, inner: str | None, outer: str) -> str:
-    """The weight that a key is about: of fused experts `base_layer` is the first of two and `outer` the other,
-    elsewhere it is `weight`.
-    """
-    if inner:
-        return _INNER
-    return outer if module.endswith(".experts") else "weight"
-
-
-class Merged:
-    """A base's tensors with adapters added in fp32, as a TensorSource; `factors` are kept in memory for the last few
-    weights.
-    """
-
-    def __init__(
-        self,
-        base: TensorSource,
-        names: Collection[str],
-        factors: Callable[[str], Factors],
-        family: Family,
-        *,
-        label: str,
-    ) -> None:
-        self._base = base
-        self._factors = lru_cache(maxsize=8)(factors)
-        self._places: dict[str, tuple[str, int]] = {}
-        for name in names:
-            shape = self._factors(name).shape
-            parts = [(piece.key, piece.first_element(shape), piece.shape) for piece in hub_pieces(name, shape, family)]
-            pieces = [(name, 0, shape)] if name in base.shapes else parts
-            wrong = [
-                f"{key} {held}, in the base {base.shapes.get(key, 'absent')}"
-                for key, _, held in pieces
-                if base.shapes.get(key) != held
-            ]
-            if wrong:
-                raise ExportError(
-                    f"{label} does not fit the base: `{name}` is {shape}, {'; '.join(wrong[:3])}",
-                    hint="name the model it was trained on by --base",
-                )
-            self._places |= {key: (name, begin) for key, begin, _ in pieces}
-
-    @cached_property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Those of the base."""
-        return self._base.shapes
-
-    @property
-    def fp32_names(self) -> Collection[str]:
-        """Those of the base."""
-        return self._base.fp32_names
-
-    def read(self, name: str, start: int, numel: int) -> torch.Tensor:
-        """Elements of the base, where they are adapted in fp32 with the adapter's added."""
-        flat = self._base.read(name, start, numel)
-        if name not in self._places:
-            return flat
-        weight, begin = self._places[name]
-        return flat.float() + self._factors(weight).delta(begin + start, numel)

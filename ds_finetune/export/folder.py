@@ -16,8 +16,8 @@ import torch
 
 from ds_finetune.errors import ExportError
 from ds_finetune.export.model_config import TOKENIZER_CONFIG, served_config, served_tokenizer
-from ds_finetune.export.shards import HubTensor, ShardWriter, plan_shards, said, synchronise
-from ds_finetune.export.verify.record import Record, mark_unchecked
+from ds_finetune.export.shards import HubTensor, ShardWriter, as_output_errors, plan_shards, synchronise
+from ds_finetune.export.verify.record import ExportRecord, mark_unverified
 from ds_finetune.families.family import Family
 from ds_finetune.model.fp8 import QUANTIZATION_CONFIG, is_quantised
 from ds_finetune.model.hub_folder import HubFolder
@@ -57,11 +57,11 @@ class FolderParts:
     """Whether linear weights are in FP8 blocks."""
     fp8_base: HubFolder | None = None
     """A folder in FP8 whose bytes blocks keep that hold its numbers still."""
-    carried: Iterable["Copied"] = ()
+    base_tensors: Iterable["CopiedTensors"] = ()
     """Tensors of the base that the model does not build, copied when the model's own are written."""
     copies: Mapping[str, str] = field(default_factory=dict)
     """Further tensors that repeat one of the model's, by name, with its name."""
-    record: Record | None = None
+    record: ExportRecord | None = None
     """What the folder will be held against; None writes no record."""
     texts: dict[str, str] = field(default_factory=dict)
     """Further files by name, e.g. a generation config made from the tokenizer or a chat template given in the run file.
@@ -74,7 +74,7 @@ class FolderParts:
         return self.is_fp8 and is_quantised(key, shape, self.family)
 
 
-class Copied(Protocol):
+class CopiedTensors(Protocol):
     """Tensors that copy themselves into a folder that is being written."""
 
     @property
@@ -147,22 +147,22 @@ def folder_writer(
     Everything is written to `out`.partial and synchronised to the disk before it takes the place of an older `out`;
     after an error, e.g. OutputError where the disk is full, nothing of it is left.
     """
-    hub = [*tensors, *(tensor for copied in parts.carried for tensor in copied.tensors)]
+    hub = [*tensors, *(tensor for copied in parts.base_tensors for tensor in copied.tensors)]
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    with said(partial):
+    with as_output_errors(partial):
         partial.mkdir(parents=True)
     try:
         with closing(ShardWriter(partial, plan_shards(hub, max_shard_bytes))) as writer:
             yield writer
-            for copied in parts.carried:
+            for copied in parts.base_tensors:
                 copied.copy_to(writer)
             writer.finish()
-        with said(partial):
+        with as_output_errors(partial):
             _write_beside(partial, parts, [tensor.key for tensor in hub])
             if parts.record is not None:
                 parts.record.with_digests(writer.digests()).write(partial)
-                mark_unchecked(partial)
+                mark_unverified(partial)
             for path in (*partial.iterdir(), partial):
                 synchronise(path)
         shutil.rmtree(out, ignore_errors=True)

@@ -24,7 +24,7 @@ def load_exported(folder: Path) -> PreTrainedModel:
     check_loadable(folder)
     if is_onnx(folder):
         check_packages()
-        from ds_finetune.export.onnx.model import OnnxCausalLM
+        from ds_finetune.export.onnx.runtime import OnnxCausalLM
 
         return OnnxCausalLM.from_pretrained(folder)
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False).eval()

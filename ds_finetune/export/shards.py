@@ -84,11 +84,11 @@ def plan_shards(tensors: Iterable[HubTensor], max_shard_bytes: int) -> tuple[Sha
 
 
 @dataclass
-class _Place:
+class _TensorProgress:
     """Where a tensor's data lies in which file, and which ranges of its elements have been written with which sums."""
 
     tensor: HubTensor
-    file: "_File"
+    file: "_ShardFile"
     begin_byte: int
     written: list[tuple[int, int, int]] = field(default_factory=list)
     """First and last element, and xxh3 of the bytes between."""
@@ -117,8 +117,8 @@ class ShardWriter:
     def __init__(self, folder: Path, shards: Sequence[Shard]) -> None:
         self._folder, self._shards = folder, tuple(shards)
         self._lock = threading.Lock()
-        self._places: dict[str, _Place] = {}
-        self._files = [_File(folder / shard.name, shard) for shard in self._shards]
+        self._progress: dict[str, _TensorProgress] = {}
+        self._files = [_ShardFile(folder / shard.name, shard) for shard in self._shards]
         for file in self._files:
             for tensor, begin in file.layout:
                 if not tensor.numel:
@@ -126,18 +126,18 @@ class ShardWriter:
                         f"tensor `{tensor.key}` has shape {tensor.shape}, without an element",
                         hint="the folder it comes from is damaged, or it was not gathered",
                     )
-                assert tensor.key not in self._places, tensor.key
-                self._places[tensor.key] = _Place(tensor, file, begin)
+                assert tensor.key not in self._progress, tensor.key
+                self._progress[tensor.key] = _TensorProgress(tensor, file, begin)
 
     def write(self, key: str, start: int, flat: torch.Tensor) -> None:
         """Write `flat` (1-D, contiguous, on the CPU, of the planned dtype) as the elements from `start` of the
         row-major tensor `key`.
         """
-        place = self._places[key]
-        with said(self._folder):
+        place = self._progress[key]
+        with as_output_errors(self._folder):
             self._write(place, key, start, flat)
 
-    def _write(self, place: _Place, key: str, start: int, flat: torch.Tensor) -> None:
+    def _write(self, place: _TensorProgress, key: str, start: int, flat: torch.Tensor) -> None:
         tensor = place.tensor
         assert flat.dim() == 1, (key, flat.shape)
         assert flat.dtype == tensor.dtype, (key, flat.dtype, tensor.dtype)
@@ -158,11 +158,11 @@ class ShardWriter:
         """Check that every tensor was written completely and once, and write the index where there are several
         files.
         """
-        torn = [key for key, place in self._places.items() if not place.is_complete()]
+        torn = [key for key, place in self._progress.items() if not place.is_complete()]
         if torn:
-            shown = ", ".join(f"`{key}` ({self._places[key].progress()})" for key in torn[:_SHOWN])
+            shown = ", ".join(f"`{key}` ({self._progress[key].progress()})" for key in torn[:_SHOWN])
             raise ExportError(
-                f"{len(torn)} of {len(self._places)} tensors were not written once and whole: {shown}",
+                f"{len(torn)} of {len(self._progress)} tensors were not written once and whole: {shown}",
                 hint="please report this",
             )
         if len(self._shards) > 1:
@@ -171,14 +171,14 @@ class ShardWriter:
                 "metadata": {"total_size": sum(shard.data_bytes for shard in self._shards)},
                 "weight_map": dict(sorted(weight_map.items())),
             }
-            with said(self._folder):
+            with as_output_errors(self._folder):
                 (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def digests(self) -> dict[str, Digest]:
         """Sum of what was given to `write`, by tensor."""
         return {
             key: Digest.of((stop - start, summed) for start, stop, summed in sorted(place.written))
-            for key, place in self._places.items()
+            for key, place in self._progress.items()
         }
 
     def close(self) -> None:
@@ -187,7 +187,7 @@ class ShardWriter:
             file.close()
 
 
-class _File:
+class _ShardFile:
     """One safetensors file: 8 bytes of header length, the JSON header padded to 8 bytes, then the data without gaps."""
 
     def __init__(self, path: Path, shard: Shard) -> None:
@@ -241,7 +241,7 @@ class _File:
 
 
 @contextmanager
-def said(folder: Path) -> Iterator[None]:
+def as_output_errors(folder: Path) -> Iterator[None]:
     """OutputError where the system takes no more of what is written to `folder`, e.g. because the disk is full."""
     try:
         yield

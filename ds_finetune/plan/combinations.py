@@ -166,7 +166,7 @@ def _unproven_options(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def table() -> str:
-    """`PROVEN` in Markdown, for `docs/explanation/parallelism.md`."""
+    """`PROVEN` in Markdown, for `docs/reference/layouts.md`."""
     rows = [
         f"| {' x '.join(axis for axis in AXES if axis in row.axes)} | {_listed(row.stages)} | {_listed(row.families)} |"
         for row in PROVEN

@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 
 from ds_finetune.config.schema import LoraConfig, RunConfig
-from ds_finetune.engine.core import Engine
-from ds_finetune.engine.processes import all_gather_object
-from ds_finetune.engine.start import DTYPES
+from ds_finetune.engine.collectives import all_gather_object
+from ds_finetune.engine.engine import Engine
+from ds_finetune.engine.start_engine import DTYPES
 from ds_finetune.errors import OutputError, RunError
 from ds_finetune.export.adapter import write_adapter
-from ds_finetune.export.convert import read_model_spec
+from ds_finetune.export.base_folder import BaseFolder, config_changes, with_stored_weights
 from ds_finetune.export.folder import (
     TOKENIZER_FILES,
     FolderParts,
@@ -21,9 +21,9 @@ from ds_finetune.export.folder import (
     write_folder,
 )
 from ds_finetune.export.interruption import Interruption
-from ds_finetune.export.readers.base import Base, counted, read_again
-from ds_finetune.export.verify.record import RECORD, UNVERIFIED, Record, kept_logits, prompts_of
-from ds_finetune.export.verify.verify import Verdict, mark, verify
+from ds_finetune.export.source import read_model_spec
+from ds_finetune.export.verify.record import RECORD, UNVERIFIED, ExportRecord, fixed_prompts, sampled_logits
+from ds_finetune.export.verify.verify import VerificationResult, mark_folder, verify_exports
 from ds_finetune.families.table import family_of
 from ds_finetune.model.hub_folder import has_weights
 from ds_finetune.model.lora import Factors, factors_of, merged, quantised_targets
@@ -45,7 +45,7 @@ def files_beside(config: RunConfig, material: Material) -> dict[str, Path]:
     return {name: path for name, path in found.items() if path.is_file()}
 
 
-def checked(config: RunConfig, exports: tuple[Path, ...], interruption: Interruption) -> tuple[Verdict, ...]:
+def checked(config: RunConfig, exports: tuple[Path, ...], interruption: Interruption) -> tuple[VerificationResult, ...]:
     """The folders exported, and the best weights', held against what the run recorded with them, in one fresh process.
 
     VerificationError names them where a signal has come.
@@ -57,29 +57,31 @@ def checked(config: RunConfig, exports: tuple[Path, ...], interruption: Interrup
     interruption.check(folders)
     torch.cuda.empty_cache()
     twins = [folder for folder in exports if has_same_weights(folder, best)]
-    verdicts = verify([folder for folder in folders if not twins or folder != best], available_bytes=available_bytes())
+    verdicts = verify_exports(
+        [folder for folder in folders if not twins or folder != best], available_bytes=available_bytes()
+    )
     for verdict in [verdict for verdict in verdicts if verdict.folder in twins]:
         shared = f"the files of {verdict.folder}, whose weights it shares"
         verdicts.append(replace(verdict, folder=best, lines=(shared, *verdict.lines)))
-        mark(verdicts[-1])
+        mark_folder(verdicts[-1])
     return tuple(verdicts)
 
 
-def recorded(engine: Engine, material: Material, *, step: int) -> Record:
+def recorded(engine: Engine, material: Material, *, step: int) -> ExportRecord:
     """Logits of the fixed prompts from the weights as they are now, after `step` steps; every rank takes part.
 
     None of weights in four bits: what is exported are others.
     """
     vocab_size = int(material.hf_config.vocab_size)
-    prompts = prompts_of(vocab_size, material.tokenizer)
+    prompts = fixed_prompts(vocab_size, material.tokenizer)
     is_quantised = bool(quantised_targets(material.hf_config, engine.plan.config.lora))
-    return Record(
+    return ExportRecord(
         base=str(material.folder.absolute()),
         dtype=str(DTYPES[engine.plan.config.train.precision]).removeprefix("torch."),
         vocab_size=vocab_size,
         prompts=prompts,
         step=step,
-        logits=None if is_quantised else kept_logits(engine.logits(prompts), prompts, vocab_size),
+        logits=None if is_quantised else sampled_logits(engine.logits(prompts), prompts, vocab_size),
     )
 
 
@@ -148,17 +150,17 @@ def export(engine: Engine, material: Material, out: Path, *, step: int) -> list[
     )
     notes: list[str] = []
     if config.model.weights == "load" and has_weights(material.folder):
-        base = Base.read(material.folder, read_model_spec(material.folder))
+        base = BaseFolder.read(material.folder, read_model_spec(material.folder))
         # Rank zero writes: it alone compares embeddings and heads, which may take seconds.
-        parts, notes = base.carried(parts) if engine.is_rank_zero else (parts, [])
-    notes = [*notes, *counted(parts, (tensor.key for copied in parts.carried for tensor in copied.tensors))]
+        parts, notes = base.with_base_tensors(parts) if engine.is_rank_zero else (parts, [])
+    notes = [*notes, *config_changes(parts, (tensor.key for copied in parts.base_tensors for tensor in copied.tensors))]
     factors = (
         _exported_adapters(engine, material, out.with_name(out.name.replace("export", "adapter")), config.lora)
         if config.lora
         else {}
     )
     in_four_bit = {f"{target.name}.weight" for target in quantised_targets(material.hf_config, config.lora)}
-    tensors = read_again(engine.tensors(), in_four_bit, material.folder) if in_four_bit else engine.tensors()
+    tensors = with_stored_weights(engine.tensors(), in_four_bit, material.folder) if in_four_bit else engine.tensors()
     try:
         write_folder(
             merged(tensors, factors),

@@ -19,16 +19,16 @@ from transformers import PretrainedConfig
 
 from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.data.batches import Batch, BatchPlan, Position, eval_batches, num_evaluated, training_batches
+from ds_finetune.data.batches import Batch, BatchPlan, Position, eval_batches, num_eval_rows, training_batches
 from ds_finetune.data.stream import START, StreamedRows, streaming_batches
-from ds_finetune.engine.building import build_ops, use_cores
-from ds_finetune.engine.core import Engine, EvalResult, Limits
-from ds_finetune.engine.devices import exchange
-from ds_finetune.engine.processes import choose_device, meet, process_group
-from ds_finetune.engine.start import start_engine
+from ds_finetune.engine.default_group import meet, process_group
+from ds_finetune.engine.devices import choose_device, exchange
+from ds_finetune.engine.engine import Engine, EvalResult, GenerationLimits
+from ds_finetune.engine.prepare_ops import build_ops, use_cores
+from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.errors import RunError
 from ds_finetune.export.interruption import Interruption
-from ds_finetune.export.verify.verify import Verdict
+from ds_finetune.export.verify.verify import VerificationResult
 from ds_finetune.families.table import family_of
 from ds_finetune.model.lora import chosen_targets, lora_lines
 from ds_finetune.model.parallel.pipeline import layers_of_stages
@@ -88,7 +88,7 @@ class Report:
     exports: tuple[Path, ...]
     seconds: float
     interrupted: str = ""
-    verdicts: tuple[Verdict, ...] = ()
+    verdicts: tuple[VerificationResult, ...] = ()
     """What came of holding the exports against the run; known to rank zero."""
 
 
@@ -373,7 +373,7 @@ def time_left(plan: Plan, material: Material, schedule: LrSchedule) -> TimeLeft:
     every |= {EVALUATION: _evaluates_every(config), ANSWERS: _evaluates_every(config)} if held_out is not None else {}
     # A forward is about a third of a step's work on a row.
     steps = (
-        num_evaluated(held_out, config.eval.limit) / config.train.global_batch_size / 3 if held_out is not None else 0.0
+        num_eval_rows(held_out, config.eval.limit) / config.train.global_batch_size / 3 if held_out is not None else 0.0
     )
     exported = bytes_written(config, material.shape.total_params, checkpoint_bytes=0) if material.shape else 0
     return TimeLeft(schedule.steps, every, evaluation_steps=steps, export_bytes=exported, verifies=config.export.verify)
@@ -414,7 +414,7 @@ def _evaluations(
     held_out = material.held_out
     assert held_out is not None
     asked, limit = engine.plan.config.eval.generate, engine.plan.config.eval.limit
-    limits = Limits(asked.max_new_tokens, material.stop_ids, material.pad_token_id)
+    limits = GenerationLimits(asked.max_new_tokens, material.stop_ids, material.pad_token_id)
     rows = batch_plan(engine.plan, material)
 
     def following(what: str, number: int, per_round: int) -> Callable[[], bool]:
@@ -425,11 +425,11 @@ def _evaluations(
         )
 
     def evaluate() -> EvalResult | None:
-        is_over = following("evaluation", num_evaluated(held_out, limit), rows.micro_batch_size * rows.dp)
+        is_over = following("evaluation", num_eval_rows(held_out, limit), rows.micro_batch_size * rows.dp)
         return engine.evaluate(eval_batches(held_out, rows, limit=limit), is_over=is_over)
 
     def exact_match() -> float | None:
-        prompts = held_out.prompts(asked.prompts)
+        prompts = held_out.prompts_and_answers(asked.prompts)
         is_over = following("answers", len(prompts), rows.dp)
         ids = engine.generate([prompt for prompt, _ in prompts], limits, is_over=is_over)
         if ids is None:

@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ds_finetune.errors import ExportError
 from ds_finetune.export import convert
-from ds_finetune.export.convert import fitted, read_model_spec, write_from
+from ds_finetune.export.convert import convert_source
 from ds_finetune.export.folder import FolderParts
+from ds_finetune.export.source import fit_source, read_model_spec
 from ds_finetune.families.table import family_of
 from ds_finetune.model.names import hub_pieces
 from ds_finetune.trainer.run_dir import read_json
@@ -80,8 +81,8 @@ def test_equals_what_transformers_writes(
     base, out = tmp_path / "base", tmp_path / "out"
     model = published(family, base)
     AutoModelForCausalLM.from_pretrained(base, dtype=DTYPES[dtype]).save_pretrained(tmp_path / "theirs")
-    source = fitted(source_of(model), read_model_spec(base), label="it")
-    write_from(source, out, parts_of(base, DTYPES[dtype]), max_shard_bytes=max_bytes, workers=3)
+    source = fit_source(source_of(model), read_model_spec(base), label="it")
+    convert_source(source, out, parts_of(base, DTYPES[dtype]), max_shard_bytes=max_bytes, workers=3)
     wanted, found = read_all(tmp_path / "theirs"), read_all(out)
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[key], tensor) and found[key].dtype == tensor.dtype for key, tensor in wanted.items())
@@ -98,8 +99,10 @@ def test_names_of_published_checkpoints_are_taken_too(tmp_path: Path) -> None:
         for name, t in model.state_dict().items()
         for p in hub_pieces(name, tuple(t.shape), family_of("deepseek_v3"))
     }
-    source = fitted(InMemory(split), read_model_spec(tmp_path / "base"), label="it")
-    write_from(source, tmp_path / "out", parts_of(tmp_path / "base", torch.float32), max_shard_bytes=10**9, workers=1)
+    source = fit_source(InMemory(split), read_model_spec(tmp_path / "base"), label="it")
+    convert_source(
+        source, tmp_path / "out", parts_of(tmp_path / "base", torch.float32), max_shard_bytes=10**9, workers=1
+    )
     wanted, found = read_all(tmp_path / "base"), read_all(tmp_path / "out")
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
@@ -129,7 +132,7 @@ def test_what_does_not_fit_is_listed(llama: PreTrainedModel, tmp_path: Path) -> 
     source = source_of(llama, model__norm__weight=torch.zeros(31), adapter=torch.zeros(2))
     del source.tensors["lm_head.weight"]
     with pytest.raises(ExportError) as caught:
-        fitted(source, read_model_spec(tmp_path / "base"), label="run/step-3")
+        fit_source(source, read_model_spec(tmp_path / "base"), label="run/step-3")
     assert caught.value.message == (
         "run/step-3 does not fit LlamaForCausalLM: 1 missing: lm_head.weight; 1 unexpected: adapter; "
         "1 of another shape: model.norm.weight: model (32,), checkpoint (31,)"
@@ -140,10 +143,10 @@ def test_a_tied_head_is_left_out_where_it_is_the_same_and_refused_where_not(tmp_
     model = published("qwen2", tmp_path / "base")
     spec = read_model_spec(tmp_path / "base")
     head = model.get_input_embeddings().weight.detach()
-    assert "lm_head.weight" not in fitted(source_of(model, lm_head__weight=head.clone()), spec, label="it").shapes
+    assert "lm_head.weight" not in fit_source(source_of(model, lm_head__weight=head.clone()), spec, label="it").shapes
     for other in (head + 1, head[:-1]):
         with pytest.raises(ExportError, match=r"it: `lm_head.weight` differs from `model.embed_tokens.weight`"):
-            fitted(source_of(model, lm_head__weight=other), spec, label="it")
+            fit_source(source_of(model, lm_head__weight=other), spec, label="it")
 
 
 @pytest.mark.parametrize(
@@ -159,12 +162,12 @@ def test_numbers_that_are_none_stop_it_and_the_older_export_stays(
     value: float, dtype: str, said: str, workers: int, llama: PreTrainedModel, tmp_path: Path
 ) -> None:
     out, parts = tmp_path / "out", parts_of(tmp_path / "base", DTYPES[dtype])
-    write_from(source_of(llama), out, parts, max_shard_bytes=10**9, workers=workers)
+    convert_source(source_of(llama), out, parts, max_shard_bytes=10**9, workers=workers)
     before = (out / "model.safetensors").read_bytes()
     weight = torch.ones(32)
     weight[5] = value
     with pytest.raises(ExportError, match=said):
-        write_from(source_of(llama, model__norm__weight=weight), out, parts, max_shard_bytes=10**9, workers=workers)
+        convert_source(source_of(llama, model__norm__weight=weight), out, parts, max_shard_bytes=10**9, workers=workers)
     assert (out / "model.safetensors").read_bytes() == before
 
 
@@ -183,7 +186,7 @@ def test_after_a_failure_nothing_new_is_read(
             return super().read(name, start, numel)
 
     with pytest.raises(OSError, match="disk"):
-        write_from(
+        convert_source(
             Failing(source_of(llama).tensors),
             tmp_path / "out",
             parts_of(tmp_path / "base", torch.bfloat16),
@@ -199,7 +202,7 @@ import sys, torch
 from pathlib import Path
 from ds_finetune.export import convert
 from ds_finetune.export.folder import FolderParts, write_folder
-from ds_finetune.export.readers.native import read_native
+from ds_finetune.export.readers.deepspeed_native import read_deepspeed_checkpoint
 from ds_finetune.families.table import family_of
 
 convert.CHUNK_NUMEL = 2**18
@@ -218,7 +221,7 @@ def checkpoint(place, count):
 
 
 def stream(place):
-    convert.write_from(read_native(place), place / "out", parts, max_shard_bytes=5 * 10**9, workers=2)
+    convert.convert_source(read_deepspeed_checkpoint(place), place / "out", parts, max_shard_bytes=5 * 10**9, workers=2)
 
 
 def live(place, count):
@@ -264,7 +267,7 @@ def test_the_callers_threads_stay_as_they_were(llama: PreTrainedModel, tmp_path:
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        write_from(
+        convert_source(
             source_of(llama),
             tmp_path / "out",
             parts_of(tmp_path / "base", torch.bfloat16),

@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from ds_finetune.export.readers.checkpoint import export_checkpoint
-from ds_finetune.export.verify import fresh
-from ds_finetune.export.verify.record import UNVERIFIED, Record, kept_logits
-from ds_finetune.export.verify.verify import Verdict, _digest, verify
-from ds_finetune.export.verify.verify import tensors_of as stored
+from ds_finetune.export.offline import export_checkpoint
+from ds_finetune.export.verify import plain_transformers
+from ds_finetune.export.verify.record import UNVERIFIED, ExportRecord, sampled_logits
+from ds_finetune.export.verify.tensors import digest_of, read_tensor_table
+from ds_finetune.export.verify.verify import VerificationResult, verify_exports
 from tests.model.fp8_folder import V3, decoded, in_fp8, is_published_in_fp8, master, multiplied_out, publish, read_all
 from tests.model.test_weights import published
 
@@ -28,10 +28,10 @@ SCALE = "model.layers.1.self_attn.kv_a_proj_with_mqa.weight_scale_inv"
 def _exported(bf16: Path, out: Path) -> Path:
     """`bf16` in FP8 at `out`, with the logits of plain transformers over the bf16 weights as those of the run."""
     export_checkpoint(bf16, out, dtype="fp8", max_shard_bytes=10**9, base=None)
-    record = Record.read(out)
+    record = ExportRecord.read(out)
     model = AutoModelForCausalLM.from_pretrained(bf16, dtype=torch.bfloat16).eval()
     with torch.no_grad():
-        logits = kept_logits(
+        logits = sampled_logits(
             (model(torch.tensor([prompt])).logits[0].float() for prompt in record.prompts),
             record.prompts,
             record.vocab_size,
@@ -45,12 +45,14 @@ def _rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) 
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    record, held = Record.read(folder), stored(folder)
+    record, held = ExportRecord.read(folder), read_tensor_table(folder)
     data = {key: np.memmap(at.file, dtype=np.uint8, mode="r") for key, at in held.items()}
     replace(
         record,
         digests={
-            key: _digest(data[key], held[key], digest) for key, digest in (record.digests or {}).items() if key in held
+            key: digest_of(data[key], held[key], like=digest)
+            for key, digest in (record.digests or {}).items()
+            if key in held
         },
     ).write(folder)
 
@@ -88,7 +90,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.fixture(scope="module")
-def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verdict]:
+def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, VerificationResult]:
     root = tmp_path_factory.mktemp("fp8")
     plain = {key: value for key, value in V3.items() if key != "quantization_config"}
     v3 = _exported(publish(root / "v3-bf16", master(), config=plain), root / "v3")
@@ -98,11 +100,11 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verdict]:
     for name, (spoil, _) in WRONG.items():
         folders[name] = Path(shutil.copytree(v3, root / name.replace(" ", "-")))
         spoil(folders[name])
-    return dict(zip(folders, verify(list(folders.values())), strict=True))
+    return dict(zip(folders, verify_exports(list(folders.values())), strict=True))
 
 
 @pytest.mark.parametrize("name", ["v3", "qwen3"])
-def test_a_right_folder_is_verified(name: str, judged: dict[str, Verdict]) -> None:
+def test_a_right_folder_is_verified(name: str, judged: dict[str, VerificationResult]) -> None:
     verdict = judged[name]
     assert verdict.is_verified, verdict
     assert not (verdict.folder / UNVERIFIED).exists()
@@ -111,14 +113,14 @@ def test_a_right_folder_is_verified(name: str, judged: dict[str, Verdict]) -> No
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_folder_is_found(name: str, judged: dict[str, Verdict]) -> None:
+def test_a_wrong_folder_is_found(name: str, judged: dict[str, VerificationResult]) -> None:
     assert WRONG[name][1] in (judged[name].folder / UNVERIFIED).read_text(), judged[name]
 
 
-def test_the_process_multiplies_out_what_numpy_does(judged: dict[str, Verdict]) -> None:
+def test_the_process_multiplies_out_what_numpy_does(judged: dict[str, VerificationResult]) -> None:
     tensors = read_all(judged["v3"].folder)
     for key in filter(is_published_in_fp8, tensors):
-        found = fresh._numbers(tensors[key], tensors[key + "_scale_inv"], None)
+        found = plain_transformers._dequantise(tensors[key], tensors[key + "_scale_inv"], None)
         assert torch.equal(found, decoded(tensors[key], tensors[key + "_scale_inv"]).bfloat16()), key
 
 
@@ -139,7 +141,9 @@ def test_every_number_is_within_its_rounding_of_the_source_and_moved_by_no_more(
         )
         half = torch.maximum(source[key].abs() * 2**-4, spread * 2**-10) * (1 + 1e-5)
         assert ((plain - source[key]).abs() <= half).all(), key
-        moved = fresh._numbers(coded[key], coded[key + "_scale_inv"], torch.Generator().manual_seed(1)).float()
+        moved = plain_transformers._dequantise(
+            coded[key], coded[key + "_scale_inv"], torch.Generator().manual_seed(1)
+        ).float()
         bound = torch.maximum(plain.abs() * 2**-4, spread * 2**-10) * (1 + 2**-7) + plain.abs() * 2**-8  # bf16
         assert ((moved - plain).abs() <= bound).all(), key
         assert ((moved - plain).abs() > bound / 2).float().mean() > 0.1
@@ -153,7 +157,7 @@ def test_multiplied_out_are_the_weights_of_the_plain_folder(tmp_path: Path) -> N
         multiplied_out(tensors, torch.bfloat16),
         config={k: v for k, v in V3.items() if k != "quantization_config"},
     )
-    model, _ = fresh._multiplied_out(tmp_path / "fp8")
+    model, _ = plain_transformers._load_dequantised(tmp_path / "fp8")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype="auto")
     assert all(
         torch.equal(ours, theirs)

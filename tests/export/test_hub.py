@@ -16,13 +16,14 @@ from ds_finetune.cli.main import main
 from ds_finetune.config.schema import LoraConfig
 from ds_finetune.errors import ExportError
 from ds_finetune.export.adapter import write_adapter
-from ds_finetune.export.convert import read_model_spec
+from ds_finetune.export.base_folder import BaseFolder
 from ds_finetune.export.folder import FolderParts, write_folder
 from ds_finetune.export.model_config import forget_code, served_config
-from ds_finetune.export.readers.base import Base
-from ds_finetune.export.readers.checkpoint import Exported, export_checkpoint
-from ds_finetune.export.verify.record import UNVERIFIED, Record
-from ds_finetune.export.verify.verify import tensors_of, verify
+from ds_finetune.export.offline import ExportResult, export_checkpoint
+from ds_finetune.export.source import read_model_spec
+from ds_finetune.export.verify.record import UNVERIFIED, ExportRecord
+from ds_finetune.export.verify.tensors import read_tensor_table
+from ds_finetune.export.verify.verify import verify_exports
 from ds_finetune.families.table import family_of
 from ds_finetune.model.lora import Factors
 from ds_finetune.model.weights import weights_digest
@@ -50,7 +51,7 @@ COPIES = {
 """Tensors of the prediction layer that repeat one of the model, and which."""
 
 
-def export(source: Path, out: Path, dtype: str, base: Path | None = None) -> Exported:
+def export(source: Path, out: Path, dtype: str, base: Path | None = None) -> ExportResult:
     return export_checkpoint(source, out, dtype=dtype, max_shard_bytes=10**5, base=base)
 
 
@@ -297,7 +298,7 @@ def test_a_live_export_writes_the_same_copies(dtype: torch.dtype, base: Path, tm
     parts = FolderParts(
         family=family_of("deepseek_v3"), config=V3, architecture=spec.architecture, dtype=dtype, files=()
     )
-    parts, notes = Base.read(base, spec).carried(parts)
+    parts, notes = BaseFolder.read(base, spec).with_base_tensors(parts)
     specs = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in spec.shapes.items()}
     live = ((name, torch.randn(shape).to(dtype)) for name, shape in spec.shapes.items())
     write_folder(live, specs, tmp_path / "out", parts, max_shard_bytes=10**5)
@@ -409,7 +410,7 @@ def test_a_run_from_fp8_carries_the_prediction_layer_to_its_export(run: Path) ->
 def test_its_export_is_verified_with_the_carried_tensors(run: Path) -> None:
     out = run / "run" / "export"
     assert not (out / UNVERIFIED).exists()
-    assert (Record.read(out).digests or {}).keys() == read_all(out).keys()
+    assert (ExportRecord.read(out).digests or {}).keys() == read_all(out).keys()
     assert f"{len(read_all(out))} tensors on the disk, each with the bytes that were written" in " ".join(
         (run / "said").read_text().split()
     )
@@ -421,13 +422,13 @@ def test_a_checkpoint_export_with_carried_tensors_is_verified_also_where_the_bas
     """Against the run's logits; the prediction layer, which transformers does not know, is summed and may be there."""
     out = tmp_path / "out"
     assert main(["export", str(run / "run"), str(out)]) == 0
-    assert Record.read(out).step == 3
-    (verdict,) = verify([out], base=tmp_path / "gone")
+    assert ExportRecord.read(out).step == 3
+    (verdict,) = verify_exports([out], base=tmp_path / "gone")
     assert verdict.is_verified, verdict
     assert "logits of 16 prompts deviate" in verdict.lines[-1]
     key = "model.layers.2.enorm.weight"
     _flip(out, key)
-    (verdict,) = verify([out])
+    (verdict,) = verify_exports([out])
     assert verdict.problems == (f"1 tensors hold other bytes than were written: {key}",)
 
 
@@ -449,7 +450,7 @@ def test_an_export_in_fp8_is_verified_against_the_run(
 
 def _flip(folder: Path, key: str) -> None:
     """Change the last bit of a tensor's first byte."""
-    held = tensors_of(folder)[key]
+    held = read_tensor_table(folder)[key]
     with held.file.open("r+b") as file:
         file.seek(held.begin)
         byte = file.read(1)[0]

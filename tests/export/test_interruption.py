@@ -15,7 +15,7 @@ from ds_finetune.config.schema import read_config
 from ds_finetune.errors import VerificationError
 from ds_finetune.export.interruption import Interruption
 from ds_finetune.export.verify.record import UNVERIFIED
-from ds_finetune.export.verify.verify import verify
+from ds_finetune.export.verify.verify import verify_exports
 from ds_finetune.trainer.exports import checked
 from tests.conftest import ROOT
 from tests.export.test_verify import _exported
@@ -31,7 +31,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _verifying(pid: int) -> list[int]:
     """The verifying processes that process `pid` has started, once they run their own program."""
-    return [child for child in _children(pid) if b"fresh.py" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return [
+        child for child in _children(pid) if b"plain_transformers.py" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
 
 
 def _children(pid: int) -> list[int]:
@@ -99,7 +101,7 @@ def test_a_signal_while_the_folder_is_loaded_names_it(exported: Path) -> None:
     with pytest.raises(
         VerificationError, match=f"SIGINT ended the verification; written but not verified: {exported}"
     ) as caught:
-        verify([exported])
+        verify_exports([exported])
     thread.join()
     assert caught.value.exit_code == 1
     assert caught.value.hint == f"ds-finetune export --check {exported}"

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from ds_finetune.cli import main as cli
 from ds_finetune.errors import ExportError
-from ds_finetune.export.readers.native import read_native
+from ds_finetune.export.readers.deepspeed_native import read_deepspeed_checkpoint
 from ds_finetune.families.table import family_of
 from ds_finetune.model.names import hub_pieces
 from tests.export.cells import CELLS, Cell, fresh
@@ -98,7 +98,7 @@ def test_a_folder_of_the_hugging_face_trainer(written: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("numel", [1, 7, 1000])
 def test_any_range_of_any_tensor_can_be_read(numel: int, written: Path) -> None:
     name = "deepseek_v3-stage3-bf16"
-    source, truth = read_native(written / name), torch.load(written / name / "truth.pt")
+    source, truth = read_deepspeed_checkpoint(written / name), torch.load(written / name / "truth.pt")
     assert source.fp32_names == {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2)}
     for key, tensor in truth.items():
         assert source.shapes[key] == tuple(tensor.shape)
@@ -108,7 +108,7 @@ def test_any_range_of_any_tensor_can_be_read(numel: int, written: Path) -> None:
 
 
 def test_a_wrappers_prefix_is_left_out(copy: Path) -> None:
-    plain = read_native(copy).shapes
+    plain = read_deepspeed_checkpoint(copy).shapes
     for file in step_of(copy).glob("*_model_states.pt"):
         states = torch.load(file, weights_only=False)
         for key in ("module", "frozen_param_shapes", "frozen_param_fragments"):
@@ -118,7 +118,9 @@ def test_a_wrappers_prefix_is_left_out(copy: Path) -> None:
         ]
         states["shared_params"] = {}
         torch.save(states, file)
-    assert read_native(copy).shapes == {name: shape for name, shape in plain.items() if name != "lm_head.weight"}
+    assert read_deepspeed_checkpoint(copy).shapes == {
+        name: shape for name, shape in plain.items() if name != "lm_head.weight"
+    }
 
 
 def test_a_missing_rank_is_named(copy: Path) -> None:
@@ -126,25 +128,25 @@ def test_a_missing_rank_is_named(copy: Path) -> None:
     with pytest.raises(
         ExportError, match=r"holds 1 of 2 optim state files; missing: zero_pp_rank_1_mp_rank_00_optim_states\.pt"
     ):
-        read_native(copy)
+        read_deepspeed_checkpoint(copy)
     (step_of(copy) / "zero_pp_rank_0_mp_rank_00_model_states.pt").unlink()
     with pytest.raises(
         ExportError, match=r"holds 1 of 2 model state files; missing: zero_pp_rank_0_mp_rank_00_model_states\.pt"
     ):
-        read_native(copy)
+        read_deepspeed_checkpoint(copy)
 
 
 def test_weights_without_the_masters_are_refused(copy: Path) -> None:
     for file in step_of(copy).glob("*_optim_states.pt"):
         file.unlink()
     with pytest.raises(ExportError, match=r"holds no \*_optim_states\.pt file"):
-        read_native(copy)
+        read_deepspeed_checkpoint(copy)
 
 
 def test_latest_that_names_nothing(copy: Path) -> None:
     (copy / "latest").write_text("global_step9")
     with pytest.raises(ExportError, match="latest names `global_step9`, which is not there"):
-        read_native(copy)
+        read_deepspeed_checkpoint(copy)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +164,7 @@ def test_latest_that_names_nothing(copy: Path) -> None:
 def test_other_layouts_are_refused_with_the_way_out(name: str, meaning: str, copy: Path) -> None:
     (step_of(copy) / name).touch()
     with pytest.raises(ExportError, match=meaning) as caught:
-        read_native(copy)
+        read_deepspeed_checkpoint(copy)
     assert f"`{name}`" in caught.value.message
     assert "save_16bit_model" in caught.value.hint
 
@@ -184,7 +186,7 @@ def test_a_pickle_that_would_run_code_is_refused_and_not_run(pattern: str, copy:
     states = torch.load(victim, weights_only=False)
     torch.save(states | {"extra": Malicious(mark)}, victim)
     with pytest.raises(ExportError, match=r"holds objects of 1 unknown kinds: (posix|nt)\.system") as caught:
-        read_native(copy)
+        read_deepspeed_checkpoint(copy)
     assert str(victim) in caught.value.message
     assert not mark.exists()
     torch.load(victim, weights_only=False)
@@ -205,13 +207,13 @@ def test_torn_files_are_named(copy: Path) -> None:
     for torn in (whole[: len(whole) // 2], b"", pickle.dumps({"a": 1})):
         victim.write_bytes(torn)
         with pytest.raises(ExportError, match=rf"{victim.name} cannot be read"):
-            read_native(copy)
+            read_deepspeed_checkpoint(copy)
     torch.save([1], victim)
     with pytest.raises(ExportError, match=rf"{victim.name} holds a list, not a dictionary"):
-        read_native(copy)
+        read_deepspeed_checkpoint(copy)
     torch.save({"a": 1}, victim)
     with pytest.raises(ExportError, match=rf"{victim.name} has no optimizer_state_dict; it has a"):
-        read_native(copy)
+        read_deepspeed_checkpoint(copy)
 
 
 @pytest.mark.parametrize(
@@ -241,11 +243,11 @@ def test_files_of_different_saves_are_noticed(mine: str, others: str, said: str,
     for file in step_of(written / others).glob("*_optim_states.pt"):
         shutil.copy(file, step_of(mixed))
     with pytest.raises(ExportError, match=said):
-        read_native(mixed)
+        read_deepspeed_checkpoint(mixed)
 
 
 def test_a_file_that_was_cut_after_it_was_opened(copy: Path) -> None:
-    source = read_native(copy)
+    source = read_deepspeed_checkpoint(copy)
     for file in step_of(copy).glob("*_optim_states.pt"):
         os.truncate(file, 200)
     with pytest.raises(ExportError, match=r"ends at byte \d+, \d+ bytes early"):

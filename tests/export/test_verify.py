@@ -22,9 +22,10 @@ from ds_finetune.config.schema import read_config
 from ds_finetune.errors import ExportError
 from ds_finetune.export.folder import FolderParts, has_same_weights, link_folder, write_folder
 from ds_finetune.export.interruption import Interruption
-from ds_finetune.export.verify.record import RECORD, UNVERIFIED, Digest, Record, kept_logits, prompts_of
-from ds_finetune.export.verify.verify import Verdict, _digest, deviations, in_ranges, verify
-from ds_finetune.export.verify.verify import tensors_of as stored
+from ds_finetune.export.verify.logits import deviations
+from ds_finetune.export.verify.record import RECORD, UNVERIFIED, Digest, ExportRecord, fixed_prompts, sampled_logits
+from ds_finetune.export.verify.tensors import digest_of, in_ranges, read_tensor_table
+from ds_finetune.export.verify.verify import VerificationResult, verify_exports
 from ds_finetune.families.table import family_of
 from ds_finetune.trainer.exports import checked
 from ds_finetune.trainer.run_dir import read_json
@@ -58,9 +59,11 @@ def _exported(
                 -0.2, 0.2, len(buffer)
             )
     vocab_size = model.config.vocab_size
-    prompts = prompts_of(vocab_size, None)
-    logits = kept_logits(_logits(model, prompts), prompts, vocab_size)
-    record = Record(str(folder / "base"), str(dtype).removeprefix("torch."), vocab_size, prompts, step=3, logits=logits)
+    prompts = fixed_prompts(vocab_size, None)
+    logits = sampled_logits(_logits(model, prompts), prompts, vocab_size)
+    record = ExportRecord(
+        str(folder / "base"), str(dtype).removeprefix("torch."), vocab_size, prompts, step=3, logits=logits
+    )
     config = read_json(folder / "base" / "config.json")
     parts = FolderParts(
         family=family_of(family), config=config, architecture=type(model).__name__, dtype=dtype, record=record, files=()
@@ -80,11 +83,11 @@ def _rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None], *,
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     if hide:
-        record = Record.read(folder)
-        held = stored(folder)
+        record = ExportRecord.read(folder)
+        held = read_tensor_table(folder)
         data = {key: np.memmap(at.file, dtype=np.uint8, mode="r") for key, at in held.items()}
         whole = {key: Digest(((tensor.numel(), 1),), "") for key, tensor in tensors.items()}
-        replace(record, digests={key: _digest(data[key], held[key], whole[key]) for key in held}).write(folder)
+        replace(record, digests={key: digest_of(data[key], held[key], like=whole[key]) for key in held}).write(folder)
 
 
 def _swap_gate_and_up(tensors: dict[str, torch.Tensor]) -> None:
@@ -107,7 +110,7 @@ def _put_nan(tensors: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.fixture(scope="module")
-def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verdict]:
+def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, VerificationResult]:
     """The verdict on every folder below; plain transformers loads them all in two processes, since one cannot be
     loaded.
     """
@@ -134,11 +137,11 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verdict]:
         file.truncate(50_000)
     _rewrite(spoilt("a tensor less", whole), _drop_norm, hide=True)
     _rewrite(spoilt("NaN", whole), _put_nan, hide=True)
-    return dict(zip(folders, verify(list(folders.values())), strict=True))
+    return dict(zip(folders, verify_exports(list(folders.values())), strict=True))
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2", "qwen2", "llama", "bf16", "an odd width"])
-def test_a_right_folder_is_verified(judged: dict[str, Verdict], name: str) -> None:
+def test_a_right_folder_is_verified(judged: dict[str, VerificationResult], name: str) -> None:
     verdict = judged[name]
     assert verdict.is_verified, verdict
     assert not (verdict.folder / UNVERIFIED).exists()
@@ -163,7 +166,7 @@ def test_a_right_folder_is_verified(judged: dict[str, Verdict], name: str) -> No
         ("NaN", "logits are not finite"),
     ],
 )
-def test_a_wrong_folder_is_found_and_marked(judged: dict[str, Verdict], name: str, text: str) -> None:
+def test_a_wrong_folder_is_found_and_marked(judged: dict[str, VerificationResult], name: str, text: str) -> None:
     verdict = judged[name]
     assert not verdict.is_verified
     assert text in (verdict.folder / UNVERIFIED).read_text(), verdict
@@ -215,7 +218,7 @@ BASES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], tuple[str, .
 
 def test_each_difference_from_the_base_is_listed(tmp_path: Path) -> None:
     whole = _exported("deepseek_v3", tmp_path / "whole")
-    count = len(stored(whole))
+    count = len(read_tensor_table(whole))
     outs = {}
     for name, (change, _) in BASES.items():
         base, outs[name] = tmp_path / f"{name} base", Path(shutil.copytree(whole, tmp_path / name))
@@ -224,8 +227,8 @@ def test_each_difference_from_the_base_is_listed(tmp_path: Path) -> None:
         change(tensors)
         if tensors:
             save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
-        replace(Record.read(whole), base=str(base)).write(outs[name])
-    for (name, (_, wanted)), verdict in zip(BASES.items(), verify(list(outs.values())), strict=True):
+        replace(ExportRecord.read(whole), base=str(base)).write(outs[name])
+    for (name, (_, wanted)), verdict in zip(BASES.items(), verify_exports(list(outs.values())), strict=True):
         assert verdict.is_verified, verdict
         first, *said, _ = verdict.lines
         assert first == f"{count} tensors on the disk, each with the bytes that were written"
@@ -243,10 +246,10 @@ def test_names_in_ranges_are_those_names() -> None:
 
 def test_every_kept_logit_is_compared_once_a_position_and_every_row_of_the_head_somewhere() -> None:
     prompts = ((1, 2, 3), (4,), tuple(range(300)))
-    record = Record("", "float32", 1100, prompts, logits=np.zeros(0, np.float32))
+    record = ExportRecord("", "float32", 1100, prompts, logits=np.zeros(0, np.float32))
     assert record.stride == 3
     logits = [torch.arange(1100.0).expand(len(prompt), 1100) for prompt in prompts]
-    found = kept_logits(logits, prompts, 1100)
+    found = sampled_logits(logits, prompts, 1100)
     assert len(found) == sum(record.lengths())
     assert {*found.tolist()} == {*range(1100)}
 
@@ -256,7 +259,7 @@ def test_texts_without_a_token_are_no_prompts() -> None:
     that.
     """
     core = Tokenizer(models.BPE({letter: number for number, letter in enumerate(ascii_lowercase)}, []))
-    prompts = prompts_of(26, PreTrainedTokenizerFast(tokenizer_object=core))
+    prompts = fixed_prompts(26, PreTrainedTokenizerFast(tokenizer_object=core))
     assert len(prompts) == 8 + 6
     assert all(0 < len(prompt) <= 32 for prompt in prompts)
 
@@ -270,21 +273,21 @@ def test_deviation_is_root_mean_square_over_the_largest() -> None:
 def test_a_record_comes_back_as_it_was(tmp_path: Path) -> None:
     digests = {"a": Digest.of([(4, 1), (4, 2), (3, 5)]), "b": Digest.of([(9, 7)])}
     assert digests["a"].lengths() == [4, 4, 3]
-    record = Record(
+    record = ExportRecord(
         "base", "bfloat16", 3, ((1, 2), (0,)), step=7, logits=np.linspace(0, 1, 9, dtype=np.float32), digests=digests
     )
     record.write(tmp_path)
-    again = Record.read(tmp_path)
+    again = ExportRecord.read(tmp_path)
     assert np.array_equal(again.logits, record.logits)
     assert replace(again, logits=None) == replace(record, logits=None)
     (tmp_path / RECORD).write_text('{"format": 99}')
     with pytest.raises(ExportError, match="its format is 99, not 1"):
-        Record.read(tmp_path)
+        ExportRecord.read(tmp_path)
 
 
 def test_a_folder_too_large_for_the_memory_is_left_and_says_so(tmp_path: Path) -> None:
     out = _exported("llama", tmp_path)
-    (verdict,) = verify([out], available_bytes=1000)
+    (verdict,) = verify_exports([out], available_bytes=1000)
     assert not verdict.problems
     assert "loading it takes" in (out / UNVERIFIED).read_text()
 

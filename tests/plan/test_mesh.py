@@ -11,9 +11,8 @@ from ds_finetune.config.schema import ParallelConfig, RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.families.tiny import DENSE
-from ds_finetune.plan.combinations import check_divides, check_expert_widths, check_layout, table
+from ds_finetune.plan.combinations import check_divides, check_expert_widths, check_layout
 from ds_finetune.plan.mesh import Mesh
-from tests.conftest import ROOT
 
 
 def test_ranks_are_numbered_row_major_and_tensor_ranks_stand_together() -> None:
@@ -131,10 +130,6 @@ def test_fp16_and_node_local_checkpoints_are_refused() -> None:
     for sections in ({"train": {"for": "1 steps", "precision": "fp16"}}, {"checkpoint": {"node_local": True}}):
         with pytest.raises(ConfigError, match="is not proven"):
             check_layout(Mesh(0, 1, tp=2), _config(**sections), stage=2)
-
-
-def test_the_documentation_shows_the_table_of_the_code() -> None:
-    assert table() in (ROOT / "docs" / "explanation" / "parallelism.md").read_text()
 
 
 def test_ranks_of_experts() -> None:

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import ds_finetune.plan.combinations as legal
 from ds_finetune.cli.main import main
-from ds_finetune.export.verify.record import RECORD, UNVERIFIED, Record
+from ds_finetune.export.verify.record import RECORD, UNVERIFIED, ExportRecord
 from tests.conftest import ROOT
 from tests.lora_twin import in_peft
 from tests.running import metrics, start, tiny_task, torchrun
@@ -74,7 +74,7 @@ def test_the_export_is_the_model_in_full_width_and_the_adapter(finished: tuple[P
 
 def test_the_record_holds_no_logits_of_other_weights(finished: tuple[Path, str]) -> None:
     run = finished[0] / "run"
-    record = Record.read(run / "export")
+    record = ExportRecord.read(run / "export")
     assert (run / "export" / RECORD).is_file()
     assert record.logits is None
     assert record.digests

@@ -20,7 +20,7 @@ from ds_finetune.config.schema import read_config
 from ds_finetune.console import show_plan
 from ds_finetune.demo import write_demo
 from ds_finetune.export.folder import has_same_weights
-from ds_finetune.export.verify.record import Record
+from ds_finetune.export.verify.record import ExportRecord
 from ds_finetune.trainer.train import prepared
 from ds_finetune.world import World
 from tests.running import metrics, start, tiny_task, torchrun
@@ -76,7 +76,7 @@ def test_weights_of_the_last_and_best_step_are_written_once_and_verified_twice(f
     assert has_same_weights(run / "export", run / "export-best")
     for name in ("export", "export-best"):
         assert not (run / name / "UNVERIFIED").exists()
-        assert Record.read(run / name).step == records[-1]["step"]
+        assert ExportRecord.read(run / name).step == records[-1]["step"]
 
 
 def test_an_export_of_the_checkpoint_is_the_export_of_the_run(finished: Path, tmp_path: Path) -> None:

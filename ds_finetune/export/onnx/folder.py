@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ds_finetune.errors import ExportError, OutputError, VerificationError
 from ds_finetune.export.model_config import forget_code
-from ds_finetune.export.readers.checkpoint import BESIDE, check_disk, check_out, export_checkpoint
+from ds_finetune.export.offline import COPIED_FILES, check_disk, check_out, export_checkpoint
 from ds_finetune.export.verify.record import UNVERIFIED
 from ds_finetune.families.table import family_of
 from ds_finetune.model.folder_check import check_folder
@@ -28,7 +28,7 @@ from ds_finetune.model.weights import open_weights
 from ds_finetune.units import GIB, MIB
 
 if TYPE_CHECKING:
-    from ds_finetune.export.onnx.check import Verdict
+    from ds_finetune.export.onnx.comparison import OnnxComparison
 
 INLINE_BYTES = 256 * MIB
 """Weights of more bytes than this lie in model.onnx.data; a protobuf message must stay below 2 GiB and is held in
@@ -42,12 +42,12 @@ _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.ER
 
 
 @dataclass(frozen=True)
-class OnnxExported:
+class OnnxExportResult:
     """What was written, and how it compares with plain transformers."""
 
     folder: Path
     num_bytes: int
-    verdict: "Verdict"
+    verdict: "OnnxComparison"
     seconds: float
 
     def lines(self) -> list[str]:
@@ -62,7 +62,7 @@ class OnnxExported:
         ]
 
 
-def export_onnx(source: Path, out: Path, *, dtype: str, with_cache: bool, base: Path | None = None) -> OnnxExported:
+def export_onnx(source: Path, out: Path, *, dtype: str, with_cache: bool, base: Path | None = None) -> OnnxExportResult:
     """Write the causal LM of `source` to `out` as model.onnx in `dtype`, a key of `DTYPES`, with tokenizer and config
     beside it.
 
@@ -81,7 +81,7 @@ def export_onnx(source: Path, out: Path, *, dtype: str, with_cache: bool, base: 
     with _hub_folder(source, out, base) as folder:
         verdict = _export(folder, out, dtype, with_cache)
     size = sum(file.stat().st_size for file in out.iterdir())
-    return OnnxExported(out, size, verdict, time.monotonic() - began)
+    return OnnxExportResult(out, size, verdict, time.monotonic() - began)
 
 
 def check_packages() -> None:
@@ -109,8 +109,8 @@ def _hub_folder(source: Path, out: Path, base: Path | None) -> Iterator[Path]:
         ).folder
 
 
-def _export(folder: Path, out: Path, dtype: str, with_cache: bool) -> "Verdict":
-    from ds_finetune.export.onnx.check import compare, make_reference
+def _export(folder: Path, out: Path, dtype: str, with_cache: bool) -> "OnnxComparison":
+    from ds_finetune.export.onnx.comparison import compare, make_reference
     from ds_finetune.export.onnx.record import OnnxRecord
 
     aside = out.with_name(out.name + ".unverified")
@@ -185,7 +185,7 @@ def _write(model: PreTrainedModel, folder: Path, aside: Path, dtype: str, with_c
     graph, ends = decoder_graph(model, hub.whole, dtype=np.dtype(DTYPES[dtype]), with_cache=with_cache)
     check_disk(aside, sum(weight.num_bytes for weight in graph.weights.values()))
     write_model(graph, ends, aside, inline_bytes=INLINE_BYTES)
-    for name in ("config.json", *BESIDE):
+    for name in ("config.json", *COPIED_FILES):
         if (folder / name).is_file():
             shutil.copyfile(folder / name, aside / name)
     forget_code(aside)

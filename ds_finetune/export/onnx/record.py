@@ -14,9 +14,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from ds_finetune.errors import ExportError
-from ds_finetune.export.onnx.check import WHOLE, Case, Reference, Verdict, compare, is_kept
+from ds_finetune.export.onnx.comparison import WHOLE, InputCase, OnnxComparison, Reference, compare, is_kept
 from ds_finetune.export.verify.record import MODEL, ONNX_FORMAT, RECORD, UNVERIFIED
-from ds_finetune.export.verify.verify import Verdict as FolderVerdict
+from ds_finetune.export.verify.verify import VerificationResult
 from ds_finetune.units import GIB, MIB
 
 _STRETCH = MIB
@@ -106,7 +106,7 @@ class OnnxRecord:
             raise ValueError(f"its format is {tree['format']}, not {ONNX_FORMAT}")
         if tree.pop("sum") != _sum_of(tree):
             raise ValueError("its own sum is another: it was changed")
-        cases = {Case(tuple(each["pads"]), each["length"], tuple(each["chunks"])): each for each in tree["cases"]}
+        cases = {InputCase(tuple(each["pads"]), each["length"], tuple(each["chunks"])): each for each in tree["cases"]}
         reference = Reference(
             logits={case: _logits_of(case, each) for case, each in cases.items()},
             ids={case: np.array(each["ids"], dtype=np.int64) for case, each in cases.items()},
@@ -121,7 +121,7 @@ class OnnxRecord:
         )
 
 
-def check_onnx(folder: Path) -> FolderVerdict:
+def check_onnx(folder: Path) -> VerificationResult:
     """Hold an ONNX folder against its record, and mark it: UNVERIFIED goes where all is well, and says why where not.
 
     Its files are summed and compared with what was written; where they are the same, ONNX Runtime's logits of the
@@ -138,10 +138,10 @@ def check_onnx(folder: Path) -> FolderVerdict:
         marker.write_text("\n".join(problems) + "\n", encoding="utf-8")
     else:
         marker.unlink(missing_ok=True)
-    return FolderVerdict(folder, tuple(problems), tuple(lines))
+    return VerificationResult(folder, tuple(problems), tuple(lines))
 
 
-def _said(verdict: Verdict) -> str:
+def _said(verdict: OnnxComparison) -> str:
     reached = f", reaching {verdict.experts}" if verdict.experts else ""
     flipped = f", {verdict.beyond} beyond" if verdict.beyond else ""
     return (
@@ -193,7 +193,7 @@ def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_file() and path.name not in (RECORD, UNVERIFIED))
 
 
-def _case_tree(case: Case, reference: Reference, stride: int) -> dict[str, Any]:
+def _case_tree(case: InputCase, reference: Reference, stride: int) -> dict[str, Any]:
     """A case with the logits of its tokens that are kept, fp32, one position behind the other."""
     at = case.mask().astype(bool)
     wanted = reference.logits[case][at]
@@ -208,7 +208,7 @@ def _case_tree(case: Case, reference: Reference, stride: int) -> dict[str, Any]:
     }
 
 
-def _logits_of(case: Case, tree: Mapping[str, Any]) -> NDArray[np.float32]:
+def _logits_of(case: InputCase, tree: Mapping[str, Any]) -> NDArray[np.float32]:
     """Logits [rows, length, vocabulary] where they were kept, elsewhere zero."""
     at = case.mask().astype(bool)
     wanted = np.zeros((int(at.sum()), tree["vocab"]), dtype=np.float32)

@@ -13,15 +13,16 @@ from ds_finetune.checkpoint.files import MANIFEST, complete_steps, step_name
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.tools import BASE, CHECKPOINTS, find_checkpoint, verify_checkpoint
 from ds_finetune.config.schema import LoraConfig
-from ds_finetune.engine.start import DTYPES
+from ds_finetune.engine.start_engine import DTYPES
 from ds_finetune.errors import ExportError, ModelError
 from ds_finetune.export.adapter import CONFIG as ADAPTER_CONFIG
-from ds_finetune.export.adapter import Merged, PeftAdapter
-from ds_finetune.export.convert import TensorSource, read_model_spec
-from ds_finetune.export.parts import CheckpointSource
-from ds_finetune.export.readers.base import HubSource, base_of_run
-from ds_finetune.export.readers.native import is_native, read_native
-from ds_finetune.export.verify.record import RECORD, Record
+from ds_finetune.export.base_folder import find_base
+from ds_finetune.export.readers.adapter import MergedSource, PeftAdapter
+from ds_finetune.export.readers.checkpoint import CheckpointSource
+from ds_finetune.export.readers.deepspeed_native import is_deepspeed_checkpoint, read_deepspeed_checkpoint
+from ds_finetune.export.readers.hub import HubSource
+from ds_finetune.export.source import TensorSource, read_model_spec
+from ds_finetune.export.verify.record import RECORD, ExportRecord
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build import resolve_folder
 from ds_finetune.model.folder_check import check_folder
@@ -31,7 +32,7 @@ from ds_finetune.model.weights import weights_digest
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedSource:
     """A source, the folders where its config.json and tokenizer may lie (the first that has a file gives it), and
     further files as text.
     """
@@ -39,7 +40,7 @@ class Opened:
     source: TensorSource
     folders: tuple[Path, ...]
     texts: Mapping[str, str] = field(default_factory=dict)
-    record: Record | None = None
+    record: ExportRecord | None = None
     """Logits that the run had of these very weights, where it kept them."""
     hub: HubFolder | None = None
     """The folder that the source has every tensor of, where it is a model, or adapters are added to it."""
@@ -56,20 +57,22 @@ class Opened:
 
 
 @dataclass(frozen=True)
-class Kind:
+class SourceKind:
     """One kind of checkpoint: what to call it, how to recognise a folder of it, how to open one."""
 
     name: str
-    is_here: Callable[[Path], bool]
-    open: Callable[[Path, Path | None], Opened]
+    matches: Callable[[Path], bool]
+    open: Callable[[Path, Path | None], OpenedSource]
 
 
-def open_native(path: Path, _: Path | None) -> Opened:
+def open_deepspeed(path: Path, _: Path | None) -> OpenedSource:
     """A checkpoint of DeepSpeed's own; config.json lies beside it where the Hugging Face Trainer wrote it."""
-    return Opened(read_native(path), (path,) if (path / "latest").is_file() else (path, path.absolute().parent))
+    return OpenedSource(
+        read_deepspeed_checkpoint(path), (path,) if (path / "latest").is_file() else (path, path.absolute().parent)
+    )
 
 
-def open_checkpoint(path: Path, base: Path | None) -> Opened:
+def open_checkpoint(path: Path, base: Path | None) -> OpenedSource:
     """A checkpoint of a run, or the newest complete one of a run; every file is summed before any is believed.
 
     Adapters are added to `base`, or to the model that the run file names.
@@ -83,7 +86,7 @@ def open_checkpoint(path: Path, base: Path | None) -> Opened:
         found, why = _base_of_run(state)
         is_resized = bool(state.config["model"].get("resize_vocabulary"))
         record = _record_of_run(folder)
-        return Opened(source, (folder / BASE,), record=record, base=found, why_no_base=why, is_resized=is_resized)
+        return OpenedSource(source, (folder / BASE,), record=record, base=found, why_no_base=why, is_resized=is_resized)
     lora, dtype = LoraConfig.model_validate(state.config["lora"]), DTYPES[state.config["train"]["precision"]]
 
     def factors(weight: str) -> Factors:
@@ -106,10 +109,10 @@ def _base_of_run(state: RunState) -> tuple[Path | None, str]:
     model = state.config["model"]
     if model["weights"] == "random":
         return None, "its weights were drawn afresh"
-    return base_of_run(model["path"]), f"the weights of {model['path']} are not here (--base FOLDER names them)"
+    return find_base(model["path"]), f"the weights of {model['path']} are not here (--base FOLDER names them)"
 
 
-def open_model(path: Path, _: Path | None) -> Opened:
+def open_model(path: Path, _: Path | None) -> OpenedSource:
     """A folder of published weights with its config.json, in FP8 too; ModelError where a file of it is missing or
     torn.
     """
@@ -120,7 +123,7 @@ def open_model(path: Path, _: Path | None) -> Opened:
             f"{path}/config.json is not that of a model: {broken!r}", hint="take the config.json published with it"
         ) from broken
     hub = HubFolder(path)
-    return Opened(HubSource(hub, family_of(model_type)), (path,), hub=hub)
+    return OpenedSource(HubSource(hub, family_of(model_type)), (path,), hub=hub)
 
 
 def is_model(path: Path) -> bool:
@@ -128,7 +131,7 @@ def is_model(path: Path) -> bool:
     return (path / "config.json").is_file() and has_weights(path)
 
 
-def open_adapter(path: Path, base: Path | None) -> Opened:
+def open_adapter(path: Path, base: Path | None) -> OpenedSource:
     """An adapter folder of peft's, added to `base`, or to the model that its configuration names."""
     adapter = PeftAdapter.open(path)
     found = _base(str(base or adapter.config.get("base_model_name_or_path") or ""), path)
@@ -162,10 +165,10 @@ def check_base(digest: str, folder: Path, *, label: str) -> None:
 
 def _merged(
     base: Path, names: Collection[str], factors: Callable[[str], Factors], *, beside: Path, label: str
-) -> Opened:
+) -> OpenedSource:
     family, hub = family_of(read_model_spec(base).model_type), HubFolder(base)
-    return Opened(
-        Merged(HubSource(hub, family), names, factors, family, label=label), (beside, base), hub=hub, base=base
+    return OpenedSource(
+        MergedSource(HubSource(hub, family), names, factors, family, label=label), (beside, base), hub=hub, base=base
     )
 
 
@@ -174,10 +177,12 @@ def is_peft_adapter(path: Path) -> bool:
     return (path / ADAPTER_CONFIG).is_file()
 
 
-def _record_of_run(checkpoint: Path) -> Record | None:
+def _record_of_run(checkpoint: Path) -> ExportRecord | None:
     """The record of an export that the run of `checkpoint` wrote after the same step."""
     run = checkpoint.absolute().parent.parent
-    records = (Record.read(folder) for folder in (run / "export", run / "export-best") if (folder / RECORD).is_file())
+    records = (
+        ExportRecord.read(folder) for folder in (run / "export", run / "export-best") if (folder / RECORD).is_file()
+    )
     return next(
         (record for record in records if record.step is not None and step_name(record.step) == checkpoint.name), None
     )
@@ -189,14 +194,14 @@ def is_checkpoint(path: Path) -> bool:
 
 
 KINDS = (
-    Kind("a run or a checkpoint of one (manifest.json)", is_checkpoint, open_checkpoint),
-    Kind("a DeepSpeed checkpoint (`latest`, or *_states.pt files)", is_native, open_native),
-    Kind("an adapter (adapter_config.json)", is_peft_adapter, open_adapter),
-    Kind("a model (config.json and *.safetensors)", is_model, open_model),
+    SourceKind("a run or a checkpoint of one (manifest.json)", is_checkpoint, open_checkpoint),
+    SourceKind("a DeepSpeed checkpoint (`latest`, or *_states.pt files)", is_deepspeed_checkpoint, open_deepspeed),
+    SourceKind("an adapter (adapter_config.json)", is_peft_adapter, open_adapter),
+    SourceKind("a model (config.json and *.safetensors)", is_model, open_model),
 )
 
 
-def open_source(path: Path, base: Path | None = None) -> Opened:
+def open_source(path: Path, base: Path | None = None) -> OpenedSource:
     """The checkpoint, adapter or model in `path`, with `base` the model that was trained; ExportError where it is none
     of `KINDS`.
     """
@@ -204,7 +209,7 @@ def open_source(path: Path, base: Path | None = None) -> Opened:
         raise ExportError(f"`{path}` is not a folder", hint="name the folder of a run, a checkpoint or a model")
     check_folder(path)
     for kind in KINDS:
-        if kind.is_here(path):
+        if kind.matches(path):
             return kind.open(path, base)
     held = ", ".join(sorted(entry.name for entry in path.iterdir())[:10]) or "nothing"
     raise ExportError(

@@ -71,7 +71,7 @@ class Digest:
 
 
 @dataclass(frozen=True)
-class Record:
+class ExportRecord:
     """Prompts (token ids), and the kept logits of each of their positions in order, fp32 [any]; None where no live
     model gave them.
 
@@ -92,7 +92,7 @@ class Record:
     @property
     def stride(self) -> int:
         """Distance between the kept logits of a position."""
-        return stride_of(self.vocab_size)
+        return sampling_stride(self.vocab_size)
 
     @property
     def num_positions(self) -> int:
@@ -103,7 +103,7 @@ class Record:
         """How many logits each position keeps."""
         return [len(range(number % self.stride, self.vocab_size, self.stride)) for number in range(self.num_positions)]
 
-    def with_digests(self, digests: Mapping[str, Digest]) -> "Record":
+    def with_digests(self, digests: Mapping[str, Digest]) -> "ExportRecord":
         """The same with the sums of what was written."""
         return replace(self, digests=digests)
 
@@ -116,7 +116,7 @@ class Record:
         (folder / RECORD).write_text(text + "\n", encoding="utf-8")
 
     @classmethod
-    def read(cls, folder: Path) -> "Record":
+    def read(cls, folder: Path) -> "ExportRecord":
         """What `write` wrote; ExportError where there is none, or it is of another format."""
         try:
             tree: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
@@ -129,7 +129,7 @@ class Record:
             raise ExportError(f"{folder}/{RECORD} cannot be read: {broken}", hint="export the folder again") from broken
 
     @classmethod
-    def _of(cls, tree: dict[str, Any]) -> "Record":
+    def _of(cls, tree: dict[str, Any]) -> "ExportRecord":
         if tree["format"] != _FORMAT:
             raise ValueError(f"its format is {tree['format']}, not {_FORMAT}")
         return cls(
@@ -146,12 +146,12 @@ class Record:
         )
 
 
-def stride_of(vocab_size: int) -> int:
+def sampling_stride(vocab_size: int) -> int:
     """Distance between the kept logits of a position."""
     return -(-vocab_size // _KEPT_LOGITS)
 
 
-def prompts_of(vocab_size: int, tokenizer: PreTrainedTokenizerBase | None) -> tuple[tuple[int, ...], ...]:
+def fixed_prompts(vocab_size: int, tokenizer: PreTrainedTokenizerBase | None) -> tuple[tuple[int, ...], ...]:
     """Eight prompts of `PROMPT_TOKENS` ids drawn from the vocabulary, the same each time, and the first tokens of eight
     short texts.
 
@@ -163,9 +163,9 @@ def prompts_of(vocab_size: int, tokenizer: PreTrainedTokenizerBase | None) -> tu
     return (*drawn, *(tuple(ids[:PROMPT_TOKENS]) for ids in texts if ids))
 
 
-def kept_logits(logits: Iterable[torch.Tensor], prompts: Sequence[Sequence[int]], vocab_size: int) -> Floats:
+def sampled_logits(logits: Iterable[torch.Tensor], prompts: Sequence[Sequence[int]], vocab_size: int) -> Floats:
     """The kept ones of `logits`, one [tokens, vocabulary] fp32 tensor a prompt, one behind the other."""
-    stride = stride_of(vocab_size)
+    stride = sampling_stride(vocab_size)
     starts = accumulate((len(prompt) for prompt in prompts), initial=0)
     parts: list[Floats] = []
     for start, found in zip(starts, logits, strict=False):
@@ -175,7 +175,7 @@ def kept_logits(logits: Iterable[torch.Tensor], prompts: Sequence[Sequence[int]]
     return np.concatenate(parts)
 
 
-def mark_unchecked(folder: Path) -> None:
+def mark_unverified(folder: Path) -> None:
     """Mark a folder that was written and not checked yet."""
     (folder / UNVERIFIED).write_text(
         f"not checked yet; see {RECORD} and `ds-finetune export --check`\n", encoding="utf-8"

@@ -5,7 +5,6 @@ token is dropped, and none is padded. Every rank has the whole router, which is 
 """
 
 import copy
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +16,7 @@ from transformers import PreTrainedModel
 
 from ds_finetune.families.family import Family
 from ds_finetune.model.parallel.rank_group import RankGroup
+from ds_finetune.patches.transformers_models import changed_experts
 
 
 class ExpertParallelGroup(RankGroup):
@@ -97,21 +97,18 @@ def build_local_experts(
     if ep_size == 1 or family.experts_class is None:
         yield
         return
-    experts_class = getattr(sys.modules[model_class.__module__], family.experts_class)
-    original_init = experts_class.__init__
 
-    def init(module: nn.Module, config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        local = copy.copy(config)
-        local.num_local_experts = local.n_routed_experts = config.n_routed_experts // ep_size
-        original_init(module, local, *args, **kwargs)
+    def local(config: Any) -> Any:  # noqa: ANN401 - a PretrainedConfig
+        shard = copy.copy(config)
+        shard.num_local_experts = shard.n_routed_experts = config.n_routed_experts // ep_size
+        return shard
+
+    def mark_parameters(module: nn.Module) -> None:
         for param in module.parameters():
             mark(param)
 
-    experts_class.__init__ = init
-    try:
+    with changed_experts(model_class, family.experts_class, local, after=mark_parameters):
         yield
-    finally:
-        experts_class.__init__ = original_init
 
 
 def install_expert_parallel(lm: PreTrainedModel, ep_group: ExpertParallelGroup) -> None:

@@ -18,7 +18,7 @@ from tests.export.onnx.test_onnx import fresh, saved
 onnx = pytest.importorskip("onnx", reason="the onnx extra is not installed: pip install 'ds_finetune[onnx]'")
 pytest.importorskip("onnxruntime", reason="the onnx extra is not installed: pip install 'ds_finetune[onnx]'")
 
-from ds_finetune.export.onnx import check as onnx_check  # noqa: E402 - they need onnx
+from ds_finetune.export.onnx import comparison as onnx_comparison  # noqa: E402 - they need onnx
 from ds_finetune.export.onnx import folder as onnx_folder  # noqa: E402 - they need onnx
 from ds_finetune.export.onnx import record as onnx_record  # noqa: E402 - they need onnx
 
@@ -53,7 +53,7 @@ def test_a_right_folder_is_verified_again_and_without_the_source(
     out = Path(shutil.copytree(made / name, tmp_path / "moved"))
     (out / UNVERIFIED).write_text("not checked yet\n")
     (out / "README.md").write_text("mine")
-    monkeypatch.setattr(onnx_check, "make_reference", None)
+    monkeypatch.setattr(onnx_comparison, "make_reference", None)
     assert main(["export", "--check", str(out)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert f"verified: {out}" in said
@@ -65,13 +65,13 @@ def test_a_right_folder_is_verified_again_and_without_the_source(
 
 def test_every_row_of_the_head_is_compared_somewhere(made: Path) -> None:
     record = onnx_record.OnnxRecord.read(made / "wide")
-    case = onnx_check.WHOLE[-1]
+    case = onnx_comparison.WHOLE[-1]
     assert record.reference.strides[case] == 3
     at = case.mask().astype(bool)
     kept = record.reference.logits[case][at] != 0
     assert kept.any(axis=0).all()
     assert kept.sum(axis=1).tolist() == [1000] * int(at.sum())
-    whole = onnx_check.make_reference(made / "wide-hub").logits[case][at]
+    whole = onnx_comparison.make_reference(made / "wide-hub").logits[case][at]
     assert np.array_equal(record.reference.logits[case][at][kept], whole[kept])
 
 

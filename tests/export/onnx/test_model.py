@@ -18,7 +18,7 @@ pytest.importorskip("onnxruntime", reason="the onnx extra is not installed: pip 
 
 from ds_finetune.export import load
 from ds_finetune.export.onnx import folder as onnx_folder
-from ds_finetune.export.onnx.model import OnnxCausalLM
+from ds_finetune.export.onnx.runtime import OnnxCausalLM
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},

@@ -259,7 +259,7 @@ def test_weights_beside_the_graph_above_the_limit(tmp_path: Path, monkeypatch: p
 
 def test_one_wrong_expert_is_found(tmp_path: Path) -> None:
     """The verification can fail: one expert of eight differs between the graph and the folder it is compared with."""
-    from ds_finetune.export.onnx.check import compare, make_reference
+    from ds_finetune.export.onnx.comparison import compare, make_reference
 
     model = fresh("deepseek_v3")
     onnx_folder.export_onnx(saved(tmp_path / "hub", model), tmp_path / "out", dtype="fp32", with_cache=True)
@@ -274,9 +274,9 @@ def test_one_wrong_expert_is_found(tmp_path: Path) -> None:
 def test_a_mismatch_ends_with_one_and_is_marked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from ds_finetune.export.onnx import check as onnx_check
+    from ds_finetune.export.onnx import comparison as onnx_comparison
 
-    monkeypatch.setitem(onnx_check.TOLERANCES, np.dtype(np.float32), 1e-12)
+    monkeypatch.setitem(onnx_comparison.TOLERANCES, np.dtype(np.float32), 1e-12)
     source = saved(tmp_path / "hub", fresh("llama"))
     assert (
         cli.main(["export", str(source), str(tmp_path / "out"), "--format", "onnx"]) == VerificationError.exit_code == 1

@@ -23,7 +23,7 @@ onnxruntime = pytest.importorskip(
     "onnxruntime", reason="the onnx extra is not installed: pip install 'ds_finetune[onnx]'"
 )
 
-from ds_finetune.export.onnx import check as onnx_check  # noqa: E402 - they need onnx
+from ds_finetune.export.onnx import comparison as onnx_comparison  # noqa: E402 - they need onnx
 from ds_finetune.export.onnx import experts as onnx_experts  # noqa: E402 - they need onnx
 from ds_finetune.export.onnx import graph as onnx_graph  # noqa: E402 - they need onnx
 from ds_finetune.export.onnx import layers as onnx_layers  # noqa: E402 - they need onnx
@@ -148,7 +148,7 @@ def test_positions_far_out(family: str, tmp_path: Path) -> None:
     ).eval()
     model.save_pretrained(tmp_path / "hub")
     onnx_folder.export_onnx(tmp_path / "hub", tmp_path / "out", dtype="fp32", with_cache=False)
-    ids, mask = onnx_check.tokens_of(onnx_check.Case((0,), 12, (12,)), 96)
+    ids, mask = onnx_comparison.tokens_of(onnx_comparison.InputCase((0,), 12, (12,)), 96)
     positions = np.array([[0, 1, 5, 900, 901, 4_096, 32_768, 99_991, 99_992, 120_000, 131_070, 131_071]])
     session = onnxruntime.InferenceSession(str(tmp_path / "out" / "model.onnx"), providers=["CPUExecutionProvider"])
     found = session.run(None, {"input_ids": ids, "attention_mask": mask, "position_ids": positions})[0]
@@ -160,46 +160,46 @@ def test_positions_far_out(family: str, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, onnx_check.Reference]:
+def dense(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, onnx_comparison.Reference]:
     """An exported folder, and what transformers computes."""
     folder = tmp_path_factory.mktemp("dense")
     torch.manual_seed(4)
     AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **CONFIGS["qwen3"])).save_pretrained(folder / "hub")
     onnx_folder.export_onnx(folder / "hub", folder / "out", dtype="fp32", with_cache=True)
-    return folder / "out", onnx_check.make_reference(folder / "hub")
+    return folder / "out", onnx_comparison.make_reference(folder / "hub")
 
 
-def test_a_verdict_allows_ties_and_no_more(dense: tuple[Path, onnx_check.Reference]) -> None:
+def test_a_verdict_allows_ties_and_no_more(dense: tuple[Path, onnx_comparison.Reference]) -> None:
     folder, reference = dense
-    assert onnx_check.compare(folder, reference).failures == ()
+    assert onnx_comparison.compare(folder, reference).failures == ()
     tokens, sure = reference.tokens.copy(), np.full_like(reference.leads, 0.5)
     tokens[1, -1] = (tokens[1, -1] + 1) % 96
-    verdict = onnx_check.compare(folder, replace(reference, tokens=tokens, leads=sure))
+    verdict = onnx_comparison.compare(folder, replace(reference, tokens=tokens, leads=sure))
     assert verdict.failures == ("1 of 32 greedy tokens differ",)
     tied = sure.copy()
     tied[1, -1] = 1e-5
-    assert onnx_check.compare(folder, replace(reference, tokens=tokens, leads=tied)).failures == ()
+    assert onnx_comparison.compare(folder, replace(reference, tokens=tokens, leads=tied)).failures == ()
 
 
 @pytest.mark.parametrize(("change", "beyond"), [(np.nan, 15), (1e-3, 1), (1e-6, 0)])
-def test_a_verdict_sees_one_position(dense: tuple[Path, onnx_check.Reference], change: float, beyond: int) -> None:
+def test_a_verdict_sees_one_position(dense: tuple[Path, onnx_comparison.Reference], change: float, beyond: int) -> None:
     folder, reference = dense
-    case = onnx_check.WHOLE[1]
+    case = onnx_comparison.WHOLE[1]
     logits = reference.logits[case].copy()
     logits[1, -1, 7] += change * np.abs(logits).max()
-    verdict = onnx_check.compare(folder, replace(reference, logits={**reference.logits, case: logits}))
+    verdict = onnx_comparison.compare(folder, replace(reference, logits={**reference.logits, case: logits}))
     assert verdict.beyond == beyond
     assert len(verdict.failures) == min(beyond, 1)
     assert beyond == 0 or case.name in verdict.failures[0]
 
 
-def test_padding_is_not_compared(dense: tuple[Path, onnx_check.Reference]) -> None:
+def test_padding_is_not_compared(dense: tuple[Path, onnx_comparison.Reference]) -> None:
     folder, reference = dense
-    case = onnx_check.WHOLE[1]
+    case = onnx_comparison.WHOLE[1]
     logits = reference.logits[case].copy()
     logits[1, 0] = 1e6
     assert case.pads[1] > 0
-    assert onnx_check.compare(folder, replace(reference, logits={**reference.logits, case: logits})).beyond == 0
+    assert onnx_comparison.compare(folder, replace(reference, logits={**reference.logits, case: logits})).beyond == 0
 
 
 def test_a_weight_that_is_not_whole_is_noticed(tmp_path: Path) -> None:

@@ -1,0 +1,171 @@
+"""`ds-finetune eval`: rows to the tokens a run would train on, both models over them, one after the other."""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from ds_finetune.config.schema import DataConfig
+from ds_finetune.data.prepare import TokenLimits, prepare_rows
+from ds_finetune.data.row_report import row_notes
+from ds_finetune.data.tokenizer_files import load_tokenizer
+from ds_finetune.errors import DataError
+from ds_finetune.evaluation.compare import METHOD, Metric, compare
+from ds_finetune.evaluation.extractors import EXTRACTORS
+from ds_finetune.evaluation.model_scores import Document, Scores, generate_answers, load_model, score_documents
+from ds_finetune.export.load import check_loadable
+from ds_finetune.model.build import resolve_folder
+
+
+@dataclass(frozen=True)
+class EvalRequest:
+    """What is scored and how: `extract` names an extractor, for which answers of `max_new_tokens` at most are
+    generated.
+    """
+
+    model: str
+    baseline: str | None
+    data: DataConfig
+    extract: str | None = None
+    max_seq_len: int = 2048
+    max_new_tokens: int = 256
+    batch_tokens: int = 4096
+    limit: int | None = None
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """What came of it: metrics by name, and what they are of."""
+
+    model: str
+    baseline: str | None
+    metrics: Mapping[str, Metric]
+    documents: int
+    tokens: int
+    notes: tuple[str, ...] = ()
+    method: str = field(default=METHOD)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, as plain values."""
+        return asdict(self)
+
+
+def evaluate_model(asked: EvalRequest) -> EvalResult:
+    """Score `asked.model`, and `asked.baseline` on the same token ids; ExportError or DataError say what cannot be
+    compared.
+    """
+    folder = _model_folder(asked.model)
+    tokenizer = load_tokenizer(str(folder))
+    documents, notes = _documents(asked, folder, tokenizer)
+    base = None if asked.baseline is None else _model_folder(asked.baseline)
+    if base is not None:
+        notes += _same_tokens(folder, base, tokenizer, documents)
+    right = None if asked.extract is None else _references(asked.extract, documents, tokenizer)
+    scores = _scored(folder, documents, asked, tokenizer, right)
+    theirs = None if base is None else _scored(base, documents, asked, tokenizer, right)
+    tokens = int(scores.tokens.sum())
+    return EvalResult(asked.model, asked.baseline, compare(scores, theirs), len(documents), tokens, tuple(notes))
+
+
+def _model_folder(name: str) -> Path:
+    folder = resolve_folder(name)
+    check_loadable(folder)
+    return folder
+
+
+def _documents(
+    asked: EvalRequest, folder: Path, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[Document], list[str]]:
+    """The documents, and a line on what became of the rows."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    allowed = getattr(config, "max_position_embeddings", None)
+    length = min(asked.max_seq_len, allowed or asked.max_seq_len)
+    with tempfile.TemporaryDirectory() as cache:
+        data = asked.data.model_copy(update={"cache_dir": cache})
+        rows = prepare_rows(data, "eval", tokenizer=tokenizer, spec=TokenLimits(length, config.vocab_size, allowed))
+        number = min(rows.counts.documents, asked.limit or rows.counts.documents)
+        documents = [
+            Document(*rows.document(index), *prompt) for index, prompt in enumerate(rows.prompts_and_answers(number))
+        ]
+        counts = rows.counts
+    note = (
+        f"{counts.read} rows read, {counts.truncated} truncated to {length} tokens ({counts.truncated_ratio:.2%} "
+        "of all tokens lost)"
+    )
+    note += f", {counts.split} split, {counts.too_long_dropped} too long"
+    note += f", {counts.nothing_supervised} with nothing supervised, {number} documents scored"
+    return documents, [note, *row_notes(counts)]
+
+
+def _same_tokens(
+    folder: Path, base: Path, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document]
+) -> list[str]:
+    """DataError where the ids mean something else to the baseline; a line where its tokenizer is not there to ask."""
+    size = int(AutoConfig.from_pretrained(base, trust_remote_code=False).vocab_size)
+    largest = max(max(document.ids) for document in documents)
+    if largest >= size:
+        raise DataError(
+            f"the rows have token ids up to {largest} and `{base}` a vocabulary of {size}",
+            hint="name the model it was trained from",
+        )
+    if not (base / "tokenizer_config.json").is_file() and not (base / "tokenizer.json").is_file():
+        return [f"`{base}` has no tokenizer; it is given the token ids of `{folder}`"]
+    ours, theirs = tokenizer.get_vocab(), load_tokenizer(str(base)).get_vocab()
+    differ = sorted(token for token, number in ours.items() if theirs.get(token) != number)
+    used = {tokenizer.convert_ids_to_tokens(number) for number in {i for document in documents for i in document.ids}}
+    if used & set(differ):
+        some = ", ".join(sorted(used & set(differ))[:5])
+        raise DataError(
+            f"the tokenizers of `{folder}` and `{base}` differ in {len(used & set(differ))} tokens that the rows "
+            f"use: {some}",
+            hint="losses per token of different tokens cannot be compared; score each alone",
+        )
+    return []
+
+
+def _references(extract: str, documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase) -> list[object]:
+    """The right answers; DataError where a row has none."""
+    found = [EXTRACTORS[extract](tokenizer.decode(document.answer, skip_special_tokens=True)) for document in documents]
+    absent = [number for number, answer in enumerate(found) if answer is None]
+    if absent:
+        text = tokenizer.decode(documents[absent[0]].answer, skip_special_tokens=True)
+        raise DataError(
+            f"`--extract {extract}` finds no answer in {len(absent)} of {len(found)} rows, the first number "
+            f"{absent[0]}: {text!r:.80}",
+            hint=f"name another of {', '.join(EXTRACTORS)}, --long-rows drop if rows are cut, or mend the rows",
+        )
+    return [*found]
+
+
+def _scored(
+    folder: Path,
+    documents: Sequence[Document],
+    asked: EvalRequest,
+    tokenizer: PreTrainedTokenizerBase,
+    right: list[object] | None,
+) -> Scores:
+    model = load_model(folder)
+    scores = score_documents(model, documents, batch_tokens=asked.batch_tokens)
+    if right is None or asked.extract is None:
+        return scores
+    stop_ids = _stop_ids(model, tokenizer)
+    answers = generate_answers(
+        model, documents, max_new_tokens=asked.max_new_tokens, stop_ids=stop_ids, batch_tokens=asked.batch_tokens
+    )
+    extract = EXTRACTORS[asked.extract]
+    exact = [
+        extract(tokenizer.decode(ids, skip_special_tokens=True)) == wanted
+        for ids, wanted in zip(answers, right, strict=True)
+    ]
+    return replace(scores, exact=np.array(exact, dtype=np.float64))
+
+
+def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids that end an answer: those of the model's generation config, and the tokenizer's end of sequence."""
+    given = model.generation_config.eos_token_id
+    ids = given if isinstance(given, list) else [given]
+    return sorted({int(number) for number in (*ids, tokenizer.eos_token_id) if number is not None})

@@ -1,0 +1,138 @@
+"""The model that was trained from, as far as an export needs it: tensors that training did not touch, and bytes of FP8
+blocks.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from ds_finetune.export.convert import Conversion, workers
+from ds_finetune.export.folder import FolderParts
+from ds_finetune.export.model_config import PREDICTION_LAYERS, code_lines, prediction_layers
+from ds_finetune.export.readers.hub import HubSource
+from ds_finetune.export.source import ModelSpec, SelectedTensors
+from ds_finetune.families.family import layer_of
+from ds_finetune.model.hub_folder import HubFolder, has_weights
+
+_SHOWN = 3
+_MATRIX = 2
+"""Dimensions of an embedding or a head; a norm has one."""
+
+
+@dataclass(frozen=True)
+class BaseFolder:
+    """A folder of published weights, its tensors that the model does not build, in order, and the model's embedding and
+    head.
+    """
+
+    hub: HubFolder
+    left: tuple[str, ...]
+    ends: tuple[str, ...]
+
+    @classmethod
+    def read(cls, folder: Path, spec: ModelSpec) -> "BaseFolder":
+        """ModelError where the weights in `folder` are not those of the model that `spec` describes."""
+        hub, published = HubFolder(folder), spec.published_shapes()
+        left = hub.left_over(
+            published, model=spec.architecture, may_be=lambda key: key in spec.tied or spec.may_skip(key)
+        )
+        return cls(hub, tuple(key for key in left if key not in spec.tied), _ends(published))
+
+    @classmethod
+    def from_hub(cls, hub: HubFolder, spec: ModelSpec) -> "BaseFolder":
+        """The folder that adapters are merged into, which may also hold its experts under their fused names."""
+        published = spec.published_shapes()
+        return cls(
+            hub,
+            tuple(key for key in sorted(hub.shapes) if key not in published and spec.may_skip(key)),
+            _ends(published),
+        )
+
+    def with_base_tensors(self, parts: FolderParts, *, without: Collection[str] = ()) -> tuple[FolderParts, list[str]]:
+        """`parts` with those tensors, but `without` the ones that are there already, and what to say of it.
+
+        Those that repeat the base's embedding or head are `copies` of the trained one. In an FP8 folder, blocks
+        keep this base's bytes unless another folder is named for that.
+        """
+        parts, notes = self.with_copies(parts, [key for key in self.left if key not in without])
+        shapes = {key: self.hub.shapes[key] for key in self.left if key not in without and key not in parts.copies}
+        mine = replace(parts, fp8_base=self.hub if parts.is_fp8 and self.hub.has_fp8 else None)
+        parts = replace(parts, fp8_base=parts.fp8_base or mine.fp8_base)
+        if not shapes:
+            return parts, notes
+        line = (
+            f"carried over from {self.hub.folder}, since the model does not build them: {len(shapes)} tensors, "
+            f"{_shown([*shapes])}"
+        )
+        return replace(
+            parts,
+            base_tensors=(Conversion(SelectedTensors(HubSource(self.hub, parts.family), shapes), mine, workers()),),
+        ), [line, *notes]
+
+    def with_copies(self, parts: FolderParts, keys: Iterable[str]) -> tuple[FolderParts, list[str]]:
+        """`parts` with those of `keys` as `copies` that repeat the base's embedding or head, and what to say of it.
+
+        vLLM drafts with a prediction layer's own embedding and head wherever they differ from the model's (vLLM PR
+        42538), so a copy that is left as it was makes the drafts of a trained model those of its base.
+        """
+        copies = {key: original for key in keys if (original := self._original(key))}
+        line = (
+            f"written from the trained tensor that they repeat in {self.hub.folder}: "
+            f"{_shown([f'{k} from {v}' for k, v in copies.items()])}"
+        )
+        return replace(parts, copies=copies), [line] if copies else []
+
+    def _original(self, key: str) -> str | None:
+        """The embedding or the head, whichever `key` repeats, if any; where they are equal the one of its kind."""
+        found = (
+            name for name in self.ends if self.hub.shapes[name] == self.hub.shapes[key] and self.hub.is_same(key, name)
+        )
+        return min(found, key=lambda name: ("embed" in name) != ("embed" in key), default=None)
+
+
+def _ends(published: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
+    """The embedding and the head among published tensors."""
+    return tuple(key for key, shape in published.items() if layer_of(key) < 0 and len(shape) == _MATRIX)
+
+
+def _shown(names: list[str]) -> str:
+    return f"{', '.join(names[:_SHOWN])}{' ...' if len(names) > _SHOWN else ''}"
+
+
+def with_stored_weights(
+    tensors: Iterable[tuple[str, torch.Tensor | None]], names: Collection[str], folder: Path
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """`tensors` (whole, on the CPU; None on other ranks than zero), of which `names` are read from `folder`, in the
+    dtype they have.
+    """
+    hub = HubFolder(folder)
+    for name, tensor in tensors:
+        yield name, tensor if tensor is None or name not in names else hub.whole(name).to(tensor.dtype)
+
+
+def config_changes(parts: FolderParts, keys: Iterable[str]) -> list[str]:
+    """How configuration files will differ from the base's: in prediction layers, of which there are those of the
+    tensors `keys`, and code.
+    """
+    said, found = parts.config.get(PREDICTION_LAYERS), prediction_layers(parts.config, list(keys))
+    lines = (
+        [f"config.json: {PREDICTION_LAYERS} {said} -> {found}, as many as have tensors"]
+        if said is not None and said != found
+        else []
+    )
+    return lines + code_lines(parts.config, parts.files)
+
+
+def find_base(model: str) -> Path | None:
+    """The folder of `model.path` of a run file, where it or its download is on this machine and has weights."""
+    folder = Path(model)
+    if not folder.is_dir() and model.count("/") == 1:
+        try:
+            folder = Path(snapshot_download(model, local_files_only=True))
+        except (LocalEntryNotFoundError, ValueError):
+            return None
+    return folder if folder.is_dir() and has_weights(folder) else None

@@ -1,0 +1,202 @@
+"""`ds-finetune export`: a checkpoint folder to a Hugging Face folder, from what is found to what was written."""
+
+import json
+import shutil
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import AutoConfig
+
+from ds_finetune.engine.start_engine import DTYPES
+from ds_finetune.errors import ExportError, OutputError
+from ds_finetune.export.base_folder import BaseFolder, config_changes
+from ds_finetune.export.convert import Conversion, convert_source, workers
+from ds_finetune.export.folder import TOKENIZER_FILES, FolderParts
+from ds_finetune.export.readers.sources import OpenedSource, open_source
+from ds_finetune.export.source import ModelSpec, fit_source, read_model_spec
+from ds_finetune.export.verify.record import ExportRecord, fixed_prompts
+from ds_finetune.families.table import family_of
+from ds_finetune.model.folder_check import check_folder
+from ds_finetune.model.fp8 import FP8 as FP8_DTYPE
+from ds_finetune.model.fp8 import QUANTIZATION_CONFIG
+from ds_finetune.model.hub_folder import has_weights
+from ds_finetune.units import GIB
+
+if TYPE_CHECKING:
+    from ds_finetune.export.verify.verify import VerificationResult
+
+COPIED_FILES = ("generation_config.json", *TOKENIZER_FILES)
+"""Files that go with the weights byte for byte, where they are there."""
+
+
+FP8 = "fp8"
+"""The dtype, beside the keys of `DTYPES`, of linear weights in blocks as DeepSeek-V3 publishes them; the others are
+bf16.
+"""
+EXPORT_DTYPES = (*DTYPES, FP8)
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """What was written, and lines on what a reader would not expect."""
+
+    folder: Path
+    num_tensors: int
+    num_bytes: int
+    seconds: float
+    notes: tuple[str, ...] = ()
+    verdict: "VerificationResult | None" = None
+    """What came of its verification; None where it was not verified."""
+
+    def lines(self) -> list[str]:
+        """For a person: what was written."""
+        size = f"{self.num_tensors} tensors, {self.num_bytes / GIB:.2f} GiB"
+        return [f"wrote {self.folder}: {size} in {self.seconds:.1f} s", *self.notes]
+
+
+def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int, base: Path | None) -> ExportResult:
+    """Convert the checkpoint or model in `path` to the Hugging Face folder `out` in `dtype`, one of `EXPORT_DTYPES`.
+
+    config.json and tokenizer come from `base` first, else from beside the checkpoint; a model, and a checkpoint
+    whose vocabulary was resized, bring their own. Tensors of the base that the model does not build are carried
+    over. ExportError or ModelError where the source cannot be read or does not fit the config's model class,
+    OutputError where `out` is not empty or does not fit the disk.
+    """
+    began = time.monotonic()
+    check_out(out)
+    given = _checked(base)
+    opened = open_source(path, base)
+    folders = (*opened.folders, *given) if opened.is_model or opened.is_resized else (*given, *opened.folders)
+    spec = read_model_spec(_config_file(folders).parent)
+    source = fit_source(opened.source, spec, label=str(path))
+    parts, notes = _with_base(_parts(folders, spec, opened, dtype), spec, opened, base, without=source.shapes)
+    source = source.with_copies(parts.copies)
+    tensors = [tensor for copied in (Conversion(source, parts, 1), *parts.base_tensors) for tensor in copied.tensors]
+    own = [name for name in source.shapes if spec.may_skip(name) and name not in parts.copies]
+    notes = [
+        *_passed_through(opened.hub.folder if opened.hub else path, own),
+        *notes,
+        *config_changes(parts, (tensor.key for tensor in tensors)),
+    ]
+    if parts.is_fp8 and parts.family.fp8_linear is None and parts.fp8_base is None:
+        raise ExportError(
+            f"which weights of model_type {spec.model_type} are published in FP8 is not known",
+            hint="name a folder of it in FP8 by --base, or export with --dtype bf16",
+        )
+    if parts.is_fp8 and all(tensor.dtype != FP8_DTYPE for tensor in tensors):
+        raise ExportError(
+            f"{path} has no linear weights that are published in FP8 ({spec.architecture})",
+            hint="export with --dtype bf16",
+        )
+    size = sum(tensor.num_bytes for tensor in tensors)
+    check_disk(out, size)
+    blocks = convert_source(source, out, parts, max_shard_bytes=max_shard_bytes, workers=workers())
+    if parts.fp8_base:
+        notes.append(
+            f"{blocks.kept:,} of {blocks.written:,} FP8 blocks hold the numbers of {parts.fp8_base.folder} and keep "
+            "its bytes"
+        )
+    return ExportResult(out, len(tensors), size, time.monotonic() - began, tuple(notes))
+
+
+def _with_base(
+    parts: FolderParts, spec: ModelSpec, opened: OpenedSource, given: Path | None, *, without: Collection[str]
+) -> tuple[FolderParts, list[str]]:
+    """`parts` with the tensors that only the base has and its FP8 bytes, and what to say of it."""
+    folder = given or opened.base
+    if parts.is_fp8 and opened.hub and opened.hub.has_fp8:
+        parts = replace(parts, fp8_base=opened.hub)
+    if opened.hub and folder in (None, opened.hub.folder):
+        # Adapters of embedding or head change what the prediction layer's tensors repeat.
+        base = None if opened.is_model else BaseFolder.from_hub(opened.hub, spec)
+        return base.with_copies(parts, base.left) if base else (parts, [])
+    if folder is not None and has_weights(folder):
+        return BaseFolder.read(folder, read_model_spec(folder) if opened.is_resized else spec).with_base_tensors(
+            parts, without=without
+        )
+    why = opened.why_no_base if folder is None else f"{folder} has no safetensors"
+    return parts, [] if opened.is_model else [f"nothing was carried over from a base: {why}"]
+
+
+def _passed_through(path: Path, names: list[str]) -> list[str]:
+    return [f"{len(names)} tensors of {path} that the model does not build go along, e.g. {names[0]}"] if names else []
+
+
+def check_out(out: Path) -> None:
+    """OutputError where `out` is a file or a folder that holds something."""
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        held = ", ".join(sorted(entry.name for entry in out.iterdir())[:5]) if out.is_dir() else "it is a file"
+        raise OutputError(f"`{out}` is not empty: {held}", hint="name a new folder, or move that one away")
+
+
+def check_disk(out: Path, size: int) -> None:
+    """OutputError where the disk of `out` has less than `size` bytes free."""
+    existing = next(place for place in out.absolute().parents if place.exists())
+    free = shutil.disk_usage(existing).free
+    if size > free:
+        raise OutputError(
+            f"`{out}` needs {size / GIB:.2f} GiB and the disk has {free / GIB:.2f} GiB free",
+            hint="free some space or name another folder",
+        )
+
+
+def _checked(base: Path | None) -> tuple[Path, ...]:
+    """A folder that was named is the one that is used."""
+    if base is not None and not (base / "config.json").is_file():
+        raise ExportError(f"--base `{base}` has no config.json", hint="name the folder of the model that was trained")
+    if base is not None:
+        check_folder(base)
+    return (base,) if base else ()
+
+
+def _config_file(folders: tuple[Path, ...]) -> Path:
+    found = _first(folders, "config.json")
+    if found is None:
+        looked = ", ".join(map(str, folders))
+        raise ExportError(
+            f"no config.json in {looked}", hint="name the folder of the model it was trained from by --base"
+        )
+    return found
+
+
+def _first(folders: tuple[Path, ...], name: str) -> Path | None:
+    return next((folder / name for folder in folders if (folder / name).is_file()), None)
+
+
+def _parts(folders: tuple[Path, ...], spec: ModelSpec, opened: OpenedSource, dtype: str) -> FolderParts:
+    file, beside = _config_file(folders), (_first(folders, name) for name in COPIED_FILES)
+    config = json.loads(file.read_text(encoding="utf-8"))
+    if dtype == FP8 and config.get("quantization_config") not in (None, QUANTIZATION_CONFIG):
+        raise ExportError(
+            f"{file}: quantization_config {config['quantization_config']} is not the one that is written, "
+            f"{dict(QUANTIZATION_CONFIG)}",
+            hint="export with --dtype bf16",
+        )
+    plain = torch.bfloat16 if dtype == FP8 else DTYPES[dtype]
+    return FolderParts(
+        family=family_of(spec.model_type),
+        config=config,
+        architecture=spec.architecture,
+        dtype=plain,
+        is_fp8=dtype == FP8,
+        files=tuple(file for file in beside if file is not None),
+        record=opened.record or _record_without_logits(file.parent, opened, plain),
+        texts=dict(opened.texts),
+    )
+
+
+def _record_without_logits(folder: Path, opened: OpenedSource, dtype: torch.dtype) -> ExportRecord:
+    """No live model gave logits: the folder is held against the sums of its tensors, and must load and give finite
+    logits.
+    """
+    vocab_size = int(AutoConfig.from_pretrained(folder, trust_remote_code=False).vocab_size)
+    return ExportRecord(
+        str((opened.base or folder).absolute()),
+        str(dtype).removeprefix("torch."),
+        vocab_size,
+        fixed_prompts(vocab_size, None),
+    )

@@ -1,0 +1,286 @@
+"""Checkpoints of DeepSpeed's own format (`engine.save_checkpoint`) at ZeRO 0 to 3, read tensor by tensor without
+DeepSpeed.
+
+What lies where is taken from DeepSpeed 0.19.8: runtime/engine.py:4319-4361 (file names), 5017-5038 (model states),
+runtime/zero/stage_1_and_2.py:3358-3403 and stage3.py:3431-3447 (optimizer states), utils/zero_to_fp32.py (how they
+join).
+"""
+
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_finetune.errors import ExportError
+from ds_finetune.export.readers.pickles import DataFile, FlatVector, Inert, InertInt, Run, Slices, load_values, run_of
+from ds_finetune.model.folder_check import check_folder
+from ds_finetune.model.hub_folder import Scratch
+
+_STAND_INS = (
+    (Inert, "deepspeed.utils.tensor_fragment.fragment_address"),
+    (Inert, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (Inert, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+    (InertInt, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+)
+"""What DeepSpeed pickles of its own, each answered by a class that does nothing."""
+_RANK_FILE = re.compile(
+    r"(?P<bf16>bf16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_?(?P<kind>model|optim)_states\.pt"
+)
+_MODEL_FILE = re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt")
+_ELSEWHERE = "load it in the program that wrote it and save a Hugging Face folder there (engine.save_16bit_model)"
+_REFUSED = (
+    (re.compile(r"(layer_\d+_)?expert_\d+_.*|expp_rank_\d+_.*"), "experts are spread over ranks (expert parallelism)"),
+    (re.compile(r"layer_\d+-.*model_states\.pt"), "layers are spread over ranks (pipeline parallelism)"),
+    (
+        re.compile(r"(.*_)?mp_rank_0*[1-9]\d*_.*_states\.pt"),
+        "tensors are spread over ranks (tensor or pipeline parallelism)",
+    ),
+    (re.compile(r"offloaded_tensors"), "the optimizer was offloaded to NVMe, and its values lie in .swp files"),
+    (re.compile(r"zero"), "it is a universal checkpoint"),
+)
+"""File names of layouts that are not read, and what they mean."""
+_MODEL_KEYS, _OPTIM_KEYS = ("module", "buffer_names", "dp_world_size"), ("optimizer_state_dict",)
+_AUTOEP_KEYS = ("ds_autoep_layers", "autoep_layers")
+_PREFIXES = ("module.", "lm.")
+
+
+@dataclass(frozen=True)
+class DeepSpeedCheckpoint:
+    """The fp32 master weights (the stored ones where there are none) and persistent buffers of a checkpoint, by the
+    model's names.
+    """
+
+    slices: Mapping[str, Slices]
+    shapes: Mapping[str, tuple[int, ...]]
+    fp32_names: Collection[str]
+    _scratch: Scratch = field(default_factory=Scratch)
+
+    def read(self, name: str, start: int, numel: int) -> torch.Tensor:
+        """Elements `start` to `start + numel` of the flattened tensor, valid until the same thread's next read."""
+        flat = self._scratch.take(numel, self.slices[name].dtype)
+        self.slices[name].read_into(flat.view(torch.uint8).numpy().data, start)
+        return flat
+
+
+def is_deepspeed_checkpoint(folder: Path) -> bool:
+    """Whether `folder` is a checkpoint that DeepSpeed wrote: it has `latest`, or the state files themselves."""
+    return (folder / "latest").is_file() or any(folder.glob("*_states.pt"))
+
+
+def read_deepspeed_checkpoint(folder: Path) -> DeepSpeedCheckpoint:
+    """The checkpoint in `folder`, or in the step folder that its `latest` names; ExportError where a part is missing or
+    of a layout not read here.
+    """
+    step = _step_folder(folder)
+    check_folder(step)
+    _refuse_layouts(step)
+    model = _read_model_states(step)
+    optim = _read_optim_states(step, model)
+    slices, shapes = dict[str, Slices](), dict[str, tuple[int, ...]]()
+    for name, shape, where in (*_trained(step, model, optim), *_frozen(model), *_buffers(model)):
+        slices[name], shapes[name] = where, shape
+    for alias, owner in (model[0].values.get("shared_params") or {}).items():
+        if owner in slices:
+            slices[alias], shapes[alias] = slices[owner], shapes[owner]
+    prefix = _common_prefix(slices)
+    return DeepSpeedCheckpoint(
+        {name.removeprefix(prefix): where for name, where in slices.items()},
+        {name.removeprefix(prefix): shape for name, shape in shapes.items()},
+        frozenset(name.removeprefix(prefix) for name in model[0].values["buffer_names"]),
+    )
+
+
+@dataclass(frozen=True)
+class _States:
+    """One file of states: where it is, and its values with tensors on the meta device."""
+
+    file: DataFile
+    values: dict[str, Any]
+
+    @classmethod
+    def read(cls, path: Path, *, keys: Collection[str]) -> "_States":
+        """ExportError where one of `keys` is not in the file."""
+        values = load_values(path, _STAND_INS)
+        absent = sorted(set(keys) - values.keys())
+        if absent:
+            raise ExportError(
+                f"{path} has no {', '.join(absent)}; it has {', '.join(map(str, values))}",
+                hint="name a folder that DeepSpeed wrote",
+            )
+        return cls(DataFile(path), values)
+
+    def run(self, tensor: torch.Tensor) -> Run:
+        return run_of(tensor, self.file)
+
+
+def _step_folder(folder: Path) -> Path:
+    latest = folder / "latest"
+    if not latest.is_file():
+        return folder
+    step = folder / latest.read_text(encoding="utf-8").strip()
+    if not step.is_dir():
+        raise ExportError(
+            f"{latest} names `{step.name}`, which is not there", hint="name one of the step folders itself"
+        )
+    return step
+
+
+def _refuse_layouts(step: Path) -> None:
+    for path in sorted(step.iterdir()):
+        for pattern, meaning in _REFUSED:
+            if pattern.fullmatch(path.name):
+                raise ExportError(f"{step} holds `{path.name}`: {meaning}, which is not read here", hint=_ELSEWHERE)
+
+
+def _rank_files(step: Path, kind: str) -> dict[int, Path]:
+    """Files of a kind by data-parallel rank."""
+    found = ((path, _RANK_FILE.fullmatch(path.name)) for path in step.iterdir())
+    return {int(match["dp"]): path for path, match in found if match and match["kind"] == kind}
+
+
+def _all_ranks(step: Path, files: Mapping[int, Path], count: int, kind: str) -> list[Path]:
+    missing = [rank for rank in range(count) if rank not in files]
+    if missing or len(files) > count:
+        named = ", ".join(f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt" for rank in missing)
+        raise ExportError(
+            f"{step} holds {len(files)} of {count} {kind} state files{f'; missing: {named}' if missing else ''}",
+            hint="copy the files of every rank into the folder; each node writes its own",
+        )
+    return [files[rank] for rank in range(count)]
+
+
+def _read_model_states(step: Path) -> list[_States]:
+    """The one file of ZeRO 0 to 2, or those of all ranks under ZeRO-3."""
+    whole = [path for path in sorted(step.iterdir()) if _MODEL_FILE.fullmatch(path.name)]
+    if whole:
+        return [_States.read(whole[0], keys=_MODEL_KEYS)]
+    files = _rank_files(step, "model")
+    if not files:
+        raise ExportError(
+            f"{step} holds no *_model_states.pt file",
+            hint="name the folder that holds `latest`, or the step folder in it",
+        )
+    first = _States.read(files[min(files)], keys=_MODEL_KEYS)
+    paths = _all_ranks(step, files, int(first.values["dp_world_size"]), "model")
+    return [first if path == first.file.path else _States.read(path, keys=_MODEL_KEYS) for path in paths]
+
+
+def _read_optim_states(step: Path, model: Sequence[_States]) -> list[_States]:
+    """Those of all ranks; none at ZeRO stage 0, where the model states hold whole tensors and no shapes of flat
+    groups.
+    """
+    files = _rank_files(step, "optim")
+    if not files and model[0].values.get("param_shapes") is None:
+        return []
+    if not files:
+        raise ExportError(
+            f"{step} holds no *_optim_states.pt file, where the fp32 weights are",
+            hint="copy those of every rank into the folder",
+        )
+    first = _States.read(files[min(files)], keys=_OPTIM_KEYS)
+    partitions = _zero(first)["partition_count"]
+    count = int(max(partitions) if isinstance(partitions, list) else partitions)
+    paths = _all_ranks(step, files, count, "optim")
+    return [first if path == first.file.path else _States.read(path, keys=_OPTIM_KEYS) for path in paths]
+
+
+def _zero(states: _States) -> dict[str, Any]:
+    """What ZeRO's optimizer saved."""
+    return dict(states.values["optimizer_state_dict"])
+
+
+_Found = tuple[str, tuple[int, ...], Slices]
+
+
+def _trained(step: Path, model: Sequence[_States], optim: Sequence[_States]) -> Iterator[_Found]:
+    if not optim:
+        return iter(())
+    zero = _zero(optim[0])
+    if "ds_zero_partition_groups" in zero or any(model[0].values.get(key) for key in _AUTOEP_KEYS):
+        raise ExportError(f"{step}: {_REFUSED[0][1]}, which is not read here", hint=_ELSEWHERE)
+    if "fp32_flat_groups" in zero:
+        return _of_stage_3(step, model[0].values["param_shapes"], optim)
+    return _of_stage_1_and_2(step, model[0].values["param_shapes"], optim)
+
+
+def _of_stage_3(
+    step: Path, groups: Sequence[Mapping[str, Sequence[int]]], optim: Sequence[_States]
+) -> Iterator[_Found]:
+    """Each rank has one slice of every parameter, all in order in its flat vector, which is cut into sub-groups."""
+    vectors = [FlatVector([states.run(flat) for flat in _zero(states)["fp32_flat_groups"]]) for states in optim]
+    offset = 0
+    for name, shape in ((name, tuple(shape)) for group in groups for name, shape in group.items()):
+        share = math.ceil(math.prod(shape) / len(optim))
+        yield name, shape, Slices(vectors, offset, share, math.prod(shape))
+        offset += share
+    _check_count(step, [vector.numel for vector in vectors], [offset] * len(vectors), "elements")
+
+
+def _of_stage_1_and_2(
+    step: Path, groups: Sequence[Mapping[str, Sequence[int]]], optim: Sequence[_States]
+) -> Iterator[_Found]:
+    """The ranks' partitions of a group follow one another and hold its parameters one after another, with the paddings
+    that the file names.
+    """
+    paddings = _zero(optim[0]).get("param_alignment_paddings") or [[0] * len(group) for group in groups]
+    flats = [_zero(states)["single_partition_of_fp32_groups"] for states in optim]
+    _check_count(
+        step, [len(found) for found in (*flats, paddings)], [len(groups)] * (len(flats) + 1), "parameter groups"
+    )
+    for index, group in enumerate(groups):
+        vector = FlatVector([states.run(flat[index]) for states, flat in zip(optim, flats, strict=True)])
+        _check_count(step, [len(paddings[index])], [len(group)], "parameters")
+        offset = 0
+        for (name, shape), padding in zip(group.items(), paddings[index], strict=True):
+            numel = math.prod(shape)
+            yield name, tuple(shape), Slices([vector], offset, numel, numel)
+            offset += numel + int(padding)
+        # The file's end may or may not be padded to a multiple of 2 x ranks (zero_to_fp32.py:364-381).
+        align = 2 * len(optim)
+        _check_count(step, [align * math.ceil(vector.numel / align)], [align * math.ceil(offset / align)], "elements")
+
+
+def _check_count(step: Path, found: Sequence[int], wanted: Sequence[int], unit: str) -> None:
+    for rank, (has, needs) in enumerate(zip(found, wanted, strict=True)):
+        if has != needs:
+            raise ExportError(
+                f"{step}: the flat weights hold {has} {unit} where the model states need {needs} (file {rank})",
+                hint="files of different saves are mixed; use another step",
+            )
+
+
+def _frozen(model: Sequence[_States]) -> Iterator[_Found]:
+    """Parameters that the optimizer does not have: slices under ZeRO-3, else whole tensors, in `module` where stage 1
+    keeps no fragments.
+    """
+    values = model[0].values
+    sliced = values.get("frozen_param_fragments") or {}
+    known = {name for group in values.get("param_shapes") or () for name in group}
+    for name, shape in (values.get("frozen_param_shapes") or {}).items():
+        vectors = [FlatVector([states.run(states.values["frozen_param_fragments"][name])]) for states in model]
+        yield name, tuple(shape), Slices(vectors, 0, math.ceil(math.prod(shape) / len(model)), math.prod(shape))
+    left_out = known | sliced.keys() | (values.get("shared_params") or {}).keys() | set(values["buffer_names"])
+    for name, tensor in values["module"].items():
+        if name not in left_out and tensor.numel():
+            yield name, *_whole(model[0], tensor)
+
+
+def _buffers(model: Sequence[_States]) -> Iterator[_Found]:
+    module = model[0].values["module"]
+    return ((name, *_whole(model[0], module[name])) for name in model[0].values["buffer_names"])
+
+
+def _whole(states: _States, tensor: torch.Tensor) -> tuple[tuple[int, ...], Slices]:
+    return tuple(tensor.shape), Slices([FlatVector([states.run(tensor)])], 0, tensor.numel(), tensor.numel())
+
+
+def _common_prefix(names: Collection[str]) -> str:
+    """What all names begin with that is a wrapper's and not the model's."""
+    prefix = ""
+    while found := next((p for p in _PREFIXES if names and all(name.startswith(prefix + p) for name in names)), ""):
+        prefix += found
+    return prefix

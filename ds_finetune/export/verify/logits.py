@@ -1,0 +1,130 @@
+"""Exported folders loaded by plain transformers in a process without ds_finetune, and their logits compared."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds_finetune.export.verify.record import ExportRecord, Floats
+
+_LIMIT = {"float32": 1e-5}
+_LIMIT_16_BIT, _NOISE_FACTOR, _HIGHEST_LIMIT = 1e-3, 3.0, 0.05
+_NOISE_FACTOR_FP8, _HIGHEST_LIMIT_FP8 = 2.0, 0.15
+_QUANTILE = 0.9
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class LoadedFolder:
+    """What plain_transformers.py found of a folder: its report and sampled logits, or why it failed."""
+
+    report: Mapping[str, Any] = field(default_factory=dict)
+    logits: Floats | None = None
+    """In the folder's dtype; of an FP8 folder in bf16."""
+    fp32: Floats | None = None
+    """Of the same weights in fp32, where the folder is not in fp32."""
+    perturbed: Floats | None = None
+    """Of an FP8 folder, in fp32, with each FP8 number moved within its rounding."""
+    failure: str = ""
+
+    @classmethod
+    def read(cls, results: Path, number: int) -> "LoadedFolder":
+        """The results for folder `number` in the folder `results`."""
+        report = json.loads((results / f"{number}.json").read_text(encoding="utf-8"))
+        assert not report["ours"], report["ours"]
+        files = {name: results / f"{number}.{name}.npy" for name in ("logits", "fp32", "perturbed")}
+        return cls(report, **{name: np.load(file) for name, file in files.items() if file.is_file()})
+
+
+def load_folders(folders: Sequence[Path]) -> Iterator[tuple[Path, LoadedFolder]]:
+    """Load each folder in a process of its own kind: plain transformers, no ds_finetune, no access to the hub.
+
+    One process loads all folders. Where it fails on one, another process loads the rest.
+    """
+    environ = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
+    environ["HF_HUB_OFFLINE"] = "1"
+    command = [sys.executable, "-P", str(Path(__file__).with_name("plain_transformers.py")), str(os.getpid())]
+    remaining = list(folders)
+    while remaining:
+        with tempfile.TemporaryDirectory() as results:
+            arguments = [results, *(str(folder.absolute()) for folder in remaining)]
+            done = subprocess.run([*command, *arguments], env=environ, capture_output=True, text=True, check=False)
+            count = len(list(Path(results).glob("*.json")))
+            yield from ((remaining[number], LoadedFolder.read(Path(results), number)) for number in range(count))
+        failed, remaining = remaining[count : count + 1], remaining[count + 1 :]
+        if failed:
+            reason = (done.stderr.strip().splitlines() or [""])[-1]
+            yield failed[0], LoadedFolder(failure=f"exit code {done.returncode}: {reason}")
+
+
+def compare_logits(record: ExportRecord, loaded: LoadedFolder) -> tuple[list[str], list[str]]:
+    """Problems with the logits of a folder, and lines that say what was compared."""
+    report, logits = loaded.report, loaded.logits
+    assert logits is not None
+    name = f"{report['versions']} in {report['dtype']} on {report['device']}, without code of ours"
+    if report["eager_experts"]:
+        name += f", with eager experts, since its grouped product refuses them ({report['eager_experts']})"
+    reached = (
+        f"; its prompts reach {report['experts_reached']} of {report['experts']} routed experts"
+        if report["experts"]
+        else ""
+    )
+    if not np.isfinite(logits).all():
+        return [f"{int((~np.isfinite(logits)).sum())} of {logits.size} logits are not finite"], [name]
+    if not logits.any():
+        return ["all logits are zero"], [name]
+    if record.logits is None:
+        text = "loads, and its logits are finite; there are no logits of the run to compare them with"
+        return [], [f"{name}: {text}{reached}"]
+    if loaded.perturbed is None and record.dtype != report["dtype"]:
+        return [], [f"{name}: loads; the run's logits are of its {record.dtype} weights and are not compared{reached}"]
+    if logits.shape != record.logits.shape:
+        return [f"{logits.size} logits instead of {record.logits.size}: another vocabulary"], [name]
+    is_within, text = _compare_with_run(record, record.logits, loaded, logits)
+    return ([] if is_within else [text]), [f"{name}: {text}{reached}"]
+
+
+def _compare_with_run(record: ExportRecord, expected: Floats, loaded: LoadedFolder, logits: Floats) -> tuple[bool, str]:
+    """Whether nine tenths of the positions are within the limit, and a line that says so."""
+    compared = logits if loaded.perturbed is None or loaded.fp32 is None else loaded.fp32
+    deviation, limit = deviations(compared, expected, record.lengths()), _limit(record, loaded, logits)
+    high = float(np.quantile(deviation, _QUANTILE))
+    text = (
+        f"logits of {len(record.prompts)} prompts deviate by {high:.1e} of the largest at nine tenths of the positions"
+        f" (limit {limit:.1e}), {deviation.max():.1e} at the worst"
+    )
+    return high <= limit, text
+
+
+def _limit(record: ExportRecord, loaded: LoadedFolder, logits: Floats) -> float:
+    """The deviation that nine tenths of the positions may have."""
+    lengths, fp32 = record.lengths(), logits if loaded.fp32 is None else loaded.fp32
+    rounding = deviations(logits, fp32, lengths)
+    if loaded.perturbed is not None:
+        rounding = rounding + deviations(loaded.perturbed, fp32, lengths)
+        return min(_NOISE_FACTOR_FP8 * float(np.quantile(rounding, _QUANTILE)), _HIGHEST_LIMIT_FP8)
+    return _LIMIT.get(record.dtype) or _limit_16_bit(rounding)
+
+
+def _limit_16_bit(rounding: NDArray[np.float64]) -> float:
+    return min(max(_LIMIT_16_BIT, _NOISE_FACTOR * float(np.quantile(rounding, _QUANTILE))), _HIGHEST_LIMIT)
+
+
+def deviations(logits: Floats, expected: Floats, lengths: Sequence[int]) -> NDArray[np.float64]:
+    """How far the logits of each position deviate, [positions]; position i has `lengths[i]` of the flat `logits`.
+
+    It is the root mean square of `logits - expected` over the position's logits, divided by the largest |expected|.
+    """
+    ends = np.cumsum(lengths)
+    squares = (logits.astype(np.float64) - expected) ** 2
+    sums = np.add.reduceat(squares, np.concatenate([[0], ends[:-1]]))
+    deviation: NDArray[np.float64] = np.sqrt(sums / np.asarray(lengths)) / np.abs(expected).max()
+    return deviation

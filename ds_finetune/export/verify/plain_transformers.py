@@ -1,0 +1,172 @@
+"""Load exported folders with plain transformers: `python -P plain_transformers.py PARENT_PID OUT FOLDER...`.
+
+This file is started by its path in a process of its own, and imports nothing of ds_finetune. For folder number i,
+`OUT/i.json` is a report on the loading. `OUT/i.logits.npy` holds the sampled logits of the prompts in the folder's
+verification.json (ds_finetune/export/verify/record.py) in the folder's dtype, `OUT/i.fp32.npy` those in fp32.
+
+Weights in FP8 are dequantised here with plain torch, because transformers 5.23 fails on rows that 128 does not divide,
+and takes wrong blocks for other such sizes (integrations/finegrained_fp8.py:1130-1175). `OUT/i.perturbed.npy` holds
+logits in fp32 of the same model with every FP8 number moved at random within its rounding.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    # Before the imports, which take seconds: PR_SET_PDEATHSIG of prctl(2), so that this process ends with the one that
+    # started it.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != int(sys.argv[1]):
+        sys.exit("the process that started this one has ended")
+
+import numpy as np
+import torch
+import transformers
+from safetensors import safe_open
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+_GPU_FACTOR, _GPU_FACTOR_FP8 = 2.2, 4.4
+"""Times the size of the files that a GPU must have free: the 16-bit weights, the model in fp32, some activations."""
+_BLOCK, _SCALE, _FP8 = 128, "_scale_inv", torch.float8_e4m3fn
+_GROUPED, _EAGER = "grouped_mm", "eager"
+_MANTISSA, _SMALLEST_STEP = 3, 2.0**-9
+"""Of E4M3: bits of the mantissa, and the distance between its smallest numbers."""
+
+
+def main() -> None:
+    """Load every folder and write its results."""
+    out, *folders = map(Path, sys.argv[2:])
+    for number, folder in enumerate(folders):
+        report, arrays = _inspect_folder(folder)
+        for name, array in arrays.items():
+            np.save(out / f"{number}.{name}.npy", array)
+        (out / f"{number}.json").write_text(json.dumps(report), encoding="utf-8")
+
+
+def _inspect_folder(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    record = json.loads((folder / "verification.json").read_text(encoding="utf-8"))
+    is_fp8 = hasattr(
+        AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False), "quantization_config"
+    )
+    model, loading = _load_dequantised(folder) if is_fp8 else _load_plain(folder)
+    model.eval().to(_choose_device(folder, _GPU_FACTOR_FP8 if is_fp8 else _GPU_FACTOR))
+    reached = _count_reached_experts(model)
+    experts = _choose_experts(model, record)
+    arrays = {"logits": _sampled_logits(model, record)}
+    dtype = model.dtype
+    if dtype != torch.float32:
+        arrays["fp32"] = _sampled_logits(model.float(), record)
+    device = model.device
+    if is_fp8:
+        del model
+        model = _load_dequantised(folder, perturbed=True)[0].eval().to(device).float()
+        if experts:
+            model.set_experts_implementation(_EAGER)
+        arrays["perturbed"] = _sampled_logits(model, record)
+    report = {
+        **{name: sorted(map(str, loading[name])) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")},
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": device.type,
+        "eager_experts": experts,
+        "versions": f"transformers {transformers.__version__}, torch {torch.__version__}",
+        "experts": sum(size for _, size in reached),
+        "experts_reached": sum(len(seen) for seen, _ in reached),
+        "ours": sorted(name for name in sys.modules if name.partition(".")[0] == "ds_finetune"),
+    }
+    return report, arrays
+
+
+def _choose_experts(model: PreTrainedModel, record: dict[str, Any]) -> str:
+    """Switch to the eager experts where the grouped product of torch refuses this model; returns why, or an empty text.
+
+    torch 2.13 requires rows of a multiple of 16 bytes (aten, GroupedMMUtils.h). The weights are right all the same.
+    """
+    if getattr(model.config, "_experts_implementation", None) != _GROUPED:
+        return ""
+    try:
+        with torch.no_grad():
+            model(input_ids=torch.tensor([record["prompts"][0]], device=model.device), use_cache=False)
+    except RuntimeError as refused:
+        model.set_experts_implementation(_EAGER)
+        return str(refused).splitlines()[0]
+    return ""
+
+
+def _load_plain(folder: Path) -> tuple[PreTrainedModel, dict[str, Any]]:
+    settings = {"dtype": "auto", "local_files_only": True, "trust_remote_code": False}
+    return AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **settings)
+
+
+def _load_dequantised(folder: Path, *, perturbed: bool = False) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model of a folder in FP8 blocks as if it had been published in bf16, and what transformers reported.
+
+    Where it is `perturbed`, every FP8 number is moved at random by up to half the distance to the next one.
+    """
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    del config.quantization_config
+    stored: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            stored |= {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - not a dict
+    generator = torch.Generator().manual_seed(0) if perturbed else None
+    weights = {}
+    for key in [key for key in stored if not key.endswith(_SCALE)]:
+        tensor = stored.pop(key)
+        weights[key] = _dequantise(tensor, stored[key + _SCALE], generator) if tensor.dtype == _FP8 else tensor
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return kind.from_pretrained(None, config=config, state_dict=weights, dtype=torch.bfloat16, output_loading_info=True)
+
+
+def _dequantise(values: torch.Tensor, scale: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+    """FP8 `values` times the scale of their block, in bf16; a generator moves each by up to half a step of E4M3."""
+    plain = values.float()
+    if generator is not None:
+        step = (
+            torch.exp2(plain.frexp().exponent - 1.0 - _MANTISSA)
+            .clamp_(min=_SMALLEST_STEP)
+            .masked_fill_(plain == 0, _SMALLEST_STEP)
+        )
+        plain += step * (torch.rand(plain.shape, generator=generator) - 0.5)
+    spread = scale.repeat_interleave(_BLOCK, 0).repeat_interleave(_BLOCK, 1)[: plain.shape[0], : plain.shape[1]]
+    return (plain * spread).to(torch.bfloat16)
+
+
+def _choose_device(folder: Path, factor: float) -> str:
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return "cuda" if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > factor * size else "cpu"
+
+
+def _sampled_logits(model: PreTrainedModel, record: dict[str, Any]) -> np.ndarray:
+    stride, position, parts = record["stride"], 0, []
+    for prompt in record["prompts"]:
+        ids = torch.tensor([prompt], device=model.device)
+        with torch.no_grad():
+            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0]
+        for row in logits:
+            parts.append(row[position % stride :: stride].float().cpu().numpy())
+            position += 1
+    return np.concatenate(parts)
+
+
+def _count_reached_experts(model: PreTrainedModel) -> list[tuple[set[int], int]]:
+    """For each layer of routed experts, the set of those that tokens reach from now on, and how many there are.
+
+    Fused experts are [experts, rows, columns] in transformers 5.
+    """
+    layers = []
+    for module in model.modules():
+        weight = getattr(module, "gate_up_proj", None)
+        if isinstance(weight, torch.nn.Parameter) and weight.dim() == 3:
+            seen: set[int] = set()
+            module.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.update(inputs[1].unique().tolist()))
+            layers.append((seen, len(weight)))
+    return layers
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""The HTTP server over one folder: checks each request, then hands it to the handlers of `transformers serve`."""
+
+import asyncio
+import inspect
+import json
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.utils import GenerationState, Modality
+
+from ds_finetune.export.verify.record import is_onnx
+from ds_finetune.inference.openai_request import (
+    AnswerRequest,
+    ChatRequest,
+    CompletionRequest,
+    RequestError,
+    parse_request,
+)
+from ds_finetune.inference.request_queue import GenerationStopper, QueueLimits, RequestQueue
+from ds_finetune.units import MIB
+
+MAX_NEW_TOKENS = 1024
+"""Tokens of an answer where neither request nor generation_config.json says, as in transformers 5.23
+(cli/serving/utils.py:1178)."""
+_BODY_BYTES, _BYTES_PER_TOKEN = MIB, 64
+"""Bytes of a request's body at most: so many, and so many for each token of the model's context."""
+
+
+class ServedModel(ModelManager):
+    """The one model of a server, as the handlers of `transformers serve` look for it; nothing else is ever loaded."""
+
+    def __init__(self, folder: Path, device: str) -> None:
+        self._folder = folder
+        super().__init__(device=device, force_model=str(folder))
+        self.model, self.tokenizer = self.load_model_and_processor(self.process_model_name(str(folder)))
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        self.context: int | None = limit
+
+    def _load_model(self, name: str, *_: Any, **__: Any) -> PreTrainedModel:  # noqa: ANN401 - of transformers
+        """The folder's model.
+
+        transformers 5.23 draws nothing where `do_sample` is not set, whatever a request
+        says (cli/serving/utils.py:1181).
+        """
+        model = self._loaded()
+        settings = model.generation_config
+        self.is_greedy = settings.do_sample is False
+        settings.do_sample = True
+        settings.top_k = 0 if settings.top_k is None else settings.top_k
+        return model
+
+    def _loaded(self) -> PreTrainedModel:
+        if is_onnx(self._folder):
+            from ds_finetune.export.onnx.runtime import OnnxCausalLM
+
+            return OnnxCausalLM.from_pretrained(self._folder)
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            self._folder, dtype="auto", device_map=self.device, trust_remote_code=False
+        )
+        return model.eval()
+
+    def _load_processor(self, name: str, *_: Any, **__: Any) -> PreTrainedTokenizerBase:  # noqa: ANN401 - as above
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self._folder, trust_remote_code=False)
+        return tokenizer
+
+    @property
+    def name(self) -> str:
+        """The folder as it was given, by which requests name the model."""
+        return str(self._folder)
+
+    @property
+    def body_bytes(self) -> int:
+        """Bytes of a request at most."""
+        return _BODY_BYTES + _BYTES_PER_TOKEN * (self.context or 0)
+
+    def prompt_tokens(self, asked: AnswerRequest) -> int:
+        """Tokens of the prompt; RequestError where the chat template refuses or drops something."""
+        if isinstance(asked, CompletionRequest):
+            return len(self.tokenizer(asked.prompt)["input_ids"])
+        assert isinstance(asked, ChatRequest)
+        return len(self.tokenizer(self._rendered(asked), add_special_tokens=False)["input_ids"])
+
+    def _rendered(self, asked: ChatRequest) -> str:
+        template = self.tokenizer.chat_template
+        if not template:
+            raise RequestError(400, f"`{self.name}` has no chat template: ask /v1/completions", param="messages")
+        taken = inspect.signature(self.tokenizer.apply_chat_template).parameters
+        for name in asked.chat_template_kwargs:
+            if name in taken or name not in str(template):
+                raise RequestError(400, f"the chat template reads no `{name}`", param="chat_template_kwargs")
+        try:
+            messages = ChatCompletionHandler.get_processor_inputs_from_messages(asked.conversation(), Modality.LLM)
+            texts = [
+                self._template(messages, asked, tools) for tools in ((asked.tools, None) if asked.tools else (None,))
+            ]
+        except (jinja2.TemplateError, ValueError, TypeError, KeyError) as wrong:
+            raise RequestError(400, f"the chat template refuses these messages: {wrong}", param="messages") from wrong
+        if len(set(texts)) < len(texts):
+            raise RequestError(400, "the chat template ignores `tools`", param="tools")
+        _check_complete(texts[0], messages)
+        return texts[0]
+
+    def _template(self, messages: list[dict[str, Any]], asked: ChatRequest, tools: list[dict[str, Any]] | None) -> str:
+        settings = {"add_generation_prompt": True, "tokenize": False, **asked.chat_template_kwargs}
+        return str(self.tokenizer.apply_chat_template(messages, tools=tools, **settings))
+
+
+def _check_complete(rendered: str, messages: Sequence[dict[str, Any]]) -> None:
+    """RequestError where the text of a message is not in the prompt.
+
+    An assistant's reasoning is left out by many templates, and what a tool returned may be written as JSON.
+    """
+    for number, message in enumerate(messages):
+        if message["role"] not in ("assistant", "tool") and message["content"].strip() not in rendered:
+            text = f"the chat template drops the text of message {number}, role `{message['role']}`"
+            raise RequestError(400, text, param=f"messages.{number}")
+
+
+class AnswerRoute:
+    """A route that answers requests of one kind, one after another with those of the other."""
+
+    def __init__(
+        self,
+        kind: type[AnswerRequest],
+        handler: Any,  # noqa: ANN401 - of transformers
+        served: ServedModel,
+        queue: RequestQueue,
+    ) -> None:
+        self._kind, self._handler, self._served, self._queue = kind, handler, served, queue
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        try:
+            self._queue.check_room()
+            body = await self._body(Request(scope, receive))
+            number = str(uuid.uuid4())
+
+            async def answer() -> None:
+                response = await self._handler.handle_request(body, number)
+                await response(scope, _never, send)
+
+            await self._queue.run(answer, lambda: _disconnected(receive))
+        except RequestError as refused:
+            await refused.response()(scope, receive, send)
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        """The body for transformers: known to be answerable, and with the number of tokens it may generate."""
+        asked = parse_request(self._kind, await self._read(request))
+        if asked.model != self._served.name:
+            raise RequestError(
+                404,
+                f"the model `{asked.model}` is not served, `{self._served.name}` is",
+                param="model",
+                code="model_not_found",
+            )
+        self._check_bias(asked)
+        length = await asyncio.to_thread(self._served.prompt_tokens, asked)
+        body = asked.body() | {"model": self._served.name, "max_tokens": self._room(asked, length)}
+        return ({"temperature": 0} if self._served.is_greedy else {}) | body
+
+    async def _read(self, request: Request) -> object:
+        raw = bytearray()
+        async for chunk in request.stream():
+            raw += chunk
+            if len(raw) > self._served.body_bytes:
+                raise RequestError(
+                    413, f"the body has more than {self._served.body_bytes} bytes", code="context_length_exceeded"
+                )
+        try:
+            body = json.loads(raw)
+            # Halves of characters (`"\\ud800"`) are JSON, and no tokenizer takes them.
+            json.dumps(body, ensure_ascii=False).encode()
+        except (ValueError, RecursionError) as broken:
+            raise RequestError(400, f"the body is not JSON of whole characters: {broken}") from broken
+        return body
+
+    def _check_bias(self, asked: AnswerRequest) -> None:
+        size = int(self._served.model.config.get_text_config().vocab_size)
+        beyond = [token for token in getattr(asked, "logit_bias", {}) if int(token) >= size]
+        if beyond:
+            raise RequestError(400, f"token {beyond[0]} is not one of the vocabulary's {size}", param="logit_bias")
+
+    def _room(self, asked: AnswerRequest, prompt: int) -> int:
+        """Tokens that the answer may have; RequestError where prompt and answer do not fit into the model's context."""
+        if not prompt:
+            raise RequestError(400, "the prompt has no tokens", param="prompt")
+        context, wanted = self._served.context, asked.max_new_tokens
+        if context is not None and prompt + (wanted or 1) > context:
+            asked_for = f" and {wanted} of the answer" if wanted else ""
+            given = f"{prompt} tokens of the prompt{asked_for}"
+            text = f"this model's maximum context length is {context} tokens; the request has {given}"
+            raise RequestError(
+                400,
+                text,
+                param="messages" if isinstance(asked, ChatRequest) else "prompt",
+                code="context_length_exceeded",
+            )
+        wanted = wanted or self._served.model.generation_config.max_new_tokens or MAX_NEW_TOKENS
+        return wanted if context is None else min(wanted, context - prompt)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _never() -> Message:
+    """Instead of a client's messages: `RequestQueue` listens to them."""
+    return await asyncio.get_running_loop().create_future()
+
+
+async def _refuse(request: Request, error: Exception) -> JSONResponse:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    message = (
+        f"{request.method} {request.url.path}: {error.detail if isinstance(error, HTTPException) else repr(error)}"
+    )
+    return RequestError(status, message).response()
+
+
+def make_app(folder: Path, limits: QueueLimits, *, device: str = "cpu") -> Starlette:
+    """Load the model of `folder` on `device` (`auto`: all GPUs) and return the application that serves it."""
+    served, state = ServedModel(folder, device), GenerationState()
+    manager = state.get_manager(served.process_model_name(served.name))
+    queue = RequestQueue(limits, GenerationStopper(served.model), lambda: manager.async_submit(lambda: None))
+    entry = {"id": served.name, "object": "model", "created": 0, "owned_by": "ds_finetune"}
+
+    async def models(request: Request) -> JSONResponse:
+        return JSONResponse({"object": "list", "data": [entry]})
+
+    async def health(request: Request) -> JSONResponse:
+        return JSONResponse({"status": "ok"})
+
+    chat = AnswerRoute(ChatRequest, ChatCompletionHandler(served, state), served, queue)
+    plain = AnswerRoute(CompletionRequest, CompletionHandler(served, state), served, queue)
+    routes = [
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/completions", plain, methods=["POST"]),
+        Route("/v1/models", models),
+        Route("/health", health),
+    ]
+    return Starlette(routes=routes, exception_handlers={HTTPException: _refuse, Exception: _refuse})

@@ -1,0 +1,32 @@
+"""`python -m ds_finetune.inference.server_process FOLDER ...`: what `ds-finetune serve` starts for the engines but
+vLLM.
+"""
+
+import argparse
+from pathlib import Path
+
+_SHUTDOWN_SECONDS = 5
+"""How long a request that is being answered may take after a signal."""
+
+
+def main() -> None:
+    """Serve the folder until a signal."""
+    import uvicorn
+
+    from ds_finetune.inference.http_app import make_app
+    from ds_finetune.inference.request_queue import QueueLimits
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--queue", type=int, required=True)
+    parser.add_argument("--request-seconds", type=float, required=True)
+    given = parser.parse_args()
+    app = make_app(given.folder, QueueLimits(given.queue, given.request_seconds), device=given.device)
+    uvicorn.run(app, host=given.host, port=given.port, log_level="info", timeout_graceful_shutdown=_SHUTDOWN_SECONDS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""What each extractor takes for the answer, and what it does not."""
+
+import pytest
+
+from ds_finetune.evaluation.extractors import EXTRACTORS
+
+CASES = [
+    ("gsm8k", "Janet makes 9 * 2 = $<<9*2=18>>18.\n#### 18", "18"),
+    ("gsm8k", "#### 1\nno, it is\n#### $1,234.50 dollars", "1234.5"),
+    ("gsm8k", "#### -7.00", "-7"),
+    ("gsm8k", "####$-12", "-12"),
+    ("gsm8k", "#### 007", "7"),
+    ("gsm8k", "the answer is 18", None),
+    ("gsm8k", "#### eighteen", None),
+    ("choice", "B", "B"),
+    ("choice", "(C) because", "C"),
+    ("choice", "D. A dog", "D"),
+    ("choice", "First I thought answer: A, but the answer is **C**.", "C"),
+    ("choice", "Answer: (b)", None),
+    ("choice", "A dog barks", "A"),
+    ("choice", "All of them", None),
+    ("choice", "", None),
+    ("json", 'Here: ```json\n{"b": 1, "a": [2, 3]}\n```', '{"a": [2, 3], "b": 1}'),
+    ("json", "[1, 2] and [3]", "[1, 2]"),
+    ("json", 'a {brace} and {"x": null}', '{"x": null}'),
+    ("json", '{"a": ', None),
+    ("json", "12", None),
+    ("text", "  a\n b\t", "a b"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "answer"), CASES)
+def test_the_answer(name: str, text: str, answer: str | None) -> None:
+    assert EXTRACTORS[name](text) == answer
