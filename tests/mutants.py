@@ -47,7 +47,7 @@ MUTANTS = (
     Mutant(
         "clipping left out",
         "engine/engine.py",
-        "elif self.plan.config.train.max_grad_norm:",
+        "elif self.plan.optimizer.max_grad_norm:",
         "elif False:",
         f"{PARITY} {PARALLEL}",
     ),

@@ -244,7 +244,7 @@ class Engine:
         """Take the optimizer step of a whole batch; returns the gradient norm before clipping and whether the step was
         skipped.
         """
-        if self._is_plain:
+        if self.plan.is_engine_clipping:
             params = [param for param in self._ds.module.parameters() if param.grad is not None]
             norm = self._plain_norm(params)
             is_skipped = has_bad_gradient or not math.isfinite(norm)
@@ -252,9 +252,9 @@ class Engine:
                 # DeepSpeed 0.19.8 applies NaN at stage 0 in fp32; parameters without a gradient are left alone by
                 # torch's optimizers.
                 self._ds.zero_grad()
-            elif self.plan.config.train.max_grad_norm:
+            elif self.plan.optimizer.max_grad_norm:
                 torch.nn.utils.clip_grads_with_norm_(
-                    params, self.plan.config.train.max_grad_norm, torch.tensor(norm, device=self._device)
+                    params, self.plan.optimizer.max_grad_norm, torch.tensor(norm, device=self._device)
                 )
             self._ds.step()
             return norm, is_skipped
@@ -276,10 +276,6 @@ class Engine:
         return (
             stage is not None and (stage.is_first or stage.is_last) and bool(self._ds.module.config.tie_word_embeddings)
         )
-
-    @property
-    def _is_plain(self) -> bool:
-        return self.plan.zero_stage == 0 and self.plan.config.train.precision == "fp32"
 
     def _plain_norm(self, params: Sequence[nn.Parameter]) -> float:
         """Norm of the whole gradient, of which this rank has parts along every axis but the data's."""

@@ -66,8 +66,8 @@ class EngineState:
         self._model_shard = ModelShard.of(plan.mesh)
         self._masters = masters_of(wrapped, plan)
         self._copies = {name.removeprefix("lm.") for name, param in wrapped.module.named_parameters() if is_copy(param)}
-        self._is_plain = plan.zero_stage == 0 and plan.config.train.precision == "fp32"
-        self._is_fp16 = plan.config.train.precision == "fp16"
+        self._is_plain = plan.is_engine_clipping
+        self._is_fp16 = plan.precision == "fp16"
         # With a ratio of offload below 1 part of the sub-groups have a second optimizer (zero/stage3.py:1253).
         backup = getattr(wrapped.optimizer, "backup_optimizer", None)
         base = wrapped.optimizer if self._is_plain else wrapped.optimizer.optimizer

@@ -20,6 +20,7 @@ from ds_finetune.engine.collectives import all_gather_object, all_gather_scalar,
 from ds_finetune.engine.engine import Engine, GenerationLimits
 from ds_finetune.engine.process_groups import Groups
 from ds_finetune.model.loss import TrainedModel
+from ds_finetune.model.model_plan import plan_model
 from ds_finetune.model.parallel.expert import ExpertParallelGroup
 from ds_finetune.model.parallel.pipeline import PipelineGroup
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
@@ -103,7 +104,8 @@ def engine_on_device(
     plan = make_plan(config, world=World(rank, world_size, rank, world_size, "test"), device="cuda")
     with on_device(world_size, rank=rank) as calls:
         groups = _groups(plan)
-        lm = start._built(plan, grown(hf_config(family), config.parallel), groups, has_weights=True)
+        model = plan_model(grown(hf_config(family), config.parallel), config.model, config.parallel, config.lora)
+        lm = start._build(plan, model, groups, has_weights=True)
         engine = Engine(_Ranks(TrainedModel(lm, groups.sequence, groups.stage)), plan, groups)
         assert all(isinstance(param, OnDevice) for param in engine.lm.parameters())
         yield engine, calls

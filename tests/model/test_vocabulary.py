@@ -28,7 +28,7 @@ from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.model_shape import Shape
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.trainer.dry_run import held_tensors
-from ds_finetune.trainer.inputs import config_tree, model_config, vocabulary_lines
+from ds_finetune.trainer.inputs import config_tree, make_model_plan, model_config, model_lines
 from ds_finetune.trainer.preview import preview_of
 from ds_finetune.world import World
 from tests.model.fp8_folder import MTP, V3, in_fp8, master, multiplied_out, publish
@@ -212,8 +212,9 @@ def test_the_plan_counts_the_new_rows(demo: Path) -> None:
     added = Shape.of(tree).total_params - Shape.of(demo / "model").total_params
     assert added == 2 * 5 * CONFIGS["deepseek_v3"]["hidden_size"]
     plan = make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cpu")
-    assert sum(held.numel for held in held_tensors(plan, hf_config)) == Shape.of(tree).total_params
-    ((_, text),) = vocabulary_lines(config, hf_config)
+    model = make_model_plan(config, plan.mesh, is_config_alone=True)
+    assert sum(held.numel for held in held_tensors(plan, model)) == Shape.of(tree).total_params
+    ((_, text),) = model_lines(model, plan)
     assert text.startswith("96 -> 101 tokens; 5 new rows")
 
 
@@ -224,7 +225,8 @@ def test_a_key_that_adds_nothing_says_so(demo: Path) -> None:
         json.dumps(CONFIGS["deepseek_v3"] | {"model_type": "deepseek_v3", "vocab_size": 128})
     )
     config = run_of(demo, model={"path": str(fits), "resize_vocabulary": True})
-    ((_, text),) = vocabulary_lines(config, model_config(config))
+    plan = make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cpu")
+    ((_, text),) = model_lines(make_model_plan(config, plan.mesh), plan)
     assert text == "the tokenizer's ids fit the 128 tokens; model.resize_vocabulary adds nothing"
 
 
