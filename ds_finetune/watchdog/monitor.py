@@ -265,7 +265,7 @@ class Monitor(threading.Thread):
 
 
 @contextmanager
-def start_watchdog(progress: RankProgress, world: World, store: dist.Store, output_dir: Path) -> Iterator[Monitor]:
+def start_monitor(progress: RankProgress, world: World, store: dist.Store, output_dir: Path) -> Iterator[Monitor]:
     """Watch this rank and the others while it is open; every rank opens it, with the store they met at.
 
     RunError where rank zero does not take this rank.

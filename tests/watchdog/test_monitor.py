@@ -13,7 +13,7 @@ from ds_finetune.errors import RunError
 from ds_finetune.watchdog import monitor as module
 from ds_finetune.watchdog.connection import UNREACHABLE, Connection, PacketLoss
 from ds_finetune.watchdog.coordinator import REPORT
-from ds_finetune.watchdog.monitor import Monitor, start_watchdog
+from ds_finetune.watchdog.monitor import Monitor, start_monitor
 from ds_finetune.watchdog.process_death import FOLDER, mark_kill
 from ds_finetune.watchdog.progress import HangLimits, RankProgress
 from ds_finetune.watchdog.report import RankProcess
@@ -122,7 +122,7 @@ def test_two_ranks_meet_and_say_goodbye(tmp_path: Path) -> None:
     store, ended = dist.HashStore(), []
 
     def work(rank: int) -> None:
-        with start_watchdog(RankProgress(rank, NEVER), World(rank, 2, rank, 2, "test"), store, tmp_path / "run"):
+        with start_monitor(RankProgress(rank, NEVER), World(rank, 2, rank, 2, "test"), store, tmp_path / "run"):
             pass
         ended.append(rank)
 
@@ -147,7 +147,7 @@ def test_a_rank_with_another_secret_is_told(tmp_path: Path, monkeypatch: pytest.
     told = r"rank 1 is not accepted by the watchdog of rank 0 at 127\.0\.0\.1:\d+: its secret is another"
     with (
         pytest.raises(RunError, match=told) as refused,
-        start_watchdog(RankProgress(1, NEVER), World(1, 3, 1, 3, "test"), store, tmp_path),
+        start_monitor(RankProgress(1, NEVER), World(1, 3, 1, 3, "test"), store, tmp_path),
     ):
         pass
     assert "DS_FINETUNE_SECRET" in refused.value.hint
