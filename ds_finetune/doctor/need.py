@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.doctor.checks import Check, label
 from ds_finetune.errors import FinetuneError
 from ds_finetune.hostfile import Host
+from ds_finetune.hosts.check import Check, label
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.world import World
 
