@@ -3,20 +3,12 @@
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from functools import partial
 from itertools import chain
 from pathlib import Path
 
-import torch.distributed as dist
-
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.engine.default_group import process_group
-from ds_finetune.engine.devices import exchange
-from ds_finetune.engine.prepare_ops import build_ops, use_cores
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.errors import RunError
 from ds_finetune.export.interruption import Interruption
@@ -37,9 +29,8 @@ from ds_finetune.trainer.resume import (
     saved_record,
     start_saver,
 )
-from ds_finetune.trainer.run_dir import remove_empty_on_failure, write_run_files
-from ds_finetune.trainer.watch import start_watchdog
-from ds_finetune.watchdog.device import device_progress
+from ds_finetune.trainer.run_dir import write_run_files
+from ds_finetune.trainer.startup import build_operators, join_processes, start_watchdog
 from ds_finetune.watchdog.monitor import Monitor
 from ds_finetune.world import World, refuse_missing_hostfile
 
@@ -68,33 +59,15 @@ def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
     refuse_missing_hostfile()
     with Interruption(signal.SIGINT) as interruption:
         with start_watchdog(config.watchdog, world, Path(config.output_dir)) as (monitor, store):
-            run = _build_operators(prepare_run(config, world), store, say)
+            run = build_operators(prepare_run(config, world), store, say)
             if world.rank == 0:
                 announce(run)
-            with _joined(run, store, monitor):
+            with join_processes(run, store, monitor):
                 report = _train_and_export(run, monitor, say)
         verdicts: tuple[VerificationResult, ...] = ()
         if world.rank == 0 and not report.interrupted:
             verdicts = verify_run_exports(config, report.exports, interruption)
     return replace(report, seconds=time.monotonic() - began, verdicts=verdicts)
-
-
-def _build_operators(run: PreparedRun, store: dist.Store, say: Say) -> PreparedRun:
-    """Compile what the optimizer needs; the ranks agree through `store` on what follows from it."""
-    patience = timedelta(seconds=run.plan.collective_seconds)
-    agree = partial(exchange, store, run.plan.world, "operators", timeout=patience)
-    return replace(run, plan=build_ops(use_cores(run.plan, os.environ), agree, say))
-
-
-@contextmanager
-def _joined(run: PreparedRun, store: dist.Store, monitor: Monitor) -> Iterator[None]:
-    """The process group of all ranks is open, and the watchdog reports errors before it closes."""
-    group = process_group(
-        run.plan.world, run.plan.device, store, timeout=timedelta(seconds=run.plan.collective_seconds)
-    )
-    monitor.progress.device = device_progress(run.plan.device)
-    with remove_empty_on_failure(run.output_dir), monitor.detect_hangs(store), group, monitor.report_errors():
-        yield
 
 
 def _train_and_export(run: PreparedRun, monitor: Monitor, say: Say) -> Report:
