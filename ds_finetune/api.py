@@ -17,7 +17,7 @@ from ds_finetune.units import parse_bytes
 from ds_finetune.world import World
 
 if TYPE_CHECKING:
-    from ds_finetune.evaluation.run import Scored
+    from ds_finetune.evaluation.evaluate import EvalResult
     from ds_finetune.export.offline import ExportResult
     from ds_finetune.export.onnx.folder import OnnxExportResult
     from ds_finetune.export.verify.verify import VerificationResult
@@ -131,10 +131,10 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
     max_new_tokens: int = 256,
     batch_tokens: int = 4096,
     limit: int | None = None,
-) -> "Scored":
+) -> "EvalResult":
     """Score the exported folder `model`, and `baseline` on the same token ids, over the rows of `data`; prints nothing.
 
-    `Scored.metrics` holds each metric by name, with its confidence interval. With `extract` (gsm8k, choice, json or
+    `EvalResult.metrics` holds each metric by name, with its confidence interval. With `extract` (gsm8k, choice, json or
     text) answers are
     generated, and what it finds in them is compared with what it finds in the rows. `columns`, `template`, `train_on`
     and
@@ -150,8 +150,8 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
     for name, (value, bound) in least.items():
         if value is not None and value < bound:
             raise ConfigError(f"{name} is {value}", hint=f"give {bound} or more")
-    from ds_finetune.evaluation.extract import EXTRACTORS
-    from ds_finetune.evaluation.run import Asked, score
+    from ds_finetune.evaluation.evaluate import EvalRequest, evaluate_model
+    from ds_finetune.evaluation.extractors import EXTRACTORS
 
     if extract is not None and extract not in EXTRACTORS:
         raise ConfigError(f"extract is `{extract}`", hint=f"name one of {', '.join(EXTRACTORS)}")
@@ -169,7 +169,9 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
         packing=False,
     )
     base = None if baseline is None else str(baseline)
-    return score(Asked(str(model), base, rows, extract, max_seq_len, max_new_tokens, batch_tokens, limit))
+    return evaluate_model(
+        EvalRequest(str(model), base, rows, extract, max_seq_len, max_new_tokens, batch_tokens, limit)
+    )
 
 
 def _refuse_other_threads() -> None:

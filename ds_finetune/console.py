@@ -36,7 +36,7 @@ def pairs(title: str, rows: Iterable[tuple[str, str]]) -> Table:
 
 def show_plan(plan: "Plan", material: "Material") -> None:
     """Print what was decided and what will be trained on; rank zero calls this before anything is loaded."""
-    from ds_finetune.data.reasons import server_share
+    from ds_finetune.data.row_report import server_prompt_line
     from ds_finetune.model.lora import lora_lines
     from ds_finetune.model.parallel.pipeline import stages_of
     from ds_finetune.trainer.inputs import vocabulary_lines
@@ -56,7 +56,7 @@ def show_plan(plan: "Plan", material: "Material") -> None:
     limit = plan.config.eval.limit
     if limit and material.held_out is not None and limit < len(material.held_out):
         rows.append(("evaluation", f"the first {limit:,} of {len(material.held_out):,} rows (eval.limit)"))
-    rows.append(("prompts", server_share(material.train.counts)))
+    rows.append(("prompts", server_prompt_line(material.train.counts)))
     OUT.print(pairs("plan", rows))
     if plan.config.model.weights == "random":
         OUT.print(

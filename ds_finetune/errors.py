@@ -27,6 +27,10 @@ class ConfigError(FinetuneError):
     """The run file, an override, a DeepSpeed JSON or a launcher's environment is wrong or contradicts another."""
 
 
+class DependencyError(FinetuneError):
+    """An installed package differs from the tested version where this program changes its code."""
+
+
 class LaunchError(FinetuneError):
     """A launcher's environment or a hostfile cannot be understood."""
 

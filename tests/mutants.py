@@ -60,21 +60,21 @@ MUTANTS = (
     ),
     Mutant(
         "labels not shifted",
-        "data/packed.py",
+        "data/prepared_rows.py",
         "labels[:-1] = np.where(mask[1:], ids[1:], IGNORE_INDEX)",
         "labels[:] = np.where(mask, ids, IGNORE_INDEX)",
         "tests/data",
     ),
     Mutant(
         "prompt supervised",
-        "data/packed.py",
+        "data/prepared_rows.py",
         "np.where(mask[1:], ids[1:], IGNORE_INDEX)",
         "np.where(mask[1:] | True, ids[1:], IGNORE_INDEX)",
         "tests/data",
     ),
     Mutant(
         "documents see each other",
-        "data/packed.py",
+        "data/prepared_rows.py",
         "return ids, np.arange(len(ids)), labels",
         "return ids, np.arange(len(ids)) + 1, labels",
         f"tests/data {PARITY}",
@@ -224,7 +224,7 @@ def _copy_tree(tree: Path) -> None:
     )
     for name in listed.stdout.split():
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(ROOT / name, tree / name)
+        shutil.copyfile(ROOT / name, tree / name, follow_symlinks=False)
 
 
 if __name__ == "__main__":

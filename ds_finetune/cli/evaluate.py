@@ -15,7 +15,7 @@ from ds_finetune.errors import ConfigError, OutputError
 
 if TYPE_CHECKING:
     from ds_finetune.evaluation.compare import Metric
-    from ds_finetune.evaluation.run import Scored
+    from ds_finetune.evaluation.evaluate import EvalResult
 
 _EXTRACTORS = ("gsm8k", "choice", "json", "text")
 
@@ -90,12 +90,12 @@ def _evaluate(arguments: Arguments) -> None:
     tasks = arguments.tasks.split(",") if arguments.tasks else []
     results = {}
     if tasks:
-        from ds_finetune.evaluation import harness
+        from ds_finetune.evaluation import lm_eval_tasks
 
-        metrics = harness.run_tasks(arguments.model, arguments.baseline, tasks, limit=arguments.limit)
-        OUT.print(_table(metrics, arguments, harness.METHOD))
+        metrics = lm_eval_tasks.run_tasks(arguments.model, arguments.baseline, tasks, limit=arguments.limit)
+        OUT.print(_table(metrics, arguments, lm_eval_tasks.METHOD))
         results["tasks"] = {
-            "method": harness.METHOD,
+            "method": lm_eval_tasks.METHOD,
             "metrics": {name: vars(metric) for name, metric in metrics.items()},
         }
     if arguments.data:
@@ -126,7 +126,7 @@ def _write_text(file: str, text: str, *, mode: str) -> None:
         raise OutputError(f"--json `{file}` cannot be written: {refused.strerror}", hint="name another file") from None
 
 
-def _scored(arguments: Arguments) -> "Scored":
+def _scored(arguments: Arguments) -> "EvalResult":
     wrong = [column for column in arguments.column if "=" not in column]
     if wrong:
         raise ConfigError(

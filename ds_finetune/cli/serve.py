@@ -57,16 +57,16 @@ def _ask(arguments: Arguments) -> None:
 
 
 def _chat(arguments: Arguments) -> None:
-    from ds_finetune.inference.chat import END, Conversation, converse
+    from ds_finetune.inference.chat import END, ChatSession, run_chat
 
-    conversation = Conversation(Path(arguments.folder), max_new_tokens=arguments.max_new_tokens)
+    conversation = ChatSession(Path(arguments.folder), max_new_tokens=arguments.max_new_tokens)
     show_line(f"`{END}` ends it")
-    converse(conversation, ask=lambda: OUT.input("> "), say=show_piece)
+    run_chat(conversation, ask=lambda: OUT.input("> "), say=show_piece)
 
 
 def _serve(arguments: Arguments) -> None:
-    from ds_finetune.inference.serve import Address, Service, serve
+    from ds_finetune.inference.serve import Address, ServeOptions, serve
 
     address = Address(arguments.host, arguments.port)
-    service = Service(arguments.engine, arguments.ready_seconds, arguments.queue, arguments.request_seconds)
+    service = ServeOptions(arguments.engine, arguments.ready_seconds, arguments.queue, arguments.request_seconds)
     serve(Path(arguments.folder), address, service, say=show_line)

@@ -95,7 +95,7 @@ def eval_batches(rows: Rows, plan: BatchPlan, *, limit: int = 0) -> Iterator[Bat
     """Every row once, in order, or the first `limit` ones; as many forwards on each rank, the last ones filled with
     empty rows.
     """
-    per_round, end = plan.micro_batch_size * plan.dp, num_evaluated(rows, limit)
+    per_round, end = plan.micro_batch_size * plan.dp, num_eval_rows(rows, limit)
     for first in range(0, end, per_round):
         mine = range(first + plan.rank * plan.micro_batch_size, first + (plan.rank + 1) * plan.micro_batch_size)
         yield _batch(
@@ -103,7 +103,7 @@ def eval_batches(rows: Rows, plan: BatchPlan, *, limit: int = 0) -> Iterator[Bat
         )
 
 
-def num_evaluated(rows: Rows, limit: int) -> int:
+def num_eval_rows(rows: Rows, limit: int) -> int:
     """How many rows an evaluation reads, where 0 is no limit."""
     return min(len(rows), limit or len(rows))
 
@@ -128,10 +128,10 @@ def _order(seed: int, epoch: int, num_rows: int) -> NDArray[np.int64]:
 
 def _batch(rows: Rows, ids: Sequence[int | None], plan: BatchPlan, position: Position) -> Batch:
     found = [rows[i] if i is not None else None for i in ids]
-    return batch_of(found, plan, position, tuple(i for i in ids if i is not None))
+    return make_batch(found, plan, position, tuple(i for i in ids if i is not None))
 
 
-def batch_of(rows: Sequence[Row | None], plan: BatchPlan, position: Position, row_ids: tuple[int, ...]) -> Batch:
+def make_batch(rows: Sequence[Row | None], plan: BatchPlan, position: Position, row_ids: tuple[int, ...]) -> Batch:
     """One rank's share of a step from its rows; None is a row of nothing."""
     found = [row or empty_row(plan.pad_token_id) for row in rows]
     real = [row for row in rows if row is not None]

@@ -46,7 +46,7 @@ class ArrayParts:
 
 
 @contextmanager
-def locked_folder(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Make `folder` and keep other processes of the machine out of it; OutputError where it cannot be written."""
     lock = FileLock(folder / "lock")
     with _write_errors(folder):
@@ -82,14 +82,14 @@ def write_folder(folder: Path, arrays: Mapping[str, ArrayParts], texts: Mapping[
         raise
 
 
-def content_of(folder: Path) -> str:
+def content_hash(folder: Path) -> str:
     """A hash of all arrays of a folder, by the checksums that were taken while they were written."""
     sums = json.loads((folder / _SUMS).read_bytes())
     arrays = {name: found for name, found in sums.items() if name.endswith(".npy")}
     return xxhash.xxh3_64_hexdigest(json.dumps(arrays, sort_keys=True).encode())
 
 
-def damage_of(folder: Path) -> str:
+def find_damage(folder: Path) -> str:
     """What differs from the checksums of a complete folder; empty where nothing does."""
     try:
         sums = json.loads((folder / _SUMS).read_bytes())
@@ -120,7 +120,7 @@ def remove_damaged(folders: Sequence[Path], *, since: float) -> list[str]:
         return checked.read_text(encoding="utf-8").splitlines()
     lines = []
     for folder in folders:
-        damage = damage_of(folder) if folder.is_dir() else ""
+        damage = find_damage(folder) if folder.is_dir() else ""
         if damage:
             lines.append(f"data cache is damaged: {damage}; it is built again")
             shutil.rmtree(folder)

@@ -14,18 +14,18 @@ from ds_finetune.errors import DataError
 
 Messages = Sequence[Mapping[str, Any]]
 _MARK = "\ue0f1{name}\ue0f2"
-"""Private-use characters: no template has them, and rows that hold them are refused (`messages.MARKS`)."""
+"""No template writes these private-use characters, and rows with them are refused (`messages.RESERVED_CHARACTERS`)."""
 
 
-def mark(name: object) -> str:
+def placeholder(name: object) -> str:
     """A text that nothing else holds, which stands for another while a template is rendered."""
     return _MARK.format(name=name)
 
 
 _ASKED = {"role": "user", "content": "x"}
-_IDS = (mark("assistant.id"), "abcdefghi")
+_IDS = (placeholder("assistant.id"), "abcdefghi")
 _PARAMETERS = {"type": "object", "properties": {}}
-_TOOL = {"type": "function", "function": {"name": mark("tool"), "description": "d", "parameters": _PARAMETERS}}
+_TOOL = {"type": "function", "function": {"name": placeholder("tool"), "description": "d", "parameters": _PARAMETERS}}
 
 
 class RenderingError(Exception):
@@ -85,19 +85,21 @@ class Probes:
 
 
 def _probes(template: ChatTemplate) -> Probes:
-    answer = _tried(template, [_ASKED, {"role": "assistant", "content": mark(0)}])
-    thought = _tried(template, [_ASKED, {"role": "assistant", "content": "x", "reasoning_content": mark("thought")}])
-    named = _tried(template, [{**_ASKED, "name": mark("user.name")}])
+    answer = _tried(template, [_ASKED, {"role": "assistant", "content": placeholder(0)}])
+    thought = _tried(
+        template, [_ASKED, {"role": "assistant", "content": "x", "reasoning_content": placeholder("thought")}]
+    )
+    named = _tried(template, [{**_ASKED, "name": placeholder("user.name")}])
     calls, object_arguments, no_content = _call_probes(template)
     known = ("user.name", "tool.name", "tool.tool_call_id", "assistant.id")
     return Probes(
-        turn_end=template.turn_end(answer.partition(mark(0))[2]),
+        turn_end=template.turn_end(answer.partition(placeholder(0))[2]),
         object_arguments=object_arguments,
         calls=bool(calls),
         no_content=no_content,
-        tools=mark("tool") in _tried(template, [_ASKED], with_tool=True),
-        reasoning="field" if mark("thought") in thought else "tags" if "</think>" in template.source else "",
-        fields=frozenset(name for name in known if mark(name) in calls + named),
+        tools=placeholder("tool") in _tried(template, [_ASKED], with_tool=True),
+        reasoning="field" if placeholder("thought") in thought else "tags" if "</think>" in template.source else "",
+        fields=frozenset(name for name in known if placeholder(name) in calls + named),
     )
 
 
@@ -106,15 +108,20 @@ def _call_probes(template: ChatTemplate) -> tuple[str, bool, str | None]:
 
     Some templates write a content of None as `None`, and Mistral's fail on an id that has not nine letters.
     """
-    objects: dict[str, int] = {mark("key"): 1}
+    objects: dict[str, int] = {placeholder("key"): 1}
     for no_content, arguments, call_id in product((None, ""), (objects, json.dumps(objects, ensure_ascii=False)), _IDS):
-        call = {"type": "function", "id": call_id, "function": {"name": mark("call"), "arguments": arguments}}
-        result = {"role": "tool", "content": "x", "name": mark("tool.name"), "tool_call_id": mark("tool.tool_call_id")}
+        call = {"type": "function", "id": call_id, "function": {"name": placeholder("call"), "arguments": arguments}}
+        result = {
+            "role": "tool",
+            "content": "x",
+            "name": placeholder("tool.name"),
+            "tool_call_id": placeholder("tool.tool_call_id"),
+        }
         result["tool_call_id"] = call_id if call_id == _IDS[1] else result["tool_call_id"]
         rendered = _tried(
             template, [_ASKED, {"role": "assistant", "content": no_content, "tool_calls": [call]}, result]
         )
-        if mark("call") in rendered and mark("key") in rendered and "None" not in rendered:
+        if placeholder("call") in rendered and placeholder("key") in rendered and "None" not in rendered:
             return rendered, arguments is objects, no_content
     return "", False, None
 
@@ -127,7 +134,7 @@ def _tried(template: ChatTemplate, messages: Messages, *, with_tool: bool = Fals
         return "" if with_tool else _tried(template, messages, with_tool=True)
 
 
-def as_rendered(conversation: Conversation, template: ChatTemplate, reasoning: str) -> list[dict[str, Any]]:
+def adapt_messages(conversation: Conversation, template: ChatTemplate, reasoning: str) -> list[dict[str, Any]]:
     """Messages as the template wants them: arguments as objects or texts, reasoning as a field or in tags.
 
     `reasoning` is `keep` or `strip`, as in the run file.
@@ -140,7 +147,7 @@ def _rendered_message(message: Mapping[str, Any], probes: Probes, reasoning: str
     if reasoning == "strip":
         turn.pop("reasoning_content", None)
         if turn["role"] == "assistant" and isinstance(turn["content"], str):
-            turn["content"] = without_reasoning(turn["content"])
+            turn["content"] = strip_reasoning(turn["content"])
     if "reasoning_content" in turn and probes.reasoning == "tags":
         thought = turn.pop("reasoning_content")
         turn["content"] = f"<think>\n{thought}\n</think>\n\n{turn['content'] or ''}"
@@ -150,7 +157,7 @@ def _rendered_message(message: Mapping[str, Any], probes: Probes, reasoning: str
     return turn
 
 
-def without_reasoning(content: str) -> str:
+def strip_reasoning(content: str) -> str:
     """A content from behind its last `</think>`."""
     return content.rpartition("</think>")[2].lstrip("\n") if "</think>" in content else content
 
@@ -162,7 +169,7 @@ def _rendered_call(call: Mapping[str, Any], probes: Probes) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": parse_json(function["arguments"])}}
 
 
-def refuse_row(where: str, broken: RenderingError) -> DataError:
+def template_error(where: str, broken: RenderingError) -> DataError:
     """The error for a row on which the template fails."""
     return DataError(
         f"{where}: the chat template refuses the row: {broken}", hint="mend the row, or give another data.template"

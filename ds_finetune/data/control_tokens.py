@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from ds_finetune.data.messages import Conversation, mapped_texts
+from ds_finetune.data.messages import Conversation, map_texts
 from ds_finetune.errors import DataError
 
 _OPEN, _CLOSE = "\ue0f3", "\ue0f4"
-"""Stand around a control token that is text; rows that hold them are refused (`messages.MARKS`)."""
+"""Stand around a control token that is text; rows that hold them are refused (`messages.RESERVED_CHARACTERS`)."""
 _THINK = ("<think>", "</think>")
 
 
@@ -32,11 +32,11 @@ class ControlTokens:
         self._patterns = {"system": own, "assistant": own, "user": foreign, "tool": foreign}
         self._as_text: dict[str, list[int]] = {}
 
-    def found(self, text: str) -> bool:
+    def has_control_token(self, text: str) -> bool:
         """Whether a text that no template is applied to holds a special token."""
         return bool(self._patterns["system"].search(text))
 
-    def protected(self, conversation: Conversation, where: str) -> tuple[Conversation, str]:
+    def protect(self, conversation: Conversation, where: str) -> tuple[Conversation, str]:
         """The conversation with its control tokens marked as text if that is asked for, and what is to be noted
         of it.
         """
@@ -46,7 +46,7 @@ class ControlTokens:
             held.extend(self._patterns[role].findall(text))
             return text
 
-        mapped_texts(conversation, look)
+        map_texts(conversation, look)
         if not held:
             return conversation, ""
         if self._choice == "refuse":
@@ -56,13 +56,13 @@ class ControlTokens:
             )
         if self._choice == "keep":
             return conversation, "control_keep"
-        return mapped_texts(conversation, self._marked), "control_text"
+        return map_texts(conversation, self._marked), "control_text"
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, with no special tokens added; one tokenizer call for all."""
         pieces = [re.split(f"{_OPEN}(.*?){_CLOSE}", text) if _OPEN in text else [text] for text in texts]
         # A template may cut a text between the two marks of a token.
-        plain = [shown(piece) for parts in pieces for piece in parts[::2]]
+        plain = [strip_brackets(piece) for parts in pieces for piece in parts[::2]]
         encoded = iter(self._tokenizer(plain, add_special_tokens=False)["input_ids"] if plain else [])
         return [
             [i for number, part in enumerate(parts) for i in (self._text_ids(part) if number % 2 else next(encoded))]
@@ -87,12 +87,12 @@ class ControlTokens:
         return self._as_text[token]
 
 
-def shown(text: str) -> str:
+def strip_brackets(text: str) -> str:
     """A text without the marks of `ControlTokens.protected`."""
     return text.replace(_OPEN, "").replace(_CLOSE, "")
 
 
-def written_places(token: str, text: str) -> list[int]:
+def find_token(token: str, text: str) -> list[int]:
     """Where `text` holds the token as the template writes it, and not as text of a row."""
     return [found.start() for found in re.finditer(f"(?<!{_OPEN}){re.escape(token)}", text)] if token else []
 

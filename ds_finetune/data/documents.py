@@ -12,8 +12,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from ds_finetune.data.cache import ArrayParts, write_folder
-from ds_finetune.data.tally import Tally
-from ds_finetune.data.template import Tokens
+from ds_finetune.data.named_counts import NamedCounts
+from ds_finetune.data.sample_tokens import Tokens
 
 _ARRAYS = {
     "ids": np.dtype(np.int32),
@@ -33,15 +33,15 @@ class Counts:
     truncated: int = 0
     truncated_tokens: int = 0
     split: int = 0
-    lead_differs: int = 0
+    server_prompt_differs: int = 0
     documents: int = 0
     tokens: int = 0
     supervised: int = 0
-    dropped: Tally = field(default_factory=Tally)
+    dropped: NamedCounts = field(default_factory=NamedCounts)
     """Rows left out for a reason of `reasons.DROPPED`."""
-    noted: Tally = field(default_factory=Tally)
+    noted: NamedCounts = field(default_factory=NamedCounts)
     """Rows of which something is to be reported (`reasons.NOTED`)."""
-    unread: Tally = field(default_factory=Tally)
+    unread: NamedCounts = field(default_factory=NamedCounts)
     """Columns and fields that nothing reads."""
 
     def __add__(self, other: Self) -> Self:
@@ -57,7 +57,7 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Limits:
+class LengthLimit:
     """The longest document, and what happens to a longer one: `auto` splits plain text and truncates dialogue."""
 
     max_seq_len: int
@@ -92,7 +92,7 @@ class Documents:
         write_folder(folder, {name: ArrayParts.of(getattr(self, name)) for name in _ARRAYS}, _texts(counts))
 
 
-def join(parts: Sequence[Path], folder: Path, counts: Counts) -> None:
+def join_parts(parts: Sequence[Path], folder: Path, counts: Counts) -> None:
     """Write the documents of all `parts`, in order, to `folder`, holding one part in memory at a time."""
     sizes = {"ids": counts.tokens, "mask": counts.tokens, "offsets": counts.documents + 1, "digests": counts.documents}
     arrays = {name: ArrayParts(dtype, sizes[name], _joined(parts, name)) for name, dtype in _ARRAYS.items()}
@@ -118,23 +118,23 @@ def _texts(counts: Counts) -> dict[str, str]:
 def read_counts(folder: Path) -> Counts:
     """Counts written with a folder of documents."""
     written = json.loads((folder / "counts.json").read_text(encoding="utf-8"))
-    return Counts(**{**written, **{name: Tally.read(written[name]) for name in ("dropped", "noted", "unread")}})
+    return Counts(**{**written, **{name: NamedCounts.read(written[name]) for name in ("dropped", "noted", "unread")}})
 
 
-def gather(tokens: Sequence[Tokens], rules: Sequence[str], *, max_seq_len: int) -> tuple[Documents, Counts]:
+def make_documents(tokens: Sequence[Tokens], rules: Sequence[str], *, max_seq_len: int) -> tuple[Documents, Counts]:
     """Documents of at most `max_seq_len` tokens, each with a supervised token, and what became of the others.
 
     `rules` say what happens to each where it is longer: `truncate`, `drop` or `split`.
     """
     kept: list[tuple[list[int], list[bool]]] = []
-    counts = Counts(read=len(tokens), lead_differs=sum(t.lead_differs for t in tokens))
+    counts = Counts(read=len(tokens), server_prompt_differs=sum(t.server_prompt_differs for t in tokens))
     for document, rule in zip(tokens, rules, strict=True):
         if document.dropped:
             continue
         pieces, change = _fitted(document, rule, max_seq_len)
-        learnt = [(ids, mask) for ids, mask in pieces if any(mask[1:])]
-        change += Counts(nothing_supervised=len(pieces) - len(learnt))
-        kept += learnt
+        kept_pieces = [(ids, mask) for ids, mask in pieces if any(mask[1:])]
+        change += Counts(nothing_supervised=len(pieces) - len(kept_pieces))
+        kept += kept_pieces
         counts += change
     lengths = [len(ids) for ids, _ in kept]
     ids = np.array([i for ids, _ in kept for i in ids], dtype=np.int32)

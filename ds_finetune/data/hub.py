@@ -1,13 +1,14 @@
 """Rows of data sets on the Hugging Face hub."""
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from ds_finetune.data.files import Record
 from ds_finetune.data.splits import DEFAULT_SPLITS, splits_of
 from ds_finetune.errors import DataError
 from ds_finetune.hub_access import hub_problem
+from ds_finetune.patches.datasets_offline import offline
 
 if TYPE_CHECKING:
     from datasets import DatasetDict
@@ -48,7 +49,7 @@ def _load(path: str, subset: str) -> "DatasetDict":
 
     problem = hub_problem()
     try:
-        with _offline() if problem else nullcontext():
+        with offline() if problem else nullcontext():
             return load_dataset(path, subset or None)
     except (DatasetNotFoundError, OSError, ValueError) as missing:
         if problem:
@@ -60,16 +61,3 @@ def _load(path: str, subset: str) -> "DatasetDict":
             f"data `{path}` is neither a file nor a data set that the hub gives: {missing}",
             hint=f"check the name; a subset is named before its split, e.g. `{path}:SUBSET:train`",
         ) from missing
-
-
-@contextmanager
-def _offline() -> Iterator[None]:
-    """Let datasets take what its cache holds without asking the hub; it offers no argument for that."""
-    from datasets import config
-
-    before = config.HF_HUB_OFFLINE
-    config.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        config.HF_HUB_OFFLINE = before

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ds_finetune.data.messages import Conversation, checked_text, read_conversation, read_tools
+from ds_finetune.data.messages import Conversation, check_text, read_conversation, read_tools
 from ds_finetune.data.sources import Record
 from ds_finetune.errors import DataError
 
@@ -37,7 +37,7 @@ class PlainText:
 Sample = Conversation | Completion | PlainText
 
 
-def recognise(record: Record, columns: Mapping[str, str], where: str) -> str:
+def recognise_layout(record: Record, columns: Mapping[str, str], where: str) -> str:
     """The layout whose columns the record has; DataError names the columns found and wanted."""
     names = set(record) | {key for key, column in columns.items() if column in record}
     for name, layout in LAYOUTS.items():
@@ -95,7 +95,7 @@ def _refuse_other_rows(record: Record, columns: Mapping[str, str], where: str) -
 
 
 def _text(view: Mapping[str, Any], key: str, where: str) -> str:
-    return checked_text(view.get(key), f"{where}: column `{key}`")
+    return check_text(view.get(key), f"{where}: column `{key}`")
 
 
 def _optional(view: Mapping[str, Any], key: str, where: str) -> str:
@@ -140,7 +140,7 @@ def _history(view: Mapping[str, Any], where: str) -> list[tuple[str, str]]:
         hint = "give a list of [question, answer] pairs"
         raise DataError(f"{where}: column `history` holds {pairs!r:.60}", hint=hint)
     what = f"{where}: column `history`"
-    return [(checked_text(asked, what), checked_text(said, what)) for asked, said in pairs]
+    return [(check_text(asked, what), check_text(said, what)) for asked, said in pairs]
 
 
 def _prompt_completion(view: Mapping[str, Any], where: str) -> Sample:

@@ -13,7 +13,7 @@ from ds_finetune.errors import DataError
 
 Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
 ROLES = ("system", "user", "assistant", "tool")
-MARKS = "\ue0f1\ue0f2\ue0f3\ue0f4"
+RESERVED_CHARACTERS = "\ue0f1\ue0f2\ue0f3\ue0f4"
 """Private-use characters that stand for texts while a template is rendered; rows that hold one are refused."""
 _ROLE_NAMES = {
     **{role: role for role in ROLES},
@@ -67,11 +67,11 @@ def read_tools(tools: object, where: str) -> tuple[Mapping[str, Any], ...] | Non
         return None
     if not isinstance(given, list | tuple):
         raise DataError(f"{where}: `tools` holds {_shown(given)}", hint="give a list of tools, or that list as JSON")
-    checked_text(_json(given, f"{where}: `tools`"), f"{where}: `tools`")
+    check_text(_json(given, f"{where}: `tools`"), f"{where}: `tools`")
     return tuple(_tool(tool, f"{where}: tool {number}") for number, tool in enumerate(given, start=1))
 
 
-def checked_text(value: object, what: str) -> str:
+def check_text(value: object, what: str) -> str:
     """`value`, if it is a text that a tokenizer can take; `what` says where it stands."""
     if not isinstance(value, str):
         raise DataError(f"{what} holds {_shown(value)}, not text", hint="mend the row, or name another column")
@@ -82,8 +82,8 @@ def checked_text(value: object, what: str) -> str:
             f"{what} holds the lone surrogate U+{ord(value[lone.start]):04X}, half of a character",
             hint="mend the row: the text was cut inside a UTF-16 pair",
         ) from None
-    if not value.isascii() and any(mark in value for mark in MARKS):
-        mark = next(mark for mark in MARKS if mark in value)
+    if not value.isascii() and any(mark in value for mark in RESERVED_CHARACTERS):
+        mark = next(mark for mark in RESERVED_CHARACTERS if mark in value)
         raise DataError(
             f"{what} holds the private-use character U+{ord(mark):04X}",
             hint="remove it: chat templates are rendered with it",
@@ -127,7 +127,7 @@ def _message(message: object, what: str, where: str) -> tuple[dict[str, Any], li
                 f"{what}: a {role} message has `{key}` {given[key]!r:.60}", hint="only assistant messages call tools"
             )
     turn = {"role": role, "content": _text(content, what)}
-    turn |= {key: checked_text(given[key], f"{what}: `{key}`") for key in ("name", "tool_call_id") if key in given}
+    turn |= {key: check_text(given[key], f"{what}: `{key}`") for key in ("name", "tool_call_id") if key in given}
     unread = [key for key in given if key not in _MESSAGE_KEYS]
     return turn, [*unread, *(["weight"] if given.get("weight") else [])]
 
@@ -150,7 +150,7 @@ def _assistant(
     if calls:
         turn["tool_calls"] = calls
     if reasoning is not None:
-        turn["reasoning_content"] = checked_text(reasoning, f"{what}: the reasoning")
+        turn["reasoning_content"] = check_text(reasoning, f"{what}: the reasoning")
         if text and "</think>" in text:
             raise DataError(
                 f"{what} has reasoning beside its content and `</think>` inside: {text!r:.60}",
@@ -173,20 +173,20 @@ def _weight(weight: object, what: str) -> int:
 def _text(content: object, what: str) -> str:
     """A content as one text; text parts are joined by newlines, as vLLM joins them for templates that take texts."""
     if not isinstance(content, list | tuple):
-        return checked_text(content, f"{what}: the content")
+        return check_text(content, f"{what}: the content")
     return "\n".join(_part(part, what) for part in content)
 
 
 def _part(part: object, what: str) -> str:
     if isinstance(part, str):
-        return checked_text(part, f"{what}: a part")
+        return check_text(part, f"{what}: a part")
     kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
     if not isinstance(part, dict) or kind not in _TEXT_PARTS:
         raise DataError(
             f"{what} holds a part of type {kind!r}: {part!r:.60}",
             hint="only text is trained; remove rows with media or other parts",
         )
-    return checked_text(part.get("text"), f"{what}: a text part")
+    return check_text(part.get("text"), f"{what}: a text part")
 
 
 def _calls(given: object, what: str) -> list[dict[str, Any]]:
@@ -206,9 +206,9 @@ def _call(call: object, what: str) -> dict[str, Any]:
     assert isinstance(call, dict)
     turn = {
         "type": "function",
-        "function": {"name": checked_text(inner["name"], what), "arguments": _arguments(inner, what)},
+        "function": {"name": check_text(inner["name"], what), "arguments": _arguments(inner, what)},
     }
-    return turn | ({"id": checked_text(call["id"], f"{what}: `id`")} if call.get("id") is not None else {})
+    return turn | ({"id": check_text(call["id"], f"{what}: `id`")} if call.get("id") is not None else {})
 
 
 def _arguments(inner: Mapping[str, Any], what: str) -> str:
@@ -216,10 +216,10 @@ def _arguments(inner: Mapping[str, Any], what: str) -> str:
     given = inner.get("arguments", inner.get("parameters"))
     name = f"{what}: `arguments` of {inner['name']}"
     text = given if isinstance(given, str) else _json({} if given is None else given, name)
-    parsed = _parsed(checked_text(text, name), name) if text.strip() else {}
+    parsed = _parsed(check_text(text, name), name) if text.strip() else {}
     if not isinstance(parsed, dict):
         raise DataError(f"{name} is {_shown(given)}, not an object", hint="give arguments by name")
-    checked_text(_json(parsed, name), name)
+    check_text(_json(parsed, name), name)
     return text if text.strip() else "{}"
 
 
@@ -266,7 +266,7 @@ class TextChange(Protocol):
         ...
 
 
-def mapped_texts(conversation: Conversation, change: TextChange) -> Conversation:
+def map_texts(conversation: Conversation, change: TextChange) -> Conversation:
     """The conversation with `change(text, role)` for each of its texts; tools count as `system`."""
     messages = []
     for message in conversation.messages:

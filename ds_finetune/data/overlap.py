@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_finetune.data.packed import PreparedRows
+from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.sources import find_sources
 from ds_finetune.data.stream import StreamedRows
 

@@ -17,18 +17,18 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.config.schema import DataConfig
-from ds_finetune.data.cache import ArrayParts, content_of, damage_of, locked_folder, remove_damaged, write_folder
-from ds_finetune.data.documents import Counts, Documents, Limits, gather, join, read_counts
-from ds_finetune.data.layouts import PlainText, Sample, read_sample, recognise, unread_columns
-from ds_finetune.data.pack import pack
-from ds_finetune.data.packed import PreparedRows
-from ds_finetune.data.reasons import dropped_rows, hint_for
+from ds_finetune.data.cache import ArrayParts, content_hash, find_damage, lock_folder, remove_damaged, write_folder
+from ds_finetune.data.documents import Counts, Documents, LengthLimit, join_parts, make_documents, read_counts
+from ds_finetune.data.layouts import PlainText, Sample, read_sample, recognise_layout, unread_columns
+from ds_finetune.data.named_counts import NamedCounts
+from ds_finetune.data.packing import pack
+from ds_finetune.data.prepared_rows import PreparedRows
+from ds_finetune.data.row_report import dropped_row_lines, dropped_rows_hint
+from ds_finetune.data.sample_tokens import RULES_VERSION, SampleTokeniser, TemplateSettings, Tokens
 from ds_finetune.data.sources import Record, Source, find_sources, read_records
-from ds_finetune.data.tally import Tally
-from ds_finetune.data.template import RULES, Templater, TemplateSettings, Tokens
 from ds_finetune.errors import ConfigError, DataError, RunError
 
-FORMAT = 2
+FORMAT_VERSION = 3
 """Raised when what is written changes, so that an older cache is not taken for it."""
 ROWS_PER_PART = 2000
 _PLACED_RECORDS = list[tuple[str, Record]]
@@ -36,7 +36,7 @@ _Task = tuple[Path, _PLACED_RECORDS]
 
 
 @dataclass(frozen=True)
-class TokenSpec:
+class TokenLimits:
     """What rows must respect: tokens of a row, ids the model has, positions it knows (None: no limit)."""
 
     max_seq_len: int
@@ -45,33 +45,35 @@ class TokenSpec:
 
 
 @dataclass(frozen=True)
-class Work:
+class Tokenisation:
     """All a process needs to turn records into documents."""
 
     tokenizer: PreTrainedTokenizerBase
     settings: TemplateSettings
     layout: str
     columns: dict[str, str]
-    limits: Limits
+    limits: LengthLimit
 
 
-def prepare(config: DataConfig, which: str, *, tokenizer: PreTrainedTokenizerBase, spec: TokenSpec) -> PreparedRows:
+def prepare_rows(
+    config: DataConfig, which: str, *, tokenizer: PreTrainedTokenizerBase, spec: TokenLimits
+) -> PreparedRows:
     """Rows of `config.train` or `config.eval`, tokenised and packed; every process of a machine calls this, one does
-    the work.
+    the tokenisation.
 
     The cache is found by the paths, sizes and modification times of the files, the tokenizer, the template and the
     settings: a second start reads no raw data, and a preparation that was killed goes on after its last whole part.
     """
-    sources, work = plan_work(config, which, tokenizer=tokenizer, spec=spec)
-    folder = Path(config.cache_dir) / _fingerprint(sources, work)
+    sources, tokenisation = plan_tokenisation(config, which, tokenizer=tokenizer, spec=spec)
+    folder = Path(config.cache_dir) / _fingerprint(sources, tokenisation)
     whole, packed = folder / "whole", folder / "packed"
     began = time.time()
-    with locked_folder(folder):
+    with lock_folder(folder):
         notes = remove_damaged([whole, packed], since=began)
         if not whole.is_dir():
-            _tokenise(sources, work, folder, workers=config.workers or os.cpu_count() or 1)
+            _tokenise(sources, tokenisation, folder, workers=config.workers or os.cpu_count() or 1)
         counts = read_counts(whole)
-        refuse_losses(counts, config, sources)
+        check_dropped_rows(counts, config, sources)
         documents = Documents.read(whole)
         if config.packing and not packed.is_dir():
             _write_packed(packed, documents, spec)
@@ -79,12 +81,12 @@ def prepare(config: DataConfig, which: str, *, tokenizer: PreTrainedTokenizerBas
     order, offsets = np.arange(counts.documents), np.arange(counts.documents + 1)
     if config.packing:
         order, offsets = np.load(packed / "order.npy"), np.load(packed / "offsets.npy")
-    return PreparedRows(documents, order, offsets, counts, content=content_of(whole), notes=tuple(notes))
+    return PreparedRows(documents, order, offsets, counts, content=content_hash(whole), notes=tuple(notes))
 
 
-def plan_work(
-    config: DataConfig, which: str, *, tokenizer: PreTrainedTokenizerBase, spec: TokenSpec
-) -> tuple[list[Source], Work]:
+def plan_tokenisation(
+    config: DataConfig, which: str, *, tokenizer: PreTrainedTokenizerBase, spec: TokenLimits
+) -> tuple[list[Source], Tokenisation]:
     """The sources of `config.train` or `config.eval` and what is to be done with their records, checked but not
     read.
     """
@@ -96,22 +98,26 @@ def plan_work(
         raise ConfigError(
             f"data.long_rows split is for plain text, and data.layout is {config.layout}", hint="use truncate or drop"
         )
-    return sources, Work(
-        tokenizer, settings, config.layout, dict(config.columns), Limits(spec.max_seq_len, config.long_rows)
+    return sources, Tokenisation(
+        tokenizer, settings, config.layout, dict(config.columns), LengthLimit(spec.max_seq_len, config.long_rows)
     )
 
 
-def documents_of(records: Sequence[tuple[str, Record]], work: Work) -> tuple[Documents, Counts]:
+def tokenise_records(records: Sequence[tuple[str, Record]], tokenisation: Tokenisation) -> tuple[Documents, Counts]:
     """Documents of a stretch of records, in one tokenizer call, and what became of the records."""
     samples: list[tuple[str, Sample]] = []
     unread: list[list[str]] = []
     for where, record in records:
-        layout = recognise(record, work.columns, where) if work.layout == "auto" else work.layout
-        samples.append((where, read_sample(record, layout, work.columns, where)))
-        unread.append(unread_columns(record, layout, work.columns))
-    tokens = Templater(work.tokenizer, work.settings).tokens(samples)
-    rules = [_rule(*sample, work.limits) for sample in samples]
-    documents, counts = gather(tokens, rules, max_seq_len=work.limits.max_seq_len)
+        layout = (
+            recognise_layout(record, tokenisation.columns, where)
+            if tokenisation.layout == "auto"
+            else tokenisation.layout
+        )
+        samples.append((where, read_sample(record, layout, tokenisation.columns, where)))
+        unread.append(unread_columns(record, layout, tokenisation.columns))
+    tokens = SampleTokeniser(tokenisation.tokenizer, tokenisation.settings).tokenise(samples)
+    rules = [_rule(*sample, tokenisation.limits) for sample in samples]
+    documents, counts = make_documents(tokens, rules, max_seq_len=tokenisation.limits.max_seq_len)
     places = [where for where, _ in records]
     return documents, counts + _named_counts(tokens, unread, places)
 
@@ -120,13 +126,13 @@ def _named_counts(tokens: Sequence[Tokens], unread: Sequence[Sequence[str]], pla
     """Dropped, noted and unread, by name; `places` says where each row stands."""
     rows = list(zip(tokens, unread, places, strict=True))
     return Counts(
-        dropped=Tally.sum(Tally.of([row.dropped], where) for row, _, where in rows if row.dropped),
-        noted=Tally.sum(Tally.of(row.notes, where) for row, _, where in rows),
-        unread=Tally.sum(Tally.of([*columns, *row.unread], where) for row, columns, where in rows),
+        dropped=NamedCounts.sum(NamedCounts.of([row.dropped], where) for row, _, where in rows if row.dropped),
+        noted=NamedCounts.sum(NamedCounts.of(row.notes, where) for row, _, where in rows),
+        unread=NamedCounts.sum(NamedCounts.of([*columns, *row.unread], where) for row, columns, where in rows),
     )
 
 
-def _rule(where: str, sample: Sample, limits: Limits) -> str:
+def _rule(where: str, sample: Sample, limits: LengthLimit) -> str:
     is_text = isinstance(sample, PlainText)
     if limits.long_rows == "split" and not is_text:
         raise DataError(
@@ -135,13 +141,13 @@ def _rule(where: str, sample: Sample, limits: Limits) -> str:
     return limits.rule(is_text=is_text)
 
 
-def _write_packed(folder: Path, documents: Documents, spec: TokenSpec) -> None:
+def _write_packed(folder: Path, documents: Documents, spec: TokenLimits) -> None:
     rows = pack(np.diff(documents.offsets), spec.max_seq_len)
     offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)
     write_folder(folder, {"order": ArrayParts.of(np.concatenate(rows)), "offsets": ArrayParts.of(offsets)}, {})
 
 
-def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, spec: TokenSpec) -> None:
+def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, spec: TokenLimits) -> None:
     largest = max(tokenizer.get_vocab().values())
     if largest >= spec.vocab_size:
         raise DataError(
@@ -168,38 +174,38 @@ def _chat_template(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> st
         ) from None
 
 
-def _fingerprint(sources: Sequence[Source], work: Work) -> str:
+def _fingerprint(sources: Sequence[Source], tokenisation: Tokenisation) -> str:
     parts = {
-        "format": FORMAT,
-        "rules": RULES,
+        "format": FORMAT_VERSION,
+        "rules": RULES_VERSION,
         "sources": [source.fingerprint for source in sources],
-        "tokenizer": work.tokenizer.backend_tokenizer.to_str(),
+        "tokenizer": tokenisation.tokenizer.backend_tokenizer.to_str(),
         "special": [
-            work.tokenizer.bos_token,
-            work.tokenizer.eos_token,
-            bool(getattr(work.tokenizer, "add_bos_token", False)),
+            tokenisation.tokenizer.bos_token,
+            tokenisation.tokenizer.eos_token,
+            bool(getattr(tokenisation.tokenizer, "add_bos_token", False)),
         ],
-        "settings": asdict(work.settings),
-        "layout": [work.layout, work.columns],
-        "limits": asdict(work.limits),
+        "settings": asdict(tokenisation.settings),
+        "layout": [tokenisation.layout, tokenisation.columns],
+        "limits": asdict(tokenisation.limits),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 
 
-def _tokenise(sources: Sequence[Source], work: Work, folder: Path, *, workers: int) -> None:
+def _tokenise(sources: Sequence[Source], tokenisation: Tokenisation, folder: Path, *, workers: int) -> None:
     """Write a part per `ROWS_PER_PART` rows, passing over those that exist, then join them."""
     parts: list[Path] = []
     tasks = _open_parts(sources, folder, parts)
     if _is_large(sources):
-        _write_parts(tasks, work, workers)
+        _write_parts(tasks, tokenisation, workers)
     else:
-        _start_worker(work)
+        _start_worker(tokenisation)
         for task in tasks:
             _write_part(task)
         _worker.clear()
     counts = sum((read_counts(part) for part in parts), Counts())
     if counts.read:
-        join(parts, folder / "whole", counts)
+        join_parts(parts, folder / "whole", counts)
     for part in parts:
         shutil.rmtree(part)
     if not counts.read:
@@ -215,7 +221,7 @@ def _open_parts(sources: Sequence[Source], folder: Path, parts: list[Path]) -> I
         while chunk := list(islice(records, ROWS_PER_PART)):
             part = folder / f"part-{len(parts):06d}"
             parts.append(part)
-            if part.is_dir() and damage_of(part):
+            if part.is_dir() and find_damage(part):
                 shutil.rmtree(part)
             if not part.is_dir():
                 yield part, chunk
@@ -228,32 +234,32 @@ def _is_large(sources: Sequence[Source]) -> bool:
     )
 
 
-_worker: list[Work] = []
-"""The work of this tokenising process, set once when it starts."""
+_worker: list[Tokenisation] = []
+"""What this worker process tokenises with; set once, when it starts."""
 
 
-def _start_worker(work: Work) -> None:
+def _start_worker(tokenisation: Tokenisation) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker[:] = [work]
+    _worker[:] = [tokenisation]
 
 
 def _write_part(task: _Task) -> Path:
     folder, records = task
-    documents, counts = documents_of(records, _worker[0])
+    documents, counts = tokenise_records(records, _worker[0])
     documents.write(folder, counts)
     return folder
 
 
-def _write_parts(tasks: Iterable[_Task], work: Work, workers: int) -> None:
+def _write_parts(tasks: Iterable[_Task], tokenisation: Tokenisation, workers: int) -> None:
     """Write every part in one of `workers` processes; RunError where one of them is killed."""
     context = multiprocessing.get_context("spawn")
     try:
-        with ProcessPoolExecutor(workers, context, _start_worker, (work,)) as pool:
+        with ProcessPoolExecutor(workers, context, _start_worker, (tokenisation,)) as pool:
             for written in _submitted(pool, tasks, most=2 * workers):
                 written.result()
     except BrokenProcessPool as killed:
         raise RunError(
-            f"one of {workers} processes that tokenise has ended before its work was done",
+            f"one of {workers} processes that tokenise has ended before it was done",
             hint="it was killed, e.g. for want of memory: set data.workers lower; what is done is kept",
         ) from killed
 
@@ -269,19 +275,19 @@ def _submitted(pool: ProcessPoolExecutor, tasks: Iterable[_Task], *, most: int) 
     yield from waiting
 
 
-def refuse_losses(counts: Counts, config: DataConfig, sources: Sequence[Source]) -> None:
+def check_dropped_rows(counts: Counts, config: DataConfig, sources: Sequence[Source]) -> None:
     """DataError where too many rows or tokens are lost, or no row is left."""
     names = ", ".join(source.path for source in sources)
     lost = counts.nothing_supervised + counts.too_long_dropped + counts.dropped.rows
-    reason = ", ".join(dropped_rows(counts))
+    reason = ", ".join(dropped_row_lines(counts))
     if not counts.documents:
-        hint = hint_for(counts) if counts.dropped.rows else "look at them with `ds-finetune data show`"
+        hint = dropped_rows_hint(counts) if counts.dropped.rows else "look at them with `ds-finetune data show`"
         raise DataError(f"none of the {counts.read} rows of {names} is left ({reason})", hint=hint)
     if lost > config.max_dropped_ratio * counts.read:
         raise DataError(
             f"{lost} of {counts.read} rows of {names} are dropped ({reason}), more than data.max_dropped_ratio "
             f"{config.max_dropped_ratio:g}",
-            hint=hint_for(counts),
+            hint=dropped_rows_hint(counts),
         )
     if counts.truncated_ratio > config.max_truncated_ratio:
         raise DataError(

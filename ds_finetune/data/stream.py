@@ -11,11 +11,11 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.config.schema import DataConfig
-from ds_finetune.data.batches import Batch, BatchPlan, Position, batch_of
+from ds_finetune.data.batches import Batch, BatchPlan, Position, make_batch
 from ds_finetune.data.documents import Counts, Documents
-from ds_finetune.data.pack import pack
-from ds_finetune.data.packed import PreparedRows
-from ds_finetune.data.prepare import TokenSpec, Work, documents_of, plan_work, refuse_losses
+from ds_finetune.data.packing import pack
+from ds_finetune.data.prepare import Tokenisation, TokenLimits, check_dropped_rows, plan_tokenisation, tokenise_records
+from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.rows import Row
 from ds_finetune.data.sources import Record, Source, read_records
 from ds_finetune.errors import DataError
@@ -33,7 +33,7 @@ class StreamedRows:
     """Sources and what is to be done with their records."""
 
     sources: list[Source]
-    work: Work
+    tokenisation: Tokenisation
     config: DataConfig
     counts: Counts
     """What became of the first `SAMPLED_RECORDS` records, tokenised before the run for the lines of `reasons`."""
@@ -44,10 +44,15 @@ class StreamedRows:
 
         The content of a source is not read before training.
         """
-        work, tokenizer = self.work, self.work.tokenizer
+        tokenisation, tokenizer = self.tokenisation, self.tokenisation.tokenizer
         parts = [tokenizer.backend_tokenizer.to_str(), tokenizer.bos_token, tokenizer.eos_token]
-        parts += [bool(getattr(tokenizer, "add_bos_token", False)), asdict(work.settings), work.layout, work.columns]
-        text = json.dumps([*parts, asdict(work.limits), self.config.packing], sort_keys=True)
+        parts += [
+            bool(getattr(tokenizer, "add_bos_token", False)),
+            asdict(tokenisation.settings),
+            tokenisation.layout,
+            tokenisation.columns,
+        ]
+        text = json.dumps([*parts, asdict(tokenisation.limits), self.config.packing], sort_keys=True)
         sources = [[source.path, source.subset, source.split, source.fingerprint[1]] for source in self.sources]
         return f"{json.dumps(sources)}, {xxhash.xxh3_64_hexdigest(text.encode())}"
 
@@ -61,11 +66,13 @@ class StreamedRows:
         return tuple(dict.fromkeys(source.note for source in self.sources if source.note))
 
 
-def stream(config: DataConfig, which: str, *, tokenizer: PreTrainedTokenizerBase, spec: TokenSpec) -> StreamedRows:
+def open_stream(
+    config: DataConfig, which: str, *, tokenizer: PreTrainedTokenizerBase, spec: TokenLimits
+) -> StreamedRows:
     """The training data of `config` as a stream; sources, template and vocabulary are checked."""
-    sources, work = plan_work(config, which, tokenizer=tokenizer, spec=spec)
-    _, counts = documents_of(list(islice(_all_records(sources), SAMPLED_RECORDS)), work)
-    return StreamedRows(sources, work, config, counts)
+    sources, tokenisation = plan_tokenisation(config, which, tokenizer=tokenizer, spec=spec)
+    _, counts = tokenise_records(list(islice(_all_records(sources), SAMPLED_RECORDS)), tokenisation)
+    return StreamedRows(sources, tokenisation, config, counts)
 
 
 def streaming_batches(
@@ -82,7 +89,7 @@ def streaming_batches(
     for step in range(start_step, steps):
         found = list(islice(mine, share))
         numbers = tuple(range(step * share, (step + 1) * share))
-        yield batch_of([row for row, _ in found], plan, found[-1][1], numbers)
+        yield make_batch([row for row, _ in found], plan, found[-1][1], numbers)
 
 
 def _my_rows(rows: StreamedRows, plan: BatchPlan, start: Position) -> Iterator[tuple[Row, Position]]:
@@ -115,8 +122,8 @@ def _all_records(sources: list[Source]) -> Iterator[tuple[str, Record]]:
 
 
 def _rows_of(chunk: list[tuple[str, Record]], rows: StreamedRows, plan: BatchPlan, *, seed: list[int]) -> Iterator[Row]:
-    documents, counts = documents_of(chunk, rows.work)
-    refuse_losses(counts, rows.config, rows.sources)
+    documents, counts = tokenise_records(chunk, rows.tokenisation)
+    check_dropped_rows(counts, rows.config, rows.sources)
     prepared = _packed(documents, counts, plan.row_len)
     order = np.random.default_rng(seed).permutation(len(prepared)) if plan.shuffle else range(len(prepared))
     yield from (prepared[int(number)] for number in order)

@@ -74,12 +74,12 @@ def _need(plan: Plan, hosts: Sequence[Host]) -> Need:
     from ds_finetune.plan.combinations import check_divides
     from ds_finetune.plan.model_shape import Shape
     from ds_finetune.trainer.dry_run import held_tensors, state_bytes
-    from ds_finetune.trainer.inputs import config_tree, model_config, token_spec
+    from ds_finetune.trainer.inputs import config_tree, model_config, token_limits
     from ds_finetune.trainer.run_dir import bytes_written
 
     config = plan.config
     hf_config = model_config(config, is_config_alone=True)
-    token_spec(config, hf_config)
+    token_limits(config, hf_config)
     check_divides(plan.mesh, hf_config.to_dict(), pp_layers=config.parallel.pp_layers)
     stages = stages_of(hf_config, config.parallel)
     total = Shape.of(config_tree(resolve_folder(config.model.path, files=("*.json",)), hf_config)).total_params

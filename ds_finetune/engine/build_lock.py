@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 
 import psutil
-from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
 
 from ds_finetune.errors import ConfigError
+from ds_finetune.patches.torch_extensions import replaced_build_lock
 
 Say = Callable[[str], None]
 REPORT_SECONDS = 30.0
@@ -51,16 +51,11 @@ def reported_lock(op: str, say: Say) -> Iterator[None]:
     """While this is open, `say` reports what is compiled, who is waited for (on a host's first rank) and a removed
     lock.
 
-    Torch 2.13's own lock is an empty file, for which others wait without end and without a message once its holder
-    was killed (utils/file_baton.py). It is replaced by one of the same name that records its holder, and a lock
-    whose holder has certainly died is removed.
+    Torch's own lock is replaced by one of the same name that records its holder, and a lock whose holder has certainly
+    died is removed.
     """
-    kept = cpp_extension.FileBaton
-    cpp_extension.FileBaton = partial(_ReportedBaton, op=op, say=say)  # type: ignore[misc,assignment]
-    try:
+    with replaced_build_lock(partial(_ReportedBaton, op=op, say=say)):
         yield
-    finally:
-        cpp_extension.FileBaton = kept  # type: ignore[misc]
 
 
 class _ReportedBaton(FileBaton):

@@ -17,7 +17,7 @@ from ds_finetune.data.batches import Batch, MicroBatch
 from ds_finetune.engine.experts import is_expert, local_shape
 from ds_finetune.engine.finite import FiniteProbe
 from ds_finetune.engine.groups import Groups
-from ds_finetune.engine.pipeline import is_copy, reduced_at_end, run_by_turns
+from ds_finetune.engine.pipeline import is_copy, run_by_turns
 from ds_finetune.engine.processes import all_gather_object
 from ds_finetune.engine.state import EngineState, persistent_buffers
 from ds_finetune.errors import RunError
@@ -28,6 +28,7 @@ from ds_finetune.model.parallel.expert import ExpertGroup
 from ds_finetune.model.parallel.pipeline import StageGroup
 from ds_finetune.model.parallel.sharding import Cut
 from ds_finetune.model.parallel.tensor import TensorGroup
+from ds_finetune.patches.deepspeed_engine import gradients_reduced_at_end
 from ds_finetune.plan.plan import Plan
 
 
@@ -233,7 +234,7 @@ class Engine:
             sums.add_(_counted(out))
             return out.loss_sum * scale if isinstance(out, TokenLoss) else out
 
-        with reduced_at_end(self._ds, zero_stage=self.plan.zero_stage):
+        with gradients_reduced_at_end(self._ds, zero_stage=self.plan.zero_stage):
             run_by_turns(stage, batch.micro, forward, lambda scalar: self._ds.backward(scalar, scale_wrt_gas=False))
             if self._is_tied:
                 stage.add_other_end(self._ds.module.lm.get_input_embeddings().weight.grad)

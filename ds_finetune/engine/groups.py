@@ -12,6 +12,11 @@ from ds_finetune.model.parallel.expert import ExpertGroup
 from ds_finetune.model.parallel.pipeline import StageGroup
 from ds_finetune.model.parallel.sequence import SequenceGroup
 from ds_finetune.model.parallel.tensor import TensorGroup
+from ds_finetune.patches.deepspeed_groups import (
+    forget_model_parallel_unit,
+    register_expert_groups,
+    unregister_expert_groups,
+)
 from ds_finetune.plan.mesh import Axis, Mesh
 
 
@@ -24,12 +29,8 @@ class ModelParallel:
         self._data: dist.ProcessGroup | None = made.line("dp", "sp")
 
     def close(self) -> None:
-        """Let go of the process groups, whatever still refers to this; DeepSpeed 0.19.8 keeps the last unit
-        (utils/groups.py:50).
-        """
-        from deepspeed.utils import groups
-
-        groups.mpu = None
+        """Release the process groups, whatever still refers to this unit."""
+        forget_model_parallel_unit()
         self._model = self._data = None
 
     def get_model_parallel_group(self) -> dist.ProcessGroup | None:
@@ -125,7 +126,8 @@ def open_groups(mesh: Mesh, *, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Itera
     for part in (groups.stage, groups.sequence, groups.tensor, groups.experts, groups.mpu):
         if part is not None:
             part.close()
-    _tell_deepspeed_no_more(groups)
+    if groups.experts is not None:
+        unregister_expert_groups(groups.expert_name)
     made.destroy()
 
 
@@ -141,24 +143,14 @@ def _stage(made: _Made) -> StageGroup:
 
 def _tell_deepspeed(groups: Groups, made: _Made) -> None:
     """Register the groups of experts where DeepSpeed 0.19.8 looks for them by name (utils/groups.py:37-44)."""
-    from deepspeed.utils import groups as known
-
     if groups.experts is None:
         return
-    name, mesh = groups.expert_name, made.mesh
+    mesh = made.mesh
     # Asked for to add up norms alone, for which tensor parallel ranks hold parts of experts as well
     # (zero/stage3.py:1995).
     parts = groups.experts.group if mesh.tp == 1 else made.own(mesh.expert_part_lines())
-    known._EXPERT_PARALLEL_GROUP[name], known._EXPERT_PARALLEL_GROUP_RANKS[name] = parts, mesh.expert_part_lines()
-    known._EXPERT_DATA_PARALLEL_GROUP[name], known._EXPERT_DATA_PARALLEL_GROUP_RANKS[name] = (
-        groups.same_experts,
-        mesh.same_expert_lines(),
+    register_expert_groups(
+        groups.expert_name,
+        parts=(parts, mesh.expert_part_lines()),
+        same_part=(groups.same_experts, mesh.same_expert_lines()),
     )
-
-
-def _tell_deepspeed_no_more(groups: Groups) -> None:
-    from deepspeed.utils import groups as known
-
-    if groups.experts is not None:
-        for registered in (known._EXPERT_PARALLEL_GROUP, known._EXPERT_DATA_PARALLEL_GROUP):
-            registered.pop(groups.expert_name, None)

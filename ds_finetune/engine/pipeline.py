@@ -1,7 +1,6 @@
 """One optimizer step of a pipeline stage: forwards and backwards by turns (1F1B), gradients reduced once at the end."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -70,36 +69,6 @@ def _grad_of(tensor: torch.Tensor | None) -> torch.Tensor:
     assert tensor is not None
     assert tensor.grad is not None, "no gradient reached what came from the stage before"
     return tensor.grad
-
-
-@contextmanager
-def reduced_at_end(wrapped: Any, *, zero_stage: int) -> Iterator[None]:  # noqa: ANN401 - a DeepSpeedEngine
-    """Gradients of all backwards inside stay on this rank until the end and are reduced there; the next `step` is the
-    optimizer's.
-    """
-    wrapped.set_gradient_accumulation_boundary(False)
-    if zero_stage:
-        with wrapped.coalesce_grad_reduction(), _not_after_an_error(wrapped):
-            yield
-    else:
-        wrapped.enable_backward_allreduce = False
-        yield
-        wrapped.enable_backward_allreduce = True
-    wrapped.set_gradient_accumulation_boundary(True)
-    if not zero_stage:
-        wrapped.allreduce_gradients()
-
-
-@contextmanager
-def _not_after_an_error(wrapped: Any) -> Iterator[None]:  # noqa: ANN401 - a DeepSpeedEngine
-    """An error inside ends this rank: DeepSpeed 0.19.8 would reduce all the same (runtime/engine.py:3277), with ranks
-    that may never answer.
-    """
-    try:
-        yield
-    except BaseException:
-        wrapped._flush_coalesced_reduction_zero12 = lambda _: None
-        raise
 
 
 def mark_copy(param: nn.Parameter) -> None:

@@ -21,6 +21,9 @@ from ds_finetune.engine.devices import (
     why_no_gpu,
 )
 from ds_finetune.errors import ConfigError, RunError
+from ds_finetune.patches.deepspeed_groups import forget_groups
+from ds_finetune.patches.deepspeed_init import without_shared_memory_op
+from ds_finetune.patches.torch_distributed import default_timeout
 from ds_finetune.world import World
 
 T = TypeVar("T")
@@ -100,10 +103,6 @@ def process_group(
     index = visible_device(world.local_rank) if device == "cuda" else world.local_rank
     if device == "cuda":
         torch.cuda.set_device(index)
-    else:
-        # Without this, init_distributed compiles an op for two minutes that only inference uses (DeepSpeed 0.19.8,
-        # comm/torch.py:47).
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     backend = "nccl" if device == "cuda" else "gloo"
     # Bound to its device, as DeepSpeed 0.19.8 does where it opens the group itself (comm/torch.py:262-276).
     bound = torch.device("cuda", index) if device == "cuda" and world.world_size > 1 else None
@@ -114,7 +113,8 @@ def process_group(
         dist.init_process_group(
             backend, store=place, rank=world.rank, world_size=world.world_size, timeout=timeout, device_id=bound
         )
-        deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=timeout, verbose=False)
+        with without_shared_memory_op():
+            deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=timeout, verbose=False)
         try:
             with deepspeeds_local_rank(index):
                 yield
@@ -123,10 +123,10 @@ def process_group(
             # alone can run again.
             dist.destroy_process_group()
             if world.world_size == 1:
-                _forget_groups()
+                forget_groups()
             raise
     dist.destroy_process_group()
-    _forget_groups()
+    forget_groups()
     gc.collect()
 
 
@@ -140,34 +140,6 @@ def _refuse_other_accelerator(device: str) -> None:
             f"this process uses {device}, and DeepSpeed has used {chosen} in it before (DS_ACCELERATOR has changed)",
             hint="restart the process, in a notebook the kernel",
         )
-
-
-@contextmanager
-def default_timeout(timeout: timedelta) -> Iterator[None]:
-    """While it is open every new process group has `timeout` where its maker passes none.
-
-    DeepSpeed 0.19.8 passes none (comm/torch.py:539), and torch 2.13 then takes its own default and not that of the
-    first group (distributed_c10d.py:836): 10 minutes with NCCL, 30 with gloo. Meshes of devices ask the same
-    function.
-    """
-    before = dist.distributed_c10d._get_default_timeout
-    dist.distributed_c10d._get_default_timeout = lambda backend: timeout
-    try:
-        yield
-    finally:
-        dist.distributed_c10d._get_default_timeout = before
-
-
-def _forget_groups() -> None:
-    """Let go of the groups that DeepSpeed keeps for the life of the process (0.19.8, utils/groups.py:37)."""
-    from deepspeed.utils import groups
-
-    for name, value in list(vars(groups).items()):
-        if isinstance(value, dist.ProcessGroup):
-            setattr(groups, name, None)
-        elif name.startswith("_") and not name.startswith("__") and isinstance(value, dict):
-            value.clear()
-    groups.mesh_device = None
 
 
 def all_gather_object(mine: T) -> list[T]:

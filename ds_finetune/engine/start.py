@@ -21,7 +21,7 @@ from ds_finetune.engine.pipeline import mark_copy
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build import Where, build_skeleton, model_class, read_hf_config, resolve_folder
 from ds_finetune.model.cross_entropy import KERNELS, chunked_cross_entropy
-from ds_finetune.model.four_bit import four_bit_or_whole, install_four_bit, linears_without_memory
+from ds_finetune.model.four_bit import four_bit_or_whole, install_four_bit
 from ds_finetune.model.lora import chosen_targets, install_lora, quantised_targets
 from ds_finetune.model.loss import TrainedModel, install_loss_head
 from ds_finetune.model.parallel.expert import fewer_experts, install_expert_parallel
@@ -30,6 +30,9 @@ from ds_finetune.model.parallel.sharding import Cut
 from ds_finetune.model.parallel.tensor import install_tensor_parallel, local_config
 from ds_finetune.model.vocabulary import Growth
 from ds_finetune.model.weights import clear_weights, initialise_weights, load_weights, seed_of
+from ds_finetune.patches.deepspeed_engine import undo_constructor_step
+from ds_finetune.patches.deepspeed_init import zero_init
+from ds_finetune.patches.torch_nn import linears_without_memory
 from ds_finetune.plan.plan import Plan
 from ds_finetune.plan.timeouts import collective_seconds
 
@@ -60,7 +63,8 @@ def start_engine(plan: Plan, hf_config: PretrainedConfig, *, has_weights: bool =
             dist_init_required=False,
             mpu=groups.mpu,
         )
-        _forget_phantom_step(optimizer, plan)
+        if plan.zero_stage == 0 and plan.config.train.precision != "fp32":
+            undo_constructor_step(optimizer)
         engine = Engine(wrapped, plan, groups)
         try:
             yield engine
@@ -81,7 +85,7 @@ def _built(plan: Plan, hf_config: PretrainedConfig, groups: Groups, *, has_weigh
             attention=model.attention,
             dtype=DTYPES[plan.config.train.precision],
             device=device,
-            init_context=_partitioned(plan, groups)
+            init_context=zero_init(plan.deepspeed, data_parallel_group=groups.same_part, mpu=groups.mpu)
             if stage3
             else linears_without_memory()
             if quantised
@@ -154,37 +158,3 @@ def _share(lm: PreTrainedModel, params: list[nn.Parameter]) -> None:
 
 def _keep(_: list[nn.Parameter]) -> None:
     """Below stage 3 every rank has adapters whole."""
-
-
-@contextmanager
-def _partitioned(plan: Plan, groups: Groups) -> Iterator[None]:
-    """Context in which each parameter is partitioned over the ranks that share it as soon as it is made.
-
-    `zero.Init` also puts a wrapper around `torch.arange` that changes its dtype (DeepSpeed 0.19.8,
-    zero/partition_parameters.py:664), which would round the rotary frequencies to bf16; it is taken off again.
-    """
-    import deepspeed
-
-    arange = torch.arange
-    # No `dtype` argument: without fp16 support it is ignored and bf16 taken (operator precedence in
-    # partition_parameters.py:409).
-    shared = groups.same_part
-    with deepspeed.zero.Init(config_dict_or_path=plan.deepspeed, data_parallel_group=shared, mpu=groups.mpu):
-        torch.arange = arange
-        yield
-
-
-def _forget_phantom_step(optimizer: Any, plan: Plan) -> None:  # noqa: ANN401 - one of DeepSpeed's wrappers
-    """Undo the zero-gradient step that stage 0 takes in its constructor.
-
-    DeepSpeed 0.19.8 calls `optimizer.step()` in `initialize_optimizer_states` (fp16/unfused_optimizer.py:425,
-    fp16/fused_optimizer.py:130), so Adam's bias correction starts at step 2 and the first update is 0.74 of what it
-    should be. Measured on a tiny DeepSeek-V3 in bf16: losses 4.8801 4.6765 4.4844 with it, 4.8801 4.6192 4.4135
-    without, 4.8801 4.6191 4.4134 under ZeRO-1.
-    """
-    if plan.zero_stage or plan.config.train.precision == "fp32":
-        return
-    optimizer.optimizer.state.clear()
-    for group in optimizer.optimizer.param_groups:
-        if "step" in group:
-            group["step"] = 0

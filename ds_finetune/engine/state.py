@@ -15,6 +15,7 @@ from ds_finetune.engine.pipeline import is_copy
 from ds_finetune.engine.processes import all_gather_object
 from ds_finetune.model.build import Fragment
 from ds_finetune.model.parallel.sharding import Cut, model_shape
+from ds_finetune.patches.deepspeed_engine import link_optimizer_states
 from ds_finetune.plan.plan import Plan
 
 WEIGHT, BUFFER = "weight", "buffer"
@@ -150,10 +151,7 @@ class EngineState:
         if not stage:
             return self._optimizers[0].state[param]["exp_avg"].detach().float()
         if stage < 3:
-            # DeepSpeed 0.19.8 links the states after the first group's step, when the others have none yet
-            # (zero/stage_1_and_2.py:2987).
-            optimizer._hp_optimizer_states_linked = False
-            optimizer._lazy_init_hp_params_optimizer_state()
+            link_optimizer_states(optimizer)
         return safe_get_full_optimizer_state(param, "exp_avg").detach().float()
 
     @property

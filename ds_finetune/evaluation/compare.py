@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_finetune.evaluation.plain import Scores
+from ds_finetune.evaluation.model_scores import Scores
 
 RESAMPLES = 2000
 METHOD = f"paired bootstrap over documents: {RESAMPLES} resamples with seed 0, 2.5th and 97.5th percentile"

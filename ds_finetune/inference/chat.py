@@ -13,7 +13,7 @@ END = "exit"
 """What a person types to end."""
 
 
-class Conversation:
+class ChatSession:
     """A model, its tokenizer and what was said."""
 
     def __init__(self, folder: Path, *, max_new_tokens: int) -> None:
@@ -56,7 +56,7 @@ class Conversation:
         self.messages = [*asked, {"role": "assistant", "content": "".join(pieces)}]
 
 
-def converse(conversation: Conversation, *, ask: Callable[[], str], say: Callable[[str], None]) -> None:
+def run_chat(conversation: ChatSession, *, ask: Callable[[], str], say: Callable[[str], None]) -> None:
     """Take turns until `ask` gives `exit` or has no more lines; `say` writes a piece of text as it is."""
     while True:
         try:

@@ -45,7 +45,7 @@ class Address:
 
 
 @dataclass(frozen=True)
-class Service:
+class ServeOptions:
     """How a folder is served: `engine` is one of `ENGINES` or `auto`.
 
     `queue` and `request_seconds` are those of transformers and ONNX alone.
@@ -56,7 +56,7 @@ class Service:
     queue: int | None = None
     request_seconds: float | None = None
 
-    def chosen(self, folder: Path) -> "Service":
+    def resolve(self, folder: Path) -> "ServeOptions":
         """The same with its engine chosen and its limits filled in; ServeError where they do not fit together."""
         engine = choose_engine(self.engine, folder)
         given = {"--queue": self.queue, "--request-seconds": self.request_seconds}
@@ -73,7 +73,7 @@ class Service:
         return replace(self, engine=engine, queue=self.queue or QUEUE, request_seconds=seconds)
 
 
-def serve(folder: Path, address: Address, service: Service, *, say: Callable[[str], None]) -> None:
+def serve(folder: Path, address: Address, service: ServeOptions, *, say: Callable[[str], None]) -> None:
     """Serve `folder` until SIGINT or SIGTERM, and leave no process behind.
 
     ServeError where the folder, the engine or the address cannot be used, where the server ends by itself, and
@@ -82,7 +82,7 @@ def serve(folder: Path, address: Address, service: Service, *, say: Callable[[st
     if not (folder / "config.json").is_file():
         raise ServeError(f"`{folder}` holds no config.json", hint="name an exported folder, e.g. runs/r1/export")
     check_folder(folder)
-    chosen = service.chosen(folder)
+    chosen = service.resolve(folder)
     if chosen.engine != "vllm":
         from ds_finetune.export.load import check_loadable
 
@@ -95,7 +95,7 @@ def serve(folder: Path, address: Address, service: Service, *, say: Callable[[st
     with (
         tempfile.TemporaryDirectory() as cache,
         _asked_to_stop() as asked,
-        _running(command_of(chosen, folder, address), cache) as server,
+        _running(server_command(chosen, folder, address), cache) as server,
     ):
         _await_health(server, address, asked, chosen.ready_seconds)
         if not asked:
@@ -106,7 +106,7 @@ def serve(folder: Path, address: Address, service: Service, *, say: Callable[[st
     say("stopped")
 
 
-def _limits(service: Service) -> list[str]:
+def _limits(service: ServeOptions) -> list[str]:
     """What a person has to know of an engine that answers one request at a time."""
     if service.engine == "vllm":
         return []
@@ -147,7 +147,7 @@ def choose_engine(engine: str, folder: Path) -> str:
     return engine
 
 
-def command_of(service: Service, folder: Path, address: Address) -> list[str]:
+def server_command(service: ServeOptions, folder: Path, address: Address) -> list[str]:
     """The command that serves `folder` under its own path as the model's name."""
     where = ["--host", address.host, "--port", str(address.port)]
     if service.engine == "vllm":
@@ -157,7 +157,7 @@ def command_of(service: Service, folder: Path, address: Address) -> list[str]:
     return [
         sys.executable,
         "-m",
-        "ds_finetune.inference.transformers_server",
+        "ds_finetune.inference.server_process",
         str(folder),
         "--device",
         device,

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv
-from transformers.masking_utils import flash_attention_mask
 
 from ds_finetune.errors import ModelError
 from ds_finetune.model.parallel.sequence import SequenceGroup
+from ds_finetune.patches.transformers_attention import register_attention
 
 BY_DOCUMENT = "ds_finetune_by_document"
 """Name of this attention in a model's configuration."""
@@ -158,8 +157,5 @@ def _row(causal: _Causal, parts: Sequence[torch.Tensor], lengths: Documents) -> 
     return torch.cat([causal(*document) for document in documents], dim=2)
 
 
-AttentionInterface.register(BY_DOCUMENT, attend_by_document)
-# Gives no mask for rows without masked tokens, and the mask itself otherwise, which `attend_by_document` refuses.
-AttentionMaskInterface.register(BY_DOCUMENT, flash_attention_mask)
-AttentionInterface.register(BY_LENGTHS, attend_by_lengths)
-AttentionMaskInterface.register(BY_LENGTHS, flash_attention_mask)
+register_attention(BY_DOCUMENT, attend_by_document)
+register_attention(BY_LENGTHS, attend_by_lengths)

@@ -18,6 +18,7 @@ from ds_finetune.hub_access import hub_problem
 from ds_finetune.model.attention import BY_DOCUMENT, FLASH
 from ds_finetune.model.folder_check import check_folder
 from ds_finetune.model.fp8 import check_readable
+from ds_finetune.patches.transformers_models import keep_in_fp32
 
 TOKENIZER_PATTERNS = ("*.json", "*.model", "*.jinja", "merges.txt")
 """Files of a hub repository that a tokenizer is read from."""
@@ -248,4 +249,4 @@ def _keep_buffers(model: PreTrainedModel, device: str) -> None:
                 module._parameters.pop(name, None)
                 shape = getattr(tensor, "ds_shape", tensor.shape)
                 module.register_buffer(name, torch.zeros(shape, dtype=torch.float32, device=device))
-    model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), *kept}
+    keep_in_fp32(model, kept)

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ds_finetune.model.build import Fragment, whole
+from ds_finetune.patches.bitsandbytes_linear import without_cpu_packing
 
 _BLOCK, _NESTED = 64, 256
 _TABLES = 4 * (16 + 256 + 1)
@@ -41,26 +42,12 @@ def nf4_bytes(shape: tuple[int, ...]) -> int:
     return -(-numel // 2) + blocks + 4 * -(-blocks // _NESTED) + _TABLES
 
 
-@contextmanager
-def linears_without_memory() -> Iterator[None]:
-    """Linear modules that are made inside have no memory, so that the model is never on the device in full width."""
-    made = nn.Linear.__init__
-
-    def init(self: nn.Linear, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - torch's own
-        made(self, *args, **kwargs | {"device": "meta"})
-
-    nn.Linear.__init__ = init  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Linear.__init__ = made  # type: ignore[method-assign]
-
-
 def install_four_bit(lm: PreTrainedModel, names: Iterable[str], *, device: str) -> None:
     """Let the linear modules `names` of `lm` hold NF4 on `device`, once their weights are filled through
     `four_bit_or_whole`.
 
-    `lm` was built inside `linears_without_memory`; its other linear modules are given unset memory here.
+    `lm` was built inside `linears_without_memory` (patches/torch_nn.py); its other linear modules are given unset
+    memory here.
     """
     for name in names:
         lm.set_submodule(name, _four_bit(lm.get_submodule(name), device))
@@ -84,10 +71,7 @@ def _four_bit(linear: nn.Module, device: str) -> nn.Module:
     made.weight.meant_for = torch.device(device)
     if linear.bias is not None:
         made.bias = nn.Parameter(torch.empty_like(linear.bias, device=device))
-    # Else bitsandbytes 0.50.2 packs weights anew at the first evaluation on a CPU with AVX512-BF16 (nn/modules.py:613),
-    # and what it
-    # computes with them has no gradient (autograd/_functions.py:422).
-    made.support_avx512bf16_for_cpu = False
+    without_cpu_packing(made)
     return made
 
 

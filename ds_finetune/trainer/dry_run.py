@@ -28,7 +28,7 @@ from ds_finetune.plan.combinations import check_divides, check_expert_widths
 from ds_finetune.plan.deepspeed_config import MOMENTS
 from ds_finetune.plan.mesh import AXES, Mesh
 from ds_finetune.plan.plan import Plan, make_plan
-from ds_finetune.trainer.inputs import model_config, token_spec, try_generic_type, vocabulary_lines
+from ds_finetune.trainer.inputs import model_config, token_limits, try_generic_type, vocabulary_lines
 from ds_finetune.units import GIB
 from ds_finetune.world import World
 
@@ -97,7 +97,7 @@ def plan_run(config: RunConfig, *, gpus: int, gpus_per_node: int = 8) -> Planned
     world = World(0, gpus, 0, min(gpus, gpus_per_node), "a dry run")
     plan = make_plan(config, world=world, device="cuda")
     hf_config = model_config(config, is_config_alone=True)
-    token_spec(config, hf_config)
+    token_limits(config, hf_config)
     check_divides(plan.mesh, hf_config.to_dict(), pp_layers=config.parallel.pp_layers)
     check_expert_widths(plan.mesh, hf_config.to_dict(), precision=config.train.precision)
     tried = try_generic_type(config, hf_config)

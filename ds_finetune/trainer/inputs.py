@@ -13,9 +13,9 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.overlap import overlap_notes
-from ds_finetune.data.prepare import PreparedRows, TokenSpec, prepare
-from ds_finetune.data.reasons import row_notes
-from ds_finetune.data.stream import StreamedRows, stream
+from ds_finetune.data.prepare import PreparedRows, TokenLimits, prepare_rows
+from ds_finetune.data.row_report import row_notes
+from ds_finetune.data.stream import StreamedRows, open_stream
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.errors import ConfigError
 from ds_finetune.model.build import TOKENIZER_PATTERNS, read_hf_config, resolve_folder
@@ -82,13 +82,15 @@ def gather_material(config: RunConfig) -> Material:
     hf_config = model_config(config)
     tokenizer_folder = resolve_folder(config.model.tokenizer) if config.model.tokenizer else folder
     tokenizer = load_tokenizer(str(tokenizer_folder))
-    spec = token_spec(config, hf_config)
+    spec = token_limits(config, hf_config)
     if config.data.streaming and Duration.parse(config.train.duration).unit != "steps":
         raise ConfigError(
             f"data.streaming does not know how long `{config.train.duration}` is", hint="give train.for in steps"
         )
-    train = (stream if config.data.streaming else prepare)(config.data, "train", tokenizer=tokenizer, spec=spec)
-    held_out = prepare(config.data, "eval", tokenizer=tokenizer, spec=spec) if config.data.eval else None
+    train = (open_stream if config.data.streaming else prepare_rows)(
+        config.data, "train", tokenizer=tokenizer, spec=spec
+    )
+    held_out = prepare_rows(config.data, "eval", tokenizer=tokenizer, spec=spec) if config.data.eval else None
     return Material(
         folder=folder,
         hf_config=hf_config,
@@ -117,7 +119,7 @@ def try_generic_type(config: RunConfig, hf_config: PretrainedConfig) -> tuple[st
     )
 
 
-def token_spec(config: RunConfig, hf_config: PretrainedConfig) -> TokenSpec:
+def token_limits(config: RunConfig, hf_config: PretrainedConfig) -> TokenLimits:
     """The numbers of the model that rows must respect; ConfigError where `max_seq_len` is more than the model
     allows.
     """
@@ -127,7 +129,7 @@ def token_spec(config: RunConfig, hf_config: PretrainedConfig) -> TokenSpec:
             f"train.max_seq_len {config.train.max_seq_len} is more than the {allowed} positions of {config.model.path}",
             hint=f"set train.max_seq_len to {allowed} or less",
         )
-    return TokenSpec(max_seq_len=config.train.max_seq_len, vocab_size=hf_config.vocab_size, max_positions=allowed)
+    return TokenLimits(max_seq_len=config.train.max_seq_len, vocab_size=hf_config.vocab_size, max_positions=allowed)
 
 
 def model_config(config: RunConfig, *, is_config_alone: bool = False) -> PretrainedConfig:

@@ -6,12 +6,12 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.data.packed import PreparedRows
-from ds_finetune.data.prepare import prepare
-from ds_finetune.data.reasons import row_notes, server_share
+from ds_finetune.data.prepare import prepare_rows
+from ds_finetune.data.prepared_rows import PreparedRows
+from ds_finetune.data.row_report import row_notes, server_prompt_line
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.model.build import resolve_folder
-from ds_finetune.trainer.inputs import model_config, token_spec
+from ds_finetune.trainer.inputs import model_config, token_limits
 
 OPEN, CLOSE = "⟦", "⟧"
 """Stand around a supervised stretch, also where there are no colours."""
@@ -20,7 +20,7 @@ OPEN, CLOSE = "⟦", "⟧"
 def preview_of(config: RunConfig, *, samples: int) -> RenderableType:
     """The first `samples` documents of the training data and what became of its rows."""
     tokenizer = load_tokenizer(str(resolve_folder(config.model.tokenizer or config.model.path)))
-    rows = prepare(config.data, "train", tokenizer=tokenizer, spec=token_spec(config, model_config(config)))
+    rows = prepare_rows(config.data, "train", tokenizer=tokenizer, spec=token_limits(config, model_config(config)))
     shown = [marked(*rows.document(number), tokenizer) for number in range(min(samples, rows.counts.documents))]
     notes = (*rows.notes, *row_notes(rows.counts))
     return Group(*shown, counts_table(rows, config), *(Text(note) for note in notes))
@@ -51,7 +51,7 @@ def counts_table(rows: PreparedRows, config: RunConfig) -> Table:
             f"{counts.truncated:,} truncated, {counts.too_long_dropped:,} dropped, {counts.split:,} split",
         ),
         ("tokens lost to truncation", f"{counts.truncated_tokens:,} ({counts.truncated_ratio:.2%})"),
-        ("prompts", server_share(counts)),
+        ("prompts", server_prompt_line(counts)),
         ("documents", f"{counts.documents:,}"),
         ("tokens", f"{counts.tokens:,}, {counts.supervised / max(counts.tokens, 1):.1%} supervised"),
         (

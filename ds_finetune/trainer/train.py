@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 
 from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.data.batches import Batch, BatchPlan, Position, eval_batches, num_evaluated, training_batches
+from ds_finetune.data.batches import Batch, BatchPlan, Position, eval_batches, num_eval_rows, training_batches
 from ds_finetune.data.stream import START, StreamedRows, streaming_batches
 from ds_finetune.engine.building import build_ops, use_cores
 from ds_finetune.engine.core import Engine, EvalResult, Limits
@@ -373,7 +373,7 @@ def time_left(plan: Plan, material: Material, schedule: LrSchedule) -> TimeLeft:
     every |= {EVALUATION: _evaluates_every(config), ANSWERS: _evaluates_every(config)} if held_out is not None else {}
     # A forward is about a third of a step's work on a row.
     steps = (
-        num_evaluated(held_out, config.eval.limit) / config.train.global_batch_size / 3 if held_out is not None else 0.0
+        num_eval_rows(held_out, config.eval.limit) / config.train.global_batch_size / 3 if held_out is not None else 0.0
     )
     exported = bytes_written(config, material.shape.total_params, checkpoint_bytes=0) if material.shape else 0
     return TimeLeft(schedule.steps, every, evaluation_steps=steps, export_bytes=exported, verifies=config.export.verify)
@@ -425,11 +425,11 @@ def _evaluations(
         )
 
     def evaluate() -> EvalResult | None:
-        is_over = following("evaluation", num_evaluated(held_out, limit), rows.micro_batch_size * rows.dp)
+        is_over = following("evaluation", num_eval_rows(held_out, limit), rows.micro_batch_size * rows.dp)
         return engine.evaluate(eval_batches(held_out, rows, limit=limit), is_over=is_over)
 
     def exact_match() -> float | None:
-        prompts = held_out.prompts(asked.prompts)
+        prompts = held_out.prompts_and_answers(asked.prompts)
         is_over = following("answers", len(prompts), rows.dp)
         ids = engine.generate([prompt for prompt, _ in prompts], limits, is_over=is_over)
         if ids is None:

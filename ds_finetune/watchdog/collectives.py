@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ds_finetune.patches.torch_distributed import wrapped_collectives
 from ds_finetune.watchdog.progress import Board
 
 _COLLECTIVES = (
@@ -47,21 +48,14 @@ PAIR = "pairs"
 def seen_collectives(board: Board) -> Iterator[None]:
     """While it is open, `board` learns of every collective of this process that goes through torch.distributed.
 
-    DeepSpeed 0.19.8 looks the functions up when it calls them, two of them when its backend is made
-    (comm/torch.py:248-257), so this must be open before `deepspeed.init_distributed`. Functions that
-    torch.distributed calls itself are not counted twice.
+    Open it before `deepspeed.init_distributed`. Functions that torch.distributed calls itself are not counted twice.
     """
-    before = {name: getattr(dist, name) for name in (*_COLLECTIVES, *_BETWEEN_TWO)}
-    wait = dist.Work.wait
-    for name, function in before.items():
-        setattr(dist, name, _seen(board, name, function, pair=name in _BETWEEN_TWO))
-    dist.Work.wait = _waiting(board, wait)  # type: ignore[method-assign]
-    try:
+
+    def wrap(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return _waiting(board, function) if name == "wait" else _seen(board, name, function, pair=name in _BETWEEN_TWO)
+
+    with wrapped_collectives((*_COLLECTIVES, *_BETWEEN_TWO), wrap):
         yield
-    finally:
-        for name, function in before.items():
-            setattr(dist, name, function)
-        dist.Work.wait = wait  # type: ignore[method-assign]
 
 
 def _seen(board: Board, name: str, function: Callable[..., Any], *, pair: bool) -> Callable[..., Any]:

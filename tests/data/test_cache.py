@@ -14,16 +14,16 @@ from transformers import PreTrainedTokenizerBase
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.same_run import RunIdentity, changes_since_checkpoint
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.data import prepare as preparing
-from ds_finetune.data.cache import ArrayParts, damage_of, remove_damaged, write_folder
-from ds_finetune.data.packed import PreparedRows
-from ds_finetune.data.prepare import TokenSpec, prepare
+from ds_finetune.data import prepare as preparation
+from ds_finetune.data.cache import ArrayParts, find_damage, remove_damaged, write_folder
+from ds_finetune.data.prepare import TokenLimits, prepare_rows
+from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.demo import write_demo
 from ds_finetune.errors import CheckpointError, OutputError
 from tests.running import files_of_at_most
 
-SPEC = TokenSpec(max_seq_len=64, vocab_size=128, max_positions=512)
+SPEC = TokenLimits(max_seq_len=64, vocab_size=128, max_positions=512)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def config_of(data: Path, cache: Path, *, packing: bool = True) -> RunConfig:
 
 
 def prepared(tokenizer: PreTrainedTokenizerBase, data: Path, cache: Path, *, packing: bool = True) -> PreparedRows:
-    return prepare(config_of(data, cache, packing=packing).data, "train", tokenizer=tokenizer, spec=SPEC)
+    return prepare_rows(config_of(data, cache, packing=packing).data, "train", tokenizer=tokenizer, spec=SPEC)
 
 
 def test_one_other_token_anywhere_is_another_fingerprint_and_no_resume(
@@ -124,7 +124,7 @@ def test_a_damaged_part_of_a_killed_preparation_is_tokenised_again(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parts of a tenth are written, and all of them together are too large."""
-    monkeypatch.setattr(preparing, "ROWS_PER_PART", 100)
+    monkeypatch.setattr(preparation, "ROWS_PER_PART", 100)
     data = write(tmp_path / "rows.jsonl", 1000)
     with files_of_at_most(16_000), pytest.raises(OutputError):
         prepared(tokenizer, data, tmp_path / "cache")
@@ -162,4 +162,4 @@ def test_a_folder_has_its_name_once_it_is_on_disk(tmp_path: Path, monkeypatch: p
         (tmp_path.name, True)
     ]
     assert np.load(tmp_path / "whole" / "ids.npy").tolist() == [0, 1, 2, 3, 0, 1, 2]
-    assert damage_of(tmp_path / "whole") == ""
+    assert find_damage(tmp_path / "whole") == ""

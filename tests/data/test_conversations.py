@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from ds_finetune.data.layouts import read_sample, recognise
-from ds_finetune.data.reasons import DROPPED, NOTED
-from ds_finetune.data.template import Templater, TemplateSettings, Tokens
+from ds_finetune.data.layouts import read_sample, recognise_layout
+from ds_finetune.data.row_report import DROPPED, NOTED
+from ds_finetune.data.sample_tokens import SampleTokeniser, TemplateSettings, Tokens
 from ds_finetune.errors import DataError
 
 ODD = (
@@ -97,16 +97,16 @@ QUICK, ALL = 250, 10_000
 
 
 @pytest.fixture(scope="module")
-def templaters(chat_templates: dict[str, str], chat_tokenizer: PreTrainedTokenizerBase) -> dict[str, Templater]:
+def templaters(chat_templates: dict[str, str], chat_tokenizer: PreTrainedTokenizerBase) -> dict[str, SampleTokeniser]:
     return {
-        name: Templater(chat_tokenizer, TemplateSettings(source, "assistant", "keep"))
+        name: SampleTokeniser(chat_tokenizer, TemplateSettings(source, "assistant", "keep"))
         for name, source in chat_templates.items()
     }
 
 
-def tokens_of(record: dict[str, Any], templater: Templater) -> Tokens:
-    sample = read_sample(record, recognise(record, {}, "row 1"), {}, "row 1")
-    return templater.tokens([("row 1", sample)])[0]
+def tokens_of(record: dict[str, Any], templater: SampleTokeniser) -> Tokens:
+    sample = read_sample(record, recognise_layout(record, {}, "row 1"), {}, "row 1")
+    return templater.tokenise([("row 1", sample)])[0]
 
 
 def stretches(tokens: Tokens, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, bool]]:
@@ -199,7 +199,7 @@ def nfc(text: str) -> str:
 
 def judged(
     row: dict[str, Any],
-    templater: Templater,
+    templater: SampleTokeniser,
     tokenizer: PreTrainedTokenizerBase,
     messages: list[dict[str, Any]] | None = None,
 ) -> str:
@@ -219,7 +219,7 @@ def judged(
 
 
 def judge_many(
-    templaters: dict[str, Templater], tokenizer: PreTrainedTokenizerBase, number: int
+    templaters: dict[str, SampleTokeniser], tokenizer: PreTrainedTokenizerBase, number: int
 ) -> dict[str, Counter[str]]:
     found: dict[str, Counter[str]] = {name: Counter() for name in templaters}
 
@@ -236,7 +236,7 @@ def judge_many(
 
 
 def test_generated_conversations_are_exact_or_refused(
-    templaters: dict[str, Templater], chat_tokenizer: PreTrainedTokenizerBase
+    templaters: dict[str, SampleTokeniser], chat_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     found = judge_many(templaters, chat_tokenizer, QUICK)
     assert all(counts["exact"] >= QUICK // 50 for counts in found.values()), found
@@ -244,7 +244,7 @@ def test_generated_conversations_are_exact_or_refused(
 
 @pytest.mark.slow
 def test_ten_thousand_conversations_are_exact_or_refused(
-    templaters: dict[str, Templater], chat_tokenizer: PreTrainedTokenizerBase
+    templaters: dict[str, SampleTokeniser], chat_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     found = judge_many(templaters, chat_tokenizer, ALL)
     assert all(counts["exact"] >= ALL // 50 for counts in found.values()), found
@@ -261,7 +261,7 @@ WANTED_FOR_FILES = {
 
 @pytest.mark.parametrize("name", WANTED_FOR_FILES)
 def test_real_files_are_exact_or_refused(
-    shared_data: Path, templaters: dict[str, Templater], chat_tokenizer: PreTrainedTokenizerBase, name: str
+    shared_data: Path, templaters: dict[str, SampleTokeniser], chat_tokenizer: PreTrainedTokenizerBase, name: str
 ) -> None:
     rows = json.loads((shared_data / "instruct" / f"{name}.json").read_text())
     for template, templater in templaters.items():
@@ -273,7 +273,7 @@ def test_real_files_are_exact_or_refused(
             assert set(found) == ({"exact", "calls"} if template == "deepseek-llm" else {"exact"}), (template, found)
 
 
-def judged_record(record: dict[str, Any], templater: Templater, tokenizer: PreTrainedTokenizerBase) -> str:
+def judged_record(record: dict[str, Any], templater: SampleTokeniser, tokenizer: PreTrainedTokenizerBase) -> str:
     """`judged` for the layouts of the real files, whose turns are written here as messages."""
     if "chosen" in record or "label" in record:
         return judged(record, templater, tokenizer)
@@ -293,12 +293,12 @@ def turn_of(name: str, value: str) -> dict[str, Any]:
 
 
 def test_prompts_that_do_not_differ_are_the_servers(
-    templaters: dict[str, Templater],
+    templaters: dict[str, SampleTokeniser],
     chat_templates: dict[str, str],
     shared_data: Path,
     chat_tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """`lead_differs` agrees with `apply_chat_template` for every turn of real rows with history."""
+    """`server_prompt_differs` agrees with `apply_chat_template` for every turn of real rows with history."""
     rows = json.loads((shared_data / "instruct" / "glaive_toolcall_en_demo.json").read_text())
     seen: Counter[bool] = Counter()
     for row in rows[:30]:
@@ -318,7 +318,7 @@ def test_prompts_that_do_not_differ_are_the_servers(
                 for number in asked
             ]
             differs = any(tokens.ids[:start] != prompt for start, prompt in zip(starts, prompts, strict=True))
-            assert tokens.lead_differs == differs, name
+            assert tokens.server_prompt_differs == differs, name
             seen[differs] += 1
     assert seen[True] > 10
     assert seen[False] > 10

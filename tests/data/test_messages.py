@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ds_finetune.data.layouts import Conversation, read_sample, recognise, unread_columns
+from ds_finetune.data.layouts import Conversation, read_sample, recognise_layout, unread_columns
 from ds_finetune.errors import DataError
 
 ASKED = {"role": "user", "content": "2+2?"}
@@ -16,7 +16,7 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": '{"a":2}'}}
 
 
 def conversation_of(record: dict[str, Any]) -> Conversation:
-    sample = read_sample(record, recognise(record, {}, "row 1"), {}, "row 1")
+    sample = read_sample(record, recognise_layout(record, {}, "row 1"), {}, "row 1")
     assert isinstance(sample, Conversation)
     return sample
 
@@ -129,7 +129,7 @@ def test_rows_that_cannot_be_trained_are_refused_by_name(record: dict[str, Any],
 def test_one_answer_of_a_preference_row_is_imitated_where_it_is_named() -> None:
     record = {"prompt": "p", "chosen": "c", "rejected": "r"}
     columns = {"completion": "chosen"}
-    read_sample(record, recognise(record, columns, "row 1"), columns, "row 1")
+    read_sample(record, recognise_layout(record, columns, "row 1"), columns, "row 1")
     assert unread_columns(record, "prompt_completion", columns) == ["rejected"]
 
 

@@ -16,15 +16,15 @@ from transformers import PreTrainedTokenizerBase
 from ds_finetune.config.schema import DataConfig
 from ds_finetune.data.batches import BatchPlan, eval_batches, training_batches
 from ds_finetune.data.documents import Counts
-from ds_finetune.data.pack import pack
-from ds_finetune.data.packed import PreparedRows
-from ds_finetune.data.prepare import TokenSpec, Work, _write_parts, prepare
+from ds_finetune.data.packing import pack
+from ds_finetune.data.prepare import Tokenisation, TokenLimits, _write_parts, prepare_rows
+from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.demo import write_demo
 from ds_finetune.errors import ConfigError, DataError, RunError
 from ds_finetune.labels import IGNORE_INDEX
 
-SPEC = TokenSpec(max_seq_len=64, vocab_size=128, max_positions=512)
+SPEC = TokenLimits(max_seq_len=64, vocab_size=128, max_positions=512)
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +40,10 @@ def tokenizer(demo: Path) -> PreTrainedTokenizerBase:
 
 
 def rows_of(
-    demo: Path, tokenizer: PreTrainedTokenizerBase, cache: Path, spec: TokenSpec = SPEC, **options: object
+    demo: Path, tokenizer: PreTrainedTokenizerBase, cache: Path, spec: TokenLimits = SPEC, **options: object
 ) -> PreparedRows:
     config = DataConfig.model_validate({"train": str(demo / "eval.jsonl"), "cache_dir": str(cache), **options})
-    return prepare(config, "train", tokenizer=tokenizer, spec=spec)
+    return prepare_rows(config, "train", tokenizer=tokenizer, spec=spec)
 
 
 def plan(rank: int = 0, dp: int = 1, micro: int = 2, **options: object) -> BatchPlan:
@@ -84,7 +84,7 @@ def test_gsm8k_fills_its_rows(shared_data: Path, tmp_path: Path) -> None:
             "cache_dir": str(tmp_path),
         }
     )
-    rows = prepare(config, "train", tokenizer=tokenizer, spec=TokenSpec(2048, 102_400, 4096))
+    rows = prepare_rows(config, "train", tokenizer=tokenizer, spec=TokenLimits(2048, 102_400, 4096))
     assert rows.counts == Counts(
         read=7473, documents=7473, tokens=rows.num_tokens, supervised=rows.num_supervised_tokens
     )
@@ -114,8 +114,18 @@ def test_rows_hold_every_document_once_with_labels_that_stop_at_its_end(
     assert len(padded) == 200
 
 
+def test_labels_are_the_answer_and_nothing_of_the_prompt(
+    demo: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    rows = rows_of(demo, tokenizer, tmp_path, packing=False)
+    for row in (rows[number] for number in range(10)):
+        prompt, _, answer = tokenizer.decode(row.input_ids).partition("<|assistant|>")
+        assert prompt
+        assert tokenizer.decode(row.labels[row.labels != IGNORE_INDEX]) == answer
+
+
 def test_prompts_for_generation(demo: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    (prompt, answer), *_ = rows_of(demo, tokenizer, tmp_path).prompts(2)
+    (prompt, answer), *_ = rows_of(demo, tokenizer, tmp_path).prompts_and_answers(2)
     assert tokenizer.decode(prompt).endswith("<|assistant|>")
     assert tokenizer.decode(answer).endswith("<|eos|>")
 
@@ -124,25 +134,25 @@ def test_the_second_start_reads_no_raw_data(demo: Path, tokenizer: PreTrainedTok
     raw = tmp_path / "raw.jsonl"
     raw.write_bytes((demo / "eval.jsonl").read_bytes())
     config = DataConfig.model_validate({"train": str(raw), "cache_dir": str(tmp_path / "cache")})
-    first = prepare(config, "train", tokenizer=tokenizer, spec=SPEC)
+    first = prepare_rows(config, "train", tokenizer=tokenizer, spec=SPEC)
     stat = raw.stat()
     raw.write_bytes(b"x" * stat.st_size)
     os.utime(raw, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    again = prepare(config, "train", tokenizer=tokenizer, spec=SPEC)
+    again = prepare_rows(config, "train", tokenizer=tokenizer, spec=SPEC)
     assert np.array_equal(first[0].input_ids, again[0].input_ids)
     os.utime(raw, ns=(0, 0))
     with pytest.raises(DataError, match="line 1 column 1 is not JSON"):
-        prepare(config, "train", tokenizer=tokenizer, spec=SPEC)
+        prepare_rows(config, "train", tokenizer=tokenizer, spec=SPEC)
 
 
 KILLED = """
 import sys
 from ds_finetune.config.schema import DataConfig
-from ds_finetune.data.prepare import TokenSpec, prepare
+from ds_finetune.data.prepare import TokenLimits, prepare_rows
 from ds_finetune.data.tokenizer_files import load_tokenizer
 if __name__ == "__main__":
     config = DataConfig.model_validate({"train": sys.argv[1], "cache_dir": sys.argv[2], "workers": 1})
-    prepare(config, "train", tokenizer=load_tokenizer(sys.argv[3]), spec=TokenSpec(64, 128, 512))
+    prepare_rows(config, "train", tokenizer=load_tokenizer(sys.argv[3]), spec=TokenLimits(64, 128, 512))
 """
 
 
@@ -164,7 +174,7 @@ def test_a_killed_preparation_goes_on(demo: Path, tokenizer: PreTrainedTokenizer
     linked = tmp_path / "kept"
     os.link(kept / "counts.json", linked)
     config = DataConfig.model_validate({"train": str(demo / "train.jsonl"), "cache_dir": str(cache), "workers": 1})
-    rows = prepare(config, "train", tokenizer=tokenizer, spec=SPEC)
+    rows = prepare_rows(config, "train", tokenizer=tokenizer, spec=SPEC)
     assert rows.counts.read == 36_300
     assert rows.counts.documents == 36_300
     assert linked.stat().st_nlink == 1
@@ -180,7 +190,7 @@ class _Deadly:
 def test_a_process_that_is_killed_while_it_tokenises_is_an_error(tmp_path: Path) -> None:
     """A pool of multiprocessing would wait for its answer without end."""
     with pytest.raises(RunError, match="one of 1 processes that tokenise has ended") as caught:
-        _write_parts([(tmp_path / "part", [])], cast("Work", _Deadly()), 1)
+        _write_parts([(tmp_path / "part", [])], cast("Tokenisation", _Deadly()), 1)
     assert "data.workers" in caught.value.hint
 
 
@@ -225,7 +235,7 @@ def test_what_is_left_over_is_filled_with_rows_of_nothing(
     assert sorted(evaluated) == list(range(200))
 
 
-SHORT = TokenSpec(max_seq_len=20, vocab_size=128, max_positions=512)
+SHORT = TokenLimits(max_seq_len=20, vocab_size=128, max_positions=512)
 
 
 def test_long_dialogue_is_truncated_or_dropped_and_never_split(
@@ -262,7 +272,7 @@ def test_a_long_plain_text_keeps_all_its_rows(
     text = tmp_path / "book.txt"
     text.write_text(("abcde" * (characters // 5 + 1))[:characters])
     config = DataConfig.model_validate({"train": str(text), "cache_dir": str(tmp_path)})
-    found = prepare(config, "train", tokenizer=tokenizer, spec=SHORT)
+    found = prepare_rows(config, "train", tokenizer=tokenizer, spec=SHORT)
     assert np.diff(found.documents.offsets).tolist() == lengths
     assert (found.counts.truncated_tokens, found.counts.split) == (lost, int(characters > 19))
     assert "truncat" not in found.summary()
@@ -278,9 +288,9 @@ def test_rows_without_anything_to_learn_are_counted_and_too_many_refused(
     raw = tmp_path / "raw.jsonl"
     raw.write_text(good * 19 + bad)
     config = DataConfig.model_validate({"train": str(raw), "cache_dir": str(tmp_path)})
-    assert prepare(config, "train", tokenizer=tokenizer, spec=SPEC).counts.nothing_supervised == 1
+    assert prepare_rows(config, "train", tokenizer=tokenizer, spec=SPEC).counts.nothing_supervised == 1
     raw.write_text(good * 10 + bad * 2)
     with pytest.raises(DataError) as caught:
-        prepare(config, "train", tokenizer=tokenizer, spec=SPEC)
+        prepare_rows(config, "train", tokenizer=tokenizer, spec=SPEC)
     assert "2 of 12 rows of" in caught.value.message
     assert "more than data.max_dropped_ratio 0.1" in caught.value.message

@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from ds_finetune.data.layouts import Completion, Conversation, PlainText, read_sample, recognise
+from ds_finetune.data.layouts import Completion, Conversation, PlainText, read_sample, recognise_layout
 from ds_finetune.data.sources import find_sources, read_records
 from ds_finetune.errors import DataError
 
@@ -84,7 +84,7 @@ RECORDS: dict[str, tuple[dict[str, Any], type]] = {
 @pytest.mark.parametrize("layout", RECORDS)
 def test_layouts_are_recognised_by_their_columns(layout: str) -> None:
     record, kind = RECORDS[layout]
-    assert recognise(record, {}, "row 1") == layout
+    assert recognise_layout(record, {}, "row 1") == layout
     assert isinstance(read_sample(record, layout, {}, "row 1"), kind)
 
 
@@ -109,7 +109,7 @@ def test_sharegpt_roles() -> None:
 def test_columns_by_other_names() -> None:
     columns = {"prompt": "question", "completion": "answer"}
     record = {"question": "q", "answer": "a"}
-    assert recognise(record, columns, "row 1") == "prompt_completion"
+    assert recognise_layout(record, columns, "row 1") == "prompt_completion"
     sample = read_sample(record, "prompt_completion", columns, "row 1")
     assert isinstance(sample, Completion)
     assert (sample.prompt, sample.completion) == ("q", "a")
@@ -139,7 +139,7 @@ def test_real_instruction_files_are_recognised(shared_data: Path) -> None:
     layouts = {}
     for name in ("alpaca_en_demo", "glaive_toolcall_en_demo", "identity"):
         (source,) = find_sources([str(shared_data / "instruct" / f"{name}.json")])
-        samples = [(recognise(record, {}, where), record, where) for where, record in read_records(source)]
+        samples = [(recognise_layout(record, {}, where), record, where) for where, record in read_records(source)]
         layouts[name] = {layout for layout, _, _ in samples}
         for layout, record, where in samples:
             read_sample(record, layout, {}, where)

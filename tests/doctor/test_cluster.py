@@ -40,7 +40,6 @@ def _marked(mark: str) -> list[int]:
     return found
 
 
-@pytest.mark.slow
 def test_an_interrupt_leaves_nothing() -> None:
     mark = secrets.token_hex(8)
     environ = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}/{mark}"}

@@ -16,10 +16,10 @@ from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import Batch, BatchPlan, training_batches
 from ds_finetune.engine.core import Engine
-from ds_finetune.engine.pipeline import reduced_at_end
 from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.engine.start import start_engine
 from ds_finetune.model.build import read_hf_config
+from ds_finetune.patches.deepspeed_engine import gradients_reduced_at_end
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.schedule import LrSchedule
 from ds_finetune.selftest.cells import SAMPLES, Cell, rows, run_tree
@@ -117,7 +117,7 @@ def _error_on_one_rank(engine: Engine, rank: int) -> bool:
     if rank:
         return False
     try:
-        with reduced_at_end(engine._ds, zero_stage=1):
+        with gradients_reduced_at_end(engine._ds, zero_stage=1):
             loss = engine._forward(next(_batches(engine)).micro[0])
             engine._ds.backward(loss.loss_sum, scale_wrt_gas=False)
             raise MemoryError  # noqa: TRY301

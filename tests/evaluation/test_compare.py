@@ -5,7 +5,7 @@ import pytest
 
 from ds_finetune.evaluation import compare as module
 from ds_finetune.evaluation.compare import compare
-from ds_finetune.evaluation.plain import Scores
+from ds_finetune.evaluation.model_scores import Scores
 
 
 def _scores(seed: int, documents: int = 400, shift: float = 0.0) -> Scores:

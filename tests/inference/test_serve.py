@@ -17,7 +17,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ds_finetune.cli.main import main
-from ds_finetune.inference.serve import Address, Service, choose_engine, command_of
+from ds_finetune.inference.serve import Address, ServeOptions, choose_engine, server_command
 from tests.conftest import ROOT
 from tests.running import start, tiny_task
 
@@ -171,7 +171,7 @@ def test_many_ask_at_once(server: tuple[int, Any], folder: Path, served: Path) -
 
 
 def test_what_cannot_be_answered_is_refused(server: tuple[int, Any], served: Path) -> None:
-    """Each refusal is tested in tests/inference/test_server.py."""
+    """Each refusal is tested in tests/inference/test_http_app.py."""
     from openai import APIStatusError
 
     client = _client(server[0])
@@ -227,10 +227,10 @@ def test_a_signal_ends_it_and_leaves_nothing(server: tuple[int, "subprocess.Pope
 
 def test_a_forward_of_onnx_runtime_is_stopped(onnx_folder: Path) -> None:
     from ds_finetune.export.onnx.runtime import OnnxCausalLM
-    from ds_finetune.inference.turns import Stopper
+    from ds_finetune.inference.request_queue import GenerationStopper
 
     model = OnnxCausalLM.from_pretrained(onnx_folder)
-    stopper, ids = Stopper(model), torch.ones(1, 8, dtype=torch.int64)
+    stopper, ids = GenerationStopper(model), torch.ones(1, 8, dtype=torch.int64)
     stopper.stop("enough")
     with pytest.raises(Exception, match="terminate flag"):
         model.forward(ids)
@@ -266,7 +266,7 @@ def test_engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest
     (tmp_path / "model.onnx").write_bytes(b"")
     assert main(["serve", str(tmp_path), "--engine", "vllm"]) == 2
     assert "is an ONNX folder" in capsys.readouterr().err
-    command = command_of(Service("vllm"), tmp_path, Address("::", 81))
+    command = server_command(ServeOptions("vllm"), tmp_path, Address("::", 81))
     assert command == [
         "vllm",
         "serve",

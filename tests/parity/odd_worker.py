@@ -15,9 +15,9 @@ import torch
 from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import eval_batches, training_batches
-from ds_finetune.data.documents import gather
-from ds_finetune.data.packed import PreparedRows
-from ds_finetune.data.template import Tokens
+from ds_finetune.data.documents import make_documents
+from ds_finetune.data.prepared_rows import PreparedRows
+from ds_finetune.data.sample_tokens import Tokens
 from ds_finetune.engine.core import Engine
 from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.engine.start import start_engine
@@ -84,7 +84,7 @@ def _config(model: Path, stage: int, parallel: dict[str, int], *, packing: bool)
 
 
 def _rows(documents: list[Document]) -> PreparedRows:
-    kept, counts = gather(
+    kept, counts = make_documents(
         [Tokens(ids, mask) for ids, mask in documents], ["truncate"] * len(documents), max_seq_len=ROW
     )
     return PreparedRows(kept, np.arange(len(documents)), np.arange(len(documents) + 1), counts)

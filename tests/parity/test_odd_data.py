@@ -15,10 +15,10 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ds_finetune.data.batches import Batch, BatchPlan, eval_batches, training_batches
-from ds_finetune.data.documents import gather
-from ds_finetune.data.pack import pack
-from ds_finetune.data.packed import PreparedRows
-from ds_finetune.data.template import Tokens
+from ds_finetune.data.documents import make_documents
+from ds_finetune.data.packing import pack
+from ds_finetune.data.prepared_rows import PreparedRows
+from ds_finetune.data.sample_tokens import Tokens
 from ds_finetune.families.table import family_of
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.model.build import build_skeleton, read_hf_config
@@ -82,7 +82,7 @@ def ours(model: TrainedModel, batches: Iterator[Batch]) -> tuple[float, int]:
 
 
 def rows_of(documents: list[tuple[list[int], list[bool]]], *, packing: bool) -> PreparedRows | None:
-    kept, counts = gather(
+    kept, counts = make_documents(
         [Tokens(ids, mask) for ids, mask in documents], ["truncate"] * len(documents), max_seq_len=ROW
     )
     if not counts.documents:

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_finetune.config.schema import DataConfig
 from ds_finetune.errors import DataError
-from ds_finetune.evaluation.run import Asked, score
+from ds_finetune.evaluation.evaluate import EvalRequest, evaluate_model
 from ds_finetune.export.offline import export_checkpoint
 from ds_finetune.export.onnx.folder import export_onnx
 from tests.model.test_vocabulary import loaded
@@ -106,11 +106,11 @@ def test_a_baseline_of_the_old_vocabulary(task: Path) -> None:
         {"train": "none", "eval": str(task.parent / "eval.jsonl"), "packing": False, "workers": 1}
     )
     export, base = str(task.parent / "run" / "export"), str(task.parent / "model")
-    assert score(Asked(export, base, data, limit=4)).documents == 4
+    assert evaluate_model(EvalRequest(export, base, data, limit=4)).documents == 4
     odd = task.parent / "odd.jsonl"
     odd.write_text(json.dumps({"prompt": "a", "completion": "~~~"}) + "\n")
     with pytest.raises(DataError, match=r"the rows have token ids up to 100 and .* a vocabulary of 96"):
-        score(Asked(export, base, data.model_copy(update={"eval": (str(odd),)})))
+        evaluate_model(EvalRequest(export, base, data.model_copy(update={"eval": (str(odd),)})))
 
 
 def test_the_run_resumes_on_another_layout(task: Path) -> None:

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from ds_finetune.config.schema import ParallelConfig, RunConfig, WatchdogConfig
 from ds_finetune.engine.groups import open_groups
-from ds_finetune.engine.processes import default_timeout
 from ds_finetune.errors import ConfigError
 from ds_finetune.observers.record import StepRecord
+from ds_finetune.patches.torch_distributed import default_timeout
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.timeouts import REPORT_SECONDS, collective_seconds, longest_limit

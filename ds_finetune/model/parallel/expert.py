@@ -5,7 +5,6 @@ many as there are: none is dropped, and none is padded. The router is the family
 """
 
 import copy
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +16,7 @@ from transformers import PreTrainedModel
 
 from ds_finetune.families.family import Family
 from ds_finetune.model.parallel.rank_group import RankGroup
+from ds_finetune.patches.transformers_models import changed_experts
 
 
 class ExpertGroup(RankGroup):
@@ -86,21 +86,18 @@ def fewer_experts(model_class: type[PreTrainedModel], family: Family, *, parts: 
     if parts == 1 or family.experts_class is None:
         yield
         return
-    kind = getattr(sys.modules[model_class.__module__], family.experts_class)
-    whole_init = kind.__init__
 
-    def init(module: nn.Module, config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        local = copy.copy(config)
-        local.num_local_experts = local.n_routed_experts = config.n_routed_experts // parts
-        whole_init(module, local, *args, **kwargs)
+    def local(config: Any) -> Any:  # noqa: ANN401 - a PretrainedConfig
+        part = copy.copy(config)
+        part.num_local_experts = part.n_routed_experts = config.n_routed_experts // parts
+        return part
+
+    def tag_parameters(module: nn.Module) -> None:
         for param in module.parameters():
             tag(param)
 
-    kind.__init__ = init
-    try:
+    with changed_experts(model_class, family.experts_class, local, after=tag_parameters):
         yield
-    finally:
-        kind.__init__ = whole_init
 
 
 def install_expert_parallel(lm: PreTrainedModel, experts: ExpertGroup) -> None:

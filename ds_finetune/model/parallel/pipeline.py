@@ -8,7 +8,6 @@ alone travel.
 
 import copy
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -25,6 +24,7 @@ from ds_finetune.config.schema import ParallelConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.model.build import build_skeleton
 from ds_finetune.model.parallel.rank_group import RankGroup
+from ds_finetune.patches.transformers_models import replaced_layers
 
 T = TypeVar("T")
 _EXPERTS = re.compile(r"mlp\.experts\.")
@@ -224,18 +224,12 @@ def only_layers(model_class: type[PreTrainedModel], layers: range | None) -> Ite
     if layers is None:
         yield
         return
-    module = sys.modules[model_class.__module__]
-    (name,) = (kind for kind in model_class._no_split_modules or () if kind.endswith("DecoderLayer"))
-    kind = getattr(module, name)
 
-    def make(config: PretrainedConfig, layer_idx: int) -> nn.Module:
-        return kind(config, layer_idx) if layer_idx in layers else Absent(layer_idx)  # type: ignore[no-any-return]
+    def make(layer_class: type[nn.Module], config: PretrainedConfig, layer_idx: int) -> nn.Module:
+        return layer_class(config, layer_idx) if layer_idx in layers else Absent(layer_idx)
 
-    setattr(module, name, make)
-    try:
+    with replaced_layers(model_class, make):
         yield
-    finally:
-        setattr(module, name, kind)
 
 
 def install_stage(lm: PreTrainedModel, stage: StageGroup, *, vocabulary: int) -> None:

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ds_finetune.cli.main import main
-from ds_finetune.evaluation.plain import batches_of
+from ds_finetune.evaluation.model_scores import length_batches
 from tests.running import tiny_task
 
 ROWS, NEW_TOKENS = 11, 5
@@ -186,6 +186,6 @@ def test_nothing_to_score_on_and_no_harness(tmp_path: Path, capsys: pytest.Captu
 
 def test_batches_hold_like_lengths_and_each_once() -> None:
     lengths = [3, 50, 7, 8, 200, 1]
-    found = list(batches_of(lengths, 60))
+    found = list(length_batches(lengths, 60))
     assert found == [[4], [1], [3, 2, 0, 5]]
     assert all(len(batch) == 1 or len(batch) * max(lengths[i] for i in batch) <= 60 for batch in found)

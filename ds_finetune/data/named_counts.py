@@ -6,7 +6,7 @@ from typing import Any, Self
 
 
 @dataclass(frozen=True)
-class Tally:
+class NamedCounts:
     """How many rows each name applies to, and the first of them (`file line 7`)."""
 
     entries: Mapping[str, tuple[int, str]] = field(default_factory=dict)

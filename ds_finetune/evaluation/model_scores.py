@@ -39,19 +39,19 @@ class Scores:
     exact: Sums | None = None
 
 
-def load_plain(folder: Path) -> PreTrainedModel:
+def load_model(folder: Path) -> PreTrainedModel:
     """The model of a folder as transformers loads it, on a GPU where there is one."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False).eval()
     return model.cuda() if torch.cuda.is_available() else model
 
 
-def losses_of(model: PreTrainedModel, documents: Sequence[Document], *, batch_tokens: int) -> Scores:
+def score_documents(model: PreTrainedModel, documents: Sequence[Document], *, batch_tokens: int) -> Scores:
     """Sums of each document; padding on the right with a mask, at most `batch_tokens` tokens a forward where a document
     is not longer.
     """
     found = np.zeros((3, len(documents)))
     lengths = [len(document.ids) for document in documents]
-    for numbers in batches_of(lengths, batch_tokens):
+    for numbers in length_batches(lengths, batch_tokens):
         longest = max(lengths[number] for number in numbers)
         ids, attended, labels = (np.full((len(numbers), longest), fill) for fill in (0, 0, -100))
         for row, number in enumerate(numbers):
@@ -72,7 +72,7 @@ def losses_of(model: PreTrainedModel, documents: Sequence[Document], *, batch_to
     return Scores(*found)
 
 
-def answers_of(
+def generate_answers(
     model: PreTrainedModel,
     documents: Sequence[Document],
     *,
@@ -83,7 +83,7 @@ def answers_of(
     """Greedy answers to the prompts, ids without the stop token; padding on the left with a mask."""
     answers: list[list[int]] = [[] for _ in documents]
     lengths = [len(document.prompt) for document in documents]
-    for numbers in batches_of([length + max_new_tokens for length in lengths], batch_tokens):
+    for numbers in length_batches([length + max_new_tokens for length in lengths], batch_tokens):
         longest = max(lengths[number] for number in numbers)
         ids, attended = (np.zeros((len(numbers), longest), dtype=np.int64) for _ in range(2))
         for row, number in enumerate(numbers):
@@ -105,7 +105,7 @@ def answers_of(
     return answers
 
 
-def batches_of(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
+def length_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
     """Numbers of sequences of like lengths, longest first, so that rows x longest is at most `batch_tokens`; one that
     is longer goes alone.
     """

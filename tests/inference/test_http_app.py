@@ -25,9 +25,9 @@ for package in ("openai", "starlette", "uvicorn"):
 from openai import APIError, APIStatusError, OpenAI
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from ds_finetune.inference import server as serving
-from ds_finetune.inference.request import RequestError
-from ds_finetune.inference.turns import GenerationStoppedError, QueueLimits, Stopper, Turns
+from ds_finetune.inference import http_app as serving
+from ds_finetune.inference.openai_request import RequestError
+from ds_finetune.inference.request_queue import GenerationStoppedError, GenerationStopper, QueueLimits, RequestQueue
 
 CONTEXT = 2048
 QUEUE = 2
@@ -286,7 +286,7 @@ def test_a_prompt_is_stopped_between_layers() -> None:
 
     done: list[int] = []
     model = Model()
-    stopper = Stopper(model)
+    stopper = GenerationStopper(model)
     threading.Timer(0.1, stopper.stop, ["enough"]).start()
     with pytest.raises(GenerationStoppedError, match="enough"):
         model(1)
@@ -295,11 +295,11 @@ def test_a_prompt_is_stopped_between_layers() -> None:
     assert model.layers[0](2) == 2
 
 
-def _turns(limits: QueueLimits, stopped: list[str]) -> Turns:
-    stopper = Stopper(nn.Linear(1, 1))
+def _queue(limits: QueueLimits, stopped: list[str]) -> RequestQueue:
+    stopper = GenerationStopper(nn.Linear(1, 1))
     plain = stopper.stop
     stopper.stop = lambda reason: (stopped.append(reason), plain(reason))[0]  # type: ignore[method-assign, assignment]
-    return Turns(limits, stopper, lambda: asyncio.sleep(0))
+    return RequestQueue(limits, stopper, lambda: asyncio.sleep(0))
 
 
 def _never() -> Coroutine[Any, Any, None]:
@@ -317,8 +317,8 @@ def test_a_full_queue_refuses_and_keeps_its_order() -> None:
         return answer
 
     async def all_at_once() -> list[Any]:
-        turns = _turns(QueueLimits(queue=2, request_seconds=60), [])
-        return await asyncio.gather(*(turns.take(work(number), _never) for number in range(5)), return_exceptions=True)
+        queue = _queue(QueueLimits(queue=2, request_seconds=60), [])
+        return await asyncio.gather(*(queue.run(work(number), _never) for number in range(5)), return_exceptions=True)
 
     found = asyncio.run(all_at_once())
     assert answered == [0, 1, 2]
@@ -333,10 +333,10 @@ def test_who_waits_too_long_or_goes_leaves_the_queue() -> None:
         await asyncio.sleep(0.3)
 
     async def both() -> list[Any]:
-        turns = _turns(QueueLimits(queue=4, request_seconds=0.1), stopped)
-        first = asyncio.create_task(turns.take(slow, _never))
+        queue = _queue(QueueLimits(queue=4, request_seconds=0.1), stopped)
+        first = asyncio.create_task(queue.run(slow, _never))
         await asyncio.sleep(0)
-        others = [turns.take(slow, _never), turns.take(slow, lambda: asyncio.sleep(0.05))]
+        others = [queue.run(slow, _never), queue.run(slow, lambda: asyncio.sleep(0.05))]
         return await asyncio.gather(first, *others, return_exceptions=True)
 
     first, late, gone = asyncio.run(both())

@@ -37,13 +37,13 @@ NOTED = {
 """What is said of rows that are trained all the same."""
 
 
-def dropped_rows(counts: Counts) -> list[str]:
+def dropped_row_lines(counts: Counts) -> list[str]:
     """Each reason for which rows were left out, with their number; the first two also where there are none."""
     reasons = [f"{rows:,} {DROPPED[name][0]}" for name, (rows, _) in counts.dropped.entries.items()]
     return [f"{counts.nothing_supervised:,} with nothing supervised", f"{counts.too_long_dropped:,} too long", *reasons]
 
 
-def hint_for(counts: Counts) -> str:
+def dropped_rows_hint(counts: Counts) -> str:
     """What to do about the reason for which most rows were left out."""
     entries = counts.dropped.entries
     worst = max(entries, key=lambda name: entries[name][0], default=None)
@@ -63,9 +63,9 @@ def row_notes(counts: Counts) -> Iterator[str]:
         yield f"columns and fields that nothing reads: {names}"
 
 
-def server_share(counts: Counts) -> str:
+def server_prompt_line(counts: Counts) -> str:
     """Rows of which a trained turn's prompt is not what `apply_chat_template` gives a server for the messages before
     it.
     """
-    share = counts.lead_differs / max(counts.read, 1)
-    return f"{counts.lead_differs:,} of {counts.read:,} rows ({share:.1%}) have a prompt other than a server's"
+    share = counts.server_prompt_differs / max(counts.read, 1)
+    return f"{counts.server_prompt_differs:,} of {counts.read:,} rows ({share:.1%}) have a prompt other than a server's"

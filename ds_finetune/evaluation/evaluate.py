@@ -10,19 +10,19 @@ import numpy as np
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ds_finetune.config.schema import DataConfig
-from ds_finetune.data.prepare import TokenSpec, prepare
-from ds_finetune.data.reasons import row_notes
+from ds_finetune.data.prepare import TokenLimits, prepare_rows
+from ds_finetune.data.row_report import row_notes
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.errors import DataError
 from ds_finetune.evaluation.compare import METHOD, Metric, compare
-from ds_finetune.evaluation.extract import EXTRACTORS
-from ds_finetune.evaluation.plain import Document, Scores, answers_of, load_plain, losses_of
+from ds_finetune.evaluation.extractors import EXTRACTORS
+from ds_finetune.evaluation.model_scores import Document, Scores, generate_answers, load_model, score_documents
 from ds_finetune.export.load import check_loadable
 from ds_finetune.model.build import resolve_folder
 
 
 @dataclass(frozen=True)
-class Asked:
+class EvalRequest:
     """What is scored and how: `extract` names an extractor, for which answers of `max_new_tokens` at most are
     generated.
     """
@@ -38,7 +38,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Scored:
+class EvalResult:
     """What came of it: metrics by name, and what they are of."""
 
     model: str
@@ -54,7 +54,7 @@ class Scored:
         return asdict(self)
 
 
-def score(asked: Asked) -> Scored:
+def evaluate_model(asked: EvalRequest) -> EvalResult:
     """Score `asked.model`, and `asked.baseline` on the same token ids; ExportError or DataError say what cannot be
     compared.
     """
@@ -68,7 +68,7 @@ def score(asked: Asked) -> Scored:
     scores = _scored(folder, documents, asked, tokenizer, right)
     theirs = None if base is None else _scored(base, documents, asked, tokenizer, right)
     tokens = int(scores.tokens.sum())
-    return Scored(asked.model, asked.baseline, compare(scores, theirs), len(documents), tokens, tuple(notes))
+    return EvalResult(asked.model, asked.baseline, compare(scores, theirs), len(documents), tokens, tuple(notes))
 
 
 def _model_folder(name: str) -> Path:
@@ -77,16 +77,20 @@ def _model_folder(name: str) -> Path:
     return folder
 
 
-def _documents(asked: Asked, folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Document], list[str]]:
+def _documents(
+    asked: EvalRequest, folder: Path, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[Document], list[str]]:
     """The documents, and a line on what became of the rows."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     allowed = getattr(config, "max_position_embeddings", None)
     length = min(asked.max_seq_len, allowed or asked.max_seq_len)
     with tempfile.TemporaryDirectory() as cache:
         data = asked.data.model_copy(update={"cache_dir": cache})
-        rows = prepare(data, "eval", tokenizer=tokenizer, spec=TokenSpec(length, config.vocab_size, allowed))
+        rows = prepare_rows(data, "eval", tokenizer=tokenizer, spec=TokenLimits(length, config.vocab_size, allowed))
         number = min(rows.counts.documents, asked.limit or rows.counts.documents)
-        documents = [Document(*rows.document(index), *prompt) for index, prompt in enumerate(rows.prompts(number))]
+        documents = [
+            Document(*rows.document(index), *prompt) for index, prompt in enumerate(rows.prompts_and_answers(number))
+        ]
         counts = rows.counts
     note = (
         f"{counts.read} rows read, {counts.truncated} truncated to {length} tokens ({counts.truncated_ratio:.2%} "
@@ -140,16 +144,16 @@ def _references(extract: str, documents: Sequence[Document], tokenizer: PreTrain
 def _scored(
     folder: Path,
     documents: Sequence[Document],
-    asked: Asked,
+    asked: EvalRequest,
     tokenizer: PreTrainedTokenizerBase,
     right: list[object] | None,
 ) -> Scores:
-    model = load_plain(folder)
-    scores = losses_of(model, documents, batch_tokens=asked.batch_tokens)
+    model = load_model(folder)
+    scores = score_documents(model, documents, batch_tokens=asked.batch_tokens)
     if right is None or asked.extract is None:
         return scores
     stop_ids = _stop_ids(model, tokenizer)
-    answers = answers_of(
+    answers = generate_answers(
         model, documents, max_new_tokens=asked.max_new_tokens, stop_ids=stop_ids, batch_tokens=asked.batch_tokens
     )
     extract = EXTRACTORS[asked.extract]

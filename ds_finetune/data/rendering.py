@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ds_finetune.data.chat_template import ChatTemplate, RenderingError, mark, refuse_row
-from ds_finetune.data.control_tokens import written_places
+from ds_finetune.data.chat_template import ChatTemplate, RenderingError, placeholder, template_error
+from ds_finetune.data.control_tokens import find_token
 from ds_finetune.data.messages import parse_json
 from ds_finetune.errors import DataError
 
@@ -36,7 +36,7 @@ class Turn:
     is_open: bool = False
 
 
-class LostTextError(Exception):
+class UnrenderedTextError(Exception):
     """A text of the row is not in the rendering; the argument is its name in `reasons.DROPPED`."""
 
 
@@ -61,8 +61,7 @@ class RenderedConversation:
     def turns(self) -> list[Turn]:
         """The assistant turns in order, each with everything between it and the end of the one before as its prompt.
 
-        LostTextError where a text is not rendered; DataError where the template fails, or rewrites what it rendered
-        before.
+        UnrenderedTextError where the template leaves out a text; DataError where it fails, or changes an earlier turn.
         """
         found: list[Turn] = []
         done = ""
@@ -73,7 +72,7 @@ class RenderedConversation:
         return found or [Turn(len(self._messages), self._render(self._messages), "", "")]
 
     def check(self, turns: Sequence[Turn], *, is_protected: bool) -> None:
-        """LostTextError where a text of the row is not in `turns`, or the template moves it before an earlier one.
+        """UnrenderedTextError where a text of the row is missing in `turns`, or the template reorders texts.
 
         `is_protected` if control tokens are marked as text: a template that writes JSON in ASCII would escape the
         marks.
@@ -82,9 +81,9 @@ class RenderedConversation:
         end = turns[-1].number + 1
         messages = self._messages[:end]
         if any(message["role"] != "assistant" and message["content"].strip() not in document for message in messages):
-            raise LostTextError("text")
+            raise UnrenderedTextError("text")
         if is_protected and any(escaped in document for escaped in ("\\ue0f3", "\\uE0F3")):
-            raise LostTextError("text")
+            raise UnrenderedTextError("text")
         try:
             whole = self._template.render(
                 [_marked(message, number) for number, message in enumerate(messages)], self._tools
@@ -98,7 +97,7 @@ class RenderedConversation:
         ]
         places = [min(map(whole.find, stands)) for stands in texts]
         if -1 in places or places != sorted(places):
-            raise LostTextError("text")
+            raise UnrenderedTextError("text")
 
     def server_prompt(self, number: int) -> str | None:
         """What `apply_chat_template` gives a server for the messages before `number`; None where it fails."""
@@ -125,15 +124,15 @@ class RenderedConversation:
     def _refuse_losses(self) -> None:
         probes = self._template.probes
         if not probes.calls and any(message.get("tool_calls") for message in self._messages):
-            raise LostTextError("calls")
+            raise UnrenderedTextError("calls")
         if probes.reasoning != "field" and any(message.get("reasoning_content") for message in self._messages):
-            raise LostTextError("reasoning")
+            raise UnrenderedTextError("reasoning")
 
     def _render(self, messages: Sequence[Mapping[str, Any]], *, opens: bool = False) -> str:
         try:
             return self._template.render(messages, self._tools, opens=opens)
         except RenderingError as broken:
-            raise refuse_row(self._where, broken) from broken
+            raise template_error(self._where, broken) from broken
 
     def _after(self, done: str, rendered: str) -> str:
         """What a rendering holds behind the turns already taken."""
@@ -151,23 +150,23 @@ class RenderedConversation:
         places = sorted((closed.find(stands), stands, kind) for stands, _, kind in _marks(message, number))
         (first, _, first_kind), (last, last_mark, last_kind) = places[0], places[-1]
         if first < 0:
-            raise LostTextError(first_kind)
+            raise UnrenderedTextError(first_kind)
         middle, tail = closed[first:last], closed[last + len(last_mark) :]
         end, is_open = self._call_end(middle, tail) if last_kind == "calls" else (0, False)
         texts = {stands: text for stands, text, _ in _marks(message, number)}
         rest = _verbatim(middle + last_mark + tail[:end], texts)
         prompt, body = self._split(number, done, closed[:first], rest)
         if not all(_has_arguments(call, body) for call in message.get("tool_calls") or ()):
-            raise LostTextError("calls")
+            raise UnrenderedTextError("calls")
         return Turn(number, prompt, body, tail[end:], is_open), last_mark + tail
 
     def _call_end(self, middle: str, tail: str) -> tuple[int, bool]:
         """Where in `tail` the end of a turn that calls tools begins, and whether it has none."""
         token = self._template.probes.turn_end
-        ends = written_places(token, tail)
-        if len(ends) > 1 or written_places(token, middle):
+        ends = find_token(token, tail)
+        if len(ends) > 1 or find_token(token, middle):
             # R1's template ends the turn behind each call but the first.
-            raise LostTextError("calls")
+            raise UnrenderedTextError("calls")
         return (ends[0], False) if ends else (len(tail.rstrip("\n")), True)
 
     def _split(self, number: int, done: str, header: str, rest: str) -> tuple[str, str]:
@@ -186,14 +185,14 @@ class RenderedConversation:
         for prompt in (opened, *(self._call_prompts(number, done) if is_call else [header])):
             if prompt is not None and whole.startswith(prompt):
                 return prompt, whole[len(prompt) :]
-        raise LostTextError("calls")
+        raise UnrenderedTextError("calls")
 
     def _call_prompts(self, number: int, done: str) -> Iterator[str]:
         """What may stand before a tool call: the header of an answer in text, or the messages before without a
         header.
         """
-        answer = {"role": "assistant", "content": mark(number)}
-        yield self._after(done, self._render([*self._marked[:number], answer])).partition(mark(number))[0]
+        answer = {"role": "assistant", "content": placeholder(number)}
+        yield self._after(done, self._render([*self._marked[:number], answer])).partition(placeholder(number))[0]
         if number:
             yield self._after(done, self._render(self._marked[:number]))
 
@@ -201,14 +200,16 @@ class RenderedConversation:
 def _marks(message: Mapping[str, Any], number: int) -> list[tuple[str, str, str]]:
     """Marks for the texts of a message, what they stand for, and under which reason they are lost."""
     thought = (
-        [(mark(f"{number}r"), message["reasoning_content"], "reasoning")] if message.get("reasoning_content") else []
+        [(placeholder(f"{number}r"), message["reasoning_content"], "reasoning")]
+        if message.get("reasoning_content")
+        else []
     )
     calls = [
-        (mark(f"{number}c{place}"), call["function"]["name"], "calls")
+        (placeholder(f"{number}c{place}"), call["function"]["name"], "calls")
         for place, call in enumerate(message.get("tool_calls") or ())
     ]
     return [
-        *([(mark(number), message["content"], "text")] if message["content"] or not calls else []),
+        *([(placeholder(number), message["content"], "text")] if message["content"] or not calls else []),
         *thought,
         *calls,
     ]
@@ -217,13 +218,14 @@ def _marks(message: Mapping[str, Any], number: int) -> list[tuple[str, str, str]
 def _marked(message: Mapping[str, Any], number: int) -> Mapping[str, Any]:
     turn = dict(message)
     if turn["content"] or not turn.get("tool_calls"):
-        turn["content"] = mark(number)
+        turn["content"] = placeholder(number)
     if turn.get("reasoning_content"):
-        turn["reasoning_content"] = mark(f"{number}r")
+        turn["reasoning_content"] = placeholder(f"{number}r")
     if turn.get("tool_calls"):
         calls = enumerate(turn["tool_calls"])
         turn["tool_calls"] = [
-            {**call, "function": {**call["function"], "name": mark(f"{number}c{place}")}} for place, call in calls
+            {**call, "function": {**call["function"], "name": placeholder(f"{number}c{place}")}}
+            for place, call in calls
         ]
     return turn
 

@@ -8,38 +8,39 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
-from ds_finetune.data.chat_template import ChatTemplate, as_rendered, without_reasoning
-from ds_finetune.data.control_tokens import ControlTokens, shown
+from ds_finetune.data.chat_template import ChatTemplate, adapt_messages, strip_reasoning
+from ds_finetune.data.control_tokens import ControlTokens, strip_brackets
 from ds_finetune.data.layouts import Completion, PlainText, Sample
 from ds_finetune.data.messages import Conversation
-from ds_finetune.data.turns import LostTextError, RenderedConversation, Turn
+from ds_finetune.data.rendering import RenderedConversation, Turn, UnrenderedTextError
 from ds_finetune.errors import DataError
 
-RULES = 2
+RULES_VERSION = 2
 """Raised when the same row becomes other tokens, so that cached tokens of other rules are not taken for them."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of text tokenised on its own; `learnt` is `none`, `all`, or `turn_end` (through its first special
+    """A stretch of text tokenised on its own; `supervised` is `none`, `all`, or `turn_end` (through its first special
     token).
     """
 
     text: str
-    learnt: str
+    supervised: str
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Token ids of a document and which of them carry loss; `lead_differs` if a prompt is not what a server would send.
+    """Token ids of a document and which of them carry loss.
 
-    `dropped` is why the row is left out, `notes` what to report of it (`reasons`), `unread` its fields that nothing
+    `server_prompt_differs` where a prompt is not what a server would send. `dropped` is the reason for which the row
+    is left out and `notes` are its remarks, both by their names in `row_report`; `unread` are fields that nothing
     reads.
     """
 
     ids: list[int]
     mask: list[bool]
-    lead_differs: bool = False
+    server_prompt_differs: bool = False
     dropped: str = ""
     notes: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
@@ -57,7 +58,7 @@ class TemplateSettings:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _SampleText:
     """Segments of a sample before they are tokenised, and what Tokens says of it.
 
     `server_prompt` is what a server would send before the last trained answer, which segment `lead` begins.
@@ -69,7 +70,7 @@ class _Plan:
     lead: int = 0
 
 
-class Templater:
+class SampleTokeniser:
     """Turns samples into tokens with one tokenizer and one template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: TemplateSettings) -> None:
@@ -83,7 +84,7 @@ class Templater:
         adds_bos = tokenizer("x")["input_ids"][:1] == [tokenizer.bos_token_id]
         self._bos = [tokenizer.bos_token_id] if adds_bos and tokenizer.bos_token_id is not None else []
 
-    def tokens(self, samples: Sequence[tuple[str, Sample]]) -> list[Tokens]:
+    def tokenise(self, samples: Sequence[tuple[str, Sample]]) -> list[Tokens]:
         """Tokens of each sample; the first of each pair says where it stands, for messages. One tokenizer call
         for all.
         """
@@ -100,11 +101,11 @@ class Templater:
             is_chat = not isinstance(sample, PlainText) and self._template is not None
             tokens = self._assemble(parts, is_chat=is_chat, where=where)
             lead = [i for _, ids in parts[: plan.lead] for i in ids]
-            differs = plan.result.lead_differs or (bool(plan.server_prompt) and lead != server)
-            found.append(replace(plan.result, ids=tokens.ids, mask=tokens.mask, lead_differs=differs))
+            differs = plan.result.server_prompt_differs or (bool(plan.server_prompt) and lead != server)
+            found.append(replace(plan.result, ids=tokens.ids, mask=tokens.mask, server_prompt_differs=differs))
         return found
 
-    def _plan(self, sample: Sample, where: str) -> _Plan:
+    def _plan(self, sample: Sample, where: str) -> _SampleText:
         if self._template is not None and not isinstance(sample, PlainText):
             return self._chat_plan(
                 sample.conversation if isinstance(sample, Completion) else sample, self._template, where
@@ -115,41 +116,41 @@ class Templater:
                 hint="set data.template to a Jinja file",
             )
         texts = [sample.text] if isinstance(sample, PlainText) else [sample.prompt, sample.completion]
-        held = any(self._control.found(text) for text in texts)
+        held = any(self._control.has_control_token(text) for text in texts)
         if held and self._settings.control_tokens == "refuse":
             raise DataError(
                 f"{where}: a text holds a control token of the tokenizer: {texts[0]!r:.60}",
                 hint="set data.control_tokens to keep",
             )
         if isinstance(sample, Completion) and sample.conversation.messages[:-2]:
-            return _Plan((), Tokens([], [], dropped="plain"))
+            return _SampleText((), Tokens([], [], dropped="plain"))
         has_tools = isinstance(sample, Completion) and sample.conversation.tools
         notes = tuple(name for name, holds in (("control_plain", held), ("tools", has_tools)) if holds)
         segments = [Segment(sample.text, "all")] if isinstance(sample, PlainText) else self._completion_segments(sample)
-        return _Plan(tuple(segments), Tokens([], [], notes=notes))
+        return _SampleText(tuple(segments), Tokens([], [], notes=notes))
 
     def _completion_segments(self, sample: Completion) -> list[Segment]:
-        completion = without_reasoning(sample.completion) if self._settings.reasoning == "strip" else sample.completion
+        completion = strip_reasoning(sample.completion) if self._settings.reasoning == "strip" else sample.completion
         prompt = sample.prompt
         if not (prompt[-1:].isspace() or completion[:1].isspace()):
             prompt += self._settings.separator
-        learnt = "all" if self._settings.train_on == "all" else "none"
+        supervised = "all" if self._settings.train_on == "all" else "none"
         return [
-            Segment(prompt, learnt),
+            Segment(prompt, supervised),
             Segment(completion, "all"),
             Segment(str(self._tokenizer.eos_token), "turn_end"),
         ]
 
-    def _chat_plan(self, given: Conversation, template: ChatTemplate, where: str) -> _Plan:
-        conversation, control = self._control.protected(given, where)
-        messages = as_rendered(conversation, template, self._settings.reasoning)
+    def _chat_plan(self, given: Conversation, template: ChatTemplate, where: str) -> _SampleText:
+        conversation, control = self._control.protect(given, where)
+        messages = adapt_messages(conversation, template, self._settings.reasoning)
         unread = (*given.unread, *_unread_fields(conversation, template))
         try:
             rendered = RenderedConversation(template, messages, conversation.tools, where)
             turns = rendered.turns()
             rendered.check(turns, is_protected=bool(control))
-        except LostTextError as lost:
-            return _Plan((), Tokens([], [], dropped=str(lost), unread=unread))
+        except UnrenderedTextError as lost:
+            return _SampleText((), Tokens([], [], dropped=str(lost), unread=unread))
         last = turns[-1].number
         notes = [
             control,
@@ -166,7 +167,7 @@ class Templater:
         answers = [turn.number for turn in chosen if turn.number < len(conversation.messages)]
         return {number for number in answers if conversation.messages[number].get("weight", 1) != 0}
 
-    def _segments(self, turns: Sequence[Turn], trained: set[int], rendered: RenderedConversation) -> _Plan:
+    def _segments(self, turns: Sequence[Turn], trained: set[int], rendered: RenderedConversation) -> _SampleText:
         before = "all" if self._settings.train_on == "all" else "none"
         segments: list[Segment] = []
         text, server, lead, differs = "", "", 0, False
@@ -179,13 +180,13 @@ class Templater:
                 server, lead, differs = (
                     prompt or "",
                     len(segments),
-                    differs or prompt is None or shown(prompt) != shown(text),
+                    differs or prompt is None or strip_brackets(prompt) != strip_brackets(text),
                 )
             segments += [Segment(turn.body, "all" if is_trained else "none"), _ending(turn, is_trained=is_trained)]
             text += turn.body + turn.ending
         # A prompt with no answer before it is tokenised as a server does; others are compared id by id.
         compared = server if not differs and lead > 1 else ""
-        return _Plan(tuple(segments), Tokens([], [], lead_differs=differs), compared, lead)
+        return _SampleText(tuple(segments), Tokens([], [], server_prompt_differs=differs), compared, lead)
 
     def _assemble(self, parts: Iterable[tuple[Segment, list[int]]], *, is_chat: bool, where: str) -> Tokens:
         ids = [] if is_chat else list(self._bos)
@@ -193,8 +194,8 @@ class Templater:
         last = "none"
         for segment, found in parts:
             ids += found
-            mask += self._learnt(segment, found, where)
-            last = segment.learnt
+            mask += self._supervised_mask(segment, found, where)
+            last = segment.supervised
         if last == "all" and not is_chat:
             ids, mask = [*ids, int(self._tokenizer.eos_token_id)], [*mask, True]
         bos = self._tokenizer.bos_token_id
@@ -208,9 +209,9 @@ class Templater:
             )
         return Tokens(ids, mask)
 
-    def _learnt(self, segment: Segment, ids: list[int], where: str) -> list[bool]:
-        if segment.learnt != "turn_end":
-            return [segment.learnt == "all"] * len(ids)
+    def _supervised_mask(self, segment: Segment, ids: list[int], where: str) -> list[bool]:
+        if segment.supervised != "turn_end":
+            return [segment.supervised == "all"] * len(ids)
         end = next((place for place, token in enumerate(ids) if token in self._special), None)
         if segment.text and end is None:
             raise DataError(

@@ -8,7 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.data.layouts import Completion, Conversation, PlainText
-from ds_finetune.data.template import Templater, TemplateSettings, Tokens
+from ds_finetune.data.sample_tokens import SampleTokeniser, TemplateSettings, Tokens
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.errors import DataError
 
@@ -57,7 +57,7 @@ def templated(
     chosen = TemplateSettings(
         template or tokenizer.chat_template, **({"train_on": "assistant", "reasoning": "keep"} | settings)
     )  # type: ignore[arg-type]
-    return Templater(tokenizer, chosen).tokens([("row 1", Conversation(tuple(turns)))])[0]
+    return SampleTokeniser(tokenizer, chosen).tokenise([("row 1", Conversation(tuple(turns)))])[0]
 
 
 def learnt(tokens: Tokens, tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -88,7 +88,7 @@ def test_ids_are_the_published_ones(tokenizers: Path, folder: str, vectors: str)
     ]
     tokenizer = load_tokenizer(str(tokenizers / folder))
     settings = TemplateSettings(None, "assistant", "keep")
-    found = Templater(tokenizer, settings).tokens([("case", PlainText(case)) for case in cases])
+    found = SampleTokeniser(tokenizer, settings).tokenise([("case", PlainText(case)) for case in cases])
     start = [tokenizer.bos_token_id] if found[0].ids[0] == tokenizer.bos_token_id else []
     assert [tokens.ids for tokens in found] == [[*start, *ids, tokenizer.eos_token_id] for ids in wanted[: len(cases)]]
 
@@ -97,13 +97,13 @@ def test_r1_distill_keeps_reasoning_and_opens_it_in_the_prompt(r1: PreTrainedTok
     tokens = templated(r1, TURNS[:3])
     assert r1.decode(tokens.ids) == f"{BOS}Be brief.<｜User｜>Hi<｜Assistant｜><think>\nhm\n</think>\n\nHello!{EOS}"
     assert learnt(tokens, r1) == [f"hm\n</think>\n\nHello!{EOS}"]
-    assert not tokens.lead_differs
+    assert not tokens.server_prompt_differs
 
 
 def test_r1_distill_with_two_turns(r1: PreTrainedTokenizerBase) -> None:
     tokens = templated(r1, TURNS)
     assert learnt(tokens, r1) == [f"hm\n</think>\n\nHello!{EOS}", f"4{EOS}"]
-    assert tokens.lead_differs  # the second answer has no reasoning, and a server would open one
+    assert tokens.server_prompt_differs  # the second answer has no reasoning, and a server would open one
 
 
 def test_reasoning_can_be_stripped(llm: PreTrainedTokenizerBase) -> None:
@@ -153,7 +153,7 @@ def test_supervised_text_and_server_prompt_of_each_template(tokenizers: Path, na
 def test_plain_completion_and_text(llm: PreTrainedTokenizerBase) -> None:
     settings = TemplateSettings(None, "assistant", "keep")
     asked = Completion("2+2=", "4", Conversation(()))
-    completion, text = Templater(llm, settings).tokens([("a", asked), ("b", PlainText("Once"))])
+    completion, text = SampleTokeniser(llm, settings).tokenise([("a", asked), ("b", PlainText("Once"))])
     assert llm.decode(completion.ids) == f"{BOS}2+2=\n4{EOS}"
     assert learnt(completion, llm) == [f"4{EOS}"]
     assert llm.decode(text.ids) == f"{BOS}Once{EOS}"

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ds_finetune.inference.request import RequestError
+from ds_finetune.inference.openai_request import RequestError
 
 _POLL_SECONDS = 0.01
 
@@ -16,7 +16,7 @@ class GenerationStoppedError(RuntimeError):
     """Raised inside a model's forward to end a generation."""
 
 
-class Stopper:
+class GenerationStopper:
     """Ends the generation of a model from another thread: before the next decoder layer, so a long prompt ends too."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -54,10 +54,10 @@ class QueueLimits:
     request_seconds: float
 
 
-class Turns:
+class RequestQueue:
     """Answers one request after another in the order of arrival; `idle` returns when the model has nothing to do."""
 
-    def __init__(self, limits: QueueLimits, stopper: Stopper, idle: Callable[[], Awaitable[Any]]) -> None:
+    def __init__(self, limits: QueueLimits, stopper: GenerationStopper, idle: Callable[[], Awaitable[Any]]) -> None:
         self._limits, self._stopper, self._idle = limits, stopper, idle
         self._line: list[object] = []
 
@@ -68,7 +68,7 @@ class Turns:
             message = f"{waiting} requests wait, and --queue is {self._limits.queue}: ask again later"
             raise RequestError(429, message, code="queue_full")
 
-    async def take(
+    async def run(
         self, answer: Callable[[], Coroutine[Any, Any, None]], gone: Callable[[], Coroutine[Any, Any, None]]
     ) -> None:
         """Run `answer` when its turn comes, until `gone` returns; RequestError where there is no room or no time."""

@@ -77,14 +77,14 @@ class PreparedRows:
         """Share of `max_seq_len` x rows that is tokens."""
         return self.num_tokens / (len(self) * max_seq_len)
 
-    def prompts(self, number: int) -> list[tuple[list[int], list[int]]]:
-        """The first documents as (ids up to the last learnt stretch, ids of that stretch), for answers to be
+    def prompts_and_answers(self, number: int) -> list[tuple[list[int], list[int]]]:
+        """The first documents as (ids up to the last supervised stretch, ids of that stretch), for answers to be
         compared.
         """
         return [self._last_answer(i) for i in range(min(number, self.counts.documents))]
 
     def document(self, number: int) -> tuple[list[int], list[bool]]:
-        """Ids of a document and which of them are learnt."""
+        """Ids of a document and which of them are supervised."""
         here = slice(self.documents.offsets[number], self.documents.offsets[number + 1])
         return self.documents.ids[here].tolist(), self.documents.mask[here].tolist()
 
@@ -97,7 +97,7 @@ class PreparedRows:
 
     def _last_answer(self, number: int) -> tuple[list[int], list[int]]:
         ids, mask = self.document(number)
-        end = max(place for place, learnt in enumerate(mask) if learnt) + 1
+        end = max(place for place, supervised in enumerate(mask) if supervised) + 1
         start = end
         while start > 0 and mask[start - 1]:
             start -= 1

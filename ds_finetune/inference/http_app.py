@@ -22,8 +22,14 @@ from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import GenerationState, Modality
 
 from ds_finetune.export.verify.record import is_onnx
-from ds_finetune.inference.request import AnswerRequest, ChatRequest, CompletionRequest, RequestError, parse_request
-from ds_finetune.inference.turns import QueueLimits, Stopper, Turns
+from ds_finetune.inference.openai_request import (
+    AnswerRequest,
+    ChatRequest,
+    CompletionRequest,
+    RequestError,
+    parse_request,
+)
+from ds_finetune.inference.request_queue import GenerationStopper, QueueLimits, RequestQueue
 from ds_finetune.units import MIB
 
 MAX_NEW_TOKENS = 1024
@@ -131,14 +137,14 @@ class AnswerRoute:
         kind: type[AnswerRequest],
         handler: Any,  # noqa: ANN401 - of transformers
         served: ServedModel,
-        turns: Turns,
+        queue: RequestQueue,
     ) -> None:
-        self._kind, self._handler, self._served, self._turns = kind, handler, served, turns
+        self._kind, self._handler, self._served, self._queue = kind, handler, served, queue
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         try:
-            self._turns.check_room()
+            self._queue.check_room()
             body = await self._body(Request(scope, receive))
             number = str(uuid.uuid4())
 
@@ -146,7 +152,7 @@ class AnswerRoute:
                 response = await self._handler.handle_request(body, number)
                 await response(scope, _never, send)
 
-            await self._turns.take(answer, lambda: _disconnected(receive))
+            await self._queue.run(answer, lambda: _disconnected(receive))
         except RequestError as refused:
             await refused.response()(scope, receive, send)
 
@@ -212,7 +218,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def _never() -> Message:
-    """Instead of a client's messages: `Turns` listens to them."""
+    """Instead of a client's messages: `RequestQueue` listens to them."""
     return await asyncio.get_running_loop().create_future()
 
 
@@ -228,7 +234,7 @@ def make_app(folder: Path, limits: QueueLimits, *, device: str = "cpu") -> Starl
     """Load the model of `folder` on `device` (`auto`: all GPUs) and return the application that serves it."""
     served, state = ServedModel(folder, device), GenerationState()
     manager = state.get_manager(served.process_model_name(served.name))
-    turns = Turns(limits, Stopper(served.model), lambda: manager.async_submit(lambda: None))
+    queue = RequestQueue(limits, GenerationStopper(served.model), lambda: manager.async_submit(lambda: None))
     entry = {"id": served.name, "object": "model", "created": 0, "owned_by": "ds_finetune"}
 
     async def models(request: Request) -> JSONResponse:
@@ -237,8 +243,8 @@ def make_app(folder: Path, limits: QueueLimits, *, device: str = "cpu") -> Starl
     async def health(request: Request) -> JSONResponse:
         return JSONResponse({"status": "ok"})
 
-    chat = AnswerRoute(ChatRequest, ChatCompletionHandler(served, state), served, turns)
-    plain = AnswerRoute(CompletionRequest, CompletionHandler(served, state), served, turns)
+    chat = AnswerRoute(ChatRequest, ChatCompletionHandler(served, state), served, queue)
+    plain = AnswerRoute(CompletionRequest, CompletionHandler(served, state), served, queue)
     routes = [
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", plain, methods=["POST"]),

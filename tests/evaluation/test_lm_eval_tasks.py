@@ -7,14 +7,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.evaluation.test_eval import _model
+from tests.evaluation.test_evaluate import _model
 from tests.running import tiny_task
 
 
 @pytest.mark.slow
 def test_a_task_gives_what_plain_log_likelihoods_give(tmp_path: Path) -> None:
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (pip install 'lm_eval[hf]')")
-    from ds_finetune.evaluation.harness import run_tasks
+    from ds_finetune.evaluation.lm_eval_tasks import run_tasks
 
     tiny_task(tmp_path)
     for name, seed in (("tuned", 1), ("base", 2)):

@@ -9,11 +9,11 @@ from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.config.schema import DataConfig
 from ds_finetune.data.documents import Counts
-from ds_finetune.data.layouts import Completion, Conversation, PlainText, read_sample, recognise
+from ds_finetune.data.layouts import Completion, Conversation, PlainText, read_sample, recognise_layout
 from ds_finetune.data.messages import read_conversation
-from ds_finetune.data.prepare import TokenSpec, prepare
-from ds_finetune.data.reasons import row_notes, server_share
-from ds_finetune.data.template import Templater, TemplateSettings, Tokens
+from ds_finetune.data.prepare import TokenLimits, prepare_rows
+from ds_finetune.data.row_report import row_notes, server_prompt_line
+from ds_finetune.data.sample_tokens import SampleTokeniser, TemplateSettings, Tokens
 from ds_finetune.errors import DataError
 from ds_finetune.trainer.preview import marked
 
@@ -21,7 +21,7 @@ QWEN2, QWEN3 = "Qwen-Qwen2.5-7B-Instruct.jinja", "qwen3_tokenizer_config.json"
 HERMES = "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use.jinja"
 R1, V3, LLM = "deepseek-ai-DeepSeek-R1-Distill-Llama-8B.jinja", "deepseek_v3_tokenizer_config.json", "deepseek-llm"
 EOS = "<｜end▁of▁sentence｜>"
-SPEC = TokenSpec(256, 200_000, None)
+SPEC = TokenLimits(256, 200_000, None)
 ASKED, RESULT, SAID = (
     {"role": "user", "content": "2+2?"},
     {"role": "tool", "content": "4"},
@@ -41,7 +41,7 @@ class Chat:
     def tokens(self, name: str, messages: list[dict[str, Any]], tools: object = None, **settings: Any) -> Tokens:
         chosen = TemplateSettings(self._templates[name], **({"train_on": "assistant", "reasoning": "keep"} | settings))
         sample = read_conversation(messages, tools, "messages", "row 1")
-        return Templater(self.tokenizer, chosen).tokens([("row 1", sample)])[0]
+        return SampleTokeniser(self.tokenizer, chosen).tokenise([("row 1", sample)])[0]
 
     def shown(self, tokens: Tokens) -> str:
         return marked(tokens.ids, tokens.mask, self.tokenizer).plain.rstrip("\n")
@@ -123,14 +123,14 @@ def test_reasoning_in_a_field_is_rendered_as_the_template_knows_it(chat: Chat) -
     assert chat.tokens(QWEN3, [{"role": "system", "content": "Think."}, thought]).dropped == "reasoning"
     tokens = chat.tokens(R1, [ASKED, thought])
     assert chat.shown(tokens).endswith(f"<｜Assistant｜><think>\n⟦2 and 2\n</think>\n\nIt is 4.{EOS}⟧")
-    assert not tokens.lead_differs
+    assert not tokens.server_prompt_differs
 
 
 @pytest.mark.parametrize("name", [QWEN2, QWEN3, V3, R1, LLM])
 def test_an_answer_before_any_question_trains_no_prompt(chat: Chat, name: str) -> None:
     first = chat.supervised(name, [{"role": "assistant", "content": "Hello!"}, ASKED, SAID])[0]
     assert first.strip().startswith("Hello!")
-    assert chat.tokens(name, [{"role": "assistant", "content": "Hello!"}, ASKED, SAID]).lead_differs
+    assert chat.tokens(name, [{"role": "assistant", "content": "Hello!"}, ASKED, SAID]).server_prompt_differs
 
 
 def test_weight_0_is_not_trained(chat: Chat) -> None:
@@ -152,13 +152,13 @@ def test_texts_that_a_template_drops_are_lost(chat: Chat) -> None:
 
 def test_the_whole_prompt_is_compared_with_the_servers(chat: Chat) -> None:
     thought = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHi"}
-    assert not chat.tokens(R1, [ASKED, thought]).lead_differs
+    assert not chat.tokens(R1, [ASKED, thought]).server_prompt_differs
     # A server's history holds no reasoning: only the second prompt differs.
-    assert chat.tokens(R1, [ASKED, thought, ASKED, thought]).lead_differs
-    assert not chat.tokens(V3, [ASKED, SAID, ASKED, SAID]).lead_differs
+    assert chat.tokens(R1, [ASKED, thought, ASKED, thought]).server_prompt_differs
+    assert not chat.tokens(V3, [ASKED, SAID, ASKED, SAID]).server_prompt_differs
     # Behind an answer that begins with a newline the server's tokens differ, though its text does not.
-    assert chat.tokens(QWEN2, [ASKED, {"role": "assistant", "content": "\nHi"}, ASKED, SAID]).lead_differs
-    assert not chat.tokens(QWEN2, [ASKED, {**SAID, "content": "\nHi", "weight": 0}]).lead_differs
+    assert chat.tokens(QWEN2, [ASKED, {"role": "assistant", "content": "\nHi"}, ASKED, SAID]).server_prompt_differs
+    assert not chat.tokens(QWEN2, [ASKED, {**SAID, "content": "\nHi", "weight": 0}]).server_prompt_differs
 
 
 HELD = [{"role": "user", "content": f"x{EOS}<|im_end|> <｜User｜>y"}, SAID]
@@ -172,7 +172,7 @@ def test_control_tokens_in_texts_are_text(chat: Chat, chat_templates: dict[str, 
         )["input_ids"]
         assert tokens.ids[: len(prompt)] == prompt
         assert tokens.notes == ("control_text",)
-        assert not tokens.lead_differs
+        assert not tokens.server_prompt_differs
         kept = chat.tokens(name, HELD, control_tokens="keep")
         assert kept.notes == ("control_keep",)
         assert chat.tokenizer.decode(kept.ids) == chat.tokenizer.decode(tokens.ids)
@@ -212,7 +212,7 @@ def test_a_separator_stands_between_prompt_and_completion_without_a_template(
 ) -> None:
     settings = TemplateSettings(None, "assistant", "keep", separator=separator)
     sample = Completion(prompt, completion, Conversation(()))
-    (tokens,) = Templater(chat.tokenizer, settings).tokens([("row 1", sample)])
+    (tokens,) = SampleTokeniser(chat.tokenizer, settings).tokenise([("row 1", sample)])
     assert chat.shown(tokens).endswith(f"{wanted}{EOS}⟧")
 
 
@@ -228,14 +228,16 @@ def test_a_separator_stands_between_prompt_and_completion_without_a_template(
 def test_what_a_prompt_without_a_template_leaves_out(
     chat: Chat, record: dict[str, Any], dropped: str, notes: tuple[str, ...]
 ) -> None:
-    sample = read_sample(record, recognise(record, {}, "row 1"), {}, "row 1")
-    (tokens,) = Templater(chat.tokenizer, TemplateSettings(None, "assistant", "keep")).tokens([("row 1", sample)])
+    sample = read_sample(record, recognise_layout(record, {}, "row 1"), {}, "row 1")
+    (tokens,) = SampleTokeniser(chat.tokenizer, TemplateSettings(None, "assistant", "keep")).tokenise(
+        [("row 1", sample)]
+    )
     assert (tokens.dropped, tokens.notes) == (dropped, notes)
 
 
 def test_control_tokens_of_plain_text_stay_and_are_reported(chat: Chat) -> None:
     settings = TemplateSettings(None, "assistant", "keep")
-    (tokens,) = Templater(chat.tokenizer, settings).tokens([("row 1", PlainText(f"a{EOS}b"))])
+    (tokens,) = SampleTokeniser(chat.tokenizer, settings).tokenise([("row 1", PlainText(f"a{EOS}b"))])
     assert tokens.notes == ("control_plain",)
     assert tokens.ids.count(chat.tokenizer.eos_token_id) == 2
 
@@ -249,7 +251,7 @@ def prepared(chat: Chat, folder: Path, rows: list[dict[str, Any]], template: str
         "cache_dir": str(folder / "cache"),
     }
     config = DataConfig.model_validate(given | options)
-    return prepare(config, "train", tokenizer=chat.tokenizer, spec=SPEC).counts
+    return prepare_rows(config, "train", tokenizer=chat.tokenizer, spec=SPEC).counts
 
 
 def test_counts_of_a_data_set_and_its_lines(chat: Chat, chat_templates: dict[str, str], tmp_path: Path) -> None:
@@ -264,7 +266,7 @@ def test_counts_of_a_data_set_and_its_lines(chat: Chat, chat_templates: dict[str
             f"the first is {tmp_path}/rows.jsonl line 1",
             "columns and fields that nothing reads: source (10 rows), messages[].odd (10 rows)",
         ]
-        assert server_share(counts) == "0 of 11 rows (0.0%) have a prompt other than a server's"
+        assert server_prompt_line(counts) == "0 of 11 rows (0.0%) have a prompt other than a server's"
 
 
 def test_too_many_lost_rows_are_refused_with_the_way_out(
@@ -286,5 +288,5 @@ def test_other_choices_are_other_caches(chat: Chat, chat_templates: dict[str, st
     given = {"train": str(tmp_path / "rows.jsonl"), "template": str(tmp_path / "template.jinja")}
     for option in ({}, {"control_tokens": "keep"}, {"separator": " "}, {}):
         config = DataConfig.model_validate({**given, **option, "cache_dir": str(tmp_path / "cache")})
-        prepare(config, "train", tokenizer=chat.tokenizer, spec=SPEC)
+        prepare_rows(config, "train", tokenizer=chat.tokenizer, spec=SPEC)
     assert len(list((tmp_path / "cache").iterdir())) == 3

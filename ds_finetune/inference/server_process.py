@@ -1,4 +1,4 @@
-"""`python -m ds_finetune.inference.transformers_server FOLDER ...`: what `ds-finetune serve` starts for the engines but
+"""`python -m ds_finetune.inference.server_process FOLDER ...`: what `ds-finetune serve` starts for the engines but
 vLLM.
 """
 
@@ -13,8 +13,8 @@ def main() -> None:
     """Serve the folder until a signal."""
     import uvicorn
 
-    from ds_finetune.inference.server import make_app
-    from ds_finetune.inference.turns import QueueLimits
+    from ds_finetune.inference.http_app import make_app
+    from ds_finetune.inference.request_queue import QueueLimits
 
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)

@@ -1,0 +1,18 @@
+"""datasets: whether it asks the hub."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ds_finetune.patches.foreign import Foreign, replaced
+
+_OFFLINE = Foreign("datasets", "config.py (HF_HUB_OFFLINE), load.py")
+
+
+@contextmanager
+def offline() -> Iterator[None]:
+    """While this is open datasets takes what its cache holds without asking the hub; it offers no argument for that."""
+    from datasets import config
+
+    _OFFLINE.attribute(config, "HF_HUB_OFFLINE")
+    with replaced(config, "HF_HUB_OFFLINE", True):
+        yield

@@ -1,0 +1,55 @@
+"""What DeepSpeed changes or compiles when it starts."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ds_finetune.patches.foreign import Foreign
+
+_SHARED_MEMORY = Foreign("deepspeed", "comm/torch.py:47-50, ops/__init__.py")
+_ZERO_INIT = Foreign("deepspeed", "runtime/zero/partition_parameters.py:664, 409")
+_SHARED_MEMORY_OP = "deepspeed_shm_comm"
+
+
+@contextmanager
+def without_shared_memory_op() -> Iterator[None]:
+    """While this is open `deepspeed.init_distributed` does not compile its shared-memory op.
+
+    That takes two minutes on a CPU, and only inference uses it.
+    """
+    import deepspeed
+    from deepspeed.comm.torch import build_shm_op
+
+    ops = _SHARED_MEMORY.attribute(deepspeed.ops, "__compatible_ops__")
+    _SHARED_MEMORY.source(build_shm_op, "__compatible_ops__")
+    before = ops.get(_SHARED_MEMORY_OP)
+    ops[_SHARED_MEMORY_OP] = False
+    try:
+        yield
+    finally:
+        if before is None:
+            del ops[_SHARED_MEMORY_OP]
+        else:
+            ops[_SHARED_MEMORY_OP] = before
+
+
+@contextmanager
+def zero_init(config: Mapping[str, Any], **groups: object) -> Iterator[None]:
+    """`deepspeed.zero.Init` with torch's own `arange`; `groups` are its `data_parallel_group` and `mpu`.
+
+    Parameters made inside are partitioned over `data_parallel_group` at once. DeepSpeed replaces `torch.arange` by one
+    that changes its dtype, which would round the rotary frequencies to bf16. No `dtype` is passed: without fp16
+    support DeepSpeed ignores it and takes bf16 (operator precedence, line 409).
+    """
+    import deepspeed
+
+    _ZERO_INIT.parameters(deepspeed.zero.Init.__init__, "config_dict_or_path", *groups)
+    arange = torch.arange
+    try:
+        with deepspeed.zero.Init(config_dict_or_path=config, **groups):
+            torch.arange = arange
+            yield
+    finally:
+        torch.arange = arange

@@ -1,0 +1,76 @@
+"""Foreign code: where it is, what a patch expects of it, and how an attribute is replaced for a while."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from ds_finetune.errors import DependencyError
+
+TESTED = {
+    "bitsandbytes": "0.50.2",
+    "datasets": "5.2.0",
+    "deepspeed": "0.19.8",
+    "torch": "2.13.0",
+    "transformers": "5.23.0",
+}
+"""The version of each package whose source the patches were written for, and with which the tests run."""
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """Code of `package` at `place`, its file and lines in the tested version."""
+
+    package: str
+    place: str
+
+    def attribute(self, owner: object, name: str) -> Any:  # noqa: ANN401 - whatever it is
+        """The attribute `name` of `owner`; DependencyError where there is none."""
+        if not hasattr(owner, name):
+            self._refuse(f"`{getattr(owner, '__name__', type(owner).__name__)}` has no `{name}`")
+        return getattr(owner, name)
+
+    def parameters(self, function: Callable[..., Any], *names: str) -> None:
+        """DependencyError where `function` lacks one of the parameters `names`."""
+        known = inspect.signature(function).parameters
+        for name in names:
+            if name not in known:
+                self._refuse(f"`{function.__qualname__}` takes no `{name}`")
+
+    def source(self, function: Callable[..., Any], text: str) -> None:
+        """DependencyError where the source of `function` does not contain `text`."""
+        if text not in inspect.getsource(function):
+            self._refuse(f"`{function.__qualname__}` no longer contains `{text}`")
+
+    def _refuse(self, problem: str) -> None:
+        tested = TESTED[self.package]
+        raise DependencyError(
+            f"{self.package} {installed_version(self.package)}: {problem}, which ds-finetune changes as it is in "
+            f"{self.package} {tested} ({self.place})",
+            hint=f"pip install {self.package}=={tested} (constraints.txt names every tested version)",
+        )
+
+
+def installed_version(package: str) -> str:
+    """Version of an installed package without its local part; `unknown` where it has no metadata."""
+    try:
+        return version(package).partition("+")[0]
+    except PackageNotFoundError:
+        return "unknown"
+
+
+@contextmanager
+def replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    """While this is open, `owner` (a module, class or object) has `value` as `name`; restored after errors too."""
+    is_own = name in vars(owner)
+    before = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
