@@ -16,10 +16,12 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import Batch, MicroBatch
 from ds_finetune.engine.build_lock import Say
-from ds_finetune.engine.building import build_ops, use_cores
-from ds_finetune.engine.core import Engine
-from ds_finetune.engine.processes import all_gather_object, choose_device, process_group
-from ds_finetune.engine.start import DTYPES, start_engine
+from ds_finetune.engine.collectives import all_gather_object
+from ds_finetune.engine.default_group import process_group
+from ds_finetune.engine.devices import choose_device
+from ds_finetune.engine.engine import Engine
+from ds_finetune.engine.prepare_ops import build_ops, use_cores
+from ds_finetune.engine.start_engine import DTYPES, start_engine
 from ds_finetune.errors import ConfigError
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.plan.plan import make_plan

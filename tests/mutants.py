@@ -32,28 +32,28 @@ PARITY, PARALLEL, ROWS = "tests/parity/test_parity.py", "tests/parity/test_paral
 MUTANTS = (
     Mutant(
         "scale of the loss",
-        "engine/core.py",
+        "engine/engine.py",
         "self.plan.zero_ranks / max(supervised, 1)",
         "1 / max(supervised, 1)",
         PARITY,
     ),
     Mutant(
         "local count of tokens",
-        "engine/core.py",
+        "engine/engine.py",
         "        tokens, supervised = self._sum_over_ranks(",
         "        _, supervised = 0, batch.num_supervised_tokens\n        tokens, _ = self._sum_over_ranks(",
         PARITY,
     ),
     Mutant(
         "clipping left out",
-        "engine/core.py",
+        "engine/engine.py",
         "elif self.plan.config.train.max_grad_norm:",
         "elif False:",
         f"{PARITY} {PARALLEL}",
     ),
     Mutant(
         "NaN applied",
-        "engine/core.py",
+        "engine/engine.py",
         "is_skipped = has_bad_gradient or not math.isfinite(norm)",
         "is_skipped = False",
         "tests/engine/test_steps.py",
@@ -131,7 +131,7 @@ MUTANTS = (
     ),
     Mutant(
         "tied weights with one gradient",
-        "engine/core.py",
+        "engine/engine.py",
         "            if self._is_tied:\n",
         "            if False:\n",
         PARALLEL,

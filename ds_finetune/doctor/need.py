@@ -67,7 +67,7 @@ def need_of(config: RunConfig, hosts: Sequence[Host], device: str) -> tuple[Need
 
 
 def _need(plan: Plan, hosts: Sequence[Host]) -> Need:
-    from ds_finetune.engine.ops import needed_ops
+    from ds_finetune.engine.deepspeed_ops import needed_ops
     from ds_finetune.model.build import resolve_folder
     from ds_finetune.model.lora import chosen_targets, quantised_targets
     from ds_finetune.model.parallel.pipeline import stages_of

@@ -69,7 +69,7 @@ def free_port() -> int:
 
 def op(name: str, settings: dict[str, Any]) -> str:
     """Build and run one of DeepSpeed's ops; see `engine.ops`."""
-    from ds_finetune.engine.ops import check_op
+    from ds_finetune.engine.deepspeed_ops import check_op
 
     return check_op(name, settings)
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_finetune.engine.fragments import partition
-from ds_finetune.engine.masters import Master, Part, masters_of
-from ds_finetune.engine.pipeline import is_copy
-from ds_finetune.engine.processes import all_gather_object
+from ds_finetune.engine.collectives import all_gather_object
+from ds_finetune.engine.master_weights import Master, Part, masters_of
+from ds_finetune.engine.pipeline_schedule import is_copy
+from ds_finetune.engine.zero3_partition import partition
 from ds_finetune.model.build import Fragment
 from ds_finetune.model.parallel.sharding import Cut, model_shape
 from ds_finetune.patches.deepspeed_engine import link_optimizer_states

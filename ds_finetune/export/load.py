@@ -1,4 +1,4 @@
-"""An exported folder of either kind as a model that generates."""
+"""Load an exported folder, of safetensors or ONNX, as a model that generates."""
 
 from pathlib import Path
 
@@ -10,12 +10,11 @@ from ds_finetune.export.onnx.folder import check_packages
 from ds_finetune.export.verify.record import is_onnx
 from ds_finetune.model.folder_check import check_folder
 
-_WANTED = "name an exported folder, e.g. runs/r1/export"
+_HINT = "name an exported folder, e.g. runs/r1/export"
 
 
 def load_exported(folder: Path) -> PreTrainedModel:
-    """The causal LM of `folder`: plain transformers on a GPU where there is one; of an ONNX folder ONNX Runtime on the
-    CPU.
+    """The causal LM of `folder`: by plain transformers, on a GPU where there is one, or by ONNX Runtime on the CPU.
 
     ExportError where the folder holds no config.json or no weights, and where the ONNX packages are not installed.
     """
@@ -34,6 +33,6 @@ def load_exported(folder: Path) -> PreTrainedModel:
 def check_loadable(folder: Path) -> None:
     """ExportError where `folder` holds no config.json or no weights that transformers or ONNX Runtime load."""
     if not (folder / "config.json").is_file():
-        raise ExportError(f"`{folder}` holds no config.json", hint=_WANTED)
+        raise ExportError(f"`{folder}` holds no config.json", hint=_HINT)
     if not is_onnx(folder) and not any(any(folder.glob(kind)) for kind in ("*.safetensors", "*.bin")):
-        raise ExportError(f"`{folder}` holds a config.json and no weights", hint=_WANTED)
+        raise ExportError(f"`{folder}` holds a config.json and no weights", hint=_HINT)

@@ -28,7 +28,7 @@ def problems_of(greetings: Mapping[Host, Message | str], env: Mapping[str, str])
 
 
 def uses_gpus(answered: Mapping[Host, Message], env: Mapping[str, str]) -> bool:
-    """Whether ranks take GPUs, as engine/processes.py chooses: where they are and DS_ACCELERATOR does not say
+    """Whether ranks take GPUs, as engine/default_group.py chooses: where they are and DS_ACCELERATOR does not say
     otherwise.
     """
     return env.get("DS_ACCELERATOR", "cuda") == "cuda" and any(said["devices"] for said in answered.values())

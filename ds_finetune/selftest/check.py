@@ -15,10 +15,10 @@ from ds_finetune.checkpoint.restore import newest_checkpoint, restore_engine
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.engine.building import build_ops
-from ds_finetune.engine.core import Engine
-from ds_finetune.engine.processes import all_gather_object
-from ds_finetune.engine.start import DTYPES, start_engine
+from ds_finetune.engine.collectives import all_gather_object
+from ds_finetune.engine.engine import Engine
+from ds_finetune.engine.prepare_ops import build_ops
+from ds_finetune.engine.start_engine import DTYPES, start_engine
 from ds_finetune.errors import CheckpointError
 from ds_finetune.export.folder import FolderParts, write_folder
 from ds_finetune.families.table import family_of

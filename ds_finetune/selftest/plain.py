@@ -10,13 +10,13 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from ds_finetune.engine.core import Limits
+from ds_finetune.engine.engine import GenerationLimits
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.selftest.cells import samples
 
 LR, BETAS, EPS = 1e-3, (0.9, 0.95), 1e-8
 PROMPTS = [ids[: 3 + 2 * number].tolist() for number, (ids, _) in enumerate(samples()[:5])]
-LIMITS = Limits(max_new_tokens=6, stop_ids=[1], pad_id=0)
+LIMITS = GenerationLimits(max_new_tokens=6, stop_ids=[1], pad_id=0)
 
 
 @dataclass

@@ -24,8 +24,10 @@ from transformers import PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from ds_finetune.config.schema import ParallelConfig, RunConfig
-from ds_finetune.engine.building import build_ops
-from ds_finetune.engine.processes import all_gather_object, choose_device, process_group
+from ds_finetune.engine.collectives import all_gather_object
+from ds_finetune.engine.default_group import process_group
+from ds_finetune.engine.devices import choose_device
+from ds_finetune.engine.prepare_ops import build_ops
 from ds_finetune.errors import ConfigError, LaunchError, RunError
 from ds_finetune.families.table import FAMILIES, STANDARD_SELFTEST
 from ds_finetune.model.build import read_hf_config

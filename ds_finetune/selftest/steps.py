@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from ds_finetune.data.batches import Batch, BatchPlan, eval_batches, training_batches
-from ds_finetune.engine.core import Engine
-from ds_finetune.engine.processes import all_gather_object
+from ds_finetune.engine.collectives import all_gather_object
+from ds_finetune.engine.engine import Engine
 from ds_finetune.plan.plan import Plan
 from ds_finetune.selftest.cells import rows
 from ds_finetune.selftest.plain import BETAS, LIMITS, LR, PROMPTS, Steps

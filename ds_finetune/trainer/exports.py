@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from ds_finetune.config.schema import LoraConfig, RunConfig
-from ds_finetune.engine.core import Engine
-from ds_finetune.engine.processes import all_gather_object
-from ds_finetune.engine.start import DTYPES
+from ds_finetune.engine.collectives import all_gather_object
+from ds_finetune.engine.engine import Engine
+from ds_finetune.engine.start_engine import DTYPES
 from ds_finetune.errors import OutputError, RunError
 from ds_finetune.export.adapter import write_adapter
 from ds_finetune.export.base_folder import BaseFolder, config_changes, with_stored_weights

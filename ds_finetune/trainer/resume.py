@@ -31,7 +31,7 @@ from ds_finetune.checkpoint.tools import BASE, CHECKPOINTS
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import Position
 from ds_finetune.data.stream import START, StreamedRows
-from ds_finetune.engine.core import Engine
+from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.state import Slice, StateGroup
 from ds_finetune.errors import CheckpointError, FinetuneError, OutputError
 from ds_finetune.observers.record import Resumable, StepRecord

@@ -21,11 +21,11 @@ from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import Batch, BatchPlan, Position, eval_batches, num_eval_rows, training_batches
 from ds_finetune.data.stream import START, StreamedRows, streaming_batches
-from ds_finetune.engine.building import build_ops, use_cores
-from ds_finetune.engine.core import Engine, EvalResult, Limits
-from ds_finetune.engine.devices import exchange
-from ds_finetune.engine.processes import choose_device, meet, process_group
-from ds_finetune.engine.start import start_engine
+from ds_finetune.engine.default_group import meet, process_group
+from ds_finetune.engine.devices import choose_device, exchange
+from ds_finetune.engine.engine import Engine, EvalResult, GenerationLimits
+from ds_finetune.engine.prepare_ops import build_ops, use_cores
+from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.errors import RunError
 from ds_finetune.export.interruption import Interruption
 from ds_finetune.export.verify.verify import VerificationResult
@@ -414,7 +414,7 @@ def _evaluations(
     held_out = material.held_out
     assert held_out is not None
     asked, limit = engine.plan.config.eval.generate, engine.plan.config.eval.limit
-    limits = Limits(asked.max_new_tokens, material.stop_ids, material.pad_token_id)
+    limits = GenerationLimits(asked.max_new_tokens, material.stop_ids, material.pad_token_id)
     rows = batch_plan(engine.plan, material)
 
     def following(what: str, number: int, per_round: int) -> Callable[[], bool]:

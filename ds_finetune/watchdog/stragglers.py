@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ds_finetune.engine.processes import all_gather_object, all_gather_scalar
+from ds_finetune.engine.collectives import all_gather_object, all_gather_scalar
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.watchdog.progress import RECENT_STEPS, Board
 

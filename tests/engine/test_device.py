@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import eval_batches, training_batches
-from ds_finetune.engine import start
-from ds_finetune.engine.core import Engine, Limits
-from ds_finetune.engine.groups import Groups
-from ds_finetune.engine.processes import all_gather_object, all_gather_scalar, all_reduce_max
+from ds_finetune.engine import start_engine as start
+from ds_finetune.engine.collectives import all_gather_object, all_gather_scalar, all_reduce_max
+from ds_finetune.engine.engine import Engine, GenerationLimits
+from ds_finetune.engine.process_groups import Groups
 from ds_finetune.model.loss import TrainedModel
 from ds_finetune.model.parallel.expert import ExpertGroup
 from ds_finetune.model.parallel.pipeline import StageGroup
@@ -117,7 +117,7 @@ def test_a_step_and_an_evaluation(layout: str, rank: int) -> None:
         batch = next(iter(training_batches(every, batch_plan(engine.plan), start_step=0, total_rows=len(every))))
         result = engine.step(batch, lr=1e-3)
         held_out = engine.evaluate(islice(eval_batches(every, batch_plan(engine.plan)), 1))
-        engine.generate([[5, 6, 7]], Limits(2, [1], 0))
+        engine.generate([[5, 6, 7]], GenerationLimits(2, [1], 0))
         list(engine.logits([[5, 6, 7]]))
     assert not result.skipped
     assert held_out is not None

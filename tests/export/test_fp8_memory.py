@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from ds_finetune.export.convert import workers
+from ds_finetune.export.convert import num_workers
 from tests.running import start
 
 
@@ -18,7 +18,7 @@ def test_memory_does_not_grow_with_the_folder(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    limit = workers() * 10 * 2**20
+    limit = num_workers() * 10 * 2**20
     assert found["bytes"] > 60 * 10**6
     assert found["to_bf16"][0] < limit
     assert found["to_fp8"][0] < limit

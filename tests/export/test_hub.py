@@ -18,7 +18,7 @@ from ds_finetune.errors import ExportError
 from ds_finetune.export.adapter import write_adapter
 from ds_finetune.export.base_folder import BaseFolder
 from ds_finetune.export.folder import FolderParts, write_folder
-from ds_finetune.export.model_config import forget_code, served_config
+from ds_finetune.export.model_config import remove_code, served_config
 from ds_finetune.export.offline import ExportResult, export_checkpoint
 from ds_finetune.export.source import read_model_spec
 from ds_finetune.export.verify.record import UNVERIFIED, ExportRecord
@@ -360,7 +360,7 @@ def test_code_that_is_not_exported_is_not_named_where_transformers_has_the_class
         "without auto_map, since transformers has the class" if is_known else "auto_map names code that is not exported"
     )
     assert f"tokenizer_config.json: {said}" in exported.notes[-1]
-    forget_code(source)
+    remove_code(source)
     assert json.loads((source / "config.json").read_text()) == V3
     assert is_known == (json.loads((source / "tokenizer_config.json").read_text()) == tokenizer)
 

@@ -14,7 +14,7 @@ import pytest
 from ds_finetune.config.schema import EvalConfig, RunConfig
 from ds_finetune.data.batches import Batch, BatchPlan, eval_batches
 from ds_finetune.data.rows import Row
-from ds_finetune.engine.core import EvalResult, StepResult
+from ds_finetune.engine.engine import EvalResult, StepResult
 from ds_finetune.errors import ConfigError
 from ds_finetune.observers.evaluation import BestAndPatience, Evaluation, matches
 from ds_finetune.observers.progress import PhaseLine, ProgressLine

@@ -18,9 +18,10 @@ from ds_finetune.data.batches import eval_batches, training_batches
 from ds_finetune.data.documents import make_documents
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.sample_tokens import Tokens
-from ds_finetune.engine.core import Engine
-from ds_finetune.engine.processes import choose_device, process_group
-from ds_finetune.engine.start import start_engine
+from ds_finetune.engine.default_group import process_group
+from ds_finetune.engine.devices import choose_device
+from ds_finetune.engine.engine import Engine
+from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.model.build import read_hf_config
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.selftest.plain import BETAS

@@ -79,7 +79,7 @@ def test_gradients_twice_as_large_are_found(tmp_path: Path) -> None:
     script = tmp_path / "broken.py"
     script.write_text(
         "import sys\n"
-        "from ds_finetune.engine.core import Engine\n"
+        "from ds_finetune.engine.engine import Engine\n"
         "from ds_finetune.cli.main import main\n"
         "passes = Engine._passes\n"
         "Engine._passes = lambda engine, batch, scale: passes(engine, batch, 2 * scale)\n"

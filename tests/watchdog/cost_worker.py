@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ds_finetune.cli.main import run_and_exit
-from ds_finetune.engine.core import Engine
+from ds_finetune.engine.engine import Engine
 from ds_finetune.watchdog.collectives import _BETWEEN_TWO, _COLLECTIVES, _seen
 from ds_finetune.watchdog.progress import Board, Patience
 

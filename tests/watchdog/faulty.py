@@ -9,7 +9,7 @@ import time
 import torch.distributed as dist
 
 from ds_finetune.cli.main import run_and_exit
-from ds_finetune.engine.core import Engine
+from ds_finetune.engine.engine import Engine
 from ds_finetune.trainer import train as finetune
 
 LONG = 1000

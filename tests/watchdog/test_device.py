@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ds_finetune.config.schema import ParallelConfig, RunConfig, WatchdogConfig
-from ds_finetune.engine.groups import open_groups
+from ds_finetune.engine.process_groups import open_groups
 from ds_finetune.errors import ConfigError
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.patches.torch_distributed import default_timeout

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ds_finetune.errors import ExportError, OutputError, VerificationError
-from ds_finetune.export.model_config import forget_code
+from ds_finetune.export.model_config import remove_code
 from ds_finetune.export.offline import COPIED_FILES, check_disk, check_out, export_checkpoint
 from ds_finetune.export.verify.record import UNVERIFIED
 from ds_finetune.families.table import family_of
@@ -188,4 +188,4 @@ def _write(model: PreTrainedModel, folder: Path, aside: Path, dtype: str, with_c
     for name in ("config.json", *COPIED_FILES):
         if (folder / name).is_file():
             shutil.copyfile(folder / name, aside / name)
-    forget_code(aside)
+    remove_code(aside)

@@ -14,7 +14,7 @@ import pytest
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.doctor.run import op_check
-from ds_finetune.engine.ops import check_op, needed_ops, true_cause
+from ds_finetune.engine.deepspeed_ops import check_op, needed_ops, true_cause
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.world import World

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.engine import building
-from ds_finetune.engine.building import build_ops, cores_of_rank, use_cores
+from ds_finetune.engine import prepare_ops as building
+from ds_finetune.engine.prepare_ops import build_ops, cores_of_rank, use_cores
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.world import World

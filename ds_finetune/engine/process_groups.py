@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ds_finetune.engine.processes import COLLECTIVE_TIMEOUT
+from ds_finetune.engine.default_group import COLLECTIVE_TIMEOUT
 from ds_finetune.model.parallel.expert import ExpertGroup
 from ds_finetune.model.parallel.pipeline import StageGroup
 from ds_finetune.model.parallel.sequence import SequenceGroup

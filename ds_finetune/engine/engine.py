@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_finetune.data.batches import Batch, MicroBatch
-from ds_finetune.engine.experts import is_expert, local_shape
-from ds_finetune.engine.finite import FiniteProbe
-from ds_finetune.engine.groups import Groups
-from ds_finetune.engine.pipeline import is_copy, run_by_turns
-from ds_finetune.engine.processes import all_gather_object
+from ds_finetune.engine.collectives import all_gather_object
+from ds_finetune.engine.finite_gradients import FiniteProbe
+from ds_finetune.engine.parameter_tags import is_expert, local_shape
+from ds_finetune.engine.pipeline_schedule import is_copy, run_by_turns
+from ds_finetune.engine.process_groups import Groups
 from ds_finetune.engine.state import EngineState, persistent_buffers
 from ds_finetune.errors import RunError
 from ds_finetune.model.four_bit import dtype_of, is_four_bit, multiplied_out, shape_of
@@ -57,7 +57,7 @@ class EvalResult:
 
 
 @dataclass(frozen=True)
-class Limits:
+class GenerationLimits:
     """Where an answer ends: at most `max_new_tokens`, or at one of `stop_ids`; `pad_id` fills."""
 
     max_new_tokens: int
@@ -149,7 +149,7 @@ class Engine:
         return EvalResult(loss_sum / max(supervised, 1), correct / max(supervised, 1), int(supervised))
 
     def generate(
-        self, prompts: list[list[int]], limits: Limits, *, is_over: Callable[[], bool] = _never
+        self, prompts: list[list[int]], limits: GenerationLimits, *, is_over: Callable[[], bool] = _never
     ) -> list[list[int]] | None:
         """Greedy answers (token ids without the prompt and the stop token) to `prompts`, shared out over the ranks.
 
@@ -321,7 +321,7 @@ class Engine:
         numbers = [min(turn * ranks + rank, len(prompts) - 1) for turn in range(rounds)]
         return [(number, prompts[number]) for number in numbers]
 
-    def _answer(self, prompt: list[int], limits: Limits) -> list[int]:
+    def _answer(self, prompt: list[int], limits: GenerationLimits) -> list[int]:
         ids = torch.tensor([prompt], device=self._device)
         with torch.no_grad():
             out = self.lm.generate(  # type: ignore[operator]

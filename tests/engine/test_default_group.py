@@ -11,7 +11,8 @@ PROGRAM = """
 import os
 from pathlib import Path
 
-from ds_finetune.engine.processes import all_gather_object, process_group
+from ds_finetune.engine.collectives import all_gather_object
+from ds_finetune.engine.default_group import process_group
 from ds_finetune.world import World
 
 

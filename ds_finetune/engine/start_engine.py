@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ds_finetune.engine.core import Engine
 from ds_finetune.engine.devices import visible_device
-from ds_finetune.engine.experts import experts_marker, is_expert, local_shape, parameter_groups, tag_expert
-from ds_finetune.engine.fragments import partition
-from ds_finetune.engine.groups import Groups, open_groups
+from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.nvme import check_buffers, check_nvme
-from ds_finetune.engine.pipeline import mark_copy
+from ds_finetune.engine.parameter_tags import experts_marker, is_expert, local_shape, parameter_groups, tag_expert
+from ds_finetune.engine.pipeline_schedule import mark_copy
+from ds_finetune.engine.process_groups import Groups, open_groups
+from ds_finetune.engine.zero3_partition import partition
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build import Where, build_skeleton, model_class, read_hf_config, resolve_folder
 from ds_finetune.model.cross_entropy import KERNELS, chunked_cross_entropy

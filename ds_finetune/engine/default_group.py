@@ -2,23 +2,19 @@
 
 import gc
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ds_finetune.engine.devices import (
-    deepspeeds_local_rank,
+    deepspeed_local_rank,
     exchange,
     own_device,
-    present_gpus,
-    refuse_other_devices,
+    refuse_different_devices,
     visible_device,
-    why_no_gpu,
 )
 from ds_finetune.errors import ConfigError, RunError
 from ds_finetune.patches.deepspeed_groups import forget_groups
@@ -26,39 +22,10 @@ from ds_finetune.patches.deepspeed_init import without_shared_memory_op
 from ds_finetune.patches.torch_distributed import default_timeout
 from ds_finetune.world import World
 
-T = TypeVar("T")
-
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """How long a rank waits in a collective for the others."""
 MEETING_TIMEOUT = timedelta(minutes=30)
 """How long a rank waits for the others before there is a process group."""
-
-
-def choose_device() -> str:
-    """`cuda` where a GPU can be used and `DS_ACCELERATOR` is not `cpu`, else `cpu`; tells DeepSpeed the same.
-
-    ConfigError where `DS_ACCELERATOR` asks for something else than can be used, and where it is not set and this
-    machine has GPUs that torch cannot use.
-    """
-    wanted = os.environ.get("DS_ACCELERATOR") or None
-    if wanted not in (None, "cpu", "cuda"):
-        raise ConfigError(f"DS_ACCELERATOR is `{wanted}`", hint="set it to cuda or cpu, or unset it")
-    usable = torch.cuda.is_available()
-    if wanted == "cuda" and not usable:
-        raise ConfigError(
-            f"DS_ACCELERATOR is cuda, and torch {torch.__version__} can use no GPU on {socket.gethostname()}: "
-            f"{why_no_gpu()}",
-            hint="install a driver and a torch that fit each other (docs/how-to/install.md), or set DS_ACCELERATOR=cpu",
-        )
-    if wanted is None and not usable and (present := present_gpus()):
-        raise ConfigError(
-            f"{socket.gethostname()} has {present} NVIDIA GPUs, and torch {torch.__version__} can use none: "
-            f"{why_no_gpu()}",
-            hint="install a driver and a torch that fit each other (docs/how-to/install.md), or set DS_ACCELERATOR=cpu",
-        )
-    device = "cuda" if usable and wanted != "cpu" else "cpu"
-    os.environ["DS_ACCELERATOR"] = device
-    return device
 
 
 def meet(world: World, *, timeout: timedelta = MEETING_TIMEOUT) -> dist.Store:
@@ -107,7 +74,7 @@ def process_group(
     # Bound to its device, as DeepSpeed 0.19.8 does where it opens the group itself (comm/torch.py:262-276).
     bound = torch.device("cuda", index) if device == "cuda" and world.world_size > 1 else None
     met = store or meet(world)
-    refuse_other_devices(exchange(met, world, "device", own_device(world, device), timeout=timeout))
+    refuse_different_devices(exchange(met, world, "device", own_device(world, device), timeout=timeout))
     place = dist.PrefixStore("default_pg", met)
     with default_timeout(timeout):
         dist.init_process_group(
@@ -116,7 +83,7 @@ def process_group(
         with without_shared_memory_op():
             deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=timeout, verbose=False)
         try:
-            with deepspeeds_local_rank(index):
+            with deepspeed_local_rank(index):
                 yield
         except BaseException:
             # The other ranks may never answer, so nothing here waits for them, as a group's own end may. A process
@@ -140,27 +107,3 @@ def _refuse_other_accelerator(device: str) -> None:
             f"this process uses {device}, and DeepSpeed has used {chosen} in it before (DS_ACCELERATOR has changed)",
             hint="restart the process, in a notebook the kernel",
         )
-
-
-def all_gather_object(mine: T) -> list[T]:
-    """A plain value of every rank, by rank."""
-    found: list[T] = [mine] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return found
-
-
-def all_gather_scalar(mine: float) -> list[float]:
-    """A number of every rank, by rank."""
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    values = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=device)
-    values[dist.get_rank()] = mine
-    dist.all_reduce(values)
-    return values.tolist()
-
-
-def all_reduce_max(*mine: float) -> list[float]:
-    """The largest of each value over all ranks; cheap enough for every step."""
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    values = torch.tensor(mine, dtype=torch.float64, device=device)
-    dist.all_reduce(values, dist.ReduceOp.MAX)
-    return values.tolist()

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_finetune.engine.groups import Groups
+from ds_finetune.engine.process_groups import Groups
 from ds_finetune.plan.plan import Plan
 
 _STAGE_OF_PARTITIONED_PARAMETERS = 3
