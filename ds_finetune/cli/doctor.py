@@ -17,7 +17,7 @@ from ds_finetune.errors import USER_ERROR_EXIT_CODE, ConfigError
 from ds_finetune.hostfile import Host, chosen_hosts, read_hostfile
 
 if TYPE_CHECKING:
-    from ds_finetune.doctor.checks import Check
+    from ds_finetune.hosts.check import Check
 
 _PORT = 29_500
 _SHOWN_HOSTS = 3
@@ -85,10 +85,10 @@ def _doctor(arguments: argparse.Namespace) -> None:
 
 
 def _this_machine() -> Host:
-    from ds_finetune.doctor.facts import gpus
+    from ds_finetune.hosts.info import gpu_models
 
     is_cuda = os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
-    return Host("localhost", len(gpus()) or 1 if is_cuda else 1, 0)
+    return Host("localhost", len(gpu_models()) or 1 if is_cuda else 1, 0)
 
 
 def _show(checks: "Sequence[Check]", *, as_json: bool) -> None:

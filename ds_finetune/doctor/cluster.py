@@ -8,11 +8,13 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Any, Self
 
-from ds_finetune.doctor.checks import Check, ClockOffset, label, why_lost
 from ds_finetune.doctor.probe import MODULE
 from ds_finetune.doctor.session import HostLostError, RefusedError, Session
+from ds_finetune.doctor.system_checks import ClockOffset
 from ds_finetune.errors import LaunchError
 from ds_finetune.hostfile import Host
+from ds_finetune.hosts.check import Check, label
+from ds_finetune.hosts.unreachable import unreachable_check
 from ds_finetune.launch.remote import Remote
 
 Say = Callable[[str], None]
@@ -80,7 +82,7 @@ class Cluster:
         try:
             return future.result()
         except HostLostError as gone:
-            self.lost.append(why_lost(name, gone.code, gone.said, self.remote.python))
+            self.lost.append(unreachable_check(name, gone.code, gone.said, self.remote.python))
         except RefusedError as refused:
             self.lost.append(Check("probe", name, "fail", refused.message, refused.hint))
         self.sessions.pop(name).end()

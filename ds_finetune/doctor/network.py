@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-from ds_finetune.launch.host_info import interface_towards
+from ds_finetune.hosts.info import interface_towards
 
 JOIN_SECONDS = 30
 """How long a rank waits for the others to come to the meeting place: Python imports torch meanwhile."""
@@ -25,7 +25,7 @@ _REPEATS = 3
 
 
 @dataclass(frozen=True)
-class Seat:
+class NetworkRank:
     """A rank of the measurement: its place, where all meet, and the ranks that stand for their hosts on links (the
     first of each).
     """
@@ -40,7 +40,7 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class Heard:
+class NetworkResult:
     """What a rank found: bytes a second from it to others (by rank), bus bandwidth of the collectives, ranks that never
     came, wrong values.
     """
@@ -71,18 +71,16 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
     return found
 
 
-def measure(**seat: Any) -> dict[str, object]:  # noqa: ANN401 - JSON of a Seat
-    """Take a `Seat` and return what was `Heard`; needs a process of its own, since a group that hangs cannot be
-    left.
-    """
-    taken = Seat(**seat)
+def measure(**seat: Any) -> dict[str, object]:  # noqa: ANN401 - JSON of a NetworkRank
+    """Measure as one rank; needs a process of its own, since nothing ends a collective that hangs."""
+    taken = NetworkRank(**seat)
     interface = interface_towards(taken.address)
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if interface else ():
         os.environ.setdefault(name, interface)
     return asdict(_measured(taken))
 
 
-def _measured(seat: Seat) -> Heard:
+def _measured(seat: NetworkRank) -> NetworkResult:
     import torch
     import torch.distributed as dist
 
@@ -98,7 +96,7 @@ def _measured(seat: Seat) -> Heard:
             wait_for_workers=False,
         )
     except RuntimeError as silent:
-        return Heard(
+        return NetworkResult(
             {}, problem=f"cannot reach the first host at {seat.address} port {seat.port}: {_first_line(silent)}"
         )
     here = [f"here/{rank}" for rank in range(seat.world_size)]
@@ -106,7 +104,9 @@ def _measured(seat: Seat) -> Heard:
     try:
         store.wait(here, timedelta(seconds=JOIN_SECONDS))
     except RuntimeError:
-        return Heard({}, missing=tuple(rank for rank in range(seat.world_size) if not store.check([here[rank]])))
+        return NetworkResult(
+            {}, missing=tuple(rank for rank in range(seat.world_size) if not store.check([here[rank]]))
+        )
     device = torch.device("cuda", visible_device(seat.local_rank)) if seat.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -119,11 +119,11 @@ def _measured(seat: Seat) -> Heard:
         # The store lives in rank 0, which must not go before the others have ended.
         dist.barrier()
     except RuntimeError as broken:
-        return Heard({}, problem=_first_line(broken))
+        return NetworkResult({}, problem=_first_line(broken))
     return heard
 
 
-def _talk(seat: Seat, device: Any) -> Heard:  # noqa: ANN401 - torch.device, which is imported late
+def _talk(seat: NetworkRank, device: Any) -> NetworkResult:  # noqa: ANN401 - torch.device, which is imported late
     import torch
     import torch.distributed as dist
 
@@ -152,7 +152,9 @@ def _talk(seat: Seat, device: Any) -> Heard:  # noqa: ANN401 - torch.device, whi
     # number of ranks.
     reduced, num_bytes = _rate(all_reduce, device)
     gathered, _ = _rate(all_gather, device)
-    return Heard(links, reduced * 2 * (ranks - 1) / ranks, gathered * (ranks - 1) / ranks, num_bytes, wrong=wrong)
+    return NetworkResult(
+        links, reduced * 2 * (ranks - 1) / ranks, gathered * (ranks - 1) / ranks, num_bytes, wrong=wrong
+    )
 
 
 def _send(receiver: int, device: Any) -> float:  # noqa: ANN401

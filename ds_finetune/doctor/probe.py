@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -11,9 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ds_finetune.doctor.facts import HostQuery, gather
+from ds_finetune.doctor.host_details import HostQuery, gather_details
 from ds_finetune.doctor.network import measure
 from ds_finetune.doctor.session import HostLostError, RefusedError, Session, answer_requests
+from ds_finetune.hosts.info import free_port
 from ds_finetune.trainer.run_dir import nearest_existing
 
 MODULE = "ds_finetune.doctor.probe"
@@ -23,12 +23,12 @@ _MARK = ".ds_finetune-doctor-"
 _marks: list[Path] = []
 
 
-def facts(**asked: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON of an HostQuery
-    """What this host is; what is asked later sees the environment that comes with it."""
-    os.environ.update(asked["environ"])
+def details(**query: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON of a HostQuery
+    """The facts of this host; later requests see the environment variables of the query."""
+    os.environ.update(query["environ"])
     # ssh brings no PATH, and ninja, which compiles DeepSpeed's ops, lies beside Python.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    return asdict(gather(HostQuery(**asked)))
+    return asdict(gather_details(HostQuery(**query)))
 
 
 def mark(folders: list[str], token: str) -> None:
@@ -58,13 +58,6 @@ def _unmark() -> None:
     for path in _marks:
         with contextlib.suppress(OSError):
             path.unlink()
-
-
-def free_port() -> int:
-    """A port nobody holds now."""
-    with socket.socket() as tried:
-        tried.bind(("", 0))
-        return int(tried.getsockname()[1])
 
 
 def op(name: str, settings: dict[str, Any]) -> str:
@@ -105,7 +98,7 @@ def _child() -> Session:
 
 
 VERBS: dict[str, Callable[..., object]] = {
-    "facts": facts,
+    "details": details,
     "time": time.time,
     "mark": mark,
     "look": look,

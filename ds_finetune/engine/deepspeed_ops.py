@@ -47,7 +47,7 @@ def needed_ops(plan: Plan) -> dict[str, dict[str, Any]]:
 
     `substitute` names what takes the place of one that cannot be built.
     """
-    name = plan.config.optim.name.lower()
+    name = plan.optimizer.name
     found: dict[str, dict[str, Any]] = {}
     if plan.offload_optimizer != "none" and name in _OFFLOADED:
         found[_OFFLOADED[name]] = {}

@@ -59,7 +59,7 @@ def masters_of(wrapped: Any, plan: Plan) -> list[Master]:  # noqa: ANN401 - a De
         return list(_partitioned(optimizer, names, plan))
     if plan.zero_stage:
         return [_sharded(optimizer, number, names) for number in range(len(optimizer.bit16_groups))]
-    if plan.config.train.precision == "fp32":
+    if plan.precision == "fp32":
         trained = [param for group in optimizer.param_groups for param in group["params"]]
         return [Master(param, (_whole(param, names, 0),), number) for number, param in enumerate(trained)]
     return list(_mixed_precision(optimizer, names))

@@ -55,7 +55,7 @@ def parameter_groups(model: nn.Module, plan: Plan, groups: Groups) -> list[dict[
     DeepSpeed section.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
-    decay = plan.config.optim.weight_decay
+    decay = plan.optimizer.weight_decay
     made: list[dict[str, Any]] = [
         {"params": [p for p in trained if not is_expert(p) and len(local_shape(p)) > 1], "weight_decay": decay},
         {"params": [p for p in trained if not is_expert(p) and len(local_shape(p)) <= 1], "weight_decay": 0.0},

@@ -15,7 +15,11 @@ from typing import Any
 
 from ds_finetune.errors import INTERRUPTED_EXIT_CODE, RUN_ERROR_EXIT_CODE
 from ds_finetune.hostfile import Host
+from ds_finetune.hosts.check import label
+from ds_finetune.hosts.info import HostInfo
+from ds_finetune.hosts.unreachable import other_program_check, unreachable_check
 from ds_finetune.launch.messages import Message, packed, unpacked
+from ds_finetune.launch.preflight import Answer
 from ds_finetune.launch.remote import Remote
 from ds_finetune.launch.supervisor import BEAT_SECONDS, TAIL
 
@@ -26,7 +30,6 @@ LAST_WORDS_SECONDS = 4.0
 _KILLING_SECONDS = 15.0
 """How long a host has to say that nothing is left on it."""
 _LAST_ERRORS_SECONDS = 2.0
-_SSH_FAILED = 255
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,7 @@ class Attempt:
     def __init__(self, hosts: Sequence[Host], remote: Remote, limits: HostTimeouts, *, port: int = 0) -> None:
         self._limits = limits
         self._events = queue.Queue[tuple[_SupervisedHost, Message]]()
+        self._python = remote.python
         self._word = secrets.token_hex(8)
         arguments = ("ds_finetune.launch.supervisor", str(port), self._word)
         self._guards = [_SupervisedHost(host, remote.open(host, *arguments)) for host in hosts]
@@ -137,16 +141,23 @@ class Attempt:
                 guard.process.kill()
                 guard.process.wait()
 
-    def greetings(self) -> dict[Host, Message | str]:
-        """What each host says of itself, or why it cannot be reached; after some seconds at most."""
+    def greetings(self) -> dict[Host, Answer]:
+        """The facts of each host, or the failed check of one that cannot be reached; after some seconds at most."""
         until = time.monotonic() + self._limits.greeting
         while any(guard.greeting is None and not guard.over for guard in self._guards) and time.monotonic() < until:
             with contextlib.suppress(queue.Empty):
                 self._take(*self._events.get(timeout=0.25))
-        return {
-            guard.host: guard.greeting if guard.greeting is not None and not guard.over else _why_silent(guard)
-            for guard in self._guards
-        }
+        return {guard.host: self._answer(guard) for guard in self._guards}
+
+    def _answer(self, guard: _SupervisedHost) -> Answer:
+        name = label(guard.host)
+        if guard.greeting is not None and not guard.over:
+            return HostInfo.read(guard.greeting["info"]) or other_program_check(name)
+        if guard.over:
+            # The last output is still on its way.
+            guard.error_reader.join(_LAST_ERRORS_SECONDS)
+        code = guard.process.wait() if guard.over else None
+        return unreachable_check(name, code, "\n".join(guard.errors), self._python)
 
     def run(self, specs: Mapping[Host, Message], say: Callable[[str], None]) -> AttemptOutcome:
         """Start what `specs` says on their hosts, release the others, and return how it ended; signals are passed
@@ -313,21 +324,6 @@ def _of_signal(code: int) -> tuple[int, str]:
     if code >= 0:
         return code or RUN_ERROR_EXIT_CODE, f"ended with {code}"
     return 128 - code, f"was ended by {signal.Signals(-code).name}"
-
-
-def _why_silent(guard: _SupervisedHost) -> str:
-    if guard.over:
-        # What it said last is still on its way.
-        guard.error_reader.join(_LAST_ERRORS_SECONDS)
-    said = " ".join(line.strip() for line in guard.errors if line.strip())
-    if not guard.over:
-        return f"did not answer in time (launch.greeting_seconds){': ' + said if said else ''}"
-    code = guard.process.wait()
-    return (
-        f"cannot be reached by ssh: {said}"
-        if code == _SSH_FAILED
-        else f"the program does not start there ({code}): {said}"
-    )
 
 
 def _keep_errors(guard: _SupervisedHost) -> None:

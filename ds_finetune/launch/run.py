@@ -22,14 +22,17 @@ from ds_finetune.errors import (
     LaunchError,
 )
 from ds_finetune.hostfile import Host
+from ds_finetune.hosts.check import label
+from ds_finetune.hosts.checks import port_check, rank_device
+from ds_finetune.hosts.info import HostInfo, gather_host_info
 from ds_finetune.launch import node_launchers as agents
 from ds_finetune.launch.attempt import ECHO_SECONDS, Attempt, AttemptOutcome, HostTimeouts
 from ds_finetune.launch.messages import Message, unpacked
-from ds_finetune.launch.preflight import meeting_place, problems_of, uses_gpus
+from ds_finetune.launch.preflight import Answer, describe, meeting_address, preflight_checks
 from ds_finetune.launch.process_tags import log_name, logs_folder
 from ds_finetune.launch.remote import Remote
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.watchdog.endings import FOLDER
+from ds_finetune.watchdog.process_death import FOLDER
 from ds_finetune.world import World
 
 Say = Callable[[str], None]
@@ -59,7 +62,7 @@ class LaunchRequest:
 
 
 @dataclass(frozen=True)
-class _Ready:
+class _ReadyHosts:
     """Hosts that were asked and are fit for an attempt."""
 
     attempt: Attempt
@@ -68,7 +71,7 @@ class _Ready:
     port: int
 
 
-def launch(config: RunConfig, wanted: LaunchRequest, say: Say) -> int:
+def launch(config: RunConfig, request: LaunchRequest, say: Say) -> int:
     """Run `wanted` until it is done, given up or saved after a signal; returns the exit code.
 
     0 done; 2 the user's mistake, with nothing started where hosts were not ready; 3 saved after a signal; else the
@@ -76,25 +79,30 @@ def launch(config: RunConfig, wanted: LaunchRequest, say: Say) -> int:
     first start.
     """
     _refuse_unrestartable(config)
-    logs = logs_folder(config.output_dir, wanted.run_id)
-    say(f"run {wanted.run_id}: logs in {logs} on each host")
-    marks: dict[Host, list[str]] = {host: [] for host in wanted.hosts}
+    logs = logs_folder(config.output_dir, request.run_id)
+    say(f"run {request.run_id}: logs in {logs} on each host")
+    marks: dict[Host, list[str]] = {host: [] for host in request.hosts}
     code = RUN_ERROR_EXIT_CODE
     for number in count(1):
-        with _ready(config, wanted, say, is_first=number == 1) as ready:
+        with _ready_hosts(config, request, say, is_first=number == 1) as ready:
             if ready is None:
                 say(
-                    f"given up: too few of {len(wanted.hosts)} hosts were ready within "
+                    f"given up: too few of {len(request.hosts)} hosts were ready within "
                     f"{config.launch.wait_seconds:.0f} s; the same command goes on"
                 )
                 return code
             specs = _specs(
-                ready, wanted, config, folder=logs / f"attempt-{number}", mark=f"{wanted.run_id}.{number}", sweep=marks
+                ready,
+                request,
+                config,
+                folder=logs / f"attempt-{number}",
+                mark=f"{request.run_id}.{number}",
+                sweep=marks,
             )
             outcome = ready.attempt.run(specs, say)
         for host, spec in specs.items():
             marks[host].append(spec["mark"])
-        outcome = _swept(outcome, wanted, specs)
+        outcome = _swept(outcome, request, specs)
         for line in _report(outcome, number, logs):
             say(line)
         code = outcome.code
@@ -135,15 +143,18 @@ def _refuse_unrestartable(config: RunConfig) -> None:
 
 
 @contextmanager
-def _ready(config: RunConfig, wanted: LaunchRequest, say: Say, *, is_first: bool) -> Iterator[_Ready | None]:
-    """Guards on the hosts that are fit; before the first start all must be, later those are taken that are left or have
-    come back, or None.
+def _ready_hosts(
+    config: RunConfig, request: LaunchRequest, say: Say, *, is_first: bool
+) -> Iterator[_ReadyHosts | None]:
+    """Supervisors on the hosts of an attempt, None where too few hosts are fit.
+
+    The first attempt needs all hosts; a later one takes those that are left or have come back.
     """
-    limits = HostTimeouts(config.launch.greeting_seconds, config.launch.silent_seconds)
+    timeouts = HostTimeouts(config.launch.greeting_seconds, config.launch.silent_seconds)
     until = time.monotonic() + config.launch.wait_seconds
     while True:
-        with Attempt(wanted.hosts, wanted.remote, limits, port=wanted.port) as attempt:
-            ready = _fit(config, wanted, attempt, say, is_first=is_first)
+        with Attempt(request.hosts, request.remote, timeouts, port=request.port) as attempt:
+            ready = _select_hosts(config, request, attempt, say, is_first=is_first)
             if ready is not None:
                 yield ready
                 return
@@ -153,42 +164,56 @@ def _ready(config: RunConfig, wanted: LaunchRequest, say: Say, *, is_first: bool
         time.sleep(_AGAIN_SECONDS)
 
 
-def _fit(config: RunConfig, wanted: LaunchRequest, attempt: Attempt, say: Say, *, is_first: bool) -> _Ready | None:
-    greetings = attempt.greetings()
-    problems = problems_of(greetings, wanted.env)
-    texts = [f"{problem.host.target} (line {problem.host.line}): {problem.text}" for problem in problems]
-    if problems and is_first:
-        wrong = len({problem.host for problem in problems})
+def _select_hosts(
+    config: RunConfig, request: LaunchRequest, attempt: Attempt, say: Say, *, is_first: bool
+) -> _ReadyHosts | None:
+    answers = attempt.greetings()
+    fit = fit_hosts(answers, gather_host_info(), request, say, is_first=is_first)
+    infos = {host: answer for host, answer in answers.items() if isinstance(answer, HostInfo)}
+    device = rank_device({label(host): info for host, info in infos.items()}, request.env)
+    if is_first:
+        plan_for(config, fit, device=device)
+    hosts = fit if is_first else largest_fit(config, request.hosts, fit, device=device)
+    if not hosts:
+        return None
+    first, address = hosts[0], meeting_address(hosts, infos)
+    if not address:
         raise LaunchError(
-            f"{wrong} of {len(greetings)} hosts are not ready, nothing was started:\n  " + "\n  ".join(texts),
-            hint="`ds-finetune doctor --hostfile` looks further; --exclude leaves a host out",
+            f"{first.target} has no address that the other {len(hosts) - 1} hosts could reach: its interfaces are "
+            f"{', '.join(infos[first].interfaces)}",
+            hint="write its address in the network of the others into the hostfile",
+        )
+    port = port_check(label(first), infos[first], request.port)
+    if port.state == "ok":
+        return _ReadyHosts(attempt, hosts, address, infos[first].port)
+    if is_first:
+        raise LaunchError(f"{first.target}: {port.found}", hint=port.hint)
+    # The process that held the port before may still be ending.
+    say(f"waiting for {first.target}: {port.found}")
+    return None
+
+
+def fit_hosts(
+    answers: Mapping[Host, Answer], here: HostInfo, request: LaunchRequest, say: Say, *, is_first: bool
+) -> tuple[Host, ...]:
+    """The hosts without a failed check; before the first attempt a LaunchError where a check failed."""
+    checks = preflight_checks(answers, here, request.env)
+    failed = {
+        host: [describe(host, check) for check in found if check.state == "fail"] for host, found in checks.items()
+    }
+    texts = [text for found in failed.values() for text in found]
+    if texts and is_first:
+        raise LaunchError(
+            f"{sum(map(bool, failed.values()))} of {len(answers)} hosts are not ready, nothing was started:\n  "
+            + "\n  ".join(texts),
+            hint="`ds-finetune doctor --hostfile` checks more; --exclude leaves a host out",
         )
     for text in texts:
         say(f"left out: {text}")
-    answered = {host: said for host, said in greetings.items() if not isinstance(said, str)}
-    fit = tuple(host for host in wanted.hosts if not any(problem.host == host for problem in problems))
-    device = "cuda" if uses_gpus(answered, wanted.env) else "cpu"
-    if is_first:
-        plan_for(config, fit, device=device)
-    hosts = fit if is_first else largest_fit(config, wanted.hosts, fit, device=device)
-    if not hosts:
-        return None
-    address, port = meeting_place(hosts, answered), answered[hosts[0]]["port"]
-    if not address:
-        raise LaunchError(
-            f"{hosts[0].target} has no address that the other {len(hosts) - 1} hosts could reach: its interfaces are "
-            f"{', '.join(answered[hosts[0]]['interfaces'])}",
-            hint="write its address in the network of the others into the hostfile",
-        )
-    if not port and not is_first:
-        # What held it before may still be ending.
-        say(f"port {wanted.port} of {hosts[0].target} is taken")
-        return None
-    if not port:
-        raise LaunchError(
-            f"port {wanted.port} of {hosts[0].target} is taken", hint="leave --port out, or name a free one"
-        )
-    return _Ready(attempt, hosts, address, port)
+    for host, found in checks.items() if is_first else ():
+        for check in (check for check in found if check.state == "warn"):
+            say(f"warning: {describe(host, check)}")
+    return tuple(host for host in request.hosts if not failed[host])
 
 
 def largest_fit(config: RunConfig, hosts: Sequence[Host], fit: Sequence[Host], *, device: str) -> tuple[Host, ...]:
@@ -206,8 +231,8 @@ def largest_fit(config: RunConfig, hosts: Sequence[Host], fit: Sequence[Host], *
 
 
 def _specs(  # noqa: PLR0913
-    ready: _Ready,
-    wanted: LaunchRequest,
+    ready: _ReadyHosts,
+    request: LaunchRequest,
     config: RunConfig,
     *,
     folder: Path,
@@ -216,11 +241,13 @@ def _specs(  # noqa: PLR0913
 ) -> dict[Host, Message]:
     found = {}
     for index, host in enumerate(ready.hosts):
-        env = wanted.env | ({"CUDA_VISIBLE_DEVICES": ",".join(map(str, host.devices))} if host.devices else {})
+        env = request.env | ({"CUDA_VISIBLE_DEVICES": ",".join(map(str, host.devices))} if host.devices else {})
         found[host] = {
             "do": "start",
-            "argv": wanted.agent(
-                agents.Rendezvous(ready.hosts, index, ready.address, ready.port), wanted.arguments, wanted.remote.python
+            "argv": request.agent(
+                agents.Rendezvous(ready.hosts, index, ready.address, ready.port),
+                request.arguments,
+                request.remote.python,
             ),
             "env": env,
             "unset": _RANK_VARIABLES,
@@ -234,11 +261,11 @@ def _specs(  # noqa: PLR0913
     return found
 
 
-def _swept(outcome: AttemptOutcome, wanted: LaunchRequest, specs: dict[Host, Message]) -> AttemptOutcome:
+def _swept(outcome: AttemptOutcome, request: LaunchRequest, specs: dict[Host, Message]) -> AttemptOutcome:
     """End what is left on hosts whose guard is gone; a host on which that cannot be done counts as lost."""
 
     def is_swept(host: Host) -> bool:
-        command = wanted.remote.module(host, "ds_finetune.launch.supervisor", "sweep", specs[host]["mark"])
+        command = request.remote.module(host, "ds_finetune.launch.supervisor", "sweep", specs[host]["mark"])
         try:
             done = subprocess.run(command, capture_output=True, timeout=_SWEEP_SECONDS, check=False)
         except subprocess.TimeoutExpired:

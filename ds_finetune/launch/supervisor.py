@@ -24,12 +24,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
-from ds_finetune.launch.host_info import facts, interface_towards
+from ds_finetune.hosts.info import gather_host_info, interface_towards
 from ds_finetune.launch.messages import Lines, Message, packed, unpacked
 from ds_finetune.launch.process_tags import SUPERVISOR_VARIABLE, TAG_VARIABLE, die_with_parent, kill_tagged, log_name
-from ds_finetune.watchdog.endings import began_at, oom_kills, why_killed
+from ds_finetune.watchdog.process_death import began_at, oom_kills, why_killed
 
 TAIL = 50
 """Last lines of a rank's output that are kept for a report."""
@@ -310,7 +311,7 @@ def main() -> int:
         return 0
     # A line of its own, whatever a login shell has printed before without an end.
     sys.stdout.buffer.write(b"\n")
-    _say(said="hello", **facts(int(sys.argv[1])))
+    _say(said="hello", info=asdict(gather_host_info(int(sys.argv[1]))))
     # Byte by byte: what follows the first order is read by the guard itself.
     with open(0, "rb", buffering=0, closefd=False) as told:
         while select.select([told], [], [], _GREETING_SECONDS)[0] and (line := told.readline()):

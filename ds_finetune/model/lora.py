@@ -1,5 +1,4 @@
-"""Low-rank adapters (Hu et al., LoRA, arXiv 2106.09685): which modules have them, how they compute, what they add to
-weights.
+"""Low-rank adapters (Hu et al., LoRA, arXiv 2106.09685): how they compute, and what they add to weights.
 
 A weight W [out, in] becomes W + alpha / rank x B A with A [rank, in] and B [out, rank]; fused experts [experts,
 out, in] have an A and a B each. W is frozen. Everything is what peft 0.21 computes, and `export/adapter.py` writes
@@ -7,184 +6,24 @@ it in peft's format.
 """
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.integrations.moe import _grouped_linear
 
 from ds_finetune.config.schema import LoraConfig
-from ds_finetune.errors import ConfigError
-from ds_finetune.families.table import FAMILIES, family_of
 from ds_finetune.model.build import Where
-from ds_finetune.model.four_bit import dtype_of, fits_four_bit, is_four_bit, nf4_bytes, shape_of
-from ds_finetune.model.parallel.pipeline import without_memory
+from ds_finetune.model.four_bit import dtype_of, is_four_bit, shape_of
+from ds_finetune.model.lora_plan import ROUTED, ROUTER, Shape, Target
 from ds_finetune.model.weights import seed_of
 
-ROUTED, ROUTER = "routed experts", "router"
-_FOUR_BIT = ("attention", "dense MLP", "shared experts")
-"""Kinds of modules whose weights `lora.quantize` holds in four bits."""
-_KINDS = (
-    ("attention", re.compile(r"\.self_attn\.\w+$"), ("weight",)),
-    ("dense MLP", re.compile(r"\.mlp\.\w+_proj$"), ("weight",)),
-    ("shared experts", re.compile(r"\.mlp\.shared_experts\.\w+_proj$"), ("weight",)),
-    (ROUTED, re.compile(r"\.mlp\.experts$"), ("gate_up_proj", "down_proj")),
-    (ROUTER, re.compile(r"\.mlp\.gate$"), ("weight",)),
-)
-"""Kinds of modules that can be adapted, by name, and their weights; embeddings, norms and the head are none of them."""
 _ADAPTER = re.compile(r"^(?P<module>.+)\.((?P<leaf>\w+)_)?lora_(?P<side>[AB])$")
-_ALIGNED = 8
-"""Grouped products of experts take rows of a multiple of 16 bytes (torch 2.13, native/GroupedMMUtils.h)."""
 _CHUNK_NUMEL = 2**20
-
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Target:
-    """A module that can be adapted: its full name, its kind, and the shapes of its weights by their names in it."""
-
-    name: str
-    kind: str
-    shapes: Mapping[str, Shape]
-
-    def num_params(self, rank: int) -> int:
-        """Parameters of its adapters."""
-        return sum(prod(shape[:-2]) * rank * (shape[-1] + shape[-2]) for shape in self.shapes.values())
-
-
-def adaptable(lm: nn.Module) -> list[Target]:
-    """Every module of a causal LM (whole, on any device) that can be adapted, in its order."""
-    found = []
-    for name, module in lm.named_modules():
-        for kind, pattern, leaves in _KINDS:
-            weights = [module._parameters.get(leaf) for leaf in leaves] if pattern.search(name) else []
-            shapes = {
-                leaf: tuple(weight.shape)
-                for leaf, weight in zip(leaves, weights, strict=False)
-                if weight is not None and weight.dim() > 1
-            }
-            if shapes:
-                found.append(Target(name, kind, shapes))
-    return found
-
-
-def chosen_targets(hf_config: PretrainedConfig, lora: LoraConfig) -> list[Target]:
-    """The modules of the model that `lora` adapts: those that its patterns name, or all but routers.
-
-    ConfigError where a pattern names none (with the legal names), the model type is not compared, or experts are
-    given a rank that grouped products cannot take.
-    """
-    if not family_of(hf_config.model_type).has_lora:
-        tested = ", ".join(name for name, family in FAMILIES.items() if family.has_lora)
-        raise ConfigError(f"lora of model_type {hf_config.model_type} is not tested", hint=f"tested: {tested}")
-    every = adaptable(without_memory(hf_config))
-    patterns = lora.target_modules
-    named = {target.name for pattern in patterns or () for target in _named(pattern, every)}
-    chosen = [target for target in every if (target.name in named if patterns else target.kind != ROUTER)]
-    if lora.rank % _ALIGNED and any(target.kind == ROUTED for target in chosen):
-        raise ConfigError(
-            f"lora.rank {lora.rank} of routed experts is not a multiple of {_ALIGNED}",
-            hint="take a multiple, or leave `experts` out of target_modules",
-        )
-    return chosen
-
-
-def _named(pattern: str, every: Sequence[Target]) -> list[Target]:
-    """Modules whose last name, or whole name, `pattern` is, or whose full name it matches; a router only by a pattern
-    that ends in its own name.
-    """
-    exact = [target for target in every if pattern in (target.name, _last(target.name))]
-    try:
-        matched = [target for target in every if re.fullmatch(pattern, target.name)]
-    except re.error as broken:
-        raise ConfigError(
-            f"lora.target_modules `{pattern}` is no regular expression: {broken}", hint="see Python's `re`"
-        ) from broken
-    names_router = _last(pattern.replace("\\.", ".")) == "gate"
-    found = exact or [target for target in matched if target.kind != ROUTER or names_router]
-    if not found:
-        names = sorted({_last(target.name) for target in every})
-        raise ConfigError(
-            f"lora.target_modules `{pattern}` matches no module that can be adapted",
-            hint=f"name one of {', '.join(names)}, or give a regular expression on full names such as {every[0].name}",
-        )
-    return found
-
-
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]
-
-
-def quantised_targets(hf_config: PretrainedConfig, lora: LoraConfig | None) -> list[Target]:
-    """The modules whose frozen weights are held in four bits, adapted or not; none without `lora.quantize`.
-
-    ConfigError where `lora` asks for it and there are none.
-    """
-    if lora is None or lora.quantize is None:
-        return []
-    every = [target for target in adaptable(without_memory(hf_config)) if target.kind in _FOUR_BIT]
-    found = [target for target in every if all(map(fits_four_bit, target.shapes.values()))]
-    if not found:
-        raise ConfigError(
-            f"lora.quantize {lora.quantize}: none of {len(every)} weights has rows of a multiple of 64 numbers, as "
-            f"{every[0].name} "
-            f"{every[0].shapes['weight']}",
-            hint="leave lora.quantize out",
-        )
-    return found
-
-
-def _quantised_line(hf_config: PretrainedConfig, lora: LoraConfig) -> tuple[str, str]:
-    """What is held in four bits and in how many bytes, and what is not."""
-    lm, targets = without_memory(hf_config), quantised_targets(hf_config, lora)
-    shapes = [shape for target in targets for shape in target.shapes.values()]
-    numel, size = sum(map(prod, shapes)), sum(map(nf4_bytes, shapes))
-    every = adaptable(lm)
-    routed = sum(prod(shape) for target in every if target.kind == ROUTED for shape in target.shapes.values())
-    odd = sum(target.kind in _FOUR_BIT for target in every) - len(targets)
-    text = (
-        f"{len(shapes)} weights, {numel:,} parameters in {size:,} bytes: "
-        f"{', '.join(dict.fromkeys(target.kind for target in targets))}"
-    )
-    rest = f"the other {lm.num_parameters() - numel:,} are in train.precision" + (
-        f", {routed:,} of them routed experts'" if routed else ""
-    )
-    rest += f", and {odd} weights with rows of no multiple of 64" if odd else ""
-    return f"  frozen in {lora.quantize}", f"{text}; {rest}"
-
-
-def lora_lines(hf_config: PretrainedConfig, lora: LoraConfig | None) -> list[tuple[str, str]]:
-    """What is adapted, kind by kind, as the plan announces it; nothing without `lora`."""
-    if lora is None:
-        return []
-    chosen = chosen_targets(hf_config, lora)
-    there, taken = (
-        Counter(target.kind for target in targets) for targets in (adaptable(without_memory(hf_config)), chosen)
-    )
-    rows = [
-        (
-            "lora",
-            f"rank {lora.rank}, alpha {lora.alpha:g}, {sum(t.num_params(lora.rank) for t in chosen):,} parameters "
-            "are trained",
-        )
-    ]
-    for kind in there:
-        names = dict.fromkeys(_last(target.name) for target in chosen if target.kind == kind)
-        numel = sum(target.num_params(lora.rank) for target in chosen if target.kind == kind)
-        text = (
-            f"{taken[kind]} of {there[kind]} modules, {numel:,} parameters: {', '.join(names)}"
-            if names
-            else f"none of {there[kind]} modules"
-        )
-        rows.append((f"  {kind}", text))
-    return rows if lora.quantize is None else [*rows, _quantised_line(hf_config, lora)]
 
 
 class _Adapted(nn.Module):

@@ -23,6 +23,7 @@ from ds_finetune.errors import CheckpointError
 from ds_finetune.export.folder import FolderParts, write_folder
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build import read_hf_config
+from ds_finetune.model.model_plan import plan_model
 from ds_finetune.plan.combinations import check_divides
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.selftest.plain import Steps, mean_loss, plain_loop
@@ -82,11 +83,12 @@ def check(config: RunConfig, world: World, device: str, folder: Path, *, steps: 
     # Before any engine: the rotary frequencies of the first model that from_pretrained builds after DeepSpeed 0.19.8's
     # zero.Init are unset memory.
     wanted = _plain(config.model.path, steps, config.train.max_grad_norm) if world.rank == 0 else Steps()
-    with start_engine(plan, hf_config) as engine:
+    model = plan_model(hf_config, config.model, config.parallel, config.lora)
+    with start_engine(plan, model) as engine:
         taken = _saved_after_first(engine, folder, steps)
         loss = evaluated(engine)
         _export(engine, config.model.path, folder / "export")
-    with start_engine(plan, read_hf_config(config.model.path), has_weights=False) as engine:
+    with start_engine(plan, model, has_weights=False) as engine:
         resumed = _resumed(engine, folder, steps - 1)
     if world.rank:
         return None
@@ -171,7 +173,7 @@ def _export(engine: Engine, model: str, out: Path) -> None:
         family=family,
         config=config,
         architecture=type(engine.lm).__name__,
-        dtype=DTYPES[engine.plan.config.train.precision],
+        dtype=DTYPES[engine.plan.precision],
         files=(),
     )
     write_folder(engine.tensors(), engine.tensor_specs(), out, parts, max_shard_bytes=GIB)

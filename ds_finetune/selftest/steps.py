@@ -16,16 +16,15 @@ from ds_finetune.selftest.plain import BETAS, LIMITS, LR, PROMPTS, Steps
 
 def batch_plan(plan: Plan) -> BatchPlan:
     """How the samples are shared out."""
-    train = plan.config.train
     return BatchPlan(
-        global_batch_size=train.global_batch_size,
-        micro_batch_size=train.micro_batch_size,
+        global_batch_size=plan.batch.global_batch_size,
+        micro_batch_size=plan.batch.micro_batch_size,
         rank=plan.mesh.place("dp"),
         dp=plan.dp,
         seed=0,
         shuffle=False,
         pad_token_id=0,
-        row_len=train.max_seq_len if plan.config.data.packing else None,
+        row_len=plan.batch.max_seq_len if plan.batch.is_packed else None,
         multiple=plan.mesh.sp,
     )
 
@@ -34,12 +33,12 @@ def take_steps(engine: Engine, steps: int) -> Iterator[Steps]:
     """Step after step on all samples; what is yielded grows, with gradients from the first step on where they can be
     read, and answers at last.
     """
-    config, found = engine.plan.config, Steps()
+    plan, found = engine.plan, Steps()
     for step in range(steps):
-        result = engine.step(_whole_batch(engine.plan), lr=LR)
+        result = engine.step(_whole_batch(plan), lr=LR)
         found.losses.append(result.loss)
         found.norms.append(result.grad_norm)
-        if step == 0 and config.optim.name == "AdamW" and config.train.precision == "fp32":
+        if step == 0 and plan.optimizer.name == "adamw" and plan.precision == "fp32":
             found.gradients = _gradients(engine)
         if step == steps - 1:
             answers = engine.generate(PROMPTS, LIMITS)
@@ -50,13 +49,13 @@ def take_steps(engine: Engine, steps: int) -> Iterator[Steps]:
 
 def evaluated(engine: Engine) -> float:
     """Mean loss over the samples."""
-    found = engine.evaluate(eval_batches(rows(engine.plan.config.data.packing), batch_plan(engine.plan)))
+    found = engine.evaluate(eval_batches(rows(engine.plan.batch.is_packed), batch_plan(engine.plan)))
     assert found is not None
     return found.loss
 
 
 def _whole_batch(plan: Plan) -> Batch:
-    every = rows(plan.config.data.packing)
+    every = rows(plan.batch.is_packed)
     return next(iter(training_batches(every, batch_plan(plan), start_step=0, total_rows=len(every))))
 
 

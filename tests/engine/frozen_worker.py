@@ -19,13 +19,13 @@ from ds_finetune.engine.default_group import process_group
 from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.start_engine import start_engine
-from ds_finetune.model.build import read_hf_config
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.selftest import check
 from ds_finetune.selftest.cells import Cell, run_tree
-from ds_finetune.trainer.train import freeze_unreached
+from ds_finetune.trainer.prepare import freeze_unreached
 from ds_finetune.world import World
 from tests.model.test_unreached import INDEXED
+from tests.planning import model_of
 
 
 def main() -> None:
@@ -54,9 +54,9 @@ def main() -> None:
 
 @contextmanager
 def _engine(config: RunConfig, world: World, device: str, *, has_weights: bool = True) -> Iterator[Engine]:
-    hf_config = read_hf_config(config.model.path)
-    plan = freeze_unreached(make_plan(config, world=world, device=device), hf_config)
-    with start_engine(plan, hf_config, has_weights=has_weights) as engine:
+    model = model_of(config)
+    plan = freeze_unreached(make_plan(config, world=world, device=device), model)
+    with start_engine(plan, model, has_weights=has_weights) as engine:
         yield engine
 
 

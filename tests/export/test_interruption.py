@@ -16,7 +16,7 @@ from ds_finetune.errors import VerificationError
 from ds_finetune.export.interruption import Interruption
 from ds_finetune.export.verify.record import UNVERIFIED
 from ds_finetune.export.verify.verify import verify_exports
-from ds_finetune.trainer.exports import checked
+from ds_finetune.trainer.exports import verify_run_exports
 from tests.conftest import ROOT
 from tests.export.test_verify import _exported
 from tests.running import start, tiny_task
@@ -87,7 +87,7 @@ def test_a_run_verifies_nothing_after_a_signal_that_was_lost_as_its_engine_close
     said = f"SIGINT ended the verification; written but not verified: {out}"
     with pytest.raises(VerificationError, match=said), Interruption(signal.SIGINT) as interruption:  # noqa: PT012 - the signal is part of it
         _signal_in_a_destructor(monkeypatch)
-        checked(config, (out,), interruption)
+        verify_run_exports(config, (out,), interruption)
 
 
 def test_a_signal_while_the_folder_is_loaded_names_it(exported: Path) -> None:

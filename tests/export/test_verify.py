@@ -27,7 +27,7 @@ from ds_finetune.export.verify.record import RECORD, UNVERIFIED, Digest, ExportR
 from ds_finetune.export.verify.tensors import digest_of, in_ranges, read_tensor_table
 from ds_finetune.export.verify.verify import VerificationResult, verify_exports
 from ds_finetune.families.table import family_of
-from ds_finetune.trainer.exports import checked
+from ds_finetune.trainer.exports import verify_run_exports
 from ds_finetune.trainer.run_dir import read_json
 from tests.export.test_folder import specs_of, tensors_of
 from tests.model.test_weights import published
@@ -305,7 +305,7 @@ def test_folders_that_share_their_weights_are_verified_once(tmp_path: Path) -> N
     assert sorted(file.name for file in best.iterdir()) == sorted(file.name for file in last.iterdir())
     AutoModelForCausalLM.from_pretrained(last)
     with Interruption(signal.SIGINT) as interruption:
-        mine, its = checked(config, (last,), interruption)
+        mine, its = verify_run_exports(config, (last,), interruption)
     assert (mine.folder, its.folder) == (last, best)
     assert mine.is_verified
     assert its.is_verified

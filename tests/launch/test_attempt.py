@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ds_finetune.hostfile import Host
+from ds_finetune.hosts.check import Check
 from ds_finetune.launch.attempt import Attempt, AttemptOutcome, HostTimeouts, _of_signal
 from ds_finetune.launch.process_tags import TAG_VARIABLE, kill_tagged, tagged_processes
 from ds_finetune.launch.remote import Remote
@@ -68,7 +69,7 @@ def test_lines_of_a_shell_that_look_like_messages_are_none(tmp_path: Path) -> No
     printed = "; ".join(f"echo '{line}'" for line in LIKE_MESSAGES)
     remote = _remote(tmp_path, f'(for i in 1 2 3 4 5 6; do {printed}; sleep 0.3; done) & exec {sys.executable} "$@"')
     greeting, outcome = _run(remote, tmp_path, [sys.executable, "-c", "pass"])
-    assert greeting["versions"]["torch"].startswith("2.")
+    assert greeting.versions["torch"].startswith("2.")
     assert (outcome.code, outcome.first) == (0, None)
 
 
@@ -78,7 +79,7 @@ def _rank_that_is_killed(folder: Path, before: str) -> str:
 import json, os, socket, signal
 from pathlib import Path
 from ds_finetune.launch.messages import packed
-from ds_finetune.watchdog.endings import began_at, mark_kill
+from ds_finetune.watchdog.process_death import began_at, mark_kill
 control = socket.socket(socket.AF_UNIX)
 control.connect("\\0" + os.environ["DS_FINETUNE_SUPERVISOR"])
 control.sendall(packed(said="rank", rank=0, pid=os.getpid()))
@@ -116,7 +117,7 @@ def test_an_agent_that_ends(tmp_path: Path, code: str, wanted: int) -> None:
     # What a login shell prints before, without an end of its line, is no part of what the guard says.
     remote = _remote(tmp_path, f"printf 'welcome'; exec {sys.executable} \"$@\"")
     greeting, outcome = _run(remote, tmp_path, [sys.executable, "-c", code])
-    assert greeting["versions"]["torch"].startswith("2.")
+    assert greeting.versions["torch"].startswith("2.")
     assert outcome.code == wanted
     assert bool(outcome.first) == bool(wanted)
 
@@ -131,9 +132,14 @@ def test_a_host_that_goes_after_its_greeting_is_a_failure(tmp_path: Path) -> Non
 
 def test_a_program_that_does_not_start_is_told_from_a_silent_host(tmp_path: Path) -> None:
     with Attempt([HERE], _remote(tmp_path, "echo no such thing >&2; exit 7"), TIMEOUTS) as attempt:
-        assert attempt.greetings() == {HERE: "the program does not start there (7): no such thing"}
+        check = attempt.greetings()[HERE]
+        assert isinstance(check, Check)
+        assert (check.name, check.host, check.found) == ("python", "localhost", "exit code 7: no such thing")
     with Attempt([HERE], _remote(tmp_path, "exec sleep 60"), HostTimeouts(greeting=0.5, silent=5)) as attempt:
-        assert str(attempt.greetings()[HERE]).startswith("did not answer in time")
+        check = attempt.greetings()[HERE]
+        assert isinstance(check, Check)
+        assert check.found.startswith("no answer in time")
+        assert "launch.greeting_seconds" in check.hint
 
 
 def test_every_process_with_a_mark_is_gone_when_that_is_said() -> None:

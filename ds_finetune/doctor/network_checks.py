@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from ds_finetune.doctor.checks import Check, State
 from ds_finetune.doctor.network import JOIN_SECONDS
+from ds_finetune.hosts.check import Check, State
 from ds_finetune.units import MIB
 
 _SLOW, _BROKEN = 3, 10
