@@ -21,6 +21,7 @@ from ds_finetune.model.hub_folder import HubFolder
 from ds_finetune.model.names import Piece, hub_pieces
 from ds_finetune.model.parallel.sharding import WHOLE, Cut, Window, cut_dim
 from ds_finetune.model.vocabulary import GrownFolder, Growth
+from ds_finetune.phase_line import count_parts
 
 _STRIP_NUMEL = 2**20
 """Elements of a checkpoint tensor that are held at a time, whole rows."""
@@ -71,7 +72,7 @@ def load_weights(  # noqa: PLR0913
     wanted = _wanted(model, family, where, cut) if skeleton is None else _wanted(skeleton, family, whole, WHOLE)
     hub = HubFolder(folder) if growth is None else GrownFolder(folder, growth, wanted)
     skipped = _account(hub, wanted, model, family)
-    for target in targets:
+    for target in count_parts("loading weights", targets, len(targets)):
         _fill(hub, target, cut)
     return LoadReport(num_tensors=sum(len(t.pieces) for t in targets), skipped=tuple(skipped))
 

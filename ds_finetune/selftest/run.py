@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig
-from transformers.utils import logging as transformers_logging
 
 from ds_finetune.config.schema import ParallelConfig, RunConfig
 from ds_finetune.engine.collectives import all_gather_object
@@ -36,6 +34,7 @@ from ds_finetune.plan.deepspeed_choice import chosen
 from ds_finetune.plan.deepspeed_config import read_choices
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.plan import Plan, make_plan
+from ds_finetune.quiet import quiet_packages, show_loading_as_phase
 from ds_finetune.selftest.cells import TINY_MODELS, Cell, grown, hf_config, run_tree
 from ds_finetune.selftest.check import check, write_model
 from ds_finetune.world import World, accelerate_choices
@@ -137,8 +136,8 @@ def start_world(arguments: list[str], config: RunConfig | None, *, nproc: int, h
 def selftest(config: RunConfig | None, extent: Extent, *, say: Say) -> None:
     """Check every case in this world, a line each; RunError where one is off. Without `config` the standard ones."""
     # The tiny models are loaded and gathered hundreds of times, each with its bar or its warning.
-    transformers_logging.disable_progress_bar()
-    warnings.simplefilter("ignore", FutureWarning)
+    quiet_packages()
+    show_loading_as_phase()
     # A launcher ends the other ranks by this signal when one fails; rank zero has a folder to take away.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     world = World.from_environment(os.environ)
