@@ -32,7 +32,7 @@ from ds_finetune.launch.preflight import Answer, describe, meeting_address, pref
 from ds_finetune.launch.process_tags import log_name, logs_folder
 from ds_finetune.launch.remote import Remote
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.watchdog.endings import FOLDER
+from ds_finetune.watchdog.process_death import FOLDER
 from ds_finetune.world import World
 
 Say = Callable[[str], None]

@@ -30,7 +30,7 @@ from pathlib import Path
 from ds_finetune.hosts.info import gather_host_info, interface_towards
 from ds_finetune.launch.messages import Lines, Message, packed, unpacked
 from ds_finetune.launch.process_tags import SUPERVISOR_VARIABLE, TAG_VARIABLE, die_with_parent, kill_tagged, log_name
-from ds_finetune.watchdog.endings import began_at, oom_kills, why_killed
+from ds_finetune.watchdog.process_death import began_at, oom_kills, why_killed
 
 TAIL = 50
 """Last lines of a rank's output that are kept for a report."""

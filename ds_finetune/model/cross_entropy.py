@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ds_finetune.model.parallel.tensor import TensorGroup
+from ds_finetune.model.parallel.tensor import TensorParallelGroup
 
 CHUNK_TOKENS = 1024
 """Supervised positions whose logits exist at a time."""
@@ -48,11 +48,11 @@ def chunked_cross_entropy(  # noqa: PLR0913 - a Kernel, its chunk and the ranks 
     wants: Wants,
     *,
     chunk: int = CHUNK_TOKENS,
-    tensor: TensorGroup | None = None,
+    tp_group: TensorParallelGroup | None = None,
 ) -> Found:
     """The loss in plain PyTorch; softmax and the sums over chunks are fp32, as are `d_weight` and `d_bias`.
 
-    With a `tensor` group `weight` and `bias` are this rank's part of the vocabulary, and `d_hidden` its part of the
+    With a `tp_group` `weight` and `bias` are this rank's part of the vocabulary, and `d_hidden` its part of the
     sum;
     three numbers a token are exchanged, the logits never.
     """
@@ -71,8 +71,8 @@ def chunked_cross_entropy(  # noqa: PLR0913 - a Kernel, its chunk and the ranks 
         logits = _logits(part, weight, bias, buffer[: len(part)])
         d_logits = (
             _softmax_minus_one_hot(logits, wanted, found)
-            if tensor is None
-            else _over_ranks(logits, wanted, found, tensor)
+            if tp_group is None
+            else _over_ranks(logits, wanted, found, tp_group)
         )
         if found.d_bias is not None:
             found.d_bias.add_(d_logits.sum(0))
@@ -108,12 +108,14 @@ def _softmax_minus_one_hot(logits: torch.Tensor, wanted: torch.Tensor, found: Fo
     return d_logits
 
 
-def _over_ranks(logits: torch.Tensor, wanted: torch.Tensor, found: Found, tensor: TensorGroup) -> torch.Tensor:
+def _over_ranks(
+    logits: torch.Tensor, wanted: torch.Tensor, found: Found, tp_group: TensorParallelGroup
+) -> torch.Tensor:
     """The same where `logits` are this rank's part of the vocabulary."""
     size = logits.shape[1]
-    start = tensor.place * size
+    start = tp_group.rank * size
     top, most_likely = logits.max(-1)
-    top, most_likely = tensor.largest(top, most_likely + start)
+    top, most_likely = tp_group.all_reduce_argmax(top, most_likely + start)
     found.num_correct.add_((most_likely == wanted).sum())
     local = wanted - start
     here = ((local >= 0) & (local < size)).nonzero().squeeze(1)
@@ -121,7 +123,7 @@ def _over_ranks(logits: torch.Tensor, wanted: torch.Tensor, found: Found, tensor
     sums[0, here] = top[here] - logits[here, local[here]]
     weights = logits.sub_(top[:, None]).exp_()
     sums[1] = weights.sum(-1)
-    below_top, norm = tensor.total(sums)
+    below_top, norm = tp_group.all_reduce(sums)
     found.loss_sum.add_(below_top.sum() + norm.log().sum())
     d_logits = weights.div_(norm[:, None])
     d_logits[here, local[here]] -= 1

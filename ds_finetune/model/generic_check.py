@@ -21,7 +21,7 @@ from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.model.attention import BY_LENGTHS, FLASH
 from ds_finetune.model.build import build_skeleton, check_attention
 from ds_finetune.model.loss import TrainedModel, install_loss_head
-from ds_finetune.model.parallel.pipeline import without_memory
+from ds_finetune.model.parallel.pipeline import build_meta_model
 from ds_finetune.model.tiny_config import Size, layer_kinds, layers_of_each_kind, tiny_config
 from ds_finetune.model.weights import initialise_weights
 from ds_finetune.plan.combinations import BYTES, ROW_BYTES, wider
@@ -92,7 +92,7 @@ def check_generic_type(
 
 def _check_expert_widths(hf_config: PretrainedConfig, precision: str) -> None:
     """ModelError where torch's grouped product rejects widths of experts; `plan.legal` refuses those of the table."""
-    lm = without_memory(hf_config)
+    lm = build_meta_model(hf_config)
     if lm.config._experts_implementation != "grouped_mm":
         return
     for name, param in lm.named_parameters():

@@ -13,7 +13,7 @@ from ds_finetune.config.schema import LoraConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import FAMILIES, family_of
 from ds_finetune.model.four_bit import fits_four_bit, nf4_bytes
-from ds_finetune.model.parallel.pipeline import without_memory
+from ds_finetune.model.parallel.pipeline import build_meta_model
 
 ROUTED, ROUTER = "routed experts", "router"
 _FOUR_BIT = ("attention", "dense MLP", "shared experts")
@@ -123,7 +123,7 @@ def plan_lora(hf_config: PretrainedConfig, lora: LoraConfig) -> LoraPlan:
     if not family_of(hf_config.model_type).has_lora:
         tested = ", ".join(name for name, family in FAMILIES.items() if family.has_lora)
         raise ConfigError(f"lora of model_type {hf_config.model_type} is not tested", hint=f"tested: {tested}")
-    lm = without_memory(hf_config)
+    lm = build_meta_model(hf_config)
     every = tuple(adaptable(lm))
     return LoraPlan(lora, every, _chosen(every, lora), _quantised(every, lora), lm.num_parameters())
 

@@ -79,7 +79,7 @@ def _rank_that_is_killed(folder: Path, before: str) -> str:
 import json, os, socket, signal
 from pathlib import Path
 from ds_finetune.launch.messages import packed
-from ds_finetune.watchdog.endings import began_at, mark_kill
+from ds_finetune.watchdog.process_death import began_at, mark_kill
 control = socket.socket(socket.AF_UNIX)
 control.connect("\\0" + os.environ["DS_FINETUNE_SUPERVISOR"])
 control.sendall(packed(said="rank", rank=0, pid=os.getpid()))

@@ -15,7 +15,7 @@ from ds_finetune.families.tiny import DENSE, GROUPED_ROUTING
 from ds_finetune.model.attention import BY_LENGTHS, FLASH
 from ds_finetune.model.build import build_skeleton, read_hf_config
 from ds_finetune.model.generic_check import LIMIT, Trial, check_generic_type, refuse_wrong, try_type
-from ds_finetune.model.parallel.pipeline import without_memory
+from ds_finetune.model.parallel.pipeline import build_meta_model
 from ds_finetune.model.tiny_config import Size, layer_kinds, layers_of_each_kind, tiny_config
 from tests.model import model_types
 from tests.model.model_types import attention_of, config_of
@@ -117,10 +117,10 @@ def test_what_a_trial_refuses() -> None:
 @pytest.mark.parametrize("kind", ["bamba", "gemma3_text", "glm4_moe", "qwen3_next", "jamba"])
 def test_a_tiny_copy_has_every_kind_of_layer(kind: str) -> None:
     config = config_of(kind)
-    whole = without_memory(config)
+    whole = build_meta_model(config)
     layers = layers_of_each_kind(whole)
     assert 1 < layers < config.num_hidden_layers
-    tiny, one_layer = (without_memory(tiny_config(config, Size(4, number, ROW_TOKENS))) for number in (layers, 1))
+    tiny, one_layer = (build_meta_model(tiny_config(config, Size(4, number, ROW_TOKENS))) for number in (layers, 1))
     assert layer_kinds(tiny) == layer_kinds(whole) != layer_kinds(one_layer)
     assert sum(param.numel() for param in tiny.parameters()) < 0.05 * sum(param.numel() for param in whole.parameters())
 
