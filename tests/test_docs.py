@@ -72,7 +72,7 @@ def test_every_file_named_exists(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     missing = {path for path in FILE.findall(text) if not (ROOT / path).exists()}
     packages = "|".join(folder.parent.name for folder in (ROOT / "ds_finetune").glob("*/__init__.py"))
-    modules = re.findall(rf"`((?:{packages})/\w+\.py)", text)
+    modules = re.findall(rf"`((?:{packages})(?:/\w+)+\.py)", text)
     assert not missing | {path for path in modules if not (ROOT / "ds_finetune" / path).exists()}
 
 

@@ -60,14 +60,14 @@ def verify_run_exports(
     interruption.check(folders)
     torch.cuda.empty_cache()
     twins = [folder for folder in exports if has_same_weights(folder, best)]
-    verdicts = verify_exports(
+    results = verify_exports(
         [folder for folder in folders if not twins or folder != best], available_bytes=available_bytes()
     )
-    for verdict in [verdict for verdict in verdicts if verdict.folder in twins]:
-        shared = f"the files of {verdict.folder}, whose weights it shares"
-        verdicts.append(replace(verdict, folder=best, lines=(shared, *verdict.lines)))
-        mark_folder(verdicts[-1])
-    return tuple(verdicts)
+    for result in [result for result in results if result.folder in twins]:
+        shared = f"the files of {result.folder}, whose weights it shares"
+        results.append(replace(result, folder=best, lines=(shared, *result.lines)))
+        mark_folder(results[-1])
+    return tuple(results)
 
 
 def record_logits(run: PreparedRun, engine: Engine, *, step: int) -> ExportRecord:

@@ -20,6 +20,7 @@ from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.selftest import compare
 from ds_finetune.selftest.cells import Cell, run_tree
 from ds_finetune.trainer.prepare import freeze_unreached
 from ds_finetune.world import World

@@ -22,6 +22,7 @@ from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan import options
 from ds_finetune.plan.plan import Plan, make_plan
+from ds_finetune.selftest import compare
 from ds_finetune.selftest.cells import Cell, hf_config, run_tree
 from ds_finetune.world import World
 

@@ -203,7 +203,7 @@ def test_half_precision_is_near(family: str, tmp_path: Path) -> None:
     model = fresh(family)
     verdict = onnx_folder.export_onnx(
         saved(tmp_path / "hub", model), tmp_path / "out", dtype="fp16", with_cache=True
-    ).verdict
+    ).comparison
     assert verdict.largest > 1e-5
     assert verdict.beyond <= (0 if family == "qwen2" else 3)
     assert verdict.new_tokens_differing == 0
@@ -413,4 +413,4 @@ def test_more_than_a_protobuf_holds(tmp_path: Path) -> None:
     del model
     done = onnx_folder.export_onnx(source, tmp_path / "out", dtype="fp32", with_cache=True)
     assert (tmp_path / "out" / "model.onnx.data").stat().st_size > 2**31
-    assert done.verdict.largest < 1e-4
+    assert done.comparison.largest < 1e-4
