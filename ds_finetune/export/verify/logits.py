@@ -47,9 +47,9 @@ class LoadedFolder:
 
 
 def load_folders(folders: Sequence[Path]) -> Iterator[tuple[Path, LoadedFolder]]:
-    """Load each folder in a process of its own kind: plain transformers, no ds_finetune, no access to the hub.
+    """Load each folder in another process, with plain transformers, without ds_finetune and without access to the hub.
 
-    One process loads all folders. Where it fails on one, another process loads the rest.
+    One process loads all folders, one after another. Where it fails on one, another process loads the rest.
     """
     environ = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
     environ["HF_HUB_OFFLINE"] = "1"
