@@ -21,7 +21,7 @@ from ds_finetune.engine.pipeline_schedule import is_copy, run_by_turns
 from ds_finetune.engine.process_groups import Groups
 from ds_finetune.engine.state import EngineState, persistent_buffers
 from ds_finetune.errors import RunError
-from ds_finetune.model.four_bit import dtype_of, is_four_bit, multiplied_out, shape_of
+from ds_finetune.model.four_bit import dequantised, dtype_of, is_four_bit, shape_of
 from ds_finetune.model.lora import is_adapter
 from ds_finetune.model.loss import TokenLoss
 from ds_finetune.model.parallel.expert import ExpertParallelGroup
@@ -194,7 +194,7 @@ class Engine:
             for name, spec in ((name, spec) for name, spec in specs.items() if is_wanted(name)):
                 dist.barrier()
                 with self._gathered(held.get(name)):
-                    whole = self.joined(name, multiplied_out(held[name])) if name in held else None
+                    whole = self.joined(name, dequantised(held[name])) if name in held else None
                     yield name, self._on_rank_zero(whole, spec, stage)
 
     def tensor_specs(self) -> dict[str, torch.Tensor]:

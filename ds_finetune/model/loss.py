@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from ds_finetune.errors import ModelError
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.model.attention import BY_DOCUMENT, BY_LENGTHS, FLASH, Documents, flash_arguments
-from ds_finetune.model.cross_entropy import Kernel, Wants, chunked_cross_entropy
+from ds_finetune.model.cross_entropy import Kernel, NeededGradients, chunked_cross_entropy
 from ds_finetune.model.parallel.pipeline import PipelineGroup
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 from ds_finetune.model.parallel.tensor import TensorParallelGroup, copy_to_tensor_parallel_region
@@ -40,13 +40,13 @@ class _CrossEntropy(torch.autograd.Function):
         bias: torch.Tensor | None,
         targets: torch.Tensor,
         kernel: Kernel,
-        wants: Wants,
+        needed: NeededGradients,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        found = kernel(hidden, weight, bias, targets, wants)
-        ctx.save_for_backward(found.d_hidden, found.d_weight, found.d_bias)
+        result = kernel(hidden, weight, bias, targets, needed)
+        ctx.save_for_backward(result.d_hidden, result.d_weight, result.d_bias)
         ctx.dtypes = (weight.dtype, bias.dtype if bias is not None else None)
-        ctx.mark_non_differentiable(found.num_correct)
-        return found.loss_sum, found.num_correct
+        ctx.mark_non_differentiable(result.num_correct)
+        return result.loss_sum, result.num_correct
 
     @staticmethod
     def backward(ctx: Any, d_loss: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
@@ -84,10 +84,10 @@ class LossHead(nn.Linear):
         part = part if self.tp_group is None else copy_to_tensor_parallel_region(part, self.tp_group)
         targets = labels.reshape(-1).index_select(0, places)
         is_on = torch.is_grad_enabled()
-        wants = Wants(
+        needed = NeededGradients(
             *(is_on and tensor is not None and tensor.requires_grad for tensor in (part, self.weight, self.bias))
         )
-        return TokenLoss(*_CrossEntropy.apply(part, self.weight, self.bias, targets, self.kernel, wants))
+        return TokenLoss(*_CrossEntropy.apply(part, self.weight, self.bias, targets, self.kernel, needed))
 
 
 def install_loss_head(

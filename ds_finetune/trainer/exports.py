@@ -26,7 +26,7 @@ from ds_finetune.export.verify.record import RECORD, UNVERIFIED, ExportRecord, f
 from ds_finetune.export.verify.verify import VerificationResult, mark_folder, verify_exports
 from ds_finetune.families.table import family_of
 from ds_finetune.model.hub_folder import has_weights
-from ds_finetune.model.lora import Factors, factors_of, merged
+from ds_finetune.model.lora import Factors, factors_of, merge_adapters
 from ds_finetune.trainer.inputs import RunInputs
 from ds_finetune.trainer.prepare import PreparedRun
 from ds_finetune.trainer.run_dir import available_bytes
@@ -147,7 +147,9 @@ def export(run: PreparedRun, engine: Engine, out: Path, *, step: int) -> list[st
     tensors = with_stored_weights(engine.tensors(), in_four_bit, folder) if in_four_bit else engine.tensors()
     max_shard_bytes = parse_bytes(run.config.export.max_shard_size, name="export.max_shard_size")
     try:
-        write_folder(merged(tensors, factors), engine.tensor_specs(), out, parts, max_shard_bytes=max_shard_bytes)
+        write_folder(
+            merge_adapters(tensors, factors), engine.tensor_specs(), out, parts, max_shard_bytes=max_shard_bytes
+        )
     except OutputError as full:
         raise RunError(f"{full.message}; the run is done up to its export", hint=full.hint) from full
     return notes

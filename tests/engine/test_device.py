@@ -26,7 +26,7 @@ from ds_finetune.model.parallel.pipeline import PipelineGroup
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 from ds_finetune.model.parallel.tensor import TensorParallelGroup
 from ds_finetune.plan.plan import Plan, make_plan
-from ds_finetune.selftest.cells import Cell, grown, hf_config, rows, run_tree
+from ds_finetune.selftest.cells import Cell, enlarged_config, hf_config, rows, run_tree
 from ds_finetune.selftest.steps import batch_plan
 from ds_finetune.world import World
 from tests.device_checks import DEVICE, CpuTensor, ImaginaryGroup, OnDevice, on_device
@@ -104,7 +104,9 @@ def engine_on_device(
     plan = make_plan(config, world=World(rank, world_size, rank, world_size, "test"), device="cuda")
     with on_device(world_size, rank=rank) as calls:
         groups = _groups(plan)
-        model = plan_model(grown(hf_config(family), config.parallel), config.model, config.parallel, config.lora)
+        model = plan_model(
+            enlarged_config(hf_config(family), config.parallel), config.model, config.parallel, config.lora
+        )
         lm = start._build(plan, model, groups, has_weights=True)
         engine = Engine(_Ranks(TrainedModel(lm, groups.sequence, groups.stage)), plan, groups)
         assert all(isinstance(param, OnDevice) for param in engine.lm.parameters())

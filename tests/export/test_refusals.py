@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ds_finetune.cli.main import main
-from tests.model.fp8_folder import V3, in_fp8, master, multiplied_out, publish, read_all
+from tests.model.fp8_folder import V3, dequantised, in_fp8, master, publish, read_all
 from tests.running import start
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -108,7 +108,7 @@ def test_a_damaged_base(
     damage: Callable[[Path], None], model: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Named by --base, for a model that lacks the prediction layer."""
-    plain = multiplied_out(read_all(model), torch.bfloat16)
+    plain = dequantised(read_all(model), torch.bfloat16)
     tuned = publish(
         tmp_path / "tuned", {key: tensor for key, tensor in plain.items() if "layers.2." not in key}, config=V3
     )

@@ -110,8 +110,8 @@ def _put_nan(tensors: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.fixture(scope="module")
-def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, VerificationResult]:
-    """The verdict on every folder below; plain transformers loads them all in two processes, since one cannot be
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, VerificationResult]:
+    """The result on every folder below; plain transformers loads them all in two processes, since one cannot be
     loaded.
     """
     root = tmp_path_factory.mktemp("verify")
@@ -141,17 +141,17 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, VerificationRe
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2", "qwen2", "llama", "bf16", "an odd width"])
-def test_a_right_folder_is_verified(judged: dict[str, VerificationResult], name: str) -> None:
-    verdict = judged[name]
-    assert verdict.is_verified, verdict
-    assert not (verdict.folder / UNVERIFIED).exists()
-    assert "each with the bytes that were written" in verdict.lines[0]
-    assert "without code of ours" in verdict.lines[-1]
-    is_odd = "with eager experts, since its grouped product refuses them (" in verdict.lines[-1]
+def test_a_right_folder_is_verified(results: dict[str, VerificationResult], name: str) -> None:
+    result = results[name]
+    assert result.is_verified, result
+    assert not (result.folder / UNVERIFIED).exists()
+    assert "each with the bytes that were written" in result.lines[0]
+    assert "without code of ours" in result.lines[-1]
+    is_odd = "with eager experts, since its grouped product refuses them (" in result.lines[-1]
     assert is_odd == (name == "an odd width")
     assert (
         "are BF16 and F32 in the base" if name in ("bf16", "an odd width") else "names, shapes and dtypes of all"
-    ) in " ".join(verdict.lines)
+    ) in " ".join(result.lines)
 
 
 @pytest.mark.parametrize(
@@ -166,11 +166,11 @@ def test_a_right_folder_is_verified(judged: dict[str, VerificationResult], name:
         ("NaN", "logits are not finite"),
     ],
 )
-def test_a_wrong_folder_is_found_and_marked(judged: dict[str, VerificationResult], name: str, text: str) -> None:
-    verdict = judged[name]
-    assert not verdict.is_verified
-    assert text in (verdict.folder / UNVERIFIED).read_text(), verdict
-    assert any("hold other bytes" in problem for problem in verdict.problems) == (name in ("a bit", "cut short"))
+def test_a_wrong_folder_is_found_and_marked(results: dict[str, VerificationResult], name: str, text: str) -> None:
+    result = results[name]
+    assert not result.is_verified
+    assert text in (result.folder / UNVERIFIED).read_text(), result
+    assert any("hold other bytes" in problem for problem in result.problems) == (name in ("a bit", "cut short"))
 
 
 NORM, FIRST, LAST = (
@@ -228,9 +228,9 @@ def test_each_difference_from_the_base_is_listed(tmp_path: Path) -> None:
         if tensors:
             save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
         replace(ExportRecord.read(whole), base=str(base)).write(outs[name])
-    for (name, (_, wanted)), verdict in zip(BASES.items(), verify_exports(list(outs.values())), strict=True):
-        assert verdict.is_verified, verdict
-        first, *said, _ = verdict.lines
+    for (name, (_, wanted)), result in zip(BASES.items(), verify_exports(list(outs.values())), strict=True):
+        assert result.is_verified, result
+        first, *said, _ = result.lines
         assert first == f"{count} tensors on the disk, each with the bytes that were written"
         assert said == [line.format(count=count, base=tmp_path / f"{name} base") for line in wanted]
 
@@ -287,8 +287,8 @@ def test_a_record_comes_back_as_it_was(tmp_path: Path) -> None:
 
 def test_a_folder_too_large_for_the_memory_is_left_and_says_so(tmp_path: Path) -> None:
     out = _exported("llama", tmp_path)
-    (verdict,) = verify_exports([out], available_bytes=1000)
-    assert not verdict.problems
+    (result,) = verify_exports([out], available_bytes=1000)
+    assert not result.problems
     assert "loading it takes" in (out / UNVERIFIED).read_text()
 
 

@@ -201,12 +201,12 @@ def test_experts_follow_the_data(family: str, tmp_path: Path) -> None:
 def test_half_precision_is_near(family: str, tmp_path: Path) -> None:
     """Every position of a dense model; with experts, all but those where a near tie of the router fell the other way."""
     model = fresh(family)
-    verdict = onnx_folder.export_onnx(
+    result = onnx_folder.export_onnx(
         saved(tmp_path / "hub", model), tmp_path / "out", dtype="fp16", with_cache=True
     ).comparison
-    assert verdict.largest > 1e-5
-    assert verdict.beyond <= (0 if family == "qwen2" else 3)
-    assert verdict.new_tokens_differing == 0
+    assert result.largest > 1e-5
+    assert result.beyond <= (0 if family == "qwen2" else 3)
+    assert result.new_tokens_differing == 0
     runtime = Runtime(tmp_path / "out")
     ids, mask = rows(0, 2, length=11)
     out = runtime(ids, mask, runtime.empty(2))
@@ -266,9 +266,9 @@ def test_one_wrong_expert_is_found(tmp_path: Path) -> None:
     with torch.no_grad():
         model.model.layers[2].mlp.experts.down_proj[6].mul_(1.01)
     assert compare(tmp_path / "out", make_reference(tmp_path / "hub")).failures == ()
-    verdict = compare(tmp_path / "out", make_reference(saved(tmp_path / "other", model)))
-    assert 0 < verdict.beyond < verdict.positions
-    assert f"{verdict.beyond} of {verdict.positions} positions" in verdict.failures[0]
+    result = compare(tmp_path / "out", make_reference(saved(tmp_path / "other", model)))
+    assert 0 < result.beyond < result.positions
+    assert f"{result.beyond} of {result.positions} positions" in result.failures[0]
 
 
 def test_a_mismatch_ends_with_one_and_is_marked(

@@ -1,5 +1,5 @@
 """Parts of the ONNX export on their own: experts under any routing, attention, rotary angles far out, and what a
-verdict allows.
+result allows.
 """
 
 from collections.abc import Callable
@@ -169,28 +169,30 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, onnx_comparis
     return folder / "out", onnx_comparison.make_reference(folder / "hub")
 
 
-def test_a_verdict_allows_ties_and_no_more(dense: tuple[Path, onnx_comparison.Reference]) -> None:
+def test_a_comparison_allows_ties_and_no_more(dense: tuple[Path, onnx_comparison.Reference]) -> None:
     folder, reference = dense
     assert onnx_comparison.compare(folder, reference).failures == ()
     tokens, sure = reference.tokens.copy(), np.full_like(reference.leads, 0.5)
     tokens[1, -1] = (tokens[1, -1] + 1) % 96
-    verdict = onnx_comparison.compare(folder, replace(reference, tokens=tokens, leads=sure))
-    assert verdict.failures == ("1 of 32 greedy tokens differ",)
+    result = onnx_comparison.compare(folder, replace(reference, tokens=tokens, leads=sure))
+    assert result.failures == ("1 of 32 greedy tokens differ",)
     tied = sure.copy()
     tied[1, -1] = 1e-5
     assert onnx_comparison.compare(folder, replace(reference, tokens=tokens, leads=tied)).failures == ()
 
 
 @pytest.mark.parametrize(("change", "beyond"), [(np.nan, 15), (1e-3, 1), (1e-6, 0)])
-def test_a_verdict_sees_one_position(dense: tuple[Path, onnx_comparison.Reference], change: float, beyond: int) -> None:
+def test_a_comparison_sees_one_position(
+    dense: tuple[Path, onnx_comparison.Reference], change: float, beyond: int
+) -> None:
     folder, reference = dense
     case = onnx_comparison.WHOLE[1]
     logits = reference.logits[case].copy()
     logits[1, -1, 7] += change * np.abs(logits).max()
-    verdict = onnx_comparison.compare(folder, replace(reference, logits={**reference.logits, case: logits}))
-    assert verdict.beyond == beyond
-    assert len(verdict.failures) == min(beyond, 1)
-    assert beyond == 0 or case.name in verdict.failures[0]
+    result = onnx_comparison.compare(folder, replace(reference, logits={**reference.logits, case: logits}))
+    assert result.beyond == beyond
+    assert len(result.failures) == min(beyond, 1)
+    assert beyond == 0 or case.name in result.failures[0]
 
 
 def test_padding_is_not_compared(dense: tuple[Path, onnx_comparison.Reference]) -> None:

@@ -1,4 +1,4 @@
-"""Started by the tests as `torchrun --nproc-per-node 2 worker.py OUT`: plain DeepSpeed trains a step and writes its own
+"""Started by the tests as `torchrun --nproc-per-node 2 deepspeed_worker.py OUT`: plain DeepSpeed trains a step and writes its own
 checkpoints.
 
 Each `OUT/CELL` holds the checkpoint, `config.json`, and `truth.pt`: the fp32 state dict DeepSpeed itself makes of it.
@@ -20,7 +20,7 @@ from ds_finetune.cli.main import exit_process
 from ds_finetune.engine.default_group import process_group
 from ds_finetune.engine.devices import choose_device
 from ds_finetune.world import World
-from tests.export.cells import CELLS, Cell, fresh, hf_config
+from tests.export.readers.cells import CELLS, Cell, fresh, hf_config
 
 
 def main() -> None:

@@ -31,10 +31,10 @@ from tests.model.fp8_folder import (
     V3,
     coded,
     decoded,
+    dequantised,
     in_fp8,
     is_published_in_fp8,
     master,
-    multiplied_out,
     publish,
     read_all,
     with_other_scales,
@@ -75,7 +75,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_out_of_fp8(dtype: str, base: Path, tmp_path: Path) -> None:
     exported = export(base, tmp_path / "out", dtype)
-    wanted = multiplied_out(read_all(base), DTYPES[dtype])
+    wanted = dequantised(read_all(base), DTYPES[dtype])
     assert_same(read_all(tmp_path / "out"), wanted)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "quantization_config" not in config
@@ -135,7 +135,7 @@ def test_back_without_the_base_where_scales_came_from_bf16(tmp_path: Path) -> No
 
 
 def test_blocks_that_changed_are_quantised_afresh_and_no_others(base: Path, tmp_path: Path) -> None:
-    tuned = multiplied_out(read_all(base), torch.bfloat16)
+    tuned = dequantised(read_all(base), torch.bfloat16)
     tuned[CHANGED][130, 150] += 1
     publish(tmp_path / "tuned", tuned, config=V3)
     exported = export(tmp_path / "tuned", tmp_path / "out", "fp8", base)
@@ -160,7 +160,7 @@ def test_a_dense_model_in_fp8_is_what_plain_loops_make_and_transformers_reads(tm
         assert torch.equal(found[key].view(wanted.dtype), wanted), key
     publish(
         tmp_path / "plain",
-        multiplied_out(found, torch.bfloat16),
+        dequantised(found, torch.bfloat16),
         config=json.loads((tmp_path / "base" / "config.json").read_text()),
     )
     ids = torch.arange(3, 20)[None]
@@ -225,7 +225,7 @@ def test_deepseek_in_fp8_is_read_by_plain_transformers(tmp_path: Path) -> None:
     }
     whole |= {"qk_rope_head_dim": 128, "qk_nope_head_dim": 32, "v_head_dim": 32}
     export(publish(tmp_path / "base", master(**whole), config=V3 | whole), tmp_path / "out", "fp8")
-    plain = multiplied_out(read_all(tmp_path / "out"), torch.bfloat16)
+    plain = dequantised(read_all(tmp_path / "out"), torch.bfloat16)
     publish(
         tmp_path / "plain",
         plain,
@@ -241,7 +241,7 @@ def test_deepseek_in_fp8_is_read_by_plain_transformers(tmp_path: Path) -> None:
 
 def test_what_only_the_base_has_is_carried_over_and_said(base: Path, tmp_path: Path) -> None:
     """As transformers saves it after training: without the prediction layer."""
-    plain = multiplied_out(read_all(base), torch.bfloat16)
+    plain = dequantised(read_all(base), torch.bfloat16)
     built = {key: tensor for key, tensor in plain.items() if "layers.2." not in key}
     tuned = publish(tmp_path / "tuned", built, config=V3)
     exported = export(tuned, tmp_path / "with", "bf16", base)
@@ -261,7 +261,7 @@ def _tuned(base: Path) -> dict[str, torch.Tensor]:
     layer.
     """
     plain = {
-        key: tensor for key, tensor in multiplied_out(read_all(base), torch.float32).items() if "layers.2." not in key
+        key: tensor for key, tensor in dequantised(read_all(base), torch.float32).items() if "layers.2." not in key
     }
     return plain | {original: plain[original] * 1.5 for original in COPIES.values()}
 
@@ -303,7 +303,7 @@ def test_a_live_export_writes_the_same_copies(dtype: torch.dtype, base: Path, tm
     live = ((name, torch.randn(shape).to(dtype)) for name, shape in spec.shapes.items())
     write_folder(live, specs, tmp_path / "out", parts, max_shard_bytes=10**5)
     found = read_all(tmp_path / "out")
-    assert found.keys() == multiplied_out(read_all(base), dtype).keys()
+    assert found.keys() == dequantised(read_all(base), dtype).keys()
     for copy, original in COPIES.items():
         assert found[copy].dtype == dtype
         assert torch.equal(found[copy], found[original]), copy
@@ -400,7 +400,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_from_fp8_carries_the_prediction_layer_to_its_export(run: Path) -> None:
     assert [record["step"] for record in metrics(run)] == [1, 2, 3]
-    assert_same(read_all(run / "run" / "export"), multiplied_out(read_all(run / "fp8"), torch.bfloat16))
+    assert_same(read_all(run / "run" / "export"), dequantised(read_all(run / "fp8"), torch.bfloat16))
     assert f"carried over from {run / 'fp8'}, since the model does not build them: " in (run / "said").read_text()
     config = json.loads((run / "run" / "export" / "config.json").read_text())
     assert config["num_nextn_predict_layers"] == 1
@@ -423,13 +423,13 @@ def test_a_checkpoint_export_with_carried_tensors_is_verified_also_where_the_bas
     out = tmp_path / "out"
     assert main(["export", str(run / "run"), str(out)]) == 0
     assert ExportRecord.read(out).step == 3
-    (verdict,) = verify_exports([out], base=tmp_path / "gone")
-    assert verdict.is_verified, verdict
-    assert "logits of 16 prompts deviate" in verdict.lines[-1]
+    (result,) = verify_exports([out], base=tmp_path / "gone")
+    assert result.is_verified, result
+    assert "logits of 16 prompts deviate" in result.lines[-1]
     key = "model.layers.2.enorm.weight"
     _flip(out, key)
-    (verdict,) = verify_exports([out])
-    assert verdict.problems == (f"1 tensors hold other bytes than were written: {key}",)
+    (result,) = verify_exports([out])
+    assert result.problems == (f"1 tensors hold other bytes than were written: {key}",)
 
 
 def test_an_export_in_fp8_is_verified_against_the_run(
@@ -464,7 +464,7 @@ def test_adapters_are_merged_into_an_fp8_base_and_the_rest_is_as_published(
 ) -> None:
     torch.manual_seed(7)
     name, other = "model.layers.1.self_attn.o_proj.weight", "model.layers.0.mlp.up_proj.weight"
-    plain, published = multiplied_out(read_all(base), torch.float32), read_all(base)
+    plain, published = dequantised(read_all(base), torch.float32), read_all(base)
     factors = {
         key: Factors(torch.randn(4, plain[key].shape[1]), torch.randn(plain[key].shape[0], 4), 0.5)
         for key in (name, other)
@@ -474,7 +474,7 @@ def test_adapters_are_merged_into_an_fp8_base_and_the_rest_is_as_published(
     write_adapter(factors, lora, tmp_path / "adapter", base=str(base), digest=digest, family=family_of("deepseek_v3"))
     exported = export(tmp_path / "adapter", tmp_path / "out", dtype)
     found = read_all(tmp_path / "out")
-    untouched = published if dtype == "fp8" else multiplied_out(published, torch.bfloat16)
+    untouched = published if dtype == "fp8" else dequantised(published, torch.bfloat16)
     changed = {key for weight in factors for key in (weight, weight + "_scale_inv")}
     assert_same(
         {key: t for key, t in found.items() if key not in changed},

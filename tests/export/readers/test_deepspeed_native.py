@@ -20,7 +20,7 @@ from ds_finetune.errors import ExportError
 from ds_finetune.export.readers.deepspeed_native import read_deepspeed_checkpoint
 from ds_finetune.families.table import family_of
 from ds_finetune.model.names import hub_pieces
-from tests.export.cells import CELLS, Cell, fresh
+from tests.export.readers.cells import CELLS, Cell, fresh
 from tests.running import start, torchrun
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -31,7 +31,7 @@ BY_NAME = {cell.name: cell for cell in CELLS}
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the checkpoint of each cell, all of one launch."""
     folder = tmp_path_factory.mktemp("native")
-    done = start(torchrun(str(Path(__file__).with_name("worker.py")), str(folder)))
+    done = start(torchrun(str(Path(__file__).with_name("deepspeed_worker.py")), str(folder)))
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
 

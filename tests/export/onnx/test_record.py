@@ -118,9 +118,9 @@ def test_a_changed_weight_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch
     onnx_record.OnnxRecord.of(folder, record.reference, {}).write(folder)
     place = _place_of(folder, name)
     _flip(folder / "model.onnx.data", place + 5)
-    verdict = onnx_record.verify_onnx_folder(folder)
+    result = onnx_record.verify_onnx_folder(folder)
     said = f"model.onnx.data holds other bytes than were written, within bytes {place:,} to {place + 4095:,}, in {name}"
-    assert verdict.problems == (said,)
+    assert result.problems == (said,)
 
 
 def _shorten(folder: Path) -> None:
