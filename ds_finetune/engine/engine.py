@@ -21,13 +21,13 @@ from ds_finetune.engine.pipeline_schedule import is_copy, run_by_turns
 from ds_finetune.engine.process_groups import Groups
 from ds_finetune.engine.state import EngineState, persistent_buffers
 from ds_finetune.errors import RunError
-from ds_finetune.model.four_bit import dtype_of, is_four_bit, multiplied_out, shape_of
+from ds_finetune.model.four_bit import dequantised, dtype_of, is_four_bit, shape_of
 from ds_finetune.model.lora import is_adapter
 from ds_finetune.model.loss import TokenLoss
-from ds_finetune.model.parallel.expert import ExpertGroup
-from ds_finetune.model.parallel.pipeline import StageGroup
-from ds_finetune.model.parallel.sharding import Cut
-from ds_finetune.model.parallel.tensor import TensorGroup
+from ds_finetune.model.parallel.expert import ExpertParallelGroup
+from ds_finetune.model.parallel.pipeline import PipelineGroup
+from ds_finetune.model.parallel.sharding import ModelShard
+from ds_finetune.model.parallel.tensor import TensorParallelGroup
 from ds_finetune.patches.deepspeed_engine import gradients_reduced_at_end
 from ds_finetune.plan.plan import Plan
 
@@ -82,7 +82,7 @@ class Engine:
         self.plan = plan
         self._groups = groups
         self._stage = groups.stage
-        self._cut = Cut.of(plan.mesh)
+        self._model_shard = ModelShard.of(plan.mesh)
         self._ds = wrapped
         self._device = torch.device(wrapped.device)
         self._probe = FiniteProbe(_named(wrapped.module))
@@ -194,7 +194,7 @@ class Engine:
             for name, spec in ((name, spec) for name, spec in specs.items() if is_wanted(name)):
                 dist.barrier()
                 with self._gathered(held.get(name)):
-                    whole = self.joined(name, multiplied_out(held[name])) if name in held else None
+                    whole = self.joined(name, dequantised(held[name])) if name in held else None
                     yield name, self._on_rank_zero(whole, spec, stage)
 
     def tensor_specs(self) -> dict[str, torch.Tensor]:
@@ -205,7 +205,7 @@ class Engine:
 
     def _forward(self, micro: MicroBatch) -> TokenLoss | torch.Tensor:
         """The loss, or hidden states from a stage before the last."""
-        sequence = self._ds.module.sequence
+        sequence = self._ds.module.sp_group
         rows = (micro.input_ids, micro.position_ids, micro.labels)
         parts = ((sequence.shard(part) if sequence else part).to(self._device, non_blocking=True) for part in rows)
         out: TokenLoss | torch.Tensor = self._ds(*parts, micro.documents)
@@ -225,7 +225,7 @@ class Engine:
                 self._ds.step()
         return sums
 
-    def _pipelined(self, batch: Batch, scale: float, stage: StageGroup) -> torch.Tensor:
+    def _pipelined(self, batch: Batch, scale: float, stage: PipelineGroup) -> torch.Tensor:
         """The same of a pipeline stage, whose sums are zeros before the last."""
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)
 
@@ -237,7 +237,7 @@ class Engine:
         with gradients_reduced_at_end(self._ds, zero_stage=self.plan.zero_stage):
             run_by_turns(stage, batch.micro, forward, lambda scalar: self._ds.backward(scalar, scale_wrt_gas=False))
             if self._is_tied:
-                stage.add_other_end(self._ds.module.lm.get_input_embeddings().weight.grad)
+                stage.all_reduce_embedding_grad(self._ds.module.lm.get_input_embeddings().weight.grad)
         return sums
 
     def _apply(self, has_bad_gradient: bool) -> tuple[float, bool]:
@@ -346,26 +346,28 @@ class Engine:
         for name, param in _named(self._ds.module):
             if not is_copy(param):
                 shape = shape_of(param) if is_four_bit(param) else local_shape(param)
-                found[name] = torch.empty(self._cut.window(name, shape).shape, dtype=dtype_of(param), device="meta")
+                found[name] = torch.empty(
+                    self._model_shard.tensor_shard(name, shape).whole_shape, dtype=dtype_of(param), device="meta"
+                )
         return found | {name: buffer.to("meta") for name, buffer in persistent_buffers(self._ds.module)}
 
     def joined(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """The whole of a tensor cut as parameter `name` is, on the stage's first rank; something else on other ranks,
         of which some take part.
         """
-        window = self._cut.window(name, tuple(part.shape))
-        box = part.reshape(window.local)
+        shard = self._model_shard.tensor_shard(name, tuple(part.shape))
+        box = part.reshape(shard.local_shape)
         mesh = self.plan.mesh
         if mesh.rank not in mesh.parts_of_leader():
             return box
         # NCCL takes what lies on the device alone; an offloaded optimizer's moments do not.
-        experts = self._groups.experts if window.is_shared_out and mesh.place("tp") == 0 else None
-        if self._groups.tensor is not None and window.dim is not None:
+        experts = self._groups.experts if shard.is_expert_parallel and mesh.place("tp") == 0 else None
+        if self._groups.tensor is not None and shard.dim is not None:
             end = torch.device("cpu") if experts is None else self._device
-            box = _side_by_side(box.to(self._device), self._groups.tensor, dim=window.dim, end=end)
+            box = _side_by_side(box.to(self._device), self._groups.tensor, dim=shard.dim, end=end)
         if experts is not None:
             box = _side_by_side(box.to(self._device), experts, dim=0, end=torch.device("cpu"))
-        return box.reshape(window.shape) if mesh.rank == mesh.leader else box
+        return box.reshape(shard.whole_shape) if mesh.rank == mesh.leader else box
 
     def _on_rank_zero(self, whole: torch.Tensor | None, spec: torch.Tensor, stage: int) -> torch.Tensor | None:
         """The whole tensor that stage number `stage` has, on rank zero's CPU; None elsewhere."""
@@ -400,10 +402,12 @@ def _counted(out: TokenLoss | torch.Tensor) -> torch.Tensor:
     return torch.stack([out.loss_sum.detach().double(), out.num_correct.double()])
 
 
-def _side_by_side(part: torch.Tensor, held: TensorGroup | ExpertGroup, *, dim: int, end: torch.device) -> torch.Tensor:
+def _side_by_side(
+    part: torch.Tensor, held: TensorParallelGroup | ExpertParallelGroup, *, dim: int, end: torch.device
+) -> torch.Tensor:
     """The parts of a group's ranks, joined on the device `end` of its first; the own part elsewhere."""
     part = part.contiguous()
-    parts = [torch.empty_like(part) for _ in range(held.size)] if held.place == 0 else None
+    parts = [torch.empty_like(part) for _ in range(held.size)] if held.rank == 0 else None
     dist.gather(part, parts, group=held.group, group_dst=0)
     return part if parts is None else torch.cat([each.to(end) for each in parts], dim=dim)
 

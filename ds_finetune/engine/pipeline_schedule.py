@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ds_finetune.data.batches import MicroBatch
-from ds_finetune.model.parallel.pipeline import StageGroup
+from ds_finetune.model.parallel.pipeline import PipelineGroup
 
 Forward = Callable[[MicroBatch], torch.Tensor]
 """From rows to hidden states [batch, tokens, width] for the next stage; on the last stage to the scaled loss (scalar).
@@ -30,7 +30,7 @@ class _GradientOf(torch.autograd.Function):
         return grad, None
 
 
-def run_by_turns(stage: StageGroup, micros: Sequence[MicroBatch], forward: Forward, backward: Backward) -> None:
+def run_by_turns(stage: PipelineGroup, micros: Sequence[MicroBatch], forward: Forward, backward: Backward) -> None:
     """Forward and backward of every micro-batch, in the order of DeepSpeed's schedule (0.19.8, pipe/schedule.py:189).
 
     Neighbours send and receive in the same order, so sends may wait for their receivers. A stage holds the
@@ -38,7 +38,7 @@ def run_by_turns(stage: StageGroup, micros: Sequence[MicroBatch], forward: Forwa
     """
     from deepspeed.runtime.pipe import schedule
 
-    turns = schedule.TrainSchedule(len(micros), stage.size, stage.place)
+    turns = schedule.TrainSchedule(len(micros), stage.size, stage.rank)
     waiting = iter(micros)
     arrived: dict[int, torch.Tensor | None] = {}
     done: dict[int, torch.Tensor] = {}
@@ -48,16 +48,16 @@ def run_by_turns(stage: StageGroup, micros: Sequence[MicroBatch], forward: Forwa
     actions: dict[type, Callable[[int], object]] = {
         schedule.ForwardPass: lambda slot: (
             done.update({slot: forward(next(waiting))}),
-            arrived.update({slot: stage.arrived}),
+            arrived.update({slot: stage.input_hidden_states}),
         ),
-        schedule.SendActivation: lambda slot: stage.send(done[slot], to=stage.place + 1),
+        schedule.SendActivation: lambda slot: stage.send(done[slot], to=stage.rank + 1),
         schedule.RecvGrad: lambda slot: grads.update(
-            {slot: stage.receive(torch.empty_like(done[slot]), source=stage.place + 1)}
+            {slot: stage.receive(torch.empty_like(done[slot]), source=stage.rank + 1)}
         ),
         schedule.BackwardPass: lambda slot: backward(
             done.pop(slot) if stage.is_last else _GradientOf.apply(done.pop(slot), grads.pop(slot))
         ),
-        schedule.SendGrad: lambda slot: stage.send(_grad_of(arrived.pop(slot)), to=stage.place - 1),
+        schedule.SendGrad: lambda slot: stage.send(_grad_of(arrived.pop(slot)), to=stage.rank - 1),
     }
     for commands in turns.steps():
         for command in commands:

@@ -8,10 +8,10 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ds_finetune.engine.default_group import COLLECTIVE_TIMEOUT
-from ds_finetune.model.parallel.expert import ExpertGroup
-from ds_finetune.model.parallel.pipeline import StageGroup
-from ds_finetune.model.parallel.sequence import SequenceGroup
-from ds_finetune.model.parallel.tensor import TensorGroup
+from ds_finetune.model.parallel.expert import ExpertParallelGroup
+from ds_finetune.model.parallel.pipeline import PipelineGroup
+from ds_finetune.model.parallel.sequence import SequenceParallelGroup
+from ds_finetune.model.parallel.tensor import TensorParallelGroup
 from ds_finetune.patches.deepspeed_groups import (
     forget_model_parallel_unit,
     register_expert_groups,
@@ -64,10 +64,10 @@ class Groups:
     `expert_name`.
     """
 
-    stage: StageGroup | None
-    sequence: SequenceGroup | None
-    tensor: TensorGroup | None
-    experts: ExpertGroup | None
+    stage: PipelineGroup | None
+    sequence: SequenceParallelGroup | None
+    tensor: TensorParallelGroup | None
+    experts: ExpertParallelGroup | None
     mpu: ModelParallel | None
     same_experts: dist.ProcessGroup | None = None
 
@@ -114,9 +114,9 @@ def open_groups(mesh: Mesh, *, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Itera
     made = _Made(mesh, timeout)
     groups = Groups(
         stage=_stage(made) if mesh.pp > 1 else None,
-        sequence=SequenceGroup(made.line("sp"), mesh.sp, mesh.place("sp")) if mesh.sp > 1 else None,
-        tensor=TensorGroup(made.line("tp"), mesh.tp, mesh.place("tp")) if mesh.tp > 1 else None,
-        experts=ExpertGroup(made.own(mesh.expert_lines()), mesh.ep, mesh.expert_place) if mesh.ep > 1 else None,
+        sequence=SequenceParallelGroup(made.line("sp"), mesh.sp, mesh.place("sp")) if mesh.sp > 1 else None,
+        tensor=TensorParallelGroup(made.line("tp"), mesh.tp, mesh.place("tp")) if mesh.tp > 1 else None,
+        experts=ExpertParallelGroup(made.own(mesh.expert_lines()), mesh.ep, mesh.expert_place) if mesh.ep > 1 else None,
         mpu=ModelParallel(made) if mesh.tp * mesh.pp > 1 else None,
         same_experts=made.own(mesh.same_expert_lines()) if mesh.ep > 1 else None,
     )
@@ -131,13 +131,13 @@ def open_groups(mesh: Mesh, *, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Itera
     made.destroy()
 
 
-def _stage(made: _Made) -> StageGroup:
+def _stage(made: _Made) -> PipelineGroup:
     mesh = made.mesh
-    stage = StageGroup(made.line("pp"), mesh.pp, mesh.place("pp"))
+    stage = PipelineGroup(made.line("pp"), mesh.pp, mesh.place("pp"))
     ends = made.own(
         [[rank for rank in line if mesh.place("pp", rank) in (0, mesh.pp - 1)] for line in mesh.lines("pp", "dp", "sp")]
     )
-    stage.ends = ends if stage.is_first or stage.is_last else None
+    stage.embedding_group = ends if stage.is_first or stage.is_last else None
     return stage
 
 

@@ -1,6 +1,5 @@
 """From a plan to a running engine: skeleton, weights where they live, optimizer, DeepSpeed."""
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -25,9 +24,14 @@ from ds_finetune.model.four_bit import four_bit_or_whole, install_four_bit
 from ds_finetune.model.lora import install_lora
 from ds_finetune.model.loss import TrainedModel, install_loss_head
 from ds_finetune.model.model_plan import ModelPlan
-from ds_finetune.model.parallel.expert import fewer_experts, install_expert_parallel
-from ds_finetune.model.parallel.pipeline import install_stage, is_copy_of_tied, only_layers, without_memory
-from ds_finetune.model.parallel.sharding import Cut
+from ds_finetune.model.parallel.expert import build_local_experts, install_expert_parallel
+from ds_finetune.model.parallel.pipeline import (
+    build_meta_model,
+    build_only_layers,
+    install_pipeline_stage,
+    is_tied_copy,
+)
+from ds_finetune.model.parallel.sharding import ModelShard
 from ds_finetune.model.parallel.tensor import install_tensor_parallel, local_config
 from ds_finetune.model.vocabulary import Growth
 from ds_finetune.model.weights import clear_weights, initialise_weights, load_weights, seed_of
@@ -35,6 +39,7 @@ from ds_finetune.patches.deepspeed_engine import undo_constructor_step
 from ds_finetune.patches.deepspeed_init import zero_init
 from ds_finetune.patches.torch_nn import linears_without_memory
 from ds_finetune.plan.plan import Plan
+from ds_finetune.quiet import deepspeed_level
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -47,9 +52,10 @@ def start_engine(plan: Plan, model: ModelPlan, *, has_weights: bool = True) -> I
     and so in no checkpoint, weights are loaded all the same.
     """
     import deepspeed
-    from deepspeed.utils import logger
+    from deepspeed.utils import set_log_level_from_string
 
-    logger.setLevel(logging.WARNING)
+    level = deepspeed_level()
+    set_log_level_from_string("warning" if level == "quiet" else level)
     check_nvme(plan)
     check_buffers(plan, model)
     with open_groups(plan.mesh, timeout=timedelta(seconds=plan.collective_seconds)) as groups:
@@ -86,10 +92,10 @@ def _build(plan: Plan, model: ModelPlan, groups: Groups, *, has_weights: bool) -
         install_lora(lm, lora.targets, lora.section, seed=plan.seed, where=where, share=share)
     for name in plan.frozen:
         lm.get_parameter(name).requires_grad_(False)
-    if groups.stage is not None and is_copy_of_tied(lm, groups.stage):
+    if groups.stage is not None and is_tied_copy(lm, groups.stage):
         mark_copy(lm.get_input_embeddings().weight)
     if groups.stage is None or groups.stage.is_last:
-        install_loss_head(lm, kernel=kernel, tensor=groups.tensor, stage=groups.stage)
+        install_loss_head(lm, kernel=kernel, tp_group=groups.tensor, pp_group=groups.stage)
     if plan.activation_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     return lm
@@ -99,12 +105,12 @@ def _skeleton(plan: Plan, model: ModelPlan, groups: Groups) -> PreTrainedModel:
     """The modules of this rank's layers and experts, without weights, partitioned already under ZeRO-3."""
     hf_config, kind = model.hf_config, model_class(model.hf_config)
     device = "cpu" if plan.device == "cpu" else f"cuda:{visible_device(plan.world.local_rank)}"
-    few = fewer_experts(
-        kind, family_of(hf_config.model_type), parts=plan.mesh.ep, tag=partial(tag_expert, groups=groups)
+    few = build_local_experts(
+        kind, family_of(hf_config.model_type), ep_size=plan.mesh.ep, mark=partial(tag_expert, groups=groups)
     )
     partitioned = zero_init(plan.deepspeed, data_parallel_group=groups.same_part, mpu=groups.mpu)
     without_linears = linears_without_memory() if model.quantised else nullcontext()
-    with few, only_layers(kind, model.stages[plan.mesh.place("pp")]):
+    with few, build_only_layers(kind, model.stages[plan.mesh.place("pp")]):
         lm = build_skeleton(
             local_config(hf_config, plan.mesh.tp),
             attention=model.attention,
@@ -121,32 +127,32 @@ def _install_groups(lm: PreTrainedModel, plan: Plan, hf_config: PretrainedConfig
     """Make `lm` communicate in its stage, tensor and expert parallel groups; returns the loss kernel that fits."""
     kernel = KERNELS[plan.loss_kernel]
     if groups.stage is not None:
-        install_stage(lm, groups.stage, vocabulary=hf_config.vocab_size)
+        install_pipeline_stage(lm, groups.stage, vocabulary=hf_config.vocab_size)
     if groups.tensor is not None:
         pad = hf_config.pad_token_id
         # As nn.Embedding takes a negative one.
         padding_idx = pad + hf_config.vocab_size if pad is not None and pad < 0 else pad
         install_tensor_parallel(lm, groups.tensor, padding_idx=padding_idx)
-        kernel = partial(chunked_cross_entropy, tensor=groups.tensor)
+        kernel = partial(chunked_cross_entropy, tp_group=groups.tensor)
     if groups.experts is not None:
         install_expert_parallel(lm, groups.experts)
     return kernel
 
 
 def _fill(lm: PreTrainedModel, plan: Plan, model: ModelPlan, *, where: Where, has_weights: bool) -> None:
-    cut = Cut.of(plan.mesh)
+    model_shard = ModelShard.of(plan.mesh)
     for name, param in lm.named_parameters():
         # DeepSpeed 0.19.8 counts other parameters once in norms (runtime/utils.py:134).
-        param.model_parallel = cut.window(name, tuple(local_shape(param))).dim is not None  # type: ignore[attr-defined]
+        param.model_parallel = model_shard.tensor_shard(name, tuple(local_shape(param))).dim is not None  # type: ignore[attr-defined]
     if not has_weights and all(param.requires_grad for param in lm.parameters()):
         clear_weights(lm, where=where)
     elif model.has_random_weights:
-        initialise_weights(lm, seed=plan.seed, where=where, cut=cut)
+        initialise_weights(lm, seed=plan.seed, where=where, model_shard=model_shard)
     else:
-        skeleton = without_memory(model.hf_config) if plan.mesh.pp > 1 else None
+        skeleton = build_meta_model(model.hf_config) if plan.mesh.pp > 1 else None
         folder, family = resolve_folder(model.path), family_of(lm.config.model_type)
         growth = _growth(model, plan.seed)
-        load_weights(lm, folder, family=family, where=where, cut=cut, skeleton=skeleton, growth=growth)
+        load_weights(lm, folder, family=family, where=where, model_shard=model_shard, skeleton=skeleton, growth=growth)
 
 
 def _growth(model: ModelPlan, seed: int) -> Growth | None:

@@ -14,7 +14,7 @@ from ds_finetune.engine.master_weights import Master, Part, masters_of
 from ds_finetune.engine.pipeline_schedule import is_copy
 from ds_finetune.engine.zero3_partition import partition
 from ds_finetune.model.build import Fragment
-from ds_finetune.model.parallel.sharding import Cut, model_shape
+from ds_finetune.model.parallel.sharding import ModelShard, shape_in_model
 from ds_finetune.patches.deepspeed_engine import link_optimizer_states
 from ds_finetune.plan.plan import Plan
 
@@ -63,7 +63,7 @@ class EngineState:
 
     def __init__(self, wrapped: Any, plan: Plan) -> None:  # noqa: ANN401 - a DeepSpeedEngine
         self._ds, self._plan = wrapped, plan
-        self._cut = Cut.of(plan.mesh)
+        self._model_shard = ModelShard.of(plan.mesh)
         self._masters = masters_of(wrapped, plan)
         self._copies = {name.removeprefix("lm.") for name, param in wrapped.module.named_parameters() if is_copy(param)}
         self._is_plain = plan.is_engine_clipping
@@ -201,9 +201,11 @@ class EngineState:
         return StateGroup(tuple(slices), lambda write: self._opened(masters, read, write))
 
     def _slice(self, key: str, part: Part, dtype: torch.dtype) -> Slice:
-        window = self._cut.window(part.name, part.shape)
-        is_replicated = self._plan.zero_stage == 0 and window.local == window.whole and self._plan.mesh.pp == 1
-        return Slice(key, window.whole, part.start, part.numel, dtype, is_replicated, window.origin, window.local)
+        shard = self._model_shard.tensor_shard(part.name, part.shape)
+        is_replicated = self._plan.zero_stage == 0 and shard.is_whole and self._plan.mesh.pp == 1
+        return Slice(
+            key, shard.global_shape, part.start, part.numel, dtype, is_replicated, shard.offsets, shard.local_shape
+        )
 
     def _is_saved_here(self, part: Slice) -> bool:
         """Whether this rank is the one that saves what others hold too: whole tensors of tensor parallel ranks, cut
@@ -214,11 +216,13 @@ class EngineState:
             return True
         if part.key.partition("/")[2] in self._copies:
             return False
-        window = self._cut.window(part.key.partition("/")[2], model_shape(part.local_shape or part.shape))
-        if mesh.place("tp") and window.dim is None:
+        shard = self._model_shard.tensor_shard(
+            part.key.partition("/")[2], shape_in_model(part.local_shape or part.shape)
+        )
+        if mesh.place("tp") and shard.dim is None:
             return False
         holder = mesh.place("dp") * mesh.sp + mesh.place("sp")
-        return self._plan.zero_stage > 0 or holder < (mesh.ep if window.is_shared_out else 1)
+        return self._plan.zero_stage > 0 or holder < (mesh.ep if shard.is_expert_parallel else 1)
 
     def _buffers(self, restoring: bool) -> StateGroup:
         mesh, found = self._plan.mesh, dict(persistent_buffers(self._ds.module))

@@ -11,7 +11,7 @@ from torch.nn import functional
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from ds_finetune.errors import ModelError
-from ds_finetune.model.parallel.sequence import SequenceGroup
+from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 from ds_finetune.patches.transformers_attention import register_attention
 
 BY_DOCUMENT = "ds_finetune_by_document"
@@ -73,7 +73,7 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
     *,
     scaling: float,
     documents: tuple[Documents, ...] | None = None,
-    sequence: SequenceGroup | None = None,
+    sp_group: SequenceParallelGroup | None = None,
     sliding_window: int | None = None,
     dropout: float = 0.0,
     **others: Any,  # noqa: ANN401 - what other implementations take
@@ -83,7 +83,7 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
 
     Returns [rows, tokens, heads, value width]. `documents` has one entry a row; None takes each row as one
     document, or, with fewer queries than keys, the queries as its last tokens (decoding with a cache). Given a
-    `sequence` group, the tokens are this rank's of rows that its ranks share, and `documents` are of the whole
+    `sp_group`, the tokens are this rank's of rows that its ranks share, and `documents` are of the whole
     rows. A window that is not given is that of the module. ModelError where an argument would change the result
     that is not known here.
     """
@@ -93,8 +93,8 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
             hint="set model.attention: eager",
         )
     assert attention_mask is None, "rows with masked tokens inside are not attended to by document"
-    if sequence is not None:
-        query, key, value = sequence.whole_rows(query, key, value)
+    if sp_group is not None:
+        query, key, value = sp_group.gather_tokens_scatter_heads(query, key, value)
     groups = query.shape[1] // key.shape[1]
     parts = (query, repeat_kv(key, groups), repeat_kv(value, groups))
     # transformers 5.23, qwen2_moe/modeling_qwen2_moe.py:226,254: the window of the module goes into the mask alone.
@@ -105,7 +105,7 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
         rows = zip(*(tensor.split(1) for tensor in parts), documents, strict=True)
         out = torch.cat([_row(causal, row, lengths) for *row, lengths in rows])
     out = out.transpose(1, 2).contiguous()
-    return out if sequence is None else sequence.own_tokens(out), None
+    return out if sp_group is None else sp_group.gather_heads_scatter_tokens(out), None
 
 
 def _unknown(others: Mapping[str, Any]) -> list[str]:

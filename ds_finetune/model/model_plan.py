@@ -7,7 +7,7 @@ from transformers import PretrainedConfig
 from ds_finetune.config.schema import LoraConfig, ModelConfig, ParallelConfig
 from ds_finetune.model.build import read_hf_config
 from ds_finetune.model.lora_plan import LoraPlan, plan_lora
-from ds_finetune.model.parallel.pipeline import stages_of
+from ds_finetune.model.parallel.pipeline import layers_of_stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,6 @@ def plan_model(
         has_random_weights=model.weights == "random",
         resizes_vocabulary=resized,
         published_vocab_size=int((read_hf_config(model.path, files=("*.json",)) if resized else hf_config).vocab_size),
-        stages=tuple(stages_of(hf_config, parallel)),
+        stages=tuple(layers_of_stages(hf_config, parallel)),
         lora=plan_lora(hf_config, lora) if lora is not None else None,
     )

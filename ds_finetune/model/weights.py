@@ -19,8 +19,9 @@ from ds_finetune.families.table import FAMILIES
 from ds_finetune.model.build import Fragment, Where, whole
 from ds_finetune.model.hub_folder import HubFolder
 from ds_finetune.model.names import Piece, hub_pieces
-from ds_finetune.model.parallel.sharding import WHOLE, Cut, Window, cut_dim
+from ds_finetune.model.parallel.sharding import UNSHARDED, ModelShard, TensorShard, shard_dim
 from ds_finetune.model.vocabulary import GrownFolder, Growth
+from ds_finetune.phase_line import count_parts
 
 _STRIP_NUMEL = 2**20
 """Elements of a checkpoint tensor that are held at a time, whole rows."""
@@ -39,7 +40,7 @@ class LoadReport:
 
 
 @dataclass(frozen=True)
-class _Target:
+class _ModelTensor:
     """A tensor of the model: its name, its fragment, and the checkpoint tensors it is made of."""
 
     name: str
@@ -53,26 +54,30 @@ def load_weights(  # noqa: PLR0913
     *,
     family: Family,
     where: Where = whole,
-    cut: Cut = WHOLE,
+    model_shard: ModelShard = UNSHARDED,
     skeleton: PreTrainedModel | None = None,
     growth: Growth | None = None,
 ) -> LoadReport:
     """Copy the safetensors of `folder` into the fragments of `model` that `where` names, a bounded piece at a time.
 
-    A model cut over tensor parallel ranks takes its part `cut` of each tensor, of which nothing else is read; for a
-    pipeline stage `skeleton` is the whole model, without memory, that the checkpoint has to fit. With `growth` the
-    model has more tokens than the folder: rows that are not there are drawn.
+    Only the `model_shard` of each tensor is read. For a pipeline stage, `skeleton` is the whole model without memory,
+    which the checkpoint has to match. With `growth` the model has more tokens than the folder, and the missing rows are
+    initialised.
 
-    Keys and shapes are compared from the headers alone before anything is written; ModelError lists what is missing,
-    unexpected or of another shape. Weights in FP8 blocks are multiplied out in fp32, the needed rows and columns alone.
+    Keys and shapes are compared from the headers before anything is written; ModelError lists what is missing,
+    unexpected or of another shape. Weights in FP8 blocks are dequantised in fp32, only the needed rows and columns.
     Values are cast to the dtype of their target; a NaN or infinity is a ModelError.
     """
-    targets = list(_targets(model, family, where, cut))
-    wanted = _wanted(model, family, where, cut) if skeleton is None else _wanted(skeleton, family, whole, WHOLE)
+    targets = list(_model_tensors(model, family, where, model_shard))
+    wanted = (
+        _expected_tensors(model, family, where, model_shard)
+        if skeleton is None
+        else _expected_tensors(skeleton, family, whole, UNSHARDED)
+    )
     hub = HubFolder(folder) if growth is None else GrownFolder(folder, growth, wanted)
-    skipped = _account(hub, wanted, model, family)
-    for target in targets:
-        _fill(hub, target, cut)
+    skipped = _check_tensors(hub, wanted, model, family)
+    for target in count_parts("loading weights", targets, len(targets)):
+        _load_tensor(hub, target, model_shard)
     return LoadReport(num_tensors=sum(len(t.pieces) for t in targets), skipped=tuple(skipped))
 
 
@@ -81,7 +86,7 @@ def open_weights(model: PreTrainedModel, folder: Path, *, family: Family) -> Hub
     be without memory.
     """
     hub = HubFolder(folder)
-    _account(hub, _wanted(model, family, whole, WHOLE), model, family)
+    _check_tensors(hub, _expected_tensors(model, family, whole, UNSHARDED), model, family)
     return hub
 
 
@@ -99,10 +104,12 @@ def weights_digest(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def initialise_weights(model: PreTrainedModel, *, seed: int, where: Where = whole, cut: Cut = WHOLE) -> None:
-    """Draw fresh weights by the model's own rule (`_init_weights`), the same for any world size, ZeRO stage and cut.
+def initialise_weights(
+    model: PreTrainedModel, *, seed: int, where: Where = whole, model_shard: ModelShard = UNSHARDED
+) -> None:
+    """Initialise weights by the model's own rule (`_init_weights`), the same for any world size, ZeRO stage and shard.
 
-    One module at a time is materialised in fp32 on the CPU, seeded from (seed, module name), and its fragment kept.
+    One module at a time is initialised in fp32 on the CPU, with a seed of (seed, module name), and its fragment kept.
     """
     tied = {name for name in (model.all_tied_weights_keys or {}) if model.config.tie_word_embeddings}
     for name, module in model.named_modules():
@@ -110,8 +117,8 @@ def initialise_weights(model: PreTrainedModel, *, seed: int, where: Where = whol
             (leaf, p) for leaf, p in module.named_parameters(recurse=False) if f"{name}.{leaf}".lstrip(".") not in tied
         ]
         if own:
-            windows = {leaf: cut.window(f"{name}.{leaf}", where(param).shape) for leaf, param in own}
-            _initialise_module(model, module, own, seed_of(seed, name), where, windows)
+            shards = {leaf: model_shard.tensor_shard(f"{name}.{leaf}", where(param).shape) for leaf, param in own}
+            _initialise_module(model, module, own, seed_of(seed, name), where, shards)
 
 
 def clear_weights(model: PreTrainedModel, *, where: Where = whole) -> None:
@@ -132,9 +139,9 @@ def _initialise_module(  # noqa: PLR0913
     own: list[tuple[str, nn.Parameter]],
     seed: int,
     where: Where,
-    windows: Mapping[str, Window],
+    shards: Mapping[str, TensorShard],
 ) -> None:
-    drawn = {leaf: torch.zeros(windows[leaf].shape, dtype=torch.float32) for leaf, _ in own}
+    drawn = {leaf: torch.zeros(shards[leaf].whole_shape, dtype=torch.float32) for leaf, _ in own}
     kept = dict(module._parameters)
     buffers = dict(module._buffers)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -151,34 +158,41 @@ def _initialise_module(  # noqa: PLR0913
         if fragment.end > fragment.start:
             with fragment.opened() as flat:
                 flat[: fragment.end - fragment.start].copy_(
-                    windows[leaf].of(values[leaf])[fragment.start : fragment.end]
+                    shards[leaf].slice(values[leaf])[fragment.start : fragment.end]
                 )
 
 
-def _wanted(model: PreTrainedModel, family: Family, where: Where, cut: Cut) -> dict[str, tuple[int, ...]]:
+def _expected_tensors(
+    model: PreTrainedModel, family: Family, where: Where, model_shard: ModelShard
+) -> dict[str, tuple[int, ...]]:
     """Key and shape of every checkpoint tensor that the whole model is made of."""
-    windows = {
-        target.name: cut.window(target.name, target.fragment.shape) for target in _targets(model, family, where, cut)
+    shards = {
+        target.name: model_shard.tensor_shard(target.name, target.fragment.shape)
+        for target in _model_tensors(model, family, where, model_shard)
     }
     return {
-        piece.key: piece.shape for name, window in windows.items() for piece in hub_pieces(name, window.shape, family)
+        piece.key: piece.shape
+        for name, shard in shards.items()
+        for piece in hub_pieces(name, shard.whole_shape, family)
     }
 
 
-def _targets(model: PreTrainedModel, family: Family, where: Where, cut: Cut) -> Iterator[_Target]:
+def _model_tensors(
+    model: PreTrainedModel, family: Family, where: Where, model_shard: ModelShard
+) -> Iterator[_ModelTensor]:
     for name, param in model.named_parameters():
         fragment = where(param)
-        window = cut.window(name, fragment.shape)
-        first = window.origin[0] if window.is_shared_out else 0
-        yield _Target(name, fragment, hub_pieces(name, fragment.shape, family, first_expert=first))
+        shard = model_shard.tensor_shard(name, fragment.shape)
+        first = shard.offsets[0] if shard.is_expert_parallel else 0
+        yield _ModelTensor(name, fragment, hub_pieces(name, fragment.shape, family, first_expert=first))
     for module_name, module in model.named_modules():
         for leaf, buffer in module.named_buffers(recurse=False):
             if leaf not in module._non_persistent_buffers_set:
                 name = f"{module_name}.{leaf}".lstrip(".")
-                yield _Target(name, whole(buffer), hub_pieces(name, tuple(buffer.shape), family))
+                yield _ModelTensor(name, whole(buffer), hub_pieces(name, tuple(buffer.shape), family))
 
 
-def _account(
+def _check_tensors(
     hub: HubFolder, wanted: Mapping[str, tuple[int, ...]], model: PreTrainedModel, family: Family
 ) -> list[str]:
     """Names of checkpoint tensors that are not loaded: declared by the family, a tied head, or of a layer past the last
@@ -218,13 +232,13 @@ def _check_layout_of_experts(
         )
 
 
-def _fill(hub: HubFolder, target: _Target, cut: Cut) -> None:
+def _load_tensor(hub: HubFolder, target: _ModelTensor, model_shard: ModelShard) -> None:
     with target.fragment.opened() as flat:
         for piece in target.pieces:
-            _copy_piece(hub, target.fragment, flat, piece, cut)
+            _copy_piece(hub, target.fragment, flat, piece, model_shard)
 
 
-def _copy_piece(hub: HubFolder, fragment: Fragment, flat: torch.Tensor, piece: Piece, cut: Cut) -> None:
+def _copy_piece(hub: HubFolder, fragment: Fragment, flat: torch.Tensor, piece: Piece, model_shard: ModelShard) -> None:
     """Copy the part of `piece` that lies in `fragment` into its elements `flat`, reading only the rows it needs, some
     at a time.
     """
@@ -233,7 +247,7 @@ def _copy_piece(hub: HubFolder, fragment: Fragment, flat: torch.Tensor, piece: P
     last = min(piece.shape[0] if piece.shape else 1, -(-(fragment.start + fragment.numel - begin) // width))
     step = max(1, _STRIP_NUMEL // width)
     for low in range(first, last, step):
-        values = _read(hub, piece, low, min(low + step, last), cut)
+        values = _read_rows(hub, piece, low, min(low + step, last), model_shard)
         # Several times faster than isfinite over all; NaN is the least and the greatest where there is one.
         if not all(map(math.isfinite, map(float, torch.aminmax(values)))):
             raise ModelError(
@@ -247,11 +261,13 @@ def _copy_piece(hub: HubFolder, fragment: Fragment, flat: torch.Tensor, piece: P
         flat[target_from : target_from + count].copy_(flat_values[source_from : source_from + count])
 
 
-def _read(hub: HubFolder, piece: Piece, first: int, last: int, cut: Cut) -> torch.Tensor:
+def _read_rows(hub: HubFolder, piece: Piece, first: int, last: int, model_shard: ModelShard) -> torch.Tensor:
     """Rows `first` to `last` of a piece, which is the part of this rank of the whole tensor in `hub`."""
     if not piece.shape:
         return hub.read(piece.key, 0, 1)
-    dim = cut_dim(piece.key) if cut.parts > 1 else None
-    row = cut.place * piece.shape[0] if dim == 0 else 0
-    columns = slice(cut.place * piece.shape[1], (cut.place + 1) * piece.shape[1]) if dim == 1 else None
+    dim = shard_dim(piece.key) if model_shard.tp_size > 1 else None
+    row = model_shard.tp_rank * piece.shape[0] if dim == 0 else 0
+    columns = (
+        slice(model_shard.tp_rank * piece.shape[1], (model_shard.tp_rank + 1) * piece.shape[1]) if dim == 1 else None
+    )
     return hub.rows(piece.key, row + first, row + last, columns)

@@ -72,7 +72,7 @@ def hf_config(family: str) -> PretrainedConfig:
     return AutoConfig.for_model(**TINY_MODELS[family])
 
 
-def grown(config: PretrainedConfig, parallel: ParallelConfig) -> PretrainedConfig:
+def enlarged_config(config: PretrainedConfig, parallel: ParallelConfig) -> PretrainedConfig:
     """A tiny model with enough heads, experts, columns and layers for the sizes of `parallel` to share out."""
     tree = config.to_dict()
     keys = math.lcm(tree["num_key_value_heads"], parallel.tp)

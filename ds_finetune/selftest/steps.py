@@ -11,7 +11,7 @@ from ds_finetune.engine.collectives import all_gather_object
 from ds_finetune.engine.engine import Engine
 from ds_finetune.plan.plan import Plan
 from ds_finetune.selftest.cells import rows
-from ds_finetune.selftest.plain import BETAS, LIMITS, LR, PROMPTS, Steps
+from ds_finetune.selftest.reference_loop import BETAS, LIMITS, LR, PROMPTS, Steps
 
 
 def batch_plan(plan: Plan) -> BatchPlan:
@@ -47,7 +47,7 @@ def take_steps(engine: Engine, steps: int) -> Iterator[Steps]:
         yield found
 
 
-def evaluated(engine: Engine) -> float:
+def eval_loss(engine: Engine) -> float:
     """Mean loss over the samples."""
     found = engine.evaluate(eval_batches(rows(engine.plan.batch.is_packed), batch_plan(engine.plan)))
     assert found is not None

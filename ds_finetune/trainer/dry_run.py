@@ -20,9 +20,9 @@ from ds_finetune.model.build import build_skeleton, model_class
 from ds_finetune.model.four_bit import nf4_bytes
 from ds_finetune.model.lora_plan import LoraPlan
 from ds_finetune.model.model_plan import ModelPlan
-from ds_finetune.model.parallel.expert import fewer_experts
-from ds_finetune.model.parallel.pipeline import StageGroup, install_stage, only_layers
-from ds_finetune.model.parallel.sharding import Cut
+from ds_finetune.model.parallel.expert import build_local_experts
+from ds_finetune.model.parallel.pipeline import PipelineGroup, build_only_layers, install_pipeline_stage
+from ds_finetune.model.parallel.sharding import ModelShard
 from ds_finetune.model.parallel.tensor import local_config
 from ds_finetune.plan.deepspeed_config import MOMENTS
 from ds_finetune.plan.mesh import AXES, Mesh
@@ -110,18 +110,21 @@ def held_tensors(plan: Plan, model: ModelPlan, place: int = 0) -> list[Held]:
     """
     hf_config, mesh = model.hf_config, plan.mesh
     family, kind = family_of(hf_config.model_type), model_class(hf_config)
-    with fewer_experts(kind, family, parts=mesh.ep, tag=lambda _: None), only_layers(kind, model.stages[place]):
+    with (
+        build_local_experts(kind, family, ep_size=mesh.ep, mark=lambda _: None),
+        build_only_layers(kind, model.stages[place]),
+    ):
         lm = build_skeleton(
             local_config(hf_config, mesh.tp), attention=model.attention, dtype=torch.bfloat16, device="meta"
         )
     if mesh.pp > 1:
-        install_stage(lm, StageGroup(None, mesh.pp, place), vocabulary=hf_config.vocab_size)
-    cut = Cut.of(mesh)
+        install_pipeline_stage(lm, PipelineGroup(None, mesh.pp, place), vocabulary=hf_config.vocab_size)
+    model_shard = ModelShard.of(mesh)
     kinds: Counter[tuple[str, tuple[int, ...], tuple[int, ...], int]] = Counter()
     for name, param in lm.named_parameters():
-        window = cut.window(name, tuple(param.shape))
-        sharers = plan.zero_ranks // (mesh.ep if window.is_shared_out else 1)
-        kinds[_LAYER.sub("N", name), window.shape, tuple(param.shape), sharers] += 1
+        shard = model_shard.tensor_shard(name, tuple(param.shape))
+        sharers = plan.zero_ranks // (mesh.ep if shard.is_expert_parallel else 1)
+        kinds[_LAYER.sub("N", name), shard.whole_shape, tuple(param.shape), sharers] += 1
     return [Held(name, count, whole, local, sharers) for (name, whole, local, sharers), count in kinds.items()]
 
 

@@ -26,7 +26,7 @@ from ds_finetune.export.verify.record import RECORD, UNVERIFIED, ExportRecord, f
 from ds_finetune.export.verify.verify import VerificationResult, mark_folder, verify_exports
 from ds_finetune.families.table import family_of
 from ds_finetune.model.hub_folder import has_weights
-from ds_finetune.model.lora import Factors, factors_of, merged
+from ds_finetune.model.lora import Factors, factors_of, merge_adapters
 from ds_finetune.trainer.inputs import RunInputs
 from ds_finetune.trainer.prepare import PreparedRun
 from ds_finetune.trainer.run_dir import available_bytes
@@ -60,14 +60,14 @@ def verify_run_exports(
     interruption.check(folders)
     torch.cuda.empty_cache()
     twins = [folder for folder in exports if has_same_weights(folder, best)]
-    verdicts = verify_exports(
+    results = verify_exports(
         [folder for folder in folders if not twins or folder != best], available_bytes=available_bytes()
     )
-    for verdict in [verdict for verdict in verdicts if verdict.folder in twins]:
-        shared = f"the files of {verdict.folder}, whose weights it shares"
-        verdicts.append(replace(verdict, folder=best, lines=(shared, *verdict.lines)))
-        mark_folder(verdicts[-1])
-    return tuple(verdicts)
+    for result in [result for result in results if result.folder in twins]:
+        shared = f"the files of {result.folder}, whose weights it shares"
+        results.append(replace(result, folder=best, lines=(shared, *result.lines)))
+        mark_folder(results[-1])
+    return tuple(results)
 
 
 def record_logits(run: PreparedRun, engine: Engine, *, step: int) -> ExportRecord:
@@ -147,7 +147,9 @@ def export(run: PreparedRun, engine: Engine, out: Path, *, step: int) -> list[st
     tensors = with_stored_weights(engine.tensors(), in_four_bit, folder) if in_four_bit else engine.tensors()
     max_shard_bytes = parse_bytes(run.config.export.max_shard_size, name="export.max_shard_size")
     try:
-        write_folder(merged(tensors, factors), engine.tensor_specs(), out, parts, max_shard_bytes=max_shard_bytes)
+        write_folder(
+            merge_adapters(tensors, factors), engine.tensor_specs(), out, parts, max_shard_bytes=max_shard_bytes
+        )
     except OutputError as full:
         raise RunError(f"{full.message}; the run is done up to its export", hint=full.hint) from full
     return notes

@@ -3,20 +3,12 @@
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from functools import partial
 from itertools import chain
 from pathlib import Path
 
-import torch.distributed as dist
-
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.engine.default_group import process_group
-from ds_finetune.engine.devices import exchange
-from ds_finetune.engine.prepare_ops import build_ops, use_cores
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.errors import RunError
 from ds_finetune.export.interruption import Interruption
@@ -37,10 +29,9 @@ from ds_finetune.trainer.resume import (
     saved_record,
     start_saver,
 )
-from ds_finetune.trainer.run_dir import remove_empty_on_failure, write_run_files
-from ds_finetune.trainer.watch import start_watchdog
-from ds_finetune.watchdog.device import device_progress
-from ds_finetune.watchdog.monitor import Vigil
+from ds_finetune.trainer.run_dir import write_run_files
+from ds_finetune.trainer.startup import build_operators, join_processes, start_watchdog
+from ds_finetune.watchdog.monitor import Monitor
 from ds_finetune.world import World, refuse_missing_hostfile
 
 Announce = Callable[[PreparedRun], None]
@@ -67,48 +58,30 @@ def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
     world.export_to(os.environ)
     refuse_missing_hostfile()
     with Interruption(signal.SIGINT) as interruption:
-        with start_watchdog(config.watchdog, world, Path(config.output_dir)) as (vigil, store):
-            run = _build_operators(prepare_run(config, world), store, say)
+        with start_watchdog(config.watchdog, world, Path(config.output_dir)) as (monitor, store):
+            run = build_operators(prepare_run(config, world), store, say)
             if world.rank == 0:
                 announce(run)
-            with _joined(run, store, vigil):
-                report = _train_and_export(run, vigil, say)
+            with join_processes(run, store, monitor):
+                report = _train_and_export(run, monitor, say)
         verdicts: tuple[VerificationResult, ...] = ()
         if world.rank == 0 and not report.interrupted:
             verdicts = verify_run_exports(config, report.exports, interruption)
     return replace(report, seconds=time.monotonic() - began, verdicts=verdicts)
 
 
-def _build_operators(run: PreparedRun, store: dist.Store, say: Say) -> PreparedRun:
-    """Compile what the optimizer needs; the ranks agree through `store` on what follows from it."""
-    patience = timedelta(seconds=run.plan.collective_seconds)
-    agree = partial(exchange, store, run.plan.world, "operators", timeout=patience)
-    return replace(run, plan=build_ops(use_cores(run.plan, os.environ), agree, say))
-
-
-@contextmanager
-def _joined(run: PreparedRun, store: dist.Store, vigil: Vigil) -> Iterator[None]:
-    """The process group of all ranks is open, and the watchdog reports errors before it closes."""
-    group = process_group(
-        run.plan.world, run.plan.device, store, timeout=timedelta(seconds=run.plan.collective_seconds)
-    )
-    vigil.board.device = device_progress(run.plan.device)
-    with remove_empty_on_failure(run.output_dir), vigil.standing(store), group, vigil.telling():
-        yield
-
-
-def _train_and_export(run: PreparedRun, vigil: Vigil, say: Say) -> Report:
+def _train_and_export(run: PreparedRun, monitor: Monitor, say: Say) -> Report:
     resumed = find_resume_point(run, say if run.plan.world.rank == 0 else _print_nothing)
     refuse_past_end(resumed, steps=run.schedule.steps, duration=run.config.train.duration)
     engine_context = start_engine(run.plan, run.inputs.model, has_weights=resumed.found is None)
     # The innermost context reports an error before anything is closed, which may wait for ranks that are gone.
-    with engine_context as engine, start_saver(run, engine, resumed) as saver, vigil.telling():
+    with engine_context as engine, start_saver(run, engine, resumed) as saver, monitor.report_errors():
         exports = Exports(run, engine, say)
-        started = StartedRun(run, engine, resumed, saver, exports, vigil.board, say)
+        started = StartedRun(run, engine, resumed, saver, exports, monitor.progress, say)
         last, interrupted = train_steps(started)
         written: tuple[Path, ...] = ()
         if run.config.export.at_end and not interrupted:
-            with vigil.board.during("export"):
+            with monitor.progress.during("export"):
                 written = (exports.write_last(resumed.progress.step if last is None else last.step),)
         if saver is not None and saver.last_error:
             raise RunError(
@@ -137,8 +110,8 @@ def train_steps(started: StartedRun) -> tuple[StepRecord | None, str]:
         observers = make_observers(started, interrupts)
         batches = run_batches(run, after=resumed.progress, stream_position=stream_position)
         records = training_steps(engine, batches, run.schedule, after=resumed.progress)
-        last = run_steps(chain(due, started.board.counted(records)), observers)
-        started.board.over()
+        last = run_steps(chain(due, started.rank_progress.count_steps(records)), observers)
+        started.rank_progress.finish_steps()
         for observer in observers:
             observer.close()
         return last, last.stop if last and interrupts.is_asked() else ""

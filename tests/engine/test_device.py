@@ -21,12 +21,12 @@ from ds_finetune.engine.engine import Engine, GenerationLimits
 from ds_finetune.engine.process_groups import Groups
 from ds_finetune.model.loss import TrainedModel
 from ds_finetune.model.model_plan import plan_model
-from ds_finetune.model.parallel.expert import ExpertGroup
-from ds_finetune.model.parallel.pipeline import StageGroup
-from ds_finetune.model.parallel.sequence import SequenceGroup
-from ds_finetune.model.parallel.tensor import TensorGroup
+from ds_finetune.model.parallel.expert import ExpertParallelGroup
+from ds_finetune.model.parallel.pipeline import PipelineGroup
+from ds_finetune.model.parallel.sequence import SequenceParallelGroup
+from ds_finetune.model.parallel.tensor import TensorParallelGroup
 from ds_finetune.plan.plan import Plan, make_plan
-from ds_finetune.selftest.cells import Cell, grown, hf_config, rows, run_tree
+from ds_finetune.selftest.cells import Cell, enlarged_config, hf_config, rows, run_tree
 from ds_finetune.selftest.steps import batch_plan
 from ds_finetune.world import World
 from tests.device_checks import DEVICE, CpuTensor, ImaginaryGroup, OnDevice, on_device
@@ -78,14 +78,14 @@ def _groups(plan: Plan) -> Groups:
     def group(kind: Any, size: int, place: int) -> Any:
         return kind(ImaginaryGroup(size, place), size, place) if size > 1 else None
 
-    stage = group(StageGroup, mesh.pp, mesh.place("pp"))
+    stage = group(PipelineGroup, mesh.pp, mesh.place("pp"))
     if stage is not None:
-        stage.ends = ImaginaryGroup(2 * mesh.dp)
+        stage.embedding_group = ImaginaryGroup(2 * mesh.dp)
     return Groups(
         stage=stage,
-        sequence=group(SequenceGroup, mesh.sp, mesh.place("sp")),
-        tensor=group(TensorGroup, mesh.tp, mesh.place("tp")),
-        experts=group(ExpertGroup, mesh.ep, mesh.expert_place),
+        sequence=group(SequenceParallelGroup, mesh.sp, mesh.place("sp")),
+        tensor=group(TensorParallelGroup, mesh.tp, mesh.place("tp")),
+        experts=group(ExpertParallelGroup, mesh.ep, mesh.expert_place),
         mpu=None,
         same_experts=ImaginaryGroup(mesh.dp * mesh.sp // mesh.ep),  # type: ignore[arg-type]
     )
@@ -104,7 +104,9 @@ def engine_on_device(
     plan = make_plan(config, world=World(rank, world_size, rank, world_size, "test"), device="cuda")
     with on_device(world_size, rank=rank) as calls:
         groups = _groups(plan)
-        model = plan_model(grown(hf_config(family), config.parallel), config.model, config.parallel, config.lora)
+        model = plan_model(
+            enlarged_config(hf_config(family), config.parallel), config.model, config.parallel, config.lora
+        )
         lm = start._build(plan, model, groups, has_weights=True)
         engine = Engine(_Ranks(TrainedModel(lm, groups.sequence, groups.stage)), plan, groups)
         assert all(isinstance(param, OnDevice) for param in engine.lm.parameters())

@@ -19,7 +19,7 @@ from ds_finetune.demo import write_demo
 from ds_finetune.errors import ConfigError, DataError, ModelError
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build import Fragment, build_skeleton, in_memory, read_hf_config
-from ds_finetune.model.parallel.sharding import Cut
+from ds_finetune.model.parallel.sharding import ModelShard
 from ds_finetune.model.parallel.tensor import local_config
 from ds_finetune.model.vocabulary import Growth, grow_vocabulary
 from ds_finetune.model.weights import load_weights, seed_of
@@ -31,7 +31,7 @@ from ds_finetune.trainer.dry_run import held_tensors
 from ds_finetune.trainer.inputs import config_tree, make_model_plan, model_config, model_lines
 from ds_finetune.trainer.preview import preview_of
 from ds_finetune.world import World
-from tests.model.fp8_folder import MTP, V3, in_fp8, master, multiplied_out, publish
+from tests.model.fp8_folder import MTP, V3, dequantised, in_fp8, master, publish
 from tests.model.test_weights import published
 from tests.model.tiny import CONFIGS
 
@@ -46,11 +46,16 @@ def config_of(folder: Path) -> PretrainedConfig:
 
 
 def loaded(
-    folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, where: Any = None, cut: Cut | None = None
+    folder: Path,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    where: Any = None,
+    model_shard: ModelShard | None = None,
 ) -> PreTrainedModel:
-    config = config_of(folder) if cut is None else local_config(config_of(folder), cut.parts)
+    config = config_of(folder) if model_shard is None else local_config(config_of(folder), model_shard.tp_size)
     model = build_skeleton(config, attention="sdpa", dtype=dtype, device="cpu")
-    given = ({} if where is None else {"where": where}) | ({} if cut is None else {"cut": cut})
+    given = ({} if where is None else {"where": where}) | ({} if model_shard is None else {"model_shard": model_shard})
     growth = Growth(BEFORE, AFTER, partial(seed_of, seed))
     load_weights(model, folder, family=family_of(config.model_type), growth=growth, **given)
     return model
@@ -114,8 +119,11 @@ def test_tensor_parallel_parts_of_a_grown_tensor(parts: int, tmp_path: Path) -> 
     AutoModelForCausalLM.from_config(LlamaConfig(**CONFIGS["llama"] | sizes)).save_pretrained(tmp_path)
     whole = dict(loaded(tmp_path).named_parameters())
     for key in (EMBEDDING, HEAD):
-        cut = [dict(loaded(tmp_path, cut=Cut(parts, place)).named_parameters())[key] for place in range(parts)]
-        assert torch.equal(torch.cat(cut), whole[key])
+        shards = [
+            dict(loaded(tmp_path, model_shard=ModelShard(parts, place)).named_parameters())[key]
+            for place in range(parts)
+        ]
+        assert torch.equal(torch.cat(shards), whole[key])
 
 
 def test_a_head_with_a_bias_grows_with_it(tmp_path: Path) -> None:
@@ -136,7 +144,7 @@ def test_an_fp8_base_grows_as_its_bf16_copy(tmp_path: Path) -> None:
     tensors = {key: value for key, value in in_fp8(master()).items() if f"layers.{MTP}." not in key}
     published_fp8 = publish(tmp_path / "fp8", tensors)
     plain = {key: value for key, value in V3.items() if key != "quantization_config"}
-    copied = publish(tmp_path / "copy", multiplied_out(tensors, torch.float32), config=plain)
+    copied = publish(tmp_path / "copy", dequantised(tensors, torch.float32), config=plain)
     one, other = loaded(published_fp8).state_dict(), loaded(copied).state_dict()
     assert all(torch.equal(one[key], other[key]) for key in one)
 

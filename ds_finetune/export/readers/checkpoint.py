@@ -11,7 +11,7 @@ from ds_finetune.checkpoint.part_file import part_name
 from ds_finetune.checkpoint.storage import PartsReader
 from ds_finetune.engine.state import BUFFER, WEIGHT
 from ds_finetune.errors import CheckpointError
-from ds_finetune.model.parallel.sharding import model_shape
+from ds_finetune.model.parallel.sharding import shape_in_model
 
 
 class CheckpointSource:
@@ -34,7 +34,7 @@ class CheckpointSource:
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of every parameter and persistent buffer by the model's name for it."""
-        return {name: model_shape(chunks[0][1].shape) for name, chunks in self._chunks.items()}
+        return {name: shape_in_model(chunks[0][1].shape) for name, chunks in self._chunks.items()}
 
     @property
     def fp32_names(self) -> Collection[str]:

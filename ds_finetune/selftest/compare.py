@@ -26,8 +26,8 @@ from ds_finetune.model.build import read_hf_config
 from ds_finetune.model.model_plan import plan_model
 from ds_finetune.plan.combinations import check_divides
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.selftest.plain import Steps, mean_loss, plain_loop
-from ds_finetune.selftest.steps import evaluated, take_steps
+from ds_finetune.selftest.reference_loop import Steps, mean_loss, reference_loop
+from ds_finetune.selftest.steps import eval_loss, take_steps
 from ds_finetune.trainer.run_dir import read_json
 from ds_finetune.units import GIB
 from ds_finetune.world import World
@@ -41,7 +41,7 @@ _ROUNDED = {"loss": 1.5e-2, "norm": 2e-2, "resume": 1e-3, "export": 1.5e-2}
 
 
 @dataclass(frozen=True)
-class Verdict:
+class LayoutComparison:
     """How far a layout is off, and how far it may be.
 
     `loss` of each step, `resume` and `export` in nats, `gradient` and `norm` relative, `answers` by how many differ.
@@ -51,7 +51,7 @@ class Verdict:
     limits: dict[str, float]
 
     @property
-    def is_right(self) -> bool:
+    def is_equal(self) -> bool:
         """Whether nothing is further off than it may be; NaN is."""
         return all(self.differences[name] <= limit for name, limit in self.limits.items())
 
@@ -71,43 +71,45 @@ def write_model(config: PretrainedConfig, folder: Path) -> None:
         AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
 
 
-def check(config: RunConfig, world: World, device: str, folder: Path, *, steps: int) -> Verdict | None:
+def compare_layout(
+    config: RunConfig, world: World, device: str, folder: Path, *, steps: int
+) -> LayoutComparison | None:
     """Hold `steps` (2 or more) of the layout of `config` against the plain loop on its tiny model; the verdict is rank
     zero's.
 
     `folder` is shared by all ranks.
     """
-    plan = build_ops(make_plan(config, world=world, device=device), all_gather_object, _nothing)
+    plan = build_ops(make_plan(config, world=world, device=device), all_gather_object, _ignore)
     hf_config = read_hf_config(config.model.path)
     check_divides(plan.mesh, hf_config.to_dict(), pp_layers=config.parallel.pp_layers)
     # Before any engine: the rotary frequencies of the first model that from_pretrained builds after DeepSpeed 0.19.8's
     # zero.Init are unset memory.
-    wanted = _plain(config.model.path, steps, config.train.max_grad_norm) if world.rank == 0 else Steps()
+    wanted = _reference_steps(config.model.path, steps, config.train.max_grad_norm) if world.rank == 0 else Steps()
     model = plan_model(hf_config, config.model, config.parallel, config.lora)
     with start_engine(plan, model) as engine:
-        taken = _saved_after_first(engine, folder, steps)
-        loss = evaluated(engine)
+        taken = _steps_with_checkpoint(engine, folder, steps)
+        loss = eval_loss(engine)
         _export(engine, config.model.path, folder / "export")
     with start_engine(plan, model, has_weights=False) as engine:
-        resumed = _resumed(engine, folder, steps - 1)
+        resumed = _steps_after_resume(engine, folder, steps - 1)
     if world.rank:
         return None
     reloaded = mean_loss(folder / "export", DTYPES[config.train.precision])
-    return verdict(wanted, taken, resumed, abs(reloaded - loss))
+    return compare_steps(wanted, taken, resumed, abs(reloaded - loss))
 
 
-def _nothing(_: str) -> None:
+def _ignore(_: str) -> None:
     """Reported once, before the first layout."""
 
 
-def verdict(wanted: Steps, steps: Steps, resumed: Steps, export: float) -> Verdict:
+def compare_steps(wanted: Steps, steps: Steps, resumed: Steps, export: float) -> LayoutComparison:
     """How far `steps` are off those `wanted`, steps `resumed` after the first off the same steps, and `export` its
     loss.
     """
     found = {
-        "loss": _farthest(steps.losses, wanted.losses),
+        "loss": _largest_difference(steps.losses, wanted.losses),
         "norm": _largest(abs(norm - other) / other for norm, other in zip(steps.norms, wanted.norms, strict=True)),
-        "resume": _farthest(resumed.losses, steps.losses[1:]),
+        "resume": _largest_difference(resumed.losses, steps.losses[1:]),
         "export": export,
         "answers": float(sum(one != other for one, other in zip(steps.answers, wanted.answers, strict=True))),
     }
@@ -121,15 +123,15 @@ def verdict(wanted: Steps, steps: Steps, resumed: Steps, export: float) -> Verdi
     limits = _EXACT if is_exact else _ROUNDED
     if len(steps.losses) > _FEW:
         limits = limits | {"loss": max(limits["loss"], _CURVE), "norm": max(limits["norm"], _CURVE * 10)}
-    return Verdict(found, limits)
+    return LayoutComparison(found, limits)
 
 
 @cache
-def _plain(model: str, steps: int, max_grad_norm: float) -> Steps:
-    return plain_loop(Path(model), steps=steps, max_grad_norm=max_grad_norm)
+def _reference_steps(model: str, steps: int, max_grad_norm: float) -> Steps:
+    return reference_loop(Path(model), steps=steps, max_grad_norm=max_grad_norm)
 
 
-def _farthest(found: list[float], wanted: list[float]) -> float:
+def _largest_difference(found: list[float], wanted: list[float]) -> float:
     return _largest(abs(one - other) for one, other in zip(found, wanted, strict=True))
 
 
@@ -138,7 +140,7 @@ def _largest(values: Iterable[float]) -> float:
     return float(torch.tensor([*values], dtype=torch.float64).max())
 
 
-def _saved_after_first(engine: Engine, folder: Path, steps: int) -> Steps:
+def _steps_with_checkpoint(engine: Engine, folder: Path, steps: int) -> Steps:
     """The steps, with a checkpoint of the first one left in `folder`."""
     saver = Saver(
         engine.state.groups, open_checkpoint_folder(folder, rank=engine.plan.world.rank, node_local=False), False, {}
@@ -157,7 +159,7 @@ def _saved_after_first(engine: Engine, folder: Path, steps: int) -> Steps:
         return list(taking)[-1]
 
 
-def _resumed(engine: Engine, folder: Path, steps: int) -> Steps:
+def _steps_after_resume(engine: Engine, folder: Path, steps: int) -> Steps:
     """The steps after the first, from the checkpoint."""
     place = open_checkpoint_folder(folder, rank=engine.plan.world.rank, node_local=False)
     found = newest_checkpoint(place, folder)

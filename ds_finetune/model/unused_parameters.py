@@ -19,22 +19,22 @@ tell.
 """
 
 
-def unreached_parameters(hf_config: PretrainedConfig, *, tokens: int) -> tuple[str, ...]:
+def unused_parameters(hf_config: PretrainedConfig, *, tokens: int) -> tuple[str, ...]:
     """Names of the parameters that get no gradient from a row of `tokens` tokens, in the model's order.
 
     The whole model is built, which costs some seconds and no memory. NotImplementedError where the model's own code
     needs the values of tensors.
     """
     # What a short row reaches, a long one does too. The others are looked at again: layers may begin at many tokens.
-    names = _unreached(hf_config, _FEW_TOKENS)
+    names = _without_gradient(hf_config, _FEW_TOKENS)
     if not names:
         return ()
     longest = getattr(hf_config, "max_position_embeddings", None) or tokens
-    reached_later = set(names) - set(_unreached(hf_config, min(tokens, longest)))
+    reached_later = set(names) - set(_without_gradient(hf_config, min(tokens, longest)))
     return tuple(name for name in names if name not in reached_later)
 
 
-def _unreached(hf_config: PretrainedConfig, tokens: int) -> list[str]:
+def _without_gradient(hf_config: PretrainedConfig, tokens: int) -> list[str]:
     config = copy.deepcopy(hf_config)
     config.use_cache = False
     config._attn_implementation = "eager"

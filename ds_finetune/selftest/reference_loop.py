@@ -36,11 +36,11 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=0.0)
 
 
-def plain_loop(
+def reference_loop(
     folder: Path, *, steps: int, max_grad_norm: float = 0.0, optimizer: Callable[[nn.Module], Any] = adamw
 ) -> Steps:
     """Steps on all samples of the model that plain transformers loads from `folder`."""
-    return plain_steps(
+    return reference_steps(
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False),
         steps,
         max_grad_norm,
@@ -48,7 +48,7 @@ def plain_loop(
     )
 
 
-def plain_steps(model: nn.Module, steps: int, max_grad_norm: float, optimizer: Callable[[nn.Module], Any]) -> Steps:
+def reference_steps(model: nn.Module, steps: int, max_grad_norm: float, optimizer: Callable[[nn.Module], Any]) -> Steps:
     """Steps on all samples, one unpadded sample at a time, logits and loss as transformers and torch give them."""
     model.train()
     stepper = optimizer(model)
