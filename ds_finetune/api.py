@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from ds_finetune.config.schema import DataConfig, RunConfig
 from ds_finetune.console import show_line, show_next, show_plan, show_report, show_verifications
 from ds_finetune.errors import ConfigError, LaunchError, VerificationError
+from ds_finetune.quiet import quiet_packages
 from ds_finetune.units import parse_bytes
 from ds_finetune.world import World
 
@@ -35,6 +36,7 @@ def train(config: RunConfig) -> "Report":
     the run: `Report.interrupted` names the signal.
     """
     _refuse_other_threads()
+    quiet_packages()
     world = World.from_environment(os.environ)
     from ds_finetune.trainer.train import train as train_run
 

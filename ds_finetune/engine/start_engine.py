@@ -1,6 +1,5 @@
 """From a plan to a running engine: skeleton, weights where they live, optimizer, DeepSpeed."""
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -40,6 +39,7 @@ from ds_finetune.patches.deepspeed_engine import undo_constructor_step
 from ds_finetune.patches.deepspeed_init import zero_init
 from ds_finetune.patches.torch_nn import linears_without_memory
 from ds_finetune.plan.plan import Plan
+from ds_finetune.quiet import deepspeed_level
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -52,9 +52,10 @@ def start_engine(plan: Plan, model: ModelPlan, *, has_weights: bool = True) -> I
     and so in no checkpoint, weights are loaded all the same.
     """
     import deepspeed
-    from deepspeed.utils import logger
+    from deepspeed.utils import set_log_level_from_string
 
-    logger.setLevel(logging.WARNING)
+    level = deepspeed_level()
+    set_log_level_from_string("warning" if level == "quiet" else level)
     check_nvme(plan)
     check_buffers(plan, model)
     with open_groups(plan.mesh, timeout=timedelta(seconds=plan.collective_seconds)) as groups:

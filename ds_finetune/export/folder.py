@@ -23,6 +23,7 @@ from ds_finetune.families.family import Family
 from ds_finetune.model.fp8 import QUANTIZATION_CONFIG, is_quantised
 from ds_finetune.model.hub_folder import HubFolder
 from ds_finetune.model.names import hub_pieces
+from ds_finetune.phase_line import PhaseLine
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -99,7 +100,7 @@ def write_folder(
     `specs` are the names, shapes and dtypes that `tensors` will yield. Every rank consumes `tensors`, which yields
     None for the tensor on ranks that write nothing. One tensor is held at a time, and no copy of it is made.
     """
-    with ExitStack() as stack:
+    with ExitStack() as stack, PhaseLine("exporting tensors", len(specs)) as line:
         writer: ShardWriter | None = None
         for name, tensor in tensors:
             if tensor is not None:
@@ -109,6 +110,7 @@ def write_folder(
                 _write_whole(writer, name, tensor, specs[name], parts)
             # Released before the next tensor is gathered.
             del tensor
+            line.advance()
 
 
 def _write_whole(writer: ShardWriter, name: str, tensor: torch.Tensor, spec: torch.Tensor, parts: FolderParts) -> None:

@@ -35,8 +35,8 @@ def hub_pieces(name: str, shape: tuple[int, ...], family: Family, *, first_exper
     """The checkpoint tensors that make up the model tensor `name` of `shape`; each element is in one of them.
 
     Fused experts `gate_up_proj` [experts, 2 x inner, hidden] and `down_proj` [experts, hidden, inner] are one matrix
-    per expert and projection in a checkpoint (transformers 5.23, conversion_mapping.py:51-53); all other tensors are the
-    same in both. `first_expert` is the number in the layer of the first expert that the tensor holds.
+    per expert and projection in a checkpoint (transformers 5.23, conversion_mapping.py:51-53); all other tensors are
+    the same in both. `first_expert` is the number in the layer of the first expert that the tensor holds.
     """
     fused = _FUSED.match(name) if family.fused_experts else None
     if not fused:

@@ -21,6 +21,7 @@ from ds_finetune.model.hub_folder import HubFolder
 from ds_finetune.model.names import Piece, hub_pieces
 from ds_finetune.model.parallel.sharding import UNSHARDED, ModelShard, TensorShard, shard_dim
 from ds_finetune.model.vocabulary import GrownFolder, Growth
+from ds_finetune.phase_line import count_parts
 
 _STRIP_NUMEL = 2**20
 """Elements of a checkpoint tensor that are held at a time, whole rows."""
@@ -75,7 +76,7 @@ def load_weights(  # noqa: PLR0913
     )
     hub = HubFolder(folder) if growth is None else GrownFolder(folder, growth, wanted)
     skipped = _check_tensors(hub, wanted, model, family)
-    for target in targets:
+    for target in count_parts("loading weights", targets, len(targets)):
         _load_tensor(hub, target, model_shard)
     return LoadReport(num_tensors=sum(len(t.pieces) for t in targets), skipped=tuple(skipped))
 

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig
-from transformers.utils import logging as transformers_logging
 
 from ds_finetune.config.schema import ParallelConfig, RunConfig
 from ds_finetune.engine.collectives import all_gather_object
@@ -36,6 +34,7 @@ from ds_finetune.plan.deepspeed_choice import chosen
 from ds_finetune.plan.deepspeed_config import read_choices
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.plan import Plan, make_plan
+from ds_finetune.quiet import quiet_packages, show_loading_as_phase
 from ds_finetune.selftest.cells import TINY_MODELS, Cell, enlarged_config, hf_config, run_tree
 from ds_finetune.selftest.compare import compare_layout, write_model
 from ds_finetune.world import World, accelerate_choices
@@ -140,8 +139,8 @@ def selftest(config: RunConfig | None, extent: Extent, *, say: Say) -> None:
     The cases are the layout of the run `config`, or the standard set where that is None.
     """
     # The tiny models are loaded and gathered hundreds of times, each time with a progress bar or a warning.
-    transformers_logging.disable_progress_bar()
-    warnings.simplefilter("ignore", FutureWarning)
+    quiet_packages()
+    show_loading_as_phase()
     # A launcher sends this signal to the other ranks when one fails; rank zero has a folder to remove.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     world = World.from_environment(os.environ)
