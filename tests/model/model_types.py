@@ -74,9 +74,9 @@ forward. The trial then uses a slow attention that reads those lengths, since Fl
 
 ## What each type allows
 
-transformers {version}, `train.max_seq_len` {row_tokens}, `model.attention: sdpa`, or `eager` (marked) where
-there is no other. Configurations are transformers' defaults, with {settings} that get the layers of published models or could not
-be built (`SETTINGS` in `tests/model/model_types.py`). In a run your `config.json` counts. This page is written by
+transformers {version}, `train.max_seq_len` {row_tokens}, `model.attention: sdpa`, or `eager` (marked) where there is no other.
+Configurations are transformers' defaults, with {settings} that get the layers of published models or could not be
+built (`SETTINGS` in `tests/model/model_types.py`). In a run your `config.json` counts. This page is written by
 `python -m tests.model.model_types > docs/reference/model-types.md`, and a slow test compares it.
 """
 
