@@ -97,7 +97,6 @@ def compare_layout(
     if world.rank:
         return None
     reloaded = mean_loss(folder / "export", PRECISION_DTYPES[config.train.precision])
-    return compare_steps(wanted, taken, resumed, abs(reloaded - loss))
     return compare_steps(reference, taken, resumed, abs(reloaded - loss))
 
 
