@@ -1,5 +1,6 @@
-"""An FP8 folder is verified by plain transformers over weights that plain torch multiplied out: right ones pass, wrong
-ones are found beyond rounding.
+"""An FP8 folder is verified by plain transformers over weights that plain torch dequantised.
+
+Right folders pass; wrong ones are found where they differ by more than rounding.
 """
 
 import json
@@ -26,7 +27,7 @@ SCALE = "model.layers.1.self_attn.kv_a_proj_with_mqa.weight_scale_inv"
 
 
 def _exported(bf16: Path, out: Path) -> Path:
-    """`bf16` in FP8 at `out`, with the logits of plain transformers over the bf16 weights as those of the run."""
+    """`bf16` in FP8 at `out`; its record has the logits of plain transformers over the bf16 weights."""
     export_checkpoint(bf16, out, dtype="fp8", max_shard_bytes=10**9, base=None)
     record = ExportRecord.read(out)
     model = AutoModelForCausalLM.from_pretrained(bf16, dtype=torch.bfloat16).eval()
@@ -41,7 +42,7 @@ def _exported(bf16: Path, out: Path) -> Path:
 
 
 def _rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    """Change the tensors of a folder, and let its record say that they were written so."""
+    """Change the tensors of a folder, and write a record that says they were exported so."""
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -65,7 +66,7 @@ def _swap_gate_and_up(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _invert_scales(tensors: dict[str, torch.Tensor]) -> None:
-    """What `weight_scale_inv` sounds like."""
+    """The meaning that the name `weight_scale_inv` suggests."""
     tensors.update({name: 1 / tensor for name, tensor in tensors.items() if name.endswith("_scale_inv")})
 
 

@@ -1,6 +1,4 @@
-"""From a model folder to another, in FP8 and out of it: what numpy multiplies out, the published bytes again, nothing
-dropped.
-"""
+"""From a model folder to another, in FP8 and out of it: numbers equal numpy's, published bytes return, nothing is lost."""
 
 import json
 import re
@@ -56,7 +54,7 @@ def export(source: Path, out: Path, dtype: str, base: Path | None = None) -> Exp
 
 
 def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    """Names, dtypes and every bit."""
+    """The same names, dtypes and bits."""
     assert found.keys() == wanted.keys()
     for key, tensor in wanted.items():
         assert found[key].dtype == tensor.dtype, key
@@ -65,7 +63,7 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As published: FP8 with scales of its own, and files beside the weights."""
+    """A published model: FP8 with scales of its own, and files beside the weights."""
     folder = publish(tmp_path_factory.mktemp("v3") / "base", with_other_scales(in_fp8(master())))
     (folder / "tokenizer.json").write_bytes(b"{ }\r\n")
     (folder / "generation_config.json").write_text('{"temperature": 0.6}')
@@ -115,7 +113,7 @@ def test_out_of_fp8_and_back_are_the_published_bytes(dtype: str, base: Path, tmp
 
 
 def test_back_from_fp16_keeps_the_bytes_of_fp8_weights(base: Path, tmp_path: Path) -> None:
-    """The others are rounded where they lie below fp16's smallest normal number."""
+    """The other weights are rounded where they are below fp16's smallest normal number."""
     export(base, tmp_path / "between", "fp16")
     export(tmp_path / "between", tmp_path / "out", "fp8", base)
     found, wanted = read_all(tmp_path / "out"), read_all(base)
@@ -172,8 +170,8 @@ def test_a_dense_model_in_fp8_is_what_plain_loops_make_and_transformers_reads(tm
 
 
 def test_a_type_without_a_row_takes_from_its_base_which_weights_are_in_fp8(tmp_path: Path) -> None:
-    """DeepSeek-V3.2 publishes `indexer.wq_b` and `indexer.wk` in FP8 and `indexer.weights_proj` not; V3's list would do
-    the opposite.
+    """DeepSeek-V3.2 publishes `indexer.wq_b` and `indexer.wk` in FP8, but not `indexer.weights_proj`; V3's rule would
+    do the opposite.
     """
     tree = {
         key: V3[key]
@@ -213,7 +211,7 @@ def test_a_type_without_a_row_takes_from_its_base_which_weights_are_in_fp8(tmp_p
 
 
 def test_deepseek_in_fp8_is_read_by_plain_transformers(tmp_path: Path) -> None:
-    """At widths that are multiples of 128, since transformers 5.23 takes other blocks elsewhere
+    """At widths that are multiples of 128, since transformers 5.23 takes wrong blocks at others
     (integrations/finegrained_fp8.py:1130-1175).
     """
     whole = {
@@ -239,7 +237,7 @@ def test_deepseek_in_fp8_is_read_by_plain_transformers(tmp_path: Path) -> None:
     assert torch.equal(ours, theirs)
 
 
-def test_what_only_the_base_has_is_carried_over_and_said(base: Path, tmp_path: Path) -> None:
+def test_tensors_that_only_the_base_has_are_carried_over(base: Path, tmp_path: Path) -> None:
     """As transformers saves it after training: without the prediction layer."""
     plain = dequantised(read_all(base), torch.bfloat16)
     built = {key: tensor for key, tensor in plain.items() if "layers.2." not in key}
@@ -257,8 +255,9 @@ def test_what_only_the_base_has_is_carried_over_and_said(base: Path, tmp_path: P
 
 
 def _tuned(base: Path) -> dict[str, torch.Tensor]:
-    """The weights of `base` after full training, as transformers saves them: another embedding and head, no prediction
-    layer.
+    """The weights of `base` after full training, as transformers saves them.
+
+    Embedding and head have changed, and the prediction layer is missing.
     """
     plain = {
         key: tensor for key, tensor in dequantised(read_all(base), torch.float32).items() if "layers.2." not in key
@@ -293,7 +292,7 @@ def test_a_prediction_layer_with_a_head_of_its_own_keeps_it(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_live_export_writes_the_same_copies(dtype: torch.dtype, base: Path, tmp_path: Path) -> None:
-    """As a run does it: tensors one after another, each gone when the next one comes."""
+    """As a run exports: one tensor after another, each released before the next one."""
     spec = read_model_spec(base)
     parts = FolderParts(
         family=family_of("deepseek_v3"), config=V3, architecture=spec.architecture, dtype=dtype, files=()
@@ -331,8 +330,8 @@ def test_an_adapter_of_the_head_reaches_its_copy(base: Path, tmp_path: Path) -> 
 def test_code_that_is_not_exported_is_not_named_where_transformers_has_the_class(
     name: str, base: Path, tmp_path: Path
 ) -> None:
-    """As DeepSeek publishes its models; readers that trust code would look for the file, which llama.cpp's converter
-    always does.
+    """As DeepSeek publishes its models. Programs that trust code would look for the file; llama.cpp's converter always
+    does.
     """
     source = Path(shutil.copytree(base, tmp_path / "source"))
     code = {
@@ -380,7 +379,7 @@ def test_a_tied_head_is_written_once(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run in bf16 from an FP8 folder whose learning rate is 0 in fp32, so that no number changes."""
+    """A run in bf16 from an FP8 folder; its learning rate is 0, so that no weight changes."""
     folder = tmp_path_factory.mktemp("run")
     sections = {
         "train": {"precision": "bf16"},
@@ -416,9 +415,7 @@ def test_its_export_is_verified_with_the_carried_tensors(run: Path) -> None:
     )
 
 
-def test_a_checkpoint_export_with_carried_tensors_is_verified_also_where_the_base_has_gone(
-    run: Path, tmp_path: Path
-) -> None:
+def test_an_export_with_carried_tensors_is_verified_also_without_the_base(run: Path, tmp_path: Path) -> None:
     """Against the run's logits; the prediction layer, which transformers does not know, is summed and may be there."""
     out = tmp_path / "out"
     assert main(["export", str(run / "run"), str(out)]) == 0
@@ -492,9 +489,9 @@ def test_adapters_are_merged_into_an_fp8_base_and_the_rest_is_as_published(
     assert weights_digest(tmp_path / "copy") == digest
 
 
-def test_its_checkpoint_knows_its_base(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The published bytes again after three steps that changed nothing; and the same files as the run's own export in
-    bf16.
+def test_a_checkpoint_knows_its_base(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The published bytes return after three steps that changed nothing; in bf16 the files equal those of the run's own
+    export.
     """
     assert main(["export", "--no-verify", str(run / "run"), str(tmp_path / "fp8"), "--dtype", "fp8"]) == 0
     assert_same(read_all(tmp_path / "fp8"), read_all(run / "fp8"))
@@ -522,7 +519,7 @@ def test_without_its_base_a_checkpoint_says_what_is_missing(
 
 
 def test_rotary_settings_in_both_schemas_mean_the_same(shared_data: Path, tmp_path: Path) -> None:
-    """Published configs of the families, and those that transformers writes of them, read again by transformers."""
+    """Published configs of the families, and those that transformers writes of them, are read again by transformers."""
     seen = 0
     for file in sorted((shared_data / "configs").glob("*/config.json")):
         given = json.loads(file.read_text())

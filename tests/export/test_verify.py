@@ -1,5 +1,6 @@
-"""A folder is verified when plain transformers gives the recorded logits from the bytes that were written; every kind
-of wrong folder is found.
+"""A folder is verified where plain transformers gives the recorded logits from the bytes that were written.
+
+Every kind of wrong folder is found.
 """
 
 import json
@@ -44,17 +45,16 @@ def _logits(model: PreTrainedModel, prompts: tuple[tuple[int, ...], ...]) -> Ite
 def _exported(
     family: str, folder: Path, dtype: torch.dtype = torch.float32, *, shard: int = 40_000, **changes: object
 ) -> Path:
-    """`folder`/base as published, and `folder`/out as exported from it in `dtype` with the logits of a plain model in
-    that dtype.
+    """Publish a model as `folder`/base and export it to `folder`/out in `dtype`, with the logits of a plain model.
 
-    `changes` are of its config.
+    `changes` are changes to its config.
     """
     model = published(family, folder / "base", **changes).to(dtype)
     if changes:
         model.set_experts_implementation("eager")
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
-            # As training keeps it.
+            # In fp32, as in training.
             model.get_submodule(name.rpartition(".")[0]).e_score_correction_bias = torch.linspace(
                 -0.2, 0.2, len(buffer)
             )
@@ -78,7 +78,7 @@ def _change_config(folder: Path, **values: object) -> None:
 
 
 def _rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None], *, hide: bool) -> None:
-    """Change the tensors of a folder of one file; with `hide` its record says that they were written so."""
+    """Change the tensors of a folder of one file; with `hide` its record says that they were exported so."""
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -111,9 +111,7 @@ def _put_nan(tensors: dict[str, torch.Tensor]) -> None:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, VerificationResult]:
-    """The result on every folder below; plain transformers loads them all in two processes, since one cannot be
-    loaded.
-    """
+    """The result for every folder below. Plain transformers loads them in two processes, since one folder fails."""
     root = tmp_path_factory.mktemp("verify")
     folders: dict[str, Path] = {}
     for name in ("deepseek_v3", "deepseek_v2", "qwen2", "llama"):
@@ -244,7 +242,7 @@ def test_names_in_ranges_are_those_names() -> None:
     assert in_ranges([]) == []
 
 
-def test_every_kept_logit_is_compared_once_a_position_and_every_row_of_the_head_somewhere() -> None:
+def test_sampled_logits_reach_every_row_of_the_head() -> None:
     prompts = ((1, 2, 3), (4,), tuple(range(300)))
     record = ExportRecord("", "float32", 1100, prompts, logits=np.zeros(0, np.float32))
     assert record.stride == 3
@@ -255,9 +253,7 @@ def test_every_kept_logit_is_compared_once_a_position_and_every_row_of_the_head_
 
 
 def test_texts_without_a_token_are_no_prompts() -> None:
-    """A tokenizer of Latin letters alone makes nothing of two of the eight texts; a run must not fail at its end for
-    that.
-    """
+    """A tokenizer of Latin letters makes no tokens of two of the eight texts; a run must not fail at its end for that."""
     core = Tokenizer(models.BPE({letter: number for number, letter in enumerate(ascii_lowercase)}, []))
     prompts = fixed_prompts(26, PreTrainedTokenizerFast(tokenizer_object=core))
     assert len(prompts) == 8 + 6
@@ -285,7 +281,7 @@ def test_a_record_comes_back_as_it_was(tmp_path: Path) -> None:
         ExportRecord.read(tmp_path)
 
 
-def test_a_folder_too_large_for_the_memory_is_left_and_says_so(tmp_path: Path) -> None:
+def test_a_folder_too_large_for_the_memory_is_skipped(tmp_path: Path) -> None:
     out = _exported("llama", tmp_path)
     (result,) = verify_exports([out], available_bytes=1000)
     assert not result.problems
@@ -293,7 +289,7 @@ def test_a_folder_too_large_for_the_memory_is_left_and_says_so(tmp_path: Path) -
 
 
 def test_folders_that_share_their_weights_are_verified_once(tmp_path: Path) -> None:
-    """As a run leaves them whose last step is its best."""
+    """As at the end of a run whose last step is its best."""
     config = read_config(str(tiny_task(tmp_path, export={"verify": True})), [])
     last = tmp_path / "run" / "export"
     last.parent.mkdir()
@@ -313,7 +309,7 @@ def test_folders_that_share_their_weights_are_verified_once(tmp_path: Path) -> N
     assert not list((tmp_path / "run").glob(f"*/{UNVERIFIED}"))
 
 
-def test_a_folder_that_cannot_be_linked_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_linked_is_not_changed(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "model.safetensors").mkdir()
     assert not link_folder(tmp_path / "source", tmp_path / "out")
