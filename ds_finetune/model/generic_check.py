@@ -24,7 +24,7 @@ from ds_finetune.model.loss import TrainedModel, install_loss_head
 from ds_finetune.model.parallel.pipeline import build_meta_model
 from ds_finetune.model.tiny_config import Size, layer_kinds, layers_of_each_kind, tiny_config
 from ds_finetune.model.weights import initialise_weights
-from ds_finetune.plan.combinations import BYTES, ROW_BYTES, wider
+from ds_finetune.plan.combinations import ROW_BYTES, WEIGHT_BYTES, wider
 
 LIMIT = 1e-4
 """Relative difference above which two results disagree; rounding errors are a hundredth of it."""
@@ -96,9 +96,9 @@ def _check_expert_widths(hf_config: PretrainedConfig, precision: str) -> None:
     if lm.config._experts_implementation != "grouped_mm":
         return
     for name, param in lm.named_parameters():
-        if _EXPERTS.search(name) and param.shape[-1] * BYTES[precision] % ROW_BYTES:
+        if _EXPERTS.search(name) and param.shape[-1] * WEIGHT_BYTES[precision] % ROW_BYTES:
             raise ModelError(
-                f"`{name}` has rows of {param.shape[-1]} x {BYTES[precision]} bytes in {precision}, "
+                f"`{name}` has rows of {param.shape[-1]} x {WEIGHT_BYTES[precision]} bytes in {precision}, "
                 f"no multiple of {ROW_BYTES} bytes, as torch's grouped product needs",
                 hint=wider(precision),
             )

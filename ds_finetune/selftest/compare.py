@@ -18,11 +18,12 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.collectives import all_gather_object
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.prepare_ops import build_ops
-from ds_finetune.engine.start_engine import DTYPES, start_engine
+from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.errors import CheckpointError
 from ds_finetune.export.folder import FolderParts, write_folder
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build import read_hf_config
+from ds_finetune.model.dtypes import PRECISION_DTYPES
 from ds_finetune.model.model_plan import plan_model
 from ds_finetune.plan.combinations import check_divides
 from ds_finetune.plan.plan import make_plan
@@ -95,7 +96,7 @@ def compare_layout(
         resumed = _steps_after_resume(engine, folder, steps - 1)
     if world.rank:
         return None
-    reloaded = mean_loss(folder / "export", DTYPES[config.train.precision])
+    reloaded = mean_loss(folder / "export", PRECISION_DTYPES[config.train.precision])
     return compare_steps(reference, taken, resumed, abs(reloaded - loss))
 
 
@@ -176,7 +177,7 @@ def _export(engine: Engine, model: str, out: Path) -> None:
         family=family,
         config=config,
         architecture=type(engine.lm).__name__,
-        dtype=DTYPES[engine.plan.precision],
+        dtype=PRECISION_DTYPES[engine.plan.precision],
         files=(),
     )
     write_folder(engine.tensors(), engine.tensor_specs(), out, parts, max_shard_bytes=GIB)
