@@ -179,7 +179,7 @@ def _build(config: PretrainedConfig, attention: str, *, device: str) -> PreTrain
 
 
 def _build_initialised(config: PretrainedConfig, attention: str) -> PreTrainedModel:
-    """A model with initial weights, enlarged so that differences show: initialisation makes most small and some zero."""
+    """A model with initial weights, enlarged so that differences show: most initial values are small or zero."""
     lm = _build(config, attention, device="cpu")
     initialise_weights(lm, seed=_SEED)
     generator = torch.Generator().manual_seed(_SEED)
