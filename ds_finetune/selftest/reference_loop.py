@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from ds_finetune.engine.engine import GenerationLimits
+from ds_finetune.engine.generation import GenerationLimits
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.selftest.cells import samples
 

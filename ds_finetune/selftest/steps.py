@@ -67,7 +67,7 @@ def first_moments(engine: Engine) -> dict[str, torch.Tensor]:
     for name, param in engine.lm.named_parameters():
         assert isinstance(param, nn.Parameter)
         if param.requires_grad:
-            moments[name] = engine.joined(name, engine.state.first_moment(param)).clone().cpu()
+            moments[name] = engine.gather_shards(name, engine.state.first_moment(param)).clone().cpu()
     return moments
 
 
