@@ -6,7 +6,6 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -20,6 +19,7 @@ from ds_finetune.engine.zero3_partition import partition
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build import Where, build_skeleton, model_class, resolve_folder
 from ds_finetune.model.cross_entropy import KERNELS, Kernel, chunked_cross_entropy
+from ds_finetune.model.dtypes import PRECISION_DTYPES
 from ds_finetune.model.four_bit import four_bit_or_whole, install_four_bit
 from ds_finetune.model.lora import install_lora
 from ds_finetune.model.loss import TrainedModel, install_loss_head
@@ -40,8 +40,6 @@ from ds_finetune.patches.deepspeed_init import zero_init
 from ds_finetune.patches.torch_nn import linears_without_memory
 from ds_finetune.plan.plan import Plan
 from ds_finetune.quiet import deepspeed_level
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @contextmanager
@@ -114,7 +112,7 @@ def _skeleton(plan: Plan, model: ModelPlan, groups: Groups) -> PreTrainedModel:
         lm = build_skeleton(
             local_config(hf_config, plan.mesh.tp),
             attention=model.attention,
-            dtype=DTYPES[plan.precision],
+            dtype=PRECISION_DTYPES[plan.precision],
             device=device,
             init_context=partitioned if plan.zero_stage == 3 else without_linears,
         )

@@ -1,4 +1,4 @@
-"""Summed cross entropy and its gradients, a chunk of tokens at a time: in plain PyTorch, and by Liger's fused
+"""Summed cross entropy and its gradients, for a chunk of tokens at a time: in plain PyTorch, and with Liger's fused
 kernel.
 """
 
@@ -14,7 +14,7 @@ CHUNK_TOKENS = 1024
 
 
 class NeededGradients(NamedTuple):
-    """Which gradients are asked for."""
+    """Which gradients are computed."""
 
     hidden: bool
     weight: bool
@@ -25,7 +25,7 @@ class LossAndGradients(NamedTuple):
     """Summed cross entropy in nats (fp32 scalar), number of tokens predicted right (int64 scalar), and the gradients of
     the sum.
 
-    Gradients have the shapes of `hidden`, `weight` and `bias`; None where not labels.
+    Gradients have the shapes of `hidden`, `weight` and `bias`; None where they are not needed.
     """
 
     loss_sum: torch.Tensor
@@ -40,7 +40,7 @@ Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor
 """
 
 
-def chunked_cross_entropy(  # noqa: PLR0913 - a Kernel, its chunk and the ranks it is cut over
+def chunked_cross_entropy(  # noqa: PLR0913 - a Kernel, its chunk and its group of ranks
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -52,9 +52,8 @@ def chunked_cross_entropy(  # noqa: PLR0913 - a Kernel, its chunk and the ranks 
 ) -> LossAndGradients:
     """The loss in plain PyTorch; softmax and the sums over chunks are fp32, as are `d_weight` and `d_bias`.
 
-    With a `tp_group` `weight` and `bias` are this rank's part of the vocabulary, and `d_hidden` its part of the
-    sum;
-    three numbers a token are exchanged, the logits never.
+    With `tp_group`, `weight` and `bias` are this rank's shard of the vocabulary, and `d_hidden` is its partial sum.
+    Only a few numbers per token are reduced over ranks, never the logits.
     """
     result = LossAndGradients(
         loss_sum=torch.zeros((), dtype=torch.float32, device=hidden.device),
@@ -72,7 +71,7 @@ def chunked_cross_entropy(  # noqa: PLR0913 - a Kernel, its chunk and the ranks 
         d_logits = (
             _softmax_minus_one_hot(logits, labels, result)
             if tp_group is None
-            else _over_ranks(logits, labels, result, tp_group)
+            else _softmax_minus_one_hot_parallel(logits, labels, result, tp_group)
         )
         if result.d_bias is not None:
             result.d_bias.add_(d_logits.sum(0))
@@ -92,9 +91,7 @@ def _logits(part: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
 
 
 def _softmax_minus_one_hot(logits: torch.Tensor, labels: torch.Tensor, result: LossAndGradients) -> torch.Tensor:
-    """The gradient of the summed loss by the logits, in their place; loss and right predictions are added to
-    `result`.
-    """
+    """Overwrite the logits by the gradient of the summed loss, and add loss and right predictions to `result`."""
     top, most_likely = logits.max(-1, keepdim=True)
     result.num_correct.add_((most_likely.squeeze(1) == labels).sum())
     result.loss_sum.add_((top - logits.gather(1, labels[:, None])).sum())
@@ -108,10 +105,10 @@ def _softmax_minus_one_hot(logits: torch.Tensor, labels: torch.Tensor, result: L
     return d_logits
 
 
-def _over_ranks(
+def _softmax_minus_one_hot_parallel(
     logits: torch.Tensor, labels: torch.Tensor, result: LossAndGradients, tp_group: TensorParallelGroup
 ) -> torch.Tensor:
-    """The same where `logits` are this rank's part of the vocabulary."""
+    """The same for `logits` of this rank's shard of the vocabulary."""
     size = logits.shape[1]
     start = tp_group.rank * size
     top, most_likely = logits.max(-1)

@@ -28,8 +28,8 @@ class _CrossEntropy(torch.autograd.Function):
     """Summed cross entropy of `hidden @ weight.T + bias` against `targets`.
 
     The gradients are computed chunk by chunk in forward, while a chunk's logits exist, and only scaled in backward:
-    three matrix products instead of the four that recomputation would need, for the price of one gradient of the head's
-    size, which backward would need a moment later anyway.
+    three matrix products instead of the four that recomputation would need. The cost is the memory of one gradient of
+    the head, which backward needs soon after anyway.
     """
 
     @staticmethod
@@ -63,7 +63,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class LossHead(nn.Linear):
-    """A language-model head that gives logits as before, and with `labels` the summed loss without them."""
+    """A language-model head that returns logits, or with `labels` the summed loss without building all logits."""
 
     kernel: Kernel = staticmethod(chunked_cross_entropy)
     tp_group: TensorParallelGroup | None = None
@@ -72,8 +72,8 @@ class LossHead(nn.Linear):
     def forward(self, hidden: torch.Tensor, labels: torch.Tensor | None = None) -> Any:  # noqa: ANN401 - logits or TokenLoss
         """`hidden` [..., width] -> logits [..., vocabulary]; with `labels` [...] (already shifted, int64) -> TokenLoss.
 
-        Positions whose label is IGNORE_INDEX cost nothing. Without a supervised position the loss is 0 and its
-        gradients are zeros, so every rank still takes part in the reductions.
+        Positions whose label is IGNORE_INDEX are not computed. Without a supervised position the loss is 0 and its
+        gradients are zeros, so that every rank takes part in the reductions.
         """
         if labels is None:
             logits = super().forward(hidden)
@@ -137,11 +137,11 @@ class TrainedModel(nn.Module):
         labels: torch.Tensor,
         documents: tuple[Documents, ...] | None,
     ) -> TokenLoss | torch.Tensor:
-        """Loss of rows [batch, tokens] (int64 each) whose documents have the lengths `documents`; None where a row is
-        one.
+        """Loss of rows [batch, tokens] (int64 each) whose documents have the lengths `documents`; None where each row
+        is one document.
 
-        With a sequence group these are this rank's tokens of the rows, and `documents` are of whole rows. A stage
-        before the last gives hidden states.
+        With `sp_group` the tensors have this rank's tokens of the rows, and `documents` describes whole rows. Pipeline
+        stages before the last return hidden states.
         """
         hidden = self.hidden(input_ids, position_ids, documents)
         return self.lm.get_output_embeddings()(hidden, labels) if self.has_head else hidden
@@ -151,9 +151,9 @@ class TrainedModel(nn.Module):
     ) -> torch.Tensor:
         """Hidden states before the head, [batch, tokens, width].
 
-        Documents are kept apart by their lengths where attention is by document or FlashAttention, by positions that
-        start again where it is another of transformers'. No attention mask and no cache are given: with either,
-        transformers 5.23 does not look at the positions (masking_utils.py:873), and packed documents would see each
+        Documents are separated by their lengths in attention by document and FlashAttention, and by positions that
+        restart in other implementations of transformers. No attention mask and no cache are passed: with either,
+        transformers 5.23 ignores the positions (masking_utils.py:873), and packed documents would attend to each
         other.
         """
         attention, lengths = self.lm.config._attn_implementation, {}

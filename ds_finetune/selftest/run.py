@@ -1,5 +1,5 @@
-"""`ds-finetune selftest`: the layouts of a run, or of the program, held against a plain loop in the world at hand; or
-that world started first.
+"""`ds-finetune selftest`: compares the layouts of a run, or a standard set, with a plain PyTorch loop on the ranks it
+runs on, or starts these ranks first.
 """
 
 import copy
@@ -49,9 +49,9 @@ _DERIVED = (
     "bf16",
     "fp16",
 )
-"""Keys of a DeepSpeed configuration that follow from a run file's numbers, which are others here."""
+"""Keys of a DeepSpeed configuration that follow from the run file's numbers; the tiny run has other numbers."""
 _ROUNDING = ("communication_data_type", "data_types")
-"""Keys that change numbers on purpose."""
+"""Keys that change rounding on purpose."""
 _SMALL = {
     "stage3_param_persistence_threshold": 40,
     "reduce_bucket_size": 20_000,
@@ -72,8 +72,8 @@ _ACCUMULATION = 2
 
 @dataclass(frozen=True)
 class LayoutCase:
-    """A layout to be held against the plain loop: its tiny model, before it grows with the sizes, and the run file's
-    tree without it.
+    """A layout to compare with the reference loop: its tiny model, before it is enlarged for the parallel sizes, and
+    the run file without the model's path.
     """
 
     name: str
@@ -83,8 +83,8 @@ class LayoutCase:
 
 @dataclass(frozen=True)
 class Extent:
-    """How much is checked: optimizer steps of each layout, and families of the standard set; the first one in every
-    layout.
+    """How much is compared: optimizer steps of each layout, and the families of the standard set, of which the first
+    is compared in every layout.
     """
 
     steps: int = 3
@@ -92,7 +92,7 @@ class Extent:
 
     @property
     def arguments(self) -> list[str]:
-        """The same as command-line arguments."""
+        """The command-line arguments that give this extent."""
         return ["--steps", str(self.steps), "--families", ",".join(self.families)]
 
 
@@ -100,7 +100,7 @@ def start_world(arguments: list[str], config: RunConfig | None, *, nproc: int, h
     """Run `ds-finetune selftest` with `arguments` in `nproc` processes here, or on the hosts of `hostfile`; returns the
     exit code.
 
-    What a run would refuse here is refused before anything is started.
+    Errors in the run file are reported before anything is started.
     """
     if hostfile is not None:
         if not Path(hostfile).is_file():
@@ -134,11 +134,14 @@ def start_world(arguments: list[str], config: RunConfig | None, *, nproc: int, h
 
 
 def selftest(config: RunConfig | None, extent: Extent, *, say: Say) -> None:
-    """Check every case in this world, a line each; RunError where one is off. Without `config` the standard ones."""
-    # The tiny models are loaded and gathered hundreds of times, each with its bar or its warning.
+    """Compare every case on these ranks and print a line for each; RunError where one differs.
+
+    The cases are the layout of the run `config`, or the standard set where that is None.
+    """
+    # The tiny models are loaded and gathered hundreds of times, each time with a progress bar or a warning.
     quiet_packages()
     show_loading_as_phase()
-    # A launcher ends the other ranks by this signal when one fails; rank zero has a folder to take away.
+    # A launcher sends this signal to the other ranks when one fails; rank zero has a folder to remove.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     world = World.from_environment(os.environ)
     world.export_to(os.environ)
@@ -152,7 +155,7 @@ def selftest(config: RunConfig | None, extent: Extent, *, say: Say) -> None:
         for number, case in enumerate(cases):
             wrong += not _is_equal(case, world, device, folder / str(number), extent.steps, say)
             if number == 0:
-                # What was imported is looked through no more: ZeRO-3 collects garbage at each start.
+                # ZeRO-3 collects garbage at each start; this excludes everything imported so far.
                 gc.freeze()
     if world.rank == 0:
         right, seconds = len(cases) - wrong, time.monotonic() - began
@@ -168,9 +171,7 @@ def selftest(config: RunConfig | None, extent: Extent, *, say: Say) -> None:
 
 
 def _build_first(plan: Plan, say: Say) -> None:
-    """Compile what the first layout needs, as all of them do, and say what takes its place where that is not
-    possible.
-    """
+    """Compile the ops that the layouts need, and print notes on those that cannot be compiled and their replacement."""
     built = build_ops(plan, all_gather_object, say)
     for note in built.notes[len(plan.notes) :] if plan.world.rank == 0 else ():
         say(note)
@@ -178,15 +179,15 @@ def _build_first(plan: Plan, say: Say) -> None:
 
 def _is_equal(case: LayoutCase, world: World, device: str, folder: Path, steps: int, say: Say) -> bool:  # noqa: PLR0913
     model = enlarged_config(case.model, ParallelConfig.model_validate(case.tree["parallel"]))
-    # One folder for a model whatever the layout: the plain loop runs once on each.
+    # One folder for a model in all layouts: the reference loop runs once for each model.
     where = folder.parent / f"model-{hashlib.sha256(model.to_json_string().encode()).hexdigest()[:12]}"
     if world.rank == 0 and not where.exists():
         write_model(model, where)
     all_gather_object(None)
-    found = compare_layout(_run_file(case, where, folder), world, device, folder, steps=steps)
-    if found is not None:
-        say(f"{'equal' if found.is_equal else 'WRONG'}  {case.name:44} {found.text()}")
-    return all_gather_object(found)[0].is_equal  # type: ignore[union-attr]
+    comparison = compare_layout(_run_file(case, where, folder), world, device, folder, steps=steps)
+    if comparison is not None:
+        say(f"{'equal' if comparison.is_equal else 'WRONG'}  {case.name:44} {comparison.text()}")
+    return all_gather_object(comparison)[0].is_equal  # type: ignore[union-attr]
 
 
 def _run_file(case: LayoutCase, model_folder: Path, folder: Path) -> RunConfig:
@@ -195,9 +196,8 @@ def _run_file(case: LayoutCase, model_folder: Path, folder: Path) -> RunConfig:
 
 
 def _standard_cases(world_size: int, families: Sequence[str], device: str) -> list[LayoutCase]:
-    """Plain ZeRO at every stage, and the proven combinations of two that `world_size` ranks can do, in fp32.
-
-    Two stages in bf16, on GPUs in fp16 too.
+    """Data parallelism at every ZeRO stage, and the tested combinations that fit `world_size` ranks with two ranks per
+    axis, in fp32; two stages also in bf16, and on GPUs in fp16.
     """
     unknown = [family for family in families if family not in TINY_MODELS]
     if unknown:
@@ -226,8 +226,8 @@ def _case(cell: Cell, world_size: int) -> LayoutCase:
 
 
 def _cases_of_run(config: RunConfig, world: World) -> list[LayoutCase]:
-    """The layout of a run with a tiny model of its family and structure: in fp32, where gradients can be compared, and
-    in its own precision.
+    """The layout of a run, with a tiny model of its family and structure: in fp32, in which gradients can be compared,
+    and in its own precision.
     """
     if config.lora is not None:
         raise ConfigError(
@@ -266,8 +266,8 @@ def _cases_of_run(config: RunConfig, world: World) -> list[LayoutCase]:
 
 
 def _tiny_model_like(hub: PretrainedConfig, family: str) -> PretrainedConfig:
-    """The tiny model of a family with what decides how a model is built: tied or not, biases, latent queries, routing,
-    a padding row.
+    """The tiny model of a family with the structure of `hub`: tied or not, biases, latent queries, routing, a padding
+    row.
     """
     tiny = hf_config(family)
     for name in _STRUCTURE:
@@ -280,8 +280,8 @@ def _tiny_model_like(hub: PretrainedConfig, family: str) -> PretrainedConfig:
 
 
 def _scale_choices(choices: dict[str, Any]) -> dict[str, Any]:
-    """A run's choices with buckets and thresholds of the tiny model's size: with those of a real one everything would
-    stay in one piece.
+    """A run's DeepSpeed choices with buckets and thresholds of the tiny model's size: with those of a real model all
+    tensors would fit in one bucket.
     """
     zero = (choices.get("zero_optimization") or {}) | _SMALL
     return {key: value for key, value in choices.items() if key not in _ROUNDING} | {"zero_optimization": zero}
@@ -289,7 +289,7 @@ def _scale_choices(choices: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _shared_folder(world: World) -> Iterator[Path]:
-    """A new folder for all ranks: in the working directory where there are several hosts, which have to share it."""
+    """A new folder for all ranks: with several hosts it lies in the working directory, which they have to share."""
     is_one_host = world.local_world_size == world.world_size
     mine = tempfile.mkdtemp(prefix="selftest-", dir=None if is_one_host else Path.cwd()) if world.rank == 0 else ""
     folder = Path(all_gather_object(mine)[0])

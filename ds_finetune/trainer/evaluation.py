@@ -4,7 +4,8 @@ import math
 from collections.abc import Callable
 
 from ds_finetune.data.batches import eval_batches, num_eval_rows
-from ds_finetune.engine.engine import Engine, EvalResult, GenerationLimits
+from ds_finetune.engine.engine import Engine, EvalResult
+from ds_finetune.engine.generation import GenerationLimits
 from ds_finetune.observers.evaluation import matches
 from ds_finetune.observers.interrupts import Interrupts
 from ds_finetune.phase_line import PhaseLine

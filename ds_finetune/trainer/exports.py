@@ -9,7 +9,6 @@ import torch
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.collectives import all_gather_object
 from ds_finetune.engine.engine import Engine
-from ds_finetune.engine.start_engine import DTYPES
 from ds_finetune.errors import OutputError, RunError
 from ds_finetune.export.adapter import write_adapter
 from ds_finetune.export.base_folder import BaseFolder, config_changes, with_stored_weights
@@ -25,6 +24,7 @@ from ds_finetune.export.source import read_model_spec
 from ds_finetune.export.verify.record import RECORD, UNVERIFIED, ExportRecord, fixed_prompts, sampled_logits
 from ds_finetune.export.verify.verify import VerificationResult, mark_folder, verify_exports
 from ds_finetune.families.table import family_of
+from ds_finetune.model.dtypes import PRECISION_DTYPES, dtype_name
 from ds_finetune.model.hub_folder import has_weights
 from ds_finetune.model.lora import Factors, factors_of, merge_adapters
 from ds_finetune.trainer.inputs import RunInputs
@@ -81,7 +81,7 @@ def record_logits(run: PreparedRun, engine: Engine, *, step: int) -> ExportRecor
     is_quantised = bool(inputs.model.quantised)
     return ExportRecord(
         base=str(inputs.folder.absolute()),
-        dtype=str(DTYPES[run.plan.precision]).removeprefix("torch."),
+        dtype=dtype_name(PRECISION_DTYPES[run.plan.precision]),
         vocab_size=vocab_size,
         prompts=prompts,
         step=step,
@@ -163,7 +163,7 @@ def _folder_parts(run: PreparedRun, engine: Engine, *, step: int) -> FolderParts
         family=family_of(inputs.hf_config.model_type),
         config=inputs.config_tree,
         architecture=type(engine.lm).__name__,
-        dtype=DTYPES[run.plan.precision],
+        dtype=PRECISION_DTYPES[run.plan.precision],
         record=record_logits(run, engine, step=step) if config.export.verify else None,
         files=tuple(path for name, path in beside.items() if path.name == name),
         texts={name: path.read_text(encoding="utf-8") for name, path in beside.items() if path.name != name},

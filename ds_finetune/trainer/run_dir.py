@@ -16,10 +16,9 @@ from ds_finetune.config.schema import RunConfig, dump_config
 from ds_finetune.errors import OutputError
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.writers import line_of
+from ds_finetune.plan.combinations import WEIGHT_BYTES
 from ds_finetune.plan.plan import Plan
 from ds_finetune.units import GIB
-
-_BYTES_PER_PARAMETER = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 def check_output(config: RunConfig, total_params: int | None, *, checkpoint_bytes: int = 0) -> None:
@@ -80,7 +79,7 @@ def files_written(config: RunConfig, *, checkpoint_bytes: int) -> tuple[int, int
 def bytes_written(config: RunConfig, total_params: int, *, checkpoint_bytes: int) -> int:
     """Bytes of them, checkpoints of `checkpoint_bytes` each."""
     folders, checkpoints = files_written(config, checkpoint_bytes=checkpoint_bytes)
-    return folders * total_params * _BYTES_PER_PARAMETER[config.train.precision] + checkpoints * checkpoint_bytes
+    return folders * total_params * WEIGHT_BYTES[config.train.precision] + checkpoints * checkpoint_bytes
 
 
 def _goes_on(folder: Path, config: RunConfig) -> bool:

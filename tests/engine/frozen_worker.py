@@ -24,7 +24,7 @@ from ds_finetune.selftest import compare
 from ds_finetune.selftest.cells import Cell, run_tree
 from ds_finetune.trainer.prepare import freeze_unreached
 from ds_finetune.world import World
-from tests.model.test_unreached import INDEXED
+from tests.model.test_unused_parameters import INDEXED
 from tests.planning import model_of
 
 

@@ -42,9 +42,10 @@ data: {{train: chat.jsonl, packing: false}}
 ```
 
 The families `{families}`
-have rows in `ds_finetune/families/table.py`, and tests compare their losses and gradients with a plain loop. Every other
-causal model type of transformers is *generic*: it is built as transformers builds it. Before a generic type is trained,
-and by `ds-finetune plan`, a tiny copy of its `config.json` is tried on the CPU (about a second, fp32, random weights):
+have rows in `ds_finetune/families/table.py`, and tests compare their losses and gradients with a plain loop. Every
+other causal model type of transformers is *generic*: it is built as transformers builds it. Before a generic type is
+trained, and by `ds-finetune plan`, a tiny copy of its `config.json` is tried on the CPU (about a second, fp32, random
+weights):
 
 - **packing**: two documents in one row, in both orders, have the hidden states of each document alone;
 - **padding**: a document with padding behind it has the hidden states of the document without;
@@ -73,9 +74,9 @@ forward. The trial then uses a slow attention that reads those lengths, since Fl
 
 ## What each type allows
 
-transformers {version}, `train.max_seq_len` {row_tokens}, `model.attention: sdpa`, or `eager` where there is no other (marked).
-Configurations are transformers' defaults, with {settings} that get the layers of published models or could not
-be built (`SETTINGS` in `tests/model/model_types.py`). In a run your `config.json` counts. This page is written by
+transformers {version}, `train.max_seq_len` {row_tokens}, `model.attention: sdpa`, or `eager` (marked) where there is no other.
+Configurations are transformers' defaults, with {settings} that get the layers of published models or could not be
+built (`SETTINGS` in `tests/model/model_types.py`). In a run your `config.json` counts. This page is written by
 `python -m tests.model.model_types > docs/reference/model-types.md`, and a slow test compares it.
 """
 
