@@ -16,15 +16,19 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import Batch, MicroBatch
 from ds_finetune.engine.build_lock import Say
-from ds_finetune.engine.building import build_ops, use_cores
-from ds_finetune.engine.core import Engine
-from ds_finetune.engine.processes import all_gather_object, choose_device, process_group
-from ds_finetune.engine.start import DTYPES, start_engine
+from ds_finetune.engine.collectives import all_gather_object
+from ds_finetune.engine.default_group import process_group
+from ds_finetune.engine.devices import choose_device
+from ds_finetune.engine.engine import Engine
+from ds_finetune.engine.prepare_ops import build_ops, use_cores
+from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.errors import ConfigError
 from ds_finetune.labels import IGNORE_INDEX
+from ds_finetune.model.dtypes import PRECISION_DTYPES
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.trainer.inputs import gather_material
-from ds_finetune.trainer.train import batches_of, freeze_unreached, lr_schedule
+from ds_finetune.trainer.batches import run_batches
+from ds_finetune.trainer.inputs import make_model_plan, read_inputs
+from ds_finetune.trainer.prepare import PreparedRun, freeze_unreached, make_schedule
 from ds_finetune.world import World
 
 _LR = 1e-4
@@ -77,23 +81,23 @@ def step_contest(config: RunConfig, *, steps: int, say: Say) -> Contest:
             hint="leave `lora` out",
         )
     plan = make_plan(config, world=world, device=choose_device())
-    material = gather_material(config)
-    plan = freeze_unreached(plan, material.hf_config)
-    schedule = lr_schedule(config, material)
+    model = make_model_plan(config, plan.mesh)
+    inputs = read_inputs(config, model)
+    run = PreparedRun(config, freeze_unreached(plan, model), inputs, make_schedule(config, inputs))
     with ExitStack() as stack:
-        stack.enter_context(process_group(world, plan.device))
-        plan = build_ops(use_cores(plan, os.environ), all_gather_object, say)
+        stack.enter_context(process_group(world, run.plan.device))
+        plan = build_ops(use_cores(run.plan, os.environ), all_gather_object, say)
         for note in plan.notes:
             say(note)
-        engine = stack.enter_context(start_engine(plan, material.hf_config))
+        engine = stack.enter_context(start_engine(plan, run.inputs.model))
         plain = {"plain loop, padded": _padded, "plain loop, packed": _same_rows}
-        loops = {name: _PlainLoop(engine, material.hf_config, layout) for name, layout in plain.items()}
+        loops = {name: _PlainLoop(engine, run.inputs.hf_config, layout) for name, layout in plain.items()}
         contestants: dict[str, Callable[[Batch], float]] = {
             "ds_finetune": lambda batch: engine.step(batch, lr=_LR).loss
         }
         contestants |= {name: loop.step for name, loop in loops.items()}
         finish = torch.cuda.synchronize if plan.device == "cuda" else _nothing
-        return by_turns(contestants, islice(batches_of(plan, material, schedule), steps + 1), finish=finish)
+        return by_turns(contestants, islice(run_batches(run), steps + 1), finish=finish)
 
 
 def _nothing() -> None:
@@ -130,8 +134,8 @@ class _PlainLoop:
 
     def __init__(self, engine: Engine, hf_config: PretrainedConfig, layout: Layout) -> None:
         self._layout = layout
-        self._precision = engine.plan.config.train.precision
-        self._max_norm = engine.plan.config.train.max_grad_norm or float("inf")
+        self._precision = engine.plan.precision
+        self._max_norm = engine.plan.optimizer.max_grad_norm or float("inf")
         config = copy.deepcopy(hf_config)
         config._attn_implementation = "sdpa"
         self._device = engine.plan.device
@@ -140,10 +144,10 @@ class _PlainLoop:
             {name: tensor for name, tensor in engine.tensors() if tensor is not None}, strict=False
         )
         self._lm.to(self._device).train()
-        if engine.plan.config.train.activation_checkpointing:
+        if engine.plan.activation_checkpointing:
             self._lm.gradient_checkpointing_enable({"use_reentrant": False})
         self._optimizer = torch.optim.AdamW(
-            self._lm.parameters(), lr=_LR, betas=engine.plan.config.optim.betas, weight_decay=0.0
+            self._lm.parameters(), lr=_LR, betas=engine.plan.optimizer.betas, weight_decay=0.0
         )
 
     def step(self, batch: Batch) -> float:
@@ -153,7 +157,7 @@ class _PlainLoop:
         for part in self._layout(batch):
             inputs = {name: tensor.to(self._device) for name, tensor in part.items()}
             labels = inputs.pop("labels")
-            with torch.autocast(self._device, DTYPES[self._precision]) if is_mixed else nullcontext():
+            with torch.autocast(self._device, PRECISION_DTYPES[self._precision]) if is_mixed else nullcontext():
                 logits = self._lm(**inputs, use_cache=False).logits
             loss = functional.cross_entropy(
                 logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"

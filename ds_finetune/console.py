@@ -18,8 +18,7 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from ds_finetune.export.verify.verify import VerificationResult
-    from ds_finetune.plan.plan import Plan
-    from ds_finetune.trainer.inputs import Material
+    from ds_finetune.trainer.prepare import PreparedRun
     from ds_finetune.trainer.train import Report
 
 OUT = Console(highlight=False, soft_wrap=True)
@@ -34,36 +33,32 @@ def pairs(title: str, rows: Iterable[tuple[str, str]]) -> Table:
     return table
 
 
-def show_plan(plan: "Plan", material: "Material") -> None:
+def show_plan(run: "PreparedRun") -> None:
     """Print what was decided and what will be trained on; rank zero calls this before anything is loaded."""
     from ds_finetune.data.row_report import server_prompt_line
-    from ds_finetune.model.lora import lora_lines
-    from ds_finetune.model.parallel.pipeline import stages_of
-    from ds_finetune.trainer.inputs import vocabulary_lines
+    from ds_finetune.trainer.inputs import model_lines
 
-    rows = plan.lines()
-    shape = material.shape
+    inputs, rows = run.inputs, list(run.plan.decisions)
+    shape = inputs.shape
     if shape is not None:
         rows.append(
             ("parameters", f"{shape.total_params / 1e6:,.3f} M, {shape.active_params / 1e6:,.3f} M active per token")
         )
-    rows += vocabulary_lines(plan.config, material.hf_config)
-    rows += plan.stage_lines(stages_of(material.hf_config, plan.config.parallel))
-    rows += lora_lines(material.hf_config, plan.config.lora)
-    rows.append(("data", material.train.summary()))
-    if material.held_out is not None:
-        rows.append(("held-out data", material.held_out.summary()))
-    limit = plan.config.eval.limit
-    if limit and material.held_out is not None and limit < len(material.held_out):
-        rows.append(("evaluation", f"the first {limit:,} of {len(material.held_out):,} rows (eval.limit)"))
-    rows.append(("prompts", server_prompt_line(material.train.counts)))
+    rows += model_lines(inputs.model, run.plan)
+    rows.append(("data", inputs.train.summary()))
+    if inputs.held_out is not None:
+        rows.append(("held-out data", inputs.held_out.summary()))
+    limit = run.config.eval.limit
+    if limit and inputs.held_out is not None and limit < len(inputs.held_out):
+        rows.append(("evaluation", f"the first {limit:,} of {len(inputs.held_out):,} rows (eval.limit)"))
+    rows.append(("prompts", server_prompt_line(inputs.train.counts)))
     OUT.print(pairs("plan", rows))
-    if plan.config.model.weights == "random":
+    if inputs.model.has_random_weights:
         OUT.print(
-            f"[bold]RANDOM WEIGHTS[/bold]: {plan.config.model.path} is built from its config.json; nothing "
+            f"[bold]RANDOM WEIGHTS[/bold]: {inputs.model.path} is built from its config.json; nothing "
             "pre-trained is loaded"
         )
-    for note in (*plan.notes, *material.notes, *material.data_notes()):
+    for note in (*run.plan.notes, *inputs.notes, *inputs.data_notes()):
         OUT.print(note, markup=False)
 
 
@@ -117,12 +112,12 @@ def has_chat_template(folder: Path) -> bool:
     )
 
 
-def show_verdicts(verdicts: "Sequence[VerificationResult]") -> None:
+def show_verifications(results: "Sequence[VerificationResult]") -> None:
     """Print what exported folders were compared with and what came of it."""
-    for verdict in verdicts:
-        state = "verified" if verdict.is_verified else "not checked" if verdict.skipped else "UNVERIFIED"
-        OUT.print(f"{state}: {verdict.folder}", markup=False)
-        for text in (*verdict.lines, *verdict.problems, *([verdict.skipped] if verdict.skipped else [])):
+    for result in results:
+        state = "verified" if result.is_verified else "not checked" if result.skipped else "UNVERIFIED"
+        OUT.print(f"{state}: {result.folder}", markup=False)
+        for text in (*result.lines, *result.problems, *([result.skipped] if result.skipped else [])):
             OUT.print(f"  {text}", markup=False)
 
 

@@ -15,7 +15,7 @@ import pytest
 import ds_finetune
 from ds_finetune import evaluate, export, plan_run, read_config, train
 from ds_finetune.demo import write_demo
-from ds_finetune.engine.processes import process_group
+from ds_finetune.engine.default_group import process_group
 from ds_finetune.errors import ConfigError, LaunchError
 from ds_finetune.world import World
 from tests.conftest import ROOT

@@ -10,9 +10,11 @@ from ds_finetune.data.batches import BatchPlan, training_batches
 from ds_finetune.data.rows import Row, empty_row
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.schedule import Duration, LrSchedule, warmup_steps
-from ds_finetune.trainer.inputs import gather_material
-from ds_finetune.trainer.train import batches_of, lr_schedule
+from ds_finetune.trainer.batches import run_batches
+from ds_finetune.trainer.inputs import read_inputs
+from ds_finetune.trainer.prepare import PreparedRun, make_schedule
 from ds_finetune.world import World
+from tests.planning import model_of
 from tests.running import tiny_task
 
 
@@ -56,10 +58,14 @@ def test_a_run_in_epochs_has_batches_for_all_of_its_steps(global_batch_size: int
 def test_the_batches_of_a_run_are_as_many_as_its_schedule_says(tmp_path: Path) -> None:
     run_file = tiny_task(tmp_path / "t", data={"workers": 1, "eval": []})
     config = read_config(run_file, ["train.for=0.29 epochs", "train.global_batch_size=9", "train.micro_batch_size=1"])
-    plan, material = make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cpu"), gather_material(config)
-    schedule = lr_schedule(config, material)
-    assert (len(material.train), schedule.steps) == (32, 2)
-    assert [len(batch.row_ids) for batch in batches_of(plan, material, schedule)] == [9, 1]
+    plan, inputs = (
+        make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cpu"),
+        read_inputs(config, model_of(config)),
+    )
+    schedule = make_schedule(config, inputs)
+    assert (len(inputs.train), schedule.steps) == (32, 2)
+    batches = run_batches(PreparedRun(config, plan, inputs, schedule))
+    assert [len(batch.row_ids) for batch in batches] == [9, 1]
 
 
 class _Rows:

@@ -19,8 +19,8 @@ from ds_finetune.checkpoint.part_file import part_name
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.storage import PartsReader, read_state_groups
 from ds_finetune.checkpoint.tools import CHECKPOINTS
-from ds_finetune.engine.core import Engine
-from ds_finetune.engine.processes import all_gather_object
+from ds_finetune.engine.collectives import all_gather_object
+from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.state import BUFFER, WEIGHT
 from ds_finetune.errors import CheckpointError
 

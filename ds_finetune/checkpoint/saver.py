@@ -24,7 +24,7 @@ from ds_finetune.checkpoint.folder import CheckpointFolder
 from ds_finetune.checkpoint.part_file import part_name
 from ds_finetune.checkpoint.staging import FilePartSink, WriterProcess
 from ds_finetune.checkpoint.storage import write_part
-from ds_finetune.engine.processes import all_reduce_max
+from ds_finetune.engine.collectives import all_reduce_max
 from ds_finetune.engine.state import StateGroup
 from ds_finetune.errors import CheckpointError
 

@@ -15,11 +15,11 @@ from ds_finetune.config.schema import read_config
 from ds_finetune.console import ERR, OUT
 from ds_finetune.errors import USER_ERROR_EXIT_CODE, ConfigError
 from ds_finetune.hostfile import Host, chosen_hosts, read_hostfile
+from ds_finetune.world import DEFAULT_PORT
 
 if TYPE_CHECKING:
-    from ds_finetune.doctor.checks import Check
+    from ds_finetune.hosts.check import Check
 
-_PORT = 29_500
 _SHOWN_HOSTS = 3
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
@@ -42,8 +42,8 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     doctor.add_argument(
         "--port",
         type=port,
-        default=int(os.environ.get("MASTER_PORT", _PORT)),
-        help="where ranks will meet (default MASTER_PORT, 29500)",
+        default=int(os.environ.get("MASTER_PORT", DEFAULT_PORT)),
+        help=f"port of the first host where ranks will meet (default: MASTER_PORT, or {DEFAULT_PORT})",
     )
     doctor.add_argument("--json", action="store_true", help="print the checks as JSON, one after another")
     doctor.add_argument(
@@ -85,10 +85,10 @@ def _doctor(arguments: argparse.Namespace) -> None:
 
 
 def _this_machine() -> Host:
-    from ds_finetune.doctor.facts import gpus
+    from ds_finetune.hosts.info import gpu_models
 
     is_cuda = os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
-    return Host("localhost", len(gpus()) or 1 if is_cuda else 1, 0)
+    return Host("localhost", len(gpu_models()) or 1 if is_cuda else 1, 0)
 
 
 def _show(checks: "Sequence[Check]", *, as_json: bool) -> None:

@@ -30,6 +30,7 @@ from ds_finetune.data.row_report import dropped_row_lines, dropped_rows_hint
 from ds_finetune.data.sample_tokens import RULES_VERSION, SampleTokeniser, TemplateSettings, Tokens
 from ds_finetune.data.sources import Record, Source, find_sources, read_records
 from ds_finetune.errors import ConfigError, DataError, RunError
+from ds_finetune.phase_line import PhaseLine
 
 FORMAT_VERSION = 3
 """Raised when the format of the cache changes, so that an older one is not read."""
@@ -202,13 +203,10 @@ def _tokenise(sources: Sequence[Source], tokenisation: Tokenisation, folder: Pat
     """Write one part for every `ROWS_PER_PART` rows unless it exists, then join the parts."""
     parts: list[Path] = []
     tasks = _open_parts(sources, folder, parts)
-    if _is_large(sources):
-        _write_parts(tasks, tokenisation, workers)
-    else:
-        _start_worker(tokenisation)
-        for task in tasks:
-            _write_part(task)
-        _worker.clear()
+    # The process that has the lock writes, whatever its rank.
+    with PhaseLine("tokenising rows", is_rank_zero=True) as line:
+        for _ in _write_parts(tasks, tokenisation, workers) if _is_large(sources) else _write_here(tasks, tokenisation):
+            line.advance(ROWS_PER_PART)
     counts = sum((read_counts(part) for part in parts), Counts())
     if counts.read:
         join_parts(parts, folder / "whole", counts)
@@ -256,13 +254,20 @@ def _write_part(task: _Task) -> Path:
     return folder
 
 
-def _write_parts(tasks: Iterable[_Task], tokenisation: Tokenisation, workers: int) -> None:
+def _write_here(tasks: Iterable[_Task], tokenisation: Tokenisation) -> Iterator[Path]:
+    """Write all parts in this process."""
+    _start_worker(tokenisation)
+    yield from map(_write_part, tasks)
+    _worker.clear()
+
+
+def _write_parts(tasks: Iterable[_Task], tokenisation: Tokenisation, workers: int) -> Iterator[Path]:
     """Write all parts in `workers` processes; RunError where one of them is killed."""
     context = multiprocessing.get_context("spawn")
     try:
         with ProcessPoolExecutor(workers, context, _start_worker, (tokenisation,)) as pool:
             for written in _submit(pool, tasks, most=2 * workers):
-                written.result()
+                yield written.result()
     except BrokenProcessPool as killed:
         raise RunError(
             f"one of {workers} processes that tokenise was killed",

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.doctor.checks import Check, label
 from ds_finetune.errors import FinetuneError
 from ds_finetune.hostfile import Host
+from ds_finetune.hosts.check import Check, label
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.world import World
 
@@ -58,7 +58,7 @@ def need_of(config: RunConfig, hosts: Sequence[Host], device: str) -> tuple[Need
     logging.set_verbosity_error()
     try:
         plan = plan_of(config, hosts, device)
-        need = _need(plan, hosts)
+        need = _need(config, plan, hosts)
     except FinetuneError as refused:
         return None, Check("plan", "", "fail", refused.message, refused.hint)
     return need, Check(
@@ -66,49 +66,49 @@ def need_of(config: RunConfig, hosts: Sequence[Host], device: str) -> tuple[Need
     )
 
 
-def _need(plan: Plan, hosts: Sequence[Host]) -> Need:
-    from ds_finetune.engine.ops import needed_ops
+def _need(config: RunConfig, plan: Plan, hosts: Sequence[Host]) -> Need:
+    from ds_finetune.engine.deepspeed_ops import needed_ops
     from ds_finetune.model.build import resolve_folder
-    from ds_finetune.model.lora import chosen_targets, quantised_targets
-    from ds_finetune.model.parallel.pipeline import stages_of
-    from ds_finetune.plan.combinations import check_divides
     from ds_finetune.plan.model_shape import Shape
     from ds_finetune.trainer.dry_run import held_tensors, state_bytes
-    from ds_finetune.trainer.inputs import config_tree, model_config, token_limits
+    from ds_finetune.trainer.inputs import config_tree, make_model_plan, token_limits
     from ds_finetune.trainer.run_dir import bytes_written
 
-    config = plan.config
-    hf_config = model_config(config, is_config_alone=True)
-    token_limits(config, hf_config)
-    check_divides(plan.mesh, hf_config.to_dict(), pp_layers=config.parallel.pp_layers)
-    stages = stages_of(hf_config, config.parallel)
-    total = Shape.of(config_tree(resolve_folder(config.model.path, files=("*.json",)), hf_config)).total_params
-    lora = config.lora
-    trained = total if lora is None else sum(target.num_params(lora.rank) for target in chosen_targets(hf_config, lora))
-    adapters = 0 if lora is None else trained
+    model = make_model_plan(config, plan.mesh, is_config_alone=True)
+    token_limits(config, model.hf_config)
+    total = Shape.of(config_tree(resolve_folder(config.model.path, files=("*.json",)), model.hf_config)).total_params
+    trained = total if model.lora is None else model.lora.num_params
     held = max(
-        (held_tensors(plan, hf_config, stages, place) for place in range(plan.mesh.pp)),
+        (held_tensors(plan, model, place) for place in range(plan.mesh.pp)),
         key=lambda part: sum(kind.numel for kind in part),
     )
-    sizes = state_bytes(plan, held, adapters=adapters, quantised=quantised_targets(hf_config, lora))
+    sizes = state_bytes(plan, held, model.lora)
     where = {"weights": plan.offload_param, "gradients": plan.offload_optimizer, "optimizer": plan.offload_optimizer}
     at_home = "cpu" if plan.device == "cpu" else "cuda"
     homes = {name: at_home if where[name] == "none" else where[name] for name in sizes}
-    checkpoint = trained * plan.bytes_per_parameter if config.checkpoint.every_steps else 0
-    copied = checkpoint // plan.world.world_size if plan.saves_aside else 0
+    checkpoint = trained * plan.checkpoint_bytes_per_parameter if config.checkpoint.every_steps else 0
+    copied = checkpoint // plan.world.world_size if plan.saves_asynchronously else 0
     return Need(
         rank_bytes=copied + sum(size for name, size in sizes.items() if homes[name] == "cpu"),
         gpu_bytes=sum(size for name, size in sizes.items() if homes[name] == "cuda"),
-        disk_bytes=_disk(plan, hosts, checkpoint, lambda size: bytes_written(config, total, checkpoint_bytes=size)),
+        disk_bytes=_disk(
+            config, plan, hosts, checkpoint, lambda size: bytes_written(config, total, checkpoint_bytes=size)
+        ),
         ops=needed_ops(plan),
     )
 
 
-def _disk(plan: Plan, hosts: Sequence[Host], checkpoint: int, written: Any) -> dict[str, int]:  # noqa: ANN401
+def _disk(
+    config: RunConfig,
+    plan: Plan,
+    hosts: Sequence[Host],
+    checkpoint: int,
+    written: Any,  # noqa: ANN401
+) -> dict[str, int]:
     """Rank zero's host writes the exports, and all checkpoints where the folder is one; else each host its ranks' share
     of those.
     """
-    kept = plan.config.checkpoint
+    kept = config.checkpoint
     found = {}
     for number, host in enumerate(hosts):
         share = checkpoint * host.slots // plan.world.world_size if kept.node_local else checkpoint

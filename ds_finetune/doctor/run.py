@@ -1,24 +1,45 @@
-"""The doctor's round: every host is asked what it is, builds what the run needs, and talks to the others; the answers
-become checks.
-"""
+"""The doctor's procedure: ask every host for its facts, build the run's operators, measure the network, and check."""
 
 import os
 import secrets
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.doctor import checks
-from ds_finetune.doctor.checks import Check
 from ds_finetune.doctor.cluster import Cluster, Say
-from ds_finetune.doctor.facts import Facts, HostQuery, gather
-from ds_finetune.doctor.links import network_checks
+from ds_finetune.doctor.host_details import HostDetails, HostQuery, gather_details
+from ds_finetune.doctor.messages import (
+    BuildOp,
+    ChildLost,
+    ChildReplies,
+    ChildReply,
+    ChildRequest,
+    DetailsReply,
+    DetailsRequest,
+    FindMarkers,
+    FreePortReply,
+    FreePortRequest,
+    MarkersFound,
+    MarkersPlaced,
+    MeasureNetwork,
+    OpBuilt,
+    PlaceMarkers,
+    RequestRefused,
+    RunInChildren,
+)
 from ds_finetune.doctor.need import Need, files_of, folders_of, need_of
-from ds_finetune.doctor.network import JOIN_SECONDS, TALK_SECONDS, Seat
+from ds_finetune.doctor.network import JOIN_SECONDS, TALK_SECONDS, NetworkRank
+from ds_finetune.doctor.network_checks import network_checks
+from ds_finetune.doctor.storage_checks import disk_checks, file_checks, folder_checks
+from ds_finetune.doctor.system_checks import clock_checks, gpu_checks, limit_checks, memory_checks, name_checks
 from ds_finetune.hostfile import Host
+from ds_finetune.hosts.check import Check
+from ds_finetune.hosts.checks import host_checks, port_check, rank_device
+from ds_finetune.hosts.info import HostInfo
 from ds_finetune.launch.environment import carried_variables, environment_files
+from ds_finetune.launch.preflight import meeting_address
 from ds_finetune.launch.remote import Remote, address_of
 
 _START_SECONDS = 45.0
@@ -27,12 +48,15 @@ _BUILD_SECONDS = 1200.0
 _NETWORK_SECONDS = float(JOIN_SECONDS + 2 * TALK_SECONDS)
 _MARGIN = 10.0
 _STOPS_NETWORK = ("address", "interface", "devices")
+"""Checks without which the network cannot be measured."""
 _ILLEGAL = -4
+"""Exit code of a process that an illegal instruction ended (SIGILL)."""
+_AGAIN = "correct that and run doctor again"
 
 
 @dataclass(frozen=True)
 class DoctorRequest:
-    """What is examined: hosts, how they are reached, the run if one is given, and the port where ranks will meet."""
+    """What is examined: the hosts, how to reach them, the run if one is given, and the port where ranks will meet."""
 
     hosts: tuple[Host, ...]
     remote: Remote
@@ -41,202 +65,162 @@ class DoctorRequest:
 
     @property
     def environ(self) -> dict[str, str]:
-        """What hosts are given of this process's environment, as `launch` does."""
-        return carried_variables(
-            os.environ, files=environment_files(os.environ, home=Path.home(), directory=Path.cwd())
-        ).values
+        """The variables of this process that hosts get, as with `launch`."""
+        files = environment_files(os.environ, home=Path.home(), directory=Path.cwd())
+        return carried_variables(os.environ, files=files).values
 
 
 def examine(request: DoctorRequest, say: Say) -> list[Check]:
     """All checks of the hosts; `say` prints what takes long."""
-    asked = HostQuery(
-        request.environ, request.hosts[0].name, 0, tuple(folders_of(request.config).values()), files_of(request.config)
-    )
+    folders = tuple(folders_of(request.config).values())
+    query = HostQuery(request.environ, request.hosts[0].name, 0, folders, files_of(request.config))
     with Cluster(request.hosts, request.remote, say) as cluster:
-        first = next(iter(cluster.hosts))
-        ports = {name: request.port if name == first else 0 for name in cluster.hosts}
-        answers = cluster.ask(
-            "facts", {name: asdict(replace(asked, port=port)) for name, port in ports.items()}, seconds=_START_SECONDS
-        )
-        there = {
-            name: Facts.read(tree) for name, tree in answers.items() if tree.keys() == Facts.__dataclass_fields__.keys()
-        }
-        for name in answers.keys() - there.keys():
-            cluster.lost.append(
-                Check(
-                    "versions",
-                    name,
-                    "fail",
-                    "another ds_finetune than here answers",
-                    "install the same source on every host",
-                )
-            )
-        found = [Check("ssh", name, "ok", facts.hostname) for name, facts in there.items()]
-        if not there:
+        hosts = _ask_details(cluster, query, request.port)
+        if not hosts:
             return cluster.lost
         # Long before they are looked for: a network file system shows other hosts' files late.
         token = secrets.token_hex(4)
-        cluster.ask(
-            "mark",
-            {name: {"folders": list(asked.folders), "token": f"{token}-{name}"} for name in there},
-            seconds=_QUICK_SECONDS,
-        )
-        found += _examined(request, cluster, there, gather(asked))
-        found += _folders(cluster, token, request.config)
-        return [*cluster.lost, *found]
+        markers = {name: PlaceMarkers(list(folders), f"{token}-{name}") for name in hosts}
+        cluster.ask(markers, MarkersPlaced, seconds=_QUICK_SECONDS)
+        checks = [Check("ssh", name, "ok", details.hostname) for name, details in hosts.items()]
+        checks += _detail_checks(request, cluster, hosts, gather_details(query))
+        checks += _run_checks(request, cluster, hosts)
+        checks += _network_checks(cluster, hosts, checks, rank_device(hosts, query.environ))
+        checks += _folder_checks(cluster, token, request.config)
+        return [*cluster.lost, *checks]
 
 
-def _examined(request: DoctorRequest, cluster: Cluster, there: Mapping[str, Facts], here: Facts) -> list[Check]:
-    is_cuda = os.environ.get("DS_ACCELERATOR", "cuda") == "cuda" and any(facts.gpus for facts in there.values())
-    device = "cuda" if is_cuda else "cpu"
-    found = [
-        *checks.clock_checks(cluster.clocks()),
-        *_host_checks(request, cluster.hosts, there, device),
-        *checks.version_checks(here, there),
-    ]
-    found += checks.file_checks(here, there)
+def _ask_details(cluster: Cluster, query: HostQuery, port: int) -> dict[str, HostDetails]:
+    """The facts of the hosts that answer; the first host also tries `port`."""
+    first = next(iter(cluster.hosts))
+    requests = {name: DetailsRequest(replace(query, port=port if name == first else 0)) for name in cluster.hosts}
+    replies = cluster.ask(requests, DetailsReply, seconds=_START_SECONDS)
+    return {name: reply.details for name, reply in replies.items()}
+
+
+def _detail_checks(
+    request: DoctorRequest, cluster: Cluster, hosts: Mapping[str, HostDetails], here: HostDetails
+) -> Iterator[Check]:
+    """What the facts of the hosts say without the run's plan."""
+    first, name = next(iter(cluster.hosts)), request.hosts[0].name
+    yield from clock_checks(cluster.clocks())
+    yield from shared_checks(cluster.hosts, hosts, here=here, environ=request.environ)
+    if rank_device(hosts, request.environ) == "cuda":
+        yield from gpu_checks(hosts)
+    if first in hosts:
+        yield port_check(first, hosts[first], request.port)
+    # Hosts that differ in their ports alone are containers, whose names mean nothing to each other.
+    if len(cluster.hosts) > 1 and name == first:
+        yield from name_checks(name, hosts)
+    yield from file_checks(here, hosts)
+
+
+def shared_checks(
+    lines: Mapping[str, Host], infos: Mapping[str, HostInfo], *, here: HostInfo, environ: Mapping[str, str]
+) -> list[Check]:
+    """The checks that `launch` runs as well, before it starts ranks."""
+    addresses = {name: address_of(host) for name, host in lines.items()}
+    return host_checks(lines, infos, here=here, environ=environ, addresses=addresses)
+
+
+def _run_checks(request: DoctorRequest, cluster: Cluster, hosts: Mapping[str, HostDetails]) -> Iterator[Check]:
+    """What the run needs of the hosts, and the limits, which depend on it."""
     need = None
     if request.config is not None:
-        need, planned = need_of(request.config, request.hosts, device)
-        found.append(planned)
-    found += checks.limit_checks(
-        there, world_size=sum(h.slots for h in request.hosts), locks_memory=bool(need and "async_io" in need.ops)
-    )
+        need, planned = need_of(request.config, request.hosts, rank_device(hosts, request.environ))
+        yield planned
+    world_size = sum(host.slots for host in request.hosts)
+    yield from limit_checks(hosts, world_size=world_size, locks_memory=bool(need and "async_io" in need.ops))
     if need is not None and request.config is not None:
-        found += checks.disk_checks(there, request.config.output_dir, need.disk_bytes)
-        found += checks.memory_checks(cluster.hosts, there, rank_bytes=need.rank_bytes, gpu_bytes=need.gpu_bytes)
-        found += _ops(cluster, need)
-    return [*found, *_network(cluster, there, found, device)]
+        yield from disk_checks(hosts, request.config.output_dir, need.disk_bytes)
+        yield from memory_checks(cluster.hosts, hosts, rank_bytes=need.rank_bytes, gpu_bytes=need.gpu_bytes)
+        yield from _op_checks(cluster, need)
 
 
-def _host_checks(
-    request: DoctorRequest, hosts: Mapping[str, Host], there: Mapping[str, Facts], device: str
-) -> Iterator[Check]:
-    first, name = next(iter(hosts)), request.hosts[0].name
-    yield from checks.identity_checks({label: address_of(host) for label, host in hosts.items()}, there)
-    yield from checks.device_checks(hosts, there, device)
-    if first in there:
-        yield from checks.port_checks(first, there[first], request.port)
-    yield from checks.interface_checks(there, request.environ)
-    # Hosts that differ in their ports alone are containers, whose names mean nothing to each other.
-    if len(hosts) > 1 and name == first:
-        yield from checks.name_checks(name, there)
+def _op_checks(cluster: Cluster, need: Need) -> Iterator[Check]:
+    """Build and run the operators on all hosts at once.
 
-
-def _ops(cluster: Cluster, need: Need) -> Iterator[Check]:
-    """Operators are built and run on every host at once, each in a process of its own, which may die of an illegal
-    instruction.
+    Each has its own process, because an illegal instruction may kill it.
     """
     if not need.ops:
         return
     names = list(need.ops)
-    requests = [{"do": "op", "name": name, "settings": need.ops[name]} for name in names]
-    arguments = {host: {"requests": requests, "seconds": _BUILD_SECONDS} for host in cluster.sessions}
+    builds: list[ChildRequest] = [BuildOp(name, dict(need.ops[name])) for name in names]
+    requests = {host: RunInChildren(builds, _BUILD_SECONDS) for host in cluster.sessions}
     what = f"{' and '.join(names)} of DeepSpeed; a first build takes minutes, {_BUILD_SECONDS / 60:.0f} at most"
-    for host, answers in cluster.ask("apart", arguments, seconds=_BUILD_SECONDS + _MARGIN, what=what).items():
-        yield from (op_check(host, name, answer, need.ops[name]) for name, answer in zip(names, answers, strict=True))
+    for host, answer in cluster.ask(requests, ChildReplies, seconds=_BUILD_SECONDS + _MARGIN, what=what).items():
+        for name, reply in zip(names, answer.replies, strict=True):
+            yield op_check(host, name, reply, need.ops[name])
 
 
-def op_check(host: str, name: str, answer: Mapping[str, Any], settings: Mapping[str, Any]) -> Check:
-    """What came of building and running an operator; one with a substitute need not be built."""
-    if "value" in answer:
-        return Check(name, host, "ok", answer["value"])
-    if "refused" in answer and "substitute" in settings:
-        return Check(
-            name, host, "warn", f"{answer['refused']}; the run will use {settings['substitute']}", answer["hint"]
-        )
-    if "refused" in answer:
-        return Check(name, host, "fail", answer["refused"], answer["hint"])
-    last = ([line for line in answer["said"].splitlines() if line.strip()] or ["it said nothing"])[-1]
-    if answer["lost"] is None:
+def op_check(host: str, name: str, reply: ChildReply, settings: Mapping[str, Any]) -> Check:
+    """The result of building and running an operator; a failure of one that has a substitute is a warning."""
+    if isinstance(reply, OpBuilt):
+        return Check(name, host, "ok", reply.text)
+    if isinstance(reply, RequestRefused) and "substitute" in settings:
+        found = f"{reply.message}; the run will use {settings['substitute']}"
+        return Check(name, host, "warn", found, reply.hint)
+    if isinstance(reply, RequestRefused):
+        return Check(name, host, "fail", reply.message, reply.hint)
+    assert isinstance(reply, ChildLost)
+    last = ([line for line in reply.stderr.splitlines() if line.strip()] or ["nothing"])[-1]
+    if reply.code is None:
         hint = (
             f"if nothing builds there, remove the file `lock` in {name} below TORCH_EXTENSIONS_DIR "
             "(~/.cache/torch_extensions)"
         )
-        return Check(name, host, "fail", f"not built and run in {_BUILD_SECONDS:.0f} s; last words: {last}", hint)
+        return Check(name, host, "fail", f"not built and run in {_BUILD_SECONDS:.0f} s; last output: {last}", hint)
     hint = (
         f"remove {name} below TORCH_EXTENSIONS_DIR (~/.cache/torch_extensions), which another kind of CPU may "
         "have built; do not share it"
     )
-    what = "an illegal instruction" if answer["lost"] == _ILLEGAL else f"exit code {answer['lost']}: {last}"
+    what = "an illegal instruction" if reply.code == _ILLEGAL else f"exit code {reply.code}: {last}"
     return Check(name, host, "fail", f"ended by {what}", hint)
 
 
-def _network(cluster: Cluster, there: Mapping[str, Facts], found: list[Check], device: str) -> list[Check]:
-    hosts = [name for name in there if name in cluster.sessions]
-    counts = {name: cluster.hosts[name].slots if device == "cuda" else 1 for name in hosts}
+def _network_checks(
+    cluster: Cluster, hosts: Mapping[str, HostDetails], checks: list[Check], device: str
+) -> list[Check]:
+    """Measure the network between the hosts, one rank for each GPU or for each CPU host."""
+    names = [name for name in hosts if name in cluster.sessions]
+    counts = {name: cluster.hosts[name].slots if device == "cuda" else 1 for name in names}
     if sum(counts.values()) < 2:
         return []
-    wrong = [check for check in found if check.state == "fail" and check.name in _STOPS_NETWORK]
+    wrong = [check for check in checks if check.state == "fail" and check.name in _STOPS_NETWORK]
     if wrong:
-        return [
-            Check(
-                "network",
-                "",
-                "warn",
-                f"not measured: the check `{wrong[0].name}` of {wrong[0].host} fails",
-                "correct that and run doctor again",
-            )
-        ]
-    address = meeting_address(cluster.hosts[hosts[0]], hosts, there)
-    ports = cluster.ask("free_port", {hosts[0]: {}}, seconds=_QUICK_SECONDS)
-    if hosts[0] not in ports:
+        found = f"not measured: the check `{wrong[0].name}` of {wrong[0].host} fails"
+        return [Check("network", "", "warn", found, _AGAIN)]
+    ports = cluster.ask({names[0]: FreePortRequest()}, FreePortReply, seconds=_QUICK_SECONDS)
+    if names[0] not in ports:
         return []
-    seats = [name for name in hosts for _ in range(counts[name])]
-    requests: dict[str, list[dict[str, object]]] = {name: [] for name in hosts}
-    leaders = tuple(seats.index(name) for name in hosts)
-    for rank, name in enumerate(seats):
-        seat = Seat(
-            rank,
-            len(seats),
-            address,
-            ports[hosts[0]],
-            device,
-            _device_of(cluster.hosts[name], rank - seats.index(name)),
-            leaders,
-        )
-        requests[name].append({"do": "measure", **asdict(seat)})
-    arguments = {name: {"requests": asked, "seconds": _NETWORK_SECONDS} for name, asked in requests.items()}
-    answers = cluster.ask("apart", arguments, seconds=_NETWORK_SECONDS + _MARGIN, what="the network between the hosts")
-    gone = [name for name in hosts if name not in answers]
+    infos = {cluster.hosts[name]: hosts[name] for name in names}
+    address = meeting_address(list(infos), infos) or "127.0.0.1"
+    host_of_rank = [name for name in names for _ in range(counts[name])]
+    leaders = tuple(host_of_rank.index(name) for name in names)
+    measurements: dict[str, list[ChildRequest]] = {name: [] for name in names}
+    for rank, name in enumerate(host_of_rank):
+        local_rank = rank - host_of_rank.index(name)
+        device_number = (cluster.hosts[name].devices or range(counts[name]))[local_rank]
+        place = NetworkRank(rank, len(host_of_rank), address, ports[names[0]].port, device, device_number, leaders)
+        measurements[name].append(MeasureNetwork(place))
+    requests = {name: RunInChildren(ranks, _NETWORK_SECONDS) for name, ranks in measurements.items()}
+    what = "the network between the hosts"
+    answers = cluster.ask(requests, ChildReplies, seconds=_NETWORK_SECONDS + _MARGIN, what=what)
+    gone = [name for name in names if name not in answers]
     if gone:
-        return [
-            Check(
-                "network",
-                "",
-                "warn",
-                f"not measured: {', '.join(gone)} went away meanwhile",
-                "correct that and run doctor again",
-            )
-        ]
-    return network_checks(seats, [answer for name in hosts for answer in answers[name]])
+        return [Check("network", "", "warn", f"not measured: {', '.join(gone)} no longer answers", _AGAIN)]
+    return network_checks(host_of_rank, [reply for name in names for reply in answers[name].replies])
 
 
-def _device_of(host: Host, place: int) -> int:
-    return host.devices[place] if host.devices else place
-
-
-def meeting_address(first: Host, names: list[str], there: Mapping[str, Facts]) -> str:
-    """The address at which the other hosts reach the first: what its name leads to here, or there, or where ssh came
-    in.
-    """
-    others = [address for name in names[1:] for address in there[name].first]
-    own = [address for addresses in there[names[0]].interfaces.values() for address in addresses]
-    known = [address_of(first), *others, there[names[0]].ssh_address, *own]
-    return next(
-        (address for address in known if address and not address.startswith(("127.", "::1", "fe80"))), "127.0.0.1"
-    )
-
-
-def _folders(cluster: Cluster, token: str, config: RunConfig | None) -> Iterator[Check]:
+def _folder_checks(cluster: Cluster, token: str, config: RunConfig | None) -> Iterator[Check]:
+    """Look in each folder for the marker files that all hosts have left there."""
     names, folders = list(cluster.sessions), folders_of(config)
-    asked = {"folders": list(folders.values()), "tokens": [f"{token}-{name}" for name in names]}
-    seen = cluster.ask("look", dict.fromkeys(names, asked), seconds=_QUICK_SECONDS)
+    request = FindMarkers(list(folders.values()), [f"{token}-{name}" for name in names])
+    visible = cluster.ask(dict.fromkeys(names, request), MarkersFound, seconds=_QUICK_SECONDS)
     for name, path in folders.items():
-        by_host = {host: [other.removeprefix(f"{token}-") for other in answer[path]] for host, answer in seen.items()}
-        node_local = (
-            config.checkpoint.node_local
-            if config is not None and name == "output_dir" and config.checkpoint.every_steps
-            else None
-        )
-        yield from checks.folder_checks(name, path, by_host, node_local=node_local)
+        by_host = {
+            host: [other.removeprefix(f"{token}-") for other in answer.tokens[path]] for host, answer in visible.items()
+        }
+        is_saved_to = config is not None and name == "output_dir" and config.checkpoint.every_steps
+        node_local = config.checkpoint.node_local if config is not None and is_saved_to else None
+        yield from folder_checks(name, path, by_host, node_local=node_local)

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.doctor.checks import Check, State, label
 from ds_finetune.doctor.need import need_of, plan_of
 from ds_finetune.errors import FinetuneError
 from ds_finetune.hostfile import Host
+from ds_finetune.hosts.check import Check, State, label
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.units import GIB
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ds_finetune.errors import LaunchError, RunError
+from ds_finetune.errors import ConfigError, LaunchError, RunError
 from ds_finetune.world import World
 
 _HIDDEN = ("", "-1", "NoDevFiles")
@@ -47,8 +47,35 @@ def visible_device(local_rank: int) -> int:
     return local_rank if local_rank < count else 0
 
 
+def choose_device() -> str:
+    """`cuda` where a GPU can be used and `DS_ACCELERATOR` is not `cpu`, else `cpu`; tells DeepSpeed the same.
+
+    ConfigError where `DS_ACCELERATOR` asks for something else than can be used, and where it is not set and this
+    machine has GPUs that torch cannot use.
+    """
+    wanted = os.environ.get("DS_ACCELERATOR") or None
+    if wanted not in (None, "cpu", "cuda"):
+        raise ConfigError(f"DS_ACCELERATOR is `{wanted}`", hint="set it to cuda or cpu, or unset it")
+    usable = torch.cuda.is_available()
+    if wanted == "cuda" and not usable:
+        raise ConfigError(
+            f"DS_ACCELERATOR is cuda, and torch {torch.__version__} can use no GPU on {socket.gethostname()}: "
+            f"{why_no_gpu()}",
+            hint="install a driver and a torch that fit each other (docs/how-to/install.md), or set DS_ACCELERATOR=cpu",
+        )
+    if wanted is None and not usable and (present := present_gpus()):
+        raise ConfigError(
+            f"{socket.gethostname()} has {present} NVIDIA GPUs, and torch {torch.__version__} can use none: "
+            f"{why_no_gpu()}",
+            hint="install a driver and a torch that fit each other (docs/how-to/install.md), or set DS_ACCELERATOR=cpu",
+        )
+    device = "cuda" if usable and wanted != "cpu" else "cpu"
+    os.environ["DS_ACCELERATOR"] = device
+    return device
+
+
 @contextmanager
-def deepspeeds_local_rank(index: int) -> Iterator[None]:
+def deepspeed_local_rank(index: int) -> Iterator[None]:
     """DeepSpeed sees `index` as its local rank, which it takes for the number of its GPU (0.19.8,
     runtime/engine.py:1941-1966).
     """
@@ -77,12 +104,12 @@ def exchange(store: dist.Store, world: World, topic: str, mine: str, *, timeout:
 
 
 def own_device(world: World, device: str) -> str:
-    """Kind, GPU and host of this process as JSON, for `refuse_other_devices`."""
+    """Kind, GPU and host of this process as JSON, for `refuse_different_devices`."""
     gpu = str(torch.cuda.get_device_properties(visible_device(world.local_rank)).uuid) if device == "cuda" else ""
     return json.dumps({"device": device, "gpu": gpu, "host": socket.gethostname()})
 
 
-def refuse_other_devices(found: list[str]) -> None:
+def refuse_different_devices(found: list[str]) -> None:
     """LaunchError where ranks use different accelerators or two of them one GPU; `found` has their `own_device` by
     rank.
     """

@@ -13,7 +13,7 @@ from ds_finetune.errors import ConfigError
 from ds_finetune.plan.plan import Plan
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from ds_finetune.model.model_plan import ModelPlan
 
 _ELEMENTS = 512 * 1024
 _DEFAULT_BUFFER = 100_000_000
@@ -49,20 +49,20 @@ def check_nvme(plan: Plan) -> None:
         check_folder(Path(folder), f"probe-rank{plan.world.rank}")
 
 
-def check_buffers(plan: Plan, hf_config: "PretrainedConfig") -> None:
+def check_buffers(plan: Plan, model: "ModelPlan") -> None:
     """ConfigError where a rank's slice of the largest tensor does not fit a buffer of `offload_param` to NVMe.
 
     DeepSpeed 0.19.8 asserts so in the middle of building the model (swap_tensor/partitioned_param_swapper.py:352).
     """
     # Imported here, since the doctor's probes measure disks without ever needing a model.
     from ds_finetune.model.build import build_skeleton
+    from ds_finetune.model.parallel.tensor import local_config
 
     section = plan.deepspeed["zero_optimization"].get("offload_param") or {}
     if section.get("device") != "nvme":
         return
-    skeleton = build_skeleton(
-        copy.deepcopy(hf_config), attention=plan.config.model.attention, dtype=torch.bfloat16, device="meta"
-    )
+    local = copy.deepcopy(local_config(model.hf_config, plan.mesh.tp))
+    skeleton = build_skeleton(local, attention=model.attention, dtype=torch.bfloat16, device="meta")
     numel, name = max((param.numel(), name) for name, param in skeleton.named_parameters())
     needed, given = -(-numel // plan.zero_ranks), int(float(section.get("buffer_size", _DEFAULT_BUFFER)))
     if needed > given:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_finetune.engine.fragments import partition
-from ds_finetune.engine.masters import Master, Part, masters_of
-from ds_finetune.engine.pipeline import is_copy
-from ds_finetune.engine.processes import all_gather_object
+from ds_finetune.engine.collectives import all_gather_object
+from ds_finetune.engine.master_weights import Master, Part, masters_of
+from ds_finetune.engine.pipeline_schedule import is_copy
+from ds_finetune.engine.zero3_partition import partition
 from ds_finetune.model.build import Fragment
-from ds_finetune.model.parallel.sharding import Cut, model_shape
+from ds_finetune.model.parallel.sharding import ModelShard, shape_in_model
 from ds_finetune.patches.deepspeed_engine import link_optimizer_states
 from ds_finetune.plan.plan import Plan
 
@@ -63,11 +63,11 @@ class EngineState:
 
     def __init__(self, wrapped: Any, plan: Plan) -> None:  # noqa: ANN401 - a DeepSpeedEngine
         self._ds, self._plan = wrapped, plan
-        self._cut = Cut.of(plan.mesh)
+        self._model_shard = ModelShard.of(plan.mesh)
         self._masters = masters_of(wrapped, plan)
         self._copies = {name.removeprefix("lm.") for name, param in wrapped.module.named_parameters() if is_copy(param)}
-        self._is_plain = plan.zero_stage == 0 and plan.config.train.precision == "fp32"
-        self._is_fp16 = plan.config.train.precision == "fp16"
+        self._is_plain = plan.is_engine_clipping
+        self._is_fp16 = plan.precision == "fp16"
         # With a ratio of offload below 1 part of the sub-groups have a second optimizer (zero/stage3.py:1253).
         backup = getattr(wrapped.optimizer, "backup_optimizer", None)
         base = wrapped.optimizer if self._is_plain else wrapped.optimizer.optimizer
@@ -201,9 +201,11 @@ class EngineState:
         return StateGroup(tuple(slices), lambda write: self._opened(masters, read, write))
 
     def _slice(self, key: str, part: Part, dtype: torch.dtype) -> Slice:
-        window = self._cut.window(part.name, part.shape)
-        is_replicated = self._plan.zero_stage == 0 and window.local == window.whole and self._plan.mesh.pp == 1
-        return Slice(key, window.whole, part.start, part.numel, dtype, is_replicated, window.origin, window.local)
+        shard = self._model_shard.tensor_shard(part.name, part.shape)
+        is_replicated = self._plan.zero_stage == 0 and shard.is_whole and self._plan.mesh.pp == 1
+        return Slice(
+            key, shard.global_shape, part.start, part.numel, dtype, is_replicated, shard.offsets, shard.local_shape
+        )
 
     def _is_saved_here(self, part: Slice) -> bool:
         """Whether this rank is the one that saves what others hold too: whole tensors of tensor parallel ranks, cut
@@ -214,11 +216,13 @@ class EngineState:
             return True
         if part.key.partition("/")[2] in self._copies:
             return False
-        window = self._cut.window(part.key.partition("/")[2], model_shape(part.local_shape or part.shape))
-        if mesh.place("tp") and window.dim is None:
+        shard = self._model_shard.tensor_shard(
+            part.key.partition("/")[2], shape_in_model(part.local_shape or part.shape)
+        )
+        if mesh.place("tp") and shard.dim is None:
             return False
         holder = mesh.place("dp") * mesh.sp + mesh.place("sp")
-        return self._plan.zero_stage > 0 or holder < (mesh.ep if window.is_shared_out else 1)
+        return self._plan.zero_stage > 0 or holder < (mesh.ep if shard.is_expert_parallel else 1)
 
     def _buffers(self, restoring: bool) -> StateGroup:
         mesh, found = self._plan.mesh, dict(persistent_buffers(self._ds.module))

@@ -1,5 +1,4 @@
-"""Adapters in peft's format, written and read, and their sum with the weights of a base folder, read a bounded piece at
-a time.
+"""Adapters written in peft's format.
 
 peft 0.21 keeps adapters of fused experts [experts, out, in] as A [rank x experts, in] and B [out, rank x experts],
 expert e being rows e x rank .. of A and columns e, e + experts, .. of B (tuners/lora/layer.py,
@@ -39,18 +38,17 @@ DOWN, GATE_UP = "down_proj", "gate_up_proj"
 def write_adapter(  # noqa: PLR0913
     factors: Mapping[str, Factors], lora: LoraConfig, out: Path, *, base: str, digest: str, family: Family
 ) -> None:
-    """Write adapters (by the weight they adapt) to the folder `out`, which appears when complete.
+    """Write adapters, by the weight that they adapt, to the folder `out`, which appears only when complete.
 
-    `base` names the model they belong to, `digest` are the digits of its weights. OutputError where the disk takes no
-    more;
-    nothing is left then.
+    `base` names the model that they belong to, `digest` is the digest of its weights. OutputError where the disk is
+    full; nothing of the folder remains then.
     """
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         with as_output_errors(partial):
             partial.mkdir(parents=True)
-            _write_both(
+            _write_files(
                 partial, factors, {"format": "pt", BASE_DIGEST: digest}, _peft_config(factors, lora, base, family)
             )
         shutil.rmtree(out, ignore_errors=True)
@@ -60,14 +58,14 @@ def write_adapter(  # noqa: PLR0913
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write_both(
+def _write_files(
     folder: Path, factors: Mapping[str, Factors], metadata: dict[str, str], config: Mapping[str, Any]
 ) -> None:
     tensors = {key: tensor for name, adapter in factors.items() for key, tensor in _peft_tensors(name, adapter)}
     try:
         save_file(tensors, folder / WEIGHTS, metadata=metadata)
     except SafetensorError as refused:
-        # safetensors 0.8 wraps what the system said of a write.
+        # safetensors 0.8 wraps the OSError of a write.
         raise OSError(errno.EIO, str(refused)) from refused
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for path in (*folder.iterdir(), folder):
@@ -85,7 +83,10 @@ def _peft_tensors(name: str, adapter: Factors) -> list[tuple[str, torch.Tensor]]
 
 
 def _peft_config(factors: Mapping[str, Factors], lora: LoraConfig, base: str, family: Family) -> dict[str, Any]:
-    """Full names, and as `target_parameters` what peft would otherwise take for routed experts, or could not find."""
+    """peft's configuration with full names of modules.
+
+    Weights that peft would take for routed experts, or would not find as modules, are `target_parameters`.
+    """
     modules = [name.removesuffix(".weight") for name in factors if name.endswith(".weight")]
     as_parameter = {
         name for name in modules if family.fused_experts and name.rpartition(".")[2] in (*_REWRITTEN, "gate")

@@ -1,6 +1,4 @@
-"""The model that was trained from, as far as an export needs it: tensors that training did not touch, and bytes of FP8
-blocks.
-"""
+"""The folder of the base model: an export takes from it the tensors that are not built, and bytes of FP8 blocks."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -10,7 +8,7 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from ds_finetune.export.convert import Conversion, workers
+from ds_finetune.export.convert import Conversion, num_workers
 from ds_finetune.export.folder import FolderParts
 from ds_finetune.export.model_config import PREDICTION_LAYERS, code_lines, prediction_layers
 from ds_finetune.export.readers.hub import HubSource
@@ -25,89 +23,92 @@ _MATRIX = 2
 
 @dataclass(frozen=True)
 class BaseFolder:
-    """A folder of published weights, its tensors that the model does not build, in order, and the model's embedding and
-    head.
-    """
+    """A folder of published weights from which a model was trained."""
 
     hub: HubFolder
-    left: tuple[str, ...]
-    ends: tuple[str, ...]
+    unbuilt: tuple[str, ...]
+    """Names of tensors that the model does not build, in order."""
+    embeddings: tuple[str, ...]
+    """Names of the model's embedding and head."""
 
     @classmethod
     def read(cls, folder: Path, spec: ModelSpec) -> "BaseFolder":
-        """ModelError where the weights in `folder` are not those of the model that `spec` describes."""
+        """Read the headers of `folder`; ModelError where its weights are not those of the model in `spec`."""
         hub, published = HubFolder(folder), spec.published_shapes()
-        left = hub.left_over(
+        extra = hub.left_over(
             published, model=spec.architecture, may_be=lambda key: key in spec.tied or spec.may_skip(key)
         )
-        return cls(hub, tuple(key for key in left if key not in spec.tied), _ends(published))
+        return cls(hub, tuple(key for key in extra if key not in spec.tied), _embeddings(published))
 
     @classmethod
     def from_hub(cls, hub: HubFolder, spec: ModelSpec) -> "BaseFolder":
-        """The folder that adapters are merged into, which may also hold its experts under their fused names."""
+        """The folder that adapters are added to, which may also have its experts under their fused names."""
         published = spec.published_shapes()
         return cls(
             hub,
             tuple(key for key in sorted(hub.shapes) if key not in published and spec.may_skip(key)),
-            _ends(published),
+            _embeddings(published),
         )
 
     def with_base_tensors(self, parts: FolderParts, *, without: Collection[str] = ()) -> tuple[FolderParts, list[str]]:
-        """`parts` with those tensors, but `without` the ones that are there already, and what to say of it.
+        """`parts` with the base's unbuilt tensors, except those in `without`, and notes for the user.
 
-        Those that repeat the base's embedding or head are `copies` of the trained one. In an FP8 folder, blocks
-        keep this base's bytes unless another folder is named for that.
+        Tensors that repeat the base's embedding or head become `copies` of the trained one. In an FP8 folder, blocks
+        keep this base's bytes where `parts` names no other folder for that.
         """
-        parts, notes = self.with_copies(parts, [key for key in self.left if key not in without])
-        shapes = {key: self.hub.shapes[key] for key in self.left if key not in without and key not in parts.copies}
+        parts, notes = self.with_copies(parts, [key for key in self.unbuilt if key not in without])
+        shapes = {key: self.hub.shapes[key] for key in self.unbuilt if key not in without and key not in parts.copies}
         mine = replace(parts, fp8_base=self.hub if parts.is_fp8 and self.hub.has_fp8 else None)
         parts = replace(parts, fp8_base=parts.fp8_base or mine.fp8_base)
         if not shapes:
             return parts, notes
         line = (
             f"carried over from {self.hub.folder}, since the model does not build them: {len(shapes)} tensors, "
-            f"{_shown([*shapes])}"
+            f"{_first_names([*shapes])}"
         )
         return replace(
             parts,
-            base_tensors=(Conversion(SelectedTensors(HubSource(self.hub, parts.family), shapes), mine, workers()),),
+            base_tensors=(Conversion(SelectedTensors(HubSource(self.hub, parts.family), shapes), mine, num_workers()),),
         ), [line, *notes]
 
     def with_copies(self, parts: FolderParts, keys: Iterable[str]) -> tuple[FolderParts, list[str]]:
-        """`parts` with those of `keys` as `copies` that repeat the base's embedding or head, and what to say of it.
+        """`parts` with those of `keys` that repeat the base's embedding or head as `copies`, and notes for the user.
 
         vLLM drafts with a prediction layer's own embedding and head wherever they differ from the model's (vLLM PR
-        42538), so a copy that is left as it was makes the drafts of a trained model those of its base.
+        42538). With copies from the base, the drafts of a trained model would be those of its base.
         """
         copies = {key: original for key in keys if (original := self._original(key))}
         line = (
             f"written from the trained tensor that they repeat in {self.hub.folder}: "
-            f"{_shown([f'{k} from {v}' for k, v in copies.items()])}"
+            f"{_first_names([f'{k} from {v}' for k, v in copies.items()])}"
         )
         return replace(parts, copies=copies), [line] if copies else []
 
     def _original(self, key: str) -> str | None:
-        """The embedding or the head, whichever `key` repeats, if any; where they are equal the one of its kind."""
-        found = (
-            name for name in self.ends if self.hub.shapes[name] == self.hub.shapes[key] and self.hub.is_same(key, name)
+        """The embedding or head whose numbers `key` repeats, if any; where both are equal, the one of its kind."""
+        equal = (
+            name
+            for name in self.embeddings
+            if self.hub.shapes[name] == self.hub.shapes[key] and self.hub.is_same(key, name)
         )
-        return min(found, key=lambda name: ("embed" in name) != ("embed" in key), default=None)
+        return min(equal, key=lambda name: ("embed" in name) != ("embed" in key), default=None)
 
 
-def _ends(published: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
+def _embeddings(published: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
     """The embedding and the head among published tensors."""
     return tuple(key for key, shape in published.items() if layer_of(key) < 0 and len(shape) == _MATRIX)
 
 
-def _shown(names: list[str]) -> str:
+def _first_names(names: list[str]) -> str:
     return f"{', '.join(names[:_SHOWN])}{' ...' if len(names) > _SHOWN else ''}"
 
 
 def with_stored_weights(
     tensors: Iterable[tuple[str, torch.Tensor | None]], names: Collection[str], folder: Path
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """`tensors` (whole, on the CPU; None on other ranks than zero), of which `names` are read from `folder`, in the
-    dtype they have.
+    """`tensors`, where those in `names` are replaced by the ones of `folder`, in the same dtype.
+
+    Tensors are whole and on the CPU; None on other ranks than zero.
     """
     hub = HubFolder(folder)
     for name, tensor in tensors:
@@ -115,20 +116,21 @@ def with_stored_weights(
 
 
 def config_changes(parts: FolderParts, keys: Iterable[str]) -> list[str]:
-    """How configuration files will differ from the base's: in prediction layers, of which there are those of the
-    tensors `keys`, and code.
+    """Notes on how configuration files will differ from the base's: in the number of prediction layers, and in code.
+
+    `keys` are the names of all tensors that will be written.
     """
-    said, found = parts.config.get(PREDICTION_LAYERS), prediction_layers(parts.config, list(keys))
+    configured, written = parts.config.get(PREDICTION_LAYERS), prediction_layers(parts.config, list(keys))
     lines = (
-        [f"config.json: {PREDICTION_LAYERS} {said} -> {found}, as many as have tensors"]
-        if said is not None and said != found
+        [f"config.json: {PREDICTION_LAYERS} {configured} -> {written}, as many as have tensors"]
+        if configured is not None and configured != written
         else []
     )
     return lines + code_lines(parts.config, parts.files)
 
 
 def find_base(model: str) -> Path | None:
-    """The folder of `model.path` of a run file, where it or its download is on this machine and has weights."""
+    """The folder of the run file's `model.path`, or its download on this machine; None where it has no weights."""
     folder = Path(model)
     if not folder.is_dir() and model.count("/") == 1:
         try:

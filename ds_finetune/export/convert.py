@@ -1,6 +1,4 @@
-"""A checkpoint to a Hugging Face folder in bounded pieces: checked against the model's class, cast, written where each
-piece belongs.
-"""
+"""Convert the tensors of a source to a Hugging Face folder, in pieces of bounded size on several threads."""
 
 import math
 import os
@@ -30,17 +28,18 @@ _COLUMNS = 16 * BLOCK
 """Columns that are quantised at a time."""
 
 _WORKERS_PER_CORE, _MOST_WORKERS = 2, 16
-"""Threads that each hold a chunk: while some wait for the disk, others cast; beyond the limit one disk gains nothing.
+"""Threads that each hold a piece. While some wait for the disk, others cast; more than the limit do not make one disk
+faster.
 """
 
 
-def workers() -> int:
+def num_workers() -> int:
     """Threads of a conversion on this machine."""
     return min(_WORKERS_PER_CORE * len(os.sched_getaffinity(0)), _MOST_WORKERS)
 
 
 class BlockCounts:
-    """How many FP8 blocks were written, and how many of them with the bytes of a base; counted from any thread."""
+    """Numbers of FP8 blocks that were written, and of those that keep the bytes of a base; counted from any thread."""
 
     def __init__(self) -> None:
         self.written = self.kept = 0
@@ -54,10 +53,10 @@ class BlockCounts:
 
 @dataclass(frozen=True)
 class Conversion:
-    """All tensors of `source` in the dtypes of `parts`, by so many threads: `parts.dtype`, fp32 for `fp32_names`, FP8
-    blocks for linear weights.
+    """All tensors of `source` in the dtypes of `parts`, converted by `workers` threads.
 
-    A block whose numbers are those of `parts.fp8_base` keeps its bytes there.
+    Tensors are written in `parts.dtype`; those among the source's `fp32_names` in fp32, and linear weights in FP8
+    blocks where `parts.is_fp8`. A block whose numbers are still those of `parts.fp8_base` keeps its bytes there.
     """
 
     source: TensorSource
@@ -71,15 +70,15 @@ class Conversion:
         return tuple(tensor for name, shape in self.source.shapes.items() for tensor in self._hub_tensors(name, shape))
 
     def copy_to(self, writer: ShardWriter) -> None:
-        """Write all of them, each thread with one chunk or one row of blocks at a time.
+        """Write all of them; each thread holds one chunk or one row of blocks at a time.
 
-        A NaN or infinity, also one that the cast makes, is an ExportError naming the tensor.
+        ExportError names a tensor that holds NaN or infinity, also where the cast makes one.
         """
-        with _one_thread_each():
-            _in_threads(_Copier(self, writer).copy, self._chunks(), self.workers)
+        with _torch_on_one_thread():
+            _run_in_threads(_Converter(self, writer).convert, self._work_items(), self.workers)
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """What a tensor that is not in FP8 is written as."""
+        """The dtype of a tensor that is not written in FP8."""
         return torch.float32 if name in self.source.fp32_names else self.parts.dtype
 
     def _hub_tensors(self, name: str, shape: tuple[int, ...]) -> Iterator[HubTensor]:
@@ -90,7 +89,7 @@ class Conversion:
             else:
                 yield HubTensor(piece.key, piece.shape, self.dtype_of(name))
 
-    def _chunks(self) -> Iterator["_Chunk"]:
+    def _work_items(self) -> Iterator["_WorkItem"]:
         for name, shape in self.source.shapes.items():
             for piece in hub_pieces(name, shape, self.parts.family):
                 begin, numel = piece.first_element(shape), math.prod(piece.shape)
@@ -98,17 +97,16 @@ class Conversion:
                 size = BLOCK * piece.shape[1] if is_blocks else CHUNK_NUMEL
                 columns = piece.shape[1] if is_blocks else 0
                 for start in range(0, numel, size):
-                    yield _Chunk(name, begin, piece.key, start, min(size, numel - start), columns)
+                    yield _WorkItem(name, begin, piece.key, start, min(size, numel - start), columns)
 
 
 def convert_source(
     source: TensorSource, out: Path, parts: FolderParts, *, max_shard_bytes: int, workers: int
 ) -> BlockCounts:
-    """Write every tensor of `source` as `parts` says, and `parts`, to `out`, which appears only when complete.
+    """Write every tensor of `source`, and `parts`, to `out`, which appears only when complete.
 
-    `workers` threads each hold one chunk of `CHUNK_NUMEL` elements or 128 rows, read and cast, whatever the size of
-    tensors
-    and files. A NaN or infinity, also one that the cast makes, is an ExportError naming the tensor.
+    Each of `workers` threads holds one chunk of `CHUNK_NUMEL` elements or 128 rows, whatever the size of tensors and
+    files. ExportError names a tensor that holds NaN or infinity, also where the cast makes one.
     """
     conversion = Conversion(source, parts, workers)
     with folder_writer(conversion.tensors, out, parts, max_shard_bytes=max_shard_bytes) as writer:
@@ -117,11 +115,11 @@ def convert_source(
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunk:
-    """Elements `start` to `start + numel` of the hub tensor `key`, whose first element is the model tensor `name`'s
-    element `begin`.
+class _WorkItem:
+    """Elements `start` to `start + numel` of the published tensor `key`.
 
-    A row of blocks, to be quantised, where it has `columns`.
+    The first element of `key` is the element `begin` of the source's tensor `name`. An item with `columns` is a row
+    of blocks that is to be quantised.
     """
 
     name: str
@@ -132,47 +130,45 @@ class _Chunk:
     columns: int
 
 
-class _Copier(threading.local):
-    """Reads, casts and writes a chunk; each thread that uses it has a buffer of its own for the cast."""
+class _Converter(threading.local):
+    """Reads, casts and writes work items; each thread has its own buffer for the cast."""
 
     def __init__(self, conversion: Conversion, writer: ShardWriter) -> None:
         self._conversion, self._writer = conversion, writer
         self._buffer = torch.empty(0)
 
-    def copy(self, chunk: _Chunk) -> None:
-        """Do one chunk."""
-        flat = self._conversion.source.read(chunk.name, chunk.begin + chunk.start, chunk.numel)
-        assert flat.shape == (chunk.numel,), (chunk, flat.shape)
-        if chunk.columns:
-            _check_finite(chunk, flat, flat)
-            self._quantise(chunk, flat.view(-1, chunk.columns))
+    def convert(self, item: _WorkItem) -> None:
+        """Read, cast and write one item."""
+        flat = self._conversion.source.read(item.name, item.begin + item.start, item.numel)
+        assert flat.shape == (item.numel,), (item, flat.shape)
+        if item.columns:
+            _check_finite(item, flat, flat)
+            self._quantise(item, flat.view(-1, item.columns))
             return
-        cast = self._cast(flat, self._conversion.dtype_of(chunk.name))
-        _check_finite(chunk, flat, cast)
-        self._writer.write(chunk.key, chunk.start, cast)
+        cast = self._cast(flat, self._conversion.dtype_of(item.name))
+        _check_finite(item, flat, cast)
+        self._writer.write(item.key, item.start, cast)
 
-    def _quantise(self, chunk: _Chunk, values: torch.Tensor) -> None:
-        """Write a row of blocks [rows, columns] and its scales, some columns at a time, so that little is held as
-        fp32.
-        """
-        row = chunk.start // chunk.columns
-        known = self._known(chunk.key, row, row + len(values))
-        made, scale = torch.empty(values.shape, dtype=FP8), torch.empty(scale_shape(values.shape)[1])
+    def _quantise(self, item: _WorkItem, values: torch.Tensor) -> None:
+        """Write a row of blocks [rows, columns] and its scales; only some columns at a time are held in fp32."""
+        row = item.start // item.columns
+        base = self._base_blocks(item.key, row, row + len(values))
+        quantised, scale = torch.empty(values.shape, dtype=FP8), torch.empty(scale_shape(values.shape)[1])
         kept = 0
-        for first in range(0, chunk.columns, _COLUMNS):
+        for first in range(0, item.columns, _COLUMNS):
             columns, blocks = slice(first, first + _COLUMNS), slice(first // BLOCK, (first + _COLUMNS) // BLOCK)
             part = values[:, columns].float()
-            if known is None:
-                made[:, columns], scale[blocks] = quantise(part)
+            if base is None:
+                quantised[:, columns], scale[blocks] = quantise(part)
             else:
-                made[:, columns], scale[blocks], same = quantise_like(part, known[0][:, columns], known[1][blocks])
+                quantised[:, columns], scale[blocks], same = quantise_like(part, base[0][:, columns], base[1][blocks])
                 kept += int(same.sum())
-        self._writer.write(chunk.key, chunk.start, made.view(-1))
-        self._writer.write(chunk.key + SCALE, row // BLOCK * len(scale), scale)
+        self._writer.write(item.key, item.start, quantised.view(-1))
+        self._writer.write(item.key + SCALE, row // BLOCK * len(scale), scale)
         self._conversion.blocks.count(len(scale), kept)
 
-    def _known(self, key: str, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Bytes and scales of a row of blocks in the base, where it has them."""
+    def _base_blocks(self, key: str, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """FP8 values and scales of a row of blocks in the base, where the base has `key` in FP8."""
         base = self._conversion.parts.fp8_base
         return (
             (base.stored_rows(key, first, last), base.scales(key, first, last)[0])
@@ -188,30 +184,28 @@ class _Copier(threading.local):
         return self._buffer[: flat.numel()].copy_(flat)
 
 
-def _check_finite(chunk: _Chunk, flat: torch.Tensor, cast: torch.Tensor) -> None:
+def _check_finite(item: _WorkItem, flat: torch.Tensor, cast: torch.Tensor) -> None:
     low, high = torch.aminmax(cast)
     if not (torch.isfinite(low) and torch.isfinite(high)):
         is_read = bool(torch.isfinite(flat).all())
         raise ExportError(
-            f"tensor `{chunk.key}` holds NaN or infinity {f'as {cast.dtype}' if is_read else 'in the checkpoint'}",
+            f"tensor `{item.key}` holds NaN or infinity {f'as {cast.dtype}' if is_read else 'in the checkpoint'}",
             hint="export with --dtype bf16 or fp32"
             if is_read
             else "the run diverged before this checkpoint; export an older one",
         )
 
 
-def _in_threads(work: Callable[[_Chunk], None], chunks: Iterable[_Chunk], workers: int) -> None:
-    """Do `work` for every chunk, about in order; after a failure nothing new is begun, and the first error is
-    raised.
-    """
-    left = deque(chunks)
+def _run_in_threads(work: Callable[[_WorkItem], None], items: Iterable[_WorkItem], workers: int) -> None:
+    """Call `work` for every item, about in order; an error ends all threads and is raised."""
+    remaining = deque(items)
 
     def drain() -> None:
         try:
-            for chunk in iter(lambda: _next(left), None):
-                work(chunk)
+            for item in iter(lambda: _next(remaining), None):
+                work(item)
         finally:
-            left.clear()
+            remaining.clear()
 
     with ThreadPoolExecutor(workers) as pool:
         futures = [pool.submit(drain) for _ in range(workers)]
@@ -219,19 +213,19 @@ def _in_threads(work: Callable[[_Chunk], None], chunks: Iterable[_Chunk], worker
             for future in futures:
                 future.result()
         finally:
-            left.clear()
+            remaining.clear()
 
 
-def _next(chunks: deque[_Chunk]) -> _Chunk | None:
+def _next(items: deque[_WorkItem]) -> _WorkItem | None:
     try:
-        return chunks.popleft()
+        return items.popleft()
     except IndexError:
         return None
 
 
 @contextmanager
-def _one_thread_each() -> Iterator[None]:
-    """Torch casts within the calling thread, since all cores are busy with chunks of their own."""
+def _torch_on_one_thread() -> Iterator[None]:
+    """Torch operations use only the calling thread, since all cores are busy with items of their own."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

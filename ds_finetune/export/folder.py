@@ -1,5 +1,6 @@
-"""Write a Hugging Face folder tensor by tensor: hub names, shards, index, config, tokenizer; complete only once it has
-its name.
+"""Write a Hugging Face folder tensor by tensor: shards, index, config and tokenizer.
+
+The folder has its final name only once it is complete.
 """
 
 import json
@@ -19,9 +20,11 @@ from ds_finetune.export.model_config import TOKENIZER_CONFIG, served_config, ser
 from ds_finetune.export.shards import HubTensor, ShardWriter, as_output_errors, plan_shards, synchronise
 from ds_finetune.export.verify.record import ExportRecord, mark_unverified
 from ds_finetune.families.family import Family
+from ds_finetune.model.dtypes import dtype_name
 from ds_finetune.model.fp8 import QUANTIZATION_CONFIG, is_quantised
 from ds_finetune.model.hub_folder import HubFolder
 from ds_finetune.model.names import hub_pieces
+from ds_finetune.phase_line import PhaseLine
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -35,47 +38,45 @@ TOKENIZER_FILES = (
     "merges.txt",
 )
 _WEIGHTS = ".safetensors"
-_DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 Specs = Mapping[str, torch.Tensor]
-"""What will be written, by model name in order: shape and dtype as a tensor on the meta device."""
+"""Tensors on the meta device by the model's name, in order: shapes and dtypes of what will be written."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FolderParts:
-    """What lies beside the weights: `config` is the base's own config.json as read, so its schema stays; files are
-    copied byte for byte, but a tokenizer_config.json that names code, which is not exported.
-    """
+    """The content of a folder beside the model's own tensors."""
 
     family: Family
     config: dict[str, Any]
+    """The base's own config.json as read, so that its schema stays."""
     architecture: str
     dtype: torch.dtype
-    """Of every tensor but those that stay fp32 and, where `is_fp8`, the linear weights."""
+    """Of every tensor, except those that stay in fp32 and, where `is_fp8`, the linear weights."""
     files: tuple[Path, ...]
+    """Files that are copied; only a tokenizer_config.json that names code, which is not exported, is changed."""
     is_fp8: bool = False
     """Whether linear weights are in FP8 blocks."""
     fp8_base: HubFolder | None = None
-    """A folder in FP8 whose bytes blocks keep that hold its numbers still."""
+    """A folder in FP8: blocks whose numbers are still those of this folder keep its bytes."""
     base_tensors: Iterable["CopiedTensors"] = ()
-    """Tensors of the base that the model does not build, copied when the model's own are written."""
+    """Tensors of the base that the model does not build, which are copied after the model's own."""
     copies: Mapping[str, str] = field(default_factory=dict)
-    """Further tensors that repeat one of the model's, by name, with its name."""
+    """Further tensors that repeat one of the model's: their names, with the name of that one."""
     record: ExportRecord | None = None
-    """What the folder will be held against; None writes no record."""
+    """What the folder is verified against later; None writes no record."""
     texts: dict[str, str] = field(default_factory=dict)
-    """Further files by name, e.g. a generation config made from the tokenizer or a chat template given in the run file.
-    """
+    """Further files as text, by name, e.g. a chat template given in the run file."""
 
     def in_fp8(self, key: str, shape: tuple[int, ...]) -> bool:
-        """Whether the tensor `key` is written in FP8 blocks; the base tells where the family does not."""
+        """Whether the tensor `key` is written in FP8 blocks: by the family's rule, else as in the base."""
         if self.is_fp8 and self.family.fp8_linear is None:
             return self.fp8_base is not None and key in self.fp8_base.shapes and self.fp8_base.is_fp8(key)
         return self.is_fp8 and is_quantised(key, shape, self.family)
 
 
 class CopiedTensors(Protocol):
-    """Tensors that copy themselves into a folder that is being written."""
+    """Tensors that can be copied into a folder that is being written."""
 
     @property
     def tensors(self) -> Iterable[HubTensor]:
@@ -95,14 +96,12 @@ def write_folder(
     *,
     max_shard_bytes: int,
 ) -> None:
-    """Write `tensors` (whole, by model name, on the CPU) and `parts` to `out`, which appears under its name only when
-    complete.
+    """Write `tensors` (whole, on the CPU, by the model's name) and `parts` to `out`, which appears only when complete.
 
-    `specs` says in advance what `tensors` will yield. Every rank drains `tensors`; the ranks that get None write
-    nothing.
-    One tensor is held at a time, and no copy of it is made.
+    `specs` are the names, shapes and dtypes that `tensors` will yield. Every rank consumes `tensors`, which yields
+    None for the tensor on ranks that write nothing. One tensor is held at a time, and no copy of it is made.
     """
-    with ExitStack() as stack:
+    with ExitStack() as stack, PhaseLine("exporting tensors", len(specs)) as line:
         writer: ShardWriter | None = None
         for name, tensor in tensors:
             if tensor is not None:
@@ -110,8 +109,9 @@ def write_folder(
                     folder_writer(_pieces(specs, parts), out, parts, max_shard_bytes=max_shard_bytes)
                 )
                 _write_whole(writer, name, tensor, specs[name], parts)
-            # The next tensor is gathered before this name is bound to it.
+            # Released before the next tensor is gathered.
             del tensor
+            line.advance()
 
 
 def _write_whole(writer: ShardWriter, name: str, tensor: torch.Tensor, spec: torch.Tensor, parts: FolderParts) -> None:
@@ -141,11 +141,11 @@ def _pieces(specs: Specs, parts: FolderParts) -> Iterator[HubTensor]:
 def folder_writer(
     tensors: Iterable[HubTensor], out: Path, parts: FolderParts, *, max_shard_bytes: int
 ) -> Iterator[ShardWriter]:
-    """The writer of `tensors`, beside those that `parts` carries over; when the context closes without an error, `out`
-    is whole and has its name.
+    """A writer of `tensors` to `out`, which is complete when the context ends without an error.
 
-    Everything is written to `out`.partial and synchronised to the disk before it takes the place of an older `out`;
-    after an error, e.g. OutputError where the disk is full, nothing of it is left.
+    The tensors and files of `parts` are added at the end. Everything is written to `out`.partial and flushed to the
+    disk before it replaces an older `out`. After an error, e.g. OutputError where the disk is full, nothing of it
+    remains.
     """
     hub = [*tensors, *(tensor for copied in parts.base_tensors for tensor in copied.tensors)]
     partial = out.with_name(out.name + ".partial")
@@ -173,9 +173,9 @@ def folder_writer(
 
 
 def link_folder(source: Path, out: Path) -> bool:
-    """Make `out` the same folder as `source`, with weights as hard links and copies of the other files.
+    """Make `out` a folder like `source`, with hard links to its weights; False where links are not possible.
 
-    False where the system makes no links. Other files change by themselves, e.g. the mark of an unverified folder.
+    Other files are copied, because they may change later, e.g. the mark of an unverified folder.
     """
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -199,7 +199,7 @@ def link_folder(source: Path, out: Path) -> bool:
 
 def has_same_weights(folder: Path, other: Path) -> bool:
     """Whether the weights of two folders are the same files, as `link_folder` makes them."""
-    mine, others = ({file.name: file for file in place.glob(f"*{_WEIGHTS}")} for place in (folder, other))
+    mine, others = ({file.name: file for file in each.glob(f"*{_WEIGHTS}")} for each in (folder, other))
     if not mine or mine.keys() != others.keys():
         return False
     return all(file.samefile(others[name]) for name, file in mine.items())
@@ -208,7 +208,8 @@ def has_same_weights(folder: Path, other: Path) -> bool:
 def _write_beside(folder: Path, parts: FolderParts, keys: Collection[str]) -> None:
     config = served_config(parts.config, parts.family, keys)
     config.setdefault("architectures", [parts.architecture])
-    config["dtype" if "dtype" in config and "torch_dtype" not in config else "torch_dtype"] = _DTYPE_NAMES[parts.dtype]
+    key = "dtype" if "dtype" in config and "torch_dtype" not in config else "torch_dtype"
+    config[key] = dtype_name(parts.dtype)
     if parts.is_fp8:
         config["quantization_config"] = dict(QUANTIZATION_CONFIG)
     (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,6 +1,4 @@
-"""Signals that end a command while exported folders wait to be verified: none is lost, and what is unverified is
-named.
-"""
+"""Signals that end a command while exports are verified: none is lost, and unverified folders are named."""
 
 import signal
 from collections.abc import Sequence
@@ -12,11 +10,11 @@ from ds_finetune.errors import VerificationError
 
 
 class Interruption:
-    """While it is open each of `signals` raises KeyboardInterrupt, and the name of the first is kept in `name`.
+    """A context in which each of `signals` raises KeyboardInterrupt; `name` is the name of the first signal.
 
-    Python prints an exception that a handler raises within a destructor and continues. DeepSpeed 0.19.8 has one
-    (runtime/engine.py:1236) that runs for most of a second at the end of a run. A signal that was lost there is
-    raised where the context closes, or by `check`. Signals that are ignored, e.g. under nohup, stay ignored.
+    Python prints an exception that a handler raises within a destructor, and continues. DeepSpeed 0.19.8 has a
+    destructor (runtime/engine.py:1236) that runs for most of a second at the end of a run. A signal that is lost there
+    is raised where the context ends, or by `check`. Signals that are ignored, e.g. under nohup, stay ignored.
     """
 
     def __init__(self, *signals: signal.Signals) -> None:
@@ -25,8 +23,8 @@ class Interruption:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        wanted = [number for number in self._signals if signal.getsignal(number) != signal.SIG_IGN]
-        self._before = {number: signal.signal(number, self._take) for number in wanted}
+        handled = [number for number in self._signals if signal.getsignal(number) != signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._interrupt) for number in handled}
         return self
 
     def __exit__(
@@ -38,13 +36,13 @@ class Interruption:
             raise KeyboardInterrupt
 
     def check(self, unverified: Sequence[Path]) -> None:
-        """VerificationError names the folders that are `unverified`, where there are some and a signal has come."""
+        """Raise VerificationError, which names the `unverified` folders, where a signal has come and there are some."""
         if self.name and unverified:
             raise VerificationError(
                 f"{self.name} ended the verification; written but not verified: {', '.join(map(str, unverified))}",
                 hint="; ".join(f"ds-finetune export --check {folder}" for folder in unverified),
             )
 
-    def _take(self, number: int, frame: FrameType | None) -> None:
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
         self.name = self.name or signal.Signals(number).name
         raise KeyboardInterrupt

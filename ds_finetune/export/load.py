@@ -1,4 +1,4 @@
-"""An exported folder of either kind as a model that generates."""
+"""Load an exported folder, of safetensors or ONNX, as a model that generates."""
 
 from pathlib import Path
 
@@ -9,13 +9,13 @@ from ds_finetune.errors import ExportError
 from ds_finetune.export.onnx.folder import check_packages
 from ds_finetune.export.verify.record import is_onnx
 from ds_finetune.model.folder_check import check_folder
+from ds_finetune.quiet import show_loading_as_phase
 
-_WANTED = "name an exported folder, e.g. runs/r1/export"
+_HINT = "name an exported folder, e.g. runs/r1/export"
 
 
 def load_exported(folder: Path) -> PreTrainedModel:
-    """The causal LM of `folder`: plain transformers on a GPU where there is one; of an ONNX folder ONNX Runtime on the
-    CPU.
+    """The causal LM of `folder`: by plain transformers, on a GPU where there is one, or by ONNX Runtime on the CPU.
 
     ExportError where the folder holds no config.json or no weights, and where the ONNX packages are not installed.
     """
@@ -27,6 +27,7 @@ def load_exported(folder: Path) -> PreTrainedModel:
         from ds_finetune.export.onnx.runtime import OnnxCausalLM
 
         return OnnxCausalLM.from_pretrained(folder)
+    show_loading_as_phase()
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False).eval()
     return model.cuda() if torch.cuda.is_available() else model
 
@@ -34,6 +35,6 @@ def load_exported(folder: Path) -> PreTrainedModel:
 def check_loadable(folder: Path) -> None:
     """ExportError where `folder` holds no config.json or no weights that transformers or ONNX Runtime load."""
     if not (folder / "config.json").is_file():
-        raise ExportError(f"`{folder}` holds no config.json", hint=_WANTED)
+        raise ExportError(f"`{folder}` holds no config.json", hint=_HINT)
     if not is_onnx(folder) and not any(any(folder.glob(kind)) for kind in ("*.safetensors", "*.bin")):
-        raise ExportError(f"`{folder}` holds a config.json and no weights", hint=_WANTED)
+        raise ExportError(f"`{folder}` holds a config.json and no weights", hint=_HINT)

@@ -1,6 +1,4 @@
-"""The configuration files of an exported folder: the base's own keys, and those that other versions of readers look
-for.
-"""
+"""The configuration files of an exported folder: the base's own keys, and those that other programs read."""
 
 import json
 from collections.abc import Collection, Iterable, Mapping
@@ -12,18 +10,20 @@ from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 from ds_finetune.families.family import Family, layer_of
 
 PREDICTION_LAYERS = "num_nextn_predict_layers"
-"""Key that says how many multi-token prediction layers follow the last one (DeepSeek-V3's config.json)."""
+"""Key of the number of multi-token prediction layers after the last layer (DeepSeek-V3's config.json)."""
 CODE = "auto_map"
-"""Key that names classes in Python files beside it, which are not exported."""
+"""Key that names classes in Python files of the same folder, which are not exported."""
 TOKENIZER_CONFIG = "tokenizer_config.json"
+_UNSCALED_KEYS = ("rope_theta", "partial_rotary_factor")
+"""Keys of `rope_parameters` that the older schema has beside `rope_scaling`."""
 
 
 def served_config(config: Mapping[str, Any], family: Family, keys: Collection[str]) -> dict[str, Any]:
-    """`config` as read from a config.json, for a folder that holds the tensors `keys` in an unquantised dtype.
+    """The config.json of a folder that holds the tensors `keys` in an unquantised dtype; `config` is the base's.
 
-    Without `auto_map`: transformers has the class, from which the tensors were checked, and readers would look for
-    the code. Keys of `family` are added where there are none; rotary settings are there in both schemas; prediction
-    layers are as many as the tensors hold, where the config or they name some.
+    It has no `auto_map`, because transformers has the class, and programs would look for the code. Keys that `family`
+    needs are added where they are absent. Rotary settings are written in both schemas. The number of prediction
+    layers is that of the tensors, where there are any or `config` has the key.
     """
     served = dict(config)
     served.pop("quantization_config", None)
@@ -32,35 +32,36 @@ def served_config(config: Mapping[str, Any], family: Family, keys: Collection[st
         served.setdefault(key, value)
     if not family.is_generic:
         _add_rope_schemas(served)
-    found = prediction_layers(config, keys)
-    if found or PREDICTION_LAYERS in served:
-        served[PREDICTION_LAYERS] = found
+    count = prediction_layers(config, keys)
+    if count or PREDICTION_LAYERS in served:
+        served[PREDICTION_LAYERS] = count
     return served
 
 
 def served_tokenizer(file: Path) -> str | None:
-    """A tokenizer_config.json without its `auto_map`, where transformers has the class; None where it stays as it
-    is.
+    """The text of a tokenizer_config.json without its `auto_map`; None where it needs no change.
+
+    It needs none where it names no code, or where transformers has no class in place of the code.
     """
-    config = _with_code(file)
+    config = _config_with_code(file)
     if not config or tokenizer_class_from_name(str(config.get("tokenizer_class"))) is None:
         return None
     return json.dumps({key: value for key, value in config.items() if key != CODE}, indent=2, ensure_ascii=False) + "\n"
 
 
 def code_lines(config: Mapping[str, Any], files: Iterable[Path]) -> list[str]:
-    """Notes on the code that `config` and the tokenizer_config.json among `files` name, and that is not exported."""
+    """Notes on code that `config`, or a tokenizer_config.json among `files`, names and that is not exported."""
     dropped = f"without {CODE}, since transformers has the class and the code is not exported"
     kept = f"{CODE} names code that is not exported, and transformers has no such class; copy it from"
     lines = [f"config.json: {dropped}"] if CODE in config else []
-    for file in (file for file in files if file.name == TOKENIZER_CONFIG and _with_code(file)):
+    for file in (file for file in files if file.name == TOKENIZER_CONFIG and _config_with_code(file)):
         has_class = served_tokenizer(file) is not None
         lines.append(f"{TOKENIZER_CONFIG}: {dropped}" if has_class else f"{TOKENIZER_CONFIG}: {kept} {file.parent}")
     return lines
 
 
-def forget_code(folder: Path) -> None:
-    """Rewrite the configuration files of `folder` without code that is not in it, where they name some."""
+def remove_code(folder: Path) -> None:
+    """Rewrite the configuration files of `folder` that name code, without the names of the code."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if config.pop(CODE, None) is not None:
         (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -69,34 +70,31 @@ def forget_code(folder: Path) -> None:
         tokenizer.write_text(text, encoding="utf-8")
 
 
-def _with_code(file: Path) -> dict[str, Any]:
-    """The content of a tokenizer_config.json that names code; empty where it names none."""
+def _config_with_code(file: Path) -> dict[str, Any]:
+    """The content of a tokenizer_config.json that names code; empty where it does not."""
     config = json.loads(file.read_text(encoding="utf-8"))
     return config if isinstance(config, dict) and CODE in config else {}
 
 
 def prediction_layers(config: Mapping[str, Any], keys: Collection[str]) -> int:
-    """How many layers past the last one of the model the tensors `keys` are of."""
+    """Number of layers beyond `num_hidden_layers` that the tensors `keys` belong to."""
     layers = config.get("num_hidden_layers")
     return 0 if layers is None else len({layer for layer in map(layer_of, keys) if layer >= layers})
 
 
 def _add_rope_schemas(config: dict[str, Any]) -> None:
-    """Add `rope_parameters`, which transformers 5 reads, where there is `rope_theta` or `rope_scaling`, which others
-    read, and the other way round.
+    """Add `rope_parameters` where there is only `rope_theta` or `rope_scaling`, and the other way round.
 
-    transformers 5.23 takes `rope_scaling` first, then `rope_parameters` (modeling_rope_utils.py:775), and writes
-    the second alone; vLLM, SGLang and DeepSeek's own code of 2024 know the first, the last by the key `type`.
+    transformers 5.23 reads `rope_scaling` first, then `rope_parameters` (modeling_rope_utils.py:775), and writes only
+    the second. vLLM, SGLang and DeepSeek's own code of 2024 read the first; DeepSeek's code expects the key `type`.
     """
-    given = config.get("rope_parameters")
-    if isinstance(given, dict) and not any(isinstance(value, dict) for value in given.values()):
-        scaling = {key: value for key, value in given.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    parameters = config.get("rope_parameters")
+    if isinstance(parameters, dict) and not any(isinstance(value, dict) for value in parameters.values()):
+        scaling = {key: value for key, value in parameters.items() if key not in _UNSCALED_KEYS}
         kind = scaling.get("rope_type", scaling.get("type", "default"))
-        config.update(
-            {key: given[key] for key in ("rope_theta", "partial_rotary_factor") if key in given and key not in config}
-        )
+        config.update({key: parameters[key] for key in _UNSCALED_KEYS if key in parameters and key not in config})
         config.setdefault("rope_scaling", None if kind == "default" else {**scaling, "type": kind, "rope_type": kind})
-    elif given is None and (config.get("rope_theta") is not None or config.get("rope_scaling")):
+    elif parameters is None and (config.get("rope_theta") is not None or config.get("rope_scaling")):
         scaling = config.get("rope_scaling") or {}
         theta = {"rope_theta": config["rope_theta"]} if config.get("rope_theta") is not None else {}
         config["rope_parameters"] = {

@@ -1,4 +1,4 @@
-"""`ds-finetune export`: a checkpoint folder to a Hugging Face folder, from what is found to what was written."""
+"""`ds-finetune export`: convert a checkpoint, an adapter or a model to a Hugging Face folder, without a run."""
 
 import json
 import shutil
@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import AutoConfig
 
-from ds_finetune.engine.start import DTYPES
 from ds_finetune.errors import ExportError, OutputError
 from ds_finetune.export.base_folder import BaseFolder, config_changes
-from ds_finetune.export.convert import Conversion, convert_source, workers
+from ds_finetune.export.convert import Conversion, convert_source, num_workers
 from ds_finetune.export.folder import TOKENIZER_FILES, FolderParts
 from ds_finetune.export.readers.sources import OpenedSource, open_source
 from ds_finetune.export.source import ModelSpec, fit_source, read_model_spec
 from ds_finetune.export.verify.record import ExportRecord, fixed_prompts
 from ds_finetune.families.table import family_of
+from ds_finetune.model.dtypes import PRECISION_DTYPES, dtype_name
 from ds_finetune.model.folder_check import check_folder
 from ds_finetune.model.fp8 import FP8 as FP8_DTYPE
 from ds_finetune.model.fp8 import QUANTIZATION_CONFIG
@@ -30,30 +30,27 @@ if TYPE_CHECKING:
     from ds_finetune.export.verify.verify import VerificationResult
 
 COPIED_FILES = ("generation_config.json", *TOKENIZER_FILES)
-"""Files that go with the weights byte for byte, where they are there."""
-
-
+"""Files that are copied beside the weights, where they exist."""
 FP8 = "fp8"
-"""The dtype, beside the keys of `DTYPES`, of linear weights in blocks as DeepSeek-V3 publishes them; the others are
-bf16.
-"""
-EXPORT_DTYPES = (*DTYPES, FP8)
+"""Linear weights in FP8 blocks as DeepSeek-V3 publishes them, the others in bf16."""
+EXPORT_DTYPES = (*PRECISION_DTYPES, FP8)
 
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What was written, and lines on what a reader would not expect."""
+    """What was written."""
 
     folder: Path
     num_tensors: int
     num_bytes: int
     seconds: float
     notes: tuple[str, ...] = ()
+    """Lines on what a user may not expect, e.g. tensors taken from the base."""
     verdict: "VerificationResult | None" = None
-    """What came of its verification; None where it was not verified."""
+    """The result of its verification; None where it was not verified."""
 
     def lines(self) -> list[str]:
-        """For a person: what was written."""
+        """Lines for the terminal."""
         size = f"{self.num_tensors} tensors, {self.num_bytes / GIB:.2f} GiB"
         return [f"wrote {self.folder}: {size} in {self.seconds:.1f} s", *self.notes]
 
@@ -61,24 +58,24 @@ class ExportResult:
 def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int, base: Path | None) -> ExportResult:
     """Convert the checkpoint or model in `path` to the Hugging Face folder `out` in `dtype`, one of `EXPORT_DTYPES`.
 
-    config.json and tokenizer come from `base` first, else from beside the checkpoint; a model, and a checkpoint
-    whose vocabulary was resized, bring their own. Tensors of the base that the model does not build are carried
-    over. ExportError or ModelError where the source cannot be read or does not fit the config's model class,
-    OutputError where `out` is not empty or does not fit the disk.
+    config.json and tokenizer are taken from `base`, else from beside the checkpoint; a model, and a checkpoint whose
+    vocabulary was resized, have their own. Tensors of the base that the model does not build are carried over.
+    ExportError or ModelError where the source cannot be read or does not fit the config's model class; OutputError
+    where `out` is not empty or larger than the free space of the disk.
     """
     began = time.monotonic()
     check_out(out)
-    given = _checked(base)
+    named = _base_folders(base)
     opened = open_source(path, base)
-    folders = (*opened.folders, *given) if opened.is_model or opened.is_resized else (*given, *opened.folders)
+    folders = (*opened.folders, *named) if opened.is_model or opened.is_resized else (*named, *opened.folders)
     spec = read_model_spec(_config_file(folders).parent)
     source = fit_source(opened.source, spec, label=str(path))
     parts, notes = _with_base(_parts(folders, spec, opened, dtype), spec, opened, base, without=source.shapes)
     source = source.with_copies(parts.copies)
     tensors = [tensor for copied in (Conversion(source, parts, 1), *parts.base_tensors) for tensor in copied.tensors]
-    own = [name for name in source.shapes if spec.may_skip(name) and name not in parts.copies]
+    unbuilt = [name for name in source.shapes if spec.may_skip(name) and name not in parts.copies]
     notes = [
-        *_passed_through(opened.hub.folder if opened.hub else path, own),
+        *_unbuilt_notes(opened.hub.folder if opened.hub else path, unbuilt),
         *notes,
         *config_changes(parts, (tensor.key for tensor in tensors)),
     ]
@@ -94,7 +91,7 @@ def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int
         )
     size = sum(tensor.num_bytes for tensor in tensors)
     check_disk(out, size)
-    blocks = convert_source(source, out, parts, max_shard_bytes=max_shard_bytes, workers=workers())
+    blocks = convert_source(source, out, parts, max_shard_bytes=max_shard_bytes, workers=num_workers())
     if parts.fp8_base:
         notes.append(
             f"{blocks.kept:,} of {blocks.written:,} FP8 blocks hold the numbers of {parts.fp8_base.folder} and keep "
@@ -104,16 +101,16 @@ def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int
 
 
 def _with_base(
-    parts: FolderParts, spec: ModelSpec, opened: OpenedSource, given: Path | None, *, without: Collection[str]
+    parts: FolderParts, spec: ModelSpec, opened: OpenedSource, named: Path | None, *, without: Collection[str]
 ) -> tuple[FolderParts, list[str]]:
-    """`parts` with the tensors that only the base has and its FP8 bytes, and what to say of it."""
-    folder = given or opened.base
+    """`parts` with the tensors that only the base has, except those in `without`, and its FP8 bytes; and notes."""
+    folder = named or opened.base
     if parts.is_fp8 and opened.hub and opened.hub.has_fp8:
         parts = replace(parts, fp8_base=opened.hub)
     if opened.hub and folder in (None, opened.hub.folder):
-        # Adapters of embedding or head change what the prediction layer's tensors repeat.
+        # Adapters of embedding or head change the tensors that a prediction layer repeats.
         base = None if opened.is_model else BaseFolder.from_hub(opened.hub, spec)
-        return base.with_copies(parts, base.left) if base else (parts, [])
+        return base.with_copies(parts, base.unbuilt) if base else (parts, [])
     if folder is not None and has_weights(folder):
         return BaseFolder.read(folder, read_model_spec(folder) if opened.is_resized else spec).with_base_tensors(
             parts, without=without
@@ -122,20 +119,20 @@ def _with_base(
     return parts, [] if opened.is_model else [f"nothing was carried over from a base: {why}"]
 
 
-def _passed_through(path: Path, names: list[str]) -> list[str]:
-    return [f"{len(names)} tensors of {path} that the model does not build go along, e.g. {names[0]}"] if names else []
+def _unbuilt_notes(path: Path, names: list[str]) -> list[str]:
+    return [f"{len(names)} tensors of {path} that the model does not build are kept, e.g. {names[0]}"] if names else []
 
 
 def check_out(out: Path) -> None:
-    """OutputError where `out` is a file or a folder that holds something."""
+    """OutputError where `out` is a file, or a folder that is not empty."""
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
-        held = ", ".join(sorted(entry.name for entry in out.iterdir())[:5]) if out.is_dir() else "it is a file"
-        raise OutputError(f"`{out}` is not empty: {held}", hint="name a new folder, or move that one away")
+        content = ", ".join(sorted(entry.name for entry in out.iterdir())[:5]) if out.is_dir() else "it is a file"
+        raise OutputError(f"`{out}` is not empty: {content}", hint="name a new folder, or move that one away")
 
 
 def check_disk(out: Path, size: int) -> None:
     """OutputError where the disk of `out` has less than `size` bytes free."""
-    existing = next(place for place in out.absolute().parents if place.exists())
+    existing = next(folder for folder in out.absolute().parents if folder.exists())
     free = shutil.disk_usage(existing).free
     if size > free:
         raise OutputError(
@@ -144,8 +141,8 @@ def check_disk(out: Path, size: int) -> None:
         )
 
 
-def _checked(base: Path | None) -> tuple[Path, ...]:
-    """A folder that was named is the one that is used."""
+def _base_folders(base: Path | None) -> tuple[Path, ...]:
+    """The folder named by --base, if any; ExportError where it has no config.json."""
     if base is not None and not (base / "config.json").is_file():
         raise ExportError(f"--base `{base}` has no config.json", hint="name the folder of the model that was trained")
     if base is not None:
@@ -154,13 +151,13 @@ def _checked(base: Path | None) -> tuple[Path, ...]:
 
 
 def _config_file(folders: tuple[Path, ...]) -> Path:
-    found = _first(folders, "config.json")
-    if found is None:
-        looked = ", ".join(map(str, folders))
+    file = _first(folders, "config.json")
+    if file is None:
+        searched = ", ".join(map(str, folders))
         raise ExportError(
-            f"no config.json in {looked}", hint="name the folder of the model it was trained from by --base"
+            f"no config.json in {searched}", hint="name the folder of the model it was trained from by --base"
         )
-    return found
+    return file
 
 
 def _first(folders: tuple[Path, ...], name: str) -> Path | None:
@@ -168,7 +165,7 @@ def _first(folders: tuple[Path, ...], name: str) -> Path | None:
 
 
 def _parts(folders: tuple[Path, ...], spec: ModelSpec, opened: OpenedSource, dtype: str) -> FolderParts:
-    file, beside = _config_file(folders), (_first(folders, name) for name in COPIED_FILES)
+    file, copied = _config_file(folders), (_first(folders, name) for name in COPIED_FILES)
     config = json.loads(file.read_text(encoding="utf-8"))
     if dtype == FP8 and config.get("quantization_config") not in (None, QUANTIZATION_CONFIG):
         raise ExportError(
@@ -176,27 +173,28 @@ def _parts(folders: tuple[Path, ...], spec: ModelSpec, opened: OpenedSource, dty
             f"{dict(QUANTIZATION_CONFIG)}",
             hint="export with --dtype bf16",
         )
-    plain = torch.bfloat16 if dtype == FP8 else DTYPES[dtype]
+    plain = torch.bfloat16 if dtype == FP8 else PRECISION_DTYPES[dtype]
     return FolderParts(
         family=family_of(spec.model_type),
         config=config,
         architecture=spec.architecture,
         dtype=plain,
         is_fp8=dtype == FP8,
-        files=tuple(file for file in beside if file is not None),
+        files=tuple(file for file in copied if file is not None),
         record=opened.record or _record_without_logits(file.parent, opened, plain),
         texts=dict(opened.texts),
     )
 
 
 def _record_without_logits(folder: Path, opened: OpenedSource, dtype: torch.dtype) -> ExportRecord:
-    """No live model gave logits: the folder is held against the sums of its tensors, and must load and give finite
-    logits.
+    """A record for weights of which no run recorded logits.
+
+    The folder is verified against the digests of its tensors; it must load and give finite logits.
     """
     vocab_size = int(AutoConfig.from_pretrained(folder, trust_remote_code=False).vocab_size)
     return ExportRecord(
         str((opened.base or folder).absolute()),
-        str(dtype).removeprefix("torch."),
+        dtype_name(dtype),
         vocab_size,
         fixed_prompts(vocab_size, None),
     )

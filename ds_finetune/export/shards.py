@@ -1,5 +1,6 @@
-"""Safetensors files written in any order: every header and offset follows from names and shapes, so memory is what one
-write holds.
+"""Safetensors files written in any order, from several threads, with no more in memory than one write holds.
+
+Every header and every offset follows from names, shapes and dtypes, which are known before the first write.
 """
 
 import json
@@ -22,7 +23,7 @@ from ds_finetune.units import MIB
 
 _SHOWN = 5
 _RELEASE_BYTES = 64 * MIB
-"""How much is written to a file before its pages are given back to the system."""
+"""Bytes written to a file before its pages are removed from the page cache."""
 
 
 def num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -32,7 +33,7 @@ def num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True)
 class HubTensor:
-    """A tensor of the files to be written: its published name, shape and dtype."""
+    """A tensor to be written: its published name, shape and dtype."""
 
     key: str
     shape: tuple[int, ...]
@@ -51,7 +52,7 @@ class HubTensor:
 
 @dataclass(frozen=True)
 class Shard:
-    """One file: its name and its tensors."""
+    """A file to be written: its name and its tensors."""
 
     name: str
     tensors: tuple[HubTensor, ...]
@@ -63,38 +64,39 @@ class Shard:
 
 
 def plan_shards(tensors: Iterable[HubTensor], max_shard_bytes: int) -> tuple[Shard, ...]:
-    """Tensors to files in the order given; a file is closed when the next tensor would make it larger than
-    `max_shard_bytes`.
+    """Distribute tensors to files, in order.
+
+    A new file begins where the next tensor would make the current one hold more than `max_shard_bytes`.
     """
-    filled: list[list[HubTensor]] = []
-    room = 0
+    files: list[list[HubTensor]] = []
+    free_bytes = 0
     for tensor in tensors:
-        if not filled or tensor.num_bytes > room:
-            filled.append([])
-            room = max_shard_bytes
-        filled[-1].append(tensor)
-        room -= tensor.num_bytes
-    count = len(filled)
+        if not files or tensor.num_bytes > free_bytes:
+            files.append([])
+            free_bytes = max_shard_bytes
+        files[-1].append(tensor)
+        free_bytes -= tensor.num_bytes
+    count = len(files)
     names = (
         ["model.safetensors"]
         if count == 1
         else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
     )
-    return tuple(Shard(name, tuple(tensors)) for name, tensors in zip(names, filled, strict=True))
+    return tuple(Shard(name, tuple(tensors)) for name, tensors in zip(names, files, strict=True))
 
 
 @dataclass
 class _TensorProgress:
-    """Where a tensor's data lies in which file, and which ranges of its elements have been written with which sums."""
+    """A tensor's place in its file, and the ranges of its elements that have been written."""
 
     tensor: HubTensor
     file: "_ShardFile"
     begin_byte: int
     written: list[tuple[int, int, int]] = field(default_factory=list)
-    """First and last element, and xxh3 of the bytes between."""
+    """First element, last element + 1, and xxh3 of the bytes between."""
 
     def is_complete(self) -> bool:
-        """Whether the written ranges cover every element once."""
+        """Whether every element has been written exactly once."""
         end = 0
         for start, stop, _ in sorted(self.written):
             if start != end:
@@ -102,16 +104,16 @@ class _TensorProgress:
             end = stop
         return end == self.tensor.numel
 
-    def progress(self) -> str:
-        """How many elements have been written."""
+    def text(self) -> str:
+        """How many elements have been written, for a message."""
         return f"{sum(stop - start for start, stop, _ in self.written)} of {self.tensor.numel} elements"
 
 
 class ShardWriter:
     """The safetensors files of `shards` in `folder`; `write` may be called from several threads and in any order.
 
-    A file is created with its header at the first write into it, and synchronised to the disk and closed when it is
-    full, so a long list of files needs few open ones.
+    A file is created with its header at its first write, and flushed to the disk and closed when it is full, so that
+    few of many files are open at a time.
     """
 
     def __init__(self, folder: Path, shards: Sequence[Shard]) -> None:
@@ -130,39 +132,37 @@ class ShardWriter:
                 self._progress[tensor.key] = _TensorProgress(tensor, file, begin)
 
     def write(self, key: str, start: int, flat: torch.Tensor) -> None:
-        """Write `flat` (1-D, contiguous, on the CPU, of the planned dtype) as the elements from `start` of the
-        row-major tensor `key`.
-        """
-        place = self._progress[key]
-        with as_output_errors(self._folder):
-            self._write(place, key, start, flat)
+        """Write `flat` as the elements from `start` of the row-major tensor `key`.
 
-    def _write(self, place: _TensorProgress, key: str, start: int, flat: torch.Tensor) -> None:
-        tensor = place.tensor
+        `flat` is 1-D, contiguous, on the CPU and of the planned dtype. OutputError where the disk takes no more.
+        """
+        with as_output_errors(self._folder):
+            self._write(self._progress[key], key, start, flat)
+
+    def _write(self, progress: _TensorProgress, key: str, start: int, flat: torch.Tensor) -> None:
+        tensor = progress.tensor
         assert flat.dim() == 1, (key, flat.shape)
         assert flat.dtype == tensor.dtype, (key, flat.dtype, tensor.dtype)
         assert start + flat.numel() <= tensor.numel, (key, start, flat.numel(), tensor.shape)
         with self._lock:
-            place.file.open()
+            progress.file.open()
         data = flat.view(torch.uint8).numpy().data
-        place.file.write(data, place.begin_byte + start * tensor.dtype.itemsize)
-        summed = xxhash.xxh3_64_intdigest(data)
+        progress.file.write(data, progress.begin_byte + start * tensor.dtype.itemsize)
+        digest = xxhash.xxh3_64_intdigest(data)
         with self._lock:
-            place.written.append((start, start + flat.numel(), summed))
-            is_full = place.file.count(flat.numel() * tensor.dtype.itemsize)
+            progress.written.append((start, start + flat.numel(), digest))
+            is_full = progress.file.count(flat.numel() * tensor.dtype.itemsize)
         if is_full:
-            place.file.synchronise()
-            place.file.close()
+            progress.file.synchronise()
+            progress.file.close()
 
     def finish(self) -> None:
-        """Check that every tensor was written completely and once, and write the index where there are several
-        files.
-        """
-        torn = [key for key, place in self._progress.items() if not place.is_complete()]
-        if torn:
-            shown = ", ".join(f"`{key}` ({self._progress[key].progress()})" for key in torn[:_SHOWN])
+        """Write the index where there are several files; ExportError where a tensor was not written completely once."""
+        incomplete = [key for key, progress in self._progress.items() if not progress.is_complete()]
+        if incomplete:
+            shown = ", ".join(f"`{key}` ({self._progress[key].text()})" for key in incomplete[:_SHOWN])
             raise ExportError(
-                f"{len(torn)} of {len(self._progress)} tensors were not written once and whole: {shown}",
+                f"{len(incomplete)} of {len(self._progress)} tensors were not written completely and once: {shown}",
                 hint="please report this",
             )
         if len(self._shards) > 1:
@@ -175,14 +175,14 @@ class ShardWriter:
                 (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def digests(self) -> dict[str, Digest]:
-        """Sum of what was given to `write`, by tensor."""
+        """Digests of what was given to `write`, by tensor."""
         return {
-            key: Digest.of((stop - start, summed) for start, stop, summed in sorted(place.written))
-            for key, place in self._progress.items()
+            key: Digest.of((stop - start, digest) for start, stop, digest in sorted(progress.written))
+            for key, progress in self._progress.items()
         }
 
     def close(self) -> None:
-        """Close what is still open after an error."""
+        """Close the files that an error left open."""
         for file in self._files:
             file.close()
 
@@ -211,8 +211,9 @@ class _ShardFile:
     def write(self, data: memoryview, offset: int) -> None:
         """Write all of `data` at byte `offset`; the system may take it in several parts.
 
-        Pages already on the disk are given back, and others begun to be written: nobody reads them soon, and a
-        model that fills the page cache slows every other program of the machine (docs/explanation/results.md).
+        From time to time, pages that are on the disk are removed from the page cache, and the others are queued for
+        writing: a model that fills the page cache slows every other program of the machine
+        (docs/explanation/results.md).
         """
         assert self._descriptor is not None
         self._unreleased += len(data)
@@ -224,12 +225,12 @@ class _ShardFile:
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def count(self, num_bytes: int) -> bool:
-        """Note that `num_bytes` of data have arrived; true when they were the last."""
+        """Count `num_bytes` of written data; true when they were the last."""
         self._missing -= num_bytes
         return self._missing == 0
 
     def synchronise(self) -> None:
-        """Wait until the disk has what was written."""
+        """Wait until the disk has what was written (fsync)."""
         assert self._descriptor is not None
         os.fsync(self._descriptor)
 
@@ -242,7 +243,7 @@ class _ShardFile:
 
 @contextmanager
 def as_output_errors(folder: Path) -> Iterator[None]:
-    """OutputError where the system takes no more of what is written to `folder`, e.g. because the disk is full."""
+    """Raise OutputError in place of OSError, e.g. where the disk of `folder` is full."""
     try:
         yield
     except OSError as refused:
@@ -252,7 +253,7 @@ def as_output_errors(folder: Path) -> Iterator[None]:
 
 
 def synchronise(path: Path) -> None:
-    """Make a file's content, or a folder's names, last through a power failure."""
+    """Flush a file's content, or a folder's names, to the disk, so that they survive a power failure (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -20,7 +20,7 @@ _COMPARED_NUMEL = 2**20
 
 
 class TensorSource(Protocol):
-    """Tensors of a model that can be read in parts, wherever they lie."""
+    """Tensors of a model that can be read in parts, wherever they are stored."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -29,30 +29,30 @@ class TensorSource(Protocol):
 
     @property
     def fp32_names(self) -> Collection[str]:
-        """Names of tensors that are written in fp32 whatever dtype is asked for, e.g. a router's bias."""
+        """Names of tensors that are written in fp32 whatever the dtype of the export, e.g. a router's bias."""
         ...
 
     def read(self, name: str, start: int, numel: int) -> torch.Tensor:
-        """Elements `start` to `start + numel` of the row-major flattened tensor: 1-D, on the CPU, of any floating
-        dtype.
+        """Elements `start` to `start + numel` of the flattened tensor: 1-D, on the CPU, of any floating dtype.
 
-        Called from several threads at once. The caller is done with the result before the same thread reads again,
-        so one buffer for each thread is enough.
+        Called from several threads. The result is valid until the same thread reads again, so that a source may use
+        one buffer for each thread.
         """
         ...
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What a model class holds: its name, shapes of parameters (once) and persistent buffers in order, and names that
-    share another's tensor.
-    """
+    """The tensors of a model class."""
 
     architecture: str
+    """Name of the class."""
     model_type: str
     layers: int
     shapes: Mapping[str, tuple[int, ...]]
+    """Shapes of parameters, tied ones once, and of persistent buffers, in order."""
     tied: Mapping[str, str]
+    """Names of tied parameters, with the name of the parameter whose tensor they share."""
 
     def published_shapes(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of its tensors in a published checkpoint."""
@@ -62,15 +62,14 @@ class ModelSpec:
         }
 
     def may_skip(self, key: str) -> bool:
-        """Whether a checkpoint tensor may be there that the model does not build, e.g. of a multi-token prediction
-        layer.
-        """
+        """Whether the model may leave the checkpoint tensor `key` out, e.g. of a multi-token prediction layer."""
         return family_of(self.model_type).may_skip(key, layers=self.layers)
 
 
 def read_model_spec(folder: Path) -> ModelSpec:
-    """The causal LM of `folder`/config.json, built on the meta device; ExportError where transformers has none. No code
-    of the folder is run.
+    """The causal LM of `folder`/config.json, built on the meta device without running code of the folder.
+
+    ExportError where transformers has no such class.
     """
     check_folder(folder)
     try:
@@ -97,11 +96,12 @@ def read_model_spec(folder: Path) -> ModelSpec:
 
 @dataclass(frozen=True)
 class SelectedTensors:
-    """Some tensors of a source, in an order of their own; `copies` are read from the tensor that each repeats."""
+    """Some tensors of a source, in an order of their own."""
 
     source: TensorSource
     shapes: Mapping[str, tuple[int, ...]]
     copies: Mapping[str, str] = field(default_factory=dict)
+    """Tensors that repeat another tensor: their names, with the name of the one they are read from."""
 
     @property
     def fp32_names(self) -> Collection[str]:
@@ -109,13 +109,11 @@ class SelectedTensors:
         return self.source.fp32_names
 
     def read(self, name: str, start: int, numel: int) -> torch.Tensor:
-        """Elements [start, start + numel) of the flattened tensor, as the source gives them."""
+        """Elements `start` to `start + numel` of the flattened tensor, as the source gives them."""
         return self.source.read(self.copies.get(name, name), start, numel)
 
     def with_copies(self, copies: Mapping[str, str]) -> "SelectedTensors":
-        """The same with further tensors, or others of these names: each repeats one of the source, whose name it is
-        given with.
-        """
+        """The same with `copies` added, or in place of tensors of these names."""
         return replace(
             self,
             shapes={**self.shapes, **{key: self.shapes[original] for key, original in copies.items()}},
@@ -124,34 +122,40 @@ class SelectedTensors:
 
 
 def fit_source(source: TensorSource, spec: ModelSpec, *, label: str) -> SelectedTensors:
-    """`source` with the tensors of `spec` in its order, then those that the model does not build and may be there.
+    """The tensors of `spec` in its order, read from `source`, and after them those that the model may leave out.
 
-    ExportError lists what is missing, unexpected or of another shape. Names may also be those of published
-    checkpoints (transformers 4 names one expert at a time). A tied tensor may be absent; where it is there, it must
-    equal the tensor it is tied to, and is left out.
+    Names may also be those of published checkpoints (transformers 4 names one expert at a time). A tied tensor may be
+    absent; where it is present, it must equal the tensor that it is tied to, and is not selected. ExportError lists
+    tensors that are missing, unexpected or of another shape.
     """
-    left = {name: shape for name, shape in source.shapes.items() if name not in spec.tied and spec.may_skip(name)}
-    found = {name: shape for name, shape in source.shapes.items() if name not in spec.tied and name not in left}
+    unbuilt = {name: shape for name, shape in source.shapes.items() if name not in spec.tied and spec.may_skip(name)}
+    present = {name: shape for name, shape in source.shapes.items() if name not in spec.tied and name not in unbuilt}
     published = spec.published_shapes()
-    wanted = published if len(published.keys() ^ found.keys()) < len(spec.shapes.keys() ^ found.keys()) else spec.shapes
-    wrong = differences(wanted, found)
+    expected = (
+        published if len(published.keys() ^ present.keys()) < len(spec.shapes.keys() ^ present.keys()) else spec.shapes
+    )
+    wrong = differences(expected, present)
     if wrong:
-        raise ExportError(f"{label} does not fit {spec.architecture}: {wrong}", hint=_hint(wanted, found))
+        raise ExportError(f"{label} does not fit {spec.architecture}: {wrong}", hint=_hint(expected, present))
     for name, owner in spec.tied.items():
         if name in source.shapes and not _is_equal(source, name, owner):
             raise ExportError(
                 f"{label}: `{name}` differs from `{owner}`, to which the config ties it",
                 hint="untie them: tie_word_embeddings false in config.json",
             )
-    return SelectedTensors(source, {**wanted, **left})
+    return SelectedTensors(source, {**expected, **unbuilt})
 
 
-def _hint(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> str:
-    embedding = next((name for name in wanted if name.endswith("embed_tokens.weight")), "")
-    if embedding and wanted[embedding][1:] == found.get(embedding, ())[1:] and wanted[embedding] != found[embedding]:
+def _hint(expected: Mapping[str, tuple[int, ...]], present: Mapping[str, tuple[int, ...]]) -> str:
+    embedding = next((name for name in expected if name.endswith("embed_tokens.weight")), "")
+    if (
+        embedding
+        and expected[embedding][1:] == present.get(embedding, ())[1:]
+        and expected[embedding] != present[embedding]
+    ):
         return (
-            f"its vocabulary has {found[embedding][0]} rows: the config.json that is used must say `vocab_size` "
-            f"{found[embedding][0]}"
+            f"its vocabulary has {present[embedding][0]} rows: the config.json that is used must say `vocab_size` "
+            f"{present[embedding][0]}"
         )
     return "name the folder of the model it was trained from by --base"
 

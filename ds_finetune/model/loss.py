@@ -9,10 +9,10 @@ from transformers import PreTrainedModel
 from ds_finetune.errors import ModelError
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.model.attention import BY_DOCUMENT, BY_LENGTHS, FLASH, Documents, flash_arguments
-from ds_finetune.model.cross_entropy import Kernel, Wants, chunked_cross_entropy
-from ds_finetune.model.parallel.pipeline import StageGroup
-from ds_finetune.model.parallel.sequence import SequenceGroup
-from ds_finetune.model.parallel.tensor import TensorGroup, copy_in
+from ds_finetune.model.cross_entropy import Kernel, NeededGradients, chunked_cross_entropy
+from ds_finetune.model.parallel.pipeline import PipelineGroup
+from ds_finetune.model.parallel.sequence import SequenceParallelGroup
+from ds_finetune.model.parallel.tensor import TensorParallelGroup, copy_to_tensor_parallel_region
 
 
 class TokenLoss(NamedTuple):
@@ -28,8 +28,8 @@ class _CrossEntropy(torch.autograd.Function):
     """Summed cross entropy of `hidden @ weight.T + bias` against `targets`.
 
     The gradients are computed chunk by chunk in forward, while a chunk's logits exist, and only scaled in backward:
-    three matrix products instead of the four that recomputation would need, for the price of one gradient of the head's
-    size, which backward would need a moment later anyway.
+    three matrix products instead of the four that recomputation would need. The cost is the memory of one gradient of
+    the head, which backward needs soon after anyway.
     """
 
     @staticmethod
@@ -40,13 +40,13 @@ class _CrossEntropy(torch.autograd.Function):
         bias: torch.Tensor | None,
         targets: torch.Tensor,
         kernel: Kernel,
-        wants: Wants,
+        needed: NeededGradients,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        found = kernel(hidden, weight, bias, targets, wants)
-        ctx.save_for_backward(found.d_hidden, found.d_weight, found.d_bias)
+        result = kernel(hidden, weight, bias, targets, needed)
+        ctx.save_for_backward(result.d_hidden, result.d_weight, result.d_bias)
         ctx.dtypes = (weight.dtype, bias.dtype if bias is not None else None)
-        ctx.mark_non_differentiable(found.num_correct)
-        return found.loss_sum, found.num_correct
+        ctx.mark_non_differentiable(result.num_correct)
+        return result.loss_sum, result.num_correct
 
     @staticmethod
     def backward(ctx: Any, d_loss: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
@@ -63,44 +63,44 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class LossHead(nn.Linear):
-    """A language-model head that gives logits as before, and with `labels` the summed loss without them."""
+    """A language-model head that returns logits, or with `labels` the summed loss without building all logits."""
 
     kernel: Kernel = staticmethod(chunked_cross_entropy)
-    tensor: TensorGroup | None = None
-    stage: StageGroup | None = None
+    tp_group: TensorParallelGroup | None = None
+    pp_group: PipelineGroup | None = None
 
     def forward(self, hidden: torch.Tensor, labels: torch.Tensor | None = None) -> Any:  # noqa: ANN401 - logits or TokenLoss
         """`hidden` [..., width] -> logits [..., vocabulary]; with `labels` [...] (already shifted, int64) -> TokenLoss.
 
-        Positions whose label is IGNORE_INDEX cost nothing. Without a supervised position the loss is 0 and its
-        gradients are zeros, so every rank still takes part in the reductions.
+        Positions whose label is IGNORE_INDEX are not computed. Without a supervised position the loss is 0 and its
+        gradients are zeros, so that every rank takes part in the reductions.
         """
         if labels is None:
             logits = super().forward(hidden)
-            logits = logits if self.tensor is None else self.tensor.side_by_side(logits)
-            return logits if self.stage is None else self.stage.from_last(logits)
+            logits = logits if self.tp_group is None else self.tp_group.all_gather_last_dim(logits)
+            return logits if self.pp_group is None else self.pp_group.broadcast_from_last(logits)
         places = (labels.reshape(-1) != IGNORE_INDEX).nonzero().squeeze(1)
         part = hidden.reshape(-1, hidden.shape[-1]).index_select(0, places)
-        part = part if self.tensor is None else copy_in(part, self.tensor)
+        part = part if self.tp_group is None else copy_to_tensor_parallel_region(part, self.tp_group)
         targets = labels.reshape(-1).index_select(0, places)
         is_on = torch.is_grad_enabled()
-        wants = Wants(
+        needed = NeededGradients(
             *(is_on and tensor is not None and tensor.requires_grad for tensor in (part, self.weight, self.bias))
         )
-        return TokenLoss(*_CrossEntropy.apply(part, self.weight, self.bias, targets, self.kernel, wants))
+        return TokenLoss(*_CrossEntropy.apply(part, self.weight, self.bias, targets, self.kernel, needed))
 
 
 def install_loss_head(
     lm: PreTrainedModel,
     *,
     kernel: Kernel = chunked_cross_entropy,
-    tensor: TensorGroup | None = None,
-    stage: StageGroup | None = None,
+    tp_group: TensorParallelGroup | None = None,
+    pp_group: PipelineGroup | None = None,
 ) -> LossHead:
     """Turn the head of `lm` into a LossHead in place: same module, same parameters, same name.
 
-    With a `tensor` group it holds a part of the vocabulary, and `kernel` must know; with a `stage` it is the last
-    one's, and gives its logits to the others.
+    With `tp_group` it holds a shard of the vocabulary, which `kernel` must handle. With `pp_group` it is the head of
+    the last stage, which sends its logits to the others.
     """
     head = lm.get_output_embeddings()
     if type(head) is not nn.Linear:
@@ -110,7 +110,7 @@ def install_loss_head(
         )
     head.__class__ = LossHead
     assert isinstance(head, LossHead)
-    head.kernel, head.tensor, head.stage = kernel, tensor, stage
+    head.kernel, head.tp_group, head.pp_group = kernel, tp_group, pp_group
     return head
 
 
@@ -118,12 +118,12 @@ class TrainedModel(nn.Module):
     """A causal LM whose forward is the loss; the Hugging Face model is `lm`, or a stage of it."""
 
     def __init__(
-        self, lm: PreTrainedModel, sequence: SequenceGroup | None = None, stage: StageGroup | None = None
+        self, lm: PreTrainedModel, sp_group: SequenceParallelGroup | None = None, pp_group: PipelineGroup | None = None
     ) -> None:
         super().__init__()
         self.lm = lm
-        self.sequence = sequence
-        self.has_head = stage is None or stage.is_last
+        self.sp_group = sp_group
+        self.has_head = pp_group is None or pp_group.is_last
 
     @property
     def config(self) -> Any:  # noqa: ANN401 - a PretrainedConfig
@@ -137,11 +137,11 @@ class TrainedModel(nn.Module):
         labels: torch.Tensor,
         documents: tuple[Documents, ...] | None,
     ) -> TokenLoss | torch.Tensor:
-        """Loss of rows [batch, tokens] (int64 each) whose documents have the lengths `documents`; None where a row is
-        one.
+        """Loss of rows [batch, tokens] (int64 each) whose documents have the lengths `documents`; None where each row
+        is one document.
 
-        With a sequence group these are this rank's tokens of the rows, and `documents` are of whole rows. A stage
-        before the last gives hidden states.
+        With `sp_group` the tensors have this rank's tokens of the rows, and `documents` describes whole rows. Pipeline
+        stages before the last return hidden states.
         """
         hidden = self.hidden(input_ids, position_ids, documents)
         return self.lm.get_output_embeddings()(hidden, labels) if self.has_head else hidden
@@ -151,14 +151,14 @@ class TrainedModel(nn.Module):
     ) -> torch.Tensor:
         """Hidden states before the head, [batch, tokens, width].
 
-        Documents are kept apart by their lengths where attention is by document or FlashAttention, by positions that
-        start again where it is another of transformers'. No attention mask and no cache are given: with either,
-        transformers 5.23 does not look at the positions (masking_utils.py:873), and packed documents would see each
+        Documents are separated by their lengths in attention by document and FlashAttention, and by positions that
+        restart in other implementations of transformers. No attention mask and no cache are passed: with either,
+        transformers 5.23 ignores the positions (masking_utils.py:873), and packed documents would attend to each
         other.
         """
         attention, lengths = self.lm.config._attn_implementation, {}
         if attention == BY_DOCUMENT:
-            lengths = {"documents": documents, "sequence": self.sequence}
+            lengths = {"documents": documents, "sp_group": self.sp_group}
         elif attention in (FLASH, BY_LENGTHS) and documents is not None:
             lengths = flash_arguments(documents, input_ids.device)
         return self.lm.base_model(

@@ -9,7 +9,7 @@ from typing import Any
 
 from ds_finetune.checkpoint.random_state import random_state
 from ds_finetune.checkpoint.saver import Saver, SaveResult, superseded_checkpoints
-from ds_finetune.engine.processes import all_gather_object
+from ds_finetune.engine.collectives import all_gather_object
 from ds_finetune.errors import RunError
 from ds_finetune.observers.interrupts import Interrupts
 from ds_finetune.observers.record import Resumable, StepRecord

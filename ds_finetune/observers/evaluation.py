@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ds_finetune.config.schema import EvalConfig
-from ds_finetune.engine.core import EvalResult
+from ds_finetune.engine.engine import EvalResult
 from ds_finetune.observers.record import StepRecord
 
 _OVERFLOW_NATS = 700.0

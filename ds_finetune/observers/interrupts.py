@@ -9,7 +9,7 @@ import time
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from ds_finetune.engine.processes import all_reduce_max
+from ds_finetune.engine.collectives import all_reduce_max
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _ECHO_SECONDS = 2.0

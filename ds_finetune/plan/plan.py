@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.schema import CheckpointConfig, RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.batch import accumulation_steps
 from ds_finetune.plan.combinations import check_layout, check_lora
@@ -13,7 +13,7 @@ from ds_finetune.plan.deepspeed_choice import chosen, refuse_accelerate_contradi
 from ds_finetune.plan.deepspeed_config import HAS_TORCH_ADAM, MOMENTS, TORCH_ADAM, finish, read_choices, stage_of
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.options import Situation, apply_rules, offload_device
-from ds_finetune.plan.timeouts import refuse_late_watchdog
+from ds_finetune.plan.timeouts import collective_seconds, refuse_late_watchdog
 from ds_finetune.world import AccelerateChoices, World
 
 LIGER = "0.8.5"
@@ -23,28 +23,58 @@ change.
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Everything the engine needs to know, as plain numbers: batch triple, ZeRO stage, offload, the DeepSpeed dict and
-    visible notes.
-    """
+class BatchSizes:
+    """Rows of an optimizer step and of a forward, and the tokens of a row."""
 
-    config: RunConfig
+    global_batch_size: int
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    max_seq_len: int
+    is_packed: bool
+
+
+@dataclass(frozen=True)
+class OptimizerNumbers:
+    """The optimizer by its name in lower case, and the numbers of it that are used outside DeepSpeed's JSON."""
+
+    name: str
+    weight_decay: float
+    betas: tuple[float, float]
+    max_grad_norm: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The numbers of a run that are decided before anything is loaded: `make_plan` computes them from the run file."""
+
     world: World
     mesh: Mesh
     device: str
+    precision: str
+    seed: int
+    batch: BatchSizes
+    optimizer: OptimizerNumbers
     zero_stage: int
     offload_optimizer: str
     offload_param: str
-    gradient_accumulation_steps: int
     loss_kernel: str
+    activation_checkpointing: bool
+    collective_seconds: float
+    """How long torch lets a rank wait in a collective."""
+    saves_asynchronously: bool
+    """Whether checkpoints are copied to host memory and written from there while training continues."""
     deepspeed: dict[str, Any] = field(repr=False)
+    """The configuration that `deepspeed.initialize` gets."""
+    decisions: tuple[tuple[str, str], ...] = field(repr=False)
+    """Name and text of each decision, for people and for plan.json."""
     notes: tuple[str, ...] = ()
+    """What a user might not expect, a line each."""
     frozen: tuple[str, ...] = ()
     """Parameters that are not trained, because no loss reaches them; checkpoints and exports keep them."""
 
     @property
     def dp(self) -> int:
-        """Parts the global batch is shared out in."""
+        """Parts that the global batch is divided into."""
         return self.mesh.dp
 
     @property
@@ -53,16 +83,14 @@ class Plan:
         return self.mesh.dp * self.mesh.sp
 
     @property
-    def bytes_per_parameter(self) -> int:
-        """Bytes of a checkpoint for each trained parameter: fp32 weight and moments."""
-        return 4 * (1 + MOMENTS[self.config.optim.name.lower()])
+    def is_engine_clipping(self) -> bool:
+        """Whether the engine clips the gradient and skips bad steps itself: without ZeRO in fp32 DeepSpeed does not."""
+        return self.zero_stage == 0 and self.precision == "fp32"
 
     @property
-    def saves_aside(self) -> bool:
-        """Whether checkpoints are copied to host memory and written from there; a state on NVMe is not, it may
-        not fit.
-        """
-        return self.config.checkpoint.asynchronous and self.offload_optimizer != "nvme"
+    def checkpoint_bytes_per_parameter(self) -> int:
+        """Bytes of a checkpoint for each trained parameter: fp32 weight and moments."""
+        return 4 * (1 + MOMENTS[self.optimizer.name])
 
     @property
     def needs_fused_adam(self) -> bool:
@@ -74,55 +102,21 @@ class Plan:
 
     @property
     def may_take_torch_adam(self) -> bool:
-        """Whether torch's fused AdamW may take the place of FusedAdam; a user who sets `torch_adam` to false does not
-        want it.
-        """
+        """Whether torch's fused AdamW may replace FusedAdam; not where the user has set `torch_adam` to false."""
         return self.needs_fused_adam and "torch_adam" not in self.deepspeed["optimizer"]["params"]
 
     def with_torch_adam(self, why: str) -> "Plan":
-        """The same with torch's fused AdamW instead of DeepSpeed's FusedAdam, and a note that says why."""
+        """The same with torch's fused AdamW instead of DeepSpeed's FusedAdam, and a note that gives the reason."""
         optimizer = self.deepspeed["optimizer"]
         deepspeed = self.deepspeed | {"optimizer": optimizer | {"params": optimizer["params"] | TORCH_ADAM}}
         note = f"rewritten: torch's fused AdamW takes the place of DeepSpeed's FusedAdam, with the same numbers. {why}"
         return replace(self, deepspeed=deepspeed, notes=(*self.notes, note))
 
-    def lines(self) -> list[tuple[str, str]]:
-        """Name and text of each decision, as announced before anything is loaded."""
-        train = self.config.train
-        return [
-            ("model", f"{self.config.model.path} ({self.config.model.weights} weights, {train.precision})"),
-            ("ranks", f"{self.world.world_size} on {self.device}, started by {self.world.launcher}"),
-            (
-                "layout",
-                f"{self.mesh}, ZeRO-{self.zero_stage}, offload optimizer {self.offload_optimizer}, param "
-                f"{self.offload_param}",
-            ),
-            (
-                "batch",
-                f"{train.global_batch_size} rows = micro {train.micro_batch_size} x accumulation "
-                f"{self.gradient_accumulation_steps}"
-                f" x dp {self.dp}, {train.max_seq_len} tokens a row at "
-                f"most{', packed' if self.config.data.packing else ''}",
-            ),
-            ("loss", f"{self.loss_kernel} kernel, mean over the supervised tokens of the global batch"),
-            ("length", train.duration),
-            ("checkpoints", self._checkpoints()),
-        ]
-
     def stage_lines(self, stages: Sequence[range | None]) -> list[tuple[str, str]]:
-        """Which layers each pipeline stage has, and how long it waits for others in a step whose turns all take as
-        long.
-        """
+        """Layers of each pipeline stage, and the share of a step that a stage is idle when all turns take as long."""
         layers = [f"{part[0]}-{part[-1]}" for part in stages if part is not None]
-        idle = (self.mesh.pp - 1) / (self.gradient_accumulation_steps + self.mesh.pp - 1)
+        idle = (self.mesh.pp - 1) / (self.batch.gradient_accumulation_steps + self.mesh.pp - 1)
         return [("stages", f"layers {', '.join(layers)}; each waits {idle:.0%} of a step")] if layers else []
-
-    def _checkpoints(self) -> str:
-        wanted = self.config.checkpoint
-        if not wanted.every_steps:
-            return "never"
-        how = "written aside" if self.saves_aside else "written at once"
-        return f"every {wanted.every}, the last {wanted.keep}{' and the best' if wanted.keep_best else ''} kept, {how}"
 
 
 def loss_kernel(asked: str, *, device: str, tp: int = 1) -> str:
@@ -202,16 +196,52 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
     notes = apply_rules(
         zero, Situation(device, stage, config.train.precision, config.optim.name, config.train.max_grad_norm)
     )
-    return Plan(
-        config=config,
+    train, optim = config.train, config.optim
+    plan = Plan(
         world=world,
         mesh=mesh,
         device=device,
+        precision=train.precision,
+        seed=train.seed,
+        batch=BatchSizes(
+            train.global_batch_size, train.micro_batch_size, accumulation, train.max_seq_len, config.data.packing
+        ),
+        optimizer=OptimizerNumbers(optim.name.lower(), optim.weight_decay, optim.betas, train.max_grad_norm),
         zero_stage=stage,
         offload_optimizer=offloads[0],
         offload_param=offloads[1],
-        gradient_accumulation_steps=accumulation,
         loss_kernel=loss_kernel(config.model.loss, device=device, tp=mesh.tp),
+        activation_checkpointing=train.activation_checkpointing,
+        collective_seconds=collective_seconds(config.watchdog),
+        # A state on NVMe may be larger than the host's memory.
+        saves_asynchronously=config.checkpoint.asynchronous and offloads[0] != "nvme",
         deepspeed=finished,
+        decisions=(),
         notes=tuple(notes),
     )
+    return replace(plan, decisions=_decisions(plan, config))
+
+
+def _decisions(plan: Plan, config: RunConfig) -> tuple[tuple[str, str], ...]:
+    """Name and text of each decision, as printed before anything is loaded."""
+    model, batch = config.model, plan.batch
+    offloads = f"offload optimizer {plan.offload_optimizer}, param {plan.offload_param}"
+    rows = f"{batch.global_batch_size} rows = micro {batch.micro_batch_size} x accumulation "
+    rows += f"{batch.gradient_accumulation_steps} x dp {plan.dp}"
+    return (
+        ("model", f"{model.path} ({model.weights} weights, {plan.precision})"),
+        ("ranks", f"{plan.world.world_size} on {plan.device}, started by {plan.world.launcher}"),
+        ("layout", f"{plan.mesh}, ZeRO-{plan.zero_stage}, {offloads}"),
+        ("batch", f"{rows}, {batch.max_seq_len} tokens a row at most{', packed' if batch.is_packed else ''}"),
+        ("loss", f"{plan.loss_kernel} kernel, mean over the supervised tokens of the global batch"),
+        ("length", config.train.duration),
+        ("checkpoints", _checkpoints(config.checkpoint, is_asynchronous=plan.saves_asynchronously)),
+    )
+
+
+def _checkpoints(checkpoint: CheckpointConfig, *, is_asynchronous: bool) -> str:
+    if not checkpoint.every_steps:
+        return "never"
+    best = " and the best" if checkpoint.keep_best else ""
+    how = "asynchronous" if is_asynchronous else "synchronous"
+    return f"every {checkpoint.every}, the last {checkpoint.keep}{best} kept, {how}"

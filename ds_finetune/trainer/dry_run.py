@@ -12,23 +12,22 @@ import torch
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
-from transformers import PretrainedConfig
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build import build_skeleton, model_class
 from ds_finetune.model.four_bit import nf4_bytes
-from ds_finetune.model.lora import Target, chosen_targets, lora_lines, quantised_targets
-from ds_finetune.model.parallel.expert import fewer_experts
-from ds_finetune.model.parallel.pipeline import StageGroup, install_stage, only_layers, stages_of
-from ds_finetune.model.parallel.sharding import Cut
+from ds_finetune.model.lora_plan import LoraPlan
+from ds_finetune.model.model_plan import ModelPlan
+from ds_finetune.model.parallel.expert import build_local_experts
+from ds_finetune.model.parallel.pipeline import PipelineGroup, build_only_layers, install_pipeline_stage
+from ds_finetune.model.parallel.sharding import ModelShard
 from ds_finetune.model.parallel.tensor import local_config
-from ds_finetune.plan.combinations import check_divides, check_expert_widths
 from ds_finetune.plan.deepspeed_config import MOMENTS
 from ds_finetune.plan.mesh import AXES, Mesh
 from ds_finetune.plan.plan import Plan, make_plan
-from ds_finetune.trainer.inputs import model_config, token_limits, try_generic_type, vocabulary_lines
+from ds_finetune.trainer.inputs import make_model_plan, model_lines, token_limits, try_generic_type
 from ds_finetune.units import GIB
 from ds_finetune.world import World
 
@@ -96,41 +95,36 @@ def plan_run(config: RunConfig, *, gpus: int, gpus_per_node: int = 8) -> Planned
         )
     world = World(0, gpus, 0, min(gpus, gpus_per_node), "a dry run")
     plan = make_plan(config, world=world, device="cuda")
-    hf_config = model_config(config, is_config_alone=True)
-    token_limits(config, hf_config)
-    check_divides(plan.mesh, hf_config.to_dict(), pp_layers=config.parallel.pp_layers)
-    check_expert_widths(plan.mesh, hf_config.to_dict(), precision=config.train.precision)
-    tried = try_generic_type(config, hf_config)
-    stages = stages_of(hf_config, config.parallel)
-    lora = config.lora
-    adapters = (
-        sum(target.num_params(lora.rank) for target in chosen_targets(hf_config, lora)) if lora is not None else 0
-    )
-    held = tuple(tuple(held_tensors(plan, hf_config, stages, place)) for place in range(plan.mesh.pp))
-    sizes = state_bytes(plan, _fullest(held), adapters=adapters, quantised=quantised_targets(hf_config, lora))
-    lines = plan.lines() + vocabulary_lines(config, hf_config) + plan.stage_lines(stages) + lora_lines(hf_config, lora)
+    model = make_model_plan(config, plan.mesh, is_config_alone=True)
+    token_limits(config, model.hf_config)
+    tried = try_generic_type(config, model.hf_config)
+    held = tuple(tuple(held_tensors(plan, model, place)) for place in range(plan.mesh.pp))
+    sizes = state_bytes(plan, _fullest(held), model.lora)
+    lines = (*plan.decisions, *model_lines(model, plan))
     return PlannedRun(plan, held, sizes, (*lines, *_totals(plan, held, sizes)), tuple(tried))
 
 
-def held_tensors(
-    plan: Plan, hf_config: PretrainedConfig, stages: Sequence[range | None] = (None,), place: int = 0
-) -> list[Held]:
+def held_tensors(plan: Plan, model: ModelPlan, place: int = 0) -> list[Held]:
     """What a rank of stage number `place` holds of the model, built without memory; the other ranks of the stage hold
     as much.
     """
-    family, mesh, kind = family_of(hf_config.model_type), plan.mesh, model_class(hf_config)
-    with fewer_experts(kind, family, parts=mesh.ep, tag=lambda _: None), only_layers(kind, stages[place]):
+    hf_config, mesh = model.hf_config, plan.mesh
+    family, kind = family_of(hf_config.model_type), model_class(hf_config)
+    with (
+        build_local_experts(kind, family, ep_size=mesh.ep, mark=lambda _: None),
+        build_only_layers(kind, model.stages[place]),
+    ):
         lm = build_skeleton(
-            local_config(hf_config, mesh.tp), attention=plan.config.model.attention, dtype=torch.bfloat16, device="meta"
+            local_config(hf_config, mesh.tp), attention=model.attention, dtype=torch.bfloat16, device="meta"
         )
     if mesh.pp > 1:
-        install_stage(lm, StageGroup(None, mesh.pp, place), vocabulary=hf_config.vocab_size)
-    cut = Cut.of(mesh)
+        install_pipeline_stage(lm, PipelineGroup(None, mesh.pp, place), vocabulary=hf_config.vocab_size)
+    model_shard = ModelShard.of(mesh)
     kinds: Counter[tuple[str, tuple[int, ...], tuple[int, ...], int]] = Counter()
     for name, param in lm.named_parameters():
-        window = cut.window(name, tuple(param.shape))
-        sharers = plan.zero_ranks // (mesh.ep if window.is_shared_out else 1)
-        kinds[_LAYER.sub("N", name), window.shape, tuple(param.shape), sharers] += 1
+        shard = model_shard.tensor_shard(name, tuple(param.shape))
+        sharers = plan.zero_ranks // (mesh.ep if shard.is_expert_parallel else 1)
+        kinds[_LAYER.sub("N", name), shard.whole_shape, tuple(param.shape), sharers] += 1
     return [Held(name, count, whole, local, sharers) for (name, whole, local, sharers), count in kinds.items()]
 
 
@@ -143,28 +137,25 @@ def _merged(stages: Sequence[Sequence[Held]]) -> list[Held]:
     return [replace(kind, count=count) for kind, count in found.items()]
 
 
-def state_bytes(
-    plan: Plan, held: Sequence[Held], *, adapters: int = 0, quantised: Sequence[Target] = ()
-) -> dict[str, int]:
+def state_bytes(plan: Plan, held: Sequence[Held], lora: LoraPlan | None = None) -> dict[str, int]:
     """Bytes a rank keeps for weights, gradients, and fp32 weights with moments, by ZeRO stage; activations and buffers
     are not counted.
 
-    With LoRA the parameters of `adapters` alone have gradients and moments, and the weights of `quantised` are in four
-    bits.
+    With LoRA adapters alone have gradients and moments, and quantised weights are in four bits.
     """
-    width = 4 if plan.config.train.precision == "fp32" else 2
+    width = 4 if plan.precision == "fp32" else 2
+    adapters = lora.num_params if lora is not None else 0
     numel, sharded = sum(kind.numel for kind in held), sum(kind.sharded for kind in held)
     stage = plan.zero_stage
     share = -(-adapters // plan.zero_ranks)
-    spared = sum(
-        width * math.prod(shape) - nf4_bytes(shape) for target in quantised for shape in target.shapes.values()
-    )
+    quantised = lora.quantised_shapes if lora is not None else ()
+    spared = sum(width * math.prod(shape) - nf4_bytes(shape) for shape in quantised)
     weights = sharded + share if stage >= _STAGE_OF_PARTITIONED_WEIGHTS else numel + adapters
-    if plan.config.lora is not None:
+    if lora is not None:
         numel, sharded = adapters, share
     # DeepSpeed 0.19.8 keeps a second fp32 copy of fp32 weights under ZeRO (zero/stage_1_and_2.py:560).
     copies = 1 if stage or width < _MASTER_BYTES else 0
-    master = _MASTER_BYTES * (MOMENTS[plan.config.optim.name.lower()] + copies)
+    master = _MASTER_BYTES * (MOMENTS[plan.optimizer.name] + copies)
     return {
         "weights": width * weights - spared,
         "gradients": width * (sharded if stage >= 2 else numel),

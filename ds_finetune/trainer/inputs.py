@@ -1,6 +1,4 @@
-"""What a run is made of, gathered on every process before any process group exists: model config, tokenizer, tokenised
-rows.
-"""
+"""What a run reads on every process before a process group exists: model config, tokenizer, tokenised rows."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -13,27 +11,33 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.overlap import overlap_notes
-from ds_finetune.data.prepare import PreparedRows, TokenLimits, prepare_rows
+from ds_finetune.data.prepare import TokenLimits, prepare_rows
+from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.row_report import row_notes
 from ds_finetune.data.stream import StreamedRows, open_stream
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.errors import ConfigError
 from ds_finetune.model.build import TOKENIZER_PATTERNS, read_hf_config, resolve_folder
 from ds_finetune.model.generic_check import check_generic_type
+from ds_finetune.model.model_plan import ModelPlan, plan_model
 from ds_finetune.model.vocabulary import grow_vocabulary
 from ds_finetune.model.weights import weights_digest
+from ds_finetune.plan.combinations import check_divides, check_expert_widths
+from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.model_shape import Shape
+from ds_finetune.plan.plan import Plan
 from ds_finetune.schedule import Duration
 
 
 @dataclass(frozen=True)
-class Material:
-    """Model folder and config, tokenizer, training and held-out rows; `shape` is None for model types arithmetic does
-    not know.
+class RunInputs:
+    """What a run reads before its process group exists: model folder and plan, tokenizer, training and held-out rows.
+
+    `shape` is None for model types whose parameters are not known by arithmetic.
     """
 
     folder: Path
-    hf_config: PretrainedConfig
+    model: ModelPlan
     shape: Shape | None
     tokenizer: PreTrainedTokenizerBase
     tokenizer_folder: Path
@@ -43,6 +47,11 @@ class Material:
     """Digest of the weights that adapters are trained on; empty where there are none."""
     notes: tuple[str, ...] = ()
     """Lines about the data for people, shown at the start."""
+
+    @property
+    def hf_config(self) -> PretrainedConfig:
+        """The configuration of the model as it is trained."""
+        return self.model.hf_config
 
     @cached_property
     def config_tree(self) -> dict[str, Any]:
@@ -74,15 +83,12 @@ class Material:
             yield from (f"data.{name}: {note}" for note in (row_notes(rows.counts) if rows is not None else ()))
 
 
-def gather_material(config: RunConfig) -> Material:
-    """Read the model's config and tokenizer and tokenise the data; ModelError, DataError or ConfigError say what is
-    wrong with them.
-    """
+def read_inputs(config: RunConfig, model: ModelPlan) -> RunInputs:
+    """Read the tokenizer and tokenise the data; ModelError, DataError or ConfigError say what is wrong with them."""
     folder = resolve_folder(config.model.path)
-    hf_config = model_config(config)
     tokenizer_folder = resolve_folder(config.model.tokenizer) if config.model.tokenizer else folder
     tokenizer = load_tokenizer(str(tokenizer_folder))
-    spec = token_limits(config, hf_config)
+    spec = token_limits(config, model.hf_config)
     if config.data.streaming and Duration.parse(config.train.duration).unit != "steps":
         raise ConfigError(
             f"data.streaming does not know how long `{config.train.duration}` is", hint="give train.for in steps"
@@ -91,21 +97,30 @@ def gather_material(config: RunConfig) -> Material:
         config.data, "train", tokenizer=tokenizer, spec=spec
     )
     held_out = prepare_rows(config.data, "eval", tokenizer=tokenizer, spec=spec) if config.data.eval else None
-    return Material(
+    held_out_notes = (*held_out.notes, *overlap_notes(train, held_out)) if held_out else ()
+    return RunInputs(
         folder=folder,
-        hf_config=hf_config,
-        shape=_shape(config_tree(folder, hf_config)),
+        model=model,
+        shape=_shape(config_tree(folder, model.hf_config)),
         tokenizer=tokenizer,
         tokenizer_folder=tokenizer_folder,
         train=train,
         held_out=held_out,
         base=weights_digest(folder) if config.lora is not None else "",
-        notes=(
-            *train.notes,
-            *(held_out.notes if held_out else ()),
-            *(overlap_notes(train, held_out) if held_out else ()),
-        ),
+        notes=(*train.notes, *held_out_notes),
     )
+
+
+def make_model_plan(config: RunConfig, mesh: Mesh, *, is_config_alone: bool = False) -> ModelPlan:
+    """The model that `config` trains, checked against `mesh`; ConfigError or ModelError where it cannot be built so.
+
+    `is_config_alone`: of a model on the hub nothing is downloaded but what configuration and tokenizer are read from.
+    """
+    hf_config = model_config(config, is_config_alone=is_config_alone)
+    tree = hf_config.to_dict()
+    check_divides(mesh, tree, pp_layers=config.parallel.pp_layers)
+    check_expert_widths(mesh, tree, precision=config.train.precision)
+    return plan_model(hf_config, config.model, config.parallel, config.lora)
 
 
 def try_generic_type(config: RunConfig, hf_config: PretrainedConfig) -> tuple[str, ...]:
@@ -145,11 +160,16 @@ def model_config(config: RunConfig, *, is_config_alone: bool = False) -> Pretrai
     return hf_config
 
 
-def vocabulary_lines(config: RunConfig, hf_config: PretrainedConfig) -> list[tuple[str, str]]:
-    """Name and text of what `model.resize_vocabulary` came to, for the plan."""
-    if not config.model.resize_vocabulary:
+def model_lines(model: ModelPlan, plan: Plan) -> list[tuple[str, str]]:
+    """Name and text of what is decided about the model: added vocabulary, pipeline stages and LoRA, for people."""
+    lora = model.lora.lines() if model.lora is not None else []
+    return [*_vocabulary_lines(model), *plan.stage_lines(model.stages), *lora]
+
+
+def _vocabulary_lines(model: ModelPlan) -> list[tuple[str, str]]:
+    if not model.resizes_vocabulary:
         return []
-    before, after = int(read_hf_config(config.model.path, files=("*.json",)).vocab_size), int(hf_config.vocab_size)
+    before, after = model.published_vocab_size, int(model.hf_config.vocab_size)
     drawn = f"{before} -> {after} tokens; {after - before} new rows of embedding and head are drawn like the old ones"
     fits = f"the tokenizer's ids fit the {before} tokens; model.resize_vocabulary adds nothing"
     return [("vocabulary", drawn if after > before else fits)]

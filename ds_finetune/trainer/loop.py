@@ -9,7 +9,7 @@ from dataclasses import astuple, dataclass
 import torch
 
 from ds_finetune.data.batches import Batch
-from ds_finetune.engine.core import Engine, StepResult
+from ds_finetune.engine.engine import Engine, StepResult
 from ds_finetune.observers.record import Observer, StepRecord
 from ds_finetune.schedule import LrSchedule
 from ds_finetune.units import GIB
@@ -31,9 +31,9 @@ BEGINNING = Progress()
 def training_steps(
     engine: Engine, batches: Iterable[Batch], schedule: LrSchedule, *, after: Progress = BEGINNING
 ) -> Iterator[StepRecord]:
-    """Do the optimizer steps `after` what is done until `schedule.steps` and yield the record of each.
+    """Do the optimizer steps after those that are done, up to `schedule.steps`, and yield the record of each.
 
-    `batches` begin with that of the first of these steps; skipped steps do not move the learning rate.
+    `batches` begin with the batch of the first of these steps; skipped steps do not advance the learning rate.
     """
     seen, skipped = after.tokens_seen, after.skipped_steps
     waited_from = time.perf_counter()
@@ -51,7 +51,7 @@ def training_steps(
         waited_from = time.perf_counter()
 
 
-def run(steps: Iterable[StepRecord], observers: Sequence[Observer]) -> StepRecord | None:
+def run_steps(steps: Iterable[StepRecord], observers: Sequence[Observer]) -> StepRecord | None:
     """Pass each record through the observers in order; returns the last record, or None where there was no step."""
     last = None
     for record in steps:

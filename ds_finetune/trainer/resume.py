@@ -1,8 +1,8 @@
-"""Where a run goes on from and how it is kept: the folder is tried, the newest checkpoint found, and a saver made."""
+"""Where a run resumes from, and what saves it: the folder is tested, the newest checkpoint found, the saver started."""
 
 import shutil
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
@@ -28,33 +28,34 @@ from ds_finetune.checkpoint.same_run import RunIdentity, changes_since_checkpoin
 from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.checkpoint.storage import PartsReader, num_weights, read_state_groups
 from ds_finetune.checkpoint.tools import BASE, CHECKPOINTS
-from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import Position
 from ds_finetune.data.stream import START, StreamedRows
-from ds_finetune.engine.core import Engine
+from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.state import Slice, StateGroup
 from ds_finetune.errors import CheckpointError, FinetuneError, OutputError
+from ds_finetune.observers.checkpointing import RunText
 from ds_finetune.observers.record import Resumable, StepRecord
 from ds_finetune.plan.plan import Plan
-from ds_finetune.trainer.inputs import Material
+from ds_finetune.trainer.exports import Say, files_beside
 from ds_finetune.trainer.loop import BEGINNING, Progress
+from ds_finetune.trainer.prepare import PreparedRun
 from ds_finetune.trainer.run_dir import available_bytes
 from ds_finetune.units import GIB
 
-Say = Callable[[str], None]
 CONFIG = "config.json"
 _REHEARSED = 4096
 """Elements that each rank writes and reads back before anything is loaded."""
 
 
 @dataclass(frozen=True)
-class Origin:
-    """What a run goes on from; nothing where it begins anew. `held` keeps other runs out of the folder, on the rank
-    that leads.
+class ResumePoint:
+    """What a run resumes from: the checkpoint folder of this rank and what was found there, None where it begins anew.
+
+    `lock` keeps other runs out of the folder, on the rank that leads.
     """
 
     place: CheckpointFolder | None
-    held: TextIO | None = None
+    lock: TextIO | None = None
     found: UsableCheckpoint | None = None
 
     @property
@@ -66,56 +67,56 @@ class Origin:
         return Progress(state.step, state.skipped_steps, state.tokens_seen)
 
 
-def find_origin(plan: Plan, material: Material, say: Say) -> Origin:
-    """Try the checkpoint folder for real and find what to go on from; collective, before the model is built.
+def find_resume_point(run: PreparedRun, say: Say) -> ResumePoint:
+    """Test the checkpoint folder by writing to it, and find what to resume from; collective, before the model is built.
 
     OutputError or CheckpointError on every rank; `say` prints which checkpoint is taken, and which were passed over and
     why.
     """
-    wanted = plan.config.checkpoint
-    if not wanted.every_steps:
-        return Origin(None)
-    folder = Path(plan.config.output_dir) / CHECKPOINTS
-    place = open_checkpoint_folder(folder, rank=plan.world.rank, node_local=wanted.node_local)
-    held = _locked(place, say)
-    rehearse(place, is_asynchronous=plan.saves_aside)
-    if wanted.resume == "never":
-        return _tidied(Origin(place, held), say)
+    policy = run.config.checkpoint
+    if not policy.every_steps:
+        return ResumePoint(None)
+    folder = run.output_dir / CHECKPOINTS
+    place = open_checkpoint_folder(folder, rank=run.plan.world.rank, node_local=policy.node_local)
+    held = _lock_folder(place, say)
+    rehearse(place, is_asynchronous=run.plan.saves_asynchronously)
+    if policy.resume == "never":
+        return _remove_leftovers(ResumePoint(place, held), say)
     found = (
-        newest_checkpoint(place, folder) if wanted.resume == "auto" else named_checkpoint(place, Path(wanted.resume))
+        newest_checkpoint(place, folder) if policy.resume == "auto" else named_checkpoint(place, Path(policy.resume))
     )
     if found is None:
-        if (folder.parent / "metrics.jsonl").exists():
+        if (run.output_dir / "metrics.jsonl").exists():
             say(
-                f"{folder.parent} holds a run that ended before its first checkpoint: it begins again, and its "
-                "records go"
+                f"{run.output_dir} holds a run that ended before its first checkpoint: it begins again, and its "
+                "records are removed"
             )
-        return _tidied(Origin(place, held), say)
+        return _remove_leftovers(ResumePoint(place, held), say)
     later = [step_name(step) for step in complete_steps(folder) if step > found.state.step]
-    raise_on_every_rank(_mixed(folder, later, found) if wanted.resume != "auto" and later else None)
-    raise_on_every_rank(model_mismatch(found.folder / BASE, CONFIG, material.config_tree))
+    raise_on_every_rank(_mixed(folder, later, found) if later and policy.resume != "auto" else None)
+    raise_on_every_rank(model_mismatch(found.folder / BASE, CONFIG, run.inputs.config_tree))
     lines = [
-        *changes_since_checkpoint(found.state, inputs_of(plan, material)),
-        *_other_random_state(found, plan, material),
+        *changes_since_checkpoint(found.state, inputs_of(run)),
+        *_other_random_state(found, run),
+        *_left_out(found, run),
     ]
-    lines += _left_out(found, plan, material)
     for line in (*found.passed_over, *_set_aside(place, later)):
         say(line)
-    for line in (f"going on from {found.folder}, step {found.state.step} of {found.state.layout}", *lines):
+    for line in (f"resuming from {found.folder}, step {found.state.step} of {found.state.layout}", *lines):
         say(line)
-    return _tidied(Origin(place, held, found), say)
+    return _remove_leftovers(ResumePoint(place, held, found), say)
 
 
-def _tidied(origin: Origin, say: Say) -> Origin:
-    """Take away what an earlier start did not finish; done last, when nothing can be refused any more."""
-    if origin.place is not None and origin.place.is_leader:
-        for left in unfinished_folders(origin.place.path):
-            say(f"taken away: {left}, never completed")
+def _remove_leftovers(point: ResumePoint, say: Say) -> ResumePoint:
+    """Remove what an earlier start did not finish; done last, when nothing can be refused any more."""
+    if point.place is not None and point.place.is_leader:
+        for left in unfinished_folders(point.place.path):
+            say(f"removed: {left}, never completed")
             remove_checkpoint(left)
-    return origin
+    return point
 
 
-def _locked(place: CheckpointFolder, say: Say) -> TextIO | None:
+def _lock_folder(place: CheckpointFolder, say: Say) -> TextIO | None:
     held, error = None, None
     if place.is_leader:
         try:
@@ -127,9 +128,7 @@ def _locked(place: CheckpointFolder, say: Say) -> TextIO | None:
 
 
 def _set_aside(place: CheckpointFolder, names: list[str]) -> list[str]:
-    """Checkpoints later than the one that is gone on with cannot be used: they must not be counted among those that are
-    kept.
-    """
+    """Rename checkpoints later than the one resumed from, so that they do not count among those that are kept."""
     return (
         [f"{place.path / name} is now {rename_unusable(place.path / name).name}" for name in names]
         if place.is_leader
@@ -145,7 +144,7 @@ def _mixed(folder: Path, later: list[str], found: UsableCheckpoint) -> Checkpoin
 
 
 def rehearse(place: CheckpointFolder, *, is_asynchronous: bool) -> None:
-    """Save a few numbers by the very path that checkpoints take, read them back and take them away; collective.
+    """Save a few numbers in the way that checkpoints are saved, read them back and remove them; collective.
 
     OutputError on every rank with the first one's reason where that fails.
     """
@@ -163,7 +162,7 @@ def rehearse(place: CheckpointFolder, *, is_asynchronous: bool) -> None:
     if outcome.errors:
         error = OutputError(
             f"checkpoint folder {place.path}, rank {place.rank}: {'; '.join(outcome.errors)}",
-            hint="mend it before training",
+            hint="repair it before training",
         )
     raise_on_every_rank(error)
     raise_on_every_rank(_misread(trial, numbers))
@@ -189,51 +188,43 @@ def _group_of(numbers: torch.Tensor, place: CheckpointFolder) -> StateGroup:
     return StateGroup((part,), lambda write: nullcontext(lambda key: numbers))
 
 
-def go_on(engine: Engine, origin: Origin, material: Material) -> Position:
-    """Bring the checkpoint of `origin` into `engine`; returns where the data of a stream stands. Collective.
+def resume_engine(run: PreparedRun, engine: Engine, point: ResumePoint) -> Position:
+    """Restore the checkpoint of `point` into `engine`; returns the position in the stream of data. Collective.
 
-    CheckpointError where a stream was shared out among another number of ranks.
+    CheckpointError where a stream was divided among another number of ranks.
     """
-    if origin.found is None or origin.place is None:
+    if point.found is None or point.place is None:
         return START
-    own = restore_engine(engine, origin.place, origin.found)
+    own = restore_engine(engine, point.place, point.found)
     if own:
         restore_random_state(own["random"])
-    is_stream = isinstance(material.train, StreamedRows)
+    is_stream = isinstance(run.inputs.train, StreamedRows)
     if is_stream and not own:
         raise CheckpointError(
-            f"data.streaming goes on with the ranks it began with: {origin.found.state.layout['mesh']}, not "
-            f"{engine.plan.mesh}",
-            hint=f"start {origin.found.manifest.world_size} ranks with the same `parallel`, or prepare the data "
+            f"data.streaming resumes with the ranks it began with: {point.found.state.layout['mesh']}, not "
+            f"{run.plan.mesh}",
+            hint=f"start {point.found.manifest.world_size} ranks with the same `parallel`, or prepare the data "
             "(data.streaming false) in a new run",
         )
     return Position(*own["position"]) if is_stream else START
 
 
 @contextmanager
-def saver_of(engine: Engine, origin: Origin, base: Mapping[str, Path], *, config: str) -> Iterator[Saver | None]:
-    """A saver of the engine's state whose process is running, None where nothing is saved.
-
-    `base` are files that an export will need beside `config`, the text of the model's config.json.
-    """
-    place = origin.place
+def start_saver(run: PreparedRun, engine: Engine, point: ResumePoint) -> Iterator[Saver | None]:
+    """A saver of the engine's state whose process is running, None where nothing is saved."""
+    place = point.place
     if place is None:
         yield None
         return
-    kept = Path(engine.plan.config.output_dir) / BASE
+    base = run.output_dir / BASE
+    sources = files_beside(run.config.data.template, run.inputs)
     if place.is_leader:
-        kept.mkdir(parents=True, exist_ok=True)
-        for name, source in base.items():
-            (kept / name).unlink(missing_ok=True)
-            # Copied once, so that whoever changes the model's folder does not change the checkpoint.
-            (kept / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, kept / name)
-        (kept / CONFIG).unlink(missing_ok=True)
-        (kept / CONFIG).write_text(config, encoding="utf-8")
-    beside = {f"{BASE}/{name}": kept / name for name in (CONFIG, *base)}
-    saver = Saver(engine.state.groups, place, engine.plan.saves_aside, beside, [origin.held] if origin.held else [])
-    num_bytes = num_weights(engine.state.groups(), writer=place.writer_share) * engine.plan.bytes_per_parameter
-    raise_on_every_rank(_short_of_memory(num_bytes, engine.plan))
+        _write_base(base, sources, run.inputs.config_text)
+    beside = {f"{BASE}/{name}": base / name for name in (CONFIG, *sources)}
+    locks = [point.lock] if point.lock else []
+    saver = Saver(engine.state.groups, place, run.plan.saves_asynchronously, beside, locks)
+    num_bytes = num_weights(engine.state.groups(), writer=place.writer_share) * run.plan.checkpoint_bytes_per_parameter
+    raise_on_every_rank(_short_of_memory(num_bytes, run.plan))
     saver.start(num_bytes)
     try:
         yield saver
@@ -241,9 +232,23 @@ def saver_of(engine: Engine, origin: Origin, base: Mapping[str, Path], *, config
         saver.close()
 
 
+def _write_base(base: Path, sources: Mapping[str, Path], config_text: str) -> None:
+    """Files that an export of a checkpoint needs: config.json, and copies of the tokenizer's.
+
+    Copied once, so that a later change in the model's folder does not change the checkpoint.
+    """
+    base.mkdir(parents=True, exist_ok=True)
+    for name, source in sources.items():
+        (base / name).unlink(missing_ok=True)
+        (base / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, base / name)
+    (base / CONFIG).unlink(missing_ok=True)
+    (base / CONFIG).write_text(config_text, encoding="utf-8")
+
+
 def _short_of_memory(num_bytes: int, plan: Plan) -> OutputError | None:
     needed, free = num_bytes * plan.world.local_world_size, available_bytes()
-    if not plan.saves_aside or free is None or needed <= free:
+    if not plan.saves_asynchronously or free is None or needed <= free:
         return None
     sizes = (
         f"{needed / GIB:.2f} GiB of state to the memory of {socket.gethostname()}, which has {free / GIB:.2f} GiB left"
@@ -254,12 +259,11 @@ def _short_of_memory(num_bytes: int, plan: Plan) -> OutputError | None:
     )
 
 
-def run_text(engine: Engine, material: Material) -> Callable[[StepRecord, Mapping[str, Mapping[str, Any]]], str]:
-    """A function that puts the run's state after a step into text."""
+def make_state_text(run: PreparedRun, engine: Engine) -> RunText:
+    """A function that writes the run's state after a step as text, from its record and what observers remember."""
+    inputs = inputs_of(run)
 
-    inputs = inputs_of(engine.plan, material)
-
-    def text(record: StepRecord, observers: Mapping[str, Mapping[str, Any]]) -> str:
+    def state_text(record: StepRecord, observers: Mapping[str, Mapping[str, Any]]) -> str:
         return RunState(
             step=record.step,
             skipped_steps=int(record.values["train/skipped_steps"]),
@@ -268,79 +272,79 @@ def run_text(engine: Engine, material: Material) -> Callable[[StepRecord, Mappin
             engine=engine.state.scalars(),
             observers=observers,
             values=dict(record.values),
-            layout=layout_of(engine.plan),
+            layout=layout_of(run.plan),
             versions=versions(),
             **asdict(inputs),
         ).text()
 
-    return text
+    return state_text
 
 
-def remember(observers: Mapping[str, Resumable], origin: Origin) -> None:
-    """Give observers back what they remembered."""
-    kept = origin.found.state.observers if origin.found else {}
-    for name in observers.keys() & kept.keys():
-        observers[name].restore(kept[name])
+def restore_observers(observers: Mapping[str, Resumable], point: ResumePoint) -> None:
+    """Give observers back what they remembered at the checkpoint."""
+    states = point.found.state.observers if point.found else {}
+    for name in observers.keys() & states.keys():
+        observers[name].restore(states[name])
 
 
-def refuse_past_end(origin: Origin, *, steps: int, duration: str) -> None:
+def refuse_past_end(point: ResumePoint, *, steps: int, duration: str) -> None:
     """CheckpointError where the checkpoint is of a step past the run's end: it would export other weights."""
-    if origin.found is not None and origin.progress.step > steps:
+    if point.found is not None and point.progress.step > steps:
         raise CheckpointError(
-            f"{origin.found.folder} is of step {origin.progress.step}, and train.for {duration} ends after step "
-            f"{steps}",
+            f"{point.found.folder} is of step {point.progress.step}, and train.for {duration} ends after step {steps}",
             hint="raise train.for; to end with these weights, use `ds-finetune export` on the checkpoint",
         )
 
 
-def ended_early(origin: Origin, config: RunConfig) -> bool:
-    """Whether the run that is gone on with had lost its patience."""
-    best = origin.found.state.observers.get("best", {}) if origin.found else {}
-    return 0 < config.eval.patience <= best.get("worse_in_a_row", 0)
+def ended_early(point: ResumePoint, *, patience: int) -> bool:
+    """Whether the run had ended because eval.patience was exhausted."""
+    best = point.found.state.observers.get("best", {}) if point.found else {}
+    return 0 < patience <= best.get("worse_in_a_row", 0)
 
 
-def cut_evaluation(origin: Origin, place_in_stream: Position, *, steps: int) -> list[StepRecord]:
-    """The record of the step at which a signal cut the evaluation short, to be passed to the observers again; else
-    nothing.
-    """
-    state = origin.found.state if origin.found else None
+def cut_evaluation(point: ResumePoint, stream_position: Position, *, steps: int) -> list[StepRecord]:
+    """The record of the step whose evaluation a signal cut short, to be passed to the observers again; else nothing."""
+    state = point.found.state if point.found else None
     if state is None or not state.observers.get("evaluation", {}).get("is_due"):
         return []
-    position = astuple(place_in_stream) if place_in_stream != START else state.position
+    position = astuple(stream_position) if stream_position != START else state.position
     return [StepRecord(state.step, state.values, is_last=state.step >= steps, position=position)]
 
 
-def saved_record(origin: Origin) -> StepRecord | None:
-    """The record of the step that is gone on from, as far as it was made when it was saved."""
-    return StepRecord(origin.found.state.step, origin.found.state.values) if origin.found else None
+def saved_record(point: ResumePoint) -> StepRecord | None:
+    """The record of the step resumed from, as far as it was complete when it was saved."""
+    return StepRecord(point.found.state.step, point.found.state.values) if point.found else None
 
 
-def inputs_of(plan: Plan, material: Material) -> RunIdentity:
+def inputs_of(run: PreparedRun) -> RunIdentity:
     """What this start is made of, as a checkpoint remembers it."""
+    held_out = run.inputs.held_out
     return RunIdentity(
-        config=plan.config.model_dump(mode="json", by_alias=True),
-        data=material.train.fingerprint(),
-        base=material.base,
-        held_out=material.held_out.fingerprint() if material.held_out is not None else "",
-        deepspeed=plan.deepspeed,
+        config=run.config.model_dump(mode="json", by_alias=True),
+        data=run.inputs.train.fingerprint(),
+        base=run.inputs.base,
+        held_out=held_out.fingerprint() if held_out is not None else "",
+        deepspeed=run.plan.deepspeed,
     )
 
 
-def _left_out(found: UsableCheckpoint, plan: Plan, material: Material) -> list[str]:
+def _left_out(found: UsableCheckpoint, run: PreparedRun) -> list[str]:
     """Rows that a longer run does not see: those for which a shorter one filled its last step up with empty rows."""
-    if isinstance(material.train, StreamedRows) or found.state.config["train"]["for"] == plan.config.train.duration:
+    rows, train = run.inputs.train, run.config.train
+    if isinstance(rows, StreamedRows) or found.state.config["train"]["for"] == train.duration:
         return []
     epoch, index = found.state.position[:2]
-    rows = found.state.step * plan.config.train.global_batch_size - (epoch * len(material.train) + index)
-    text = f"{rows} rows of epoch {epoch + 1} are left out: step {found.state.step} was the last one, and not full"
-    return [text] if rows > 0 else []
+    missed = found.state.step * train.global_batch_size - (epoch * len(rows) + index)
+    text = f"{missed} rows of epoch {epoch + 1} are left out: step {found.state.step} was the last one, and not full"
+    return [text] if missed > 0 else []
 
 
-def _other_random_state(found: UsableCheckpoint, plan: Plan, material: Material) -> list[str]:
-    """Random states are those of ranks, and nothing but dropout depends on them."""
-    ratios = {key: value for key, value in material.hf_config.to_dict().items() if key.endswith(("dropout", "_pdrop"))}
+def _other_random_state(found: UsableCheckpoint, run: PreparedRun) -> list[str]:
+    """Random states belong to ranks, and nothing but dropout depends on them."""
+    tree = run.inputs.hf_config.to_dict()
+    ratios = {key: value for key, value in tree.items() if key.endswith(("dropout", "_pdrop"))}
     drops = [f"{key} {value}" for key, value in ratios.items() if isinstance(value, float) and value]
-    then, now = found.state.layout.get("mesh"), str(plan.mesh)
+    then, now = found.state.layout.get("mesh"), str(run.plan.mesh)
     if not drops or then == now:
         return []
     return [f"{', '.join(drops)} draws other numbers than without the interruption: layout {then} -> {now}"]

@@ -16,10 +16,9 @@ from ds_finetune.config.schema import RunConfig, dump_config
 from ds_finetune.errors import OutputError
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.writers import line_of
+from ds_finetune.plan.combinations import WEIGHT_BYTES
 from ds_finetune.plan.plan import Plan
 from ds_finetune.units import GIB
-
-_BYTES_PER_PARAMETER = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 def check_output(config: RunConfig, total_params: int | None, *, checkpoint_bytes: int = 0) -> None:
@@ -80,7 +79,7 @@ def files_written(config: RunConfig, *, checkpoint_bytes: int) -> tuple[int, int
 def bytes_written(config: RunConfig, total_params: int, *, checkpoint_bytes: int) -> int:
     """Bytes of them, checkpoints of `checkpoint_bytes` each."""
     folders, checkpoints = files_written(config, checkpoint_bytes=checkpoint_bytes)
-    return folders * total_params * _BYTES_PER_PARAMETER[config.train.precision] + checkpoints * checkpoint_bytes
+    return folders * total_params * WEIGHT_BYTES[config.train.precision] + checkpoints * checkpoint_bytes
 
 
 def _goes_on(folder: Path, config: RunConfig) -> bool:
@@ -135,8 +134,8 @@ def _page_cache(group: Path) -> int:
 
 
 @contextmanager
-def nothing_half_written(folder: Path) -> Iterator[None]:
-    """After a failure before the first step, take away the folders that trying the save path has made."""
+def remove_empty_on_failure(folder: Path) -> Iterator[None]:
+    """After a failure before the first step, remove the empty folders that testing the save path has made."""
     try:
         yield
     except BaseException:
@@ -152,18 +151,19 @@ def _remove_empty(folder: Path) -> None:
             made.rmdir()
 
 
-def write_run_files(plan: Plan, *, after_step: int = 0, last: StepRecord | None = None) -> Path:
+def write_run_files(config: RunConfig, plan: Plan, *, after_step: int = 0, last: StepRecord | None = None) -> Path:
     """The run folder; rank zero creates it with `config.yaml` (alone enough to run again), `plan.json` and
     `deepspeed.json`.
 
     Records of steps past `after_step`, which are done again, leave `metrics.jsonl`; `last`, the record of that
     step, joins it where the run was killed after the step was saved and before its line was written.
     """
-    folder = Path(plan.config.output_dir)
+    folder = Path(config.output_dir)
     if plan.world.rank:
         return folder
     try:
-        _write_run_files(plan, folder, after_step, last)
+        _write_settings(config, plan, folder)
+        _forget_records(folder / "metrics.jsonl", after_step, last)
     except OSError as full:
         reason = full.strerror or full
         raise OutputError(
@@ -172,14 +172,13 @@ def write_run_files(plan: Plan, *, after_step: int = 0, last: StepRecord | None 
     return folder
 
 
-def _write_run_files(plan: Plan, folder: Path, after_step: int, last: StepRecord | None) -> None:
+def _write_settings(config: RunConfig, plan: Plan, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(dump_config(plan.config), encoding="utf-8")
+    (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     (folder / "plan.json").write_text(
-        json.dumps({**dict(plan.lines()), "notes": plan.notes}, indent=2) + "\n", encoding="utf-8"
+        json.dumps({**dict(plan.decisions), "notes": plan.notes}, indent=2) + "\n", encoding="utf-8"
     )
     (folder / "deepspeed.json").write_text(json.dumps(plan.deepspeed, indent=2) + "\n", encoding="utf-8")
-    _forget_records(folder / "metrics.jsonl", after_step, last)
 
 
 def _forget_records(metrics: Path, after_step: int, last: StepRecord | None) -> None:

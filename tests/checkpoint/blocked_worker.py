@@ -22,15 +22,16 @@ from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.checkpoint.storage import num_weights
 from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.engine.core import Engine
-from ds_finetune.engine.processes import choose_device, process_group
-from ds_finetune.engine.start import start_engine
+from ds_finetune.engine.default_group import process_group
+from ds_finetune.engine.devices import choose_device
+from ds_finetune.engine.engine import Engine
+from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.families.tiny import DENSE
-from ds_finetune.model.build import read_hf_config
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.selftest.cells import Cell, run_tree
 from ds_finetune.world import World
 from tests.checkpoint.layouts import LR, batches
+from tests.planning import model_of
 
 DEEP = DENSE | {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 16}
 ROUNDS = 4
@@ -48,8 +49,9 @@ def main() -> None:
             tree = run_tree(Cell("llama", stage, 1, packing=False), folder / "model", folder, dp=world.world_size)
             tree["model"] = {"path": str(folder / "model"), "weights": "random"}
             tree["train"] |= {"micro_batch_size": 1, "global_batch_size": world.world_size}
-            plan = make_plan(RunConfig.model_validate(tree), world=world, device=device)
-            with start_engine(plan, read_hf_config(str(folder / "model"))) as engine:
+            config = RunConfig.model_validate(tree)
+            plan = make_plan(config, world=world, device=device)
+            with start_engine(plan, model_of(config)) as engine:
                 found[f"stage {stage}"] = _contest(engine, folder / str(stage))
     if world.rank == 0:
         sys.stdout.write(f"FOUND {json.dumps(found)}\n")
@@ -62,7 +64,9 @@ def _contest(engine: Engine, folder: Path) -> dict[str, Any]:
     state = RunState(1, 0, 0, (0, 0), engine.state.scalars(), {}, {}, "", {}, {}, {}).text()
     ours, whole, theirs = [], [], []
     with closing(saver):
-        saver.start(num_weights(engine.state.groups(), writer=place.writer_share) * engine.plan.bytes_per_parameter)
+        saver.start(
+            num_weights(engine.state.groups(), writer=place.writer_share) * engine.plan.checkpoint_bytes_per_parameter
+        )
         for number in range(ROUNDS):
             dist.barrier()
             began = time.monotonic()

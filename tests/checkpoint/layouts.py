@@ -9,7 +9,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import Batch, BatchPlan, training_batches
-from ds_finetune.engine.core import Engine
+from ds_finetune.engine.engine import Engine
 from ds_finetune.families.tiny import DENSE
 from ds_finetune.selftest.cells import ROW_LEN, Cell, hf_config, rows, run_tree
 
@@ -123,8 +123,7 @@ def config_of(layout: Layout, model: Path, out: Path, *, dp: int, disk: Path) ->
 
 def batches(engine: Engine, *, start_step: int, steps: int) -> Iterator[Batch]:
     """This rank's share of the batches from `start_step` (0-based) on."""
-    train = engine.plan.config.train
-    is_packed = engine.plan.config.data.packing
+    train, is_packed = engine.plan.batch, engine.plan.batch.is_packed
     plan = BatchPlan(
         global_batch_size=train.global_batch_size,
         micro_batch_size=train.micro_batch_size,

@@ -18,14 +18,15 @@ from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.engine.processes import choose_device, process_group
-from ds_finetune.engine.start import start_engine
+from ds_finetune.engine.default_group import process_group
+from ds_finetune.engine.devices import choose_device
+from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.families.tiny import DENSE
-from ds_finetune.model.build import read_hf_config
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.selftest.cells import Cell, run_tree
 from ds_finetune.world import World
 from tests.checkpoint.layouts import LR, batches
+from tests.planning import model_of
 
 DEEP = DENSE | {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 16}
 
@@ -44,9 +45,10 @@ def main() -> None:
     tree["model"] = {"path": str(folder / "model"), "weights": "random"}
     tree["train"] |= {"micro_batch_size": 1, "global_batch_size": 1}
     world, device = World.from_environment(os.environ), choose_device()
-    plan = make_plan(RunConfig.model_validate(tree), world=world, device=device)
+    config = RunConfig.model_validate(tree)
+    plan = make_plan(config, world=world, device=device)
     found = {}
-    with process_group(world, device), start_engine(plan, read_hf_config(str(folder / "model"))) as engine:
+    with process_group(world, device), start_engine(plan, model_of(config)) as engine:
         engine.step(next(iter(batches(engine, start_step=0, steps=1))), lr=LR)
         for is_asynchronous in (False, True):
             place = open_checkpoint_folder(folder / f"asynchronous-{is_asynchronous}", rank=0, node_local=False)

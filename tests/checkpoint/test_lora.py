@@ -14,7 +14,8 @@ from ds_finetune.checkpoint.same_run import RunIdentity, changes_since_checkpoin
 from ds_finetune.checkpoint.storage import PartsReader
 from ds_finetune.config.schema import LoraConfig, RunConfig
 from ds_finetune.errors import CheckpointError
-from ds_finetune.model.lora import chosen_targets, is_adapter
+from ds_finetune.model.lora import is_adapter
+from ds_finetune.model.lora_plan import plan_lora
 from ds_finetune.selftest.cells import hf_config
 from tests.checkpoint.layouts import Layout
 from tests.checkpoint.test_layouts import assert_goes_on, name_of, run
@@ -53,7 +54,7 @@ def test_adapters_are_saved_alone_and_go_on_at_another_stage(folder: Path) -> No
     kinds = {kind for kind, _, _ in map(str.partition, held, "/" * len(held))}
     assert kinds == {"weight", "exp_avg", "exp_avg_sq", "buffer"}
     assert all(is_adapter(key.partition("/")[2]) for key in held if not key.startswith("buffer/"))
-    numel = sum(target.num_params(RANK) for target in chosen_targets(hf_config("deepseek_v3"), LoraConfig(rank=RANK)))
+    numel = plan_lora(hf_config("deepseek_v3"), LoraConfig(rank=RANK)).num_params
     assert manifest.num_bytes < 3 * 4 * numel + 100_000
 
 

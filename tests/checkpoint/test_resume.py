@@ -65,7 +65,7 @@ def test_two_kills_leave_no_trace_in_the_numbers(tmp_path: Path, uninterrupted: 
         assert run.steps < steps, "it ended before it was killed"
     run = Running(run_file)
     assert run.finish() == 0, run.text[-4000:]
-    assert "going on from" in run.text
+    assert "resuming from" in run.text
     assert numbers(run.folder) == uninterrupted
 
 
@@ -239,7 +239,7 @@ def test_a_disk_that_takes_nothing_ends_the_run_before_it_loads(tmp_path: Path, 
     run = Running(run_file, ranks=1)
     assert run.finish() == 2, run.text[-3000:]
     assert "No space left on device" in run.text
-    assert "mend it before training" in run.text
+    assert "repair it before training" in run.text
     assert run.steps == 0
 
 
@@ -304,7 +304,7 @@ def test_auto_passes_over_what_is_damaged_and_a_named_one_is_refused(stopped: Pa
     assert auto.finish() == 0, auto.text[-3000:]
     assert f"{damaged.parent} passed over: {damaged} is damaged" in auto.text
     assert f"{unfinished} passed over: it was never completed" in auto.text
-    assert f"going on from {folder / step_name(3)}" in auto.text
+    assert f"resuming from {folder / step_name(3)}" in auto.text
     assert "changed since the checkpoint: optim.lr" in auto.text
     assert [record["step"] for record in numbers(auto.folder)] == [1, 2, 3, 4, 5, 6]
     assert complete_steps(folder) == [3, 4, 5, 6]

@@ -25,10 +25,12 @@ from ds_finetune.checkpoint.same_run import (
 from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.errors import CheckpointError
 from ds_finetune.plan.plan import Plan, make_plan
-from ds_finetune.trainer.inputs import Material, gather_material
-from ds_finetune.trainer.resume import Origin, find_origin, inputs_of, refuse_past_end
+from ds_finetune.trainer.inputs import read_inputs
+from ds_finetune.trainer.prepare import PreparedRun, make_schedule
+from ds_finetune.trainer.resume import ResumePoint, find_resume_point, inputs_of, refuse_past_end
 from ds_finetune.world import World
 from tests.model.tiny import CONFIGS
+from tests.planning import model_of
 from tests.running import tiny_task
 
 TREE: dict[str, Any] = {"model": "m", "data": {"train": "a.jsonl", "eval": "b.jsonl"}, "output_dir": "x"}
@@ -194,7 +196,7 @@ def test_a_config_json_that_changes_numbers_is_another_model(
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Iterator[tuple[Plan, Material]]:
+def saved(tmp_path: Path) -> Iterator[PreparedRun]:
     """A run that has a checkpoint of step 3, whose state and config.json are those of a real start."""
     run_file = tiny_task(
         tmp_path / "t", checkpoint={"every": "1 steps", "asynchronous": False}, data={"eval": [], "workers": 1}
@@ -204,62 +206,60 @@ def saved(tmp_path: Path) -> Iterator[tuple[Plan, Material]]:
     model.write_text(json.dumps(json.loads(model.read_text()) | {"attention_dropout": 0.1}))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     plan = make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cpu")
-    material = gather_material(config)
-    state = replace(
-        state_of({}), step=3, position=(0, 20), layout={"mesh": "dp 2"}, **asdict(inputs_of(plan, material))
-    )
+    run = _prepared(config, plan)
+    state = replace(state_of({}), step=3, position=(0, 20), layout={"mesh": "dp 2"}, **asdict(inputs_of(run)))
     partial = Path(config.output_dir) / "checkpoints" / partial_name(3, "a")
     partial.mkdir(parents=True)
-    beside = {"base/config.json": str(material.folder / "config.json")}
+    beside = {"base/config.json": str(run.inputs.folder / "config.json")}
     commit(partial, Manifest(3, 1, (), "host", "a", None, {}), {"state.json": state.text()}, beside, lambda: False)
-    yield plan, material
+    yield run
     dist.destroy_process_group()
 
 
-def resumed(plan: Plan) -> tuple[Origin, list[str]]:
+def _prepared(config: RunConfig, plan: Plan) -> PreparedRun:
+    inputs = read_inputs(config, model_of(config))
+    return PreparedRun(config, plan, inputs, make_schedule(config, inputs))
+
+
+def resumed(run: PreparedRun) -> tuple[ResumePoint, list[str]]:
     lines: list[str] = []
-    origin = find_origin(plan, gather_material(plan.config), lines.append)
-    if origin.held is not None:
-        origin.held.close()
-    return origin, lines
+    point = find_resume_point(_prepared(run.config, run.plan), lines.append)
+    if point.lock is not None:
+        point.lock.close()
+    return point, lines
 
 
-def test_an_edited_config_json_is_not_resumed_with(saved: tuple[Plan, Material]) -> None:
-    plan, material = saved
-    origin, lines = resumed(plan)
+def test_an_edited_config_json_is_not_resumed_with(saved: PreparedRun) -> None:
+    origin, lines = resumed(saved)
     assert origin.progress.step == 3
     assert not [line for line in lines if "changed" in line]
     assert lines[-1] == "attention_dropout 0.1 draws other numbers than without the interruption: layout dp 2 -> dp 1"
-    file = material.folder / "config.json"
+    file = saved.inputs.folder / "config.json"
     tree = json.loads(file.read_text())
     file.unlink()
     file.write_text(json.dumps(tree | {"rms_norm_eps": 0.5, "_name_or_path": "elsewhere"}))
     with pytest.raises(CheckpointError, match=r"trained with: rms_norm_eps 1e-06 -> 0\.5"):
-        resumed(plan)
+        resumed(saved)
 
 
-def test_a_renamed_checkpoint_is_not_resumed_from(saved: tuple[Plan, Material]) -> None:
+def test_a_renamed_checkpoint_is_not_resumed_from(saved: PreparedRun) -> None:
     """Not even where an older one could be taken: the renamed one would be lost."""
-    checkpoints = Path(saved[0].config.output_dir) / "checkpoints"
+    checkpoints = Path(saved.config.output_dir) / "checkpoints"
     (checkpoints / step_name(3)).rename(checkpoints / step_name(30))
     with pytest.raises(CheckpointError, match="its name says step 30 and it holds step 3"):
-        resumed(saved[0])
+        resumed(saved)
 
 
-def test_a_run_that_is_past_its_end_is_refused(saved: tuple[Plan, Material]) -> None:
+def test_a_run_that_is_past_its_end_is_refused(saved: PreparedRun) -> None:
     """It would export the weights of step 3 as those of a run of two steps."""
-    origin, _ = resumed(saved[0])
+    origin, _ = resumed(saved)
     refuse_past_end(origin, steps=3, duration="3 steps")
     with pytest.raises(CheckpointError, match=r"is of step 3, and train\.for 2 steps ends after step 2"):
         refuse_past_end(origin, steps=2, duration="2 steps")
 
 
-def test_rows_that_a_longer_run_does_not_see_are_printed(saved: tuple[Plan, Material]) -> None:
+def test_rows_that_a_longer_run_does_not_see_are_printed(saved: PreparedRun) -> None:
     """The checkpoint is of step 3 with a batch of 8, and only 20 rows were given out when the run ended."""
-    plan = saved[0]
-    _, lines = resumed(replace(plan, config=plan.config.model_copy(update={"train": longer(plan)})))
+    train = saved.config.train.model_copy(update={"duration": "2 epochs"})
+    _, lines = resumed(replace(saved, config=saved.config.model_copy(update={"train": train})))
     assert "4 rows of epoch 1 are left out: step 3 was the last one, and not full" in lines
-
-
-def longer(plan: Plan) -> Any:
-    return plan.config.train.model_copy(update={"duration": "2 epochs"})

@@ -21,13 +21,14 @@ from ds_finetune.checkpoint.restore import newest_checkpoint, restore_engine
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.cli.main import exit_process
-from ds_finetune.engine.core import Engine
-from ds_finetune.engine.processes import choose_device, process_group
-from ds_finetune.engine.start import start_engine
-from ds_finetune.model.build import read_hf_config
+from ds_finetune.engine.default_group import process_group
+from ds_finetune.engine.devices import choose_device
+from ds_finetune.engine.engine import Engine
+from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.world import World
 from tests.checkpoint.layouts import AFTER, BEFORE, LR, Layout, batches, config_of
+from tests.planning import model_of
 
 
 def main() -> None:
@@ -54,7 +55,7 @@ def _engine(layout: Layout, world: World, device: str, job: dict[str, Any], *, h
         layout, Path(job["models"]) / layout.family, Path(job["folder"]), dp=world.world_size, disk=Path(job["disk"])
     )
     plan = make_plan(config, world=world, device=device)
-    return start_engine(plan, read_hf_config(config.model.path), has_weights=has_weights)
+    return start_engine(plan, model_of(config), has_weights=has_weights)
 
 
 def _place(folder: Path, world: World) -> CheckpointFolder:
@@ -87,7 +88,7 @@ def _save(layout: Layout, world: World, device: str, job: dict[str, Any]) -> dic
         assert (len(groups) > 2) == (layout.optimizer == "nvme"), f"{len(groups)} groups: nothing is swapped"
         before = _steps(engine, start_step=0, steps=BEFORE)
         place = _place(Path(job["folder"]) / f"{layout.text}@{world.world_size}", world)
-        saver = Saver(engine.state.groups, place, engine.plan.saves_aside, {})
+        saver = Saver(engine.state.groups, place, engine.plan.saves_asynchronously, {})
         with closing(saver):
             saver.start(0)
             state = RunState(BEFORE, 0, 0, (0, 0), engine.state.scalars(), {}, {}, "", {}, {}, {})

@@ -289,11 +289,11 @@ def survive(bed: Bed, task: Path, fault: str, *, at_step: int, undisturbed: list
         run.wait_for_step(at_step)
         at, step = time.monotonic(), run.step()
         FAULTS[fault](run)
-        run.wait_for("going on from", 90)
+        run.wait_for("resuming from", 90)
         run.wait_for_step(step + 1)
         seconds = time.monotonic() - at
         code = run.process.wait(120)
-        found = re.search(r"^going on from .*, step (\d+) of", run.said(), re.MULTILINE)
+        found = re.search(r"^resuming from .*, step (\d+) of", run.said(), re.MULTILINE)
         assert found
         losses = [record["train/loss"] for record in run.records()]
         off = max(abs(a - b) for a, b in zip(losses, undisturbed, strict=True))

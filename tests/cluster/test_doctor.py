@@ -155,13 +155,15 @@ def test_everything_wrong_is_named_with_its_host(bed: Bed) -> None:
     wrong = _wrong(found)
     assert code == 2
     assert "does not answer" in wrong[f"{NETWORK}.3", "ssh"]
-    assert "does not take our key" in wrong["stranger", "ssh"]
-    assert "another than before" in wrong["renewed", "ssh"]
-    assert "its name leads to no address" in wrong["no-such-host", "ssh"]
+    assert "does not accept our key" in wrong["stranger", "ssh"]
+    assert "host key has changed" in wrong["renewed", "ssh"]
+    assert "its name does not resolve" in wrong["no-such-host", "ssh"]
     assert "torch 9.9 (here " in wrong[f"{NETWORK}.2", "versions"]
     assert f"the same machine as {NETWORK}.2" in wrong["twin", "address"]
-    assert f"{_PORT} is taken: process {pid}, python" in wrong[f"{NETWORK}.1", "port"]
-    assert wrong[f"{NETWORK}.1", "interface"] == "GLOO_SOCKET_IFNAME e7: no `e7` that is up and has an address"
+    assert f"port {_PORT} is taken: process {pid}, python" in wrong[f"{NETWORK}.1", "port"]
+    assert (
+        wrong[f"{NETWORK}.1", "interface"] == "GLOO_SOCKET_IFNAME e7: no interface `e7` that is up and has an address"
+    )
     assert {check["host"] for check in found if check["name"] == "devices" and check["state"] == "warn"} == {
         *names[:2],
         "twin",

@@ -6,109 +6,61 @@ from typing import Any
 
 import pytest
 
-from ds_finetune.doctor import checks
-from ds_finetune.doctor.checks import Check, ClockOffset, why_lost
-from ds_finetune.doctor.facts import Facts, Folder, Gpu, HostQuery, gather
-from ds_finetune.doctor.links import network_checks, slow_checks
-from ds_finetune.doctor.network import rounds
+from ds_finetune.doctor.host_details import FolderInfo, HostDetails, HostQuery, gather_details
+from ds_finetune.doctor.messages import ChildLost, NetworkMeasured, RequestRefused
+from ds_finetune.doctor.network import NetworkResult, rounds
+from ds_finetune.doctor.network_checks import network_checks, slow_checks
+from ds_finetune.doctor.storage_checks import disk_checks, file_checks, folder_checks
+from ds_finetune.doctor.system_checks import (
+    ClockOffset,
+    clock_checks,
+    gpu_checks,
+    limit_checks,
+    memory_checks,
+    name_checks,
+)
 from ds_finetune.hostfile import Host
+from ds_finetune.hosts.info import Gpu
 
 GPU = Gpu("H100", "GPU-1", 80 << 30, 0)
 HOSTS = {"a": Host("a", 8, 1), "b": Host("b", 4, 2)}
 
 
 @pytest.fixture(scope="module")
-def here() -> Facts:
-    return gather(HostQuery(first="localhost"))
+def here() -> HostDetails:
+    return gather_details(HostQuery(first="localhost"))
 
 
 def _states(found: Any) -> dict[str, str]:
     return {check.host: check.state for check in found}
 
 
-@pytest.mark.parametrize(
-    ("code", "said", "name", "found"),
-    [
-        (255, "ssh: connect to host h port 22: Connection timed out", "ssh", "it does not answer"),
-        (255, "ssh: connect to host h port 22: No route to host", "ssh", "it does not answer"),
-        (255, "Timeout, server h not responding.", "ssh", "it does not answer"),
-        (255, "ssh: connect to host h port 22: Connection refused", "ssh", "nothing listens"),
-        (255, "ssh: Could not resolve hostname h: Name or service not known", "ssh", "leads to no address"),
-        (255, "root@h: Permission denied (publickey).", "ssh", "does not take our key"),
-        (
-            255,
-            "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.",
-            "ssh",
-            "another than before",
-        ),
-        (255, "No ED25519 host key is known for h\nHost key verification failed.", "ssh", "not known here"),
-        (127, "sh: 1: exec: /opt/p/bin/python: not found", "python", "no Python at /opt/p/bin/python"),
-        (2, "sh: 1: cd: can't cd to /home/me/run", "python", "working folder is not there"),
-        (1, "/opt/p/bin/python: No module named ds_finetune", "python", "No module named"),
-        (None, "", "ssh", "no answer in time"),
-    ],
-)
-def test_why_a_host_is_lost_is_told_apart(code: int | None, said: str, name: str, found: str) -> None:
-    check = why_lost("h", code, said, "/opt/p/bin/python")
-    assert (check.name, check.host, check.state) == (name, "h", "fail")
-    assert found in check.found
-    assert check.hint
-
-
-def test_versions(here: Facts) -> None:
-    other = replace(here, versions=here.versions | {"torch": "9.9", "NCCL": "2.99"})
-    patch = replace(here, versions=here.versions | {"python": here.versions["python"] + "9"})
-    driver = replace(here, versions=here.versions | {"driver": "570.1"})
-    found = list(checks.version_checks(here, {"a": here, "b": other, "c": patch, "d": driver}))
-    assert _states(found) == {"a": "ok", "b": "fail", "c": "warn", "d": "ok", "": "warn"}
-    assert f"torch 9.9 (here {here.versions['torch']}), NCCL 2.99 (here not there)" in found[1].found
-    assert found[-1].found == "NVIDIA drivers 570.1, none"
-    absent = replace(here, versions=here.versions | {"deepspeed": ""})
-    assert "deepspeed not there" in next(checks.version_checks(here, {"a": absent})).found
-
-
-def test_two_lines_for_one_host(here: Facts) -> None:
-    elsewhere = replace(here, machine="other", gpus=[GPU])
-    container = replace(here, machine="third", gpus=[GPU])
-    assert not list(checks.identity_checks({"a": "10.0.0.1", "b": "10.0.0.2"}, {"a": here, "b": elsewhere}))
-    assert (
-        next(checks.identity_checks({"a": "10.0.0.1", "b": "10.0.0.1"}, {})).found == "the same address as a: 10.0.0.1"
-    )
-    assert next(checks.identity_checks({"a": "", "b": "10.0.0.2"}, {"a": here, "b": here})).found.startswith(
-        "the same machine as a"
-    )
-    assert (
-        next(checks.identity_checks({"a": "", "b": ""}, {"a": elsewhere, "b": container})).found == "the same GPUs as a"
-    )
-
-
-def test_slots_beside_devices(here: Facts) -> None:
-    facts = {"a": replace(here, gpus=[GPU] * 4, cores=64), "b": replace(here, gpus=[GPU] * 4, cores=2)}
-    found = list(checks.device_checks(HOSTS, facts, "cuda"))
-    assert found[0] == Check("devices", "a", "fail", "slots=8, 4 H100", "write slots=4, or find the missing GPUs")
-    assert found[1] == Check("devices", "b", "ok", "slots=4, 4 H100")
-    assert _states(checks.device_checks(HOSTS, facts, "cpu")) == {"a": "ok", "b": "warn"}
-    chosen = {"a": Host("a", 1, 1, devices=(7,))}
-    assert _states(checks.device_checks(chosen, {"a": facts["a"]}, "cuda")) == {"a": "fail"}
-    busy = {"b": replace(facts["b"], gpus=[GPU, replace(GPU, used_bytes=9 << 30), GPU, GPU])}
-    assert "GPU 1 has more than 1 GiB in use" in next(checks.device_checks(HOSTS, busy, "cuda")).found
-
-
-def test_limits(here: Facts) -> None:
+def test_limits(here: HostDetails) -> None:
     good = replace(here, open_files=65_536, locked_bytes=65_536, shm_bytes=8 << 30, has_infiniband=False)
     poor = replace(good, open_files=1024, shm_bytes=64 << 20)
     found = list(
-        checks.limit_checks(
-            {"a": good, "b": poor, "c": replace(good, has_infiniband=True)}, world_size=16, locks_memory=False
-        )
+        limit_checks({"a": good, "b": poor, "c": replace(good, has_infiniband=True)}, world_size=16, locks_memory=False)
     )
     assert _states(found) == {"a": "ok", "b": "warn", "c": "warn"}
     assert found[1].found == "open files 1024; /dev/shm 64 MiB"
     assert found[1].hint.startswith("raise nofile to 1152")
     assert found[2].found == "locked memory 64 KiB"
-    assert _states(checks.limit_checks({"a": good}, world_size=16, locks_memory=True)) == {"a": "warn"}
+    assert _states(limit_checks({"a": good}, world_size=16, locks_memory=True)) == {"a": "warn"}
     unlimited = replace(good, open_files=-1, locked_bytes=-1)
-    assert _states(checks.limit_checks({"a": unlimited}, world_size=16, locks_memory=True)) == {"a": "ok"}
+    assert _states(limit_checks({"a": unlimited}, world_size=16, locks_memory=True)) == {"a": "ok"}
+
+
+def test_gpus_beside_what_nvidia_smi_lists(here: HostDetails) -> None:
+    good = replace(here, gpus=["H100"], gpu_memory=[GPU])
+    busy = replace(good, machine="m", gpu_memory=[replace(GPU, uuid="GPU-2", used_bytes=9 << 30)])
+    silent = replace(good, machine="n", gpu_memory=[])
+    shared = replace(good, machine="o")
+    found = list(gpu_checks({"a": good, "b": busy, "c": silent, "d": shared}))
+    assert [(check.host, check.state, check.found) for check in found] == [
+        ("b", "warn", "GPU 0 has more than 1 GiB in use"),
+        ("c", "fail", "nvidia-smi lists 0 of 1 GPUs"),
+        ("d", "fail", "the same GPUs as a"),
+    ]
 
 
 def test_clocks_are_blamed_for_no_more_than_the_round_trip_leaves() -> None:
@@ -118,37 +70,19 @@ def test_clocks_are_blamed_for_no_more_than_the_round_trip_leaves() -> None:
         "c": ClockOffset(1.4, 2.0),
         "d": ClockOffset(-3600, 0.2),
     }
-    found = list(checks.clock_checks(clocks))
+    found = list(clock_checks(clocks))
     assert _states(found) == {"a": "ok", "b": "warn", "c": "ok", "d": "fail"}
     assert found[0].found == "+0.00 s"
     assert found[3].found == "-3600.00 s, to 100 ms"
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "state"),
-    [
-        ("GLOO_SOCKET_IFNAME", "eth0", "ok"),
-        ("GLOO_SOCKET_IFNAME", "eth", "fail"),
-        ("NCCL_SOCKET_IFNAME", "eth", "ok"),
-        ("NCCL_SOCKET_IFNAME", "=eth", "fail"),
-        ("NCCL_SOCKET_IFNAME", "=eth0,ib0", "ok"),
-        ("NCCL_SOCKET_IFNAME", "ib,bond", "fail"),
-        ("NCCL_SOCKET_IFNAME", "^docker,lo", "ok"),
-        ("NCCL_SOCKET_IFNAME", "^eth,lo,down", "fail"),
-    ],
-)
-def test_interfaces_that_variables_name(here: Facts, variable: str, value: str, state: str) -> None:
-    facts = replace(here, interfaces={"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"], "down0": []})
-    assert [check.state for check in checks.interface_checks({"a": facts}, {variable: value})] == [state]
-
-
-def test_the_first_host_is_found_by_name(here: Facts) -> None:
+def test_the_first_host_is_found_by_name(here: HostDetails) -> None:
     first = replace(here, interfaces={"e0": ["10.0.0.1"], "lo": ["127.0.0.1"]}, first=["127.0.1.1"])
     there = {
         name: replace(here, first=addresses)
         for name, addresses in {"b": ["10.0.0.1"], "c": [], "d": ["127.0.0.1"], "e": ["10.0.0.9"]}.items()
     }
-    found = list(checks.name_checks("a", {"a": first, **there}))
+    found = list(name_checks("a", {"a": first, **there}))
     assert _states(found) == {"a": "warn", "b": "ok", "c": "warn", "d": "fail", "e": "fail"}
 
 
@@ -167,34 +101,30 @@ def test_the_first_host_is_found_by_name(here: Facts) -> None:
     ],
 )
 def test_shared_and_local_folders(seen: dict[str, list[str]], node_local: bool | None, states: dict[str, str]) -> None:
-    assert _states(checks.folder_checks("output_dir", "runs/x", seen, node_local=node_local)) == states
+    assert _states(folder_checks("output_dir", "runs/x", seen, node_local=node_local)) == states
 
 
-def test_files_that_are_absent_or_others(here: Facts) -> None:
+def test_files_that_are_absent_or_others(here: HostDetails) -> None:
     mine = replace(here, files={"model": "1", "train.jsonl": "2"})
-    found = list(checks.file_checks(mine, {"a": mine, "b": replace(mine, files={"model": None, "train.jsonl": "3"})}))
+    found = list(file_checks(mine, {"a": mine, "b": replace(mine, files={"model": None, "train.jsonl": "3"})}))
     assert [check.found for check in found] == [
-        "model is not there",
-        "train.jsonl is another than here (names or sizes)",
+        "model does not exist there",
+        "train.jsonl differs from the one here (names or sizes)",
     ]
 
 
-def test_disk_and_memory_beside_the_plan(here: Facts) -> None:
+def test_disk_and_memory_beside_the_plan(here: HostDetails) -> None:
     facts = replace(
-        here, memory_bytes=100, gpus=[replace(GPU, total_bytes=1000)], folders={"o": Folder("/", True, 50, 60)}
+        here,
+        memory_bytes=100,
+        gpu_memory=[replace(GPU, total_bytes=1000)],
+        folders={"o": FolderInfo("/", True, 50, 60)},
     )
-    assert _states(checks.disk_checks({"a": facts, "b": facts}, "o", {"a": 110, "b": 111})) == {"a": "ok", "b": "fail"}
-    locked = replace(facts, folders={"o": Folder("/", False, 50, 60)})
-    assert "cannot be written in /" in next(checks.disk_checks({"a": locked}, "o", {})).found
-    found = list(checks.memory_checks(HOSTS, {"a": facts, "b": facts}, rank_bytes=20, gpu_bytes=900))
+    assert _states(disk_checks({"a": facts, "b": facts}, "o", {"a": 110, "b": 111})) == {"a": "ok", "b": "fail"}
+    locked = replace(facts, folders={"o": FolderInfo("/", False, 50, 60)})
+    assert "cannot be written in /" in next(disk_checks({"a": locked}, "o", {})).found
+    found = list(memory_checks(HOSTS, {"a": facts, "b": facts}, rank_bytes=20, gpu_bytes=900))
     assert [(check.host, check.state) for check in found] == [("a", "fail"), ("a", "warn"), ("b", "ok"), ("b", "warn")]
-
-
-def test_ports() -> None:
-    facts = gather(HostQuery())
-    assert next(checks.port_checks("a", facts, 1)).state == "ok"
-    taken = next(checks.port_checks("a", replace(facts, port_holder="process 7, python"), 29500))
-    assert (taken.state, taken.found) == ("fail", "29500 is taken: process 7, python")
 
 
 @pytest.mark.parametrize("count", range(2, 9))
@@ -229,40 +159,31 @@ def test_a_slow_host_is_told_from_a_slow_link() -> None:
     assert [check.host for check in slow_checks(_links({("b", "a"): 1e7}, "ab"))] == ["b"]
 
 
-def _heard(**values: Any) -> dict[str, Any]:
-    return {
-        "value": {
-            "links": {},
-            "all_reduce": 1e9,
-            "all_gather": 1e9,
-            "num_bytes": 1 << 20,
-            "missing": [],
-            "wrong": [],
-            "problem": "",
-        }
-        | values
-    }
+def _measured(**values: Any) -> NetworkMeasured:
+    usual = {"links": {}, "all_reduce": 1e9, "all_gather": 1e9, "num_bytes": 1 << 20}
+    return NetworkMeasured(NetworkResult(**(usual | values)))
 
 
-def test_who_keeps_a_network_from_working() -> None:
-    seats = ["a", "b", "c"]
-    fine = network_checks(seats, [_heard(links={"1": 1e9}), _heard(), _heard()])
+def test_the_host_that_keeps_a_network_from_working() -> None:
+    hosts = ["a", "b", "c"]
+    fine = network_checks(hosts, [_measured(links={"1": 1e9}), _measured(), _measured()])
     assert [(check.name, check.state) for check in fine] == [
         ("links", "ok"),
         ("all-reduce", "ok"),
         ("all-gather", "ok"),
     ]
-    for answers, host, words in (
-        ([_heard(missing=[2]), _heard(missing=[2]), _heard(problem="cannot reach")], "c", "cannot reach"),
-        ([_heard(missing=[2]), _heard(missing=[2]), {"lost": None, "said": ""}], "c", "did not answer in time"),
+    for replies, host, words in (
+        ([_measured(missing=(2,)), _measured(missing=(2,)), _measured(problem="cannot reach")], "c", "cannot reach"),
+        ([_measured(missing=(2,)), _measured(missing=(2,)), ChildLost(None, "")], "c", "did not answer in time"),
         (
-            [_heard(problem="closed by peer"), _heard(problem="closed"), {"lost": -9, "said": "x\nkilled"}],
+            [_measured(problem="closed by peer"), _measured(problem="closed"), ChildLost(-9, "x\nkilled")],
             "c",
             "ended with exit code -9: killed",
         ),
-        ([_heard(wrong=[1]), _heard(), _heard(wrong=[1])], "b", "sent other values"),
-        ([_heard(), _heard(problem="no way to c"), _heard()], "b", "no way to c"),
+        ([_measured(wrong=(1,)), _measured(), _measured(wrong=(1,))], "b", "sent wrong values"),
+        ([_measured(), _measured(problem="no way to c"), _measured()], "b", "no way to c"),
+        ([_measured(), _measured(), RequestRefused("no GPU", "")], "c", "no GPU"),
     ):
-        odd = network_checks(seats, answers)
-        assert [(check.host, check.state) for check in odd] == [(host, "fail")]
-        assert words in odd[0].found
+        checks = network_checks(hosts, replies)
+        assert [(check.host, check.state) for check in checks] == [(host, "fail")]
+        assert words in checks[0].found

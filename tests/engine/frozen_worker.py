@@ -15,16 +15,17 @@ from transformers import AutoConfig
 
 from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.engine.core import Engine
-from ds_finetune.engine.processes import choose_device, process_group
-from ds_finetune.engine.start import start_engine
-from ds_finetune.model.build import read_hf_config
+from ds_finetune.engine.default_group import process_group
+from ds_finetune.engine.devices import choose_device
+from ds_finetune.engine.engine import Engine
+from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.selftest import check
+from ds_finetune.selftest import compare
 from ds_finetune.selftest.cells import Cell, run_tree
-from ds_finetune.trainer.train import freeze_unreached
+from ds_finetune.trainer.prepare import freeze_unreached
 from ds_finetune.world import World
-from tests.model.test_unreached import INDEXED
+from tests.model.test_unused_parameters import INDEXED
+from tests.planning import model_of
 
 
 def main() -> None:
@@ -33,7 +34,7 @@ def main() -> None:
     found = {}
     with process_group(world, device):
         if world.rank == 0:
-            check.write_model(AutoConfig.for_model(**INDEXED | {"first_k_dense_replace": 2}), folder / "model")
+            compare.write_model(AutoConfig.for_model(**INDEXED | {"first_k_dense_replace": 2}), folder / "model")
         torch.distributed.barrier()
         for stage, precision in ((0, "bf16"), (2, "fp32"), (3, "bf16")):
             cell = Cell("", stage, 1, packing=False, precision=precision, weight_decay=0.5)
@@ -41,10 +42,10 @@ def main() -> None:
             config = RunConfig.model_validate(run_tree(cell, folder / "model", place, dp=world.world_size))
             with _engine(config, world, device) as engine:
                 before = _weights(engine)
-                check._saved_after_first(engine, place, 3)
+                compare._steps_with_checkpoint(engine, place, 3)
                 trained, notes = _weights(engine), engine.plan.notes
             with _engine(config, world, device, has_weights=False) as engine:
-                check._resumed(engine, place, 2)
+                compare._steps_after_resume(engine, place, 2)
                 resumed = _weights(engine)
             found[f"{stage}-{precision}"] = {"notes": notes, **_compared(before, trained, resumed)}
     if world.rank == 0:
@@ -53,9 +54,9 @@ def main() -> None:
 
 @contextmanager
 def _engine(config: RunConfig, world: World, device: str, *, has_weights: bool = True) -> Iterator[Engine]:
-    hf_config = read_hf_config(config.model.path)
-    plan = freeze_unreached(make_plan(config, world=world, device=device), hf_config)
-    with start_engine(plan, hf_config, has_weights=has_weights) as engine:
+    model = model_of(config)
+    plan = freeze_unreached(make_plan(config, world=world, device=device), model)
+    with start_engine(plan, model, has_weights=has_weights) as engine:
         yield engine
 
 

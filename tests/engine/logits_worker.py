@@ -11,12 +11,13 @@ import torch
 
 from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.engine.processes import choose_device, process_group
-from ds_finetune.engine.start import start_engine
-from ds_finetune.model.build import read_hf_config
+from ds_finetune.engine.default_group import process_group
+from ds_finetune.engine.devices import choose_device
+from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.selftest.cells import Cell, run_tree
 from ds_finetune.world import World
+from tests.planning import model_of
 
 PROMPTS = [[5, 9, 40, 41, 7], [80], list(range(3, 35))]
 LAYOUTS = {
@@ -36,7 +37,7 @@ def main() -> None:
     with process_group(world, device):
         for name, cell in LAYOUTS.items():
             config = RunConfig.model_validate(run_tree(cell, model, out, dp=world.world_size // cell.sharing))
-            with start_engine(make_plan(config, world=world, device=device), read_hf_config(str(model))) as engine:
+            with start_engine(make_plan(config, world=world, device=device), model_of(config)) as engine:
                 logits = torch.cat(list(engine.logits(PROMPTS))).cpu()
             np.save(out / f"{name}-{world.rank}.npy", logits.numpy())
 

@@ -12,15 +12,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_finetune.engine import devices, processes
+from ds_finetune.engine import default_group as processes
+from ds_finetune.engine import devices
+from ds_finetune.engine.default_group import process_group
 from ds_finetune.engine.devices import (
-    deepspeeds_local_rank,
+    choose_device,
+    deepspeed_local_rank,
     exchange,
     present_gpus,
-    refuse_other_devices,
+    refuse_different_devices,
     visible_device,
 )
-from ds_finetune.engine.processes import choose_device, process_group
 from ds_finetune.errors import ConfigError, LaunchError, RunError
 from ds_finetune.world import World
 
@@ -116,7 +118,7 @@ def test_deepspeed_sees_the_number_of_the_gpu_for_a_while(monkeypatch: pytest.Mo
     """Under Open MPI it asserts that both variables are equal (0.19.8, runtime/engine.py:1962)."""
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "3")
-    with deepspeeds_local_rank(0):
+    with deepspeed_local_rank(0):
         assert (os.environ["LOCAL_RANK"], os.environ["OMPI_COMM_WORLD_LOCAL_RANK"]) == ("0", "0")
     assert (os.environ["LOCAL_RANK"], os.environ["OMPI_COMM_WORLD_LOCAL_RANK"]) == ("3", "3")
 
@@ -135,13 +137,13 @@ def _rank(device: str, gpu: str = "", host: str = "a") -> str:
 )
 def test_ranks_that_cannot_work_together_are_named(ranks: list[str], message: str) -> None:
     with pytest.raises(LaunchError) as caught:
-        refuse_other_devices(ranks)
+        refuse_different_devices(ranks)
     assert caught.value.message == message
 
 
 def test_ranks_that_can_work_together_are_not_refused() -> None:
-    refuse_other_devices([_rank("cpu"), _rank("cpu")])
-    refuse_other_devices([_rank("cuda", "x"), _rank("cuda", "y"), _rank("cuda", "z", "b")])
+    refuse_different_devices([_rank("cpu"), _rank("cpu")])
+    refuse_different_devices([_rank("cuda", "x"), _rank("cuda", "y"), _rank("cuda", "z", "b")])
 
 
 def test_ranks_exchange_texts_through_the_store() -> None:

@@ -15,16 +15,17 @@ import torch
 from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import Batch, BatchPlan, training_batches
-from ds_finetune.engine.core import Engine
-from ds_finetune.engine.processes import choose_device, process_group
-from ds_finetune.engine.start import start_engine
-from ds_finetune.model.build import read_hf_config
+from ds_finetune.engine.default_group import process_group
+from ds_finetune.engine.devices import choose_device
+from ds_finetune.engine.engine import Engine
+from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.patches.deepspeed_engine import gradients_reduced_at_end
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.schedule import LrSchedule
 from ds_finetune.selftest.cells import SAMPLES, Cell, rows, run_tree
 from ds_finetune.trainer.loop import training_steps
 from ds_finetune.world import World
+from tests.planning import model_of
 
 STEPS = 4
 
@@ -65,13 +66,13 @@ def _engine(world: World, device: str, cell: Cell) -> Any:
     config = RunConfig.model_validate(
         run_tree(cell, Path(sys.argv[1]), Path(sys.argv[2]).parent, dp=world.world_size // cell.sharing)
     )
-    return start_engine(make_plan(config, world=world, device=device), read_hf_config(config.model.path))
+    return start_engine(make_plan(config, world=world, device=device), model_of(config))
 
 
 def _batches(engine: Engine) -> Iterator[Batch]:
-    train = engine.plan.config.train
+    sizes = engine.plan.batch
     plan = BatchPlan(
-        train.global_batch_size, train.micro_batch_size, engine.plan.mesh.place("dp"), engine.plan.dp, 0, False, 0, None
+        sizes.global_batch_size, sizes.micro_batch_size, engine.plan.mesh.place("dp"), engine.plan.dp, 0, False, 0, None
     )
     return training_batches(rows(packing=False), plan, start_step=0, total_rows=STEPS * SAMPLES)
 

@@ -1,98 +1,110 @@
-"""What keeps hosts from running together, from what they say of themselves."""
+"""Which hosts a launch refuses, from the facts that they report, in the same words as the doctor."""
 
-import socket
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.doctor.run import shared_checks
+from ds_finetune.errors import LaunchError
 from ds_finetune.hostfile import Host, read_hostfile
-from ds_finetune.launch.host_info import facts, free_port, interface_towards
-from ds_finetune.launch.node_launchers import NODE_LAUNCHERS, Rendezvous
-from ds_finetune.launch.preflight import meeting_place, problems_of, uses_gpus
-from ds_finetune.launch.run import largest_fit
+from ds_finetune.hosts.check import Check, label
+from ds_finetune.hosts.info import HostInfo
+from ds_finetune.hosts.unreachable import unreachable_check
+from ds_finetune.launch.node_launchers import NODE_LAUNCHERS, Rendezvous, torchrun
+from ds_finetune.launch.preflight import describe, meeting_address, preflight_checks
+from ds_finetune.launch.remote import Remote
+from ds_finetune.launch.run import LaunchRequest, fit_hosts, largest_fit
 from tests.conftest import ROOT
 
 A, B, C = Host("a", 4, 1), Host("b", 4, 2), Host("c", 2, 3)
 
 
-def _said(machine: str, **other: Any) -> dict[str, Any]:
-    usual = {
-        "hostname": machine,
-        "machine": machine,
-        "devices": 0,
-        "port": 1,
-        "reached_at": [],
-        "asked_from": [],
-        "interfaces": {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"]},
-    }
-    return usual | {"versions": {"torch": "2.13.0", "deepspeed": "0.19.8"}} | other
-
-
-@pytest.mark.parametrize(
-    ("greetings", "env", "wanted"),
-    [
-        ({A: _said("a"), B: _said("b")}, {}, []),
-        ({A: _said("a"), B: "cannot be reached by ssh: no route"}, {}, [(B, "cannot be reached by ssh: no route")]),
-        (
-            {A: _said("a"), B: _said("b"), C: _said("c", versions={"torch": "2.11.0", "deepspeed": "0.19.8"})},
-            {},
-            [(C, "torch is 2.11.0, on a it is 2.13.0")],
-        ),
-        ({A: _said("a"), B: _said("a")}, {}, [(B, "is the machine that line 1 names `a` (a)")]),
-        ({A: _said("a", devices=4), B: _said("b", devices=3)}, {}, [(B, "has 3 GPUs, the hostfile wants 4")]),
-        ({A: _said("a", devices=4), B: _said("b", devices=3)}, {"DS_ACCELERATOR": "cpu"}, []),
-        (
-            {Host("a", 1, 1, devices=(5,)): _said("a", devices=5)},
-            {},
-            [(Host("a", 1, 1, devices=(5,)), "has 5 GPUs, the hostfile wants 6")],
-        ),
-        (
-            {A: _said("a"), B: _said("b", interfaces={"ib0": ["10.0.0.2"]})},
-            {"GLOO_SOCKET_IFNAME": "eth0"},
-            [(B, "GLOO_SOCKET_IFNAME is eth0; its interfaces are ib0")],
-        ),
-        ({A: _said("a")}, {"NCCL_SOCKET_IFNAME": "^docker0"}, []),
-        ({A: _said("a")}, {"NCCL_SOCKET_IFNAME": "eth"}, []),
-    ],
+HERE = HostInfo(
+    hostname="here",
+    machine="here",
+    versions={"torch": "2.13.0", "deepspeed": "0.19.8"},
+    gpus=[],
+    cores=8,
+    interfaces={"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"]},
+    ssh_client="",
+    ssh_address="",
+    port=1,
+    port_holder=None,
 )
-def test_problems(greetings: dict[Host, Any], env: dict[str, str], wanted: list[tuple[Host, str]]) -> None:
-    assert [(problem.host, problem.text) for problem in problems_of(greetings, env)] == wanted
 
 
-def test_the_meeting_place_is_one_that_others_reach() -> None:
-    assert meeting_place((Host("localhost", 2, 1),), {Host("localhost", 2, 1): _said("a")}) == "127.0.0.1"
+def _info(machine: str, **other: Any) -> HostInfo:
+    return replace(HERE, **({"hostname": machine, "machine": machine} | other))
+
+
+UNREACHABLE = unreachable_check("b", 255, "ssh: connect to host b port 22: No route to host", "python")
+CASES: list[tuple[dict[Host, Any], dict[str, str], list[tuple[Host, str]]]] = [
+    ({A: _info("a"), B: _info("b")}, {}, []),
+    ({A: _info("a"), B: UNREACHABLE}, {}, [(B, UNREACHABLE.found)]),
+    (
+        {A: _info("a"), B: _info("b"), C: _info("c", versions=HERE.versions | {"torch": "2.11.0"})},
+        {},
+        [(C, "torch 2.11.0 (here 2.13.0)")],
+    ),
+    ({A: _info("a"), B: _info("a")}, {}, [(B, "the same machine as a: a")]),
+    ({A: _info("a", gpus=["H100"] * 4), B: _info("b", gpus=["H100"] * 3)}, {}, [(B, "slots=4, 3 H100")]),
+    ({A: _info("a", gpus=["H100"] * 4), B: _info("b", gpus=["H100"] * 3)}, {"DS_ACCELERATOR": "cpu"}, []),
+    (
+        {Host("a", 1, 1, devices=(5,)): _info("a", gpus=["H100"] * 5)},
+        {},
+        [(Host("a", 1, 1, devices=(5,)), "slots=1, 5 H100, devices 5 chosen")],
+    ),
+    (
+        {A: _info("a"), B: _info("b", interfaces={"ib0": ["10.0.0.2"]})},
+        {"GLOO_SOCKET_IFNAME": "eth0"},
+        [(B, "GLOO_SOCKET_IFNAME eth0: no interface `eth0` that is up and has an address")],
+    ),
+    ({A: _info("a")}, {"NCCL_SOCKET_IFNAME": "^docker0"}, []),
+    ({A: _info("a")}, {"NCCL_SOCKET_IFNAME": "eth"}, []),
+]
+
+
+@pytest.mark.parametrize(("answers", "env", "wanted"), CASES)
+def test_hosts_that_are_refused(answers: dict[Host, Any], env: dict[str, str], wanted: list[tuple[Host, str]]) -> None:
+    found = preflight_checks(answers, HERE, env)
+    failed = [(host, check.found) for host, checks in found.items() for check in checks if check.state == "fail"]
+    assert failed == wanted
+
+
+@pytest.mark.parametrize(("answers", "env", "wanted"), [case for case in CASES if case[2]])
+def test_the_refusal_of_a_launch_is_what_the_doctor_finds(
+    answers: dict[Host, Any], env: dict[str, str], wanted: list[tuple[Host, str]]
+) -> None:
+    """The doctor's own assembly of its checks for the same answers has the same text and hint for each fault."""
+    request = LaunchRequest(tuple(answers), torchrun, (), env, Remote(), "r-1")
+    with pytest.raises(LaunchError) as refused:
+        fit_hosts(answers, HERE, request, print, is_first=True)
+    names = {label(host): host for host in answers}
+    infos = {label(host): answer for host, answer in answers.items() if isinstance(answer, HostInfo)}
+    reached = [answer for answer in answers.values() if isinstance(answer, Check)]
+    for check in [*reached, *shared_checks(names, infos, here=HERE, environ=env)]:
+        if check.state == "fail":
+            assert describe(names[check.host], check) in refused.value.message
+            assert check.hint
+    assert refused.value.message.count("hint: ") == len(wanted)
+
+
+def test_the_meeting_address_is_one_that_others_reach() -> None:
     local = Host("localhost", 2, 1)
-    assert meeting_place((local, B), {local: _said("a"), B: _said("b")}) == "10.0.0.1"
-    assert (
-        meeting_place(
-            (local, B), {local: _said("a", interfaces={"lo": ["127.0.0.1"], "eth0": ["169.254.1.1"]}), B: _said("b")}
-        )
-        == ""
-    )
-    # The address from which the others were asked goes before a bridge that is there by chance.
-    bridge = _said("a", interfaces={"lo": ["127.0.0.1"], "docker0": ["172.17.0.1"], "eth0": ["10.0.0.7"]})
-    assert meeting_place((local, B), {local: bridge, B: _said("b", asked_from=["10.0.0.7"])}) == "10.0.0.7"
-    # An address goes before what the host says of itself; a name of ssh's own configuration leads nowhere.
-    assert meeting_place((Host("10.9.9.9", 2, 1), B), {Host("10.9.9.9", 2, 1): _said("a")}) == "10.9.9.9"
+    assert meeting_address((local,), {local: _info("a")}) == "127.0.0.1"
+    assert meeting_address((local, B), {local: _info("a"), B: _info("b")}) == "10.0.0.1"
+    link_local = _info("a", interfaces={"lo": ["127.0.0.1"], "eth0": ["169.254.1.1"]})
+    assert meeting_address((local, B), {local: link_local, B: _info("b")}) == ""
+    # The address that the ssh connections of the others came from goes before a bridge that is there by chance.
+    bridge = _info("a", interfaces={"lo": ["127.0.0.1"], "docker0": ["172.17.0.1"], "eth0": ["10.0.0.7"]})
+    assert meeting_address((local, B), {local: bridge, B: _info("b", ssh_client="10.0.0.7")}) == "10.0.0.7"
+    # An address in the hostfile goes before those of the host; a name of ssh's own configuration does not resolve.
+    named = Host("10.9.9.9", 2, 1)
+    assert meeting_address((named, B), {named: _info("a"), B: _info("b")}) == "10.9.9.9"
     alias = Host("an-alias.invalid", 2, 1)
-    assert meeting_place((alias, B), {alias: _said("a", reached_at=["10.5.5.5"])}) == "10.5.5.5"
-
-
-def test_what_this_host_says_of_itself() -> None:
-    said = facts()
-    assert "127.0.0.1" in said["interfaces"]["lo"]
-    assert said["versions"]["torch"].startswith("2.")
-    assert 0 < said["port"] < 65536
-    assert interface_towards("127.0.0.1") == "lo"
-    assert not uses_gpus({A: said}, {"DS_ACCELERATOR": "cpu"})
-
-
-def test_a_port_that_is_taken_is_seen() -> None:
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        assert free_port(taken.getsockname()[1]) == 0
+    assert meeting_address((alias, B), {alias: _info("a", ssh_address="10.5.5.5"), B: _info("b")}) == "10.5.5.5"
 
 
 def _config(**sections: Any) -> RunConfig:

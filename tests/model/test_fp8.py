@@ -1,4 +1,4 @@
-"""Checkpoints in FP8 blocks: multiplied out as plain numpy does, for any cut, and accounted for to the last scale."""
+"""Checkpoints in FP8 blocks: multiplied out as plain numpy does, for any model_shard, and accounted for to the last scale."""
 
 import json
 import math
@@ -15,9 +15,14 @@ from ds_finetune.families.table import family_of
 from ds_finetune.model.build import Fragment, build_skeleton, in_memory, model_class, read_hf_config, whole
 from ds_finetune.model.fp8 import dequantise, is_quantised, quantise
 from ds_finetune.model.hub_folder import HubFolder
-from ds_finetune.model.parallel.expert import fewer_experts
-from ds_finetune.model.parallel.pipeline import StageGroup, install_stage, only_layers, without_memory
-from ds_finetune.model.parallel.sharding import WHOLE, Cut
+from ds_finetune.model.parallel.expert import build_local_experts
+from ds_finetune.model.parallel.pipeline import (
+    PipelineGroup,
+    build_meta_model,
+    build_only_layers,
+    install_pipeline_stage,
+)
+from ds_finetune.model.parallel.sharding import UNSHARDED, ModelShard
 from ds_finetune.model.parallel.tensor import local_config
 from ds_finetune.model.weights import load_weights
 from tests.model.fp8_folder import (
@@ -26,10 +31,10 @@ from tests.model.fp8_folder import (
     V3,
     coded,
     decoded,
+    dequantised,
     in_fp8,
     is_published_in_fp8,
     master,
-    multiplied_out,
     publish,
     read_all,
     with_other_scales,
@@ -47,7 +52,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def reference(published: Path) -> AutoModelForCausalLM:
     """Plain transformers over the weights that numpy multiplied out."""
-    plain = multiplied_out(read_all(published), torch.bfloat16)
+    plain = dequantised(read_all(published), torch.bfloat16)
     config = {key: value for key, value in V3.items() if key != "quantization_config"}
     publish(published.parent / "plain", plain, config=config)
     return AutoModelForCausalLM.from_pretrained(published.parent / "plain", dtype=torch.bfloat16).eval()
@@ -171,25 +176,33 @@ def test_fragments_of_ranks(ranks: int, published: Path, reference: torch.nn.Mod
         assert torch.equal(torch.cat(parts[name])[: param.numel()].view_as(param), param), name
 
 
-@pytest.mark.parametrize("cut", [Cut(2, 0), Cut(2, 1), Cut(expert_parts=2, expert_place=1), Cut(2, 1, 2, 1)], ids=str)
-def test_cuts_of_tensors_and_experts(cut: Cut, published: Path, reference: torch.nn.Module) -> None:
+@pytest.mark.parametrize(
+    "model_shard",
+    [ModelShard(2, 0), ModelShard(2, 1), ModelShard(ep_size=2, ep_rank=1), ModelShard(2, 1, 2, 1)],
+    ids=str,
+)
+def test_shards_of_tensors_and_experts(model_shard: ModelShard, published: Path, reference: torch.nn.Module) -> None:
     config = read_hf_config(str(published))
-    with fewer_experts(model_class(config), FAMILY, parts=cut.expert_parts, tag=lambda _: None):
-        model = build_skeleton(local_config(config, cut.parts), attention="sdpa", dtype=torch.bfloat16, device="cpu")
-    load_weights(model, published, family=FAMILY, cut=cut)
+    with build_local_experts(model_class(config), FAMILY, ep_size=model_shard.ep_size, mark=lambda _: None):
+        model = build_skeleton(
+            local_config(config, model_shard.tp_size), attention="sdpa", dtype=torch.bfloat16, device="cpu"
+        )
+    load_weights(model, published, family=FAMILY, model_shard=model_shard)
     wanted = dict(reference.named_parameters())
     for name, param in model.named_parameters():
-        assert torch.equal(cut.window(name, tuple(param.shape)).of(wanted[name]), param.view(-1)), name
+        assert torch.equal(model_shard.tensor_shard(name, tuple(param.shape)).slice(wanted[name]), param.view(-1)), name
 
 
 def test_stages_of_a_pipeline(published: Path, reference: torch.nn.Module) -> None:
     config, wanted = read_hf_config(str(published)), reference.state_dict()
     seen: set[str] = set()
     for place in range(2):
-        with only_layers(model_class(config), range(place, place + 1)):
+        with build_only_layers(model_class(config), range(place, place + 1)):
             model = build_skeleton(config, attention="sdpa", dtype=torch.bfloat16, device="cpu")
-        install_stage(model, StageGroup(None, 2, place), vocabulary=config.vocab_size)
-        load_weights(model, published, family=FAMILY, where=whole, cut=WHOLE, skeleton=without_memory(config))
+        install_pipeline_stage(model, PipelineGroup(None, 2, place), vocabulary=config.vocab_size)
+        load_weights(
+            model, published, family=FAMILY, where=whole, model_shard=UNSHARDED, skeleton=build_meta_model(config)
+        )
         state = model.state_dict()
         assert all(torch.equal(tensor, wanted[name]) for name, tensor in state.items())
         seen |= state.keys()

@@ -12,9 +12,11 @@ from transformers import AutoConfig
 
 from ds_finetune.config.schema import LoraConfig
 from ds_finetune.errors import ConfigError
+from ds_finetune.families.tiny import VOCAB
 from ds_finetune.model.build import build_skeleton
-from ds_finetune.model.lora import Factors, chosen_targets, factors_of, is_adapter, lora_lines, merged
-from ds_finetune.selftest.cells import VOCAB, hf_config
+from ds_finetune.model.lora import Factors, factors_of, is_adapter, merge_adapters
+from ds_finetune.model.lora_plan import plan_lora
+from ds_finetune.selftest.cells import hf_config
 from tests.lora_twin import NAMED, adapted, base_model, by_our_names, in_peft, write_adapter_of
 
 LORA = LoraConfig(rank=8, alpha=32)
@@ -70,7 +72,9 @@ def test_merged_weights_compute_as_adapters_do_and_the_model_stays() -> None:
         {name: param.detach() for name, param in model.named_parameters() if is_adapter(name)}, LORA.alpha / LORA.rank
     )
     weights = dict(
-        merged(((name, param.detach()) for name, param in model.named_parameters() if not is_adapter(name)), factors)
+        merge_adapters(
+            ((name, param.detach()) for name, param in model.named_parameters() if not is_adapter(name)), factors
+        )
     )
     plain = base_model("deepseek_v3")
     plain.load_state_dict(weights, strict=False)
@@ -113,23 +117,22 @@ def test_what_patterns_adapt(patterns: tuple[str, ...] | None, kinds: dict[str, 
     lora = LoraConfig(rank=8, target_modules=patterns)
     if kinds is None:
         with pytest.raises(ConfigError, match="matches no module") as refused:
-            chosen_targets(hf_config("deepseek_v3"), lora)
+            plan_lora(hf_config("deepseek_v3"), lora)
         assert "q_b_proj" in refused.value.hint
         return
-    assert Counter(target.kind for target in chosen_targets(hf_config("deepseek_v3"), lora)) == kinds
+    assert Counter(target.kind for target in plan_lora(hf_config("deepseek_v3"), lora).targets) == kinds
 
 
 def test_the_lines_count_what_is_trained() -> None:
     model = adapted(base_model("deepseek_v3"), LORA)
-    rows = lora_lines(model.config, LORA)
+    rows = plan_lora(model.config, LORA).lines()
     assert f"{sum(param.numel() for param in model.parameters() if param.requires_grad):,} parameters" in rows[0][1]
     assert ("  router", "none of 1 modules") in rows
-    assert not lora_lines(model.config, None)
 
 
 def test_models_and_ranks_that_are_not_compared_are_refused() -> None:
-    with pytest.raises(ConfigError, match="qwen3_moe is not proven"):
-        chosen_targets(AutoConfig.for_model("qwen3_moe"), LORA)
+    with pytest.raises(ConfigError, match="qwen3_moe is not tested"):
+        plan_lora(AutoConfig.for_model("qwen3_moe"), LORA)
     with pytest.raises(ConfigError, match="not a multiple of 8"):
-        chosen_targets(hf_config("deepseek_v3"), LoraConfig(rank=4))
-    assert chosen_targets(hf_config("llama"), LoraConfig(rank=3))
+        plan_lora(hf_config("deepseek_v3"), LoraConfig(rank=4))
+    assert plan_lora(hf_config("llama"), LoraConfig(rank=3)).targets

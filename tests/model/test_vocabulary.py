@@ -19,7 +19,7 @@ from ds_finetune.demo import write_demo
 from ds_finetune.errors import ConfigError, DataError, ModelError
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build import Fragment, build_skeleton, in_memory, read_hf_config
-from ds_finetune.model.parallel.sharding import Cut
+from ds_finetune.model.parallel.sharding import ModelShard
 from ds_finetune.model.parallel.tensor import local_config
 from ds_finetune.model.vocabulary import Growth, grow_vocabulary
 from ds_finetune.model.weights import load_weights, seed_of
@@ -28,10 +28,10 @@ from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.model_shape import Shape
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.trainer.dry_run import held_tensors
-from ds_finetune.trainer.inputs import config_tree, model_config, vocabulary_lines
+from ds_finetune.trainer.inputs import config_tree, make_model_plan, model_config, model_lines
 from ds_finetune.trainer.preview import preview_of
 from ds_finetune.world import World
-from tests.model.fp8_folder import MTP, V3, in_fp8, master, multiplied_out, publish
+from tests.model.fp8_folder import MTP, V3, dequantised, in_fp8, master, publish
 from tests.model.test_weights import published
 from tests.model.tiny import CONFIGS
 
@@ -46,11 +46,16 @@ def config_of(folder: Path) -> PretrainedConfig:
 
 
 def loaded(
-    folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, where: Any = None, cut: Cut | None = None
+    folder: Path,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    where: Any = None,
+    model_shard: ModelShard | None = None,
 ) -> PreTrainedModel:
-    config = config_of(folder) if cut is None else local_config(config_of(folder), cut.parts)
+    config = config_of(folder) if model_shard is None else local_config(config_of(folder), model_shard.tp_size)
     model = build_skeleton(config, attention="sdpa", dtype=dtype, device="cpu")
-    given = ({} if where is None else {"where": where}) | ({} if cut is None else {"cut": cut})
+    given = ({} if where is None else {"where": where}) | ({} if model_shard is None else {"model_shard": model_shard})
     growth = Growth(BEFORE, AFTER, partial(seed_of, seed))
     load_weights(model, folder, family=family_of(config.model_type), growth=growth, **given)
     return model
@@ -114,8 +119,11 @@ def test_tensor_parallel_parts_of_a_grown_tensor(parts: int, tmp_path: Path) -> 
     AutoModelForCausalLM.from_config(LlamaConfig(**CONFIGS["llama"] | sizes)).save_pretrained(tmp_path)
     whole = dict(loaded(tmp_path).named_parameters())
     for key in (EMBEDDING, HEAD):
-        cut = [dict(loaded(tmp_path, cut=Cut(parts, place)).named_parameters())[key] for place in range(parts)]
-        assert torch.equal(torch.cat(cut), whole[key])
+        shards = [
+            dict(loaded(tmp_path, model_shard=ModelShard(parts, place)).named_parameters())[key]
+            for place in range(parts)
+        ]
+        assert torch.equal(torch.cat(shards), whole[key])
 
 
 def test_a_head_with_a_bias_grows_with_it(tmp_path: Path) -> None:
@@ -136,7 +144,7 @@ def test_an_fp8_base_grows_as_its_bf16_copy(tmp_path: Path) -> None:
     tensors = {key: value for key, value in in_fp8(master()).items() if f"layers.{MTP}." not in key}
     published_fp8 = publish(tmp_path / "fp8", tensors)
     plain = {key: value for key, value in V3.items() if key != "quantization_config"}
-    copied = publish(tmp_path / "copy", multiplied_out(tensors, torch.float32), config=plain)
+    copied = publish(tmp_path / "copy", dequantised(tensors, torch.float32), config=plain)
     one, other = loaded(published_fp8).state_dict(), loaded(copied).state_dict()
     assert all(torch.equal(one[key], other[key]) for key in one)
 
@@ -204,8 +212,9 @@ def test_the_plan_counts_the_new_rows(demo: Path) -> None:
     added = Shape.of(tree).total_params - Shape.of(demo / "model").total_params
     assert added == 2 * 5 * CONFIGS["deepseek_v3"]["hidden_size"]
     plan = make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cpu")
-    assert sum(held.numel for held in held_tensors(plan, hf_config)) == Shape.of(tree).total_params
-    ((_, text),) = vocabulary_lines(config, hf_config)
+    model = make_model_plan(config, plan.mesh, is_config_alone=True)
+    assert sum(held.numel for held in held_tensors(plan, model)) == Shape.of(tree).total_params
+    ((_, text),) = model_lines(model, plan)
     assert text.startswith("96 -> 101 tokens; 5 new rows")
 
 
@@ -216,7 +225,8 @@ def test_a_key_that_adds_nothing_says_so(demo: Path) -> None:
         json.dumps(CONFIGS["deepseek_v3"] | {"model_type": "deepseek_v3", "vocab_size": 128})
     )
     config = run_of(demo, model={"path": str(fits), "resize_vocabulary": True})
-    ((_, text),) = vocabulary_lines(config, model_config(config))
+    plan = make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cpu")
+    ((_, text),) = model_lines(make_model_plan(config, plan.mesh), plan)
     assert text == "the tokenizer's ids fit the 128 tokens; model.resize_vocabulary adds nothing"
 
 

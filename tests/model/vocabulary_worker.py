@@ -15,9 +15,11 @@ import torch
 
 from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.engine.processes import choose_device, process_group
-from ds_finetune.engine.start import start_engine
+from ds_finetune.engine.default_group import process_group
+from ds_finetune.engine.devices import choose_device
+from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.model.build import read_hf_config
+from ds_finetune.model.model_plan import plan_model
 from ds_finetune.model.vocabulary import grow_vocabulary
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.world import World
@@ -49,10 +51,11 @@ def main() -> None:
     folder, world, device = Path(sys.argv[1]), World.from_environment(os.environ), choose_device()
     with process_group(world, device):
         for family, stage, parallel in LAYOUTS:
-            plan = make_plan(_config(folder / family, stage, parallel), world=world, device=device)
-            hf_config = read_hf_config(plan.config.model.path)
+            config = _config(folder / family, stage, parallel)
+            plan = make_plan(config, world=world, device=device)
+            hf_config = read_hf_config(config.model.path)
             grow_vocabulary(hf_config, AFTER)
-            with start_engine(plan, hf_config) as engine:
+            with start_engine(plan, plan_model(hf_config, config.model, config.parallel, config.lora)) as engine:
                 found = {name: tensor.clone() for name, tensor in engine.tensors() if tensor is not None}
             if world.rank == 0:
                 torch.save(found, folder / f"{name_of(family, stage, parallel)}.pt")

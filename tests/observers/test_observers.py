@@ -14,17 +14,17 @@ import pytest
 from ds_finetune.config.schema import EvalConfig, RunConfig
 from ds_finetune.data.batches import Batch, BatchPlan, eval_batches
 from ds_finetune.data.rows import Row
-from ds_finetune.engine.core import EvalResult, StepResult
+from ds_finetune.engine.engine import EvalResult, StepResult
 from ds_finetune.errors import ConfigError
 from ds_finetune.observers.evaluation import BestAndPatience, Evaluation, matches
-from ds_finetune.observers.progress import PhaseLine, ProgressLine
+from ds_finetune.observers.progress import ProgressLine
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.time_left import EVALUATION, EXPORT, SAVE, TimeLeft
 from ds_finetune.observers.utilisation import Utilisation, peak_flops
 from ds_finetune.observers.writers import MetricsFile, Trackers, check_trackers
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.trainer import train as finetune
-from ds_finetune.trainer.loop import run, step_values
+from ds_finetune.trainer.evaluation import evaluation_functions
+from ds_finetune.trainer.loop import run_steps, step_values
 from ds_finetune.world import World
 
 
@@ -104,9 +104,9 @@ def test_the_loop_stops_where_an_observer_says_so() -> None:
             drawn.append(step)
             yield record(step)
 
-    last = run(steps(), [Stopper()])  # type: ignore[arg-type]
+    last = run_steps(steps(), [Stopper()])  # type: ignore[arg-type]
     assert (last.step, last.stop, drawn) == (2, "enough", [1, 2])  # type: ignore[union-attr]
-    assert run([], []) is None
+    assert run_steps([], []) is None
 
 
 def test_metrics_file_is_json_also_for_nan(tmp_path: Path) -> None:
@@ -159,15 +159,6 @@ def test_the_time_left_measures_what_it_is_given() -> None:
     assert 0.05 <= left.seconds(1) < 1
 
 
-def test_an_evaluation_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter([0.0, 0.0, 10.0, 40.0, 50.0, 80.0])
-    monkeypatch.setattr("ds_finetune.observers.progress.time.monotonic", lambda: next(now))
-    out = io.StringIO()
-    is_over = PhaseLine(out).following(lambda: False, "evaluation", 8)
-    assert [is_over() for _ in range(5)] == [False] * 5
-    assert out.getvalue() == "evaluation 2/8  eta 2 min\nevaluation 4/8  eta 1 min\n"
-
-
 def test_an_evaluation_reads_the_first_rows_of_its_limit() -> None:
     rows = [Row(np.arange(3, dtype=np.int32), np.arange(3, dtype=np.int32), np.arange(3, dtype=np.int32), 3)] * 10
     plan = BatchPlan(
@@ -196,9 +187,11 @@ def test_a_runs_evaluation_takes_the_limit() -> None:
         return [batch.row_ids for batch in batches if not is_over()]
 
     engine = SimpleNamespace(plan=plan, is_rank_zero=True, evaluate=evaluated)
-    material = SimpleNamespace(held_out=rows, stop_ids=[], pad_token_id=0)
-    evaluate, exact_match = finetune._evaluations(
-        engine, material, SimpleNamespace(is_asked=lambda: bool(asked.append(True)))
+    inputs = SimpleNamespace(held_out=rows, stop_ids=[], pad_token_id=0)
+    evaluate, exact_match = evaluation_functions(
+        SimpleNamespace(config=config, plan=plan, inputs=inputs),
+        engine,
+        SimpleNamespace(is_asked=lambda: bool(asked.append(True))),
     )  # type: ignore[arg-type]
     assert evaluate() == [(0, 1), (2,)]
     assert asked == [True, True], "each batch asks whether the run is to end"

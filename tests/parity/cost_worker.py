@@ -58,11 +58,12 @@ from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import BatchPlan, training_batches
 from ds_finetune.data.rows import Row
-from ds_finetune.engine.processes import choose_device, process_group
-from ds_finetune.engine.start import start_engine
-from ds_finetune.model.build import read_hf_config
+from ds_finetune.engine.default_group import process_group
+from ds_finetune.engine.devices import choose_device
+from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.world import World
+from tests.planning import model_of
 
 MODEL = {
     "hidden_size": 256,
@@ -156,8 +157,9 @@ def _measured(
         "output_dir": model,
     }
     tree |= {"train": train | {"activation_checkpointing": False}, "deepspeed": {"zero_optimization": {"stage": stage}}}
-    plan = make_plan(RunConfig.model_validate(tree), world=world, device=device)
-    with start_engine(plan, read_hf_config(model)) as engine:
+    config = RunConfig.model_validate(tree)
+    plan = make_plan(config, world=world, device=device)
+    with start_engine(plan, model_of(config)) as engine:
         shares = BatchPlan(rows, micro, plan.mesh.place("dp"), plan.dp, 0, False, 0, TOKENS)
         seconds = []
         for step, batch in enumerate(training_batches(_rows(), shares, start_step=0, total_rows=rows * (STEPS + 1))):

@@ -14,16 +14,18 @@ import torch
 
 from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.engine.processes import choose_device, process_group
-from ds_finetune.engine.start import start_engine
-from ds_finetune.model.build import read_hf_config
+from ds_finetune.engine.default_group import process_group
+from ds_finetune.engine.devices import choose_device
+from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.model.four_bit import is_four_bit
+from ds_finetune.model.model_plan import ModelPlan
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.selftest.cells import Cell, run_tree
-from ds_finetune.selftest.plain import BETAS
+from ds_finetune.selftest.reference_loop import BETAS
 from ds_finetune.selftest.steps import first_moments, take_steps
 from ds_finetune.world import World
 from tests.lora_twin import four_bit_tensors, lora_tree
+from tests.planning import model_of
 
 STEPS = 3
 
@@ -38,7 +40,8 @@ def main() -> None:
             tree = run_tree(cell, models / cell.family, out, dp=world.world_size) | {
                 "lora": lora_tree(cell.family) | quantised
             }
-            found = _run(make_plan(RunConfig.model_validate(tree), world=world, device=device))
+            config = RunConfig.model_validate(tree)
+            found = _run(make_plan(config, world=world, device=device), model_of(config))
             if world.rank == 0:
                 torch.save(found, out / f"{cell.name}-world={world.world_size}.pt")
             if number == 0:
@@ -46,12 +49,12 @@ def main() -> None:
                 gc.freeze()
 
 
-def _run(plan: Plan) -> dict[str, Any]:
-    with start_engine(plan, read_hf_config(plan.config.model.path)) as engine:
+def _run(plan: Plan, model: ModelPlan) -> dict[str, Any]:
+    with start_engine(plan, model) as engine:
         moments: list[dict[str, torch.Tensor]] = []
         for found in take_steps(engine, STEPS):
             steps = found
-            moments.append(first_moments(engine) if plan.config.train.precision == "fp32" else {})
+            moments.append(first_moments(engine) if plan.precision == "fp32" else {})
         return {
             "losses": steps.losses,
             "norms": steps.norms,

@@ -18,14 +18,15 @@ from ds_finetune.data.batches import eval_batches, training_batches
 from ds_finetune.data.documents import make_documents
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.sample_tokens import Tokens
-from ds_finetune.engine.core import Engine
-from ds_finetune.engine.processes import choose_device, process_group
-from ds_finetune.engine.start import start_engine
-from ds_finetune.model.build import read_hf_config
+from ds_finetune.engine.default_group import process_group
+from ds_finetune.engine.devices import choose_device
+from ds_finetune.engine.engine import Engine
+from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.selftest.plain import BETAS
+from ds_finetune.selftest.reference_loop import BETAS
 from ds_finetune.selftest.steps import _gradients, batch_plan
 from ds_finetune.world import World
+from tests.planning import model_of
 
 ROW = 16
 Document = tuple[list[int], list[bool]]
@@ -65,7 +66,7 @@ def main() -> None:
             for turn, (shape, documents) in enumerate(SHAPES.items()):
                 config = _config(folder / family, stage, parallel, packing=bool((number + turn) % 2))
                 plan = make_plan(config, world=world, device=device)
-                with start_engine(plan, read_hf_config(config.model.path)) as engine:
+                with start_engine(plan, model_of(config)) as engine:
                     found = _step(engine, _rows(documents))
                 if world.rank == 0:
                     torch.save(found, folder / f"{name_of(family, stage, parallel)}-{shape}.pt")

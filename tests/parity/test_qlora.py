@@ -18,9 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, P
 
 from ds_finetune.config.schema import LoraConfig
 from ds_finetune.model.four_bit import nf4_bytes
-from ds_finetune.model.lora import lora_lines, quantised_targets
+from ds_finetune.model.lora_plan import plan_lora
 from ds_finetune.selftest.cells import TINY_MODELS, Cell
-from ds_finetune.selftest.plain import adamw, plain_steps
+from ds_finetune.selftest.reference_loop import adamw, reference_steps
 from tests.conftest import ROOT
 from tests.lora_twin import adapted, by_our_names, four_bit_tensors, in_peft, lora_tree, write_adapter_of
 from tests.parity.lora_worker import STEPS
@@ -133,7 +133,7 @@ def _plain_loop(folder: Path, max_grad_norm: float) -> dict[str, Any]:
         )
         return optimizer
 
-    steps = plain_steps(in_peft(base, folder / "adapter", trainable=True), STEPS, max_grad_norm, recording)
+    steps = reference_steps(in_peft(base, folder / "adapter", trainable=True), STEPS, max_grad_norm, recording)
     return {"losses": steps.losses, "norms": steps.norms, "gradients": gradients, "four_bit": frozen}
 
 
@@ -176,7 +176,8 @@ def _assert_frozen(
     assert held.keys() == wanted.keys()
     assert all(torch.equal(part, wanted[name][key]) for name, parts in held.items() for key, part in parts.items())
     lora, config = LoraConfig(quantize="nf4"), AutoConfig.from_pretrained(models / cell.family)
-    targets = quantised_targets(config, lora)
+    lora_plan = plan_lora(config, lora)
+    targets = lora_plan.quantised
     for target in targets:
         weight = f"{target.name}.weight"
         assert nf4_bytes(target.shapes["weight"]) == sum(
@@ -184,10 +185,7 @@ def _assert_frozen(
         ), weight
     size = sum(part.numel() * part.itemsize for parts in held.values() for part in parts.values())
     numel = sum(prod(target.shapes["weight"]) for target in targets)
-    assert (
-        f"{len(held)} weights, {numel:,} parameters in {size:,} bytes"
-        in dict(lora_lines(config, lora))["  frozen in nf4"]
-    )
+    assert f"{len(held)} weights, {numel:,} parameters in {size:,} bytes" in dict(lora_plan.lines())["  frozen in nf4"]
     base = AutoModelForCausalLM.from_pretrained(models / cell.family, dtype=torch.float32).state_dict()
     assert all(torch.equal(tensor, base[name]) for name, tensor in result["frozen"].items() if name not in held)
     assert all(0.05 < (result["frozen"][name] - base[name]).norm() / base[name].norm() < 0.15 for name in held)

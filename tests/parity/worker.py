@@ -15,13 +15,15 @@ import torch
 
 from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.engine.processes import choose_device, process_group
-from ds_finetune.engine.start import start_engine
-from ds_finetune.model.build import read_hf_config
+from ds_finetune.engine.default_group import process_group
+from ds_finetune.engine.devices import choose_device
+from ds_finetune.engine.start_engine import start_engine
+from ds_finetune.model.model_plan import ModelPlan
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.selftest.cells import Cell, run_tree
 from ds_finetune.selftest.steps import take_steps
 from ds_finetune.world import World
+from tests.planning import model_of
 
 STEPS = 3
 
@@ -35,7 +37,7 @@ def main() -> None:
             config = RunConfig.model_validate(
                 run_tree(cell, models / cell.family, out, dp=world.world_size // cell.sharing)
             )
-            found = _run(make_plan(config, world=world, device=device))
+            found = _run(make_plan(config, world=world, device=device), model_of(config))
             if world.rank == 0:
                 torch.save(found, out / f"{cell.name}-world={world.world_size}.pt")
             if number == 0:
@@ -44,8 +46,8 @@ def main() -> None:
                 gc.freeze()
 
 
-def _run(plan: Plan) -> dict[str, Any]:
-    with start_engine(plan, read_hf_config(plan.config.model.path)) as engine:
+def _run(plan: Plan, model: ModelPlan) -> dict[str, Any]:
+    with start_engine(plan, model) as engine:
         *_, steps = take_steps(engine, STEPS)
         weights = {name: tensor.clone() for name, tensor in engine.tensors() if tensor is not None}
         return asdict(steps) | {"weights": weights}

@@ -50,7 +50,7 @@ def adam(**params: Any) -> dict[str, Any]:
 
 def test_the_batch_triple_is_derived_and_written() -> None:
     plan = plan_of()
-    assert plan.gradient_accumulation_steps == 2
+    assert plan.batch.gradient_accumulation_steps == 2
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
     assert [plan.deepspeed[key] for key in keys] == [8, 2, 2, 1.0]
 
@@ -377,7 +377,7 @@ def test_every_run_file_is_planned_on_one_to_eight_gpus_or_says_what_fits(
         assert "ranks" in caught.value.hint
     else:
         plan = make_plan(config, world=world, device="cuda")
-        assert plan.gradient_accumulation_steps * config.train.micro_batch_size * plan.dp == batch
+        assert plan.batch.gradient_accumulation_steps * config.train.micro_batch_size * plan.dp == batch
         assert plan.needs_fused_adam
 
 
@@ -386,7 +386,9 @@ def test_the_quickstart_is_planned_on_any_number_of_gpus(tmp_path: Path, ranks: 
     config = read_config(write_demo(tmp_path, ranks=ranks))
     plan = make_plan(config, world=World(0, ranks, 0, ranks, "deepspeed"), device="cuda")
     assert 8 <= config.train.global_batch_size < 8 + ranks
-    assert plan.gradient_accumulation_steps * config.train.micro_batch_size * ranks == config.train.global_batch_size
+    assert (
+        plan.batch.gradient_accumulation_steps * config.train.micro_batch_size * ranks == config.train.global_batch_size
+    )
 
 
 @pytest.mark.parametrize(

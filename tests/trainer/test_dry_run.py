@@ -9,11 +9,9 @@ from transformers import AutoConfig
 
 from ds_finetune.cli.main import main
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.model.build import read_hf_config
-from ds_finetune.model.lora import chosen_targets
-from ds_finetune.model.parallel.pipeline import stages_of
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.trainer.dry_run import held_tensors, state_bytes
+from ds_finetune.trainer.inputs import make_model_plan
 from ds_finetune.world import World
 
 
@@ -49,9 +47,9 @@ def test_every_parameter_of_deepseek_v3_is_somewhere(
 ) -> None:
     config = _config(deepseek_v3, parallel, stage)
     plan = make_plan(config, world=World(0, 256, 0, 8, "test"), device="cuda")
-    hf_config = read_hf_config(str(deepseek_v3))
-    stages = stages_of(hf_config, config.parallel)
-    by_stage = [held_tensors(plan, hf_config, stages, place) for place in range(len(stages))]
+    model = make_model_plan(config, plan.mesh)
+    stages = model.stages
+    by_stage = [held_tensors(plan, model, place) for place in range(len(stages))]
     held = [kind for stage in by_stage for kind in stage]
     assert sum(kind.count * math.prod(kind.whole) for kind in held) == 671_026_404_352
     everywhere = sum(kind.numel * plan.mesh.world_size / len(stages) / kind.sharers for kind in held)
@@ -93,16 +91,14 @@ def test_the_command_shows_ranks_shapes_and_deepspeed(
 
 def test_with_lora_adapters_alone_have_gradients_and_moments(deepseek_v3: Path) -> None:
     config = RunConfig.model_validate(_config(deepseek_v3, {}, 3).model_dump(by_alias=True) | {"lora": {"rank": 16}})
-    plan, hf_config = (
-        make_plan(config, world=World(0, 256, 0, 8, "test"), device="cuda"),
-        read_hf_config(str(deepseek_v3)),
-    )
-    assert config.lora is not None
-    adapters = sum(target.num_params(16) for target in chosen_targets(hf_config, config.lora))
+    plan = make_plan(config, world=World(0, 256, 0, 8, "test"), device="cuda")
+    model = make_model_plan(config, plan.mesh)
+    assert model.lora is not None
+    adapters = model.lora.num_params
     # Of 61 layers 58 have 256 experts with weights [4096, 7168] and [7168, 2048].
     assert adapters > 58 * 256 * 16 * (4096 + 7168 + 7168 + 2048)
-    held = held_tensors(plan, hf_config)
-    sizes = state_bytes(plan, held, adapters=adapters)
+    held = held_tensors(plan, model)
+    sizes = state_bytes(plan, held, model.lora)
     assert sizes["gradients"] == 2 * -(-adapters // 256)
     assert sizes["optimizer"] == 12 * -(-adapters // 256)
     assert sizes["weights"] == state_bytes(plan, held)["weights"] + 2 * -(-adapters // 256)

@@ -7,30 +7,35 @@ from typing import Any
 from ds_finetune.config.schema import read_config
 from ds_finetune.console import OUT, show_plan
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.trainer.inputs import Material, gather_material
+from ds_finetune.trainer.inputs import RunInputs, read_inputs
+from ds_finetune.trainer.prepare import PreparedRun, make_schedule
 from ds_finetune.world import World
+from tests.planning import model_of
 from tests.running import ROWS, tiny_task
 
 
-def material_of(folder: Path, **data: Any) -> tuple[Material, str]:
-    """The material of the tiny task, and what is printed of it."""
+def inputs_of(folder: Path, **data: Any) -> tuple[RunInputs, str]:
+    """The inputs of the tiny task, and what is printed of them."""
     config = read_config(tiny_task(folder, data=data))
-    material = gather_material(config)
+    inputs, plan = (
+        read_inputs(config, model_of(config)),
+        make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cpu"),
+    )
     with OUT.capture() as shown:
-        show_plan(make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cpu"), material)
-    return material, shown.get()
+        show_plan(PreparedRun(config, plan, inputs, make_schedule(config, inputs)))
+    return inputs, shown.get()
 
 
 def test_held_out_rows_that_are_trained_on_are_counted(tmp_path: Path) -> None:
-    material, shown = material_of(tmp_path)
-    assert material.notes == ()
+    inputs, shown = inputs_of(tmp_path)
+    assert inputs.notes == ()
     assert "held-out data" in shown
     train, held_out = (tmp_path / f"{name}.jsonl" for name in ("train", "eval"))
     repeated = held_out.read_text().splitlines()[:3]
     again = [json.dumps(json.loads(line) | {"id": 1}) for line in repeated]
     both = tmp_path / "both.jsonl"
     both.write_text("\n".join([*train.read_text().splitlines(), *again]))
-    _, shown = material_of(tmp_path, train=str(both))
+    _, shown = inputs_of(tmp_path, train=str(both))
     assert (
         f"data.eval repeats training data: 3 of {ROWS} held-out documents have the tokens of a training document"
         in shown
@@ -38,11 +43,11 @@ def test_held_out_rows_that_are_trained_on_are_counted(tmp_path: Path) -> None:
 
 
 def test_a_stream_names_files_that_are_in_both(tmp_path: Path) -> None:
-    material, shown = material_of(tmp_path, streaming=True, eval=str(tmp_path / "train.jsonl"))
+    inputs, shown = inputs_of(tmp_path, streaming=True, eval=str(tmp_path / "train.jsonl"))
     assert f"data.eval has training files: {tmp_path / 'train.jsonl'}" in shown
-    before = material.train.fingerprint()
+    before = inputs.train.fingerprint()
     (tmp_path / "train.jsonl").write_text((tmp_path / "train.jsonl").read_text() + "\n")
-    assert material.train.fingerprint() != before
+    assert inputs.train.fingerprint() != before
 
 
 def test_splits_that_are_left_out_are_named(tmp_path: Path) -> None:
@@ -51,7 +56,7 @@ def test_splits_that_are_left_out_are_named(tmp_path: Path) -> None:
     tiny_task(tmp_path)
     for name in ("train", "eval"):
         (tmp_path / f"{name}.jsonl").rename(folder / f"{name}.jsonl")
-    material, shown = material_of(tmp_path, train=str(folder), eval=str(folder))
+    inputs, shown = inputs_of(tmp_path, train=str(folder), eval=str(folder))
     assert f"data.train `{folder}`: split train is read, 1 of 2 files" in shown
     assert f"data.eval `{folder}`: split test is read, 1 of 2 files" in shown
-    assert material.held_out is not None
+    assert inputs.held_out is not None

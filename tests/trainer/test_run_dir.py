@@ -48,9 +48,10 @@ def test_where_no_folder_can_be_made(folder: str) -> None:
 
 def test_run_files_that_cannot_be_written_are_an_error(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").mkdir()
-    plan = make_plan(config_of(tmp_path), world=World(0, 1, 0, 1, "python"), device="cpu")
+    config = config_of(tmp_path)
+    plan = make_plan(config, world=World(0, 1, 0, 1, "python"), device="cpu")
     with pytest.raises(OutputError, match="cannot be written: Is a directory"):
-        write_run_files(plan)
+        write_run_files(config, plan)
 
 
 def test_checkpoints_need_room_for_one_more_than_are_kept(tmp_path: Path) -> None:
@@ -81,11 +82,12 @@ def test_a_folder_that_holds_a_run_is_gone_on_with_or_refused(tmp_path: Path) ->
 def test_records_of_steps_that_are_done_again_go(tmp_path: Path) -> None:
     lines = [f'{{"step": {step}, "train/loss": 1.0}}' for step in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 4, "tra']))
-    plan = make_plan(config_of(tmp_path), world=World(0, 1, 0, 1, "python"), device="cpu")
-    write_run_files(plan, after_step=2, last=StepRecord(2, {"train/loss": 9.0}))
+    config = config_of(tmp_path)
+    plan = make_plan(config, world=World(0, 1, 0, 1, "python"), device="cpu")
+    write_run_files(config, plan, after_step=2, last=StepRecord(2, {"train/loss": 9.0}))
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == lines[:2]
-    write_run_files(plan, after_step=3, last=StepRecord(3, {"train/loss": 1.0}))
+    write_run_files(config, plan, after_step=3, last=StepRecord(3, {"train/loss": 1.0}))
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == lines, (
         "the record of a step that was saved, and not written before the kill"
     )
-    assert read_config(tmp_path / "config.yaml") == plan.config
+    assert read_config(tmp_path / "config.yaml") == config

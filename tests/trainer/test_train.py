@@ -21,7 +21,7 @@ from ds_finetune.console import show_plan
 from ds_finetune.demo import write_demo
 from ds_finetune.export.folder import has_same_weights
 from ds_finetune.export.verify.record import ExportRecord
-from ds_finetune.trainer.train import prepared
+from ds_finetune.trainer.prepare import prepare_run
 from ds_finetune.world import World
 from tests.running import metrics, start, tiny_task, torchrun
 
@@ -317,8 +317,7 @@ def test_data_show_marks_what_is_trained(tmp_path: Path, capsys: pytest.CaptureF
     assert "rows read" in printed
     assert re.search(r"prompts +0 of [\d,]+ rows \(0.0%\) have", printed)
     assert f"columns and fields that are not used: source ({len(rows):,} rows)" in printed
-    plan, material, _ = prepared(read_config(run_file), World.from_environment({}))
-    show_plan(plan, material)
+    show_plan(prepare_run(read_config(run_file), World.from_environment({})))
     printed = capsys.readouterr().out
     assert re.search(r"prompts +0 of [\d,]+ rows \(0.0%\) have", printed)
     assert f"data.train: columns and fields that are not used: source ({len(rows):,} rows)" in printed

@@ -9,8 +9,8 @@ import time
 import torch.distributed as dist
 
 from ds_finetune.cli.main import run_and_exit
-from ds_finetune.engine.core import Engine
-from ds_finetune.trainer import train as finetune
+from ds_finetune.engine.engine import Engine
+from ds_finetune.trainer import prepare
 
 LONG = 1000
 SLOW_SECONDS = 0.3
@@ -52,8 +52,8 @@ def main() -> None:
     fault, rank, step = arguments[0], int(arguments[1]), int(arguments[2])
     is_mine = int(os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))) == rank
     if fault in ("prepare", "full") and is_mine:
-        gather = finetune.gather_material
-        finetune.gather_material = lambda config: (time.sleep(step), fault == "full" and fail(), gather(config))[2]
+        read = prepare.read_inputs
+        prepare.read_inputs = lambda *given: (time.sleep(step), fault == "full" and fail(), read(*given))[2]
     elif is_mine:
         _break_step(globals()[fault], step)
     run_and_exit(["train", *arguments[3:]])

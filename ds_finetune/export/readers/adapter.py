@@ -28,60 +28,62 @@ _REFUSED = {
     "lora_bias": False,
     "layer_replication": None,
 }
-"""Settings with which the sum would be another one, and what they have to be."""
+"""Settings that change how an adapter is added to its weight, with the only value that is supported."""
 
 
 @dataclass(frozen=True)
 class PeftAdapter:
-    """An adapter folder of peft's, checked when it is opened; its tensors are read when they are asked for."""
+    """A folder with an adapter in peft's format; it is checked when it is opened, and its tensors are read later."""
 
     folder: Path
     config: Mapping[str, Any]
     keys: Mapping[tuple[str, str], str]
     """Key in the file by weight and side."""
     base: str
-    """Digest of the weights it was trained on; empty where it was trained elsewhere."""
+    """Digest of the weights that it was trained on; empty where another program trained it."""
 
     @classmethod
     def open(cls, folder: Path) -> "PeftAdapter":
-        """ExportError where the folder is torn, of another kind than LoRA, or has settings that are not understood."""
+        """ExportError where the folder is damaged, is not LoRA, or has settings that are not supported."""
         try:
             config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
             with safe_open(folder / WEIGHTS, framework="pt") as file:
-                found = {key: _KEY.match(key) for key in file.keys()}  # noqa: SIM118 - not a dict
+                matches = {key: _KEY.match(key) for key in file.keys()}  # noqa: SIM118 - not a dict
                 digest = (file.metadata() or {}).get(BASE_DIGEST, "")
         except (OSError, ValueError, SafetensorError) as broken:
             raise ExportError(
                 f"{folder} cannot be read as an adapter: {broken}", hint="save it again with peft's save_pretrained"
             ) from broken
-        odd = [f"{key} {config[key]!r}" for key, plain in _REFUSED.items() if key in config and config[key] != plain]
-        odd += [f"peft_type {config.get('peft_type')!r}"] if config.get("peft_type") != "LORA" else []
-        odd += [f"tensor {key}" for key, match in found.items() if match is None][:5]
-        if odd:
+        refused = [
+            f"{key} {config[key]!r}" for key, plain in _REFUSED.items() if key in config and config[key] != plain
+        ]
+        refused += [f"peft_type {config.get('peft_type')!r}"] if config.get("peft_type") != "LORA" else []
+        refused += [f"tensor {key}" for key, match in matches.items() if match is None][:5]
+        if refused:
             raise ExportError(
-                f"{folder} holds {', '.join(odd)}, which is not merged here",
+                f"{folder} holds {', '.join(refused)}, which is not supported here",
                 hint="merge it with peft's merge_and_unload",
             )
         alone = {str(name).rpartition(".")[2] for name in config.get("target_parameters") or ()} & {GATE_UP, DOWN}
         outer = alone.pop() if len(alone) == 1 else DOWN
-        leaves = {key: _leaf(match["module"], match["inner"], outer) for key, match in found.items() if match}
-        keys = {(f"{match['module']}.{leaves[key]}", match["side"]): key for key, match in found.items() if match}
-        lone = sorted(name for name, side in keys if (name, "B" if side == "A" else "A") not in keys)
-        if lone or not keys:
-            shown = ", ".join(lone[:5])
+        leaves = {key: _leaf(match["module"], match["inner"], outer) for key, match in matches.items() if match}
+        keys = {(f"{match['module']}.{leaves[key]}", match["side"]): key for key, match in matches.items() if match}
+        unpaired = sorted(name for name, side in keys if (name, "B" if side == "A" else "A") not in keys)
+        if unpaired or not keys:
+            shown = ", ".join(unpaired[:5])
             raise ExportError(
-                f"{folder}/{WEIGHTS}: {len(keys)} tensors, one half alone of {len(lone)} adapters: {shown}",
+                f"{folder}/{WEIGHTS}: {len(keys)} tensors, without A or B for {len(unpaired)} adapters: {shown}",
                 hint="save it again",
             )
         return cls(folder, config, keys, digest)
 
     @property
     def names(self) -> list[str]:
-        """Weights that are adapted."""
+        """Names of the weights that are adapted."""
         return [name for name, side in self.keys if side == "A"]
 
     def factors(self, name: str) -> Factors:
-        """The adapter of a weight, whole in memory."""
+        """The adapter of a weight, read as a whole."""
         with safe_open(self.folder / WEIGHTS, framework="pt") as file:
             a, b = (file.get_tensor(self.keys[name, side]) for side in "AB")
         # peft looks patterns up by the weight's name for parameters, by the module's for modules
@@ -100,7 +102,7 @@ class PeftAdapter:
         ):
             raise ExportError(
                 f"{self.folder}: `{name}` has A {tuple(a.shape)} and B {tuple(b.shape)} for rank {rank}",
-                hint="the adapter is torn; save it again",
+                hint="the adapter is damaged; save it again",
             )
         if is_fused:
             a, b = a.reshape(-1, rank, a.shape[1]), b.reshape(b.shape[0], rank, -1).permute(2, 0, 1)
@@ -108,16 +110,17 @@ class PeftAdapter:
 
     def _value(self, patterns: str, default: str, name: str) -> Any:  # noqa: ANN401 - a number of the file
         name = name.removesuffix(".weight")
-        given = self.config.get(patterns) or {}
+        overrides = self.config.get(patterns) or {}
         return next(
-            (value for pattern, value in given.items() if re.match(rf"(.*\.)?({pattern})$", name)),
+            (value for pattern, value in overrides.items() if re.match(rf"(.*\.)?({pattern})$", name)),
             self.config.get(default),
         )
 
 
 def _leaf(module: str, inner: str | None, outer: str) -> str:
-    """The weight that a key is about: of fused experts `base_layer` is the first of two and `outer` the other,
-    elsewhere it is `weight`.
+    """The last part of the name of the weight that a key adapts.
+
+    Of fused experts, `base_layer` is the first of two weights and `outer` the other; elsewhere it is `weight`.
     """
     if inner:
         return GATE_UP
@@ -125,8 +128,9 @@ def _leaf(module: str, inner: str | None, outer: str) -> str:
 
 
 class MergedSource:
-    """A base's tensors with adapters added in fp32, as a TensorSource; `factors` are kept in memory for the last few
-    weights.
+    """A base's tensors with adapters added in fp32, as a TensorSource.
+
+    `factors` gives the adapter of a weight; those of the last few weights are kept in memory.
     """
 
     def __init__(
@@ -140,22 +144,22 @@ class MergedSource:
     ) -> None:
         self._base = base
         self._factors = lru_cache(maxsize=8)(factors)
-        self._places: dict[str, tuple[str, int]] = {}
+        self._adapted: dict[str, tuple[str, int]] = {}
         for name in names:
             shape = self._factors(name).shape
             parts = [(piece.key, piece.first_element(shape), piece.shape) for piece in hub_pieces(name, shape, family)]
             pieces = [(name, 0, shape)] if name in base.shapes else parts
             wrong = [
-                f"{key} {held}, in the base {base.shapes.get(key, 'absent')}"
-                for key, _, held in pieces
-                if base.shapes.get(key) != held
+                f"{key} {piece_shape}, in the base {base.shapes.get(key, 'absent')}"
+                for key, _, piece_shape in pieces
+                if base.shapes.get(key) != piece_shape
             ]
             if wrong:
                 raise ExportError(
                     f"{label} does not fit the base: `{name}` is {shape}, {'; '.join(wrong[:3])}",
                     hint="name the model it was trained on by --base",
                 )
-            self._places |= {key: (name, begin) for key, begin, _ in pieces}
+            self._adapted |= {key: (name, begin) for key, begin, _ in pieces}
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -168,9 +172,9 @@ class MergedSource:
         return self._base.fp32_names
 
     def read(self, name: str, start: int, numel: int) -> torch.Tensor:
-        """Elements of the base, where they are adapted in fp32 with the adapter's added."""
+        """Elements of the base; where the tensor is adapted, in fp32 with the adapter added."""
         flat = self._base.read(name, start, numel)
-        if name not in self._places:
+        if name not in self._adapted:
             return flat
-        weight, begin = self._places[name]
+        weight, begin = self._adapted[name]
         return flat.float() + self._factors(weight).delta(begin + start, numel)

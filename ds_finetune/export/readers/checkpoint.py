@@ -1,4 +1,4 @@
-"""Weights of one of our own checkpoints, read a bounded piece at a time from the parts of all ranks."""
+"""Weights of a checkpoint of a run, read a bounded piece at a time from the parts of all ranks."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -11,7 +11,7 @@ from ds_finetune.checkpoint.part_file import part_name
 from ds_finetune.checkpoint.storage import PartsReader
 from ds_finetune.engine.state import BUFFER, WEIGHT
 from ds_finetune.errors import CheckpointError
-from ds_finetune.model.parallel.sharding import model_shape
+from ds_finetune.model.parallel.sharding import shape_in_model
 
 
 class CheckpointSource:
@@ -29,43 +29,44 @@ class CheckpointSource:
             )
         reader = PartsReader(folder / part_name(rank, manifest.world_size) for rank in manifest.ranks)
         kinds = {key: key.partition("/") for key in reader.held}
-        self._held = {name: reader.held[key] for key, (kind, _, name) in kinds.items() if kind in (WEIGHT, BUFFER)}
+        self._chunks = {name: reader.held[key] for key, (kind, _, name) in kinds.items() if kind in (WEIGHT, BUFFER)}
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of every parameter and persistent buffer by the model's name for it."""
-        return {name: model_shape(held[0][1].shape) for name, held in self._held.items()}
+        return {name: shape_in_model(chunks[0][1].shape) for name, chunks in self._chunks.items()}
 
     @property
     def fp32_names(self) -> Collection[str]:
         """Buffers that training kept in fp32."""
         return {
             name
-            for name, held in self._held.items()
-            if held[0][1].key.startswith(f"{BUFFER}/") and held[0][1].dtype == torch.float32
+            for name, chunks in self._chunks.items()
+            if chunks[0][1].key.startswith(f"{BUFFER}/") and chunks[0][1].dtype == torch.float32
         }
 
     def read(self, name: str, start: int, numel: int) -> torch.Tensor:
-        """Elements [start, start + numel) of the flattened tensor, 1-D; CheckpointError where no part holds some of
-        them.
+        """Elements `start` to `start + numel` of the flattened tensor, 1-D.
+
+        CheckpointError where some of them are in no part.
         """
-        held = self._held[name]
-        out = torch.empty(numel, dtype=held[0][1].dtype)
+        chunks = self._chunks[name]
+        out = torch.empty(numel, dtype=chunks[0][1].dtype)
         position = copied = 0
-        for box in flat_range_chunks(held[0][1].shape, start, numel):
+        for box in flat_range_chunks(chunks[0][1].shape, start, numel):
             target = out[position : position + box.numel].view(box.sizes)
             position += box.numel
-            for part, item in held:
-                both = overlap(box, item.box)
-                if both is None:
+            for part, item in chunks:
+                shared = overlap(box, item.box)
+                if shared is None:
                     continue
                 source = part.tensor(item)
-                mine = target
-                for dim, (at, length) in enumerate(zip(both.offsets, both.sizes, strict=True)):
+                destination = target
+                for dim, (at, length) in enumerate(zip(shared.offsets, shared.sizes, strict=True)):
                     source = source.narrow(dim, at - item.box.offsets[dim], length)
-                    mine = mine.narrow(dim, at - box.offsets[dim], length)
-                mine.copy_(source)
-                copied += both.numel
+                    destination = destination.narrow(dim, at - box.offsets[dim], length)
+                destination.copy_(source)
+                copied += shared.numel
                 del source
                 part.forget()
         if copied != numel:

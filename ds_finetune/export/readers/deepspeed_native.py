@@ -1,9 +1,8 @@
-"""Checkpoints of DeepSpeed's own format (`engine.save_checkpoint`) at ZeRO 0 to 3, read tensor by tensor without
-DeepSpeed.
+"""Checkpoints in DeepSpeed's own format (`engine.save_checkpoint`), ZeRO stages 0 to 3, read without DeepSpeed.
 
-What lies where is taken from DeepSpeed 0.19.8: runtime/engine.py:4319-4361 (file names), 5017-5038 (model states),
-runtime/zero/stage_1_and_2.py:3358-3403 and stage3.py:3431-3447 (optimizer states), utils/zero_to_fp32.py (how they
-join).
+The format is that of DeepSpeed 0.19.8: runtime/engine.py:4319-4361 (file names), 5017-5038 (model states),
+runtime/zero/stage_1_and_2.py:3358-3403 and stage3.py:3431-3447 (optimizer states), utils/zero_to_fp32.py (how the
+parts of ranks are joined).
 """
 
 import math
@@ -26,7 +25,7 @@ _STAND_INS = (
     (Inert, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
     (InertInt, "deepspeed.runtime.zero.config.ZeroStageEnum"),
 )
-"""What DeepSpeed pickles of its own, each answered by a class that does nothing."""
+"""Classes of DeepSpeed that its files name, with the inert class that is made in place of each."""
 _RANK_FILE = re.compile(
     r"(?P<bf16>bf16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_?(?P<kind>model|optim)_states\.pt"
 )
@@ -39,7 +38,7 @@ _REFUSED = (
         re.compile(r"(.*_)?mp_rank_0*[1-9]\d*_.*_states\.pt"),
         "tensors are spread over ranks (tensor or pipeline parallelism)",
     ),
-    (re.compile(r"offloaded_tensors"), "the optimizer was offloaded to NVMe, and its values lie in .swp files"),
+    (re.compile(r"offloaded_tensors"), "the optimizer was offloaded to NVMe, and its values are in .swp files"),
     (re.compile(r"zero"), "it is a universal checkpoint"),
 )
 """File names of layouts that are not read, and what they mean."""
@@ -50,8 +49,9 @@ _PREFIXES = ("module.", "lm.")
 
 @dataclass(frozen=True)
 class DeepSpeedCheckpoint:
-    """The fp32 master weights (the stored ones where there are none) and persistent buffers of a checkpoint, by the
-    model's names.
+    """The weights and persistent buffers of a checkpoint by the model's names, as a TensorSource.
+
+    Weights are the optimizer's fp32 masters, or the stored ones where there are no masters.
     """
 
     slices: Mapping[str, Slices]
@@ -72,8 +72,9 @@ def is_deepspeed_checkpoint(folder: Path) -> bool:
 
 
 def read_deepspeed_checkpoint(folder: Path) -> DeepSpeedCheckpoint:
-    """The checkpoint in `folder`, or in the step folder that its `latest` names; ExportError where a part is missing or
-    of a layout not read here.
+    """The checkpoint in `folder`, or in the step folder that its file `latest` names.
+
+    ExportError where a file is missing or the layout is not supported.
     """
     step = _step_folder(folder)
     check_folder(step)
@@ -81,7 +82,7 @@ def read_deepspeed_checkpoint(folder: Path) -> DeepSpeedCheckpoint:
     model = _read_model_states(step)
     optim = _read_optim_states(step, model)
     slices, shapes = dict[str, Slices](), dict[str, tuple[int, ...]]()
-    for name, shape, where in (*_trained(step, model, optim), *_frozen(model), *_buffers(model)):
+    for name, shape, where in (*_trained_weights(step, model, optim), *_frozen_weights(model), *_buffers(model)):
         slices[name], shapes[name] = where, shape
     for alias, owner in (model[0].values.get("shared_params") or {}).items():
         if owner in slices:
@@ -96,7 +97,7 @@ def read_deepspeed_checkpoint(folder: Path) -> DeepSpeedCheckpoint:
 
 @dataclass(frozen=True)
 class _States:
-    """One file of states: where it is, and its values with tensors on the meta device."""
+    """A file of states, and its values with tensors on the meta device."""
 
     file: DataFile
     values: dict[str, Any]
@@ -133,13 +134,13 @@ def _refuse_layouts(step: Path) -> None:
     for path in sorted(step.iterdir()):
         for pattern, meaning in _REFUSED:
             if pattern.fullmatch(path.name):
-                raise ExportError(f"{step} holds `{path.name}`: {meaning}, which is not read here", hint=_ELSEWHERE)
+                raise ExportError(f"{step} holds `{path.name}`: {meaning}, which is not supported", hint=_ELSEWHERE)
 
 
 def _rank_files(step: Path, kind: str) -> dict[int, Path]:
     """Files of a kind by data-parallel rank."""
-    found = ((path, _RANK_FILE.fullmatch(path.name)) for path in step.iterdir())
-    return {int(match["dp"]): path for path, match in found if match and match["kind"] == kind}
+    matches = ((path, _RANK_FILE.fullmatch(path.name)) for path in step.iterdir())
+    return {int(match["dp"]): path for path, match in matches if match and match["kind"] == kind}
 
 
 def _all_ranks(step: Path, files: Mapping[int, Path], count: int, kind: str) -> list[Path]:
@@ -154,7 +155,7 @@ def _all_ranks(step: Path, files: Mapping[int, Path], count: int, kind: str) -> 
 
 
 def _read_model_states(step: Path) -> list[_States]:
-    """The one file of ZeRO 0 to 2, or those of all ranks under ZeRO-3."""
+    """The one file of ZeRO stages 0 to 2, or the files of all ranks of stage 3."""
     whole = [path for path in sorted(step.iterdir()) if _MODEL_FILE.fullmatch(path.name)]
     if whole:
         return [_States.read(whole[0], keys=_MODEL_KEYS)]
@@ -170,9 +171,7 @@ def _read_model_states(step: Path) -> list[_States]:
 
 
 def _read_optim_states(step: Path, model: Sequence[_States]) -> list[_States]:
-    """Those of all ranks; none at ZeRO stage 0, where the model states hold whole tensors and no shapes of flat
-    groups.
-    """
+    """The files of all ranks; none at ZeRO stage 0, where the model states hold whole tensors."""
     files = _rank_files(step, "optim")
     if not files and model[0].values.get("param_shapes") is None:
         return []
@@ -189,28 +188,28 @@ def _read_optim_states(step: Path, model: Sequence[_States]) -> list[_States]:
 
 
 def _zero(states: _States) -> dict[str, Any]:
-    """What ZeRO's optimizer saved."""
+    """The state of ZeRO's optimizer."""
     return dict(states.values["optimizer_state_dict"])
 
 
-_Found = tuple[str, tuple[int, ...], Slices]
+_NamedSlices = tuple[str, tuple[int, ...], Slices]
 
 
-def _trained(step: Path, model: Sequence[_States], optim: Sequence[_States]) -> Iterator[_Found]:
+def _trained_weights(step: Path, model: Sequence[_States], optim: Sequence[_States]) -> Iterator[_NamedSlices]:
     if not optim:
         return iter(())
     zero = _zero(optim[0])
     if "ds_zero_partition_groups" in zero or any(model[0].values.get(key) for key in _AUTOEP_KEYS):
-        raise ExportError(f"{step}: {_REFUSED[0][1]}, which is not read here", hint=_ELSEWHERE)
+        raise ExportError(f"{step}: {_REFUSED[0][1]}, which is not supported", hint=_ELSEWHERE)
     if "fp32_flat_groups" in zero:
-        return _of_stage_3(step, model[0].values["param_shapes"], optim)
-    return _of_stage_1_and_2(step, model[0].values["param_shapes"], optim)
+        return _stage_3_weights(step, model[0].values["param_shapes"], optim)
+    return _stage_1_and_2_weights(step, model[0].values["param_shapes"], optim)
 
 
-def _of_stage_3(
+def _stage_3_weights(
     step: Path, groups: Sequence[Mapping[str, Sequence[int]]], optim: Sequence[_States]
-) -> Iterator[_Found]:
-    """Each rank has one slice of every parameter, all in order in its flat vector, which is cut into sub-groups."""
+) -> Iterator[_NamedSlices]:
+    """Each rank has one slice of every parameter; all are in order in its flat vector, which is cut into sub-groups."""
     vectors = [FlatVector([states.run(flat) for flat in _zero(states)["fp32_flat_groups"]]) for states in optim]
     offset = 0
     for name, shape in ((name, tuple(shape)) for group in groups for name, shape in group.items()):
@@ -220,16 +219,17 @@ def _of_stage_3(
     _check_count(step, [vector.numel for vector in vectors], [offset] * len(vectors), "elements")
 
 
-def _of_stage_1_and_2(
+def _stage_1_and_2_weights(
     step: Path, groups: Sequence[Mapping[str, Sequence[int]]], optim: Sequence[_States]
-) -> Iterator[_Found]:
-    """The ranks' partitions of a group follow one another and hold its parameters one after another, with the paddings
-    that the file names.
-    """
+) -> Iterator[_NamedSlices]:
+    """The ranks' partitions of a group, joined, hold its parameters in order, with the paddings given in the file."""
     paddings = _zero(optim[0]).get("param_alignment_paddings") or [[0] * len(group) for group in groups]
     flats = [_zero(states)["single_partition_of_fp32_groups"] for states in optim]
     _check_count(
-        step, [len(found) for found in (*flats, paddings)], [len(groups)] * (len(flats) + 1), "parameter groups"
+        step,
+        [len(groups_of_file) for groups_of_file in (*flats, paddings)],
+        [len(groups)] * (len(flats) + 1),
+        "parameter groups",
     )
     for index, group in enumerate(groups):
         vector = FlatVector([states.run(flat[index]) for states, flat in zip(optim, flats, strict=True)])
@@ -239,13 +239,13 @@ def _of_stage_1_and_2(
             numel = math.prod(shape)
             yield name, tuple(shape), Slices([vector], offset, numel, numel)
             offset += numel + int(padding)
-        # The file's end may or may not be padded to a multiple of 2 x ranks (zero_to_fp32.py:364-381).
+        # The end of the vector may be padded to a multiple of 2 x ranks (zero_to_fp32.py:364-381).
         align = 2 * len(optim)
         _check_count(step, [align * math.ceil(vector.numel / align)], [align * math.ceil(offset / align)], "elements")
 
 
-def _check_count(step: Path, found: Sequence[int], wanted: Sequence[int], unit: str) -> None:
-    for rank, (has, needs) in enumerate(zip(found, wanted, strict=True)):
+def _check_count(step: Path, present: Sequence[int], expected: Sequence[int], unit: str) -> None:
+    for rank, (has, needs) in enumerate(zip(present, expected, strict=True)):
         if has != needs:
             raise ExportError(
                 f"{step}: the flat weights hold {has} {unit} where the model states need {needs} (file {rank})",
@@ -253,9 +253,10 @@ def _check_count(step: Path, found: Sequence[int], wanted: Sequence[int], unit: 
             )
 
 
-def _frozen(model: Sequence[_States]) -> Iterator[_Found]:
-    """Parameters that the optimizer does not have: slices under ZeRO-3, else whole tensors, in `module` where stage 1
-    keeps no fragments.
+def _frozen_weights(model: Sequence[_States]) -> Iterator[_NamedSlices]:
+    """Parameters that the optimizer does not have.
+
+    They are slices at ZeRO stage 3, else whole tensors; stage 1 has them only in `module`.
     """
     values = model[0].values
     sliced = values.get("frozen_param_fragments") or {}
@@ -269,7 +270,7 @@ def _frozen(model: Sequence[_States]) -> Iterator[_Found]:
             yield name, *_whole(model[0], tensor)
 
 
-def _buffers(model: Sequence[_States]) -> Iterator[_Found]:
+def _buffers(model: Sequence[_States]) -> Iterator[_NamedSlices]:
     module = model[0].values["module"]
     return ((name, *_whole(model[0], module[name])) for name in model[0].values["buffer_names"])
 
@@ -279,8 +280,8 @@ def _whole(states: _States, tensor: torch.Tensor) -> tuple[tuple[int, ...], Slic
 
 
 def _common_prefix(names: Collection[str]) -> str:
-    """What all names begin with that is a wrapper's and not the model's."""
+    """The prefix that wrappers of the model gave to all names."""
     prefix = ""
-    while found := next((p for p in _PREFIXES if names and all(name.startswith(prefix + p) for name in names)), ""):
-        prefix += found
+    while more := next((p for p in _PREFIXES if names and all(name.startswith(prefix + p) for name in names)), ""):
+        prefix += more
     return prefix

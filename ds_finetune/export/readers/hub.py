@@ -11,8 +11,9 @@ from ds_finetune.model.hub_folder import HubFolder
 
 @dataclass(frozen=True)
 class HubSource:
-    """The tensors of a Hugging Face folder as a TensorSource; those in FP8 multiplied out to fp32. ModelError where one
-    holds no weights.
+    """The tensors of a Hugging Face folder as a TensorSource; those in FP8 are dequantised to fp32.
+
+    ModelError where a tensor has a dtype that weights do not have.
     """
 
     hub: HubFolder
@@ -23,7 +24,7 @@ class HubSource:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of every tensor but the scales."""
+        """Shape of every tensor, except the scales of FP8 weights."""
         return self.hub.shapes
 
     @property
@@ -32,5 +33,5 @@ class HubSource:
         return {name for name in self.hub.shapes if name.rpartition(".")[2] in self.family.fp32_buffers}
 
     def read(self, name: str, start: int, numel: int) -> torch.Tensor:
-        """Elements [start, start + numel) of the flattened tensor, 1-D; ModelError where they cannot be read."""
+        """Elements `start` to `start + numel` of the flattened tensor, 1-D; ModelError where they cannot be read."""
         return self.hub.read(name, start, numel)

@@ -20,7 +20,7 @@ from ds_finetune.errors import ExportError
 
 
 class Inert:
-    """Stands for a class of another program: takes what the pickle gives it and does nothing with it."""
+    """Made in place of an object of another program's class; ignores its state."""
 
     def __init__(self, *_: object) -> None:
         pass
@@ -30,14 +30,14 @@ class Inert:
 
 
 class InertInt(int):
-    """Stands for an enumeration of whole numbers, e.g. `ZeroStageEnum`."""
+    """Made in place of a member of an integer enumeration, e.g. `ZeroStageEnum`."""
 
 
 def load_values(path: Path, stand_ins: Sequence[tuple[Any, str]]) -> dict[str, Any]:
-    """The dictionary that `path` holds, with tensors on the meta device; `run_of` finds their data.
+    """The dictionary in the file `path`, with tensors on the meta device; `run_of` finds their data, which is not read.
 
-    Only torch's own allow-list and `stand_ins`, pairs of a harmless class and the name it answers to, can be made;
-    any other name in the pickle is an ExportError, and nothing of it is run. No tensor data is read.
+    Only classes of torch's own allow-list are made, and those of `stand_ins`: pairs of an inert class and the name in
+    the pickle that it is made for. ExportError for any other name; nothing of the pickle is executed then.
     """
     try:
         with safe_globals(list(stand_ins)):
@@ -45,13 +45,14 @@ def load_values(path: Path, stand_ins: Sequence[tuple[Any, str]]) -> dict[str, A
             if unknown:
                 raise ExportError(
                     f"{path} holds objects of {len(unknown)} unknown kinds: {', '.join(unknown)}",
-                    hint="they could run code and were not made; export from a checkpoint that DeepSpeed alone wrote",
+                    hint="they could run code and were not loaded; export from a checkpoint that DeepSpeed alone wrote",
                 )
             tree = torch.load(path, map_location="meta", weights_only=True)
     except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as broken:
         reason = str(broken).splitlines()[0]
         raise ExportError(
-            f"{path} cannot be read: {reason}", hint="the file is torn or not of torch.save; use an older checkpoint"
+            f"{path} cannot be read: {reason}",
+            hint="the file is damaged, or torch.save did not write it; use an older checkpoint",
         ) from broken
     if not isinstance(tree, dict):
         raise ExportError(
@@ -61,9 +62,7 @@ def load_values(path: Path, stand_ins: Sequence[tuple[Any, str]]) -> dict[str, A
 
 
 class DataFile:
-    """A file whose bytes are read at given places by several threads; opened at the first read, closed with the
-    object.
-    """
+    """A file that several threads read; opened at the first read, closed with the object."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -75,20 +74,20 @@ class DataFile:
         return descriptor
 
     def read_into(self, view: memoryview, offset: int) -> None:
-        """Fill `view` with the bytes from `offset`; ExportError where the file ends before."""
+        """Fill `view` with the bytes from `offset`; ExportError where the file is too short."""
         while view:
             done = os.preadv(self._descriptor, [view], offset)
             if not done:
                 raise ExportError(
                     f"{self.path} ends at byte {offset}, {len(view)} bytes early",
-                    hint="the file is torn; use an older checkpoint",
+                    hint="the file is damaged; use an older checkpoint",
                 )
             view, offset = view[done:], offset + done
 
 
 @dataclass(frozen=True)
 class Run:
-    """`numel` elements of `dtype` that lie one after another in a file from byte `offset`."""
+    """`numel` consecutive elements of `dtype` in a file, from byte `offset`."""
 
     file: DataFile
     offset: int
@@ -97,23 +96,22 @@ class Run:
 
 
 def run_of(tensor: torch.Tensor, file: DataFile) -> Run:
-    """Where the data of `tensor`, one of `load_values(file.path)`, lies in `file`; ExportError where it is not in one
-    piece.
+    """The data, in `file`, of a tensor that `load_values(file.path)` gave; ExportError where it is not contiguous.
 
-    The storage of a tensor loaded to the meta device knows its place (torch 2.13, serialization.py:2098).
+    The storage of a tensor loaded to the meta device has its offset in the file (torch 2.13, serialization.py:2098).
     """
     if not tensor.is_contiguous() or not tensor.dtype.is_floating_point:
         raise ExportError(
             f"{file.path} holds a tensor of {tensor.dtype}, shape {tuple(tensor.shape)} and strides {tensor.stride()}",
             hint="only contiguous tensors of a floating dtype can be exported",
         )
-    place = tensor.untyped_storage()._checkpoint_offset
-    assert place is not None, file.path
-    return Run(file, place + int(tensor.storage_offset()) * tensor.itemsize, tensor.numel(), tensor.dtype)
+    offset = tensor.untyped_storage()._checkpoint_offset
+    assert offset is not None, file.path
+    return Run(file, offset + int(tensor.storage_offset()) * tensor.itemsize, tensor.numel(), tensor.dtype)
 
 
 class FlatVector:
-    """Runs of one dtype, perhaps of several files, as one vector of `numel` elements."""
+    """Runs of one dtype, also of several files, joined to one vector of `numel` elements."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self._runs = [run for run in runs if run.numel]
@@ -137,8 +135,9 @@ class FlatVector:
 
 @dataclass(frozen=True)
 class Slices:
-    """A tensor of `numel` elements cut into slices of `share` elements, the last perhaps padded: slice i lies in
-    `vectors[i]` from `offset`.
+    """A tensor of `numel` elements in slices of `share` elements: slice i begins at element `offset` of `vectors[i]`.
+
+    The last slice may be padded.
     """
 
     vectors: Sequence[FlatVector]

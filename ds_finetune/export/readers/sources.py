@@ -1,6 +1,4 @@
-"""What a folder given to `export` is: a table of kinds, each recognised by its files and opened as one
-`TensorSource`.
-"""
+"""The kinds of folders that `export` reads, recognised by their files, and opened as a `TensorSource`."""
 
 import json
 import os
@@ -13,7 +11,6 @@ from ds_finetune.checkpoint.files import MANIFEST, complete_steps, step_name
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.tools import BASE, CHECKPOINTS, find_checkpoint, verify_checkpoint
 from ds_finetune.config.schema import LoraConfig
-from ds_finetune.engine.start import DTYPES
 from ds_finetune.errors import ExportError, ModelError
 from ds_finetune.export.adapter import CONFIG as ADAPTER_CONFIG
 from ds_finetune.export.base_folder import find_base
@@ -25,6 +22,7 @@ from ds_finetune.export.source import TensorSource, read_model_spec
 from ds_finetune.export.verify.record import RECORD, ExportRecord
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build import resolve_folder
+from ds_finetune.model.dtypes import PRECISION_DTYPES
 from ds_finetune.model.folder_check import check_folder
 from ds_finetune.model.hub_folder import HubFolder, has_weights
 from ds_finetune.model.lora import Factors, is_adapter, weight_of
@@ -33,32 +31,32 @@ from ds_finetune.model.weights import weights_digest
 
 @dataclass(frozen=True)
 class OpenedSource:
-    """A source, the folders where its config.json and tokenizer may lie (the first that has a file gives it), and
-    further files as text.
-    """
+    """A folder opened for an export."""
 
     source: TensorSource
     folders: tuple[Path, ...]
+    """Folders with its config.json and tokenizer; the first that has a file is used."""
     texts: Mapping[str, str] = field(default_factory=dict)
+    """Further files as text, by name."""
     record: ExportRecord | None = None
-    """Logits that the run had of these very weights, where it kept them."""
+    """The record of the run's own export of the same weights, where there is one."""
     hub: HubFolder | None = None
-    """The folder that the source has every tensor of, where it is a model, or adapters are added to it."""
+    """The folder of the model itself, or of the model that adapters are added to; None for other sources."""
     base: Path | None = None
-    """The folder of the model that it was trained from, where that is known and here."""
+    """The folder of the model that it was trained from, where that is known and on this machine."""
     why_no_base: str = "no --base was given"
     is_resized: bool = False
-    """Whether its vocabulary may be larger than the base's, so that config.json and tokenizer are its own alone."""
+    """Whether its vocabulary may be larger than the base's, so that only its own config.json and tokenizer fit."""
 
     @property
     def is_model(self) -> bool:
-        """Whether it is a whole model with its own config.json and tokenizer."""
+        """Whether it is a complete model with its own config.json and tokenizer."""
         return self.hub is not None and self.hub.folder == self.folders[0]
 
 
 @dataclass(frozen=True)
 class SourceKind:
-    """One kind of checkpoint: what to call it, how to recognise a folder of it, how to open one."""
+    """A kind of folder: its name in messages, how it is recognised, and how it is opened."""
 
     name: str
     matches: Callable[[Path], bool]
@@ -66,14 +64,14 @@ class SourceKind:
 
 
 def open_deepspeed(path: Path, _: Path | None) -> OpenedSource:
-    """A checkpoint of DeepSpeed's own; config.json lies beside it where the Hugging Face Trainer wrote it."""
+    """A checkpoint in DeepSpeed's own format; the Hugging Face Trainer writes config.json beside it."""
     return OpenedSource(
         read_deepspeed_checkpoint(path), (path,) if (path / "latest").is_file() else (path, path.absolute().parent)
     )
 
 
 def open_checkpoint(path: Path, base: Path | None) -> OpenedSource:
-    """A checkpoint of a run, or the newest complete one of a run; every file is summed before any is believed.
+    """A checkpoint of a run, or the newest complete one of a run; its files are verified before they are read.
 
     Adapters are added to `base`, or to the model that the run file names.
     """
@@ -83,39 +81,39 @@ def open_checkpoint(path: Path, base: Path | None) -> OpenedSource:
     state, source = RunState.read(folder), CheckpointSource(folder)
     sides = {weight_of(name): name for name in source.shapes if is_adapter(name)}
     if not sides:
-        found, why = _base_of_run(state)
+        trained_from, why = _base_of_run(state)
         is_resized = bool(state.config["model"].get("resize_vocabulary"))
         record = _record_of_run(folder)
-        return OpenedSource(source, (folder / BASE,), record=record, base=found, why_no_base=why, is_resized=is_resized)
-    lora, dtype = LoraConfig.model_validate(state.config["lora"]), DTYPES[state.config["train"]["precision"]]
+        return OpenedSource(
+            source, (folder / BASE,), record=record, base=trained_from, why_no_base=why, is_resized=is_resized
+        )
+    lora, dtype = LoraConfig.model_validate(state.config["lora"]), PRECISION_DTYPES[state.config["train"]["precision"]]
 
     def factors(weight: str) -> Factors:
-        """As the model computed with them: rounded to the training dtype."""
+        """Rounded to the training dtype, as the model computed with them."""
         a, b = (
             source.read(name, 0, prod(source.shapes[name])).view(source.shapes[name]).to(dtype)
             for name in (sides[weight, s] for s in "AB")
         )
         return Factors(a, b, lora.alpha / lora.rank)
 
-    given = _base(str(base or state.config["model"]["path"]), path)
-    check_base(state.base, given, label=str(path))
-    return _merged(
-        given, [weight for weight, side in sides if side == "A"], factors, beside=folder / BASE, label=str(path)
+    base_folder = _resolve_base(str(base or state.config["model"]["path"]), path)
+    check_base(state.base, base_folder, label=str(path))
+    return _open_merged(
+        base_folder, [weight for weight, side in sides if side == "A"], factors, beside=folder / BASE, label=str(path)
     )
 
 
 def _base_of_run(state: RunState) -> tuple[Path | None, str]:
-    """The folder of published weights that a run began from, and why there is none where there is none."""
+    """The folder of published weights that a run began from; where there is none, None and why."""
     model = state.config["model"]
     if model["weights"] == "random":
-        return None, "its weights were drawn afresh"
+        return None, "its weights were initialised at random"
     return find_base(model["path"]), f"the weights of {model['path']} are not here (--base FOLDER names them)"
 
 
 def open_model(path: Path, _: Path | None) -> OpenedSource:
-    """A folder of published weights with its config.json, in FP8 too; ModelError where a file of it is missing or
-    torn.
-    """
+    """A folder of published weights with its config.json; ModelError where a file is missing or damaged."""
     try:
         model_type = str(json.loads((path / "config.json").read_text(encoding="utf-8"))["model_type"])
     except (ValueError, KeyError, TypeError) as broken:
@@ -132,14 +130,14 @@ def is_model(path: Path) -> bool:
 
 
 def open_adapter(path: Path, base: Path | None) -> OpenedSource:
-    """An adapter folder of peft's, added to `base`, or to the model that its configuration names."""
+    """An adapter in peft's format, added to `base`, or to the model that its configuration names."""
     adapter = PeftAdapter.open(path)
-    found = _base(str(base or adapter.config.get("base_model_name_or_path") or ""), path)
-    check_base(adapter.base, found, label=str(path))
-    return _merged(found, adapter.names, adapter.factors, beside=path, label=str(path))
+    base_folder = _resolve_base(str(base or adapter.config.get("base_model_name_or_path") or ""), path)
+    check_base(adapter.base, base_folder, label=str(path))
+    return _open_merged(base_folder, adapter.names, adapter.factors, beside=path, label=str(path))
 
 
-def _base(name: str, path: Path) -> Path:
+def _resolve_base(name: str, path: Path) -> Path:
     if not name:
         raise ExportError(
             f"{path} does not say which model its adapters belong to", hint="name the folder of that model by --base"
@@ -153,17 +151,15 @@ def _base(name: str, path: Path) -> Path:
 
 
 def check_base(digest: str, folder: Path, *, label: str) -> None:
-    """ExportError where adapters know the weights they were trained on by `digest`, and those of `folder` are
-    others.
-    """
-    if digest and (found := weights_digest(folder)) != digest:
+    """ExportError where the weights of `folder` are not those with `digest`; an empty digest fits any weights."""
+    if digest and (actual := weights_digest(folder)) != digest:
         raise ExportError(
-            f"{label} was trained on weights with digest {digest}, and those of `{folder}` have {found}",
+            f"{label} was trained on weights with digest {digest}, and those of `{folder}` have {actual}",
             hint="name that model's folder by --base",
         )
 
 
-def _merged(
+def _open_merged(
     base: Path, names: Collection[str], factors: Callable[[str], Factors], *, beside: Path, label: str
 ) -> OpenedSource:
     family, hub = family_of(read_model_spec(base).model_type), HubFolder(base)
@@ -178,7 +174,7 @@ def is_peft_adapter(path: Path) -> bool:
 
 
 def _record_of_run(checkpoint: Path) -> ExportRecord | None:
-    """The record of an export that the run of `checkpoint` wrote after the same step."""
+    """The record of an export that the same run wrote at the step of `checkpoint`."""
     run = checkpoint.absolute().parent.parent
     records = (
         ExportRecord.read(folder) for folder in (run / "export", run / "export-best") if (folder / RECORD).is_file()
@@ -189,7 +185,7 @@ def _record_of_run(checkpoint: Path) -> ExportRecord | None:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether `path` is a complete checkpoint, or holds some."""
+    """Whether `path` is a complete checkpoint of a run, or holds some."""
     return (path / MANIFEST).is_file() or any(complete_steps(folder) for folder in (path, path / CHECKPOINTS))
 
 
@@ -202,8 +198,9 @@ KINDS = (
 
 
 def open_source(path: Path, base: Path | None = None) -> OpenedSource:
-    """The checkpoint, adapter or model in `path`, with `base` the model that was trained; ExportError where it is none
-    of `KINDS`.
+    """Open the checkpoint, adapter or model in `path`; `base` is the model that was trained, where it is known.
+
+    ExportError where the folder is none of `KINDS`.
     """
     if not path.is_dir():
         raise ExportError(f"`{path}` is not a folder", hint="name the folder of a run, a checkpoint or a model")
@@ -211,8 +208,8 @@ def open_source(path: Path, base: Path | None = None) -> OpenedSource:
     for kind in KINDS:
         if kind.matches(path):
             return kind.open(path, base)
-    held = ", ".join(sorted(entry.name for entry in path.iterdir())[:10]) or "nothing"
+    content = ", ".join(sorted(entry.name for entry in path.iterdir())[:10]) or "nothing"
     raise ExportError(
-        f"`{path}` holds no checkpoint: {held}",
+        f"`{path}` holds no checkpoint: {content}",
         hint=f"name a folder that holds {' or '.join(kind.name for kind in KINDS)}",
     )

@@ -1,6 +1,4 @@
-"""What an export is held against later: logits of fixed prompts from the model that was exported, and a sum of every
-tensor written.
-"""
+"""The record that an export is verified against: logits of fixed prompts, and a digest of every tensor written."""
 
 import base64
 import json
@@ -20,18 +18,18 @@ from transformers import PreTrainedTokenizerBase
 from ds_finetune.errors import ExportError
 
 RECORD = "verification.json"
-"""File of an exported folder. Not safetensors: vLLM takes every `*.safetensors` of a folder for weights."""
+"""File of an exported folder. It is JSON, since vLLM takes every `*.safetensors` file of a folder for weights."""
 UNVERIFIED = "UNVERIFIED"
-"""File of an exported folder that says why the folder is not, or not yet, verified."""
+"""File of an exported folder that is not verified, or not yet; it says why."""
 MODEL, DATA = "model.onnx", "model.onnx.data"
 """Files of an ONNX folder: its graph, and its weights where they are not in it."""
 PROMPT_TOKENS = 32
 """Tokens of a prompt at most."""
-_KEPT_LOGITS = 512
-"""Logits of a position that are kept, about; 512 positions then meet every row of a head of 260,000."""
+_SAMPLED_LOGITS = 512
+"""Logits of a position that are recorded, about. 512 positions then reach every row of a head of 260,000."""
 _FORMAT = 1
 ONNX_FORMAT = "onnx 1"
-"""What the record of an ONNX folder (export/onnx/record.py) says in its place."""
+"""Format of the record of an ONNX folder (export/onnx/record.py)."""
 _TEXTS = (
     "The capital of France is Paris, and the capital of Italy is",
     "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May.",
@@ -48,22 +46,22 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Digest:
-    """Sum of a tensor's bytes: `runs` are (elements, how many times) of the stretches that were written, `value` is
-    xxh3 of their xxh3 sums.
-    """
+    """Digest of a tensor's bytes, made of the digests of the stretches in which it was written."""
 
     runs: tuple[tuple[int, int], ...]
+    """Lengths of the stretches in order: (elements, number of consecutive stretches of that length)."""
     value: str
+    """xxh3 of the stretches' own xxh3."""
 
     @classmethod
     def of(cls, stretches: Iterable[tuple[int, int]]) -> "Digest":
-        """From (elements, xxh3 of their bytes) in the order they lie in."""
+        """From (elements, xxh3 of their bytes) of each stretch, in order."""
         runs: list[tuple[int, int]] = []
-        summed = xxhash.xxh3_64()
+        total = xxhash.xxh3_64()
         for numel, value in stretches:
             runs[-1:] = [(numel, runs[-1][1] + 1)] if runs and runs[-1][0] == numel else [*runs[-1:], (numel, 1)]
-            summed.update(value.to_bytes(8, "little"))
-        return cls(tuple(runs), summed.hexdigest())
+            total.update(value.to_bytes(8, "little"))
+        return cls(tuple(runs), total.hexdigest())
 
     def lengths(self) -> list[int]:
         """Elements of each stretch."""
@@ -72,26 +70,29 @@ class Digest:
 
 @dataclass(frozen=True)
 class ExportRecord:
-    """Prompts (token ids), and the kept logits of each of their positions in order, fp32 [any]; None where no live
-    model gave them.
+    """What was exported: digests of its tensors, and sampled logits of fixed prompts.
 
-    `dtype` is that of the model that gave them, `step` the optimizer steps behind it, `base` the folder of the model
-    that
-    was trained. Position n over all prompts keeps the logits n % stride, n % stride + stride, ...: every row of the
-    head is met.
+    Position n, counted over all prompts, has the logits n % stride, n % stride + stride, ..., so that every row of
+    the head is sampled.
     """
 
     base: str
+    """Folder of the model that was trained."""
     dtype: str
+    """Dtype of the model that gave the logits."""
     vocab_size: int
     prompts: tuple[tuple[int, ...], ...]
+    """Token ids."""
     step: int | None = None
+    """Optimizer steps that the model was trained for."""
     logits: Floats | None = None
+    """Sampled logits of all positions, in order, flat; None where no running model gave them."""
     digests: Mapping[str, Digest] | None = None
+    """By the name of the tensor in the files."""
 
     @property
     def stride(self) -> int:
-        """Distance between the kept logits of a position."""
+        """Distance between the sampled logits of a position."""
         return sampling_stride(self.vocab_size)
 
     @property
@@ -100,15 +101,15 @@ class ExportRecord:
         return sum(len(prompt) for prompt in self.prompts)
 
     def lengths(self) -> list[int]:
-        """How many logits each position keeps."""
+        """Number of sampled logits of each position."""
         return [len(range(number % self.stride, self.vocab_size, self.stride)) for number in range(self.num_positions)]
 
     def with_digests(self, digests: Mapping[str, Digest]) -> "ExportRecord":
-        """The same with the sums of what was written."""
+        """The same with the digests of what was written."""
         return replace(self, digests=digests)
 
     def write(self, folder: Path) -> None:
-        """Write RECORD into `folder`."""
+        """Write the file RECORD into `folder`."""
         tree = asdict(replace(self, logits=None, digests=None))
         logits = None if self.logits is None else base64.b64encode(self.logits.astype("<f4").tobytes()).decode()
         digests = {key: [digest.runs, digest.value] for key, digest in (self.digests or {}).items()}
@@ -117,7 +118,7 @@ class ExportRecord:
 
     @classmethod
     def read(cls, folder: Path) -> "ExportRecord":
-        """What `write` wrote; ExportError where there is none, or it is of another format."""
+        """Read the file RECORD; ExportError where there is none, or it is damaged or of another format."""
         try:
             tree: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
             return cls._of(tree)
@@ -147,15 +148,14 @@ class ExportRecord:
 
 
 def sampling_stride(vocab_size: int) -> int:
-    """Distance between the kept logits of a position."""
-    return -(-vocab_size // _KEPT_LOGITS)
+    """Distance between the sampled logits of a position."""
+    return -(-vocab_size // _SAMPLED_LOGITS)
 
 
 def fixed_prompts(vocab_size: int, tokenizer: PreTrainedTokenizerBase | None) -> tuple[tuple[int, ...], ...]:
-    """Eight prompts of `PROMPT_TOKENS` ids drawn from the vocabulary, the same each time, and the first tokens of eight
-    short texts.
+    """Eight prompts of `PROMPT_TOKENS` random ids, the same each time, and the first tokens of eight short texts.
 
-    A text of which a tokenizer makes no tokens, e.g. of a script that it does not know, is left out.
+    A text that the tokenizer turns into no tokens, e.g. in a script that it does not know, is left out.
     """
     draw = random.Random(0)
     drawn = [tuple(draw.randrange(vocab_size) for _ in range(PROMPT_TOKENS)) for _ in range(8)]
@@ -164,26 +164,26 @@ def fixed_prompts(vocab_size: int, tokenizer: PreTrainedTokenizerBase | None) ->
 
 
 def sampled_logits(logits: Iterable[torch.Tensor], prompts: Sequence[Sequence[int]], vocab_size: int) -> Floats:
-    """The kept ones of `logits`, one [tokens, vocabulary] fp32 tensor a prompt, one behind the other."""
+    """The sampled ones of `logits`, flat and in order; `logits` has one [tokens, vocabulary] tensor for each prompt."""
     stride = sampling_stride(vocab_size)
     starts = accumulate((len(prompt) for prompt in prompts), initial=0)
     parts: list[Floats] = []
-    for start, found in zip(starts, logits, strict=False):
-        assert found.shape[1] == vocab_size, (found.shape, vocab_size)
-        parts += [row[(start + place) % stride :: stride].float().cpu().numpy() for place, row in enumerate(found)]
+    for start, rows in zip(starts, logits, strict=False):
+        assert rows.shape[1] == vocab_size, (rows.shape, vocab_size)
+        parts += [row[(start + index) % stride :: stride].float().cpu().numpy() for index, row in enumerate(rows)]
     assert len(parts) == sum(map(len, prompts)), (len(parts), prompts)
     return np.concatenate(parts)
 
 
 def mark_unverified(folder: Path) -> None:
-    """Mark a folder that was written and not checked yet."""
+    """Mark a folder that was written and is not verified yet."""
     (folder / UNVERIFIED).write_text(
         f"not checked yet; see {RECORD} and `ds-finetune export --check`\n", encoding="utf-8"
     )
 
 
 def is_onnx(folder: Path) -> bool:
-    """Whether a folder is one for ONNX Runtime, or was: its graph or its record says so."""
+    """Whether a folder is one for ONNX Runtime, by its graph, or by its record where the graph is missing."""
     if (folder / MODEL).is_file():
         return True
     try:

@@ -1,9 +1,9 @@
-"""Pipeline parallelism: each rank holds consecutive layers of a model and hands hidden states on (Huang et al., GPipe,
-arXiv 1811.06965).
+"""Pipeline parallelism: each rank holds consecutive layers of a model and sends hidden states to the next (Huang et
+al., GPipe, arXiv 1811.06965).
 
-A stage is the whole Hugging Face model with what other stages hold taken out, so its tensors keep their names. All
-ranks of a pipeline read the same rows: positions, documents and labels are known on every stage, and hidden states
-alone travel.
+A stage is the whole Hugging Face model without the parameters of other stages, so its tensors keep their names. All
+ranks of a pipeline read the same rows: positions, documents and labels are known on every stage, and only hidden
+states are sent.
 """
 
 import copy
@@ -31,27 +31,27 @@ _EXPERTS = re.compile(r"mlp\.experts\.")
 """Routed experts, by their names within a layer."""
 
 
-class StageGroup(RankGroup):
+class PipelineGroup(RankGroup):
     """Ranks that hold a model's layers, in order; rank i is stage i."""
 
-    ends: dist.ProcessGroup | None = None
-    """The ranks that hold the same part of the first and of the last stage, whatever rows they read; None on stages
+    embedding_group: dist.ProcessGroup | None = None
+    """The ranks that hold the same shard of the first and of the last stage, whatever rows they read; None on stages
     between.
     """
-    arrived: torch.Tensor | None = None
-    """Hidden states that came from the stage before for the forward done last; a leaf that takes a gradient where
-    gradients are on.
+    input_hidden_states: torch.Tensor | None = None
+    """Hidden states that the previous stage sent for the latest forward; a leaf that requires a gradient where
+    gradients are enabled.
     """
 
     @property
     def is_first(self) -> bool:
         """Whether this stage embeds the tokens."""
-        return self.place == 0
+        return self.rank == 0
 
     @property
     def is_last(self) -> bool:
         """Whether this stage has the head."""
-        return self.place == self.size - 1
+        return self.rank == self.size - 1
 
     def send(self, tensor: torch.Tensor, *, to: int) -> None:
         """Send to stage `to`, which receives it."""
@@ -62,43 +62,43 @@ class StageGroup(RankGroup):
         dist.recv(into, group=self.group, group_src=source)
         return into
 
-    def from_last(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What the last stage has, on every stage; `tensor` is that there and room for it elsewhere."""
+    def broadcast_from_last(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The last stage's `tensor`, on every stage; elsewhere `tensor` is overwritten."""
         tensor = tensor.contiguous()
         dist.broadcast(tensor, group=self.group, group_src=self.size - 1)
         return tensor
 
-    def all_gather_object(self, mine: T) -> list[T]:
-        """A plain value of every stage, by stage."""
-        found = [mine] * self.size
-        dist.all_gather_object(found, mine, group=self.group)
-        return found
+    def all_gather_object(self, value: T) -> list[T]:
+        """The plain value of every stage, by stage."""
+        values = [value] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
-    def add_other_end(self, grad: torch.Tensor) -> None:
-        """Make the gradient of a weight that the first and the last stage hold the sum of both ends, averaged over the
-        ranks that read other rows.
+    def all_reduce_embedding_grad(self, grad: torch.Tensor) -> None:
+        """Replace the gradient of a weight that the first and the last stage hold by the sum of both stages, averaged
+        over the ranks that read other rows.
 
-        Bit for bit the same on all of them, so that a reduction of it is too, in whatever order it adds: elsewhere
-        the two copies would drift apart, as the place of an element in a bucket decides the order.
+        The result is the same on all of them bit by bit, so that a later reduction is too, in whatever order it adds.
+        Otherwise the two copies would drift apart, as the position of an element in a bucket decides the order.
         """
-        dist.all_reduce(grad, group=self.ends)
-        grad /= dist.get_world_size(self.ends) // 2
+        dist.all_reduce(grad, group=self.embedding_group)
+        grad /= dist.get_world_size(self.embedding_group) // 2
 
     def close(self) -> None:
-        """Let go of the process groups."""
+        """Drop the references to the process groups."""
         super().close()
-        self.ends = None
+        self.embedding_group = None
 
 
-class Absent(nn.Module):
-    """A layer that another stage holds."""
+class MissingLayer(nn.Module):
+    """Takes the place of a layer that another stage holds."""
 
     def __init__(self, layer: int) -> None:
         super().__init__()
         self.layer = layer
 
     def forward(self, hidden: torch.Tensor, *_: Any, past_key_values: Cache | None = None, **__: Any) -> torch.Tensor:  # noqa: ANN401
-        """Hidden states as they are; a cache is told of the tokens, whose number it is asked for by its first layer."""
+        """Return the hidden states unchanged. The cache counts the tokens of its first layer, so it gets some here."""
         if past_key_values is not None:
             # One number a token: with none it would count as empty (transformers 5.23, cache_utils.py, get_seq_length).
             token = hidden[:, None, :, :1]
@@ -106,53 +106,56 @@ class Absent(nn.Module):
         return hidden
 
 
-class Received(nn.Embedding):
-    """Stands for the embedding on later stages: hidden states come from the stage before. A tied head keeps the weight
-    here.
+class ReceiveHiddenStates(nn.Embedding):
+    """Takes the place of the embedding on later stages: receives hidden states from the previous stage.
+
+    It keeps the weight where a tied head uses it.
     """
 
-    stage: StageGroup
+    pp_group: PipelineGroup
     dtype: torch.dtype
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[batch, tokens] -> [batch, tokens, width]."""
-        room = torch.empty(*input_ids.shape, self.embedding_dim, dtype=self.dtype, device=input_ids.device)
-        self.stage.arrived = self.stage.receive(room, source=self.stage.place - 1).requires_grad_(
-            torch.is_grad_enabled()
-        )
-        return self.stage.arrived
+        buffer = torch.empty(*input_ids.shape, self.embedding_dim, dtype=self.dtype, device=input_ids.device)
+        hidden = self.pp_group.receive(buffer, source=self.pp_group.rank - 1)
+        self.pp_group.input_hidden_states = hidden.requires_grad_(torch.is_grad_enabled())
+        return self.pp_group.input_hidden_states
 
 
-class HandedOn(nn.Module):
-    """Stands for the last norm on earlier stages: hidden states go on at once where no gradient is to come back, else
-    when the schedule says.
+class SendHiddenStates(nn.Module):
+    """Takes the place of the last norm on earlier stages.
+
+    It sends hidden states to the next stage where gradients are disabled; otherwise the schedule sends them.
     """
 
-    def __init__(self, stage: StageGroup) -> None:
+    def __init__(self, pp_group: PipelineGroup) -> None:
         super().__init__()
-        self.stage = stage
+        self.pp_group = pp_group
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states as they are."""
+        """Return the hidden states unchanged."""
         if not torch.is_grad_enabled():
-            self.stage.send(hidden, to=self.stage.place + 1)
+            self.pp_group.send(hidden, to=self.pp_group.rank + 1)
         return hidden
 
 
-class Awaited(nn.Linear):
-    """Stands for the head on earlier stages, which get the logits of the last one to choose the same next token."""
+class ReceiveLogits(nn.Linear):
+    """Takes the place of the head on earlier stages: receives the logits of the last stage, so that all stages generate
+    the same next token.
+    """
 
-    stage: StageGroup
+    pp_group: PipelineGroup
     vocabulary: int
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., width] -> logits [..., vocabulary]."""
-        return self.stage.from_last(hidden.new_empty(*hidden.shape[:-1], self.vocabulary))
+        return self.pp_group.broadcast_from_last(hidden.new_empty(*hidden.shape[:-1], self.vocabulary))
 
 
-def stage_layers(weights: Sequence[int], stages: int) -> list[range]:
-    """Consecutive layers for each of `stages`, none without one, so that the largest sum of `weights` is as small as
-    can be.
+def balance_layers(weights: Sequence[int], stages: int) -> list[range]:
+    """Consecutive layers for each of `stages`, at least one each, so that the largest sum of `weights` of a stage is
+    minimal.
     """
     sums = [0]
     for weight in weights:
@@ -160,47 +163,48 @@ def stage_layers(weights: Sequence[int], stages: int) -> list[range]:
 
     @cache
     def best(end: int, parts: int) -> tuple[int, int, tuple[int, ...]]:
-        """Largest sum, sum of squares and ends of the best cut of the first `end` layers."""
+        """Largest sum, sum of squares and ends of the best split of the first `end` layers into `parts`."""
         if parts == 1:
             return sums[end], sums[end] ** 2, (end,)
-        found = []
-        for cut in range(parts - 1, end):
-            largest, squares, ends = best(cut, parts - 1)
-            last = sums[end] - sums[cut]
-            found.append((max(largest, last), squares + last**2, (*ends, end)))
-        return min(found)
+        candidates = []
+        for begin in range(parts - 1, end):
+            largest, squares, ends = best(begin, parts - 1)
+            last = sums[end] - sums[begin]
+            candidates.append((max(largest, last), squares + last**2, (*ends, end)))
+        return min(candidates)
 
     ends = (0, *best(len(weights), stages)[2])
     return [range(first, last) for first, last in pairwise(ends)]
 
 
-def without_memory(hf_config: PretrainedConfig) -> PreTrainedModel:
-    """The modules of the whole model on the meta device."""
+def build_meta_model(hf_config: PretrainedConfig) -> PreTrainedModel:
+    """The whole model on the meta device, without memory for its tensors."""
     return build_skeleton(copy.deepcopy(hf_config), attention="eager", dtype=torch.bfloat16, device="meta")
 
 
-def stages_of(hf_config: PretrainedConfig, parallel: ParallelConfig) -> list[range | None]:
-    """Layers of each pipeline stage, those of `pp_layers` or balanced by parameters; None where one rank holds all.
+def layers_of_stages(hf_config: PretrainedConfig, parallel: ParallelConfig) -> list[range | None]:
+    """Layers of each pipeline stage: those of `pp_layers`, or balanced by parameters; [None] without pipeline
+    parallelism.
 
-    ConfigError where experts are shared out and a stage has none: DeepSpeed 0.19.8 adds up norms over stages for
-    each group of parameters (zero/stage_1_and_2.py:2951), of which all must have as many.
+    ConfigError where a stage has no routed experts under expert parallelism: DeepSpeed 0.19.8 adds up norms over stages
+    for each group of parameters (zero/stage_1_and_2.py:2951), and all stages must have the same number of groups.
     """
     if parallel.pp == 1:
         return [None]
-    lm = without_memory(hf_config)
+    lm = build_meta_model(hf_config)
     if parallel.pp_layers:
         stages = [range(first, last) for first, last in pairwise(accumulate(parallel.pp_layers, initial=0))]
     else:
-        stages = stage_layers(_layer_weights(lm, parallel.ep), parallel.pp)
+        stages = balance_layers(_layer_parameters(lm, parallel.ep), parallel.pp)
     have_experts = {
         number
         for number, layer in enumerate(lm.base_model.layers)
         if any(_EXPERTS.match(name) for name, _ in layer.named_parameters())
     }
-    for place, layers in enumerate(stages):
+    for stage, layers in enumerate(stages):
         if parallel.ep > 1 and not have_experts & set(layers):
             raise ConfigError(
-                f"parallel.ep {parallel.ep}: stage {place} of parallel.pp {parallel.pp}, layers {layers[0]} to "
+                f"parallel.ep {parallel.ep}: stage {stage} of parallel.pp {parallel.pp}, layers {layers[0]} to "
                 f"{layers[-1]}, has no routed experts",
                 hint=f"layers {min(have_experts)} to {max(have_experts)} have them; set parallel.pp_layers, or a "
                 "smaller parallel.pp",
@@ -208,55 +212,54 @@ def stages_of(hf_config: PretrainedConfig, parallel: ParallelConfig) -> list[ran
     return [*stages]
 
 
-def _layer_weights(lm: PreTrainedModel, expert_parts: int) -> list[int]:
-    """Parameters a rank has of each layer, the embedding counted with the first and norm and head with the last; a tied
-    head on both ends.
+def _layer_parameters(lm: PreTrainedModel, ep_size: int) -> list[int]:
+    """Parameters that a rank has of each layer; the embedding counts with the first layer, norm and head with the last.
+    A tied head counts on both ends.
     """
-    found = [_numel(layer, expert_parts) for layer in lm.base_model.layers]
-    found[0] += _numel(lm.get_input_embeddings())
-    found[-1] += _numel(lm.base_model.norm) + _numel(lm.get_output_embeddings())
-    return found
+    counts = [_numel(layer, ep_size) for layer in lm.base_model.layers]
+    counts[0] += _numel(lm.get_input_embeddings())
+    counts[-1] += _numel(lm.base_model.norm) + _numel(lm.get_output_embeddings())
+    return counts
 
 
 @contextmanager
-def only_layers(model_class: type[PreTrainedModel], layers: range | None) -> Iterator[None]:
-    """While a model is built, layers outside `layers` are made without parameters; None builds all."""
+def build_only_layers(model_class: type[PreTrainedModel], layers: range | None) -> Iterator[None]:
+    """A model built inside has a `MissingLayer` for each layer outside `layers`; None builds all."""
     if layers is None:
         yield
         return
 
     def make(layer_class: type[nn.Module], config: PretrainedConfig, layer_idx: int) -> nn.Module:
-        return layer_class(config, layer_idx) if layer_idx in layers else Absent(layer_idx)
+        return layer_class(config, layer_idx) if layer_idx in layers else MissingLayer(layer_idx)
 
     with replaced_layers(model_class, make):
         yield
 
 
-def install_stage(lm: PreTrainedModel, stage: StageGroup, *, vocabulary: int) -> None:
-    """Take embedding, norm and head of other stages out of a model built under `only_layers`; `vocabulary` is the whole
-    model's.
+def install_pipeline_stage(lm: PreTrainedModel, pp_group: PipelineGroup, *, vocabulary: int) -> None:
+    """Replace embedding, norm and head of other stages in a model built under `build_only_layers`, in place.
+
+    `vocabulary` is the number of tokens of the whole model.
     """
     embedding, head = lm.get_input_embeddings(), lm.get_output_embeddings()
     is_tied = head.weight is embedding.weight
-    if not stage.is_first:
+    if not pp_group.is_first:
         dtype = embedding.weight.dtype
-        embedding.__class__ = Received
-        embedding.stage, embedding.dtype = stage, dtype
-        if not (is_tied and stage.is_last):
+        embedding.__class__ = ReceiveHiddenStates
+        embedding.pp_group, embedding.dtype = pp_group, dtype
+        if not (is_tied and pp_group.is_last):
             embedding.weight = None
-    if not stage.is_last:
-        lm.base_model.norm = HandedOn(stage)
-        head.__class__ = Awaited
-        head.stage, head.vocabulary = stage, vocabulary
+    if not pp_group.is_last:
+        lm.base_model.norm = SendHiddenStates(pp_group)
+        head.__class__ = ReceiveLogits
+        head.pp_group, head.vocabulary = pp_group, vocabulary
         head.weight = head.bias = None
 
 
-def is_copy_of_tied(lm: PreTrainedModel, stage: StageGroup) -> bool:
+def is_tied_copy(lm: PreTrainedModel, pp_group: PipelineGroup) -> bool:
     """Whether this stage's embedding weight is the head's copy of the first stage's."""
-    return stage.is_last and lm.get_input_embeddings().weight is not None
+    return pp_group.is_last and lm.get_input_embeddings().weight is not None
 
 
-def _numel(module: nn.Module, expert_parts: int = 1) -> int:
-    return sum(
-        param.numel() // (expert_parts if _EXPERTS.match(name) else 1) for name, param in module.named_parameters()
-    )
+def _numel(module: nn.Module, ep_size: int = 1) -> int:
+    return sum(param.numel() // (ep_size if _EXPERTS.match(name) else 1) for name, param in module.named_parameters())

@@ -1,4 +1,4 @@
-"""Ranks that share something of a model, as its modules know them."""
+"""A process group, as the modules of a parallel model use it."""
 
 from dataclasses import dataclass
 
@@ -7,14 +7,14 @@ import torch.distributed as dist
 
 @dataclass
 class RankGroup:
-    """Ranks that hold equal parts of something; rank number `place` of `size` holds that part. Without `group` once it
-    is closed.
-    """
+    """The ranks that hold equal shards of something; this one holds shard number `rank` of `size`."""
 
     group: dist.ProcessGroup | None
+    """None after `close`."""
     size: int
-    place: int
+    rank: int
+    """Rank within the group."""
 
     def close(self) -> None:
-        """Let go of the process group, whatever still refers to this."""
+        """Drop the reference to the process group; modules may still refer to this object."""
         self.group = None

@@ -1,4 +1,6 @@
-"""How tensor parallelism cuts each tensor of a model: by name, for weights, state and gradients alike."""
+"""Which shard of each tensor a rank holds under tensor and expert parallelism: by name, for weights, optimizer state
+and gradients alike.
+"""
 
 import re
 from dataclasses import dataclass
@@ -10,94 +12,99 @@ from ds_finetune.plan.mesh import Mesh
 
 Ints = tuple[int, ...]
 
-_COLUMNS = re.compile(
+_COLUMN_PARALLEL = re.compile(
     r"(^|\.)(q_proj|k_proj|v_proj|q_b_proj|kv_b_proj|gate_proj|up_proj|embed_tokens|lm_head)\.(weight|bias)$"
 )
-"""Cut along the output (heads, inner width, vocabulary): dim 0."""
-_ROWS = re.compile(r"(^|\.)(o_proj|down_proj)\.weight$")
-"""Cut along the input: dim 1. A bias is added once, after the sum over ranks, and is whole everywhere."""
-_FUSED = re.compile(r"\.mlp\.experts\.(?P<part>gate_up_proj|down_proj)$")
-"""Fused experts, cut along each expert's inner width."""
+"""Sharded along the output (heads, inner width, vocabulary): dim 0."""
+_ROW_PARALLEL = re.compile(r"(^|\.)(o_proj|down_proj)\.weight$")
+"""Sharded along the input: dim 1. Every rank has the whole bias, which is added once, after the sum over ranks."""
+_FUSED_EXPERTS = re.compile(r"\.mlp\.experts\.(?P<part>gate_up_proj|down_proj)$")
+"""Fused experts, sharded along each expert's inner width."""
 
 
 @dataclass(frozen=True)
-class Cut:
-    """This rank's part of a model: number `place` of `parts` of each tensor, and number `expert_place` of
-    `expert_parts` of the experts.
+class ModelShard:
+    """This rank's shard of a model: number `tp_rank` of `tp_size` of each sharded tensor, and number `ep_rank` of
+    `ep_size` of the routed experts.
     """
 
-    parts: int = 1
-    place: int = 0
-    expert_parts: int = 1
-    expert_place: int = 0
+    tp_size: int = 1
+    tp_rank: int = 0
+    ep_size: int = 1
+    ep_rank: int = 0
 
     @classmethod
     def of(cls, mesh: Mesh) -> Self:
-        """The part of this rank of a mesh."""
+        """The shard of this rank of a mesh."""
         return cls(mesh.tp, mesh.place("tp"), mesh.ep, mesh.expert_place)
 
-    def window(self, name: str, local: Ints) -> "Window":
-        """Where the tensor `name`, of shape `local` on this rank, lies in the whole one."""
-        fused = _FUSED.search(name)
-        box = (local[0], 2, local[1] // 2, local[2]) if fused and fused["part"] == "gate_up_proj" else local
-        dim = 2 if fused else cut_dim(name)
-        counts = [1] * len(box)
-        origin = [0] * len(box)
+    def tensor_shard(self, name: str, local_shape: Ints) -> "TensorShard":
+        """The shard that this rank holds of the tensor `name`, whose shape is `local_shape` on this rank."""
+        fused = _FUSED_EXPERTS.search(name)
+        is_gate_up = fused is not None and fused["part"] == "gate_up_proj"
+        box = (local_shape[0], 2, local_shape[1] // 2, local_shape[2]) if is_gate_up else local_shape
+        dim = 2 if fused else shard_dim(name)
+        counts, offsets = [1] * len(box), [0] * len(box)
         if fused:
-            counts[0], origin[0] = self.expert_parts, self.expert_place * box[0]
+            counts[0], offsets[0] = self.ep_size, self.ep_rank * box[0]
         if dim is not None:
-            counts[dim], origin[dim] = self.parts, self.place * box[dim]
-        whole = tuple(size * count for size, count in zip(box, counts, strict=True))
-        return Window(
-            whole,
-            box,
-            tuple(origin),
-            dim if self.parts > 1 else None,
-            is_shared_out=bool(fused) and self.expert_parts > 1,
+            counts[dim], offsets[dim] = self.tp_size, self.tp_rank * box[dim]
+        return TensorShard(
+            global_shape=tuple(size * count for size, count in zip(box, counts, strict=True)),
+            local_shape=box,
+            offsets=tuple(offsets),
+            dim=dim if self.tp_size > 1 else None,
+            is_expert_parallel=bool(fused) and self.ep_size > 1,
         )
 
 
-WHOLE = Cut()
+UNSHARDED = ModelShard()
 
 
 @dataclass(frozen=True)
-class Window:
-    """A box `local` from index `origin` of a tensor of shape `whole`, cut along `dim`; None where tensor parallel ranks
-    all have it.
+class TensorShard:
+    """A box of `local_shape` at index `offsets` of a tensor of `global_shape`.
 
-    Fused `gate_up_proj` [experts, 2 x inner, hidden] is seen as [experts, 2, inner, hidden], in which a cut is one box.
-    `is_shared_out`: it holds some of the experts, dim 0.
+    Fused `gate_up_proj` [experts, 2 x inner, hidden] is viewed as [experts, 2, inner, hidden], in which a shard is one
+    box.
     """
 
-    whole: Ints
-    local: Ints
-    origin: Ints
+    global_shape: Ints
+    local_shape: Ints
+    offsets: Ints
     dim: int | None
-    is_shared_out: bool = False
+    """Dimension that tensor parallel ranks share; None where they all have the same elements."""
+    is_expert_parallel: bool = False
+    """Whether it holds some of the experts, along dim 0."""
 
     @property
-    def shape(self) -> Ints:
+    def is_whole(self) -> bool:
+        """Whether it is the whole tensor."""
+        return self.local_shape == self.global_shape
+
+    @property
+    def whole_shape(self) -> Ints:
         """Shape of the whole tensor as the model has it."""
-        return model_shape(self.whole)
+        return shape_in_model(self.global_shape)
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The elements of a whole tensor that are here, one behind the other (1-D)."""
-        part = tensor.view(self.whole)
-        for dim, (start, size) in enumerate(zip(self.origin, self.local, strict=True)):
-            part = part.narrow(dim, start, size)
-        return part.reshape(-1)
+    def slice(self, whole: torch.Tensor) -> torch.Tensor:
+        """The elements of the `whole` tensor that this shard holds, 1-D."""
+        box = whole.view(self.global_shape)
+        for dim, (start, size) in enumerate(zip(self.offsets, self.local_shape, strict=True)):
+            box = box.narrow(dim, start, size)
+        return box.reshape(-1)
 
 
-def model_shape(whole: Ints) -> Ints:
-    """The model's shape of a tensor by the `whole` shape of its window."""
+def shape_in_model(shape: Ints) -> Ints:
+    """The shape that a tensor has in the model, from a `global_shape` or `local_shape` of its shard."""
     experts_gate_inner_hidden = 4
-    return (whole[0], whole[1] * whole[2], whole[3]) if len(whole) == experts_gate_inner_hidden else whole
+    return (shape[0], shape[1] * shape[2], shape[3]) if len(shape) == experts_gate_inner_hidden else shape
 
 
-def cut_dim(name: str) -> int | None:
-    """Dimension along which a matrix or vector is cut, by the name it has in a published checkpoint; None where every
-    rank holds it whole.
+def shard_dim(name: str) -> int | None:
+    """Dimension along which tensor parallelism shards a matrix or vector, by its name in a published checkpoint; None
+    where every rank holds it whole.
     """
-    if _COLUMNS.search(name):
+    if _COLUMN_PARALLEL.search(name):
         return 0
-    return 1 if _ROWS.search(name) else None
+    return 1 if _ROW_PARALLEL.search(name) else None

@@ -1,7 +1,7 @@
-"""Tensor parallelism: heads, inner widths and the vocabulary cut over ranks that work on the same rows.
+"""Tensor parallelism: attention heads, MLP widths and the vocabulary are sharded over ranks that process the same rows.
 
-Shoeybi et al., Megatron-LM (arXiv 1909.08053), and for multi-head latent attention its shared rotary key, whose
-gradient has to be summed over the ranks that use it: DeepSpeed 0.19.8's AutoTP does not.
+It follows Megatron-LM (Shoeybi et al., arXiv 1909.08053). Multi-head latent attention has a rotary key that all heads
+share; its gradient is summed over the ranks that use it, which DeepSpeed 0.19.8's AutoTP does not do.
 """
 
 import copy
@@ -13,11 +13,11 @@ from torch import nn
 from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ds_finetune.model.parallel.pipeline import Received
+from ds_finetune.model.parallel.pipeline import ReceiveHiddenStates
 from ds_finetune.model.parallel.rank_group import RankGroup
 
 _ATTENTION, _MLP = "self_attn", "mlp"
-_CUT_NUMBERS = (
+_SHARDED_SIZES = (
     "num_attention_heads",
     "num_key_value_heads",
     "intermediate_size",
@@ -26,181 +26,202 @@ _CUT_NUMBERS = (
 )
 
 
-class TensorGroup(RankGroup):
-    """Ranks that hold the parts of each tensor; rank i holds the i-th."""
+class TensorParallelGroup(RankGroup):
+    """Ranks that hold the shards of each sharded tensor."""
 
-    def total(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks, in a tensor of its own."""
-        summed = part.detach().clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(summed, group=self.group)
-        return summed
+    def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, in a new tensor; no gradient."""
+        total = partial.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=self.group)
+        return total
 
-    def largest(self, values: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The largest of each value over ranks, and the first of the `places` (int64) that have it."""
-        top = values.detach().clone()
-        dist.all_reduce(top, dist.ReduceOp.MAX, group=self.group)
-        first = torch.where(values == top, places, torch.iinfo(torch.int64).max)
+    def all_reduce_argmax(self, values: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The maximum of each value over ranks, and the smallest of its `indices` (int64) on the ranks that have it."""
+        maximum = values.detach().clone()
+        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self.group)
+        first = torch.where(values == maximum, indices, torch.iinfo(torch.int64).max)
         dist.all_reduce(first, dist.ReduceOp.MIN, group=self.group)
-        return top, first
+        return maximum, first
 
-    def side_by_side(self, part: torch.Tensor) -> torch.Tensor:
-        """The parts of all ranks along the last dimension; no gradient."""
-        parts = [torch.empty_like(part) for _ in range(self.size)]
-        dist.all_gather(parts, part.contiguous(), group=self.group)
-        return torch.cat(parts, dim=-1)
+    def all_gather_last_dim(self, shard: torch.Tensor) -> torch.Tensor:
+        """The shards of all ranks concatenated along the last dimension; no gradient."""
+        shards = [torch.empty_like(shard) for _ in range(self.size)]
+        dist.all_gather(shards, shard.contiguous(), group=self.group)
+        return torch.cat(shards, dim=-1)
 
 
-class _CopyIn(torch.autograd.Function):
-    """What every rank goes on with in its own way: its gradient is the sum of theirs."""
+class _CopyToTensorParallelRegion(torch.autograd.Function):
+    """Identity in forward, all-reduce of the gradient in backward."""
 
     @staticmethod
-    def forward(ctx: Any, given: torch.Tensor, tensor: TensorGroup) -> torch.Tensor:  # noqa: ANN401
-        ctx.tensor = tensor
-        return given.view_as(given)
+    def forward(ctx: Any, replicated: torch.Tensor, tp_group: TensorParallelGroup) -> torch.Tensor:  # noqa: ANN401
+        ctx.tp_group = tp_group
+        return replicated.view_as(replicated)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ANN401
-        return ctx.tensor.total(grad), None
+        return ctx.tp_group.all_reduce(grad), None
 
 
-class _SumOut(torch.autograd.Function):
-    """The sum of what the ranks hold; each part's gradient is the sum's."""
+class _ReduceFromTensorParallelRegion(torch.autograd.Function):
+    """All-reduce in forward, identity in backward."""
 
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, tensor: TensorGroup) -> torch.Tensor:  # noqa: ANN401
-        return tensor.total(part)
+    def forward(ctx: Any, partial: torch.Tensor, tp_group: TensorParallelGroup) -> torch.Tensor:  # noqa: ANN401
+        return tp_group.all_reduce(partial)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ANN401
         return grad, None
 
 
-def copy_in(given: torch.Tensor, tensor: TensorGroup) -> torch.Tensor:
-    """Hand `given`, the same on every rank, to what is cut."""
-    return _CopyIn.apply(given, tensor)  # type: ignore[no-any-return]
+def copy_to_tensor_parallel_region(replicated: torch.Tensor, tp_group: TensorParallelGroup) -> torch.Tensor:
+    """`replicated`, which is the same on every rank, as the input of sharded weights; its gradient is summed over
+    ranks.
+    """
+    return _CopyToTensorParallelRegion.apply(replicated, tp_group)  # type: ignore[no-any-return]
 
 
-def sum_out(part: torch.Tensor, tensor: TensorGroup) -> torch.Tensor:
-    """Take the sum of what is cut, the same on every rank."""
-    return _SumOut.apply(part, tensor)  # type: ignore[no-any-return]
+def reduce_from_tensor_parallel_region(partial: torch.Tensor, tp_group: TensorParallelGroup) -> torch.Tensor:
+    """The sum over ranks of the `partial` outputs of sharded weights, the same on every rank."""
+    return _ReduceFromTensorParallelRegion.apply(partial, tp_group)  # type: ignore[no-any-return]
 
 
-class RowLinear(nn.Linear):
-    """A linear layer cut along its input; the bias is added to the sum."""
+class RowParallelLinear(nn.Linear):
+    """A linear layer sharded along its input. Every rank has the whole bias, which is added after the reduction."""
 
-    tensor: TensorGroup
+    tp_group: TensorParallelGroup
 
-    def forward(self, part: torch.Tensor) -> torch.Tensor:
+    def forward(self, shard: torch.Tensor) -> torch.Tensor:
         """This rank's [..., input / ranks] -> [..., output], the same on every rank."""
-        whole = sum_out(functional.linear(part, self.weight), self.tensor)
-        return whole if self.bias is None else whole + self.bias
+        out = reduce_from_tensor_parallel_region(functional.linear(shard, self.weight), self.tp_group)
+        return out if self.bias is None else out + self.bias
 
 
-class ColumnLinear(nn.Linear):
-    """A linear layer cut along its output, whose input every rank has."""
+class ColumnParallelLinear(nn.Linear):
+    """A linear layer sharded along its output; its input is the same on every rank."""
 
-    tensor: TensorGroup
+    tp_group: TensorParallelGroup
 
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
+    def forward(self, replicated: torch.Tensor) -> torch.Tensor:
         """[..., input] -> this rank's [..., output / ranks]."""
-        return super().forward(copy_in(given, self.tensor))
+        return super().forward(copy_to_tensor_parallel_region(replicated, self.tp_group))
 
 
-class VocabularyEmbedding(nn.Embedding):
-    """An embedding cut along the vocabulary; rows of other ranks count as zeros in the sum. `padding_idx` is the whole
-    model's.
+class VocabParallelEmbedding(nn.Embedding):
+    """An embedding sharded along the vocabulary. Ids of other ranks give zeros here, so the sum over ranks is the
+    embedding. `padding_idx` is an id of the whole vocabulary.
     """
 
-    tensor: TensorGroup
+    tp_group: TensorParallelGroup
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Ids of the whole vocabulary [...] -> [..., width], the same on every rank."""
-        start = self.tensor.place * self.num_embeddings
-        local = input_ids - start
-        is_here = (local >= 0) & (local < self.num_embeddings)
+        start = self.tp_group.rank * self.num_embeddings
+        local_ids = input_ids - start
+        is_local = (local_ids >= 0) & (local_ids < self.num_embeddings)
         pad = self.padding_idx - start if self.padding_idx is not None else -1
-        found = functional.embedding(
-            local.where(is_here, 0), self.weight, pad if 0 <= pad < self.num_embeddings else None
+        embedded = functional.embedding(
+            local_ids.where(is_local, 0), self.weight, pad if 0 <= pad < self.num_embeddings else None
         )
-        return sum_out(found * is_here[..., None], self.tensor)
+        return reduce_from_tensor_parallel_region(embedded * is_local[..., None], self.tp_group)
 
 
-def local_config(hf_config: PretrainedConfig, parts: int) -> PretrainedConfig:
-    """The configuration from which transformers builds one of `parts` equal parts of a model."""
+def local_config(hf_config: PretrainedConfig, tp_size: int) -> PretrainedConfig:
+    """The configuration from which transformers builds one tensor parallel shard of a model."""
     config = copy.deepcopy(hf_config)
-    if parts == 1:
+    if tp_size == 1:
         return config
     if hasattr(config, "num_key_value_heads") and not hasattr(config, "kv_lora_rank"):
         config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    for name in _CUT_NUMBERS:
+    for name in _SHARDED_SIZES:
         if getattr(config, name, None):
-            setattr(config, name, getattr(config, name) // parts)
+            setattr(config, name, getattr(config, name) // tp_size)
     config.pad_token_id = None
     return config
 
 
-def install_tensor_parallel(lm: PreTrainedModel, tensor: TensorGroup, *, padding_idx: int | None) -> None:
-    """Make the modules of a model built from `local_config` work together with those of the other ranks."""
+def install_tensor_parallel(lm: PreTrainedModel, tp_group: TensorParallelGroup, *, padding_idx: int | None) -> None:
+    """Add the communication of tensor parallelism to a model built from `local_config`, in place.
+
+    `padding_idx` is the embedding's in the whole vocabulary.
+    """
     embedding = lm.get_input_embeddings()
     assert isinstance(embedding, nn.Embedding), type(embedding)
     embedding.padding_idx = padding_idx
-    if not isinstance(embedding, Received):
-        _become(embedding, VocabularyEmbedding, tensor)
+    if not isinstance(embedding, ReceiveHiddenStates):
+        _change_class(embedding, VocabParallelEmbedding, tp_group)
     for name, module in lm.named_modules():
         kind = name.rpartition(".")[2]
         if kind == _ATTENTION:
-            _install_attention(module, tensor)
+            install_tensor_parallel_attention(module, tp_group)
         elif kind == _MLP:
-            _install_mlp(module, tensor)
+            install_tensor_parallel_mlp(module, tp_group)
 
 
-def _become(module: nn.Module, kind: type[nn.Module], tensor: TensorGroup) -> None:
-    module.__class__ = kind
-    module.tensor = tensor  # type: ignore[assignment]
+def _change_class(module: nn.Module, parallel_class: type[nn.Module], tp_group: TensorParallelGroup) -> None:
+    module.__class__ = parallel_class
+    module.tp_group = tp_group  # type: ignore[assignment]
 
 
-def _install_attention(attention: Any, tensor: TensorGroup) -> None:  # noqa: ANN401 - an attention module of any family
-    _become(attention.o_proj, RowLinear, tensor)
+def install_tensor_parallel_attention(attention: Any, tp_group: TensorParallelGroup) -> None:  # noqa: ANN401 - an attention module of any family
+    """Make an attention module that holds some of the heads work with those of the other ranks, in place."""
+    _change_class(attention.o_proj, RowParallelLinear, tp_group)
     if not hasattr(attention, "kv_a_proj_with_mqa"):
-        attention.register_forward_pre_hook(lambda _, args, kwargs: _copied(args, kwargs, tensor), with_kwargs=True)
+        attention.register_forward_pre_hook(
+            lambda _, args, kwargs: _copy_hidden_states(args, kwargs, tp_group), with_kwargs=True
+        )
         for norm in (getattr(attention, name, None) for name in ("q_norm", "k_norm")):
             if norm is not None and norm.weight.requires_grad:
-                # Shared by all heads, of which this rank sees its own.
-                norm.weight.register_hook(tensor.total)
+                # All heads share this weight, and this rank computes the gradient from its own heads only.
+                norm.weight.register_hook(tp_group.all_reduce)
         return
-    for projection in (attention.q_proj if attention.q_lora_rank is None else attention.q_b_proj, attention.kv_b_proj):
-        _become(projection, ColumnLinear, tensor)
+    query = attention.q_proj if attention.q_lora_rank is None else attention.q_b_proj
+    for projection in (query, attention.kv_b_proj):
+        _change_class(projection, ColumnParallelLinear, tp_group)
     rank = attention.kv_lora_rank
 
-    def share_rotary_key(_: nn.Module, __: Any, latents: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
-        """Latents go through a normalisation that every rank has whole; the rotary key goes to the heads as it is."""
-        return torch.cat([latents[..., :rank], copy_in(latents[..., rank:], tensor)], dim=-1)
+    def copy_rotary_key(_: nn.Module, __: Any, latents: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+        """Copy the rotary key, which the heads use as it is; the latents first pass a norm that is not sharded."""
+        rotary_key = copy_to_tensor_parallel_region(latents[..., rank:], tp_group)
+        return torch.cat([latents[..., :rank], rotary_key], dim=-1)
 
-    attention.kv_a_proj_with_mqa.register_forward_hook(share_rotary_key)
+    attention.kv_a_proj_with_mqa.register_forward_hook(copy_rotary_key)
 
 
-def _copied(
-    args: tuple[Any, ...], kwargs: dict[str, Any], tensor: TensorGroup
+def _copy_hidden_states(
+    args: tuple[Any, ...], kwargs: dict[str, Any], tp_group: TensorParallelGroup
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if "hidden_states" in kwargs:
-        return args, kwargs | {"hidden_states": copy_in(kwargs["hidden_states"], tensor)}
-    return (copy_in(args[0], tensor), *args[1:]), kwargs
+        copied = copy_to_tensor_parallel_region(kwargs["hidden_states"], tp_group)
+        return args, kwargs | {"hidden_states": copied}
+    return (copy_to_tensor_parallel_region(args[0], tp_group), *args[1:]), kwargs
 
 
-def _install_mlp(mlp: Any, tensor: TensorGroup) -> None:  # noqa: ANN401 - an MLP or a mixture of experts of any family
-    if not hasattr(mlp, "experts"):
-        mlp.register_forward_pre_hook(lambda _, args: (copy_in(args[0], tensor),))
-        _become(mlp.down_proj, RowLinear, tensor)
-        return
+def install_tensor_parallel_mlp(mlp: Any, tp_group: TensorParallelGroup) -> None:  # noqa: ANN401 - an MLP or a mixture of experts of any family
+    """Make an MLP or mixture of experts that holds a shard of each inner width work with those of the other ranks, in
+    place.
+    """
+
+    def copy_input(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return (copy_to_tensor_parallel_region(args[0], tp_group),)
 
     def copy_to_experts(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """The router is whole on every rank; its weights meet this rank's share of each expert's output."""
+        """The router is not sharded, and its weights multiply this rank's partial output of each expert."""
         hidden, indices, weights = args
-        return copy_in(hidden, tensor), indices, copy_in(weights, tensor)
+        return (
+            copy_to_tensor_parallel_region(hidden, tp_group),
+            indices,
+            copy_to_tensor_parallel_region(weights, tp_group),
+        )
 
+    if not hasattr(mlp, "experts"):
+        mlp.register_forward_pre_hook(copy_input)
+        _change_class(mlp.down_proj, RowParallelLinear, tp_group)
+        return
     mlp.experts.register_forward_pre_hook(copy_to_experts)
     if getattr(mlp, "shared_experts", None) is not None:
-        assert mlp.shared_experts.down_proj.bias is None, "a bias would be added on every rank"
-        mlp.shared_experts.register_forward_pre_hook(lambda _, args: (copy_in(args[0], tensor),))
-    # One sum for routed and shared experts.
-    mlp.register_forward_hook(lambda _, __, out: sum_out(out, tensor))
+        assert mlp.shared_experts.down_proj.bias is None, "every rank would add the bias"
+        mlp.shared_experts.register_forward_pre_hook(copy_input)
+    # One reduction for routed and shared experts together.
+    mlp.register_forward_hook(lambda _, __, out: reduce_from_tensor_parallel_region(out, tp_group))

@@ -12,14 +12,14 @@ from ds_finetune.config.schema import ParallelConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.model.build import build_skeleton, model_class
 from ds_finetune.model.parallel.pipeline import (
-    Absent,
-    StageGroup,
-    install_stage,
-    is_copy_of_tied,
-    only_layers,
-    stage_layers,
-    stages_of,
-    without_memory,
+    MissingLayer,
+    PipelineGroup,
+    balance_layers,
+    build_meta_model,
+    build_only_layers,
+    install_pipeline_stage,
+    is_tied_copy,
+    layers_of_stages,
 )
 from ds_finetune.selftest.cells import hf_config
 
@@ -29,7 +29,7 @@ def test_the_largest_stage_is_as_small_as_can_be() -> None:
     for _ in range(40):
         weights = [rng.randint(1, 30) for _ in range(rng.randint(3, 9))]
         stages = rng.randint(1, len(weights))
-        found = stage_layers(weights, stages)
+        found = balance_layers(weights, stages)
         assert [layer for stage in found for layer in stage] == list(range(len(weights)))
         assert all(len(stage) for stage in found)
         cuts = ((0, *inner, len(weights)) for inner in itertools.combinations(range(1, len(weights)), stages - 1))
@@ -39,53 +39,56 @@ def test_the_largest_stage_is_as_small_as_can_be() -> None:
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3_deep", "llama_deep", "qwen2", "qwen3"])
 def test_stages_hold_every_tensor_once_by_its_own_name(family: str) -> None:
-    whole = without_memory(hf_config(family))
+    whole = build_meta_model(hf_config(family))
     config = hf_config(family)
-    layers = stages_of(config, ParallelConfig(pp=2))
+    layers = layers_of_stages(config, ParallelConfig(pp=2))
     found: dict[str, torch.Size] = {}
     copies = []
     for place, part in enumerate(layers):
-        stage = StageGroup(None, 2, place)
-        with only_layers(model_class(config), part):
+        stage = PipelineGroup(None, 2, place)
+        with build_only_layers(model_class(config), part):
             lm = build_skeleton(hf_config(family), attention="sdpa", dtype=torch.float32, device="cpu")
-        install_stage(lm, stage, vocabulary=config.vocab_size)
+        install_pipeline_stage(lm, stage, vocabulary=config.vocab_size)
         own = {name: param.shape for name, param in lm.named_parameters()}
         copies += [name for name in own if name in found]
         found |= own
-        assert is_copy_of_tied(lm, stage) == (config.tie_word_embeddings and place == 1)
+        assert is_tied_copy(lm, stage) == (config.tie_word_embeddings and place == 1)
     assert found == {name: param.shape for name, param in whole.named_parameters()}
     assert copies == (["model.embed_tokens.weight"] if config.tie_word_embeddings else [])
 
 
 def test_a_class_of_layers_is_put_back() -> None:
     kind = model_class(hf_config("llama"))
-    with only_layers(kind, range(1)):
+    with build_only_layers(kind, range(1)):
         lm = build_skeleton(hf_config("llama"), attention="sdpa", dtype=torch.float32, device="cpu")
-    assert [isinstance(layer, Absent) for layer in lm.base_model.layers] == [False, True]
+    assert [isinstance(layer, MissingLayer) for layer in lm.base_model.layers] == [False, True]
     whole = build_skeleton(hf_config("llama"), attention="sdpa", dtype=torch.float32, device="cpu")
-    assert not any(isinstance(layer, Absent) for layer in whole.base_model.layers)
+    assert not any(isinstance(layer, MissingLayer) for layer in whole.base_model.layers)
 
 
 def test_a_cache_counts_the_tokens_of_a_layer_that_is_elsewhere() -> None:
     cache, hidden = DynamicCache(), torch.randn(2, 5, 8)
-    assert Absent(0)(hidden, past_key_values=cache) is hidden
-    Absent(0)(hidden[:, :1], past_key_values=cache)
+    assert MissingLayer(0)(hidden, past_key_values=cache) is hidden
+    MissingLayer(0)(hidden[:, :1], past_key_values=cache)
     assert cache.get_seq_length() == 6
 
 
 def test_a_stage_without_experts_to_share_out_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
-        stages_of(hf_config("deepseek_v3"), ParallelConfig(pp=2, ep=2))
+        layers_of_stages(hf_config("deepseek_v3"), ParallelConfig(pp=2, ep=2))
     assert caught.value.message == "parallel.ep 2: stage 0 of parallel.pp 2, layers 0 to 0, has no routed experts"
     assert caught.value.hint == "layers 1 to 1 have them; set parallel.pp_layers, or a smaller parallel.pp"
-    assert stages_of(hf_config("deepseek_v3_deep"), ParallelConfig(pp=2, ep=2)) == [range(2), range(2, 4)]
-    assert stages_of(hf_config("deepseek_v3_deep"), ParallelConfig(pp=2, pp_layers=(3, 1))) == [range(3), range(3, 4)]
+    assert layers_of_stages(hf_config("deepseek_v3_deep"), ParallelConfig(pp=2, ep=2)) == [range(2), range(2, 4)]
+    assert layers_of_stages(hf_config("deepseek_v3_deep"), ParallelConfig(pp=2, pp_layers=(3, 1))) == [
+        range(3),
+        range(3, 4),
+    ]
 
 
 def test_what_is_not_trained_on_a_stage_takes_no_memory() -> None:
-    with only_layers(model_class(hf_config("llama")), range(1)):
+    with build_only_layers(model_class(hf_config("llama")), range(1)):
         lm = build_skeleton(hf_config("llama"), attention="sdpa", dtype=torch.float32, device="cpu")
-    install_stage(lm, StageGroup(None, 2, 0), vocabulary=96)
+    install_pipeline_stage(lm, PipelineGroup(None, 2, 0), vocabulary=96)
     assert not list(lm.base_model.layers[1].parameters())
     assert isinstance(lm.get_output_embeddings(), nn.Linear)
     assert lm.get_output_embeddings().weight is None

@@ -1,0 +1,32 @@
+"""Small collectives of plain values over all ranks."""
+
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+def all_gather_object(mine: T) -> list[T]:
+    """The value of every rank, by rank; pickled."""
+    values: list[T] = [mine] * dist.get_world_size()
+    dist.all_gather_object(values, mine)
+    return values
+
+
+def all_gather_scalar(mine: float) -> list[float]:
+    """The number of every rank, by rank; not pickled."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    values = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=device)
+    values[dist.get_rank()] = mine
+    dist.all_reduce(values)
+    return values.tolist()
+
+
+def all_reduce_max(*mine: float) -> list[float]:
+    """The largest of each value over all ranks; cheap enough for every step."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    values = torch.tensor(mine, dtype=torch.float64, device=device)
+    dist.all_reduce(values, dist.ReduceOp.MAX)
+    return values.tolist()

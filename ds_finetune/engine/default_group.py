@@ -1,0 +1,109 @@
+"""The accelerator and the process group, opened as DeepSpeed needs them."""
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ds_finetune.engine.devices import (
+    deepspeed_local_rank,
+    exchange,
+    own_device,
+    refuse_different_devices,
+    visible_device,
+)
+from ds_finetune.errors import ConfigError, RunError
+from ds_finetune.patches.deepspeed_groups import forget_groups
+from ds_finetune.patches.deepspeed_init import without_shared_memory_op
+from ds_finetune.patches.torch_distributed import default_timeout
+from ds_finetune.world import World
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+"""How long a rank waits in a collective for the others."""
+MEETING_TIMEOUT = timedelta(minutes=30)
+"""How long a rank waits for the others before there is a process group."""
+
+
+def meet(world: World, *, timeout: timedelta = MEETING_TIMEOUT) -> dist.Store:
+    """The store of the ranks of `world`, once every one of them has come to it; RunError where one has not within
+    `timeout`.
+
+    A collective's timeout, which is also that of torch's own rendezvous (torch 2.13, distributed_c10d.py:1893), may be
+    far shorter.
+    """
+    world.export_to(os.environ)
+    told = f"rank {world.rank} has not met the others at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    hint = "another rank failed before, or starts later (raise watchdog.meet), or the address is not that of rank 0"
+    try:
+        store, _, _ = next(dist.rendezvous("env://", world.rank, world.world_size, timeout=timeout))
+    except (dist.DistError, RuntimeError) as alone:
+        raise RunError(f"{told} within {timeout}: {alone}", hint=hint) from None
+    store.set(f"met/{world.rank}", "")
+    try:
+        store.wait([f"met/{rank}" for rank in range(world.world_size)], timeout)
+    except (dist.DistError, RuntimeError):
+        missing = [str(rank) for rank in range(world.world_size) if not store.check([f"met/{rank}"])]
+        raise RunError(f"{told} within {timeout}: ranks {', '.join(missing)} are not there", hint=hint) from None
+    return store
+
+
+@contextmanager
+def process_group(
+    world: World, device: str, store: dist.Store | None = None, *, timeout: timedelta = COLLECTIVE_TIMEOUT
+) -> Iterator[None]:
+    """Open the default process group of `world` (NCCL on GPUs, gloo otherwise) with the `store` they met at, and close
+    it at the end.
+
+    LaunchError on every rank, before the group opens, where ranks use different accelerators or share a GPU;
+    ConfigError where this process has used another accelerator than `device` before. No engine may be referred to
+    when it closes: what holds a group keeps its threads alive, and one that lets go of its last tensor while Python
+    ends aborts a process whose work is done ("terminate called without an active exception", exit code -6).
+    """
+    import deepspeed
+
+    _refuse_other_accelerator(device)
+    world.export_to(os.environ)
+    index = visible_device(world.local_rank) if device == "cuda" else world.local_rank
+    if device == "cuda":
+        torch.cuda.set_device(index)
+    backend = "nccl" if device == "cuda" else "gloo"
+    # Bound to its device, as DeepSpeed 0.19.8 does where it opens the group itself (comm/torch.py:262-276).
+    bound = torch.device("cuda", index) if device == "cuda" and world.world_size > 1 else None
+    met = store or meet(world)
+    refuse_different_devices(exchange(met, world, "device", own_device(world, device), timeout=timeout))
+    place = dist.PrefixStore("default_pg", met)
+    with default_timeout(timeout):
+        dist.init_process_group(
+            backend, store=place, rank=world.rank, world_size=world.world_size, timeout=timeout, device_id=bound
+        )
+        with without_shared_memory_op():
+            deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=timeout, verbose=False)
+        try:
+            with deepspeed_local_rank(index):
+                yield
+        except BaseException:
+            # The other ranks may never answer, so nothing here waits for them, as a group's own end may. A process
+            # alone can run again.
+            dist.destroy_process_group()
+            if world.world_size == 1:
+                forget_groups()
+            raise
+    dist.destroy_process_group()
+    forget_groups()
+    gc.collect()
+
+
+def _refuse_other_accelerator(device: str) -> None:
+    """DeepSpeed 0.19.8 chooses its accelerator once for the life of a process (accelerator/real_accelerator.py:53)."""
+    from deepspeed.accelerator import get_accelerator
+
+    chosen = get_accelerator().device_name()
+    if chosen != device:
+        raise ConfigError(
+            f"this process uses {device}, and DeepSpeed has used {chosen} in it before (DS_ACCELERATOR has changed)",
+            hint="restart the process, in a notebook the kernel",
+        )

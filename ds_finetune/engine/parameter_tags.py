@@ -1,0 +1,72 @@
+"""How DeepSpeed is told of parameters: which belong to some of the experts, and which are decayed."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ds_finetune.engine.process_groups import Groups
+from ds_finetune.plan.plan import Plan
+
+_STAGE_OF_PARTITIONED_PARAMETERS = 3
+
+
+def tag_expert(param: nn.Parameter, *, groups: Groups) -> None:
+    """Mark a parameter of this rank's experts, which the ranks of `groups.same_experts` hold and nobody else.
+
+    Below stage 3 by `allreduce` and `group_name` (DeepSpeed 0.19.8, moe/utils.py:29), at stage 3 by its placement,
+    which has to be there when `zero.Init` partitions it (zero/partition_parameters.py:1302, zero/stage3.py:675).
+    """
+    held: Any = param
+    held.allreduce, held.group_name = False, groups.expert_name
+    held.ds_zero_placement_family, held.ds_zero_partition_group_name = "autoep_expert", groups.expert_name
+    held.ds_zero_partition_process_group = groups.same_experts
+    held.ds_zero_partition_rank, held.ds_zero_partition_world_size = (
+        dist.get_rank(groups.same_experts),
+        dist.get_world_size(groups.same_experts),
+    )
+
+
+def is_expert(param: torch.Tensor) -> bool:
+    """Whether `tag_expert` marked it."""
+    return getattr(param, "ds_zero_placement_family", "") == "autoep_expert"
+
+
+def experts_marker(parts: int) -> nn.Module:
+    """A module without parameters of the class by which DeepSpeed's engine sees that there are experts (0.19.8,
+    runtime/engine.py:2100).
+    """
+    from deepspeed.moe.layer import MoE
+
+    class Marker(MoE):  # type: ignore[misc]
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+            self.num_experts = parts
+
+        def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+            """The groups are known already."""
+
+    return Marker()
+
+
+def parameter_groups(model: nn.Module, plan: Plan, groups: Groups) -> list[dict[str, Any]]:
+    """Matrices with weight decay, norms and biases without, experts apart; the optimizer's own numbers come from the
+    DeepSpeed section.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    decay = plan.optimizer.weight_decay
+    made: list[dict[str, Any]] = [
+        {"params": [p for p in trained if not is_expert(p) and len(local_shape(p)) > 1], "weight_decay": decay},
+        {"params": [p for p in trained if not is_expert(p) and len(local_shape(p)) <= 1], "weight_decay": 0.0},
+        {"params": [p for p in trained if is_expert(p)], "weight_decay": decay},
+    ]
+    if groups.experts is not None and plan.zero_stage < _STAGE_OF_PARTITIONED_PARAMETERS:
+        for group, is_moe in zip(made, (False, False, True), strict=True):
+            group |= {"moe": is_moe, "name": groups.expert_name if is_moe else "shared"}
+    return [group for group in made if group["params"]]
+
+
+def local_shape(param: torch.Tensor) -> tuple[int, ...]:
+    """Shape of a parameter on this rank, also where ZeRO-3 keeps a fragment of it."""
+    return tuple(getattr(param, "ds_shape", param.shape))

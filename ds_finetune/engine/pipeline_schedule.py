@@ -1,0 +1,83 @@
+"""One optimizer step of a pipeline stage: forwards and backwards by turns (1F1B), gradients reduced once at the end."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_finetune.data.batches import MicroBatch
+from ds_finetune.model.parallel.pipeline import PipelineGroup
+
+Forward = Callable[[MicroBatch], torch.Tensor]
+"""From rows to hidden states [batch, tokens, width] for the next stage; on the last stage to the scaled loss (scalar).
+"""
+Backward = Callable[[torch.Tensor], None]
+"""From a scalar to gradients."""
+
+
+class _GradientOf(torch.autograd.Function):
+    """A scalar whose gradient with respect to hidden states is the one that the next stage sent back."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+        ctx.save_for_backward(grad)
+        return hidden.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ANN401
+        (grad,) = ctx.saved_tensors
+        return grad, None
+
+
+def run_by_turns(stage: PipelineGroup, micros: Sequence[MicroBatch], forward: Forward, backward: Backward) -> None:
+    """Forward and backward of every micro-batch, in the order of DeepSpeed's schedule (0.19.8, pipe/schedule.py:189).
+
+    Neighbours send and receive in the same order, so sends may wait for their receivers. A stage holds the
+    activations of as many forwards as there are stages from it to the last.
+    """
+    from deepspeed.runtime.pipe import schedule
+
+    turns = schedule.TrainSchedule(len(micros), stage.size, stage.rank)
+    waiting = iter(micros)
+    arrived: dict[int, torch.Tensor | None] = {}
+    done: dict[int, torch.Tensor] = {}
+    grads: dict[int, torch.Tensor] = {}
+    # RecvActivation comes right before its ForwardPass, in which hidden states are received
+    # (model/parallel/pipeline.py).
+    actions: dict[type, Callable[[int], object]] = {
+        schedule.ForwardPass: lambda slot: (
+            done.update({slot: forward(next(waiting))}),
+            arrived.update({slot: stage.input_hidden_states}),
+        ),
+        schedule.SendActivation: lambda slot: stage.send(done[slot], to=stage.rank + 1),
+        schedule.RecvGrad: lambda slot: grads.update(
+            {slot: stage.receive(torch.empty_like(done[slot]), source=stage.rank + 1)}
+        ),
+        schedule.BackwardPass: lambda slot: backward(
+            done.pop(slot) if stage.is_last else _GradientOf.apply(done.pop(slot), grads.pop(slot))
+        ),
+        schedule.SendGrad: lambda slot: stage.send(_grad_of(arrived.pop(slot)), to=stage.rank - 1),
+    }
+    for commands in turns.steps():
+        for command in commands:
+            if type(command) in actions:
+                actions[type(command)](command.buffer_id)
+
+
+def _grad_of(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    assert tensor.grad is not None, "no gradient reached what came from the stage before"
+    return tensor.grad
+
+
+def mark_copy(param: nn.Parameter) -> None:
+    """Mark a parameter that another stage holds as well: norms (DeepSpeed 0.19.8, zero/stage_1_and_2.py:2680) and
+    checkpoints leave it out.
+    """
+    param.ds_pipe_replicated = True  # type: ignore[attr-defined]
+
+
+def is_copy(param: torch.Tensor) -> bool:
+    """Whether `mark_copy` marked it."""
+    return getattr(param, "ds_pipe_replicated", False)

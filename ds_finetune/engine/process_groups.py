@@ -1,0 +1,156 @@
+"""Process groups of a mesh."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ds_finetune.engine.default_group import COLLECTIVE_TIMEOUT
+from ds_finetune.model.parallel.expert import ExpertParallelGroup
+from ds_finetune.model.parallel.pipeline import PipelineGroup
+from ds_finetune.model.parallel.sequence import SequenceParallelGroup
+from ds_finetune.model.parallel.tensor import TensorParallelGroup
+from ds_finetune.patches.deepspeed_groups import (
+    forget_model_parallel_unit,
+    register_expert_groups,
+    unregister_expert_groups,
+)
+from ds_finetune.plan.mesh import Axis, Mesh
+
+
+class ModelParallel:
+    """What DeepSpeed asks a model parallel unit (`mpu`) for: who holds other parts of the model, and who the same."""
+
+    def __init__(self, made: "_Made") -> None:
+        self._mesh = made.mesh
+        self._model: dist.ProcessGroup | None = made.line("pp", "tp")
+        self._data: dist.ProcessGroup | None = made.line("dp", "sp")
+
+    def close(self) -> None:
+        """Release the process groups, whatever still refers to this unit."""
+        forget_model_parallel_unit()
+        self._model = self._data = None
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
+        """The ranks that together hold the model."""
+        return self._model
+
+    def get_model_parallel_rank(self) -> int:
+        """This rank's part of its stage: parameters that are not cut are counted by those whose part is 0."""
+        return self._mesh.place("tp")
+
+    def get_model_parallel_world_size(self) -> int:
+        """Parts of the model, of all stages."""
+        return self._mesh.pp * self._mesh.tp
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same part of the model."""
+        return self._data
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank's number among them."""
+        return dist.get_rank(self._data)
+
+    def get_data_parallel_world_size(self) -> int:
+        """How many they are."""
+        return self._mesh.dp * self._mesh.sp
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups this rank is in; None along an axis of one rank. `same_experts` is known to DeepSpeed by
+    `expert_name`.
+    """
+
+    stage: PipelineGroup | None
+    sequence: SequenceParallelGroup | None
+    tensor: TensorParallelGroup | None
+    experts: ExpertParallelGroup | None
+    mpu: ModelParallel | None
+    same_experts: dist.ProcessGroup | None = None
+
+    @property
+    def expert_name(self) -> str:
+        """Name under which DeepSpeed finds the groups of experts."""
+        return f"ep_size_{self.experts.size if self.experts else 1}"
+
+    @property
+    def same_part(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same part of what is no expert; None for all ranks."""
+        return self.mpu.get_data_parallel_group() if self.mpu else None
+
+
+class _Made:
+    """The process groups of a mesh that were made, to be taken apart again: each has threads of its own."""
+
+    def __init__(self, mesh: Mesh, timeout: timedelta) -> None:
+        self.mesh = mesh
+        self._timeout = timeout
+        self._groups: list[dist.ProcessGroup] = []
+
+    def line(self, *axes: Axis) -> dist.ProcessGroup:
+        """The group of this rank along `axes`."""
+        return self.own(self.mesh.lines(*axes))
+
+    def own(self, lines: list[list[int]]) -> dist.ProcessGroup:
+        """The group of this rank; every rank makes every group."""
+        made = [(ranks, dist.new_group(ranks, timeout=self._timeout)) for ranks in lines]
+        self._groups += [group for ranks, group in made if self.mesh.rank in ranks]
+        return self._groups[-1]
+
+    def destroy(self) -> None:
+        """Take them apart."""
+        while self._groups:
+            dist.destroy_process_group(self._groups.pop())
+
+
+@contextmanager
+def open_groups(mesh: Mesh, *, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Iterator[Groups]:
+    """Make the groups of `mesh`, collectively, and take them apart at the end: DeepSpeed 0.19.8 keeps a model under
+    ZeRO-3 past `destroy`.
+    """
+    made = _Made(mesh, timeout)
+    groups = Groups(
+        stage=_stage(made) if mesh.pp > 1 else None,
+        sequence=SequenceParallelGroup(made.line("sp"), mesh.sp, mesh.place("sp")) if mesh.sp > 1 else None,
+        tensor=TensorParallelGroup(made.line("tp"), mesh.tp, mesh.place("tp")) if mesh.tp > 1 else None,
+        experts=ExpertParallelGroup(made.own(mesh.expert_lines()), mesh.ep, mesh.expert_place) if mesh.ep > 1 else None,
+        mpu=ModelParallel(made) if mesh.tp * mesh.pp > 1 else None,
+        same_experts=made.own(mesh.same_expert_lines()) if mesh.ep > 1 else None,
+    )
+    _tell_deepspeed(groups, made)
+    yield groups
+    # Not after an error, when others may never come to it.
+    for part in (groups.stage, groups.sequence, groups.tensor, groups.experts, groups.mpu):
+        if part is not None:
+            part.close()
+    if groups.experts is not None:
+        unregister_expert_groups(groups.expert_name)
+    made.destroy()
+
+
+def _stage(made: _Made) -> PipelineGroup:
+    mesh = made.mesh
+    stage = PipelineGroup(made.line("pp"), mesh.pp, mesh.place("pp"))
+    ends = made.own(
+        [[rank for rank in line if mesh.place("pp", rank) in (0, mesh.pp - 1)] for line in mesh.lines("pp", "dp", "sp")]
+    )
+    stage.embedding_group = ends if stage.is_first or stage.is_last else None
+    return stage
+
+
+def _tell_deepspeed(groups: Groups, made: _Made) -> None:
+    """Register the groups of experts where DeepSpeed 0.19.8 looks for them by name (utils/groups.py:37-44)."""
+    if groups.experts is None:
+        return
+    mesh = made.mesh
+    # Asked for to add up norms alone, for which tensor parallel ranks hold parts of experts as well
+    # (zero/stage3.py:1995).
+    parts = groups.experts.group if mesh.tp == 1 else made.own(mesh.expert_part_lines())
+    register_expert_groups(
+        groups.expert_name,
+        parts=(parts, mesh.expert_part_lines()),
+        same_part=(groups.same_experts, mesh.same_expert_lines()),
+    )

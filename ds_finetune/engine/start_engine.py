@@ -1,0 +1,171 @@
+"""From a plan to a running engine: skeleton, weights where they live, optimizer, DeepSpeed."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from ds_finetune.engine.devices import visible_device
+from ds_finetune.engine.engine import Engine
+from ds_finetune.engine.nvme import check_buffers, check_nvme
+from ds_finetune.engine.parameter_tags import experts_marker, is_expert, local_shape, parameter_groups, tag_expert
+from ds_finetune.engine.pipeline_schedule import mark_copy
+from ds_finetune.engine.process_groups import Groups, open_groups
+from ds_finetune.engine.zero3_partition import partition
+from ds_finetune.families.table import family_of
+from ds_finetune.model.build import Where, build_skeleton, model_class, resolve_folder
+from ds_finetune.model.cross_entropy import KERNELS, Kernel, chunked_cross_entropy
+from ds_finetune.model.dtypes import PRECISION_DTYPES
+from ds_finetune.model.four_bit import four_bit_or_whole, install_four_bit
+from ds_finetune.model.lora import install_lora
+from ds_finetune.model.loss import TrainedModel, install_loss_head
+from ds_finetune.model.model_plan import ModelPlan
+from ds_finetune.model.parallel.expert import build_local_experts, install_expert_parallel
+from ds_finetune.model.parallel.pipeline import (
+    build_meta_model,
+    build_only_layers,
+    install_pipeline_stage,
+    is_tied_copy,
+)
+from ds_finetune.model.parallel.sharding import ModelShard
+from ds_finetune.model.parallel.tensor import install_tensor_parallel, local_config
+from ds_finetune.model.vocabulary import Growth
+from ds_finetune.model.weights import clear_weights, initialise_weights, load_weights, seed_of
+from ds_finetune.patches.deepspeed_engine import undo_constructor_step
+from ds_finetune.patches.deepspeed_init import zero_init
+from ds_finetune.patches.torch_nn import linears_without_memory
+from ds_finetune.plan.plan import Plan
+from ds_finetune.quiet import deepspeed_level
+
+
+@contextmanager
+def start_engine(plan: Plan, model: ModelPlan, *, has_weights: bool = True) -> Iterator[Engine]:
+    """Build `model` under the ZeRO stage of `plan` and yield the engine; needs an open process group.
+
+    Without `has_weights` parameters hold zeros, for a checkpoint to be restored into; where some are not trained,
+    and so in no checkpoint, weights are loaded all the same.
+    """
+    import deepspeed
+    from deepspeed.utils import set_log_level_from_string
+
+    level = deepspeed_level()
+    set_log_level_from_string("warning" if level == "quiet" else level)
+    check_nvme(plan)
+    check_buffers(plan, model)
+    with open_groups(plan.mesh, timeout=timedelta(seconds=plan.collective_seconds)) as groups:
+        lm = _build(plan, model, groups, has_weights=has_weights)
+        trained = TrainedModel(lm, groups.sequence, groups.stage)
+        if groups.experts is not None and plan.zero_stage < 3 and any(map(is_expert, trained.parameters())):
+            trained.has_experts = experts_marker(groups.experts.size)
+        wrapped, optimizer, _, _ = deepspeed.initialize(
+            model=trained,
+            model_parameters=parameter_groups(trained, plan, groups),
+            config=plan.deepspeed,
+            dist_init_required=False,
+            mpu=groups.mpu,
+        )
+        if plan.zero_stage == 0 and plan.precision != "fp32":
+            undo_constructor_step(optimizer)
+        engine = Engine(wrapped, plan, groups)
+        try:
+            yield engine
+        finally:
+            wrapped.destroy()
+
+
+def _build(plan: Plan, model: ModelPlan, groups: Groups, *, has_weights: bool) -> PreTrainedModel:
+    """The part of the model that this rank holds, with its weights, adapters and loss head."""
+    lm = _skeleton(plan, model, groups)
+    kernel = _install_groups(lm, plan, model.hf_config, groups)
+    where, lora = partition if plan.zero_stage == 3 else four_bit_or_whole, model.lora
+    _fill(lm, plan, model, where=where, has_weights=has_weights or lora is not None)
+    if lora is not None:
+        # After the weights, of which every one is accounted for; what is drawn for adapters depends on their names
+        # alone.
+        share = partial(_share, lm) if plan.zero_stage == 3 else _keep
+        install_lora(lm, lora.targets, lora.section, seed=plan.seed, where=where, share=share)
+    for name in plan.frozen:
+        lm.get_parameter(name).requires_grad_(False)
+    if groups.stage is not None and is_tied_copy(lm, groups.stage):
+        mark_copy(lm.get_input_embeddings().weight)
+    if groups.stage is None or groups.stage.is_last:
+        install_loss_head(lm, kernel=kernel, tp_group=groups.tensor, pp_group=groups.stage)
+    if plan.activation_checkpointing:
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
+    return lm
+
+
+def _skeleton(plan: Plan, model: ModelPlan, groups: Groups) -> PreTrainedModel:
+    """The modules of this rank's layers and experts, without weights, partitioned already under ZeRO-3."""
+    hf_config, kind = model.hf_config, model_class(model.hf_config)
+    device = "cpu" if plan.device == "cpu" else f"cuda:{visible_device(plan.world.local_rank)}"
+    few = build_local_experts(
+        kind, family_of(hf_config.model_type), ep_size=plan.mesh.ep, mark=partial(tag_expert, groups=groups)
+    )
+    partitioned = zero_init(plan.deepspeed, data_parallel_group=groups.same_part, mpu=groups.mpu)
+    without_linears = linears_without_memory() if model.quantised else nullcontext()
+    with few, build_only_layers(kind, model.stages[plan.mesh.place("pp")]):
+        lm = build_skeleton(
+            local_config(hf_config, plan.mesh.tp),
+            attention=model.attention,
+            dtype=PRECISION_DTYPES[plan.precision],
+            device=device,
+            init_context=partitioned if plan.zero_stage == 3 else without_linears,
+        )
+    if model.quantised:
+        install_four_bit(lm, model.quantised, device=device)
+    return lm
+
+
+def _install_groups(lm: PreTrainedModel, plan: Plan, hf_config: PretrainedConfig, groups: Groups) -> Kernel:
+    """Make `lm` communicate in its stage, tensor and expert parallel groups; returns the loss kernel that fits."""
+    kernel = KERNELS[plan.loss_kernel]
+    if groups.stage is not None:
+        install_pipeline_stage(lm, groups.stage, vocabulary=hf_config.vocab_size)
+    if groups.tensor is not None:
+        pad = hf_config.pad_token_id
+        # As nn.Embedding takes a negative one.
+        padding_idx = pad + hf_config.vocab_size if pad is not None and pad < 0 else pad
+        install_tensor_parallel(lm, groups.tensor, padding_idx=padding_idx)
+        kernel = partial(chunked_cross_entropy, tp_group=groups.tensor)
+    if groups.experts is not None:
+        install_expert_parallel(lm, groups.experts)
+    return kernel
+
+
+def _fill(lm: PreTrainedModel, plan: Plan, model: ModelPlan, *, where: Where, has_weights: bool) -> None:
+    model_shard = ModelShard.of(plan.mesh)
+    for name, param in lm.named_parameters():
+        # DeepSpeed 0.19.8 counts other parameters once in norms (runtime/utils.py:134).
+        param.model_parallel = model_shard.tensor_shard(name, tuple(local_shape(param))).dim is not None  # type: ignore[attr-defined]
+    if not has_weights and all(param.requires_grad for param in lm.parameters()):
+        clear_weights(lm, where=where)
+    elif model.has_random_weights:
+        initialise_weights(lm, seed=plan.seed, where=where, model_shard=model_shard)
+    else:
+        skeleton = build_meta_model(model.hf_config) if plan.mesh.pp > 1 else None
+        folder, family = resolve_folder(model.path), family_of(lm.config.model_type)
+        growth = _growth(model, plan.seed)
+        load_weights(lm, folder, family=family, where=where, model_shard=model_shard, skeleton=skeleton, growth=growth)
+
+
+def _growth(model: ModelPlan, seed: int) -> Growth | None:
+    """How the vocabulary is larger than the published one; None where it is not."""
+    before, after = model.published_vocab_size, model.hf_config.vocab_size
+    return Growth(before, after, partial(seed_of, seed)) if before < after else None
+
+
+def _share(lm: PreTrainedModel, params: list[nn.Parameter]) -> None:
+    """Partition parameters like the others of `lm`, by the context that made those (DeepSpeed 0.19.8,
+    zero/partition_parameters.py:1660).
+    """
+    known: Any = next(param for param in lm.parameters() if hasattr(param, "ds_tensor"))
+    known.convert_to_zero_parameters(param_list=params)
+
+
+def _keep(_: list[nn.Parameter]) -> None:
+    """Below stage 3 every rank has adapters whole."""

@@ -1,0 +1,1 @@
+"""What a host reports about itself, and the checks that both `launch` and `doctor` run on it."""

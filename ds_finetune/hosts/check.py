@@ -1,0 +1,24 @@
+"""The result of one check of one host."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ds_finetune.hostfile import Host
+
+State = Literal["ok", "warn", "fail"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check of one host: its name, the host (empty for all hosts together), the state, what was found, a hint."""
+
+    name: str
+    host: str
+    state: State
+    found: str
+    hint: str = ""
+
+
+def label(host: Host) -> str:
+    """The name of a host in reports: the name of its hostfile line, with the port where the line has one."""
+    return f"{host.name}:{host.port}" if host.port else host.name

@@ -1,0 +1,181 @@
+"""Which modules of a model LoRA adapts and which weights it holds in four bits, worked out once from config.json."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from ds_finetune.config.schema import LoraConfig
+from ds_finetune.errors import ConfigError
+from ds_finetune.families.table import FAMILIES, family_of
+from ds_finetune.model.four_bit import fits_four_bit, nf4_bytes
+from ds_finetune.model.parallel.pipeline import build_meta_model
+
+ROUTED, ROUTER = "routed experts", "router"
+_FOUR_BIT = ("attention", "dense MLP", "shared experts")
+"""Kinds of modules whose weights `lora.quantize` holds in four bits."""
+_KINDS = (
+    ("attention", re.compile(r"\.self_attn\.\w+$"), ("weight",)),
+    ("dense MLP", re.compile(r"\.mlp\.\w+_proj$"), ("weight",)),
+    ("shared experts", re.compile(r"\.mlp\.shared_experts\.\w+_proj$"), ("weight",)),
+    (ROUTED, re.compile(r"\.mlp\.experts$"), ("gate_up_proj", "down_proj")),
+    (ROUTER, re.compile(r"\.mlp\.gate$"), ("weight",)),
+)
+"""Kinds of modules that can be adapted, by name, and their weights. Embeddings, norms and the head cannot."""
+_ALIGNED = 8
+"""Grouped products of experts need rows of a multiple of 16 bytes (torch 2.13, native/GroupedMMUtils.h)."""
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LoraTarget:
+    """A module that can be adapted: its full name, its kind, and the shapes of its weights by their names in it."""
+
+    name: str
+    kind: str
+    shapes: Mapping[str, Shape]
+
+    def num_params(self, rank: int) -> int:
+        """Parameters of its adapters."""
+        return sum(prod(shape[:-2]) * rank * (shape[-1] + shape[-2]) for shape in self.shapes.values())
+
+
+def adaptable_modules(lm: nn.Module) -> list[LoraTarget]:
+    """Every module of a whole causal LM (on any device) that can be adapted, in the model's order."""
+    targets = []
+    for name, module in lm.named_modules():
+        for kind, pattern, leaves in _KINDS:
+            weights = [module._parameters.get(leaf) for leaf in leaves] if pattern.search(name) else []
+            shapes = {
+                leaf: tuple(weight.shape)
+                for leaf, weight in zip(leaves, weights, strict=False)
+                if weight is not None and weight.dim() > 1
+            }
+            if shapes:
+                targets.append(LoraTarget(name, kind, shapes))
+    return targets
+
+
+@dataclass(frozen=True)
+class LoraPlan:
+    """The `lora` section of the run file applied to a model; a `LoraTarget` is a module that can have adapters."""
+
+    section: LoraConfig
+    adaptable: tuple[LoraTarget, ...]
+    """Every module that can be adapted, in the model's order."""
+    targets: tuple[LoraTarget, ...]
+    """Those that are adapted."""
+    quantised: tuple[LoraTarget, ...]
+    """Those whose frozen weights are held in four bits, adapted or not; none without `lora.quantize`."""
+    model_params: int
+    """Parameters of the model without adapters."""
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of all adapters."""
+        return sum(target.num_params(self.section.rank) for target in self.targets)
+
+    @property
+    def quantised_shapes(self) -> tuple[Shape, ...]:
+        """Shapes of the weights in four bits."""
+        return tuple(shape for target in self.quantised for shape in target.shapes.values())
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Name and text of what is adapted, kind by kind, as the plan prints it."""
+        lora = self.section
+        modules = Counter(target.kind for target in self.adaptable)
+        text = f"rank {lora.rank}, alpha {lora.alpha:g}, {self.num_params:,} parameters are trained"
+        rows = [("lora", text)]
+        for kind, number in modules.items():
+            chosen = [target for target in self.targets if target.kind == kind]
+            names = dict.fromkeys(_last(target.name) for target in chosen)
+            numel = sum(target.num_params(lora.rank) for target in chosen)
+            text = f"{len(chosen)} of {number} modules, {numel:,} parameters: {', '.join(names)}"
+            rows.append((f"  {kind}", text if names else f"none of {number} modules"))
+        return rows if lora.quantize is None else [*rows, self._quantised_line()]
+
+    def _quantised_line(self) -> tuple[str, str]:
+        """What is held in four bits and in how many bytes, and what is not."""
+        shapes = self.quantised_shapes
+        numel, size = sum(map(prod, shapes)), sum(map(nf4_bytes, shapes))
+        experts = [target for target in self.adaptable if target.kind == ROUTED]
+        routed = sum(prod(shape) for target in experts for shape in target.shapes.values())
+        unfit = sum(target.kind in _FOUR_BIT for target in self.adaptable) - len(self.quantised)
+        kinds = ", ".join(dict.fromkeys(target.kind for target in self.quantised))
+        text = f"{len(shapes)} weights, {numel:,} parameters in {size:,} bytes: {kinds}"
+        rest = f"the other {self.model_params - numel:,} are in train.precision"
+        rest += f", {routed:,} of them routed experts'" if routed else ""
+        rest += f", and {unfit} weights with rows of no multiple of 64" if unfit else ""
+        return f"  frozen in {self.section.quantize}", f"{text}; {rest}"
+
+
+def plan_lora(hf_config: PretrainedConfig, lora: LoraConfig) -> LoraPlan:
+    """The modules that `lora` adapts (those that its patterns name, or all but routers) and quantises.
+
+    ConfigError where the model type is not tested with LoRA, a pattern names no module (with the legal names), experts
+    are given a rank that grouped products cannot take, or no weight fits four bits.
+    """
+    if not family_of(hf_config.model_type).has_lora:
+        tested = ", ".join(name for name, family in FAMILIES.items() if family.has_lora)
+        raise ConfigError(f"lora of model_type {hf_config.model_type} is not tested", hint=f"tested: {tested}")
+    lm = build_meta_model(hf_config)
+    every = tuple(adaptable_modules(lm))
+    return LoraPlan(lora, every, _adapted_targets(every, lora), _quantised_targets(every, lora), lm.num_parameters())
+
+
+def _adapted_targets(every: Sequence[LoraTarget], lora: LoraConfig) -> tuple[LoraTarget, ...]:
+    patterns = lora.target_modules
+    named = {target.name for pattern in patterns or () for target in _targets_named(pattern, every)}
+    chosen = tuple(target for target in every if (target.name in named if patterns else target.kind != ROUTER))
+    if lora.rank % _ALIGNED and any(target.kind == ROUTED for target in chosen):
+        raise ConfigError(
+            f"lora.rank {lora.rank} of routed experts is not a multiple of {_ALIGNED}",
+            hint="take a multiple, or leave `experts` out of target_modules",
+        )
+    return chosen
+
+
+def _targets_named(pattern: str, every: Sequence[LoraTarget]) -> list[LoraTarget]:
+    """Modules whose full name or last part of it equals `pattern`, or whose full name matches it. A router is matched
+    only by a pattern that ends in its own name.
+    """
+    exact = [target for target in every if pattern in (target.name, _last(target.name))]
+    try:
+        matched = [target for target in every if re.fullmatch(pattern, target.name)]
+    except re.error as broken:
+        raise ConfigError(
+            f"lora.target_modules `{pattern}` is not a regular expression: {broken}", hint="see Python's `re`"
+        ) from broken
+    names_router = _last(pattern.replace("\\.", ".")) == "gate"
+    selected = exact or [target for target in matched if target.kind != ROUTER or names_router]
+    if not selected:
+        names = sorted({_last(target.name) for target in every})
+        raise ConfigError(
+            f"lora.target_modules `{pattern}` matches no module that can be adapted",
+            hint=f"name one of {', '.join(names)}, or give a regular expression on full names such as {every[0].name}",
+        )
+    return selected
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _quantised_targets(every: Sequence[LoraTarget], lora: LoraConfig) -> tuple[LoraTarget, ...]:
+    if lora.quantize is None:
+        return ()
+    candidates = [target for target in every if target.kind in _FOUR_BIT]
+    fitting = tuple(target for target in candidates if all(map(fits_four_bit, target.shapes.values())))
+    if not fitting:
+        first = candidates[0]
+        raise ConfigError(
+            f"lora.quantize {lora.quantize}: none of {len(candidates)} weights has rows of a multiple of 64 numbers, "
+            f"as {first.name} {first.shapes['weight']}",
+            hint="leave lora.quantize out",
+        )
+    return fitting

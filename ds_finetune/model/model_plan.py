@@ -1,0 +1,50 @@
+"""The model that a run builds, worked out once from its config.json and the run file."""
+
+from dataclasses import dataclass, field
+
+from transformers import PretrainedConfig
+
+from ds_finetune.config.schema import LoraConfig, ModelConfig, ParallelConfig
+from ds_finetune.model.build import read_hf_config
+from ds_finetune.model.lora_plan import LoraPlan, plan_lora
+from ds_finetune.model.parallel.pipeline import layers_of_stages
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPlan:
+    """What the engine builds: where the weights are, and which parts of the model are split, adapted and quantised."""
+
+    path: str
+    """Folder or hub id of the model."""
+    hf_config: PretrainedConfig = field(repr=False)
+    """The configuration of the model as it is trained, with the vocabulary it has then."""
+    attention: str
+    has_random_weights: bool
+    resizes_vocabulary: bool
+    published_vocab_size: int
+    """Tokens of the vocabulary in the published config.json; fewer than are trained where rows are added."""
+    stages: tuple[range | None, ...]
+    """Layers of each pipeline stage; one None where a rank holds all."""
+    lora: LoraPlan | None
+
+    @property
+    def quantised(self) -> tuple[str, ...]:
+        """Full names of the modules whose weights are held in four bits."""
+        return tuple(target.name for target in self.lora.quantised) if self.lora is not None else ()
+
+
+def plan_model(
+    hf_config: PretrainedConfig, model: ModelConfig, parallel: ParallelConfig, lora: LoraConfig | None
+) -> ModelPlan:
+    """The model of `hf_config` as the sections of the run file say; ConfigError where they do not fit it."""
+    resized = model.resize_vocabulary
+    return ModelPlan(
+        path=model.path,
+        hf_config=hf_config,
+        attention=model.attention,
+        has_random_weights=model.weights == "random",
+        resizes_vocabulary=resized,
+        published_vocab_size=int((read_hf_config(model.path, files=("*.json",)) if resized else hf_config).vocab_size),
+        stages=tuple(layers_of_stages(hf_config, parallel)),
+        lora=plan_lora(hf_config, lora) if lora is not None else None,
+    )

@@ -1,0 +1,184 @@
+"""Compares one layout with the reference loop: differences of loss, gradients, norm, resume and export."""
+
+from collections.abc import Iterable
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from ds_finetune.checkpoint.folder import open_checkpoint_folder
+from ds_finetune.checkpoint.restore import newest_checkpoint, restore_engine
+from ds_finetune.checkpoint.run_state import RunState
+from ds_finetune.checkpoint.saver import Saver
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.engine.collectives import all_gather_object
+from ds_finetune.engine.engine import Engine
+from ds_finetune.engine.prepare_ops import build_ops
+from ds_finetune.engine.start_engine import start_engine
+from ds_finetune.errors import CheckpointError
+from ds_finetune.export.folder import FolderParts, write_folder
+from ds_finetune.families.table import family_of
+from ds_finetune.model.build import read_hf_config
+from ds_finetune.model.dtypes import PRECISION_DTYPES
+from ds_finetune.model.model_plan import plan_model
+from ds_finetune.plan.combinations import check_divides
+from ds_finetune.plan.plan import make_plan
+from ds_finetune.selftest.reference_loop import Steps, mean_loss, reference_loop
+from ds_finetune.selftest.steps import eval_loss, take_steps
+from ds_finetune.trainer.run_dir import read_json
+from ds_finetune.units import GIB
+from ds_finetune.world import World
+
+_FEW_STEPS = 3
+_LONG_RUN = 2e-4
+"""Limit of the difference in loss over more than a few steps, in which rounding errors grow."""
+_EXACT = {"loss": 1e-5, "gradient": 1e-4, "norm": 1e-4, "resume": 1e-5, "export": 1e-5, "answers": 0.0}
+_ROUNDED = {"loss": 1.5e-2, "norm": 2e-2, "resume": 1e-3, "export": 1.5e-2}
+"""In 16 bits, rounding of weights changes the third digit of a loss; a missing gradient would change the second."""
+
+
+@dataclass(frozen=True)
+class LayoutComparison:
+    """How far a layout differs from the reference loop, and the limits.
+
+    `loss` (the largest of all steps), `resume` and `export` are in nats, `gradient` and `norm` are relative, `answers`
+    is the number that differ.
+    """
+
+    differences: dict[str, float]
+    limits: dict[str, float]
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether no difference is above its limit; NaN is above any."""
+        return all(self.differences[name] <= limit for name, limit in self.limits.items())
+
+    def text(self) -> str:
+        """All differences in one line, with the limits that are exceeded."""
+        limits = {
+            name: "" if self.differences[name] <= limit else f" (limit {limit:.0e})"
+            for name, limit in self.limits.items()
+        }
+        return ", ".join(f"{name} {self.differences[name]:.1g}{limits[name]}" for name in self.limits)
+
+
+def write_model(config: PretrainedConfig, folder: Path) -> None:
+    """Write a model of `config` with random weights to `folder`, the same on every machine."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(11)
+        AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
+
+
+def compare_layout(
+    config: RunConfig, world: World, device: str, folder: Path, *, steps: int
+) -> LayoutComparison | None:
+    """Take `steps` (2 or more) in the layout of `config` on its tiny model, and compare them with the reference loop.
+
+    All ranks call this with a shared `folder`; rank zero returns the comparison, the others None.
+    """
+    plan = build_ops(make_plan(config, world=world, device=device), all_gather_object, _ignore)
+    hf_config = read_hf_config(config.model.path)
+    check_divides(plan.mesh, hf_config.to_dict(), pp_layers=config.parallel.pp_layers)
+    # Before any engine: the rotary frequencies of the first model that from_pretrained builds after DeepSpeed 0.19.8's
+    # zero.Init are unset memory.
+    is_leader = world.rank == 0
+    reference = _reference_steps(config.model.path, steps, config.train.max_grad_norm) if is_leader else Steps()
+    model = plan_model(hf_config, config.model, config.parallel, config.lora)
+    with start_engine(plan, model) as engine:
+        taken = _steps_with_checkpoint(engine, folder, steps)
+        loss = eval_loss(engine)
+        _export(engine, config.model.path, folder / "export")
+    with start_engine(plan, model, has_weights=False) as engine:
+        resumed = _steps_after_resume(engine, folder, steps - 1)
+    if world.rank:
+        return None
+    reloaded = mean_loss(folder / "export", PRECISION_DTYPES[config.train.precision])
+    return compare_steps(reference, taken, resumed, abs(reloaded - loss))
+
+
+def _ignore(_: str) -> None:
+    """Notes on compiled ops, which were printed before the first layout."""
+
+
+def compare_steps(reference: Steps, steps: Steps, resumed: Steps, export: float) -> LayoutComparison:
+    """The differences between `steps` and the `reference`, between steps `resumed` after the first and the same steps
+    uninterrupted; `export` is the difference between the losses of model and export.
+    """
+    differences = {
+        "loss": _largest_difference(steps.losses, reference.losses),
+        "norm": _largest(abs(norm - other) / other for norm, other in zip(steps.norms, reference.norms, strict=True)),
+        "resume": _largest_difference(resumed.losses, steps.losses[1:]),
+        "export": export,
+        "answers": float(sum(one != other for one, other in zip(steps.answers, reference.answers, strict=True))),
+    }
+    is_exact = bool(steps.gradients)
+    if is_exact:
+        assert steps.gradients.keys() == reference.gradients.keys(), "the layout has other parameters"
+        pairs = ((steps.gradients[name], grad) for name, grad in reference.gradients.items())
+        differences["gradient"] = _largest(
+            float((grad - other).norm() / other.norm().clamp_min(1e-12)) for grad, other in pairs
+        )
+    limits = _EXACT if is_exact else _ROUNDED
+    if len(steps.losses) > _FEW_STEPS:
+        limits = limits | {"loss": max(limits["loss"], _LONG_RUN), "norm": max(limits["norm"], _LONG_RUN * 10)}
+    return LayoutComparison(differences, limits)
+
+
+@cache
+def _reference_steps(model: str, steps: int, max_grad_norm: float) -> Steps:
+    return reference_loop(Path(model), steps=steps, max_grad_norm=max_grad_norm)
+
+
+def _largest_difference(values: list[float], reference: list[float]) -> float:
+    return _largest(abs(one - other) for one, other in zip(values, reference, strict=True))
+
+
+def _largest(values: Iterable[float]) -> float:
+    """The largest value, NaN where there is one."""
+    return float(torch.tensor([*values], dtype=torch.float64).max())
+
+
+def _steps_with_checkpoint(engine: Engine, folder: Path, steps: int) -> Steps:
+    """Take the steps, and save a checkpoint after the first one in `folder`."""
+    saver = Saver(
+        engine.state.groups, open_checkpoint_folder(folder, rank=engine.plan.world.rank, node_local=False), False, {}
+    )
+    with closing(saver):
+        taking = take_steps(engine, steps)
+        next(taking)
+        state = RunState(1, 0, 0, (0, 0), engine.state.scalars(), {}, {}, "", {}, {}, {})
+        saver.save(1, state.text(), rank_state={})
+        outcome = saver.settle(wait=True)
+        if outcome is None or outcome.has_failed:
+            raise CheckpointError(
+                f"nothing could be saved in {folder}: {outcome}",
+                hint="name a folder that all hosts share and may write to",
+            )
+        return list(taking)[-1]
+
+
+def _steps_after_resume(engine: Engine, folder: Path, steps: int) -> Steps:
+    """Take the steps after the first from the checkpoint."""
+    place = open_checkpoint_folder(folder, rank=engine.plan.world.rank, node_local=False)
+    checkpoint = newest_checkpoint(place, folder)
+    assert checkpoint is not None
+    restore_engine(engine, place, checkpoint)
+    return list(take_steps(engine, steps))[-1]
+
+
+def _export(engine: Engine, model: str, out: Path) -> None:
+    config = read_json(Path(model) / "config.json")
+    family = family_of(config["model_type"])
+    parts = FolderParts(
+        family=family,
+        config=config,
+        architecture=type(engine.lm).__name__,
+        dtype=PRECISION_DTYPES[engine.plan.precision],
+        files=(),
+    )
+    write_folder(engine.tensors(), engine.tensor_specs(), out, parts, max_shard_bytes=GIB)
+    dist.barrier()

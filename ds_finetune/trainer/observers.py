@@ -1,0 +1,147 @@
+"""The observers of a run: what happens after each step, from evaluation and checkpoints to the progress line."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from ds_finetune.checkpoint.saver import Saver
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.data.batches import num_eval_rows
+from ds_finetune.data.stream import StreamedRows
+from ds_finetune.engine.engine import Engine
+from ds_finetune.observers.checkpointing import Checkpointing, Kept
+from ds_finetune.observers.evaluation import BestAndPatience, Evaluation
+from ds_finetune.observers.interrupts import Interrupts
+from ds_finetune.observers.progress import ProgressLine
+from ds_finetune.observers.record import Observer, Resumable
+from ds_finetune.observers.skipped import SkippedSteps
+from ds_finetune.observers.time_left import ANSWERS, EVALUATION, EXPORT, SAVE, TimeLeft
+from ds_finetune.observers.utilisation import Utilisation, peak_flops
+from ds_finetune.observers.writers import MetricsFile, Trackers
+from ds_finetune.schedule import Duration
+from ds_finetune.trainer.evaluation import evaluation_functions
+from ds_finetune.trainer.exports import Exports, Say
+from ds_finetune.trainer.prepare import PreparedRun
+from ds_finetune.trainer.resume import ResumePoint, make_state_text, restore_observers
+from ds_finetune.trainer.run_dir import bytes_written
+from ds_finetune.watchdog.progress import RankProgress
+from ds_finetune.watchdog.stragglers import Stragglers
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class StartedRun:
+    """A run whose engine is running, what it resumes from, and what writes its files; `saver` is None if none saves."""
+
+    run: PreparedRun
+    engine: Engine
+    resumed: ResumePoint
+    saver: Saver | None
+    exports: Exports
+    rank_progress: RankProgress
+    say: Say
+
+
+def make_observers(started: StartedRun, interrupts: Interrupts) -> list[Observer]:
+    """The observers in the order in which they see a record, with what they remembered at the checkpoint."""
+    config, plan = started.run.config, started.run.plan
+    left, skipped = make_time_left(started.run), SkippedSteps(config.train.max_skipped_steps)
+    observers: list[Observer] = []
+    if plan.world.world_size > 1:
+        observers.append(Stragglers(started.rank_progress, config.log.every, config.watchdog.straggler_ratio))
+    observers += [skipped, *_utilisation(started.run)]
+    resumable: dict[str, Resumable] = {"skipped": skipped}
+    if started.run.inputs.held_out is not None:
+        evaluation, best = _evaluation(started, left, interrupts)
+        observers += [evaluation, best]
+        resumable |= {"evaluation": evaluation, "best": best}
+    restore_observers(resumable, started.resumed)
+    if started.saver is not None:
+        observers.append(_checkpointing(started, started.saver, left, interrupts, resumable))
+    return [*observers, *(_writers(started, left) if started.engine.is_rank_zero else [])]
+
+
+def make_time_left(run: PreparedRun) -> TimeLeft:
+    """What is known of the run's length before its first step."""
+    config, held_out = run.config, run.inputs.held_out
+    every = {SAVE: config.checkpoint.every_steps} if config.checkpoint.every_steps else {}
+    steps = 0.0
+    if held_out is not None:
+        every |= {EVALUATION: _evaluates_every(config), ANSWERS: _evaluates_every(config)}
+        # A forward is about a third of a step's work on a row.
+        steps = num_eval_rows(held_out, config.eval.limit) / config.train.global_batch_size / 3
+    shape = run.inputs.shape
+    exported = bytes_written(config, shape.total_params, checkpoint_bytes=0) if shape else 0
+    return TimeLeft(
+        run.schedule.steps, every, evaluation_steps=steps, export_bytes=exported, verifies=config.export.verify
+    )
+
+
+def _evaluation(started: StartedRun, left: TimeLeft, interrupts: Interrupts) -> tuple[Evaluation, BestAndPatience]:
+    config, progress = started.run.config, started.rank_progress
+    evaluate, exact_match = evaluation_functions(started.run, started.engine, interrupts)
+    evaluation = Evaluation(
+        _evaluates_every(config),
+        left.measure(EVALUATION, _in_phase(progress, "evaluation", evaluate)),
+        exact_match and left.measure(ANSWERS, _in_phase(progress, "evaluation", exact_match)),
+    )
+    write_best = _in_phase(progress, "export", started.exports.write_best)
+    return evaluation, BestAndPatience(config.eval, left.measure(EXPORT, write_best))
+
+
+def _checkpointing(
+    started: StartedRun, saver: Saver, left: TimeLeft, interrupts: Interrupts, resumable: dict[str, Resumable]
+) -> Checkpointing:
+    policy = started.run.config.checkpoint
+    kept = Kept(policy.every_steps, policy.keep, policy.keep_best, policy.max_failed)
+    state_text, saving = make_state_text(started.run, started.engine), partial(_saving, started.rank_progress, left)
+    return Checkpointing(saver, interrupts, kept, resumable, state_text, started.say, saving)
+
+
+def _writers(started: StartedRun, left: TimeLeft) -> list[Observer]:
+    """The observers of rank zero, which writes files and prints."""
+    run, say = started.run, started.say
+    settings = {"model": run.config.model.path, "lr": run.config.optim.lr}
+    return [
+        MetricsFile(run.output_dir / "metrics.jsonl", say),
+        Trackers.open(run.config.log.trackers, run.output_dir, settings, say),
+        ProgressLine(steps=run.schedule.steps, every=run.config.log.every, left=left),
+    ]
+
+
+def _in_phase(progress: RankProgress, phase: str, function: Callable[P, R]) -> Callable[P, R]:
+    """The same function, which the watchdog sees as a phase of its own."""
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with progress.during(phase):
+            return function(*args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def _saving(progress: RankProgress, left: TimeLeft) -> Iterator[None]:
+    with progress.during("save"), left.during(SAVE):
+        yield
+
+
+def _evaluates_every(config: RunConfig) -> int:
+    """Steps between evaluations; 0 where there is one at the end alone."""
+    return int(Duration.parse(config.eval.every).value) if config.eval.every else 0
+
+
+def _utilisation(run: PreparedRun) -> list[Observer]:
+    plan, shape, rows = run.plan, run.inputs.shape, run.inputs.train
+    peak = peak_flops(torch.cuda.get_device_name()) if plan.device == "cuda" else None
+    # The count of FLOPs is that of training every weight.
+    if shape is None or peak is None or run.config.lora is not None:
+        return []
+    attended = None if isinstance(rows, StreamedRows) else rows.mean_attended
+    flops = shape.flops_per_token(plan.batch.max_seq_len, mean_attended=attended)
+    return [Utilisation(flops, peak, plan.world.world_size)]

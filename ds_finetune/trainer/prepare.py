@@ -1,0 +1,96 @@
+"""From the configuration to a run that can start: plan, model, rows and learning rate, before any process group."""
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.data.stream import StreamedRows
+from ds_finetune.engine.devices import choose_device
+from ds_finetune.families.table import family_of
+from ds_finetune.model.model_plan import ModelPlan
+from ds_finetune.model.unused_parameters import patterns_of, unused_parameters
+from ds_finetune.observers.writers import check_trackers
+from ds_finetune.plan.plan import Plan, make_plan
+from ds_finetune.plan.run_length import check_run_length
+from ds_finetune.schedule import Duration, LrSchedule, warmup_steps
+from ds_finetune.trainer.inputs import RunInputs, make_model_plan, read_inputs, try_generic_type
+from ds_finetune.trainer.run_dir import check_output
+from ds_finetune.world import World, accelerate_choices
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A run before its process group exists: the run file, what was decided from it, and what it trains on."""
+
+    config: RunConfig
+    plan: Plan
+    inputs: RunInputs
+    schedule: LrSchedule
+
+    @property
+    def output_dir(self) -> Path:
+        """Folder of the run."""
+        return Path(self.config.output_dir)
+
+
+def prepare_run(config: RunConfig, world: World) -> PreparedRun:
+    """Plan the run, read its model's config and tokenise its data, which takes as long as the data is large."""
+    plan = make_plan(config, world=world, device=choose_device(), accelerate=accelerate_choices(os.environ))
+    check_trackers(config.log.trackers)
+    model = make_model_plan(config, plan.mesh)
+    plan = replace(plan, notes=(*plan.notes, *try_generic_type(config, model.hf_config)))
+    plan = freeze_unreached(plan, model)
+    inputs = read_inputs(config, model)
+    check_space(config, plan, inputs)
+    schedule = make_schedule(config, inputs)
+    rows = None if isinstance(inputs.train, StreamedRows) else len(inputs.train)
+    notes = check_run_length(config, steps=schedule.steps, warmup=schedule.warmup_steps, rows=rows)
+    return PreparedRun(config, plan, replace(inputs, notes=(*inputs.notes, *notes)), schedule)
+
+
+def freeze_unreached(plan: Plan, model: ModelPlan) -> Plan:
+    """The plan with parameters frozen that no loss reaches, which weight decay would shrink, and a note naming them.
+
+    The model types of the family table have none.
+    """
+    hf_config = model.hf_config
+    if model.lora is not None or not family_of(hf_config.model_type).is_generic:
+        return plan
+    decay = plan.optimizer.weight_decay
+    try:
+        names = unused_parameters(hf_config, tokens=plan.batch.max_seq_len)
+    except NotImplementedError as unknown:
+        note = (
+            f"not examined: whether the loss reaches every parameter of model_type {hf_config.model_type} ({unknown}); "
+            f"optim.weight_decay {decay} would shrink one that it does not reach"
+        )
+        return replace(plan, notes=(*plan.notes, note)) if decay else plan
+    if not names:
+        return plan
+    note = f"frozen: {len(names)} parameters that the loss does not reach, kept as they are: {patterns_of(names)}"
+    return replace(plan, frozen=names, notes=(*plan.notes, note))
+
+
+def check_space(config: RunConfig, plan: Plan, inputs: RunInputs) -> None:
+    """OutputError where the output folder cannot hold what the run will write."""
+    params, lora = inputs.shape.total_params if inputs.shape else None, inputs.model.lora
+    trained = (params or 0) if lora is None else lora.num_params
+    here = plan.world.local_world_size / plan.world.world_size if config.checkpoint.node_local else 1
+    size = round(trained * plan.checkpoint_bytes_per_parameter * here) if config.checkpoint.every_steps else 0
+    check_output(config, params, checkpoint_bytes=size)
+
+
+def make_schedule(config: RunConfig, inputs: RunInputs) -> LrSchedule:
+    """Learning rate over the run, whose length in steps is known once the rows are."""
+    length, rows = Duration.parse(config.train.duration), inputs.train
+    number, tokens = (0, 0) if isinstance(rows, StreamedRows) else (len(rows), rows.num_tokens)
+    steps = length.in_steps(rows=number, tokens=tokens, global_batch_size=config.train.global_batch_size)
+    optim = config.optim
+    return LrSchedule(
+        name=optim.lr_scheduler,
+        lr=optim.lr,
+        min_lr_ratio=optim.min_lr_ratio,
+        warmup_steps=warmup_steps(optim.warmup, steps),
+        steps=steps,
+    )

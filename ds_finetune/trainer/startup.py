@@ -1,0 +1,51 @@
+"""What starts before the engine: the watchdog, the operators that have to be compiled, and the process group."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ds_finetune.config.schema import WatchdogConfig
+from ds_finetune.engine.default_group import meet, process_group
+from ds_finetune.engine.devices import exchange
+from ds_finetune.engine.prepare_ops import build_ops, use_cores
+from ds_finetune.schedule import seconds_of
+from ds_finetune.trainer.exports import Say
+from ds_finetune.trainer.prepare import PreparedRun
+from ds_finetune.trainer.run_dir import remove_empty_on_failure
+from ds_finetune.watchdog.collectives import observe_collectives
+from ds_finetune.watchdog.device import device_progress
+from ds_finetune.watchdog.monitor import Monitor, start_monitor
+from ds_finetune.watchdog.progress import HangLimits, RankProgress
+from ds_finetune.world import World
+
+
+@contextmanager
+def start_watchdog(watchdog: WatchdogConfig, world: World, output_dir: Path) -> Iterator[tuple[Monitor, dist.Store]]:
+    """Monitor every rank and its collectives from the moment the ranks have met; also yields the store they met at."""
+    progress = RankProgress(world.rank, HangLimits.of(watchdog))
+    store = meet(world, timeout=timedelta(seconds=seconds_of(watchdog.meet)))
+    with observe_collectives(progress), start_monitor(progress, world, store, output_dir) as monitor:
+        yield monitor, store
+
+
+def build_operators(run: PreparedRun, store: dist.Store, say: Say) -> PreparedRun:
+    """Compile what the optimizer needs; the ranks agree through `store` on what follows from it."""
+    timeout = timedelta(seconds=run.plan.collective_seconds)
+    agree = partial(exchange, store, run.plan.world, "operators", timeout=timeout)
+    return replace(run, plan=build_ops(use_cores(run.plan, os.environ), agree, say))
+
+
+@contextmanager
+def join_processes(run: PreparedRun, store: dist.Store, monitor: Monitor) -> Iterator[None]:
+    """Open the process group of all ranks; the watchdog reports an error before the group closes."""
+    timeout = timedelta(seconds=run.plan.collective_seconds)
+    group = process_group(run.plan.world, run.plan.device, store, timeout=timeout)
+    monitor.progress.device = device_progress(run.plan.device)
+    with remove_empty_on_failure(run.output_dir), monitor.detect_hangs(store), group, monitor.report_errors():
+        yield
