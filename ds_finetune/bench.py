@@ -21,9 +21,10 @@ from ds_finetune.engine.default_group import process_group
 from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.prepare_ops import build_ops, use_cores
-from ds_finetune.engine.start_engine import DTYPES, start_engine
+from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.errors import ConfigError
 from ds_finetune.labels import IGNORE_INDEX
+from ds_finetune.model.dtypes import PRECISION_DTYPES
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.trainer.batches import run_batches
 from ds_finetune.trainer.inputs import make_model_plan, read_inputs
@@ -157,7 +158,7 @@ class _PlainLoop:
         for part in self._layout(batch):
             inputs = {name: tensor.to(self._device) for name, tensor in part.items()}
             labels = inputs.pop("labels")
-            with torch.autocast(self._device, DTYPES[self._precision]) if is_mixed else nullcontext():
+            with torch.autocast(self._device, PRECISION_DTYPES[self._precision]) if is_mixed else nullcontext():
                 logits = self._lm(**inputs, use_cache=False).logits
             loss = functional.cross_entropy(
                 logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"

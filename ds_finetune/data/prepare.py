@@ -27,6 +27,7 @@ from ds_finetune.data.row_report import dropped_row_lines, dropped_rows_hint
 from ds_finetune.data.sample_tokens import RULES_VERSION, SampleTokeniser, TemplateSettings, Tokens
 from ds_finetune.data.sources import Record, Source, find_sources, read_records
 from ds_finetune.errors import ConfigError, DataError, RunError
+from ds_finetune.phase_line import PhaseLine
 
 FORMAT_VERSION = 3
 """Raised when what is written changes, so that an older cache is not taken for it."""
@@ -196,13 +197,10 @@ def _tokenise(sources: Sequence[Source], tokenisation: Tokenisation, folder: Pat
     """Write a part per `ROWS_PER_PART` rows, passing over those that exist, then join them."""
     parts: list[Path] = []
     tasks = _open_parts(sources, folder, parts)
-    if _is_large(sources):
-        _write_parts(tasks, tokenisation, workers)
-    else:
-        _start_worker(tokenisation)
-        for task in tasks:
-            _write_part(task)
-        _worker.clear()
+    # The process that has the lock writes, whatever its rank.
+    with PhaseLine("tokenising rows", is_rank_zero=True) as line:
+        for _ in _write_parts(tasks, tokenisation, workers) if _is_large(sources) else _write_here(tasks, tokenisation):
+            line.advance(ROWS_PER_PART)
     counts = sum((read_counts(part) for part in parts), Counts())
     if counts.read:
         join_parts(parts, folder / "whole", counts)
@@ -250,13 +248,20 @@ def _write_part(task: _Task) -> Path:
     return folder
 
 
-def _write_parts(tasks: Iterable[_Task], tokenisation: Tokenisation, workers: int) -> None:
+def _write_here(tasks: Iterable[_Task], tokenisation: Tokenisation) -> Iterator[Path]:
+    """Write every part in this process."""
+    _start_worker(tokenisation)
+    yield from map(_write_part, tasks)
+    _worker.clear()
+
+
+def _write_parts(tasks: Iterable[_Task], tokenisation: Tokenisation, workers: int) -> Iterator[Path]:
     """Write every part in one of `workers` processes; RunError where one of them is killed."""
     context = multiprocessing.get_context("spawn")
     try:
         with ProcessPoolExecutor(workers, context, _start_worker, (tokenisation,)) as pool:
             for written in _submitted(pool, tasks, most=2 * workers):
-                written.result()
+                yield written.result()
     except BrokenProcessPool as killed:
         raise RunError(
             f"one of {workers} processes that tokenise has ended before it was done",

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ds_finetune.quiet import show_loading_as_phase
+
 Sums = NDArray[np.float64]
 
 
@@ -41,6 +43,7 @@ class Scores:
 
 def load_model(folder: Path) -> PreTrainedModel:
     """The model of a folder as transformers loads it, on a GPU where there is one."""
+    show_loading_as_phase()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False).eval()
     return model.cuda() if torch.cuda.is_available() else model
 

@@ -33,7 +33,7 @@ class BaseFolder:
 
     @classmethod
     def read(cls, folder: Path, spec: ModelSpec) -> "BaseFolder":
-        """ModelError where the weights in `folder` are not those of the model that `spec` describes."""
+        """Read the headers of `folder`; ModelError where its weights are not those of the model in `spec`."""
         hub, published = HubFolder(folder), spec.published_shapes()
         extra = hub.left_over(
             published, model=spec.architecture, may_be=lambda key: key in spec.tied or spec.may_skip(key)

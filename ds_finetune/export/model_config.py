@@ -14,6 +14,8 @@ PREDICTION_LAYERS = "num_nextn_predict_layers"
 CODE = "auto_map"
 """Key that names classes in Python files of the same folder, which are not exported."""
 TOKENIZER_CONFIG = "tokenizer_config.json"
+_UNSCALED_KEYS = ("rope_theta", "partial_rotary_factor")
+"""Keys of `rope_parameters` that the older schema has beside `rope_scaling`."""
 
 
 def served_config(config: Mapping[str, Any], family: Family, keys: Collection[str]) -> dict[str, Any]:
@@ -88,17 +90,9 @@ def _add_rope_schemas(config: dict[str, Any]) -> None:
     """
     parameters = config.get("rope_parameters")
     if isinstance(parameters, dict) and not any(isinstance(value, dict) for value in parameters.values()):
-        scaling = {
-            key: value for key, value in parameters.items() if key not in ("rope_theta", "partial_rotary_factor")
-        }
+        scaling = {key: value for key, value in parameters.items() if key not in _UNSCALED_KEYS}
         kind = scaling.get("rope_type", scaling.get("type", "default"))
-        config.update(
-            {
-                key: parameters[key]
-                for key in ("rope_theta", "partial_rotary_factor")
-                if key in parameters and key not in config
-            }
-        )
+        config.update({key: parameters[key] for key in _UNSCALED_KEYS if key in parameters and key not in config})
         config.setdefault("rope_scaling", None if kind == "default" else {**scaling, "type": kind, "rope_type": kind})
     elif parameters is None and (config.get("rope_theta") is not None or config.get("rope_scaling")):
         scaling = config.get("rope_scaling") or {}

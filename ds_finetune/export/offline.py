@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import AutoConfig
 
-from ds_finetune.engine.start_engine import DTYPES
 from ds_finetune.errors import ExportError, OutputError
 from ds_finetune.export.base_folder import BaseFolder, config_changes
 from ds_finetune.export.convert import Conversion, convert_source, num_workers
@@ -20,6 +19,7 @@ from ds_finetune.export.readers.sources import OpenedSource, open_source
 from ds_finetune.export.source import ModelSpec, fit_source, read_model_spec
 from ds_finetune.export.verify.record import ExportRecord, fixed_prompts
 from ds_finetune.families.table import family_of
+from ds_finetune.model.dtypes import PRECISION_DTYPES, dtype_name
 from ds_finetune.model.folder_check import check_folder
 from ds_finetune.model.fp8 import FP8 as FP8_DTYPE
 from ds_finetune.model.fp8 import QUANTIZATION_CONFIG
@@ -33,7 +33,7 @@ COPIED_FILES = ("generation_config.json", *TOKENIZER_FILES)
 """Files that are copied beside the weights, where they exist."""
 FP8 = "fp8"
 """Linear weights in FP8 blocks as DeepSeek-V3 publishes them, the others in bf16."""
-EXPORT_DTYPES = (*DTYPES, FP8)
+EXPORT_DTYPES = (*PRECISION_DTYPES, FP8)
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def _parts(folders: tuple[Path, ...], spec: ModelSpec, opened: OpenedSource, dty
             f"{dict(QUANTIZATION_CONFIG)}",
             hint="export with --dtype bf16",
         )
-    plain = torch.bfloat16 if dtype == FP8 else DTYPES[dtype]
+    plain = torch.bfloat16 if dtype == FP8 else PRECISION_DTYPES[dtype]
     return FolderParts(
         family=family_of(spec.model_type),
         config=config,
@@ -194,7 +194,7 @@ def _record_without_logits(folder: Path, opened: OpenedSource, dtype: torch.dtyp
     vocab_size = int(AutoConfig.from_pretrained(folder, trust_remote_code=False).vocab_size)
     return ExportRecord(
         str((opened.base or folder).absolute()),
-        str(dtype).removeprefix("torch."),
+        dtype_name(dtype),
         vocab_size,
         fixed_prompts(vocab_size, None),
     )

@@ -20,6 +20,7 @@ from typing import Any, Self
 import psutil
 
 import ds_finetune
+from ds_finetune.units import MIB
 
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate")
 """Packages whose versions must be the same on every host."""
@@ -105,7 +106,7 @@ def query_gpus() -> list[Gpu]:
     query = ["nvidia-smi", "--query-gpu=name,uuid,memory.total,memory.used", "--format=csv,noheader,nounits"]
     done = subprocess.run(query, capture_output=True, text=True, timeout=_SMI_SECONDS, check=False)
     rows = csv.reader(done.stdout.splitlines(), skipinitialspace=True) if done.returncode == 0 else ()
-    return [Gpu(name, uuid, int(total) << 20, int(used) << 20) for name, uuid, total, used in rows]
+    return [Gpu(name, uuid, int(total) * MIB, int(used) * MIB) for name, uuid, total, used in rows]
 
 
 def interfaces() -> dict[str, list[str]]:

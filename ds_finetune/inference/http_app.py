@@ -30,6 +30,7 @@ from ds_finetune.inference.openai_request import (
     parse_request,
 )
 from ds_finetune.inference.request_queue import GenerationStopper, QueueLimits, RequestQueue
+from ds_finetune.quiet import show_loading_as_phase
 from ds_finetune.units import MIB
 
 MAX_NEW_TOKENS = 1024
@@ -67,6 +68,7 @@ class ServedModel(ModelManager):
             from ds_finetune.export.onnx.runtime import OnnxCausalLM
 
             return OnnxCausalLM.from_pretrained(self._folder)
+        show_loading_as_phase()
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             self._folder, dtype="auto", device_map=self.device, trust_remote_code=False
         )

@@ -87,11 +87,11 @@ def four_bit_or_whole(tensor: torch.Tensor) -> Fragment:
     if not is_four_bit(tensor):
         return whole(tensor)
     shape = shape_of(tensor)
-    return Fragment(0, prod(shape), shape, partial(_filled, tensor))
+    return Fragment(0, prod(shape), shape, partial(_quantise_when_closed, tensor))
 
 
 @contextmanager
-def _filled(param: Any) -> Iterator[torch.Tensor]:  # noqa: ANN401 - bitsandbytes' Params4bit
+def _quantise_when_closed(param: Any) -> Iterator[torch.Tensor]:  # noqa: ANN401 - bitsandbytes' Params4bit
     assert param.quant_state is None, "a weight is quantised once"
     from bitsandbytes.nn import Params4bit
 
@@ -114,7 +114,7 @@ def dtype_of(param: Any) -> torch.dtype:  # noqa: ANN401
     return param.dtype if state is None else state.dtype  # type: ignore[no-any-return]
 
 
-def multiplied_out(param: Any) -> torch.Tensor:  # noqa: ANN401
+def dequantised(param: Any) -> torch.Tensor:  # noqa: ANN401
     """A parameter without its gradient; one in four bits as the numbers it stands for, a copy in its dtype."""
     if getattr(param, "quant_state", None) is None:
         return param.detach()  # type: ignore[no-any-return]

@@ -24,7 +24,7 @@ from ds_finetune.model.loss import TrainedModel, install_loss_head
 from ds_finetune.model.parallel.pipeline import build_meta_model
 from ds_finetune.model.tiny_config import Size, layer_kinds, layers_of_each_kind, tiny_config
 from ds_finetune.model.weights import initialise_weights
-from ds_finetune.plan.combinations import BYTES, ROW_BYTES, wider
+from ds_finetune.plan.combinations import ROW_BYTES, WEIGHT_BYTES, wider
 
 LIMIT = 1e-4
 """Relative difference from which two results are different ones; what rounding does is a hundredth of it."""
@@ -79,9 +79,9 @@ def check_generic_type(
     kind = hf_config.model_type
     if not family_of(kind).is_generic:
         return ()
-    trial = try_type(hf_config, attention=attention, row_tokens=row_tokens)
+    trial = try_model_type(hf_config, attention=attention, row_tokens=row_tokens)
     _check_expert_widths(hf_config, precision)
-    refuse_wrong(kind, trial, packing=packing)
+    refuse_failed_trial(kind, trial, packing=packing)
     if trial.untried:
         return (
             f"model_type {kind} could not be tried on a tiny copy ({trial.untried}): its loss is not known to be right",
@@ -96,46 +96,46 @@ def _check_expert_widths(hf_config: PretrainedConfig, precision: str) -> None:
     if lm.config._experts_implementation != "grouped_mm":
         return
     for name, param in lm.named_parameters():
-        if _EXPERTS.search(name) and param.shape[-1] * BYTES[precision] % ROW_BYTES:
+        if _EXPERTS.search(name) and param.shape[-1] * WEIGHT_BYTES[precision] % ROW_BYTES:
             raise ModelError(
-                f"`{name}` has rows of {param.shape[-1]} x {BYTES[precision]} bytes in {precision}, "
+                f"`{name}` has rows of {param.shape[-1]} x {WEIGHT_BYTES[precision]} bytes in {precision}, "
                 f"no multiple of {ROW_BYTES} bytes, as torch's grouped product needs",
                 hint=wider(precision),
             )
 
 
-def refuse_wrong(kind: str, trial: Trial, *, packing: bool) -> None:
+def refuse_failed_trial(kind: str, trial: Trial, *, packing: bool) -> None:
     """ModelError where `trial` shows that such rows are trained wrongly, or cannot show that packed ones are not."""
     subject = f"model_type `{kind}`"
     if trial.loss > LIMIT:
         raise ModelError(
-            f"{subject}: the loss is not that of the model's own logits, {_apart(trial.loss)}",
+            f"{subject}: the loss is not that of the model's own logits, {_difference_text(trial.loss)}",
             hint="it changes logits after its head, which the chunked loss does not see; train a model of another type",
         )
     if trial.untried and packing:
         raise ModelError(f"{subject}: packing could not be tried, {trial.untried}", hint="set data.packing: false")
     if trial.packed > LIMIT and trial.padded > LIMIT:
         raise ModelError(
-            f"{subject}: documents of a packed row see each other, {_apart(trial.packed)}, "
-            f"and padding changes a document, {_apart(trial.padded)}",
+            f"{subject}: documents of a packed row see each other, {_difference_text(trial.packed)}, "
+            f"and padding changes a document, {_difference_text(trial.padded)}",
             hint="train a model of another type",
         )
     if packing and trial.packed > LIMIT:
         raise ModelError(
-            f"{subject}: documents of a packed row see each other, {_apart(trial.packed)}",
+            f"{subject}: documents of a packed row see each other, {_difference_text(trial.packed)}",
             hint="set data.packing: false",
         )
     if not packing and trial.padded > LIMIT:
         raise ModelError(
-            f"{subject}: padding changes a document, {_apart(trial.padded)}", hint="set data.packing: true"
+            f"{subject}: padding changes a document, {_difference_text(trial.padded)}", hint="set data.packing: true"
         )
 
 
-def _apart(difference: float) -> str:
+def _difference_text(difference: float) -> str:
     return f"relative difference {difference:.0e} on a tiny copy, limit {LIMIT:.0e}"
 
 
-def try_type(hf_config: PretrainedConfig, *, attention: str, row_tokens: int) -> Trial:
+def try_model_type(hf_config: PretrainedConfig, *, attention: str, row_tokens: int) -> Trial:
     """Build a small model with a layer of each kind of the configured one, and compare what should be equal.
 
     ModelError where transformers cannot build the configured model at all.
@@ -144,43 +144,43 @@ def try_type(hf_config: PretrainedConfig, *, attention: str, row_tokens: int) ->
     # FlashAttention does not run on CPUs.
     attention = BY_LENGTHS if attention == FLASH else attention
     try:
-        whole = _built(hf_config, attention, device="meta")
+        whole = _build(hf_config, attention, device="meta")
         layers, kinds = layers_of_each_kind(whole), layer_kinds(whole)
     except _FAILURES as broken:
         if attention == BY_LENGTHS:
-            return Trial(untried=f"without a GPU it fails with {_said(broken)}")
+            return Trial(untried=f"without a GPU it fails with {_first_line(broken)}")
         raise ModelError(
             f"transformers {transformers.__version__} cannot build model_type `{hf_config.model_type}`: "
-            f"{_said(broken)}",
+            f"{_first_line(broken)}",
             hint="check the model's config.json",
         ) from broken
     reason = "no smaller configuration has all its kinds of layers"
     for more, heads in product(_MORE_LAYERS, _HEADS):
         try:
             tiny = tiny_config(hf_config, Size(heads, layers * more, row_tokens))
-            outline = _built(tiny, attention, device="meta")
+            outline = _build(tiny, attention, device="meta")
             if (
                 layer_kinds(outline) == kinds
                 and sum(param.numel() for param in outline.parameters()) <= _MOST_PARAMETERS
             ):
-                return _compared(_drawn(tiny, attention), _drawn(tiny, "eager"))
+                return _compare(_build_initialised(tiny, attention), _build_initialised(tiny, "eager"))
         except _FAILURES as broken:
-            reason = f"a tiny copy fails with {_said(broken)}"
+            reason = f"a tiny copy fails with {_first_line(broken)}"
     return Trial(untried=reason)
 
 
-def _said(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}{f': {lines[0]}' if lines else ''}"
 
 
-def _built(config: PretrainedConfig, attention: str, *, device: str) -> PreTrainedModel:
+def _build(config: PretrainedConfig, attention: str, *, device: str) -> PreTrainedModel:
     return build_skeleton(copy.deepcopy(config), attention=attention, dtype=torch.float32, device=device)
 
 
-def _drawn(config: PretrainedConfig, attention: str) -> PreTrainedModel:
+def _build_initialised(config: PretrainedConfig, attention: str) -> PreTrainedModel:
     """A model with weights of its own rule, made so large that nothing hides: rules make most small and some zero."""
-    lm = _built(config, attention, device="cpu")
+    lm = _build(config, attention, device="cpu")
     initialise_weights(lm, seed=_SEED)
     generator = torch.Generator().manual_seed(_SEED)
     with torch.no_grad():
@@ -196,7 +196,7 @@ def _drawn(config: PretrainedConfig, attention: str) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def _compared(lm: PreTrainedModel, eager: PreTrainedModel) -> Trial:
+def _compare(lm: PreTrainedModel, eager: PreTrainedModel) -> Trial:
     """The differences between results of `lm`, and of its loss to that of the logits of the same model run eagerly.
 
     ModelError where `lm` does not run as it is trained.
@@ -212,11 +212,11 @@ def _compared(lm: PreTrainedModel, eager: PreTrainedModel) -> Trial:
     except _FAILURES as broken:
         raise ModelError(
             f"model_type `{lm.config.model_type}` does not run without its head on token ids and positions alone: "
-            f"{_said(broken)}",
+            f"{_first_line(broken)}",
             hint="train a model of another type",
         ) from broken
     _check_sight(model, first, second)
-    packed, padded = _packed(model, first, second), _padded(model, first, second)
+    packed, padded = _packed_hidden(model, first, second), _padded_hidden(model, first, second)
     return Trial(
         packed=_difference(packed, torch.stack([torch.cat(alone), torch.cat(alone[::-1])])),
         padded=max(_difference(row[: len(hidden)], hidden) for row, hidden in zip(padded, alone, strict=True)),
@@ -241,7 +241,7 @@ def _documents(lm: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
     return first, second
 
 
-def _packed(model: TrainedModel, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+def _packed_hidden(model: TrainedModel, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """Hidden states of two rows that hold both documents, in either order."""
     orders = (_LENGTHS, _LENGTHS[::-1])
     ids = torch.cat([torch.cat([first, second], dim=1), torch.cat([second, first], dim=1)])
@@ -250,7 +250,7 @@ def _packed(model: TrainedModel, first: torch.Tensor, second: torch.Tensor) -> t
     )
 
 
-def _padded(model: TrainedModel, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+def _padded_hidden(model: TrainedModel, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """Hidden states of two rows that hold one document each and padding."""
     length = max(_LENGTHS) + _PADDING
     ids = torch.cat(

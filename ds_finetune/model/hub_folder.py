@@ -29,7 +29,7 @@ _COMPARED_NUMEL = 2**20
 """Elements that are compared at a time."""
 
 
-class _File:
+class _SafetensorsFile:
     """One safetensors file, opened at the first read and closed with the object; read from several threads at once."""
 
     def __init__(self, path: Path) -> None:
@@ -70,10 +70,10 @@ class Scratch(threading.local):
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """Where a tensor lies: from byte `begin` of `file`, row by row."""
 
-    file: _File
+    file: _SafetensorsFile
     dtype: torch.dtype
     shape: Shape
     begin: int
@@ -90,7 +90,7 @@ class HubFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._scratch = Scratch()
-        self._stored = _stored(folder)
+        self._stored = _read_tensors(folder)
         fp8 = [key for key, stored in self._stored.items() if stored.dtype == FP8]
         _check_scales(folder, self._stored, fp8)
         self._scaled = frozenset(fp8)
@@ -210,19 +210,19 @@ def has_weights(folder: Path) -> bool:
     return (folder / INDEX).is_file() or any(folder.glob("*.safetensors"))
 
 
-def _stored(folder: Path) -> dict[str, Stored]:
+def _read_tensors(folder: Path) -> dict[str, StoredTensor]:
     if (folder / INDEX).is_file():
-        return _indexed(folder)
+        return _read_indexed(folder)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ModelError(
             f"model folder `{folder}` has no safetensors weights",
             hint="give a folder with weights, or set model.weights: random to build from config.json alone",
         )
-    return _joined(files, {})
+    return _merge_files(files, {})
 
 
-def _indexed(folder: Path) -> dict[str, Stored]:
+def _read_indexed(folder: Path) -> dict[str, StoredTensor]:
     """The files that the index names, which must be in the folder itself, with all that they hold."""
     index = folder / INDEX
     try:
@@ -244,7 +244,7 @@ def _indexed(folder: Path) -> dict[str, Stored]:
             f"{index} names {len(absent)} files that are not there: {', '.join(absent[:_SHOWN])}",
             hint="download the model again",
         )
-    found = _joined([folder / name for name in names], weight_map)
+    found = _merge_files([folder / name for name in names], weight_map)
     lost = [
         f"`{key}` in {file}"
         for key, file in sorted(weight_map.items())
@@ -258,18 +258,18 @@ def _indexed(folder: Path) -> dict[str, Stored]:
     return found
 
 
-def _joined(files: Iterable[Path], weight_map: Mapping[str, str]) -> dict[str, Stored]:
+def _merge_files(files: Iterable[Path], weight_map: Mapping[str, str]) -> dict[str, StoredTensor]:
     """Tensors of all files; where two hold the same name, `weight_map` says which counts."""
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     for path in files:
-        file = _File(path)
+        file = _SafetensorsFile(path)
         for key, entry in _read_header(path).tensors.items():
             if key in found and key not in weight_map:
                 raise ModelError(
                     f"`{key}` is in both {found[key].file.path} and {path}", hint=f"take one away, or add {INDEX}"
                 )
             if weight_map.get(key, path.name) == path.name:
-                found[key] = Stored(file, entry.dtype, entry.shape, entry.begin)
+                found[key] = StoredTensor(file, entry.dtype, entry.shape, entry.begin)
     return found
 
 
@@ -281,7 +281,7 @@ def _read_header(path: Path) -> Header:
         raise ModelError(f"{path} is not a whole safetensors file: {broken}", hint="download it again") from broken
 
 
-def _check_scales(folder: Path, stored: Mapping[str, Stored], fp8: Iterable[str]) -> None:
+def _check_scales(folder: Path, stored: Mapping[str, StoredTensor], fp8: Iterable[str]) -> None:
     """Weights in FP8 and scales belong together, one to each block."""
     weights = set(fp8)
     alone = sorted(key for key in weights if key + SCALE not in stored)

@@ -19,7 +19,7 @@ from transformers.integrations.moe import _grouped_linear
 from ds_finetune.config.schema import LoraConfig
 from ds_finetune.model.build import Where
 from ds_finetune.model.four_bit import dtype_of, is_four_bit, shape_of
-from ds_finetune.model.lora_plan import ROUTED, ROUTER, Shape, Target
+from ds_finetune.model.lora_plan import ROUTED, ROUTER, LoraTarget, Shape
 from ds_finetune.model.weights import seed_of
 
 _ADAPTER = re.compile(r"^(?P<module>.+)\.((?P<leaf>\w+)_)?lora_(?P<side>[AB])$")
@@ -71,13 +71,13 @@ class _AdaptedExperts(_Adapted):
         tokens, chosen = top_k_index.shape
         experts, order = top_k_index.reshape(-1).sort(stable=True)
         ends = torch.bincount(experts, minlength=self.num_experts).cumsum(0, dtype=torch.int32)
-        inner = self._apply_gate(self._projected(hidden[order // chosen], ends, "gate_up_proj"))
-        out = self._projected(inner, ends, "down_proj") * top_k_weights.reshape(-1)[order, None]
+        inner = self._apply_gate(self._project(hidden[order // chosen], ends, "gate_up_proj"))
+        out = self._project(inner, ends, "down_proj") * top_k_weights.reshape(-1)[order, None]
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
         return out[back].view(tokens, chosen, -1).sum(1).to(hidden.dtype)
 
-    def _projected(self, rows: torch.Tensor, ends: torch.Tensor, leaf: str) -> torch.Tensor:
+    def _project(self, rows: torch.Tensor, ends: torch.Tensor, leaf: str) -> torch.Tensor:
         """`rows` [rows, in], sorted by expert and ending at `ends`, through each expert's weight `leaf` and its
         adapter.
         """
@@ -91,7 +91,7 @@ _CLASSES: Mapping[str, type[_Adapted]] = {ROUTED: _AdaptedExperts, ROUTER: _Adap
 
 def install_lora(  # noqa: PLR0913
     lm: PreTrainedModel,
-    targets: Sequence[Target],
+    targets: Sequence[LoraTarget],
     lora: LoraConfig,
     *,
     seed: int,
@@ -116,7 +116,7 @@ def install_lora(  # noqa: PLR0913
             weight = module._parameters[leaf]
             here = shape_of(weight) if is_four_bit(weight) else where(weight).shape
             assert here == shape, (target.name, leaf, here, shape)
-            for side, values in _drawn(f"{target.name}.{leaf}", shape, lora.rank, seed).items():
+            for side, values in _initial_factors(f"{target.name}.{leaf}", shape, lora.rank, seed).items():
                 param = nn.Parameter(values.to(weight.device, dtype_of(weight)))
                 # DeepSpeed 0.19.8 counts other parameters once in norms (runtime/utils.py:134).
                 param.model_parallel = False  # type: ignore[attr-defined]
@@ -125,7 +125,7 @@ def install_lora(  # noqa: PLR0913
         share(made)
 
 
-def _drawn(name: str, shape: Shape, rank: int, seed: int) -> dict[str, torch.Tensor]:
+def _initial_factors(name: str, shape: Shape, rank: int, seed: int) -> dict[str, torch.Tensor]:
     """Fresh A and B of a weight, fp32."""
     *experts, out, width = shape
     bound = width**-0.5
@@ -184,7 +184,7 @@ def factors_of(adapters: Mapping[str, torch.Tensor], scale: float) -> dict[str, 
     }
 
 
-def merged(
+def merge_adapters(
     tensors: Iterator[tuple[str, torch.Tensor | None]], factors: Mapping[str, Factors]
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
     """`tensors` (whole, on the CPU, by name) with their adapters added in fp32, cast back, a copy of one tensor at a

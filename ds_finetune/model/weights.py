@@ -21,6 +21,7 @@ from ds_finetune.model.hub_folder import HubFolder
 from ds_finetune.model.names import Piece, hub_pieces
 from ds_finetune.model.parallel.sharding import UNSHARDED, ModelShard, TensorShard, shard_dim
 from ds_finetune.model.vocabulary import GrownFolder, Growth
+from ds_finetune.phase_line import count_parts
 
 _STRIP_NUMEL = 2**20
 """Elements of a checkpoint tensor that are held at a time, whole rows."""
@@ -39,7 +40,7 @@ class LoadReport:
 
 
 @dataclass(frozen=True)
-class _Target:
+class _ModelTensor:
     """A tensor of the model: its name, its fragment, and the checkpoint tensors it is made of."""
 
     name: str
@@ -67,14 +68,16 @@ def load_weights(  # noqa: PLR0913
     unexpected or of another shape. Weights in FP8 blocks are dequantised in fp32, only the needed rows and columns.
     Values are cast to the dtype of their target; a NaN or infinity is a ModelError.
     """
-    targets = list(_targets(model, family, where, model_shard))
+    targets = list(_model_tensors(model, family, where, model_shard))
     wanted = (
-        _wanted(model, family, where, model_shard) if skeleton is None else _wanted(skeleton, family, whole, UNSHARDED)
+        _expected_tensors(model, family, where, model_shard)
+        if skeleton is None
+        else _expected_tensors(skeleton, family, whole, UNSHARDED)
     )
     hub = HubFolder(folder) if growth is None else GrownFolder(folder, growth, wanted)
-    skipped = _account(hub, wanted, model, family)
-    for target in targets:
-        _fill(hub, target, model_shard)
+    skipped = _check_tensors(hub, wanted, model, family)
+    for target in count_parts("loading weights", targets, len(targets)):
+        _load_tensor(hub, target, model_shard)
     return LoadReport(num_tensors=sum(len(t.pieces) for t in targets), skipped=tuple(skipped))
 
 
@@ -83,7 +86,7 @@ def open_weights(model: PreTrainedModel, folder: Path, *, family: Family) -> Hub
     be without memory.
     """
     hub = HubFolder(folder)
-    _account(hub, _wanted(model, family, whole, UNSHARDED), model, family)
+    _check_tensors(hub, _expected_tensors(model, family, whole, UNSHARDED), model, family)
     return hub
 
 
@@ -159,13 +162,13 @@ def _initialise_module(  # noqa: PLR0913
                 )
 
 
-def _wanted(
+def _expected_tensors(
     model: PreTrainedModel, family: Family, where: Where, model_shard: ModelShard
 ) -> dict[str, tuple[int, ...]]:
     """Key and shape of every checkpoint tensor that the whole model is made of."""
     shards = {
         target.name: model_shard.tensor_shard(target.name, target.fragment.shape)
-        for target in _targets(model, family, where, model_shard)
+        for target in _model_tensors(model, family, where, model_shard)
     }
     return {
         piece.key: piece.shape
@@ -174,20 +177,22 @@ def _wanted(
     }
 
 
-def _targets(model: PreTrainedModel, family: Family, where: Where, model_shard: ModelShard) -> Iterator[_Target]:
+def _model_tensors(
+    model: PreTrainedModel, family: Family, where: Where, model_shard: ModelShard
+) -> Iterator[_ModelTensor]:
     for name, param in model.named_parameters():
         fragment = where(param)
         shard = model_shard.tensor_shard(name, fragment.shape)
         first = shard.offsets[0] if shard.is_expert_parallel else 0
-        yield _Target(name, fragment, hub_pieces(name, fragment.shape, family, first_expert=first))
+        yield _ModelTensor(name, fragment, hub_pieces(name, fragment.shape, family, first_expert=first))
     for module_name, module in model.named_modules():
         for leaf, buffer in module.named_buffers(recurse=False):
             if leaf not in module._non_persistent_buffers_set:
                 name = f"{module_name}.{leaf}".lstrip(".")
-                yield _Target(name, whole(buffer), hub_pieces(name, tuple(buffer.shape), family))
+                yield _ModelTensor(name, whole(buffer), hub_pieces(name, tuple(buffer.shape), family))
 
 
-def _account(
+def _check_tensors(
     hub: HubFolder, wanted: Mapping[str, tuple[int, ...]], model: PreTrainedModel, family: Family
 ) -> list[str]:
     """Names of checkpoint tensors that are not loaded: declared by the family, a tied head, or of a layer past the last
@@ -227,7 +232,7 @@ def _check_layout_of_experts(
         )
 
 
-def _fill(hub: HubFolder, target: _Target, model_shard: ModelShard) -> None:
+def _load_tensor(hub: HubFolder, target: _ModelTensor, model_shard: ModelShard) -> None:
     with target.fragment.opened() as flat:
         for piece in target.pieces:
             _copy_piece(hub, target.fragment, flat, piece, model_shard)
@@ -242,7 +247,7 @@ def _copy_piece(hub: HubFolder, fragment: Fragment, flat: torch.Tensor, piece: P
     last = min(piece.shape[0] if piece.shape else 1, -(-(fragment.start + fragment.numel - begin) // width))
     step = max(1, _STRIP_NUMEL // width)
     for low in range(first, last, step):
-        values = _read(hub, piece, low, min(low + step, last), model_shard)
+        values = _read_rows(hub, piece, low, min(low + step, last), model_shard)
         # Several times faster than isfinite over all; NaN is the least and the greatest where there is one.
         if not all(map(math.isfinite, map(float, torch.aminmax(values)))):
             raise ModelError(
@@ -256,7 +261,7 @@ def _copy_piece(hub: HubFolder, fragment: Fragment, flat: torch.Tensor, piece: P
         flat[target_from : target_from + count].copy_(flat_values[source_from : source_from + count])
 
 
-def _read(hub: HubFolder, piece: Piece, first: int, last: int, model_shard: ModelShard) -> torch.Tensor:
+def _read_rows(hub: HubFolder, piece: Piece, first: int, last: int, model_shard: ModelShard) -> torch.Tensor:
     """Rows `first` to `last` of a piece, which is the part of this rank of the whole tensor in `hub`."""
     if not piece.shape:
         return hub.read(piece.key, 0, 1)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.plan.combinations import BYTES
+from ds_finetune.plan.combinations import WEIGHT_BYTES
 from ds_finetune.plan.deepspeed_config import MOMENTS
 from ds_finetune.plan.plan import Plan
 
@@ -150,7 +150,7 @@ def _copied(stages: Sequence[Sequence[TensorKind]]) -> int:
 
 def _state_bytes(plan: Plan, sizes: ModelSizes) -> dict[str, int]:
     """By ZeRO stage; with LoRA adapters alone have gradients and moments, and quantised weights are in four bits."""
-    width, stage = BYTES[plan.precision], plan.zero_stage
+    width, stage = WEIGHT_BYTES[plan.precision], plan.zero_stage
     adapters = sizes.adapters or 0
     adapter_share = -(-adapters // plan.zero_ranks)
     partitions_weights = stage >= _STAGE_OF_PARTITIONED_WEIGHTS
@@ -173,7 +173,7 @@ def _files(config: RunConfig, plan: Plan, sizes: ModelSizes) -> DiskNeed:
     checkpoints = config.checkpoint.keep + 1 + (config.checkpoint.keep_best and keeps_best)
     return DiskNeed(
         exports=config.export.at_end + (config.eval.keep_best and keeps_best),
-        export_bytes=sizes.total * BYTES[plan.precision],
+        export_bytes=sizes.total * WEIGHT_BYTES[plan.precision],
         checkpoints=checkpoints if saves else 0,
         checkpoint_bytes=sizes.trained * plan.checkpoint_bytes_per_parameter if saves else 0,
     )

@@ -27,7 +27,7 @@ from ds_finetune.trainer.evaluation import evaluation_functions
 from ds_finetune.trainer.exports import Exports, Say
 from ds_finetune.trainer.prepare import PreparedRun
 from ds_finetune.trainer.resume import ResumePoint, make_state_text, restore_observers
-from ds_finetune.watchdog.progress import Board
+from ds_finetune.watchdog.progress import RankProgress
 from ds_finetune.watchdog.stragglers import Stragglers
 
 P = ParamSpec("P")
@@ -43,7 +43,7 @@ class StartedRun:
     resumed: ResumePoint
     saver: Saver | None
     exports: Exports
-    board: Board
+    rank_progress: RankProgress
     say: Say
 
 
@@ -53,7 +53,7 @@ def make_observers(started: StartedRun, interrupts: Interrupts) -> list[Observer
     left, skipped = make_time_left(started.run), SkippedSteps(config.train.max_skipped_steps)
     observers: list[Observer] = []
     if plan.world.world_size > 1:
-        observers.append(Stragglers(started.board, config.log.every, config.watchdog.straggler_ratio))
+        observers.append(Stragglers(started.rank_progress, config.log.every, config.watchdog.straggler_ratio))
     observers += [skipped, *_utilisation(started.run)]
     resumable: dict[str, Resumable] = {"skipped": skipped}
     if started.run.inputs.held_out is not None:
@@ -82,14 +82,14 @@ def make_time_left(run: PreparedRun) -> TimeLeft:
 
 
 def _evaluation(started: StartedRun, left: TimeLeft, interrupts: Interrupts) -> tuple[Evaluation, BestAndPatience]:
-    config, board = started.run.config, started.board
+    config, progress = started.run.config, started.rank_progress
     evaluate, exact_match = evaluation_functions(started.run, started.engine, interrupts)
     evaluation = Evaluation(
         _evaluates_every(config),
-        left.measure(EVALUATION, _in_phase(board, "evaluation", evaluate)),
-        exact_match and left.measure(ANSWERS, _in_phase(board, "evaluation", exact_match)),
+        left.measure(EVALUATION, _in_phase(progress, "evaluation", evaluate)),
+        exact_match and left.measure(ANSWERS, _in_phase(progress, "evaluation", exact_match)),
     )
-    write_best = _in_phase(board, "export", started.exports.write_best)
+    write_best = _in_phase(progress, "export", started.exports.write_best)
     return evaluation, BestAndPatience(config.eval, left.measure(EXPORT, write_best))
 
 
@@ -98,7 +98,7 @@ def _checkpointing(
 ) -> Checkpointing:
     policy = started.run.config.checkpoint
     kept = Kept(policy.every_steps, policy.keep, policy.keep_best, policy.max_failed)
-    state_text, saving = make_state_text(started.run, started.engine), partial(_saving, started.board, left)
+    state_text, saving = make_state_text(started.run, started.engine), partial(_saving, started.rank_progress, left)
     return Checkpointing(saver, interrupts, kept, resumable, state_text, started.say, saving)
 
 
@@ -113,19 +113,19 @@ def _writers(started: StartedRun, left: TimeLeft) -> list[Observer]:
     ]
 
 
-def _in_phase(board: Board, phase: str, function: Callable[P, R]) -> Callable[P, R]:
+def _in_phase(progress: RankProgress, phase: str, function: Callable[P, R]) -> Callable[P, R]:
     """The same function, which the watchdog sees as a phase of its own."""
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        with board.during(phase):
+        with progress.during(phase):
             return function(*args, **kwargs)
 
     return call
 
 
 @contextmanager
-def _saving(board: Board, left: TimeLeft) -> Iterator[None]:
-    with board.during("save"), left.during(SAVE):
+def _saving(progress: RankProgress, left: TimeLeft) -> Iterator[None]:
+    with progress.during("save"), left.during(SAVE):
         yield
 
 

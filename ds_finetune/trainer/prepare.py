@@ -9,7 +9,7 @@ from ds_finetune.data.stream import StreamedRows
 from ds_finetune.engine.devices import choose_device
 from ds_finetune.families.table import family_of
 from ds_finetune.model.model_plan import ModelPlan
-from ds_finetune.model.unreached import patterns_of, unreached_parameters
+from ds_finetune.model.unused_parameters import patterns_of, unused_parameters
 from ds_finetune.observers.writers import check_trackers
 from ds_finetune.plan.estimate import DiskNeed, RunEstimate, estimate_run
 from ds_finetune.plan.plan import Plan, make_plan
@@ -64,7 +64,7 @@ def freeze_unreached(plan: Plan, model: ModelPlan) -> Plan:
         return plan
     decay = plan.optimizer.weight_decay
     try:
-        names = unreached_parameters(hf_config, tokens=plan.batch.max_seq_len)
+        names = unused_parameters(hf_config, tokens=plan.batch.max_seq_len)
     except NotImplementedError as unknown:
         note = (
             f"not examined: whether the loss reaches every parameter of model_type {hf_config.model_type} ({unknown}); "

@@ -18,20 +18,20 @@ from ds_finetune.schedule import seconds_of
 from ds_finetune.trainer.exports import Say
 from ds_finetune.trainer.prepare import PreparedRun
 from ds_finetune.trainer.run_dir import remove_empty_on_failure
-from ds_finetune.watchdog.collectives import seen_collectives
+from ds_finetune.watchdog.collectives import observe_collectives
 from ds_finetune.watchdog.device import device_progress
-from ds_finetune.watchdog.monitor import Vigil, keep_vigil
-from ds_finetune.watchdog.progress import Board, Patience
+from ds_finetune.watchdog.monitor import Monitor, start_monitor
+from ds_finetune.watchdog.progress import HangLimits, RankProgress
 from ds_finetune.world import World
 
 
 @contextmanager
-def start_watchdog(watchdog: WatchdogConfig, world: World, output_dir: Path) -> Iterator[tuple[Vigil, dist.Store]]:
+def start_watchdog(watchdog: WatchdogConfig, world: World, output_dir: Path) -> Iterator[tuple[Monitor, dist.Store]]:
     """Monitor every rank and its collectives from the moment the ranks have met; also yields the store they met at."""
-    board = Board(world.rank, Patience.of(watchdog))
+    progress = RankProgress(world.rank, HangLimits.of(watchdog))
     store = meet(world, timeout=timedelta(seconds=seconds_of(watchdog.meet)))
-    with seen_collectives(board), keep_vigil(board, world, store, output_dir) as vigil:
-        yield vigil, store
+    with observe_collectives(progress), start_monitor(progress, world, store, output_dir) as monitor:
+        yield monitor, store
 
 
 def build_operators(run: PreparedRun, store: dist.Store, say: Say) -> PreparedRun:
@@ -42,10 +42,10 @@ def build_operators(run: PreparedRun, store: dist.Store, say: Say) -> PreparedRu
 
 
 @contextmanager
-def join_processes(run: PreparedRun, store: dist.Store, vigil: Vigil) -> Iterator[None]:
+def join_processes(run: PreparedRun, store: dist.Store, monitor: Monitor) -> Iterator[None]:
     """Open the process group of all ranks; the watchdog reports an error before the group closes."""
     timeout = timedelta(seconds=run.plan.collective_seconds)
     group = process_group(run.plan.world, run.plan.device, store, timeout=timeout)
-    vigil.board.device = device_progress(run.plan.device)
-    with remove_empty_on_failure(run.output_dir), vigil.standing(store), group, vigil.telling():
+    monitor.progress.device = device_progress(run.plan.device)
+    with remove_empty_on_failure(run.output_dir), monitor.detect_hangs(store), group, monitor.report_errors():
         yield

@@ -31,7 +31,7 @@ from ds_finetune.trainer.resume import (
 )
 from ds_finetune.trainer.run_dir import write_run_files
 from ds_finetune.trainer.startup import build_operators, join_processes, start_watchdog
-from ds_finetune.watchdog.monitor import Vigil
+from ds_finetune.watchdog.monitor import Monitor
 from ds_finetune.world import World, refuse_missing_hostfile
 
 Announce = Callable[[PreparedRun], None]
@@ -58,30 +58,30 @@ def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
     world.export_to(os.environ)
     refuse_missing_hostfile()
     with Interruption(signal.SIGINT) as interruption:
-        with start_watchdog(config.watchdog, world, Path(config.output_dir)) as (vigil, store):
+        with start_watchdog(config.watchdog, world, Path(config.output_dir)) as (monitor, store):
             run = build_operators(prepare_run(config, world), store, say)
             if world.rank == 0:
                 announce(run)
-            with join_processes(run, store, vigil):
-                report = _train_and_export(run, vigil, say)
+            with join_processes(run, store, monitor):
+                report = _train_and_export(run, monitor, say)
         verdicts: tuple[VerificationResult, ...] = ()
         if world.rank == 0 and not report.interrupted:
             verdicts = verify_run_exports(config, report.exports, interruption)
     return replace(report, seconds=time.monotonic() - began, verdicts=verdicts)
 
 
-def _train_and_export(run: PreparedRun, vigil: Vigil, say: Say) -> Report:
+def _train_and_export(run: PreparedRun, monitor: Monitor, say: Say) -> Report:
     resumed = find_resume_point(run, say if run.plan.world.rank == 0 else _print_nothing)
     refuse_past_end(resumed, steps=run.schedule.steps, duration=run.config.train.duration)
     engine_context = start_engine(run.plan, run.inputs.model, has_weights=resumed.found is None)
     # The innermost context reports an error before anything is closed, which may wait for ranks that are gone.
-    with engine_context as engine, start_saver(run, engine, resumed) as saver, vigil.telling():
+    with engine_context as engine, start_saver(run, engine, resumed) as saver, monitor.report_errors():
         exports = Exports(run, engine, say)
-        started = StartedRun(run, engine, resumed, saver, exports, vigil.board, say)
+        started = StartedRun(run, engine, resumed, saver, exports, monitor.progress, say)
         last, interrupted = train_steps(started)
         written: tuple[Path, ...] = ()
         if run.config.export.at_end and not interrupted:
-            with vigil.board.during("export"):
+            with monitor.progress.during("export"):
                 written = (exports.write_last(resumed.progress.step if last is None else last.step),)
         if saver is not None and saver.last_error:
             raise RunError(
@@ -110,8 +110,8 @@ def train_steps(started: StartedRun) -> tuple[StepRecord | None, str]:
         observers = make_observers(started, interrupts)
         batches = run_batches(run, after=resumed.progress, stream_position=stream_position)
         records = training_steps(engine, batches, run.schedule, after=resumed.progress)
-        last = run_steps(chain(due, started.board.counted(records)), observers)
-        started.board.over()
+        last = run_steps(chain(due, started.rank_progress.count_steps(records)), observers)
+        started.rank_progress.finish_steps()
         for observer in observers:
             observer.close()
         return last, last.stop if last and interrupts.is_asked() else ""

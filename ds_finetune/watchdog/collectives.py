@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ds_finetune.patches.torch_distributed import wrapped_collectives
-from ds_finetune.watchdog.progress import Board
+from ds_finetune.watchdog.progress import RankProgress
 
 _COLLECTIVES = (
     "all_reduce",
@@ -41,24 +41,26 @@ by identity (torch 2.13, distributed_c10d.py).
 """
 _GIVEN = ("input", "input_tensor", "tensor", "input_list", "input_tensor_list", "tensors")
 """What a rank gives, by the parameter's name; objects have no size."""
-PAIR = "pairs"
+POINT_TO_POINT = "pairs"
 
 
 @contextmanager
-def seen_collectives(board: Board) -> Iterator[None]:
-    """While it is open, `board` learns of every collective of this process that goes through torch.distributed.
+def observe_collectives(progress: RankProgress) -> Iterator[None]:
+    """While it is open, `progress` learns of every collective of this process that goes through torch.distributed.
 
     Open it before `deepspeed.init_distributed`. Functions that torch.distributed calls itself are not counted twice.
     """
 
     def wrap(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        return _waiting(board, function) if name == "wait" else _seen(board, name, function, pair=name in _BETWEEN_TWO)
+        if name == "wait":
+            return _observed_wait(progress, function)
+        return _observed(progress, name, function, pair=name in _BETWEEN_TWO)
 
     with wrapped_collectives((*_COLLECTIVES, *_BETWEEN_TWO), wrap):
         yield
 
 
-def _seen(board: Board, name: str, function: Callable[..., Any], *, pair: bool) -> Callable[..., Any]:
+def _observed(progress: RankProgress, name: str, function: Callable[..., Any], *, pair: bool) -> Callable[..., Any]:
     parameters = list(inspect.signature(function).parameters)
     given = next(((word, parameters.index(word)) for word in _GIVEN if word in parameters), None)
     grouped = parameters.index("group") if "group" in parameters else len(parameters)
@@ -71,17 +73,17 @@ def _seen(board: Board, name: str, function: Callable[..., Any], *, pair: bool) 
         if given is not None:
             value = args[given[1]] if len(args) > given[1] else kwargs.get(given[0])
         ranks = (
-            PAIR
+            POINT_TO_POINT
             if pair
             else "all"
             if group is None
             else names.get(id(group)) or names.setdefault(id(group), _name(group))
         )
-        began = board.enter(name, _size(value), ranks)
+        began = progress.enter(name, _size(value), ranks)
         try:
             return function(*args, **kwargs)
         finally:
-            board.leave(began)
+            progress.leave(began)
 
     return call
 
@@ -100,13 +102,13 @@ def _name(group: dist.ProcessGroup) -> str:
     return "all" if len(ranks) == dist.get_world_size() else "ranks " + ",".join(map(str, ranks))
 
 
-def _waiting(board: Board, wait: Callable[..., bool]) -> Callable[..., bool]:
+def _observed_wait(progress: RankProgress, wait: Callable[..., bool]) -> Callable[..., bool]:
     @functools.wraps(wait)
     def call(self: dist.Work, *args: Any, **kwargs: Any) -> bool:  # noqa: ANN401 - a timeout or none
-        began = board.wait()
+        began = progress.wait()
         try:
             return wait(self, *args, **kwargs)
         finally:
-            board.leave(began)
+            progress.leave(began)
 
     return call

@@ -54,14 +54,14 @@ tcpi_total_retrans, tcpi_dsack_dups, tcpi_rcv_ooopack.
 
 
 @dataclass(frozen=True)
-class Loss:
+class PacketLoss:
     """What the kernel knows of a connection: segments not acknowledged in time, and how many were lost so far."""
 
     unacknowledged: int = 0
     lost: int = 0
 
 
-class Link:
+class Connection:
     """One connection between two ends that know `secret`.
 
     `is_lost` once the other end is gone, with the reason in `why`; `is_known` once it has shown that it knows the
@@ -88,7 +88,7 @@ class Link:
         self._write(self._nonce)
 
     @classmethod
-    def to(cls, address: str, port: int, secret: bytes, *, timeout: float) -> "Link":
+    def to(cls, address: str, port: int, secret: bytes, *, timeout: float) -> "Connection":
         """Connect; OSError where that cannot be done in `timeout` seconds."""
         link = cls(socket.create_connection((address, port), timeout=timeout), secret, is_hub=False)
         until = time.monotonic() + timeout
@@ -126,10 +126,10 @@ class Link:
         self._buffer += chunk
         return list(self._messages())
 
-    def loss(self) -> Loss:
+    def loss(self) -> PacketLoss:
         """What the kernel knows of lost packets; nothing where it does not say."""
         if sys.platform != "linux" or self._socket.fileno() < 0:
-            return Loss()
+            return PacketLoss()
         info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES).ljust(
             _TCP_INFO_BYTES, b"\0"
         )
@@ -138,7 +138,7 @@ class Link:
         # Every segment is unacknowledged for a while; the last one of a series is sent again after milliseconds, which
         # the other
         # end reports as needless (RFC 8985, tail loss probes).
-        return Loss(unacknowledged if info[_RETRANSMITS_AT] else 0, max(resent - needless, 0) + disordered)
+        return PacketLoss(unacknowledged if info[_RETRANSMITS_AT] else 0, max(resent - needless, 0) + disordered)
 
     def part(self) -> None:
         """Say no more, and wait a moment until the other end has read everything and closes.

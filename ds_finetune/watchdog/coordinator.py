@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, USER_ERROR_EXIT_CODE
-from ds_finetune.watchdog.connection import CLOSED, MALFORMED, UNREACHABLE, Link, Message, parsed, waiting
-from ds_finetune.watchdog.diagnosis import verdict
-from ds_finetune.watchdog.endings import FOLDER, oom_kills, size_of, stacks_path, was_held, why_killed
-from ds_finetune.watchdog.progress import Answer
-from ds_finetune.watchdog.report import Ending, Failure, Member, hosts_text, still_lines
+from ds_finetune.watchdog.connection import CLOSED, MALFORMED, UNREACHABLE, Connection, Message, parsed, waiting
+from ds_finetune.watchdog.diagnosis import diagnose
+from ds_finetune.watchdog.process_death import FOLDER, oom_kills, size_of, stacks_path, was_held, why_killed
+from ds_finetune.watchdog.progress import RankStatus
+from ds_finetune.watchdog.report import FailureReport, RankProcess, RunEnding, hosts_text, status_lines
 
 REPORT = "report.txt"
 ECHO_SECONDS = 2.0
@@ -32,19 +32,19 @@ _TICK_SECONDS = 0.2
 
 
 @dataclass
-class Inquiry:
+class StatusRound:
     """Every rank was asked where it stands: why, until when they may answer, and what came."""
 
     why: str
     until: float
-    failure: Failure | None = None
-    answers: dict[int, Answer] = field(default_factory=dict)
+    failure: FailureReport | None = None
+    answers: dict[int, RankStatus] = field(default_factory=dict)
     lost: dict[int, int] = field(default_factory=dict)
     """Segments that each connection had lost when its rank was asked."""
     is_extended: bool = False
 
 
-class Hub(threading.Thread):
+class Coordinator(threading.Thread):
     """Listens to `size` ranks that know `secret`; ends when each has said goodbye, or soon after it has ended the
     run.
     """
@@ -55,17 +55,17 @@ class Hub(threading.Thread):
         self._secret = secret
         self._size = size
         self._folder = output_dir / FOLDER
-        self._strangers: list[Link] = []
+        self._strangers: list[Connection] = []
         # Files of this process have a limit, of which the run needs most.
         self._most_strangers = min(size + _SPARE_STRANGERS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
-        self._links: dict[int, Link] = {}
-        self._members: dict[int, Member] = {}
+        self._links: dict[int, Connection] = {}
+        self._members: dict[int, RankProcess] = {}
         self._left: set[int] = set()
         self._cut_off: dict[int, float] = {}
-        self._echoes: dict[int, tuple[Failure, float]] = {}
-        self._inquiry: Inquiry | None = None
+        self._echoes: dict[int, tuple[FailureReport, float]] = {}
+        self._inquiry: StatusRound | None = None
         self._ended_at = math.inf
-        self._ending: Ending | None = None
+        self._ending: RunEnding | None = None
         self._oom_kills = oom_kills()
         self._stacks_before = {rank: size_of(stacks_path(self._folder, rank)) for rank in range(size)}
 
@@ -90,7 +90,7 @@ class Hub(threading.Thread):
             self._dismiss(link)
         self._look_at_clock(now)
 
-    def _take(self, source: socket.socket | Link) -> None:
+    def _take(self, source: socket.socket | Connection) -> None:
         if isinstance(source, socket.socket):
             self._accept()
             return
@@ -105,19 +105,19 @@ class Hub(threading.Thread):
             # A rank shows the secret within milliseconds; what has waited longest is none.
             self._dismiss(self._strangers[0])
         try:
-            self._strangers.append(Link(self._listener.accept()[0], self._secret, is_hub=True))
+            self._strangers.append(Connection(self._listener.accept()[0], self._secret, is_hub=True))
         except OSError:
             # Without a file to spare it would be tried again at once.
             time.sleep(_TICK_SECONDS)
 
-    def _dismiss(self, link: Link) -> None:
+    def _dismiss(self, link: Connection) -> None:
         self._strangers.remove(link)
         link.close()
 
-    def _greet(self, link: Link, message: Message) -> None:
+    def _greet(self, link: Connection, message: Message) -> None:
         """The first message of a connection, which has shown the secret."""
         try:
-            member = parsed(Member, message.get("member"))
+            member = parsed(RankProcess, message.get("member"))
             why = self._why_refused(member)
         except ValueError:
             why = "what it says of itself cannot be read"
@@ -131,7 +131,7 @@ class Hub(threading.Thread):
         if self._ending is not None:
             link.send({"kind": "end", "ending": self._ending.as_json()})
 
-    def _why_refused(self, member: Member) -> str:
+    def _why_refused(self, member: RankProcess) -> str:
         if not 0 <= member.rank < self._size or member.pid < 2:
             return f"rank {member.rank} with process id {member.pid} cannot be one of {self._size} ranks"
         known = self._members.get(member.rank)
@@ -149,14 +149,14 @@ class Hub(threading.Thread):
             case "bye":
                 self._leave(rank)
             case "failed":
-                self._fail(rank, parsed(Failure, message.get("failure")))
+                self._fail(rank, parsed(FailureReport, message.get("failure")))
             case "leaving":
                 self._end((rank,), f"{self._members[rank]} {parsed(str, message.get('why'))}", code=RUN_ERROR_EXIT_CODE)
                 self._leave(rank)
             case "still" if self._inquiry is None:
                 self._inquire(parsed(str, message.get("why")))
             case "answer" if self._inquiry is not None:
-                self._inquiry.answers[rank] = parsed(Answer, message.get("answer"))
+                self._inquiry.answers[rank] = parsed(RankStatus, message.get("answer"))
 
     def _leave(self, rank: int) -> None:
         self._left.add(rank)
@@ -190,17 +190,17 @@ class Hub(threading.Thread):
             )
         return why
 
-    def _fail(self, rank: int, failure: Failure) -> None:
-        if failure.is_echo:
+    def _fail(self, rank: int, failure: FailureReport) -> None:
+        if failure.is_secondary:
             self._echoes.setdefault(rank, (failure, time.monotonic() + ECHO_SECONDS))
             return
         self._end(
             (rank,), f"{self._members[rank]} was the first to fail: {failure.line}", failure.text, code=failure.code
         )
 
-    def _inquire(self, why: str, failure: Failure | None = None) -> None:
+    def _inquire(self, why: str, failure: FailureReport | None = None) -> None:
         lost = {rank: link.loss().lost for rank, link in self._links.items()}
-        self._inquiry = Inquiry(why, time.monotonic() + ANSWER_SECONDS, failure, lost=lost)
+        self._inquiry = StatusRound(why, time.monotonic() + ANSWER_SECONDS, failure, lost=lost)
         self._tell({"kind": "ask"})
 
     def _look_at_clock(self, now: float) -> None:
@@ -216,12 +216,12 @@ class Hub(threading.Thread):
             if now > until:
                 self._inquire(f"{self._members[rank]} met {failure.line}", failure)
 
-    def _unanswered(self, inquiry: Inquiry) -> list[int]:
+    def _unanswered(self, inquiry: StatusRound) -> list[int]:
         """Ranks that are expected to answer and have not."""
         gone = self._left - self._cut_off.keys()
         return [rank for rank in range(self._size) if rank not in gone and rank not in inquiry.answers]
 
-    def _conclude_or_wait(self, inquiry: Inquiry) -> None:
+    def _conclude_or_wait(self, inquiry: StatusRound) -> None:
         silent = self._unanswered(inquiry)
         lossy = [
             rank for rank in silent if rank in self._cut_off or (rank in self._links and self._is_lossy(rank, inquiry))
@@ -232,28 +232,28 @@ class Hub(threading.Thread):
             return
         self._conclude(inquiry, lossy)
 
-    def _is_lossy(self, rank: int, inquiry: Inquiry) -> bool:
+    def _is_lossy(self, rank: int, inquiry: StatusRound) -> bool:
         loss = self._links[rank].loss()
         return loss.unacknowledged > 0 or loss.lost > inquiry.lost.get(rank, 0)
 
-    def _conclude(self, inquiry: Inquiry, cut_off: list[int]) -> None:
-        answers: dict[int, Answer | None] = dict.fromkeys(self._unanswered(inquiry))
+    def _conclude(self, inquiry: StatusRound, cut_off: list[int]) -> None:
+        answers: dict[int, RankStatus | None] = dict.fromkeys(self._unanswered(inquiry))
         # A rank that met an error of another one's end was in the collective that failed.
         answers |= {
             rank: replace(each, inside=each.last) if rank in self._echoes else each
             for rank, each in inquiry.answers.items()
         }
-        found = verdict(dict(sorted(answers.items())), cut_off=cut_off)
-        who = ", ".join(str(self._members.get(rank, f"rank {rank}")) for rank in found.odd) or "no single rank"
+        found = diagnose(dict(sorted(answers.items())), cut_off=cut_off)
+        who = ", ".join(str(self._members.get(rank, f"rank {rank}")) for rank in found.at_fault) or "no single rank"
         why = found.why
-        if inquiry.failure is not None and not found.odd:
+        if inquiry.failure is not None and not found.at_fault:
             why = f"{found.why}; the connection between ranks broke, so the network is at fault: {inquiry.failure.line}"
-        lines = [inquiry.why, *still_lines(self._members, answers, found)]
+        lines = [inquiry.why, *status_lines(self._members, answers, found)]
         if inquiry.failure is not None:
             lines.append(inquiry.failure.text)
         lines.append(f"  stacks: {self._folder}/rank-*.txt")
-        silent = [rank for rank in found.odd if answers[rank] is None and rank not in cut_off]
-        self._end(found.odd, f"{who}: {why}", "\n".join(lines), code=RUN_ERROR_EXIT_CODE, silent=silent)
+        silent = [rank for rank in found.at_fault if answers[rank] is None and rank not in cut_off]
+        self._end(found.at_fault, f"{who}: {why}", "\n".join(lines), code=RUN_ERROR_EXIT_CODE, silent=silent)
 
     def _end_cut_off(self) -> None:
         """Ranks whose connection timed out. Either end may be at fault, and where all others are gone it is this
@@ -283,7 +283,7 @@ class Hub(threading.Thread):
         there = [rank for rank in self._links if rank not in (silent or [])]
         report = f"{line}\n{text}".rstrip()
         ends = self._ends(silent or [], there)
-        self._ending = ending = Ending(first, line, report, code, min(there, default=0), silent is not None, ends)
+        self._ending = ending = RunEnding(first, line, report, code, min(there, default=0), silent is not None, ends)
         # Rank zero, in whose process this runs, is told last.
         for rank in sorted(self._links, reverse=True):
             if rank == 0 and code != USER_ERROR_EXIT_CODE:

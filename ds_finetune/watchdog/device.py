@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 import torch
 
-from ds_finetune.watchdog.call import Call
+from ds_finetune.watchdog.collective_call import CollectiveCall
 
 
-class Clock(Protocol):
+class DeviceMarks(Protocol):
     """Marks in a device's queue."""
 
     def mark(self) -> Any:  # noqa: ANN401 - an event, of whatever the device has
@@ -30,7 +30,7 @@ class Clock(Protocol):
         """Whether the queue of this moment is the one in which the model computes."""
 
 
-class CudaClock:
+class CudaMarks:
     """CUDA events on the current stream."""
 
     def mark(self) -> torch.cuda.Event:
@@ -53,18 +53,18 @@ class CudaClock:
 
 
 @dataclass(frozen=True)
-class Reached:
+class DevicePosition:
     """The collective in which the device waits, and those that it has not come to."""
 
-    inside: Call | None
-    queued: tuple[Call, ...]
+    inside: CollectiveCall | None
+    queued: tuple[CollectiveCall, ...]
 
 
 @dataclass
 class _Pending:
     """A collective, or a wait for one, between its marks."""
 
-    call: Call
+    call: CollectiveCall
     is_wait: bool
     is_computing: bool
     begin: Any
@@ -75,12 +75,12 @@ class _Pending:
 class DeviceProgress:
     """Written by the threads that train, read by the one that watches."""
 
-    clock: Clock
+    clock: DeviceMarks
     _pending: deque[_Pending] = field(default_factory=deque)
     _open: _Pending | None = None
     _waited_seconds: float = 0.0
 
-    def begin(self, call: Call, *, is_wait: bool = False) -> None:
+    def begin(self, call: CollectiveCall, *, is_wait: bool = False) -> None:
         """A collective, or a wait for the last one, is about to be enqueued."""
         self._settle()
         self._open = _Pending(call, is_wait, self.clock.is_computing(), self.clock.mark())
@@ -98,13 +98,13 @@ class DeviceProgress:
         waited, self._waited_seconds = self._waited_seconds, 0.0
         return waited
 
-    def reached(self) -> Reached:
+    def reached(self) -> DevicePosition:
         """How far the device is now."""
         pending = [each for each in tuple(self._pending) if each.end is None or not self.clock.is_reached(each.end)]
         queued = [each for each in pending if not self.clock.is_reached(each.begin)]
         inside = [each.call for each in pending if each not in queued]
         # Of several on different queues, the one that was asked for first.
-        return Reached(inside[0] if inside else None, tuple(each.call for each in queued if not each.is_wait))
+        return DevicePosition(inside[0] if inside else None, tuple(each.call for each in queued if not each.is_wait))
 
     def _settle(self) -> None:
         """Forget what the device is done with, in order, and add up how long it took."""
@@ -116,4 +116,4 @@ class DeviceProgress:
 
 def device_progress(device: str) -> DeviceProgress | None:
     """For GPUs; None for the CPU, where a collective that has returned is done or is waited for by the program."""
-    return DeviceProgress(CudaClock()) if device == "cuda" else None
+    return DeviceProgress(CudaMarks()) if device == "cuda" else None

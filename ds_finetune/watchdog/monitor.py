@@ -17,14 +17,14 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, USER_ERROR_EXIT_CODE, RunError
-from ds_finetune.watchdog.connection import CLOSED, UNREACHABLE, Link, Message, listen, parsed, waiting
-from ds_finetune.watchdog.coordinator import ANSWER_SECONDS, ECHO_SECONDS, LOSSY_SECONDS, REPORT, Hub
-from ds_finetune.watchdog.endings import FOLDER, began_at, why_killed
-from ds_finetune.watchdog.listening import hub_address
-from ds_finetune.watchdog.progress import Board
-from ds_finetune.watchdog.report import Ending, Failure, Member
+from ds_finetune.watchdog.connection import CLOSED, UNREACHABLE, Connection, Message, listen, parsed, waiting
+from ds_finetune.watchdog.coordinator import ANSWER_SECONDS, ECHO_SECONDS, LOSSY_SECONDS, REPORT, Coordinator
+from ds_finetune.watchdog.coordinator_address import coordinator_address
+from ds_finetune.watchdog.process_death import FOLDER, began_at, why_killed
+from ds_finetune.watchdog.progress import RankProgress
+from ds_finetune.watchdog.report import FailureReport, RankProcess, RunEnding
 from ds_finetune.watchdog.run_secret import VARIABLE, agree_on_secret
-from ds_finetune.watchdog.stacks import Stacks, end_process, place_of_processes
+from ds_finetune.watchdog.stacks import StackFile, end_process, process_id_space
 from ds_finetune.world import World
 
 _KEY, _PREPARED = "watchdog/hub", "watchdog/prepared"
@@ -43,22 +43,24 @@ _SILENT = "does not answer: stopped, dead, or held outside Python"
 _STDERR = 2
 
 
-class Vigil(threading.Thread):
+class Monitor(threading.Thread):
     """Answers for this rank and ends its process when the run ends elsewhere, or stands still."""
 
-    def __init__(self, board: Board, world: World, link: Link, zero: Member, output_dir: Path) -> None:
+    def __init__(
+        self, progress: RankProgress, world: World, link: Connection, zero: RankProcess, output_dir: Path
+    ) -> None:
         super().__init__(name="watchdog", daemon=True)
-        self.board = board
+        self.progress = progress
         self._world = world
         self._link = link
         self._zero = zero
-        self._place = place_of_processes()
+        self._place = process_id_space()
         self._folder = output_dir / FOLDER
         self._output_dir = output_dir
-        self._stacks: Stacks | None = None
+        self._stacks: StackFile | None = None
         self._closed = threading.Event()
         self._heard = threading.Event()
-        self._ending: Ending | None = None
+        self._ending: RunEnding | None = None
         self._ends_at = self._asked_at = math.inf
         self._lost_before = 0
         self._looked_at = math.inf
@@ -72,7 +74,7 @@ class Vigil(threading.Thread):
             self._look_at_clock(time.monotonic())
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
+    def report_errors(self) -> Iterator[None]:
         """An error inside is told to the others at once; where it only follows from another rank's, RunError names that
         one instead.
         """
@@ -81,13 +83,13 @@ class Vigil(threading.Thread):
         except BaseException as error:
             if self._is_failing:
                 raise
-            first = self._fail(Failure.of(error))
+            first = self._fail(FailureReport.of(error))
             if first is None:
                 raise
             # torchrun takes the rank that ends first for the cause.
             time.sleep(_GRACE_SECONDS)
             echo = RunError(
-                f"{first.line}; rank {self._world.rank} then met {Failure.of(error).line}",
+                f"{first.line}; rank {self._world.rank} then met {FailureReport.of(error).line}",
                 hint=f"see {self._folder / REPORT} for more",
             )
             # A user's mistake is one on every rank.
@@ -95,16 +97,16 @@ class Vigil(threading.Thread):
             raise echo from None
 
     @contextmanager
-    def standing(self, store: dist.Store) -> Iterator[None]:
+    def detect_hangs(self, store: dist.Store) -> Iterator[None]:
         """Once every rank has come here, however long that takes, a stand is minded and stacks can be written."""
         store.set(f"{_PREPARED}/{self._world.rank}", "")
         # The thread ends the wait where another rank is lost.
         while missing := self._missing(store):
             if self._world.rank == 0:
                 _say(f"watchdog: ranks {', '.join(map(str, missing))} are still preparing\n")
-        self._stacks = stacks = Stacks(self._output_dir, self._world.rank)
+        self._stacks = stacks = StackFile(self._output_dir, self._world.rank)
         try:
-            with self.board.during("start"):
+            with self.progress.during("start"):
                 yield
         finally:
             self._stacks = None
@@ -129,7 +131,7 @@ class Vigil(threading.Thread):
         self._link.part()
 
     @contextmanager
-    def stating_exits(self) -> Iterator[None]:
+    def announce_exits(self) -> Iterator[None]:
         """While it is open a call of `os._exit` tells the others first, who would take it for a death by a signal."""
         leave, pid = os._exit, os.getpid()
 
@@ -153,14 +155,14 @@ class Vigil(threading.Thread):
         self._closed.set()
         self._link.part()
 
-    def _fail(self, failure: Failure) -> Ending | None:
+    def _fail(self, failure: FailureReport) -> RunEnding | None:
         """Tell of a failure; the ending that another rank was the first of, where this one's is but an echo."""
         self._is_failing = True
         self._ends_at = time.monotonic() + _LEAVING_SECONDS
         if self._ending is None:
             self._link.send({"kind": "failed", "failure": asdict(failure)})
-        self._heard.wait(_HUB_SECONDS if failure.is_echo else ECHO_SECONDS)
-        is_others = self._ending is not None and failure.is_echo and self._world.rank not in self._ending.first
+        self._heard.wait(_HUB_SECONDS if failure.is_secondary else ECHO_SECONDS)
+        is_others = self._ending is not None and failure.is_secondary and self._world.rank not in self._ending.first
         return self._ending if is_others else None
 
     def _listen(self) -> None:
@@ -181,12 +183,12 @@ class Vigil(threading.Thread):
     def _obey(self, message: Message) -> None:
         match message["kind"]:
             case "ask":
-                self._link.send({"kind": "answer", "answer": self.board.answer().as_json()})
+                self._link.send({"kind": "answer", "answer": self.progress.status().as_json()})
                 self._write_stacks()
             case "wait" if self._asked_at < math.inf:
                 self._asked_at = time.monotonic() + LOSSY_SECONDS
             case "end":
-                self._end(parsed(Ending, message.get("ending")))
+                self._end(parsed(RunEnding, message.get("ending")))
 
     def _why_lost(self) -> str:
         killed = why_killed(self._folder, self._zero.pid, self._zero.began) if self._link.why == CLOSED else ""
@@ -200,9 +202,9 @@ class Vigil(threading.Thread):
     def _look_at_clock(self, now: float) -> None:
         if now - self._looked_at > _FROZEN_SECONDS:
             # The whole process was stopped, as by a suspended job or machine, and the others perhaps with it.
-            self.board.progress()
+            self.progress.restart_limit()
         self._looked_at = now
-        until = self.board.silent_since() + self.board.limit()
+        until = self.progress.last_progress_at() + self.progress.limit_seconds()
         if self._stacks is not None:
             self._stacks.arm(until)
         if now > self._ends_at and self._ending is not None:
@@ -213,12 +215,12 @@ class Vigil(threading.Thread):
             self._leave(self._without_hub(UNREACHABLE if self._is_lossy() else _SILENT))
         elif now > until and self._asked_at == math.inf and self._ending is None:
             self._asked_at, self._lost_before = now, self._link.loss().lost
-            still, limit = now - until + self.board.limit(), self.board.limit()
+            still, limit = now - until + self.progress.limit_seconds(), self.progress.limit_seconds()
             why = f"  rank {self._world.rank} has made no progress for {still:,.0f} s, and its limit is {limit:,.0f} s"
             self._link.send({"kind": "still", "why": why})
             self._write_stacks()
 
-    def _end(self, ending: Ending) -> None:
+    def _end(self, ending: RunEnding) -> None:
         if self._ending is not None:
             return
         self._ending = ending
@@ -228,7 +230,7 @@ class Vigil(threading.Thread):
             _say(f"watchdog: {ending.report}\n")
         self._heard.set()
 
-    def _without_hub(self, why: str) -> Ending:
+    def _without_hub(self, why: str) -> RunEnding:
         """The ending that rank zero would have told of, if it were there; the first rank that comes to it writes the
         report.
         """
@@ -238,9 +240,9 @@ class Vigil(threading.Thread):
         # Each rank beside it that sees its process ends it: none knows of the others.
         is_beside = self._zero.place == self._place and why != UNREACHABLE
         ended_by = {str(self._world.rank): [(self._zero.pid, self._zero.began)]} if is_beside else {}
-        return Ending((0,), line, line, RUN_ERROR_EXIT_CODE, -1, False, ended_by)
+        return RunEnding((0,), line, line, RUN_ERROR_EXIT_CODE, -1, False, ended_by)
 
-    def _leave(self, ending: Ending) -> NoReturn:
+    def _leave(self, ending: RunEnding) -> NoReturn:
         """End the process: its other threads wait for something that does not come."""
         if self._world.local_rank == 0 or str(self._world.rank) in ending.ended_by:
             _say(f"watchdog: rank {self._world.rank} ends: {ending.line}\n")
@@ -259,47 +261,47 @@ class Vigil(threading.Thread):
     def _write_stacks(self) -> None:
         if self._stacks is not None and not self._has_written:
             self._has_written = True
-            self._stacks.write(self.board.answer())
+            self._stacks.write(self.progress.status())
 
 
 @contextmanager
-def keep_vigil(board: Board, world: World, store: dist.Store, output_dir: Path) -> Iterator[Vigil]:
+def start_monitor(progress: RankProgress, world: World, store: dist.Store, output_dir: Path) -> Iterator[Monitor]:
     """Watch this rank and the others while it is open; every rank opens it, with the store they met at.
 
     RunError where rank zero does not take this rank.
     """
-    member = Member(world.rank, socket.gethostname(), os.getpid(), began_at(os.getpid()), place_of_processes())
+    member = RankProcess(world.rank, socket.gethostname(), os.getpid(), began_at(os.getpid()), process_id_space())
     secret = agree_on_secret(store, world, folder=output_dir, environ=os.environ, say=lambda line: _say(f"{line}\n"))
     hub = _start_hub(member, world, store, secret, output_dir) if world.rank == 0 else None
     address, port, zero = json.loads(store.get(_KEY))
     link = _join(member, (address or world.master_addr, int(port)), secret)
-    vigil = Vigil(board, world, link, parsed(Member, zero), output_dir)
-    vigil.start()
+    monitor = Monitor(progress, world, link, parsed(RankProcess, zero), output_dir)
+    monitor.start()
     try:
-        with vigil.stating_exits(), vigil.telling():
-            yield vigil
+        with monitor.announce_exits(), monitor.report_errors():
+            yield monitor
     finally:
-        vigil.close()
+        monitor.close()
         if hub is not None:
             # Others may take longer to leave, and would take this rank for dead.
             hub.join()
 
 
-def _start_hub(member: Member, world: World, store: dist.Store, secret: bytes, output_dir: Path) -> Hub:
-    address = hub_address(world, os.environ)
+def _start_hub(member: RankProcess, world: World, store: dist.Store, secret: bytes, output_dir: Path) -> Coordinator:
+    address = coordinator_address(world, os.environ)
     listener = listen(address)
-    hub = Hub(listener, secret, world.world_size, output_dir)
+    hub = Coordinator(listener, secret, world.world_size, output_dir)
     hub.start()
     store.set(_KEY, json.dumps([address, listener.getsockname()[1], asdict(member)]))
     return hub
 
 
-def _join(member: Member, place: tuple[str, int], secret: bytes) -> Link:
+def _join(member: RankProcess, place: tuple[str, int], secret: bytes) -> Connection:
     """The connection of a rank that rank zero has welcomed."""
     where, why = f"{place[0]}:{place[1]}", ""
     for _ in range(_CONNECT_TRIES):
         try:
-            link = Link.to(*place, secret, timeout=_CONNECT_SECONDS)
+            link = Connection.to(*place, secret, timeout=_CONNECT_SECONDS)
         except OSError as error:
             why = str(error)
             continue
@@ -315,7 +317,7 @@ def _join(member: Member, place: tuple[str, int], secret: bytes) -> Link:
     )
 
 
-def _refusal(link: Link) -> str:
+def _refusal(link: Connection) -> str:
     """Why rank zero does not take this rank; empty where it does."""
     until = time.monotonic() + _CONNECT_SECONDS
     while not link.is_lost and time.monotonic() < until:

@@ -15,7 +15,7 @@ from ds_finetune.config.schema import WatchdogConfig
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.plan.timeouts import REPORT_SECONDS, collective_seconds
 from ds_finetune.schedule import seconds_of
-from ds_finetune.watchdog.call import Call
+from ds_finetune.watchdog.collective_call import CollectiveCall
 from ds_finetune.watchdog.device import DeviceProgress
 
 STEP_FACTOR, LEAST_SECONDS, RECENT_STEPS = 10, 60.0, 25
@@ -27,7 +27,7 @@ PREPARING = "preparation"
 
 
 @dataclass(frozen=True)
-class Patience:
+class HangLimits:
     """Seconds without progress after which a run has come to a stand: of a step (None: from measured steps), at the
     start, elsewhere.
     """
@@ -49,18 +49,18 @@ class Patience:
 
 
 @dataclass(frozen=True)
-class Answer:
+class RankStatus:
     """What a rank says of itself when asked; `seconds` since its last progress, `inside` the collective it waits in."""
 
     rank: int
     phase: str
     step: int
     seconds: float
-    inside: Call | None
-    last: Call | None
+    inside: CollectiveCall | None
+    last: CollectiveCall | None
     counts: dict[str, int]
-    recent: tuple[Call, ...]
-    queued: Call | None = None
+    recent: tuple[CollectiveCall, ...]
+    queued: CollectiveCall | None = None
     """The first collective that the device has not come to, although the program has asked for it."""
 
     def as_json(self) -> dict[str, Any]:
@@ -76,10 +76,10 @@ class Answer:
         return f"{where}; {self.phase}, {self.step:,} steps done, no progress for {self.seconds:.0f} s"
 
 
-class Board:
+class RankProgress:
     """Written by the threads that train, read by the one that watches."""
 
-    def __init__(self, rank: int, limits: Patience) -> None:
+    def __init__(self, rank: int, limits: HangLimits) -> None:
         self.rank = rank
         self.limits = limits
         self.phase = PREPARING
@@ -88,12 +88,12 @@ class Board:
         """Seconds spent in collectives so far."""
         self.own_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
         """Of each recent step but the first, its time without that in collectives."""
-        self.last: Call | None = None
+        self.last: CollectiveCall | None = None
         self.device: DeviceProgress | None = None
         """Where collectives are asynchronous, how far the device is."""
-        self._inside: Call | None = None
+        self._inside: CollectiveCall | None = None
         self._counts: Counter[str] = Counter()
-        self._recent: deque[Call] = deque(maxlen=_RECENT_CALLS)
+        self._recent: deque[CollectiveCall] = deque(maxlen=_RECENT_CALLS)
         self._step_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
         self._waited_before = 0.0
         self._progress_at = self._sign_at = time.monotonic()
@@ -101,7 +101,7 @@ class Board:
     def enter(self, name: str, size: int, ranks: str) -> float:
         """A collective begins; returns when."""
         self._counts[ranks] += 1
-        self.last = self._inside = call = Call(name, size, ranks, self._counts[ranks])
+        self.last = self._inside = call = CollectiveCall(name, size, ranks, self._counts[ranks])
         self._recent.append(call)
         if self.device is not None:
             self.device.begin(call)
@@ -128,7 +128,7 @@ class Board:
             self.device.begin(self.last, is_wait=True)
         return time.monotonic()
 
-    def counted(self, steps: Iterable[StepRecord]) -> Iterator[StepRecord]:
+    def count_steps(self, steps: Iterable[StepRecord]) -> Iterator[StepRecord]:
         """The same records; each is progress, and its time is remembered."""
         self._waited_before = self.waited_seconds
         for record in steps:
@@ -139,7 +139,7 @@ class Board:
             if self.phase == "step":
                 self.own_seconds.append(max(seconds - (self.waited_seconds - self._waited_before), 0.0))
             self.step, self.phase = record.step, "step"
-            self.progress()
+            self.restart_limit()
             yield record
             self._waited_before = self.waited_seconds
 
@@ -147,23 +147,23 @@ class Board:
     def during(self, phase: str) -> Iterator[None]:
         """Evaluation, saving, export: neither is a step, nor as short as one."""
         before, self.phase = self.phase, phase
-        self.progress()
+        self.restart_limit()
         try:
             yield
         finally:
             self.phase = before
-            self.progress()
+            self.restart_limit()
 
-    def over(self) -> None:
+    def finish_steps(self) -> None:
         """No further step: what is left takes its own time."""
         self.phase = "closing"
-        self.progress()
+        self.restart_limit()
 
-    def progress(self) -> None:
+    def restart_limit(self) -> None:
         """The limit begins anew."""
         self._progress_at = time.monotonic()
 
-    def limit(self) -> float:
+    def limit_seconds(self) -> float:
         """Seconds that the phase may go without progress."""
         if self.phase == PREPARING:
             return math.inf
@@ -175,7 +175,7 @@ class Board:
             return self.limits.step
         return min(max(LEAST_SECONDS, STEP_FACTOR * statistics.median(self._step_seconds)), self.limits.longest_step)
 
-    def silent_since(self) -> float:
+    def last_progress_at(self) -> float:
         """Time (monotonic) of the last progress: a step or a change of phase, and where tensors are passed one by one,
         each collective.
 
@@ -183,13 +183,13 @@ class Board:
         """
         return self._progress_at if self.phase in ("step", "save", "closing") else max(self._progress_at, self._sign_at)
 
-    def answer(self) -> Answer:
+    def status(self) -> RankStatus:
         """What this rank is doing now."""
-        mine = Answer(
+        mine = RankStatus(
             rank=self.rank,
             phase=self.phase,
             step=self.step,
-            seconds=time.monotonic() - self.silent_since(),
+            seconds=time.monotonic() - self.last_progress_at(),
             inside=self._inside,
             last=self.last,
             counts=dict(self._counts),
@@ -204,7 +204,7 @@ class Board:
             return mine
 
 
-def _on_device(asked: Answer, device: DeviceProgress) -> Answer:
+def _on_device(asked: RankStatus, device: DeviceProgress) -> RankStatus:
     """The same where collectives that the device has not come to do not count: its rank has only asked for them."""
     reached = device.reached()
     counts = asked.counts | {call.ranks: call.number - 1 for call in reversed(reached.queued)}

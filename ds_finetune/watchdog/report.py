@@ -8,8 +8,8 @@ from typing import Any, Self
 import torch.distributed as dist
 
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, FinetuneError
-from ds_finetune.watchdog.diagnosis import Verdict
-from ds_finetune.watchdog.progress import Answer
+from ds_finetune.watchdog.diagnosis import Diagnosis
+from ds_finetune.watchdog.progress import RankStatus
 
 _LINES = 50
 _TEXT_LETTERS, _LINE_LETTERS = 200_000, 2_000
@@ -21,7 +21,7 @@ NCCL).
 
 
 @dataclass(frozen=True)
-class Member:
+class RankProcess:
     """A rank: its host, its process, when that began and where its id means something."""
 
     rank: int
@@ -36,7 +36,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Failure:
+class FailureReport:
     """An error of a rank: in one line, with its last lines, the exit code, and whether it may follow from another
     rank's end.
     """
@@ -44,7 +44,7 @@ class Failure:
     line: str
     text: str
     code: int
-    is_echo: bool
+    is_secondary: bool
 
     @classmethod
     def of(cls, error: BaseException) -> Self:
@@ -59,11 +59,11 @@ class Failure:
             code = error.code
         line = next((line for line in str(error).splitlines() if line.strip()), "")
         text = "\n".join(lines[-_LINES:])[-_TEXT_LETTERS:]
-        return cls(f"{type(error).__name__}: {line[:_LINE_LETTERS]}", text, code, is_echo(error))
+        return cls(f"{type(error).__name__}: {line[:_LINE_LETTERS]}", text, code, is_secondary(error))
 
 
 @dataclass(frozen=True)
-class Ending:
+class RunEnding:
     """Why a run ends: the ranks it began with, a line, a report, the exit code, who prints it, and which ranks end
     others by process id.
     """
@@ -81,7 +81,7 @@ class Ending:
         return asdict(self)
 
 
-def is_echo(error: BaseException) -> bool:
+def is_secondary(error: BaseException) -> bool:
     """Whether `error` is what a rank meets when another one is gone, so that the cause may lie there."""
     told = isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(word in str(error) for word in _OF_OTHERS)
@@ -89,7 +89,7 @@ def is_echo(error: BaseException) -> bool:
     return told and not isinstance(error, FinetuneError)
 
 
-def hosts_text(members: Sequence[Member]) -> str:
+def hosts_text(members: Sequence[RankProcess]) -> str:
     """`rank 3 (host b, process 17)`, or `4 ranks of hosts b, c`."""
     if len(members) == 1:
         return str(members[0])
@@ -97,11 +97,13 @@ def hosts_text(members: Sequence[Member]) -> str:
     return f"{len(members)} ranks of host{'s' if len(hosts) > 1 else ''} {', '.join(hosts[:_RANKS])}"
 
 
-def still_lines(members: Mapping[int, Member], answers: Mapping[int, Answer | None], found: Verdict) -> list[str]:
-    """What each rank is doing, odd ones first; many that do the same are one line."""
-    lines = [f"  {_named(members, rank)}: {_said(answers[rank])}" for rank in found.odd[:_RANKS]]
+def status_lines(
+    members: Mapping[int, RankProcess], answers: Mapping[int, RankStatus | None], found: Diagnosis
+) -> list[str]:
+    """What each rank is doing, at_fault ones first; many that do the same are one line."""
+    lines = [f"  {_named(members, rank)}: {_said(answers[rank])}" for rank in found.at_fault[:_RANKS]]
     others: dict[str, list[int]] = {}
-    for rank in answers.keys() - set(found.odd):
+    for rank in answers.keys() - set(found.at_fault):
         others.setdefault(_said(answers[rank]), []).append(rank)
     for said, ranks in list(others.items())[:_RANKS]:
         who = _named(members, ranks[0]) + (f" and {len(ranks) - 1:,} more" if len(ranks) > 1 else "")
@@ -109,9 +111,9 @@ def still_lines(members: Mapping[int, Member], answers: Mapping[int, Answer | No
     return lines
 
 
-def _said(answer: Answer | None) -> str:
+def _said(answer: RankStatus | None) -> str:
     return "no answer" if answer is None else str(answer)
 
 
-def _named(members: Mapping[int, Member], rank: int) -> str:
+def _named(members: Mapping[int, RankProcess], rank: int) -> str:
     return str(members.get(rank, f"rank {rank} (never seen)"))

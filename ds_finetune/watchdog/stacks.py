@@ -1,4 +1,4 @@
-"""Stacks of this rank's threads in a file of its own, written by C code where Python cannot run."""
+"""StackFile of this rank's threads in a file of its own, written by C code where Python cannot run."""
 
 import contextlib
 import faulthandler
@@ -11,15 +11,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
-from ds_finetune.watchdog.endings import FOLDER, began_at, mark_kill, stacks_path
-from ds_finetune.watchdog.progress import Answer
+from ds_finetune.watchdog.process_death import FOLDER, began_at, mark_kill, stacks_path
+from ds_finetune.watchdog.progress import RankStatus
 
 _CALLS = 10
 BACKSTOP_SECONDS = 20.0
 """How long after its limit a rank whose interpreter is held ends all the same."""
 
 
-class Stacks:
+class StackFile:
     """`FOLDER/rank-00003.txt` of the run folder, taken away at the end where it stayed empty.
 
     SIGQUIT writes to it too, also where native code holds the interpreter; it ends nothing and so leaves no core of a
@@ -35,7 +35,7 @@ class Stacks:
         self._is_closed = False
         faulthandler.register(signal.SIGQUIT, file=self._file, all_threads=True)
 
-    def write(self, answer: Answer) -> None:
+    def write(self, answer: RankStatus) -> None:
         """What the rank is doing, and where each thread stands."""
         with self._lock:
             if self._is_closed:
@@ -78,7 +78,7 @@ class Stacks:
             self.path.parent.rmdir()
 
 
-def place_of_processes() -> str:
+def process_id_space() -> str:
     """What two ranks have in common that see each other's process ids: this start of this machine, and its name space
     of processes.
     """

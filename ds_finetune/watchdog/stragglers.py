@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from ds_finetune.engine.collectives import all_gather_object, all_gather_scalar
 from ds_finetune.observers.record import StepRecord
-from ds_finetune.watchdog.progress import RECENT_STEPS, Board
+from ds_finetune.watchdog.progress import RECENT_STEPS, RankProgress
 
 _NOTICEABLE_SECONDS = 0.05
 """Differences of a step's time below this are the noise of small models."""
@@ -26,7 +26,7 @@ class Stragglers:
     One number of each rank is gathered at these steps. From `ratio` on the slow rank is named in `record.slow`.
     """
 
-    board: Board
+    progress: RankProgress
     every: int
     ratio: float
     hosts: list[str] = field(default_factory=list)
@@ -34,10 +34,10 @@ class Stragglers:
     def after_step(self, record: StepRecord) -> StepRecord:
         """Collective at the steps it is time for."""
         window = max(self.every, _LEAST_STEPS)
-        if record.step % self.every or len(self.board.own_seconds) < min(window, RECENT_STEPS):
+        if record.step % self.every or len(self.progress.own_seconds) < min(window, RECENT_STEPS):
             return record
         self.hosts = self.hosts or all_gather_object(socket.gethostname())
-        seconds = all_gather_scalar(statistics.median(list(self.board.own_seconds)[-window:]))
+        seconds = all_gather_scalar(statistics.median(list(self.progress.own_seconds)[-window:]))
         slowest, ratio = straggler(seconds)
         record = record.with_values({"perf/straggler_ratio": ratio})
         if ratio < self.ratio or seconds[slowest] - statistics.median_low(seconds) < _NOTICEABLE_SECONDS:

@@ -31,7 +31,7 @@ from ds_finetune.trainer.inputs import config_tree, make_model_plan, model_confi
 from ds_finetune.trainer.preview import preview_of
 from ds_finetune.trainer.rank_tensors import rank_tensors, sizes_of
 from ds_finetune.world import World
-from tests.model.fp8_folder import MTP, V3, in_fp8, master, multiplied_out, publish
+from tests.model.fp8_folder import MTP, V3, dequantised, in_fp8, master, publish
 from tests.model.test_weights import published
 from tests.model.tiny import CONFIGS
 
@@ -144,7 +144,7 @@ def test_an_fp8_base_grows_as_its_bf16_copy(tmp_path: Path) -> None:
     tensors = {key: value for key, value in in_fp8(master()).items() if f"layers.{MTP}." not in key}
     published_fp8 = publish(tmp_path / "fp8", tensors)
     plain = {key: value for key, value in V3.items() if key != "quantization_config"}
-    copied = publish(tmp_path / "copy", multiplied_out(tensors, torch.float32), config=plain)
+    copied = publish(tmp_path / "copy", dequantised(tensors, torch.float32), config=plain)
     one, other = loaded(published_fp8).state_dict(), loaded(copied).state_dict()
     assert all(torch.equal(one[key], other[key]) for key in one)
 

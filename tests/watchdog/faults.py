@@ -35,7 +35,7 @@ class Faulty:
         return (self.folder / "run" / "watchdog" / "report.txt").read_text()
 
     def stacks(self, rank: int) -> str:
-        """Stacks of a rank."""
+        """StackFile of a rank."""
         return (self.folder / "run" / "watchdog" / f"rank-{rank:05}.txt").read_text()
 
 

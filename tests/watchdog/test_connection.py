@@ -15,24 +15,33 @@ from collections.abc import Callable
 import pytest
 
 from ds_finetune.watchdog import connection as wire
-from ds_finetune.watchdog.connection import CLOSED, FIRST_BYTES, MALFORMED, UNREACHABLE, Link, Message, listen, waiting
+from ds_finetune.watchdog.connection import (
+    CLOSED,
+    FIRST_BYTES,
+    MALFORMED,
+    UNREACHABLE,
+    Connection,
+    Message,
+    listen,
+    waiting,
+)
 
 SECONDS = 15.0
 SECRET = b"of this run"
 
 
-def linked(theirs: bytes = SECRET) -> tuple[Link, Link]:
+def linked(theirs: bytes = SECRET) -> tuple[Connection, Connection]:
     """Both ends of a connection: the hub's, and that of a rank with the secret `theirs`."""
     with listen("127.0.0.1") as listener:
-        found: list[Link] = []
-        thread = threading.Thread(target=lambda: found.append(Link(listener.accept()[0], SECRET, is_hub=True)))
+        found: list[Connection] = []
+        thread = threading.Thread(target=lambda: found.append(Connection(listener.accept()[0], SECRET, is_hub=True)))
         thread.start()
-        rank = Link.to("127.0.0.1", listener.getsockname()[1], theirs, timeout=SECONDS)
+        rank = Connection.to("127.0.0.1", listener.getsockname()[1], theirs, timeout=SECONDS)
         thread.join(SECONDS)
     return found[0], rank
 
 
-def next_message(link: Link) -> Message | None:
+def next_message(link: Connection) -> Message | None:
     """The next message, or None once the link is lost."""
     until = time.monotonic() + SECONDS
     while not link.is_lost:
@@ -84,7 +93,7 @@ def _frame(payload: bytes) -> bytes:
 )
 def test_what_is_no_frame_of_this_run_ends_the_connection_and_holds_no_memory(sent: bytes) -> None:
     with listen("127.0.0.1") as listener, socket.create_connection(listener.getsockname()) as stranger:
-        hub = Link(listener.accept()[0], SECRET, is_hub=True)
+        hub = Connection(listener.accept()[0], SECRET, is_hub=True)
         stranger.sendall(sent)
         assert next_message(hub) is None
         assert hub.why == MALFORMED
@@ -99,21 +108,21 @@ def test_a_frame_cannot_be_repeated_reflected_or_used_on_another_connection() ->
         thread.start()
         rank = threading.Thread(target=_say_once, args=(between.getsockname()[1],))
         rank.start()
-        hub = Link(listener.accept()[0], SECRET, is_hub=True)
+        hub = Connection(listener.accept()[0], SECRET, is_hub=True)
         assert next_message(hub) == {"kind": "bye"}
         rank.join(SECONDS)
         thread.join(SECONDS)
         nonce, frame = seen[0][:20], seen[0][20:]
         for repeated in (frame, nonce + frame):
             with socket.create_connection(listener.getsockname()) as again:
-                other = Link(listener.accept()[0], SECRET, is_hub=True)
+                other = Connection(listener.accept()[0], SECRET, is_hub=True)
                 again.sendall(repeated)
                 assert next_message(other) is None
                 assert not other.is_known
 
 
 def _say_once(port: int) -> None:
-    link = Link.to("127.0.0.1", port, SECRET, timeout=SECONDS)
+    link = Connection.to("127.0.0.1", port, SECRET, timeout=SECONDS)
     link.send({"kind": "bye"})
     link.part()
 
@@ -181,7 +190,7 @@ def test_a_reason_is_read_although_the_one_that_leaves_has_unread_messages() -> 
 def test_a_network_that_drops_packets_is_told_from_a_dead_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a network namespace of one thread, whose loopback is shut down while a connection is open."""
     monkeypatch.setattr(wire, "GONE_SECONDS", 3)
-    found: list[tuple[Link, wire.Loss, wire.Loss]] = []
+    found: list[tuple[Connection, wire.PacketLoss, wire.PacketLoss]] = []
 
     def work() -> None:
         import ctypes
@@ -205,19 +214,19 @@ def test_a_network_that_drops_packets_is_told_from_a_dead_process(monkeypatch: p
     if not found:
         pytest.skip("no network namespace can be made here")
     hub, before, after = found[0]
-    assert before == wire.Loss()
+    assert before == wire.PacketLoss()
     assert after.unacknowledged > 0
     assert (hub.is_lost, hub.why) == (True, UNREACHABLE)
 
 
-def linked_here() -> tuple[Link, Link]:
+def linked_here() -> tuple[Connection, Connection]:
     """Both ends, made by this thread alone."""
     with listen("127.0.0.1") as listener, socket.socket() as connecting:
         connecting.setblocking(False)
         connecting.connect_ex(listener.getsockname())
-        hub = Link(listener.accept()[0], SECRET, is_hub=True)
+        hub = Connection(listener.accept()[0], SECRET, is_hub=True)
         connecting.setblocking(True)
-        rank = Link(connecting.dup(), SECRET, is_hub=False)
+        rank = Connection(connecting.dup(), SECRET, is_hub=False)
     for link in (hub, rank):
         assert waiting([link], SECONDS)
         assert link.received() == []

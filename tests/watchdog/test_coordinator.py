@@ -10,12 +10,21 @@ from pathlib import Path
 import pytest
 
 from ds_finetune.watchdog import coordinator as hub
-from ds_finetune.watchdog.connection import MALFORMED, UNREACHABLE, Link, Loss, Message, listen, parsed, waiting
-from ds_finetune.watchdog.coordinator import ECHO_SECONDS, REPORT, Hub
+from ds_finetune.watchdog.connection import (
+    MALFORMED,
+    UNREACHABLE,
+    Connection,
+    Message,
+    PacketLoss,
+    listen,
+    parsed,
+    waiting,
+)
+from ds_finetune.watchdog.coordinator import ECHO_SECONDS, REPORT, Coordinator
 from ds_finetune.watchdog.diagnosis import LOSSY
-from ds_finetune.watchdog.endings import FOLDER, mark_kill, stacks_path
-from ds_finetune.watchdog.progress import Board, Patience
-from ds_finetune.watchdog.report import Ending, Failure, Member
+from ds_finetune.watchdog.process_death import FOLDER, mark_kill, stacks_path
+from ds_finetune.watchdog.progress import HangLimits, RankProgress
+from ds_finetune.watchdog.report import FailureReport, RankProcess, RunEnding
 
 SECONDS = 30.0
 SECRET = b"of this run"
@@ -28,18 +37,20 @@ class Ranks:
         listener = listen("127.0.0.1")
         self.port = listener.getsockname()[1]
         self.folder = folder
-        self.hub = Hub(listener, SECRET, size, folder)
+        self.hub = Coordinator(listener, SECRET, size, folder)
         self.hub.start()
         self.links = [self.join(rank) for rank in range(size)]
         until(lambda: len(self.hub._members) == size)
 
-    def join(self, rank: int, secret: bytes = SECRET, host: str = "") -> Link:
-        link = Link.to("127.0.0.1", self.port, secret, timeout=SECONDS)
-        link.send({"kind": "hello", "member": asdict(Member(rank, host or f"host-{rank}", 4000 + rank, "1", "here"))})
+    def join(self, rank: int, secret: bytes = SECRET, host: str = "") -> Connection:
+        link = Connection.to("127.0.0.1", self.port, secret, timeout=SECONDS)
+        link.send(
+            {"kind": "hello", "member": asdict(RankProcess(rank, host or f"host-{rank}", 4000 + rank, "1", "here"))}
+        )
         return link
 
-    def end_of(self, rank: int) -> Ending:
-        return parsed(Ending, _next(self.links[rank], "end")["ending"])
+    def end_of(self, rank: int) -> RunEnding:
+        return parsed(RunEnding, _next(self.links[rank], "end")["ending"])
 
     def report(self) -> str:
         """Written after the ranks are told, rank zero last."""
@@ -54,7 +65,7 @@ def until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def _next(link: Link, kind: str) -> Message:
+def _next(link: Connection, kind: str) -> Message:
     limit = time.monotonic() + SECONDS
     while time.monotonic() < limit:
         for message in link.received() if waiting([link], 1.0) else []:
@@ -63,8 +74,8 @@ def _next(link: Link, kind: str) -> Message:
     raise AssertionError(f"no `{kind}` within {SECONDS} s")
 
 
-def _failed(line: str, *, is_echo: bool, code: int = 1) -> Message:
-    return {"kind": "failed", "failure": asdict(Failure(line, f"where\n{line}", code, is_echo))}
+def _failed(line: str, *, is_secondary: bool, code: int = 1) -> Message:
+    return {"kind": "failed", "failure": asdict(FailureReport(line, f"where\n{line}", code, is_secondary))}
 
 
 def test_goodbyes_end_the_hub_without_a_report(tmp_path: Path) -> None:
@@ -90,9 +101,9 @@ def test_a_line_that_breaks_ends_the_others_at_once(tmp_path: Path) -> None:
 
 def test_the_first_failure_is_the_cause_and_its_code_everyones(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path)
-    ranks.links[2].send(_failed("ModelError: no weights", is_echo=False, code=7))
+    ranks.links[2].send(_failed("ModelError: no weights", is_secondary=False, code=7))
     ending = ranks.end_of(1)
-    ranks.links[0].send(_failed("KeyError: later", is_echo=False))
+    ranks.links[0].send(_failed("KeyError: later", is_secondary=False))
     assert (ending.first, ending.code) == ((2,), 7)
     assert "ModelError: no weights" in ranks.report()
     assert "later" not in ranks.report()
@@ -100,27 +111,27 @@ def test_the_first_failure_is_the_cause_and_its_code_everyones(tmp_path: Path) -
 
 def test_a_users_mistake_leaves_no_report(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path)
-    ranks.links[2].send(_failed("DataError: a row", is_echo=False, code=2))
+    ranks.links[2].send(_failed("DataError: a row", is_secondary=False, code=2))
     assert ranks.end_of(0).code == 2
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_echo_waits_for_its_cause(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path)
-    ranks.links[0].send(_failed("RuntimeError: gloo: Connection closed by peer", is_echo=True))
+    ranks.links[0].send(_failed("RuntimeError: gloo: Connection closed by peer", is_secondary=True))
     time.sleep(ECHO_SECONDS / 2)
-    ranks.links[1].send(_failed("OSError: No space left on device", is_echo=False))
+    ranks.links[1].send(_failed("OSError: No space left on device", is_secondary=False))
     assert ranks.end_of(0).first == (1,)
 
 
 def test_an_echo_without_a_cause_asks_everyone(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path, size=2)
-    ranks.links[0].send(_failed("RuntimeError: gloo: 24 vs 16", is_echo=True))
+    ranks.links[0].send(_failed("RuntimeError: gloo: 24 vs 16", is_secondary=True))
     for rank in (0, 1):
         _next(ranks.links[rank], "ask")
-        board = Board(rank, Patience(1, 1, 1))
-        board.enter("all_reduce", 3 if rank else 2, "all")
-        ranks.links[rank].send({"kind": "answer", "answer": board.answer().as_json()})
+        progress = RankProgress(rank, HangLimits(1, 1, 1))
+        progress.enter("all_reduce", 3 if rank else 2, "all")
+        ranks.links[rank].send({"kind": "answer", "answer": progress.status().as_json()})
     report = ranks.end_of(1).report
     assert "rank 0 all_reduce of 2; rank 1 all_reduce of 3" in report
     assert "24 vs 16" in report
@@ -131,7 +142,7 @@ def test_who_does_not_answer_is_ended_by_one_beside_it(tmp_path: Path) -> None:
     ranks.links[0].send({"kind": "still", "why": "  rank 0 has made no progress"})
     for rank in (0, 2):
         _next(ranks.links[rank], "ask")
-        ranks.links[rank].send({"kind": "answer", "answer": Board(rank, Patience(1, 1, 1)).answer().as_json()})
+        ranks.links[rank].send({"kind": "answer", "answer": RankProgress(rank, HangLimits(1, 1, 1)).status().as_json()})
     ending = ranks.end_of(0)
     assert ending.first == (1,)
     assert ending.ended_by == {"0": [(4001, "1")]}
@@ -141,9 +152,9 @@ def test_who_does_not_answer_is_ended_by_one_beside_it(tmp_path: Path) -> None:
 def test_a_stranger_is_not_heard(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path)
     stranger = ranks.join(1, secret=b"guess")
-    stranger.send(_failed("KeyError: not mine", is_echo=False))
+    stranger.send(_failed("KeyError: not mine", is_secondary=False))
     until(lambda: stranger.received() == [] and stranger.is_lost)
-    ranks.links[1].send(_failed("OSError: mine", is_echo=False))
+    ranks.links[1].send(_failed("OSError: mine", is_secondary=False))
     assert "mine" in ranks.end_of(0).line
     assert "not mine" not in ranks.report()
 
@@ -177,7 +188,7 @@ def test_bytes_of_a_stranger_do_not_end_the_hub(tmp_path: Path) -> None:
             stranger.sendall(sent)
             while stranger.recv(1024):
                 pass
-    ranks.links[2].send(_failed("OSError: mine", is_echo=False))
+    ranks.links[2].send(_failed("OSError: mine", is_secondary=False))
     assert ranks.end_of(0).first == (2,)
 
 
@@ -188,7 +199,7 @@ def test_idle_connections_are_dismissed(tmp_path: Path, monkeypatch: pytest.Monk
     until(lambda: len(ranks.hub._strangers) == 8)
     # The oldest are gone, and a rank is heard all the same.
     assert idle[0].recv(1024, socket.MSG_WAITALL) is not None
-    ranks.links[1].send(_failed("OSError: mine", is_echo=False))
+    ranks.links[1].send(_failed("OSError: mine", is_secondary=False))
     assert ranks.end_of(0).first == (1,)
     for each in idle:
         each.close()
@@ -209,7 +220,7 @@ def test_a_rank_is_taken_once(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path)
     for member, why in ((1, "rank 1 (host host-1, process 4001) is already here"), (3, "cannot be one of 3 ranks")):
         assert why in _next(ranks.join(member), "refused")["why"]
-    ranks.links[1].send(_failed("OSError: mine", is_echo=False))
+    ranks.links[1].send(_failed("OSError: mine", is_secondary=False))
     assert ranks.end_of(0).first == (1,)
 
 
@@ -283,14 +294,14 @@ def test_where_all_others_are_cut_off_it_is_rank_zero(tmp_path: Path) -> None:
 def test_a_rank_that_met_a_broken_connection_is_not_at_fault(tmp_path: Path) -> None:
     """All are in one collective; rank 1 has met an error of the network in it, and is in none when it is asked."""
     ranks = Ranks(tmp_path)
-    ranks.links[1].send(_failed("RuntimeError: gloo: Connection timed out", is_echo=True))
+    ranks.links[1].send(_failed("RuntimeError: gloo: Connection timed out", is_secondary=True))
     for rank in range(3):
         _next(ranks.links[rank], "ask")
-        board = Board(rank, Patience(1, 1, 1))
-        began = board.enter("all_reduce", 2, "all")
+        progress = RankProgress(rank, HangLimits(1, 1, 1))
+        began = progress.enter("all_reduce", 2, "all")
         if rank == 1:
-            board.leave(began)
-        ranks.links[rank].send({"kind": "answer", "answer": board.answer().as_json()})
+            progress.leave(began)
+        ranks.links[rank].send({"kind": "answer", "answer": progress.status().as_json()})
     ending = ranks.end_of(0)
     assert ending.first == ()
     assert "no single rank" in ending.line
@@ -299,9 +310,9 @@ def test_a_rank_that_met_a_broken_connection_is_not_at_fault(tmp_path: Path) -> 
 
 def test_a_rank_that_ends_after_it_met_a_broken_connection_is_not_the_first(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path)
-    ranks.links[1].send(_failed("RuntimeError: gloo: Connection closed by peer", is_echo=True))
+    ranks.links[1].send(_failed("RuntimeError: gloo: Connection closed by peer", is_secondary=True))
     ranks.links[1].part()
-    ranks.links[2].send(_failed("OSError: No space left on device", is_echo=False))
+    ranks.links[2].send(_failed("OSError: No space left on device", is_secondary=False))
     assert ranks.end_of(0).first == (2,)
 
 
@@ -309,11 +320,11 @@ def test_lossy_connections_get_more_time_and_are_not_ended(tmp_path: Path, monke
     monkeypatch.setattr(hub, "ANSWER_SECONDS", 0.3)
     monkeypatch.setattr(hub, "LOSSY_SECONDS", 0.3)
     ranks = Ranks(tmp_path)
-    monkeypatch.setattr(ranks.hub._links[1], "loss", lambda: Loss(unacknowledged=1, lost=3))
+    monkeypatch.setattr(ranks.hub._links[1], "loss", lambda: PacketLoss(unacknowledged=1, lost=3))
     ranks.links[0].send({"kind": "still", "why": "no progress"})
     for rank in (0, 2):
         _next(ranks.links[rank], "ask")
-        ranks.links[rank].send({"kind": "answer", "answer": Board(rank, Patience(1, 1, 1)).answer().as_json()})
+        ranks.links[rank].send({"kind": "answer", "answer": RankProgress(rank, HangLimits(1, 1, 1)).status().as_json()})
     _next(ranks.links[2], "wait")
     ending = ranks.end_of(0)
     assert (ending.first, ending.ended_by) == ((1,), {})

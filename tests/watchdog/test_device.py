@@ -22,13 +22,13 @@ from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.timeouts import REPORT_SECONDS, collective_seconds, longest_limit
 from ds_finetune.watchdog.device import DeviceProgress
-from ds_finetune.watchdog.diagnosis import Verdict, verdict
-from ds_finetune.watchdog.progress import Answer, Board, Patience
+from ds_finetune.watchdog.diagnosis import Diagnosis, diagnose
+from ds_finetune.watchdog.progress import HangLimits, RankProgress, RankStatus
 from ds_finetune.watchdog.stragglers import straggler
 from ds_finetune.world import World
 
 SECONDS = 60.0
-NEVER = Patience(100.0, 100.0, 100.0)
+NEVER = HangLimits(100.0, 100.0, 100.0)
 
 
 class Stream(threading.Thread):
@@ -75,17 +75,17 @@ class StreamClock:
 
 
 class Rank:
-    """A rank's board, device and share of the collectives."""
+    """A rank's progress, device and share of the collectives."""
 
     def __init__(self, number: int, peers: threading.Barrier) -> None:
         self.stream, self.peers = Stream(), peers
-        self.board = Board(number, NEVER)
-        self.board.device = DeviceProgress(StreamClock(self.stream))
+        self.progress = RankProgress(number, NEVER)
+        self.progress.device = DeviceProgress(StreamClock(self.stream))
 
     def all_reduce(self) -> None:
-        began = self.board.enter("all_reduce", 2, "all")
+        began = self.progress.enter("all_reduce", 2, "all")
         self.stream.enqueue(lambda: self.peers.wait(SECONDS))
-        self.board.leave(began)
+        self.progress.leave(began)
 
     def steps(self, count: int, seconds: float) -> Iterator[StepRecord]:
         for number in range(1, count + 1):
@@ -109,11 +109,11 @@ def test_a_slow_device_is_found_although_collectives_return_at_once() -> None:
     ranks = [Rank(number, peers) for number in (0, 1)]
     _on_threads(
         *(
-            lambda rank=rank, seconds=seconds: list(rank.board.counted(rank.steps(5, seconds)))
+            lambda rank=rank, seconds=seconds: list(rank.progress.count_steps(rank.steps(5, seconds)))
             for rank, seconds in zip(ranks, (0.01, 0.3), strict=True)
         )
     )
-    fast, slow = (statistics.median(rank.board.own_seconds) for rank in ranks)
+    fast, slow = (statistics.median(rank.progress.own_seconds) for rank in ranks)
     # Both take as long for a step; what the fast one waits is not its own.
     assert slow > 0.25
     number, ratio = straggler([fast, slow])
@@ -121,8 +121,8 @@ def test_a_slow_device_is_found_although_collectives_return_at_once() -> None:
     assert ratio > 2
 
 
-def _asked(answers: dict[int, Answer]) -> Verdict:
-    return verdict(dict(answers))
+def _asked(answers: dict[int, RankStatus]) -> Diagnosis:
+    return diagnose(dict(answers))
 
 
 def test_a_hung_kernel_names_its_rank() -> None:
@@ -137,12 +137,12 @@ def test_a_hung_kernel_names_its_rank() -> None:
         rank.all_reduce()
         rank.all_reduce()
     until = time.monotonic() + SECONDS
-    while ranks[0].board.answer().inside is None and time.monotonic() < until:
+    while ranks[0].progress.status().inside is None and time.monotonic() < until:
         time.sleep(0.01)
-    answers = {number: rank.board.answer() for number, rank in enumerate(ranks)}
+    answers = {number: rank.progress.status() for number, rank in enumerate(ranks)}
     found = _asked(answers)
     released.set()
-    assert (found.odd, found.why) == ((1,), "has come to 1 collectives of all, others to 2")
+    assert (found.at_fault, found.why) == ((1,), "has come to 1 collectives of all, others to 2")
     assert str(answers[0]).startswith("waits in all_reduce of 2 elements (number 2 of all)")
     assert str(answers[1]).startswith("has not come to all_reduce of 2 elements (number 2 of all) on its device")
 
@@ -152,10 +152,10 @@ def test_what_a_device_is_done_with_is_forgotten() -> None:
     for _ in range(200):
         rank.all_reduce()
         rank.stream.synchronize()
-    assert rank.board.device is not None
-    rank.board.device.take_waited()
-    assert not rank.board.device._pending
-    assert rank.board.answer().counts == {"all": 200}
+    assert rank.progress.device is not None
+    rank.progress.device.take_waited()
+    assert not rank.progress.device._pending
+    assert rank.progress.status().counts == {"all": 200}
 
 
 @pytest.fixture
@@ -193,9 +193,9 @@ def test_the_watchdog_reports_before_torch_aborts() -> None:
     long = WatchdogConfig(limit="2 hours")
     assert collective_seconds(long) >= 7200 + REPORT_SECONDS
     # A limit that follows from slow steps is cut off.
-    board = Board(0, Patience.of(defaults))
-    assert list(board.counted(iter([StepRecord(1, {"perf/step_seconds": 600.0})])))
-    assert board.limit() == collective_seconds(defaults) - REPORT_SECONDS
+    progress = RankProgress(0, HangLimits.of(defaults))
+    assert list(progress.count_steps(iter([StepRecord(1, {"perf/step_seconds": 600.0})])))
+    assert progress.limit_seconds() == collective_seconds(defaults) - REPORT_SECONDS
 
 
 @pytest.mark.parametrize(

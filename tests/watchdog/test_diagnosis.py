@@ -4,42 +4,42 @@ import json
 
 import pytest
 
-from ds_finetune.watchdog.collectives import PAIR
+from ds_finetune.watchdog.collectives import POINT_TO_POINT
 from ds_finetune.watchdog.connection import parsed
-from ds_finetune.watchdog.diagnosis import LOSSY, verdict
-from ds_finetune.watchdog.progress import Answer, Call
+from ds_finetune.watchdog.diagnosis import LOSSY, diagnose
+from ds_finetune.watchdog.progress import CollectiveCall, RankStatus
 
 
-def _answer(rank: int, calls: list[Call], *, inside: bool = True) -> Answer:
+def _answer(rank: int, calls: list[CollectiveCall], *, inside: bool = True) -> RankStatus:
     counts = {call.ranks: call.number for call in calls}
     last = calls[-1] if calls else None
-    return Answer(rank, "step", 3, 60.0, last if inside else None, last, counts, tuple(calls))
+    return RankStatus(rank, "step", 3, 60.0, last if inside else None, last, counts, tuple(calls))
 
 
-def _calls(*names: str, ranks: str = "all", first: int = 1) -> list[Call]:
-    return [Call(name, 8, ranks, number) for number, name in enumerate(names, start=first)]
+def _calls(*names: str, ranks: str = "all", first: int = 1) -> list[CollectiveCall]:
+    return [CollectiveCall(name, 8, ranks, number) for number, name in enumerate(names, start=first)]
 
 
 STEP = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 
 
 def test_a_rank_that_does_not_answer_comes_first() -> None:
-    found = verdict({0: _answer(0, _calls("all_reduce")), 1: None, 2: _answer(2, [], inside=False)})
-    assert found.odd == (1,)
+    found = diagnose({0: _answer(0, _calls("all_reduce")), 1: None, 2: _answer(2, [], inside=False)})
+    assert found.at_fault == (1,)
     assert "does not answer" in found.why
 
 
 def test_a_rank_behind_a_lossy_network_is_not_taken_for_a_hung_one() -> None:
     answers = {0: _answer(0, _calls("all_reduce")), 1: None, 2: None}
-    assert verdict(answers, cut_off=[1]).odd == (2,)
-    found = verdict(answers, cut_off=[1, 2])
-    assert (found.odd, found.why) == ((1, 2), LOSSY)
+    assert diagnose(answers, cut_off=[1]).at_fault == (2,)
+    found = diagnose(answers, cut_off=[1, 2])
+    assert (found.at_fault, found.why) == ((1, 2), LOSSY)
 
 
 def test_a_rank_that_has_not_come_is_behind() -> None:
     waiting = _calls("all_reduce", "all_gather")
-    found = verdict({0: _answer(0, waiting), 1: _answer(1, waiting[:1], inside=False), 2: _answer(2, waiting)})
-    assert found.odd == (1,)
+    found = diagnose({0: _answer(0, waiting), 1: _answer(1, waiting[:1], inside=False), 2: _answer(2, waiting)})
+    assert found.at_fault == (1,)
     assert found.why == "has come to 1 collectives of all, others to 2"
 
 
@@ -51,50 +51,54 @@ def test_a_rank_behind_because_it_waits_in_another_group_is_not_the_root() -> No
         1: _answer(1, _calls("all_gather", ranks=pair)),
         2: _answer(2, [], inside=False),
     }
-    assert verdict(answers).odd == (2,)
+    assert diagnose(answers).at_fault == (2,)
 
 
-@pytest.mark.parametrize("odd", [0, 1, 2])
-def test_another_collective_than_that_of_most(odd: int) -> None:
-    answers = {rank: _answer(rank, _calls(*STEP[:3], "barrier" if rank == odd else "broadcast")) for rank in range(3)}
-    found = verdict(answers)
-    assert found.odd == (odd,)
+@pytest.mark.parametrize("at_fault", [0, 1, 2])
+def test_another_collective_than_that_of_most(at_fault: int) -> None:
+    answers = {
+        rank: _answer(rank, _calls(*STEP[:3], "barrier" if rank == at_fault else "broadcast")) for rank in range(3)
+    }
+    found = diagnose(answers)
+    assert found.at_fault == (at_fault,)
     assert "number 4 of all" in found.why
-    assert f"rank {odd} barrier" in found.why
+    assert f"rank {at_fault} barrier" in found.why
 
 
-@pytest.mark.parametrize("odd", [0, 1])
-def test_of_two_ranks_the_one_that_leaves_the_pattern_is_odd(odd: int) -> None:
+@pytest.mark.parametrize("at_fault", [0, 1])
+def test_of_two_ranks_the_one_that_leaves_the_pattern_is_odd(at_fault: int) -> None:
     """The third step goes on as the first two did, on the rank that skipped nothing."""
     right = _calls(*STEP, *STEP, *STEP[:2])
     skipped = _calls(*STEP, *STEP, STEP[0], STEP[2])
-    assert verdict({odd: _answer(odd, skipped), 1 - odd: _answer(1 - odd, right)}).odd == (odd,)
+    assert diagnose({at_fault: _answer(at_fault, skipped), 1 - at_fault: _answer(1 - at_fault, right)}).at_fault == (
+        at_fault,
+    )
 
 
 def test_without_a_pattern_both_are_named() -> None:
-    assert verdict({0: _answer(0, _calls("all_reduce")), 1: _answer(1, _calls("barrier"))}).odd == (0, 1)
+    assert diagnose({0: _answer(0, _calls("all_reduce")), 1: _answer(1, _calls("barrier"))}).at_fault == (0, 1)
 
 
 def test_sizes_differ_too() -> None:
-    calls = [Call("all_reduce", size, "all", 1) for size in (8, 8, 9)]
-    assert verdict({rank: _answer(rank, [call]) for rank, call in enumerate(calls)}).odd == (2,)
+    calls = [CollectiveCall("all_reduce", size, "all", 1) for size in (8, 8, 9)]
+    assert diagnose({rank: _answer(rank, [call]) for rank, call in enumerate(calls)}).at_fault == (2,)
 
 
 def test_what_goes_between_two_ranks_is_not_compared() -> None:
     answers = {
-        0: _answer(0, _calls("send", ranks=PAIR), inside=False),
-        1: _answer(1, _calls("recv", "recv", ranks=PAIR)),
+        0: _answer(0, _calls("send", ranks=POINT_TO_POINT), inside=False),
+        1: _answer(1, _calls("recv", "recv", ranks=POINT_TO_POINT)),
     }
-    found = verdict(answers)
-    assert found.odd == (0,)
+    found = diagnose(answers)
+    assert found.at_fault == (0,)
     assert "in no collective" in found.why
 
 
 def test_where_all_stand_at_one_place_none_is_named() -> None:
     answers = {rank: _answer(rank, _calls(*STEP)) for rank in range(4)}
-    assert verdict(answers).odd == ()
+    assert diagnose(answers).at_fault == ()
 
 
 def test_answers_survive_the_wire() -> None:
     answer = _answer(3, _calls(*STEP))
-    assert parsed(Answer, json.loads(json.dumps(answer.as_json()))) == answer
+    assert parsed(RankStatus, json.loads(json.dumps(answer.as_json()))) == answer

@@ -11,17 +11,17 @@ import torch.distributed as dist
 
 from ds_finetune.errors import RunError
 from ds_finetune.watchdog import monitor as module
-from ds_finetune.watchdog.connection import UNREACHABLE, Link, Loss
+from ds_finetune.watchdog.connection import UNREACHABLE, Connection, PacketLoss
 from ds_finetune.watchdog.coordinator import REPORT
-from ds_finetune.watchdog.endings import FOLDER, mark_kill
-from ds_finetune.watchdog.monitor import Vigil, keep_vigil
-from ds_finetune.watchdog.progress import Board, Patience
-from ds_finetune.watchdog.report import Member
+from ds_finetune.watchdog.monitor import Monitor, start_monitor
+from ds_finetune.watchdog.process_death import FOLDER, mark_kill
+from ds_finetune.watchdog.progress import HangLimits, RankProgress
+from ds_finetune.watchdog.report import RankProcess
 from ds_finetune.world import World
 from tests.watchdog.test_connection import linked
 from tests.watchdog.test_coordinator import SECRET, Ranks, until
 
-NEVER = Patience(100.0, 100.0, 100.0)
+NEVER = HangLimits(100.0, 100.0, 100.0)
 
 
 class LeftError(BaseException):
@@ -41,15 +41,15 @@ def left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return codes
 
 
-def _vigil(link: Link, folder: Path) -> Vigil:
+def _monitor(link: Connection, folder: Path) -> Monitor:
     world = World(1, 3, 1, 3, "test")
-    return Vigil(Board(1, NEVER), world, link, Member(0, "host-0", 4000, "1", "elsewhere"), folder)
+    return Monitor(RankProgress(1, NEVER), world, link, RankProcess(0, "host-0", 4000, "1", "elsewhere"), folder)
 
 
 def test_a_rank_that_calls_exit_says_so(left: list[int], tmp_path: Path) -> None:
     ranks = Ranks(tmp_path)
-    vigil = _vigil(ranks.links[1], tmp_path)
-    with pytest.raises(LeftError), vigil.stating_exits():
+    monitor = _monitor(ranks.links[1], tmp_path)
+    with pytest.raises(LeftError), monitor.announce_exits():
         os._exit(3)
     assert left == [3]
     line = ranks.end_of(0).line
@@ -61,8 +61,8 @@ def test_a_forked_process_that_calls_exit_says_nothing(
     left: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = Ranks(tmp_path)
-    vigil, pid = _vigil(ranks.links[1], tmp_path), os.getpid()
-    with vigil.stating_exits():
+    monitor, pid = _monitor(ranks.links[1], tmp_path), os.getpid()
+    with monitor.announce_exits():
         monkeypatch.setattr(os, "getpid", lambda: pid + 1)
         with pytest.raises(LeftError):
             os._exit(0)
@@ -72,9 +72,9 @@ def test_a_forked_process_that_calls_exit_says_nothing(
 
 def test_a_rank_that_gives_up_on_rank_zero_says_so(left: list[int], tmp_path: Path) -> None:
     ranks = Ranks(tmp_path)
-    vigil = _vigil(ranks.links[1], tmp_path)
+    monitor = _monitor(ranks.links[1], tmp_path)
     with pytest.raises(LeftError):
-        vigil._leave(vigil._without_hub("does not answer"))
+        monitor._leave(monitor._without_hub("does not answer"))
     assert "rank 1 (host host-1, process 4001) left: rank 0" in ranks.end_of(2).line
 
 
@@ -84,17 +84,17 @@ def test_a_lossy_network_is_not_taken_for_a_dead_rank_zero(
     monkeypatch.setattr(module, "_HUB_SECONDS", 0.2)
     monkeypatch.setattr(module, "LOSSY_SECONDS", 0.4)
     hub, rank = linked()
-    vigil = _vigil(rank, tmp_path)
-    vigil.board.phase = "start"
+    monitor = _monitor(rank, tmp_path)
+    monitor.progress.phase = "start"
     (tmp_path / FOLDER).mkdir()
-    monkeypatch.setattr(rank, "loss", lambda: Loss(unacknowledged=1, lost=0))
+    monkeypatch.setattr(rank, "loss", lambda: PacketLoss(unacknowledged=1, lost=0))
     began = time.monotonic()
-    vigil._looked_at = began
+    monitor._looked_at = began
 
     def look() -> None:
         while True:
-            vigil._look_at_clock(began + 101 + (time.monotonic() - began))
-            vigil._looked_at = time.monotonic() + 1000
+            monitor._look_at_clock(began + 101 + (time.monotonic() - began))
+            monitor._looked_at = time.monotonic() + 1000
 
     with pytest.raises(LeftError):
         look()
@@ -111,18 +111,18 @@ def test_a_full_disk_behind_standard_error_does_not_end_the_thread(monkeypatch: 
 
 def test_the_death_of_a_rank_zero_that_was_ended_on_purpose_is_marked(tmp_path: Path) -> None:
     hub, rank = linked()
-    vigil = _vigil(rank, tmp_path)
+    monitor = _monitor(rank, tmp_path)
     mark_kill(tmp_path / FOLDER, 4000, "1", "rank 0: does not answer")
     hub.close()
     until(lambda: rank.received() == [] and rank.is_lost)
-    assert vigil._why_lost() == "was ended by the watchdog: rank 0: does not answer"
+    assert monitor._why_lost() == "was ended by the watchdog: rank 0: does not answer"
 
 
 def test_two_ranks_meet_and_say_goodbye(tmp_path: Path) -> None:
     store, ended = dist.HashStore(), []
 
     def work(rank: int) -> None:
-        with keep_vigil(Board(rank, NEVER), World(rank, 2, rank, 2, "test"), store, tmp_path / "run"):
+        with start_monitor(RankProgress(rank, NEVER), World(rank, 2, rank, 2, "test"), store, tmp_path / "run"):
             pass
         ended.append(rank)
 
@@ -147,7 +147,7 @@ def test_a_rank_with_another_secret_is_told(tmp_path: Path, monkeypatch: pytest.
     told = r"rank 1 is not accepted by the watchdog of rank 0 at 127\.0\.0\.1:\d+: its secret is another"
     with (
         pytest.raises(RunError, match=told) as refused,
-        keep_vigil(Board(1, NEVER), World(1, 3, 1, 3, "test"), store, tmp_path),
+        start_monitor(RankProgress(1, NEVER), World(1, 3, 1, 3, "test"), store, tmp_path),
     ):
         pass
     assert "DS_FINETUNE_SECRET" in refused.value.hint

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from ds_finetune.config.schema import WatchdogConfig
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.schedule import seconds_of
-from ds_finetune.watchdog.collectives import seen_collectives
-from ds_finetune.watchdog.progress import Board, Patience
+from ds_finetune.watchdog.collectives import observe_collectives
+from ds_finetune.watchdog.progress import HangLimits, RankProgress
 from ds_finetune.watchdog.stragglers import straggler
 
 
@@ -20,66 +20,66 @@ def _steps(*seconds: float) -> Iterator[StepRecord]:
     return (StepRecord(number, {"perf/step_seconds": each}) for number, each in enumerate(seconds, start=1))
 
 
-def _board(**given: str) -> Board:
-    return Board(0, Patience.of(WatchdogConfig(**given)))  # type: ignore[arg-type]
+def _progress(**given: str) -> RankProgress:
+    return RankProgress(0, HangLimits.of(WatchdogConfig(**given)))  # type: ignore[arg-type]
 
 
 def test_the_limit_follows_the_phase() -> None:
-    board = _board(start="10 minutes", other="20 minutes")
-    assert math.isinf(board.limit())
-    with board.during("start"):
-        assert board.limit() == 600
-    for _ in board.counted(_steps(100, 20, 20, 20, 1)):
-        with board.during("save"):
-            assert board.limit() == 1200
-    assert board.step == 5
-    assert board.limit() == 200
-    for _ in board.counted(_steps(*[1] * 10)):
+    progress = _progress(start="10 minutes", other="20 minutes")
+    assert math.isinf(progress.limit_seconds())
+    with progress.during("start"):
+        assert progress.limit_seconds() == 600
+    for _ in progress.count_steps(_steps(100, 20, 20, 20, 1)):
+        with progress.during("save"):
+            assert progress.limit_seconds() == 1200
+    assert progress.step == 5
+    assert progress.limit_seconds() == 200
+    for _ in progress.count_steps(_steps(*[1] * 10)):
         pass
-    assert board.limit() == 60
+    assert progress.limit_seconds() == 60
 
 
 def test_a_limit_may_be_given_or_left_out() -> None:
-    fixed, never = _board(limit="90 seconds"), _board(limit="never")
-    for board in (fixed, never):
-        assert list(board.counted(_steps(100)))
-    assert fixed.limit() == 90
-    assert math.isinf(never.limit())
+    fixed, never = _progress(limit="90 seconds"), _progress(limit="never")
+    for progress in (fixed, never):
+        assert list(progress.count_steps(_steps(100)))
+    assert fixed.limit_seconds() == 90
+    assert math.isinf(never.limit_seconds())
 
 
 def test_collectives_are_progress_where_tensors_go_one_by_one_and_in_no_step() -> None:
-    board = _board()
-    assert list(board.counted(_steps(1)))
-    began = board.silent_since()
+    progress = _progress()
+    assert list(progress.count_steps(_steps(1)))
+    began = progress.last_progress_at()
     time.sleep(0.01)
-    board.leave(board.enter("all_reduce", 1, "all"))
-    assert board.silent_since() == began
-    with board.during("export"):
-        entered = board.silent_since()
+    progress.leave(progress.enter("all_reduce", 1, "all"))
+    assert progress.last_progress_at() == began
+    with progress.during("export"):
+        entered = progress.last_progress_at()
         time.sleep(0.01)
-        board.leave(board.enter("all_reduce", 1, "all"))
-        assert board.silent_since() > entered
-    with board.during("save"):
-        entered = board.silent_since()
+        progress.leave(progress.enter("all_reduce", 1, "all"))
+        assert progress.last_progress_at() > entered
+    with progress.during("save"):
+        entered = progress.last_progress_at()
         time.sleep(0.01)
-        board.leave(board.enter("all_reduce", 1, "all"))
-        assert board.silent_since() == entered
+        progress.leave(progress.enter("all_reduce", 1, "all"))
+        assert progress.last_progress_at() == entered
 
 
 def test_own_time_is_without_that_in_collectives() -> None:
-    board = _board()
+    progress = _progress()
 
     def steps() -> Iterator[StepRecord]:
         for number in (1, 2):
-            began = board.enter("all_reduce", 1, "all")
+            began = progress.enter("all_reduce", 1, "all")
             time.sleep(0.05)
             # A synchronous collective waits inside; that is not counted twice.
-            board.leave(board.wait())
-            board.leave(began)
+            progress.leave(progress.wait())
+            progress.leave(began)
             yield StepRecord(number, {"perf/step_seconds": 0.08})
 
-    assert list(board.counted(steps()))
-    assert list(board.own_seconds) == [pytest.approx(0.03, abs=0.02)]
+    assert list(progress.count_steps(steps()))
+    assert list(progress.own_seconds) == [pytest.approx(0.03, abs=0.02)]
 
 
 def test_the_slowest_is_held_against_the_median() -> None:
@@ -101,11 +101,11 @@ def test_what_is_no_time_is_refused(text: str) -> None:
 
 
 def test_collectives_are_seen_by_name_size_and_number() -> None:
-    board, before = _board(), dist.all_reduce
+    progress, before = _progress(), dist.all_reduce
     if dist.is_initialized():
         # Of another test's single process.
         dist.destroy_process_group()
-    with seen_collectives(board):
+    with observe_collectives(progress):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         dist.all_reduce(torch.zeros(3))
         dist.all_gather([torch.zeros(5)], tensor=torch.zeros(5))
@@ -113,12 +113,12 @@ def test_collectives_are_seen_by_name_size_and_number() -> None:
         dist.all_gather_object([None], 1)
         dist.barrier(dist.group.WORLD)
         dist.destroy_process_group()
-    assert [(call.name, call.size, call.number) for call in board.answer().recent] == [
+    assert [(call.name, call.size, call.number) for call in progress.status().recent] == [
         ("all_reduce", 3, 1),
         ("all_gather", 5, 2),
         ("broadcast", 2, 3),
         ("all_gather_object", 0, 4),
         ("barrier", 0, 5),
     ]
-    assert board.answer().inside is None
+    assert progress.status().inside is None
     assert dist.all_reduce is before

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from ds_finetune.errors import ConfigError, RunError
-from ds_finetune.watchdog.diagnosis import Verdict
-from ds_finetune.watchdog.endings import began_at, why_killed
-from ds_finetune.watchdog.progress import Answer, Call
-from ds_finetune.watchdog.report import Failure, Member, is_echo, still_lines
+from ds_finetune.watchdog.diagnosis import Diagnosis
+from ds_finetune.watchdog.process_death import began_at, why_killed
+from ds_finetune.watchdog.progress import CollectiveCall, RankStatus
+from ds_finetune.watchdog.report import FailureReport, RankProcess, is_secondary, status_lines
 from ds_finetune.watchdog.stacks import end_process
 
 
@@ -30,29 +30,29 @@ from ds_finetune.watchdog.stacks import end_process
     ],
 )
 def test_what_follows_from_another_rank_is_told_from_what_does_not(error: Exception, wanted: bool) -> None:
-    assert is_echo(error) is wanted
+    assert is_secondary(error) is wanted
 
 
 def test_a_failure_brings_its_line_its_code_and_its_last_lines() -> None:
-    assert Failure.of(ConfigError("tp 3 does not divide 8", hint="try 2")) == Failure(
+    assert FailureReport.of(ConfigError("tp 3 does not divide 8", hint="try 2")) == FailureReport(
         "ConfigError: tp 3 does not divide 8", "tp 3 does not divide 8\n  hint: try 2", 2, False
     )
     with pytest.raises(KeyError) as raised:
         {}["layer"]
-    failure = Failure.of(raised.value)
+    failure = FailureReport.of(raised.value)
     assert failure.line == "KeyError: 'layer'"
     assert failure.code == 1
     assert "test_report.py" in failure.text
 
 
 def test_ranks_that_do_the_same_are_one_line() -> None:
-    members = {rank: Member(rank, f"host-{rank // 8}", 100 + rank, "1", "") for rank in range(64)}
-    call = Call("all_reduce", 2, "all", 9)
-    answers: dict[int, Answer | None] = {
-        rank: Answer(rank, "step", 4, 60.0, call, call, {"all": 9}, (call,)) for rank in range(64)
+    members = {rank: RankProcess(rank, f"host-{rank // 8}", 100 + rank, "1", "") for rank in range(64)}
+    call = CollectiveCall("all_reduce", 2, "all", 9)
+    answers: dict[int, RankStatus | None] = {
+        rank: RankStatus(rank, "step", 4, 60.0, call, call, {"all": 9}, (call,)) for rank in range(64)
     }
     answers[5] = None
-    lines = still_lines(members, answers, Verdict((5,), ""))
+    lines = status_lines(members, answers, Diagnosis((5,), ""))
     assert lines[0] == "  rank 5 (host host-0, process 105): no answer"
     assert lines[1].startswith(
         "  rank 0 (host host-0, process 100) and 62 more: waits in all_reduce of 2 elements (number 9 of all)"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ds_finetune.errors import FinetuneError, RunError
 from ds_finetune.watchdog import run_secret
-from ds_finetune.watchdog.listening import hub_address
+from ds_finetune.watchdog.coordinator_address import coordinator_address
 from ds_finetune.watchdog.run_secret import VARIABLE, agree_on_secret, new_secret
 from ds_finetune.world import World
 
@@ -144,13 +144,13 @@ def _world(local: int, master_addr: str) -> World:
 
 
 def test_only_the_chosen_address_is_listened_on() -> None:
-    assert hub_address(_world(4, "10.0.0.1"), {}) == "127.0.0.1"
-    assert hub_address(_world(2, "127.0.0.1"), {}) == "127.0.0.1"
-    assert hub_address(_world(2, "10.0.0.1"), {"GLOO_SOCKET_IFNAME": "lo"}) == "127.0.0.1"
+    assert coordinator_address(_world(4, "10.0.0.1"), {}) == "127.0.0.1"
+    assert coordinator_address(_world(2, "127.0.0.1"), {}) == "127.0.0.1"
+    assert coordinator_address(_world(2, "10.0.0.1"), {"GLOO_SOCKET_IFNAME": "lo"}) == "127.0.0.1"
     # A name for the loopback is another address on other hosts, and an address of another machine cannot be listened
     # on.
-    assert hub_address(_world(2, "localhost"), {}) == ""
-    assert hub_address(_world(2, "192.0.2.1"), {"NCCL_SOCKET_IFNAME": "^docker0"}) == ""
+    assert coordinator_address(_world(2, "localhost"), {}) == ""
+    assert coordinator_address(_world(2, "192.0.2.1"), {"NCCL_SOCKET_IFNAME": "^docker0"}) == ""
 
 
 def test_a_secret_is_new_each_time() -> None:

@@ -11,7 +11,7 @@ from ds_finetune.world import World
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-def hub_address(world: World, environ: Mapping[str, str]) -> str:
+def coordinator_address(world: World, environ: Mapping[str, str]) -> str:
     """The address at which the other ranks reach rank zero; empty where that cannot be told, and all have to do.
 
     The loopback where all ranks are on this machine; else that of the interface which GLOO_SOCKET_IFNAME or

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 
-class Call(NamedTuple):
+class CollectiveCall(NamedTuple):
     """One collective of a rank: its function, elements given, the ranks that share it, and its number among theirs,
     from 1.
     """
