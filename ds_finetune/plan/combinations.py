@@ -23,7 +23,7 @@ WEIGHT_BYTES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 @dataclass(frozen=True)
-class Proven:
+class TestedLayout:
     """A combination of axes longer than one, beside data parallelism, and the ZeRO stages it is compared with."""
 
     axes: frozenset[str]
@@ -35,17 +35,17 @@ class Proven:
         return tuple(name for name, family in FAMILIES.items() if self.axes <= family.parallel_axes)
 
 
-PROVEN = (
-    Proven(frozenset({"sp"}), (0, 1, 2, 3)),
-    Proven(frozenset({"tp"}), (0, 1, 2, 3)),
-    Proven(frozenset({"sp", "tp"}), (0, 1, 2, 3)),
-    Proven(frozenset({"ep"}), (0, 1, 2, 3)),
-    Proven(frozenset({"sp", "ep"}), (0, 1, 2, 3)),
-    Proven(frozenset({"tp", "ep"}), (0, 1, 2, 3)),
-    Proven(frozenset({"pp"}), (0, 1)),
-    Proven(frozenset({"pp", "tp"}), (0, 1)),
-    Proven(frozenset({"pp", "sp"}), (0, 1)),
-    Proven(frozenset({"pp", "ep"}), (0, 1)),
+TESTED_LAYOUTS = (
+    TestedLayout(frozenset({"sp"}), (0, 1, 2, 3)),
+    TestedLayout(frozenset({"tp"}), (0, 1, 2, 3)),
+    TestedLayout(frozenset({"sp", "tp"}), (0, 1, 2, 3)),
+    TestedLayout(frozenset({"ep"}), (0, 1, 2, 3)),
+    TestedLayout(frozenset({"sp", "ep"}), (0, 1, 2, 3)),
+    TestedLayout(frozenset({"tp", "ep"}), (0, 1, 2, 3)),
+    TestedLayout(frozenset({"pp"}), (0, 1)),
+    TestedLayout(frozenset({"pp", "tp"}), (0, 1)),
+    TestedLayout(frozenset({"pp", "sp"}), (0, 1)),
+    TestedLayout(frozenset({"pp", "ep"}), (0, 1)),
 )
 """Every row is a row of the parity tests."""
 _OPTIMIZERS = ("adam", "adamw")
@@ -70,16 +70,17 @@ _QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "
 def check_layout(
     mesh: Mesh, config: RunConfig, *, stage: int, offloads: Sequence[str] = (), tree: Mapping[str, Any] | None = None
 ) -> None:
-    """ConfigError where a run's layout, with offload to these devices and DeepSpeed's `tree`, is in no row of `PROVEN`,
-    naming the nearest.
+    """ConfigError where a run's layout is in no row of `TESTED_LAYOUTS`, naming the nearest.
+
+    `offloads` are the devices of offload, and `tree` is DeepSpeed's configuration.
     """
     axes = _axes(mesh)
     if not axes:
         return
-    rows = [row for row in PROVEN if row.axes == axes]
+    rows = [row for row in TESTED_LAYOUTS if row.axes == axes]
     if not any(stage in row.stages for row in rows):
         raise ConfigError(
-            f"parallel {mesh} with zero stage {stage} is not proven", hint=f"nearest: {_nearest(axes, stage)}"
+            f"parallel {mesh} with zero stage {stage} is not tested", hint=f"nearest: {_nearest(axes, stage)}"
         )
     if mesh.pp * mesh.tp * mesh.ep > 1 and stage == 0 and config.train.precision != "fp32":
         # DeepSpeed 0.19.8 takes the norm of a rank's own part there (fp16/unfused_optimizer.py): 0.78 of the whole on
@@ -88,8 +89,8 @@ def check_layout(
             f"parallel {mesh} with zero stage 0 in {config.train.precision} clips by a wrong norm",
             hint="use zero stage 1, or fp32",
         )
-    for what, way_out in chain(_unproven(mesh, config, offloads), _unproven_options(tree or {})):
-        raise ConfigError(f"parallel {mesh} with {what} is not proven", hint=way_out)
+    for what, hint in chain(_untested(mesh, config, offloads), _untested_options(tree or {})):
+        raise ConfigError(f"parallel {mesh} with {what} is not tested", hint=hint)
     tokens = config.train.max_seq_len
     if config.data.packing and tokens % mesh.sp:
         legal = [str(n * mesh.sp) for n in (tokens // mesh.sp, tokens // mesh.sp + 1) if n]
@@ -103,7 +104,7 @@ def check_lora(mesh: Mesh, config: RunConfig, *, stage: int, offloads: Sequence[
     """ConfigError where adapters are trained in a way that no test compares with peft (tests/lora)."""
     if config.lora is None:
         return
-    for what, is_so, way_out in (
+    for what, applies, hint in (
         (f"parallel {mesh}", bool(_axes(mesh)), "set tp, pp, sp and ep to 1"),
         ("offload to nvme", "nvme" in offloads, "offload to cpu"),
         ("train.precision fp16", config.train.precision == "fp16", "set train.precision to bf16"),
@@ -124,8 +125,8 @@ def check_lora(mesh: Mesh, config: RunConfig, *, stage: int, offloads: Sequence[
             for name in _QUANTIZED
         ),
     ):
-        if is_so:
-            raise ConfigError(f"lora with {what} is not proven", hint=way_out)
+        if applies:
+            raise ConfigError(f"lora with {what} is not tested", hint=hint)
     if config.lora.quantize is not None:
         _check_quantized(config.lora.quantize, stage=stage, offloads=offloads)
 
@@ -136,7 +137,7 @@ def _check_quantized(kind: str, *, stage: int, offloads: Sequence[str]) -> None:
         what = f"offload to {away[0]}" if away else f"zero stage {stage}"
         # ZeRO-3 partitions parameters, of which the scales of four-bit blocks are none.
         raise ConfigError(
-            f"lora.quantize {kind} with {what} is not proven", hint="use zero stage 0, 1 or 2 without offload"
+            f"lora.quantize {kind} with {what} is not tested", hint="use zero stage 0, 1 or 2 without offload"
         )
     if find_spec("bitsandbytes") is None:
         raise ConfigError(
@@ -145,7 +146,7 @@ def _check_quantized(kind: str, *, stage: int, offloads: Sequence[str]) -> None:
         )
 
 
-def _unproven(mesh: Mesh, config: RunConfig, offloads: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _untested(mesh: Mesh, config: RunConfig, offloads: Sequence[str]) -> Iterator[tuple[str, str]]:
     if config.model.attention != "sdpa":
         yield f"model.attention {config.model.attention}", "set model.attention to sdpa"
     if config.train.precision == "fp16":
@@ -158,18 +159,18 @@ def _unproven(mesh: Mesh, config: RunConfig, offloads: Sequence[str]) -> Iterato
         yield "checkpoint.node_local", "save to a folder that all hosts share"
 
 
-def _unproven_options(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _untested_options(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     given = {**tree, **(tree.get("zero_optimization") or {})}
-    for name, proven in _OPTIONS.items():
-        if name in given and given[name] not in proven:
+    for name, tested in _OPTIONS.items():
+        if name in given and given[name] not in tested:
             yield f"{name} {given[name]}", "leave it out"
 
 
 def table() -> str:
-    """`PROVEN` in Markdown, for `docs/reference/layouts.md`."""
+    """`TESTED_LAYOUTS` in Markdown, for `docs/reference/layouts.md`."""
     rows = [
         f"| {' x '.join(axis for axis in AXES if axis in row.axes)} | {_listed(row.stages)} | {_listed(row.families)} |"
-        for row in PROVEN
+        for row in TESTED_LAYOUTS
     ]
     return "\n".join(["| beside dp | ZeRO stages | model types |", "| --- | --- | --- |", *rows]) + "\n"
 
@@ -183,7 +184,7 @@ def _axes(mesh: Mesh) -> frozenset[str]:
 
 
 def _nearest(axes: frozenset[str], stage: int) -> str:
-    row = min(PROVEN, key=lambda row: (len(row.axes ^ axes), min(abs(stage - other) for other in row.stages)))
+    row = min(TESTED_LAYOUTS, key=lambda row: (len(row.axes ^ axes), min(abs(stage - other) for other in row.stages)))
     return (
         f"{' and '.join(f'parallel.{axis}' for axis in sorted(row.axes))} with zero stage "
         f"{', '.join(map(str, row.stages))}"
@@ -202,23 +203,23 @@ def check_divides(mesh: Mesh, model: Mapping[str, Any], *, pp_layers: Sequence[i
     if not axes:
         return
     kind = str(model.get("model_type"))
-    proven = next(row.families for row in PROVEN if row.axes == axes)
-    if kind not in proven:
-        raise ConfigError(f"parallel {mesh} of model_type {kind} is not proven", hint=f"proven: {', '.join(proven)}")
+    tested = next(row.families for row in TESTED_LAYOUTS if row.axes == axes)
+    if kind not in tested:
+        raise ConfigError(f"parallel {mesh} of model_type {kind} is not tested", hint=f"tested: {', '.join(tested)}")
     _check_stages(mesh.pp, int(model["num_hidden_layers"]), pp_layers)
     scaling = model.get("rope_parameters") or model.get("rope_scaling") or {}
     if mesh.sp > 1 and scaling.get("rope_type", scaling.get("type")) == "longrope":
         # transformers 5.23 chooses its factors by the positions it is given (modeling_rope_utils.py:47), of which a
         # rank has a part.
         raise ConfigError(
-            f"parallel {mesh} of a model with rope_type longrope is not proven", hint="set parallel.sp to 1"
+            f"parallel {mesh} of a model with rope_type longrope is not tested", hint="set parallel.sp to 1"
         )
     biased = [key for key in ("attention_bias", "mlp_bias") if mesh.tp > 1 and model.get(key)]
     if biased:
         raise ConfigError(
-            f"parallel {mesh} of a model with {biased[0]} true is not proven", hint="set parallel.tp to 1"
+            f"parallel {mesh} of a model with {biased[0]} true is not tested", hint="set parallel.tp to 1"
         )
-    for axis, what, number in _shared_out(mesh, model):
+    for axis, what, number in _divided_parts(mesh, model):
         size = getattr(mesh, axis)
         if number % size:
             legal = ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
@@ -269,7 +270,7 @@ def _check_stages(stages: int, layers: int, given: Sequence[int]) -> None:
         )
 
 
-def _shared_out(mesh: Mesh, model: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
+def _divided_parts(mesh: Mesh, model: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
     """What each axis cuts into equal parts, and how many there are."""
     heads = int(model["num_attention_heads"])
     yield "tp", "attention heads", heads
