@@ -1,4 +1,4 @@
-"""Which layouts may be trained: those that the tests compare with a plain PyTorch loop, with sizes that divide the model."""
+"""Which layouts may be trained: those that the tests compare with a plain PyTorch loop, and sizes that divide the model."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
