@@ -79,7 +79,7 @@ def _rank_that_is_killed(folder: Path, before: str) -> str:
 import json, os, socket, signal
 from pathlib import Path
 from ds_finetune.launch.messages import packed
-from ds_finetune.watchdog.process_death import began_at, mark_kill
+from ds_finetune.watchdog.process_death import began_at, record_kill
 control = socket.socket(socket.AF_UNIX)
 control.connect("\\0" + os.environ["DS_FINETUNE_SUPERVISOR"])
 control.sendall(packed(said="rank", rank=0, pid=os.getpid()))
@@ -95,7 +95,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_memory_is_not_blamed_for_a_kill(tmp_path: Path) -> None:
     assert _rank_that_is_killed(tmp_path, "") == "is gone with its agent, which was ended by SIGKILL"
-    mark = f"mark_kill(Path({str(tmp_path / 'watchdog')!r}), os.getpid(), began_at(os.getpid()), 'rank 0: does not answer')"
+    mark = f"record_kill(Path({str(tmp_path / 'watchdog')!r}), os.getpid(), began_at(os.getpid()), 'rank 0: does not answer')"
     told = "is gone with its agent, which was ended by SIGKILL: by the watchdog, because rank 0: does not answer"
     assert _rank_that_is_killed(tmp_path, mark) == told
 
