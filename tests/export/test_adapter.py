@@ -142,7 +142,7 @@ def _index(folder: Path) -> None:
 SPOILED: dict[str, tuple[Any, str]] = {
     "dora": (lambda f: _change_config(f, use_dora=True), "use_dora True"),
     "other kind": (lambda f: _change_config(f, peft_type="LOHA"), "peft_type 'LOHA'"),
-    "half": (lambda f: _change_tensors(f, lambda t: list(t.items())[1:]), "one half alone of 1 adapters"),
+    "half": (lambda f: _change_tensors(f, lambda t: list(t.items())[1:]), "without A or B for 1 adapters"),
     "unknown tensor": (
         lambda f: _change_tensors(f, lambda t: t | {"x.magnitude": torch.zeros(1)}),
         "tensor x.magnitude",

@@ -86,7 +86,7 @@ def test_out_of_fp8(dtype: str, base: Path, tmp_path: Path) -> None:
         assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
     assert (exported.num_tensors, exported.num_bytes) == (len(wanted), sum(tensor.nbytes for tensor in wanted.values()))
     assert exported.notes[0].startswith(
-        f"{sum('layers.2.' in key for key in wanted)} tensors of {base} that the model does not build go along"
+        f"{sum('layers.2.' in key for key in wanted)} tensors of {base} that the model does not build are kept"
     )
     publish(
         tmp_path / "plain", wanted, config={key: value for key, value in V3.items() if key != "quantization_config"}
@@ -484,7 +484,7 @@ def test_adapters_are_merged_into_an_fp8_base_and_the_rest_is_as_published(
         assert torch.allclose(ours, wanted, rtol=2**-4 if dtype == "fp8" else 2**-8, atol=1e-3), key
         assert (wanted - plain[key]).abs().max() > 1
     assert not any("nothing was carried over" in note for note in exported.notes)
-    assert f"tensors of {base} that the model does not build go along" in exported.notes[0]
+    assert f"tensors of {base} that the model does not build are kept" in exported.notes[0]
     export(base, tmp_path / "copy", "bf16")
     assert weights_digest(tmp_path / "copy") == digest
 

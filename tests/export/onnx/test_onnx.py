@@ -328,7 +328,7 @@ def _store_in_fp8(folder: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
-    "another type": (partial(_edit, model_type="mixtral"), "model_type `mixtral` has no ONNX graph here"),
+    "another type": (partial(_edit, model_type="mixtral"), "model_type `mixtral` has no ONNX graph"),
     "dynamic rope": (
         partial(_edit, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
         "rope_type `dynamic`",
@@ -367,7 +367,7 @@ def test_arguments_that_say_nothing_are_refused(
     for arguments, message in (
         (["--format", "onnx", "--max-shard-size", "1GB"], "--max-shard-size 1GB is not valid with --format onnx"),
         (["--no-cache"], "--no-cache is not valid with --format safetensors"),
-        (["--format", "onnx", "--dtype", "bf16"], "ONNX Runtime runs no model in bf16"),
+        (["--format", "onnx", "--dtype", "bf16"], "ONNX Runtime cannot run a model in bf16"),
         (["--format", "onnx"], "is not a folder"),
     ):
         assert cli.main(["export", source, out, *arguments]) == 2

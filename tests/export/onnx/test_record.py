@@ -140,14 +140,14 @@ def _another_graph(folder: Path) -> None:
 
 WRONG: dict[str, tuple[Callable[[Path], object], int, str]] = {
     "cut short": (_shorten, 1, "model.onnx.data holds other bytes than were written"),
-    "weights gone": (lambda f: (f / "model.onnx.data").unlink(), 1, "model.onnx.data was written and is gone"),
-    "graph gone": (lambda f: (f / "model.onnx").unlink(), 1, "model.onnx was written and is gone"),
+    "weights gone": (lambda f: (f / "model.onnx.data").unlink(), 1, "model.onnx.data was written and is missing"),
+    "graph gone": (lambda f: (f / "model.onnx").unlink(), 1, "model.onnx was written and is missing"),
     "another graph": (_another_graph, 1, "positions are beyond it"),
     "no record": (lambda f: (f / RECORD).unlink(), 2, f"holds no {RECORD}"),
     "a record that was changed": (
         lambda f: (f / RECORD).write_text(json.dumps(json.loads((f / RECORD).read_text()) | {"dtype": "fp16"})),
         2,
-        "its own sum is another: it was changed",
+        "its own digest differs: it was changed",
     ),
     "an older record": (
         lambda f: (f / RECORD).write_text('{"format": "onnx 0"}'),
