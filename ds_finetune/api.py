@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ds_finetune.config.schema import DataConfig, RunConfig
-from ds_finetune.console import show_line, show_next, show_plan, show_report, show_verdicts
+from ds_finetune.console import show_line, show_next, show_plan, show_report, show_verifications
 from ds_finetune.errors import ConfigError, LaunchError, VerificationError
+from ds_finetune.quiet import quiet_packages
 from ds_finetune.units import parse_bytes
 from ds_finetune.world import World
 
@@ -35,6 +36,7 @@ def train(config: RunConfig) -> "Report":
     the run: `Report.interrupted` names the signal.
     """
     _refuse_other_threads()
+    quiet_packages()
     world = World.from_environment(os.environ)
     from ds_finetune.trainer.train import train as train_run
 
@@ -42,7 +44,7 @@ def train(config: RunConfig) -> "Report":
         report = train_run(config, announce=show_plan, say=show_line)
     if world.rank == 0:
         show_report(report)
-        show_verdicts(report.verdicts)
+        show_verifications(report.verdicts)
         refuse_unverified(report.verdicts)
         show_next(report)
     return report
@@ -91,28 +93,26 @@ def export(  # noqa: PLR0913 - each is an option of the command
     )
     for line in exported.lines():
         show_line(line)
-    return replace(exported, verdict=verified(exported.folder, trained)) if verify else exported
+    return replace(exported, verdict=verify_folder(exported.folder, trained)) if verify else exported
 
 
-def verified(folder: Path, base: Path | None) -> "VerificationResult":
-    """What came of holding an exported folder against its record, which is printed; VerificationError where it is
-    something else.
-    """
+def verify_folder(folder: Path, base: Path | None) -> "VerificationResult":
+    """Verify an exported folder and print the result; VerificationError where it is not what was exported."""
     from ds_finetune.export.verify.verify import verify_exports
     from ds_finetune.trainer.run_dir import available_bytes
 
-    verdicts = verify_exports([folder], base=base, available_bytes=available_bytes())
-    show_verdicts(verdicts)
-    refuse_unverified(verdicts)
-    return verdicts[0]
+    results = verify_exports([folder], base=base, available_bytes=available_bytes())
+    show_verifications(results)
+    refuse_unverified(results)
+    return results[0]
 
 
-def refuse_unverified(verdicts: "Sequence[VerificationResult]") -> None:
-    """VerificationError names the folders that are not what was exported."""
-    wrong = [verdict for verdict in verdicts if verdict.problems]
+def refuse_unverified(results: "Sequence[VerificationResult]") -> None:
+    """Raise VerificationError, which names them, where folders are not what was exported."""
+    wrong = [result for result in results if result.problems]
     if wrong:
         raise VerificationError(
-            "; ".join(f"{verdict.folder} is not what was exported: {'; '.join(verdict.problems)}" for verdict in wrong),
+            "; ".join(f"{result.folder} is not what was exported: {'; '.join(result.problems)}" for result in wrong),
             hint="do not serve it; export it again, and please report this if it stays",
         )
 

@@ -21,13 +21,14 @@ from ds_finetune.engine.default_group import process_group
 from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.prepare_ops import build_ops, use_cores
-from ds_finetune.engine.start_engine import DTYPES, start_engine
+from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.errors import ConfigError
 from ds_finetune.labels import IGNORE_INDEX
+from ds_finetune.model.dtypes import PRECISION_DTYPES
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.trainer.batches import run_batches
 from ds_finetune.trainer.inputs import make_model_plan, read_inputs
-from ds_finetune.trainer.prepare import PreparedRun, freeze_unreached, make_schedule
+from ds_finetune.trainer.prepare import PreparedRun, estimate_model, freeze_unreached, make_schedule
 from ds_finetune.world import World
 
 _LR = 1e-4
@@ -82,7 +83,8 @@ def step_contest(config: RunConfig, *, steps: int, say: Say) -> Contest:
     plan = make_plan(config, world=world, device=choose_device())
     model = make_model_plan(config, plan.mesh)
     inputs = read_inputs(config, model)
-    run = PreparedRun(config, freeze_unreached(plan, model), inputs, make_schedule(config, inputs))
+    plan, schedule = freeze_unreached(plan, model), make_schedule(config, inputs)
+    run = PreparedRun(config, plan, inputs, schedule, estimate_model(config, plan, model))
     with ExitStack() as stack:
         stack.enter_context(process_group(world, run.plan.device))
         plan = build_ops(use_cores(run.plan, os.environ), all_gather_object, say)
@@ -156,7 +158,7 @@ class _PlainLoop:
         for part in self._layout(batch):
             inputs = {name: tensor.to(self._device) for name, tensor in part.items()}
             labels = inputs.pop("labels")
-            with torch.autocast(self._device, DTYPES[self._precision]) if is_mixed else nullcontext():
+            with torch.autocast(self._device, PRECISION_DTYPES[self._precision]) if is_mixed else nullcontext():
                 logits = self._lm(**inputs, use_cache=False).logits
             loss = functional.cross_entropy(
                 logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"

@@ -112,12 +112,12 @@ def has_chat_template(folder: Path) -> bool:
     )
 
 
-def show_verdicts(verdicts: "Sequence[VerificationResult]") -> None:
+def show_verifications(results: "Sequence[VerificationResult]") -> None:
     """Print what exported folders were compared with and what came of it."""
-    for verdict in verdicts:
-        state = "verified" if verdict.is_verified else "not checked" if verdict.skipped else "UNVERIFIED"
-        OUT.print(f"{state}: {verdict.folder}", markup=False)
-        for text in (*verdict.lines, *verdict.problems, *([verdict.skipped] if verdict.skipped else [])):
+    for result in results:
+        state = "verified" if result.is_verified else "not checked" if result.skipped else "UNVERIFIED"
+        OUT.print(f"{state}: {result.folder}", markup=False)
+        for text in (*result.lines, *result.problems, *([result.skipped] if result.skipped else [])):
             OUT.print(f"  {text}", markup=False)
 
 

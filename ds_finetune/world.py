@@ -22,6 +22,8 @@ whatever SLURM_NTASKS says.
 _ANY_PORT = 0
 """The system picks a free one: a world of one meets nobody, and two of them on a machine must not want the same port.
 """
+DEFAULT_PORT = 29_500
+"""Port on the first host where ranks meet, as torch chooses it, where neither an option nor MASTER_PORT names one."""
 _FIRST_PORT, _PORTS = 20_000, 12_000
 """Below 32768, where Linux takes the ports of outgoing connections from."""
 
@@ -36,7 +38,7 @@ class World:
     local_world_size: int
     launcher: str
     master_addr: str = "127.0.0.1"
-    master_port: int = 29_500
+    master_port: int = DEFAULT_PORT
 
     def __post_init__(self) -> None:
         """LaunchError where the numbers cannot be."""
@@ -117,7 +119,7 @@ class World:
         if local_size < size and "MASTER_ADDR" not in environ:
             raise LaunchError(
                 f"Open MPI runs {size} ranks on several hosts ({local_size} here) and MASTER_ADDR is not set",
-                hint="mpirun -x MASTER_ADDR=FIRST_HOST -x MASTER_PORT=29500 ...",
+                hint=f"mpirun -x MASTER_ADDR=FIRST_HOST -x MASTER_PORT={DEFAULT_PORT} ...",
             )
         job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid") or "0"
         return cls(rank, size, local, local_size, "mpirun", *_meeting_place(environ, job))
@@ -259,7 +261,7 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
 
 def _meeting_place(environ: Mapping[str, str], job: str) -> tuple[str, int]:
     """Address and port; without a given port, one that follows from the job, so that jobs on one host do not meet."""
-    port = _FIRST_PORT + sum(ord(c) * 31**i for i, c in enumerate(job)) % _PORTS if job else 29_500
+    port = _FIRST_PORT + sum(ord(c) * 31**i for i, c in enumerate(job)) % _PORTS if job else DEFAULT_PORT
     return environ.get("MASTER_ADDR", "127.0.0.1"), _number(environ, "MASTER_PORT", default=port)
 
 

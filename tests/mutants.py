@@ -32,9 +32,9 @@ PARITY, PARALLEL, ROWS = "tests/parity/test_parity.py", "tests/parity/test_paral
 MUTANTS = (
     Mutant(
         "scale of the loss",
-        "engine/engine.py",
-        "self.plan.zero_ranks / max(supervised, 1)",
-        "1 / max(supervised, 1)",
+        "engine/loss_normalisation.py",
+        "(zero_ranks / max(num_supervised, 1))",
+        "(1 / max(num_supervised, 1))",
         PARITY,
     ),
     Mutant(

@@ -1,6 +1,7 @@
 """README.md and docs/: links and files exist, commands parse, run files are valid, generated pages are fresh."""
 
 import argparse
+import ast
 import re
 import runpy
 import shlex
@@ -21,12 +22,13 @@ from ds_finetune.families.table import FAMILIES
 from ds_finetune.plan.combinations import AXES, PROVEN
 from tests.conftest import ROOT
 
+COLUMNS = 120
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
 FILE = re.compile(r"(?<![\w./*-])(?:tests|scripts|docs|ds_configs|hostfiles|ds_finetune)/[\w./-]*\w/?")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
-COMMAND = re.compile(r"^\s*ds-finetune (.*)|ds_finetune/train\.py (.*)")
+COMMAND = re.compile(r"^\s*(?:\$ )?ds-finetune (.*)|ds_finetune/train\.py (.*)")
 OPTIONAL = re.compile(r"\[([^\[\]]*)\]")
 MISSING = re.compile(r"the following arguments are required|one of the arguments")
 NAMES = ("RUN.yaml", "X", "Y")
@@ -72,7 +74,7 @@ def test_every_file_named_exists(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     missing = {path for path in FILE.findall(text) if not (ROOT / path).exists()}
     packages = "|".join(folder.parent.name for folder in (ROOT / "ds_finetune").glob("*/__init__.py"))
-    modules = re.findall(rf"`((?:{packages})/\w+\.py)", text)
+    modules = re.findall(rf"`((?:{packages})(?:/\w+)+\.py)", text)
     assert not missing | {path for path in modules if not (ROOT / "ds_finetune" / path).exists()}
 
 
@@ -87,6 +89,35 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES[1:], ids=_name)
+def test_lines_are_at_most_120_columns_wide(page: Path) -> None:
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert [number for number, line in enumerate(lines, start=1) if len(line) > COLUMNS] == []
+
+
+def _messages() -> str:
+    """Every text of the package, a line each, with `…` for values."""
+    texts = []
+    for file in (ROOT / "ds_finetune").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "…" for part in node.values]
+                texts.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return "\n".join(texts)
+
+
+def test_the_errors_explained_are_those_of_the_program() -> None:
+    """A message between `**` and backticks occurs in the source, in pieces between its values."""
+    page = (ROOT / "docs" / "how-to" / "troubleshooting.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"^- \*\*`(.+?)`\*\*", page, re.MULTILINE)
+    assert len(quoted) >= 25
+    known = _messages()
+    unknown = {text for text in quoted for piece in text.split("…") if piece.strip(" `") not in known}
+    assert not unknown
 
 
 def _written(line: str) -> Iterator[list[str]]:

@@ -1,7 +1,6 @@
 """torch.distributed.checkpoint's storage over parts: one file for each rank, described by plain JSON."""
 
 import os
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,10 +23,10 @@ from ds_finetune.checkpoint.chunks import Chunk
 from ds_finetune.checkpoint.part_file import PartFile, StoredChunk, part_header
 from ds_finetune.checkpoint.planners import RestorePlanner, StatePlanner, writer_share
 from ds_finetune.engine.state import WEIGHT, StateGroup
+from ds_finetune.quiet import quiet_packages
 
-# Each rank saves and loads by itself, on purpose. Once for all: a filter put on and off again makes every other warning
-# come anew.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+# Each rank saves and loads by itself, on purpose, of which torch warns.
+quiet_packages()
 
 
 class PartSink(Protocol):

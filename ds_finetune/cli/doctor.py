@@ -15,11 +15,11 @@ from ds_finetune.config.schema import read_config
 from ds_finetune.console import ERR, OUT
 from ds_finetune.errors import USER_ERROR_EXIT_CODE, ConfigError
 from ds_finetune.hostfile import Host, chosen_hosts, read_hostfile
+from ds_finetune.world import DEFAULT_PORT
 
 if TYPE_CHECKING:
     from ds_finetune.hosts.check import Check
 
-_PORT = 29_500
 _SHOWN_HOSTS = 3
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
@@ -42,8 +42,8 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     doctor.add_argument(
         "--port",
         type=port,
-        default=int(os.environ.get("MASTER_PORT", _PORT)),
-        help="where ranks will meet (default MASTER_PORT, 29500)",
+        default=int(os.environ.get("MASTER_PORT", DEFAULT_PORT)),
+        help=f"port of the first host where ranks will meet (default: MASTER_PORT, or {DEFAULT_PORT})",
     )
     doctor.add_argument("--json", action="store_true", help="print the checks as JSON, one after another")
     doctor.add_argument(

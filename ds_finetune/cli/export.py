@@ -4,7 +4,7 @@ from pathlib import Path
 
 from ds_finetune import api
 from ds_finetune.cli.arguments import Arguments, Commands
-from ds_finetune.console import show_verdicts
+from ds_finetune.console import show_verifications
 from ds_finetune.errors import ConfigError
 
 
@@ -77,7 +77,7 @@ def _check(folder: Path, base: str | None) -> None:
         if model.is_dir():
             check_folder(model)
     if not is_onnx(folder):
-        api.verified(folder, Path(base) if base else None)
+        api.verify_folder(folder, Path(base) if base else None)
         return
     check_packages()
     if base:
@@ -85,8 +85,8 @@ def _check(folder: Path, base: str | None) -> None:
             f"--base {base} is not valid with the ONNX folder {folder}",
             hint="leave it out: the folder's record is enough",
         )
-    from ds_finetune.export.onnx.record import check_onnx
+    from ds_finetune.export.onnx.record import verify_onnx_folder
 
-    verdict = check_onnx(folder)
-    show_verdicts([verdict])
-    api.refuse_unverified([verdict])
+    result = verify_onnx_folder(folder)
+    show_verifications([result])
+    api.refuse_unverified([result])

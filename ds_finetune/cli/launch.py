@@ -14,14 +14,13 @@ from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.console import show_line
 from ds_finetune.errors import LaunchError
 from ds_finetune.hostfile import Host
+from ds_finetune.world import DEFAULT_PORT
 
 if TYPE_CHECKING:
     from ds_finetune.launch.environment import CarriedVariables
     from ds_finetune.launch.schedulers import Job
 
 _NODE_LAUNCHERS, _SCHEDULERS = ("torchrun", "deepspeed"), ("mpirun", "slurm")
-_PORT = 29_500
-"""Where ranks meet under mpirun, where nobody looks for a free port; torch's own choice."""
 
 
 def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -122,9 +121,9 @@ def _launch(arguments: argparse.Namespace) -> None:
         for line in environment.lines():
             screen.say(line)
         code = (
-            _with_agents(config, job, arguments, screen.say)
+            _run_with_supervisors(config, job, arguments, screen.say)
             if arguments.launcher in _NODE_LAUNCHERS
-            else _with_scheduler(job, arguments, screen.say)
+            else _run_with_scheduler(job, arguments, screen.say)
         )
     if code:
         raise SystemExit(code)
@@ -140,7 +139,7 @@ def _job(arguments: argparse.Namespace, hosts: tuple[Host, ...], environment: "C
         hosts,
         run_id=f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}",
         master_addr=hosts[0].name if hosts else "",
-        master_port=arguments.port or _PORT,
+        master_port=arguments.port or DEFAULT_PORT,
         variables=environment.values,
         interface=arguments.interface,
         directory=str(Path.cwd()),
@@ -194,14 +193,16 @@ def _show(config: RunConfig, job: "Job", arguments: argparse.Namespace) -> None:
         )
 
 
-def _with_agents(config: RunConfig, job: "Job", arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
+def _run_with_supervisors(
+    config: RunConfig, job: "Job", arguments: argparse.Namespace, say: Callable[[str], None]
+) -> int:
     from ds_finetune.launch.environment import interface_variables
     from ds_finetune.launch.node_launchers import NODE_LAUNCHERS
     from ds_finetune.launch.remote import Remote
     from ds_finetune.launch.run import LaunchRequest, launch
     from ds_finetune.watchdog.run_secret import VARIABLE
 
-    wanted = LaunchRequest(
+    request = LaunchRequest(
         job.hosts,
         NODE_LAUNCHERS[arguments.launcher],
         (job.run, *job.overrides),
@@ -210,10 +211,10 @@ def _with_agents(config: RunConfig, job: "Job", arguments: argparse.Namespace, s
         job.run_id,
         arguments.port,
     )
-    return launch(config, wanted, say)
+    return launch(config, request, say)
 
 
-def _with_scheduler(job: "Job", arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
+def _run_with_scheduler(job: "Job", arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
     from ds_finetune.launch.remote import Remote
     from ds_finetune.launch.run import run_scheduler
     from ds_finetune.launch.schedulers import mpirun_command, srun_command, starting_environment

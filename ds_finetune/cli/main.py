@@ -31,6 +31,7 @@ from ds_finetune.cli import (
 from ds_finetune.console import show_error
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, FinetuneError
 from ds_finetune.launch.process_tags import SUPERVISOR_VARIABLE
+from ds_finetune.quiet import quiet_packages
 
 _MODULES = (train, launch, plan, doctor, data, config, checkpoint, export, evaluate, serve, selftest, bench, demo)
 """In the order in which `--help` lists their commands."""
@@ -45,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = parse_arguments(sys.argv[1:] if argv is None else list(argv))
     try:
+        quiet_packages()
         arguments.command(arguments)
     except FinetuneError as error:
         _print_once(str(error))

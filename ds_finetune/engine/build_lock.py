@@ -20,6 +20,7 @@ from torch.utils.file_baton import FileBaton
 
 from ds_finetune.errors import ConfigError
 from ds_finetune.patches.torch_extensions import replaced_build_lock
+from ds_finetune.phase_line import time_text
 
 Say = Callable[[str], None]
 REPORT_SECONDS = 30.0
@@ -62,6 +63,7 @@ class _ReportedBaton(FileBaton):
     def __init__(self, path: str, *, op: str, say: Say) -> None:
         super().__init__(path)
         self._path, self._op, self._say = Path(path), op, say
+        self._began: float | None = None
 
     def try_acquire(self) -> bool:
         while not super().try_acquire():
@@ -70,7 +72,13 @@ class _ReportedBaton(FileBaton):
         self._path.write_text(_own_record())
         if not self._is_built:
             self._say(f"compiling DeepSpeed's {self._op} in {self._path.parent}, which takes minutes the first time")
+            self._began = time.monotonic()
         return True
+
+    def release(self) -> None:
+        super().release()
+        if self._began is not None and self._is_built:
+            self._say(f"compiled DeepSpeed's {self._op} in {time_text(time.monotonic() - self._began)}")
 
     def wait(self) -> None:
         self._wait()

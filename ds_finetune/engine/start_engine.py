@@ -1,13 +1,11 @@
 """From a plan to a running engine: skeleton, weights where they live, optimizer, DeepSpeed."""
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -21,6 +19,7 @@ from ds_finetune.engine.zero3_partition import partition
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build import Where, build_skeleton, model_class, resolve_folder
 from ds_finetune.model.cross_entropy import KERNELS, Kernel, chunked_cross_entropy
+from ds_finetune.model.dtypes import PRECISION_DTYPES
 from ds_finetune.model.four_bit import four_bit_or_whole, install_four_bit
 from ds_finetune.model.lora import install_lora
 from ds_finetune.model.loss import TrainedModel, install_loss_head
@@ -40,8 +39,7 @@ from ds_finetune.patches.deepspeed_engine import undo_constructor_step
 from ds_finetune.patches.deepspeed_init import zero_init
 from ds_finetune.patches.torch_nn import linears_without_memory
 from ds_finetune.plan.plan import Plan
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+from ds_finetune.quiet import deepspeed_level
 
 
 @contextmanager
@@ -52,9 +50,10 @@ def start_engine(plan: Plan, model: ModelPlan, *, has_weights: bool = True) -> I
     and so in no checkpoint, weights are loaded all the same.
     """
     import deepspeed
-    from deepspeed.utils import logger
+    from deepspeed.utils import set_log_level_from_string
 
-    logger.setLevel(logging.WARNING)
+    level = deepspeed_level()
+    set_log_level_from_string("warning" if level == "quiet" else level)
     check_nvme(plan)
     check_buffers(plan, model)
     with open_groups(plan.mesh, timeout=timedelta(seconds=plan.collective_seconds)) as groups:
@@ -113,7 +112,7 @@ def _skeleton(plan: Plan, model: ModelPlan, groups: Groups) -> PreTrainedModel:
         lm = build_skeleton(
             local_config(hf_config, plan.mesh.tp),
             attention=model.attention,
-            dtype=DTYPES[plan.precision],
+            dtype=PRECISION_DTYPES[plan.precision],
             device=device,
             init_context=partitioned if plan.zero_stage == 3 else without_linears,
         )

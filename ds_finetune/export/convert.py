@@ -70,12 +70,12 @@ class Conversion:
         return tuple(tensor for name, shape in self.source.shapes.items() for tensor in self._hub_tensors(name, shape))
 
     def copy_to(self, writer: ShardWriter) -> None:
-        """Write all of them; each thread holds one piece or one row of blocks at a time.
+        """Write all of them; each thread holds one chunk or one row of blocks at a time.
 
         ExportError names a tensor that holds NaN or infinity, also where the cast makes one.
         """
         with _torch_on_one_thread():
-            _run_in_threads(_PieceConverter(self, writer).convert, self._pieces(), self.workers)
+            _run_in_threads(_Converter(self, writer).convert, self._work_items(), self.workers)
 
     def dtype_of(self, name: str) -> torch.dtype:
         """The dtype of a tensor that is not written in FP8."""
@@ -89,7 +89,7 @@ class Conversion:
             else:
                 yield HubTensor(piece.key, piece.shape, self.dtype_of(name))
 
-    def _pieces(self) -> Iterator["_Piece"]:
+    def _work_items(self) -> Iterator["_WorkItem"]:
         for name, shape in self.source.shapes.items():
             for piece in hub_pieces(name, shape, self.parts.family):
                 begin, numel = piece.first_element(shape), math.prod(piece.shape)
@@ -97,7 +97,7 @@ class Conversion:
                 size = BLOCK * piece.shape[1] if is_blocks else CHUNK_NUMEL
                 columns = piece.shape[1] if is_blocks else 0
                 for start in range(0, numel, size):
-                    yield _Piece(name, begin, piece.key, start, min(size, numel - start), columns)
+                    yield _WorkItem(name, begin, piece.key, start, min(size, numel - start), columns)
 
 
 def convert_source(
@@ -105,7 +105,7 @@ def convert_source(
 ) -> BlockCounts:
     """Write every tensor of `source`, and `parts`, to `out`, which appears only when complete.
 
-    Each of `workers` threads holds one piece of `CHUNK_NUMEL` elements or 128 rows, whatever the size of tensors and
+    Each of `workers` threads holds one chunk of `CHUNK_NUMEL` elements or 128 rows, whatever the size of tensors and
     files. ExportError names a tensor that holds NaN or infinity, also where the cast makes one.
     """
     conversion = Conversion(source, parts, workers)
@@ -115,10 +115,10 @@ def convert_source(
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _WorkItem:
     """Elements `start` to `start + numel` of the published tensor `key`.
 
-    The first element of `key` is the element `begin` of the source's tensor `name`. A piece with `columns` is a row
+    The first element of `key` is the element `begin` of the source's tensor `name`. An item with `columns` is a row
     of blocks that is to be quantised.
     """
 
@@ -130,41 +130,41 @@ class _Piece:
     columns: int
 
 
-class _PieceConverter(threading.local):
-    """Reads, casts and writes pieces; each thread has its own buffer for the cast."""
+class _Converter(threading.local):
+    """Reads, casts and writes work items; each thread has its own buffer for the cast."""
 
     def __init__(self, conversion: Conversion, writer: ShardWriter) -> None:
         self._conversion, self._writer = conversion, writer
         self._buffer = torch.empty(0)
 
-    def convert(self, piece: _Piece) -> None:
-        """Read, cast and write one piece."""
-        flat = self._conversion.source.read(piece.name, piece.begin + piece.start, piece.numel)
-        assert flat.shape == (piece.numel,), (piece, flat.shape)
-        if piece.columns:
-            _check_finite(piece, flat, flat)
-            self._quantise(piece, flat.view(-1, piece.columns))
+    def convert(self, item: _WorkItem) -> None:
+        """Read, cast and write one item."""
+        flat = self._conversion.source.read(item.name, item.begin + item.start, item.numel)
+        assert flat.shape == (item.numel,), (item, flat.shape)
+        if item.columns:
+            _check_finite(item, flat, flat)
+            self._quantise(item, flat.view(-1, item.columns))
             return
-        cast = self._cast(flat, self._conversion.dtype_of(piece.name))
-        _check_finite(piece, flat, cast)
-        self._writer.write(piece.key, piece.start, cast)
+        cast = self._cast(flat, self._conversion.dtype_of(item.name))
+        _check_finite(item, flat, cast)
+        self._writer.write(item.key, item.start, cast)
 
-    def _quantise(self, piece: _Piece, values: torch.Tensor) -> None:
+    def _quantise(self, item: _WorkItem, values: torch.Tensor) -> None:
         """Write a row of blocks [rows, columns] and its scales; only some columns at a time are held in fp32."""
-        row = piece.start // piece.columns
-        base = self._base_blocks(piece.key, row, row + len(values))
-        made, scale = torch.empty(values.shape, dtype=FP8), torch.empty(scale_shape(values.shape)[1])
+        row = item.start // item.columns
+        base = self._base_blocks(item.key, row, row + len(values))
+        quantised, scale = torch.empty(values.shape, dtype=FP8), torch.empty(scale_shape(values.shape)[1])
         kept = 0
-        for first in range(0, piece.columns, _COLUMNS):
+        for first in range(0, item.columns, _COLUMNS):
             columns, blocks = slice(first, first + _COLUMNS), slice(first // BLOCK, (first + _COLUMNS) // BLOCK)
             part = values[:, columns].float()
             if base is None:
-                made[:, columns], scale[blocks] = quantise(part)
+                quantised[:, columns], scale[blocks] = quantise(part)
             else:
-                made[:, columns], scale[blocks], same = quantise_like(part, base[0][:, columns], base[1][blocks])
+                quantised[:, columns], scale[blocks], same = quantise_like(part, base[0][:, columns], base[1][blocks])
                 kept += int(same.sum())
-        self._writer.write(piece.key, piece.start, made.view(-1))
-        self._writer.write(piece.key + SCALE, row // BLOCK * len(scale), scale)
+        self._writer.write(item.key, item.start, quantised.view(-1))
+        self._writer.write(item.key + SCALE, row // BLOCK * len(scale), scale)
         self._conversion.blocks.count(len(scale), kept)
 
     def _base_blocks(self, key: str, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -184,26 +184,26 @@ class _PieceConverter(threading.local):
         return self._buffer[: flat.numel()].copy_(flat)
 
 
-def _check_finite(piece: _Piece, flat: torch.Tensor, cast: torch.Tensor) -> None:
+def _check_finite(item: _WorkItem, flat: torch.Tensor, cast: torch.Tensor) -> None:
     low, high = torch.aminmax(cast)
     if not (torch.isfinite(low) and torch.isfinite(high)):
         is_read = bool(torch.isfinite(flat).all())
         raise ExportError(
-            f"tensor `{piece.key}` holds NaN or infinity {f'as {cast.dtype}' if is_read else 'in the checkpoint'}",
+            f"tensor `{item.key}` holds NaN or infinity {f'as {cast.dtype}' if is_read else 'in the checkpoint'}",
             hint="export with --dtype bf16 or fp32"
             if is_read
             else "the run diverged before this checkpoint; export an older one",
         )
 
 
-def _run_in_threads(work: Callable[[_Piece], None], pieces: Iterable[_Piece], workers: int) -> None:
-    """Call `work` for every piece, about in order; an error ends all threads and is raised."""
-    remaining = deque(pieces)
+def _run_in_threads(work: Callable[[_WorkItem], None], items: Iterable[_WorkItem], workers: int) -> None:
+    """Call `work` for every item, about in order; an error ends all threads and is raised."""
+    remaining = deque(items)
 
     def drain() -> None:
         try:
-            for piece in iter(lambda: _next(remaining), None):
-                work(piece)
+            for item in iter(lambda: _next(remaining), None):
+                work(item)
         finally:
             remaining.clear()
 
@@ -216,16 +216,16 @@ def _run_in_threads(work: Callable[[_Piece], None], pieces: Iterable[_Piece], wo
             remaining.clear()
 
 
-def _next(pieces: deque[_Piece]) -> _Piece | None:
+def _next(items: deque[_WorkItem]) -> _WorkItem | None:
     try:
-        return pieces.popleft()
+        return items.popleft()
     except IndexError:
         return None
 
 
 @contextmanager
 def _torch_on_one_thread() -> Iterator[None]:
-    """Torch operations use only the calling thread, since all cores are busy with pieces of their own."""
+    """Torch operations use only the calling thread, since all cores are busy with items of their own."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -20,9 +20,11 @@ from ds_finetune.export.model_config import TOKENIZER_CONFIG, served_config, ser
 from ds_finetune.export.shards import HubTensor, ShardWriter, as_output_errors, plan_shards, synchronise
 from ds_finetune.export.verify.record import ExportRecord, mark_unverified
 from ds_finetune.families.family import Family
+from ds_finetune.model.dtypes import dtype_name
 from ds_finetune.model.fp8 import QUANTIZATION_CONFIG, is_quantised
 from ds_finetune.model.hub_folder import HubFolder
 from ds_finetune.model.names import hub_pieces
+from ds_finetune.phase_line import PhaseLine
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -99,7 +101,7 @@ def write_folder(
     `specs` are the names, shapes and dtypes that `tensors` will yield. Every rank consumes `tensors`, which yields
     None for the tensor on ranks that write nothing. One tensor is held at a time, and no copy of it is made.
     """
-    with ExitStack() as stack:
+    with ExitStack() as stack, PhaseLine("exporting tensors", len(specs)) as line:
         writer: ShardWriter | None = None
         for name, tensor in tensors:
             if tensor is not None:
@@ -109,6 +111,7 @@ def write_folder(
                 _write_whole(writer, name, tensor, specs[name], parts)
             # Released before the next tensor is gathered.
             del tensor
+            line.advance()
 
 
 def _write_whole(writer: ShardWriter, name: str, tensor: torch.Tensor, spec: torch.Tensor, parts: FolderParts) -> None:
@@ -196,7 +199,7 @@ def link_folder(source: Path, out: Path) -> bool:
 
 def has_same_weights(folder: Path, other: Path) -> bool:
     """Whether the weights of two folders are the same files, as `link_folder` makes them."""
-    mine, others = ({file.name: file for file in place.glob(f"*{_WEIGHTS}")} for place in (folder, other))
+    mine, others = ({file.name: file for file in each.glob(f"*{_WEIGHTS}")} for each in (folder, other))
     if not mine or mine.keys() != others.keys():
         return False
     return all(file.samefile(others[name]) for name, file in mine.items())
@@ -205,9 +208,8 @@ def has_same_weights(folder: Path, other: Path) -> bool:
 def _write_beside(folder: Path, parts: FolderParts, keys: Collection[str]) -> None:
     config = served_config(parts.config, parts.family, keys)
     config.setdefault("architectures", [parts.architecture])
-    config["dtype" if "dtype" in config and "torch_dtype" not in config else "torch_dtype"] = str(
-        parts.dtype
-    ).removeprefix("torch.")
+    key = "dtype" if "dtype" in config and "torch_dtype" not in config else "torch_dtype"
+    config[key] = dtype_name(parts.dtype)
     if parts.is_fp8:
         config["quantization_config"] = dict(QUANTIZATION_CONFIG)
     (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

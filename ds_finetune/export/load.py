@@ -9,6 +9,7 @@ from ds_finetune.errors import ExportError
 from ds_finetune.export.onnx.folder import check_packages
 from ds_finetune.export.verify.record import is_onnx
 from ds_finetune.model.folder_check import check_folder
+from ds_finetune.quiet import show_loading_as_phase
 
 _HINT = "name an exported folder, e.g. runs/r1/export"
 
@@ -26,6 +27,7 @@ def load_exported(folder: Path) -> PreTrainedModel:
         from ds_finetune.export.onnx.runtime import OnnxCausalLM
 
         return OnnxCausalLM.from_pretrained(folder)
+    show_loading_as_phase()
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False).eval()
     return model.cuda() if torch.cuda.is_available() else model
 

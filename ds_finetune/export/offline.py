@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import AutoConfig
 
-from ds_finetune.engine.start_engine import DTYPES
 from ds_finetune.errors import ExportError, OutputError
-from ds_finetune.export.base_folder import BaseFolder, config_changes
+from ds_finetune.export.base_folder import BaseFolder
 from ds_finetune.export.convert import Conversion, convert_source, num_workers
 from ds_finetune.export.folder import TOKENIZER_FILES, FolderParts
+from ds_finetune.export.model_config import config_changes
 from ds_finetune.export.readers.sources import OpenedSource, open_source
 from ds_finetune.export.source import ModelSpec, fit_source, read_model_spec
 from ds_finetune.export.verify.record import ExportRecord, fixed_prompts
 from ds_finetune.families.table import family_of
+from ds_finetune.model.dtypes import PRECISION_DTYPES, dtype_name
 from ds_finetune.model.folder_check import check_folder
 from ds_finetune.model.fp8 import FP8 as FP8_DTYPE
 from ds_finetune.model.fp8 import QUANTIZATION_CONFIG
@@ -33,7 +34,7 @@ COPIED_FILES = ("generation_config.json", *TOKENIZER_FILES)
 """Files that are copied beside the weights, where they exist."""
 FP8 = "fp8"
 """Linear weights in FP8 blocks as DeepSeek-V3 publishes them, the others in bf16."""
-EXPORT_DTYPES = (*DTYPES, FP8)
+EXPORT_DTYPES = (*PRECISION_DTYPES, FP8)
 
 
 @dataclass(frozen=True)
@@ -73,11 +74,11 @@ def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int
     parts, notes = _with_base(_parts(folders, spec, opened, dtype), spec, opened, base, without=source.shapes)
     source = source.with_copies(parts.copies)
     tensors = [tensor for copied in (Conversion(source, parts, 1), *parts.base_tensors) for tensor in copied.tensors]
-    own = [name for name in source.shapes if spec.may_skip(name) and name not in parts.copies]
+    unbuilt = [name for name in source.shapes if spec.may_skip(name) and name not in parts.copies]
     notes = [
-        *_unbuilt_notes(opened.hub.folder if opened.hub else path, own),
+        *_unbuilt_notes(opened.hub.folder if opened.hub else path, unbuilt),
         *notes,
-        *config_changes(parts, (tensor.key for tensor in tensors)),
+        *config_changes(parts.config, parts.files, [tensor.key for tensor in tensors]),
     ]
     if parts.is_fp8 and parts.family.fp8_linear is None and parts.fp8_base is None:
         raise ExportError(
@@ -120,7 +121,7 @@ def _with_base(
 
 
 def _unbuilt_notes(path: Path, names: list[str]) -> list[str]:
-    return [f"{len(names)} tensors of {path} that the model does not build go along, e.g. {names[0]}"] if names else []
+    return [f"{len(names)} tensors of {path} that the model does not build are kept, e.g. {names[0]}"] if names else []
 
 
 def check_out(out: Path) -> None:
@@ -165,7 +166,7 @@ def _first(folders: tuple[Path, ...], name: str) -> Path | None:
 
 
 def _parts(folders: tuple[Path, ...], spec: ModelSpec, opened: OpenedSource, dtype: str) -> FolderParts:
-    file, beside = _config_file(folders), (_first(folders, name) for name in COPIED_FILES)
+    file, copied = _config_file(folders), (_first(folders, name) for name in COPIED_FILES)
     config = json.loads(file.read_text(encoding="utf-8"))
     if dtype == FP8 and config.get("quantization_config") not in (None, QUANTIZATION_CONFIG):
         raise ExportError(
@@ -173,14 +174,14 @@ def _parts(folders: tuple[Path, ...], spec: ModelSpec, opened: OpenedSource, dty
             f"{dict(QUANTIZATION_CONFIG)}",
             hint="export with --dtype bf16",
         )
-    plain = torch.bfloat16 if dtype == FP8 else DTYPES[dtype]
+    plain = torch.bfloat16 if dtype == FP8 else PRECISION_DTYPES[dtype]
     return FolderParts(
         family=family_of(spec.model_type),
         config=config,
         architecture=spec.architecture,
         dtype=plain,
         is_fp8=dtype == FP8,
-        files=tuple(file for file in beside if file is not None),
+        files=tuple(file for file in copied if file is not None),
         record=opened.record or _record_without_logits(file.parent, opened, plain),
         texts=dict(opened.texts),
     )
@@ -194,7 +195,7 @@ def _record_without_logits(folder: Path, opened: OpenedSource, dtype: torch.dtyp
     vocab_size = int(AutoConfig.from_pretrained(folder, trust_remote_code=False).vocab_size)
     return ExportRecord(
         str((opened.base or folder).absolute()),
-        str(dtype).removeprefix("torch."),
+        dtype_name(dtype),
         vocab_size,
         fixed_prompts(vocab_size, None),
     )

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distributions, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Self
 
 import psutil
 
 import ds_finetune
+from ds_finetune.units import MIB
 
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate")
 """Packages whose versions must be the same on every host."""
@@ -50,13 +50,6 @@ class HostInfo:
     """The requested port, or any free port where none was requested; 0 where the requested port is taken."""
     port_holder: str | None
     """The process that holds the requested port; None where the port is free or none was requested."""
-
-    @classmethod
-    def read(cls, tree: Any) -> Self | None:  # noqa: ANN401 - any JSON
-        """From the JSON of another host; None where its fields differ, as with another version of this program."""
-        if not isinstance(tree, dict) or tree.keys() != cls.__dataclass_fields__.keys():
-            return None
-        return cls(**tree)
 
 
 @dataclass(frozen=True)
@@ -105,7 +98,7 @@ def query_gpus() -> list[Gpu]:
     query = ["nvidia-smi", "--query-gpu=name,uuid,memory.total,memory.used", "--format=csv,noheader,nounits"]
     done = subprocess.run(query, capture_output=True, text=True, timeout=_SMI_SECONDS, check=False)
     rows = csv.reader(done.stdout.splitlines(), skipinitialspace=True) if done.returncode == 0 else ()
-    return [Gpu(name, uuid, int(total) << 20, int(used) << 20) for name, uuid, total, used in rows]
+    return [Gpu(name, uuid, int(total) * MIB, int(used) * MIB) for name, uuid, total, used in rows]
 
 
 def interfaces() -> dict[str, list[str]]:

@@ -1,4 +1,4 @@
-"""One start of a run on its hosts: a guard on each, what they say, and how it ended."""
+"""One attempt of a run: a supervisor on each host, their messages, and how the attempt ended."""
 
 import contextlib
 import math
@@ -9,32 +9,46 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from ds_finetune.errors import INTERRUPTED_EXIT_CODE, RUN_ERROR_EXIT_CODE
 from ds_finetune.hostfile import Host
 from ds_finetune.hosts.check import label
-from ds_finetune.hosts.info import HostInfo
 from ds_finetune.hosts.unreachable import other_program_check, unreachable_check
-from ds_finetune.launch.messages import Message, packed, unpacked
+from ds_finetune.launch.messages import (
+    FROM_SUPERVISOR,
+    ExitCodeReported,
+    Heartbeat,
+    HostDone,
+    HostReady,
+    KillRanks,
+    RankEnded,
+    RanksStarted,
+    RankZeroOutput,
+    SaveAndStop,
+    StartRanks,
+)
 from ds_finetune.launch.preflight import Answer
 from ds_finetune.launch.remote import Remote
-from ds_finetune.launch.supervisor import BEAT_SECONDS, TAIL
+from ds_finetune.launch.supervisor import HEARTBEAT_SECONDS, TAIL_LINES
+from ds_finetune.process_messages import MessageError, ProcessMessage, decode, encode, without_token
 
-ECHO_SECONDS = 2.0
-"""Signals so close to each other are one."""
-LAST_WORDS_SECONDS = 4.0
-"""Between the first failure and the end of everything: other ranks write down where they stand."""
+ONE_SIGNAL_SECONDS = 2.0
+"""Signals that arrive within this time count as one."""
+GRACE_SECONDS = 4.0
+"""Between the first failure and the kill of all ranks, in which other ranks record what they wait for."""
 _KILLING_SECONDS = 15.0
-"""How long a host has to say that nothing is left on it."""
+"""How long a host may take to report that all its processes have ended."""
 _LAST_ERRORS_SECONDS = 2.0
+SAVE_NOTICE = "asked the ranks to save and stop; signal again to kill them"
+KILL_NOTICE = "killing every rank"
 
 
 @dataclass(frozen=True)
 class HostTimeouts:
-    """Seconds: `greeting` for a host's first word, `silent` without one after which it is given up."""
+    """Seconds: `greeting` for a host's first message; after `silent` without a message a host is lost."""
 
     greeting: float
     silent: float
@@ -42,7 +56,7 @@ class HostTimeouts:
 
 @dataclass(frozen=True)
 class AttemptFailure:
-    """What went wrong first."""
+    """A failure of a rank or of a host."""
 
     host: Host
     rank: int | None
@@ -52,10 +66,11 @@ class AttemptFailure:
     """Exit code for the whole run."""
     tail: tuple[str, ...]
     """Last lines of the rank's output, or of the host's."""
-    after: float
+    after: float = 0.0
     """Seconds since the ranks were started."""
-    why: str = ""
-    """What is known of an end by a signal."""
+    reason: str = ""
+    """What the host knows about an end without an exit code."""
+    pid: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,270 +78,299 @@ class AttemptOutcome:
     """How an attempt ended."""
 
     code: int
-    """0 done, 3 saved after a signal, else the first failing rank's own, 128 + N where signal N ended it."""
+    """0 done, 3 saved after a signal, else the first failing rank's own, 128 + N where signal N killed it."""
     first: AttemptFailure | None
     seconds: float
     ended_in: float
-    """Seconds from the first failure until every host had said that nothing is left on it, or was given up."""
+    """Seconds from the first failure until the last host had reported its end or was lost."""
     lost: tuple[Host, ...]
     """Hosts that no longer answer."""
     unsupervised: tuple[Host, ...]
-    """Hosts whose guard was gone before it could say that nothing is left."""
-    left: Mapping[Host, int]
-    """Processes that had not ended some seconds after they were told to, by host."""
-    was_told: bool
+    """Hosts whose supervisor ended before it reported that all processes have ended."""
+    remaining: Mapping[Host, int]
+    """Processes that did not end although they were killed, by host."""
+    was_signalled: bool
     """Whether a signal asked for the end."""
 
 
 @dataclass
 class _SupervisedHost:
-    """One host as it is seen from here."""
+    """One host, the process that reaches its supervisor, and what is known of both."""
 
     host: Host
     process: "subprocess.Popen[bytes]"
-    greeting: Message | None = None
-    heard: float = field(default_factory=time.monotonic)
-    over: bool = False
+    ready: HostReady | None = None
+    unreadable: MessageError | None = None
+    last_heard: float = field(default_factory=time.monotonic)
+    is_over: bool = False
     is_lost: bool = False
-    is_gone: bool = False
-    agent_code: int = 0
-    left: int = 0
-    errors: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL))
+    has_no_supervisor: bool = False
+    launcher_code: int = 0
+    num_remaining: int = 0
+    errors: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
 
     def __post_init__(self) -> None:
-        """The thread that keeps what ssh and the guard complain of."""
-        self.error_reader = threading.Thread(target=_keep_errors, args=(self,), daemon=True)
+        """The thread that keeps the standard error of ssh and of the supervisor."""
+        self.error_reader = threading.Thread(target=self._read_errors, daemon=True)
 
-    def tell(self, **message: object) -> None:
-        """Send a message; nothing where nobody reads any more."""
-        if self.over or self.process.stdin is None:
+    def send(self, message: ProcessMessage) -> None:
+        """Send a message; nothing happens where the supervisor has ended."""
+        if self.is_over or self.process.stdin is None:
             return
         with contextlib.suppress(OSError):
-            self.process.stdin.write(packed(**message))
+            self.process.stdin.write(encode(message))
             self.process.stdin.flush()
+
+    def answer(self, python: str) -> Answer:
+        """The facts of the host, or the failed check that says why there are none."""
+        name = label(self.host)
+        if self.unreadable is not None:
+            return other_program_check(name)
+        if self.ready is not None and not self.is_over:
+            return self.ready.info
+        if self.is_over:
+            # The last output is still on its way.
+            self.error_reader.join(_LAST_ERRORS_SECONDS)
+        code = self.process.wait() if self.is_over else None
+        return unreachable_check(name, code, "\n".join(self.errors), python)
+
+    def _read_errors(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.errors.append(line.decode(errors="replace").rstrip("\n"))
+
+
+_Event = ProcessMessage | MessageError | None
+"""What a host sends; None is the end of its messages."""
 
 
 class Attempt:
-    """Guards on `hosts`, from their greeting to their end; as a context it leaves none behind."""
+    """Supervisors on `hosts`, from their first message to their end; as a context manager it leaves none behind."""
 
-    def __init__(self, hosts: Sequence[Host], remote: Remote, limits: HostTimeouts, *, port: int = 0) -> None:
-        self._limits = limits
-        self._events = queue.Queue[tuple[_SupervisedHost, Message]]()
-        self._python = remote.python
-        self._word = secrets.token_hex(8)
-        arguments = ("ds_finetune.launch.supervisor", str(port), self._word)
-        self._guards = [_SupervisedHost(host, remote.open(host, *arguments)) for host in hosts]
-        self._failures: list[tuple[float, AttemptFailure, int]] = []
+    def __init__(self, hosts: Sequence[Host], remote: Remote, timeouts: HostTimeouts, *, port: int = 0) -> None:
+        self._timeouts, self._python = timeouts, remote.python
+        self._events = queue.Queue[tuple[_SupervisedHost, _Event]]()
+        self._token = secrets.token_hex(8)
+        arguments = ("ds_finetune.launch.supervisor", str(port), self._token)
+        self._hosts = [_SupervisedHost(host, remote.open(host, *arguments)) for host in hosts]
+        self._failures: list[tuple[float, AttemptFailure]] = []
         self._codes: dict[tuple[Host, int], int] = {}
-        self._signals, self._signalled_at = 0, -math.inf
+        self._num_signals, self._signalled_at = 0, -math.inf
         self._began = 0.0
-        for guard in self._guards:
-            threading.Thread(target=self._read, args=(guard,), daemon=True).start()
-            guard.error_reader.start()
+        for supervised in self._hosts:
+            threading.Thread(target=self._read, args=(supervised,), daemon=True).start()
+            supervised.error_reader.start()
 
     def __enter__(self) -> "Attempt":
         return self
 
     def __exit__(self, *_: object) -> None:
-        for guard in self._guards:
-            guard.tell(do="end")
+        for supervised in self._hosts:
+            supervised.send(KillRanks())
             with contextlib.suppress(OSError):
-                assert guard.process.stdin is not None
-                guard.process.stdin.close()
+                assert supervised.process.stdin is not None
+                supervised.process.stdin.close()
         until = time.monotonic() + _KILLING_SECONDS
-        for guard in self._guards:
+        for supervised in self._hosts:
             try:
-                guard.process.wait(0 if guard.is_lost else max(0.0, until - time.monotonic()))
+                supervised.process.wait(0 if supervised.is_lost else max(0.0, until - time.monotonic()))
             except subprocess.TimeoutExpired:
-                guard.process.kill()
-                guard.process.wait()
+                supervised.process.kill()
+                supervised.process.wait()
 
     def greetings(self) -> dict[Host, Answer]:
-        """The facts of each host, or the failed check of one that cannot be reached; after some seconds at most."""
-        until = time.monotonic() + self._limits.greeting
-        while any(guard.greeting is None and not guard.over for guard in self._guards) and time.monotonic() < until:
+        """The facts of each host, or the failed check of one that cannot be reached, within the time for a greeting."""
+        until = time.monotonic() + self._timeouts.greeting
+        while any(each.ready is None and not each.is_over for each in self._hosts) and time.monotonic() < until:
             with contextlib.suppress(queue.Empty):
                 self._take(*self._events.get(timeout=0.25))
-        return {guard.host: self._answer(guard) for guard in self._guards}
+        return {each.host: each.answer(self._python) for each in self._hosts}
 
-    def _answer(self, guard: _SupervisedHost) -> Answer:
-        name = label(guard.host)
-        if guard.greeting is not None and not guard.over:
-            return HostInfo.read(guard.greeting["info"]) or other_program_check(name)
-        if guard.over:
-            # The last output is still on its way.
-            guard.error_reader.join(_LAST_ERRORS_SECONDS)
-        code = guard.process.wait() if guard.over else None
-        return unreachable_check(name, code, "\n".join(guard.errors), self._python)
-
-    def run(self, specs: Mapping[Host, Message], say: Callable[[str], None]) -> AttemptOutcome:
-        """Start what `specs` says on their hosts, release the others, and return how it ended; signals are passed
-        on.
-        """
+    def run(self, orders: Mapping[Host, StartRanks], say: Callable[[str], None]) -> AttemptOutcome:
+        """Start the ranks of `orders`, release the other hosts, and wait for the end; signals are passed on."""
         self._say = say
-        for guard in self._guards:
-            guard.tell(**specs.get(guard.host, {"do": "end"}))
-        released = [guard for guard in self._guards if guard.host not in specs]
-        self._guards = [guard for guard in self._guards if guard.host in specs]
+        for each in self._hosts:
+            each.send(orders.get(each.host, KillRanks()))
+        released = [each for each in self._hosts if each.host not in orders]
+        self._hosts = [each for each in self._hosts if each.host in orders]
         self._began = time.monotonic()
-        for guard in self._guards:
-            guard.heard = self._began
-            if guard.over:
-                # It went after its greeting.
-                self._host_is_over(guard, {"said": "gone"})
-        # What is ignored stays ignored: `nohup`, and what a script starts in the background.
-        wanted = [
-            number
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-            if signal.getsignal(number) != signal.SIG_IGN
-        ]
-        before = {number: signal.signal(number, self._signalled) for number in wanted}
-        try:
-            self._watch()
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            self._guards += released
+        for each in self._hosts:
+            each.last_heard = self._began
+            if each.is_over:
+                # Its supervisor ended after the greeting.
+                self._lose_supervisor(each)
+        with handle_signals(self._count_signal):
+            self._supervise()
+        self._hosts += released
         return self._outcome()
 
-    def _watch(self) -> None:
-        """Until every host is done or given up."""
-        told, beat, passed_on = None, 0.0, 0
-        while not all(guard.over for guard in self._guards):
+    def _supervise(self) -> None:
+        """Take messages until every host is done or lost."""
+        killed_at, last_beat, passed_on = None, 0.0, 0
+        while not all(each.is_over for each in self._hosts):
             with contextlib.suppress(queue.Empty):
-                self._take(*self._events.get(timeout=BEAT_SECONDS / 4))
+                self._take(*self._events.get(timeout=HEARTBEAT_SECONDS / 4))
             now = time.monotonic()
-            if now - beat >= BEAT_SECONDS:
-                beat = now
-                self._tell(do="beat")
-            if passed_on < self._signals:
+            if now - last_beat >= HEARTBEAT_SECONDS:
+                last_beat = now
+                self._send(Heartbeat())
+            if passed_on < self._num_signals:
                 passed_on += 1
-                self._tell(do="interrupt" if passed_on == 1 else "end")
-                self._say(
-                    "told the ranks to save and end; once more ends them at once"
-                    if passed_on == 1
-                    else "ending every rank"
-                )
-            self._look_for_silence(now, told)
-            if told is None and self._failures and now - self._failures[0][0] > self._patience():
-                told = now
-                self._tell(do="end")
+                self._send(SaveAndStop() if passed_on == 1 else KillRanks())
+                self._say(SAVE_NOTICE if passed_on == 1 else KILL_NOTICE)
+            self._give_up_silent_hosts(now, killed_at)
+            if killed_at is None and self._failures and now - self._failures[0][0] > self._grace_seconds():
+                killed_at = now
+                self._send(KillRanks())
 
-    def _patience(self) -> float:
-        """Ranks that save after a signal end at their own times; else the others are ended soon."""
-        saving = all(failure.code == INTERRUPTED_EXIT_CODE for _, failure, _ in self._failures)
-        return float("inf") if saving else LAST_WORDS_SECONDS
+    def _grace_seconds(self) -> float:
+        """Ranks that save after a signal end at their own times; after any other end the rest is killed soon."""
+        is_saving = all(failure.code == INTERRUPTED_EXIT_CODE for _, failure in self._failures)
+        return math.inf if is_saving else GRACE_SECONDS
 
-    def _look_for_silence(self, now: float, told: float | None) -> None:
-        for guard in self._guards:
-            is_slow = told is not None and now - told > _KILLING_SECONDS
-            if not guard.over and (now - guard.heard > self._limits.silent or is_slow):
-                guard.over = guard.is_lost = True
-                # A host that is silent was lost when it was last heard: what others say since then follows from it.
-                self._host_failed(guard, f"has not been heard for {now - guard.heard:.0f} s", at=guard.heard)
+    def _give_up_silent_hosts(self, now: float, killed_at: float | None) -> None:
+        is_slow = killed_at is not None and now - killed_at > _KILLING_SECONDS
+        for each in self._hosts:
+            if not each.is_over and (now - each.last_heard > self._timeouts.silent or is_slow):
+                each.is_over = each.is_lost = True
+                # A silent host was lost when it was last heard: failures that others report since follow from it.
+                self._fail_host(each, f"no message for {now - each.last_heard:.0f} s", at=each.last_heard)
 
-    def _tell(self, **message: object) -> None:
-        for guard in self._guards:
-            guard.tell(**message)
+    def _send(self, message: ProcessMessage) -> None:
+        for each in self._hosts:
+            each.send(message)
 
-    def _signalled(self, number: int, _: object) -> None:
+    def _count_signal(self, number: int, _: object) -> None:
         now = time.monotonic()
-        if now - self._signalled_at > ECHO_SECONDS:
-            # A closing terminal signals twice, and wrappers pass on what this process has had already.
-            self._signals, self._signalled_at = self._signals + 1, now
+        if now - self._signalled_at > ONE_SIGNAL_SECONDS:
+            # A closing terminal signals twice, and wrappers pass on what this process has received already.
+            self._num_signals, self._signalled_at = self._num_signals + 1, now
 
-    def _read(self, guard: _SupervisedHost) -> None:
-        assert guard.process.stdout is not None
-        for line in guard.process.stdout:
-            if (message := unpacked(line.decode(errors="replace"), to=self._word)) is not None:
-                guard.heard = time.monotonic()
-                self._events.put((guard, message))
-        self._events.put((guard, {"said": "gone"}))
+    def _read(self, supervised: _SupervisedHost) -> None:
+        assert supervised.process.stdout is not None
+        for line in supervised.process.stdout:
+            body = without_token(line.rstrip(b"\n"), self._token)
+            if body is None:
+                continue
+            supervised.last_heard = time.monotonic()
+            try:
+                event: _Event = decode(body, FROM_SUPERVISOR, peer=f"the supervisor of {supervised.host.target}")
+            except MessageError as error:
+                event = error
+            self._events.put((supervised, event))
+        self._events.put((supervised, None))
 
-    def _take(self, guard: _SupervisedHost, message: Message) -> None:
-        if guard.is_lost:
+    def _take(self, supervised: _SupervisedHost, event: _Event) -> None:
+        if supervised.is_lost:
             return
-        match message.get("said"):
-            case "hello":
-                guard.greeting = message
-            case "started":
-                where = f", network interface {message['interface']}" if message["interface"] else ""
-                self._say(f"started on {guard.host.target}{where}")
-            case "out":
-                self._say(message["text"])
-            case "rank" if message["code"] != 0:
-                self._rank_failed(guard, message)
-            case "exit_code":
-                self._codes[guard.host, message["pid"] or self._last_gone(guard)] = message["code"]
-            case "exited" | "gone" if not guard.over:
-                guard.over = True
-                self._host_is_over(guard, message)
+        match event:
+            case HostReady():
+                supervised.ready = event
+            case RanksStarted(interface):
+                where = f", network interface {interface}" if interface else ""
+                self._say(f"started on {supervised.host.target}{where}")
+            case RankZeroOutput(text):
+                self._say(text)
+            case RankEnded():
+                self._end_rank(supervised, event)
+            case ExitCodeReported(pid, code):
+                self._codes[supervised.host, pid or self._first_failed_pid(supervised.host)] = code
+            case HostDone():
+                self._end_host(supervised, event)
+            case MessageError():
+                self._drop_host(supervised, event)
+            case None:
+                self._end_messages(supervised)
 
-    def _host_is_over(self, guard: _SupervisedHost, message: Message) -> None:
-        if message["said"] == "gone":
-            guard.is_gone = bool(self._began)
-            if guard.is_gone:
-                self._host_failed(guard, "its guard is gone")
+    def _end_host(self, supervised: _SupervisedHost, done: HostDone) -> None:
+        supervised.is_over = True
+        supervised.launcher_code, supervised.num_remaining = done.launcher_code, done.num_remaining
+        if done.launcher_code and not any(failure.host == supervised.host for _, failure in self._failures):
+            text = f"its node launcher {_end_of(done.launcher_code)}"
+            self._fail_host(supervised, text, tail=done.launcher_tail)
+
+    def _end_messages(self, supervised: _SupervisedHost) -> None:
+        is_early, supervised.is_over = not supervised.is_over, True
+        if is_early and self._began:
+            self._lose_supervisor(supervised)
+
+    def _drop_host(self, supervised: _SupervisedHost, error: MessageError) -> None:
+        supervised.is_over, supervised.unreadable = True, error
+        if self._began:
+            supervised.has_no_supervisor = True
+            self._fail_host(supervised, str(error))
+
+    def _lose_supervisor(self, supervised: _SupervisedHost) -> None:
+        supervised.has_no_supervisor = True
+        self._fail_host(supervised, "its supervisor ended")
+
+    def _end_rank(self, supervised: _SupervisedHost, ended: RankEnded) -> None:
+        if ended.code == 0:
             return
-        guard.agent_code, guard.left = message["code"], message["left"]
-        if guard.agent_code and not any(failure.host == guard.host for _, failure, _ in self._failures):
-            self._host_failed(guard, f"its launcher ended with {message['code']}", tail=message["agent"])
+        text = "" if ended.code is None else f"exited with code {ended.code}"
+        failure = AttemptFailure(supervised.host, ended.rank, text, ended.code or 0, tuple(ended.tail))
+        self._add(time.monotonic(), replace(failure, reason=ended.reason, pid=ended.pid))
 
-    def _rank_failed(self, guard: _SupervisedHost, message: dict[str, Any]) -> None:
-        code = message["code"]
-        text = "is gone without a word" if code is None else f"ended with {code}"
-        failure = AttemptFailure(
-            guard.host, message["rank"], text, code or 0, tuple(message["tail"]), 0.0, message["why"]
-        )
-        self._add(time.monotonic(), failure, message["pid"])
+    def _fail_host(
+        self, supervised: _SupervisedHost, text: str, *, at: float | None = None, tail: Sequence[str] = ()
+    ) -> None:
+        lines = tuple(tail) or tuple(supervised.errors)
+        self._add(at or time.monotonic(), AttemptFailure(supervised.host, None, text, RUN_ERROR_EXIT_CODE, lines))
 
-    def _host_failed(self, guard: _SupervisedHost, text: str, *, at: float | None = None, tail: str = "") -> None:
-        lines = tuple(tail.splitlines()) or tuple(guard.errors)
-        self._add(at or time.monotonic(), AttemptFailure(guard.host, None, text, RUN_ERROR_EXIT_CODE, lines, 0.0), 0)
-
-    def _add(self, at: float, failure: AttemptFailure, pid: int) -> None:
-        self._failures.append((at, failure, pid))
+    def _add(self, at: float, failure: AttemptFailure) -> None:
+        self._failures.append((at, failure))
         self._failures.sort(key=lambda item: item[0])
 
-    def _why_gone(self, host: Host, pid: int) -> tuple[int, str]:
-        """Exit code and words for a rank that is gone without a word: its agent's, or the agent's own end, which ranks
-        do not outlive.
-        """
-        if (host, pid) in self._codes:
-            return _of_signal(self._codes[host, pid])
-        agent = next(guard.agent_code for guard in self._guards if guard.host == host)
-        if agent < 0:
-            return 128 - agent, f"is gone with its agent, which {_of_signal(agent)[1]}"
-        return 128 + signal.SIGKILL, "is gone without a word"
+    def _first_failed_pid(self, host: Host) -> int:
+        return next((failure.pid for _, failure in self._failures if failure.host == host and failure.pid), 0)
 
-    def _last_gone(self, guard: _SupervisedHost) -> int:
-        gone = [pid for _, failure, pid in self._failures if failure.host == guard.host and pid]
-        return gone[0] if gone else 0
+    def _end_without_code(self, failure: AttemptFailure) -> tuple[int, str]:
+        """Exit code and text for a rank that reported no exit code.
+
+        They are those that its node launcher reports, or the end of the node launcher, which no rank outlives.
+        """
+        reported = self._codes.get((failure.host, failure.pid))
+        if reported is not None:
+            return exit_code_of(reported), _end_of(reported)
+        launcher_code = next(each.launcher_code for each in self._hosts if each.host == failure.host)
+        if launcher_code < 0:
+            return exit_code_of(launcher_code), f"ended with its node launcher, which {_end_of(launcher_code)}"
+        return 128 + signal.SIGKILL, "ended without reporting an exit code"
 
     def _outcome(self) -> AttemptOutcome:
         now = time.monotonic()
-        lost = tuple(guard.host for guard in self._guards if guard.is_lost)
+        lost = tuple(each.host for each in self._hosts if each.is_lost)
+        was_signalled = self._num_signals > 0
         if not self._failures:
-            return AttemptOutcome(0, None, now - self._began, 0.0, lost, (), {}, self._signals > 0)
-        at, first, pid = self._failures[0]
+            return AttemptOutcome(0, None, now - self._began, 0.0, lost, (), {}, was_signalled)
+        at, first = self._failures[0]
         text, code = first.text, first.code
         if first.rank is not None and not code:
-            code, text = self._why_gone(first.host, pid)
-            text = f"{text}: {first.why}" if first.why else text
+            code, text = self._end_without_code(first)
+            text = f"{text}: {first.reason}" if first.reason else text
         first = replace(first, text=text, code=code, after=at - self._began)
-        unsupervised = tuple(guard.host for guard in self._guards if guard.is_gone)
-        left = {guard.host: guard.left for guard in self._guards if guard.left}
-        return AttemptOutcome(code, first, now - self._began, now - at, lost, unsupervised, left, self._signals > 0)
+        unsupervised = tuple(each.host for each in self._hosts if each.has_no_supervisor)
+        remaining = {each.host: each.num_remaining for each in self._hosts if each.num_remaining}
+        return AttemptOutcome(code, first, now - self._began, now - at, lost, unsupervised, remaining, was_signalled)
 
 
-def _of_signal(code: int) -> tuple[int, str]:
-    """Exit code and words for what a process that could not say so itself ended with."""
-    if code >= 0:
-        return code or RUN_ERROR_EXIT_CODE, f"ended with {code}"
-    return 128 - code, f"was ended by {signal.Signals(-code).name}"
+@contextmanager
+def handle_signals(handler: Callable[[int, object], None]) -> Iterator[None]:
+    """Handle SIGINT, SIGTERM and SIGHUP by `handler`; an ignored signal stays ignored, as under `nohup`."""
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handled = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in handled}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
-def _keep_errors(guard: _SupervisedHost) -> None:
-    assert guard.process.stderr is not None
-    for line in guard.process.stderr:
-        guard.errors.append(line.decode(errors="replace").rstrip("\n"))
+def exit_code_of(code: int) -> int:
+    """The exit code for a process that ended with `code`, which is negative for a signal."""
+    return 128 - code if code < 0 else code or RUN_ERROR_EXIT_CODE
+
+
+def _end_of(code: int) -> str:
+    return f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"

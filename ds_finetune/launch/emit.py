@@ -16,6 +16,7 @@ from ds_finetune.launch.environment import may_show, redacted
 from ds_finetune.launch.process_tags import RUN_ID
 from ds_finetune.launch.schedulers import Job, srun_options
 from ds_finetune.watchdog.run_secret import VARIABLE
+from ds_finetune.world import DEFAULT_PORT
 
 SAVE_SECONDS = 300
 """Between the signal on which a run saves and the end of its time."""
@@ -24,7 +25,6 @@ _POD_SAVE_SECONDS = 120
 another has failed.
 """
 _POD_LEAVE_SECONDS = 30
-_MASTER_PORT = 29_500
 _CONTAINER_ENTRY = ("-m", "ds_finetune", "train")
 """In a container the ranks' output is the pod's, which `kubectl logs` shows."""
 _CONTAINER_RUNS = "/workspace/runs"
@@ -88,7 +88,7 @@ def sbatch_script(request: EmitRequest) -> str:
     options |= {"gpus-per-node": slots} if request.on_gpus else {}
     options |= {"time": request.time, "signal": f"B:USR1@{SAVE_SECONDS}", "output": "%x-%j.log", "open-mode": "append"}
     # Names of what the script sets, which srun's --export needs.
-    job = replace(request.job, master_addr="first-node", master_port=_MASTER_PORT, hosts=(), secret="set in the script")
+    job = replace(request.job, master_addr="first-node", master_port=DEFAULT_PORT, hosts=(), secret="set in the script")
     placed = [
         f"--nodes={nodes}",
         f"--ntasks={nodes * slots}",
@@ -172,7 +172,7 @@ def kubernetes_manifests(request: EmitRequest) -> str:
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
             "selector": {"job-name": request.name},
-            "ports": [{"port": _MASTER_PORT}],
+            "ports": [{"port": DEFAULT_PORT}],
         },
     }
     head = [
@@ -189,7 +189,7 @@ def kubernetes_manifests(request: EmitRequest) -> str:
 
 
 def _indexed_job(request: EmitRequest, nodes: int, slots: int, variables: list[dict[str, Any]]) -> dict[str, Any]:
-    meeting = [f"--master-addr={request.name}-0.{request.name}", f"--master-port={_MASTER_PORT}"]
+    meeting = [f"--master-addr={request.name}-0.{request.name}", f"--master-port={DEFAULT_PORT}"]
     counts = [f"--nnodes={nodes}", "--node-rank=$(JOB_COMPLETION_INDEX)", f"--nproc-per-node={slots}"]
     # Kubernetes replaces `$(NAME)` in arguments, and takes `$$(` for what it is.
     given = [word.replace("$(", "$$(") for word in (*_CONTAINER_ENTRY, request.job.run, *request.job.overrides)]
@@ -200,7 +200,7 @@ def _indexed_job(request: EmitRequest, nodes: int, slots: int, variables: list[d
         "command": ["torchrun"],
         "args": [*counts, *meeting, *given],
         "env": variables,
-        "ports": [{"containerPort": _MASTER_PORT}],
+        "ports": [{"containerPort": DEFAULT_PORT}],
         "resources": {"requests": {"cpu": request.cpus * slots}, **({"limits": limits} if limits else {})},
         "volumeMounts": [{"name": "runs", "mountPath": _CONTAINER_RUNS}, {"name": "shm", "mountPath": "/dev/shm"}],
     }

@@ -1,39 +1,145 @@
-"""Messages between the launching program and its guards, and between a guard and its ranks: one JSON object a line."""
+"""The messages of a launch: between the launching program and its supervisors, and from a rank to its supervisor."""
 
-import json
-from typing import Any
+from dataclasses import dataclass
 
-Message = dict[str, Any]
-
-
-def packed(**message: object) -> bytes:
-    """A message as a line."""
-    return json.dumps(message).encode() + b"\n"
+from ds_finetune.hosts.info import HostInfo
+from ds_finetune.process_messages import ProcessMessage
 
 
-class Lines:
-    """Bytes as they arrive, cut into lines; a line may come in many pieces."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def feed(self, piece: bytes) -> list[str]:
-        """The lines that are whole now, without their ends."""
-        *whole, self._rest = (self._rest + piece).split(b"\n")
-        return [line.decode(errors="replace") for line in whole]
-
-    def rest(self) -> str:
-        """What came after the last end of a line."""
-        return self._rest.decode(errors="replace")
+@dataclass(frozen=True)
+class Heartbeat(ProcessMessage, kind="heartbeat"):
+    """A sign of life, in both directions between the launching program and a supervisor."""
 
 
-def unpacked(line: str, *, to: str = "") -> Message | None:
-    """A message, or None for a line that is none, such as what a login shell prints.
+@dataclass(frozen=True)
+class StartRanks(ProcessMessage, kind="start"):
+    """Order to a supervisor: start the ranks of its host."""
 
-    With `to` it must carry that word: a shell may print what looks like a message.
-    """
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) and found.get("to", "") == to else None
+    argv: list[str]
+    """Command of the node launcher."""
+    env: dict[str, str]
+    """Variables that every rank gets."""
+    unset: list[str]
+    """Variables that no rank gets, whatever the login shell has set."""
+    tag: str
+    """Process tag of the attempt on this host."""
+    earlier_tags: list[str]
+    """Tags of earlier attempts, whose remaining processes are killed first."""
+    logs: str
+    """Folder of the ranks' output."""
+    watchdog: str
+    """Folder in which the run's watchdogs record why they killed a process."""
+    silent_seconds: float
+    """Seconds without a message from the launching program after which the supervisor kills its ranks."""
+    meeting_address: str
+    """Address where ranks meet, which chooses the network interface; empty where it is not needed."""
+
+
+@dataclass(frozen=True)
+class SaveAndStop(ProcessMessage, kind="save-and-stop"):
+    """Order to a supervisor: send SIGTERM to its ranks, on which they save a checkpoint and exit."""
+
+
+@dataclass(frozen=True)
+class KillRanks(ProcessMessage, kind="kill"):
+    """Order to a supervisor: kill every process of the attempt on its host."""
+
+
+@dataclass(frozen=True)
+class HostReady(ProcessMessage, kind="ready"):
+    """The first message of a supervisor: the facts of its host."""
+
+    info: HostInfo
+
+
+@dataclass(frozen=True)
+class RanksStarted(ProcessMessage, kind="started"):
+    """The node launcher runs."""
+
+    interface: str
+    """Network interface of the ranks; empty where nothing chose one."""
+
+
+@dataclass(frozen=True)
+class RankZeroOutput(ProcessMessage, kind="output"):
+    """A line that rank 0 printed."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class RankEnded(ProcessMessage, kind="rank-ended"):
+    """A rank's process ended."""
+
+    rank: int
+    pid: int
+    code: int | None
+    """None where the rank ended without reporting an exit code, as by a signal."""
+    tail: list[str]
+    """Last lines of its output; empty where it succeeded."""
+    reason: str
+    """What the host knows about an end without an exit code; empty where it knows nothing."""
+
+
+@dataclass(frozen=True)
+class ExitCodeReported(ProcessMessage, kind="exit-code"):
+    """The node launcher reported how a rank ended."""
+
+    pid: int
+    """0 where the node launcher does not name the process."""
+    code: int
+    """Negative for a signal."""
+
+
+@dataclass(frozen=True)
+class HostDone(ProcessMessage, kind="done"):
+    """The last message of a supervisor."""
+
+    launcher_code: int
+    launcher_tail: list[str]
+    """Last lines that the node launcher printed."""
+    num_remaining: int
+    """Processes that did not end although they were killed."""
+
+
+@dataclass(frozen=True)
+class LeftoversKilled(ProcessMessage, kind="leftovers"):
+    """Reply of `supervisor kill TAG`."""
+
+    num_remaining: int
+
+
+@dataclass(frozen=True)
+class RankConnected(ProcessMessage, kind="rank"):
+    """The first message of a rank's control connection, whose end is the rank's end."""
+
+    rank: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class RankOutput(ProcessMessage, kind="rank-output"):
+    """The first line of a connection whose other lines are the output of a rank."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class RankExit(ProcessMessage, kind="rank-exit"):
+    """The exit code of a rank, over its control connection."""
+
+    code: int
+
+
+FROM_LAUNCHER: tuple[type[ProcessMessage], ...] = (StartRanks, Heartbeat, SaveAndStop, KillRanks)
+"""What a supervisor understands on standard input."""
+FROM_SUPERVISOR: tuple[type[ProcessMessage], ...] = (
+    HostReady,
+    Heartbeat,
+    RanksStarted,
+    RankZeroOutput,
+    RankEnded,
+    ExitCodeReported,
+    HostDone,
+)
+"""What the launching program understands."""

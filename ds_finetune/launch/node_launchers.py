@@ -1,4 +1,4 @@
-"""The programs that start and mind the ranks of one host: torchrun's elastic agent and DeepSpeed's node launcher."""
+"""Node launchers, which start and watch the ranks of one host: torchrun's elastic agent and DeepSpeed's launcher."""
 
 import base64
 import json
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from ds_finetune.hostfile import Host
 
 ENTRY = "ds_finetune.worker"
-"""Module that is a rank, under every launcher."""
+"""Module that every rank runs, under every launcher."""
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where ranks meet, and which of the hosts this one is."""
+    """Where ranks meet, and the index of one host among all of them."""
 
     hosts: tuple[Host, ...]
     index: int
@@ -24,37 +24,37 @@ class Rendezvous:
 NodeLauncher = Callable[[Rendezvous, Sequence[str], str], list[str]]
 
 
-def torchrun(meeting: Rendezvous, arguments: Sequence[str], python: str) -> list[str]:
-    """torchrun with a fixed place for each host, so that ranks follow the hostfile; it starts nothing again by itself.
+def torchrun(rendezvous: Rendezvous, arguments: Sequence[str], python: str) -> list[str]:
+    """torchrun with a fixed node rank for each host, so that ranks follow the hostfile, and without restarts.
 
-    Its own restarts meet at a store on one of the hosts, and are over when that host is lost; the launching program
-    decides instead, with new agents on the hosts that are left.
+    Restarts of torchrun meet at a store on one of the hosts and fail when that host is lost. The launching program
+    restarts instead, with new node launchers on the hosts that are left.
     """
-    where = [
+    options = [
         "--nnodes",
-        len(meeting.hosts),
+        len(rendezvous.hosts),
         "--node-rank",
-        meeting.index,
+        rendezvous.index,
         "--nproc-per-node",
-        meeting.hosts[meeting.index].slots,
+        rendezvous.hosts[rendezvous.index].slots,
     ]
-    where += ["--master-addr", meeting.address, "--master-port", meeting.port, "--max-restarts", 0]
-    return [python, "-u", "-m", "torch.distributed.run", *map(str, where), "-m", ENTRY, *arguments]
+    options += ["--master-addr", rendezvous.address, "--master-port", rendezvous.port, "--max-restarts", 0]
+    return [python, "-u", "-m", "torch.distributed.run", *map(str, options), "-m", ENTRY, *arguments]
 
 
-def deepspeed(meeting: Rendezvous, arguments: Sequence[str], python: str) -> list[str]:
+def deepspeed(rendezvous: Rendezvous, arguments: Sequence[str], python: str) -> list[str]:
     """DeepSpeed's node launcher (0.19.8, launcher/launch.py), as its runner starts it on each host."""
     ranks = {
-        f"{number}-{host.name}": list(host.devices or range(host.slots)) for number, host in enumerate(meeting.hosts)
+        f"{number}-{host.name}": list(host.devices or range(host.slots)) for number, host in enumerate(rendezvous.hosts)
     }
-    known = base64.urlsafe_b64encode(json.dumps(ranks).encode()).decode()
-    where = [
-        f"--world_info={known}",
-        f"--node_rank={meeting.index}",
-        f"--master_addr={meeting.address}",
-        f"--master_port={meeting.port}",
+    world_info = base64.urlsafe_b64encode(json.dumps(ranks).encode()).decode()
+    options = [
+        f"--world_info={world_info}",
+        f"--node_rank={rendezvous.index}",
+        f"--master_addr={rendezvous.address}",
+        f"--master_port={rendezvous.port}",
     ]
-    return [python, "-u", "-m", "deepspeed.launcher.launch", *where, "--no_local_rank", "--module", ENTRY, *arguments]
+    return [python, "-u", "-m", "deepspeed.launcher.launch", *options, "--no_local_rank", "--module", ENTRY, *arguments]
 
 
 NODE_LAUNCHERS: dict[str, NodeLauncher] = {"torchrun": torchrun, "deepspeed": deepspeed}

@@ -1,4 +1,7 @@
-"""Processes of a run on a host: how they are known again, where they print, and how they end with what started them."""
+"""Process tags: an environment variable by which the processes of a run are found on a host, and killed.
+
+Also here are the names of the ranks' output files, and the other variables that launchers set for ranks.
+"""
 
 import ctypes
 import os
@@ -8,13 +11,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 TAG_VARIABLE = "DS_FINETUNE_PROCESS_TAG"
-"""Environment variable that every process of a run on a host has: run id, attempt and host."""
+"""Environment variable of every process of a run on a host: run id, attempt and host."""
 SUPERVISOR_VARIABLE = "DS_FINETUNE_SUPERVISOR"
-"""Environment variable with the name of the guard's socket, in the abstract namespace of unix(7)."""
+"""Environment variable with the name of the supervisor's socket, in the abstract namespace of unix(7)."""
 RUN_ID = "DS_FINETUNE_RUN_ID"
-"""Environment variable with the id of a run that mpirun or Slurm minds, and so the folder of its ranks' output."""
-_ENDING_SECONDS = 10.0
-_LOOK_SECONDS = 0.02
+"""Environment variable with the id of a run that mpirun or Slurm supervises, which names the folder of its output."""
+_KILLING_SECONDS = 10.0
+_POLL_SECONDS = 0.02
 _SET_PARENT_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
 
@@ -30,39 +33,34 @@ def log_name(rank: int) -> str:
 
 
 def die_with_parent() -> None:
-    """Let the kernel send SIGKILL to this process when its parent is gone, whatever that died of; nothing where there
-    is no prctl.
-    """
+    """Let the kernel send SIGKILL to this process when its parent ends for any reason; no effect without prctl(2)."""
     try:
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     except (OSError, AttributeError):
         return
 
 
-def tagged_processes(marks: Iterable[str]) -> list[int]:
-    """Processes of this user that have one of `marks` in their environment, this one and those that have ended left
-    out.
+def tagged_processes(tags: Iterable[str]) -> list[int]:
+    """Processes of this user with one of `tags` in their environment, except this one and those that have ended."""
+    entries = {f"{TAG_VARIABLE}={tag}".encode() for tag in tags}
+    return [pid for pid in _pids() if pid != os.getpid() and not entries.isdisjoint(_environment(pid))]
+
+
+def kill_tagged(tags: Iterable[str]) -> int:
+    """Send SIGKILL to processes with one of `tags` until none is left; returns how many are left after some seconds.
+
+    A process ends when the kernel has taken its memory back, which takes a while for a large one, and does not happen
+    while it waits for a disk that hangs.
     """
-    wanted = {f"{TAG_VARIABLE}={mark}".encode() for mark in marks}
-    return [pid for pid in _pids() if pid != os.getpid() and not wanted.isdisjoint(_environment(pid))]
-
-
-def kill_tagged(marks: Iterable[str]) -> int:
-    """Send SIGKILL to every process with one of `marks` until none is there; returns how many still are after some
-    seconds.
-
-    A process ends when the kernel has taken its memory back, which takes a while for much of it, or for ever where it
-    waits for a disk that hangs.
-    """
-    known, until = set(marks), time.monotonic() + _ENDING_SECONDS
-    ending: set[int] = set()
-    while found := [*tagged_processes(known), *filter(_is_there, ending)]:
-        for pid in found:
+    known, until = set(tags), time.monotonic() + _KILLING_SECONDS
+    killed: set[int] = set()
+    while remaining := {*tagged_processes(known), *filter(_has_not_ended, killed)}:
+        for pid in remaining:
             _kill(pid)
-        ending.update(found)
+        killed.update(remaining)
         if time.monotonic() > until:
-            return len(set(found))
-        time.sleep(_LOOK_SECONDS)
+            return len(remaining)
+        time.sleep(_POLL_SECONDS)
     return 0
 
 
@@ -71,15 +69,15 @@ def _pids() -> list[int]:
 
 
 def _environment(pid: int) -> list[bytes]:
-    """Empty for a process of another user, and for one that has ended and is not yet taken note of."""
+    """Empty for a process of another user, and for a zombie."""
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return []
 
 
-def _is_there(pid: int) -> bool:
-    """Whether a process has not ended: its environment is gone before its memory is."""
+def _has_not_ended(pid: int) -> bool:
+    """Whether a process has not ended: the kernel removes its environment before its memory."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:

@@ -1,6 +1,4 @@
-"""`ds-finetune launch`: a run on the hosts of a hostfile, started again where it failed, with an exit code that is
-true.
-"""
+"""`ds-finetune launch`: a run on the hosts of a hostfile, restarted where it fails, with a true exit code."""
 
 import math
 import signal
@@ -25,45 +23,54 @@ from ds_finetune.hostfile import Host
 from ds_finetune.hosts.check import label
 from ds_finetune.hosts.checks import port_check, rank_device
 from ds_finetune.hosts.info import HostInfo, gather_host_info
-from ds_finetune.launch import node_launchers as agents
-from ds_finetune.launch.attempt import ECHO_SECONDS, Attempt, AttemptOutcome, HostTimeouts
-from ds_finetune.launch.messages import Message, unpacked
+from ds_finetune.launch.attempt import (
+    KILL_NOTICE,
+    ONE_SIGNAL_SECONDS,
+    SAVE_NOTICE,
+    Attempt,
+    AttemptOutcome,
+    HostTimeouts,
+    handle_signals,
+)
+from ds_finetune.launch.messages import LeftoversKilled, StartRanks
+from ds_finetune.launch.node_launchers import NodeLauncher, Rendezvous
 from ds_finetune.launch.preflight import Answer, describe, meeting_address, preflight_checks
 from ds_finetune.launch.process_tags import log_name, logs_folder
 from ds_finetune.launch.remote import Remote
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.process_messages import decode, without_token
 from ds_finetune.watchdog.process_death import FOLDER
 from ds_finetune.world import World
 
 Say = Callable[[str], None]
-_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What another launch left in a shell must not reach this one."""
-_AGAIN_SECONDS = 5.0
-"""Between two looks for hosts that are to come back."""
-_SWEEP_SECONDS = 20
+_RANK_VARIABLES = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+"""Variables of another launch, which a shell may still have, do not reach the ranks of this one."""
+_POLL_SECONDS = 5.0
+"""Between two attempts to reach hosts that may come back."""
+_LEFTOVERS_SECONDS = 20
 _QUOTED = "  | "
 
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """What is to be started, and where."""
+    """What is started, and where."""
 
     hosts: tuple[Host, ...]
-    agent: agents.NodeLauncher
-    """torchrun's or DeepSpeed's program that starts the ranks of one host."""
+    node_launcher: NodeLauncher
+    """Makes the command of torchrun or of DeepSpeed's launcher that starts the ranks of one host."""
     arguments: tuple[str, ...]
     """Run file and overrides, as `train` takes them."""
     env: dict[str, str]
-    """Environment variables that every rank has."""
+    """Environment variables of every rank."""
     remote: Remote
     run_id: str
     port: int = 0
-    """Where ranks meet on the first host; 0 takes a free one."""
+    """Where ranks meet on the first host; 0 takes a free port."""
 
 
 @dataclass(frozen=True)
 class _ReadyHosts:
-    """Hosts that were asked and are fit for an attempt."""
+    """Hosts that have answered and are fit for an attempt."""
 
     attempt: Attempt
     hosts: tuple[Host, ...]
@@ -72,46 +79,38 @@ class _ReadyHosts:
 
 
 def launch(config: RunConfig, request: LaunchRequest, say: Say) -> int:
-    """Run `wanted` until it is done, given up or saved after a signal; returns the exit code.
+    """Run `request` until it is done, has failed for good or has saved after a signal; returns the exit code.
 
-    0 done; 2 the user's mistake, with nothing started where hosts were not ready; 3 saved after a signal; else the
-    first failing rank's own exit code, or 128 + N where signal N ended it. LaunchError and ConfigError before the
-    first start.
+    0 done; 2 a mistake of the user, also where hosts were not ready and nothing was started; 3 saved after a signal;
+    else the first failing rank's own exit code, or 128 + N where signal N killed it. LaunchError and ConfigError
+    before the first start.
     """
     _refuse_unrestartable(config)
     logs = logs_folder(config.output_dir, request.run_id)
     say(f"run {request.run_id}: logs in {logs} on each host")
-    marks: dict[Host, list[str]] = {host: [] for host in request.hosts}
+    tags: dict[Host, list[str]] = {host: [] for host in request.hosts}
     code = RUN_ERROR_EXIT_CODE
     for number in count(1):
         with _ready_hosts(config, request, say, is_first=number == 1) as ready:
             if ready is None:
                 say(
-                    f"given up: too few of {len(request.hosts)} hosts were ready within "
-                    f"{config.launch.wait_seconds:.0f} s; the same command goes on"
+                    f"gave up: fewer than the needed hosts of {len(request.hosts)} were ready within "
+                    f"{config.launch.wait_seconds:.0f} s; the same command resumes the run"
                 )
                 return code
-            specs = _specs(
-                ready,
-                request,
-                config,
-                folder=logs / f"attempt-{number}",
-                mark=f"{request.run_id}.{number}",
-                sweep=marks,
-            )
-            outcome = ready.attempt.run(specs, say)
-        for host, spec in specs.items():
-            marks[host].append(spec["mark"])
-        outcome = _swept(outcome, request, specs)
+            orders = _orders(config, request, ready, number=number, earlier_tags=tags)
+            outcome = ready.attempt.run(orders, say)
+        for host, order in orders.items():
+            tags[host].append(order.tag)
+        outcome = _kill_leftovers(outcome, request, orders)
         for line in _report(outcome, number, logs):
             say(line)
         code = outcome.code
-        # A mistake of the user's is one from the start: later it is a host's, whose disk is full or whose mount is
-        # gone.
+        # A mistake of the user shows in the first attempt; later the same code comes from a host, as with a full disk.
         is_final = code in (0, INTERRUPTED_EXIT_CODE) or (code == USER_ERROR_EXIT_CODE and number == 1)
-        if is_final or outcome.was_told or number > config.launch.restarts:
+        if is_final or outcome.was_signalled or number > config.launch.restarts:
             return code
-        say(f"starting again, {number} of {config.launch.restarts} times")
+        say(f"starting again, restart {number} of {config.launch.restarts}")
     raise AssertionError
 
 
@@ -122,19 +121,19 @@ def plan_for(config: RunConfig, hosts: Sequence[Host], *, device: str) -> None:
 
 
 def _refuse_unrestartable(config: RunConfig) -> None:
-    restarts, wanted = config.launch.restarts, config.checkpoint
-    if restarts and wanted.resume != "auto":
+    restarts, checkpoint = config.launch.restarts, config.checkpoint
+    if restarts and checkpoint.resume != "auto":
         raise ConfigError(
-            f"launch.restarts is {restarts} and checkpoint.resume is `{wanted.resume}`: a second start would not go "
-            "on from the first",
+            f"launch.restarts is {restarts} and checkpoint.resume is `{checkpoint.resume}`: a second start would not "
+            "resume the first",
             hint="leave checkpoint.resume out, with an output_dir of its own",
         )
-    if restarts and not wanted.every_steps:
+    if restarts and not checkpoint.every_steps:
         raise ConfigError(
-            f"launch.restarts is {restarts} and checkpoint.every is `{wanted.every}`",
+            f"launch.restarts is {restarts} and checkpoint.every is `{checkpoint.every}`",
             hint="set checkpoint.every to e.g. `500 steps`",
         )
-    if config.launch.min_hosts is not None and wanted.node_local:
+    if config.launch.min_hosts is not None and checkpoint.node_local:
         raise ConfigError(
             f"launch.min_hosts is {config.launch.min_hosts} and checkpoint.node_local is true: what a lost host "
             "saved is lost with it",
@@ -161,7 +160,7 @@ def _ready_hosts(
         if time.monotonic() > until:
             yield None
             return
-        time.sleep(_AGAIN_SECONDS)
+        time.sleep(_POLL_SECONDS)
 
 
 def _select_hosts(
@@ -217,8 +216,9 @@ def fit_hosts(
 
 
 def largest_fit(config: RunConfig, hosts: Sequence[Host], fit: Sequence[Host], *, device: str) -> tuple[Host, ...]:
-    """The first of `fit` on which the run can go on, as many as its layout and its global batch allow; none where they
-    are too few.
+    """The longest beginning of `fit` that the run's layout and global batch allow; empty where it is too short.
+
+    At least launch.min_hosts of the `hosts` are needed, or all of them where that is not set.
     """
     fewest = config.launch.min_hosts or len(hosts)
     for number in range(len(fit), fewest - 1, -1):
@@ -230,59 +230,57 @@ def largest_fit(config: RunConfig, hosts: Sequence[Host], fit: Sequence[Host], *
     return ()
 
 
-def _specs(  # noqa: PLR0913
-    ready: _ReadyHosts,
-    request: LaunchRequest,
+def _orders(
     config: RunConfig,
+    request: LaunchRequest,
+    ready: _ReadyHosts,
     *,
-    folder: Path,
-    mark: str,
-    sweep: Mapping[Host, Sequence[str]],
-) -> dict[Host, Message]:
-    found = {}
+    number: int,
+    earlier_tags: Mapping[Host, list[str]],
+) -> dict[Host, StartRanks]:
+    orders = {}
     for index, host in enumerate(ready.hosts):
-        env = request.env | ({"CUDA_VISIBLE_DEVICES": ",".join(map(str, host.devices))} if host.devices else {})
-        found[host] = {
-            "do": "start",
-            "argv": request.agent(
-                agents.Rendezvous(ready.hosts, index, ready.address, ready.port),
-                request.arguments,
-                request.remote.python,
-            ),
-            "env": env,
-            "unset": _RANK_VARIABLES,
-            "mark": f"{mark}.{index}",
-            "sweep": list(sweep[host]),
-            "logs": str(folder),
-            "watchdog": str(Path(config.output_dir) / FOLDER),
-            "silent_seconds": config.launch.silent_seconds,
-            "meet_at": ready.address if len(ready.hosts) > 1 else "",
-        }
-    return found
+        devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, host.devices))} if host.devices else {}
+        rendezvous = Rendezvous(ready.hosts, index, ready.address, ready.port)
+        orders[host] = StartRanks(
+            argv=request.node_launcher(rendezvous, request.arguments, request.remote.python),
+            env=request.env | devices,
+            unset=_RANK_VARIABLES,
+            tag=f"{request.run_id}.{number}.{index}",
+            earlier_tags=list(earlier_tags[host]),
+            logs=str(logs_folder(config.output_dir, request.run_id) / f"attempt-{number}"),
+            watchdog=str(Path(config.output_dir) / FOLDER),
+            silent_seconds=config.launch.silent_seconds,
+            meeting_address=ready.address if len(ready.hosts) > 1 else "",
+        )
+    return orders
 
 
-def _swept(outcome: AttemptOutcome, request: LaunchRequest, specs: dict[Host, Message]) -> AttemptOutcome:
-    """End what is left on hosts whose guard is gone; a host on which that cannot be done counts as lost."""
+def _kill_leftovers(
+    outcome: AttemptOutcome, request: LaunchRequest, orders: Mapping[Host, StartRanks]
+) -> AttemptOutcome:
+    """Kill what is left on hosts whose supervisor ended early; a host on which that fails counts as lost."""
 
-    def is_swept(host: Host) -> bool:
-        command = request.remote.module(host, "ds_finetune.launch.supervisor", "sweep", specs[host]["mark"])
+    def is_clean(host: Host) -> bool:
+        tag = orders[host].tag
+        command = request.remote.module(host, "ds_finetune.launch.supervisor", "kill", tag)
         try:
-            done = subprocess.run(command, capture_output=True, timeout=_SWEEP_SECONDS, check=False)
+            done = subprocess.run(command, capture_output=True, timeout=_LEFTOVERS_SECONDS, check=False)
         except subprocess.TimeoutExpired:
             return False
-        lines = done.stdout.decode(errors="replace").splitlines()
-        said = [unpacked(line, to=specs[host]["mark"]) or {} for line in lines]
-        return done.returncode == 0 and any(message.get("left") == 0 for message in said)
+        bodies = [body for line in done.stdout.splitlines() if (body := without_token(line, tag)) is not None]
+        replies = [decode(body, [LeftoversKilled], peer=f"the supervisor of {host.target}") for body in bodies]
+        return done.returncode == 0 and any(reply.num_remaining == 0 for reply in replies)
 
     if not outcome.unsupervised:
         return outcome
     with ThreadPoolExecutor(max_workers=len(outcome.unsupervised)) as pool:
-        swept = dict(zip(outcome.unsupervised, pool.map(is_swept, outcome.unsupervised), strict=True))
-    return replace(outcome, lost=(*outcome.lost, *(host for host, done in swept.items() if not done)))
+        clean = dict(zip(outcome.unsupervised, pool.map(is_clean, outcome.unsupervised), strict=True))
+    return replace(outcome, lost=(*outcome.lost, *(host for host, is_done in clean.items() if not is_done)))
 
 
 def _report(outcome: AttemptOutcome, number: int, logs: Path) -> Iterator[str]:
-    """What happened, in words; written to the logs as well."""
+    """The lines about an attempt's end, which are also written to its report.txt."""
     if outcome.first is None:
         yield f"attempt {number} done in {outcome.seconds:.0f} s"
         return
@@ -293,9 +291,9 @@ def _report(outcome: AttemptOutcome, number: int, logs: Path) -> Iterator[str]:
         (folder / "report.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     except OSError as full:
         lines.append(f"{folder}/report.txt could not be written: {full.strerror}")
-    # What rank 0 prints has been shown as it came.
-    is_shown = outcome.first.rank == 0
-    yield from (line for line in lines if not (is_shown and line.startswith(_QUOTED)))
+    # The output of rank 0 has been printed as it came.
+    is_printed = outcome.first.rank == 0
+    yield from (line for line in lines if not (is_printed and line.startswith(_QUOTED)))
 
 
 def _failure_lines(outcome: AttemptOutcome, number: int, logs: Path) -> Iterator[str]:
@@ -303,47 +301,39 @@ def _failure_lines(outcome: AttemptOutcome, number: int, logs: Path) -> Iterator
     assert first is not None
     who = f"host {first.host.target}" if first.rank is None else f"rank {first.rank} on {first.host.target}"
     if outcome.code == INTERRUPTED_EXIT_CODE:
-        yield f"attempt {number}: saved after a signal; the same command goes on"
+        yield f"attempt {number}: saved after a signal; the same command resumes the run"
         return
-    yield f"attempt {number} failed after {first.after:.1f} s: {who} was first and {first.text}"
+    yield f"attempt {number} failed after {first.after:.1f} s: {who} failed first: {first.text}"
     if first.tail:
-        of = f", of {logs}/attempt-{number}/{log_name(first.rank)}" if first.rank is not None else ""
-        yield f"its last {len(first.tail)} lines{of}:"
+        source = f" of {logs}/attempt-{number}/{log_name(first.rank)}" if first.rank is not None else ""
+        yield f"the last {len(first.tail)} lines{source or ' of its output'}:"
         yield from (f"{_QUOTED}{line}" for line in first.tail)
-    lost = [host.target for host in outcome.lost]
-    where = f"hosts but {', '.join(lost)}, which cannot be asked and where it ends by itself" if lost else "hosts"
-    if outcome.left:
-        counts = ", ".join(f"{count} on {host.target}" for host, count in outcome.left.items())
-        yield f"PROCESSES LEFT that do not end, as where they wait for a disk or a device: {counts}"
+    if outcome.remaining:
+        counts = ", ".join(f"{number} on {host.target}" for host, number in outcome.remaining.items())
+        yield f"PROCESSES REMAIN that do not end, as when they wait for a disk or a device: {counts}"
         return
-    yield f"nothing of it is left on the {where}; {outcome.ended_in:.1f} s after the failure"
+    lost = ", ".join(host.target for host in outcome.lost)
+    where = f" on all hosts but {lost}, which cannot be reached and whose supervisor kills its ranks" if lost else ""
+    yield f"every process of the attempt has ended{where}; {outcome.ended_in:.1f} s after the failure"
 
 
 def run_scheduler(command: Sequence[str], env: Mapping[str, str], say: Say) -> int:
-    """Run mpirun or srun, which mind their ranks themselves; returns a true exit code. The first signal asks ranks to
-    save and end.
+    """Run mpirun or srun, which supervise their ranks themselves; returns a true exit code.
+
+    The first signal asks the ranks to save and stop; the second one kills them.
     """
-    started = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=dict(env), start_new_session=True)
-    signals, since = 0, -math.inf
+    scheduler = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=dict(env), start_new_session=True)
+    num_signals, signalled_at = 0, -math.inf
 
     def pass_on(_: int, __: object) -> None:
-        nonlocal signals, since
-        if time.monotonic() - since < ECHO_SECONDS:
+        nonlocal num_signals, signalled_at
+        if time.monotonic() - signalled_at < ONE_SIGNAL_SECONDS:
             return
-        signals, since = signals + 1, time.monotonic()
-        # Both pass SIGUSR1 on to the ranks, and end them on SIGTERM.
-        started.send_signal(signal.SIGUSR1 if signals == 1 else signal.SIGTERM)
-        say("told the ranks to save and end; once more ends them at once" if signals == 1 else "ending every rank")
+        num_signals, signalled_at = num_signals + 1, time.monotonic()
+        # Both pass SIGUSR1 on to the ranks, and kill them on SIGTERM.
+        scheduler.send_signal(signal.SIGUSR1 if num_signals == 1 else signal.SIGTERM)
+        say(SAVE_NOTICE if num_signals == 1 else KILL_NOTICE)
 
-    wanted = [
-        number
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        if signal.getsignal(number) != signal.SIG_IGN
-    ]
-    before = {number: signal.signal(number, pass_on) for number in wanted}
-    try:
-        code = started.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with handle_signals(pass_on):
+        code = scheduler.wait()
     return 128 - code if code < 0 else code

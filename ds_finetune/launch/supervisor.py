@@ -1,10 +1,10 @@
-"""On each host: starts the host's agent (torchrun's or DeepSpeed's), keeps the ranks' output, and ends all of it when
-it must.
+"""The supervisor of one host: it starts the host's ranks, relays their output, and kills them when it must.
 
-`python -m ds_finetune.launch.supervisor PORT WORD` is started by the launching program through ssh and speaks with it
-by
-lines of JSON on standard input and output; those of the guard carry WORD. It ends every process of the run on its host
-when it is told to, when the launching program has been silent for some seconds or is gone, and when it is ended itself.
+The launching program starts `python -m ds_finetune.launch.supervisor PORT TOKEN` through ssh. Both exchange the
+messages of launch/messages.py over standard input and output; lines of the supervisor begin with TOKEN, which tells
+them from the output of a login shell. The supervisor kills every process of the run on its host when it is ordered to,
+when the launching program is gone or has been silent for some seconds, and when it is ended itself.
+
 It imports next to nothing and starts in a fraction of a second.
 """
 
@@ -24,242 +24,288 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 from ds_finetune.hosts.info import gather_host_info, interface_towards
-from ds_finetune.launch.messages import Lines, Message, packed, unpacked
+from ds_finetune.launch.messages import (
+    FROM_LAUNCHER,
+    ExitCodeReported,
+    Heartbeat,
+    HostDone,
+    HostReady,
+    KillRanks,
+    LeftoversKilled,
+    RankConnected,
+    RankEnded,
+    RankExit,
+    RankOutput,
+    RanksStarted,
+    RankZeroOutput,
+    SaveAndStop,
+    StartRanks,
+)
 from ds_finetune.launch.process_tags import SUPERVISOR_VARIABLE, TAG_VARIABLE, die_with_parent, kill_tagged, log_name
+from ds_finetune.process_messages import MessageError, ProcessMessage, decode, encode
 from ds_finetune.watchdog.process_death import began_at, oom_kills, why_killed
 
-TAIL = 50
+TAIL_LINES = 50
 """Last lines of a rank's output that are kept for a report."""
+_TAIL_CHARACTERS = 2000
+"""Of each of them."""
 LINGERING_SECONDS = 60.0
-"""How long a rank may be there after it has said how it ended."""
-BEAT_SECONDS = 1.0
-"""Between two signs of life, in both directions."""
-_PIECE = 65536
+"""How long a rank's process may remain after it has reported its exit code."""
+HEARTBEAT_SECONDS = 1.0
+"""Between two heartbeats, in both directions."""
+_READ_BYTES = 2**16
+_MAX_OUTPUT_BYTES = 2**19
+"""A longer line of output is cut into lines of this size, so that a message with one stays below its limit."""
 _EXIT_CODE = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)|exits with return code = (-?\d+)")
 """How a rank ended, in the words of torchrun (2.13, elastic/multiprocessing/api.py:1003) and DeepSpeed (0.19.8,
 launcher/launch.py:259).
 """
-_GREETING_SECONDS = 120
-"""How long a guard that was told nothing waits for the launching program."""
+_FIRST: tuple[type[RankConnected | RankOutput], ...] = (RankConnected, RankOutput)
+_ORDER_SECONDS = 120
+"""How long a supervisor without an order waits for the launching program."""
 
 
 class Supervisor:
-    """The processes of one attempt on this host, and everyone this host hears."""
+    """The processes of one attempt on this host, and the connections to them and to the launching program."""
 
-    def __init__(self, spec: Message) -> None:
-        self._spec = spec
-        self._mark: str = spec["mark"]
-        self._logs = Path(spec["logs"])
+    def __init__(self, order: StartRanks) -> None:
+        self._order = order
         self._selector = selectors.DefaultSelector()
         self._tails: dict[int, deque[str]] = {}
         self._pids: dict[int, int] = {}
-        self._began: dict[int, str] = {}
+        self._start_times: dict[int, str] = {}
         self._oom_kills = oom_kills()
-        self._ended: dict[int, int] = {}
         self._ended_at: dict[int, float] = {}
-        self._there: set[int] = set()
-        self._agent_tail = deque[str](maxlen=TAIL)
-        self._heard = time.monotonic()
-        self._log = _LogFiles(self._logs)
-        self._over = False
+        self._connected: set[int] = set()
+        self._launcher_tail = deque[str](maxlen=TAIL_LINES)
+        self._last_heard = time.monotonic()
+        self._log = _LogFiles(Path(order.logs))
+        self._is_over = False
 
     def run(self) -> int:
-        """Start the agent and serve until it has ended and everyone is told; returns this process's exit code."""
-        if self._spec["sweep"]:
-            kill_tagged(self._spec["sweep"])
+        """Start the node launcher, serve until it has ended and report that; returns this process's exit code."""
+        if self._order.earlier_tags:
+            kill_tagged(self._order.earlier_tags)
         name = f"ds-finetune-{secrets.token_hex(8)}"
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
             listening.bind(f"\0{name}")
             listening.listen(1024)
             self._selector.register(listening, selectors.EVENT_READ, lambda: self._accept(listening))
-            self._listen(0, self._told, self._alone)
+            self._listen(0, self._obey, self._stop_alone)
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 signal.signal(number, self._leave)
-            agent = self._start(name)
-            self._serve(agent)
-        left = self._end()
-        # A host's agent may fail where none of its ranks did.
-        _say(said="exited", code=agent.wait(), agent="\n".join(self._agent_tail), left=left)
+            launcher = self._start(name)
+            self._serve(launcher)
+        num_remaining = self._kill_ranks()
+        # A node launcher may fail where none of its ranks did.
+        _report(HostDone(launcher.wait(), list(self._launcher_tail), num_remaining))
         self._log.close()
         return 0
 
     def _start(self, name: str) -> "subprocess.Popen[bytes]":
-        spec = self._spec
-        env = {**os.environ, **spec["env"], TAG_VARIABLE: self._mark, SUPERVISOR_VARIABLE: name}
-        if spec["meet_at"] and (interface := interface_towards(spec["meet_at"])):
+        order = self._order
+        env = {**os.environ, **order.env, TAG_VARIABLE: order.tag, SUPERVISOR_VARIABLE: name}
+        if order.meeting_address and (interface := interface_towards(order.meeting_address)):
             env = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} | env
-        agent = subprocess.Popen(
-            spec["argv"],
+        launcher = subprocess.Popen(
+            order.argv,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={name: value for name, value in env.items() if name not in spec["unset"]},
+            env={name: value for name, value in env.items() if name not in order.unset},
             start_new_session=True,
             preexec_fn=die_with_parent,  # No other thread of this process could hold a lock yet.
         )
-        assert agent.stdout is not None
-        self._listen(agent.stdout.fileno(), self._agent_said, lambda: None)
+        assert launcher.stdout is not None
+        self._listen(launcher.stdout.fileno(), self._read_launcher_line, lambda: None)
         self._log.start()
-        _say(said="started", pid=agent.pid, interface=env.get("GLOO_SOCKET_IFNAME", ""))
-        return agent
+        _report(RanksStarted(env.get("GLOO_SOCKET_IFNAME", "")))
+        return launcher
 
-    def _serve(self, agent: "subprocess.Popen[bytes]") -> None:
-        beat = 0.0
+    def _serve(self, launcher: "subprocess.Popen[bytes]") -> None:
+        last_beat = 0.0
         ended_since: float | None = None
-        while not self._over:
-            for key, _ in self._selector.select(timeout=BEAT_SECONDS / 4):
+        while not self._is_over:
+            for key, _ in self._selector.select(timeout=HEARTBEAT_SECONDS / 4):
                 key.data()
             now = time.monotonic()
-            if now - beat >= BEAT_SECONDS:
-                _say(said="beat")
-                beat = now
-            if now - self._heard > self._spec["silent_seconds"]:
-                self._alone()
-            if agent.poll() is not None and ended_since is None:
+            if now - last_beat >= HEARTBEAT_SECONDS:
+                _report(Heartbeat())
+                last_beat = now
+            if now - self._last_heard > self._order.silent_seconds:
+                self._stop_alone()
+            if launcher.poll() is not None and ended_since is None:
                 ended_since = now
-            self._end_lingering(now)
-            # What ranks said last is still on its way.
-            self._over = self._over or (ended_since is not None and now - ended_since > BEAT_SECONDS)
+            self._kill_lingering(now)
+            # The last output of the ranks is still on its way.
+            self._is_over = self._is_over or (ended_since is not None and now - ended_since > HEARTBEAT_SECONDS)
 
-    def _end_lingering(self, now: float) -> None:
-        """A rank that has said how it ended and is still there waits for something that nobody minds any more."""
+    def _kill_lingering(self, now: float) -> None:
+        """Kill ranks that have reported their exit code and still run, as where a thread waits for ever."""
         for rank, since in list(self._ended_at.items()):
-            if rank in self._there and now - since > LINGERING_SECONDS:
-                self._there.discard(rank)
+            if rank in self._connected and now - since > LINGERING_SECONDS:
+                self._connected.discard(rank)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self._pids[rank], signal.SIGKILL)
 
-    def _end(self) -> int:
-        """End every process of the run on this host, with signs of life meanwhile; returns how many do not end."""
+    def _kill_ranks(self) -> int:
+        """Kill every process of the attempt on this host, with heartbeats meanwhile; returns how many do not end."""
         stop = threading.Event()
 
         def beat() -> None:
-            while not stop.wait(BEAT_SECONDS):
-                _say(said="beat")
+            while not stop.wait(HEARTBEAT_SECONDS):
+                _report(Heartbeat())
 
         thread = threading.Thread(target=beat, daemon=True)
         thread.start()
-        left = kill_tagged([self._mark])
+        num_remaining = kill_tagged([self._order.tag])
         stop.set()
         thread.join()
-        return left
+        return num_remaining
 
-    def _listen(self, file: int, on_line: Callable[[str], None], on_end: Callable[[], None]) -> None:
-        lines = Lines()
+    def _listen(self, file: int, on_line: Callable[[bytes], None], on_end: Callable[[], None]) -> None:
+        lines = _OutputLines()
 
-        def ready() -> None:
+        def read() -> None:
             piece = b""
             with contextlib.suppress(OSError):
-                piece = os.read(file, _PIECE)
-            if not piece:
-                self._selector.unregister(file)
-                if lines.rest():
-                    on_line(lines.rest())
-                on_end()
-                return
+                piece = os.read(file, _READ_BYTES)
             for line in lines.feed(piece):
                 on_line(line)
+            if not piece:
+                self._selector.unregister(file)
+                on_end()
 
-        self._selector.register(file, selectors.EVENT_READ, ready)
+        self._selector.register(file, selectors.EVENT_READ, read)
 
     def _accept(self, listening: socket.socket) -> None:
         connection, _ = listening.accept()
-        _, user, _ = struct.unpack(
-            "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        )
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        _, user, _ = struct.unpack("3i", credentials)
         if user != os.getuid():
             # The socket's name is no secret on its host.
             connection.close()
             return
-        first: Message = {}
-
-        def on_line(line: str) -> None:
-            if first:
-                self._rank_said(first, line)
-                return
-            first.update({"said": "output", "rank": -1} | (unpacked(line) or {}))
-            if first["said"] == "rank":
-                self._pids[first["rank"]] = first["pid"]
-                self._began[first["rank"]] = began_at(first["pid"])
-                self._there.add(first["rank"])
-                self._log.write(
-                    log_name(first["rank"]), f"rank {first['rank']} on {socket.gethostname()}, pid {first['pid']}"
-                )
+        reader = _RankConnection(self)
 
         def on_end() -> None:
             connection.close()
-            if first.get("said") != "rank":
-                return
-            self._there.discard(first["rank"])
-            if first["rank"] not in self._ended:
-                self._rank_ended(first["rank"], None)
+            reader.end()
 
-        self._listen(connection.fileno(), on_line, on_end)
+        self._listen(connection.fileno(), reader.read_line, on_end)
 
-    def _rank_said(self, first: Message, line: str) -> None:
-        """A line of a connection that began with `first`: of the rank's output, or of what it tells this guard."""
-        rank = first["rank"]
-        if first["said"] == "rank":
-            message = unpacked(line) or {}
-            if message.get("said") == "ended":
-                self._rank_ended(rank, message["code"])
-            return
-        self._tails.setdefault(rank, deque(maxlen=TAIL)).append(line)
+    def connect_rank(self, first: RankConnected) -> None:
+        """A rank's process has started."""
+        rank = first.rank
+        self._pids[rank], self._start_times[rank] = first.pid, began_at(first.pid)
+        self._connected.add(rank)
+        self._log.write(log_name(rank), f"rank {rank} on {socket.gethostname()}, pid {first.pid}")
+
+    def disconnect_rank(self, rank: int) -> None:
+        """A rank's process has ended; where it reported no exit code before, that is reported."""
+        self._connected.discard(rank)
+        if rank not in self._ended_at:
+            self.end_rank(rank, None)
+
+    def keep_output(self, rank: int, line: str) -> None:
+        """A rank has printed a line."""
+        self._tails.setdefault(rank, deque(maxlen=TAIL_LINES)).append(line[:_TAIL_CHARACTERS])
         self._log.write(log_name(rank), line)
         if rank == 0:
-            _say(said="out", text=line)
+            _report(RankZeroOutput(line))
 
-    def _rank_ended(self, rank: int, code: int | None) -> None:
-        """`code` is None where the rank is gone without a word."""
-        self._ended[rank] = -1 if code is None else code
+    def end_rank(self, rank: int, code: int | None) -> None:
+        """A rank has reported its exit code, or (None) its process has ended without one."""
         self._ended_at[rank] = time.monotonic()
         tail = [] if code == 0 else list(self._tails.get(rank, ()))
-        why = self._why_gone(rank) if code is None else ""
-        _say(said="rank", rank=rank, code=code, pid=self._pids.get(rank, 0), tail=tail, why=why)
+        reason = self._reason(rank) if code is None else ""
+        _report(RankEnded(rank, self._pids.get(rank, 0), code, tail, reason))
 
-    def _why_gone(self, rank: int) -> str:
-        """What is known of the end of a rank that stated no reason; memory only where the kernel has counted such an
-        end.
-        """
-        folder = self._spec.get("watchdog")
-        if folder and (killed := why_killed(Path(folder), self._pids.get(rank, 0), self._began.get(rank, ""))):
+    def _reason(self, rank: int) -> str:
+        """Why a rank ended without an exit code, as far as known; memory only where the kernel counted such a kill."""
+        pid, start_time = self._pids.get(rank, 0), self._start_times.get(rank, "")
+        if killed := why_killed(Path(self._order.watchdog), pid, start_time):
             return f"by the watchdog, because {killed}"
         count = oom_kills() - self._oom_kills
-        return f"the kernel has ended {count} processes of its host for want of memory meanwhile" if count > 0 else ""
+        return f"the kernel killed {count} processes of the host for want of memory meanwhile" if count > 0 else ""
 
-    def _agent_said(self, line: str) -> None:
-        self._agent_tail.append(line)
-        self._log.write(f"agent-{socket.gethostname()}.log", line)
-        for code, pid, other in _EXIT_CODE.findall(line):
-            _say(said="exit_code", pid=int(pid or 0), code=int(code or other))
+    def _read_launcher_line(self, line: bytes) -> None:
+        text = line.decode(errors="replace")
+        self._launcher_tail.append(text[:_TAIL_CHARACTERS])
+        self._log.write(f"agent-{socket.gethostname()}.log", text)
+        for code, pid, other in _EXIT_CODE.findall(text):
+            _report(ExitCodeReported(int(pid or 0), int(code or other)))
 
-    def _told(self, line: str) -> None:
-        self._heard = time.monotonic()
-        do = (unpacked(line) or {}).get("do")
-        if do == "interrupt":
-            for pid in (pid for rank, pid in self._pids.items() if rank not in self._ended):
+    def _obey(self, line: bytes) -> None:
+        self._last_heard = time.monotonic()
+        order = decode(line, FROM_LAUNCHER, peer="the launching program")
+        if isinstance(order, SaveAndStop):
+            for pid in (pid for rank, pid in self._pids.items() if rank not in self._ended_at):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
-        elif do == "end":
-            self._end()
+        elif isinstance(order, KillRanks):
+            self._kill_ranks()
 
-    def _alone(self) -> None:
-        """The launching program is gone or cannot be heard: nobody would ever end what runs here."""
-        kill_tagged([self._mark])
-        self._over = True
+    def _stop_alone(self) -> None:
+        """Kill the ranks because the launching program is gone or silent, and nothing else would end them."""
+        kill_tagged([self._order.tag])
+        self._is_over = True
 
     def _leave(self, number: int, _: object) -> None:
-        kill_tagged([self._mark])
+        kill_tagged([self._order.tag])
         os._exit(128 + number)
 
 
+class _RankConnection:
+    """A connection of a rank: its first line says whether the others are output or control messages."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        self._first: RankConnected | RankOutput | None = None
+
+    def read_line(self, line: bytes) -> None:
+        """Take one line; one that cannot be read is reported to the launching program and dropped."""
+        try:
+            if self._first is None:
+                self._first = decode(line, _FIRST, peer="a process of this host")
+                if isinstance(self._first, RankConnected):
+                    self._supervisor.connect_rank(self._first)
+            elif isinstance(self._first, RankOutput):
+                self._supervisor.keep_output(self._first.rank, line.decode(errors="replace"))
+            else:
+                rank_exit = decode(line, (RankExit,), peer=f"rank {self._first.rank}")
+                self._supervisor.end_rank(self._first.rank, rank_exit.code)
+        except MessageError as error:
+            # The launching program keeps the standard error for its report.
+            sys.stderr.write(f"{error}\n")
+
+    def end(self) -> None:
+        """The other end is closed."""
+        if isinstance(self._first, RankConnected):
+            self._supervisor.disconnect_rank(self._first.rank)
+
+
+class _OutputLines:
+    """Bytes as they arrive, cut into lines; a line longer than the limit is cut into several."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """The lines that are complete now, without their ends; an empty piece is the end of the stream."""
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        if len(self._rest) > _MAX_OUTPUT_BYTES or (self._rest and not piece):
+            lines, self._rest = [*lines, self._rest], b""
+        return lines
+
+
 class _LogFiles:
-    """The output of ranks as files, written by a thread so that a slow disk holds up nobody; a full one loses lines
-    here alone.
+    """The output of ranks as files, written by a thread so that a slow disk delays no rank.
+
+    Where the disk is full, the files miss lines; the launching program still gets the output of rank 0.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -273,7 +319,7 @@ class _LogFiles:
         self._lines.put((name, line))
 
     def close(self) -> None:
-        """Wait for what is still to be written, for some seconds at most."""
+        """Wait until all lines are written, for some seconds at most."""
         self._lines.put(None)
         self._thread.join(5)
 
@@ -288,39 +334,44 @@ class _LogFiles:
             file.write(line + "\n")
 
 
-_SPEAKING = threading.Lock()
+_WRITE_LOCK = threading.Lock()
 
 
-def _say(**message: object) -> None:
-    # Nobody hears it where ssh is gone; the silence on standard input is what ends this process.
-    with contextlib.suppress(OSError), _SPEAKING:
-        sys.stdout.buffer.write(packed(to=_word(), **message))
+def _report(message: ProcessMessage) -> None:
+    """Write a message to the launching program, after the token, which is the last argument of this process."""
+    # Nobody reads it where ssh has ended; the silence on standard input is what ends this process.
+    with contextlib.suppress(OSError), _WRITE_LOCK:
+        sys.stdout.buffer.write(encode(message, token=sys.argv[-1]))
         sys.stdout.buffer.flush()
 
 
-def _word() -> str:
-    """What the launching program knows this guard's messages by: the last argument, which for `sweep` is a mark."""
-    return sys.argv[-1]
-
-
 def main() -> int:
-    """Say what this host is, wait for what to start, and guard it."""
+    """Report the facts of this host, wait for an order, and supervise the ranks that it starts."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    if sys.argv[1:2] == ["sweep"]:
-        _say(said="swept", left=kill_tagged(sys.argv[2:]))
+    if sys.argv[1:2] == ["kill"]:
+        _report(LeftoversKilled(kill_tagged(sys.argv[2:])))
         return 0
     # A line of its own, whatever a login shell has printed before without an end.
     sys.stdout.buffer.write(b"\n")
-    _say(said="hello", info=asdict(gather_host_info(int(sys.argv[1]))))
-    # Byte by byte: what follows the first order is read by the guard itself.
-    with open(0, "rb", buffering=0, closefd=False) as told:
-        while select.select([told], [], [], _GREETING_SECONDS)[0] and (line := told.readline()):
-            message = unpacked(line.decode()) or {}
-            if message.get("do") == "start":
-                return Supervisor(message).run()
-            if message.get("do") == "end":
+    _report(HostReady(gather_host_info(int(sys.argv[1]))))
+    # Byte by byte: the supervisor itself reads what follows the first order.
+    with open(0, "rb", buffering=0, closefd=False) as orders:
+        while select.select([orders], [], [], _ORDER_SECONDS)[0] and (line := orders.readline()):
+            order = decode(line.rstrip(b"\n"), FROM_LAUNCHER, peer="the launching program")
+            if isinstance(order, StartRanks):
+                return _supervise(order)
+            if isinstance(order, KillRanks):
                 return 0
     return 0
+
+
+def _supervise(order: StartRanks) -> int:
+    try:
+        return Supervisor(order).run()
+    except MessageError as error:
+        sys.stderr.write(f"{error}\n")
+        kill_tagged([order.tag])
+        return 1
 
 
 if __name__ == "__main__":

@@ -20,17 +20,17 @@ BY_DOCUMENT = "ds_finetune_by_document"
 FLASH = "flash_attention_2"
 """transformers' name of FlashAttention."""
 BY_LENGTHS = "ds_finetune_by_lengths"
-"""Name of a slow attention for trials on CPUs, which takes documents as FlashAttention does."""
+"""Name of a slow attention for trials on CPUs that takes the same arguments as FlashAttention."""
 
 Documents = tuple[int, ...]
-"""Lengths of the documents that lie one behind the other in a row, padding as one of them; they fill the row."""
+"""Lengths of the consecutive documents of a row, with padding as one of them; their sum is the row's length."""
 
 _PAD_FROM = 1024
-"""Tokens of a document from which values narrower than keys are padded on the CPU: torch 2.13's fused kernel wants
+"""Tokens of a document from which values narrower than keys are padded on the CPU: torch 2.13's fused kernel needs
 equal widths there. Measured 0.26 to 0.5 of the unfused time from 1,024 tokens on, no gain at 512.
 """
 _WITHOUT_EFFECT = ("position_ids", "cache_position")
-"""Tensors that models hand to every attention and that attention over whole documents has no use for."""
+"""Tensors that models pass to every attention and that do not change attention over whole documents."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class _Causal:
 
     scaling: float
     window: int | None
-    """Tokens a query sees at most, itself included."""
+    """Most tokens that a query attends to, itself included; None for all."""
     dropout: float
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -81,23 +81,23 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
     """transformers' attention interface: query [rows, heads, tokens, width], key and value [rows, key heads, tokens,
     width].
 
-    Returns [rows, tokens, heads, value width]. `documents` has one entry a row; None takes each row as one
-    document, or, with fewer queries than keys, the queries as its last tokens (decoding with a cache). Given a
-    `sp_group`, the tokens are this rank's of rows that its ranks share, and `documents` are of the whole
-    rows. A window that is not given is that of the module. ModelError where an argument would change the result
-    that is not known here.
+    Returns [rows, tokens, heads, value width]. `documents` has one entry for each row; with None each row is one
+    document, and with fewer queries than keys the queries are its last tokens (decoding with a cache). With `sp_group`
+    the tensors have this rank's tokens, and `documents` describes whole rows. Without `sliding_window` the module's
+    own applies. ModelError where another argument would change the result.
     """
     if unknown := _unknown(others):
         raise ModelError(
-            f"{type(module).__name__} hands `{unknown[0]}` to its attention, which attention by document does not know",
+            f"{type(module).__name__} passes `{unknown[0]}` to its attention, "
+            "which attention by document does not implement",
             hint="set model.attention: eager",
         )
-    assert attention_mask is None, "rows with masked tokens inside are not attended to by document"
+    assert attention_mask is None, "attention by document does not support masked tokens inside a row"
     if sp_group is not None:
         query, key, value = sp_group.gather_tokens_scatter_heads(query, key, value)
     groups = query.shape[1] // key.shape[1]
     parts = (query, repeat_kv(key, groups), repeat_kv(value, groups))
-    # transformers 5.23, qwen2_moe/modeling_qwen2_moe.py:226,254: the window of the module goes into the mask alone.
+    # transformers 5.23, qwen2_moe/modeling_qwen2_moe.py:226,254: the model applies its window only in the mask.
     causal = _Causal(scaling, sliding_window or getattr(module, "sliding_window", None), dropout)
     if documents is None:
         out = causal(*parts)
@@ -109,17 +109,17 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
 
 
 def _unknown(others: Mapping[str, Any]) -> list[str]:
-    """Arguments that change the result: tensors such as attention sinks (`s_aux`), a cap of scores, no causality."""
+    """Names of arguments that change the result: tensors such as attention sinks (`s_aux`), a softcap, no causality."""
     tensors = {name for name, value in others.items() if isinstance(value, torch.Tensor)} - set(_WITHOUT_EFFECT)
     plain = {"softcap": (None,), "is_causal": (None, True)}
     return sorted(tensors) + [name for name, values in plain.items() if others.get(name) not in values]
 
 
 def flash_arguments(documents: Sequence[Documents], device: torch.device) -> dict[str, Any]:
-    """What tells FlashAttention where the documents of a batch begin, whose rows it lays one behind the other.
+    """Arguments that tell FlashAttention where the documents of a batch begin, whose rows it concatenates.
 
-    transformers 5.23 finds them by itself in batches of one row alone (modeling_flash_attention_utils.py:574). It wants
-    int32 and, for torch's kernels, plain numbers as the greatest lengths.
+    transformers 5.23 derives them only for batches of one row (modeling_flash_attention_utils.py:574). The bounds are
+    int32, and the maximum lengths plain numbers, as torch's kernels need them.
     """
     lengths = list(chain.from_iterable(documents))
     bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
@@ -139,15 +139,15 @@ def attend_by_lengths(  # noqa: PLR0913 - transformers' interface
     sliding_window: int | None = None,
     **others: Any,  # noqa: ANN401 - what other implementations take
 ) -> tuple[torch.Tensor, None]:
-    """Attention that knows documents by `flash_arguments` alone, as FlashAttention does; without them a row is one."""
-    assert attention_mask is None, "rows with masked tokens inside are not tried"
+    """Attention that takes documents from `flash_arguments`, as FlashAttention does; without them each row is one."""
+    assert attention_mask is None, "this attention does not support masked tokens inside a row"
     rows, _, tokens, width = query.shape
     lengths = [tokens] * rows if cu_seq_lens_q is None else cu_seq_lens_q.diff().tolist()
     groups = query.shape[1] // key.shape[1]
     parts = (query, repeat_kv(key, groups), repeat_kv(value, groups))
     flat = [part.transpose(0, 1).flatten(1, 2)[None] for part in parts]
     if unknown := [name for name in _unknown(others) if name != "cu_seq_lens_k"]:
-        raise TypeError(f"{type(module).__name__} hands `{unknown[0]}` to its attention")
+        raise TypeError(f"{type(module).__name__} passes `{unknown[0]}` to its attention")
     out = _row(_Causal(width**-0.5 if scaling is None else scaling, sliding_window, 0.0), flat, tuple(lengths))
     return out[0].unflatten(1, (rows, tokens)).permute(1, 2, 0, 3).contiguous(), None
 

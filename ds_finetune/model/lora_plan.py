@@ -25,15 +25,15 @@ _KINDS = (
     (ROUTED, re.compile(r"\.mlp\.experts$"), ("gate_up_proj", "down_proj")),
     (ROUTER, re.compile(r"\.mlp\.gate$"), ("weight",)),
 )
-"""Kinds of modules that can be adapted, by name, and their weights; embeddings, norms and the head are none of them."""
+"""Kinds of modules that can be adapted, by name, and their weights. Embeddings, norms and the head cannot."""
 _ALIGNED = 8
-"""Grouped products of experts take rows of a multiple of 16 bytes (torch 2.13, native/GroupedMMUtils.h)."""
+"""Grouped products of experts need rows of a multiple of 16 bytes (torch 2.13, native/GroupedMMUtils.h)."""
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Target:
+class LoraTarget:
     """A module that can be adapted: its full name, its kind, and the shapes of its weights by their names in it."""
 
     name: str
@@ -45,9 +45,9 @@ class Target:
         return sum(prod(shape[:-2]) * rank * (shape[-1] + shape[-2]) for shape in self.shapes.values())
 
 
-def adaptable(lm: nn.Module) -> list[Target]:
-    """Every module of a causal LM (whole, on any device) that can be adapted, in its order."""
-    found = []
+def adaptable_modules(lm: nn.Module) -> list[LoraTarget]:
+    """Every module of a whole causal LM (on any device) that can be adapted, in the model's order."""
+    targets = []
     for name, module in lm.named_modules():
         for kind, pattern, leaves in _KINDS:
             weights = [module._parameters.get(leaf) for leaf in leaves] if pattern.search(name) else []
@@ -57,20 +57,20 @@ def adaptable(lm: nn.Module) -> list[Target]:
                 if weight is not None and weight.dim() > 1
             }
             if shapes:
-                found.append(Target(name, kind, shapes))
-    return found
+                targets.append(LoraTarget(name, kind, shapes))
+    return targets
 
 
 @dataclass(frozen=True)
 class LoraPlan:
-    """The `lora` section of the run file applied to a model; a `Target` is a module that can have adapters."""
+    """The `lora` section of the run file applied to a model; a `LoraTarget` is a module that can have adapters."""
 
     section: LoraConfig
-    adaptable: tuple[Target, ...]
+    adaptable: tuple[LoraTarget, ...]
     """Every module that can be adapted, in the model's order."""
-    targets: tuple[Target, ...]
+    targets: tuple[LoraTarget, ...]
     """Those that are adapted."""
-    quantised: tuple[Target, ...]
+    quantised: tuple[LoraTarget, ...]
     """Those whose frozen weights are held in four bits, adapted or not; none without `lora.quantize`."""
     model_params: int
     """Parameters of the model without adapters."""
@@ -124,13 +124,13 @@ def plan_lora(hf_config: PretrainedConfig, lora: LoraConfig) -> LoraPlan:
         tested = ", ".join(name for name, family in FAMILIES.items() if family.has_lora)
         raise ConfigError(f"lora of model_type {hf_config.model_type} is not tested", hint=f"tested: {tested}")
     lm = build_meta_model(hf_config)
-    every = tuple(adaptable(lm))
-    return LoraPlan(lora, every, _chosen(every, lora), _quantised(every, lora), lm.num_parameters())
+    every = tuple(adaptable_modules(lm))
+    return LoraPlan(lora, every, _adapted_targets(every, lora), _quantised_targets(every, lora), lm.num_parameters())
 
 
-def _chosen(every: Sequence[Target], lora: LoraConfig) -> tuple[Target, ...]:
+def _adapted_targets(every: Sequence[LoraTarget], lora: LoraConfig) -> tuple[LoraTarget, ...]:
     patterns = lora.target_modules
-    named = {target.name for pattern in patterns or () for target in _named(pattern, every)}
+    named = {target.name for pattern in patterns or () for target in _targets_named(pattern, every)}
     chosen = tuple(target for target in every if (target.name in named if patterns else target.kind != ROUTER))
     if lora.rank % _ALIGNED and any(target.kind == ROUTED for target in chosen):
         raise ConfigError(
@@ -140,33 +140,33 @@ def _chosen(every: Sequence[Target], lora: LoraConfig) -> tuple[Target, ...]:
     return chosen
 
 
-def _named(pattern: str, every: Sequence[Target]) -> list[Target]:
-    """Modules whose last name, or whole name, `pattern` is, or whose full name it matches; a router only by a pattern
-    that ends in its own name.
+def _targets_named(pattern: str, every: Sequence[LoraTarget]) -> list[LoraTarget]:
+    """Modules whose full name or last part of it equals `pattern`, or whose full name matches it. A router is matched
+    only by a pattern that ends in its own name.
     """
     exact = [target for target in every if pattern in (target.name, _last(target.name))]
     try:
         matched = [target for target in every if re.fullmatch(pattern, target.name)]
     except re.error as broken:
         raise ConfigError(
-            f"lora.target_modules `{pattern}` is no regular expression: {broken}", hint="see Python's `re`"
+            f"lora.target_modules `{pattern}` is not a regular expression: {broken}", hint="see Python's `re`"
         ) from broken
     names_router = _last(pattern.replace("\\.", ".")) == "gate"
-    found = exact or [target for target in matched if target.kind != ROUTER or names_router]
-    if not found:
+    selected = exact or [target for target in matched if target.kind != ROUTER or names_router]
+    if not selected:
         names = sorted({_last(target.name) for target in every})
         raise ConfigError(
             f"lora.target_modules `{pattern}` matches no module that can be adapted",
             hint=f"name one of {', '.join(names)}, or give a regular expression on full names such as {every[0].name}",
         )
-    return found
+    return selected
 
 
 def _last(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _quantised(every: Sequence[Target], lora: LoraConfig) -> tuple[Target, ...]:
+def _quantised_targets(every: Sequence[LoraTarget], lora: LoraConfig) -> tuple[LoraTarget, ...]:
     if lora.quantize is None:
         return ()
     candidates = [target for target in every if target.kind in _FOUR_BIT]

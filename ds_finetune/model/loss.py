@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from ds_finetune.errors import ModelError
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.model.attention import BY_DOCUMENT, BY_LENGTHS, FLASH, Documents, flash_arguments
-from ds_finetune.model.cross_entropy import Kernel, Wants, chunked_cross_entropy
+from ds_finetune.model.cross_entropy import Kernel, NeededGradients, chunked_cross_entropy
 from ds_finetune.model.parallel.pipeline import PipelineGroup
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 from ds_finetune.model.parallel.tensor import TensorParallelGroup, copy_to_tensor_parallel_region
@@ -28,8 +28,8 @@ class _CrossEntropy(torch.autograd.Function):
     """Summed cross entropy of `hidden @ weight.T + bias` against `targets`.
 
     The gradients are computed chunk by chunk in forward, while a chunk's logits exist, and only scaled in backward:
-    three matrix products instead of the four that recomputation would need, for the price of one gradient of the head's
-    size, which backward would need a moment later anyway.
+    three matrix products instead of the four that recomputation would need. The cost is the memory of one gradient of
+    the head, which backward needs soon after anyway.
     """
 
     @staticmethod
@@ -40,13 +40,13 @@ class _CrossEntropy(torch.autograd.Function):
         bias: torch.Tensor | None,
         targets: torch.Tensor,
         kernel: Kernel,
-        wants: Wants,
+        needed: NeededGradients,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        found = kernel(hidden, weight, bias, targets, wants)
-        ctx.save_for_backward(found.d_hidden, found.d_weight, found.d_bias)
+        result = kernel(hidden, weight, bias, targets, needed)
+        ctx.save_for_backward(result.d_hidden, result.d_weight, result.d_bias)
         ctx.dtypes = (weight.dtype, bias.dtype if bias is not None else None)
-        ctx.mark_non_differentiable(found.num_correct)
-        return found.loss_sum, found.num_correct
+        ctx.mark_non_differentiable(result.num_correct)
+        return result.loss_sum, result.num_correct
 
     @staticmethod
     def backward(ctx: Any, d_loss: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
@@ -63,7 +63,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class LossHead(nn.Linear):
-    """A language-model head that gives logits as before, and with `labels` the summed loss without them."""
+    """A language-model head that returns logits, or with `labels` the summed loss without building all logits."""
 
     kernel: Kernel = staticmethod(chunked_cross_entropy)
     tp_group: TensorParallelGroup | None = None
@@ -72,8 +72,8 @@ class LossHead(nn.Linear):
     def forward(self, hidden: torch.Tensor, labels: torch.Tensor | None = None) -> Any:  # noqa: ANN401 - logits or TokenLoss
         """`hidden` [..., width] -> logits [..., vocabulary]; with `labels` [...] (already shifted, int64) -> TokenLoss.
 
-        Positions whose label is IGNORE_INDEX cost nothing. Without a supervised position the loss is 0 and its
-        gradients are zeros, so every rank still takes part in the reductions.
+        Positions whose label is IGNORE_INDEX are not computed. Without a supervised position the loss is 0 and its
+        gradients are zeros, so that every rank takes part in the reductions.
         """
         if labels is None:
             logits = super().forward(hidden)
@@ -84,10 +84,10 @@ class LossHead(nn.Linear):
         part = part if self.tp_group is None else copy_to_tensor_parallel_region(part, self.tp_group)
         targets = labels.reshape(-1).index_select(0, places)
         is_on = torch.is_grad_enabled()
-        wants = Wants(
+        needed = NeededGradients(
             *(is_on and tensor is not None and tensor.requires_grad for tensor in (part, self.weight, self.bias))
         )
-        return TokenLoss(*_CrossEntropy.apply(part, self.weight, self.bias, targets, self.kernel, wants))
+        return TokenLoss(*_CrossEntropy.apply(part, self.weight, self.bias, targets, self.kernel, needed))
 
 
 def install_loss_head(
@@ -137,11 +137,11 @@ class TrainedModel(nn.Module):
         labels: torch.Tensor,
         documents: tuple[Documents, ...] | None,
     ) -> TokenLoss | torch.Tensor:
-        """Loss of rows [batch, tokens] (int64 each) whose documents have the lengths `documents`; None where a row is
-        one.
+        """Loss of rows [batch, tokens] (int64 each) whose documents have the lengths `documents`; None where each row
+        is one document.
 
-        With a sequence group these are this rank's tokens of the rows, and `documents` are of whole rows. A stage
-        before the last gives hidden states.
+        With `sp_group` the tensors have this rank's tokens of the rows, and `documents` describes whole rows. Pipeline
+        stages before the last return hidden states.
         """
         hidden = self.hidden(input_ids, position_ids, documents)
         return self.lm.get_output_embeddings()(hidden, labels) if self.has_head else hidden
@@ -151,9 +151,9 @@ class TrainedModel(nn.Module):
     ) -> torch.Tensor:
         """Hidden states before the head, [batch, tokens, width].
 
-        Documents are kept apart by their lengths where attention is by document or FlashAttention, by positions that
-        start again where it is another of transformers'. No attention mask and no cache are given: with either,
-        transformers 5.23 does not look at the positions (masking_utils.py:873), and packed documents would see each
+        Documents are separated by their lengths in attention by document and FlashAttention, and by positions that
+        restart in other implementations of transformers. No attention mask and no cache are passed: with either,
+        transformers 5.23 ignores the positions (masking_utils.py:873), and packed documents would attend to each
         other.
         """
         attention, lengths = self.lm.config._attn_implementation, {}

@@ -1,4 +1,4 @@
-"""One map between a model's tensors and the tensors of a published checkpoint, used for loading and for export."""
+"""The mapping between a model's tensors and the tensors of a published checkpoint, for loading and for export."""
 
 import math
 import re
@@ -21,8 +21,8 @@ class Piece:
     shape: tuple[int, ...]
 
     def first_element(self, whole: tuple[int, ...]) -> int:
-        """Where its elements begin in the row-major flattened tensor of shape `whole`, in which they lie without
-        a gap.
+        """Index of its first element in the row-major flattened model tensor of shape `whole`, in which its elements
+        are contiguous.
         """
         begin, stride = 0, math.prod(whole)
         for size, part in zip(whole, self.index, strict=False):
@@ -32,11 +32,11 @@ class Piece:
 
 
 def hub_pieces(name: str, shape: tuple[int, ...], family: Family, *, first_expert: int = 0) -> tuple[Piece, ...]:
-    """The checkpoint tensors that a model tensor `name` of `shape` is made of; together they cover it once.
+    """The checkpoint tensors that make up the model tensor `name` of `shape`; each element is in one of them.
 
-    Fused experts `gate_up_proj` [experts, 2 x inner, hidden] and `down_proj` [experts, hidden, inner] are one
-    matrix per expert and projection there (transformers 5.23, conversion_mapping.py:51-53); every other tensor is
-    the same. A part of the experts begins with number `first_expert` of the layer.
+    Fused experts `gate_up_proj` [experts, 2 x inner, hidden] and `down_proj` [experts, hidden, inner] are one matrix
+    per expert and projection in a checkpoint (transformers 5.23, conversion_mapping.py:51-53); all other tensors are
+    the same in both. `first_expert` is the number in the layer of the first expert that the tensor holds.
     """
     fused = _FUSED.match(name) if family.fused_experts else None
     if not fused:
@@ -55,15 +55,15 @@ def hub_pieces(name: str, shape: tuple[int, ...], family: Family, *, first_exper
     )
 
 
-def differences(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> str:
-    """How the tensors `found` in a checkpoint differ from those `wanted` by a model, by name and shape; empty where
-    they do not.
+def differences(expected: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]]) -> str:
+    """How the names and shapes of the tensors `stored` in a checkpoint differ from those that the model expects; empty
+    where they do not.
     """
-    common = sorted(wanted.keys() & found.keys())
-    mismatched = [f"{key}: model {wanted[key]}, checkpoint {found[key]}" for key in common if wanted[key] != found[key]]
+    common = sorted(key for key in expected.keys() & stored.keys() if expected[key] != stored[key])
+    mismatched = [f"{key}: model {expected[key]}, checkpoint {stored[key]}" for key in common]
     problems = [
-        ("missing", sorted(wanted.keys() - found.keys())),
-        ("unexpected", sorted(found.keys() - wanted.keys())),
+        ("missing", sorted(expected.keys() - stored.keys())),
+        ("unexpected", sorted(stored.keys() - expected.keys())),
         ("of another shape", mismatched),
     ]
     return "; ".join(

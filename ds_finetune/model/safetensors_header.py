@@ -11,22 +11,8 @@ from typing import Any
 
 import torch
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""Dtypes that are read and written, by safetensors' names for them."""
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+from ds_finetune.model.dtypes import SAFETENSORS_DTYPES, SAFETENSORS_NAMES
+
 MAX_HEADER_BYTES = 100_000_000
 """Size of a header at most: MAX_HEADER_SIZE of safetensors 0.8 (tensor.rs)."""
 _METADATA = "__metadata__"
@@ -105,9 +91,12 @@ def _parse(tree: Any, begin: int) -> Header:  # noqa: ANN401 - whatever a file h
 
 def _parse_entry(name: str, item: Mapping[str, Any], data: int, end: int) -> HeaderEntry:
     """The tensor that begins at byte `end` of a file whose data begins at byte `data`; ValueError where it does not."""
-    if item["dtype"] not in DTYPES:
-        raise ValueError(f"`{name}` is {item['dtype']}, not one of {', '.join(DTYPES)}")
-    entry, (begin, stop) = HeaderEntry(DTYPES[item["dtype"]], tuple(item["shape"]), end), item["data_offsets"]
+    if item["dtype"] not in SAFETENSORS_DTYPES:
+        raise ValueError(f"`{name}` is {item['dtype']}, not one of {', '.join(SAFETENSORS_DTYPES)}")
+    entry, (begin, stop) = (
+        HeaderEntry(SAFETENSORS_DTYPES[item["dtype"]], tuple(item["shape"]), end),
+        item["data_offsets"],
+    )
     is_shape = all(type(side) is int and side >= 0 for side in entry.shape)
     if not is_shape or begin != end - data or stop - begin != entry.num_bytes:
         raise ValueError(
@@ -125,7 +114,7 @@ def encode_header(
         assert name not in entries, name
         begins.append(end)
         end += math.prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begins[-1], end]}
+        entries[name] = {"dtype": SAFETENSORS_NAMES[dtype], "shape": list(shape), "data_offsets": [begins[-1], end]}
     text = json.dumps({_METADATA: dict(metadata), **entries}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     assert len(text) <= MAX_HEADER_BYTES, len(text)

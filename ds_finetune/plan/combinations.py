@@ -18,7 +18,7 @@ AXES = ("pp", "sp", "tp", "ep")
 
 ROW_BYTES = 16
 """Bytes whose multiple a row of an expert's matrix must be there."""
-BYTES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
+WEIGHT_BYTES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of a weight by precision."""
 
 
@@ -235,7 +235,7 @@ def check_expert_widths(mesh: Mesh, model: Mapping[str, Any], *, precision: str)
     """
     if not family_of(str(model.get("model_type"))).fused_experts:
         return
-    whole, hidden, each = int(model["moe_intermediate_size"]), int(model["hidden_size"]), BYTES[precision]
+    whole, hidden, each = int(model["moe_intermediate_size"]), int(model["hidden_size"]), WEIGHT_BYTES[precision]
     if whole // mesh.tp * each % ROW_BYTES:
         legal = [n for n in range(1, mesh.tp) if whole % n == 0 and whole // n * each % ROW_BYTES == 0]
         raise ConfigError(

@@ -1,5 +1,5 @@
-"""Ways of doing the same optimizer step, the tiny models and samples they all train on, and the rows each layout makes
-of them.
+"""Ways of taking the same optimizer step, the tiny models and samples that they train on, and the rows that each layout
+makes of the samples.
 """
 
 import math
@@ -29,7 +29,7 @@ TINY_MODELS: Mapping[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One way of doing the same optimizer step."""
+    """One way of taking the same optimizer step."""
 
     family: str
     stage: int
@@ -58,7 +58,7 @@ class Cell:
 
     @property
     def sharing(self) -> int:
-        """Ranks that work on the same rows."""
+        """Number of ranks that process the same rows."""
         return self.pp * self.sp * self.tp
 
     @property
@@ -72,8 +72,8 @@ def hf_config(family: str) -> PretrainedConfig:
     return AutoConfig.for_model(**TINY_MODELS[family])
 
 
-def grown(config: PretrainedConfig, parallel: ParallelConfig) -> PretrainedConfig:
-    """A tiny model with enough heads, experts, columns and layers for the sizes of `parallel` to share out."""
+def enlarged_config(config: PretrainedConfig, parallel: ParallelConfig) -> PretrainedConfig:
+    """A tiny model with enough heads, experts, columns and layers for the sizes of `parallel` to divide."""
     tree = config.to_dict()
     keys = math.lcm(tree["num_key_value_heads"], parallel.tp)
     heads = math.lcm(tree["num_attention_heads"], parallel.tp * parallel.sp, keys)
@@ -120,8 +120,8 @@ def _row(documents: list[tuple[np.ndarray, np.ndarray]]) -> Row:
 
 
 def run_tree(cell: Cell, model: Path, out: Path, *, dp: int) -> dict[str, Any]:
-    """The run file of a cell on ranks that share the batch in `dp` parts; one optimizer step holds all samples, and
-    rows of nothing to fill it.
+    """The run file of a cell on ranks that split the batch into `dp` parts; one optimizer step has all samples, and
+    empty rows to fill it.
     """
     share = dp * cell.accumulation
     size = -(-(PACKED_ROWS if cell.packing else SAMPLES) // share)

@@ -1,5 +1,5 @@
-"""`ds-finetune selftest`: the layouts of a run, or of the program, held against a plain loop in the world at hand; or
-that world started first.
+"""`ds-finetune selftest`: compares the layouts of a run, or a standard set, with a plain PyTorch loop on the ranks it
+runs on, or starts these ranks first.
 """
 
 import copy
@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig
-from transformers.utils import logging as transformers_logging
 
 from ds_finetune.config.schema import ParallelConfig, RunConfig
 from ds_finetune.engine.collectives import all_gather_object
@@ -36,8 +34,9 @@ from ds_finetune.plan.deepspeed_choice import chosen
 from ds_finetune.plan.deepspeed_config import read_choices
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.plan import Plan, make_plan
-from ds_finetune.selftest.cells import TINY_MODELS, Cell, grown, hf_config, run_tree
-from ds_finetune.selftest.check import check, write_model
+from ds_finetune.quiet import quiet_packages, show_loading_as_phase
+from ds_finetune.selftest.cells import TINY_MODELS, Cell, enlarged_config, hf_config, run_tree
+from ds_finetune.selftest.compare import compare_layout, write_model
 from ds_finetune.world import World, accelerate_choices
 
 Say = Callable[[str], None]
@@ -50,9 +49,9 @@ _DERIVED = (
     "bf16",
     "fp16",
 )
-"""Keys of a DeepSpeed configuration that follow from a run file's numbers, which are others here."""
+"""Keys of a DeepSpeed configuration that follow from the run file's numbers; the tiny run has other numbers."""
 _ROUNDING = ("communication_data_type", "data_types")
-"""Keys that change numbers on purpose."""
+"""Keys that change rounding on purpose."""
 _SMALL = {
     "stage3_param_persistence_threshold": 40,
     "reduce_bucket_size": 20_000,
@@ -72,9 +71,9 @@ _ACCUMULATION = 2
 
 
 @dataclass(frozen=True)
-class Case:
-    """A layout to be held against the plain loop: its tiny model, before it grows with the sizes, and the run file's
-    tree without it.
+class LayoutCase:
+    """A layout to compare with the reference loop: its tiny model, before it is enlarged for the parallel sizes, and
+    the run file without the model's path.
     """
 
     name: str
@@ -84,8 +83,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Extent:
-    """How much is checked: optimizer steps of each layout, and families of the standard set; the first one in every
-    layout.
+    """How much is compared: optimizer steps of each layout, and the families of the standard set, of which the first
+    is compared in every layout.
     """
 
     steps: int = 3
@@ -93,7 +92,7 @@ class Extent:
 
     @property
     def arguments(self) -> list[str]:
-        """The same as command-line arguments."""
+        """The command-line arguments that give this extent."""
         return ["--steps", str(self.steps), "--families", ",".join(self.families)]
 
 
@@ -101,7 +100,7 @@ def start_world(arguments: list[str], config: RunConfig | None, *, nproc: int, h
     """Run `ds-finetune selftest` with `arguments` in `nproc` processes here, or on the hosts of `hostfile`; returns the
     exit code.
 
-    What a run would refuse here is refused before anything is started.
+    Errors in the run file are reported before anything is started.
     """
     if hostfile is not None:
         if not Path(hostfile).is_file():
@@ -120,7 +119,7 @@ def start_world(arguments: list[str], config: RunConfig | None, *, nproc: int, h
         ]
     else:
         world = World(0, nproc, 0, nproc, "selftest")
-        for case in _of_run(config, world) if config is not None else []:
+        for case in _cases_of_run(config, world) if config is not None else []:
             make_plan(_run_file(case, Path(), Path()), world=world, device=choose_device())
         command = [
             sys.executable,
@@ -135,23 +134,28 @@ def start_world(arguments: list[str], config: RunConfig | None, *, nproc: int, h
 
 
 def selftest(config: RunConfig | None, extent: Extent, *, say: Say) -> None:
-    """Check every case in this world, a line each; RunError where one is off. Without `config` the standard ones."""
-    # The tiny models are loaded and gathered hundreds of times, each with its bar or its warning.
-    transformers_logging.disable_progress_bar()
-    warnings.simplefilter("ignore", FutureWarning)
-    # A launcher ends the other ranks by this signal when one fails; rank zero has a folder to take away.
+    """Compare every case on these ranks and print a line for each; RunError where one differs.
+
+    The cases are the layout of the run `config`, or the standard set where that is None.
+    """
+    # The tiny models are loaded and gathered hundreds of times, each time with a progress bar or a warning.
+    quiet_packages()
+    show_loading_as_phase()
+    # A launcher sends this signal to the other ranks when one fails; rank zero has a folder to remove.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     world = World.from_environment(os.environ)
     world.export_to(os.environ)
     device = choose_device()
-    cases = _standard(world.world_size, extent.families, device) if config is None else _of_run(config, world)
+    cases = (
+        _standard_cases(world.world_size, extent.families, device) if config is None else _cases_of_run(config, world)
+    )
     wrong, began = 0, time.monotonic()
     with process_group(world, device), _shared_folder(world) as folder:
         _build_first(make_plan(_run_file(cases[0], folder, folder), world=world, device=device), say)
         for number, case in enumerate(cases):
-            wrong += not _is_right(case, world, device, folder / str(number), extent.steps, say)
+            wrong += not _is_equal(case, world, device, folder / str(number), extent.steps, say)
             if number == 0:
-                # What was imported is looked through no more: ZeRO-3 collects garbage at each start.
+                # ZeRO-3 collects garbage at each start; this excludes everything imported so far.
                 gc.freeze()
     if world.rank == 0:
         right, seconds = len(cases) - wrong, time.monotonic() - began
@@ -167,36 +171,33 @@ def selftest(config: RunConfig | None, extent: Extent, *, say: Say) -> None:
 
 
 def _build_first(plan: Plan, say: Say) -> None:
-    """Compile what the first layout needs, as all of them do, and say what takes its place where that is not
-    possible.
-    """
+    """Compile the ops that the layouts need, and print notes on those that cannot be compiled and their replacement."""
     built = build_ops(plan, all_gather_object, say)
     for note in built.notes[len(plan.notes) :] if plan.world.rank == 0 else ():
         say(note)
 
 
-def _is_right(case: Case, world: World, device: str, folder: Path, steps: int, say: Say) -> bool:  # noqa: PLR0913
-    model = grown(case.model, ParallelConfig.model_validate(case.tree["parallel"]))
-    # One folder for a model whatever the layout: the plain loop runs once on each.
+def _is_equal(case: LayoutCase, world: World, device: str, folder: Path, steps: int, say: Say) -> bool:  # noqa: PLR0913
+    model = enlarged_config(case.model, ParallelConfig.model_validate(case.tree["parallel"]))
+    # One folder for a model in all layouts: the reference loop runs once for each model.
     where = folder.parent / f"model-{hashlib.sha256(model.to_json_string().encode()).hexdigest()[:12]}"
     if world.rank == 0 and not where.exists():
         write_model(model, where)
     all_gather_object(None)
-    found = check(_run_file(case, where, folder), world, device, folder, steps=steps)
-    if found is not None:
-        say(f"{'equal' if found.is_right else 'WRONG'}  {case.name:44} {found.text()}")
-    return all_gather_object(found)[0].is_right  # type: ignore[union-attr]
+    comparison = compare_layout(_run_file(case, where, folder), world, device, folder, steps=steps)
+    if comparison is not None:
+        say(f"{'equal' if comparison.is_equal else 'WRONG'}  {case.name:44} {comparison.text()}")
+    return all_gather_object(comparison)[0].is_equal  # type: ignore[union-attr]
 
 
-def _run_file(case: Case, model_folder: Path, folder: Path) -> RunConfig:
+def _run_file(case: LayoutCase, model_folder: Path, folder: Path) -> RunConfig:
     model = case.tree["model"] | {"path": str(model_folder)}
     return RunConfig.model_validate(case.tree | {"model": model, "output_dir": str(folder)})
 
 
-def _standard(world_size: int, families: Sequence[str], device: str) -> list[Case]:
-    """Plain ZeRO at every stage, and the proven combinations of two that `world_size` ranks can do, in fp32.
-
-    Two stages in bf16, on GPUs in fp16 too.
+def _standard_cases(world_size: int, families: Sequence[str], device: str) -> list[LayoutCase]:
+    """Data parallelism at every ZeRO stage, and the tested combinations that fit `world_size` ranks with two ranks per
+    axis, in fp32; two stages also in bf16, and on GPUs in fp16.
     """
     unknown = [family for family in families if family not in TINY_MODELS]
     if unknown:
@@ -218,15 +219,15 @@ def _standard(world_size: int, families: Sequence[str], device: str) -> list[Cas
     return [_case(cell, world_size) for cell in cells]
 
 
-def _case(cell: Cell, world_size: int) -> Case:
+def _case(cell: Cell, world_size: int) -> LayoutCase:
     tree = run_tree(cell, Path(), Path(), dp=world_size // cell.sharing) | {"model": {"path": ""}}
     name = f"{cell.family} {cell.layout} ZeRO-{cell.stage} {cell.precision}"
-    return Case(name, hf_config(cell.family), tree)
+    return LayoutCase(name, hf_config(cell.family), tree)
 
 
-def _of_run(config: RunConfig, world: World) -> list[Case]:
-    """The layout of a run with a tiny model of its family and structure: in fp32, where gradients can be compared, and
-    in its own precision.
+def _cases_of_run(config: RunConfig, world: World) -> list[LayoutCase]:
+    """The layout of a run, with a tiny model of its family and structure: in fp32, in which gradients can be compared,
+    and in its own precision.
     """
     if config.lora is not None:
         raise ConfigError(
@@ -241,7 +242,7 @@ def _of_run(config: RunConfig, world: World) -> list[Case]:
         )
     mesh = Mesh.of(config.parallel, world_size=world.world_size, rank=world.rank)
     given, _ = read_choices(chosen(config, accelerate_choices(os.environ)))
-    choices = _scaled({key: value for key, value in copy.deepcopy(given).items() if key not in _DERIVED})
+    choices = _scale_choices({key: value for key, value in copy.deepcopy(given).items() if key not in _DERIVED})
     stage = choices["zero_optimization"].get("stage", 0)
     found = []
     for precision in dict.fromkeys(("fp32", config.train.precision)):
@@ -258,13 +259,15 @@ def _of_run(config: RunConfig, world: World) -> list[Case]:
         tree["parallel"] = config.parallel.model_copy(update={"pp_layers": ()}).model_dump()
         attention = config.model.attention if precision == config.train.precision else "sdpa"
         tree |= {"model": {"path": "", "attention": attention, "loss": config.model.loss}, "deepspeed": choices}
-        found.append(Case(f"{hub.model_type} {mesh} ZeRO-{stage} {precision}", _like(hub, cell.family), tree))
+        found.append(
+            LayoutCase(f"{hub.model_type} {mesh} ZeRO-{stage} {precision}", _tiny_model_like(hub, cell.family), tree)
+        )
     return found
 
 
-def _like(hub: PretrainedConfig, family: str) -> PretrainedConfig:
-    """The tiny model of a family with what decides how a model is built: tied or not, biases, latent queries, routing,
-    a padding row.
+def _tiny_model_like(hub: PretrainedConfig, family: str) -> PretrainedConfig:
+    """The tiny model of a family with the structure of `hub`: tied or not, biases, latent queries, routing, a padding
+    row.
     """
     tiny = hf_config(family)
     for name in _STRUCTURE:
@@ -276,9 +279,9 @@ def _like(hub: PretrainedConfig, family: str) -> PretrainedConfig:
     return tiny
 
 
-def _scaled(choices: dict[str, Any]) -> dict[str, Any]:
-    """A run's choices with buckets and thresholds of the tiny model's size: with those of a real one everything would
-    stay in one piece.
+def _scale_choices(choices: dict[str, Any]) -> dict[str, Any]:
+    """A run's DeepSpeed choices with buckets and thresholds of the tiny model's size: with those of a real model all
+    tensors would fit in one bucket.
     """
     zero = (choices.get("zero_optimization") or {}) | _SMALL
     return {key: value for key, value in choices.items() if key not in _ROUNDING} | {"zero_optimization": zero}
@@ -286,7 +289,7 @@ def _scaled(choices: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _shared_folder(world: World) -> Iterator[Path]:
-    """A new folder for all ranks: in the working directory where there are several hosts, which have to share it."""
+    """A new folder for all ranks: with several hosts it lies in the working directory, which they have to share."""
     is_one_host = world.local_world_size == world.world_size
     mine = tempfile.mkdtemp(prefix="selftest-", dir=None if is_one_host else Path.cwd()) if world.rank == 0 else ""
     folder = Path(all_gather_object(mine)[0])

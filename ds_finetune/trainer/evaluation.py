@@ -4,10 +4,11 @@ import math
 from collections.abc import Callable
 
 from ds_finetune.data.batches import eval_batches, num_eval_rows
-from ds_finetune.engine.engine import Engine, EvalResult, GenerationLimits
+from ds_finetune.engine.engine import Engine, EvalResult
+from ds_finetune.engine.generation import GenerationLimits
 from ds_finetune.observers.evaluation import matches
 from ds_finetune.observers.interrupts import Interrupts
-from ds_finetune.observers.progress import PhaseLine
+from ds_finetune.phase_line import PhaseLine
 from ds_finetune.trainer.batches import batch_plan
 from ds_finetune.trainer.prepare import PreparedRun
 
@@ -25,20 +26,20 @@ def evaluation_functions(
     limits = GenerationLimits(generate.max_new_tokens, inputs.stop_ids, inputs.pad_token_id)
     rows = batch_plan(run)
 
-    def is_over_with_progress(what: str, number: int, per_round: int) -> Callable[[], bool]:
-        if not engine.is_rank_zero:
-            return interrupts.is_asked
-        return PhaseLine().following(interrupts.is_asked, what, math.ceil(number / per_round))
+    def phase(what: str, number: int, per_round: int) -> PhaseLine:
+        return PhaseLine(what, math.ceil(number / per_round), is_rank_zero=engine.is_rank_zero)
 
     def evaluate() -> EvalResult | None:
         number = num_eval_rows(held_out, limit)
-        is_over = is_over_with_progress("evaluation", number, rows.micro_batch_size * rows.dp)
-        return engine.evaluate(eval_batches(held_out, rows, limit=limit), is_over=is_over)
+        with phase("evaluation", number, rows.micro_batch_size * rows.dp) as line:
+            is_over = line.before_each(interrupts.is_asked)
+            return engine.evaluate(eval_batches(held_out, rows, limit=limit), is_over=is_over)
 
     def exact_match() -> float | None:
         prompts = held_out.prompts_and_answers(generate.prompts)
-        is_over = is_over_with_progress("answers", len(prompts), rows.dp)
-        ids = engine.generate([prompt for prompt, _ in prompts], limits, is_over=is_over)
+        with phase("answers", len(prompts), rows.dp) as line:
+            is_over = line.before_each(interrupts.is_asked)
+            ids = engine.generate([prompt for prompt, _ in prompts], limits, is_over=is_over)
         if ids is None:
             return None
         answers, expected = (

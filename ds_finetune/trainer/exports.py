@@ -9,10 +9,9 @@ import torch
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.collectives import all_gather_object
 from ds_finetune.engine.engine import Engine
-from ds_finetune.engine.start_engine import DTYPES
 from ds_finetune.errors import OutputError, RunError
 from ds_finetune.export.adapter import write_adapter
-from ds_finetune.export.base_folder import BaseFolder, config_changes, with_stored_weights
+from ds_finetune.export.base_folder import BaseFolder, with_stored_weights
 from ds_finetune.export.folder import (
     TOKENIZER_FILES,
     FolderParts,
@@ -21,12 +20,14 @@ from ds_finetune.export.folder import (
     write_folder,
 )
 from ds_finetune.export.interruption import Interruption
+from ds_finetune.export.model_config import config_changes
 from ds_finetune.export.source import read_model_spec
 from ds_finetune.export.verify.record import RECORD, UNVERIFIED, ExportRecord, fixed_prompts, sampled_logits
 from ds_finetune.export.verify.verify import VerificationResult, mark_folder, verify_exports
 from ds_finetune.families.table import family_of
+from ds_finetune.model.dtypes import PRECISION_DTYPES, dtype_name
 from ds_finetune.model.hub_folder import has_weights
-from ds_finetune.model.lora import Factors, factors_of, merged
+from ds_finetune.model.lora import Factors, factors_of, merge_adapters
 from ds_finetune.trainer.inputs import RunInputs
 from ds_finetune.trainer.prepare import PreparedRun
 from ds_finetune.trainer.run_dir import available_bytes
@@ -60,14 +61,14 @@ def verify_run_exports(
     interruption.check(folders)
     torch.cuda.empty_cache()
     twins = [folder for folder in exports if has_same_weights(folder, best)]
-    verdicts = verify_exports(
+    results = verify_exports(
         [folder for folder in folders if not twins or folder != best], available_bytes=available_bytes()
     )
-    for verdict in [verdict for verdict in verdicts if verdict.folder in twins]:
-        shared = f"the files of {verdict.folder}, whose weights it shares"
-        verdicts.append(replace(verdict, folder=best, lines=(shared, *verdict.lines)))
-        mark_folder(verdicts[-1])
-    return tuple(verdicts)
+    for result in [result for result in results if result.folder in twins]:
+        shared = f"the files of {result.folder}, whose weights it shares"
+        results.append(replace(result, folder=best, lines=(shared, *result.lines)))
+        mark_folder(results[-1])
+    return tuple(results)
 
 
 def record_logits(run: PreparedRun, engine: Engine, *, step: int) -> ExportRecord:
@@ -81,7 +82,7 @@ def record_logits(run: PreparedRun, engine: Engine, *, step: int) -> ExportRecor
     is_quantised = bool(inputs.model.quantised)
     return ExportRecord(
         base=str(inputs.folder.absolute()),
-        dtype=str(DTYPES[run.plan.precision]).removeprefix("torch."),
+        dtype=dtype_name(PRECISION_DTYPES[run.plan.precision]),
         vocab_size=vocab_size,
         prompts=prompts,
         step=step,
@@ -141,13 +142,16 @@ def export(run: PreparedRun, engine: Engine, out: Path, *, step: int) -> list[st
         base = BaseFolder.read(folder, read_model_spec(folder))
         # Rank zero writes: it alone compares embeddings and heads, which may take seconds.
         parts, notes = base.with_base_tensors(parts) if engine.is_rank_zero else (parts, [])
-    notes = [*notes, *config_changes(parts, (tensor.key for copied in parts.base_tensors for tensor in copied.tensors))]
+    keys = [tensor.key for copied in parts.base_tensors for tensor in copied.tensors]
+    notes = [*notes, *config_changes(parts.config, parts.files, keys)]
     factors = _write_adapters(run, engine, out.with_name(out.name.replace("export", "adapter")))
     in_four_bit = {f"{name}.weight" for name in model.quantised}
     tensors = with_stored_weights(engine.tensors(), in_four_bit, folder) if in_four_bit else engine.tensors()
     max_shard_bytes = parse_bytes(run.config.export.max_shard_size, name="export.max_shard_size")
     try:
-        write_folder(merged(tensors, factors), engine.tensor_specs(), out, parts, max_shard_bytes=max_shard_bytes)
+        write_folder(
+            merge_adapters(tensors, factors), engine.tensor_specs(), out, parts, max_shard_bytes=max_shard_bytes
+        )
     except OutputError as full:
         raise RunError(f"{full.message}; the run is done up to its export", hint=full.hint) from full
     return notes
@@ -161,7 +165,7 @@ def _folder_parts(run: PreparedRun, engine: Engine, *, step: int) -> FolderParts
         family=family_of(inputs.hf_config.model_type),
         config=inputs.config_tree,
         architecture=type(engine.lm).__name__,
-        dtype=DTYPES[run.plan.precision],
+        dtype=PRECISION_DTYPES[run.plan.precision],
         record=record_logits(run, engine, step=step) if config.export.verify else None,
         files=tuple(path for name, path in beside.items() if path.name == name),
         texts={name: path.read_text(encoding="utf-8") for name, path in beside.items() if path.name != name},

@@ -60,7 +60,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on(bed: Bed, task: Path) -> Non
         assert run.process.wait(120) == 0, run.said()
         said = run.said()
         assert re.search(
-            rf"^attempt 1 failed after .* s: rank 1 on {bed.hosts[1].address} was first and was ended by SIGKILL",
+            rf"^attempt 1 failed after .* s: rank 1 on {bed.hosts[1].address} failed first: was killed by SIGKILL",
             said,
             re.MULTILINE,
         )
@@ -78,7 +78,7 @@ def test_a_lost_host_is_done_without_until_it_is_back(bed: Bed, task: Path, undi
         run.wait_for_step(15)
         pull_cable(run)
         run.wait_for("starting again")
-        assert f"host {bed.hosts[1].address} was first and has not been heard" in run.said()
+        assert f"host {bed.hosts[1].address} failed first: no message for" in run.said()
         run.wait_for("resuming from")
         run.wait_for_step(run.step() + 5)
         assert "left out: 10.77.0.2" in run.said()
@@ -95,7 +95,7 @@ def test_ctrl_c_saves_on_every_host(bed: Bed, task: Path) -> None:
         run.wait_for_step(15)
         run.process.send_signal(signal.SIGINT)
         assert run.process.wait(60) == INTERRUPTED_EXIT_CODE, run.said()
-        assert "the same command goes on" in run.said()
+        assert "the same command resumes the run" in run.said()
         assert run.step() % 10 or (run.folder / f"checkpoints/step-{run.step():06}").is_dir()
         assert not run.left()
 

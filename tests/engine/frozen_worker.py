@@ -20,11 +20,11 @@ from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.selftest import check
+from ds_finetune.selftest import compare
 from ds_finetune.selftest.cells import Cell, run_tree
 from ds_finetune.trainer.prepare import freeze_unreached
 from ds_finetune.world import World
-from tests.model.test_unreached import INDEXED
+from tests.model.test_unused_parameters import INDEXED
 from tests.planning import model_of
 
 
@@ -34,7 +34,7 @@ def main() -> None:
     found = {}
     with process_group(world, device):
         if world.rank == 0:
-            check.write_model(AutoConfig.for_model(**INDEXED | {"first_k_dense_replace": 2}), folder / "model")
+            compare.write_model(AutoConfig.for_model(**INDEXED | {"first_k_dense_replace": 2}), folder / "model")
         torch.distributed.barrier()
         for stage, precision in ((0, "bf16"), (2, "fp32"), (3, "bf16")):
             cell = Cell("", stage, 1, packing=False, precision=precision, weight_decay=0.5)
@@ -42,10 +42,10 @@ def main() -> None:
             config = RunConfig.model_validate(run_tree(cell, folder / "model", place, dp=world.world_size))
             with _engine(config, world, device) as engine:
                 before = _weights(engine)
-                check._saved_after_first(engine, place, 3)
+                compare._steps_with_checkpoint(engine, place, 3)
                 trained, notes = _weights(engine), engine.plan.notes
             with _engine(config, world, device, has_weights=False) as engine:
-                check._resumed(engine, place, 2)
+                compare._steps_after_resume(engine, place, 2)
                 resumed = _weights(engine)
             found[f"{stage}-{precision}"] = {"notes": notes, **_compared(before, trained, resumed)}
     if world.rank == 0:

@@ -22,7 +22,7 @@ from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan import options
 from ds_finetune.plan.plan import Plan, make_plan
-from ds_finetune.selftest import check
+from ds_finetune.selftest import compare
 from ds_finetune.selftest.cells import Cell, hf_config, run_tree
 from ds_finetune.world import World
 
@@ -58,20 +58,20 @@ def main() -> None:
     folder, cells = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text())
     world, device = World.from_environment(os.environ), choose_device()
     _put_in_place()
-    check.make_plan = _fused_plan
+    compare.make_plan = _fused_plan
     found = {}
     with process_group(world, device):
         for name, tree in cells.items():
             tree, takes_torchs = dict(tree), name.startswith("resumed by torch")
-            check.start_engine = partial(_start, takes_torchs=takes_torchs)
+            compare.start_engine = partial(_start, takes_torchs=takes_torchs)
             cell = Cell("deepseek_v3", **tree)
             run = run_tree(cell, folder / "model", folder / name, dp=world.world_size)
             if world.rank == 0 and not (folder / "model").exists():
-                check.write_model(hf_config("deepseek_v3"), folder / "model")
+                compare.write_model(hf_config("deepseek_v3"), folder / "model")
             torch.distributed.barrier()
-            verdict = check.check(RunConfig.model_validate(run), world, device, folder / name, steps=3)
-            if verdict is not None:
-                found[name] = {"is_right": verdict.is_right, "text": verdict.text(), **verdict.differences}
+            comparison = compare.compare_layout(RunConfig.model_validate(run), world, device, folder / name, steps=3)
+            if comparison is not None:
+                found[name] = {"is_equal": comparison.is_equal, "text": comparison.text(), **comparison.differences}
     if world.rank == 0:
         (folder / "found.json").write_text(json.dumps(found))
 

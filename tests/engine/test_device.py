@@ -17,7 +17,8 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import eval_batches, training_batches
 from ds_finetune.engine import start_engine as start
 from ds_finetune.engine.collectives import all_gather_object, all_gather_scalar, all_reduce_max
-from ds_finetune.engine.engine import Engine, GenerationLimits
+from ds_finetune.engine.engine import Engine
+from ds_finetune.engine.generation import GenerationLimits
 from ds_finetune.engine.process_groups import Groups
 from ds_finetune.model.loss import TrainedModel
 from ds_finetune.model.model_plan import plan_model
@@ -26,7 +27,7 @@ from ds_finetune.model.parallel.pipeline import PipelineGroup
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 from ds_finetune.model.parallel.tensor import TensorParallelGroup
 from ds_finetune.plan.plan import Plan, make_plan
-from ds_finetune.selftest.cells import Cell, grown, hf_config, rows, run_tree
+from ds_finetune.selftest.cells import Cell, enlarged_config, hf_config, rows, run_tree
 from ds_finetune.selftest.steps import batch_plan
 from ds_finetune.world import World
 from tests.device_checks import DEVICE, CpuTensor, ImaginaryGroup, OnDevice, on_device
@@ -49,6 +50,7 @@ class _Ranks:
     def __init__(self, module: TrainedModel) -> None:
         self.module, self.device = module, DEVICE
         self.optimizer = SimpleNamespace(param_groups=[])
+        self._is_gradient_accumulation_boundary, self.enable_backward_allreduce = None, True
 
     def __call__(self, *given: Any) -> Any:
         return self.module(*given)
@@ -66,7 +68,7 @@ class _Ranks:
         pass
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        pass
+        self._is_gradient_accumulation_boundary = is_boundary
 
     def allreduce_gradients(self) -> None:
         pass
@@ -104,7 +106,9 @@ def engine_on_device(
     plan = make_plan(config, world=World(rank, world_size, rank, world_size, "test"), device="cuda")
     with on_device(world_size, rank=rank) as calls:
         groups = _groups(plan)
-        model = plan_model(grown(hf_config(family), config.parallel), config.model, config.parallel, config.lora)
+        model = plan_model(
+            enlarged_config(hf_config(family), config.parallel), config.model, config.parallel, config.lora
+        )
         lm = start._build(plan, model, groups, has_weights=True)
         engine = Engine(_Ranks(TrainedModel(lm, groups.sequence, groups.stage)), plan, groups)
         assert all(isinstance(param, OnDevice) for param in engine.lm.parameters())
@@ -150,7 +154,7 @@ def test_parts_of_experts_join_in_their_places() -> None:
     with engine_on_device("tp 2 x ep 2") as (engine, _):
         name = "model.layers.1.mlp.experts.down_proj"
         part = dict(engine.lm.named_parameters())[name].detach()
-        whole = engine.joined(name, part)
+        whole = engine.gather_shards(name, part)
         own = part.held
     assert whole.device.type == "cpu"
     assert torch.equal(whole, own.repeat(2, 1, 2))
@@ -163,7 +167,7 @@ def test_moments_of_an_offloaded_optimizer_are_joined() -> None:
             name: param for name, param in engine.lm.named_parameters() if "experts" in name or "q_b_proj" in name
         }
         for name, param in params.items():
-            assert engine.joined(name, torch.ones(param.shape)).device.type == "cpu"
+            assert engine.gather_shards(name, torch.ones(param.shape)).device.type == "cpu"
 
 
 def test_values_that_ranks_exchange() -> None:

@@ -37,13 +37,13 @@ def _checked(folder: Path, cells: dict[str, dict[str, Any]]) -> dict[str, dict[s
 def test_fused_adam_equals_the_plain_loop(tmp_path: Path) -> None:
     found = _checked(tmp_path, {name: cell for name, cell in (CELLS | RESUMED).items() if name in FEW})
     assert [*found] == [name for name in CELLS | RESUMED if name in FEW]
-    assert {name: one["text"] for name, one in found.items() if not one["is_right"]} == {}
+    assert {name: one["text"] for name, one in found.items() if not one["is_equal"]} == {}
 
 
 @pytest.mark.slow
 def test_fused_adam_equals_the_plain_loop_at_every_stage_and_precision(tmp_path: Path) -> None:
     found = _checked(tmp_path, CELLS | RESUMED)
-    assert {name: one["text"] for name, one in found.items() if not one["is_right"]} == {}
+    assert {name: one["text"] for name, one in found.items() if not one["is_equal"]} == {}
 
 
 @pytest.mark.slow
@@ -51,5 +51,5 @@ def test_fp16_without_zero_is_wrong_which_is_why_it_is_refused(tmp_path: Path) -
     """The gradients are divided by a loss scale that was never applied."""
     cell = CELLS["stage 1 fp16"] | {"stage": 0}
     (found,) = _checked(tmp_path, {"stage 0 fp16": cell}).values()
-    assert not found["is_right"]
+    assert not found["is_equal"]
     assert found["norm"] > 0.99, "relative to the norm of the plain loop"

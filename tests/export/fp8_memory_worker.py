@@ -1,8 +1,8 @@
-"""How much memory and time an FP8 folder takes out of FP8 and back: `python tests/export/fp8_memory_worker.py FOLDER
+"""Memory and time of converting an FP8 folder to bf16 and back: `python tests/export/fp8_memory_worker.py FOLDER
 LAYERS`.
 
-Writes a Llama of LAYERS layers (13.6 M linear weights each) in FP8 blocks of random bytes, and prints JSON: bytes
-of its files, and for each conversion the growth of the resident set beyond what was there before, and seconds.
+Writes a Llama of LAYERS layers (13.6 M linear weights each) in FP8 blocks of random bytes. Prints JSON: bytes of its
+files, and for each conversion the seconds and the growth of the resident set.
 """
 
 import json
@@ -27,7 +27,7 @@ SHAPES = {
 
 
 def write_folder(folder: Path, layers: int) -> int:
-    """A layer to a file; returns the bytes of all."""
+    """Write one file for each layer; returns the bytes of all files."""
     folder.mkdir(parents=True)
     config = AutoConfig.for_model(
         "llama",
@@ -74,7 +74,7 @@ def measured(work: Callable[[], object]) -> tuple[int, float]:
 
 
 def main(folder: Path, layers: int) -> None:
-    """Convert twice small and twice whole."""
+    """Convert a small folder twice, and then the whole one twice."""
     found = {}
     for name, count in (("warm", 1), ("whole", layers)):
         base, plain, back = (folder / f"{name}-{kind}" for kind in ("fp8", "bf16", "back"))

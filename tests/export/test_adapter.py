@@ -1,4 +1,4 @@
-"""Adapters that peft wrote, merged into their base without peft: equal to peft, in bounded memory, or refused."""
+"""Adapters written by peft and merged into their base without peft: equal to peft's result, or refused."""
 
 import json
 import shutil
@@ -59,7 +59,7 @@ def _plain(folder: Path) -> Any:
     return model
 
 
-# peft 0.21 warns so of patterns that it has added itself for the parameters of experts, and follows them.
+# peft 0.21 warns of patterns that it has added itself for the parameters of experts, and uses them.
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
 @pytest.mark.parametrize("name", BY_PEFT)
 def test_an_adapter_of_peft_is_merged_as_peft_merges_it(name: str, tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_an_adapter_of_peft_is_merged_as_peft_merges_it(name: str, tmp_path: Pat
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A base, and an adapter of every kind of module in it."""
+    """A base, and an adapter with every kind of module in it."""
     base_model("deepseek_v3").save_pretrained(tmp_path / "base")
     lora = LoraConfig(rank=8, target_modules=NAMED)
     write_adapter_of(adapted(base_model("deepseek_v3"), lora), lora, tmp_path / "adapter", base=tmp_path / "base")
@@ -142,7 +142,7 @@ def _index(folder: Path) -> None:
 SPOILED: dict[str, tuple[Any, str]] = {
     "dora": (lambda f: _change_config(f, use_dora=True), "use_dora True"),
     "other kind": (lambda f: _change_config(f, peft_type="LOHA"), "peft_type 'LOHA'"),
-    "half": (lambda f: _change_tensors(f, lambda t: list(t.items())[1:]), "one half alone of 1 adapters"),
+    "half": (lambda f: _change_tensors(f, lambda t: list(t.items())[1:]), "without A or B for 1 adapters"),
     "unknown tensor": (
         lambda f: _change_tensors(f, lambda t: t | {"x.magnitude": torch.zeros(1)}),
         "tensor x.magnitude",

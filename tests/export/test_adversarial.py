@@ -1,5 +1,6 @@
-"""Every way out of a model, from every kind of broken model or place: one clear error, exit code 2, and not a byte
-anywhere that was not there before.
+"""Every kind of export from every kind of broken model or folder ends in one clear error and exit code 2.
+
+No file is left that was not there before.
 """
 
 import hashlib
@@ -81,7 +82,7 @@ def arguments(way: str, place: Path) -> list[str]:
 
 
 def refused(way: str, place: Path, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command ends with 2, one error that holds `said` and a hint, and leaves `place` as it was."""
+    """The command ends with exit code 2 and one error that contains `said` and a hint, and leaves `place` as it was."""
     before = contents(place)
     assert main(arguments(way, place)) == 2
     printed = capsys.readouterr().err
@@ -163,7 +164,7 @@ def test_a_broken_model(broken: str, way: str, place: Path, capsys: pytest.Captu
     damage, said = BROKEN[broken]
     damage(place / "model")
     if way.startswith("merge"):
-        # The digest is of some weights alone and may or may not see the damage; here the adapter knows none, as peft's
+        # The digest covers only some weights, so it may miss the damage; here the adapter has none, like peft's
         # own.
         _forget_digest(place / "adapter")
     refused(way, place, said, capsys)
@@ -176,7 +177,7 @@ def _forget_digest(adapter: Path) -> None:
 
 @pytest.mark.parametrize("way", ["merge", "merge to onnx"])
 def test_an_adapter_of_another_base(way: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the same shapes; told by its weights."""
+    """A base of the same shapes with other weights."""
     _change(place / "model", EMBEDDING, lambda tensor: tensor + 1)
     refused(way, place, "was trained on weights with digest", capsys)
 
@@ -193,7 +194,7 @@ def test_a_place_that_is_taken(way: str, place: Path, capsys: pytest.CaptureFixt
 
 @contextmanager
 def _files_end_at(size: int) -> Iterator[None]:
-    """No file of this process may be longer, as on a disk that is full in the middle of one."""
+    """Limit the size of files that this process writes, as a disk that becomes full does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -210,7 +211,7 @@ def test_a_disk_that_takes_no_more(kib: int, way: str, place: Path, capsys: pyte
 
 
 def test_an_adapter_on_a_disk_that_takes_no_more(tmp_path: Path) -> None:
-    """As a run writes it at its end; the older one stays."""
+    """As a run writes it at its end; the older adapter stays."""
     factors = {"model.layers.0.self_attn.o_proj.weight": Factors(torch.ones(4, 300), torch.ones(300, 4), 0.5)}
     lora, family = LoraConfig(rank=4, alpha=2, target_modules=("o_proj",)), family_of("deepseek_v3")
     write_adapter(factors, lora, tmp_path / "adapter", base="x", digest="", family=family)
@@ -227,7 +228,7 @@ def test_an_adapter_on_a_disk_that_takes_no_more(tmp_path: Path) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("is_nearly_enough", [False, True])
 def test_a_disk_that_is_full(is_nearly_enough: bool, way: str, place: Path) -> None:
-    """A file system of its own: far too small, or a page smaller than what is written there."""
+    """A file system for the test: far too small, or a page smaller than what is written."""
     assert main(arguments(way, place)) == 0
     size = sum(file.stat().st_size for file in (place / "out").iterdir())
     shutil.rmtree(place / "out")

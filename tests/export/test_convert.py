@@ -1,6 +1,4 @@
-"""From a source to a folder: equal to what transformers writes, in memory that does not grow with the model, or
-refused.
-"""
+"""Conversions equal what transformers writes, in memory that does not grow with the model, or are refused."""
 
 import json
 import sys
@@ -91,8 +89,8 @@ def test_equals_what_transformers_writes(
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_names_of_published_checkpoints_are_taken_too(tmp_path: Path) -> None:
-    """A program with transformers 4 keeps one matrix for each expert."""
+def test_names_of_published_checkpoints_are_accepted(tmp_path: Path) -> None:
+    """transformers 4 has one matrix for each expert."""
     model = published("deepseek_v3", tmp_path / "base")
     split = {
         p.key: t[p.index]
@@ -250,10 +248,8 @@ print(growth(stream, folder / "full"), growth(live, folder / "live-full", 20), (
 
 
 def test_memory_does_not_grow_with_the_model_or_the_file(tmp_path: Path) -> None:
-    """80 MiB of fp32 in one file: converted by two threads with chunks of 1 MiB, and written live from tensors of 4
-    MiB.
-    """
-    # Freed blocks go back to the system at once, so that what is seen is what is held.
+    """80 MiB of fp32 in one file: converted by two threads in chunks of 1 MiB, and exported live from tensors of 4 MiB."""
+    # Freed blocks return to the system at once, so that the resident set is what is held.
     done = start([sys.executable, "-c", MEASURE, str(tmp_path)], {"MALLOC_MMAP_THRESHOLD_": "65536"})
     assert done.returncode == 0, done.stderr
     converted, live, size = map(int, done.stdout.split())

@@ -1,4 +1,4 @@
-"""The exported folder: hub names, shards, config, and nothing half-written."""
+"""The exported folder: published names, shards, config, and nothing incomplete."""
 
 import json
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from tests.model.tiny import CONFIGS
 
 
 def tensors_of(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """What an engine gives: parameters once, and persistent buffers."""
+    """What an engine yields: parameters once, and persistent buffers."""
     yield from ((name, param.detach()) for name, param in model.named_parameters())
     kept = model.state_dict().keys()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in kept)

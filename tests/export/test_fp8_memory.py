@@ -9,8 +9,8 @@ from tests.running import start
 
 
 def test_memory_does_not_grow_with_the_folder(tmp_path: Path) -> None:
-    """60 MB of FP8, whose largest tensor is 3 MB: out of FP8 and back, with the base beside it."""
-    # Freed blocks go back to the system at once, so that what is seen is what is held.
+    """60 MB of FP8, whose largest tensor is 3 MB: converted to bf16 and back, with the base."""
+    # Freed blocks return to the system at once, so that the resident set is what is held.
     done = start(
         [sys.executable, "tests/export/fp8_memory_worker.py", str(tmp_path), "4"],
         {"MALLOC_MMAP_THRESHOLD_": "65536"},

@@ -1,5 +1,6 @@
-"""An FP8 folder is verified by plain transformers over weights that plain torch multiplied out: right ones pass, wrong
-ones are found beyond rounding.
+"""An FP8 folder is verified by plain transformers over weights that plain torch dequantised.
+
+Right folders pass; wrong ones are found where they differ by more than rounding.
 """
 
 import json
@@ -19,14 +20,14 @@ from ds_finetune.export.verify import plain_transformers
 from ds_finetune.export.verify.record import UNVERIFIED, ExportRecord, sampled_logits
 from ds_finetune.export.verify.tensors import digest_of, read_tensor_table
 from ds_finetune.export.verify.verify import VerificationResult, verify_exports
-from tests.model.fp8_folder import V3, decoded, in_fp8, is_published_in_fp8, master, multiplied_out, publish, read_all
+from tests.model.fp8_folder import V3, decoded, dequantised, in_fp8, is_published_in_fp8, master, publish, read_all
 from tests.model.test_weights import published
 
 SCALE = "model.layers.1.self_attn.kv_a_proj_with_mqa.weight_scale_inv"
 
 
 def _exported(bf16: Path, out: Path) -> Path:
-    """`bf16` in FP8 at `out`, with the logits of plain transformers over the bf16 weights as those of the run."""
+    """`bf16` in FP8 at `out`; its record has the logits of plain transformers over the bf16 weights."""
     export_checkpoint(bf16, out, dtype="fp8", max_shard_bytes=10**9, base=None)
     record = ExportRecord.read(out)
     model = AutoModelForCausalLM.from_pretrained(bf16, dtype=torch.bfloat16).eval()
@@ -41,7 +42,7 @@ def _exported(bf16: Path, out: Path) -> Path:
 
 
 def _rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    """Change the tensors of a folder, and let its record say that they were written so."""
+    """Change the tensors of a folder, and write a record that says they were exported so."""
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -65,7 +66,7 @@ def _swap_gate_and_up(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _invert_scales(tensors: dict[str, torch.Tensor]) -> None:
-    """What `weight_scale_inv` sounds like."""
+    """The meaning that the name `weight_scale_inv` suggests."""
     tensors.update({name: 1 / tensor for name, tensor in tensors.items() if name.endswith("_scale_inv")})
 
 
@@ -90,7 +91,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.fixture(scope="module")
-def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, VerificationResult]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, VerificationResult]:
     root = tmp_path_factory.mktemp("fp8")
     plain = {key: value for key, value in V3.items() if key != "quantization_config"}
     v3 = _exported(publish(root / "v3-bf16", master(), config=plain), root / "v3")
@@ -104,21 +105,21 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, VerificationRe
 
 
 @pytest.mark.parametrize("name", ["v3", "qwen3"])
-def test_a_right_folder_is_verified(name: str, judged: dict[str, VerificationResult]) -> None:
-    verdict = judged[name]
-    assert verdict.is_verified, verdict
-    assert not (verdict.folder / UNVERIFIED).exists()
-    assert "each with the bytes that were written" in verdict.lines[0]
-    assert "logits of 8 prompts deviate by" in verdict.lines[-1]
+def test_a_right_folder_is_verified(name: str, results: dict[str, VerificationResult]) -> None:
+    result = results[name]
+    assert result.is_verified, result
+    assert not (result.folder / UNVERIFIED).exists()
+    assert "each with the bytes that were written" in result.lines[0]
+    assert "logits of 8 prompts deviate by" in result.lines[-1]
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_folder_is_found(name: str, judged: dict[str, VerificationResult]) -> None:
-    assert WRONG[name][1] in (judged[name].folder / UNVERIFIED).read_text(), judged[name]
+def test_a_wrong_folder_is_found(name: str, results: dict[str, VerificationResult]) -> None:
+    assert WRONG[name][1] in (results[name].folder / UNVERIFIED).read_text(), results[name]
 
 
-def test_the_process_multiplies_out_what_numpy_does(judged: dict[str, VerificationResult]) -> None:
-    tensors = read_all(judged["v3"].folder)
+def test_the_process_multiplies_out_what_numpy_does(results: dict[str, VerificationResult]) -> None:
+    tensors = read_all(results["v3"].folder)
     for key in filter(is_published_in_fp8, tensors):
         found = plain_transformers._dequantise(tensors[key], tensors[key + "_scale_inv"], None)
         assert torch.equal(found, decoded(tensors[key], tensors[key + "_scale_inv"]).bfloat16()), key
@@ -154,7 +155,7 @@ def test_multiplied_out_are_the_weights_of_the_plain_folder(tmp_path: Path) -> N
     publish(tmp_path / "fp8", tensors)
     publish(
         tmp_path / "plain",
-        multiplied_out(tensors, torch.bfloat16),
+        dequantised(tensors, torch.bfloat16),
         config={k: v for k, v in V3.items() if k != "quantization_config"},
     )
     model, _ = plain_transformers._load_dequantised(tmp_path / "fp8")

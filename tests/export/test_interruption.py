@@ -1,4 +1,4 @@
-"""A signal during a verification: a non-zero exit code, the unverified folders by name, and no process left."""
+"""A signal during a verification gives a non-zero exit code, names the unverified folders, and leaves no process."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _verifying(pid: int) -> list[int]:
-    """The verifying processes that process `pid` has started, once they run their own program."""
+    """The verifying processes that process `pid` has started and that already run their own program."""
     return [
         child for child in _children(pid) if b"plain_transformers.py" in Path(f"/proc/{child}/cmdline").read_bytes()
     ]
@@ -50,7 +50,7 @@ def _await(found: Callable[[], object]) -> None:
 
 
 def _is_there(pid: int) -> bool:
-    """A process that has ended and is not waited for by its new parent yet is not."""
+    """False also for a process that has ended and that its new parent has not waited for yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -58,7 +58,7 @@ def _is_there(pid: int) -> bool:
 
 
 class _Signalled:
-    """What DeepSpeed's engine does to a signal: its destructor runs when it comes."""
+    """As DeepSpeed's engine: its destructor runs while the signal arrives."""
 
     def __del__(self) -> None:
         os.kill(os.getpid(), signal.SIGINT)

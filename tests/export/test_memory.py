@@ -1,4 +1,4 @@
-"""Exporting a model of a billion parameters takes less than a GiB beyond the interpreter, by each way that streams."""
+"""Exporting a model of a billion parameters takes less than a GiB beyond the interpreter, in every streaming way."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ sys.exit(code)
 
 
 def _published(folder: Path, layers: int) -> tuple[Path, int]:
-    """A Llama of `layers` layers in bf16 whose files hold zeros and take no room, and how many parameters it has."""
+    """A Llama of `layers` layers in bf16 whose files are sparse and hold zeros, and its number of parameters."""
     folder.mkdir()
     config = AutoConfig.for_model("llama", num_hidden_layers=layers, **SIZES)
     config.save_pretrained(folder)

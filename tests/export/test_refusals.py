@@ -1,4 +1,4 @@
-"""What an export refuses: one clear error, exit code 2, and nothing half-written."""
+"""What an export refuses: one clear error, exit code 2, and no incomplete folder."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ds_finetune.cli.main import main
-from tests.model.fp8_folder import V3, in_fp8, master, multiplied_out, publish, read_all
+from tests.model.fp8_folder import V3, dequantised, in_fp8, master, publish, read_all
 from tests.running import start
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -108,7 +108,7 @@ def test_a_damaged_base(
     damage: Callable[[Path], None], model: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Named by --base, for a model that lacks the prediction layer."""
-    plain = multiplied_out(read_all(model), torch.bfloat16)
+    plain = dequantised(read_all(model), torch.bfloat16)
     tuned = publish(
         tmp_path / "tuned", {key: tensor for key, tensor in plain.items() if "layers.2." not in key}, config=V3
     )
@@ -124,7 +124,7 @@ def test_a_damaged_base(
 def test_a_grown_vocabulary_is_exported_where_the_config_knows_of_it(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And refused with a base whose prediction layer knows fewer tokens."""
+    """It is refused with a base whose prediction layer has fewer tokens."""
     _change(source, _grown)
     _config(source, vocab_size=100)
     assert main(["export", "--no-verify", str(source), str(tmp_path / "out")]) == 0
@@ -161,7 +161,7 @@ def test_fp8_of_a_format_that_is_not_written(source: Path, tmp_path: Path, capsy
 
 @pytest.mark.parametrize("kib", [4, 50])
 def test_a_disk_that_takes_no_more(kib: int, source: Path, tmp_path: Path) -> None:
-    """The system refuses to let a file grow, as a full disk does in the middle of one."""
+    """The system refuses to let a file grow, as a disk that becomes full does."""
     command = f"ulimit -f {kib}; exec {sys.executable} -m ds_finetune export {source} {tmp_path / 'out'}"
     done = start(["bash", "-c", command])
     assert done.returncode == 2, done.stderr
@@ -171,7 +171,7 @@ def test_a_disk_that_takes_no_more(kib: int, source: Path, tmp_path: Path) -> No
 
 
 def test_a_disk_that_is_too_small_is_known_before(source: Path, tmp_path: Path) -> None:
-    """A file system of 64 KiB of its own, where this process may make one."""
+    """A file system of 64 KiB, where this process may mount one."""
     command = f"mount -t tmpfs -o size=64k none {tmp_path} 2>/dev/null || exit 77; exec {sys.executable} -m ds_finetune export {source} {tmp_path}/out"
     kept = Path(shutil.copytree(source, tmp_path.parent / f"{tmp_path.name}-kept"))
     done = start(["unshare", "--mount", "bash", "-c", command.replace(str(source), str(kept))])

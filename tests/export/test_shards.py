@@ -1,4 +1,4 @@
-"""Safetensors files written in any order: what readers find in them, and what is noticed when it is not all there."""
+"""Safetensors files written in any order: what other programs find in them, and how missing data is noticed."""
 
 import json
 import random
@@ -54,7 +54,7 @@ def test_files_hold_what_was_written_in_any_order(chunk: int, max_bytes: int, tm
 
 
 def test_the_file_is_the_one_safetensors_writes(tmp_path: Path) -> None:
-    """Same header, padding and data, where safetensors' order (wide dtypes first, then by name) is also ours."""
+    """The same header, padding and data, where the order of safetensors (wide dtypes first, then by name) is also ours."""
     ordered = {key: tensors()[key] for key in ("b", "d", "a")}
     save_file(ordered, tmp_path / "theirs", metadata={"format": "pt"})
     writer = ShardWriter(tmp_path, [Shard("ours", tuple(t for t in hub_tensors() if t.key in ordered))])
@@ -90,7 +90,7 @@ def test_a_tensor_that_is_not_whole_is_named(ranges: list[tuple[int, int]], tmp_
         writer.write("b", start, torch.zeros(stop - start))
     written = sum(stop - start for start, stop in ranges)
     with pytest.raises(
-        ExportError, match=rf"1 of 1 tensors were not written once and whole: `b` \({written} of 7 elements\)"
+        ExportError, match=rf"1 of 1 tensors were not written completely and once: `b` \({written} of 7 elements\)"
     ):
         writer.finish()
     writer.close()

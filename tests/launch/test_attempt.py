@@ -1,4 +1,4 @@
-"""Guards as they are started on hosts, here on this machine: what they say, and how an attempt ends when one is gone."""
+"""Supervisors on this machine: their messages, and how an attempt ends when one of them ends."""
 
 import json
 import os
@@ -12,7 +12,8 @@ import pytest
 
 from ds_finetune.hostfile import Host
 from ds_finetune.hosts.check import Check
-from ds_finetune.launch.attempt import Attempt, AttemptOutcome, HostTimeouts, _of_signal
+from ds_finetune.launch.attempt import Attempt, AttemptOutcome, HostTimeouts, exit_code_of
+from ds_finetune.launch.messages import StartRanks
 from ds_finetune.launch.process_tags import TAG_VARIABLE, kill_tagged, tagged_processes
 from ds_finetune.launch.remote import Remote
 from ds_finetune.launch.screen import Screen
@@ -32,40 +33,37 @@ def _remote(folder: Path, script: str) -> Remote:
 
 
 def _run(remote: Remote, folder: Path, argv: list[str], **env: str) -> tuple[Any, AttemptOutcome]:
-    spec = {
-        "do": "start",
-        "argv": argv,
-        "env": {"PYTHONPATH": str(ROOT), **env},
-        "unset": [],
-        "mark": f"test.{os.getpid()}.{time.time_ns()}",
-    }
-    spec |= {
-        "sweep": [],
-        "logs": str(folder / "logs"),
-        "silent_seconds": 5,
-        "meet_at": "",
-        "watchdog": str(folder / "watchdog"),
-    }
+    order = StartRanks(
+        argv=argv,
+        env={"PYTHONPATH": str(ROOT), **env},
+        unset=[],
+        tag=f"test.{os.getpid()}.{time.time_ns()}",
+        earlier_tags=[],
+        logs=str(folder / "logs"),
+        watchdog=str(folder / "watchdog"),
+        silent_seconds=5.0,
+        meeting_address="",
+    )
     with Attempt([HERE], remote, TIMEOUTS) as attempt:
         greeting = attempt.greetings()[HERE]
-        outcome = attempt.run({HERE: spec}, lambda _: None)
-    assert not tagged_processes([spec["mark"]])
+        outcome = attempt.run({HERE: order}, lambda _: None)
+    assert not tagged_processes([order.tag])
     return greeting, outcome
 
 
 LIKE_MESSAGES = [
-    '{"said": "hello"}',
-    '{"said": "rank"}',
-    '{"said": "rank", "rank": 0, "code": 7, "to": "x"}',
+    '{"kind": "ready"}',
+    '{"kind": "rank-ended"}',
+    'x {"kind": "rank-ended", "rank": 0, "pid": 1, "code": 7, "tail": [], "reason": ""}',
     "{}",
     "5",
     "null",
-    '{"said"',
+    '{"kind"',
 ]
 
 
 def test_lines_of_a_shell_that_look_like_messages_are_none(tmp_path: Path) -> None:
-    """Before the greeting, and while the guard is there."""
+    """Before the greeting, and while the supervisor runs."""
     printed = "; ".join(f"echo '{line}'" for line in LIKE_MESSAGES)
     remote = _remote(tmp_path, f'(for i in 1 2 3 4 5 6; do {printed}; sleep 0.3; done) & exec {sys.executable} "$@"')
     greeting, outcome = _run(remote, tmp_path, [sys.executable, "-c", "pass"])
@@ -74,15 +72,16 @@ def test_lines_of_a_shell_that_look_like_messages_are_none(tmp_path: Path) -> No
 
 
 def _rank_that_is_killed(folder: Path, before: str) -> str:
-    """What is said of a rank whose process is killed after `before`."""
+    """The text about a rank whose process is killed after `before`."""
     code = f"""
 import json, os, socket, signal
 from pathlib import Path
-from ds_finetune.launch.messages import packed
+from ds_finetune.launch.messages import RankConnected
+from ds_finetune.process_messages import encode
 from ds_finetune.watchdog.process_death import began_at, record_kill
 control = socket.socket(socket.AF_UNIX)
 control.connect("\\0" + os.environ["DS_FINETUNE_SUPERVISOR"])
-control.sendall(packed(said="rank", rank=0, pid=os.getpid()))
+control.sendall(encode(RankConnected(0, os.getpid())))
 import time; time.sleep(0.5)
 {before}
 os.kill(os.getpid(), signal.SIGKILL)
@@ -94,14 +93,14 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_memory_is_not_blamed_for_a_kill(tmp_path: Path) -> None:
-    assert _rank_that_is_killed(tmp_path, "") == "is gone with its agent, which was ended by SIGKILL"
+    assert _rank_that_is_killed(tmp_path, "") == "ended with its node launcher, which was killed by SIGKILL"
     mark = f"record_kill(Path({str(tmp_path / 'watchdog')!r}), os.getpid(), began_at(os.getpid()), 'rank 0: does not answer')"
-    told = "is gone with its agent, which was ended by SIGKILL: by the watchdog, because rank 0: does not answer"
+    told = "ended with its node launcher, which was killed by SIGKILL: by the watchdog, because rank 0: does not answer"
     assert _rank_that_is_killed(tmp_path, mark) == told
 
 
-def test_a_signal_is_named_without_a_guess() -> None:
-    assert _of_signal(-9) == (137, "was ended by SIGKILL")
+def test_exit_codes_of_signals() -> None:
+    assert (exit_code_of(-9), exit_code_of(5), exit_code_of(0)) == (137, 5, 1)
 
 
 @pytest.mark.parametrize(("greeting", "wanted"), [(30, 28), (2.5, 1), (120, 118)])
@@ -113,8 +112,8 @@ def test_the_time_for_a_greeting_is_the_time_that_ssh_tries(greeting: float, wan
 @pytest.mark.parametrize(
     ("code", "wanted"), [("pass", 0), ("raise SystemExit(5)", 1), ("import os; os.kill(os.getpid(), 9)", 1)]
 )
-def test_an_agent_that_ends(tmp_path: Path, code: str, wanted: int) -> None:
-    # What a login shell prints before, without an end of its line, is no part of what the guard says.
+def test_a_node_launcher_that_ends(tmp_path: Path, code: str, wanted: int) -> None:
+    # What a login shell prints before, without an end of its line, is no part of the supervisor's messages.
     remote = _remote(tmp_path, f"printf 'welcome'; exec {sys.executable} \"$@\"")
     greeting, outcome = _run(remote, tmp_path, [sys.executable, "-c", code])
     assert greeting.versions["torch"].startswith("2.")
@@ -127,7 +126,7 @@ def test_a_host_that_goes_after_its_greeting_is_a_failure(tmp_path: Path) -> Non
     _, outcome = _run(remote, tmp_path, [sys.executable, "-c", "pass"])
     assert outcome.code == 1
     assert outcome.first is not None
-    assert outcome.first.text == "its guard is gone"
+    assert outcome.first.text == "its supervisor ended"
 
 
 def test_a_program_that_does_not_start_is_told_from_a_silent_host(tmp_path: Path) -> None:
@@ -142,21 +141,21 @@ def test_a_program_that_does_not_start_is_told_from_a_silent_host(tmp_path: Path
         assert "launch.greeting_seconds" in check.hint
 
 
-def test_every_process_with_a_mark_is_gone_when_that_is_said() -> None:
+def test_every_process_with_a_tag_has_ended_when_that_is_reported() -> None:
     """One with much memory, which the kernel takes a while to take back, and one whose parent has left it."""
-    mark = f"test.{os.getpid()}.{time.time_ns()}"
+    tag = f"test.{os.getpid()}.{time.time_ns()}"
     big = "import time; held = bytearray(400_000_000); print('up', flush=True); time.sleep(100)"
-    beside = {**os.environ, TAG_VARIABLE: mark}
+    beside = {**os.environ, TAG_VARIABLE: tag}
     started = subprocess.Popen([sys.executable, "-c", big], env=beside, stdout=subprocess.PIPE)
     assert started.stdout is not None
     assert started.stdout.readline() == b"up\n"
     subprocess.run(["sh", "-c", "setsid sleep 100 & exit"], env=beside, check=True)
-    assert len(tagged_processes([mark])) == 2
-    assert kill_tagged(["another", mark]) == 0
+    assert len(tagged_processes([tag])) == 2
+    assert kill_tagged(["another", tag]) == 0
     assert (
         started.poll() is not None or Path(f"/proc/{started.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     )
-    assert tagged_processes([mark]) == []
+    assert tagged_processes([tag]) == []
     started.wait()
 
 

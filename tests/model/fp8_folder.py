@@ -184,7 +184,7 @@ def with_other_scales(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Te
     }
 
 
-def multiplied_out(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def dequantised(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The plain weights of a published folder in `dtype`; the router's bias stays fp32."""
     kept = {key: tensor for key, tensor in tensors.items() if not key.endswith("_scale_inv")}
     plain = {

@@ -2,6 +2,7 @@
 docs/reference/model-types.md`.
 """
 
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 from ds_finetune.errors import ModelError
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.model.build import check_logits, check_vocabulary, model_class
-from ds_finetune.model.generic_check import refuse_wrong, try_type
+from ds_finetune.model.generic_check import refuse_failed_trial, try_model_type
 
 ROW_TOKENS = 2048
 """`train.max_seq_len` of the table."""
@@ -41,8 +42,8 @@ data: {{train: chat.jsonl, packing: false}}
 ```
 
 The families `{families}`
-have rows of their own in `ds_finetune/model/families.py`, and tests compare losses and gradients with plain ones. Every other
-causal model type of transformers is *generic*: it is built as transformers builds it. Before a generic type is
+have rows in `ds_finetune/families/table.py`, and tests compare their losses and gradients with a plain loop. Every
+other causal model type of transformers is *generic*: it is built as transformers builds it. Before a generic type is
 trained, and by `ds-finetune plan`, a tiny copy of its `config.json` is tried on the CPU (about a second, fp32, random
 weights):
 
@@ -71,16 +72,20 @@ for the families with fused experts alone; the error for other types says how to
 With `model.attention: flash_attention_2` the lengths of the documents go to the kernel, for any number of rows in a
 forward. The trial then uses a slow attention that reads those lengths, since FlashAttention does not run on CPUs.
 
-## The table
+## What each type allows
 
-transformers {version}, `train.max_seq_len` {row_tokens}, `model.attention: sdpa`, or `eager` where there is no other.
-Configurations are transformers' defaults, with {settings} that get the layers of published models or could not
-be built (`SETTINGS` in `tests/model/model_types.py`). In a run your `config.json` counts. The page is written by
+transformers {version}, `train.max_seq_len` {row_tokens}, `model.attention: sdpa`, or `eager` (marked) where there is no other.
+Configurations are transformers' defaults, with {settings} that get the layers of published models or could not be
+built (`SETTINGS` in `tests/model/model_types.py`). In a run your `config.json` counts. This page is written by
 `python -m tests.model.model_types > docs/reference/model-types.md`, and a slow test compares it.
-
-| model type | attention | verdict | why |
-| --- | --- | --- | --- |
 """
+
+
+_HEADINGS = {
+    "packs": "Types that pack",
+    "refuses packing": "Types that need data.packing false",
+    "refused": "Types that are refused",
+}
 
 
 @dataclass(frozen=True)
@@ -93,8 +98,13 @@ class Row:
     why: str
 
     @property
-    def line(self) -> str:
-        return f"| {self.kind} | {self.attention} | {self.verdict} | {self.why.replace('|', '/')} |"
+    def name(self) -> str:
+        return f"{self.kind} (eager)" if self.attention == "eager" else self.kind
+
+    @property
+    def reason(self) -> str:
+        """The same words for every type."""
+        return self.why.replace(f"model_type `{self.kind}`", "the model type").removeprefix("config.json: ")
 
 
 def config_of(kind: str, **settings: Any) -> PretrainedConfig:
@@ -117,12 +127,12 @@ def row_of(kind: str) -> Row:
     try:
         check_vocabulary(config, "config.json")
         check_logits(config, "config.json")
-        trial = try_type(config, attention=attention, row_tokens=ROW_TOKENS)
-        refuse_wrong(kind, trial, packing=False)
+        trial = try_model_type(config, attention=attention, row_tokens=ROW_TOKENS)
+        refuse_failed_trial(kind, trial, packing=False)
     except ModelError as refused:
         return Row(kind, attention, "refused", _short(refused, kind))
     try:
-        refuse_wrong(kind, trial, packing=True)
+        refuse_failed_trial(kind, trial, packing=True)
     except ModelError as refused:
         return Row(kind, attention, "refuses packing", _short(refused, kind))
     return Row(kind, attention, "packs", "")
@@ -144,17 +154,33 @@ def rows() -> list[Row]:
 
 
 def page(found: list[Row]) -> str:
-    counts = {
-        verdict: sum(row.verdict == verdict for row in found) for verdict in ("packs", "refuses packing", "refused")
-    }
     head = _HEAD.format(
         families="`, `".join(FAMILIES),
         version=transformers.__version__,
         settings=f"{len(SETTINGS)} exceptions",
         row_tokens=ROW_TOKENS,
     )
-    summary = ", ".join(f"{number} {verdict}" for verdict, number in counts.items())
-    return head + "\n".join(row.line for row in found) + f"\n\n{len(found)} types: {summary}.\n"
+    return head + "".join(_section(verdict, heading, found) for verdict, heading in _HEADINGS.items())
+
+
+def _section(verdict: str, heading: str, found: list[Row]) -> str:
+    """The types of a verdict, by reason."""
+    reasons: dict[str, list[str]] = {}
+    for row in found:
+        if row.verdict == verdict:
+            reasons.setdefault(row.reason, []).append(row.name)
+    texts = [f"- {reason}: {', '.join(names)}" if reason else ", ".join(names) for reason, names in reasons.items()]
+    wrapped = [
+        textwrap.fill(
+            text,
+            120,
+            subsequent_indent="  " if text.startswith("-") else "",
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
+        for text in texts
+    ]
+    return f"\n### {heading}: {sum(map(len, reasons.values()))}\n\n" + "\n".join(wrapped) + "\n"
 
 
 if __name__ == "__main__":

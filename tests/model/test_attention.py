@@ -98,7 +98,7 @@ def test_flash_attention_knows_the_documents_of_every_row(
 ) -> None:
     """Through transformers' own path to a kernel that stands in for FlashAttention's, with three rows to a forward."""
     if family == "qwen2_moe" and extra:
-        with pytest.raises(ModelError, match="transformers does not hand it the sliding window"):
+        with pytest.raises(ModelError, match="transformers does not pass it the sliding window"):
             check_attention(AutoConfig.for_model(family, **CONFIGS[family] | extra), "flash_attention_2")
         return
     calls = _stand_in_for_flash(monkeypatch)
@@ -197,7 +197,7 @@ def test_generation_with_a_cache_equals_that_of_transformers(family: str, tmp_pa
 )
 def test_what_would_change_the_result_is_not_dropped(unknown: dict[str, Any]) -> None:
     query = torch.randn(1, 2, 4, 6)
-    with pytest.raises(ModelError, match=f"Identity hands `{next(iter(unknown))}` to its attention") as caught:
+    with pytest.raises(ModelError, match=f"Identity passes `{next(iter(unknown))}` to its attention") as caught:
         attend_by_document(nn.Identity(), query, query, query, None, scaling=1.0, **unknown)
     assert caught.value.hint == "set model.attention: eager"
     plain = {"position_ids": torch.arange(4), "softcap": None, "is_causal": True, "output_attentions": False}

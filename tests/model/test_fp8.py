@@ -31,10 +31,10 @@ from tests.model.fp8_folder import (
     V3,
     coded,
     decoded,
+    dequantised,
     in_fp8,
     is_published_in_fp8,
     master,
-    multiplied_out,
     publish,
     read_all,
     with_other_scales,
@@ -52,7 +52,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def reference(published: Path) -> AutoModelForCausalLM:
     """Plain transformers over the weights that numpy multiplied out."""
-    plain = multiplied_out(read_all(published), torch.bfloat16)
+    plain = dequantised(read_all(published), torch.bfloat16)
     config = {key: value for key, value in V3.items() if key != "quantization_config"}
     publish(published.parent / "plain", plain, config=config)
     return AutoModelForCausalLM.from_pretrained(published.parent / "plain", dtype=torch.bfloat16).eval()

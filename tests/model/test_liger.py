@@ -22,8 +22,8 @@ for tokens, width, vocabulary, bias in ((37, 16, 300, False), (5, 24, 1030, True
     torch.manual_seed(tokens)
     make = lambda *shape: torch.randn(*shape, device=device)
     given = make(tokens, width), make(vocabulary, width), make(vocabulary) if bias else None, torch.randint(0, vocabulary, (tokens,), device=device)
-    for wants in (ce.Wants(True, True, bias), ce.Wants(True, False, False), ce.Wants(False, False, False)):
-        wanted, found = ce.chunked_cross_entropy(*given, wants, chunk=8), ce.liger_cross_entropy(*given, wants)
+    for needed in (ce.NeededGradients(True, True, bias), ce.NeededGradients(True, False, False), ce.NeededGradients(False, False, False)):
+        wanted, found = ce.chunked_cross_entropy(*given, needed, chunk=8), ce.liger_cross_entropy(*given, needed)
         assert found.num_correct.item() == wanted.num_correct.item()
         assert abs(found.loss_sum - wanted.loss_sum) <= 1e-6 * wanted.loss_sum.abs(), (found.loss_sum, wanted.loss_sum)
         for mine, theirs in zip(found[2:], wanted[2:], strict=True):

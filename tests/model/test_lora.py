@@ -14,7 +14,7 @@ from ds_finetune.config.schema import LoraConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.tiny import VOCAB
 from ds_finetune.model.build import build_skeleton
-from ds_finetune.model.lora import Factors, factors_of, is_adapter, merged
+from ds_finetune.model.lora import Factors, factors_of, is_adapter, merge_adapters
 from ds_finetune.model.lora_plan import plan_lora
 from ds_finetune.selftest.cells import hf_config
 from tests.lora_twin import NAMED, adapted, base_model, by_our_names, in_peft, write_adapter_of
@@ -72,7 +72,9 @@ def test_merged_weights_compute_as_adapters_do_and_the_model_stays() -> None:
         {name: param.detach() for name, param in model.named_parameters() if is_adapter(name)}, LORA.alpha / LORA.rank
     )
     weights = dict(
-        merged(((name, param.detach()) for name, param in model.named_parameters() if not is_adapter(name)), factors)
+        merge_adapters(
+            ((name, param.detach()) for name, param in model.named_parameters() if not is_adapter(name)), factors
+        )
     )
     plain = base_model("deepseek_v3")
     plain.load_state_dict(weights, strict=False)

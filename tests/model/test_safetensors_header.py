@@ -6,7 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ds_finetune.model.safetensors_header import DTYPES, MAX_HEADER_BYTES, encode_header, header_bytes, read_header
+from ds_finetune.model.dtypes import SAFETENSORS_DTYPES
+from ds_finetune.model.safetensors_header import MAX_HEADER_BYTES, encode_header, header_bytes, read_header
 
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
@@ -45,11 +46,11 @@ def test_headers_that_lie(tree: object, tmp_path: Path) -> None:
 
 
 def test_every_dtype_is_read_as_safetensors_writes_it(tmp_path: Path) -> None:
-    tensors = {name: torch.zeros(3, 2).to(dtype) for name, dtype in DTYPES.items()}
+    tensors = {name: torch.zeros(3, 2).to(dtype) for name, dtype in SAFETENSORS_DTYPES.items()}
     save_file(tensors, tmp_path / "file", metadata={"a": "b"})
     header = read_header(tmp_path / "file")
     assert {name: (entry.dtype, entry.shape) for name, entry in header.tensors.items()} == {
-        name: (dtype, (3, 2)) for name, dtype in DTYPES.items()
+        name: (dtype, (3, 2)) for name, dtype in SAFETENSORS_DTYPES.items()
     }
     assert header.metadata == {"a": "b"}
     assert header.end == (tmp_path / "file").stat().st_size

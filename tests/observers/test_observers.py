@@ -17,7 +17,7 @@ from ds_finetune.data.rows import Row
 from ds_finetune.engine.engine import EvalResult, StepResult
 from ds_finetune.errors import ConfigError
 from ds_finetune.observers.evaluation import BestAndPatience, Evaluation, matches
-from ds_finetune.observers.progress import PhaseLine, ProgressLine
+from ds_finetune.observers.progress import ProgressLine
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.time_left import EVALUATION, EXPORT, SAVE, TimeLeft
 from ds_finetune.observers.utilisation import Utilisation, peak_flops
@@ -157,15 +157,6 @@ def test_the_time_left_measures_what_it_is_given() -> None:
     left = TimeLeft(2, {EVALUATION: 1})
     assert left.measure(EVALUATION, lambda: time.sleep(0.05) or 7)() == 7
     assert 0.05 <= left.seconds(1) < 1
-
-
-def test_an_evaluation_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter([0.0, 0.0, 10.0, 40.0, 50.0, 80.0])
-    monkeypatch.setattr("ds_finetune.observers.progress.time.monotonic", lambda: next(now))
-    out = io.StringIO()
-    is_over = PhaseLine(out).following(lambda: False, "evaluation", 8)
-    assert [is_over() for _ in range(5)] == [False] * 5
-    assert out.getvalue() == "evaluation 2/8  eta 2 min\nevaluation 4/8  eta 1 min\n"
 
 
 def test_an_evaluation_reads_the_first_rows_of_its_limit() -> None:

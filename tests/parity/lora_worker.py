@@ -21,7 +21,7 @@ from ds_finetune.model.four_bit import is_four_bit
 from ds_finetune.model.model_plan import ModelPlan
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.selftest.cells import Cell, run_tree
-from ds_finetune.selftest.plain import BETAS
+from ds_finetune.selftest.reference_loop import BETAS
 from ds_finetune.selftest.steps import first_moments, take_steps
 from ds_finetune.world import World
 from tests.lora_twin import four_bit_tensors, lora_tree

@@ -23,7 +23,7 @@ from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.selftest.plain import BETAS
+from ds_finetune.selftest.reference_loop import BETAS
 from ds_finetune.selftest.steps import _gradients, batch_plan
 from ds_finetune.world import World
 from tests.planning import model_of

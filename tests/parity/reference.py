@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_finetune.selftest import plain
+from ds_finetune.selftest import reference_loop as reference
 from ds_finetune.selftest.cells import Cell
 from tests.parity.optimizers import plain_optimizer
 from tests.running import start, torchrun
@@ -67,7 +67,7 @@ def assert_equals_plain_loop(cell: Cell, result: dict[str, Any], models: Path) -
     """Loss, norm and the gradient of every parameter in the first step, the losses of the others, and greedy answers
     after them.
     """
-    wanted = plain_loop(models / cell.family, cell.max_grad_norm)
+    wanted = reference_loop(models / cell.family, cell.max_grad_norm)
     assert result["losses"][0] == pytest.approx(wanted["losses"][0], abs=LOSS_TOLERANCE)
     assert result["norms"][0] == pytest.approx(wanted["norms"][0], rel=GRADIENT_TOLERANCE)
     assert result["gradients"].keys() == wanted["gradients"].keys()
@@ -87,12 +87,12 @@ def relative(result: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 @cache
-def plain_loop(
+def reference_loop(
     folder: Path, max_grad_norm: float = 0.0, optimizer_name: str = "AdamW", weight_decay: float = 0.0
 ) -> dict[str, Any]:
     """Three steps of a plain loop with the published rule of an optimizer."""
     optimizer = partial(_optimizer, optimizer_name, weight_decay)
-    return asdict(plain.plain_loop(folder, steps=3, max_grad_norm=max_grad_norm, optimizer=optimizer))
+    return asdict(reference.reference_loop(folder, steps=3, max_grad_norm=max_grad_norm, optimizer=optimizer))
 
 
 def _optimizer(name: str, weight_decay: float, model: nn.Module) -> Any:

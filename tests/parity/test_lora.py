@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from ds_finetune.config.schema import LoraConfig
 from ds_finetune.selftest.cells import Cell
-from ds_finetune.selftest.plain import adamw, plain_steps
+from ds_finetune.selftest.reference_loop import adamw, reference_steps
 from tests.lora_twin import adapted, by_our_names, in_peft, lora_tree, write_adapter_of
 from tests.parity.lora_worker import STEPS
 from tests.parity.reference import GRADIENT_TOLERANCE, LOSS_TOLERANCE, WORLDS, found, relative
@@ -85,7 +85,7 @@ def _peft_loop(folder: Path, max_grad_norm: float) -> dict[str, Any]:
         )
         return optimizer
 
-    steps = plain_steps(in_peft(base, folder / "adapter", trainable=True), STEPS, max_grad_norm, recording)
+    steps = reference_steps(in_peft(base, folder / "adapter", trainable=True), STEPS, max_grad_norm, recording)
     return {"losses": steps.losses, "norms": steps.norms, "gradients": gradients}
 
 

@@ -11,7 +11,7 @@ from ds_finetune.families.table import FAMILIES
 from ds_finetune.plan.combinations import PROVEN, Proven
 from ds_finetune.selftest.cells import Cell
 from tests.pairwise import pairwise
-from tests.parity.reference import Run, assert_equals_plain_loop, found, plain_loop, run_cells, runs_of
+from tests.parity.reference import Run, assert_equals_plain_loop, found, reference_loop, run_cells, runs_of
 
 FIRST = ("deepseek_v3", "llama")
 """Families compared by default; the others are behind the marker."""
@@ -126,7 +126,7 @@ def test_layout_equals_plain_loop(cell: Cell, world: int, results: Path, models:
 
 def _assert_follows_fp32(cell: Cell, result: dict[str, Any], models: Path) -> None:
     """bf16 weights round the losses in the third digit; a gradient left out would show in the second."""
-    wanted = plain_loop(models / cell.family, cell.max_grad_norm)
+    wanted = reference_loop(models / cell.family, cell.max_grad_norm)
     assert result["losses"] == pytest.approx(wanted["losses"], abs=1.5e-2)
     assert result["norms"] == pytest.approx(wanted["norms"], rel=2e-2)
 

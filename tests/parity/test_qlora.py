@@ -20,7 +20,7 @@ from ds_finetune.config.schema import LoraConfig
 from ds_finetune.model.four_bit import nf4_bytes
 from ds_finetune.model.lora_plan import plan_lora
 from ds_finetune.selftest.cells import TINY_MODELS, Cell
-from ds_finetune.selftest.plain import adamw, plain_steps
+from ds_finetune.selftest.reference_loop import adamw, reference_steps
 from tests.conftest import ROOT
 from tests.lora_twin import adapted, by_our_names, four_bit_tensors, in_peft, lora_tree, write_adapter_of
 from tests.parity.lora_worker import STEPS
@@ -133,7 +133,7 @@ def _plain_loop(folder: Path, max_grad_norm: float) -> dict[str, Any]:
         )
         return optimizer
 
-    steps = plain_steps(in_peft(base, folder / "adapter", trainable=True), STEPS, max_grad_norm, recording)
+    steps = reference_steps(in_peft(base, folder / "adapter", trainable=True), STEPS, max_grad_norm, recording)
     return {"losses": steps.losses, "norms": steps.norms, "gradients": gradients, "four_bit": frozen}
 
 

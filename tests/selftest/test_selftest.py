@@ -13,10 +13,10 @@ from ds_finetune.config.schema import ParallelConfig
 from ds_finetune.model.build import build_skeleton
 from ds_finetune.plan.combinations import check_divides
 from ds_finetune.plan.mesh import Mesh
-from ds_finetune.selftest.cells import TINY_MODELS, grown, hf_config
-from ds_finetune.selftest.check import verdict
-from ds_finetune.selftest.plain import Steps
-from ds_finetune.selftest.run import _standard
+from ds_finetune.selftest.cells import TINY_MODELS, enlarged_config, hf_config
+from ds_finetune.selftest.compare import compare_steps
+from ds_finetune.selftest.reference_loop import Steps
+from ds_finetune.selftest.run import _standard_cases
 from tests.running import start, tiny_task
 
 COMMAND = [sys.executable, "-m", "ds_finetune", "selftest"]
@@ -55,7 +55,7 @@ def test_a_run_of_one_process_is_checked_here(tmp_path: Path, sections: dict[str
 
 
 def test_the_standard_set_has_fp16_on_gpus_alone() -> None:
-    names = {device: [case.name for case in _standard(2, ("deepseek_v3",), device)] for device in ("cpu", "cuda")}
+    names = {device: [case.name for case in _standard_cases(2, ("deepseek_v3",), device)] for device in ("cpu", "cuda")}
     assert [name for name in names["cuda"] if name not in names["cpu"]] == [
         "deepseek_v3 dp ZeRO-1 fp16",
         "deepseek_v3 dp ZeRO-3 fp16",
@@ -64,14 +64,14 @@ def test_the_standard_set_has_fp16_on_gpus_alone() -> None:
 
 def test_not_a_number_is_not_equal() -> None:
     right = Steps([1.0, 1.0], [1.0, 1.0], {"a": torch.ones(2), "b": torch.ones(2)}, [[1]])
-    assert verdict(right, right, Steps([1.0]), 0.0).is_right
-    assert not verdict(right, replace(right, norms=[1.0, math.nan]), Steps([1.0]), 0.0).is_right
-    assert not verdict(right, replace(right, losses=[1.0, math.nan]), Steps([1.0]), 0.0).is_right
-    assert not verdict(
+    assert compare_steps(right, right, Steps([1.0]), 0.0).is_equal
+    assert not compare_steps(right, replace(right, norms=[1.0, math.nan]), Steps([1.0]), 0.0).is_equal
+    assert not compare_steps(right, replace(right, losses=[1.0, math.nan]), Steps([1.0]), 0.0).is_equal
+    assert not compare_steps(
         right, replace(right, gradients={"a": torch.ones(2), "b": torch.full((2,), math.nan)}), Steps([1.0]), 0.0
-    ).is_right
-    assert not verdict(right, replace(right, answers=[[2]]), Steps([1.0]), 0.0).is_right
-    assert not verdict(right, right, Steps([1.1]), 0.0).is_right
+    ).is_equal
+    assert not compare_steps(right, replace(right, answers=[[2]]), Steps([1.0]), 0.0).is_equal
+    assert not compare_steps(right, right, Steps([1.1]), 0.0).is_equal
 
 
 def test_gradients_twice_as_large_are_found(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(tmp_path: Path, argume
 @pytest.mark.parametrize("family", sorted(TINY_MODELS))
 def test_tiny_models_grow_with_the_sizes(family: str) -> None:
     parallel = ParallelConfig(tp=8, sp=4, pp=3)
-    config = grown(hf_config(family), parallel)
+    config = enlarged_config(hf_config(family), parallel)
     check_divides(Mesh(0, 1, pp=3, tp=8), config.to_dict())
     check_divides(Mesh(0, 1, sp=4, tp=8), config.to_dict())
     build_skeleton(config, attention="sdpa", dtype=torch.float32, device="meta")

@@ -1,4 +1,4 @@
-"""Routers and routed experts in an ONNX graph: one loop over the experts that tokens chose, whatever they chose."""
+"""Routers and routed experts in an ONNX graph: a loop over the experts that tokens choose."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ _FP32 = np.dtype(np.float32)
 
 
 @dataclass(frozen=True)
-class Chosen:
+class Routing:
     """Experts of each token [tokens, k] int64, and their weights [tokens, k] fp32."""
 
     experts: str
@@ -28,42 +28,44 @@ def moe(layers: Layers, x: str, name: str, config: PretrainedConfig) -> str:
     gate = layers.module(f"{name}.gate")
     matrix = layers.fp32(f"{name}.gate.weight", tuple(gate.weight.shape)[::-1], torch.t)
     logits = graph.op("MatMul", graph.cast(flat, np.float32) if graph.is_half() else flat, matrix)
-    chosen = ROUTERS[parts_of(config).router or ""](layers, logits, f"{name}.gate", config)
-    routed = graph.op("Reshape", _experts(layers, flat, chosen, f"{name}.experts"), graph.op("Shape", x))
+    routing = ROUTERS[parts_of(config).router or ""](layers, logits, f"{name}.gate", config)
+    routed = graph.op("Reshape", _experts(layers, flat, routing, f"{name}.experts"), graph.op("Shape", x))
     return graph.op("Add", routed, layers.mlp(x, f"{name}.shared_experts"))
 
 
-def _route_sigmoid(layers: Layers, logits: str, name: str, config: PretrainedConfig) -> Chosen:
-    """Sigmoid scores; the choice alone is biased, and groups are ranked by their two best (transformers 5.23,
-    modeling_deepseek_v3.py:133-158).
+def _route_sigmoid(layers: Layers, logits: str, name: str, config: PretrainedConfig) -> Routing:
+    """Sigmoid scores; only the choice is biased, and groups are ranked by their two best experts.
+
+    As in transformers 5.23, modeling_deepseek_v3.py:133-158.
     """
     graph, experts = layers.graph, layers.module(name).num_experts
     scores = graph.op("Sigmoid", logits)
     choice = graph.op("Add", scores, layers.fp32(f"{name}.e_score_correction_bias", (experts,)))
     pairs, _ = _top(graph, _in_groups(graph, choice, config.n_group, experts), 2)
-    kept = _kept_groups(graph, graph.op("ReduceSum", pairs, graph.ints(-1), keepdims=0), config, experts)
+    kept = _in_best_groups(graph, graph.op("ReduceSum", pairs, graph.ints(-1), keepdims=0), config, experts)
     _, index = _top(graph, graph.op("Where", kept, choice, graph.scalar(-np.inf, _FP32)), config.num_experts_per_tok)
     weights = graph.op("GatherElements", scores, index, axis=1)
     if config.norm_topk_prob:
         total = graph.op("Add", graph.op("ReduceSum", weights, graph.ints(-1), keepdims=1), graph.scalar(1e-20, _FP32))
         weights = graph.op("Div", weights, total)
-    return Chosen(index, graph.op("Mul", weights, graph.scalar(config.routed_scaling_factor, _FP32)))
+    return Routing(index, graph.op("Mul", weights, graph.scalar(config.routed_scaling_factor, _FP32)))
 
 
-def _route_softmax(layers: Layers, logits: str, name: str, config: PretrainedConfig) -> Chosen:
-    """Softmax scores, groups ranked by their best, weights not normalised (transformers 5.23,
-    modeling_deepseek_v2.py:97-116).
+def _route_softmax(layers: Layers, logits: str, name: str, config: PretrainedConfig) -> Routing:
+    """Softmax scores; groups are ranked by their best expert, and weights are not normalised.
+
+    As in transformers 5.23, modeling_deepseek_v2.py:97-116.
     """
     graph, experts = layers.graph, layers.module(name).num_experts
     scores = graph.op("Softmax", logits, axis=-1)
     if config.topk_method == "group_limited_greedy":
         best = graph.op("ReduceMax", _in_groups(graph, scores, config.n_group, experts), graph.ints(-1), keepdims=0)
-        scores = graph.op("Where", _kept_groups(graph, best, config, experts), scores, graph.scalar(0, _FP32))
+        scores = graph.op("Where", _in_best_groups(graph, best, config, experts), scores, graph.scalar(0, _FP32))
     weights, index = _top(graph, scores, config.num_experts_per_tok)
-    return Chosen(index, graph.op("Mul", weights, graph.scalar(config.routed_scaling_factor, _FP32)))
+    return Routing(index, graph.op("Mul", weights, graph.scalar(config.routed_scaling_factor, _FP32)))
 
 
-ROUTERS: Mapping[str, Callable[[Layers, str, str, PretrainedConfig], Chosen]] = {
+ROUTERS: Mapping[str, Callable[[Layers, str, str, PretrainedConfig], Routing]] = {
     "softmax": _route_softmax,
     "sigmoid": _route_sigmoid,
 }
@@ -78,9 +80,10 @@ def _in_groups(graph: Graph, scores: str, groups: int, experts: int) -> str:
     return graph.op("Reshape", scores, graph.ints(-1, groups, experts // groups))
 
 
-def _kept_groups(graph: Graph, group_scores: str, config: PretrainedConfig, experts: int) -> str:
-    """Whether each expert [tokens, experts] is in one of its token's best `topk_group` groups, by scores [tokens,
-    groups].
+def _in_best_groups(graph: Graph, group_scores: str, config: PretrainedConfig, experts: int) -> str:
+    """Whether each expert is in one of its token's best `topk_group` groups, [tokens, experts].
+
+    `group_scores` is [tokens, groups].
     """
     groups = config.n_group
     _, index = _top(graph, group_scores, config.topk_group)
@@ -91,31 +94,30 @@ def _kept_groups(graph: Graph, group_scores: str, config: PretrainedConfig, expe
     return graph.op("Greater", graph.op("Reshape", spread, graph.ints(-1, experts)), graph.scalar(0, _FP32))
 
 
-def _experts(layers: Layers, x: str, chosen: Chosen, name: str) -> str:
-    """x [tokens, hidden] through each token's experts, weighed and summed in fp32: [tokens, hidden] in the graph's
-    dtype.
+def _experts(layers: Layers, x: str, routing: Routing, name: str) -> str:
+    """The weighted sum of each token's experts, [tokens, hidden]; summed in fp32, in the graph's dtype.
 
-    A Loop runs once for each expert that some token chose: it takes that expert's weights out of the stack,
-    multiplies the tokens that chose it, and adds the result to their rows. Products are those of the routed tokens,
-    as in training; what is added is one copy of the weights of each expert in use.
+    A Loop runs once for each expert that a token chose: it takes the expert's weights out of the stack, applies them to
+    the tokens that chose it, and adds the results to their rows. Only routed tokens are multiplied, as in training;
+    the cost beyond that is one copy of the weights of each expert in use.
     """
     graph, module = layers.graph, layers.module(name)
     stacks = _stacks(layers, name)
     by_expert = graph.op("Concat", graph.op("Shape", x, start=0, end=1), graph.ints(module.num_experts), axis=0)
     zeros = graph.op("ConstantOfShape", by_expert)
-    weights = graph.op("ScatterElements", zeros, chosen.experts, chosen.weights, axis=1)
+    weights = graph.op("ScatterElements", zeros, routing.experts, routing.weights, axis=1)
     is_used = graph.op("Greater", graph.op("ReduceMax", weights, graph.ints(0), keepdims=0), graph.scalar(0, _FP32))
     used = graph.op("Squeeze", graph.op("NonZero", is_used), graph.ints(0))
     count = graph.op("Squeeze", graph.op("Shape", used), graph.ints(0))
     nothing = graph.op("ConstantOfShape", graph.op("Shape", x))
     inner = graph.subgraph()
-    step, go_on, summed = (graph.fresh(kind) for kind in ("step", "go_on", "summed"))
+    step, condition, summed = (graph.new_name(kind) for kind in ("step", "condition", "summed"))
     result = _one_expert(inner, x, weights, stacks, (inner.op("Gather", used, step, axis=0), summed))
-    still = inner.op("Identity", go_on)
+    still = inner.op("Identity", condition)
     hidden = module.hidden_dim
     loop = body(
         inner,
-        [value(step, np.int64, ()), value(go_on, np.bool_, ()), value(summed, np.float32, ("tokens", hidden))],
+        [value(step, np.int64, ()), value(condition, np.bool_, ()), value(summed, np.float32, ("tokens", hidden))],
         [value(still, np.bool_, ()), value(result, np.float32, ("tokens", hidden))],
     )
     total = graph.op("Loop", count, "", nothing, body=loop)
@@ -123,7 +125,7 @@ def _experts(layers: Layers, x: str, chosen: Chosen, name: str) -> str:
 
 
 def _one_expert(graph: Graph, x: str, weights: str, stacks: tuple[str, str], state: tuple[str, str]) -> str:
-    """The rows `state[1]` with the output of expert `state[0]` added to those of its tokens."""
+    """`state[1]` [tokens, hidden] with the output of expert `state[0]` added to the rows of its tokens."""
     expert, summed = state
     gate_up, down = (graph.op("Gather", stack, expert, axis=0) for stack in stacks)
     column = graph.op("Gather", weights, expert, axis=1)
@@ -138,8 +140,9 @@ def _one_expert(graph: Graph, x: str, weights: str, stacks: tuple[str, str], sta
 
 
 def _stacks(layers: Layers, name: str) -> tuple[str, str]:
-    """Weights of all experts: gate and up [experts, hidden, 2 x inner], down [experts, inner, hidden], read one expert
-    at a time.
+    """Weights of all experts: gate and up [experts, hidden, 2 x inner], and down [experts, inner, hidden].
+
+    One expert at a time is read.
     """
     graph, module = layers.graph, layers.module(name)
     experts, hidden, inner = module.num_experts, module.hidden_dim, module.intermediate_dim

@@ -1,6 +1,4 @@
-"""`ds-finetune export --format onnx`: a Hugging Face folder to a folder for ONNX Runtime, which has its name only once
-it is verified.
-"""
+"""`ds-finetune export --format onnx`: a folder for ONNX Runtime, which has its final name only once it is verified."""
 
 import errno
 import json
@@ -31,10 +29,10 @@ if TYPE_CHECKING:
     from ds_finetune.export.onnx.comparison import OnnxComparison
 
 INLINE_BYTES = 256 * MIB
-"""Weights of more bytes than this lie in model.onnx.data; a protobuf message must stay below 2 GiB and is held in
-memory.
+"""Weights of more bytes than this are written to model.onnx.data: a protobuf message must stay below 2 GiB and is held
+in memory.
 """
-DTYPES = {"fp32": "float32", "fp16": "float16"}
+ONNX_DTYPES = {"fp32": "float32", "fp16": "float16"}
 _PACKAGES = ("onnx", "onnxruntime")
 _SHARD_BYTES = 5 * 10**9
 _PLAIN_COPY = "make a bf16 copy of it first, where it is in FP8 blocks by `ds-finetune export SOURCE COPY`"
@@ -47,45 +45,47 @@ class OnnxExportResult:
 
     folder: Path
     num_bytes: int
-    verdict: "OnnxComparison"
+    comparison: "OnnxComparison"
     seconds: float
 
     def lines(self) -> list[str]:
-        """For a person: what was written and how it was verified."""
-        verdict = self.verdict
-        reached = f", reaching {verdict.experts}" if verdict.experts else ""
-        flipped = f", {verdict.beyond} of them by a router's near tie" if verdict.beyond else ""
+        """Lines for the terminal."""
+        comparison = self.comparison
+        reached = f", reaching {comparison.experts}" if comparison.experts else ""
+        flipped = f", {comparison.beyond} of them by a router's near tie" if comparison.beyond else ""
         return [
             f"wrote {self.folder}: {self.num_bytes / GIB:.2f} GiB in {self.seconds:.1f} s",
-            f"verified in ONNX Runtime against transformers: {verdict.positions} positions{reached}, "
-            f"largest difference {verdict.largest:.1e} of the largest logit (tolerance {verdict.tolerance:g}){flipped}",
+            f"verified in ONNX Runtime against transformers: {comparison.positions} positions{reached}, "
+            f"largest difference {comparison.largest:.1e} of the largest logit "
+            f"(tolerance {comparison.tolerance:g}){flipped}",
         ]
 
 
 def export_onnx(source: Path, out: Path, *, dtype: str, with_cache: bool, base: Path | None = None) -> OnnxExportResult:
-    """Write the causal LM of `source` to `out` as model.onnx in `dtype`, a key of `DTYPES`, with tokenizer and config
-    beside it.
+    """Write the causal LM of `source` to `out` as model.onnx, with tokenizer and config beside it.
 
-    `source` is a Hugging Face folder, or anything `export_checkpoint` takes, which is then exported beside `out` first,
-    with
-    `base`. ExportError where the model has no graph here or a package is missing, ModelError where the weights do not
-    fit,
-    OutputError where `out` is not empty or does not fit the disk; VerificationError where ONNX Runtime differs from
-    plain transformers: the folder then stays as `out`.unverified.
+    `source` is a Hugging Face folder, or another folder that `export_checkpoint` reads: it is exported to a temporary
+    folder beside `out` first, with `base`. `dtype` is a key of `ONNX_DTYPES`.
+
+    ExportError where the model has no ONNX graph or a package is missing; ModelError where the weights do not fit;
+    OutputError where `out` is not empty or larger than the free space of the disk; VerificationError where ONNX
+    Runtime differs from plain transformers, and then the folder stays as `out`.unverified.
     """
     began = time.monotonic()
     check_packages()
-    if dtype not in DTYPES:
-        raise ExportError(f"ONNX Runtime runs no model in {dtype} on a CPU", hint="export with --dtype fp32 or fp16")
+    if dtype not in ONNX_DTYPES:
+        raise ExportError(
+            f"ONNX Runtime cannot run a model in {dtype} on a CPU", hint="export with --dtype fp32 or fp16"
+        )
     check_out(out)
     with _hub_folder(source, out, base) as folder:
-        verdict = _export(folder, out, dtype, with_cache)
+        comparison = _write_and_compare(folder, out, dtype, with_cache)
     size = sum(file.stat().st_size for file in out.iterdir())
-    return OnnxExportResult(out, size, verdict, time.monotonic() - began)
+    return OnnxExportResult(out, size, comparison, time.monotonic() - began)
 
 
 def check_packages() -> None:
-    """ExportError names the packages of the onnx extra that are not installed."""
+    """Raise ExportError, which names them, where packages of the onnx extra are not installed."""
     absent = [name for name in _PACKAGES if find_spec(name) is None]
     if absent:
         raise ExportError(f"the ONNX export needs {' and '.join(absent)}", hint="pip install 'ds_finetune[onnx]'")
@@ -93,7 +93,7 @@ def check_packages() -> None:
 
 @contextmanager
 def _hub_folder(source: Path, out: Path, base: Path | None) -> Iterator[Path]:
-    """`source` itself where it is a Hugging Face folder, else what it is exported to for the time being."""
+    """`source` itself where it is a Hugging Face folder, else a temporary folder that it is exported to."""
     if (source / "config.json").is_file() and any(source.glob("*.safetensors")):
         if base is not None:
             raise ExportError(
@@ -109,53 +109,53 @@ def _hub_folder(source: Path, out: Path, base: Path | None) -> Iterator[Path]:
         ).folder
 
 
-def _export(folder: Path, out: Path, dtype: str, with_cache: bool) -> "OnnxComparison":
+def _write_and_compare(folder: Path, out: Path, dtype: str, with_cache: bool) -> "OnnxComparison":
     from ds_finetune.export.onnx.comparison import compare, make_reference
     from ds_finetune.export.onnx.record import OnnxRecord
 
-    aside = out.with_name(out.name + ".unverified")
-    model = _skeleton(folder)
-    with _written_aside(aside):
-        _write(model, folder, aside, dtype, with_cache)
+    unverified = out.with_name(out.name + ".unverified")
+    model = _meta_model(folder)
+    with _new_folder(unverified):
+        _write_graph(model, folder, unverified, dtype, with_cache)
         reference = make_reference(folder)
-        verdict = compare(aside, reference)
+        comparison = compare(unverified, reference)
         versions = {name: version(name) for name in (*_PACKAGES, "torch", "transformers")}
-        about = {"dtype": dtype, "cache": with_cache, **asdict(verdict), "versions": versions}
-        if verdict.failures:
-            (aside / UNVERIFIED).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        about = {"dtype": dtype, "cache": with_cache, **asdict(comparison), "versions": versions}
+        if comparison.failures:
+            (unverified / UNVERIFIED).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
         else:
-            OnnxRecord.of(aside, reference, about).write(aside)
-    if verdict.failures:
+            OnnxRecord.of(unverified, reference, about).write(unverified)
+    if comparison.failures:
         raise VerificationError(
-            f"ONNX Runtime differs from transformers, with a tolerance of {verdict.tolerance:g} of the largest "
-            f"logit: {'; '.join(verdict.failures)}",
-            hint=f"do not serve {aside}, which was kept for a look; "
+            f"ONNX Runtime differs from transformers, with a tolerance of {comparison.tolerance:g} of the largest "
+            f"logit: {'; '.join(comparison.failures)}",
+            hint=f"do not serve {unverified}, which was kept for inspection; "
             f"{'try --dtype fp32' if dtype == 'fp16' else 'please report this'}",
         )
     if out.is_dir():
         out.rmdir()
-    aside.rename(out)
-    return verdict
+    unverified.rename(out)
+    return comparison
 
 
 @contextmanager
-def _written_aside(aside: Path) -> Iterator[None]:
-    """A new folder `aside`, of which nothing stays after an error; OutputError where it cannot be written."""
-    shutil.rmtree(aside, ignore_errors=True)
+def _new_folder(folder: Path) -> Iterator[None]:
+    """Create `folder`, and remove it after an error; OutputError where it cannot be written."""
+    shutil.rmtree(folder, ignore_errors=True)
     try:
-        aside.mkdir(parents=True)
+        folder.mkdir(parents=True)
         yield
     except BaseException as error:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in _CANNOT_WRITE:
             raise OutputError(
-                f"{aside} cannot be written: {error.strerror}", hint="name a folder on a disk with room"
+                f"{folder} cannot be written: {error.strerror}", hint="name a folder on a disk with room"
             ) from error
         raise
 
 
-def _skeleton(folder: Path) -> PreTrainedModel:
-    """The model of `folder` without memory; ExportError where it has no graph here. No code of the folder is run."""
+def _meta_model(folder: Path) -> PreTrainedModel:
+    """The model of `folder` on the meta device, without code of the folder; ExportError where it has no graph."""
     from ds_finetune.export.onnx.decoder import check_config
 
     check_folder(folder)
@@ -173,7 +173,7 @@ def _skeleton(folder: Path) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
-def _write(model: PreTrainedModel, folder: Path, aside: Path, dtype: str, with_cache: bool) -> None:
+def _write_graph(model: PreTrainedModel, folder: Path, out: Path, dtype: str, with_cache: bool) -> None:
     import numpy as np
 
     from ds_finetune.export.onnx.decoder import decoder_graph
@@ -182,10 +182,10 @@ def _write(model: PreTrainedModel, folder: Path, aside: Path, dtype: str, with_c
     hub = open_weights(model, folder, family=family_of(model.config.model_type))
     if hub.has_fp8:
         raise ExportError(f"{folder} holds FP8 tensors and its config.json does not say so", hint=_PLAIN_COPY)
-    graph, ends = decoder_graph(model, hub.whole, dtype=np.dtype(DTYPES[dtype]), with_cache=with_cache)
-    check_disk(aside, sum(weight.num_bytes for weight in graph.weights.values()))
-    write_model(graph, ends, aside, inline_bytes=INLINE_BYTES)
+    graph, ends = decoder_graph(model, hub.whole, dtype=np.dtype(ONNX_DTYPES[dtype]), with_cache=with_cache)
+    check_disk(out, sum(weight.num_bytes for weight in graph.weights.values()))
+    write_model(graph, ends, out, inline_bytes=INLINE_BYTES)
     for name in ("config.json", *COPIED_FILES):
         if (folder / name).is_file():
-            shutil.copyfile(folder / name, aside / name)
-    remove_code(aside)
+            shutil.copyfile(folder / name, out / name)
+    remove_code(out)

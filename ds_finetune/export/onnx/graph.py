@@ -1,4 +1,4 @@
-"""An ONNX graph written node by node, and its weights streamed to the file: what is held is one piece of one weight."""
+"""An ONNX graph built node by node; its weights are streamed to the file, one piece of one weight at a time."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -15,16 +15,16 @@ from onnx.external_data_helper import set_external_data
 from ds_finetune.export.verify.record import DATA, MODEL
 
 OPSET, IR_VERSION = 18, 8
-"""The newest operators used are of opset 18, which ONNX Runtime has had on every device since 1.14."""
+"""The newest operators in use are of opset 18, which ONNX Runtime supports on every device since 1.14."""
 _ALIGNMENT = 4096
-"""Weights in the data file begin at a page, so that a reader can map them."""
+"""Weights in the data file begin at a page boundary, so that programs can map them."""
 
 Pieces = Callable[[], Iterator[np.ndarray]]
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor of the file: `pieces` yields its elements in row-major order, in arrays of `dtype`."""
+    """A weight of the graph: `pieces` yields its elements in row-major order, as arrays of `dtype`."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,9 +39,7 @@ class Weight:
 
 @dataclass
 class Graph:
-    """Nodes in order, and what they refer to. A subgraph shares names, constants and weights with the graph it stands
-    in.
-    """
+    """Nodes in order, and the constants and weights that they refer to. A subgraph shares these with its graph."""
 
     dtype: np.dtype
     """Dtype of weights and activations: float32 or float16."""
@@ -51,16 +49,16 @@ class Graph:
     numbers: "count[int]" = field(default_factory=count)
 
     def subgraph(self) -> "Graph":
-        """A graph for the body of a loop; values of this graph are seen in it by their names."""
+        """A graph for the body of a loop, whose nodes may use values of this graph by their names."""
         return Graph(self.dtype, [], self.constants, self.weights, self.numbers)
 
     def op(self, kind: str, *inputs: str, name: str = "", **attributes: Any) -> str:  # noqa: ANN401 - what ONNX has as attributes
         """Add a node with one output; returns the output's name, `name` where one is given."""
-        return self.ops(kind, *inputs, names=(name or self.fresh(kind),), **attributes)[0]
+        return self.ops(kind, *inputs, names=(name or self.new_name(kind),), **attributes)[0]
 
     def ops(self, kind: str, *inputs: str, names: Sequence[str] | int, **attributes: Any) -> list[str]:  # noqa: ANN401
         """Add a node with several outputs, given by their names or their number; returns the names."""
-        outputs = [self.fresh(kind) for _ in range(names)] if isinstance(names, int) else list(names)
+        outputs = [self.new_name(kind) for _ in range(names)] if isinstance(names, int) else list(names)
         self.nodes.append(helper.make_node(kind, inputs, outputs, name=f"{kind}_{next(self.numbers)}", **attributes))
         return outputs
 
@@ -73,14 +71,14 @@ class Graph:
         return self.constant(np.array(value, dtype=dtype or self.dtype))
 
     def constant(self, values: np.ndarray) -> str:
-        """A small constant, kept once whatever the number of uses."""
+        """A small constant; equal constants are stored once."""
         name = f"const_{values.dtype}_{values.shape}_{values.tobytes().hex()}"
         if name not in self.constants:
             self.constants[name] = numpy_helper.from_array(values, f"const_{len(self.constants)}")
         return self.constants[name].name
 
     def weight(self, name: str, shape: tuple[int, ...], pieces: Pieces, dtype: np.dtype | None = None) -> str:
-        """A weight whose values come when the file is written, of the graph's dtype unless another is given."""
+        """A weight whose values are read when the file is written, of the graph's dtype unless another is given."""
         assert name not in self.weights, name
         self.weights[name] = Weight(name, shape, dtype or self.dtype, pieces)
         return name
@@ -93,7 +91,7 @@ class Graph:
         """Whether activations are float16, so that sums need a cast to float32."""
         return bool(self.dtype == np.float16)
 
-    def fresh(self, kind: str) -> str:
+    def new_name(self, kind: str) -> str:
         """A name that no other value has."""
         return f"{kind.lower()}_{next(self.numbers)}_out"
 
@@ -101,11 +99,10 @@ class Graph:
 def write_model(
     graph: Graph, ends: tuple[list[onnx.ValueInfoProto], list[onnx.ValueInfoProto]], folder: Path, *, inline_bytes: int
 ) -> bool:
-    """Write `graph` with its inputs and outputs `ends` to `folder`/model.onnx; returns whether the weights lie beside
-    it.
+    """Write `graph` with its inputs and outputs `ends` to `folder`/model.onnx.
 
-    Weights of more than `inline_bytes` together go to model.onnx.data, since a protobuf message ends at 2 GiB.
-    Written one piece at a time, so memory is one piece and, below the limit, the file.
+    Weights of more than `inline_bytes` together are written to model.onnx.data, one piece at a time, since a protobuf
+    message ends at 2 GiB. Returns whether they were.
     """
     is_external = sum(weight.num_bytes for weight in graph.weights.values()) > inline_bytes
     weights = list(graph.weights.values())
@@ -122,12 +119,12 @@ def write_model(
 def body(
     graph: Graph, inputs: Sequence[onnx.ValueInfoProto], outputs: Sequence[onnx.ValueInfoProto]
 ) -> onnx.GraphProto:
-    """The nodes of a subgraph as a Loop's body; constants and weights are those of the graph around it."""
+    """The nodes of a subgraph as the body of a Loop; constants and weights are those of the outer graph."""
     return helper.make_graph(graph.nodes, "body", inputs, outputs)
 
 
 def value(name: str, dtype: np.dtype | type, shape: Sequence[int | str | None]) -> onnx.ValueInfoProto:
-    """An input or output: a size, the name of a size that varies, or None where nothing is known."""
+    """An input or output; each dimension is a size, the name of a size that varies, or None."""
     return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), shape)
 
 

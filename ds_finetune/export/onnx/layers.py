@@ -1,6 +1,4 @@
-"""The layers that decoders are made of, written into an ONNX graph from transformers' own modules and a folder's
-tensors.
-"""
+"""Layers of decoders, added to an ONNX graph from transformers' own modules and a folder's tensors."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ from ds_finetune.families.family import OnnxGraph
 from ds_finetune.families.table import FAMILIES, family_of
 
 Read = Callable[[str], torch.Tensor]
-"""The tensor of a published name, whole, on the CPU."""
+"""Reads the tensor of a published name, as a whole, on the CPU."""
 _LAST = -1
 
 
@@ -26,7 +24,7 @@ def parts_of(config: PretrainedConfig) -> OnnxGraph:
     parts = family_of(config.model_type).onnx
     if parts is None:
         raise ExportError(
-            f"model_type `{config.model_type}` has no ONNX graph here",
+            f"model_type `{config.model_type}` has no ONNX graph",
             hint=f"there are graphs for {', '.join(sorted(name for name, row in FAMILIES.items() if row.onnx))}",
         )
     return parts
@@ -34,8 +32,9 @@ def parts_of(config: PretrainedConfig) -> OnnxGraph:
 
 @dataclass(frozen=True)
 class Layers:
-    """Writes modules of `model`, which may be without memory, into `graph`; sizes and constants are read from the
-    modules themselves.
+    """Adds modules of `model`, which may be on the meta device, to `graph`.
+
+    Sizes and constants are those of the modules.
     """
 
     graph: Graph
@@ -47,8 +46,9 @@ class Layers:
         return self.model.get_submodule(name)
 
     def linear(self, x: str, name: str) -> str:
-        """x [..., in] through the Linear `name`: [..., out]. The weight is stored as [in, out], as MatMul and its
-        quantizers want it.
+        """The Linear `name` of x [..., in]: [..., out].
+
+        The weight is stored as [in, out], as MatMul and tools that quantise it expect.
         """
         module = self.module(name)
         rows, columns = module.weight.shape
@@ -57,10 +57,10 @@ class Layers:
             "MatMul", x, self.graph.weight(f"{key}_transposed", (columns, rows), lambda: self.arrays(key, torch.t))
         )
         return (
-            y if module.bias is None else self.graph.op("Add", y, self.stored(f"{name}.bias", tuple(module.bias.shape)))
+            y if module.bias is None else self.graph.op("Add", y, self.weight(f"{name}.bias", tuple(module.bias.shape)))
         )
 
-    def stored(
+    def weight(
         self, key: str, shape: tuple[int, ...], change: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.contiguous
     ) -> str:
         """The tensor `key` after `change`, which makes it `shape`, in the graph's dtype."""
@@ -69,7 +69,7 @@ class Layers:
     def fp32(
         self, key: str, shape: tuple[int, ...], change: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.contiguous
     ) -> str:
-        """As `stored`, in fp32 whatever the graph's dtype, as transformers computes routers."""
+        """As `weight`, but in fp32 whatever the graph's dtype, as transformers computes routers."""
         return self.graph.weight(
             key,
             shape,
@@ -86,7 +86,7 @@ class Layers:
         root = graph.op("Sqrt", graph.op("Add", mean, graph.scalar(module.variance_epsilon, np.float32)))
         scaled = graph.op("Div", wide, root)
         narrow = graph.cast(scaled, graph.dtype) if graph.is_half() else scaled
-        return graph.op("Mul", narrow, self.stored(f"{name}.weight", tuple(module.weight.shape)))
+        return graph.op("Mul", narrow, self.weight(f"{name}.weight", tuple(module.weight.shape)))
 
     def mlp(self, x: str, name: str) -> str:
         """down(silu(gate(x)) * up(x))."""
@@ -103,7 +103,7 @@ class Layers:
         """[batch, length, heads, width] as [batch, heads, length, width]."""
         return self.graph.op("Transpose", x, perm=[0, 2, 1, 3])
 
-    def merged(self, x: str) -> str:
+    def merge_heads(self, x: str) -> str:
         """[batch, heads, length, width] as [batch, length, heads * width]."""
         return self.graph.op("Reshape", self.graph.op("Transpose", x, perm=[0, 2, 1, 3]), self.graph.ints(0, 0, -1))
 
@@ -113,9 +113,7 @@ class Layers:
 
 
 def array_of(tensor: torch.Tensor, dtype: np.dtype, key: str) -> np.ndarray:
-    """`tensor` in row-major order as `dtype`; ExportError where it holds NaN or infinity there, e.g. beyond fp16's
-    65504.
-    """
+    """`tensor` in row-major order as `dtype`; ExportError where that gives NaN or infinity, as beyond fp16's 65504."""
     cast = tensor.to(torch.float16 if dtype == np.float16 else torch.float32).contiguous()
     low, high = torch.aminmax(cast)
     if not (torch.isfinite(low) and torch.isfinite(high)):
@@ -134,11 +132,10 @@ def silu(graph: Graph, x: str) -> str:
 
 @dataclass(frozen=True)
 class Rotary:
-    """Cosines and sines of every position [batch, 1, length, width / 2] in the graph's dtype, and how the dimensions
-    lie.
+    """Rotary embedding: cosines and sines of every position [batch, 1, length, width / 2] in the graph's dtype.
 
-    A rotated pair is dimensions (i, i + width / 2), or (2i, 2i + 1) where `pairs_in`; the result likewise by
-    `pairs_out`.
+    The dimensions of a rotated pair are (i, i + width / 2), or (2i, 2i + 1): in the input where `pairs_in`, in the
+    result where `pairs_out`.
     """
 
     graph: Graph
@@ -149,7 +146,7 @@ class Rotary:
     pairs_out: bool
 
     def rotate(self, x: str) -> str:
-        """x [batch, heads, length, width], each pair turned by its position's angle."""
+        """x [batch, heads, length, width] with each pair rotated by the angle of its position."""
         graph = self.graph
         first, second = self._split(x)
         left = graph.op("Sub", graph.op("Mul", first, self.cos), graph.op("Mul", second, self.sin))
@@ -171,18 +168,18 @@ class Rotary:
 
 @dataclass(frozen=True)
 class Mask:
-    """What may be attended: `allowed` [batch, 1, length, total], and the number of keys `total` [1]."""
+    """The attention mask: `allowed` [batch, 1, length, total], and the number of keys `total` [1]."""
 
     graph: Graph
     allowed: str
     total: str
 
     def attend(self, query: str, key: str, value: str, *, heads: int, key_heads: int) -> str:
-        """Scaled query [batch, heads, length, d], key [batch, key_heads, total, d] and value [..., e]: [batch, heads,
-        length, e].
+        """Attention [batch, heads, length, e] of a scaled query [batch, heads, length, d].
 
-        Heads that share a key are rows of one product, so keys are never repeated. A row that may attend to
-        nothing, which is padding, gets the mean of all values and no NaN. Softmax is taken in fp32.
+        `key` is [batch, key_heads, total, d], `value` [..., e]. Heads that share a key are rows of one product, so that
+        keys are never repeated. A row that may attend to nothing, which is padding, gets the mean of all values rather
+        than NaN. Softmax is computed in fp32.
         """
         graph = self.graph
         grouped = graph.op("Reshape", query, graph.ints(0, key_heads, -1, 0)) if heads != key_heads else query
@@ -194,10 +191,10 @@ class Mask:
         weights = graph.cast(weights, graph.dtype) if graph.is_half() else weights
         weights = graph.op("Reshape", weights, self._shape(key_heads)) if heads != key_heads else weights
         mixed = graph.op("MatMul", weights, value)
-        return self._ungrouped(mixed, heads) if heads != key_heads else mixed
+        return self._ungroup(mixed, heads) if heads != key_heads else mixed
 
     def _shape(self, heads: int) -> str:
         return self.graph.op("Concat", self.graph.ints(0, heads, -1), self.total, axis=0)
 
-    def _ungrouped(self, mixed: str, heads: int) -> str:
+    def _ungroup(self, mixed: str, heads: int) -> str:
         return self.graph.op("Reshape", mixed, self.graph.ints(0, heads, -1, 0))

@@ -1,6 +1,4 @@
-"""What an ONNX folder is held against later: sums of its files, and what plain transformers computed when it was
-exported.
-"""
+"""The record that an ONNX folder is verified against: digests of its files, and results of plain transformers."""
 
 import base64
 import json
@@ -14,62 +12,60 @@ import xxhash
 from numpy.typing import NDArray
 
 from ds_finetune.errors import ExportError
-from ds_finetune.export.onnx.comparison import WHOLE, InputCase, OnnxComparison, Reference, compare, is_kept
+from ds_finetune.export.onnx.comparison import WHOLE, InputCase, OnnxComparison, Reference, compare, is_sampled
 from ds_finetune.export.verify.record import MODEL, ONNX_FORMAT, RECORD, UNVERIFIED
-from ds_finetune.export.verify.verify import VerificationResult
+from ds_finetune.export.verify.verify import VerificationResult, mark_folder
 from ds_finetune.units import GIB, MIB
 
 _STRETCH = MIB
-"""Bytes that have a sum of their own, so that what changed can be named."""
-_KEPT_LOGITS = 1024
-"""Logits of a position that are kept at least; so many more that the positions of the longest case meet every row of
-the head.
-"""
+"""Bytes with a digest of their own, so that a message can name the bytes that changed."""
+_SAMPLED_LOGITS = 1024
+"""Logits of a position that are recorded at least; more where the longest case would miss rows of the head."""
 
 
 @dataclass(frozen=True)
 class FileSums:
-    """Bytes of a file, and xxh3 of each `_STRETCH` of them."""
+    """Size of a file in bytes, and xxh3 of each `_STRETCH` of it."""
 
     size: int
     sums: tuple[str, ...]
 
     @classmethod
     def of(cls, path: Path) -> "FileSums":
-        """Of a file as it is; one stretch is in memory."""
+        """The digests of the file at `path`; one stretch at a time is in memory."""
         with path.open("rb") as file:
             sums = tuple(xxhash.xxh3_64_hexdigest(piece) for piece in iter(lambda: file.read(_STRETCH), b""))
         return cls(path.stat().st_size, sums)
 
-    def changed(self, found: "FileSums") -> list[tuple[int, int]]:
-        """First and last byte of each run of stretches that `found` has otherwise, is short of, or has beyond."""
-        count = max(len(self.sums), len(found.sums))
-        odd = [number for number in range(count) if self.sums[number : number + 1] != found.sums[number : number + 1]]
+    def differences(self, other: "FileSums") -> list[tuple[int, int]]:
+        """First and last byte of each run of stretches in which `other` differs, or which only one of both has."""
+        count = max(len(self.sums), len(other.sums))
+        changed = [n for n in range(count) if self.sums[n : n + 1] != other.sums[n : n + 1]]
         runs: list[tuple[int, int]] = []
-        for number in odd:
-            begin, end = number * _STRETCH, min((number + 1) * _STRETCH, max(self.size, found.size)) - 1
+        for number in changed:
+            begin, end = number * _STRETCH, min((number + 1) * _STRETCH, max(self.size, other.size)) - 1
             runs[-1:] = [(runs[-1][0], end)] if runs and runs[-1][1] == begin - 1 else [*runs[-1:], (begin, end)]
         return runs
 
 
 @dataclass(frozen=True)
 class OnnxRecord:
-    """The record of an ONNX folder: what was written, what it was compared with, and what the comparison gave.
-
-    `reference` holds about `_KEPT_LOGITS` logits of each position, other ones at each.
-    """
+    """The record of an ONNX folder."""
 
     about: Mapping[str, Any]
+    """The result of the comparison, and versions of packages, for a reader."""
     files: Mapping[str, FileSums]
+    """The files that were written, by name."""
     reference: Reference
+    """Has about `_SAMPLED_LOGITS` logits of each position, at different rows of the head."""
 
     @classmethod
     def of(cls, folder: Path, reference: Reference, about: Mapping[str, Any]) -> "OnnxRecord":
-        """Of a folder that has just been written and compared; `about` is kept for a reader."""
+        """The record of a folder that has just been written and compared."""
         return cls(about, {path.name: FileSums.of(path) for path in _files(folder)}, reference)
 
     def write(self, folder: Path) -> None:
-        """Write RECORD into `folder`."""
+        """Write the file RECORD into `folder`."""
         cases = [_case_tree(case, self.reference, self._stride()) for case in self.reference.logits]
         tree = {
             "format": ONNX_FORMAT,
@@ -83,13 +79,13 @@ class OnnxRecord:
         (folder / RECORD).write_text(json.dumps({**tree, "sum": _sum_of(tree)}) + "\n", encoding="utf-8")
 
     def _stride(self) -> int:
-        """Distance between the kept logits of a position."""
+        """Distance between the sampled logits of a position."""
         vocab = self.reference.logits[WHOLE[-1]].shape[-1]
-        return min(-(-vocab // _KEPT_LOGITS), int(WHOLE[-1].mask().sum()))
+        return min(-(-vocab // _SAMPLED_LOGITS), int(WHOLE[-1].mask().sum()))
 
     @classmethod
     def read(cls, folder: Path) -> "OnnxRecord":
-        """What `write` wrote; ExportError where there is none, or it is torn or of another format."""
+        """Read the file RECORD; ExportError where there is none, or it is damaged or of another format."""
         try:
             tree: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
             return cls._of(tree)
@@ -105,7 +101,7 @@ class OnnxRecord:
         if tree["format"] != ONNX_FORMAT:
             raise ValueError(f"its format is {tree['format']}, not {ONNX_FORMAT}")
         if tree.pop("sum") != _sum_of(tree):
-            raise ValueError("its own sum is another: it was changed")
+            raise ValueError("its own digest differs: it was changed")
         cases = {InputCase(tuple(each["pads"]), each["length"], tuple(each["chunks"])): each for each in tree["cases"]}
         reference = Reference(
             logits={case: _logits_of(case, each) for case, each in cases.items()},
@@ -121,47 +117,44 @@ class OnnxRecord:
         )
 
 
-def check_onnx(folder: Path) -> VerificationResult:
-    """Hold an ONNX folder against its record, and mark it: UNVERIFIED goes where all is well, and says why where not.
+def verify_onnx_folder(folder: Path) -> VerificationResult:
+    """Compare an ONNX folder with its record and mark it: the file UNVERIFIED is removed, or says what is wrong.
 
-    Its files are summed and compared with what was written; where they are the same, ONNX Runtime's logits of the
-    recorded tokens, whole and onto a growing cache, are compared with those that plain transformers gave, and
-    greedy tokens too. ExportError where there is no record that can be read.
+    Its files are compared with what was written. Where they are the same, logits and greedy tokens of ONNX Runtime are
+    compared with the recorded ones of plain transformers, for tokens given at once and onto a growing cache.
+    ExportError where there is no record that can be read.
     """
     record = OnnxRecord.read(folder)
-    problems, lines = _summed(folder, record)
+    problems, lines = _check_files(folder, record)
     if not problems:
-        verdict = compare(folder, record.reference)
-        problems, lines = list(verdict.failures), [*lines, _said(verdict)]
-    marker = folder / UNVERIFIED
-    if problems:
-        marker.write_text("\n".join(problems) + "\n", encoding="utf-8")
-    else:
-        marker.unlink(missing_ok=True)
-    return VerificationResult(folder, tuple(problems), tuple(lines))
+        comparison = compare(folder, record.reference)
+        problems, lines = list(comparison.failures), [*lines, _comparison_line(comparison)]
+    result = VerificationResult(folder, tuple(problems), tuple(lines))
+    mark_folder(result)
+    return result
 
 
-def _said(verdict: OnnxComparison) -> str:
-    reached = f", reaching {verdict.experts}" if verdict.experts else ""
-    flipped = f", {verdict.beyond} beyond" if verdict.beyond else ""
+def _comparison_line(comparison: OnnxComparison) -> str:
+    reached = f", reaching {comparison.experts}" if comparison.experts else ""
+    flipped = f", {comparison.beyond} beyond" if comparison.beyond else ""
     return (
-        f"ONNX Runtime on the CPU: {verdict.positions} positions{reached}, largest difference {verdict.largest:.1e} "
-        "of the largest logit "
-        f"(tolerance {verdict.tolerance:g}){flipped}, {verdict.new_tokens_differing} greedy tokens differ"
+        f"ONNX Runtime on the CPU: {comparison.positions} positions{reached}, "
+        f"largest difference {comparison.largest:.1e} of the largest logit "
+        f"(tolerance {comparison.tolerance:g}){flipped}, {comparison.new_tokens_differing} greedy tokens differ"
     )
 
 
-def _summed(folder: Path, record: OnnxRecord) -> tuple[list[str], list[str]]:
-    """Problems and lines about the files on the disk."""
-    found = {path.name: FileSums.of(path) for path in _files(folder)}
-    problems = [f"{name} was written and is gone" for name in sorted(record.files.keys() - found.keys())]
-    changed = {name: sums.changed(found[name]) for name, sums in record.files.items() if name in found}
+def _check_files(folder: Path, record: OnnxRecord) -> tuple[list[str], list[str]]:
+    """Problems with the files on the disk, and lines that say what was compared."""
+    present = {path.name: FileSums.of(path) for path in _files(folder)}
+    problems = [f"{name} was written and is missing" for name in sorted(record.files.keys() - present.keys())]
+    changed = {name: sums.differences(present[name]) for name, sums in record.files.items() if name in present}
     for name, runs in changed.items():
         weights = _weights_at(folder, name, runs) if not changed.get(MODEL) else []
         inside = f", in {', '.join(weights)}" if weights else ""
         problems += [f"{name} holds other bytes than were written, within {_ranges(runs)}{inside}"] if runs else []
-    added = sorted(found.keys() - record.files.keys())
-    size = sum(sums.size for sums in found.values()) / GIB
+    added = sorted(present.keys() - record.files.keys())
+    size = sum(sums.size for sums in present.values()) / GIB
     lines = [] if problems else [f"{len(record.files)} files, each with the bytes that were written: {size:.2f} GiB"]
     return problems, [*lines, *([f"not of the export: {', '.join(added)}"] if added else [])]
 
@@ -171,22 +164,18 @@ def _ranges(runs: list[tuple[int, int]]) -> str:
 
 
 def _weights_at(folder: Path, name: str, runs: list[tuple[int, int]]) -> list[str]:
-    """Weights of the graph that lie in a range of the file `name`."""
+    """Names of the graph's weights that have bytes in one of the ranges `runs` of the file `name`."""
     import onnx
 
     if name == MODEL or not runs or not (folder / MODEL).is_file():
         return []
-    found = []
+    names = []
     for tensor in onnx.load(folder / MODEL, load_external_data=False).graph.initializer:
-        place = {entry.key: entry.value for entry in tensor.external_data}
-        if place.get("location") == name:
-            begin = int(place["offset"])
-            found += (
-                [tensor.name]
-                if any(begin <= last and first < begin + int(place["length"]) for first, last in runs)
-                else []
-            )
-    return found
+        data = {entry.key: entry.value for entry in tensor.external_data}
+        if data.get("location") == name:
+            begin, end = int(data["offset"]), int(data["offset"]) + int(data["length"])
+            names += [tensor.name] if any(begin <= last and first < end for first, last in runs) else []
+    return names
 
 
 def _files(folder: Path) -> list[Path]:
@@ -194,27 +183,26 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _case_tree(case: InputCase, reference: Reference, stride: int) -> dict[str, Any]:
-    """A case with the logits of its tokens that are kept, fp32, one position behind the other."""
-    at = case.mask().astype(bool)
-    wanted = reference.logits[case][at]
-    kept = wanted[is_kept(wanted.shape, stride)].astype("<f4")
+    """A case with the sampled logits of its tokens, flat, in order of positions, in fp32."""
+    logits = reference.logits[case][case.mask().astype(bool)]
+    sampled = logits[is_sampled(logits.shape, stride)].astype("<f4")
     return {
         **asdict(case),
         "ids": reference.ids[case].tolist(),
         "stride": stride,
-        "vocab": wanted.shape[1],
-        "largest": float(np.abs(wanted).max()),
-        "logits": base64.b64encode(kept.tobytes()).decode(),
+        "vocab": logits.shape[1],
+        "largest": float(np.abs(logits).max()),
+        "logits": base64.b64encode(sampled.tobytes()).decode(),
     }
 
 
 def _logits_of(case: InputCase, tree: Mapping[str, Any]) -> NDArray[np.float32]:
-    """Logits [rows, length, vocabulary] where they were kept, elsewhere zero."""
-    at = case.mask().astype(bool)
-    wanted = np.zeros((int(at.sum()), tree["vocab"]), dtype=np.float32)
-    wanted[is_kept(wanted.shape, tree["stride"])] = np.frombuffer(base64.b64decode(tree["logits"]), dtype="<f4")
-    logits = np.zeros((*at.shape, tree["vocab"]), dtype=np.float32)
-    logits[at] = wanted
+    """Logits [rows, length, vocabulary]; zero where they were not recorded."""
+    is_token = case.mask().astype(bool)
+    rows = np.zeros((int(is_token.sum()), tree["vocab"]), dtype=np.float32)
+    rows[is_sampled(rows.shape, tree["stride"])] = np.frombuffer(base64.b64decode(tree["logits"]), dtype="<f4")
+    logits = np.zeros((*is_token.shape, tree["vocab"]), dtype=np.float32)
+    logits[is_token] = rows
     return logits
 
 

@@ -1,6 +1,4 @@
-"""An ONNX folder in ONNX Runtime on the CPU: by itself, and as a model of transformers, whose `generate` and server
-then run it.
-"""
+"""Run an ONNX folder in ONNX Runtime on the CPU, also as a model of transformers for its `generate` and its server."""
 
 import os
 from pathlib import Path
@@ -18,7 +16,7 @@ _PAST = "past_key_values."
 
 
 class OnnxModel:
-    """A folder's model.onnx in ONNX Runtime on the CPU, on all cores of this process."""
+    """The model.onnx of a folder in ONNX Runtime, on all CPU cores of this process."""
 
     def __init__(self, folder: Path) -> None:
         options = onnxruntime.SessionOptions()
@@ -32,16 +30,17 @@ class OnnxModel:
 
     @property
     def has_cache(self) -> bool:
-        """Whether it takes past keys and values."""
+        """Whether the graph has inputs for past keys and values."""
         return bool(self._caches)
 
     def empty_cache(self, rows: int) -> list[np.ndarray]:
-        """Keys and values of no tokens, in the order of the inputs."""
+        """Keys and values without tokens, in the order of the graph's inputs."""
         return [np.zeros((rows, heads, 0, width), dtype=self.dtype) for _, heads, _, width in self._caches.values()]
 
     def run(self, ids: np.ndarray, mask: np.ndarray, cache: list[np.ndarray]) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Logits [rows, length, vocabulary] of `ids` [rows, length], the last of the tokens that `mask` [rows, total]
-        is for, and the grown cache.
+        """Logits [rows, length, vocabulary] of `ids` [rows, length], and the cache with these tokens added.
+
+        `mask` [rows, total] is the attention mask of all tokens, those in `cache` and then `ids`.
         """
         positions = np.maximum(mask.cumsum(axis=1) - 1, 0)[:, -ids.shape[1] :]
         feeds = {"input_ids": ids, "attention_mask": mask, "position_ids": positions} | dict(
@@ -51,7 +50,7 @@ class OnnxModel:
         return logits, grown
 
     def logits(self, ids: np.ndarray, mask: np.ndarray, chunks: tuple[int, ...]) -> np.ndarray:
-        """Logits of all tokens, given in chunks with the cache between them."""
+        """Logits [rows, length, vocabulary] of `ids`, given `chunks` tokens at a time with the cache between them."""
         cache, parts, end = self.empty_cache(len(ids)), [], 0
         for size in chunks:
             part, cache = self.run(ids[:, end : end + size], mask[:, : end + size], cache)
@@ -62,10 +61,10 @@ class OnnxModel:
 
 
 class OnnxCausalLM(PreTrainedModel, GenerationMixin):
-    """An ONNX folder as a causal LM of transformers without parameters: `generate` samples and streams as of any model.
+    """An ONNX folder as a causal LM of transformers, without parameters: `generate` samples and streams as usual.
 
-    Keys and values lie in a DynamicCache as ONNX Runtime returns them; nothing is copied from step to step. A
-    folder without a cache computes all tokens at each step.
+    Keys and values are kept in a DynamicCache as ONNX Runtime returns them, without copies from step to step. A folder
+    without a cache computes all tokens at each step.
     """
 
     def __init__(self, config: PretrainedConfig, runtime: OnnxModel) -> None:
@@ -76,9 +75,7 @@ class OnnxCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, **_: Any) -> "OnnxCausalLM":  # noqa: ANN401 - devices, dtypes and revisions of transformers' callers
-        """The model of an ONNX folder, with its generation config where it has one; further arguments say nothing to
-        it.
-        """
+        """The model of an ONNX folder, with its generation config where it has one; other arguments are ignored."""
         folder = Path(folder)
         model = cls(AutoConfig.from_pretrained(folder, trust_remote_code=False), OnnxModel(folder))
         if (folder / "generation_config.json").is_file():
@@ -88,12 +85,12 @@ class OnnxCausalLM(PreTrainedModel, GenerationMixin):
 
     @property
     def device(self) -> torch.device:
-        """Where its inputs have to be: the CPU."""
+        """The CPU, where inputs must be."""
         return torch.device("cpu")
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the logits that `forward` gives."""
+        """The dtype of the logits that `forward` returns."""
         return torch.float32
 
     def forward(
@@ -103,9 +100,7 @@ class OnnxCausalLM(PreTrainedModel, GenerationMixin):
         past_key_values: DynamicCache | None = None,
         **_: Any,  # noqa: ANN401 - what `generate` gives to any model
     ) -> CausalLMOutputWithPast:
-        """Logits [rows, length, vocabulary] in fp32 of `input_ids` [rows, length] after the tokens in
-        `past_key_values`.
-        """
+        """Logits [rows, length, vocabulary] in fp32 of `input_ids` [rows, length], after those in `past_key_values`."""
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
         mask = (
             torch.ones(len(input_ids), past + input_ids.shape[1], dtype=torch.int64)
@@ -115,20 +110,20 @@ class OnnxCausalLM(PreTrainedModel, GenerationMixin):
         cache = (
             self._runtime.empty_cache(len(input_ids))
             if past_key_values is None or not past
-            else _arrays(past_key_values)
+            else _cache_arrays(past_key_values)
         )
         logits, grown = self._runtime.run(input_ids.numpy(), mask.numpy(), cache)
         if past_key_values is not None and grown:
-            _keep(past_key_values, grown)
+            _replace_states(past_key_values, grown)
         return CausalLMOutputWithPast(logits=torch.from_numpy(logits).float(), past_key_values=past_key_values)
 
 
-def _arrays(cache: DynamicCache) -> list[np.ndarray]:
+def _cache_arrays(cache: DynamicCache) -> list[np.ndarray]:
     return [states.numpy() for layer in cache.layers for states in (layer.keys, layer.values)]
 
 
-def _keep(cache: DynamicCache, grown: list[np.ndarray]) -> None:
-    """Put whole keys and values into `cache`, in place of those it held."""
+def _replace_states(cache: DynamicCache, grown: list[np.ndarray]) -> None:
+    """Replace the keys and values in `cache` by those of all tokens."""
     for layer, (keys, values) in zip(cache.layers, zip(grown[::2], grown[1::2], strict=True), strict=True):
         states = torch.from_numpy(keys), torch.from_numpy(values)
         layer.lazy_initialization(*states)

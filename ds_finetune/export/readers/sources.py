@@ -11,7 +11,6 @@ from ds_finetune.checkpoint.files import MANIFEST, complete_steps, step_name
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.tools import BASE, CHECKPOINTS, find_checkpoint, verify_checkpoint
 from ds_finetune.config.schema import LoraConfig
-from ds_finetune.engine.start_engine import DTYPES
 from ds_finetune.errors import ExportError, ModelError
 from ds_finetune.export.adapter import CONFIG as ADAPTER_CONFIG
 from ds_finetune.export.base_folder import find_base
@@ -23,6 +22,7 @@ from ds_finetune.export.source import TensorSource, read_model_spec
 from ds_finetune.export.verify.record import RECORD, ExportRecord
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build import resolve_folder
+from ds_finetune.model.dtypes import PRECISION_DTYPES
 from ds_finetune.model.folder_check import check_folder
 from ds_finetune.model.hub_folder import HubFolder, has_weights
 from ds_finetune.model.lora import Factors, is_adapter, weight_of
@@ -87,7 +87,7 @@ def open_checkpoint(path: Path, base: Path | None) -> OpenedSource:
         return OpenedSource(
             source, (folder / BASE,), record=record, base=trained_from, why_no_base=why, is_resized=is_resized
         )
-    lora, dtype = LoraConfig.model_validate(state.config["lora"]), DTYPES[state.config["train"]["precision"]]
+    lora, dtype = LoraConfig.model_validate(state.config["lora"]), PRECISION_DTYPES[state.config["train"]["precision"]]
 
     def factors(weight: str) -> Factors:
         """Rounded to the training dtype, as the model computed with them."""

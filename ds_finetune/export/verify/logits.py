@@ -14,11 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_finetune.export.verify.record import ExportRecord, Floats
+from ds_finetune.phase_line import PhaseLine
 
 _LIMIT = {"float32": 1e-5}
 _LIMIT_16_BIT, _NOISE_FACTOR, _HIGHEST_LIMIT = 1e-3, 3.0, 0.05
 _NOISE_FACTOR_FP8, _HIGHEST_LIMIT_FP8 = 2.0, 0.15
 _QUANTILE = 0.9
+_POLL_SECONDS = 0.5
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -45,9 +47,9 @@ class LoadedFolder:
 
 
 def load_folders(folders: Sequence[Path]) -> Iterator[tuple[Path, LoadedFolder]]:
-    """Load each folder in a process of its own kind: plain transformers, no ds_finetune, no access to the hub.
+    """Load each folder in another process, with plain transformers, without ds_finetune and without access to the hub.
 
-    One process loads all folders. Where it fails on one, another process loads the rest.
+    One process loads all folders, one after another. Where it fails on one, another process loads the rest.
     """
     environ = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
     environ["HF_HUB_OFFLINE"] = "1"
@@ -56,7 +58,9 @@ def load_folders(folders: Sequence[Path]) -> Iterator[tuple[Path, LoadedFolder]]
     while remaining:
         with tempfile.TemporaryDirectory() as results:
             arguments = [results, *(str(folder.absolute()) for folder in remaining)]
-            done = subprocess.run([*command, *arguments], env=environ, capture_output=True, text=True, check=False)
+            with PhaseLine("verifying exports", len(folders)) as line:
+                line.advance(len(folders) - len(remaining))
+                done = _run([*command, *arguments], environ, line)
             count = len(list(Path(results).glob("*.json")))
             yield from ((remaining[number], LoadedFolder.read(Path(results), number)) for number in range(count))
         failed, remaining = remaining[count : count + 1], remaining[count + 1 :]
@@ -65,13 +69,27 @@ def load_folders(folders: Sequence[Path]) -> Iterator[tuple[Path, LoadedFolder]]
             yield failed[0], LoadedFolder(failure=f"exit code {done.returncode}: {reason}")
 
 
+def _run(command: list[str], environ: dict[str, str], line: PhaseLine) -> subprocess.CompletedProcess[str]:
+    """The ended process and its output; `line` is kept up to date while it runs."""
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while True:
+            try:
+                out, errors = process.communicate(timeout=_POLL_SECONDS)
+                return subprocess.CompletedProcess(command, process.returncode, out, errors)
+            except subprocess.TimeoutExpired:
+                line.advance(0)
+            except BaseException:
+                process.kill()
+                raise
+
+
 def compare_logits(record: ExportRecord, loaded: LoadedFolder) -> tuple[list[str], list[str]]:
     """Problems with the logits of a folder, and lines that say what was compared."""
     report, logits = loaded.report, loaded.logits
     assert logits is not None
-    name = f"{report['versions']} in {report['dtype']} on {report['device']}, without code of ours"
+    name = f"{report['versions']} in {report['dtype']} on {report['device']}, without ds_finetune"
     if report["eager_experts"]:
-        name += f", with eager experts, since its grouped product refuses them ({report['eager_experts']})"
+        name += f", with eager experts, since torch's grouped product refuses this model ({report['eager_experts']})"
     reached = (
         f"; its prompts reach {report['experts_reached']} of {report['experts']} routed experts"
         if report["experts"]

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from ds_finetune.errors import ExportError
 from ds_finetune.export.verify.record import Digest, ExportRecord
-from ds_finetune.model.safetensors_header import DTYPE_NAMES, read_header
+from ds_finetune.model.dtypes import SAFETENSORS_NAMES
+from ds_finetune.model.safetensors_header import read_header
 
 _SHOWN = 10
 _NUMBER = re.compile(r"(?<=\.)(?:0|[1-9]\d*)(?=\.)")
@@ -58,7 +59,7 @@ def changed_tensors(tensors: Mapping[str, TensorInFile], record: ExportRecord) -
         sums = pool.map(lambda key: digest_of(maps[tensors[key].file], tensors[key], like=digests[key]), common)
         changed = [key for key, digest in zip(common, sums, strict=True) if digest != digests[key]]
     kinds = (
-        ("were written and are gone", absent),
+        ("were written and are missing", absent),
         ("were not written by the export", added),
         ("hold other bytes than were written", changed),
     )
@@ -95,7 +96,9 @@ def compare_with_base(
         ("are not in the base", sorted(tensors.keys() - base_tensors.keys())),
         ("have another shape than in the base", shapes),
     ]
-    dtypes = {key: (DTYPE_NAMES[tensors[key].dtype], DTYPE_NAMES[base_tensors[key].dtype]) for key in common}
+    dtypes = {
+        key: (SAFETENSORS_NAMES[tensors[key].dtype], SAFETENSORS_NAMES[base_tensors[key].dtype]) for key in common
+    }
     for ours, its in sorted({pair for pair in dtypes.values() if pair[0] != pair[1]}):
         kinds.append((f"are {ours} and {its} in the base", [key for key in common if dtypes[key] == (ours, its)]))
     lines = [f"{len(keys)} tensors {text}: {', '.join(in_ranges(keys))}" for text, keys in kinds if keys]

@@ -1,4 +1,4 @@
-"""ONNX folders: ONNX Runtime computes what plain transformers does, at any shape and routing; what cannot be right is
+"""ONNX Runtime computes what plain transformers does, at any shape and routing; models without a right graph are
 refused.
 """
 
@@ -72,7 +72,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def fresh(name: str, **changed: Any) -> PreTrainedModel:
-    """The tiny model of a family or variant; nothing in it is zero or one that training could have moved."""
+    """The tiny model of a family or variant; no weight that training could change is zero or one."""
     family = name.split("-")[0]
     torch.manual_seed(5)
     config = AutoConfig.for_model(family, **(FAMILIES[family] | VARIANTS.get(name, {}) | changed))
@@ -91,7 +91,7 @@ def saved(folder: Path, model: PreTrainedModel) -> Path:
 
 
 class Runtime:
-    """ONNX Runtime fed by hand, apart from the program's own way."""
+    """ONNX Runtime without the program's own class."""
 
     def __init__(self, folder: Path) -> None:
         self.session = onnxruntime.InferenceSession(str(folder / "model.onnx"), providers=["CPUExecutionProvider"])
@@ -182,7 +182,7 @@ def test_several_tokens_at_once_onto_a_past(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
 def test_experts_follow_the_data(family: str, tmp_path: Path) -> None:
-    """Every expert is reached by some input and left alone by others; one row where all tokens take the same experts."""
+    """Every expert is chosen by some input and not by others; in one row all tokens choose the same experts."""
     model = fresh(family, num_hidden_layers=2)
     onnx_folder.export_onnx(saved(tmp_path / "hub", model), tmp_path / "out", dtype="fp32", with_cache=True)
     runtime, seen = Runtime(tmp_path / "out"), []
@@ -199,14 +199,14 @@ def test_experts_follow_the_data(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["qwen2", "deepseek_v2", "deepseek_v3"])
 def test_half_precision_is_near(family: str, tmp_path: Path) -> None:
-    """Every position of a dense model; with experts, all but those where a near tie of the router fell the other way."""
+    """Every position of a dense model; with experts, all but those where a near tie of the router fell differently."""
     model = fresh(family)
-    verdict = onnx_folder.export_onnx(
+    result = onnx_folder.export_onnx(
         saved(tmp_path / "hub", model), tmp_path / "out", dtype="fp16", with_cache=True
-    ).verdict
-    assert verdict.largest > 1e-5
-    assert verdict.beyond <= (0 if family == "qwen2" else 3)
-    assert verdict.new_tokens_differing == 0
+    ).comparison
+    assert result.largest > 1e-5
+    assert result.beyond <= (0 if family == "qwen2" else 3)
+    assert result.new_tokens_differing == 0
     runtime = Runtime(tmp_path / "out")
     ids, mask = rows(0, 2, length=11)
     out = runtime(ids, mask, runtime.empty(2))
@@ -237,7 +237,7 @@ def test_without_a_cache_by_the_command(family: str, tmp_path: Path, capsys: pyt
 
 
 def test_weights_beside_the_graph_above_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same bits come out whether weights lie in the graph or beside it."""
+    """The same bits come out whether weights are in the graph or in the file beside it."""
     source = saved(tmp_path / "hub", fresh("deepseek_v3"))
     export = partial(onnx_folder.export_onnx, source, dtype="fp32", with_cache=True)
     export(tmp_path / "inside")
@@ -266,9 +266,9 @@ def test_one_wrong_expert_is_found(tmp_path: Path) -> None:
     with torch.no_grad():
         model.model.layers[2].mlp.experts.down_proj[6].mul_(1.01)
     assert compare(tmp_path / "out", make_reference(tmp_path / "hub")).failures == ()
-    verdict = compare(tmp_path / "out", make_reference(saved(tmp_path / "other", model)))
-    assert 0 < verdict.beyond < verdict.positions
-    assert f"{verdict.beyond} of {verdict.positions} positions" in verdict.failures[0]
+    result = compare(tmp_path / "out", make_reference(saved(tmp_path / "other", model)))
+    assert 0 < result.beyond < result.positions
+    assert f"{result.beyond} of {result.positions} positions" in result.failures[0]
 
 
 def test_a_mismatch_ends_with_one_and_is_marked(
@@ -328,7 +328,7 @@ def _store_in_fp8(folder: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
-    "another type": (partial(_edit, model_type="mixtral"), "model_type `mixtral` has no ONNX graph here"),
+    "another type": (partial(_edit, model_type="mixtral"), "model_type `mixtral` has no ONNX graph"),
     "dynamic rope": (
         partial(_edit, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
         "rope_type `dynamic`",
@@ -367,7 +367,7 @@ def test_arguments_that_say_nothing_are_refused(
     for arguments, message in (
         (["--format", "onnx", "--max-shard-size", "1GB"], "--max-shard-size 1GB is not valid with --format onnx"),
         (["--no-cache"], "--no-cache is not valid with --format safetensors"),
-        (["--format", "onnx", "--dtype", "bf16"], "ONNX Runtime runs no model in bf16"),
+        (["--format", "onnx", "--dtype", "bf16"], "ONNX Runtime cannot run a model in bf16"),
         (["--format", "onnx"], "is not a folder"),
     ):
         assert cli.main(["export", source, out, *arguments]) == 2
@@ -413,4 +413,4 @@ def test_more_than_a_protobuf_holds(tmp_path: Path) -> None:
     del model
     done = onnx_folder.export_onnx(source, tmp_path / "out", dtype="fp32", with_cache=True)
     assert (tmp_path / "out" / "model.onnx.data").stat().st_size > 2**31
-    assert done.verdict.largest < 1e-4
+    assert done.comparison.largest < 1e-4

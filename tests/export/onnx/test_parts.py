@@ -1,6 +1,4 @@
-"""Parts of the ONNX export on their own: experts under any routing, attention, rotary angles far out, and what a
-verdict allows.
-"""
+"""Parts of the ONNX export: experts under any routing, attention, rotary angles at large positions, and comparisons."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -46,7 +44,7 @@ CELLS = {
 
 
 def run(graph: onnx_graph.Graph, folder: Path, output: str, rank: int, **feeds: np.ndarray) -> np.ndarray:
-    """The fp32 value `output` of `rank` dimensions of a graph whose inputs are `feeds`, whose sizes vary."""
+    """The fp32 value `output`, of `rank` dimensions, of a graph with the inputs `feeds`, whose sizes vary."""
     folder.mkdir(exist_ok=True)
     inputs = [
         onnx_graph.value(name, array.dtype, [f"{name}_{dim}" for dim in range(array.ndim)])
@@ -88,8 +86,8 @@ def layer_of(config: PretrainedConfig) -> nn.Module:
 
 
 def skewed(moe: nn.Module, hidden: int) -> dict[str, torch.Tensor]:
-    """Inputs that choose: one token; the same experts for all; every expert, its neighbours in turn; many tokens at
-    random.
+    """Inputs for routers: one token; the same experts for all; every expert, its neighbours in turn; many random
+    tokens.
     """
     torch.manual_seed(12)
     toward = moe.gate.weight / moe.gate.weight.norm(dim=1, keepdim=True)
@@ -123,7 +121,7 @@ def test_experts_under_any_routing(cell: str, tmp_path: Path) -> None:
 
 
 def test_attention_shares_keys_and_survives_padding(tmp_path: Path) -> None:
-    """Six heads on two keys against torch's attention; a row that may attend to nothing is the mean of the values."""
+    """Six heads on two keys equal torch's attention; a row that may attend to nothing is the mean of the values."""
     torch.manual_seed(2)
     query, key, value = torch.randn(2, 6, 5, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 4)
     allowed = torch.rand(2, 1, 5, 7) < 0.6
@@ -161,7 +159,7 @@ def test_positions_far_out(family: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, onnx_comparison.Reference]:
-    """An exported folder, and what transformers computes."""
+    """An exported folder, and the reference that transformers computes."""
     folder = tmp_path_factory.mktemp("dense")
     torch.manual_seed(4)
     AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **CONFIGS["qwen3"])).save_pretrained(folder / "hub")
@@ -169,28 +167,30 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, onnx_comparis
     return folder / "out", onnx_comparison.make_reference(folder / "hub")
 
 
-def test_a_verdict_allows_ties_and_no_more(dense: tuple[Path, onnx_comparison.Reference]) -> None:
+def test_a_comparison_allows_ties_and_no_more(dense: tuple[Path, onnx_comparison.Reference]) -> None:
     folder, reference = dense
     assert onnx_comparison.compare(folder, reference).failures == ()
     tokens, sure = reference.tokens.copy(), np.full_like(reference.leads, 0.5)
     tokens[1, -1] = (tokens[1, -1] + 1) % 96
-    verdict = onnx_comparison.compare(folder, replace(reference, tokens=tokens, leads=sure))
-    assert verdict.failures == ("1 of 32 greedy tokens differ",)
+    result = onnx_comparison.compare(folder, replace(reference, tokens=tokens, leads=sure))
+    assert result.failures == ("1 of 32 greedy tokens differ",)
     tied = sure.copy()
     tied[1, -1] = 1e-5
     assert onnx_comparison.compare(folder, replace(reference, tokens=tokens, leads=tied)).failures == ()
 
 
 @pytest.mark.parametrize(("change", "beyond"), [(np.nan, 15), (1e-3, 1), (1e-6, 0)])
-def test_a_verdict_sees_one_position(dense: tuple[Path, onnx_comparison.Reference], change: float, beyond: int) -> None:
+def test_a_comparison_sees_one_position(
+    dense: tuple[Path, onnx_comparison.Reference], change: float, beyond: int
+) -> None:
     folder, reference = dense
     case = onnx_comparison.WHOLE[1]
     logits = reference.logits[case].copy()
     logits[1, -1, 7] += change * np.abs(logits).max()
-    verdict = onnx_comparison.compare(folder, replace(reference, logits={**reference.logits, case: logits}))
-    assert verdict.beyond == beyond
-    assert len(verdict.failures) == min(beyond, 1)
-    assert beyond == 0 or case.name in verdict.failures[0]
+    result = onnx_comparison.compare(folder, replace(reference, logits={**reference.logits, case: logits}))
+    assert result.beyond == beyond
+    assert len(result.failures) == min(beyond, 1)
+    assert beyond == 0 or case.name in result.failures[0]
 
 
 def test_padding_is_not_compared(dense: tuple[Path, onnx_comparison.Reference]) -> None:

@@ -1,4 +1,4 @@
-"""The checkpoints that DeepSpeed writes for the tests: what differs between them, and their tiny models of odd sizes."""
+"""The checkpoints that DeepSpeed writes for the tests, and their tiny models of odd sizes."""
 
 from dataclasses import dataclass
 
@@ -16,8 +16,8 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One checkpoint: model family, ZeRO stage, bf16 or fp32 parameters, whether the first layer is frozen, further
-    options of ZeRO.
+    """One checkpoint: family, ZeRO stage, bf16 or fp32 parameters, whether the first layer is frozen, other ZeRO
+    options.
     """
 
     family: str
@@ -52,7 +52,7 @@ CELLS = (
 
 
 def hf_config(family: str) -> PretrainedConfig:
-    """The tiny model of a family, whose sizes no number of ranks divides."""
+    """The tiny model of a family; no number of ranks divides its sizes."""
     return AutoConfig.for_model(family, **FAMILIES[family])
 
 

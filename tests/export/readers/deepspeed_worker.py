@@ -1,9 +1,7 @@
-"""Started by the tests as `torchrun --nproc-per-node 2 worker.py OUT`: plain DeepSpeed trains a step and writes its own
-checkpoints.
+"""Plain DeepSpeed trains a step and writes its own checkpoints: `torchrun --nproc-per-node 2 deepspeed_worker.py OUT`.
 
-Each `OUT/CELL` holds the checkpoint, `config.json`, and `truth.pt`: the fp32 state dict DeepSpeed itself makes of it.
-`OUT/trainer`
-is the output folder of a Hugging Face Trainer.
+Each `OUT/CELL` holds the checkpoint, `config.json`, and `truth.pt`: the fp32 state dict that DeepSpeed itself makes of
+it. `OUT/trainer` is the output folder of a Hugging Face Trainer.
 """
 
 import os
@@ -20,11 +18,11 @@ from ds_finetune.cli.main import exit_process
 from ds_finetune.engine.default_group import process_group
 from ds_finetune.engine.devices import choose_device
 from ds_finetune.world import World
-from tests.export.cells import CELLS, Cell, fresh, hf_config
+from tests.export.readers.cells import CELLS, Cell, fresh, hf_config
 
 
 def main() -> None:
-    """Write every cell."""
+    """Write the checkpoint of every cell."""
     out = Path(sys.argv[1])
     with process_group(World.from_environment(os.environ), choose_device()):
         for cell in CELLS:

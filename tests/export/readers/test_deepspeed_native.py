@@ -1,6 +1,4 @@
-"""Checkpoints that DeepSpeed itself wrote, on two ranks at every ZeRO stage, become what DeepSpeed's own script makes
-of them.
-"""
+"""Exports of checkpoints that DeepSpeed wrote on two ranks, at every ZeRO stage, equal what DeepSpeed's script makes."""
 
 import os
 import pickle
@@ -20,7 +18,7 @@ from ds_finetune.errors import ExportError
 from ds_finetune.export.readers.deepspeed_native import read_deepspeed_checkpoint
 from ds_finetune.families.table import family_of
 from ds_finetune.model.names import hub_pieces
-from tests.export.cells import CELLS, Cell, fresh
+from tests.export.readers.cells import CELLS, Cell, fresh
 from tests.running import start, torchrun
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -29,9 +27,9 @@ BY_NAME = {cell.name: cell for cell in CELLS}
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the checkpoint of each cell, all of one launch."""
+    """A folder with the checkpoint of each cell, all from one launch."""
     folder = tmp_path_factory.mktemp("native")
-    done = start(torchrun(str(Path(__file__).with_name("worker.py")), str(folder)))
+    done = start(torchrun(str(Path(__file__).with_name("deepspeed_worker.py")), str(folder)))
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
 
@@ -47,8 +45,9 @@ def step_of(folder: Path) -> Path:
 
 
 def truth_of(folder: Path, cell: Cell, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """DeepSpeed's own state dict in `dtype`, tied names and buffers as they are; frozen parameters, which it has not at
-    stage 1, as they began.
+    """DeepSpeed's own state dict in `dtype`, with tied names and buffers.
+
+    Frozen parameters, which it does not have at stage 1, are those of the model before training.
     """
     truth = torch.load(folder / "truth.pt")
     began = {
@@ -170,7 +169,7 @@ def test_other_layouts_are_refused_with_the_way_out(name: str, meaning: str, cop
 
 
 class Malicious:
-    """Pickled, it asks for a command to be run."""
+    """Its pickle asks for a command to be run."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -194,7 +193,7 @@ def test_a_pickle_that_would_run_code_is_refused_and_not_run(pattern: str, copy:
 
 
 def test_deepspeed_is_not_needed(copy: Path, tmp_path: Path) -> None:
-    """Its classes in the pickles are answered by stand-ins; nothing imports it, as a real unpickling would."""
+    """Its classes in the pickles are replaced by inert ones; DeepSpeed is not imported, as a plain unpickling would."""
     code = "import sys; sys.modules['deepspeed'] = None; from ds_finetune.cli.main import main; sys.exit(main(sys.argv[1:]))"
     done = start([sys.executable, "-c", code, "export", "--no-verify", str(copy), str(tmp_path / "out")])
     assert done.returncode == 0, done.stderr

@@ -1,5 +1,6 @@
-"""An ONNX folder as a model of transformers: `generate` gives what it gives of the plain model, drawn, padded, in
-beams, with a cache and without.
+"""An ONNX folder as a model of transformers: `generate` gives what the plain model gives.
+
+Sampled, padded, with beams, with a cache and without.
 """
 
 import shutil

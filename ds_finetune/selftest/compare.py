@@ -1,4 +1,4 @@
-"""One layout held against the plain loop: loss, gradients, norm, resume and export, each as how far it is off."""
+"""Compares one layout with the reference loop: differences of loss, gradients, norm, resume and export."""
 
 from collections.abc import Iterable
 from contextlib import closing
@@ -18,45 +18,47 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.collectives import all_gather_object
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.prepare_ops import build_ops
-from ds_finetune.engine.start_engine import DTYPES, start_engine
+from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.errors import CheckpointError
 from ds_finetune.export.folder import FolderParts, write_folder
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build import read_hf_config
+from ds_finetune.model.dtypes import PRECISION_DTYPES
 from ds_finetune.model.model_plan import plan_model
 from ds_finetune.plan.combinations import check_divides
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.selftest.plain import Steps, mean_loss, plain_loop
-from ds_finetune.selftest.steps import evaluated, take_steps
+from ds_finetune.selftest.reference_loop import Steps, mean_loss, reference_loop
+from ds_finetune.selftest.steps import eval_loss, take_steps
 from ds_finetune.trainer.run_dir import read_json
 from ds_finetune.units import GIB
 from ds_finetune.world import World
 
-_FEW = 3
-_CURVE = 2e-4
-"""How far a loss may be off beyond the first few steps, over which roundings grow."""
+_FEW_STEPS = 3
+_LONG_RUN = 2e-4
+"""Limit of the difference in loss over more than a few steps, in which rounding errors grow."""
 _EXACT = {"loss": 1e-5, "gradient": 1e-4, "norm": 1e-4, "resume": 1e-5, "export": 1e-5, "answers": 0.0}
 _ROUNDED = {"loss": 1.5e-2, "norm": 2e-2, "resume": 1e-3, "export": 1.5e-2}
-"""In 16 bits weights round losses in the third digit; a gradient left out would show in the second."""
+"""In 16 bits, rounding of weights changes the third digit of a loss; a missing gradient would change the second."""
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """How far a layout is off, and how far it may be.
+class LayoutComparison:
+    """How far a layout differs from the reference loop, and the limits.
 
-    `loss` of each step, `resume` and `export` in nats, `gradient` and `norm` relative, `answers` by how many differ.
+    `loss` (the largest of all steps), `resume` and `export` are in nats, `gradient` and `norm` are relative, `answers`
+    is the number that differ.
     """
 
     differences: dict[str, float]
     limits: dict[str, float]
 
     @property
-    def is_right(self) -> bool:
-        """Whether nothing is further off than it may be; NaN is."""
+    def is_equal(self) -> bool:
+        """Whether no difference is above its limit; NaN is above any."""
         return all(self.differences[name] <= limit for name, limit in self.limits.items())
 
     def text(self) -> str:
-        """One line."""
+        """All differences in one line, with the limits that are exceeded."""
         limits = {
             name: "" if self.differences[name] <= limit else f" (limit {limit:.0e})"
             for name, limit in self.limits.items()
@@ -65,72 +67,74 @@ class Verdict:
 
 
 def write_model(config: PretrainedConfig, folder: Path) -> None:
-    """A tiny model of `config`, the same on every machine."""
+    """Write a model of `config` with random weights to `folder`, the same on every machine."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
         AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
 
 
-def check(config: RunConfig, world: World, device: str, folder: Path, *, steps: int) -> Verdict | None:
-    """Hold `steps` (2 or more) of the layout of `config` against the plain loop on its tiny model; the verdict is rank
-    zero's.
+def compare_layout(
+    config: RunConfig, world: World, device: str, folder: Path, *, steps: int
+) -> LayoutComparison | None:
+    """Take `steps` (2 or more) in the layout of `config` on its tiny model, and compare them with the reference loop.
 
-    `folder` is shared by all ranks.
+    All ranks call this with a shared `folder`; rank zero returns the comparison, the others None.
     """
-    plan = build_ops(make_plan(config, world=world, device=device), all_gather_object, _nothing)
+    plan = build_ops(make_plan(config, world=world, device=device), all_gather_object, _ignore)
     hf_config = read_hf_config(config.model.path)
     check_divides(plan.mesh, hf_config.to_dict(), pp_layers=config.parallel.pp_layers)
     # Before any engine: the rotary frequencies of the first model that from_pretrained builds after DeepSpeed 0.19.8's
     # zero.Init are unset memory.
-    wanted = _plain(config.model.path, steps, config.train.max_grad_norm) if world.rank == 0 else Steps()
+    is_leader = world.rank == 0
+    reference = _reference_steps(config.model.path, steps, config.train.max_grad_norm) if is_leader else Steps()
     model = plan_model(hf_config, config.model, config.parallel, config.lora)
     with start_engine(plan, model) as engine:
-        taken = _saved_after_first(engine, folder, steps)
-        loss = evaluated(engine)
+        taken = _steps_with_checkpoint(engine, folder, steps)
+        loss = eval_loss(engine)
         _export(engine, config.model.path, folder / "export")
     with start_engine(plan, model, has_weights=False) as engine:
-        resumed = _resumed(engine, folder, steps - 1)
+        resumed = _steps_after_resume(engine, folder, steps - 1)
     if world.rank:
         return None
-    reloaded = mean_loss(folder / "export", DTYPES[config.train.precision])
-    return verdict(wanted, taken, resumed, abs(reloaded - loss))
+    reloaded = mean_loss(folder / "export", PRECISION_DTYPES[config.train.precision])
+    return compare_steps(reference, taken, resumed, abs(reloaded - loss))
 
 
-def _nothing(_: str) -> None:
-    """Reported once, before the first layout."""
+def _ignore(_: str) -> None:
+    """Notes on compiled ops, which were printed before the first layout."""
 
 
-def verdict(wanted: Steps, steps: Steps, resumed: Steps, export: float) -> Verdict:
-    """How far `steps` are off those `wanted`, steps `resumed` after the first off the same steps, and `export` its
-    loss.
+def compare_steps(reference: Steps, steps: Steps, resumed: Steps, export: float) -> LayoutComparison:
+    """The differences between `steps` and the `reference`, between steps `resumed` after the first and the same steps
+    uninterrupted; `export` is the difference between the losses of model and export.
     """
-    found = {
-        "loss": _farthest(steps.losses, wanted.losses),
-        "norm": _largest(abs(norm - other) / other for norm, other in zip(steps.norms, wanted.norms, strict=True)),
-        "resume": _farthest(resumed.losses, steps.losses[1:]),
+    differences = {
+        "loss": _largest_difference(steps.losses, reference.losses),
+        "norm": _largest(abs(norm - other) / other for norm, other in zip(steps.norms, reference.norms, strict=True)),
+        "resume": _largest_difference(resumed.losses, steps.losses[1:]),
         "export": export,
-        "answers": float(sum(one != other for one, other in zip(steps.answers, wanted.answers, strict=True))),
+        "answers": float(sum(one != other for one, other in zip(steps.answers, reference.answers, strict=True))),
     }
     is_exact = bool(steps.gradients)
     if is_exact:
-        assert steps.gradients.keys() == wanted.gradients.keys(), "the layout has other parameters"
-        pairs = ((steps.gradients[name], grad) for name, grad in wanted.gradients.items())
-        found["gradient"] = _largest(
+        assert steps.gradients.keys() == reference.gradients.keys(), "the layout has other parameters"
+        pairs = ((steps.gradients[name], grad) for name, grad in reference.gradients.items())
+        differences["gradient"] = _largest(
             float((grad - other).norm() / other.norm().clamp_min(1e-12)) for grad, other in pairs
         )
     limits = _EXACT if is_exact else _ROUNDED
-    if len(steps.losses) > _FEW:
-        limits = limits | {"loss": max(limits["loss"], _CURVE), "norm": max(limits["norm"], _CURVE * 10)}
-    return Verdict(found, limits)
+    if len(steps.losses) > _FEW_STEPS:
+        limits = limits | {"loss": max(limits["loss"], _LONG_RUN), "norm": max(limits["norm"], _LONG_RUN * 10)}
+    return LayoutComparison(differences, limits)
 
 
 @cache
-def _plain(model: str, steps: int, max_grad_norm: float) -> Steps:
-    return plain_loop(Path(model), steps=steps, max_grad_norm=max_grad_norm)
+def _reference_steps(model: str, steps: int, max_grad_norm: float) -> Steps:
+    return reference_loop(Path(model), steps=steps, max_grad_norm=max_grad_norm)
 
 
-def _farthest(found: list[float], wanted: list[float]) -> float:
-    return _largest(abs(one - other) for one, other in zip(found, wanted, strict=True))
+def _largest_difference(values: list[float], reference: list[float]) -> float:
+    return _largest(abs(one - other) for one, other in zip(values, reference, strict=True))
 
 
 def _largest(values: Iterable[float]) -> float:
@@ -138,8 +142,8 @@ def _largest(values: Iterable[float]) -> float:
     return float(torch.tensor([*values], dtype=torch.float64).max())
 
 
-def _saved_after_first(engine: Engine, folder: Path, steps: int) -> Steps:
-    """The steps, with a checkpoint of the first one left in `folder`."""
+def _steps_with_checkpoint(engine: Engine, folder: Path, steps: int) -> Steps:
+    """Take the steps, and save a checkpoint after the first one in `folder`."""
     saver = Saver(
         engine.state.groups, open_checkpoint_folder(folder, rank=engine.plan.world.rank, node_local=False), False, {}
     )
@@ -157,12 +161,12 @@ def _saved_after_first(engine: Engine, folder: Path, steps: int) -> Steps:
         return list(taking)[-1]
 
 
-def _resumed(engine: Engine, folder: Path, steps: int) -> Steps:
-    """The steps after the first, from the checkpoint."""
+def _steps_after_resume(engine: Engine, folder: Path, steps: int) -> Steps:
+    """Take the steps after the first from the checkpoint."""
     place = open_checkpoint_folder(folder, rank=engine.plan.world.rank, node_local=False)
-    found = newest_checkpoint(place, folder)
-    assert found is not None
-    restore_engine(engine, place, found)
+    checkpoint = newest_checkpoint(place, folder)
+    assert checkpoint is not None
+    restore_engine(engine, place, checkpoint)
     return list(take_steps(engine, steps))[-1]
 
 
@@ -173,7 +177,7 @@ def _export(engine: Engine, model: str, out: Path) -> None:
         family=family,
         config=config,
         architecture=type(engine.lm).__name__,
-        dtype=DTYPES[engine.plan.precision],
+        dtype=PRECISION_DTYPES[engine.plan.precision],
         files=(),
     )
     write_folder(engine.tensors(), engine.tensor_specs(), out, parts, max_shard_bytes=GIB)

@@ -1,4 +1,4 @@
-"""What every layout is held against: a loop anybody would write, in one process on the CPU."""
+"""The reference for every layout: a plain PyTorch training loop in one process on the CPU."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from ds_finetune.engine.engine import GenerationLimits
+from ds_finetune.engine.generation import GenerationLimits
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.selftest.cells import samples
 
@@ -21,8 +21,8 @@ LIMITS = GenerationLimits(max_new_tokens=6, stop_ids=[1], pad_id=0)
 
 @dataclass
 class Steps:
-    """What some optimizer steps did: losses, norms before clipping, the gradients of the first step after it (fp32
-    on the CPU), and greedy answers to `PROMPTS` after the last one.
+    """Results of some optimizer steps: the loss and the gradient norm before clipping of each, the clipped gradients
+    of the first (fp32 on the CPU), and greedy answers to `PROMPTS` after the last.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -32,15 +32,15 @@ class Steps:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW without decay."""
+    """AdamW without weight decay."""
     return torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=0.0)
 
 
-def plain_loop(
+def reference_loop(
     folder: Path, *, steps: int, max_grad_norm: float = 0.0, optimizer: Callable[[nn.Module], Any] = adamw
 ) -> Steps:
-    """Steps on all samples of the model that plain transformers loads from `folder`."""
-    return plain_steps(
+    """Steps on all samples with the model that transformers loads from `folder`."""
+    return reference_steps(
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False),
         steps,
         max_grad_norm,
@@ -48,12 +48,12 @@ def plain_loop(
     )
 
 
-def plain_steps(model: nn.Module, steps: int, max_grad_norm: float, optimizer: Callable[[nn.Module], Any]) -> Steps:
-    """Steps on all samples, one unpadded sample at a time, logits and loss as transformers and torch give them."""
+def reference_steps(model: nn.Module, steps: int, max_grad_norm: float, optimizer: Callable[[nn.Module], Any]) -> Steps:
+    """Steps on all samples, one unpadded sample at a time, with the logits of transformers and the loss of torch."""
     model.train()
-    stepper = optimizer(model)
+    optim = optimizer(model)
     supervised = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in samples())
-    found = Steps()
+    results = Steps()
     for _ in range(steps):
         loss_sum = 0.0
         for ids, labels in samples():
@@ -64,24 +64,24 @@ def plain_steps(model: nn.Module, steps: int, max_grad_norm: float, optimizer: C
             (loss / supervised).backward()
             loss_sum += loss.item()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf"))
-        found.losses.append(loss_sum / supervised)
-        found.norms.append(float(norm))
-        found.gradients = found.gradients or {
+        results.losses.append(loss_sum / supervised)
+        results.norms.append(float(norm))
+        results.gradients = results.gradients or {
             name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
         }
-        stepper.step()
-        stepper.zero_grad()
-    found.answers = [_answer(model, prompt) for prompt in PROMPTS]
-    return found
+        optim.step()
+        optim.zero_grad()
+    results.answers = [_answer(model, prompt) for prompt in PROMPTS]
+    return results
 
 
 def _answer(model: Any, prompt: list[int]) -> list[int]:  # noqa: ANN401 - a causal LM
-    ids, asked = (
+    ids, options = (
         torch.tensor([prompt]),
         {"max_new_tokens": LIMITS.max_new_tokens, "eos_token_id": LIMITS.stop_ids, "pad_token_id": LIMITS.pad_id},
     )
     with torch.no_grad():
-        out = model.eval().generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **asked)
+        out = model.eval().generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **options)
     return [token for token in out[0, len(prompt) :].tolist() if token not in LIMITS.stop_ids]
 
 

@@ -1,6 +1,4 @@
-"""From a model folder to another, in FP8 and out of it: what numpy multiplies out, the published bytes again, nothing
-dropped.
-"""
+"""From a model folder to another, in FP8 and out of it: numbers equal numpy's, published bytes return, nothing is lost."""
 
 import json
 import re
@@ -31,10 +29,10 @@ from tests.model.fp8_folder import (
     V3,
     coded,
     decoded,
+    dequantised,
     in_fp8,
     is_published_in_fp8,
     master,
-    multiplied_out,
     publish,
     read_all,
     with_other_scales,
@@ -56,7 +54,7 @@ def export(source: Path, out: Path, dtype: str, base: Path | None = None) -> Exp
 
 
 def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    """Names, dtypes and every bit."""
+    """The same names, dtypes and bits."""
     assert found.keys() == wanted.keys()
     for key, tensor in wanted.items():
         assert found[key].dtype == tensor.dtype, key
@@ -65,7 +63,7 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As published: FP8 with scales of its own, and files beside the weights."""
+    """A published model: FP8 with scales of its own, and files beside the weights."""
     folder = publish(tmp_path_factory.mktemp("v3") / "base", with_other_scales(in_fp8(master())))
     (folder / "tokenizer.json").write_bytes(b"{ }\r\n")
     (folder / "generation_config.json").write_text('{"temperature": 0.6}')
@@ -75,7 +73,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_out_of_fp8(dtype: str, base: Path, tmp_path: Path) -> None:
     exported = export(base, tmp_path / "out", dtype)
-    wanted = multiplied_out(read_all(base), DTYPES[dtype])
+    wanted = dequantised(read_all(base), DTYPES[dtype])
     assert_same(read_all(tmp_path / "out"), wanted)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "quantization_config" not in config
@@ -88,7 +86,7 @@ def test_out_of_fp8(dtype: str, base: Path, tmp_path: Path) -> None:
         assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
     assert (exported.num_tensors, exported.num_bytes) == (len(wanted), sum(tensor.nbytes for tensor in wanted.values()))
     assert exported.notes[0].startswith(
-        f"{sum('layers.2.' in key for key in wanted)} tensors of {base} that the model does not build go along"
+        f"{sum('layers.2.' in key for key in wanted)} tensors of {base} that the model does not build are kept"
     )
     publish(
         tmp_path / "plain", wanted, config={key: value for key, value in V3.items() if key != "quantization_config"}
@@ -115,7 +113,7 @@ def test_out_of_fp8_and_back_are_the_published_bytes(dtype: str, base: Path, tmp
 
 
 def test_back_from_fp16_keeps_the_bytes_of_fp8_weights(base: Path, tmp_path: Path) -> None:
-    """The others are rounded where they lie below fp16's smallest normal number."""
+    """The other weights are rounded where they are below fp16's smallest normal number."""
     export(base, tmp_path / "between", "fp16")
     export(tmp_path / "between", tmp_path / "out", "fp8", base)
     found, wanted = read_all(tmp_path / "out"), read_all(base)
@@ -135,7 +133,7 @@ def test_back_without_the_base_where_scales_came_from_bf16(tmp_path: Path) -> No
 
 
 def test_blocks_that_changed_are_quantised_afresh_and_no_others(base: Path, tmp_path: Path) -> None:
-    tuned = multiplied_out(read_all(base), torch.bfloat16)
+    tuned = dequantised(read_all(base), torch.bfloat16)
     tuned[CHANGED][130, 150] += 1
     publish(tmp_path / "tuned", tuned, config=V3)
     exported = export(tmp_path / "tuned", tmp_path / "out", "fp8", base)
@@ -160,7 +158,7 @@ def test_a_dense_model_in_fp8_is_what_plain_loops_make_and_transformers_reads(tm
         assert torch.equal(found[key].view(wanted.dtype), wanted), key
     publish(
         tmp_path / "plain",
-        multiplied_out(found, torch.bfloat16),
+        dequantised(found, torch.bfloat16),
         config=json.loads((tmp_path / "base" / "config.json").read_text()),
     )
     ids = torch.arange(3, 20)[None]
@@ -172,8 +170,8 @@ def test_a_dense_model_in_fp8_is_what_plain_loops_make_and_transformers_reads(tm
 
 
 def test_a_type_without_a_row_takes_from_its_base_which_weights_are_in_fp8(tmp_path: Path) -> None:
-    """DeepSeek-V3.2 publishes `indexer.wq_b` and `indexer.wk` in FP8 and `indexer.weights_proj` not; V3's list would do
-    the opposite.
+    """DeepSeek-V3.2 publishes `indexer.wq_b` and `indexer.wk` in FP8, but not `indexer.weights_proj`; V3's rule would
+    do the opposite.
     """
     tree = {
         key: V3[key]
@@ -213,7 +211,7 @@ def test_a_type_without_a_row_takes_from_its_base_which_weights_are_in_fp8(tmp_p
 
 
 def test_deepseek_in_fp8_is_read_by_plain_transformers(tmp_path: Path) -> None:
-    """At widths that are multiples of 128, since transformers 5.23 takes other blocks elsewhere
+    """At widths that are multiples of 128, since transformers 5.23 takes wrong blocks at others
     (integrations/finegrained_fp8.py:1130-1175).
     """
     whole = {
@@ -225,7 +223,7 @@ def test_deepseek_in_fp8_is_read_by_plain_transformers(tmp_path: Path) -> None:
     }
     whole |= {"qk_rope_head_dim": 128, "qk_nope_head_dim": 32, "v_head_dim": 32}
     export(publish(tmp_path / "base", master(**whole), config=V3 | whole), tmp_path / "out", "fp8")
-    plain = multiplied_out(read_all(tmp_path / "out"), torch.bfloat16)
+    plain = dequantised(read_all(tmp_path / "out"), torch.bfloat16)
     publish(
         tmp_path / "plain",
         plain,
@@ -239,9 +237,9 @@ def test_deepseek_in_fp8_is_read_by_plain_transformers(tmp_path: Path) -> None:
     assert torch.equal(ours, theirs)
 
 
-def test_what_only_the_base_has_is_carried_over_and_said(base: Path, tmp_path: Path) -> None:
+def test_tensors_that_only_the_base_has_are_carried_over(base: Path, tmp_path: Path) -> None:
     """As transformers saves it after training: without the prediction layer."""
-    plain = multiplied_out(read_all(base), torch.bfloat16)
+    plain = dequantised(read_all(base), torch.bfloat16)
     built = {key: tensor for key, tensor in plain.items() if "layers.2." not in key}
     tuned = publish(tmp_path / "tuned", built, config=V3)
     exported = export(tuned, tmp_path / "with", "bf16", base)
@@ -257,11 +255,12 @@ def test_what_only_the_base_has_is_carried_over_and_said(base: Path, tmp_path: P
 
 
 def _tuned(base: Path) -> dict[str, torch.Tensor]:
-    """The weights of `base` after full training, as transformers saves them: another embedding and head, no prediction
-    layer.
+    """The weights of `base` after full training, as transformers saves them.
+
+    Embedding and head have changed, and the prediction layer is missing.
     """
     plain = {
-        key: tensor for key, tensor in multiplied_out(read_all(base), torch.float32).items() if "layers.2." not in key
+        key: tensor for key, tensor in dequantised(read_all(base), torch.float32).items() if "layers.2." not in key
     }
     return plain | {original: plain[original] * 1.5 for original in COPIES.values()}
 
@@ -293,7 +292,7 @@ def test_a_prediction_layer_with_a_head_of_its_own_keeps_it(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_live_export_writes_the_same_copies(dtype: torch.dtype, base: Path, tmp_path: Path) -> None:
-    """As a run does it: tensors one after another, each gone when the next one comes."""
+    """As a run exports: one tensor after another, each released before the next one."""
     spec = read_model_spec(base)
     parts = FolderParts(
         family=family_of("deepseek_v3"), config=V3, architecture=spec.architecture, dtype=dtype, files=()
@@ -303,7 +302,7 @@ def test_a_live_export_writes_the_same_copies(dtype: torch.dtype, base: Path, tm
     live = ((name, torch.randn(shape).to(dtype)) for name, shape in spec.shapes.items())
     write_folder(live, specs, tmp_path / "out", parts, max_shard_bytes=10**5)
     found = read_all(tmp_path / "out")
-    assert found.keys() == multiplied_out(read_all(base), dtype).keys()
+    assert found.keys() == dequantised(read_all(base), dtype).keys()
     for copy, original in COPIES.items():
         assert found[copy].dtype == dtype
         assert torch.equal(found[copy], found[original]), copy
@@ -331,8 +330,8 @@ def test_an_adapter_of_the_head_reaches_its_copy(base: Path, tmp_path: Path) -> 
 def test_code_that_is_not_exported_is_not_named_where_transformers_has_the_class(
     name: str, base: Path, tmp_path: Path
 ) -> None:
-    """As DeepSeek publishes its models; readers that trust code would look for the file, which llama.cpp's converter
-    always does.
+    """As DeepSeek publishes its models. Programs that trust code would look for the file; llama.cpp's converter always
+    does.
     """
     source = Path(shutil.copytree(base, tmp_path / "source"))
     code = {
@@ -380,7 +379,7 @@ def test_a_tied_head_is_written_once(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run in bf16 from an FP8 folder whose learning rate is 0 in fp32, so that no number changes."""
+    """A run in bf16 from an FP8 folder; its learning rate is 0, so that no weight changes."""
     folder = tmp_path_factory.mktemp("run")
     sections = {
         "train": {"precision": "bf16"},
@@ -400,7 +399,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_from_fp8_carries_the_prediction_layer_to_its_export(run: Path) -> None:
     assert [record["step"] for record in metrics(run)] == [1, 2, 3]
-    assert_same(read_all(run / "run" / "export"), multiplied_out(read_all(run / "fp8"), torch.bfloat16))
+    assert_same(read_all(run / "run" / "export"), dequantised(read_all(run / "fp8"), torch.bfloat16))
     assert f"carried over from {run / 'fp8'}, since the model does not build them: " in (run / "said").read_text()
     config = json.loads((run / "run" / "export" / "config.json").read_text())
     assert config["num_nextn_predict_layers"] == 1
@@ -416,20 +415,18 @@ def test_its_export_is_verified_with_the_carried_tensors(run: Path) -> None:
     )
 
 
-def test_a_checkpoint_export_with_carried_tensors_is_verified_also_where_the_base_has_gone(
-    run: Path, tmp_path: Path
-) -> None:
+def test_an_export_with_carried_tensors_is_verified_also_without_the_base(run: Path, tmp_path: Path) -> None:
     """Against the run's logits; the prediction layer, which transformers does not know, is summed and may be there."""
     out = tmp_path / "out"
     assert main(["export", str(run / "run"), str(out)]) == 0
     assert ExportRecord.read(out).step == 3
-    (verdict,) = verify_exports([out], base=tmp_path / "gone")
-    assert verdict.is_verified, verdict
-    assert "logits of 16 prompts deviate" in verdict.lines[-1]
+    (result,) = verify_exports([out], base=tmp_path / "gone")
+    assert result.is_verified, result
+    assert "logits of 16 prompts deviate" in result.lines[-1]
     key = "model.layers.2.enorm.weight"
     _flip(out, key)
-    (verdict,) = verify_exports([out])
-    assert verdict.problems == (f"1 tensors hold other bytes than were written: {key}",)
+    (result,) = verify_exports([out])
+    assert result.problems == (f"1 tensors hold other bytes than were written: {key}",)
 
 
 def test_an_export_in_fp8_is_verified_against_the_run(
@@ -464,7 +461,7 @@ def test_adapters_are_merged_into_an_fp8_base_and_the_rest_is_as_published(
 ) -> None:
     torch.manual_seed(7)
     name, other = "model.layers.1.self_attn.o_proj.weight", "model.layers.0.mlp.up_proj.weight"
-    plain, published = multiplied_out(read_all(base), torch.float32), read_all(base)
+    plain, published = dequantised(read_all(base), torch.float32), read_all(base)
     factors = {
         key: Factors(torch.randn(4, plain[key].shape[1]), torch.randn(plain[key].shape[0], 4), 0.5)
         for key in (name, other)
@@ -474,7 +471,7 @@ def test_adapters_are_merged_into_an_fp8_base_and_the_rest_is_as_published(
     write_adapter(factors, lora, tmp_path / "adapter", base=str(base), digest=digest, family=family_of("deepseek_v3"))
     exported = export(tmp_path / "adapter", tmp_path / "out", dtype)
     found = read_all(tmp_path / "out")
-    untouched = published if dtype == "fp8" else multiplied_out(published, torch.bfloat16)
+    untouched = published if dtype == "fp8" else dequantised(published, torch.bfloat16)
     changed = {key for weight in factors for key in (weight, weight + "_scale_inv")}
     assert_same(
         {key: t for key, t in found.items() if key not in changed},
@@ -487,14 +484,14 @@ def test_adapters_are_merged_into_an_fp8_base_and_the_rest_is_as_published(
         assert torch.allclose(ours, wanted, rtol=2**-4 if dtype == "fp8" else 2**-8, atol=1e-3), key
         assert (wanted - plain[key]).abs().max() > 1
     assert not any("nothing was carried over" in note for note in exported.notes)
-    assert f"tensors of {base} that the model does not build go along" in exported.notes[0]
+    assert f"tensors of {base} that the model does not build are kept" in exported.notes[0]
     export(base, tmp_path / "copy", "bf16")
     assert weights_digest(tmp_path / "copy") == digest
 
 
-def test_its_checkpoint_knows_its_base(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The published bytes again after three steps that changed nothing; and the same files as the run's own export in
-    bf16.
+def test_a_checkpoint_knows_its_base(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The published bytes return after three steps that changed nothing; in bf16 the files equal those of the run's own
+    export.
     """
     assert main(["export", "--no-verify", str(run / "run"), str(tmp_path / "fp8"), "--dtype", "fp8"]) == 0
     assert_same(read_all(tmp_path / "fp8"), read_all(run / "fp8"))
@@ -522,7 +519,7 @@ def test_without_its_base_a_checkpoint_says_what_is_missing(
 
 
 def test_rotary_settings_in_both_schemas_mean_the_same(shared_data: Path, tmp_path: Path) -> None:
-    """Published configs of the families, and those that transformers writes of them, read again by transformers."""
+    """Published configs of the families, and those that transformers writes of them, are read again by transformers."""
     seen = 0
     for file in sorted((shared_data / "configs").glob("*/config.json")):
         given = json.loads(file.read_text())

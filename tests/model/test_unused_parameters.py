@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from ds_finetune.model import unreached
-from ds_finetune.model.unreached import patterns_of, unreached_parameters
+from ds_finetune.model import unused_parameters as module
+from ds_finetune.model.unused_parameters import patterns_of, unused_parameters
 from ds_finetune.selftest.cells import TINY_MODELS
 
 INDEXED = TINY_MODELS["deepseek_v2"] | {
@@ -19,7 +19,7 @@ INDEXED = TINY_MODELS["deepseek_v2"] | {
 
 
 def test_the_indexer_of_sparse_attention_is_found() -> None:
-    found = unreached_parameters(AutoConfig.for_model(**INDEXED), tokens=32)
+    found = unused_parameters(AutoConfig.for_model(**INDEXED), tokens=32)
     assert found
     assert all(".self_attn.indexer." in name for name in found)
     assert "model.layers.*.self_attn.indexer.wq_b.weight (2)" in patterns_of(found)
@@ -29,19 +29,19 @@ def test_the_indexer_of_sparse_attention_is_found() -> None:
 def test_a_model_without_such_parameters_has_none(model_type: str) -> None:
     """Experts that no token chose, sinks and states count as reached; the whole default model is built without memory."""
     config = AutoConfig.for_model(model_type, num_hidden_layers=2)
-    assert unreached_parameters(config, tokens=4096) == ()
+    assert unused_parameters(config, tokens=4096) == ()
 
 
 def test_a_layer_that_begins_at_many_tokens_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     """Judged by a short row alone it would be frozen."""
     lengths = []
 
-    def unreached_at(config: object, tokens: int) -> list[str]:
+    def without_gradient(config: object, tokens: int) -> list[str]:
         lengths.append(tokens)
         return ["never", "late"] if tokens < 64 else ["never"]
 
-    monkeypatch.setattr(unreached, "_unreached", unreached_at)
-    assert unreached_parameters(AutoConfig.for_model("llama"), tokens=128) == ("never",)
+    monkeypatch.setattr(module, "_without_gradient", without_gradient)
+    assert unused_parameters(AutoConfig.for_model("llama"), tokens=128) == ("never",)
     assert lengths == [16, 128]
 
 
@@ -54,6 +54,6 @@ def test_code_that_needs_values_is_not_guessed_at(monkeypatch: pytest.MonkeyPatc
         def forward(self, input_ids: torch.Tensor, use_cache: bool) -> None:
             input_ids.sum().item()
 
-    monkeypatch.setattr(unreached, "model_class", lambda config: Reads)
+    monkeypatch.setattr(module, "model_class", lambda config: Reads)
     with pytest.raises(NotImplementedError):
-        unreached_parameters(AutoConfig.for_model("llama"), tokens=8)
+        unused_parameters(AutoConfig.for_model("llama"), tokens=8)

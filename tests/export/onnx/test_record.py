@@ -1,6 +1,4 @@
-"""An ONNX folder is held against its record later: every changed byte is found and named, and so is a graph that
-computes something else.
-"""
+"""Verifying an ONNX folder finds and names every changed byte, and finds a graph that computes something else."""
 
 import json
 import shutil
@@ -32,7 +30,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Exports by kind; weights of `v3` lie beside its graph."""
+    """Exports by kind; the weights of `v3` are in the file beside its graph."""
     root = tmp_path_factory.mktemp("made")
     for name, (family, how, sizes) in KINDS.items():
         with pytest.MonkeyPatch.context() as patch:
@@ -118,9 +116,9 @@ def test_a_changed_weight_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch
     onnx_record.OnnxRecord.of(folder, record.reference, {}).write(folder)
     place = _place_of(folder, name)
     _flip(folder / "model.onnx.data", place + 5)
-    verdict = onnx_record.check_onnx(folder)
+    result = onnx_record.verify_onnx_folder(folder)
     said = f"model.onnx.data holds other bytes than were written, within bytes {place:,} to {place + 4095:,}, in {name}"
-    assert verdict.problems == (said,)
+    assert result.problems == (said,)
 
 
 def _shorten(folder: Path) -> None:
@@ -129,7 +127,7 @@ def _shorten(folder: Path) -> None:
 
 
 def _another_graph(folder: Path) -> None:
-    """One operator of the graph changes, and the record says that it was written so."""
+    """Change one operator of the graph, and write a record that says it was exported so."""
     model = onnx.load(folder / "model.onnx", load_external_data=False)
     for node in model.graph.node:
         if node.op_type == "Softmax":
@@ -142,14 +140,14 @@ def _another_graph(folder: Path) -> None:
 
 WRONG: dict[str, tuple[Callable[[Path], object], int, str]] = {
     "cut short": (_shorten, 1, "model.onnx.data holds other bytes than were written"),
-    "weights gone": (lambda f: (f / "model.onnx.data").unlink(), 1, "model.onnx.data was written and is gone"),
-    "graph gone": (lambda f: (f / "model.onnx").unlink(), 1, "model.onnx was written and is gone"),
+    "weights gone": (lambda f: (f / "model.onnx.data").unlink(), 1, "model.onnx.data was written and is missing"),
+    "graph gone": (lambda f: (f / "model.onnx").unlink(), 1, "model.onnx was written and is missing"),
     "another graph": (_another_graph, 1, "positions are beyond it"),
     "no record": (lambda f: (f / RECORD).unlink(), 2, f"holds no {RECORD}"),
     "a record that was changed": (
         lambda f: (f / RECORD).write_text(json.dumps(json.loads((f / RECORD).read_text()) | {"dtype": "fp16"})),
         2,
-        "its own sum is another: it was changed",
+        "its own digest differs: it was changed",
     ),
     "an older record": (
         lambda f: (f / RECORD).write_text('{"format": "onnx 0"}'),

@@ -1,4 +1,4 @@
-"""Parameters that no loss reaches, found by a forward and a backward that have shapes and no memory."""
+"""Parameters that get no gradient from the loss, found by a forward and a backward on fake tensors."""
 
 import copy
 import re
@@ -14,34 +14,34 @@ from ds_finetune.model.build import model_class
 
 _FEW_TOKENS = 16
 _NO_MEMORY_EXPERTS = "batched_mm"
-"""The implementation in transformers 5.23 that does not look at which experts were chosen, which fake tensors cannot
-tell.
+"""The implementation of experts in transformers 5.23 that does not depend on the values of router indices, which fake
+tensors do not have.
 """
 
 
-def unreached_parameters(hf_config: PretrainedConfig, *, tokens: int) -> tuple[str, ...]:
+def unused_parameters(hf_config: PretrainedConfig, *, tokens: int) -> tuple[str, ...]:
     """Names of the parameters that get no gradient from a row of `tokens` tokens, in the model's order.
 
-    The whole model is built, which costs some seconds and no memory. NotImplementedError where the model's own code
-    needs the values of tensors.
+    The whole model is built without memory, which takes some seconds. NotImplementedError where the model's code needs
+    the values of tensors.
     """
-    # What a short row reaches, a long one does too. The others are looked at again: layers may begin at many tokens.
-    names = _unreached(hf_config, _FEW_TOKENS)
+    # A long row uses every parameter that a short row uses, and may use more: some layers act from many tokens on.
+    names = _without_gradient(hf_config, _FEW_TOKENS)
     if not names:
         return ()
     longest = getattr(hf_config, "max_position_embeddings", None) or tokens
-    reached_later = set(names) - set(_unreached(hf_config, min(tokens, longest)))
-    return tuple(name for name in names if name not in reached_later)
+    used_later = set(names) - set(_without_gradient(hf_config, min(tokens, longest)))
+    return tuple(name for name in names if name not in used_later)
 
 
-def _unreached(hf_config: PretrainedConfig, tokens: int) -> list[str]:
+def _without_gradient(hf_config: PretrainedConfig, tokens: int) -> list[str]:
     config = copy.deepcopy(hf_config)
     config.use_cache = False
     config._attn_implementation = "eager"
     try:
         with FakeTensorMode():
             with no_init_weights():
-                # Not in training mode, in which some types drop layers at random.
+                # In evaluation mode: some model types drop layers at random in training mode.
                 model = model_class(config)(config).eval()
             if getattr(model.config, "_experts_implementation", None):
                 model.config._experts_implementation = _NO_MEMORY_EXPERTS
@@ -54,6 +54,6 @@ def _unreached(hf_config: PretrainedConfig, tokens: int) -> list[str]:
 
 
 def patterns_of(names: Sequence[str]) -> str:
-    """The names with `*` for numbers, each once with how many parameters it stands for."""
+    """The names with `*` for numbers, each pattern once with the number of parameters that match it."""
     counts = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names)
     return ", ".join(f"{pattern} ({count})" if count > 1 else pattern for pattern, count in counts.items())

@@ -1,0 +1,27 @@
+"""Names of dtypes: those of run files, of safetensors and of config.json."""
+
+import torch
+
+PRECISION_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""By the name in run files and options."""
+SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Dtypes of safetensors files that are read and written, by the names in their headers."""
+SAFETENSORS_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name in a config.json, e.g. `bfloat16`."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,99 @@
+"""The progress line of a long phase: tokenising, loading, compiling, evaluating, exporting, verifying."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import Self, TextIO, TypeVar
+
+T = TypeVar("T")
+CLEAR_LINE = "\r\x1b[2K"
+_MINUTE, _HOUR = 60, 3600
+_LIVE_SECONDS = 0.5
+"""Between two states of the line on a terminal, and before the first one."""
+_FIRST_SECONDS, _PLAIN_SECONDS = 5.0, 60.0
+"""Before the first line elsewhere (a phase that is shorter prints nothing), and between two lines."""
+
+
+class PhaseLine:
+    """Reports `what` with the parts done of `total` and the time left, on standard error of rank 0.
+
+    On a terminal the line stays in place and is removed at the end of the phase. Elsewhere there is a line after five
+    seconds, at most one a minute after that, and one at the end. Without a `total` (0) the line has the time so far.
+    `is_rank_zero` is known from the environment variable RANK where it is not given.
+    """
+
+    def __init__(
+        self, what: str, total: int = 0, *, out: TextIO | None = None, is_rank_zero: bool | None = None
+    ) -> None:
+        self._what, self._total, self._out = what, total, out or sys.stderr
+        self._is_live = self._out.isatty()
+        self._is_silent = os.environ.get("RANK", "0") != "0" if is_rank_zero is None else not is_rank_zero
+        self._done, self._is_shown = 0, False
+        self._began = time.monotonic()
+        self._next = self._began + (_LIVE_SECONDS if self._is_live else _FIRST_SECONDS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def advance(self, parts: int = 1) -> None:
+        """Count `parts` as done, and write the line when it is time; 0 where a part is still under way."""
+        self._done += parts
+        now = time.monotonic()
+        if self._is_silent or now < self._next:
+            return
+        self._next = now + (_LIVE_SECONDS if self._is_live else _PLAIN_SECONDS)
+        self._is_shown = True
+        line = f"{self._what}{self._state(now - self._began)}"
+        write_now(self._out, CLEAR_LINE + line if self._is_live else line + "\n")
+
+    def before_each(self, check: Callable[[], bool]) -> Callable[[], bool]:
+        """`check`, which counts the part before it as done: for work that calls it before each of its parts."""
+        self._done -= 1
+
+        def counted() -> bool:
+            self.advance()
+            return check()
+
+        return counted
+
+    def close(self) -> None:
+        """Remove the line from a terminal; write how long the phase took elsewhere, where there was a line."""
+        if self._is_shown:
+            seconds = time_text(time.monotonic() - self._began)
+            write_now(self._out, CLEAR_LINE if self._is_live else f"{self._what}: {seconds}\n")
+        self._is_shown = False
+
+    def _state(self, seconds: float) -> str:
+        if not self._total:
+            return f"{f' {self._done:,}' if self._done else ''}  {time_text(seconds)}"
+        done = f" {self._done:,}/{self._total:,}"
+        if not 0 < self._done <= self._total:
+            return done
+        return f"{done}  eta {time_text(seconds / self._done * (self._total - self._done))}"
+
+
+def count_parts(what: str, parts: Iterable[T], total: int) -> Iterator[T]:
+    """The same `parts`, with a progress line about `what` while they are consumed."""
+    with PhaseLine(what, total) as line:
+        for part in parts:
+            yield part
+            line.advance()
+
+
+def write_now(out: TextIO, text: str) -> None:
+    """Write and flush; a full disk behind `out` does not end the run."""
+    with suppress(OSError):
+        out.write(text)
+        out.flush()
+
+
+def time_text(seconds: float) -> str:
+    """Seconds as `12 s`, `5 min` or `1.5 h`."""
+    if seconds < _MINUTE:
+        return f"{seconds:.0f} s"
+    return f"{seconds / _MINUTE:.0f} min" if seconds < _HOUR else f"{seconds / _HOUR:.1f} h"

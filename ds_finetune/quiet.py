@@ -1,0 +1,79 @@
+"""Lines of other packages that tell a user nothing about the run, filtered by name; errors and unknown warnings never.
+
+DS_LOG_LEVEL=debug, info or warning shows them again, at that level for DeepSpeed. Only this program's own processes are
+filtered: what `deepspeed` and `torchrun` print before they start ranks ("Unable to find hostfile") is theirs.
+"""
+
+import logging
+import os
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ds_finetune.errors import ConfigError
+from ds_finetune.phase_line import count_parts
+
+SWITCH = "DS_LOG_LEVEL"
+LEVELS = ("debug", "info", "warning")
+_FORWARDED = "all_gather_into_tensor|reduce_scatter_tensor|_all_gather_base|_reduce_scatter_base"
+_WARNINGS: tuple[tuple[type[Warning], str], ...] = (
+    # Of the functions that DeepSpeed 0.19.8 calls in every micro-batch under ZeRO-3 (comm/torch.py); torch 2.13.
+    (FutureWarning, rf"`torch\.distributed\.({_FORWARDED})` is (deprecated|a private function)"),
+    # Each rank saves and loads its part of a checkpoint by itself, on purpose.
+    (UserWarning, r"torch\.distributed is disabled"),
+)
+_RECORDS = {
+    # The launcher's fallback to this machine's GPUs (launcher/runner.py:214).
+    "DeepSpeed": re.compile(r"Unable to find hostfile, will proceed with training"),
+}
+"""Messages up to WARNING by the name of their logger."""
+_LOADING_BAR = "Loading weights"
+"""Description of transformers' progress bar while it loads weights (5.23, core_model_loading.py:1831)."""
+
+
+def quiet_packages(environ: Mapping[str, str] = os.environ) -> None:
+    """Filter known warnings and log records for the life of this process; ConfigError where DS_LOG_LEVEL is wrong."""
+    if deepspeed_level(environ) != "quiet":
+        return
+    for category, message in _WARNINGS:
+        # Not put on and off again: that would make every other warning come anew.
+        warnings.filterwarnings("ignore", message=message, category=category)
+    for name, pattern in _RECORDS.items():
+        logger = logging.getLogger(name)
+        if not any(isinstance(known, _Known) for known in logger.filters):
+            logger.addFilter(_Known(pattern))
+
+
+def deepspeed_level(environ: Mapping[str, str] = os.environ) -> str:
+    """The value of DS_LOG_LEVEL, `quiet` where it is not set; ConfigError for another one than LEVELS has."""
+    level = environ.get(SWITCH) or "quiet"
+    if level not in ("quiet", *LEVELS):
+        raise ConfigError(f"{SWITCH} is `{level}`", hint=f"set it to {', '.join(LEVELS)}, or unset it")
+    return level
+
+
+def show_loading_as_phase() -> None:
+    """Let transformers show the loading of weights by a line of this program instead of a bar; other bars stay."""
+    from transformers.utils import logging as transformers_logging
+
+    if deepspeed_level() == "quiet":
+        transformers_logging.set_tqdm_hook(_bar_or_phase)
+
+
+def _bar_or_phase(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+    # transformers iterates over this bar, and uses nothing else of it.
+    if kwargs.get("desc") != _LOADING_BAR or len(args) != 1:
+        return factory(*args, **kwargs)
+    return count_parts("loading weights", args[0], len(args[0]))
+
+
+class _Known(logging.Filter):
+    """Drops a logger's known messages, errors excepted."""
+
+    def __init__(self, pattern: re.Pattern[str]) -> None:
+        super().__init__()
+        self._pattern = pattern
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno > logging.WARNING or not self._pattern.search(record.getMessage())
