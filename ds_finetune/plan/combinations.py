@@ -1,4 +1,4 @@
-"""Which layouts may be trained: those that the tests compare with a plain PyTorch loop, and sizes that divide the model."""
+"""The layouts that may be trained: those that tests compare with a plain PyTorch loop, where sizes divide the model."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
