@@ -1,30 +1,35 @@
-"""All hosts of a run at once: a probe on each, asked in parallel; a host that is lost on the way is reported once and
-asked no more.
+"""All hosts of a run at once: a probe on each, asked in parallel.
+
+A host that stops answering is reported once and asked no more.
 """
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
+from ds_finetune.doctor.messages import REPLIES, TimeReply, TimeRequest
 from ds_finetune.doctor.probe import MODULE
 from ds_finetune.doctor.session import HostLostError, RefusedError, Session
 from ds_finetune.doctor.system_checks import ClockOffset
 from ds_finetune.errors import LaunchError
 from ds_finetune.hostfile import Host
 from ds_finetune.hosts.check import Check, label
-from ds_finetune.hosts.unreachable import unreachable_check
+from ds_finetune.hosts.unreachable import other_program_check, unreachable_check
 from ds_finetune.launch.remote import Remote
+from ds_finetune.process_messages import MessageError, ProcessMessage
 
 Say = Callable[[str], None]
-_PATIENCE_SECONDS = 15.0
+_NOTICE_SECONDS = 15.0
 _PINGS = 5
 _PING_SECONDS = 10.0
+Reply = TypeVar("Reply", bound=ProcessMessage)
+Result = TypeVar("Result")
 
 
 class Cluster:
-    """A probe on each host while in `with`; `lost` says which are gone and why."""
+    """A probe on each host while in `with`; `lost` has the failed checks of hosts that stopped answering."""
 
     def __init__(self, hosts: Sequence[Host], remote: Remote, say: Say) -> None:
         self.hosts, self.remote, self.say = {label(host): host for host in hosts}, remote, say
@@ -35,7 +40,7 @@ class Cluster:
         self._pool = ThreadPoolExecutor(max_workers=len(self.hosts))
         try:
             for name, host in self.hosts.items():
-                self.sessions[name] = Session(lambda log, host=host: self.remote.open(host, MODULE, stderr=log))  # type: ignore[misc]
+                self.sessions[name] = self._session(host)
         except FileNotFoundError as absent:
             raise LaunchError(
                 f"`{absent.filename}` is not installed here", hint="install it (Debian: openssh-client)"
@@ -45,58 +50,66 @@ class Cluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Not in the pool, all of whose threads may be waiting for answers that an interrupt has made pointless.
+        # Not in the pool: after an interrupt all its threads may still wait for replies.
         with ThreadPoolExecutor(max_workers=len(self.hosts)) as ending:
             list(ending.map(Session.end, self.sessions.values()))
         self._pool.shutdown()
 
     def ask(
-        self, verb: str, arguments: Mapping[str, Mapping[str, object]], *, seconds: float, what: str = ""
-    ) -> dict[str, Any]:
-        """Answers by host, of those that `arguments` names and that are still there; after `seconds` a silent one is
-        lost.
+        self, requests: Mapping[str, ProcessMessage], reply: type[Reply], *, seconds: float, what: str = ""
+    ) -> dict[str, Reply]:
+        """Replies by host, of those hosts that `requests` names and that still answer.
 
-        What takes long is said meanwhile as `what`.
+        A host without a reply after `seconds` is lost. `what` names work that takes long, for a notice meanwhile.
         """
-        asked = {name: self.sessions[name] for name in arguments if name in self.sessions}
-        going = {self._pool.submit(asked[name].ask, verb, arguments[name], seconds=seconds): name for name in asked}
-        self._wait_for(going, what)
-        return {
-            name: answer for future, name in going.items() if (answer := self._answer(future, name)) is not _NOTHING
+        sessions = {name: self.sessions[name] for name in requests if name in self.sessions}
+        pending = {
+            self._pool.submit(session.ask, requests[name], reply, seconds=seconds): name
+            for name, session in sessions.items()
         }
+        self._wait(pending, what)
+        return self._results(pending)
 
     def clocks(self) -> dict[str, ClockOffset]:
-        """How far each host's clock is ahead of ours, from the quickest of a few questions."""
-        going = {self._pool.submit(_clock, session): name for name, session in self.sessions.items()}
-        wait(going)
-        return {name: clock for future, name in going.items() if (clock := self._answer(future, name)) is not _NOTHING}
+        """How far each host's clock is ahead of ours, from the quickest of a few requests."""
+        pending = {self._pool.submit(_clock_offset, session): name for name, session in self.sessions.items()}
+        wait(pending)
+        return self._results(pending)
 
-    def _wait_for(self, going: "Mapping[Future[Any], str]", what: str) -> None:
-        left = set(going)
+    def _session(self, host: Host) -> Session:
+        peer = f"the probe of {label(host)}"
+        return Session(lambda stderr: self.remote.open(host, MODULE, stderr=stderr), REPLIES, peer=peer)
+
+    def _wait(self, pending: "Mapping[Future[Any], str]", what: str) -> None:
+        left = set(pending)
         while left:
-            left = wait(left, timeout=_PATIENCE_SECONDS).not_done
+            left = wait(left, timeout=_NOTICE_SECONDS).not_done
             if left and what:
-                self.say(f"waiting for {', '.join(sorted(going[future] for future in left))}: {what}")
+                self.say(f"waiting for {', '.join(sorted(pending[future] for future in left))}: {what}")
 
-    def _answer(self, future: "Future[Any]", name: str) -> Any:  # noqa: ANN401 - any JSON
-        try:
-            return future.result()
-        except HostLostError as gone:
-            self.lost.append(unreachable_check(name, gone.code, gone.said, self.remote.python))
-        except RefusedError as refused:
-            self.lost.append(Check("probe", name, "fail", refused.message, refused.hint))
+    def _results(self, pending: "Mapping[Future[Result], str]") -> dict[str, Result]:
+        results = {}
+        for future, name in pending.items():
+            try:
+                results[name] = future.result()
+            except HostLostError as lost:
+                self._lose(name, unreachable_check(name, lost.code, lost.stderr, self.remote.python))
+            except RefusedError as refused:
+                self._lose(name, Check("probe", name, "fail", refused.message, refused.hint))
+            except MessageError:
+                self._lose(name, other_program_check(name))
+        return results
+
+    def _lose(self, name: str, check: Check) -> None:
+        self.lost.append(check)
         self.sessions.pop(name).end()
-        return _NOTHING
 
 
-_NOTHING = object()
-
-
-def _clock(session: Session) -> ClockOffset:
-    found = []
+def _clock_offset(session: Session) -> ClockOffset:
+    offsets = []
     for _ in range(_PINGS):
         began = time.time()
-        there = session.ask("time", seconds=_PING_SECONDS)
+        there = session.ask(TimeRequest(), TimeReply, seconds=_PING_SECONDS).seconds
         ended = time.time()
-        found.append(ClockOffset(there - (began + ended) / 2, ended - began))
-    return min(found, key=lambda clock: clock.round_trip)
+        offsets.append(ClockOffset(there - (began + ended) / 2, ended - began))
+    return min(offsets, key=lambda offset: offset.round_trip)

@@ -7,7 +7,6 @@ import shutil
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
 
 from ds_finetune.hosts.info import Gpu, HostInfo, gather_host_info, query_gpus
 from ds_finetune.trainer.run_dir import available_bytes, bytes_of, nearest_existing
@@ -56,16 +55,6 @@ class HostDetails(HostInfo):
     folders: dict[str, FolderInfo]
     files: dict[str, str | None]
     """Hash of names and sizes (and of JSON contents) of each file or folder; None where it does not exist."""
-
-    @classmethod
-    def read(cls, tree: Any) -> Self | None:  # noqa: ANN401 - any JSON
-        """From the JSON of another host; None where its fields differ, as with another version of this program."""
-        details = super().read(tree)
-        if details is None:
-            return None
-        gpus = [Gpu(**gpu) for gpu in tree["gpu_memory"]]
-        folders = {path: FolderInfo(**folder) for path, folder in tree["folders"].items()}
-        return cls(**{**tree, "gpu_memory": gpus, "folders": folders})
 
 
 def gather_details(query: HostQuery) -> HostDetails:

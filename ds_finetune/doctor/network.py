@@ -1,34 +1,30 @@
-"""Hosts talk to each other as a run would: one process group, each link by itself, then all at once; measured, and
-bounded in time.
-"""
+"""Measurement of the network between hosts: each link by itself, then collectives of all ranks, bounded in time."""
 
 import os
 import re
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from ds_finetune.hosts.info import interface_towards
 
 JOIN_SECONDS = 30
-"""How long a rank waits for the others to come to the meeting place: Python imports torch meanwhile."""
+"""How long a rank waits for the others to join, which import torch meanwhile."""
 TALK_SECONDS = 30
 """How long a rank waits in one exchange."""
 _ALL_PAIRS = 8
 """Hosts up to which every pair is measured; of more a ring of neighbours."""
 _SIZES = (1 << 16, 1 << 19, 1 << 22, 1 << 25, 1 << 28)
-"""Bytes of an exchange: the next is taken while one takes less than `_LONG` seconds; the last on GPUs alone."""
+"""Bytes of an exchange: sizes grow until one takes `_LONG` seconds; the last size is for GPUs only."""
 _LONG = 0.2
 _REPEATS = 3
 
 
 @dataclass(frozen=True)
 class NetworkRank:
-    """A rank of the measurement: its place, where all meet, and the ranks that stand for their hosts on links (the
-    first of each).
-    """
+    """One rank of the measurement and where all ranks meet."""
 
     rank: int
     world_size: int
@@ -37,26 +33,31 @@ class NetworkRank:
     device: str
     local_rank: int
     leaders: tuple[int, ...]
+    """The first rank of each host; links are measured between these."""
 
 
 @dataclass(frozen=True)
 class NetworkResult:
-    """What a rank found: bytes a second from it to others (by rank), bus bandwidth of the collectives, ranks that never
-    came, wrong values.
-    """
+    """What one rank measured: bandwidths in bytes a second, and what went wrong."""
 
-    links: dict[int, float]
+    links: dict[str, float]
+    """From this rank to others, by their rank."""
     all_reduce: float = 0.0
+    """Bus bandwidth."""
     all_gather: float = 0.0
     num_bytes: int = 0
+    """Size of the collectives."""
     missing: tuple[int, ...] = ()
+    """Ranks that did not join."""
     wrong: tuple[int, ...] = ()
+    """Ranks whose values arrived wrong."""
     problem: str = ""
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Pairs of `count` hosts in rounds in which each host is in one pair at most: every pair, or of many hosts a ring's
-    neighbours.
+    """Pairs of `count` hosts in rounds, each host in at most one pair of a round.
+
+    They are all pairs, or for many hosts the neighbours in a ring.
     """
     if count > _ALL_PAIRS:
         ring = [(place, (place + 1) % count) for place in range(count)]
@@ -71,16 +72,15 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
     return found
 
 
-def measure(**seat: Any) -> dict[str, object]:  # noqa: ANN401 - JSON of a NetworkRank
+def measure(place: NetworkRank) -> NetworkResult:
     """Measure as one rank; needs a process of its own, since nothing ends a collective that hangs."""
-    taken = NetworkRank(**seat)
-    interface = interface_towards(taken.address)
+    interface = interface_towards(place.address)
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if interface else ():
         os.environ.setdefault(name, interface)
-    return asdict(_measured(taken))
+    return _join_and_measure(place)
 
 
-def _measured(seat: NetworkRank) -> NetworkResult:
+def _join_and_measure(place: NetworkRank) -> NetworkResult:
     import torch
     import torch.distributed as dist
 
@@ -88,34 +88,34 @@ def _measured(seat: NetworkRank) -> NetworkResult:
 
     try:
         store = dist.TCPStore(
-            seat.address,
-            seat.port,
-            seat.world_size,
-            seat.rank == 0,
+            place.address,
+            place.port,
+            place.world_size,
+            place.rank == 0,
             timeout=timedelta(seconds=JOIN_SECONDS),
             wait_for_workers=False,
         )
     except RuntimeError as silent:
         return NetworkResult(
-            {}, problem=f"cannot reach the first host at {seat.address} port {seat.port}: {_first_line(silent)}"
+            {}, problem=f"cannot reach the first host at {place.address} port {place.port}: {_first_line(silent)}"
         )
-    here = [f"here/{rank}" for rank in range(seat.world_size)]
-    store.set(here[seat.rank], "1")
+    here = [f"here/{rank}" for rank in range(place.world_size)]
+    store.set(here[place.rank], "1")
     try:
         store.wait(here, timedelta(seconds=JOIN_SECONDS))
     except RuntimeError:
         return NetworkResult(
-            {}, missing=tuple(rank for rank in range(seat.world_size) if not store.check([here[rank]]))
+            {}, missing=tuple(rank for rank in range(place.world_size) if not store.check([here[rank]]))
         )
-    device = torch.device("cuda", visible_device(seat.local_rank)) if seat.device == "cuda" else torch.device("cpu")
+    device = torch.device("cuda", visible_device(place.local_rank)) if place.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
         dist.init_process_group(
-            backend, store=store, rank=seat.rank, world_size=seat.world_size, timeout=timedelta(seconds=TALK_SECONDS)
+            backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timedelta(seconds=TALK_SECONDS)
         )
-        heard = _talk(seat, device)
+        heard = _talk(place, device)
         # The store lives in rank 0, which must not go before the others have ended.
         dist.barrier()
     except RuntimeError as broken:
@@ -123,22 +123,22 @@ def _measured(seat: NetworkRank) -> NetworkResult:
     return heard
 
 
-def _talk(seat: NetworkRank, device: Any) -> NetworkResult:  # noqa: ANN401 - torch.device, which is imported late
+def _talk(place: NetworkRank, device: Any) -> NetworkResult:  # noqa: ANN401 - torch.device, which is imported late
     import torch
     import torch.distributed as dist
 
-    links: dict[int, float] = {}
-    for pair in (pair for together in rounds(len(seat.leaders)) for pair in together):
-        a, b = (seat.leaders[place] for place in pair)
+    links: dict[str, float] = {}
+    for pair in (pair for together in rounds(len(place.leaders)) for pair in together):
+        a, b = (place.leaders[index] for index in pair)
         for sender, receiver in ((a, b), (b, a)):
-            if seat.rank == sender:
-                links[receiver] = _send(receiver, device)
-            elif seat.rank == receiver:
+            if place.rank == sender:
+                links[str(receiver)] = _send(receiver, device)
+            elif place.rank == receiver:
                 _receive(sender, device)
     dist.barrier()
-    ranks = seat.world_size
+    ranks = place.world_size
     values = [torch.zeros(1, device=device) for _ in range(ranks)]
-    dist.all_gather(values, torch.full((1,), float(seat.rank), device=device))
+    dist.all_gather(values, torch.full((1,), float(place.rank), device=device))
     wrong = tuple(rank for rank, value in enumerate(values) if value.item() != rank)
 
     def all_reduce(numel: int) -> None:

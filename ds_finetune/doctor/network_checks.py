@@ -1,35 +1,32 @@
-"""What the measured network says: which host did not come, which host or link is slow, and how fast all are
-together.
-"""
+"""Checks of the measured network: hosts that did not join, slow hosts and links, and the bandwidth of collectives."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
-from typing import Any
 
+from ds_finetune.doctor.messages import ChildLost, ChildReply, NetworkMeasured, RequestRefused
 from ds_finetune.doctor.network import JOIN_SECONDS
 from ds_finetune.hosts.check import Check, State
 from ds_finetune.units import MIB
 
 _SLOW, _BROKEN = 3, 10
-"""A host or link is slow, or broken, where others are faster by these."""
+"""Factors by which other hosts or links are faster than a slow one, and than a broken one."""
 _FEW = 3
 _UNREACHED = (
     "look at firewalls between the hosts (all ports are needed), and at GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
 )
 _SLOW_HINT = "compare its link speed (ethtool), cable, switch port and driver with the others'"
 
-Answer = Mapping[str, Any]
 Links = Mapping[tuple[str, str], float]
 
 
-def network_checks(seats: Sequence[str], answers: Sequence[Answer]) -> list[Check]:
-    """Checks from the answers of all ranks; `seats` has the host of each. An answer is of `probe.apart`."""
-    odd = dict(_odd(seats, answers))
-    if odd:
-        return [Check("network", host, "fail", found, _UNREACHED) for host, found in odd.items()]
-    heard = [answer["value"] for answer in answers]
+def network_checks(hosts: Sequence[str], replies: Sequence[ChildReply]) -> list[Check]:
+    """Checks from the replies of all ranks; `hosts` has the host of each rank."""
+    at_fault = _hosts_at_fault(hosts, replies)
+    if at_fault:
+        return [Check("network", host, "fail", found, _UNREACHED) for host, found in at_fault.items()]
+    results = [reply.result for reply in replies if isinstance(reply, NetworkMeasured)]
     links = {
-        (seats[rank], seats[int(to)]): rate for rank, value in enumerate(heard) for to, rate in value["links"].items()
+        (hosts[rank], hosts[int(to)]): rate for rank, result in enumerate(results) for to, rate in result.links.items()
     }
     checks = list(slow_checks(links))
     if links:
@@ -39,16 +36,17 @@ def network_checks(seats: Sequence[str], answers: Sequence[Answer]) -> list[Chec
             f"{fastest[0]} to {fastest[1]}"
         )
         checks.append(Check("links", "", "ok", found))
-    first = heard[0]
-    size = f"{first['num_bytes'] / MIB:,.3g} MiB over {len(seats)} ranks"
-    for name in ("all_reduce", "all_gather"):
-        checks.append(Check(name.replace("_", "-"), "", "ok", f"{_speed(first[name])} bus bandwidth, {size}"))
+    first = results[0]
+    size = f"{first.num_bytes / MIB:,.3g} MiB over {len(hosts)} ranks"
+    for name, rate in (("all-reduce", first.all_reduce), ("all-gather", first.all_gather)):
+        checks.append(Check(name, "", "ok", f"{_speed(rate)} bus bandwidth, {size}"))
     return checks
 
 
 def slow_checks(links: Links) -> Iterator[Check]:
-    """Hosts all of whose links are slow one way beside other hosts', then single links; rates in bytes a second by
-    (from, to).
+    """Hosts that are slow in one direction on all their links, then single slow links.
+
+    `links` has bytes a second by (from, to).
     """
     named: set[tuple[int, str]] = set()
     hosts = list(dict.fromkeys(host for pair in links for host in pair))
@@ -73,31 +71,30 @@ def slow_checks(links: Links) -> Iterator[Check]:
             yield Check("links", a, state, f"{_speed(rate)} to {b}, other links {_speed(usual)}", _SLOW_HINT)
 
 
-def _odd(seats: Sequence[str], answers: Sequence[Answer]) -> Iterator[tuple[str, str]]:
-    """Hosts that the failure of a measurement is due to, as far as it can be told: those that others miss or that ended
-    by themselves first.
-    """
-    found: dict[str, str] = {}
+def _hosts_at_fault(hosts: Sequence[str], replies: Sequence[ChildReply]) -> dict[str, str]:
+    """Hosts that caused a failure of the measurement, with the reason: those that others miss or that failed first."""
+    at_fault: dict[str, str] = {}
     problems: dict[str, str] = {}
-    for host, answer in zip(seats, answers, strict=True):
-        value = answer.get("value", {})
-        for rank in value.get("missing", ()):
-            found.setdefault(seats[rank], f"did not come to the meeting place at {seats[0]} within {JOIN_SECONDS} s")
-        for rank in value.get("wrong", ()):
-            found.setdefault(seats[rank], f"sent other values than it should, seen by {host}")
-        if value.get("problem"):
-            problems.setdefault(host, value["problem"])
-    for host, answer in zip(seats, answers, strict=True):
-        if answer.get("lost", 0) is None:
+    for host, reply in zip(hosts, replies, strict=True):
+        if not isinstance(reply, NetworkMeasured):
+            continue
+        for rank in reply.result.missing:
+            at_fault.setdefault(hosts[rank], f"did not join the ranks at {hosts[0]} within {JOIN_SECONDS} s")
+        for rank in reply.result.wrong:
+            at_fault.setdefault(hosts[rank], f"sent wrong values, received by {host}")
+        if reply.result.problem:
+            problems.setdefault(host, reply.result.problem)
+    for host, reply in zip(hosts, replies, strict=True):
+        if isinstance(reply, RequestRefused):
+            at_fault[host] = reply.message
+        elif isinstance(reply, ChildLost) and reply.code is None:
             problems.setdefault(host, "did not answer in time")
-        elif "lost" in answer:
-            last = (answer["said"].splitlines() or ["it said nothing"])[-1]
-            found[host] = f"ended with exit code {answer['lost']}: {last}"
-        elif "refused" in answer:
-            found[host] = answer["refused"]
-    # What the others met with follows from a host that is missing; that host's own words are the better ones.
-    named = {host: problems.get(host, text) for host, text in found.items()}
-    yield from (named or problems).items()
+        elif isinstance(reply, ChildLost):
+            last = (reply.stderr.splitlines() or ["no output"])[-1]
+            at_fault[host] = f"ended with exit code {reply.code}: {last}"
+    # What other hosts report follows from a missing host, whose own report is the better one.
+    named = {host: problems.get(host, text) for host, text in at_fault.items()}
+    return named or problems
 
 
 def _state(rate: float, usual: float) -> State:

@@ -1,4 +1,4 @@
-"""The program that the doctor starts on each host, and again in processes of their own for what may crash or hang."""
+"""The program that the doctor starts on each host, and again as a child for what may crash or hang."""
 
 import contextlib
 import os
@@ -6,107 +6,128 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ds_finetune.doctor.host_details import HostQuery, gather_details
+from ds_finetune.doctor.host_details import gather_details
+from ds_finetune.doctor.messages import (
+    REPLIES,
+    BuildOp,
+    ChildLost,
+    ChildReplies,
+    ChildReply,
+    DetailsReply,
+    DetailsRequest,
+    FindMarkers,
+    FreePortReply,
+    FreePortRequest,
+    MarkersFound,
+    MarkersPlaced,
+    MeasureNetwork,
+    NetworkMeasured,
+    OpBuilt,
+    PlaceMarkers,
+    RequestRefused,
+    RunInChildren,
+    TimeReply,
+    TimeRequest,
+)
 from ds_finetune.doctor.network import measure
 from ds_finetune.doctor.session import HostLostError, RefusedError, Session, answer_requests
 from ds_finetune.hosts.info import free_port
+from ds_finetune.process_messages import ProcessMessage
 from ds_finetune.trainer.run_dir import nearest_existing
 
 MODULE = "ds_finetune.doctor.probe"
 LIFE_SECONDS = 1800
-"""A probe ends by itself after this, should its host have lost the one who asks."""
-_MARK = ".ds_finetune-doctor-"
-_marks: list[Path] = []
+"""A probe ends after this time, also where its host can no longer be reached."""
+_MARKER = ".ds_finetune-doctor-"
+_markers: list[Path] = []
 
 
-def details(**query: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON of a HostQuery
-    """The facts of this host; later requests see the environment variables of the query."""
-    os.environ.update(query["environ"])
-    # ssh brings no PATH, and ninja, which compiles DeepSpeed's ops, lies beside Python.
+def _report_details(request: DetailsRequest) -> DetailsReply:
+    os.environ.update(request.query.environ)
+    # ssh sets no PATH with ninja, which compiles DeepSpeed's operators and is installed beside Python.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    return asdict(gather_details(HostQuery(**query)))
+    return DetailsReply(gather_details(request.query))
 
 
-def mark(folders: list[str], token: str) -> None:
-    """Leave a file with `token` in each folder, or in the nearest above it that exists, for as long as this program
-    runs.
-
-    One that cannot be written is noticed by who looks.
-    """
-    for folder in folders:
-        path = nearest_existing(Path(folder)) / f"{_MARK}{token}"
+def _place_markers(request: PlaceMarkers) -> MarkersPlaced:
+    for folder in request.folders:
+        path = nearest_existing(Path(folder)) / f"{_MARKER}{request.token}"
+        # A folder that is not writable shows by the absence of the marker.
         with contextlib.suppress(OSError):
             path.touch()
-            _marks.append(path)
+            _markers.append(path)
+    return MarkersPlaced()
 
 
-def look(folders: list[str], tokens: list[str]) -> dict[str, list[str]]:
-    """Which tokens are seen in each folder."""
-    found = {}
-    for folder in folders:
-        place = nearest_existing(Path(folder))
-        names = {entry.name for entry in os.scandir(place)} if place.is_dir() else set()
-        found[folder] = [token for token in tokens if f"{_MARK}{token}" in names]
-    return found
+def _find_markers(request: FindMarkers) -> MarkersFound:
+    visible = {}
+    for folder in request.folders:
+        path = nearest_existing(Path(folder))
+        names = {entry.name for entry in os.scandir(path)} if path.is_dir() else set()
+        visible[folder] = [token for token in request.tokens if f"{_MARKER}{token}" in names]
+    return MarkersFound(visible)
 
 
-def _unmark() -> None:
-    for path in _marks:
+def _remove_markers() -> None:
+    for path in _markers:
         with contextlib.suppress(OSError):
             path.unlink()
 
 
-def op(name: str, settings: dict[str, Any]) -> str:
-    """Build and run one of DeepSpeed's ops; see `engine.ops`."""
+def _build_op(request: BuildOp) -> OpBuilt:
     from ds_finetune.engine.deepspeed_ops import check_op
 
-    return check_op(name, settings)
+    return OpBuilt(check_op(request.name, request.settings))
 
 
-def apart(requests: list[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
-    """Answer requests each in a process of its own, at once; how one died is an answer: `lost` (exit code, None for too
-    long) and `said`.
-    """
-    sessions = [_child() for _ in requests]
-    until = time.monotonic() + seconds
-    for session, request in zip(sessions, requests, strict=True):
-        session.send(request.pop("do"), request)
-    answers = []
-    for session in sessions:
-        try:
-            answers.append({"value": session.receive(seconds=max(0.0, until - time.monotonic()))})
-        except RefusedError as refused:
-            answers.append({"refused": refused.message, "hint": refused.hint})
-        except HostLostError as lost:
-            answers.append({"lost": lost.code, "said": lost.said})
+def _run_in_children(request: RunInChildren) -> ChildReplies:
+    sessions = [_start_child() for _ in request.requests]
+    until = time.monotonic() + request.seconds
+    for session, child_request in zip(sessions, request.requests, strict=True):
+        session.send(child_request)
+    replies = []
+    for session, child_request in zip(sessions, request.requests, strict=True):
+        replies.append(_child_reply(session, child_request, max(0.0, until - time.monotonic())))
     for session in sessions:
         session.end()
-    return answers
+    return ChildReplies(replies)
 
 
-def _child() -> Session:
+def _child_reply(session: Session, request: ProcessMessage, seconds: float) -> ChildReply:
+    try:
+        if isinstance(request, BuildOp):
+            return session.receive(OpBuilt, seconds=seconds)
+        return session.receive(NetworkMeasured, seconds=seconds)
+    except RefusedError as refused:
+        return RequestRefused(refused.message, refused.hint)
+    except HostLostError as lost:
+        return ChildLost(lost.code, lost.stderr)
+
+
+def _start_child() -> Session:
     command = [sys.executable, "-m", MODULE]
     return Session(
-        lambda log: subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True
-        )
+        lambda stderr: subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True
+        ),
+        REPLIES,
+        peer="a child of the probe",
     )
 
 
-VERBS: dict[str, Callable[..., object]] = {
-    "details": details,
-    "time": time.time,
-    "mark": mark,
-    "look": look,
-    "free_port": free_port,
-    "op": op,
-    "measure": measure,
-    "apart": apart,
+HANDLERS: dict[type[ProcessMessage], Callable[[Any], ProcessMessage]] = {
+    DetailsRequest: _report_details,
+    TimeRequest: lambda _: TimeReply(time.time()),
+    PlaceMarkers: _place_markers,
+    FindMarkers: _find_markers,
+    FreePortRequest: lambda _: FreePortReply(free_port()),
+    BuildOp: _build_op,
+    MeasureNetwork: lambda request: NetworkMeasured(measure(request.place)),
+    RunInChildren: _run_in_children,
 }
 
 if __name__ == "__main__":
-    answer_requests(VERBS, seconds=LIFE_SECONDS, at_end=_unmark)
+    answer_requests(HANDLERS, seconds=LIFE_SECONDS, at_end=_remove_markers)

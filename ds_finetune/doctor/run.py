@@ -3,13 +3,32 @@
 import os
 import secrets
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.doctor.cluster import Cluster, Say
 from ds_finetune.doctor.host_details import HostDetails, HostQuery, gather_details
+from ds_finetune.doctor.messages import (
+    BuildOp,
+    ChildLost,
+    ChildReplies,
+    ChildReply,
+    ChildRequest,
+    DetailsReply,
+    DetailsRequest,
+    FindMarkers,
+    FreePortReply,
+    FreePortRequest,
+    MarkersFound,
+    MarkersPlaced,
+    MeasureNetwork,
+    OpBuilt,
+    PlaceMarkers,
+    RequestRefused,
+    RunInChildren,
+)
 from ds_finetune.doctor.need import Need, files_of, folders_of, need_of
 from ds_finetune.doctor.network import JOIN_SECONDS, TALK_SECONDS, NetworkRank
 from ds_finetune.doctor.network_checks import network_checks
@@ -19,7 +38,6 @@ from ds_finetune.hostfile import Host
 from ds_finetune.hosts.check import Check
 from ds_finetune.hosts.checks import host_checks, port_check, rank_device
 from ds_finetune.hosts.info import HostInfo
-from ds_finetune.hosts.unreachable import other_program_check
 from ds_finetune.launch.environment import carried_variables, environment_files
 from ds_finetune.launch.preflight import meeting_address
 from ds_finetune.launch.remote import Remote, address_of
@@ -32,7 +50,7 @@ _MARGIN = 10.0
 _STOPS_NETWORK = ("address", "interface", "devices")
 """Checks without which the network cannot be measured."""
 _ILLEGAL = -4
-"""Exit code of a process that SIGILL killed."""
+"""Exit code of a process that an illegal instruction ended (SIGILL)."""
 _AGAIN = "correct that and run doctor again"
 
 
@@ -62,8 +80,8 @@ def examine(request: DoctorRequest, say: Say) -> list[Check]:
             return cluster.lost
         # Long before they are looked for: a network file system shows other hosts' files late.
         token = secrets.token_hex(4)
-        marks = {name: {"folders": list(folders), "token": f"{token}-{name}"} for name in hosts}
-        cluster.ask("mark", marks, seconds=_QUICK_SECONDS)
+        markers = {name: PlaceMarkers(list(folders), f"{token}-{name}") for name in hosts}
+        cluster.ask(markers, MarkersPlaced, seconds=_QUICK_SECONDS)
         checks = [Check("ssh", name, "ok", details.hostname) for name, details in hosts.items()]
         checks += _detail_checks(request, cluster, hosts, gather_details(query))
         checks += _run_checks(request, cluster, hosts)
@@ -75,15 +93,9 @@ def examine(request: DoctorRequest, say: Say) -> list[Check]:
 def _ask_details(cluster: Cluster, query: HostQuery, port: int) -> dict[str, HostDetails]:
     """The facts of the hosts that answer; the first host also tries `port`."""
     first = next(iter(cluster.hosts))
-    queries = {name: asdict(replace(query, port=port if name == first else 0)) for name in cluster.hosts}
-    hosts = {}
-    for name, tree in cluster.ask("details", queries, seconds=_START_SECONDS).items():
-        details = HostDetails.read(tree)
-        if details is None:
-            cluster.lost.append(other_program_check(name))
-        else:
-            hosts[name] = details
-    return hosts
+    requests = {name: DetailsRequest(replace(query, port=port if name == first else 0)) for name in cluster.hosts}
+    replies = cluster.ask(requests, DetailsReply, seconds=_START_SECONDS)
+    return {name: reply.details for name, reply in replies.items()}
 
 
 def _detail_checks(
@@ -133,24 +145,26 @@ def _op_checks(cluster: Cluster, need: Need) -> Iterator[Check]:
     if not need.ops:
         return
     names = list(need.ops)
-    requests = [{"do": "op", "name": name, "settings": need.ops[name]} for name in names]
-    arguments = {host: {"requests": requests, "seconds": _BUILD_SECONDS} for host in cluster.sessions}
+    builds: list[ChildRequest] = [BuildOp(name, dict(need.ops[name])) for name in names]
+    requests = {host: RunInChildren(builds, _BUILD_SECONDS) for host in cluster.sessions}
     what = f"{' and '.join(names)} of DeepSpeed; a first build takes minutes, {_BUILD_SECONDS / 60:.0f} at most"
-    for host, answers in cluster.ask("apart", arguments, seconds=_BUILD_SECONDS + _MARGIN, what=what).items():
-        yield from (op_check(host, name, answer, need.ops[name]) for name, answer in zip(names, answers, strict=True))
+    for host, answer in cluster.ask(requests, ChildReplies, seconds=_BUILD_SECONDS + _MARGIN, what=what).items():
+        for name, reply in zip(names, answer.replies, strict=True):
+            yield op_check(host, name, reply, need.ops[name])
 
 
-def op_check(host: str, name: str, answer: Mapping[str, Any], settings: Mapping[str, Any]) -> Check:
+def op_check(host: str, name: str, reply: ChildReply, settings: Mapping[str, Any]) -> Check:
     """The result of building and running an operator; a failure of one that has a substitute is a warning."""
-    if "value" in answer:
-        return Check(name, host, "ok", answer["value"])
-    if "refused" in answer and "substitute" in settings:
-        found = f"{answer['refused']}; the run will use {settings['substitute']}"
-        return Check(name, host, "warn", found, answer["hint"])
-    if "refused" in answer:
-        return Check(name, host, "fail", answer["refused"], answer["hint"])
-    last = ([line for line in answer["said"].splitlines() if line.strip()] or ["nothing"])[-1]
-    if answer["lost"] is None:
+    if isinstance(reply, OpBuilt):
+        return Check(name, host, "ok", reply.text)
+    if isinstance(reply, RequestRefused) and "substitute" in settings:
+        found = f"{reply.message}; the run will use {settings['substitute']}"
+        return Check(name, host, "warn", found, reply.hint)
+    if isinstance(reply, RequestRefused):
+        return Check(name, host, "fail", reply.message, reply.hint)
+    assert isinstance(reply, ChildLost)
+    last = ([line for line in reply.stderr.splitlines() if line.strip()] or ["nothing"])[-1]
+    if reply.code is None:
         hint = (
             f"if nothing builds there, remove the file `lock` in {name} below TORCH_EXTENSIONS_DIR "
             "(~/.cache/torch_extensions)"
@@ -160,7 +174,7 @@ def op_check(host: str, name: str, answer: Mapping[str, Any], settings: Mapping[
         f"remove {name} below TORCH_EXTENSIONS_DIR (~/.cache/torch_extensions), which another kind of CPU may "
         "have built; do not share it"
     )
-    what = "an illegal instruction" if answer["lost"] == _ILLEGAL else f"exit code {answer['lost']}: {last}"
+    what = "an illegal instruction" if reply.code == _ILLEGAL else f"exit code {reply.code}: {last}"
     return Check(name, host, "fail", f"ended by {what}", hint)
 
 
@@ -176,35 +190,36 @@ def _network_checks(
     if wrong:
         found = f"not measured: the check `{wrong[0].name}` of {wrong[0].host} fails"
         return [Check("network", "", "warn", found, _AGAIN)]
-    ports = cluster.ask("free_port", {names[0]: {}}, seconds=_QUICK_SECONDS)
+    ports = cluster.ask({names[0]: FreePortRequest()}, FreePortReply, seconds=_QUICK_SECONDS)
     if names[0] not in ports:
         return []
     infos = {cluster.hosts[name]: hosts[name] for name in names}
     address = meeting_address(list(infos), infos) or "127.0.0.1"
     host_of_rank = [name for name in names for _ in range(counts[name])]
     leaders = tuple(host_of_rank.index(name) for name in names)
-    requests: dict[str, list[dict[str, object]]] = {name: [] for name in names}
+    measurements: dict[str, list[ChildRequest]] = {name: [] for name in names}
     for rank, name in enumerate(host_of_rank):
         local_rank = rank - host_of_rank.index(name)
         device_number = (cluster.hosts[name].devices or range(counts[name]))[local_rank]
-        place = NetworkRank(rank, len(host_of_rank), address, ports[names[0]], device, device_number, leaders)
-        requests[name].append({"do": "measure", **asdict(place)})
-    arguments = {name: {"requests": batch, "seconds": _NETWORK_SECONDS} for name, batch in requests.items()}
-    answers = cluster.ask("apart", arguments, seconds=_NETWORK_SECONDS + _MARGIN, what="the network between the hosts")
+        place = NetworkRank(rank, len(host_of_rank), address, ports[names[0]].port, device, device_number, leaders)
+        measurements[name].append(MeasureNetwork(place))
+    requests = {name: RunInChildren(ranks, _NETWORK_SECONDS) for name, ranks in measurements.items()}
+    what = "the network between the hosts"
+    answers = cluster.ask(requests, ChildReplies, seconds=_NETWORK_SECONDS + _MARGIN, what=what)
     gone = [name for name in names if name not in answers]
     if gone:
         return [Check("network", "", "warn", f"not measured: {', '.join(gone)} no longer answers", _AGAIN)]
-    return network_checks(host_of_rank, [answer for name in names for answer in answers[name]])
+    return network_checks(host_of_rank, [reply for name in names for reply in answers[name].replies])
 
 
 def _folder_checks(cluster: Cluster, token: str, config: RunConfig | None) -> Iterator[Check]:
     """Look in each folder for the marker files that all hosts have left there."""
     names, folders = list(cluster.sessions), folders_of(config)
-    arguments = {"folders": list(folders.values()), "tokens": [f"{token}-{name}" for name in names]}
-    visible = cluster.ask("look", dict.fromkeys(names, arguments), seconds=_QUICK_SECONDS)
+    request = FindMarkers(list(folders.values()), [f"{token}-{name}" for name in names])
+    visible = cluster.ask(dict.fromkeys(names, request), MarkersFound, seconds=_QUICK_SECONDS)
     for name, path in folders.items():
         by_host = {
-            host: [other.removeprefix(f"{token}-") for other in answer[path]] for host, answer in visible.items()
+            host: [other.removeprefix(f"{token}-") for other in answer.tokens[path]] for host, answer in visible.items()
         }
         is_saved_to = config is not None and name == "output_dir" and config.checkpoint.every_steps
         node_local = config.checkpoint.node_local if config is not None and is_saved_to else None

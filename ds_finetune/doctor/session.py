@@ -1,43 +1,48 @@
-"""A conversation with a program on a host: one JSON object a line each way, so that a host is asked many things for one
-start of Python.
+"""A session with a program on a host, which answers many requests for one start of Python.
 
-An answer carries the id of its request, by which it is told from what a login shell prints.
+The lines of its replies begin with a token, which tells them from the output of a login shell.
 """
 
 import contextlib
-import json
 import os
 import queue
 import secrets
-import selectors
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
-import time
-from collections import deque
-from collections.abc import Callable, Mapping
-from typing import IO, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, Any, TypeVar
 
+from ds_finetune.doctor.messages import RequestRefused
 from ds_finetune.errors import FinetuneError
+from ds_finetune.process_messages import LineBuffer, MessageError, MessageReader, ProcessMessage, decode, encode, send
 
 _TAIL_BYTES = 20_000
 _END_SECONDS = 5.0
+_READ_BYTES = 2**16
+_PEER = "the program that asks"
+Reply = TypeVar("Reply", bound=ProcessMessage)
+
+
+@dataclass(frozen=True)
+class OpenSession(ProcessMessage, kind="open-session"):
+    """The first message of the asking side."""
+
+    token: str
 
 
 class HostLostError(Exception):
-    """The other side ended (`code`), or did not answer in time (`code` None), with what it had written to standard
-    error.
-    """
+    """The other side ended (`code`), or did not answer in time (`code` None); `stderr` is the end of its output."""
 
-    def __init__(self, code: int | None, said: str) -> None:
-        super().__init__(f"exit code {code}: {said}")
-        self.code, self.said = code, said
+    def __init__(self, code: int | None, stderr: str) -> None:
+        super().__init__(f"exit code {code}: {stderr}")
+        self.code, self.stderr = code, stderr
 
 
 class RefusedError(Exception):
-    """The other side answered with a FinetuneError: its message, and the way out."""
+    """The other side answered with a FinetuneError: its message and hint."""
 
     def __init__(self, message: str, hint: str) -> None:
         super().__init__(message)
@@ -45,49 +50,61 @@ class RefusedError(Exception):
 
 
 class Session:
-    """The asking side; `start` gets a file for the standard error of the process it returns, which has pipes for input
-    and output.
+    """The asking side of a session with `peer`, which may reply with messages of the types `replies`.
+
+    `start` gets a file for the standard error of the process it returns, which has pipes for input and output.
     """
 
-    def __init__(self, start: Callable[[IO[bytes]], "subprocess.Popen[bytes]"]) -> None:
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
-        self.process = start(self._log)
-        self._rest = b""
-        self._asked: deque[str] = deque()
+    def __init__(
+        self,
+        start: Callable[[IO[bytes]], "subprocess.Popen[bytes]"],
+        replies: Sequence[type[ProcessMessage]],
+        *,
+        peer: str,
+    ) -> None:
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
+        self.process = start(self._stderr)
+        token = secrets.token_hex(8)
+        assert self.process.stdout
+        types: tuple[type[ProcessMessage], ...] = (*replies, RequestRefused)
+        self._reader = MessageReader(self.process.stdout.fileno(), types, peer=peer, token=token)
+        self.send(OpenSession(token))
 
-    def ask(self, verb: str, arguments: Mapping[str, object] | None = None, *, seconds: float) -> Any:  # noqa: ANN401 - any JSON
-        """The answer to one request; HostLostError or RefusedError where there is none, the first after `seconds` at
-        most.
+    def ask(self, request: ProcessMessage, reply: type[Reply], *, seconds: float) -> Reply:
+        """The reply to one request.
+
+        HostLostError without a reply after `seconds` at most, RefusedError for a FinetuneError of the other side, and
+        MessageError for a reply that cannot be read or is of another type.
         """
-        self.send(verb, arguments or {})
-        return self.receive(seconds=seconds)
+        self.send(request)
+        return self.receive(reply, seconds=seconds)
 
-    def send(self, verb: str, arguments: Mapping[str, object]) -> None:
-        """Put a request on its way; a side that has ended is noticed by `receive`."""
+    def send(self, request: ProcessMessage) -> None:
+        """Send a request; `receive` notices a side that has ended."""
         assert self.process.stdin
-        self._asked.append(secrets.token_hex(8))
         with contextlib.suppress(OSError):
-            request = {"do": verb, "id": self._asked[-1], "arguments": arguments}
-            self.process.stdin.write(json.dumps(request).encode() + b"\n")
+            self.process.stdin.write(encode(request))
             self.process.stdin.flush()
 
-    def receive(self, *, seconds: float) -> Any:  # noqa: ANN401 - any JSON
-        """The answer to the oldest request that has none yet."""
-        number, until = self._asked.popleft(), time.monotonic() + seconds
-        while (answer := _answer_to(number, self._line(until - time.monotonic()))) is None:
-            continue
-        if "refused" in answer:
-            raise RefusedError(answer["refused"], answer["hint"])
-        return answer["value"]
+    def receive(self, reply: type[Reply], *, seconds: float) -> Reply:
+        """The reply to the oldest request that has none yet; the errors of `ask`."""
+        message = self._reader.next(seconds)
+        if isinstance(message, RequestRefused):
+            raise RefusedError(message.message, message.hint)
+        if isinstance(message, reply):
+            return message
+        if message is not None:
+            raise MessageError(self._reader.peer, f"it is a {message.kind}, expected {reply.kind}")
+        raise HostLostError(self.process.wait() if self._reader.is_closed else None, self.stderr())
 
-    def said(self) -> str:
+    def stderr(self) -> str:
         """The end of what the other side, or ssh, wrote to standard error."""
-        size = self._log.seek(0, os.SEEK_END)
-        self._log.seek(max(0, size - _TAIL_BYTES))
-        return self._log.read().decode(errors="replace").strip()
+        size = self._stderr.seek(0, os.SEEK_END)
+        self._stderr.seek(max(0, size - _TAIL_BYTES))
+        return self._stderr.read().decode(errors="replace").strip()
 
     def end(self) -> None:
-        """Close the conversation, which ends the other side; what is not gone after a moment is killed here."""
+        """Close the session, which ends the other side; what runs after some seconds is killed."""
         assert self.process.stdin
         assert self.process.stdout
         with contextlib.suppress(OSError):
@@ -98,64 +115,44 @@ class Session:
             self.process.kill()
             self.process.wait()
         self.process.stdout.close()
-        self._log.close()
-
-    def _line(self, seconds: float) -> bytes:
-        assert self.process.stdout
-        until = time.monotonic() + seconds
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.process.stdout, selectors.EVENT_READ)
-            while b"\n" not in self._rest:
-                if not selector.select(max(0.0, until - time.monotonic())):
-                    raise HostLostError(None, self.said())
-                piece = os.read(self.process.stdout.fileno(), 1 << 20)
-                if not piece:
-                    raise HostLostError(self.process.wait(), self.said())
-                self._rest += piece
-        line, _, self._rest = self._rest.partition(b"\n")
-        return line
+        self._stderr.close()
 
 
-def _answer_to(number: str, line: bytes) -> dict[str, Any] | None:
-    """The answer to a request; None for a line that is none."""
-    try:
-        answer = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return answer if isinstance(answer, dict) and answer.get("id") == number else None
+Handlers = Mapping[type[ProcessMessage], Callable[[Any], ProcessMessage]]
 
 
-def answer_requests(
-    verbs: Mapping[str, Callable[..., object]], *, seconds: int, at_end: Callable[[], None] = lambda: None
-) -> None:
-    """The answering side: call the verb that each line of standard input names, until input ends; then `at_end`.
+def answer_requests(handlers: Handlers, *, seconds: int, at_end: Callable[[], None] = lambda: None) -> None:
+    """The answering side: reply to each request on standard input until input ends; then `at_end`.
 
-    The process and what it started end with the input, whatever they are doing, and after `seconds` in any case.
-    What libraries print goes to standard error. A FinetuneError is an answer; another exception ends the process,
-    and its text is what the asking side gets.
+    The process and what it started end with the input, whatever they do, and after `seconds` in any case. Output of
+    libraries goes to standard error. A FinetuneError is a reply; another exception ends the process, and the asking
+    side gets its text.
     """
     with contextlib.suppress(PermissionError):
         os.setsid()
     signal.alarm(seconds)
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    output = os.dup(1)
     os.dup2(2, 1)
     # A line of its own, whatever a login shell has printed before without an end.
-    answers.write("\n")
-    requests: queue.Queue[dict[str, Any]] = queue.Queue()
-    threading.Thread(target=_listen, args=(requests, at_end), daemon=True).start()
+    os.write(output, b"\n")
+    lines: queue.Queue[bytes] = queue.Queue()
+    threading.Thread(target=_read_lines, args=(lines, at_end), daemon=True).start()
+    token = decode(lines.get(), [OpenSession], peer=_PEER).token
     while True:
-        request = requests.get()
+        request = decode(lines.get(), list(handlers), peer=_PEER)
         try:
-            answer = {"value": verbs[request["do"]](**request["arguments"])}
+            reply = handlers[type(request)](request)
         except FinetuneError as error:
-            answer = {"refused": error.message, "hint": error.hint}
-        answers.write(json.dumps({"id": request["id"], **answer}) + "\n")
-        answers.flush()
+            reply = RequestRefused(error.message, error.hint)
+        send(output, reply, token=token)
 
 
-def _listen(requests: "queue.Queue[dict[str, Any]]", at_end: Callable[[], None]) -> None:
-    for line in sys.stdin:
-        requests.put(json.loads(line))
+def _read_lines(lines: "queue.Queue[bytes]", at_end: Callable[[], None]) -> None:
+    # Without sys.stdin, whose lock a thread that reads holds while the interpreter ends, which then aborts.
+    buffer = LineBuffer(peer=_PEER)
+    while piece := os.read(0, _READ_BYTES):
+        for line in buffer.feed(piece):
+            lines.put(line)
     at_end()
-    # The group holds compilers that an op's build has started.
+    # The group holds compilers that the build of an operator has started.
     os.killpg(os.getpgrp(), signal.SIGKILL)

@@ -153,17 +153,17 @@ class _Converter(threading.local):
         """Write a row of blocks [rows, columns] and its scales; only some columns at a time are held in fp32."""
         row = item.start // item.columns
         base = self._base_blocks(item.key, row, row + len(values))
-        made, scale = torch.empty(values.shape, dtype=FP8), torch.empty(scale_shape(values.shape)[1])
+        quantised, scale = torch.empty(values.shape, dtype=FP8), torch.empty(scale_shape(values.shape)[1])
         kept = 0
         for first in range(0, item.columns, _COLUMNS):
             columns, blocks = slice(first, first + _COLUMNS), slice(first // BLOCK, (first + _COLUMNS) // BLOCK)
             part = values[:, columns].float()
             if base is None:
-                made[:, columns], scale[blocks] = quantise(part)
+                quantised[:, columns], scale[blocks] = quantise(part)
             else:
-                made[:, columns], scale[blocks], same = quantise_like(part, base[0][:, columns], base[1][blocks])
+                quantised[:, columns], scale[blocks], same = quantise_like(part, base[0][:, columns], base[1][blocks])
                 kept += int(same.sum())
-        self._writer.write(item.key, item.start, made.view(-1))
+        self._writer.write(item.key, item.start, quantised.view(-1))
         self._writer.write(item.key + SCALE, row // BLOCK * len(scale), scale)
         self._conversion.blocks.count(len(scale), kept)
 

@@ -199,7 +199,7 @@ def link_folder(source: Path, out: Path) -> bool:
 
 def has_same_weights(folder: Path, other: Path) -> bool:
     """Whether the weights of two folders are the same files, as `link_folder` makes them."""
-    mine, others = ({file.name: file for file in place.glob(f"*{_WEIGHTS}")} for place in (folder, other))
+    mine, others = ({file.name: file for file in each.glob(f"*{_WEIGHTS}")} for each in (folder, other))
     if not mine or mine.keys() != others.keys():
         return False
     return all(file.samefile(others[name]) for name, file in mine.items())

@@ -12,9 +12,10 @@ import torch
 from transformers import AutoConfig
 
 from ds_finetune.errors import ExportError, OutputError
-from ds_finetune.export.base_folder import BaseFolder, config_changes
+from ds_finetune.export.base_folder import BaseFolder
 from ds_finetune.export.convert import Conversion, convert_source, num_workers
 from ds_finetune.export.folder import TOKENIZER_FILES, FolderParts
+from ds_finetune.export.model_config import config_changes
 from ds_finetune.export.readers.sources import OpenedSource, open_source
 from ds_finetune.export.source import ModelSpec, fit_source, read_model_spec
 from ds_finetune.export.verify.record import ExportRecord, fixed_prompts
@@ -73,11 +74,11 @@ def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int
     parts, notes = _with_base(_parts(folders, spec, opened, dtype), spec, opened, base, without=source.shapes)
     source = source.with_copies(parts.copies)
     tensors = [tensor for copied in (Conversion(source, parts, 1), *parts.base_tensors) for tensor in copied.tensors]
-    own = [name for name in source.shapes if spec.may_skip(name) and name not in parts.copies]
+    unbuilt = [name for name in source.shapes if spec.may_skip(name) and name not in parts.copies]
     notes = [
-        *_unbuilt_notes(opened.hub.folder if opened.hub else path, own),
+        *_unbuilt_notes(opened.hub.folder if opened.hub else path, unbuilt),
         *notes,
-        *config_changes(parts, (tensor.key for tensor in tensors)),
+        *config_changes(parts.config, parts.files, [tensor.key for tensor in tensors]),
     ]
     if parts.is_fp8 and parts.family.fp8_linear is None and parts.fp8_base is None:
         raise ExportError(
@@ -120,7 +121,7 @@ def _with_base(
 
 
 def _unbuilt_notes(path: Path, names: list[str]) -> list[str]:
-    return [f"{len(names)} tensors of {path} that the model does not build go along, e.g. {names[0]}"] if names else []
+    return [f"{len(names)} tensors of {path} that the model does not build are kept, e.g. {names[0]}"] if names else []
 
 
 def check_out(out: Path) -> None:
@@ -165,7 +166,7 @@ def _first(folders: tuple[Path, ...], name: str) -> Path | None:
 
 
 def _parts(folders: tuple[Path, ...], spec: ModelSpec, opened: OpenedSource, dtype: str) -> FolderParts:
-    file, beside = _config_file(folders), (_first(folders, name) for name in COPIED_FILES)
+    file, copied = _config_file(folders), (_first(folders, name) for name in COPIED_FILES)
     config = json.loads(file.read_text(encoding="utf-8"))
     if dtype == FP8 and config.get("quantization_config") not in (None, QUANTIZATION_CONFIG):
         raise ExportError(
@@ -180,7 +181,7 @@ def _parts(folders: tuple[Path, ...], spec: ModelSpec, opened: OpenedSource, dty
         architecture=spec.architecture,
         dtype=plain,
         is_fp8=dtype == FP8,
-        files=tuple(file for file in beside if file is not None),
+        files=tuple(file for file in copied if file is not None),
         record=opened.record or _record_without_logits(file.parent, opened, plain),
         texts=dict(opened.texts),
     )

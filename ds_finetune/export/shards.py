@@ -162,7 +162,7 @@ class ShardWriter:
         if incomplete:
             shown = ", ".join(f"`{key}` ({self._progress[key].text()})" for key in incomplete[:_SHOWN])
             raise ExportError(
-                f"{len(incomplete)} of {len(self._progress)} tensors were not written once and whole: {shown}",
+                f"{len(incomplete)} of {len(self._progress)} tensors were not written completely and once: {shown}",
                 hint="please report this",
             )
         if len(self._shards) > 1:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distributions, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Self
 
 import psutil
 
@@ -51,13 +50,6 @@ class HostInfo:
     """The requested port, or any free port where none was requested; 0 where the requested port is taken."""
     port_holder: str | None
     """The process that holds the requested port; None where the port is free or none was requested."""
-
-    @classmethod
-    def read(cls, tree: Any) -> Self | None:  # noqa: ANN401 - any JSON
-        """From the JSON of another host; None where its fields differ, as with another version of this program."""
-        if not isinstance(tree, dict) or tree.keys() != cls.__dataclass_fields__.keys():
-            return None
-        return cls(**tree)
 
 
 @dataclass(frozen=True)

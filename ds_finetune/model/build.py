@@ -1,4 +1,4 @@
-"""A model without weights: configuration, modules, and where each tensor lives on this rank."""
+"""Builds a model without weights: its configuration, its modules, and the fragment of each tensor on this rank."""
 
 import math
 import sys
@@ -30,18 +30,18 @@ _LOGIT_TRANSFORMS = (
     "lm_head_multiplier",
     "output_multiplier_scale",
 )
-"""Config keys of model types that change the logits after `lm_head`, where the chunked loss would not see it."""
+"""Config keys that change the logits after `lm_head`; the chunked loss does not apply them."""
 _BALANCE_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
-"""Config keys of the weight that a balance loss of the experts has."""
+"""Config keys of the weight of the load balancing loss of experts."""
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """The part of a tensor that lives here: elements `start` to `start + numel` of the row-major flattened tensor of
-    `shape`.
+    """The part of a tensor that this rank holds: elements `start` to `start + numel` of the row-major flattened tensor
+    of `shape`.
 
-    It may reach past the end, where ZeRO-3 pads. `opened()` gives those elements (1-D) to read and write; what is
-    written is kept when the context closes, so that a fragment on disk needs memory only while it is open.
+    It may reach past the end of the tensor, where ZeRO-3 pads. `opened()` gives those elements (1-D) to read and write.
+    Written values are stored when the context closes, so that a fragment on disk needs memory only while it is open.
     """
 
     start: int
@@ -51,11 +51,12 @@ class Fragment:
 
     @property
     def end(self) -> int:
-        """Where the elements of the tensor end here, padding left out."""
+        """End of the fragment's elements in the flattened tensor, without padding."""
         return min(self.start + self.numel, math.prod(self.shape))
 
 
 Where = Callable[[torch.Tensor], Fragment]
+"""From a tensor of the model to the fragment of it on this rank."""
 
 
 def in_memory(flat: torch.Tensor, *, start: int, shape: tuple[int, ...]) -> Fragment:
@@ -64,12 +65,12 @@ def in_memory(flat: torch.Tensor, *, start: int, shape: tuple[int, ...]) -> Frag
 
 
 def whole(tensor: torch.Tensor) -> Fragment:
-    """The fragment of a tensor that lives here entirely."""
+    """The fragment of a tensor that this rank holds entirely."""
     return in_memory(tensor.data.view(-1), start=0, shape=tuple(tensor.shape))
 
 
 def resolve_folder(path: str, *, files: Sequence[str] = _HUB_FILES) -> Path:
-    """The folder of a model or tokenizer: a local one as it is, of a hub id `files` downloaded to the hub's cache."""
+    """The folder of a model or tokenizer: a local one, or the hub's cache after downloading `files` of a hub id."""
     folder = Path(path)
     if folder.is_dir():
         check_folder(folder)
@@ -91,7 +92,7 @@ def resolve_folder(path: str, *, files: Sequence[str] = _HUB_FILES) -> Path:
                 hint="check the name, give a local folder, or start where the hub can be reached",
             ) from missing
         raise ModelError(
-            f"model `{path}` is neither a folder nor to be had from the hub: {missing}",
+            f"model `{path}` is neither a folder nor available from the hub: {missing}",
             hint="check the name, or give a local folder",
         ) from missing
     check_folder(folder)
@@ -99,12 +100,11 @@ def resolve_folder(path: str, *, files: Sequence[str] = _HUB_FILES) -> Path:
 
 
 def read_hf_config(path: str, *, files: Sequence[str] = _HUB_FILES) -> PretrainedConfig:
-    """The transformers configuration of a model folder or hub id; ModelError where there is none, or it is no causal
-    LM's.
+    """The transformers configuration of a model folder or hub id; ModelError where there is none, or it is not that of
+    a causal LM.
 
-    `quantization_config` is taken off: weights in FP8 are multiplied out as they are read, and the model knows nothing
-    of them.
-    ModelError where it is of a kind that is not read.
+    `quantization_config` is removed, since weights in FP8 are dequantised when they are read. ModelError where it is of
+    a kind that cannot be read.
     """
     folder = resolve_folder(path, files=files)
     if not (folder / "config.json").is_file():
@@ -118,9 +118,9 @@ def read_hf_config(path: str, *, files: Sequence[str] = _HUB_FILES) -> Pretraine
             f"{folder}/config.json: {unknown}", hint="model_type must be one that this transformers knows"
         ) from unknown
     except (OSError, TypeError, RecursionError, StrictDataclassError) as wrong:
-        said = " ".join(str(wrong).split())
+        reason = " ".join(str(wrong).split())
         raise ModelError(
-            f"{folder}/config.json cannot be read: {said}", hint="correct it, or get the published one"
+            f"{folder}/config.json cannot be read: {reason}", hint="correct it, or get the published one"
         ) from wrong
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ModelError(
@@ -137,7 +137,7 @@ def read_hf_config(path: str, *, files: Sequence[str] = _HUB_FILES) -> Pretraine
 
 
 def check_vocabulary(config: PretrainedConfig, label: str) -> None:
-    """ModelError for a model of text and other media, which keeps its vocabulary in the configuration of a part."""
+    """ModelError for a multimodal model, whose vocabulary size is in the configuration of its text part."""
     if not hasattr(config, "vocab_size"):
         raise ModelError(
             f"{label}: model_type `{config.model_type}` has no vocab_size of its own: it is a model of text and "
@@ -147,7 +147,7 @@ def check_vocabulary(config: PretrainedConfig, label: str) -> None:
 
 
 def check_logits(config: PretrainedConfig, label: str) -> None:
-    """ModelError where a key that is known to change the logits after the head is set."""
+    """ModelError where the config sets a key that changes the logits after the head."""
     transformed = [key for key in _LOGIT_TRANSFORMS if getattr(config, key, None) not in (None, 1, 1.0)]
     if transformed:
         raise ModelError(
@@ -158,7 +158,7 @@ def check_logits(config: PretrainedConfig, label: str) -> None:
 
 
 def _check_balance_loss(config: PretrainedConfig, label: str) -> None:
-    """ModelError where the model adds a balance loss of its experts, which the loss here leaves out."""
+    """ModelError where the model would add a load balancing loss of its experts, which is not implemented here."""
     weight = next((getattr(config, key) for key in _BALANCE_WEIGHTS if hasattr(config, key)), 1.0)
     has_loss = hasattr(sys.modules[model_class(config).__module__], "load_balancing_loss_func")
     if getattr(config, "output_router_logits", False) and weight and has_loss:
@@ -188,7 +188,7 @@ def check_attention(hf_config: PretrainedConfig, attention: str) -> None:
     if attention == FLASH and has_window and family_of(hf_config.model_type).window_in_mask:
         raise ModelError(
             f"model.attention {attention} with model_type `{hf_config.model_type}`: "
-            "transformers does not hand it the sliding window",
+            "transformers does not pass it the sliding window",
             hint="set model.attention: sdpa",
         )
 
@@ -201,18 +201,19 @@ def build_skeleton(
     device: str,
     init_context: AbstractContextManager[object] | None = None,
 ) -> PreTrainedModel:
-    """The modules of a causal LM with unset parameters in `dtype` on `device`; buffers hold their true values.
+    """The modules of a causal LM with uninitialised parameters in `dtype` on `device`; buffers have their values.
 
-    `init_context` is entered around the construction, e.g. one that partitions each parameter as it is made.
-    `sdpa` attends by document in the families of the table. Experts run through the grouped implementation; the cache
-    is off, since packed rows are only kept apart without it (transformers 5.23, masking_utils.py:873).
+    The model is constructed inside `init_context`, e.g. one that partitions each parameter as it is made. With
+    `attention` "sdpa", the families of the table use attention by document. Experts use the grouped implementation. The
+    cache is off, since transformers separates packed documents only without it (transformers 5.23,
+    masking_utils.py:873).
     """
     check_attention(hf_config, attention)
     hf_config.use_cache = False
-    is_ours = attention == "sdpa" and not family_of(hf_config.model_type).is_generic
-    hf_config._attn_implementation = BY_DOCUMENT if is_ours else attention
+    is_by_document = attention == "sdpa" and not family_of(hf_config.model_type).is_generic
+    hf_config._attn_implementation = BY_DOCUMENT if is_by_document else attention
     hf_config.dtype = dtype
-    # Imported before the context: DeepSpeed 0.19.8 forgets decorators of classes that are defined inside zero.Init
+    # Imported before the context: DeepSpeed 0.19.8 drops decorators of classes that are defined inside zero.Init
     # (partition_parameters.py:581-622).
     kind = model_class(hf_config)
     default = torch.get_default_dtype()
@@ -221,9 +222,9 @@ def build_skeleton(
         with no_init_weights(), init_context or nullcontext(), torch.device(device):
             model = kind(hf_config)
     except ImportError as missing:
-        said = str(missing).strip().splitlines()[0]
+        reason = str(missing).strip().splitlines()[0]
         raise ModelError(
-            f"{kind.__name__} with model.attention {attention} cannot be built here: {said}",
+            f"{kind.__name__} with model.attention {attention} cannot be built here: {reason}",
             hint="install what is missing, or choose another model.attention",
         ) from missing
     finally:
@@ -236,10 +237,10 @@ def build_skeleton(
 
 
 def _keep_buffers(model: PreTrainedModel, device: str) -> None:
-    """What a family keeps in fp32 is made a buffer of that dtype, whatever the default dtype was during construction.
+    """Replace the tensors that a family keeps in fp32 by fp32 buffers, whatever the default dtype was in construction.
 
-    Untrained parameters too (transformers 5.23, ernie4_5_moe/modeling_ernie4_5_moe.py:281): DeepSpeed 0.19.8 casts
-    every parameter, and leaves those buffers alone that the model names (runtime/keep_in_fp32.py).
+    This includes untrained parameters (transformers 5.23, ernie4_5_moe/modeling_ernie4_5_moe.py:281): DeepSpeed 0.19.8
+    casts every parameter, but not the buffers that the model names (runtime/keep_in_fp32.py).
     """
     kept = family_of(model.config.model_type).fp32_buffers
     for module in model.modules():

@@ -1,5 +1,5 @@
-"""What is checked of a model folder before a program reads it: it may come from anywhere, and nothing in it may hang or
-exhaust this one.
+"""Checks a model folder before its files are read: it may come from anywhere, and must not make this program hang or
+run out of memory.
 """
 
 import json
@@ -12,22 +12,22 @@ from ds_finetune.model.safetensors_header import header_bytes
 from ds_finetune.units import MIB
 
 MOST_LAYERS = 1000
-"""Layers of a model at most: each is built as Python objects before its weights are looked at. The deepest published
-ones have 126.
+"""Maximum number of layers of a model: each is built as Python objects before its weights are read. The deepest
+published models have 126.
 """
 MOST_CONFIG_BYTES = 16 * MIB
-"""Size of a config.json at most; published ones have some KiB."""
+"""Maximum size of a config.json; published ones have a few KiB."""
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers", "num_nextn_predict_layers")
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
 _SHOWN = 5
 
 
 def check_folder(folder: Path) -> None:
-    """ModelError where `folder` holds something that is neither file nor folder, a template from elsewhere, or absurd
+    """ModelError where `folder` holds something that is neither file nor folder, a template outside it, or implausible
     sizes.
 
-    Reading a FIFO waits for ever. A template that is a link out of the folder would render, and export, a file of this
-    machine. Sizes are the count of layers and the headers of safetensors.
+    Reading a FIFO would wait forever. A chat template that is a link out of the folder would render, and export, a
+    private file of this machine. The sizes are the number of layers and the lengths of safetensors headers.
     """
     special = [
         entry.name
@@ -55,7 +55,7 @@ def check_folder(folder: Path) -> None:
 
 
 def _is_inside(file: Path, folder: Path) -> bool:
-    """Whether a file lies in `folder`, or where the hub's cache keeps the files of that model."""
+    """Whether a file lies in `folder`, or in the blobs of the same model in the hub's cache."""
     real, target = folder.resolve(), file.resolve()
     blobs = [real.parents[1] / "blobs"] if real.parent.name == "snapshots" else []
     return any(target.is_relative_to(place) for place in (real, *blobs))
@@ -71,7 +71,7 @@ def _check_layers(file: Path) -> None:
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
-        # Whoever reads it next says what is wrong, in words of what it is for.
+        # The next reader of the file reports the error with more context.
         return
     for key, value in _counts(tree):
         least = 0 if key.endswith("num_nextn_predict_layers") else 1
@@ -83,7 +83,7 @@ def _check_layers(file: Path) -> None:
 
 
 def _counts(tree: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - whatever a config.json holds
-    """Counts of layers by key, those of a part's own configuration, as `text_config`, too."""
+    """Numbers of layers by key, also those of nested configurations such as `text_config`."""
     for name, part in tree.items() if isinstance(tree, Mapping) else ():
         if name in _LAYERS and part is not None:
             yield name, part

@@ -1,9 +1,9 @@
-"""Frozen weights of linear modules in four bits a number (Dettmers et al., QLoRA, arXiv 2305.14314), held and
-multiplied by bitsandbytes 0.50.
+"""Frozen weights of linear modules in four bits (Dettmers et al., QLoRA, arXiv 2305.14314), stored and multiplied by
+bitsandbytes 0.50.
 
-NF4 in blocks of 64 with a scale each; the scales of 256 blocks are eight bits each with a scale of their own
-(double quantisation, which is `Linear4bit`'s default). A weight is quantised as soon as its last number has been
-read, on the device it stays on.
+The format is NF4 with a scale for each block of 64 numbers. The scales of 256 blocks are quantised to eight bits with
+a common scale (double quantisation, the default of `Linear4bit`). A weight is quantised on its final device as soon as
+its last number has been read.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,32 +21,30 @@ from ds_finetune.patches.bitsandbytes_linear import without_cpu_packing
 
 _BLOCK, _NESTED = 64, 256
 _TABLES = 4 * (16 + 256 + 1)
-"""Bytes of what each weight has of its own beside blocks: both tables of numbers and the mean of its scales, in fp32.
-"""
+"""Bytes that each weight needs besides its blocks: both lookup tables and the mean of its scales, in fp32."""
 
 
 def fits_four_bit(shape: tuple[int, ...]) -> bool:
-    """Whether rows of a weight are whole blocks.
+    """Whether rows of a weight consist of whole blocks.
 
-    Where they are not, bitsandbytes 0.50.2 quantises rightly and multiplies out other numbers on CPUs
-    (backends/cpu/ops.py:137): blocks run on from row to row, and its kernel begins one with each row. Measured: 15
-    to 40% off instead of 9%.
+    Otherwise bitsandbytes 0.50.2 quantises correctly but dequantises wrongly on CPUs (backends/cpu/ops.py:137): blocks
+    continue from row to row, and its kernel starts a new block with each row. Measured error: 15 to 40% instead of 9%.
     """
     return len(shape) == 2 and shape[1] % _BLOCK == 0
 
 
 def nf4_bytes(shape: tuple[int, ...]) -> int:
-    """Bytes that a weight of `shape` takes: half of one a number, one a block, four for 256 blocks, and tables."""
+    """Bytes of a weight of `shape`: half a byte per number, one per block, four per 256 blocks, and the tables."""
     numel = prod(shape)
     blocks = -(-numel // _BLOCK)
     return -(-numel // 2) + blocks + 4 * -(-blocks // _NESTED) + _TABLES
 
 
 def install_four_bit(lm: PreTrainedModel, names: Iterable[str], *, device: str) -> None:
-    """Let the linear modules `names` of `lm` hold NF4 on `device`, once their weights are filled through
-    `four_bit_or_whole`.
+    """Replace the linear modules `names` of `lm` by modules that hold NF4 on `device` once their weights are written
+    through `four_bit_or_whole`.
 
-    `lm` was built inside `linears_without_memory` (patches/torch_nn.py); its other linear modules are given unset
+    `lm` was built inside `linears_without_memory` (patches/torch_nn.py); its other linear modules get uninitialised
     memory here.
     """
     for name in names:
@@ -81,8 +79,8 @@ def is_four_bit(param: torch.Tensor) -> bool:
 
 
 def four_bit_or_whole(tensor: torch.Tensor) -> Fragment:
-    """The fragment of a tensor that lives here entirely; one to be held in four bits is quantised when the fragment,
-    written to, is closed.
+    """The fragment of a tensor that this rank holds entirely; one in four bits is quantised when the fragment is
+    closed.
     """
     if not is_four_bit(tensor):
         return whole(tensor)
@@ -109,13 +107,13 @@ def shape_of(param: Any) -> tuple[int, ...]:  # noqa: ANN401 - bitsandbytes' Par
 
 
 def dtype_of(param: Any) -> torch.dtype:  # noqa: ANN401
-    """The dtype that a parameter is computed with."""
+    """The dtype in which a parameter takes part in computation."""
     state = getattr(param, "quant_state", None)
     return param.dtype if state is None else state.dtype  # type: ignore[no-any-return]
 
 
 def dequantised(param: Any) -> torch.Tensor:  # noqa: ANN401
-    """A parameter without its gradient; one in four bits as the numbers it stands for, a copy in its dtype."""
+    """A parameter without its gradient; one in four bits is dequantised into a copy in its dtype."""
     if getattr(param, "quant_state", None) is None:
         return param.detach()  # type: ignore[no-any-return]
     from bitsandbytes.functional import dequantize_4bit

@@ -1,7 +1,7 @@
-"""What a model type without a row in the table of families does here, tried on a tiny copy of it before it is trained.
+"""Tests a model type without a row in the table of families on a tiny copy before it is trained.
 
-Three questions: are two documents in one row what each is alone, is a padded row what it is unpadded, and is the loss
-that of the model's own logits. Each is a relative difference, in fp32 about 1e-6 where the answer is yes.
+Three results are compared: two documents in one row with each alone, a padded row with an unpadded one, and the loss
+with that of the model's own logits. Each is a relative difference, about 1e-6 in fp32 where the results agree.
 """
 
 import copy
@@ -27,17 +27,17 @@ from ds_finetune.model.weights import initialise_weights
 from ds_finetune.plan.combinations import ROW_BYTES, WEIGHT_BYTES, wider
 
 LIMIT = 1e-4
-"""Relative difference from which two results are different ones; what rounding does is a hundredth of it."""
+"""Relative difference above which two results disagree; rounding errors are a hundredth of it."""
 _LENGTHS = (27, 21)
-"""Tokens of the two documents; more than a tiny attention window."""
+"""Tokens of the two documents; more than the attention window of a tiny model."""
 _PADDING, _LAST = 11, 4
 _SEEN = 1e-3
-"""Relative difference that other earlier tokens make at least."""
+"""Minimum relative difference that other earlier tokens must make."""
 _SEED = 5
 _HEADS = (4, 2, 1, 8)
 """Numbers of attention heads that a tiny model may have, the likeliest to fit first."""
 _MORE_LAYERS = (1, 3)
-"""Times the layers that hold one of each kind; some models share weights between layers and need more."""
+"""Multiples of the layers that include one of each kind; some models share weights between layers and need more."""
 _NOISE, _HEAD_GAIN = 0.1, 8.0
 _MOST_PARAMETERS = 60_000_000
 """Parameters of a tiny model; with more the trial takes longer than it is worth."""
@@ -52,14 +52,14 @@ _FAILURES = (
     ArithmeticError,
     ImportError,
 )
-"""What models raise that are built or run as they are not meant to be."""
+"""Errors that models raise when they are built or run in a way that they do not support."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """How far results lay apart that should be equal (relative, fp32), or why there are none.
+    """Relative differences (fp32) between results that should be equal, or why there are none.
 
-    `packed`: two documents in a row against each alone. `padded`: a document with padding behind it against the same
+    `packed`: two documents in a row against each alone. `padded`: a document followed by padding against the same
     without. `loss`: the loss against that of the model's own logits.
     """
 
@@ -72,9 +72,9 @@ class Trial:
 def check_generic_type(
     hf_config: PretrainedConfig, *, attention: str, packing: bool, row_tokens: int, precision: str
 ) -> tuple[str, ...]:
-    """ModelError where a generic model type would be trained wrongly on such rows; otherwise lines on what was tried.
+    """ModelError where a generic model type would be trained wrongly on such rows; otherwise lines on what was tested.
 
-    Families of the table are not tried: tests compare their steps with plain loops.
+    Families of the table are not tested here: the test suite compares their steps with plain loops.
     """
     kind = hf_config.model_type
     if not family_of(kind).is_generic:
@@ -91,7 +91,7 @@ def check_generic_type(
 
 
 def _check_expert_widths(hf_config: PretrainedConfig, precision: str) -> None:
-    """ModelError where torch's grouped product rejects widths of experts; `plan.legal` refuses those of the table."""
+    """ModelError where torch's grouped product rejects widths of experts; `plan.combinations` checks the families."""
     lm = build_meta_model(hf_config)
     if lm.config._experts_implementation != "grouped_mm":
         return
@@ -105,7 +105,7 @@ def _check_expert_widths(hf_config: PretrainedConfig, precision: str) -> None:
 
 
 def refuse_failed_trial(kind: str, trial: Trial, *, packing: bool) -> None:
-    """ModelError where `trial` shows that such rows are trained wrongly, or cannot show that packed ones are not."""
+    """ModelError where `trial` shows that such rows are trained wrongly, or where packed rows could not be tested."""
     subject = f"model_type `{kind}`"
     if trial.loss > LIMIT:
         raise ModelError(
@@ -136,9 +136,9 @@ def _difference_text(difference: float) -> str:
 
 
 def try_model_type(hf_config: PretrainedConfig, *, attention: str, row_tokens: int) -> Trial:
-    """Build a small model with a layer of each kind of the configured one, and compare what should be equal.
+    """Build a small model with a layer of each kind of the configured one, and compare results that should be equal.
 
-    ModelError where transformers cannot build the configured model at all.
+    ModelError where transformers cannot build the configured model.
     """
     check_attention(hf_config, attention)
     # FlashAttention does not run on CPUs.
@@ -179,7 +179,7 @@ def _build(config: PretrainedConfig, attention: str, *, device: str) -> PreTrain
 
 
 def _build_initialised(config: PretrainedConfig, attention: str) -> PreTrainedModel:
-    """A model with weights of its own rule, made so large that nothing hides: rules make most small and some zero."""
+    """A model with initial weights, enlarged so that differences show: most initial values are small or zero."""
     lm = _build(config, attention, device="cpu")
     initialise_weights(lm, seed=_SEED)
     generator = torch.Generator().manual_seed(_SEED)
@@ -197,9 +197,9 @@ def _build_initialised(config: PretrainedConfig, attention: str) -> PreTrainedMo
 
 @torch.no_grad()
 def _compare(lm: PreTrainedModel, eager: PreTrainedModel) -> Trial:
-    """The differences between results of `lm`, and of its loss to that of the logits of the same model run eagerly.
+    """Compare results of `lm`, and its loss with that of the logits of the same model with eager attention.
 
-    ModelError where `lm` does not run as it is trained.
+    ModelError where `lm` does not run in the way it is trained.
     """
     first, second = _documents(lm)
     logits = eager(input_ids=first, position_ids=_positions(first), use_cache=False).logits[0, :-1].float()
@@ -225,7 +225,7 @@ def _compare(lm: PreTrainedModel, eager: PreTrainedModel) -> Trial:
 
 
 def _check_sight(model: TrainedModel, first: torch.Tensor, second: torch.Tensor) -> None:
-    """ArithmeticError where earlier tokens hardly change later ones, so that comparisons would show nothing."""
+    """ArithmeticError where earlier tokens hardly change later ones, so that comparisons would detect nothing."""
     same_end = [torch.cat([document[:, :_LAST], first[:, -_LAST:]], dim=1) for document in (first, second)]
     ends = [model.hidden(ids, _positions(ids), None)[0, -_LAST:] for ids in same_end]
     if _difference(*ends) < _SEEN:
@@ -233,7 +233,7 @@ def _check_sight(model: TrainedModel, first: torch.Tensor, second: torch.Tensor)
 
 
 def _documents(lm: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two documents [1, tokens] of tokens that are not special."""
+    """Two documents [1, tokens] without special tokens."""
     generator = torch.Generator().manual_seed(_SEED)
     vocabulary = lm.get_input_embeddings().weight.shape[0]
     tokens = (vocabulary // 16, vocabulary * 3 // 4)
@@ -242,7 +242,7 @@ def _documents(lm: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _packed_hidden(model: TrainedModel, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Hidden states of two rows that hold both documents, in either order."""
+    """Hidden states of two rows that have both documents, one row for each order."""
     orders = (_LENGTHS, _LENGTHS[::-1])
     ids = torch.cat([torch.cat([first, second], dim=1), torch.cat([second, first], dim=1)])
     return model.hidden(
@@ -251,7 +251,7 @@ def _packed_hidden(model: TrainedModel, first: torch.Tensor, second: torch.Tenso
 
 
 def _padded_hidden(model: TrainedModel, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Hidden states of two rows that hold one document each and padding."""
+    """Hidden states of two rows that have one document each, and padding."""
     length = max(_LENGTHS) + _PADDING
     ids = torch.cat(
         [

@@ -1,8 +1,8 @@
-"""The safetensors files of a model folder as one name space: headers checked, tensors read a bounded piece at a time,
-FP8 dequantised.
+"""Reads the safetensors files of a model folder by tensor name: checks headers, reads a bounded piece of a tensor at a
+time, and dequantises FP8.
 
-Files are read, not mapped as safetensors' own reader does (0.6, `safe_open`): mapped pages count as this process's
-memory, and a file that another process shortens would end it by a signal.
+Files are read, not memory-mapped as by safetensors' own reader (0.6, `safe_open`): mapped pages count as memory of this
+process, and if another process shortened a mapped file, a signal would kill this one.
 """
 
 import json
@@ -42,21 +42,21 @@ class _SafetensorsFile:
         return descriptor
 
     def read(self, dtype: torch.dtype, numel: int, offset: int, *, into: "Scratch | None" = None) -> torch.Tensor:
-        """`numel` elements from byte `offset`, 1-D, in memory of their own or in that of `into`."""
+        """Read `numel` elements from byte `offset`, 1-D, into new memory or the buffer `into`."""
         out = torch.empty(numel, dtype=dtype) if into is None else into.take(numel, dtype)
         view = out.view(torch.uint8).numpy().data
         while view:
-            done = os.preadv(self._descriptor, [view], offset)
-            if not done:
+            num_read = os.preadv(self._descriptor, [view], offset)
+            if not num_read:
                 raise ModelError(
                     f"{self.path} ends at byte {offset}, {len(view)} bytes early", hint="it changed while it was read"
                 )
-            view, offset = view[done:], offset + done
+            view, offset = view[num_read:], offset + num_read
         return out
 
 
 class Scratch(threading.local):
-    """One growing buffer for each thread: fresh memory costs more than what is read into it."""
+    """One growing buffer per thread, as allocating memory takes longer than reading into it."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
@@ -71,7 +71,7 @@ class Scratch(threading.local):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies: from byte `begin` of `file`, row by row."""
+    """Location of a tensor: row-major, from byte `begin` of `file`."""
 
     file: _SafetensorsFile
     dtype: torch.dtype
@@ -80,11 +80,10 @@ class StoredTensor:
 
 
 class HubFolder:
-    """Tensors of a folder of published weights by name; `shapes` leaves out the scales of FP8 weights, which belong to
-    these.
+    """The tensors of a folder of published weights by name. `shapes` does not contain the scales of FP8 weights.
 
-    ModelError where the folder has no safetensors, a file is missing, torn or outside the folder, and where a
-    weight in FP8 has no scale, or a scale no weight.
+    ModelError where the folder has no safetensors, a file is missing, incomplete or outside the folder, and where a
+    weight in FP8 has no scale, or a scale has no weight.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -109,14 +108,12 @@ class HubFolder:
         return key in self._scaled
 
     def dtype(self, key: str) -> torch.dtype:
-        """Dtype of what is read: the stored one, fp32 of FP8."""
+        """Dtype of what is read: the stored one, or fp32 for FP8."""
         return torch.float32 if self.is_fp8(key) else self._stored[key].dtype
 
     def read(self, key: str, start: int, numel: int) -> torch.Tensor:
         """Elements `start` to `start + numel` of the row-major flattened tensor, 1-D, valid until the same thread's
-        next read.
-
-        Of FP8 the rows that they lie in are read.
+        next read. For FP8 this reads whole rows.
         """
         stored = self._stored[key]
         if not self.is_fp8(key):
@@ -130,7 +127,7 @@ class HubFolder:
     def rows(self, key: str, first: int, last: int, columns: slice | None = None) -> torch.Tensor:
         """Rows `first` to `last`, [rows, ...], valid until the same thread's next read.
 
-        Of a matrix perhaps some consecutive `columns`, and no others are multiplied out.
+        With `columns`, a consecutive range of a matrix, only these are dequantised and returned.
         """
         stored = self._stored[key]
         width = math.prod(stored.shape[1:])
@@ -148,13 +145,13 @@ class HubFolder:
         return dequantise(values, self.scales(key, first, last)[:, begin // BLOCK :], row=first, column=begin)
 
     def whole(self, key: str) -> torch.Tensor:
-        """The tensor in memory of its own."""
+        """The whole tensor in new memory."""
         stored = self._stored[key]
         values = stored.file.read(stored.dtype, math.prod(stored.shape), stored.begin).view(stored.shape)
         return dequantise(values, self.scales(key, 0, stored.shape[0])) if self.is_fp8(key) else values
 
     def scales(self, key: str, first: int, last: int) -> torch.Tensor:
-        """Scales of the blocks that rows `first` to `last` of an FP8 weight meet: fp32 [block rows, block columns]."""
+        """Scales of the blocks of rows `first` to `last` of an FP8 weight: fp32 [block rows, block columns]."""
         scale = self._stored[key + SCALE]
         above, below = first // BLOCK, -(-last // BLOCK)
         return scale.file.read(
@@ -162,30 +159,30 @@ class HubFolder:
         ).view(-1, scale.shape[1])
 
     def stored_rows(self, key: str, first: int, last: int) -> torch.Tensor:
-        """Rows `first` to `last` of an FP8 weight as they are stored."""
+        """Rows `first` to `last` of an FP8 weight, in FP8."""
         stored = self._stored[key]
         width = stored.shape[1]
         return stored.file.read(stored.dtype, (last - first) * width, stored.begin + first * width).view(
             last - first, width
         )
 
-    def left_over(self, wanted: Mapping[str, Shape], *, model: str, may_be: Callable[[str], bool]) -> list[str]:
-        """Names of tensors that are not `wanted` and may be left over, in order.
+    def left_over(self, expected: Mapping[str, Shape], *, model: str, may_be: Callable[[str], bool]) -> list[str]:
+        """Names of tensors that are not `expected` and `may_be` left over, sorted.
 
-        ModelError lists what is missing, unexpected or of another shape, and what holds no floating numbers.
+        ModelError lists what is missing, unexpected, of another shape, or not of a floating dtype.
         """
-        left = [key for key in sorted(self.shapes.keys() - wanted.keys()) if may_be(key)]
-        wrong = differences(wanted, {key: shape for key, shape in self.shapes.items() if key not in set(left)})
+        left = [key for key in sorted(self.shapes.keys() - expected.keys()) if may_be(key)]
+        wrong = differences(expected, {key: shape for key, shape in self.shapes.items() if key not in set(left)})
         if wrong:
             raise ModelError(
                 f"{self.folder} does not fit {model}: {wrong}",
-                hint="it is incomplete or of another model; nothing goes on with weights that are not there",
+                hint="it is incomplete or belongs to another model; download it again, or name the right folder",
             )
         self.check_kinds()
         return left
 
     def check_kinds(self) -> None:
-        """ModelError where a tensor is not of a dtype that weights have."""
+        """ModelError where a tensor has a dtype that weights do not have."""
         others = [
             f"`{key}` is {self._stored[key].dtype}" for key in self.shapes if self._stored[key].dtype not in _WEIGHTS
         ]
@@ -196,7 +193,7 @@ class HubFolder:
             )
 
     def is_same(self, key: str, other: str) -> bool:
-        """Whether two tensors hold the same numbers in the same shape; some rows of both are read at a time."""
+        """Whether two tensors have the same shape and values; reads some rows of both at a time."""
         shape = self.shapes[key]
         if shape != self.shapes[other]:
             return False
@@ -223,7 +220,7 @@ def _read_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _read_indexed(folder: Path) -> dict[str, StoredTensor]:
-    """The files that the index names, which must be in the folder itself, with all that they hold."""
+    """The tensors of all files that the index names, which must lie in the folder itself."""
     index = folder / INDEX
     try:
         weight_map = {
@@ -244,33 +241,34 @@ def _read_indexed(folder: Path) -> dict[str, StoredTensor]:
             f"{index} names {len(absent)} files that are not there: {', '.join(absent[:_SHOWN])}",
             hint="download the model again",
         )
-    found = _merge_files([folder / name for name in names], weight_map)
+    tensors = _merge_files([folder / name for name in names], weight_map)
     lost = [
         f"`{key}` in {file}"
         for key, file in sorted(weight_map.items())
-        if key not in found or found[key].file.path.name != file
+        if key not in tensors or tensors[key].file.path.name != file
     ]
     if lost:
         raise ModelError(
             f"{index} names {len(lost)} tensors that are not there: {', '.join(lost[:_SHOWN])}",
             hint="download the model again",
         )
-    return found
+    return tensors
 
 
 def _merge_files(files: Iterable[Path], weight_map: Mapping[str, str]) -> dict[str, StoredTensor]:
-    """Tensors of all files; where two hold the same name, `weight_map` says which counts."""
-    found: dict[str, StoredTensor] = {}
+    """The tensors of all files; where two files have the same name, `weight_map` decides."""
+    tensors: dict[str, StoredTensor] = {}
     for path in files:
         file = _SafetensorsFile(path)
         for key, entry in _read_header(path).tensors.items():
-            if key in found and key not in weight_map:
+            if key in tensors and key not in weight_map:
                 raise ModelError(
-                    f"`{key}` is in both {found[key].file.path} and {path}", hint=f"take one away, or add {INDEX}"
+                    f"`{key}` is in both {tensors[key].file.path} and {path}",
+                    hint=f"remove one of the files, or add {INDEX}",
                 )
             if weight_map.get(key, path.name) == path.name:
-                found[key] = StoredTensor(file, entry.dtype, entry.shape, entry.begin)
-    return found
+                tensors[key] = StoredTensor(file, entry.dtype, entry.shape, entry.begin)
+    return tensors
 
 
 def _read_header(path: Path) -> Header:
@@ -282,7 +280,7 @@ def _read_header(path: Path) -> Header:
 
 
 def _check_scales(folder: Path, stored: Mapping[str, StoredTensor], fp8: Iterable[str]) -> None:
-    """Weights in FP8 and scales belong together, one to each block."""
+    """ModelError where an FP8 weight does not have one scale for each block, or a scale has no weight."""
     weights = set(fp8)
     alone = sorted(key for key in weights if key + SCALE not in stored)
     if alone:

@@ -1,8 +1,8 @@
-"""Low-rank adapters (Hu et al., LoRA, arXiv 2106.09685): how they compute, and what they add to weights.
+"""Low-rank adapters (Hu et al., LoRA, arXiv 2106.09685): their modules, and merging them into weights.
 
 A weight W [out, in] becomes W + alpha / rank x B A with A [rank, in] and B [out, rank]; fused experts [experts,
-out, in] have an A and a B each. W is frozen. Everything is what peft 0.21 computes, and `export/adapter.py` writes
-it in peft's format.
+out, in] have an A and a B per expert. W is frozen. All results equal those of peft 0.21, and `export/adapter.py`
+writes adapters in peft's format.
 """
 
 import re
@@ -48,9 +48,9 @@ class _AdaptedRouter(_Adapted):
     lora_B: torch.Tensor  # noqa: N815
 
     def forward(self, *args: Any) -> Any:  # noqa: ANN401 - the family's own
-        """The family's own forward, which reads `self.weight`; it is small enough to be merged each time."""
+        """The family's own forward, which reads `self.weight`. The weight is small enough to merge in each forward."""
         merged = self.weight + (self.lora_B @ self.lora_A) * self.lora_scale
-        # Found before the parameter of that name, which nn.Module gives only where there is no such attribute.
+        # Python finds this attribute first; nn.Module.__getattr__ returns the parameter only where there is none.
         self.__dict__["weight"] = merged
         try:
             return super().forward(*args)
@@ -65,17 +65,17 @@ class _AdaptedExperts(_Adapted):
     def forward(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """[tokens, width], chosen experts [tokens, k] and their weights -> [tokens, width].
 
-        As transformers 5.23 computes it (integrations/moe.py, grouped_mm_experts_forward). peft merges a copy of
-        all experts in each forward instead, and needs a gradient of that size.
+        The computation is that of transformers 5.23 (integrations/moe.py, grouped_mm_experts_forward). peft instead
+        merges a copy of all experts in each forward, and needs a gradient of that size.
         """
-        tokens, chosen = top_k_index.shape
+        tokens, k = top_k_index.shape
         experts, order = top_k_index.reshape(-1).sort(stable=True)
         ends = torch.bincount(experts, minlength=self.num_experts).cumsum(0, dtype=torch.int32)
-        inner = self._apply_gate(self._project(hidden[order // chosen], ends, "gate_up_proj"))
+        inner = self._apply_gate(self._project(hidden[order // k], ends, "gate_up_proj"))
         out = self._project(inner, ends, "down_proj") * top_k_weights.reshape(-1)[order, None]
-        back = torch.empty_like(order)
-        back[order] = torch.arange(len(order), device=order.device)
-        return out[back].view(tokens, chosen, -1).sum(1).to(hidden.dtype)
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(len(order), device=order.device)
+        return out[inverse].view(tokens, k, -1).sum(1).to(hidden.dtype)
 
     def _project(self, rows: torch.Tensor, ends: torch.Tensor, leaf: str) -> torch.Tensor:
         """`rows` [rows, in], sorted by expert and ending at `ends`, through each expert's weight `leaf` and its
@@ -98,11 +98,11 @@ def install_lora(  # noqa: PLR0913
     where: Where,
     share: Callable[[list[nn.Parameter]], None],
 ) -> None:
-    """Freeze `lm` and give each of `targets` adapters in the dtype of its weight: A drawn from (seed, name) as peft
-    does, B zero.
+    """Freeze `lm` and add adapters to each of `targets` in the dtype of its weight: A is random, B is zero.
 
     A is uniform within 1 / sqrt(in), which is kaiming_uniform with a = sqrt(5) (peft 0.21, tuners/lora/layer.py,
-    reset_lora_parameters). `share` is told of the parameters of one module at a time, to partition them.
+    reset_lora_parameters), with a seed from `seed` and its name. `share` is called with the new parameters of one
+    module at a time, to partition them.
     """
     lm.requires_grad_(False)
     for target in targets:
@@ -126,7 +126,7 @@ def install_lora(  # noqa: PLR0913
 
 
 def _initial_factors(name: str, shape: Shape, rank: int, seed: int) -> dict[str, torch.Tensor]:
-    """Fresh A and B of a weight, fp32."""
+    """Initial A and B of a weight, fp32."""
     *experts, out, width = shape
     bound = width**-0.5
     generator = torch.Generator().manual_seed(seed_of(seed, f"{name}.lora_A"))
@@ -143,9 +143,9 @@ def is_adapter(name: str) -> bool:
 
 def weight_of(name: str) -> tuple[str, str]:
     """The weight that an adapter's parameter `name` adapts, and the parameter's side, `A` or `B`."""
-    found = _ADAPTER.match(name)
-    assert found, name
-    return f"{found['module']}.{found['leaf'] or 'weight'}", found["side"]
+    match = _ADAPTER.match(name)
+    assert match, name
+    return f"{match['module']}.{match['leaf'] or 'weight'}", match["side"]
 
 
 @dataclass(frozen=True)
@@ -162,8 +162,8 @@ class Factors:
         return (*self.b.shape[:-1], self.a.shape[-1])
 
     def delta(self, start: int, numel: int) -> torch.Tensor:
-        """Elements `start` to `start + numel` of the flattened scale x B A, fp32 [numel]; no more rows of it are
-        computed.
+        """Elements `start` to `start + numel` of the flattened scale x B A, fp32 [numel]; computes only the rows that
+        they are in.
         """
         rows, width = self.b.shape[-2], self.a.shape[-1]
         first, last = start // width, -(-(start + numel) // width)
@@ -177,7 +177,7 @@ class Factors:
 
 
 def factors_of(adapters: Mapping[str, torch.Tensor], scale: float) -> dict[str, Factors]:
-    """Adapters by the weight they adapt, of the model's parameters by name."""
+    """Adapters by the weight that they adapt, from the adapters' parameters by name."""
     sides = {weight_of(name): tensor for name, tensor in adapters.items()}
     return {
         weight: Factors(tensor, sides[weight, "B"], scale) for (weight, side), tensor in sides.items() if side == "A"
@@ -187,8 +187,8 @@ def factors_of(adapters: Mapping[str, torch.Tensor], scale: float) -> dict[str, 
 def merge_adapters(
     tensors: Iterator[tuple[str, torch.Tensor | None]], factors: Mapping[str, Factors]
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """`tensors` (whole, on the CPU, by name) with their adapters added in fp32, cast back, a copy of one tensor at a
-    time.
+    """Yield `tensors` (whole, on the CPU, by name) with their adapters added in fp32 and cast back. Copies one tensor
+    at a time.
     """
     for name, tensor in tensors:
         yield name, tensor if tensor is None or name not in factors else _sum(tensor, factors[name])

@@ -25,9 +25,9 @@ _KINDS = (
     (ROUTED, re.compile(r"\.mlp\.experts$"), ("gate_up_proj", "down_proj")),
     (ROUTER, re.compile(r"\.mlp\.gate$"), ("weight",)),
 )
-"""Kinds of modules that can be adapted, by name, and their weights; embeddings, norms and the head are none of them."""
+"""Kinds of modules that can be adapted, by name, and their weights. Embeddings, norms and the head cannot."""
 _ALIGNED = 8
-"""Grouped products of experts take rows of a multiple of 16 bytes (torch 2.13, native/GroupedMMUtils.h)."""
+"""Grouped products of experts need rows of a multiple of 16 bytes (torch 2.13, native/GroupedMMUtils.h)."""
 
 Shape = tuple[int, ...]
 
@@ -46,8 +46,8 @@ class LoraTarget:
 
 
 def adaptable_modules(lm: nn.Module) -> list[LoraTarget]:
-    """Every module of a causal LM (whole, on any device) that can be adapted, in its order."""
-    found = []
+    """Every module of a whole causal LM (on any device) that can be adapted, in the model's order."""
+    targets = []
     for name, module in lm.named_modules():
         for kind, pattern, leaves in _KINDS:
             weights = [module._parameters.get(leaf) for leaf in leaves] if pattern.search(name) else []
@@ -57,8 +57,8 @@ def adaptable_modules(lm: nn.Module) -> list[LoraTarget]:
                 if weight is not None and weight.dim() > 1
             }
             if shapes:
-                found.append(LoraTarget(name, kind, shapes))
-    return found
+                targets.append(LoraTarget(name, kind, shapes))
+    return targets
 
 
 @dataclass(frozen=True)
@@ -141,25 +141,25 @@ def _adapted_targets(every: Sequence[LoraTarget], lora: LoraConfig) -> tuple[Lor
 
 
 def _targets_named(pattern: str, every: Sequence[LoraTarget]) -> list[LoraTarget]:
-    """Modules whose last name, or whole name, `pattern` is, or whose full name it matches; a router only by a pattern
-    that ends in its own name.
+    """Modules whose full name or last part of it equals `pattern`, or whose full name matches it. A router is matched
+    only by a pattern that ends in its own name.
     """
     exact = [target for target in every if pattern in (target.name, _last(target.name))]
     try:
         matched = [target for target in every if re.fullmatch(pattern, target.name)]
     except re.error as broken:
         raise ConfigError(
-            f"lora.target_modules `{pattern}` is no regular expression: {broken}", hint="see Python's `re`"
+            f"lora.target_modules `{pattern}` is not a regular expression: {broken}", hint="see Python's `re`"
         ) from broken
     names_router = _last(pattern.replace("\\.", ".")) == "gate"
-    found = exact or [target for target in matched if target.kind != ROUTER or names_router]
-    if not found:
+    selected = exact or [target for target in matched if target.kind != ROUTER or names_router]
+    if not selected:
         names = sorted({_last(target.name) for target in every})
         raise ConfigError(
             f"lora.target_modules `{pattern}` matches no module that can be adapted",
             hint=f"name one of {', '.join(names)}, or give a regular expression on full names such as {every[0].name}",
         )
-    return found
+    return selected
 
 
 def _last(name: str) -> str:

@@ -1,4 +1,4 @@
-"""A tiny configuration of the same kind as a given one: fewer and narrower layers, and at least one of each kind."""
+"""Makes a tiny copy of a model configuration: fewer and narrower layers, but at least one of each kind."""
 
 import copy
 import re
@@ -46,15 +46,15 @@ _MULTIPLE = 8
 _HEAD_WIDTH = 32
 
 Kind = frozenset[tuple[str, str, str]]
-"""What a layer is made of: name, class and settings of each of its modules."""
+"""Describes a layer: name, class and settings of each of its modules."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """How small a configuration becomes: its first `layers` layers and about `heads` attention heads.
+    """The size of a tiny configuration: the first `layers` layers and about `heads` attention heads.
 
-    Attention windows of `row_tokens` and more stay, since rows do not reach them; shorter ones become so short that
-    tiny rows do.
+    Attention windows of at least `row_tokens` are kept, since no row exceeds them; shorter ones become so short that
+    tiny rows exceed them.
     """
 
     heads: int
@@ -63,20 +63,20 @@ class Size:
 
 
 def tiny_config(config: PretrainedConfig, size: Size) -> PretrainedConfig:
-    """A copy of `config` of this size, with less of everything else that has one."""
+    """A copy of `config` of this size, with smaller widths, vocabulary and numbers of experts."""
     tiny = copy.deepcopy(config)
     _shrink(tiny, size, None)
     return tiny
 
 
 def layers_of_each_kind(lm: nn.Module) -> int:
-    """How many layers, from the first on, hold one of each kind in the longest stack of layers of a model."""
+    """How many of the first layers in the longest stack of a model include one of each kind."""
     kinds = [_kind(layer) for layer in max(_stacks(lm), key=len, default=[])]
     return max((kinds.index(kind) for kind in kinds), default=-1) + 1
 
 
 def layer_kinds(lm: nn.Module) -> set[Kind]:
-    """The kinds of layers of a model, which may be without memory."""
+    """The kinds of layers of a model, which may be on the meta device."""
     return {_kind(layer) for stack in _stacks(lm) for layer in stack}
 
 
@@ -94,21 +94,21 @@ def _stacks(lm: nn.Module) -> list[nn.ModuleList]:
 
 
 def _kind(layer: nn.Module) -> Kind:
-    """Numbers in names are left out, as of experts."""
+    """The kind of a layer. Numbers in module names, as of experts, are ignored."""
     return frozenset(
         (re.sub(r"\d+", "N", name), type(module).__name__, _settings(module)) for name, module in layer.named_modules()
     )
 
 
 def _settings(module: nn.Module) -> str:
-    """What is switched on in a module, without sizes."""
+    """The settings of a module that are not sizes."""
     own = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     switches = sorted((name, value) for name, value in own.items() if isinstance(value, bool | str))
     return repr((switches, sorted(name for name, value in own.items() if value is None)))
 
 
 def _shrink(config: PretrainedConfig, size: Size, outer: Fraction | None) -> None:
-    """Make `config`, and the configurations in it, small in place; `outer` is the ratio of the one that it lies in."""
+    """Shrink `config` and its nested configurations in place; `outer` is the ratio of the enclosing one."""
     depth, ratio = getattr(config, "num_hidden_layers", None), _ratio(config, size.heads, outer)
     values = vars(config)
     for name, value in list(values.items()):
@@ -127,7 +127,7 @@ def _shrink(config: PretrainedConfig, size: Size, outer: Fraction | None) -> Non
 
 
 def _ratio(config: PretrainedConfig, heads: int, outer: Fraction | None) -> Fraction:
-    """What widths and numbers of heads are multiplied with, so that the width of a head stays."""
+    """The factor of widths and numbers of heads; it keeps the width of a head."""
     for name in _MAIN_HEADS:
         count = getattr(config, name, None)
         if isinstance(count, int) and count > 0:
@@ -170,18 +170,18 @@ _RULES: Sequence[tuple[re.Pattern[str], Callable[[int, Fraction], int]]] = (
     (re.compile(r"(^|_)(lora_rank|lowrank)$"), _at_most(32)),
     (re.compile(r"^index_n_heads$"), _at_most(16)),
     (re.compile(r"^index_(block_size|topk_blocks)$"), _at_most(4)),
-    # What is left out of a head stays left out.
+    # Keeps the difference between padded and unpadded vocabulary.
     (re.compile(r"^unpadded_vocab_size$"), _at_most(VOCABULARY - 16)),
     (re.compile(r"(^|_)(vocab_size|vocab_size_per_layer_input|vocab_size_base|group_vocab)$"), _at_most(VOCABULARY)),
     (_WINDOWS, _at_most(WINDOW)),
     (_CHUNKS, _at_most(WINDOW)),
     (_TOKEN_IDS, lambda value, _: min(value, VOCABULARY - 1 - value % _SPECIAL_TOKENS)),
 )
-"""Settings that have a size, by name, and what becomes of them."""
+"""Rules that shrink settings, by patterns of their names."""
 
 
 def _keep_experts_few(config: PretrainedConfig) -> None:
-    """As many experts as the router needs to have a choice, in equal groups."""
+    """Reduce the experts to the number that the router needs to have a choice, in equal groups."""
     values = vars(config)
     groups = max([1, *(values.get(name) or 1 for name in _GROUPS)])
     chosen = [values[name] for name in _TOP_K if isinstance(values.get(name), int)]

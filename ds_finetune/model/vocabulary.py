@@ -1,4 +1,4 @@
-"""A vocabulary larger than the published one: old rows of embedding and head as they are, new ones drawn."""
+"""A vocabulary larger than the published one: embedding and head keep their rows and get new ones."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -12,12 +12,12 @@ from ds_finetune.errors import ModelError
 from ds_finetune.model.hub_folder import HubFolder, Shape
 
 _STRIP_NUMEL = 2**20
-"""Elements of a published tensor that are held at a time, whole rows."""
+"""Elements of a published tensor that are in memory at a time, in whole rows."""
 
 
 @dataclass(frozen=True)
 class Growth:
-    """Rows of the vocabulary in the published weights and in the model, and a tensor's seed by its name."""
+    """Numbers of rows in the published weights and in the model, and the seed of a tensor by its name."""
 
     before: int
     after: int
@@ -25,7 +25,7 @@ class Growth:
 
 
 def grow_vocabulary(hf_config: PretrainedConfig, ids: int) -> None:
-    """Make the vocabulary hold `ids` tokens where it is smaller; ModelError for a padding row counted from the end."""
+    """Enlarge the vocabulary to `ids` tokens where it is smaller; ModelError for a negative `pad_token_id`."""
     if ids <= hf_config.vocab_size:
         return
     pad = hf_config.pad_token_id
@@ -39,17 +39,17 @@ def grow_vocabulary(hf_config: PretrainedConfig, ids: int) -> None:
 
 
 class GrownFolder(HubFolder):
-    """Published weights with the shapes of the grown model; `rows` reads what is published and draws what is not.
+    """Published weights with the shapes of a model with more tokens: `rows` reads published rows and samples new ones.
 
-    A new row is drawn from a normal distribution with the mean and the standard deviation that each column has over
-    the old rows. The draw depends on the tensor's name and the seed, so it is the same for any layout.
-    Which tensors grow is seen from their shapes.
+    Each column of the new rows is normally distributed with the mean and standard deviation that it has over the
+    published rows. The samples depend on the tensor's name and the seed, so they are the same for any layout. The
+    tensors that grow are recognised by their shapes.
     """
 
     def __init__(self, folder: Path, growth: Growth, wanted: Mapping[str, Shape]) -> None:
         super().__init__(folder)
         self._growth = growth
-        self._drawn: dict[str, torch.Tensor] = {}
+        self._new_rows: dict[str, torch.Tensor] = {}
         grown = {
             key: shape
             for key, shape in wanted.items()
@@ -68,11 +68,11 @@ class GrownFolder(HubFolder):
         return new if first >= before else torch.cat([super().rows(key, first, before, columns), new])
 
     def is_same(self, key: str, other: str) -> bool:
-        """Whether two tensors are published with the same numbers."""
+        """Whether the published rows of two tensors have the same values."""
         return HubFolder(self.folder).is_same(key, other)
 
     def check_left(self, keys: Iterable[str]) -> None:
-        """ModelError where one of the tensors that the model does not build has a row for each published token."""
+        """ModelError where a tensor of `keys`, which the model does not build, has a row for each published token."""
         stuck = [key for key in keys if self.shapes[key][:1] == (self._growth.before,)]
         if stuck:
             raise ModelError(
@@ -86,12 +86,12 @@ class GrownFolder(HubFolder):
         return self.shapes.get(key) == (self._growth.before, *shape[1:])
 
     def _new(self, key: str) -> torch.Tensor:
-        if key not in self._drawn:
+        if key not in self._new_rows:
             mean, deviation = self._moments(key)
             generator = torch.Generator().manual_seed(self._growth.seed_of(key))
             shape = (self._growth.after - self._growth.before, *self.shapes[key][1:])
-            self._drawn[key] = (mean + deviation * torch.randn(shape, generator=generator)).float()
-        return self._drawn[key]
+            self._new_rows[key] = (mean + deviation * torch.randn(shape, generator=generator)).float()
+        return self._new_rows[key]
 
     def _moments(self, key: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean and standard deviation of each column over the published rows, fp64."""

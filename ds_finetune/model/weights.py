@@ -1,5 +1,5 @@
-"""Weights into the fragments that live on this rank: streamed from safetensors, or drawn afresh; every tensor accounted
-for.
+"""Fills the fragments of a model on this rank: streams weights from safetensors and checks that no tensor is missing or
+left over, or initialises new ones.
 """
 
 import hashlib
@@ -24,16 +24,16 @@ from ds_finetune.model.vocabulary import GrownFolder, Growth
 from ds_finetune.phase_line import count_parts
 
 _STRIP_NUMEL = 2**20
-"""Elements of a checkpoint tensor that are held at a time, whole rows."""
+"""Elements of a checkpoint tensor that are in memory at a time, in whole rows."""
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 _FUSED_EXPERTS = re.compile(r"\.experts\.\w+$")
 _DIGESTED = 256
-"""About how many tensors a digest is made of."""
+"""Approximate number of tensors in a digest."""
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What was loaded and which checkpoint keys the family declares not to be."""
+    """Number of checkpoint tensors that were loaded, and the keys of those that the model does not have."""
 
     num_tensors: int
     skipped: tuple[str, ...]
@@ -41,7 +41,7 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class _ModelTensor:
-    """A tensor of the model: its name, its fragment, and the checkpoint tensors it is made of."""
+    """A tensor of the model: its name, its fragment, and the checkpoint tensors that it consists of."""
 
     name: str
     fragment: Fragment
@@ -69,21 +69,21 @@ def load_weights(  # noqa: PLR0913
     Values are cast to the dtype of their target; a NaN or infinity is a ModelError.
     """
     targets = list(_model_tensors(model, family, where, model_shard))
-    wanted = (
+    expected = (
         _expected_tensors(model, family, where, model_shard)
         if skeleton is None
         else _expected_tensors(skeleton, family, whole, UNSHARDED)
     )
-    hub = HubFolder(folder) if growth is None else GrownFolder(folder, growth, wanted)
-    skipped = _check_tensors(hub, wanted, model, family)
+    hub = HubFolder(folder) if growth is None else GrownFolder(folder, growth, expected)
+    skipped = _check_tensors(hub, expected, model, family)
     for target in count_parts("loading weights", targets, len(targets)):
         _load_tensor(hub, target, model_shard)
     return LoadReport(num_tensors=sum(len(t.pieces) for t in targets), skipped=tuple(skipped))
 
 
 def open_weights(model: PreTrainedModel, folder: Path, *, family: Family) -> HubFolder:
-    """The safetensors of `folder` for reading; ModelError as in `load_weights` where they do not fit `model`, which may
-    be without memory.
+    """Open the safetensors of `folder` for reading; ModelError as in `load_weights` where they do not fit `model`,
+    which may be on the meta device.
     """
     hub = HubFolder(folder)
     _check_tensors(hub, _expected_tensors(model, family, whole, UNSHARDED), model, family)
@@ -91,10 +91,10 @@ def open_weights(model: PreTrainedModel, folder: Path, *, family: Family) -> Hub
 
 
 def weights_digest(folder: Path) -> str:
-    """Sixteen hexadecimal digits that tell the weights of `folder` from those of others: of the first rows of tensors
-    all over the model.
+    """Sixteen hexadecimal digits that identify the weights of `folder`: a hash of the first rows of tensors from all
+    over the model.
 
-    A copy in fp32 of a bf16 model has the same ones, and so has a bf16 copy of one in FP8.
+    A copy in fp32 of a bf16 model has the same digest, and so has a bf16 copy of a model in FP8.
     """
     digest, hub = hashlib.sha256(), HubFolder(folder)
     keys = sorted(hub.shapes)
@@ -122,14 +122,14 @@ def initialise_weights(
 
 
 def clear_weights(model: PreTrainedModel, *, where: Where = whole) -> None:
-    """Set every parameter to zero, for values that come later; unset memory may hold NaN."""
+    """Set every parameter to zero until its values are restored; uninitialised memory may hold NaN."""
     for param in model.parameters():
         with where(param).opened() as flat:
             flat.zero_()
 
 
 def seed_of(seed: int, name: str) -> int:
-    """The seed of what is drawn for `name` in a run with `seed`."""
+    """The seed of the random values of `name` in a run with `seed`."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:7], "big")
 
 
@@ -141,16 +141,18 @@ def _initialise_module(  # noqa: PLR0913
     where: Where,
     shards: Mapping[str, TensorShard],
 ) -> None:
-    drawn = {leaf: torch.zeros(shards[leaf].whole_shape, dtype=torch.float32) for leaf, _ in own}
+    initial = {leaf: torch.zeros(shards[leaf].whole_shape, dtype=torch.float32) for leaf, _ in own}
     kept = dict(module._parameters)
     buffers = dict(module._buffers)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        for leaf, tensor in drawn.items():
+        for leaf, tensor in initial.items():
             module._parameters[leaf] = nn.Parameter(tensor)
         module._buffers.update({leaf: b.clone() for leaf, b in buffers.items() if b is not None})
         model._init_weights(module)
-        values = {leaf: param.data for leaf, param in module._parameters.items() if leaf in drawn and param is not None}
+        values = {
+            leaf: param.data for leaf, param in module._parameters.items() if leaf in initial and param is not None
+        }
     module._parameters.update(kept)
     module._buffers.update(buffers)
     for leaf, param in own:
@@ -165,7 +167,7 @@ def _initialise_module(  # noqa: PLR0913
 def _expected_tensors(
     model: PreTrainedModel, family: Family, where: Where, model_shard: ModelShard
 ) -> dict[str, tuple[int, ...]]:
-    """Key and shape of every checkpoint tensor that the whole model is made of."""
+    """Key and shape of every checkpoint tensor of the whole model."""
     shards = {
         target.name: model_shard.tensor_shard(target.name, target.fragment.shape)
         for target in _model_tensors(model, family, where, model_shard)
@@ -193,16 +195,16 @@ def _model_tensors(
 
 
 def _check_tensors(
-    hub: HubFolder, wanted: Mapping[str, tuple[int, ...]], model: PreTrainedModel, family: Family
+    hub: HubFolder, expected: Mapping[str, tuple[int, ...]], model: PreTrainedModel, family: Family
 ) -> list[str]:
-    """Names of checkpoint tensors that are not loaded: declared by the family, a tied head, or of a layer past the last
-    one.
+    """Compare the checkpoint with the `expected` tensors; returns the names of tensors that are not loaded: those that
+    the family's row allows, a tied head, and layers past the last one.
     """
-    _check_layout_of_experts(hub, wanted, model, family)
+    _check_layout_of_experts(hub, expected, model, family)
     tied = dict(model.all_tied_weights_keys or {}) if model.config.tie_word_embeddings else {}
     layers = model.config.num_hidden_layers
     left = hub.left_over(
-        wanted, model=type(model).__name__, may_be=lambda key: key in tied or family.may_skip(key, layers=layers)
+        expected, model=type(model).__name__, may_be=lambda key: key in tied or family.may_skip(key, layers=layers)
     )
     if isinstance(hub, GrownFolder):
         hub.check_left(set(left) - tied.keys())
@@ -216,18 +218,18 @@ def _check_tensors(
 
 
 def _check_layout_of_experts(
-    hub: HubFolder, wanted: Mapping[str, tuple[int, ...]], model: PreTrainedModel, family: Family
+    hub: HubFolder, expected: Mapping[str, tuple[int, ...]], model: PreTrainedModel, family: Family
 ) -> None:
-    """ModelError where experts are separate in the checkpoint, fused in the model, and the family does not say how."""
-    one_by_one = sorted(key for key in hub.shapes if key not in wanted and _ONE_EXPERT.search(key))
-    fused = sorted(key for key in wanted if key not in hub.shapes and _FUSED_EXPERTS.search(key))
+    """ModelError where experts are separate in the checkpoint and fused in the model, and the family has no mapping."""
+    one_by_one = sorted(key for key in hub.shapes if key not in expected and _ONE_EXPERT.search(key))
+    fused = sorted(key for key in expected if key not in hub.shapes and _FUSED_EXPERTS.search(key))
     if not family.fused_experts and one_by_one and fused:
         legal = ", ".join(kind for kind, row in FAMILIES.items() if row.fused_experts)
         raise ModelError(
             f"model_type `{family.model_type}` is not supported with a tensor for each expert, as {hub.folder} "
-            f"has them (`{one_by_one[0]}`): {type(model).__name__} has one for all (`{fused[0]}`), and they are joined "
-            f"for {legal} alone",
-            hint="the weights are not at fault; load them with transformers, save them by "
+            f"has them (`{one_by_one[0]}`): {type(model).__name__} has one for all (`{fused[0]}`), and only those "
+            f"of {legal} can be joined",
+            hint="load the weights with transformers, save them by "
             "save_pretrained(folder, save_original_format=False) and name that folder",
         )
 
@@ -239,16 +241,14 @@ def _load_tensor(hub: HubFolder, target: _ModelTensor, model_shard: ModelShard) 
 
 
 def _copy_piece(hub: HubFolder, fragment: Fragment, flat: torch.Tensor, piece: Piece, model_shard: ModelShard) -> None:
-    """Copy the part of `piece` that lies in `fragment` into its elements `flat`, reading only the rows it needs, some
-    at a time.
-    """
+    """Copy the elements of `piece` that `fragment` holds into `flat`; reads only the rows it needs, some at a time."""
     begin, width = piece.first_element(fragment.shape), max(1, math.prod(piece.shape[1:]))
     first = max(0, (fragment.start - begin) // width)
     last = min(piece.shape[0] if piece.shape else 1, -(-(fragment.start + fragment.numel - begin) // width))
     step = max(1, _STRIP_NUMEL // width)
     for low in range(first, last, step):
         values = _read_rows(hub, piece, low, min(low + step, last), model_shard)
-        # Several times faster than isfinite over all; NaN is the least and the greatest where there is one.
+        # Several times faster than isfinite over all elements. With a NaN, minimum and maximum are NaN.
         if not all(map(math.isfinite, map(float, torch.aminmax(values)))):
             raise ModelError(
                 f"tensor `{piece.key}` of {hub.folder} holds NaN or infinity",
@@ -262,7 +262,7 @@ def _copy_piece(hub: HubFolder, fragment: Fragment, flat: torch.Tensor, piece: P
 
 
 def _read_rows(hub: HubFolder, piece: Piece, first: int, last: int, model_shard: ModelShard) -> torch.Tensor:
-    """Rows `first` to `last` of a piece, which is the part of this rank of the whole tensor in `hub`."""
+    """Rows `first` to `last` of this rank's shard of the checkpoint tensor `piece.key`."""
     if not piece.shape:
         return hub.read(piece.key, 0, 1)
     dim = shard_dim(piece.key) if model_shard.tp_size > 1 else None

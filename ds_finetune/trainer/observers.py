@@ -27,7 +27,6 @@ from ds_finetune.trainer.evaluation import evaluation_functions
 from ds_finetune.trainer.exports import Exports, Say
 from ds_finetune.trainer.prepare import PreparedRun
 from ds_finetune.trainer.resume import ResumePoint, make_state_text, restore_observers
-from ds_finetune.trainer.run_dir import bytes_written
 from ds_finetune.watchdog.progress import RankProgress
 from ds_finetune.watchdog.stragglers import Stragglers
 
@@ -76,8 +75,7 @@ def make_time_left(run: PreparedRun) -> TimeLeft:
         every |= {EVALUATION: _evaluates_every(config), ANSWERS: _evaluates_every(config)}
         # A forward is about a third of a step's work on a row.
         steps = num_eval_rows(held_out, config.eval.limit) / config.train.global_batch_size / 3
-    shape = run.inputs.shape
-    exported = bytes_written(config, shape.total_params, checkpoint_bytes=0) if shape else 0
+    exported = run.estimate.files.exports * run.estimate.files.export_bytes
     return TimeLeft(
         run.schedule.steps, every, evaluation_steps=steps, export_bytes=exported, verifies=config.export.verify
     )

@@ -45,7 +45,7 @@ def counts_table(rows: PreparedRows, config: RunConfig) -> Table:
     counts = rows.counts
     lines = [
         ("rows read", f"{counts.read:,}"),
-        ("dropped, nothing supervised", f"{counts.nothing_supervised:,}"),
+        ("dropped, no supervised tokens", f"{counts.nothing_supervised:,}"),
         (
             f"longer than {config.train.max_seq_len}",
             f"{counts.truncated:,} truncated, {counts.too_long_dropped:,} dropped, {counts.split:,} split",

@@ -65,8 +65,8 @@ def test_values_of_csv_are_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("prompt,completion\na,b,c\n", "row 1 (line 2) has 3 values and the header 2 columns"),
-        ("prompt,completion\na\n", "row 1 (line 2) has 1 values and the header 2 columns"),
+        ("prompt,completion\na,b,c\n", "row 1 (line 2) has 3 values, and the header has 2 columns"),
+        ("prompt,completion\na\n", "row 1 (line 2) has 1 values, and the header has 2 columns"),
         ("prompt,prompt\na,b\n", "two columns named `prompt`"),
         ('prompt,completion\na,"b\n', "is not CSV: unexpected end of data"),
     ],

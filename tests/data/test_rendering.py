@@ -177,7 +177,7 @@ def test_control_tokens_in_texts_are_text(chat: Chat, chat_templates: dict[str, 
         assert kept.notes == ("control_keep",)
         assert chat.tokenizer.decode(kept.ids) == chat.tokenizer.decode(tokens.ids)
         assert kept.ids.count(chat.tokenizer.eos_token_id) == tokens.ids.count(chat.tokenizer.eos_token_id) + 1
-    with pytest.raises(DataError, match="row 1: a text holds the control token"):
+    with pytest.raises(DataError, match="row 1: a text contains the control token"):
         chat.tokens(V3, HELD, control_tokens="refuse")
 
 
@@ -262,11 +262,11 @@ def test_counts_of_a_data_set_and_its_lines(chat: Chat, chat_templates: dict[str
         assert (counts.read, counts.documents, counts.dropped.rows) == (11, 10, 1)
         assert list(row_notes(counts)) == [
             f"1 of 11 rows are dropped: rows with reasoning that the chat template does not render; the first is {tmp_path}/rows.jsonl line 11",
-            "10 of 11 rows name tools, which the prompt does not hold: the model is not told of them; "
+            "10 of 11 rows name tools that the prompt does not contain, so the model does not see them; "
             f"the first is {tmp_path}/rows.jsonl line 1",
-            "columns and fields that nothing reads: source (10 rows), messages[].odd (10 rows)",
+            "columns and fields that are not used: source (10 rows), messages[].odd (10 rows)",
         ]
-        assert server_prompt_line(counts) == "0 of 11 rows (0.0%) have a prompt other than a server's"
+        assert server_prompt_line(counts) == "0 of 11 rows (0.0%) have a prompt that differs from a server's"
 
 
 def test_too_many_lost_rows_are_refused_with_the_way_out(

@@ -189,7 +189,7 @@ class _Deadly:
 
 def test_a_process_that_is_killed_while_it_tokenises_is_an_error(tmp_path: Path) -> None:
     """A pool of multiprocessing would wait for its answer without end."""
-    with pytest.raises(RunError, match="one of 1 processes that tokenise has ended") as caught:
+    with pytest.raises(RunError, match="one of 1 processes that tokenise was killed") as caught:
         _write_parts([(tmp_path / "part", [])], cast("Tokenisation", _Deadly()), 1)
     assert "data.workers" in caught.value.hint
 
@@ -246,16 +246,18 @@ def test_long_dialogue_is_truncated_or_dropped_and_never_split(
     counts = cut.counts
     assert (counts.truncated, counts.documents, counts.tokens) == (200, 200, 200 * 20)
     assert counts.tokens + counts.truncated_tokens == full.num_tokens
-    assert f"200 rows truncated, which loses {1 - counts.tokens / full.num_tokens:.2%} of all tokens" in cut.summary()
+    assert (
+        f"200 rows truncated, which cuts off {1 - counts.tokens / full.num_tokens:.2%} of all tokens" in cut.summary()
+    )
     with pytest.raises(
-        DataError, match=r"truncation loses 28\.0% of all tokens, more than data\.max_truncated_ratio 0\.1"
+        DataError, match=r"truncation cuts off 28\.0% of all tokens, more than data\.max_truncated_ratio 0\.1"
     ):
         rows_of(demo, tokenizer, tmp_path, SHORT)
     with pytest.raises(
-        DataError, match=r"none of the 200 rows of .* is left \(0 with nothing supervised, 200 too long\)"
+        DataError, match=r"none of the 200 rows of .* is left \(0 without supervised tokens, 200 too long\)"
     ):
         rows_of(demo, tokenizer, tmp_path, SHORT, long_rows="drop")
-    with pytest.raises(DataError, match=r"eval\.jsonl line 1 is dialogue, and data\.long_rows is split"):
+    with pytest.raises(DataError, match=r"eval\.jsonl line 1 is dialogue, and data\.long_rows split is for plain text"):
         rows_of(demo, tokenizer, tmp_path, SHORT, long_rows="split")
     with pytest.raises(ConfigError, match=r"long_rows split is for plain text, and data\.layout is messages"):
         rows_of(demo, tokenizer, tmp_path, SHORT, long_rows="split", layout="messages")

@@ -171,7 +171,7 @@ def test_plain_completion_and_text(llm: PreTrainedTokenizerBase) -> None:
         (
             TURNS[1:3],
             "{{ bos_token * 2 }}{% for m in messages %}{{ m.content + eos_token }}{% endfor %}",
-            f"a second {BOS} stands",
+            f"is a second {BOS}",
         ),
         (TURNS[1:3], "{{ raise_exception('no') }}", "row 1: the chat template refuses the row: no"),
         (

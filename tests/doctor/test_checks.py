@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from ds_finetune.doctor.host_details import FolderInfo, HostDetails, HostQuery, gather_details
-from ds_finetune.doctor.network import rounds
+from ds_finetune.doctor.messages import ChildLost, NetworkMeasured, RequestRefused
+from ds_finetune.doctor.network import NetworkResult, rounds
 from ds_finetune.doctor.network_checks import network_checks, slow_checks
 from ds_finetune.doctor.storage_checks import disk_checks, file_checks, folder_checks
 from ds_finetune.doctor.system_checks import (
@@ -158,40 +159,31 @@ def test_a_slow_host_is_told_from_a_slow_link() -> None:
     assert [check.host for check in slow_checks(_links({("b", "a"): 1e7}, "ab"))] == ["b"]
 
 
-def _heard(**values: Any) -> dict[str, Any]:
-    return {
-        "value": {
-            "links": {},
-            "all_reduce": 1e9,
-            "all_gather": 1e9,
-            "num_bytes": 1 << 20,
-            "missing": [],
-            "wrong": [],
-            "problem": "",
-        }
-        | values
-    }
+def _measured(**values: Any) -> NetworkMeasured:
+    usual = {"links": {}, "all_reduce": 1e9, "all_gather": 1e9, "num_bytes": 1 << 20}
+    return NetworkMeasured(NetworkResult(**(usual | values)))
 
 
-def test_who_keeps_a_network_from_working() -> None:
-    seats = ["a", "b", "c"]
-    fine = network_checks(seats, [_heard(links={"1": 1e9}), _heard(), _heard()])
+def test_the_host_that_keeps_a_network_from_working() -> None:
+    hosts = ["a", "b", "c"]
+    fine = network_checks(hosts, [_measured(links={"1": 1e9}), _measured(), _measured()])
     assert [(check.name, check.state) for check in fine] == [
         ("links", "ok"),
         ("all-reduce", "ok"),
         ("all-gather", "ok"),
     ]
-    for answers, host, words in (
-        ([_heard(missing=[2]), _heard(missing=[2]), _heard(problem="cannot reach")], "c", "cannot reach"),
-        ([_heard(missing=[2]), _heard(missing=[2]), {"lost": None, "said": ""}], "c", "did not answer in time"),
+    for replies, host, words in (
+        ([_measured(missing=(2,)), _measured(missing=(2,)), _measured(problem="cannot reach")], "c", "cannot reach"),
+        ([_measured(missing=(2,)), _measured(missing=(2,)), ChildLost(None, "")], "c", "did not answer in time"),
         (
-            [_heard(problem="closed by peer"), _heard(problem="closed"), {"lost": -9, "said": "x\nkilled"}],
+            [_measured(problem="closed by peer"), _measured(problem="closed"), ChildLost(-9, "x\nkilled")],
             "c",
             "ended with exit code -9: killed",
         ),
-        ([_heard(wrong=[1]), _heard(), _heard(wrong=[1])], "b", "sent other values"),
-        ([_heard(), _heard(problem="no way to c"), _heard()], "b", "no way to c"),
+        ([_measured(wrong=(1,)), _measured(), _measured(wrong=(1,))], "b", "sent wrong values"),
+        ([_measured(), _measured(problem="no way to c"), _measured()], "b", "no way to c"),
+        ([_measured(), _measured(), RequestRefused("no GPU", "")], "c", "no GPU"),
     ):
-        odd = network_checks(seats, answers)
-        assert [(check.host, check.state) for check in odd] == [(host, "fail")]
-        assert words in odd[0].found
+        checks = network_checks(hosts, replies)
+        assert [(check.host, check.state) for check in checks] == [(host, "fail")]
+        assert words in checks[0].found

@@ -1,4 +1,4 @@
-"""Hosts asked at once: an interrupt in the middle of a long answer ends the asking side and everything on the hosts."""
+"""Requests to many hosts at once: an interrupt during a long reply ends the asking side and all processes on the hosts."""
 
 import os
 import secrets
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ds_finetune.doctor.cluster import Cluster
+from ds_finetune.doctor.messages import FreePortReply, FreePortRequest
 from ds_finetune.errors import LaunchError
 from ds_finetune.hostfile import Host
 from ds_finetune.launch.remote import Remote
@@ -18,14 +19,16 @@ from tests.conftest import ROOT
 
 WAITING = """
 from ds_finetune.doctor.cluster import Cluster
+from ds_finetune.doctor.messages import ChildReplies, FreePortReply, FreePortRequest, MeasureNetwork, RunInChildren
+from ds_finetune.doctor.network import NetworkRank
 from ds_finetune.hostfile import Host
 from ds_finetune.launch.remote import Remote
 
 with Cluster([Host("localhost", 1, 1)], Remote(directory="."), print) as cluster:
-    port = cluster.ask("free_port", {"localhost": {}}, seconds=30)["localhost"]
-    seat = {"do": "measure", "rank": 0, "world_size": 2, "address": "127.0.0.1", "port": port, "device": "cpu", "local_rank": 0, "leaders": [0, 1]}
+    port = cluster.ask({"localhost": FreePortRequest()}, FreePortReply, seconds=30)["localhost"].port
+    place = NetworkRank(0, 2, "127.0.0.1", port, "cpu", 0, (0, 1))
     print("asked", flush=True)
-    cluster.ask("apart", {"localhost": {"requests": [seat], "seconds": 100}}, seconds=100)
+    cluster.ask({"localhost": RunInChildren([MeasureNetwork(place)], 100.0)}, ChildReplies, seconds=100)
 """
 
 
@@ -62,10 +65,10 @@ def test_an_interrupt_leaves_nothing() -> None:
 
 def test_a_host_that_cannot_be_asked_is_reported_once_and_asked_no_more() -> None:
     with Cluster([Host("localhost", 1, 1), Host("127.0.0.1", 1, 2)], Remote(directory=str(ROOT)), print) as cluster:
-        names = {"localhost": {}, "127.0.0.1": {}}
+        requests = {"localhost": FreePortRequest(), "127.0.0.1": FreePortRequest()}
         cluster.sessions["localhost"].process.kill()
-        assert list(cluster.ask("free_port", names, seconds=30)) == ["127.0.0.1"]
-        assert list(cluster.ask("free_port", names, seconds=30)) == ["127.0.0.1"]
+        assert list(cluster.ask(requests, FreePortReply, seconds=30)) == ["127.0.0.1"]
+        assert list(cluster.ask(requests, FreePortReply, seconds=30)) == ["127.0.0.1"]
         clock = cluster.clocks()["127.0.0.1"]
         assert [(check.host, check.state) for check in cluster.lost] == [("localhost", "fail")]
     assert abs(clock.ahead) <= clock.round_trip < 5

@@ -1,4 +1,4 @@
-"""A conversation with a real process: answers, refusals, deaths and silence; and nothing is left when it ends."""
+"""A session with a real process: replies, refusals, its end and its silence; and nothing is left when it ends."""
 
 import os
 import signal
@@ -6,30 +6,79 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from ds_finetune.doctor.session import HostLostError, RefusedError, Session
+from ds_finetune.process_messages import MessageError, ProcessMessage
 from tests.conftest import ROOT
+
+
+@dataclass(frozen=True)
+class Add(ProcessMessage, kind="add"):
+    a: list[int]
+    b: list[int]
+
+
+@dataclass(frozen=True)
+class Sum(ProcessMessage, kind="sum"):
+    value: list[int]
+
+
+@dataclass(frozen=True)
+class Number(ProcessMessage, kind="number"):
+    value: int
+
+
+@dataclass(frozen=True)
+class Refuse(ProcessMessage, kind="refuse"):
+    value: int
+
+
+@dataclass(frozen=True)
+class Print(ProcessMessage, kind="print"):
+    """Answered after a library has printed."""
+
+
+@dataclass(frozen=True)
+class StartChild(ProcessMessage, kind="start-child"):
+    """Answered with the process id of a child that runs on."""
+
+
+@dataclass(frozen=True)
+class Wait(ProcessMessage, kind="wait"):
+    """Never answered."""
+
+
+@dataclass(frozen=True)
+class Divide(ProcessMessage, kind="divide"):
+    """Fails with an exception that is no FinetuneError."""
+
 
 ANSWERING = """
 import subprocess, time
 from ds_finetune.doctor.session import answer_requests
 from ds_finetune.errors import ConfigError
+from tests.doctor.test_session import Add, Divide, Number, Print, Refuse, StartChild, Sum, Wait
 
-def refuse(value):
-    raise ConfigError(f"{value} is wrong", hint="another")
+def refuse(request):
+    raise ConfigError(f"{request.value} is wrong", hint="another")
 
-def noisy():
+def print_and_reply(_):
     print("a library prints")
-    return "heard"
+    return Number(7)
 
-def child():
-    return subprocess.Popen(["sleep", "100"]).pid
-
-verbs = {"add": lambda a, b: a + b, "refuse": refuse, "noisy": noisy, "child": child, "wait": lambda: time.sleep(100), "divide": lambda: 1 // 0}
-answer_requests(verbs, seconds=60)
+handlers = {
+    Add: lambda request: Sum(request.a + request.b),
+    Refuse: refuse,
+    Print: print_and_reply,
+    StartChild: lambda _: Number(subprocess.Popen(["sleep", "100"]).pid),
+    Wait: lambda _: time.sleep(100),
+    Divide: lambda _: 1 // 0,
+}
+answer_requests(handlers, seconds=60)
 """
 
 
@@ -38,19 +87,31 @@ def session() -> Iterator[Session]:
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", ANSWERING]
     opened = Session(
-        lambda log: subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environ)
+        lambda log: subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environ),
+        (Sum, Number),
+        peer="the test's program",
     )
     yield opened
     opened.end()
 
 
 def test_answers_and_refusals(session: Session) -> None:
-    assert session.ask("add", {"a": [1], "b": [2]}, seconds=20) == [1, 2]
+    assert session.ask(Add([1], [2]), Sum, seconds=20) == Sum([1, 2])
     with pytest.raises(RefusedError, match="7 is wrong") as refused:
-        session.ask("refuse", {"value": 7}, seconds=20)
+        session.ask(Refuse(7), Number, seconds=20)
     assert refused.value.hint == "another"
-    assert session.ask("noisy", seconds=20) == "heard"
-    assert session.said() == "a library prints"
+    assert session.ask(Print(), Number, seconds=20) == Number(7)
+    assert session.stderr() == "a library prints"
+
+
+def test_a_reply_of_another_type_names_the_program(session: Session) -> None:
+    with pytest.raises(MessageError, match="the test's program sent a message that cannot be read: it is a sum"):
+        session.ask(Add([1], [2]), Number, seconds=20)
+
+
+def test_a_request_without_a_handler_ends_the_program(session: Session) -> None:
+    with pytest.raises(HostLostError, match="the program that asks sent a message that cannot be read"):
+        session.ask(Sum([1]), Number, seconds=20)
 
 
 def test_what_a_login_shell_prints_is_no_answer() -> None:
@@ -58,32 +119,34 @@ def test_what_a_login_shell_prints_is_no_answer() -> None:
     command = ["sh", "-c", f'{printed}; exec "$0" -c "$1"', sys.executable, ANSWERING]
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
     opened = Session(
-        lambda log: subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environ)
+        lambda log: subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environ),
+        (Sum, Number),
+        peer="the test's program",
     )
-    assert opened.ask("add", {"a": 40, "b": 2}, seconds=60) == 42
+    assert opened.ask(Add([40], [2]), Sum, seconds=60) == Sum([40, 2])
     with pytest.raises(RefusedError, match="7 is wrong"):
-        opened.ask("refuse", {"value": 7}, seconds=60)
+        opened.ask(Refuse(7), Number, seconds=60)
     opened.end()
 
 
 def test_a_mistake_ends_it_with_its_text(session: Session) -> None:
     with pytest.raises(HostLostError) as lost:
-        session.ask("divide", seconds=20)
+        session.ask(Divide(), Number, seconds=20)
     assert lost.value.code == 1
-    assert lost.value.said.endswith("ZeroDivisionError: integer division or modulo by zero")
+    assert lost.value.stderr.endswith("ZeroDivisionError: integer division or modulo by zero")
 
 
 def test_silence_is_bounded(session: Session) -> None:
-    assert session.ask("add", {"a": 1, "b": 2}, seconds=20) == 3
+    assert session.ask(Add([1], [2]), Sum, seconds=20) == Sum([1, 2])
     began = time.monotonic()
     with pytest.raises(HostLostError) as lost:
-        session.ask("wait", seconds=0.5)
+        session.ask(Wait(), Number, seconds=0.5)
     assert lost.value.code is None
     assert 0.5 <= time.monotonic() - began < 5
 
 
 def test_what_it_started_ends_with_it(session: Session) -> None:
-    pid = session.ask("child", seconds=20)
+    pid = session.ask(StartChild(), Number, seconds=20).value
     assert Path(f"/proc/{pid}").exists()
     session.process.stdin.close()  # type: ignore[union-attr]
     assert session.process.wait(10) == -signal.SIGKILL

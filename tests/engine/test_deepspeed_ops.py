@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.doctor.messages import RequestRefused
 from ds_finetune.doctor.run import op_check
 from ds_finetune.engine.deepspeed_ops import check_op, needed_ops, true_cause
 from ds_finetune.errors import ConfigError
@@ -61,7 +62,7 @@ def test_an_operator_with_a_substitute_is_a_warning_of_the_doctor() -> None:
     tree = {"model": "m", "data": {"train": "t"}, "output_dir": "o"}
     plan = make_plan(RunConfig.model_validate(tree), world=World(0, 1, 0, 1, "test"), device="cuda")
     (settings,) = needed_ops(plan).values()
-    answer = {"refused": "DeepSpeed's fused_adam cannot be built: CUDA_HOME does not exist", "hint": "install CUDA"}
+    answer = RequestRefused("DeepSpeed's fused_adam cannot be built: CUDA_HOME does not exist", "install CUDA")
     found = op_check("a", "fused_adam", answer, settings)
     assert (found.state, found.hint) == ("warn", "install CUDA")
     assert found.found.endswith("CUDA_HOME does not exist; the run will use torch's fused AdamW")

@@ -168,10 +168,10 @@ def test_rows_that_are_too_long_are_cut_or_left_out(
     assert main(given) == 0
     printed = capsys.readouterr().out
     assert "11 rows read, 1 truncated to 37 tokens (0." in printed
-    assert "% of all tokens lost), 0 split, 0 too long, 0 with nothing supervised, 11 documents scored" in printed
+    assert "% of all tokens cut off), 0 split, 0 too long, 0 without supervised tokens, 11 documents scored" in printed
     assert main([*given, "--long-rows", "drop"]) == 0
     assert (
-        "(0.00% of all tokens lost), 0 split, 1 too long, 0 with nothing supervised, 10 documents scored"
+        "(0.00% of all tokens cut off), 0 split, 1 too long, 0 without supervised tokens, 10 documents scored"
         in capsys.readouterr().out
     )
 

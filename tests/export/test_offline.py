@@ -86,7 +86,7 @@ def test_out_of_fp8(dtype: str, base: Path, tmp_path: Path) -> None:
         assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
     assert (exported.num_tensors, exported.num_bytes) == (len(wanted), sum(tensor.nbytes for tensor in wanted.values()))
     assert exported.notes[0].startswith(
-        f"{sum('layers.2.' in key for key in wanted)} tensors of {base} that the model does not build go along"
+        f"{sum('layers.2.' in key for key in wanted)} tensors of {base} that the model does not build are kept"
     )
     publish(
         tmp_path / "plain", wanted, config={key: value for key, value in V3.items() if key != "quantization_config"}
@@ -132,7 +132,7 @@ def test_back_without_the_base_where_scales_came_from_bf16(tmp_path: Path) -> No
     assert_same(read_all(tmp_path / "out"), read_all(base))
 
 
-def test_blocks_that_changed_are_quantised_afresh_and_no_others(base: Path, tmp_path: Path) -> None:
+def test_only_changed_blocks_are_quantised_again(base: Path, tmp_path: Path) -> None:
     tuned = dequantised(read_all(base), torch.bfloat16)
     tuned[CHANGED][130, 150] += 1
     publish(tmp_path / "tuned", tuned, config=V3)
@@ -309,7 +309,7 @@ def test_a_live_export_writes_the_same_copies(dtype: torch.dtype, base: Path, tm
     assert "written from the trained tensor" in notes[-1]
 
 
-def test_an_adapter_of_the_head_reaches_its_copy(base: Path, tmp_path: Path) -> None:
+def test_an_adapter_of_the_head_changes_its_copy(base: Path, tmp_path: Path) -> None:
     factors = {"lm_head.weight": Factors(torch.randn(4, V3["hidden_size"]), torch.randn(V3["vocab_size"], 4), 0.5)}
     lora = LoraConfig(rank=4, alpha=2, target_modules=("lm_head",))
     write_adapter(
@@ -484,7 +484,7 @@ def test_adapters_are_merged_into_an_fp8_base_and_the_rest_is_as_published(
         assert torch.allclose(ours, wanted, rtol=2**-4 if dtype == "fp8" else 2**-8, atol=1e-3), key
         assert (wanted - plain[key]).abs().max() > 1
     assert not any("nothing was carried over" in note for note in exported.notes)
-    assert f"tensors of {base} that the model does not build go along" in exported.notes[0]
+    assert f"tensors of {base} that the model does not build are kept" in exported.notes[0]
     export(base, tmp_path / "copy", "bf16")
     assert weights_digest(tmp_path / "copy") == digest
 
@@ -501,7 +501,7 @@ def test_a_checkpoint_knows_its_base(run: Path, tmp_path: Path, capsys: pytest.C
         assert (tmp_path / "bf16" / file.name).read_bytes() == file.read_bytes(), file.name
 
 
-def test_without_its_base_a_checkpoint_says_what_is_missing(
+def test_an_export_without_the_base_says_what_is_missing(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     moved = run / "fp8-moved"

@@ -140,8 +140,12 @@ def _endless(running: Running) -> dict[str, Any]:
         ({"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
         ({"extra_body": {"top_k": 3}}, "top_k", "not supported"),
         ({"extra_body": {"generation_config": "{}"}}, "generation_config", "not supported"),
-        ({"extra_body": {"chat_template_kwargs": {"tokenize": True}}}, "chat_template_kwargs", "reads no `tokenize`"),
-        ({"logit_bias": {"9999": 1}}, "logit_bias", "vocabulary's 128"),
+        (
+            {"extra_body": {"chat_template_kwargs": {"tokenize": True}}},
+            "chat_template_kwargs",
+            "does not use `tokenize`",
+        ),
+        ({"logit_bias": {"9999": 1}}, "logit_bias", "vocabulary of 128"),
         ({"max_tokens": CONTEXT}, "messages", f"maximum context length is {CONTEXT} tokens"),
         (
             {"messages": [{"role": "user", "content": "7" * 50_000}]},

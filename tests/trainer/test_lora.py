@@ -139,7 +139,7 @@ def test_what_is_not_proven_is_refused(
     for override, said in (
         ("lora.target_modules=[q_prj]", "`q_prj` matches no module"),
         ("lora.target_modules=[lm_head]", "experts, gate, gate_proj"),
-        ("lora.target_modules=[experts, '(']", "is no regular expression"),
+        ("lora.target_modules=[experts, '(']", "is not a regular expression"),
         ("lora.rnk=4", "did you mean `rank`?"),
         ("lora.rank=4", "not a multiple of 8"),
         ("model.weights=random", "lora with model.weights random is not proven"),

@@ -280,7 +280,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no template file": (None, {"data": {"template": "none.jinja"}}, "data.template `none.jinja` does not exist"),
     "unknown tracker": (None, {"log": {"trackers": ["wandbb"]}}, "log.trackers names `wandbb`"),
     "output below a file": (None, {"output_dir": "{folder}/run.yaml/run"}, "which is not a folder"),
-    "nothing supervised": (
+    "no supervised tokens": (
         lambda f: _lines(f / "train.jsonl", '{"messages": [{"role": "user", "content": "x"}]}'),
         {},
         "none of the 1 rows of",
@@ -330,11 +330,11 @@ def test_data_show_marks_what_is_trained(tmp_path: Path, capsys: pytest.CaptureF
     assert f"<|bos|><|user|>{row['prompt']}<|assistant|>⟦{row['completion']}<|eos|>⟧" in printed
     assert "rows read" in printed
     assert re.search(r"prompts +0 of [\d,]+ rows \(0.0%\) have", printed)
-    assert f"columns and fields that nothing reads: source ({len(rows):,} rows)" in printed
+    assert f"columns and fields that are not used: source ({len(rows):,} rows)" in printed
     show_plan(prepare_run(read_config(run_file), World.from_environment({})))
     printed = capsys.readouterr().out
     assert re.search(r"prompts +0 of [\d,]+ rows \(0.0%\) have", printed)
-    assert f"data.train: columns and fields that nothing reads: source ({len(rows):,} rows)" in printed
+    assert f"data.train: columns and fields that are not used: source ({len(rows):,} rows)" in printed
 
 
 def test_config_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

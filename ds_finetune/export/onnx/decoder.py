@@ -73,17 +73,17 @@ def check_config(config: PretrainedConfig) -> None:
     kind = config.rope_parameters["rope_type"]
     if kind not in _STATIC_ROPE:
         raise ExportError(
-            f"rope_type `{kind}` depends on the length of the input", hint=f"exported are {', '.join(_STATIC_ROPE)}"
+            f"rope_type `{kind}` depends on the length of the input", hint=f"use one of {', '.join(_STATIC_ROPE)}"
         )
     if config.hidden_act != "silu":
-        raise ExportError(f"hidden_act `{config.hidden_act}` has no ONNX graph here", hint="exported is silu")
+        raise ExportError(f"hidden_act `{config.hidden_act}` has no ONNX graph", hint="only silu can be exported")
     sliding = [
         number for number, kind in enumerate(getattr(config, "layer_types", None) or ()) if kind != "full_attention"
     ]
     if sliding:
         raise ExportError(
             f"layers {sliding} have no full attention (layer_types in config.json)",
-            hint="exported is full attention alone",
+            hint="only full attention can be exported",
         )
     method = getattr(config, "topk_method", None) if parts.router == "softmax" else "greedy"
     if method not in ("greedy", "group_limited_greedy"):
@@ -217,7 +217,7 @@ def _mask(graph: Graph) -> Mask:
 def _rotary(graph: Graph, model: PreTrainedModel) -> Rotary:
     """Cosines and sines, in fp32, of transformers' frequencies for this config, with YaRN's scaling."""
     config = model.config
-    # Made again from the config: the model's own may be on the meta device.
+    # A new one from the config, since the model's may be on the meta device.
     embedding = type(model.model.rotary_emb)(config)
     frequencies = embedding.inv_freq.to(torch.float32).numpy()
     positions = graph.cast(graph.op("Unsqueeze", "position_ids", graph.ints(1, 3)), np.float32)

@@ -74,7 +74,9 @@ def export_onnx(source: Path, out: Path, *, dtype: str, with_cache: bool, base: 
     began = time.monotonic()
     check_packages()
     if dtype not in ONNX_DTYPES:
-        raise ExportError(f"ONNX Runtime runs no model in {dtype} on a CPU", hint="export with --dtype fp32 or fp16")
+        raise ExportError(
+            f"ONNX Runtime cannot run a model in {dtype} on a CPU", hint="export with --dtype fp32 or fp16"
+        )
     check_out(out)
     with _hub_folder(source, out, base) as folder:
         comparison = _write_and_compare(folder, out, dtype, with_cache)

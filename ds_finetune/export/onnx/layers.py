@@ -24,7 +24,7 @@ def parts_of(config: PretrainedConfig) -> OnnxGraph:
     parts = family_of(config.model_type).onnx
     if parts is None:
         raise ExportError(
-            f"model_type `{config.model_type}` has no ONNX graph here",
+            f"model_type `{config.model_type}` has no ONNX graph",
             hint=f"there are graphs for {', '.join(sorted(name for name, row in FAMILIES.items() if row.onnx))}",
         )
     return parts

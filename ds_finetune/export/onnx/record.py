@@ -101,7 +101,7 @@ class OnnxRecord:
         if tree["format"] != ONNX_FORMAT:
             raise ValueError(f"its format is {tree['format']}, not {ONNX_FORMAT}")
         if tree.pop("sum") != _sum_of(tree):
-            raise ValueError("its own sum is another: it was changed")
+            raise ValueError("its own digest differs: it was changed")
         cases = {InputCase(tuple(each["pads"]), each["length"], tuple(each["chunks"])): each for each in tree["cases"]}
         reference = Reference(
             logits={case: _logits_of(case, each) for case, each in cases.items()},
@@ -147,7 +147,7 @@ def _comparison_line(comparison: OnnxComparison) -> str:
 def _check_files(folder: Path, record: OnnxRecord) -> tuple[list[str], list[str]]:
     """Problems with the files on the disk, and lines that say what was compared."""
     present = {path.name: FileSums.of(path) for path in _files(folder)}
-    problems = [f"{name} was written and is gone" for name in sorted(record.files.keys() - present.keys())]
+    problems = [f"{name} was written and is missing" for name in sorted(record.files.keys() - present.keys())]
     changed = {name: sums.differences(present[name]) for name, sums in record.files.items() if name in present}
     for name, runs in changed.items():
         weights = _weights_at(folder, name, runs) if not changed.get(MODEL) else []

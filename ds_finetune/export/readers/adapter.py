@@ -61,18 +61,18 @@ class PeftAdapter:
         refused += [f"tensor {key}" for key, match in matches.items() if match is None][:5]
         if refused:
             raise ExportError(
-                f"{folder} holds {', '.join(refused)}, which is not merged here",
+                f"{folder} holds {', '.join(refused)}, which is not supported here",
                 hint="merge it with peft's merge_and_unload",
             )
         alone = {str(name).rpartition(".")[2] for name in config.get("target_parameters") or ()} & {GATE_UP, DOWN}
         outer = alone.pop() if len(alone) == 1 else DOWN
         leaves = {key: _leaf(match["module"], match["inner"], outer) for key, match in matches.items() if match}
         keys = {(f"{match['module']}.{leaves[key]}", match["side"]): key for key, match in matches.items() if match}
-        lone = sorted(name for name, side in keys if (name, "B" if side == "A" else "A") not in keys)
-        if lone or not keys:
-            shown = ", ".join(lone[:5])
+        unpaired = sorted(name for name, side in keys if (name, "B" if side == "A" else "A") not in keys)
+        if unpaired or not keys:
+            shown = ", ".join(unpaired[:5])
             raise ExportError(
-                f"{folder}/{WEIGHTS}: {len(keys)} tensors, one half alone of {len(lone)} adapters: {shown}",
+                f"{folder}/{WEIGHTS}: {len(keys)} tensors, without A or B for {len(unpaired)} adapters: {shown}",
                 hint="save it again",
             )
         return cls(folder, config, keys, digest)

@@ -38,7 +38,7 @@ _REFUSED = (
         re.compile(r"(.*_)?mp_rank_0*[1-9]\d*_.*_states\.pt"),
         "tensors are spread over ranks (tensor or pipeline parallelism)",
     ),
-    (re.compile(r"offloaded_tensors"), "the optimizer was offloaded to NVMe, and its values lie in .swp files"),
+    (re.compile(r"offloaded_tensors"), "the optimizer was offloaded to NVMe, and its values are in .swp files"),
     (re.compile(r"zero"), "it is a universal checkpoint"),
 )
 """File names of layouts that are not read, and what they mean."""
@@ -134,7 +134,7 @@ def _refuse_layouts(step: Path) -> None:
     for path in sorted(step.iterdir()):
         for pattern, meaning in _REFUSED:
             if pattern.fullmatch(path.name):
-                raise ExportError(f"{step} holds `{path.name}`: {meaning}, which is not read here", hint=_ELSEWHERE)
+                raise ExportError(f"{step} holds `{path.name}`: {meaning}, which is not supported", hint=_ELSEWHERE)
 
 
 def _rank_files(step: Path, kind: str) -> dict[int, Path]:
@@ -200,7 +200,7 @@ def _trained_weights(step: Path, model: Sequence[_States], optim: Sequence[_Stat
         return iter(())
     zero = _zero(optim[0])
     if "ds_zero_partition_groups" in zero or any(model[0].values.get(key) for key in _AUTOEP_KEYS):
-        raise ExportError(f"{step}: {_REFUSED[0][1]}, which is not read here", hint=_ELSEWHERE)
+        raise ExportError(f"{step}: {_REFUSED[0][1]}, which is not supported", hint=_ELSEWHERE)
     if "fp32_flat_groups" in zero:
         return _stage_3_weights(step, model[0].values["param_shapes"], optim)
     return _stage_1_and_2_weights(step, model[0].values["param_shapes"], optim)

@@ -45,13 +45,14 @@ def load_values(path: Path, stand_ins: Sequence[tuple[Any, str]]) -> dict[str, A
             if unknown:
                 raise ExportError(
                     f"{path} holds objects of {len(unknown)} unknown kinds: {', '.join(unknown)}",
-                    hint="they could run code and were not made; export from a checkpoint that DeepSpeed alone wrote",
+                    hint="they could run code and were not loaded; export from a checkpoint that DeepSpeed alone wrote",
                 )
             tree = torch.load(path, map_location="meta", weights_only=True)
     except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as broken:
         reason = str(broken).splitlines()[0]
         raise ExportError(
-            f"{path} cannot be read: {reason}", hint="the file is torn or not of torch.save; use an older checkpoint"
+            f"{path} cannot be read: {reason}",
+            hint="the file is damaged, or torch.save did not write it; use an older checkpoint",
         ) from broken
     if not isinstance(tree, dict):
         raise ExportError(
@@ -79,7 +80,7 @@ class DataFile:
             if not done:
                 raise ExportError(
                     f"{self.path} ends at byte {offset}, {len(view)} bytes early",
-                    hint="the file is torn; use an older checkpoint",
+                    hint="the file is damaged; use an older checkpoint",
                 )
             view, offset = view[done:], offset + done
 

@@ -87,9 +87,9 @@ def compare_logits(record: ExportRecord, loaded: LoadedFolder) -> tuple[list[str
     """Problems with the logits of a folder, and lines that say what was compared."""
     report, logits = loaded.report, loaded.logits
     assert logits is not None
-    name = f"{report['versions']} in {report['dtype']} on {report['device']}, without code of ours"
+    name = f"{report['versions']} in {report['dtype']} on {report['device']}, without ds_finetune"
     if report["eager_experts"]:
-        name += f", with eager experts, since its grouped product refuses them ({report['eager_experts']})"
+        name += f", with eager experts, since torch's grouped product refuses this model ({report['eager_experts']})"
     reached = (
         f"; its prompts reach {report['experts_reached']} of {report['experts']} routed experts"
         if report["experts"]

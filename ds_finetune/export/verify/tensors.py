@@ -59,7 +59,7 @@ def changed_tensors(tensors: Mapping[str, TensorInFile], record: ExportRecord) -
         sums = pool.map(lambda key: digest_of(maps[tensors[key].file], tensors[key], like=digests[key]), common)
         changed = [key for key, digest in zip(common, sums, strict=True) if digest != digests[key]]
     kinds = (
-        ("were written and are gone", absent),
+        ("were written and are missing", absent),
         ("were not written by the export", added),
         ("hold other bytes than were written", changed),
     )

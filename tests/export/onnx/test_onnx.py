@@ -167,7 +167,7 @@ def test_equals_transformers_whole_and_cached(name: str, tmp_path: Path) -> None
     assert torch.equal(runtime.greedy(ids, mask, 16), wanted)
 
 
-def test_several_tokens_at_once_onto_a_past(tmp_path: Path) -> None:
+def test_several_tokens_at_once_with_a_cache(tmp_path: Path) -> None:
     model = fresh("deepseek_v3")
     onnx_folder.export_onnx(saved(tmp_path / "hub", model), tmp_path / "out", dtype="fp32", with_cache=True)
     runtime = Runtime(tmp_path / "out")
@@ -328,7 +328,7 @@ def _store_in_fp8(folder: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
-    "another type": (partial(_edit, model_type="mixtral"), "model_type `mixtral` has no ONNX graph here"),
+    "another type": (partial(_edit, model_type="mixtral"), "model_type `mixtral` has no ONNX graph"),
     "dynamic rope": (
         partial(_edit, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
         "rope_type `dynamic`",
@@ -360,14 +360,14 @@ def test_refusals_leave_nothing(case: str, tmp_path: Path) -> None:
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["hub"]
 
 
-def test_arguments_that_say_nothing_are_refused(
+def test_arguments_that_are_not_valid_for_onnx_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, out = str(tmp_path / "hub"), str(tmp_path / "out")
     for arguments, message in (
         (["--format", "onnx", "--max-shard-size", "1GB"], "--max-shard-size 1GB is not valid with --format onnx"),
         (["--no-cache"], "--no-cache is not valid with --format safetensors"),
-        (["--format", "onnx", "--dtype", "bf16"], "ONNX Runtime runs no model in bf16"),
+        (["--format", "onnx", "--dtype", "bf16"], "ONNX Runtime cannot run a model in bf16"),
         (["--format", "onnx"], "is not a folder"),
     ):
         assert cli.main(["export", source, out, *arguments]) == 2

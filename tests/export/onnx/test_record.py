@@ -88,7 +88,7 @@ def _place_of(folder: Path, name: str) -> int:
     raise KeyError(name)
 
 
-def test_each_byte_of_each_file_counts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_change_of_any_byte_is_found(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = sorted(path.name for path in folder.iterdir() if path.name != RECORD)
     assert {"model.onnx", "model.onnx.data", "config.json"} <= {*files}
     generator = torch.Generator().manual_seed(1)
@@ -140,14 +140,14 @@ def _another_graph(folder: Path) -> None:
 
 WRONG: dict[str, tuple[Callable[[Path], object], int, str]] = {
     "cut short": (_shorten, 1, "model.onnx.data holds other bytes than were written"),
-    "weights gone": (lambda f: (f / "model.onnx.data").unlink(), 1, "model.onnx.data was written and is gone"),
-    "graph gone": (lambda f: (f / "model.onnx").unlink(), 1, "model.onnx was written and is gone"),
+    "weights gone": (lambda f: (f / "model.onnx.data").unlink(), 1, "model.onnx.data was written and is missing"),
+    "graph gone": (lambda f: (f / "model.onnx").unlink(), 1, "model.onnx was written and is missing"),
     "another graph": (_another_graph, 1, "positions are beyond it"),
     "no record": (lambda f: (f / RECORD).unlink(), 2, f"holds no {RECORD}"),
     "a record that was changed": (
         lambda f: (f / RECORD).write_text(json.dumps(json.loads((f / RECORD).read_text()) | {"dtype": "fp16"})),
         2,
-        "its own sum is another: it was changed",
+        "its own digest differs: it was changed",
     ),
     "an older record": (
         lambda f: (f / RECORD).write_text('{"format": "onnx 0"}'),
@@ -168,7 +168,7 @@ def test_a_wrong_folder_is_found(name: str, folder: Path, capsys: pytest.Capture
         assert said in (folder / UNVERIFIED).read_text()
 
 
-def test_options_that_say_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_are_not_valid_for_onnx(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "--check", str(folder), "--base", str(folder)]) == 2
     assert "is not valid with the ONNX folder" in capsys.readouterr().err
     assert main(["export", str(folder), "out", "--format", "onnx", "--no-verify"]) == 2
