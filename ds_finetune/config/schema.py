@@ -362,7 +362,7 @@ class RunConfig(Section):
     export: ExportConfig = ExportConfig()
     """Export."""
     output_dir: str
-    """Folder of the run; docs/reference/run-directory.md lists what lies in it ("The run directory")."""
+    """Folder of the run; docs/reference/run-directory.md lists what it holds."""
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
