@@ -292,7 +292,7 @@ class LaunchConfig(Section):
     less.
     """
     silent_seconds: float = Field(default=10, ge=3)
-    """Seconds without a message after which a host is given up, and after which a host without messages ends its ranks."""
+    """Seconds without a message after which a host is given up, and after which a host that gets none ends its ranks."""
 
 
 class WatchdogConfig(Section):
@@ -361,7 +361,7 @@ class RunConfig(Section):
     export: ExportConfig = ExportConfig()
     """Export."""
     output_dir: str
-    """Folder of the run; docs/reference/run-directory.md lists what lies in it ("The run directory")."""
+    """Folder of the run; docs/reference/run-directory.md lists what it holds."""
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

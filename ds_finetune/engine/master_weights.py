@@ -1,4 +1,4 @@
-"""Where each layout keeps the fp32 weights an optimizer steps on, and which parts of which parameters lie in them."""
+"""The fp32 master weights of each ZeRO stage, and which parts of which parameters they hold."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -50,8 +50,8 @@ class Master:
 
 
 def masters_of(wrapped: Any, plan: Plan) -> list[Master]:  # noqa: ANN401 - a DeepSpeedEngine
-    """The masters of this rank by name without the leading `lm.`, padding left out; a parameter in no master is not
-    trained.
+    """The masters of this rank, with parameters by Hugging Face name and without padding. A parameter in no master is
+    not trained.
     """
     names = {id(param): name.removeprefix("lm.") for name, param in wrapped.module.named_parameters()}
     optimizer = wrapped.optimizer

@@ -74,9 +74,9 @@ class EngineState:
         self._optimizers = [base, *([backup] if backup is not None else [])]
 
     def groups(self, *, restoring: bool = False) -> list[StateGroup]:
-        """Every slice of this rank, weights before moments; each sub-group on NVMe is a group of its own.
+        """Every slice of this rank, weights before moments; each sub-group on NVMe is a separate group.
 
-        To save, each element is some one rank's; `restoring` gives all that this rank must have.
+        To save, each element belongs to exactly one rank; with `restoring` the slices are all that this rank needs.
         """
         if self._plan.device == "cuda":
             torch.cuda.synchronize()
@@ -236,9 +236,7 @@ class EngineState:
         )
 
     def _frozen(self) -> Iterator[StateGroup]:
-        """Weights that no optimizer steps on and that belong to the run: with adapters they are the base's, which a run
-        only reads.
-        """
+        """Weights that are not trained and are saved with the run; with LoRA the base weights are not saved."""
         for name in self._plan.frozen:
             fragment = partition(self._ds.module.lm.get_parameter(name))
             numel = fragment.end - fragment.start
@@ -246,7 +244,7 @@ class EngineState:
                 dtype = self._ds.module.lm.get_parameter(name).dtype
                 is_whole = self._plan.zero_stage < 3
                 part = Slice(f"{WEIGHT}/{name}", fragment.shape, fragment.start, numel, dtype, is_replicated=is_whole)
-                yield StateGroup((part,), partial(_opened_fragment, fragment, numel))
+                yield StateGroup((part,), partial(_open_fragment, fragment, numel))
 
     @contextmanager
     def _opened(self, masters: Sequence[Master], read: Read, write: bool) -> Iterator[Read]:
@@ -276,14 +274,14 @@ class EngineState:
         NVMe.
         """
         with self._in_memory(masters[0], write=True) if masters[0].is_swapped else nullcontext():
-            kept = [master.flat.grad for master in masters]
+            grads = [master.flat.grad for master in masters]
             for master in masters:
                 master.flat.grad = torch.zeros_like(master.flat)
             if self._plan.zero_stage == 3:
                 self._ds.optimizer._optimizer_step(masters[0].number)
             else:
                 self._optimizers[0].step()
-            for master, grad in zip(masters, kept, strict=True):
+            for master, grad in zip(masters, grads, strict=True):
                 master.flat.grad = grad
 
     def _steps(self, master: Master) -> int:
@@ -321,14 +319,14 @@ class EngineState:
 
 
 def scaler_of(optimizer: Any) -> Any:  # noqa: ANN401 - one of DeepSpeed's wrappers
-    """Where a wrapper keeps its loss scale: `loss_scale_config` at stage 0 (fp16/fused_optimizer.py,
+    """The object in which a wrapper keeps its loss scale: `loss_scale_config` at stage 0 (fp16/fused_optimizer.py,
     unfused_optimizer.py), else `loss_scaler`.
     """
     return getattr(optimizer, "loss_scale_config", None) or optimizer.loss_scaler
 
 
 def is_dynamic(scaler: Any) -> bool:  # noqa: ANN401
-    """Whether the scale follows the gradients; a static one is the run file's."""
+    """Whether the scale is adapted to the gradients; a static one comes from the run file."""
     return bool(getattr(scaler, "dynamic_loss_scale", getattr(scaler, "dynamic", False)))
 
 
@@ -337,9 +335,9 @@ def loss_scale(scaler: Any) -> dict[str, Any]:  # noqa: ANN401
     return {name: getattr(scaler, name) for name in _SCALER if hasattr(scaler, name)} if is_dynamic(scaler) else {}
 
 
-def restore_loss_scale(scaler: Any, kept: Mapping[str, Any]) -> None:  # noqa: ANN401
-    """Set a dynamic loss scale to what `loss_scale` gave, as far as this kind of scaler has it."""
-    for name, value in kept.items() if is_dynamic(scaler) else ():
+def restore_loss_scale(scaler: Any, saved: Mapping[str, Any]) -> None:  # noqa: ANN401
+    """Set a dynamic loss scale to the values of `loss_scale` that this kind of scaler has."""
+    for name, value in saved.items() if is_dynamic(scaler) else ():
         if hasattr(scaler, name):
             setattr(scaler, name, value)
 
@@ -353,7 +351,7 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @contextmanager
-def _opened_fragment(fragment: Fragment, numel: int, write: bool) -> Iterator[Read]:
+def _open_fragment(fragment: Fragment, numel: int, write: bool) -> Iterator[Read]:
     with fragment.opened() as elements:
         yield lambda key: elements.detach()[:numel]
 
@@ -361,11 +359,11 @@ def _opened_fragment(fragment: Fragment, numel: int, write: bool) -> Iterator[Re
 @contextmanager
 def _learning_rate_zero(optimizers: Sequence[Any]) -> Iterator[None]:
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    kept = [group["lr"] for group in groups]
+    rates = [group["lr"] for group in groups]
     for group in groups:
         group["lr"] = 0.0
     try:
         yield
     finally:
-        for group, lr in zip(groups, kept, strict=True):
+        for group, lr in zip(groups, rates, strict=True):
             group["lr"] = lr

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ds_finetune.families.table import FAMILIES
-from ds_finetune.plan.combinations import TESTED_LAYOUTS, TestedLayout
+from ds_finetune.plan.combinations import TESTED_LAYOUTS, ParallelLayout
 from ds_finetune.selftest.cells import Cell
 from tests.pairwise import pairwise
 from tests.parity.reference import Run, assert_equals_plain_loop, found, reference_loop, run_cells, runs_of
@@ -34,7 +34,7 @@ def _cells(families: tuple[str, ...]) -> list[Cell]:
     ]
 
 
-def _deep_enough(family: str, row: TestedLayout) -> str:
+def _deep_enough(family: str, row: ParallelLayout) -> str:
     """Stages that share out experts need some each; the first layer has none."""
     return f"{family}_deep" if {"pp", "ep"} <= row.axes else family
 
