@@ -215,7 +215,7 @@ def _tokenise(sources: Sequence[Source], tokenisation: Tokenisation, folder: Pat
         shutil.rmtree(part)
     if not counts.read:
         raise DataError(
-            f"data files {', '.join(source.path for source in sources)} hold 0 rows", hint="write at least one row"
+            f"data files {', '.join(source.path for source in sources)} have 0 rows", hint="write at least one row"
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ds_finetune.families.table import FAMILIES
-from ds_finetune.plan.combinations import PROVEN, Proven
+from ds_finetune.plan.combinations import TESTED_LAYOUTS, ParallelLayout
 from ds_finetune.selftest.cells import Cell
 from tests.pairwise import pairwise
 from tests.parity.reference import Run, assert_equals_plain_loop, found, reference_loop, run_cells, runs_of
@@ -28,13 +28,13 @@ def _cells(families: tuple[str, ...]) -> list[Cell]:
             checkpointing=packing,
             **dict.fromkeys(row.axes, 2),
         )
-        for row, family in itertools.product(PROVEN, families)
+        for row, family in itertools.product(TESTED_LAYOUTS, families)
         if family.removesuffix("_lite") in row.families
         for stage, packing in itertools.product(row.stages, (True, False))
     ]
 
 
-def _deep_enough(family: str, row: Proven) -> str:
+def _deep_enough(family: str, row: ParallelLayout) -> str:
     """Stages that share out experts need some each; the first layer has none."""
     return f"{family}_deep" if {"pp", "ep"} <= row.axes else family
 
@@ -51,7 +51,7 @@ def _offloaded() -> list[Cell]:
             max_grad_norm=0.5,
             **dict.fromkeys(row.axes, 2),
         )
-        for row in PROVEN
+        for row in TESTED_LAYOUTS
         for stage, offload in places
         if stage in row.stages
     ]
@@ -60,7 +60,7 @@ def _offloaded() -> list[Cell]:
 def _rounded() -> list[Cell]:
     return [
         Cell(_deep_enough("deepseek_v3", row), stage, 2, packing=True, precision="bf16", **dict.fromkeys(row.axes, 2))
-        for row in PROVEN
+        for row in TESTED_LAYOUTS
         for stage in row.stages
         if stage or row.axes == {"sp"}
     ]

@@ -97,7 +97,7 @@ def test_gradients_twice_as_large_are_found(tmp_path: Path) -> None:
     ("arguments", "text"),
     [
         (["RUN", "parallel.tp=3", "--nproc", "2"], "2 ranks are not a multiple of parallel tp 3 = 3"),
-        (["RUN", "parallel.pp=2", "--nproc", "2"], "parallel dp 1 x pp 2 with zero stage 2 is not proven"),
+        (["RUN", "parallel.pp=2", "--nproc", "2"], "parallel dp 1 x pp 2 with zero stage 2 is not tested"),
         (["--hostfile", "nowhere"], "hostfile `nowhere` does not exist"),
     ],
 )
