@@ -162,7 +162,7 @@ def _refuse_other_wrapper(tree: dict[str, Any], stage: int, precision: str) -> N
     given = (tree.get("data_types") or {}).get("grad_accum_dtype")
     if given not in (None, "auto") and stage < 2 and precision == "bf16":
         raise ConfigError(
-            f"data_types.grad_accum_dtype {given!r} with zero stage {stage} in bf16 is not proven",
+            f"data_types.grad_accum_dtype {given!r} with zero stage {stage} in bf16 is not tested",
             hint="use stage 2 or 3, or leave it out",
         )
 

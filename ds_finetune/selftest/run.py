@@ -29,7 +29,7 @@ from ds_finetune.engine.prepare_ops import build_ops
 from ds_finetune.errors import ConfigError, LaunchError, RunError
 from ds_finetune.families.table import FAMILIES, STANDARD_SELFTEST
 from ds_finetune.model.build import read_hf_config
-from ds_finetune.plan.combinations import PROVEN
+from ds_finetune.plan.combinations import TESTED_LAYOUTS
 from ds_finetune.plan.deepspeed_choice import chosen
 from ds_finetune.plan.deepspeed_config import read_choices
 from ds_finetune.plan.mesh import Mesh
@@ -203,7 +203,7 @@ def _standard_cases(world_size: int, families: Sequence[str], device: str) -> li
     if unknown:
         raise ConfigError(f"--families {','.join(unknown)} is not known", hint=f"use some of {','.join(TINY_MODELS)}")
     cells = [Cell(family, stage, _ACCUMULATION, packing=True) for family in families for stage in range(4)]
-    for row, family in itertools.product(PROVEN, families):
+    for row, family in itertools.product(TESTED_LAYOUTS, families):
         sizes: dict[str, Any] = dict.fromkeys(row.axes, 2)
         cell = Cell(family, 0, _ACCUMULATION, packing=True, max_grad_norm=0.5, checkpointing=True, **sizes)
         if (
