@@ -84,5 +84,5 @@ class PartFile:
 
 def _stored(name: str, entry: HeaderEntry, shapes: Mapping[str, Sequence[int]]) -> StoredChunk:
     key, _, offsets = name.rpartition("@")
-    box = Chunk(tuple(int(offset) for offset in offsets.split(",") if offset), entry.shape)
-    return StoredChunk(key, tuple(shapes[key]), box, entry.dtype, entry.begin)
+    chunk = Chunk(tuple(int(offset) for offset in offsets.split(",") if offset), entry.shape)
+    return StoredChunk(key, tuple(shapes[key]), chunk, entry.dtype, entry.begin)

@@ -74,11 +74,11 @@ class StatePlanner(SavePlanner):
         for number, slices in enumerate(self._slices):
             held_from = {held.key: held.start for held in self._groups[number].slices}
             for part in slices:
-                for box, position in chunks_of_slice(part):
-                    index = MetadataIndex(part.key, torch.Size(box.offsets))
+                for chunk, position in chunks_of_slice(part):
+                    index = MetadataIndex(part.key, torch.Size(chunk.offsets))
                     # A share of a slice begins behind the slice's own first element.
-                    self._place[index] = (number, part.start - held_from[part.key] + position, box.numel)
-                    items.append(_write_item(index, part, box))
+                    self._place[index] = (number, part.start - held_from[part.key] + position, chunk.numel)
+                    items.append(_write_item(index, part, chunk))
         return SavePlan(items)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -108,8 +108,8 @@ class RestorePlanner(LoadPlanner):
 
     def __init__(self, slices: Sequence[Slice], read: Read, *, absent: str) -> None:
         self._slices = {part.key: part for part in slices}
-        self._boxes = {
-            key: {torch.Size(box.offsets): (box, at) for box, at in chunks_of_slice(part)}
+        self._chunks = {
+            key: {torch.Size(chunk.offsets): (chunk, at) for chunk, at in chunks_of_slice(part)}
             for key, part in self._slices.items()
         }
         self._read, self._absent = read, absent
@@ -134,7 +134,8 @@ class RestorePlanner(LoadPlanner):
                     hint="resume the model it was saved from",
                 )
             chunks = [
-                ChunkStorageMetadata(offsets, torch.Size(box.sizes)) for offsets, (box, _) in self._boxes[key].items()
+                ChunkStorageMetadata(offsets, torch.Size(chunk.sizes))
+                for offsets, (chunk, _) in self._chunks[key].items()
             ]
             reads = create_read_items_for_chunk_list(key, held, chunks)
             covered = sum(item.lengths.numel() for item in reads)
@@ -163,8 +164,8 @@ class RestorePlanner(LoadPlanner):
         """The tensor that `read_item` fills, in the shape of the chunk that is read."""
         key, offset = read_item.dest_index.fqn, read_item.dest_index.offset
         assert offset is not None
-        box, position = self._boxes[key][offset]
-        target = self._read(key)[position : position + box.numel].view(box.sizes)
+        chunk, position = self._chunks[key][offset]
+        target = self._read(key)[position : position + chunk.numel].view(chunk.sizes)
         for dim, (first, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             target = target.narrow(dim, first, length)
         return target
@@ -173,7 +174,7 @@ class RestorePlanner(LoadPlanner):
         """Values are copied in place."""
 
 
-def _write_item(index: MetadataIndex, part: Slice, box: Chunk) -> WriteItem:
-    chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-    data = TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=part.dtype), size=torch.Size(part.shape))
+def _write_item(index: MetadataIndex, part: Slice, chunk: Chunk) -> WriteItem:
+    metadata = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+    data = TensorWriteData(chunk=metadata, properties=TensorProperties(dtype=part.dtype), size=torch.Size(part.shape))
     return WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)
