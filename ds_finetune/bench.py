@@ -28,7 +28,7 @@ from ds_finetune.model.dtypes import PRECISION_DTYPES
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.trainer.batches import run_batches
 from ds_finetune.trainer.inputs import make_model_plan, read_inputs
-from ds_finetune.trainer.prepare import PreparedRun, freeze_unreached, make_schedule
+from ds_finetune.trainer.prepare import PreparedRun, estimate_model, freeze_unreached, make_schedule
 from ds_finetune.world import World
 
 _LR = 1e-4
@@ -83,7 +83,8 @@ def step_contest(config: RunConfig, *, steps: int, say: Say) -> Contest:
     plan = make_plan(config, world=world, device=choose_device())
     model = make_model_plan(config, plan.mesh)
     inputs = read_inputs(config, model)
-    run = PreparedRun(config, freeze_unreached(plan, model), inputs, make_schedule(config, inputs))
+    plan, schedule = freeze_unreached(plan, model), make_schedule(config, inputs)
+    run = PreparedRun(config, plan, inputs, schedule, estimate_model(config, plan, model))
     with ExitStack() as stack:
         stack.enter_context(process_group(world, run.plan.device))
         plan = build_ops(use_cores(run.plan, os.environ), all_gather_object, say)

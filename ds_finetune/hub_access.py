@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub can be reached, found out once and within seconds."""
+"""Finds out whether the Hugging Face hub can be reached, once and within seconds."""
 
 import importlib
 import threading
@@ -8,37 +8,37 @@ from huggingface_hub import constants, get_session
 
 _REQUEST_SECONDS = 5.0
 _PROBE_SECONDS = 8.0
-"""Longest probe; looking up a host name obeys no timeout of the request."""
+"""Longest time of the probe; the timeout of a request does not limit the lookup of a host name."""
 
 
 def hub_problem() -> str:
-    """Why the hub cannot be asked now (HF_HUB_OFFLINE is set, or it does not answer); empty where it can.
+    """Why the hub cannot be used (HF_HUB_OFFLINE is set, or it does not answer); empty where it can.
 
     huggingface_hub 2.4 has no timeout on its client (utils/_http.py:341-350) and datasets 5.2 repeats a request for 23
     seconds where the host name is unknown, longer where nothing answers.
     """
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
-    return _silence_of(constants.ENDPOINT)
+    return _probe(constants.ENDPOINT)
 
 
 @lru_cache(maxsize=4)
-def _silence_of(endpoint: str) -> str:
-    """What went wrong in asking `endpoint`, empty where it answers with any status."""
-    outcome = [f"{endpoint} did not answer within {_PROBE_SECONDS:g} seconds"]
+def _probe(endpoint: str) -> str:
+    """Why `endpoint` cannot be reached; empty where it answers with any status."""
+    problem = [f"{endpoint} did not answer within {_PROBE_SECONDS:g} seconds"]
 
-    def ask() -> None:
+    def probe() -> None:
         session = get_session()
-        # The client is httpx's or its successor's, by the version of huggingface_hub.
+        # The client comes from httpx or its successor, depending on the version of huggingface_hub.
         library = importlib.import_module(type(session).__module__.partition(".")[0])
         try:
             session.head(endpoint, timeout=_REQUEST_SECONDS)
         except library.HTTPError as broken:
-            outcome[0] = f"{endpoint} cannot be reached: {broken or type(broken).__name__}"
+            problem[0] = f"{endpoint} cannot be reached: {broken or type(broken).__name__}"
         else:
-            outcome[0] = ""
+            problem[0] = ""
 
-    thread = threading.Thread(target=ask, daemon=True, name="hub probe")
+    thread = threading.Thread(target=probe, daemon=True, name="hub probe")
     thread.start()
     thread.join(_PROBE_SECONDS)
-    return outcome[0]
+    return problem[0]

@@ -214,7 +214,7 @@ def _commands(parser: argparse.ArgumentParser, name: str = "ds-finetune", text: 
     words = [_positional(action) for action in arguments if not action.option_strings]
     options = [" [options]"] if any(action.option_strings for action in arguments) else []
     usage = f"{name} {' '.join(words)}".rstrip() + "".join(options)
-    yield f"\n## `{name}`\n\n{_wrapped(_sentence(text))}\n\n```text\n$ {usage}\n```\n"
+    yield f"\n## `{name}`\n\n{_wrapped(_sentence(text))}\n\n```text\nusage: {usage}\n```\n"
     yield "\n" if arguments else ""
     for action in arguments:
         yield f"{_wrapped(_argument(action), indent='  ')}\n"

@@ -11,10 +11,8 @@ from ds_finetune.data.rows import Row, empty_row
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.schedule import Duration, LrSchedule, warmup_steps
 from ds_finetune.trainer.batches import run_batches
-from ds_finetune.trainer.inputs import read_inputs
-from ds_finetune.trainer.prepare import PreparedRun, make_schedule
 from ds_finetune.world import World
-from tests.planning import model_of
+from tests.planning import prepared_run
 from tests.running import tiny_task
 
 
@@ -58,14 +56,9 @@ def test_a_run_in_epochs_has_batches_for_all_of_its_steps(global_batch_size: int
 def test_the_batches_of_a_run_are_as_many_as_its_schedule_says(tmp_path: Path) -> None:
     run_file = tiny_task(tmp_path / "t", data={"workers": 1, "eval": []})
     config = read_config(run_file, ["train.for=0.29 epochs", "train.global_batch_size=9", "train.micro_batch_size=1"])
-    plan, inputs = (
-        make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cpu"),
-        read_inputs(config, model_of(config)),
-    )
-    schedule = make_schedule(config, inputs)
-    assert (len(inputs.train), schedule.steps) == (32, 2)
-    batches = run_batches(PreparedRun(config, plan, inputs, schedule))
-    assert [len(batch.row_ids) for batch in batches] == [9, 1]
+    run = prepared_run(config, make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cpu"))
+    assert (len(run.inputs.train), run.schedule.steps) == (32, 2)
+    assert [len(batch.row_ids) for batch in run_batches(run)] == [9, 1]
 
 
 class _Rows:

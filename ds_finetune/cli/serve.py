@@ -46,27 +46,24 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
 
 
 def _ask(arguments: Arguments) -> None:
-    from ds_finetune.inference.ask import answers
+    from ds_finetune.inference.ask import ask
 
-    for prompt, answer in zip(
-        arguments.prompts,
-        answers(Path(arguments.folder), arguments.prompts, max_new_tokens=arguments.max_new_tokens),
-        strict=True,
-    ):
+    answers = ask(Path(arguments.folder), arguments.prompts, max_new_tokens=arguments.max_new_tokens)
+    for prompt, answer in zip(arguments.prompts, answers, strict=True):
         OUT.print(f"> {prompt}\n{answer}", markup=False)
 
 
 def _chat(arguments: Arguments) -> None:
-    from ds_finetune.inference.chat import END, ChatSession, run_chat
+    from ds_finetune.inference.chat import EXIT_WORD, ChatSession, run_chat
 
-    conversation = ChatSession(Path(arguments.folder), max_new_tokens=arguments.max_new_tokens)
-    show_line(f"`{END}` ends it")
-    run_chat(conversation, ask=lambda: OUT.input("> "), say=show_piece)
+    session = ChatSession(Path(arguments.folder), max_new_tokens=arguments.max_new_tokens)
+    show_line(f"`{EXIT_WORD}` ends the chat")
+    run_chat(session, read=lambda: OUT.input("> "), write=show_piece)
 
 
 def _serve(arguments: Arguments) -> None:
     from ds_finetune.inference.serve import Address, ServeOptions, serve
 
     address = Address(arguments.host, arguments.port)
-    service = ServeOptions(arguments.engine, arguments.ready_seconds, arguments.queue, arguments.request_seconds)
-    serve(Path(arguments.folder), address, service, say=show_line)
+    options = ServeOptions(arguments.engine, arguments.ready_seconds, arguments.queue, arguments.request_seconds)
+    serve(Path(arguments.folder), address, options, show=show_line)

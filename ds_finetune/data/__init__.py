@@ -1,3 +1,1 @@
-"""From files to batches: sources, layouts, exact loss masks, packing, cache, and a sampler whose position is a
-number.
-"""
+"""Training data, from files to batches: sources, layouts, tokens with loss masks, packing, cache and sampling."""

@@ -1,5 +1,7 @@
-"""Batches from rows: the order is a pure function of (seed, epoch), so any position is found without reading what came
-before.
+"""Makes batches from rows.
+
+The order of rows is a pure function of (seed, epoch), so that a run resumes at any position without reading the rows
+before it.
 """
 
 import math
@@ -22,8 +24,8 @@ _PAD_MULTIPLE = 8
 class MicroBatch:
     """Rows of one forward: `input_ids`, `position_ids`, `labels` (already shifted), int64 [rows, tokens] each.
 
-    `documents` holds the lengths of each packed row's documents, padding as one of them; None where a row is one
-    document.
+    `documents` are the lengths of the documents of each packed row, with padding as the last one; None where a row is
+    one document.
     """
 
     input_ids: torch.Tensor
@@ -34,9 +36,9 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Position:
-    """Where the data stands after a batch: the next row is number `index` of `epoch`.
+    """The position in the data after a batch: the next row is number `index` of `epoch`.
 
-    Of a stream: row `row` of stretch `index` of this rank's records in pass `epoch`.
+    In a stream it is row `row` of chunk `index` of this rank's records, in pass `epoch`.
     """
 
     epoch: int
@@ -46,7 +48,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's share of one optimizer step; counts are this rank's and leave padding out."""
+    """One rank's share of one optimizer step; token counts are those of this rank, without padding."""
 
     micro: tuple[MicroBatch, ...]
     position: Position
@@ -57,10 +59,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How rows are shared out; `row_len` is the length packed rows are filled up to, None pads to the longest of a
-    forward.
+    """How rows are distributed to ranks and padded.
 
-    `rank` of `dp` counts shares of the batch; ranks that work on the same rows have the same.
+    `rank` of `dp` is the data parallel rank: ranks that work on the same rows have the same one. Packed rows are padded
+    to `row_len` tokens; where it is None, rows are padded to the longest one of a forward.
     """
 
     global_batch_size: int
@@ -72,28 +74,29 @@ class BatchPlan:
     pad_token_id: int
     row_len: int | None
     multiple: int = 1
-    """Number whose multiple the length of every forward is, for ranks to share its tokens."""
+    """The length of every forward is a multiple of this, so that ranks can share its tokens."""
 
 
 def training_batches(rows: Rows, plan: BatchPlan, *, start_step: int, total_rows: int) -> Iterator[Batch]:
-    """Batches of steps `start_step, start_step + 1, ...` (0-based) until `total_rows` rows have been given out.
+    """Batches of the steps from `start_step` (0-based) on, until `total_rows` rows were used.
 
-    Step s holds numbers [s x global_batch_size, (s + 1) x global_batch_size) of the endless sequence of epochs, each a
-    permutation of all rows. Numbers from `total_rows` on are empty rows: every row is seen equally often and every rank
-    runs as many forwards as the others.
+    Step s has the rows [s x global_batch_size, (s + 1) x global_batch_size) of the sequence of epochs, each of which is
+    a permutation of all rows. The last batch is filled with empty rows, so that every row is used equally often and
+    all ranks run the same number of forwards.
     """
     steps = -(-total_rows // plan.global_batch_size)
     for step in range(start_step, steps):
         first = step * plan.global_batch_size
-        numbers = [first + place for place in _my_places(plan)]
+        numbers = [first + index for index in _rank_indices(plan)]
         ids = [_row_id(number, len(rows), plan) if number < total_rows else None for number in numbers]
         after = min(first + plan.global_batch_size, total_rows)
         yield _batch(rows, ids, plan, Position(*divmod(after, len(rows))))
 
 
 def eval_batches(rows: Rows, plan: BatchPlan, *, limit: int = 0) -> Iterator[Batch]:
-    """Every row once, in order, or the first `limit` ones; as many forwards on each rank, the last ones filled with
-    empty rows.
+    """All rows once, in order, or the first `limit` ones.
+
+    The last batch is filled with empty rows, so that all ranks run the same number of forwards.
     """
     per_round, end = plan.micro_batch_size * plan.dp, num_eval_rows(rows, limit)
     for first in range(0, end, per_round):
@@ -104,14 +107,12 @@ def eval_batches(rows: Rows, plan: BatchPlan, *, limit: int = 0) -> Iterator[Bat
 
 
 def num_eval_rows(rows: Rows, limit: int) -> int:
-    """How many rows an evaluation reads, where 0 is no limit."""
+    """Number of rows that an evaluation reads; a limit of 0 is none."""
     return min(len(rows), limit or len(rows))
 
 
-def _my_places(plan: BatchPlan) -> range:
-    """Places within the global batch that are this rank's: one contiguous part, so the batch is the same for any number
-    of ranks.
-    """
+def _rank_indices(plan: BatchPlan) -> range:
+    """Indices of this rank's rows in the global batch: a contiguous part, so that the batch does not depend on dp."""
     share = plan.global_batch_size // plan.dp
     return range(plan.rank * share, (plan.rank + 1) * share)
 
@@ -127,17 +128,17 @@ def _order(seed: int, epoch: int, num_rows: int) -> NDArray[np.int64]:
 
 
 def _batch(rows: Rows, ids: Sequence[int | None], plan: BatchPlan, position: Position) -> Batch:
-    found = [rows[i] if i is not None else None for i in ids]
-    return make_batch(found, plan, position, tuple(i for i in ids if i is not None))
+    of_rank = [rows[i] if i is not None else None for i in ids]
+    return make_batch(of_rank, plan, position, tuple(i for i in ids if i is not None))
 
 
 def make_batch(rows: Sequence[Row | None], plan: BatchPlan, position: Position, row_ids: tuple[int, ...]) -> Batch:
-    """One rank's share of a step from its rows; None is a row of nothing."""
-    found = [row or empty_row(plan.pad_token_id) for row in rows]
+    """One rank's share of a step from its rows; None stands for an empty row."""
+    filled = [row or empty_row(plan.pad_token_id) for row in rows]
     real = [row for row in rows if row is not None]
     size = plan.micro_batch_size
     return Batch(
-        micro=tuple(_stack(found[start : start + size], plan) for start in range(0, len(found), size)),
+        micro=tuple(_stack(filled[start : start + size], plan) for start in range(0, len(filled), size)),
         position=position,
         row_ids=row_ids,
         num_tokens=sum(len(row.input_ids) for row in real),
@@ -152,9 +153,9 @@ def _stack(rows: Sequence[Row], plan: BatchPlan) -> MicroBatch:
     is_packed = plan.row_len is not None
     positions = _positions(rows, length, restarts=is_packed)
     return MicroBatch(
-        input_ids=_padded([row.input_ids for row in rows], length, plan.pad_token_id),
+        input_ids=_pad([row.input_ids for row in rows], length, plan.pad_token_id),
         position_ids=torch.from_numpy(positions),
-        labels=_padded([row.labels for row in rows], length, IGNORE_INDEX),
+        labels=_pad([row.labels for row in rows], length, IGNORE_INDEX),
         documents=tuple(_document_lengths(row) for row in positions) if is_packed else None,
     )
 
@@ -163,7 +164,7 @@ def _document_lengths(positions: NDArray[np.int64]) -> tuple[int, ...]:
     return tuple(np.diff(np.flatnonzero(positions == 0), append=len(positions)).tolist())
 
 
-def _padded(parts: Sequence[Ints], length: int, value: int) -> torch.Tensor:
+def _pad(parts: Sequence[Ints], length: int, value: int) -> torch.Tensor:
     out = np.full((len(parts), length), value, dtype=np.int64)
     for row, part in zip(out, parts, strict=True):
         row[: len(part)] = part
@@ -171,12 +172,14 @@ def _padded(parts: Sequence[Ints], length: int, value: int) -> torch.Tensor:
 
 
 def _positions(rows: Sequence[Row], length: int, *, restarts: bool) -> NDArray[np.int64]:
-    """Padding of a packed row is a document of its own; behind a single document positions go on, which keeps attention
-    plainly causal.
+    """Position ids, int64 [rows, length].
+
+    Padding of a packed row is a separate document that starts at 0. Behind a single document positions continue, for
+    which attention needs no mask but the causal one.
     """
     out = np.empty((len(rows), length), dtype=np.int64)
     for line, row in zip(out, rows, strict=True):
-        given = len(row.position_ids)
-        line[:given] = row.position_ids
-        line[given:] = np.arange(length - given) + (0 if restarts else given)
+        end = len(row.position_ids)
+        line[:end] = row.position_ids
+        line[end:] = np.arange(length - end) + (0 if restarts else end)
     return out

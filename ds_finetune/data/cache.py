@@ -1,6 +1,4 @@
-"""Folders of the data cache: written with checksums and synced to disk, and compared with their checksums before
-use.
-"""
+"""Folders of the data cache: written with checksums, synced to disk, and verified before they are used."""
 
 import io
 import json
@@ -26,7 +24,7 @@ _CHUNK_BYTES = 16 * MIB
 
 @dataclass(frozen=True)
 class ArrayParts:
-    """A one-dimensional array of `length` elements that is written part by part."""
+    """A one-dimensional array of `length` elements, given in parts so that it need not fit into memory."""
 
     dtype: DTypeLike
     length: int
@@ -34,7 +32,7 @@ class ArrayParts:
 
     @classmethod
     def of(cls, array: NDArray[np.generic]) -> "ArrayParts":
-        """A whole array."""
+        """An array in one part."""
         return cls(array.dtype, len(array), [array])
 
     def chunks(self) -> Iterator[memoryview | bytes]:
@@ -47,7 +45,7 @@ class ArrayParts:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Make `folder` and keep other processes of the machine out of it; OutputError where it cannot be written."""
+    """Make `folder` and lock it against other processes of the host; OutputError where it cannot be written."""
     lock = FileLock(folder / "lock")
     with _write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -59,10 +57,10 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def write_folder(folder: Path, arrays: Mapping[str, ArrayParts], texts: Mapping[str, str]) -> None:
-    """Write arrays as `NAME.npy` and texts beside `folder`, then rename: a folder that has its name is complete and on
-    disk.
+    """Write arrays, as `NAME.npy`, and texts to the new folder `folder`.
 
-    OutputError where that fails, e.g. on a full disk; nothing of it is left then.
+    They are written to another folder that is renamed at the end, so that `folder` is complete and on disk as soon as
+    it exists. OutputError where that fails, e.g. on a full disk; the unfinished folder is then removed.
     """
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -83,14 +81,14 @@ def write_folder(folder: Path, arrays: Mapping[str, ArrayParts], texts: Mapping[
 
 
 def content_hash(folder: Path) -> str:
-    """A hash of all arrays of a folder, by the checksums that were taken while they were written."""
+    """A hash of all arrays of a folder, made of the checksums that were recorded when they were written."""
     sums = json.loads((folder / _SUMS).read_bytes())
-    arrays = {name: found for name, found in sums.items() if name.endswith(".npy")}
+    arrays = {name: checksum for name, checksum in sums.items() if name.endswith(".npy")}
     return xxhash.xxh3_64_hexdigest(json.dumps(arrays, sort_keys=True).encode())
 
 
 def find_damage(folder: Path) -> str:
-    """What differs from the checksums of a complete folder; empty where nothing does."""
+    """How a folder differs from its checksums; empty where it does not."""
     try:
         sums = json.loads((folder / _SUMS).read_bytes())
         files = {str(name): (int(size), str(digest)) for name, (size, digest) in sums.items()}
@@ -98,22 +96,22 @@ def find_damage(folder: Path) -> str:
         return f"{folder / _SUMS} cannot be read"
     for name, (size, digest) in files.items():
         path = folder / name
-        found = path.stat().st_size if path.is_file() else None
-        if found != size:
+        actual_size = path.stat().st_size if path.is_file() else None
+        if actual_size != size:
             return (
-                f"{path} has {found} bytes, not the {size} that were written"
-                if found is not None
+                f"{path} has {actual_size} bytes, not the {size} that were written"
+                if actual_size is not None
                 else f"{path} is missing"
             )
-        if (seen := _digest_of(path)) != digest:
-            return f"{path} has the checksum {seen}, not the {digest} that was written"
+        if (actual := _digest_of(path)) != digest:
+            return f"{path} has the checksum {actual}, not the {digest} that was written"
     return ""
 
 
 def remove_damaged(folders: Sequence[Path], *, since: float) -> list[str]:
-    """Remove those of `folders` that are damaged; returns a line for each. Called with their parent locked.
+    """Remove those of `folders` that are damaged, and return a line for each. Their parent has to be locked.
 
-    Where another process of this machine has compared them after `since`, its lines are returned and nothing is read.
+    Where another process of this host verified them after `since`, its lines are returned and nothing is read.
     """
     checked = folders[0].with_name(_CHECKED)
     if checked.is_file() and checked.stat().st_mtime >= since:
@@ -124,7 +122,7 @@ def remove_damaged(folders: Sequence[Path], *, since: float) -> list[str]:
         if damage:
             lines.append(f"data cache is damaged: {damage}; it is built again")
             shutil.rmtree(folder)
-    # A cache that cannot be written can still be read: other processes then compare it themselves.
+    # A cache on a read-only disk can still be used; every process then verifies it itself.
     with suppress(OSError):
         checked.write_text("\n".join(lines), encoding="utf-8")
     return lines
@@ -137,12 +135,12 @@ def _write_errors(folder: Path) -> Iterator[None]:
     except OSError as failed:
         raise OutputError(
             f"data cache {folder} cannot be written: {failed.strerror or failed}",
-            hint="make room there, or set data.cache_dir to a folder on another disk",
+            hint="free space there, or set data.cache_dir to a folder on another disk",
         ) from failed
 
 
 def _write_file(path: Path, chunks: Iterable[memoryview | bytes]) -> tuple[int, str]:
-    """Write and sync a new file; returns its size and checksum."""
+    """Write and sync a new file, and return its size and checksum."""
     size, digest = 0, xxhash.xxh3_64()
     with path.open("xb", buffering=0) as file:
         for chunk in chunks:

@@ -1,4 +1,4 @@
-"""A chat template: what it renders, and of which fields of a message it takes notice."""
+"""A chat template, and which fields of a message it renders; found out by rendering probe messages."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,27 +13,27 @@ from ds_finetune.data.messages import Conversation, parse_json
 from ds_finetune.errors import DataError
 
 Messages = Sequence[Mapping[str, Any]]
-_MARK = "\ue0f1{name}\ue0f2"
+_PLACEHOLDER = "\ue0f1{name}\ue0f2"
 """No template writes these private-use characters, and rows with them are refused (`messages.RESERVED_CHARACTERS`)."""
 
 
 def placeholder(name: object) -> str:
-    """A text that nothing else holds, which stands for another while a template is rendered."""
-    return _MARK.format(name=name)
+    """A text that occurs nowhere else, to be rendered in place of another text."""
+    return _PLACEHOLDER.format(name=name)
 
 
-_ASKED = {"role": "user", "content": "x"}
+_QUESTION = {"role": "user", "content": "x"}
 _IDS = (placeholder("assistant.id"), "abcdefghi")
 _PARAMETERS = {"type": "object", "properties": {}}
 _TOOL = {"type": "function", "function": {"name": placeholder("tool"), "description": "d", "parameters": _PARAMETERS}}
 
 
 class RenderingError(Exception):
-    """The template fails on these messages."""
+    """The template raises an error for these messages."""
 
 
 class ChatTemplate:
-    """A template with the special tokens of a tokenizer, and what probes say of it."""
+    """A template with the special tokens of a tokenizer; `probes` says what it renders."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str) -> None:
         self.source = source
@@ -42,15 +42,13 @@ class ChatTemplate:
         self.probes = _probes(self)
 
     def render(self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None, *, opens: bool = False) -> str:
-        """Text of the messages, with the header of an answer behind them if `opens`; RenderingError where the template
-        fails.
-        """
+        """The messages as text, followed by the header of an answer if `opens`; RenderingError where that fails."""
         from jinja2 import TemplateError
 
         try:
             # Not `apply_chat_template`: transformers 5.23 drops keys whose value is None
-            # (tokenization_utils_base.py:3144),
-            # and R1's own template tells a tool call by `message['content'] is none`.
+            # (tokenization_utils_base.py:3144), and R1's own template recognises a tool call by
+            # `message['content'] is none`.
             (rendered,), _ = render_jinja_template(
                 conversations=[list(messages)],
                 tools=list(tools) if tools else None,
@@ -63,33 +61,37 @@ class ChatTemplate:
         return str(rendered)
 
     def turn_end(self, text: str) -> str:
-        """The first special token of `text`."""
-        places = [(text.find(token), token) for token in self._ends if token in text]
-        return min(places)[1] if places else ""
+        """The first special token of `text`; empty where there is none."""
+        positions = [(text.find(token), token) for token in self._ends if token in text]
+        return min(positions)[1] if positions else ""
 
 
 @dataclass(frozen=True)
 class Probes:
-    """What a template does with tools, calls and reasoning; `turn_end` is the special token that ends an answer."""
+    """What a template does with tools, tool calls and reasoning."""
 
     turn_end: str
+    """The special token that ends an answer."""
     object_arguments: bool
+    """Whether it expects arguments of calls as an object, rather than as JSON text."""
     calls: bool
+    """Whether it renders tool calls."""
     no_content: str | None
-    """What a message that only calls tools has as content."""
+    """The content that it expects in a message with tool calls alone."""
     tools: bool
+    """Whether it renders the list of tools."""
     reasoning: str
-    """`field`: `reasoning_content` is rendered; `tags`: the template knows `</think>` in contents; empty: neither."""
+    """`field` where it renders `reasoning_content`, `tags` where it handles `</think>` in contents, else empty."""
     fields: frozenset[str]
     """Fields of messages beside role, content, calls and reasoning that are rendered: `user.name`, `tool.name`, ..."""
 
 
 def _probes(template: ChatTemplate) -> Probes:
-    answer = _tried(template, [_ASKED, {"role": "assistant", "content": placeholder(0)}])
-    thought = _tried(
-        template, [_ASKED, {"role": "assistant", "content": "x", "reasoning_content": placeholder("thought")}]
+    answer = _try_render(template, [_QUESTION, {"role": "assistant", "content": placeholder(0)}])
+    thought = _try_render(
+        template, [_QUESTION, {"role": "assistant", "content": "x", "reasoning_content": placeholder("thought")}]
     )
-    named = _tried(template, [{**_ASKED, "name": placeholder("user.name")}])
+    named = _try_render(template, [{**_QUESTION, "name": placeholder("user.name")}])
     calls, object_arguments, no_content = _call_probes(template)
     known = ("user.name", "tool.name", "tool.tool_call_id", "assistant.id")
     return Probes(
@@ -97,16 +99,17 @@ def _probes(template: ChatTemplate) -> Probes:
         object_arguments=object_arguments,
         calls=bool(calls),
         no_content=no_content,
-        tools=placeholder("tool") in _tried(template, [_ASKED], with_tool=True),
+        tools=placeholder("tool") in _try_render(template, [_QUESTION], with_tool=True),
         reasoning="field" if placeholder("thought") in thought else "tags" if "</think>" in template.source else "",
         fields=frozenset(name for name in known if placeholder(name) in calls + named),
     )
 
 
 def _call_probes(template: ChatTemplate) -> tuple[str, bool, str | None]:
-    """A rendering of a tool call, whether its arguments were an object, and its content where it has no text.
+    """A rendering of a tool call, whether its arguments were an object, and the content given beside it.
 
-    Some templates write a content of None as `None`, and Mistral's fail on an id that has not nine letters.
+    Forms are tried until one is rendered well; the rendering is empty where none is. Some templates write a content
+    of None as `None`, and Mistral's fail on an id that has not nine letters.
     """
     objects: dict[str, int] = {placeholder("key"): 1}
     for no_content, arguments, call_id in product((None, ""), (objects, json.dumps(objects, ensure_ascii=False)), _IDS):
@@ -118,31 +121,31 @@ def _call_probes(template: ChatTemplate) -> tuple[str, bool, str | None]:
             "tool_call_id": placeholder("tool.tool_call_id"),
         }
         result["tool_call_id"] = call_id if call_id == _IDS[1] else result["tool_call_id"]
-        rendered = _tried(
-            template, [_ASKED, {"role": "assistant", "content": no_content, "tool_calls": [call]}, result]
+        rendered = _try_render(
+            template, [_QUESTION, {"role": "assistant", "content": no_content, "tool_calls": [call]}, result]
         )
         if placeholder("call") in rendered and placeholder("key") in rendered and "None" not in rendered:
             return rendered, arguments is objects, no_content
     return "", False, None
 
 
-def _tried(template: ChatTemplate, messages: Messages, *, with_tool: bool = False) -> str:
-    """What the template renders, with a tool where it fails without one; nothing where it fails with one too."""
+def _try_render(template: ChatTemplate, messages: Messages, *, with_tool: bool = False) -> str:
+    """The rendering; where it fails without tools it is tried with one, and where that fails it is empty."""
     try:
         return template.render(messages, [_TOOL] if with_tool else None)
     except RenderingError:
-        return "" if with_tool else _tried(template, messages, with_tool=True)
+        return "" if with_tool else _try_render(template, messages, with_tool=True)
 
 
 def adapt_messages(conversation: Conversation, template: ChatTemplate, reasoning: str) -> list[dict[str, Any]]:
-    """Messages as the template wants them: arguments as objects or texts, reasoning as a field or in tags.
+    """Messages in the form that the template renders: arguments as objects or JSON text, reasoning as field or tags.
 
     `reasoning` is `keep` or `strip`, as in the run file.
     """
-    return [_rendered_message(message, template.probes, reasoning) for message in conversation.messages]
+    return [_adapt_message(message, template.probes, reasoning) for message in conversation.messages]
 
 
-def _rendered_message(message: Mapping[str, Any], probes: Probes, reasoning: str) -> dict[str, Any]:
+def _adapt_message(message: Mapping[str, Any], probes: Probes, reasoning: str) -> dict[str, Any]:
     turn = {key: value for key, value in message.items() if key != "weight"}
     if reasoning == "strip":
         turn.pop("reasoning_content", None)
@@ -153,16 +156,16 @@ def _rendered_message(message: Mapping[str, Any], probes: Probes, reasoning: str
         turn["content"] = f"<think>\n{thought}\n</think>\n\n{turn['content'] or ''}"
     if turn.get("tool_calls"):
         turn["content"] = turn["content"] or probes.no_content
-        turn["tool_calls"] = [_rendered_call(call, probes) for call in turn["tool_calls"]]
+        turn["tool_calls"] = [_adapt_call(call, probes) for call in turn["tool_calls"]]
     return turn
 
 
 def strip_reasoning(content: str) -> str:
-    """A content from behind its last `</think>`."""
+    """The part of a content behind its last `</think>`."""
     return content.rpartition("</think>")[2].lstrip("\n") if "</think>" in content else content
 
 
-def _rendered_call(call: Mapping[str, Any], probes: Probes) -> dict[str, Any]:
+def _adapt_call(call: Mapping[str, Any], probes: Probes) -> dict[str, Any]:
     function = call["function"]
     if not probes.object_arguments:
         return dict(call)
@@ -172,5 +175,5 @@ def _rendered_call(call: Mapping[str, Any], probes: Probes) -> dict[str, Any]:
 def template_error(where: str, broken: RenderingError) -> DataError:
     """The error for a row on which the template fails."""
     return DataError(
-        f"{where}: the chat template refuses the row: {broken}", hint="mend the row, or give another data.template"
+        f"{where}: the chat template refuses the row: {broken}", hint="correct the row, or give another data.template"
     )

@@ -1,4 +1,8 @@
-"""Control tokens inside the texts of a row: found, and tokenised as text where a chat template writes the others."""
+"""Control tokens (special tokens such as `<|eos|>`) inside the texts of a row.
+
+A row can bring its own `<|eos|>` in a text. By default it is tokenised as plain text, so that only the chat template
+writes real control tokens: `protect` puts such texts in brackets, and `ids` tokenises what is in brackets as text.
+"""
 
 import re
 from collections.abc import Sequence
@@ -9,13 +13,15 @@ from ds_finetune.data.messages import Conversation, map_texts
 from ds_finetune.errors import DataError
 
 _OPEN, _CLOSE = "\ue0f3", "\ue0f4"
-"""Stand around a control token that is text; rows that hold them are refused (`messages.RESERVED_CHARACTERS`)."""
+"""Brackets around a control token that is text; rows that contain them are refused (`messages.RESERVED_CHARACTERS`)."""
 _THINK = ("<think>", "</think>")
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer: special ones, and in texts of users and tools those that the template writes
-    too.
+    """Finds the control tokens of a tokenizer in texts, and tokenises them as text.
+
+    In texts of users and tools, added tokens that the template writes count as control tokens too.
+    `choice` is data.control_tokens: `text`, `keep` or `refuse`.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None, choice: str) -> None:
@@ -26,42 +32,43 @@ class ControlTokens:
         written = [
             token.content for token in added if template and token.content in template and not token.content.isspace()
         ]
-        # Answers hold tokens for reasoning and tool calls, and system prompts explain them.
+        # Answers contain tokens for reasoning and tool calls, and system prompts explain them.
         own = _pattern([token for token in special if token not in _THINK])
         foreign = _pattern([*special, *written])
         self._patterns = {"system": own, "assistant": own, "user": foreign, "tool": foreign}
         self._as_text: dict[str, list[int]] = {}
 
     def has_control_token(self, text: str) -> bool:
-        """Whether a text that no template is applied to holds a special token."""
+        """Whether a text contains a special token, where no template is applied to it."""
         return bool(self._patterns["system"].search(text))
 
     def protect(self, conversation: Conversation, where: str) -> tuple[Conversation, str]:
-        """The conversation with its control tokens marked as text if that is asked for, and what is to be noted
-        of it.
+        """The conversation with its control tokens in brackets, and a key of `row_report.NOTED` or nothing.
+
+        With `keep` the conversation stays as it is; with `refuse` a control token is a DataError.
         """
-        held: list[str] = []
+        present: list[str] = []
 
         def look(text: str, role: str) -> str:
-            held.extend(self._patterns[role].findall(text))
+            present.extend(self._patterns[role].findall(text))
             return text
 
         map_texts(conversation, look)
-        if not held:
+        if not present:
             return conversation, ""
         if self._choice == "refuse":
             raise DataError(
-                f"{where}: a text holds the control token {held[0]}",
-                hint="mend the row, or set data.control_tokens to text or keep",
+                f"{where}: a text contains the control token {present[0]}",
+                hint="correct the row, or set data.control_tokens to text or keep",
             )
         if self._choice == "keep":
             return conversation, "control_keep"
-        return map_texts(conversation, self._marked), "control_text"
+        return map_texts(conversation, self._add_brackets), "control_text"
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, with no special tokens added; one tokenizer call for all."""
+        """Token ids of each text without added special tokens, from one call of the tokenizer."""
         pieces = [re.split(f"{_OPEN}(.*?){_CLOSE}", text) if _OPEN in text else [text] for text in texts]
-        # A template may cut a text between the two marks of a token.
+        # A template may cut a text between the two brackets of a token.
         plain = [strip_brackets(piece) for parts in pieces for piece in parts[::2]]
         encoded = iter(self._tokenizer(plain, add_special_tokens=False)["input_ids"] if plain else [])
         return [
@@ -69,32 +76,33 @@ class ControlTokens:
             for parts in pieces
         ]
 
-    def _marked(self, text: str, role: str) -> str:
+    def _add_brackets(self, text: str, role: str) -> str:
         return self._patterns[role].sub(f"{_OPEN}\\g<0>{_CLOSE}", text)
 
     def _text_ids(self, token: str) -> list[int]:
-        """Ids of a control token's letters; the same as transformers' `apply_chat_template(...,
-        sanitize_control_tokens=True)`.
+        """Ids of the characters of a control token.
+
+        They equal those of transformers' `apply_chat_template(..., sanitize_control_tokens=True)`.
         """
         if token not in self._as_text:
-            found = _letters(self._tokenizer, token)
-            if self._tokenizer.convert_tokens_to_ids(token) in found:
+            ids = _character_ids(self._tokenizer, token)
+            if self._tokenizer.convert_tokens_to_ids(token) in ids:
                 raise DataError(
                     f"the tokenizer has no other ids for the text {token}",
                     hint="set data.control_tokens to keep or refuse",
                 )
-            self._as_text[token] = found
+            self._as_text[token] = ids
         return self._as_text[token]
 
 
 def strip_brackets(text: str) -> str:
-    """A text without the marks of `ControlTokens.protected`."""
+    """A text without the brackets of `ControlTokens.protect`."""
     return text.replace(_OPEN, "").replace(_CLOSE, "")
 
 
 def find_token(token: str, text: str) -> list[int]:
-    """Where `text` holds the token as the template writes it, and not as text of a row."""
-    return [found.start() for found in re.finditer(f"(?<!{_OPEN}){re.escape(token)}", text)] if token else []
+    """Positions at which `text` has the token outside brackets, i.e. written by the template."""
+    return [match.start() for match in re.finditer(f"(?<!{_OPEN}){re.escape(token)}", text)] if token else []
 
 
 def _pattern(tokens: Sequence[str]) -> re.Pattern[str]:
@@ -102,8 +110,11 @@ def _pattern(tokens: Sequence[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
-def _letters(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids of a text without any added token; behind a newline, which keeps SentencePiece from adding a space."""
+def _character_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Ids of a text without added tokens.
+
+    It is tokenised behind a newline, so that SentencePiece does not add a space before it.
+    """
     core = tokenizer.backend_tokenizer
 
     def ids(whole: str) -> list[int]:

@@ -1,4 +1,7 @@
-"""Tokenised documents on disk: parts written one by one, each complete once it has its name."""
+"""Tokenised documents on disk, and the counts of the rows they were made of.
+
+Parts are written one by one; a part is complete as soon as its folder has its final name.
+"""
 
 import itertools
 import json
@@ -25,7 +28,7 @@ _ARRAYS = {
 
 @dataclass(frozen=True)
 class Counts:
-    """What became of the rows that were read."""
+    """How many rows were read, dropped, truncated and split, and what was made of them."""
 
     read: int = 0
     nothing_supervised: int = 0
@@ -34,37 +37,38 @@ class Counts:
     truncated_tokens: int = 0
     split: int = 0
     server_prompt_differs: int = 0
+    """Rows with a prompt that differs from what a server would send."""
     documents: int = 0
     tokens: int = 0
     supervised: int = 0
     dropped: NamedCounts = field(default_factory=NamedCounts)
-    """Rows left out for a reason of `reasons.DROPPED`."""
+    """Dropped rows by their reason, a key of `row_report.DROPPED`."""
     noted: NamedCounts = field(default_factory=NamedCounts)
-    """Rows of which something is to be reported (`reasons.NOTED`)."""
+    """Other rows by remark, a key of `row_report.NOTED`."""
     unread: NamedCounts = field(default_factory=NamedCounts)
-    """Columns and fields that nothing reads."""
+    """Columns and fields that are not used, with the number of rows that have them."""
 
     def __add__(self, other: Self) -> Self:
-        """Counts of both."""
+        """The sum of both."""
         return type(self)(
             **{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
         )
 
     @property
     def truncated_ratio(self) -> float:
-        """Share of the tokens of kept rows that was cut off."""
+        """Share of the tokens of kept rows that were cut off."""
         return self.truncated_tokens / max(self.tokens + self.truncated_tokens, 1)
 
 
 @dataclass(frozen=True)
 class LengthLimit:
-    """The longest document, and what happens to a longer one: `auto` splits plain text and truncates dialogue."""
+    """The most tokens of a document, and data.long_rows: `auto` splits plain text and truncates dialogue."""
 
     max_seq_len: int
     long_rows: str
 
     def rule(self, *, is_text: bool) -> str:
-        """`truncate`, `drop` or `split`."""
+        """What happens to a longer document: `truncate`, `drop` or `split`."""
         if self.long_rows == "auto":
             return "split" if is_text else "truncate"
         return self.long_rows
@@ -72,7 +76,7 @@ class LengthLimit:
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents end to end: `ids` int32 and `mask` bool [tokens], `offsets` int64 [documents + 1].
+    """Concatenated documents: `ids` int32 and `mask` bool [tokens], `offsets` int64 [documents + 1].
 
     `digests` uint64 [documents] are hashes of each document's ids.
     """
@@ -84,22 +88,22 @@ class Documents:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Documents of a folder, mapped into memory rather than read."""
+        """The documents of a folder, as memory maps."""
         return cls(*(np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS))
 
     def write(self, folder: Path, counts: Counts) -> None:
-        """Write to `folder`, complete once it has its name; OutputError where that fails."""
+        """Write to the new folder `folder`; OutputError where that fails. It is complete as soon as it exists."""
         write_folder(folder, {name: ArrayParts.of(getattr(self, name)) for name in _ARRAYS}, _texts(counts))
 
 
 def join_parts(parts: Sequence[Path], folder: Path, counts: Counts) -> None:
-    """Write the documents of all `parts`, in order, to `folder`, holding one part in memory at a time."""
+    """Write the documents of all `parts`, in order, to `folder`, with one part in memory at a time."""
     sizes = {"ids": counts.tokens, "mask": counts.tokens, "offsets": counts.documents + 1, "digests": counts.documents}
-    arrays = {name: ArrayParts(dtype, sizes[name], _joined(parts, name)) for name, dtype in _ARRAYS.items()}
+    arrays = {name: ArrayParts(dtype, sizes[name], _concatenate(parts, name)) for name, dtype in _ARRAYS.items()}
     write_folder(folder, arrays, _texts(counts))
 
 
-def _joined(parts: Sequence[Path], name: str) -> Iterator[NDArray[np.generic]]:
+def _concatenate(parts: Sequence[Path], name: str) -> Iterator[NDArray[np.generic]]:
     if name != "offsets":
         yield from (np.load(part / f"{name}.npy") for part in parts)
         return
@@ -116,22 +120,24 @@ def _texts(counts: Counts) -> dict[str, str]:
 
 
 def read_counts(folder: Path) -> Counts:
-    """Counts written with a folder of documents."""
+    """The counts that were written with a folder of documents."""
     written = json.loads((folder / "counts.json").read_text(encoding="utf-8"))
-    return Counts(**{**written, **{name: NamedCounts.read(written[name]) for name in ("dropped", "noted", "unread")}})
+    return Counts(
+        **{**written, **{name: NamedCounts.from_json(written[name]) for name in ("dropped", "noted", "unread")}}
+    )
 
 
 def make_documents(tokens: Sequence[Tokens], rules: Sequence[str], *, max_seq_len: int) -> tuple[Documents, Counts]:
-    """Documents of at most `max_seq_len` tokens, each with a supervised token, and what became of the others.
+    """Documents of at most `max_seq_len` tokens that have supervised tokens, and the counts of all samples.
 
-    `rules` say what happens to each where it is longer: `truncate`, `drop` or `split`.
+    `rules` say what happens to each sample that is longer: `truncate`, `drop` or `split`.
     """
     kept: list[tuple[list[int], list[bool]]] = []
     counts = Counts(read=len(tokens), server_prompt_differs=sum(t.server_prompt_differs for t in tokens))
     for document, rule in zip(tokens, rules, strict=True):
         if document.dropped:
             continue
-        pieces, change = _fitted(document, rule, max_seq_len)
+        pieces, change = _fit(document, rule, max_seq_len)
         kept_pieces = [(ids, mask) for ids, mask in pieces if any(mask[1:])]
         change += Counts(nothing_supervised=len(pieces) - len(kept_pieces))
         kept += kept_pieces
@@ -139,11 +145,11 @@ def make_documents(tokens: Sequence[Tokens], rules: Sequence[str], *, max_seq_le
     lengths = [len(ids) for ids, _ in kept]
     ids = np.array([i for ids, _ in kept for i in ids], dtype=np.int32)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    found = Documents(
+    documents = Documents(
         ids, np.array([m for _, mask in kept for m in mask], dtype=np.bool_), offsets, _digests(ids, offsets)
     )
     supervised = sum(sum(mask[1:]) for _, mask in kept)
-    return found, counts + Counts(documents=len(kept), tokens=len(found.ids), supervised=supervised)
+    return documents, counts + Counts(documents=len(kept), tokens=len(documents.ids), supervised=supervised)
 
 
 def _digests(ids: NDArray[np.int32], offsets: NDArray[np.int64]) -> NDArray[np.uint64]:
@@ -152,7 +158,7 @@ def _digests(ids: NDArray[np.int32], offsets: NDArray[np.int64]) -> NDArray[np.u
     return np.array(digests, dtype=np.uint64)
 
 
-def _fitted(document: Tokens, rule: str, size: int) -> tuple[list[tuple[list[int], list[bool]]], Counts]:
+def _fit(document: Tokens, rule: str, size: int) -> tuple[list[tuple[list[int], list[bool]]], Counts]:
     ids, mask = document.ids, document.mask
     if len(ids) <= size:
         return [(ids, mask)], Counts()
@@ -160,7 +166,7 @@ def _fitted(document: Tokens, rule: str, size: int) -> tuple[list[tuple[list[int
         return [], Counts(too_long_dropped=1)
     if rule == "truncate":
         return [(ids[:size], mask[:size])], Counts(truncated=1, truncated_tokens=len(ids) - size)
-    # A single token at the end has no token before it that would predict it.
+    # A piece of a single token has nothing to predict it from.
     end = len(ids) - (len(ids) % size == 1)
     pieces = [(ids[s : min(s + size, end)], mask[s : min(s + size, end)]) for s in range(0, end, size)]
     return pieces, Counts(split=1, truncated_tokens=len(ids) - end)

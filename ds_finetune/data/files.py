@@ -1,4 +1,4 @@
-"""Records of data files: each kind read row by row, compressed or not; a broken row or byte is named with its place."""
+"""Reads the records of data files of several kinds, compressed or not; errors name the line, row or byte."""
 
 import csv
 import gzip
@@ -17,7 +17,7 @@ from ds_finetune.errors import DataError
 
 Record = Mapping[str, Any]
 KINDS = {".json": "json", ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
-"""Kind of a file by its ending; endings may be in upper case."""
+"""Kinds of files by ending; endings may be in upper case."""
 _COMPRESSED = (".gz", ".zst")
 _BOM = b"\xef\xbb\xbf"
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
@@ -27,14 +27,14 @@ _PARQUET_ROWS = 1000
 
 @dataclass(frozen=True)
 class FileKind:
-    """What a file's name says: its kind, and the ending of its compression or nothing."""
+    """The kind of a file, and the ending of its compression or an empty text."""
 
     kind: str
     compression: str
 
     @classmethod
     def of(cls, path: Path) -> "FileKind | None":
-        """The kind of a file by its name, None where no kind has that ending."""
+        """The kind of a file by its name; None where the ending is not known."""
         endings = [ending.lower() for ending in path.suffixes]
         compression = endings.pop() if endings and endings[-1] in _COMPRESSED else ""
         kind = KINDS.get(endings[-1]) if endings else None
@@ -44,26 +44,26 @@ class FileKind:
 
 
 def known_endings() -> str:
-    """The endings that are read, for messages."""
+    """The known endings, for messages."""
     return f"{', '.join(KINDS)}; all but .parquet also with {' or '.join(_COMPRESSED)}"
 
 
 def read_file(path: str, kind: str) -> Iterator[tuple[str, Record]]:
-    """Records of a file with the place of each (`file line 7`); DataError names the place of what cannot be read."""
+    """Records of a file, each with its place (`file line 7`); DataError names the place of what cannot be read."""
     yield from _READERS[kind](path)
 
 
 @contextmanager
-def _opened(path: str) -> Iterator[IO[bytes]]:
-    """The file's bytes, decompressed; DataError where the compressed stream is cut short or damaged."""
-    found = FileKind.of(Path(path))
-    compression = found.compression if found else ""
+def _open(path: str) -> Iterator[IO[bytes]]:
+    """The file's bytes, decompressed; DataError where the compressed data is damaged or ends early."""
+    kind = FileKind.of(Path(path))
+    compression = kind.compression if kind else ""
     if not compression:
         with Path(path).open("rb") as plain:
             yield plain
         return
     try:
-        with _decompressed(path, compression) as file:
+        with _decompress(path, compression) as file:
             yield file
     except (EOFError, zlib.error, OSError) as broken:
         raise DataError(
@@ -75,7 +75,7 @@ def _checker(compression: str) -> str:
     return "gzip" if compression == ".gz" else "zstd"
 
 
-def _decompressed(path: str, compression: str) -> IO[bytes]:
+def _decompress(path: str, compression: str) -> IO[bytes]:
     if compression == ".gz":
         return cast("IO[bytes]", gzip.open(path))
     import pyarrow
@@ -84,23 +84,23 @@ def _decompressed(path: str, compression: str) -> IO[bytes]:
 
 
 def _lines(path: str) -> Iterator[tuple[int, str]]:
-    """Numbered lines with their ends; DataError names line and byte of what is not UTF-8."""
+    """Numbered lines with their line ends; DataError names the line and byte that is not UTF-8."""
     offset = 0
-    with _opened(path) as file:
+    with _open(path) as file:
         for number, line in enumerate(file, start=1):
             start = len(_BOM) if number == 1 and line.startswith(_BOM) else 0
-            yield number, _decoded(line[start:], f"{path} line {number}", offset=offset + start)
+            yield number, _decode(line[start:], f"{path} line {number}", offset=offset + start)
             offset += len(line)
 
 
 def _whole_text(path: str) -> str:
-    with _opened(path) as file:
+    with _open(path) as file:
         content = file.read()
     start = len(_BOM) if content.startswith(_BOM) else 0
-    return _decoded(content[start:], path, offset=start)
+    return _decode(content[start:], path, offset=start)
 
 
-def _decoded(content: bytes, where: str, *, offset: int) -> str:
+def _decode(content: bytes, where: str, *, offset: int) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as broken:
@@ -133,12 +133,12 @@ def _read_json(path: str) -> Iterator[tuple[str, Record]]:
     except json.JSONDecodeError as broken:
         raise DataError(
             f"{path} line {broken.lineno} column {broken.colno} is not JSON: {broken.msg}",
-            hint="a .json file holds one list of objects",
+            hint="a .json file is one list of objects",
         ) from None
     if not isinstance(records, list):
         raise DataError(
-            f"{path} holds {type(records).__name__}, not a list of objects",
-            hint="name the file .jsonl if it has an object a line",
+            f"{path} is {type(records).__name__}, not a list of objects",
+            hint="name the file .jsonl if it has one object on each line",
         )
     for number, record in enumerate(records, start=1):
         where = f"{path} item {number}"
@@ -148,7 +148,7 @@ def _read_json(path: str) -> Iterator[tuple[str, Record]]:
 def _as_record(record: object, where: str) -> Record:
     if not isinstance(record, dict):
         raise DataError(
-            f"{where} holds {type(record).__name__}, not an object", hint="each row is an object with named columns"
+            f"{where} is {type(record).__name__}, not an object", hint="each row is an object with named columns"
         )
     return record
 
@@ -159,7 +159,7 @@ def _read_text(path: str) -> Iterator[tuple[str, Record]]:
 
 
 def _read_csv(path: str) -> Iterator[tuple[str, Record]]:
-    """Every value is text as it stands in the file: `NA`, `null` and `007` are no numbers and nothing missing."""
+    """Records whose values are the texts of the file, also `NA`, `null` and `007`."""
     csv.field_size_limit(sys.maxsize)
     rows = csv.reader((line for _, line in _lines(path)), strict=True)
     try:
@@ -171,7 +171,7 @@ def _read_csv(path: str) -> Iterator[tuple[str, Record]]:
             where = f"{path} row {number}"
             if len(row) != len(header):
                 raise DataError(
-                    f"{where} (line {rows.line_num}) has {len(row)} values and the header {len(header)} columns",
+                    f"{where} (line {rows.line_num}) has {len(row)} values, and the header has {len(header)} columns",
                     hint="put values with commas or line breaks in double quotes",
                 )
             yield where, dict(zip(header, row, strict=True))

@@ -1,4 +1,4 @@
-"""Rows of data sets on the Hugging Face hub."""
+"""Reads the rows of data sets on the Hugging Face hub."""
 
 from collections.abc import Collection, Iterator
 from contextlib import nullcontext
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def read_hub(path: str, subset: str, split: str, *, purpose: str) -> Iterator[tuple[str, Record]]:
-    """Rows of a hub data set; without `split`, of the one that fits `purpose` (`train` or `eval`)."""
+    """Rows of a hub data set; without `split`, of the split for `purpose` (`train` or `eval`)."""
     splits = _load(path, subset)
     name = split or default_split(list(splits), path, purpose=purpose)
     if name not in splits:
@@ -25,11 +25,9 @@ def read_hub(path: str, subset: str, split: str, *, purpose: str) -> Iterator[tu
 
 
 def default_split(names: Collection[str], path: str, *, purpose: str) -> str:
-    """The training split, or the held-out one: validation, then test; DataError where there is none, or more than
-    one.
-    """
-    for wanted in DEFAULT_SPLITS[purpose]:
-        fitting = [name for name in names if name == wanted] or [name for name in names if splits_of(name) == {wanted}]
+    """The split for `purpose`: the training split, or validation, else test; DataError for none or several."""
+    for split in DEFAULT_SPLITS[purpose]:
+        fitting = [name for name in names if name == split] or [name for name in names if splits_of(name) == {split}]
         if len(fitting) == 1:
             return fitting[0]
         if fitting:
@@ -54,10 +52,10 @@ def _load(path: str, subset: str) -> "DatasetDict":
     except (DatasetNotFoundError, OSError, ValueError) as missing:
         if problem:
             raise DataError(
-                f"data `{path}` is neither a file nor in the cache of datasets, and {problem}",
-                hint="check the name, give a file, or start where the hub can be reached",
+                f"data `{path}` is neither a file nor in the cache of `datasets`, and {problem}",
+                hint="check the name, give a file, or run where the hub can be reached",
             ) from missing
         raise DataError(
-            f"data `{path}` is neither a file nor a data set that the hub gives: {missing}",
+            f"data `{path}` is neither a file nor a data set of the hub: {missing}",
             hint=f"check the name; a subset is named before its split, e.g. `{path}:SUBSET:train`",
         ) from missing

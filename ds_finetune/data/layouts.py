@@ -1,4 +1,4 @@
-"""Layouts of a record: what its columns mean, as a conversation, a prompt with its completion, or text."""
+"""Layouts of a record: how its columns become a conversation, a prompt with its completion, or plain text."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ ALPACA_PROMPT_WITH_INPUT = (
 
 @dataclass(frozen=True)
 class Completion:
-    """A prompt and its completion; `conversation` is the same as one turn, for tokenizers with a chat template."""
+    """A prompt and its completion; `conversation` is both as messages, for tokenizers with a chat template."""
 
     prompt: str
     completion: str
@@ -38,15 +38,15 @@ Sample = Conversation | Completion | PlainText
 
 
 def recognise_layout(record: Record, columns: Mapping[str, str], where: str) -> str:
-    """The layout whose columns the record has; DataError names the columns found and wanted."""
+    """The first layout whose columns the record has; DataError names its columns and those of the layouts."""
     names = set(record) | {key for key, column in columns.items() if column in record}
     for name, layout in LAYOUTS.items():
         if layout.needed <= names:
             return name
-    wanted = "; ".join(f"{name}: {', '.join(sorted(layout.needed))}" for name, layout in LAYOUTS.items())
+    known = "; ".join(f"{name}: {', '.join(sorted(layout.needed))}" for name, layout in LAYOUTS.items())
     raise DataError(
         f"{where} has columns {', '.join(sorted(record))}, which fit no layout",
-        hint=f"name them under data.columns; layouts are {wanted}",
+        hint=f"name them under data.columns; layouts are {known}",
     )
 
 
@@ -57,39 +57,39 @@ def read_sample(record: Record, layout: str, columns: Mapping[str, str], where: 
     view = {**record, **{key: record[column] for key, column in columns.items() if column in record}}
     absent = sorted(needed - view.keys())
     if absent:
-        asked = [columns.get(name, name) for name in absent]
+        names = [columns.get(name, name) for name in absent]
         raise DataError(
-            f"{where} has no column `{asked[0]}` (columns: {', '.join(sorted(record))})",
+            f"{where} has no column `{names[0]}` (columns: {', '.join(sorted(record))})",
             hint=f"layout {layout} needs {', '.join(sorted(needed))}",
         )
     return read(view, where)
 
 
 def unread_columns(record: Record, layout: str, columns: Mapping[str, str]) -> list[str]:
-    """Columns with a value that a reader of `layout` passes over."""
+    """Columns with a value that `layout` does not use."""
     read = LAYOUTS[layout].needed | LAYOUTS[layout].optional
-    taken = {columns[name] if columns.get(name) in record else name for name in read}
-    return [name for name, value in record.items() if name not in taken and value is not None]
+    used = {columns[name] if columns.get(name) in record else name for name in read}
+    return [name for name, value in record.items() if name not in used and value is not None]
 
 
 def _refuse_other_rows(record: Record, columns: Mapping[str, str], where: str) -> None:
-    """DataError for rows of other objectives, whose answers are not all to be imitated, and for rows with media."""
-    given = {name for name, value in record.items() if value is not None} - set(columns.values())
-    if {"chosen", "rejected"} <= given:
+    """DataError for rows with media, and for rows of other objectives, whose answers are not all to be imitated."""
+    present = {name for name, value in record.items() if value is not None} - set(columns.values())
+    if {"chosen", "rejected"} <= present:
         raise DataError(
             f"{where} is a preference row (columns {', '.join(sorted(record))}), and fine-tuning is supervised",
             hint="give rows with one answer each, or name the one to imitate: data.columns {completion: chosen}",
         )
-    if "kto_tag" in given or ("label" in given and isinstance(record["label"], bool)):
+    if "kto_tag" in present or ("label" in present and isinstance(record["label"], bool)):
         raise DataError(
             f"{where} is a KTO row, whose answer is marked as good or bad (columns {', '.join(sorted(record))}), "
             "and fine-tuning is supervised",
-            hint="keep the rows whose answer is to be imitated, and remove the column with the marks",
+            hint="keep the rows whose answer is to be imitated, and remove the column with the labels",
         )
-    media = [name for name in _MEDIA if name in given and record[name]]
+    media = [name for name in _MEDIA if name in present and record[name]]
     if media:
         raise DataError(
-            f"{where} holds media in column `{media[0]}`, and only text is trained",
+            f"{where} has media in column `{media[0]}`, and only text is trained",
             hint="remove such rows, or the column",
         )
 
@@ -116,19 +116,19 @@ def _sharegpt(view: Mapping[str, Any], where: str) -> Sample:
 
 def _alpaca(view: Mapping[str, Any], where: str) -> Sample:
     instruction, answer = _text(view, "instruction", where), _text(view, "output", where)
-    given = _optional(view, "input", where)
-    intro = ALPACA_PROMPT_WITH_INPUT if given else ALPACA_PROMPT
+    context = _optional(view, "input", where)
+    intro = ALPACA_PROMPT_WITH_INPUT if context else ALPACA_PROMPT
     prompt = (
         f"{intro}### Instruction:\n{instruction}\n\n"
-        + (f"### Input:\n{given}\n\n" if given else "")
+        + (f"### Input:\n{context}\n\n" if context else "")
         + "### Response:\n"
     )
     history: list[dict[str, str]] = []
-    for asked, said in _history(view, where):
-        history += [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+    for question, reply in _history(view, where):
+        history += [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
     system = [{"role": "system", "content": _text(view, "system", where)}] if view.get("system") else []
-    question = f"{instruction}\n{given}" if given else instruction
-    turns = [*system, *history, {"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    request = f"{instruction}\n{context}" if context else instruction
+    turns = [*system, *history, {"role": "user", "content": request}, {"role": "assistant", "content": answer}]
     return Completion(prompt, answer, Conversation(tuple(turns)))
 
 
@@ -138,18 +138,18 @@ def _history(view: Mapping[str, Any], where: str) -> list[tuple[str, str]]:
     is_list = isinstance(pairs, list | tuple)
     if not is_list or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
         hint = "give a list of [question, answer] pairs"
-        raise DataError(f"{where}: column `history` holds {pairs!r:.60}", hint=hint)
+        raise DataError(f"{where}: column `history` is {pairs!r:.60}", hint=hint)
     what = f"{where}: column `history`"
-    return [(check_text(asked, what), check_text(said, what)) for asked, said in pairs]
+    return [(check_text(question, what), check_text(reply, what)) for question, reply in pairs]
 
 
 def _prompt_completion(view: Mapping[str, Any], where: str) -> Sample:
     prompt, completion = view["prompt"], view["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
         return read_conversation([*prompt, *completion], view.get("tools"), "prompt, completion", where)
-    asked, answer = _text(view, "prompt", where), _text(view, "completion", where)
-    turns = ({"role": "user", "content": asked}, {"role": "assistant", "content": answer})
-    return Completion(asked, answer, Conversation(turns, read_tools(view.get("tools"), where)))
+    question, answer = _text(view, "prompt", where), _text(view, "completion", where)
+    turns = ({"role": "user", "content": question}, {"role": "assistant", "content": answer})
+    return Completion(question, answer, Conversation(turns, read_tools(view.get("tools"), where)))
 
 
 def _plain(view: Mapping[str, Any], where: str) -> Sample:
@@ -158,7 +158,7 @@ def _plain(view: Mapping[str, Any], where: str) -> Sample:
 
 @dataclass(frozen=True)
 class LayoutColumns:
-    """Columns that a layout needs, those that it reads where they are given, and its reader."""
+    """Columns that a layout needs, optional ones, and the function that reads a record."""
 
     needed: frozenset[str]
     optional: frozenset[str]
@@ -172,4 +172,4 @@ LAYOUTS: Mapping[str, LayoutColumns] = {
     "prompt_completion": LayoutColumns(frozenset({"prompt", "completion"}), frozenset({"tools"}), _prompt_completion),
     "text": LayoutColumns(frozenset({"text"}), frozenset(), _plain),
 }
-"""The layouts in the order they are recognised."""
+"""Layouts by name, in the order in which they are tried."""

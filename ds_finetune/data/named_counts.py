@@ -1,4 +1,4 @@
-"""Named counts of rows, with where the first of them stands."""
+"""Counts of rows by name, each with the place of the first such row."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -7,35 +7,35 @@ from typing import Any, Self
 
 @dataclass(frozen=True)
 class NamedCounts:
-    """How many rows each name applies to, and the first of them (`file line 7`)."""
+    """For each name, the number of rows to which it applies and the place of the first (`file line 7`)."""
 
     entries: Mapping[str, tuple[int, str]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, names: Iterable[str], where: str) -> Self:
-        """One row, once for each name."""
+        """The counts of one row, to which all `names` apply."""
         return cls({name: (1, where) for name in names})
 
     @classmethod
-    def sum(cls, tallies: Iterable[Self]) -> Self:
-        """All of them, in order."""
+    def sum(cls, counts: Iterable[Self]) -> Self:
+        """The sum; the first place of a name is that of the first of `counts` that has it."""
         entries: dict[str, tuple[int, str]] = {}
-        for tally in tallies:
-            for name, (rows, where) in tally.entries.items():
+        for one in counts:
+            for name, (rows, where) in one.entries.items():
                 before, first = entries.get(name, (0, where))
                 entries[name] = (before + rows, first)
         return cls(entries)
 
     @classmethod
-    def read(cls, written: Mapping[str, Any]) -> Self:
-        """A tally that `dataclasses.asdict` wrote."""
+    def from_json(cls, written: Mapping[str, Any]) -> Self:
+        """Counts that `dataclasses.asdict` wrote."""
         return cls({name: (rows, where) for name, (rows, where) in written["entries"].items()})
 
     def __add__(self, other: Self) -> Self:
-        """Counts of both."""
+        """The sum of both."""
         return self.sum([self, other])
 
     @property
     def rows(self) -> int:
-        """Rows of all names."""
+        """The sum over all names."""
         return sum(rows for rows, _ in self.entries.values())

@@ -1,4 +1,4 @@
-"""Best-fit-decreasing packing by counting: documents go, longest first, into the fullest row that still holds them."""
+"""Best-fit-decreasing packing: documents, longest first, go into the fullest row that has room for them."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,11 +7,10 @@ Numbers = NDArray[np.int64]
 
 
 def pack(lengths: Numbers, capacity: int) -> list[Numbers]:
-    """Document numbers of each row, so that no row holds more than `capacity` tokens; the same lengths give the same
-    rows.
+    """The document indices of each row, for rows of at most `capacity` tokens; the same lengths give the same rows.
 
-    Rows are kept in one bucket per free space; the smallest space that fits is the lowest set bit of an integer with a
-    bit per occupied bucket, so a document costs capacity / 64 machine words at most.
+    Rows are in buckets by their free space. The smallest space that fits is the lowest set bit of an integer with one
+    bit for each occupied bucket, so that a document costs at most capacity / 64 machine words.
     """
     assert int(lengths.max(initial=0)) <= capacity
     order = np.argsort(-lengths, kind="stable")
@@ -38,7 +37,7 @@ def pack(lengths: Numbers, capacity: int) -> list[Numbers]:
 
 
 class _FreeSpaces:
-    """A set of small numbers that finds its smallest member from a given one on, as one big integer of bits."""
+    """A set of small numbers as the bits of one integer, which finds its smallest member above a bound."""
 
     def __init__(self, largest: int) -> None:
         self._bits = 0

@@ -1,4 +1,7 @@
-"""Tokenise once per machine, before any process group exists: in parallel, in parts, found again by fingerprint."""
+"""Prepares rows: tokenises and packs them once per host, before any process group exists, into a cache.
+
+The cache is found by a fingerprint of the data and all settings. Several processes tokenise, part by part.
+"""
 
 import hashlib
 import json
@@ -23,6 +26,7 @@ from ds_finetune.data.layouts import PlainText, Sample, read_sample, recognise_l
 from ds_finetune.data.named_counts import NamedCounts
 from ds_finetune.data.packing import pack
 from ds_finetune.data.prepared_rows import PreparedRows
+from ds_finetune.data.row_estimate import estimate_rows
 from ds_finetune.data.row_report import dropped_row_lines, dropped_rows_hint
 from ds_finetune.data.sample_tokens import RULES_VERSION, SampleTokeniser, TemplateSettings, Tokens
 from ds_finetune.data.sources import Record, Source, find_sources, read_records
@@ -30,15 +34,15 @@ from ds_finetune.errors import ConfigError, DataError, RunError
 from ds_finetune.phase_line import PhaseLine
 
 FORMAT_VERSION = 3
-"""Raised when what is written changes, so that an older cache is not taken for it."""
+"""Raised when the format of the cache changes, so that an older one is not read."""
 ROWS_PER_PART = 2000
-_PLACED_RECORDS = list[tuple[str, Record]]
-_Task = tuple[Path, _PLACED_RECORDS]
+_Task = tuple[Path, list[tuple[str, Record]]]
+"""The folder of a part, and its records, each with its place (`file line 7`)."""
 
 
 @dataclass(frozen=True)
 class TokenLimits:
-    """What rows must respect: tokens of a row, ids the model has, positions it knows (None: no limit)."""
+    """Limits on rows: most tokens of a row, number of token ids of the model, and of its positions (None: no limit)."""
 
     max_seq_len: int
     vocab_size: int
@@ -47,7 +51,7 @@ class TokenLimits:
 
 @dataclass(frozen=True)
 class Tokenisation:
-    """All a process needs to turn records into documents."""
+    """All that a process needs to turn records into documents."""
 
     tokenizer: PreTrainedTokenizerBase
     settings: TemplateSettings
@@ -59,11 +63,12 @@ class Tokenisation:
 def prepare_rows(
     config: DataConfig, which: str, *, tokenizer: PreTrainedTokenizerBase, spec: TokenLimits
 ) -> PreparedRows:
-    """Rows of `config.train` or `config.eval`, tokenised and packed; every process of a machine calls this, one does
-    the tokenisation.
+    """Rows of `config.train` or `config.eval`, tokenised and packed.
 
-    The cache is found by the paths, sizes and modification times of the files, the tokenizer, the template and the
-    settings: a second start reads no raw data, and a preparation that was killed goes on after its last whole part.
+    Every process of a host calls this; one of them prepares the rows and the others wait. The cache is found by the
+    paths, sizes and modification times of the files, the tokenizer, the template and the settings. A second start
+    reads no raw data, and a preparation that was killed resumes after its last complete part. DataError where rows
+    cannot be read or too many are dropped, OutputError where the cache cannot be written.
     """
     sources, tokenisation = plan_tokenisation(config, which, tokenizer=tokenizer, spec=spec)
     folder = Path(config.cache_dir) / _fingerprint(sources, tokenisation)
@@ -77,7 +82,7 @@ def prepare_rows(
         check_dropped_rows(counts, config, sources)
         documents = Documents.read(whole)
         if config.packing and not packed.is_dir():
-            _write_packed(packed, documents, spec)
+            _write_packing(packed, documents, spec)
     notes = [*dict.fromkeys(source.note for source in sources if source.note), *notes]
     order, offsets = np.arange(counts.documents), np.arange(counts.documents + 1)
     if config.packing:
@@ -88,8 +93,9 @@ def prepare_rows(
 def plan_tokenisation(
     config: DataConfig, which: str, *, tokenizer: PreTrainedTokenizerBase, spec: TokenLimits
 ) -> tuple[list[Source], Tokenisation]:
-    """The sources of `config.train` or `config.eval` and what is to be done with their records, checked but not
-    read.
+    """The sources of `config.train` or `config.eval`, checked but not read, and how to tokenise their records.
+
+    DataError or ConfigError where sources, template or vocabulary do not fit.
     """
     _check_vocabulary(tokenizer, spec)
     sources = find_sources(config.train if which == "train" else config.eval, purpose=which)
@@ -105,7 +111,7 @@ def plan_tokenisation(
 
 
 def tokenise_records(records: Sequence[tuple[str, Record]], tokenisation: Tokenisation) -> tuple[Documents, Counts]:
-    """Documents of a stretch of records, in one tokenizer call, and what became of the records."""
+    """Documents of records, from one call of the tokenizer, and the counts of the records."""
     samples: list[tuple[str, Sample]] = []
     unread: list[list[str]] = []
     for where, record in records:
@@ -124,7 +130,7 @@ def tokenise_records(records: Sequence[tuple[str, Record]], tokenisation: Tokeni
 
 
 def _named_counts(tokens: Sequence[Tokens], unread: Sequence[Sequence[str]], places: Sequence[str]) -> Counts:
-    """Dropped, noted and unread, by name; `places` says where each row stands."""
+    """Dropped, noted and unread rows by name; `places` names each row for messages."""
     rows = list(zip(tokens, unread, places, strict=True))
     return Counts(
         dropped=NamedCounts.sum(NamedCounts.of([row.dropped], where) for row, _, where in rows if row.dropped),
@@ -137,12 +143,13 @@ def _rule(where: str, sample: Sample, limits: LengthLimit) -> str:
     is_text = isinstance(sample, PlainText)
     if limits.long_rows == "split" and not is_text:
         raise DataError(
-            f"{where} is dialogue, and data.long_rows is split", hint="set data.long_rows to auto, truncate or drop"
+            f"{where} is dialogue, and data.long_rows split is for plain text",
+            hint="set data.long_rows to auto, truncate or drop",
         )
     return limits.rule(is_text=is_text)
 
 
-def _write_packed(folder: Path, documents: Documents, spec: TokenLimits) -> None:
+def _write_packing(folder: Path, documents: Documents, spec: TokenLimits) -> None:
     rows = pack(np.diff(documents.offsets), spec.max_seq_len)
     offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)
     write_folder(folder, {"order": ArrayParts.of(np.concatenate(rows)), "offsets": ArrayParts.of(offsets)}, {})
@@ -194,11 +201,11 @@ def _fingerprint(sources: Sequence[Source], tokenisation: Tokenisation) -> str:
 
 
 def _tokenise(sources: Sequence[Source], tokenisation: Tokenisation, folder: Path, *, workers: int) -> None:
-    """Write a part per `ROWS_PER_PART` rows, passing over those that exist, then join them."""
+    """Write one part for every `ROWS_PER_PART` rows unless it exists, then join the parts."""
     parts: list[Path] = []
     tasks = _open_parts(sources, folder, parts)
     # The process that has the lock writes, whatever its rank.
-    with PhaseLine("tokenising rows", is_rank_zero=True) as line:
+    with PhaseLine("tokenising rows", estimate_rows(sources), is_rank_zero=True) as line:
         for _ in _write_parts(tasks, tokenisation, workers) if _is_large(sources) else _write_here(tasks, tokenisation):
             line.advance(ROWS_PER_PART)
     counts = sum((read_counts(part) for part in parts), Counts())
@@ -208,12 +215,12 @@ def _tokenise(sources: Sequence[Source], tokenisation: Tokenisation, folder: Pat
         shutil.rmtree(part)
     if not counts.read:
         raise DataError(
-            f"data files {', '.join(source.path for source in sources)} hold 0 rows", hint="write at least one row"
+            f"data files {', '.join(source.path for source in sources)} have 0 rows", hint="write at least one row"
         )
 
 
 def _open_parts(sources: Sequence[Source], folder: Path, parts: list[Path]) -> Iterator[_Task]:
-    """Parts still to be written; `parts` collects all of them in order."""
+    """Parts that are still to be written; appends all parts to `parts`, in order."""
     for source in sources:
         records = read_records(source)
         while chunk := list(islice(records, ROWS_PER_PART)):
@@ -226,14 +233,14 @@ def _open_parts(sources: Sequence[Source], folder: Path, parts: list[Path]) -> I
 
 
 def _is_large(sources: Sequence[Source]) -> bool:
-    """Whether starting processes (seconds each) pays: above 2 MB of raw data."""
+    """Whether there is more than 2 MB of raw data, which is worth the seconds that starting processes takes."""
     return (
         any(source.kind == "hub" for source in sources) or sum(source.fingerprint[1] for source in sources) > 2_000_000
     )
 
 
 _worker: list[Tokenisation] = []
-"""What this worker process tokenises with; set once, when it starts."""
+"""How this worker process tokenises; set once, when it starts."""
 
 
 def _start_worker(tokenisation: Tokenisation) -> None:
@@ -249,28 +256,28 @@ def _write_part(task: _Task) -> Path:
 
 
 def _write_here(tasks: Iterable[_Task], tokenisation: Tokenisation) -> Iterator[Path]:
-    """Write every part in this process."""
+    """Write all parts in this process."""
     _start_worker(tokenisation)
     yield from map(_write_part, tasks)
     _worker.clear()
 
 
 def _write_parts(tasks: Iterable[_Task], tokenisation: Tokenisation, workers: int) -> Iterator[Path]:
-    """Write every part in one of `workers` processes; RunError where one of them is killed."""
+    """Write all parts in `workers` processes; RunError where one of them is killed."""
     context = multiprocessing.get_context("spawn")
     try:
         with ProcessPoolExecutor(workers, context, _start_worker, (tokenisation,)) as pool:
-            for written in _submitted(pool, tasks, most=2 * workers):
+            for written in _submit(pool, tasks, most=2 * workers):
                 yield written.result()
     except BrokenProcessPool as killed:
         raise RunError(
-            f"one of {workers} processes that tokenise has ended before it was done",
-            hint="it was killed, e.g. for want of memory: set data.workers lower; what is done is kept",
+            f"one of {workers} processes that tokenise was killed",
+            hint="if memory ran out, set data.workers lower and start again: complete parts are kept",
         ) from killed
 
 
-def _submitted(pool: ProcessPoolExecutor, tasks: Iterable[_Task], *, most: int) -> Iterator[Future[Path]]:
-    """Each task once it is done, with at most `most` of them read and not done."""
+def _submit(pool: ProcessPoolExecutor, tasks: Iterable[_Task], *, most: int) -> Iterator[Future[Path]]:
+    """Submit tasks, at most `most` at a time, and yield each when it is done."""
     waiting: set[Future[Path]] = set()
     for task in tasks:
         waiting.add(pool.submit(_write_part, task))
@@ -281,24 +288,23 @@ def _submitted(pool: ProcessPoolExecutor, tasks: Iterable[_Task], *, most: int) 
 
 
 def check_dropped_rows(counts: Counts, config: DataConfig, sources: Sequence[Source]) -> None:
-    """DataError where too many rows or tokens are lost, or no row is left."""
+    """DataError where too many rows are dropped or too many tokens are cut off, or where no row is left."""
     names = ", ".join(source.path for source in sources)
-    lost = counts.nothing_supervised + counts.too_long_dropped + counts.dropped.rows
+    dropped = counts.nothing_supervised + counts.too_long_dropped + counts.dropped.rows
     reason = ", ".join(dropped_row_lines(counts))
     if not counts.documents:
         hint = dropped_rows_hint(counts) if counts.dropped.rows else "look at them with `ds-finetune data show`"
         raise DataError(f"none of the {counts.read} rows of {names} is left ({reason})", hint=hint)
-    if lost > config.max_dropped_ratio * counts.read:
+    if dropped > config.max_dropped_ratio * counts.read:
         raise DataError(
-            f"{lost} of {counts.read} rows of {names} are dropped ({reason}), more than data.max_dropped_ratio "
+            f"{dropped} of {counts.read} rows of {names} are dropped ({reason}), more than data.max_dropped_ratio "
             f"{config.max_dropped_ratio:g}",
             hint=dropped_rows_hint(counts),
         )
     if counts.truncated_ratio > config.max_truncated_ratio:
         raise DataError(
             f"{counts.truncated} of {counts.read} rows of {names} are longer than train.max_seq_len, and truncation "
-            "loses "
-            f"{counts.truncated_ratio:.1%} of all tokens, more than data.max_truncated_ratio "
+            f"cuts off {counts.truncated_ratio:.1%} of all tokens, more than data.max_truncated_ratio "
             f"{config.max_truncated_ratio:g}",
             hint="raise train.max_seq_len, set data.long_rows to drop (or split, for plain text), or raise the ratio",
         )

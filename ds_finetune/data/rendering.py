@@ -1,11 +1,10 @@
-"""The turns of a conversation under a chat template: what is supervised follows from how the template is rendered,
-never from searching it.
+"""Renders a conversation with a chat template and finds the assistant turns in the result.
 
-The texts of a turn (content, reasoning, names of called functions) are replaced by marks that cannot occur
-otherwise and the conversation is rendered; what stands before the marks is prompt, what follows them ends the turn.
-The true texts are then put in verbatim, so a template that cuts reasoning out of past turns (R1's
-`content.split('</think>')`) or trims them does not touch what is supervised. A text whose mark is missing from the
-rendering is lost, and so is the row.
+The texts of a turn (content, reasoning, names of called functions) are replaced by placeholders that cannot occur
+otherwise, and the conversation is rendered. Text before the placeholders is prompt; text behind them ends the turn.
+The placeholders are then replaced by the texts as they are in the row. A template that removes reasoning from past
+turns (R1's `content.split('</think>')`) or strips white space thus does not change what is supervised. The row is
+dropped where a placeholder is missing in the rendering.
 """
 
 import json
@@ -23,10 +22,10 @@ _THINK_END = "</think>"
 
 @dataclass(frozen=True)
 class Turn:
-    """An assistant turn: its prompt, what is supervised, and how the turn ends.
+    """An assistant turn: its prompt, the body that is supervised, and the text that ends the turn.
 
-    `number` is that of its message; `is_open` if it is a tool call that the template leaves without the end of other
-    turns.
+    `number` is the index of its message. `is_open` is true for a tool call that the template does not end with the
+    token that ends other turns.
     """
 
     number: int
@@ -37,11 +36,14 @@ class Turn:
 
 
 class UnrenderedTextError(Exception):
-    """A text of the row is not in the rendering; the argument is its name in `reasons.DROPPED`."""
+    """The template leaves out a text of the row; the argument is the reason, a key of `row_report.DROPPED`."""
 
 
 class RenderedConversation:
-    """One conversation under one template; `messages` are as the template wants them."""
+    """One conversation with one template; `messages` come from `chat_template.adapt_messages`.
+
+    UnrenderedTextError where the template renders no tool calls or no reasoning, and the conversation has some.
+    """
 
     def __init__(
         self,
@@ -52,30 +54,32 @@ class RenderedConversation:
     ) -> None:
         self._template, self._tools, self._where = template, tools, where
         self._messages = messages
-        self._refuse_losses()
-        self._marked = [
-            _marked(message, number) if message["role"] == "assistant" else message
+        self._check_support()
+        self._with_placeholders = [
+            _with_placeholders(message, number) if message["role"] == "assistant" else message
             for number, message in enumerate(messages)
         ]
 
     def turns(self) -> list[Turn]:
-        """The assistant turns in order, each with everything between it and the end of the one before as its prompt.
+        """The assistant turns in order; the prompt of each is everything behind the turn before.
+
+        Without an assistant message it is one turn with a prompt alone.
 
         UnrenderedTextError where the template leaves out a text; DataError where it fails, or changes an earlier turn.
         """
-        found: list[Turn] = []
+        turns: list[Turn] = []
         done = ""
         for number, message in enumerate(self._messages):
             if message["role"] == "assistant":
                 turn, done = self._turn(number, done)
-                found.append(turn)
-        return found or [Turn(len(self._messages), self._render(self._messages), "", "")]
+                turns.append(turn)
+        return turns or [Turn(len(self._messages), self._render(self._messages), "", "")]
 
     def check(self, turns: Sequence[Turn], *, is_protected: bool) -> None:
         """UnrenderedTextError where a text of the row is missing in `turns`, or the template reorders texts.
 
-        `is_protected` if control tokens are marked as text: a template that writes JSON in ASCII would escape the
-        marks.
+        `is_protected` says that control tokens are in brackets (`ControlTokens.protect`), which a template that writes
+        JSON in ASCII would escape.
         """
         document = "".join(turn.prompt + turn.body + turn.ending for turn in turns)
         end = turns[-1].number + 1
@@ -85,43 +89,43 @@ class RenderedConversation:
         if is_protected and any(escaped in document for escaped in ("\\ue0f3", "\\uE0F3")):
             raise UnrenderedTextError("text")
         try:
-            whole = self._template.render(
-                [_marked(message, number) for number, message in enumerate(messages)], self._tools
+            rendered = self._template.render(
+                [_with_placeholders(message, number) for number, message in enumerate(messages)], self._tools
             )
         except RenderingError:
             return
-        # Reasoning of past turns may be gone; that of each turn was in its own rendering.
-        texts = [
-            [stands for stands, _, kind in _marks(message, n) if kind != "reasoning"]
+        # A template may remove the reasoning of past turns; `turns()` found it in the rendering of each turn.
+        names = [
+            [name for name, _, kind in _placeholders(message, n) if kind != "reasoning"]
             for n, message in enumerate(messages)
         ]
-        places = [min(map(whole.find, stands)) for stands in texts]
-        if -1 in places or places != sorted(places):
+        positions = [min(map(rendered.find, of_message)) for of_message in names]
+        if -1 in positions or positions != sorted(positions):
             raise UnrenderedTextError("text")
 
     def server_prompt(self, number: int) -> str | None:
         """What `apply_chat_template` gives a server for the messages before `number`; None where it fails."""
         try:
             # It drops keys whose value is None: transformers 5.23, tokenization_utils_base.py:3144.
-            given = [
+            messages = [
                 {key: value for key, value in message.items() if value is not None}
                 for message in self._messages[:number]
             ]
-            return self._template.render(given, self._tools, opens=True) if given else None
+            return self._template.render(messages, self._tools, opens=True) if messages else None
         except RenderingError:
             return None
 
     def tools_note(self, document: str) -> str:
-        """What is to be noted of the tools: nothing, `tools` where they are not rendered, `tools_partly` where some
-        text is not.
-        """
+        """A key of `row_report.NOTED` where the template renders no tools or `document` lacks some of their texts."""
         if not self._tools:
             return ""
         if not self._template.probes.tools:
             return "tools"
-        return "" if all(_holds(document, text) for tool in self._tools for text in _leaves(tool)) else "tools_partly"
+        return (
+            "" if all(_contains(document, text) for tool in self._tools for text in _leaves(tool)) else "tools_partly"
+        )
 
-    def _refuse_losses(self) -> None:
+    def _check_support(self) -> None:
         probes = self._template.probes
         if not probes.calls and any(message.get("tool_calls") for message in self._messages):
             raise UnrenderedTextError("calls")
@@ -135,51 +139,52 @@ class RenderedConversation:
             raise template_error(self._where, broken) from broken
 
     def _after(self, done: str, rendered: str) -> str:
-        """What a rendering holds behind the turns already taken."""
-        _, found, rest = rendered.partition(done) if done else ("", "", rendered)
-        if found == done:
+        """The text of a rendering behind the turns that are done."""
+        _, separator, rest = rendered.partition(done) if done else ("", "", rendered)
+        if separator == done:
             return rest
         raise DataError(
-            f"{self._where}: the chat template changes an earlier turn when a later one is added: {done!r:.80} is gone",
+            f"{self._where}: the chat template changes an earlier turn when a later one is added: it no longer has "
+            f"{done!r:.80}",
             hint="give a data.template that only appends",
         )
 
     def _turn(self, number: int, done: str) -> tuple[Turn, str]:
         message = self._messages[number]
-        closed = self._after(done, self._render(self._marked[: number + 1]))
-        places = sorted((closed.find(stands), stands, kind) for stands, _, kind in _marks(message, number))
-        (first, _, first_kind), (last, last_mark, last_kind) = places[0], places[-1]
+        closed = self._after(done, self._render(self._with_placeholders[: number + 1]))
+        places = sorted((closed.find(name), name, kind) for name, _, kind in _placeholders(message, number))
+        (first, _, first_kind), (last, last_name, last_kind) = places[0], places[-1]
         if first < 0:
             raise UnrenderedTextError(first_kind)
-        middle, tail = closed[first:last], closed[last + len(last_mark) :]
+        middle, tail = closed[first:last], closed[last + len(last_name) :]
         end, is_open = self._call_end(middle, tail) if last_kind == "calls" else (0, False)
-        texts = {stands: text for stands, text, _ in _marks(message, number)}
-        rest = _verbatim(middle + last_mark + tail[:end], texts)
+        texts = {name: text for name, text, _ in _placeholders(message, number)}
+        rest = _fill_in(middle + last_name + tail[:end], texts)
         prompt, body = self._split(number, done, closed[:first], rest)
         if not all(_has_arguments(call, body) for call in message.get("tool_calls") or ()):
             raise UnrenderedTextError("calls")
-        return Turn(number, prompt, body, tail[end:], is_open), last_mark + tail
+        return Turn(number, prompt, body, tail[end:], is_open), last_name + tail
 
     def _call_end(self, middle: str, tail: str) -> tuple[int, bool]:
-        """Where in `tail` the end of a turn that calls tools begins, and whether it has none."""
+        """The position in `tail` where a turn that calls tools ends, and whether the template writes no such end."""
         token = self._template.probes.turn_end
         ends = find_token(token, tail)
         if len(ends) > 1 or find_token(token, middle):
-            # R1's template ends the turn behind each call but the first.
+            # R1's template ends the turn after each call but the first.
             raise UnrenderedTextError("calls")
         return (ends[0], False) if ends else (len(tail.rstrip("\n")), True)
 
     def _split(self, number: int, done: str, header: str, rest: str) -> tuple[str, str]:
-        """The prompt of a turn and its body: `header` is rendered before the texts of the turn, `rest` holds them.
+        """The prompt of a turn and its body, from the rendering before the texts of the turn and the rest with them.
 
-        The prompt is what a server would send, where the turn begins with it, and the header alone elsewhere.
+        The prompt is what a server would send where the turn begins with that, and `header` elsewhere.
         """
         message = self._messages[number]
-        opened = self._after(done, self._render(self._marked[:number], opens=True)) if number else None
+        opened = self._after(done, self._render(self._with_placeholders[:number], opens=True)) if number else None
         is_call = not message["content"] and not message.get("reasoning_content") and message.get("tool_calls")
         written = header[len(opened) :] if opened is not None and header.startswith(opened) else ""
         if opened is not None and _THINK_END in written and _THINK_END in (message["content"] or ""):
-            # The template writes an empty reasoning before an answer without one; this answer brings its own.
+            # The template writes empty reasoning before an answer without any; this answer has its own.
             header = opened
         whole = header + rest
         for prompt in (opened, *(self._call_prompts(number, done) if is_call else [header])):
@@ -188,17 +193,17 @@ class RenderedConversation:
         raise UnrenderedTextError("calls")
 
     def _call_prompts(self, number: int, done: str) -> Iterator[str]:
-        """What may stand before a tool call: the header of an answer in text, or the messages before without a
-        header.
-        """
+        """Possible prompts of a tool call: with the header of an answer in text, then without any header."""
         answer = {"role": "assistant", "content": placeholder(number)}
-        yield self._after(done, self._render([*self._marked[:number], answer])).partition(placeholder(number))[0]
+        yield self._after(done, self._render([*self._with_placeholders[:number], answer])).partition(
+            placeholder(number)
+        )[0]
         if number:
-            yield self._after(done, self._render(self._marked[:number]))
+            yield self._after(done, self._render(self._with_placeholders[:number]))
 
 
-def _marks(message: Mapping[str, Any], number: int) -> list[tuple[str, str, str]]:
-    """Marks for the texts of a message, what they stand for, and under which reason they are lost."""
+def _placeholders(message: Mapping[str, Any], number: int) -> list[tuple[str, str, str]]:
+    """Placeholders for the texts of a message, each with its text and the reason to drop the row if it is missing."""
     thought = (
         [(placeholder(f"{number}r"), message["reasoning_content"], "reasoning")]
         if message.get("reasoning_content")
@@ -215,7 +220,7 @@ def _marks(message: Mapping[str, Any], number: int) -> list[tuple[str, str, str]
     ]
 
 
-def _marked(message: Mapping[str, Any], number: int) -> Mapping[str, Any]:
+def _with_placeholders(message: Mapping[str, Any], number: int) -> Mapping[str, Any]:
     turn = dict(message)
     if turn["content"] or not turn.get("tool_calls"):
         turn["content"] = placeholder(number)
@@ -230,20 +235,22 @@ def _marked(message: Mapping[str, Any], number: int) -> Mapping[str, Any]:
     return turn
 
 
-def _verbatim(text: str, texts: Mapping[str, str]) -> str:
-    for stands, given in texts.items():
-        text = text.replace(stands, given)
+def _fill_in(text: str, texts: Mapping[str, str]) -> str:
+    for name, of_row in texts.items():
+        text = text.replace(name, of_row)
     return text
 
 
 def _has_arguments(call: Mapping[str, Any], text: str) -> bool:
-    """Whether the arguments of a call are in `text`: as JSON, or each of their texts and numbers."""
+    """Whether `text` has the arguments of a call: as JSON, or each of their keys, texts and numbers."""
     arguments = call["function"]["arguments"]
     if isinstance(arguments, str):
         if arguments in text:
             return True
         arguments = parse_json(arguments)
-    return json.dumps(arguments, ensure_ascii=False) in text or all(_holds(text, leaf) for leaf in _leaves(arguments))
+    return json.dumps(arguments, ensure_ascii=False) in text or all(
+        _contains(text, leaf) for leaf in _leaves(arguments)
+    )
 
 
 def _leaves(value: object) -> Iterator[str]:
@@ -258,6 +265,6 @@ def _leaves(value: object) -> Iterator[str]:
         yield value if isinstance(value, str) else json.dumps(value)
 
 
-def _holds(text: str, leaf: str) -> bool:
-    """Whether `text` holds `leaf` as it is or as JSON writes it."""
+def _contains(text: str, leaf: str) -> bool:
+    """Whether `leaf` is in `text` as it is or as JSON writes it."""
     return any(form in text for form in (leaf, json.dumps(leaf, ensure_ascii=False)[1:-1], json.dumps(leaf)[1:-1]))

@@ -1,4 +1,4 @@
-"""What became of rows, in lines: dropped and noted rows by reason, columns and fields that nothing reads."""
+"""Reports on the rows of a preparation, as lines: how many were dropped and why, and what to know of the others."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ DROPPED = {
         "give a data.template that renders each message once",
     ),
     "plain": (
-        "with a system text or history, which the prompt without a chat template leaves out",
+        "with a system text or history, which a prompt without a chat template cannot contain",
         "set data.template to a Jinja file",
     ),
     "calls": (
@@ -22,29 +22,33 @@ DROPPED = {
         "set data.reasoning to strip, or give a data.template that renders reasoning_content",
     ),
 }
-"""Reasons for which a row is left out: what they say of the rows, and what to do."""
+"""Reasons to drop a row, by name: how such rows are described, and what to do."""
 NOTED = {
-    "tools": "name tools, which the prompt does not hold: the model is not told of them",
-    "tools_partly": "name tools of which the chat template leaves out a part",
+    "tools": "name tools that the prompt does not contain, so the model does not see them",
+    "tools_partly": "name tools of which the chat template renders only a part",
     "open_call": (
-        "hold a tool call that the chat template does not end as it ends other turns: the model may not stop after one"
+        "have a tool call that the chat template does not end as it ends other turns: the model may not stop after it"
     ),
-    "behind": "end with messages behind the last answer, which are left out",
-    "control_text": "hold control tokens in their texts, which are tokenised as text (data.control_tokens text)",
-    "control_keep": "hold control tokens in their texts, which stay control tokens (data.control_tokens keep)",
-    "control_plain": "hold control tokens, which stay control tokens where no chat template writes the prompt",
+    "behind": "end with messages after the last answer, which are left out",
+    "control_text": "contain control tokens, which are tokenised as text (data.control_tokens text)",
+    "control_keep": "contain control tokens, which stay control tokens (data.control_tokens keep)",
+    "control_plain": "contain control tokens, which stay control tokens because no chat template is used",
 }
-"""What is said of rows that are trained all the same."""
+"""Remarks on rows that are trained nevertheless, by name."""
 
 
 def dropped_row_lines(counts: Counts) -> list[str]:
-    """Each reason for which rows were left out, with their number; the first two also where there are none."""
+    """Reasons for which rows were dropped, with their numbers; the first two are listed even with no such row."""
     reasons = [f"{rows:,} {DROPPED[name][0]}" for name, (rows, _) in counts.dropped.entries.items()]
-    return [f"{counts.nothing_supervised:,} with nothing supervised", f"{counts.too_long_dropped:,} too long", *reasons]
+    return [
+        f"{counts.nothing_supervised:,} without supervised tokens",
+        f"{counts.too_long_dropped:,} too long",
+        *reasons,
+    ]
 
 
 def dropped_rows_hint(counts: Counts) -> str:
-    """What to do about the reason for which most rows were left out."""
+    """What to do about the reason for which most rows were dropped."""
     entries = counts.dropped.entries
     worst = max(entries, key=lambda name: entries[name][0], default=None)
     if worst is None or entries[worst][0] < counts.nothing_supervised + counts.too_long_dropped:
@@ -53,19 +57,21 @@ def dropped_rows_hint(counts: Counts) -> str:
 
 
 def row_notes(counts: Counts) -> Iterator[str]:
-    """What a person should know of the rows before they are trained, a line each."""
+    """What a user should know of the rows before they are trained, one line each."""
     for name, (rows, first) in counts.dropped.entries.items():
         yield f"{rows:,} of {counts.read:,} rows are dropped: rows {DROPPED[name][0]}; the first is {first}"
     for name, (rows, first) in counts.noted.entries.items():
         yield f"{rows:,} of {counts.read:,} rows {NOTED[name]}; the first is {first}"
     if counts.unread.entries:
         names = ", ".join(f"{name} ({rows:,} rows)" for name, (rows, _) in counts.unread.entries.items())
-        yield f"columns and fields that nothing reads: {names}"
+        yield f"columns and fields that are not used: {names}"
 
 
 def server_prompt_line(counts: Counts) -> str:
-    """Rows of which a trained turn's prompt is not what `apply_chat_template` gives a server for the messages before
-    it.
+    """How many rows have a prompt that differs from what a server would send.
+
+    A server calls `apply_chat_template` with the messages before the answer.
     """
-    share = counts.server_prompt_differs / max(counts.read, 1)
-    return f"{counts.server_prompt_differs:,} of {counts.read:,} rows ({share:.1%}) have a prompt other than a server's"
+    rows = counts.server_prompt_differs
+    share = rows / max(counts.read, 1)
+    return f"{rows:,} of {counts.read:,} rows ({share:.1%}) have a prompt that differs from a server's"

@@ -1,4 +1,4 @@
-"""A row of tokens, and what a collection of rows is."""
+"""A row of tokens, and the interface of a collection of rows."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,7 +15,7 @@ Ints = NDArray[np.int32]
 class Row:
     """One row: `input_ids`, `position_ids` (0 at the start of each document) and `labels`, int32 [tokens] each.
 
-    `labels[t]` is the token after `input_ids[t]` in the same document where it carries loss, else IGNORE_INDEX.
+    `labels[t]` is the token after `input_ids[t]` in the same document where that is supervised, else IGNORE_INDEX.
     """
 
     input_ids: Ints
@@ -25,10 +25,10 @@ class Row:
 
 
 class Rows(Protocol):
-    """Rows by number, without reading the ones before."""
+    """Rows by index, in any order."""
 
     def __len__(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
         ...
 
     def __getitem__(self, index: int) -> Row:
@@ -37,7 +37,7 @@ class Rows(Protocol):
 
 
 def empty_row(pad_token_id: int) -> Row:
-    """A row with nothing to learn, which fills the last batch of a run."""
+    """A row without supervised tokens, which fills the last batch of a run."""
     return Row(
         input_ids=np.array([pad_token_id], dtype=np.int32),
         position_ids=np.zeros(1, dtype=np.int32),

@@ -1,6 +1,7 @@
-"""Exact tokens and loss masks of a sample; the turns of a conversation are taken apart in `turns`.
+"""Tokenises samples, with the mask of supervised tokens; `rendering` finds the turns of a conversation.
 
-Prompt and completion are tokenised apart, as a server does, so the prompt's ids are those the model will see.
+Prompt and completion are tokenised separately, as a server does, so that the ids of the prompt are those that the
+model gets when it is served.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,13 +17,14 @@ from ds_finetune.data.rendering import RenderedConversation, Turn, UnrenderedTex
 from ds_finetune.errors import DataError
 
 RULES_VERSION = 2
-"""Raised when the same row becomes other tokens, so that cached tokens of other rules are not taken for them."""
+"""Raised when the same row becomes other tokens, so that tokens cached before are not used."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of text tokenised on its own; `supervised` is `none`, `all`, or `turn_end` (through its first special
-    token).
+    """A text that is tokenised separately.
+
+    `supervised` says which of its tokens carry loss: `none`, `all`, or `turn_end` (up to its first special token).
     """
 
     text: str
@@ -48,7 +50,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class TemplateSettings:
-    """What of the data section decides about tokens; `chat_template` is None where dialogue is plain text."""
+    """Keys of the data section that decide about tokens; `chat_template` is None where dialogue is plain text."""
 
     chat_template: str | None
     train_on: str
@@ -59,19 +61,20 @@ class TemplateSettings:
 
 @dataclass(frozen=True)
 class _SampleText:
-    """Segments of a sample before they are tokenised, and what Tokens says of it.
+    """A sample as text: its segments, and its `Tokens` without ids and mask.
 
-    `server_prompt` is what a server would send before the last trained answer, which segment `lead` begins.
+    `server_prompt` is what a server would send for the last supervised answer; the segments before that answer are the
+    first `prompt_segments`. It is empty where no ids have to be compared.
     """
 
     segments: tuple[Segment, ...]
     result: Tokens
     server_prompt: str = ""
-    lead: int = 0
+    prompt_segments: int = 0
 
 
 class SampleTokeniser:
-    """Turns samples into tokens with one tokenizer and one template."""
+    """Tokenises samples with one tokenizer and one chat template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: TemplateSettings) -> None:
         self._tokenizer = tokenizer
@@ -85,29 +88,30 @@ class SampleTokeniser:
         self._bos = [tokenizer.bos_token_id] if adds_bos and tokenizer.bos_token_id is not None else []
 
     def tokenise(self, samples: Sequence[tuple[str, Sample]]) -> list[Tokens]:
-        """Tokens of each sample; the first of each pair says where it stands, for messages. One tokenizer call
-        for all.
+        """Tokens of each sample, from one call of the tokenizer.
+
+        The first of each pair names the row for messages (`file line 7`). DataError where a row cannot be tokenised.
         """
-        plans = [self._plan(sample, where) for where, sample in samples]
+        texts = [self._sample_text(sample, where) for where, sample in samples]
         encoded = iter(
             self._control.ids(
-                [text for plan in plans for text in (*(s.text for s in plan.segments), plan.server_prompt)]
+                [text for sample in texts for text in (*(s.text for s in sample.segments), sample.server_prompt)]
             )
         )
-        found = []
-        for (where, sample), plan in zip(samples, plans, strict=True):
-            parts = [(segment, next(encoded)) for segment in plan.segments]
-            server = next(encoded)
+        results = []
+        for (where, sample), text in zip(samples, texts, strict=True):
+            parts = [(segment, next(encoded)) for segment in text.segments]
+            server_ids = next(encoded)
             is_chat = not isinstance(sample, PlainText) and self._template is not None
             tokens = self._assemble(parts, is_chat=is_chat, where=where)
-            lead = [i for _, ids in parts[: plan.lead] for i in ids]
-            differs = plan.result.server_prompt_differs or (bool(plan.server_prompt) and lead != server)
-            found.append(replace(plan.result, ids=tokens.ids, mask=tokens.mask, server_prompt_differs=differs))
-        return found
+            prompt_ids = [i for _, ids in parts[: text.prompt_segments] for i in ids]
+            differs = text.result.server_prompt_differs or (bool(text.server_prompt) and prompt_ids != server_ids)
+            results.append(replace(text.result, ids=tokens.ids, mask=tokens.mask, server_prompt_differs=differs))
+        return results
 
-    def _plan(self, sample: Sample, where: str) -> _SampleText:
+    def _sample_text(self, sample: Sample, where: str) -> _SampleText:
         if self._template is not None and not isinstance(sample, PlainText):
-            return self._chat_plan(
+            return self._chat_text(
                 sample.conversation if isinstance(sample, Completion) else sample, self._template, where
             )
         if isinstance(sample, Conversation):
@@ -116,16 +120,16 @@ class SampleTokeniser:
                 hint="set data.template to a Jinja file",
             )
         texts = [sample.text] if isinstance(sample, PlainText) else [sample.prompt, sample.completion]
-        held = any(self._control.has_control_token(text) for text in texts)
-        if held and self._settings.control_tokens == "refuse":
+        has_control = any(self._control.has_control_token(text) for text in texts)
+        if has_control and self._settings.control_tokens == "refuse":
             raise DataError(
-                f"{where}: a text holds a control token of the tokenizer: {texts[0]!r:.60}",
+                f"{where}: a text contains a control token of the tokenizer: {texts[0]!r:.60}",
                 hint="set data.control_tokens to keep",
             )
         if isinstance(sample, Completion) and sample.conversation.messages[:-2]:
             return _SampleText((), Tokens([], [], dropped="plain"))
         has_tools = isinstance(sample, Completion) and sample.conversation.tools
-        notes = tuple(name for name, holds in (("control_plain", held), ("tools", has_tools)) if holds)
+        notes = tuple(name for name, applies in (("control_plain", has_control), ("tools", has_tools)) if applies)
         segments = [Segment(sample.text, "all")] if isinstance(sample, PlainText) else self._completion_segments(sample)
         return _SampleText(tuple(segments), Tokens([], [], notes=notes))
 
@@ -141,71 +145,74 @@ class SampleTokeniser:
             Segment(str(self._tokenizer.eos_token), "turn_end"),
         ]
 
-    def _chat_plan(self, given: Conversation, template: ChatTemplate, where: str) -> _SampleText:
-        conversation, control = self._control.protect(given, where)
+    def _chat_text(self, original: Conversation, template: ChatTemplate, where: str) -> _SampleText:
+        conversation, control_note = self._control.protect(original, where)
         messages = adapt_messages(conversation, template, self._settings.reasoning)
-        unread = (*given.unread, *_unread_fields(conversation, template))
+        unread = (*original.unread, *_unread_fields(conversation, template))
         try:
             rendered = RenderedConversation(template, messages, conversation.tools, where)
             turns = rendered.turns()
-            rendered.check(turns, is_protected=bool(control))
-        except UnrenderedTextError as lost:
-            return _SampleText((), Tokens([], [], dropped=str(lost), unread=unread))
+            rendered.check(turns, is_protected=bool(control_note))
+        except UnrenderedTextError as error:
+            return _SampleText((), Tokens([], [], dropped=str(error), unread=unread))
         last = turns[-1].number
         notes = [
-            control,
+            control_note,
             rendered.tools_note("".join(turn.prompt for turn in turns)),
             "open_call" if any(t.is_open for t in turns) else "",
         ]
         notes += ["behind"] if last < len(messages) - 1 else []
-        plan = self._segments(turns, self._trained(conversation, turns), rendered)
-        return replace(plan, result=replace(plan.result, notes=tuple(note for note in notes if note), unread=unread))
+        text = self._segments(turns, self._supervised_messages(conversation, turns), rendered)
+        return replace(text, result=replace(text.result, notes=tuple(note for note in notes if note), unread=unread))
 
-    def _trained(self, conversation: Conversation, turns: Sequence[Turn]) -> set[int]:
-        """Numbers of the messages that carry loss."""
+    def _supervised_messages(self, conversation: Conversation, turns: Sequence[Turn]) -> set[int]:
+        """Indices of the messages that carry loss."""
         chosen = turns[-1:] if self._settings.train_on == "last_assistant" else turns
         answers = [turn.number for turn in chosen if turn.number < len(conversation.messages)]
         return {number for number in answers if conversation.messages[number].get("weight", 1) != 0}
 
-    def _segments(self, turns: Sequence[Turn], trained: set[int], rendered: RenderedConversation) -> _SampleText:
+    def _segments(self, turns: Sequence[Turn], supervised: set[int], rendered: RenderedConversation) -> _SampleText:
         before = "all" if self._settings.train_on == "all" else "none"
         segments: list[Segment] = []
-        text, server, lead, differs = "", "", 0, False
+        text, server_prompt, prompt_segments, differs = "", "", 0, False
         for turn in turns:
-            is_trained = turn.number in trained
+            is_supervised = turn.number in supervised
             text += turn.prompt
             segments.append(Segment(turn.prompt, before))
-            if is_trained:
+            if is_supervised:
                 prompt = rendered.server_prompt(turn.number)
-                server, lead, differs = (
+                server_prompt, prompt_segments, differs = (
                     prompt or "",
                     len(segments),
                     differs or prompt is None or strip_brackets(prompt) != strip_brackets(text),
                 )
-            segments += [Segment(turn.body, "all" if is_trained else "none"), _ending(turn, is_trained=is_trained)]
+            segments += [
+                Segment(turn.body, "all" if is_supervised else "none"),
+                _ending(turn, is_supervised=is_supervised),
+            ]
             text += turn.body + turn.ending
-        # A prompt with no answer before it is tokenised as a server does; others are compared id by id.
-        compared = server if not differs and lead > 1 else ""
-        return _SampleText(tuple(segments), Tokens([], [], server_prompt_differs=differs), compared, lead)
+        # A prompt without an answer before it is tokenised as a server does; the ids of others are compared.
+        compared = server_prompt if not differs and prompt_segments > 1 else ""
+        return _SampleText(tuple(segments), Tokens([], [], server_prompt_differs=differs), compared, prompt_segments)
 
     def _assemble(self, parts: Iterable[tuple[Segment, list[int]]], *, is_chat: bool, where: str) -> Tokens:
         ids = [] if is_chat else list(self._bos)
         mask = [False] * len(ids)
         last = "none"
-        for segment, found in parts:
-            ids += found
-            mask += self._supervised_mask(segment, found, where)
+        for segment, part in parts:
+            ids += part
+            mask += self._supervised_mask(segment, part, where)
             last = segment.supervised
         if last == "all" and not is_chat:
             ids, mask = [*ids, int(self._tokenizer.eos_token_id)], [*mask, True]
         bos = self._tokenizer.bos_token_id
-        again = (
+        second_bos = (
             ids.index(bos, 1) if bos is not None and bos in ids[1:] and bos != self._tokenizer.eos_token_id else None
         )
-        if again is not None:
+        if second_bos is not None:
             raise DataError(
-                f"{where}: a second {self._tokenizer.bos_token} stands at token {again}",
-                hint="the row's text holds it, or the chat template writes it twice",
+                f"{where}: token {second_bos} is a second {self._tokenizer.bos_token}",
+                hint="the row's text contains it, or the chat template writes it twice",
             )
         return Tokens(ids, mask)
 
@@ -215,26 +222,25 @@ class SampleTokeniser:
         end = next((place for place, token in enumerate(ids) if token in self._special), None)
         if segment.text and end is None:
             raise DataError(
-                f"{where}: the chat template ends an assistant turn with {segment.text!r}, which holds no special "
-                "token",
-                hint="a model trained so would never stop; give a template that ends turns with the eos token",
+                f"{where}: the chat template ends an assistant turn with {segment.text!r}, which has no special token",
+                hint="a model trained on it would never stop; give a template that ends turns with the eos token",
             )
         return [end is not None and place <= end for place in range(len(ids))]
 
 
-def _ending(turn: Turn, *, is_trained: bool) -> Segment:
-    return Segment(turn.ending, "turn_end" if is_trained and not turn.is_open else "none")
+def _ending(turn: Turn, *, is_supervised: bool) -> Segment:
+    return Segment(turn.ending, "turn_end" if is_supervised and not turn.is_open else "none")
 
 
 def _unread_fields(conversation: Conversation, template: ChatTemplate) -> list[str]:
-    """Fields that the template does not render; what carries no text of its own is passed to it all the same."""
-    held = {
+    """Fields of messages that the template does not render, as lines; the template gets them nevertheless."""
+    present = {
         f"{message['role']}.{key}"
         for message in conversation.messages
         for key in ("name", "tool_call_id")
         if key in message
     }
-    held |= {
+    present |= {
         "assistant.id" for message in conversation.messages for call in message.get("tool_calls") or () if "id" in call
     }
-    return sorted(f"{name} (not in the chat template)" for name in held - template.probes.fields)
+    return sorted(f"{name} (not in the chat template)" for name in present - template.probes.fields)

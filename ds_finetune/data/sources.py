@@ -1,4 +1,4 @@
-"""The files and hub data sets behind what a run file names, each with the split that is read."""
+"""Finds the files and hub data sets that a run file names, and the split of each that is read."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ __all__ = ["Record", "Source", "find_sources", "read_records"]
 class Source:
     """One file of a known kind, or a hub data set with its subset and split; `purpose` is `train` or `eval`.
 
-    `note` says which split of a folder it was taken for, and what is left out; the same for all files of the folder.
+    `note` says which split of a folder is read and how many of its files; it is the same for all files of the folder.
     """
 
     path: str
@@ -28,7 +28,7 @@ class Source:
 
     @property
     def fingerprint(self) -> tuple[str, int, int]:
-        """What changes when the content does, known without reading it: path, bytes and modification time of a file."""
+        """Path, size in bytes and modification time of a file, which change with its content."""
         if self.kind == "hub":
             return f"{self.path}:{self.subset}:{self.split or DEFAULT_SPLITS[self.purpose]}", 0, 0
         stat = Path(self.path).stat()
@@ -36,21 +36,20 @@ class Source:
 
 
 def find_sources(paths: Sequence[str], *, purpose: str = "train") -> list[Source]:
-    """The files behind paths (folders are searched), in a stable order; DataError for what is missing, empty or of no
-    known kind.
+    """The sources that `paths` name, in a stable order; folders are searched.
 
-    A path may end in `:split`, a hub id also in `:subset:split`. Where none is named, `purpose` chooses: the training
-    split, or the held-out one.
+    A path may end in `:split`, and a hub id in `:subset:split`. Where no split is named, it is the training split or
+    the held-out one, by `purpose`. DataError for what is missing, empty or of no known kind.
     """
-    found = [source for path in paths for source in _expand(path, purpose)]
-    for source in found:
+    sources = [source for path in paths for source in _expand(path, purpose)]
+    for source in sources:
         if source.kind != "hub" and Path(source.path).stat().st_size == 0:
             raise DataError(f"data file `{source.path}` is empty", hint="write at least one row, or leave it out")
-    return found
+    return sources
 
 
 def read_records(source: Source) -> Iterator[tuple[str, Record]]:
-    """Records of a source with the place of each (`file line 7`), for messages."""
+    """Records of a source, each with its place (`file line 7`) for messages."""
     if source.kind == "hub":
         yield from read_hub(source.path, source.subset, source.split, purpose=source.purpose)
     else:
@@ -59,28 +58,28 @@ def read_records(source: Source) -> Iterator[tuple[str, Record]]:
 
 def _expand(path: str, purpose: str) -> Iterator[Source]:
     base, *names = [path] if Path(path).exists() else path.split(":")
-    place = Path(base)
-    if place.is_dir():
-        yield from _files_of(base, _only(names, path), purpose)
-    elif place.is_file():
-        kind = FileKind.of(place)
+    file = Path(base)
+    if file.is_dir():
+        yield from _files_of(base, _single_split(names, path), purpose)
+    elif file.is_file():
+        kind = FileKind.of(file)
         if names:
             raise DataError(f"data file `{base}` has no split `{':'.join(names)}`", hint="name the file alone")
         if kind is None:
             raise DataError(
-                f"data file `{path}` ends in `{''.join(place.suffixes[-2:])}`", hint=f"known endings: {known_endings()}"
+                f"data file `{path}` ends in `{''.join(file.suffixes[-2:])}`", hint=f"known endings: {known_endings()}"
             )
         yield Source(path, kind.kind, purpose=purpose)
-    elif FileKind.of(place) or base.startswith((".", "/", "~")) or base.count("/") != 1:
+    elif FileKind.of(file) or base.startswith((".", "/", "~")) or base.count("/") != 1:
         raise DataError(
             f"data file `{base}` does not exist",
-            hint="check data.train and data.eval; paths are relative to where you start",
+            hint="check data.train and data.eval; paths are relative to the working directory",
         )
     else:
         yield _hub_source(base, names, purpose)
 
 
-def _only(names: Sequence[str], path: str) -> str:
+def _single_split(names: Sequence[str], path: str) -> str:
     if len(names) > 1:
         raise DataError(
             f"data folder `{path}` has no subsets", hint="name the folder of the subset, and its split after a colon"
@@ -98,21 +97,21 @@ def _hub_source(path: str, names: Sequence[str], purpose: str) -> Source:
 
 
 def _files_of(path: str, split: str, purpose: str) -> Iterator[Source]:
-    """The files of a folder, of one split where their names say which is theirs."""
-    place = Path(path)
+    """The files of a folder; those of one split where file names name splits."""
+    folder = Path(path)
     kinds = {
-        file: found for file in sorted(place.rglob("*")) if (found := FileKind.of(file)) is not None and file.is_file()
+        file: kind for file in sorted(folder.rglob("*")) if (kind := FileKind.of(file)) is not None and file.is_file()
     }
     if not kinds:
         raise DataError(
-            f"data folder `{path}` holds no file that ends in {known_endings()}", hint="name a folder with data files"
+            f"data folder `{path}` has no file that ends in {known_endings()}", hint="name a folder with data files"
         )
-    splits = {file: split_of_file(file.relative_to(place)) for file in kinds}
-    wanted = split or _split_for(purpose, list(splits.values()), path)
-    files = [file for file in kinds if not wanted or splits[file] == wanted]
+    splits = {file: split_of_file(file.relative_to(folder)) for file in kinds}
+    chosen = split or _choose_split(purpose, list(splits.values()), path)
+    files = [file for file in kinds if not chosen or splits[file] == chosen]
     if not files:
         raise DataError(
-            f"data folder `{path}` has no split `{wanted}`", hint=f"its splits are {_listed(splits.values())}"
+            f"data folder `{path}` has no split `{chosen}`", hint=f"its splits are {_split_names(splits.values())}"
         )
     named = {kinds[file].kind for file in files}
     if len(named) > 1:
@@ -120,31 +119,29 @@ def _files_of(path: str, split: str, purpose: str) -> Iterator[Source]:
             f"data folder `{path}` mixes {' and '.join(sorted(named))} files", hint="name the files themselves"
         )
     is_part = len(files) < len(kinds)
-    note = f"data.{purpose} `{path}`: split {wanted} is read, {len(files)} of {len(kinds)} files" if is_part else ""
-    yield from (Source(str(file), kinds[file].kind, split=wanted, purpose=purpose, note=note) for file in files)
+    note = f"data.{purpose} `{path}`: split {chosen} is read, {len(files)} of {len(kinds)} files" if is_part else ""
+    yield from (Source(str(file), kinds[file].kind, split=chosen, purpose=purpose, note=note) for file in files)
 
 
-def _split_for(purpose: str, splits: Sequence[str], path: str) -> str:
-    """The split to read for `purpose`; empty for all files, where no name, or none but fitting ones, tells of a
-    split.
-    """
+def _choose_split(purpose: str, splits: Sequence[str], path: str) -> str:
+    """The split to read for `purpose`; empty for all files, where no name names a split, or all name that one."""
     named, fitting = {split for split in splits if split}, DEFAULT_SPLITS[purpose]
     if not named or named == {fitting[0]} or ("" in splits and len(named) == 1 and named <= set(fitting)):
         return ""
     if "" in splits:
         raise DataError(
-            f"data folder `{path}` holds files of {_listed(named)}, and {splits.count('')} files of no split",
+            f"data folder `{path}` has files of {_split_names(named)}, and {splits.count('')} files of no split",
             hint="name the files themselves, or one split after a colon",
         )
-    found = next((split for split in fitting if split in named), "")
-    if not found:
+    chosen = next((split for split in fitting if split in named), "")
+    if not chosen:
         kind = "training" if purpose == "train" else "held-out"
         raise DataError(
-            f"data.{purpose} `{path}` has no {kind} split: its files are of {_listed(named)}",
+            f"data.{purpose} `{path}` has no {kind} split: its files are of {_split_names(named)}",
             hint=f"name another folder, or the split, e.g. `{path}:{min(named)}`",
         )
-    return found
+    return chosen
 
 
-def _listed(splits: Iterable[str]) -> str:
+def _split_names(splits: Iterable[str]) -> str:
     return ", ".join(sorted({split for split in splits if split})) or "not named"

@@ -1,4 +1,4 @@
-"""Splits of a folder or a data set by their names, as `datasets` names them."""
+"""Recognises splits by the names of files, folders and data sets, as `datasets` does."""
 
 import re
 from collections.abc import Mapping
@@ -11,21 +11,19 @@ _WORDS: Mapping[str, frozenset[str]] = {
 }
 """Words that name a split (datasets 5.2, data_files.py:43-47)."""
 DEFAULT_SPLITS: Mapping[str, tuple[str, ...]] = {"train": ("train",), "eval": ("validation", "test")}
-"""Splits that are taken where none is named, the first that is there, by what the data is for."""
+"""The splits to read where none is named, by purpose; the first that exists is read."""
 
 
 def splits_of(name: str) -> set[str]:
-    """Splits that the words of a name name: `test` of `test-00000-of-00001.parquet`, none of `contest.json`."""
+    """The splits that words of `name` denote: `test` for `test-00000-of-00001.parquet`, none for `contest.json`."""
     words = set(re.split(r"[^a-z]+", name.lower()))
     return {split for split, own in _WORDS.items() if own & words}
 
 
-def split_of_file(place: PurePath) -> str:
-    """The split of a file by its path within its folder: its name's, else that of the nearest folder; empty for
-    none.
-    """
-    for part in reversed(place.parts):
-        found = splits_of(part)
-        if found:
-            return found.pop() if len(found) == 1 else ""
+def split_of_file(path: PurePath) -> str:
+    """The split of a file by its name, else by that of the nearest folder of its path; empty for none."""
+    for part in reversed(path.parts):
+        splits = splits_of(part)
+        if splits:
+            return splits.pop() if len(splits) == 1 else ""
     return ""

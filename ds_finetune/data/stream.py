@@ -1,4 +1,4 @@
-"""Rows read and tokenised while training, for data that is not to be prepared first."""
+"""Streaming: rows are read and tokenised while training, and nothing is prepared before it."""
 
 import json
 from collections.abc import Iterator
@@ -21,28 +21,27 @@ from ds_finetune.data.sources import Record, Source, read_records
 from ds_finetune.errors import DataError
 
 START = Position(0, 0)
-"""Before the first row."""
+"""The position before the first row."""
 RECORDS_AT_A_TIME = 1000
-"""Records that are tokenised, packed and shuffled together; what one rank holds in memory."""
+"""Size of a chunk: records that are tokenised, packed and shuffled together, and that a rank has in memory."""
 SAMPLED_RECORDS = 16
-"""Records that are looked at before the run."""
+"""Records that are tokenised before the run, for its report."""
 
 
 @dataclass(frozen=True)
 class StreamedRows:
-    """Sources and what is to be done with their records."""
+    """Sources, and how their records are tokenised."""
 
     sources: list[Source]
     tokenisation: Tokenisation
     config: DataConfig
     counts: Counts
-    """What became of the first `SAMPLED_RECORDS` records, tokenised before the run for the lines of `reasons`."""
+    """Counts of the first `SAMPLED_RECORDS` records, for `row_report`."""
 
     def fingerprint(self) -> str:
-        """Name, split and size of each source, and a hash of all that makes rows of their records; the same on any
-        machine.
+        """Name, split and size of each source, and a hash of all settings that decide how records become rows.
 
-        The content of a source is not read before training.
+        It is the same on any machine. The content of sources is not part of it, since nothing is read before training.
         """
         tokenisation, tokenizer = self.tokenisation, self.tokenisation.tokenizer
         parts = [tokenizer.backend_tokenizer.to_str(), tokenizer.bos_token, tokenizer.eos_token]
@@ -57,19 +56,19 @@ class StreamedRows:
         return f"{json.dumps(sources)}, {xxhash.xxh3_64_hexdigest(text.encode())}"
 
     def summary(self) -> str:
-        """What is streamed, in a line."""
+        """What is streamed, as one line."""
         return f"streamed from {len(self.sources)} sources, {RECORDS_AT_A_TIME:,} records at a time on each rank"
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines for people: splits that are not read."""
+        """Remarks for the user: splits of the sources that are not read."""
         return tuple(dict.fromkeys(source.note for source in self.sources if source.note))
 
 
 def open_stream(
     config: DataConfig, which: str, *, tokenizer: PreTrainedTokenizerBase, spec: TokenLimits
 ) -> StreamedRows:
-    """The training data of `config` as a stream; sources, template and vocabulary are checked."""
+    """The training data of `config` as a stream; DataError where sources, template or vocabulary do not fit."""
     sources, tokenisation = plan_tokenisation(config, which, tokenizer=tokenizer, spec=spec)
     _, counts = tokenise_records(list(islice(_all_records(sources), SAMPLED_RECORDS)), tokenisation)
     return StreamedRows(sources, tokenisation, config, counts)
@@ -78,18 +77,18 @@ def open_stream(
 def streaming_batches(
     rows: StreamedRows, plan: BatchPlan, *, steps: int, start_step: int = 0, start: Position = START
 ) -> Iterator[Batch]:
-    """Batches of steps `start_step, ...` (0-based) until `steps`; rank r takes records r, r + dp, ... of each pass over
-    the sources.
+    """Batches of the steps from `start_step` (0-based) to `steps`, exclusive.
 
-    Rows are shuffled among `RECORDS_AT_A_TIME` records by (seed, pass, stretch). The batches depend on dp, unlike
-    prepared ones. `start` is the position of the batch before; records before it are read again and not tokenised.
+    Rank r takes records r, r + dp, ... of each pass over the sources, and shuffles the rows of each chunk of
+    `RECORDS_AT_A_TIME` records by (seed, pass, chunk). Unlike batches of prepared rows, these depend on dp. `start` is
+    the position after the last batch of the run that is resumed; records before it are read again, but not tokenised.
     """
     mine = _my_rows(rows, plan, start)
     share = plan.global_batch_size // plan.dp
     for step in range(start_step, steps):
-        found = list(islice(mine, share))
+        taken = list(islice(mine, share))
         numbers = tuple(range(step * share, (step + 1) * share))
-        yield make_batch([row for row, _ in found], plan, found[-1][1], numbers)
+        yield make_batch([row for row, _ in taken], plan, taken[-1][1], numbers)
 
 
 def _my_rows(rows: StreamedRows, plan: BatchPlan, start: Position) -> Iterator[tuple[Row, Position]]:
@@ -97,13 +96,13 @@ def _my_rows(rows: StreamedRows, plan: BatchPlan, start: Position) -> Iterator[t
     first, skipped = start.index, start.row
     for passes in count(start.epoch):
         records = islice(_all_records(rows.sources), plan.rank + first * RECORDS_AT_A_TIME * plan.dp, None, plan.dp)
-        given = first
-        for stretch, chunk in enumerate(_in_chunks(records), start=first):
-            given += len(chunk)
-            every = enumerate(_rows_of(chunk, rows, plan, seed=[plan.seed, passes, stretch, plan.rank]), start=1)
-            yield from ((row, Position(passes, stretch, number)) for number, row in islice(every, skipped, None))
+        num_records = first
+        for number, chunk in enumerate(_in_chunks(records), start=first):
+            num_records += len(chunk)
+            numbered = enumerate(_rows_of(chunk, rows, plan, seed=[plan.seed, passes, number, plan.rank]), start=1)
+            yield from ((row, Position(passes, number, end)) for end, row in islice(numbered, skipped, None))
             skipped = 0
-        if not given:
+        if not num_records:
             raise DataError(
                 f"rank {plan.rank} of {plan.dp} finds no row in {', '.join(source.path for source in rows.sources)}",
                 hint="stream at least as many rows as there are ranks",
@@ -124,12 +123,12 @@ def _all_records(sources: list[Source]) -> Iterator[tuple[str, Record]]:
 def _rows_of(chunk: list[tuple[str, Record]], rows: StreamedRows, plan: BatchPlan, *, seed: list[int]) -> Iterator[Row]:
     documents, counts = tokenise_records(chunk, rows.tokenisation)
     check_dropped_rows(counts, rows.config, rows.sources)
-    prepared = _packed(documents, counts, plan.row_len)
+    prepared = _pack_rows(documents, counts, plan.row_len)
     order = np.random.default_rng(seed).permutation(len(prepared)) if plan.shuffle else range(len(prepared))
     yield from (prepared[int(number)] for number in order)
 
 
-def _packed(documents: Documents, counts: Counts, row_len: int | None) -> PreparedRows:
+def _pack_rows(documents: Documents, counts: Counts, row_len: int | None) -> PreparedRows:
     if row_len is None:
         return PreparedRows(documents, np.arange(counts.documents), np.arange(counts.documents + 1), counts)
     bins = pack(np.diff(documents.offsets), row_len)

@@ -1,4 +1,4 @@
-"""The tokenizer of a folder, as published."""
+"""Loads the tokenizer of a folder, and checks that it makes the tokens of its tokenizer.json."""
 
 import json
 from pathlib import Path
@@ -17,13 +17,14 @@ _PROBES = {
     "white space": " a  b   c\t\td\r\n\r\n\n\n e \u00a0\u3000f  ",
     "emoji": "🙂👩‍👩‍👧‍👦🇩🇪 ok👍🏽",
 }
-"""Texts on which tokenizers differ where their normalisation or their splitting into words does."""
+"""Texts that two tokenizers encode differently if their normalisation or their splitting into words differs."""
 _SHOWN_TOKENS = 12
 
 
 def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
-    """A fast tokenizer from a folder; DataError where there is none, it has no end-of-sequence token, or other tokens
-    than its file.
+    """The fast tokenizer of a folder.
+
+    DataError where there is none, it has no end-of-sequence token, or it makes other tokens than its tokenizer.json.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, use_fast=True, trust_remote_code=False)
@@ -38,7 +39,7 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     _check_tokens(tokenizer, Path(folder) / "tokenizer.json")
     settings = Path(folder) / "tokenizer_config.json"
     if settings.is_file() and json.loads(settings.read_text(encoding="utf-8")).get("add_bos_token"):
-        # transformers 5.23 drops `add_bos_token` of a plain tokenizer.json and would put no BOS before a prompt.
+        # transformers 5.23 ignores `add_bos_token` beside a plain tokenizer.json and would put no BOS before a prompt.
         tokenizer.add_bos_token = True
     return tokenizer
 
@@ -46,8 +47,8 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
 def _check_tokens(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
     """DataError where the class that transformers chose makes other tokens than `tokenizer.json`.
 
-    Beside a qwen2 config, transformers 5.23 takes Qwen2Tokenizer whatever tokenizer_config.json names
-    (models/auto/tokenization_auto.py:421, 863-897); of the file it keeps the vocabulary and merges alone.
+    Beside a qwen2 config, transformers 5.23 uses Qwen2Tokenizer whatever class tokenizer_config.json names
+    (models/auto/tokenization_auto.py:421, 863-897), and only the vocabulary and merges of tokenizer.json.
     """
     if not path.is_file():
         return
@@ -55,19 +56,19 @@ def _check_tokens(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
     published.no_truncation()
     published.no_padding()
     for name, text in _PROBES.items():
-        wanted = published.encode(text, add_special_tokens=False).ids
-        found = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if found != wanted:
+        expected = published.encode(text, add_special_tokens=False).ids
+        actual = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if actual != expected:
             start = next(
-                (i for i, (a, b) in enumerate(zip(wanted, found, strict=False)) if a != b), min(len(wanted), len(found))
+                (i for i, (a, b) in enumerate(zip(expected, actual, strict=False)) if a != b),
+                min(len(expected), len(actual)),
             )
             ours, theirs = (
-                tokenizer.convert_ids_to_tokens(ids[start : start + _SHOWN_TOKENS]) for ids in (wanted, found)
+                tokenizer.convert_ids_to_tokens(ids[start : start + _SHOWN_TOKENS]) for ids in (expected, actual)
             )
             raise DataError(
                 f"transformers loads {path} as {type(tokenizer).__name__}, which makes other tokens of {name} "
-                f"({text!r}), "
-                f"from token {start} on: {theirs} instead of {ours}",
+                f"({text!r}), from token {start} on: {theirs} instead of {ours}",
                 hint="copy the tokenizer's files to a folder without config.json, set tokenizer_class there to "
                 "PreTrainedTokenizerFast, and name that folder in model.tokenizer",
             )

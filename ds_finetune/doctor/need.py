@@ -62,50 +62,14 @@ def need_of(config: RunConfig, hosts: Sequence[Host], device: str) -> tuple[Need
 
 def _need(config: RunConfig, plan: Plan, hosts: Sequence[Host]) -> Need:
     from ds_finetune.engine.deepspeed_ops import needed_ops
-    from ds_finetune.model.build import resolve_folder
-    from ds_finetune.plan.model_shape import Shape
-    from ds_finetune.trainer.dry_run import held_tensors, state_bytes
-    from ds_finetune.trainer.inputs import config_tree, make_model_plan, token_limits
-    from ds_finetune.trainer.run_dir import bytes_written
+    from ds_finetune.trainer.inputs import make_model_plan, token_limits
+    from ds_finetune.trainer.prepare import estimate_model
 
     model = make_model_plan(config, plan.mesh, is_config_alone=True)
     token_limits(config, model.hf_config)
-    total = Shape.of(config_tree(resolve_folder(config.model.path, files=("*.json",)), model.hf_config)).total_params
-    trained = total if model.lora is None else model.lora.num_params
-    held = max(
-        (held_tensors(plan, model, place) for place in range(plan.mesh.pp)),
-        key=lambda part: sum(kind.numel for kind in part),
-    )
-    sizes = state_bytes(plan, held, model.lora)
-    where = {"weights": plan.offload_param, "gradients": plan.offload_optimizer, "optimizer": plan.offload_optimizer}
-    at_home = "cpu" if plan.device == "cpu" else "cuda"
-    homes = {name: at_home if where[name] == "none" else where[name] for name in sizes}
-    checkpoint = trained * plan.checkpoint_bytes_per_parameter if config.checkpoint.every_steps else 0
-    copied = checkpoint // plan.world.world_size if plan.saves_asynchronously else 0
-    return Need(
-        rank_bytes=copied + sum(size for name, size in sizes.items() if homes[name] == "cpu"),
-        gpu_bytes=sum(size for name, size in sizes.items() if homes[name] == "cuda"),
-        disk_bytes=_disk(
-            config, plan, hosts, checkpoint, lambda size: bytes_written(config, total, checkpoint_bytes=size)
-        ),
-        ops=needed_ops(plan),
-    )
-
-
-def _disk(
-    config: RunConfig,
-    plan: Plan,
-    hosts: Sequence[Host],
-    checkpoint: int,
-    written: Any,  # noqa: ANN401
-) -> dict[str, int]:
-    """Rank zero's host writes the exports, and all checkpoints where the folder is one; else each host its ranks' share
-    of those.
-    """
-    kept = config.checkpoint
-    found = {}
-    for number, host in enumerate(hosts):
-        share = checkpoint * host.slots // plan.world.world_size if kept.node_local else checkpoint
-        exports = written(0)
-        found[label(host)] = written(share) if number == 0 else written(share) - exports if kept.node_local else 0
-    return found
+    estimate = estimate_model(config, plan, model)
+    disks = {
+        label(host): estimate.disk(ranks=host.slots, is_first_host=number == 0).num_bytes
+        for number, host in enumerate(hosts)
+    }
+    return Need(estimate.host_bytes, estimate.gpu_bytes, disks, needed_ops(plan))

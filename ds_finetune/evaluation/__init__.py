@@ -1,1 +1,1 @@
-"""Losses and answers of two models on the same token ids, and what chance could do to the difference."""
+"""Scores a model, and its base model on the same token ids: losses, answers and confidence intervals."""

@@ -1,4 +1,4 @@
-"""`ds-finetune eval`: rows to the tokens a run would train on, both models over them, one after the other."""
+"""Scores a model and its baseline, one after the other, on rows that are tokenised as a run would tokenise them."""
 
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -23,8 +23,9 @@ from ds_finetune.model.build import resolve_folder
 
 @dataclass(frozen=True)
 class EvalRequest:
-    """What is scored and how: `extract` names an extractor, for which answers of `max_new_tokens` at most are
-    generated.
+    """What is scored and how.
+
+    With `extract`, the name of an extractor, answers of at most `max_new_tokens` are generated and compared.
     """
 
     model: str
@@ -38,8 +39,8 @@ class EvalRequest:
 
 
 @dataclass(frozen=True)
-class EvalResult:
-    """What came of it: metrics by name, and what they are of."""
+class EvalReport:
+    """Metrics by name, and the models, documents and supervised tokens that they are of."""
 
     model: str
     baseline: str | None
@@ -50,25 +51,26 @@ class EvalResult:
     method: str = field(default=METHOD)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, as plain values."""
+        """All fields as plain values."""
         return asdict(self)
 
 
-def evaluate_model(asked: EvalRequest) -> EvalResult:
-    """Score `asked.model`, and `asked.baseline` on the same token ids; ExportError or DataError say what cannot be
-    compared.
+def evaluate_model(request: EvalRequest) -> EvalReport:
+    """Score `request.model`, and `request.baseline` on the same token ids.
+
+    DataError or ExportError where rows or models cannot be read, or the models cannot be compared.
     """
-    folder = _model_folder(asked.model)
+    folder = _model_folder(request.model)
     tokenizer = load_tokenizer(str(folder))
-    documents, notes = _documents(asked, folder, tokenizer)
-    base = None if asked.baseline is None else _model_folder(asked.baseline)
+    documents, notes = _documents(request, folder, tokenizer)
+    base = None if request.baseline is None else _model_folder(request.baseline)
     if base is not None:
-        notes += _same_tokens(folder, base, tokenizer, documents)
-    right = None if asked.extract is None else _references(asked.extract, documents, tokenizer)
-    scores = _scored(folder, documents, asked, tokenizer, right)
-    theirs = None if base is None else _scored(base, documents, asked, tokenizer, right)
+        notes += _check_same_tokens(folder, base, tokenizer, documents)
+    references = None if request.extract is None else _references(request.extract, documents, tokenizer)
+    scores = _score(folder, documents, request, tokenizer, references)
+    baseline = None if base is None else _score(base, documents, request, tokenizer, references)
     tokens = int(scores.tokens.sum())
-    return EvalResult(asked.model, asked.baseline, compare(scores, theirs), len(documents), tokens, tuple(notes))
+    return EvalReport(request.model, request.baseline, compare(scores, baseline), len(documents), tokens, tuple(notes))
 
 
 def _model_folder(name: str) -> Path:
@@ -78,42 +80,42 @@ def _model_folder(name: str) -> Path:
 
 
 def _documents(
-    asked: EvalRequest, folder: Path, tokenizer: PreTrainedTokenizerBase
+    request: EvalRequest, folder: Path, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[Document], list[str]]:
-    """The documents, and a line on what became of the rows."""
+    """The documents, and lines that report on the rows."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     allowed = getattr(config, "max_position_embeddings", None)
-    length = min(asked.max_seq_len, allowed or asked.max_seq_len)
+    length = min(request.max_seq_len, allowed or request.max_seq_len)
     with tempfile.TemporaryDirectory() as cache:
-        data = asked.data.model_copy(update={"cache_dir": cache})
+        data = request.data.model_copy(update={"cache_dir": cache})
         rows = prepare_rows(data, "eval", tokenizer=tokenizer, spec=TokenLimits(length, config.vocab_size, allowed))
-        number = min(rows.counts.documents, asked.limit or rows.counts.documents)
+        number = min(rows.counts.documents, request.limit or rows.counts.documents)
         documents = [
             Document(*rows.document(index), *prompt) for index, prompt in enumerate(rows.prompts_and_answers(number))
         ]
         counts = rows.counts
     note = (
         f"{counts.read} rows read, {counts.truncated} truncated to {length} tokens ({counts.truncated_ratio:.2%} "
-        "of all tokens lost)"
+        "of all tokens cut off)"
     )
     note += f", {counts.split} split, {counts.too_long_dropped} too long"
-    note += f", {counts.nothing_supervised} with nothing supervised, {number} documents scored"
+    note += f", {counts.nothing_supervised} without supervised tokens, {number} documents scored"
     return documents, [note, *row_notes(counts)]
 
 
-def _same_tokens(
+def _check_same_tokens(
     folder: Path, base: Path, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document]
 ) -> list[str]:
-    """DataError where the ids mean something else to the baseline; a line where its tokenizer is not there to ask."""
+    """DataError where token ids have another meaning for the baseline; a line where it has no tokenizer to compare."""
     size = int(AutoConfig.from_pretrained(base, trust_remote_code=False).vocab_size)
     largest = max(max(document.ids) for document in documents)
     if largest >= size:
         raise DataError(
             f"the rows have token ids up to {largest} and `{base}` a vocabulary of {size}",
-            hint="name the model it was trained from",
+            hint="name the base model of the export",
         )
     if not (base / "tokenizer_config.json").is_file() and not (base / "tokenizer.json").is_file():
-        return [f"`{base}` has no tokenizer; it is given the token ids of `{folder}`"]
+        return [f"`{base}` has no tokenizer to compare; the token ids of `{folder}` are used"]
     ours, theirs = tokenizer.get_vocab(), load_tokenizer(str(base)).get_vocab()
     differ = sorted(token for token, number in ours.items() if theirs.get(token) != number)
     used = {tokenizer.convert_ids_to_tokens(number) for number in {i for document in documents for i in document.ids}}
@@ -122,50 +124,52 @@ def _same_tokens(
         raise DataError(
             f"the tokenizers of `{folder}` and `{base}` differ in {len(used & set(differ))} tokens that the rows "
             f"use: {some}",
-            hint="losses per token of different tokens cannot be compared; score each alone",
+            hint="losses of different tokens cannot be compared; score each model alone",
         )
     return []
 
 
 def _references(extract: str, documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase) -> list[object]:
-    """The right answers; DataError where a row has none."""
-    found = [EXTRACTORS[extract](tokenizer.decode(document.answer, skip_special_tokens=True)) for document in documents]
-    absent = [number for number, answer in enumerate(found) if answer is None]
+    """What `extract` extracts from the answers of the rows; DataError where it extracts nothing."""
+    references = [
+        EXTRACTORS[extract](tokenizer.decode(document.answer, skip_special_tokens=True)) for document in documents
+    ]
+    absent = [number for number, answer in enumerate(references) if answer is None]
     if absent:
         text = tokenizer.decode(documents[absent[0]].answer, skip_special_tokens=True)
         raise DataError(
-            f"`--extract {extract}` finds no answer in {len(absent)} of {len(found)} rows, the first number "
+            f"`--extract {extract}` finds no answer in {len(absent)} of {len(references)} rows, the first number "
             f"{absent[0]}: {text!r:.80}",
-            hint=f"name another of {', '.join(EXTRACTORS)}, --long-rows drop if rows are cut, or mend the rows",
+            hint=f"name another of {', '.join(EXTRACTORS)}, --long-rows drop if rows are cut, or correct the rows",
         )
-    return [*found]
+    return [*references]
 
 
-def _scored(
+def _score(
     folder: Path,
     documents: Sequence[Document],
-    asked: EvalRequest,
+    request: EvalRequest,
     tokenizer: PreTrainedTokenizerBase,
-    right: list[object] | None,
+    references: list[object] | None,
 ) -> Scores:
     model = load_model(folder)
-    scores = score_documents(model, documents, batch_tokens=asked.batch_tokens)
-    if right is None or asked.extract is None:
+    scores = score_documents(model, documents, batch_tokens=request.batch_tokens)
+    if references is None or request.extract is None:
         return scores
     stop_ids = _stop_ids(model, tokenizer)
     answers = generate_answers(
-        model, documents, max_new_tokens=asked.max_new_tokens, stop_ids=stop_ids, batch_tokens=asked.batch_tokens
+        model, documents, max_new_tokens=request.max_new_tokens, stop_ids=stop_ids, batch_tokens=request.batch_tokens
     )
-    extract = EXTRACTORS[asked.extract]
+    extract = EXTRACTORS[request.extract]
     exact = [
-        extract(tokenizer.decode(ids, skip_special_tokens=True)) == wanted
-        for ids, wanted in zip(answers, right, strict=True)
+        extract(tokenizer.decode(ids, skip_special_tokens=True)) == reference
+        for ids, reference in zip(answers, references, strict=True)
     ]
     return replace(scores, exact=np.array(exact, dtype=np.float64))
 
 
 def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids that end an answer: those of the model's generation config, and the tokenizer's end of sequence."""
-    given = model.generation_config.eos_token_id
-    ids = given if isinstance(given, list) else [given]
+    """Ids that end an answer: those of the model's generation config, and the tokenizer's eos token."""
+    configured = model.generation_config.eos_token_id
+    ids = configured if isinstance(configured, list) else [configured]
     return sorted({int(number) for number in (*ids, tokenizer.eos_token_id) if number is not None})

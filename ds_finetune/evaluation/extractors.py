@@ -1,4 +1,4 @@
-"""What counts as the answer in a text, by name; None where a text holds none."""
+"""Extractors: functions that find the answer in a text, or return None where there is none."""
 
 import json
 import re
@@ -7,36 +7,33 @@ from collections.abc import Callable, Hashable, Mapping
 Extractor = Callable[[str], Hashable | None]
 
 _GSM8K = re.compile(r"####\s*([-+]?)\$?\s*([-+]?)([\d,]*\.?\d+)")
-_CHOICE_SAID = re.compile(r"(?i:answer)\s*(?i:is)?\s*:?\s*[*(\[]*([A-Z])\b")
+_CHOICE_STATED = re.compile(r"(?i:answer)\s*(?i:is)?\s*:?\s*[*(\[]*([A-Z])\b")
 _CHOICE_FIRST = re.compile(r"[*(\[]*([A-Z])(?:[)\].:*,\s]|$)")
 
 
 def gsm8k(text: str) -> str | None:
-    """The number behind the last `####`, as GSM8K writes answers (Cobbe et al., arXiv 2110.14168); `$`, commas and a
-    decimal zero do not count.
+    """The number behind the last `####`, the form of answers in GSM8K (Cobbe et al., arXiv 2110.14168).
+
+    `$`, commas and zeros at the end of decimals are removed.
     """
-    found = _GSM8K.findall(text)
-    if not found:
+    matches = _GSM8K.findall(text)
+    if not matches:
         return None
-    before, behind, digits = found[-1]
+    before, behind, digits = matches[-1]
     whole, _, fraction = digits.replace(",", "").partition(".")
     sign = "-" if "-" in (before, behind) else ""
     return sign + (whole.lstrip("0") or "0") + (f".{fraction.rstrip('0')}" if fraction.rstrip("0") else "")
 
 
 def choice(text: str) -> str | None:
-    """A capital letter: the one behind the last `answer`, `answer is` or `answer:`, else the one the text begins
-    with.
-    """
-    said = _CHOICE_SAID.findall(text)
+    """A capital letter: behind the last `answer`, `answer is` or `answer:`, else at the beginning of the text."""
+    stated = _CHOICE_STATED.findall(text)
     first = _CHOICE_FIRST.match(text.strip())
-    return said[-1] if said else first[1] if first else None
+    return stated[-1] if stated else first[1] if first else None
 
 
 def json_value(text: str) -> str | None:
-    """The first JSON object or array of the text in one spelling (keys sorted), so that order of keys and spaces do not
-    count.
-    """
+    """The first JSON object or array of the text, written with sorted keys and one kind of white space."""
     decoder = json.JSONDecoder()
     for begin in (match.start() for match in re.finditer(r"[{\[]", text)):
         try:
@@ -48,7 +45,7 @@ def json_value(text: str) -> str | None:
 
 
 def plain_text(text: str) -> str:
-    """The text, each stretch of white space as one space."""
+    """The text, with each run of white space as one space."""
     return " ".join(text.split())
 
 

@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness, where it is installed, over a model and the one it was trained from."""
+"""Runs tasks of lm-evaluation-harness, which is optional, on a model and its baseline."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
@@ -15,41 +15,42 @@ _Z = 1.96
 def run_tasks(
     model: str, baseline: str | None, tasks: Sequence[str | dict[str, Any]], *, limit: int | None
 ) -> dict[str, Metric]:
-    """Metrics as `task/metric,filter` for every metric that has a standard error; ConfigError where the harness is not
-    installed.
+    """The metrics that have a standard error, by the name `task/metric,filter`; ConfigError without lm_eval.
 
-    A task is a name that the harness knows, or its configuration.
+    A task is the name of one in lm_eval, or the configuration of one.
     """
     if find_spec("lm_eval") is None:
         raise ConfigError(
-            f"--tasks {','.join(map(str, tasks))} needs lm-evaluation-harness, which is not installed",
+            f"--tasks {','.join(map(str, tasks))} needs lm-evaluation-harness, and lm_eval is not installed",
             hint="pip install 'lm_eval[hf]>=0.4.13'",
         )
-    here = _results(model, tasks, limit)
-    there = None if baseline is None else _results(baseline, tasks, limit)
+    of_model = _results(model, tasks, limit)
+    of_baseline = None if baseline is None else _results(baseline, tasks, limit)
     return {
-        name: _metric(value, error, None if there is None else there[name])
-        for name, (value, error) in here.items()
-        if there is None or name in there
+        name: _metric(value, error, None if of_baseline is None else of_baseline[name])
+        for name, (value, error) in of_model.items()
+        if of_baseline is None or name in of_baseline
     }
 
 
 def _results(model: str, tasks: Sequence[str | dict[str, Any]], limit: int | None) -> dict[str, tuple[float, float]]:
-    """Value and standard error by name."""
+    """The value and standard error of each metric."""
     import torch
     from lm_eval import simple_evaluate
 
-    # Left out, lm_eval 0.4.13 takes `cuda` whether there is one or not.
+    # Without a device lm_eval 0.4.13 takes `cuda`, also on a host without GPUs.
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    given = {"pretrained": str(resolve_folder(model)), "dtype": "auto"}
-    found = simple_evaluate(
-        model="hf", model_args=given, tasks=list(tasks), device=device, limit=limit, bootstrap_iters=1000
+    arguments = {"pretrained": str(resolve_folder(model)), "dtype": "auto"}
+    results = simple_evaluate(
+        model="hf", model_args=arguments, tasks=list(tasks), device=device, limit=limit, bootstrap_iters=1000
     )
-    return {f"{task}/{name}": pair for task, values in found["results"].items() for name, pair in _with_errors(values)}
+    return {
+        f"{task}/{name}": pair for task, values in results["results"].items() for name, pair in _with_errors(values)
+    }
 
 
 def _with_errors(values: Mapping[str, Any]) -> Iterator[tuple[str, tuple[float, float]]]:
-    """The harness writes `acc,none` beside `acc_stderr,none`, and N/A where it has no error."""
+    """Metrics with a standard error; lm_eval writes `acc,none` and `acc_stderr,none`, or N/A without one."""
     for key, value in values.items():
         name, _, kind = key.partition(",")
         error = values.get(f"{name}_stderr,{kind}")

@@ -1,4 +1,4 @@
-"""Losses and greedy answers of documents by plain transformers, in batches."""
+"""Losses and greedy answers of documents, computed by plain transformers in batches."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.quiet import show_loading_as_phase
 
 Sums = NDArray[np.float64]
@@ -17,8 +18,9 @@ Sums = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Document:
-    """Token ids of a document and which of them are supervised; `prompt` ids and `answer` ids of its last supervised
-    stretch.
+    """Token ids of a document, and the mask of supervised ones.
+
+    `answer` are the ids of its last supervised span, `prompt` those before it.
     """
 
     ids: list[int]
@@ -29,10 +31,10 @@ class Document:
 
 @dataclass(frozen=True)
 class Scores:
-    """Sums over the supervised tokens of each document, [documents] each: loss in nats, tokens, tokens predicted;
-    whether its answer is right.
+    """Sums over the supervised tokens of each document, [documents] each.
 
-    `exact` is None where no answers were asked for.
+    `loss` is in nats, `tokens` are counted, `correct` are tokens that the model predicts. `exact` is 1 where the
+    generated answer is right; None where no answers were generated.
     """
 
     loss: Sums
@@ -42,37 +44,38 @@ class Scores:
 
 
 def load_model(folder: Path) -> PreTrainedModel:
-    """The model of a folder as transformers loads it, on a GPU where there is one."""
+    """The model of a folder as transformers loads it, on the GPU if there is one."""
     show_loading_as_phase()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False).eval()
     return model.cuda() if torch.cuda.is_available() else model
 
 
 def score_documents(model: PreTrainedModel, documents: Sequence[Document], *, batch_tokens: int) -> Scores:
-    """Sums of each document; padding on the right with a mask, at most `batch_tokens` tokens a forward where a document
-    is not longer.
+    """Scores of each document, from forwards of at most `batch_tokens` tokens; a longer document is alone in one.
+
+    Documents are padded on the right.
     """
-    found = np.zeros((3, len(documents)))
+    sums = np.zeros((3, len(documents)))
     lengths = [len(document.ids) for document in documents]
     for numbers in length_batches(lengths, batch_tokens):
         longest = max(lengths[number] for number in numbers)
-        ids, attended, labels = (np.full((len(numbers), longest), fill) for fill in (0, 0, -100))
+        ids, attended, labels = (np.full((len(numbers), longest), fill) for fill in (0, 0, IGNORE_INDEX))
         for row, number in enumerate(numbers):
             document, end = documents[number], lengths[number]
             ids[row, :end], attended[row, :end] = document.ids, 1
-            labels[row, : end - 1] = np.where(document.mask[1:], document.ids[1:], -100)
+            labels[row, : end - 1] = np.where(document.mask[1:], document.ids[1:], IGNORE_INDEX)
         inputs, mask, targets = (torch.from_numpy(part).to(model.device) for part in (ids, attended, labels))
         with torch.no_grad():
             logits = model(input_ids=inputs, attention_mask=mask, use_cache=False).logits
         for row, number in enumerate(numbers):
-            places = targets[row] != -100
-            scores, wanted = logits[row, places].float(), targets[row, places]
-            found[:, number] = (
-                cross_entropy(scores, wanted, reduction="sum").item(),
-                len(wanted),
-                int((scores.argmax(-1) == wanted).sum()),
+            is_supervised = targets[row] != IGNORE_INDEX
+            scores, next_ids = logits[row, is_supervised].float(), targets[row, is_supervised]
+            sums[:, number] = (
+                cross_entropy(scores, next_ids, reduction="sum").item(),
+                len(next_ids),
+                int((scores.argmax(-1) == next_ids).sum()),
             )
-    return Scores(*found)
+    return Scores(*sums)
 
 
 def generate_answers(
@@ -83,7 +86,7 @@ def generate_answers(
     stop_ids: list[int],
     batch_tokens: int,
 ) -> list[list[int]]:
-    """Greedy answers to the prompts, ids without the stop token; padding on the left with a mask."""
+    """Greedy answers to the prompts, as ids without the stop token. Prompts are padded on the left."""
     answers: list[list[int]] = [[] for _ in documents]
     lengths = [len(document.prompt) for document in documents]
     for numbers in length_batches([length + max_new_tokens for length in lengths], batch_tokens):
@@ -103,14 +106,15 @@ def generate_answers(
                 pad_token_id=stop_ids[0],
             )
         for number, row in zip(numbers, out[:, longest:].tolist(), strict=True):
-            end = next((place for place, token in enumerate(row) if token in stop_ids), len(row))
+            end = next((index for index, token in enumerate(row) if token in stop_ids), len(row))
             answers[number] = row[:end]
     return answers
 
 
 def length_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Numbers of sequences of like lengths, longest first, so that rows x longest is at most `batch_tokens`; one that
-    is longer goes alone.
+    """Indices of sequences of similar lengths, longest first, with rows x longest at most `batch_tokens`.
+
+    A sequence that is longer is alone.
     """
     batch: list[int] = []
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):

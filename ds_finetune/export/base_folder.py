@@ -10,7 +10,6 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from ds_finetune.export.convert import Conversion, num_workers
 from ds_finetune.export.folder import FolderParts
-from ds_finetune.export.model_config import PREDICTION_LAYERS, code_lines, prediction_layers
 from ds_finetune.export.readers.hub import HubSource
 from ds_finetune.export.source import ModelSpec, SelectedTensors
 from ds_finetune.families.family import layer_of
@@ -113,20 +112,6 @@ def with_stored_weights(
     hub = HubFolder(folder)
     for name, tensor in tensors:
         yield name, tensor if tensor is None or name not in names else hub.whole(name).to(tensor.dtype)
-
-
-def config_changes(parts: FolderParts, keys: Iterable[str]) -> list[str]:
-    """Notes on how configuration files will differ from the base's: in the number of prediction layers, and in code.
-
-    `keys` are the names of all tensors that will be written.
-    """
-    configured, written = parts.config.get(PREDICTION_LAYERS), prediction_layers(parts.config, list(keys))
-    lines = (
-        [f"config.json: {PREDICTION_LAYERS} {configured} -> {written}, as many as have tensors"]
-        if configured is not None and configured != written
-        else []
-    )
-    return lines + code_lines(parts.config, parts.files)
 
 
 def find_base(model: str) -> Path | None:

@@ -32,7 +32,7 @@ def served_config(config: Mapping[str, Any], family: Family, keys: Collection[st
         served.setdefault(key, value)
     if not family.is_generic:
         _add_rope_schemas(served)
-    count = prediction_layers(config, keys)
+    count = _prediction_layers(config, keys)
     if count or PREDICTION_LAYERS in served:
         served[PREDICTION_LAYERS] = count
     return served
@@ -49,7 +49,21 @@ def served_tokenizer(file: Path) -> str | None:
     return json.dumps({key: value for key, value in config.items() if key != CODE}, indent=2, ensure_ascii=False) + "\n"
 
 
-def code_lines(config: Mapping[str, Any], files: Iterable[Path]) -> list[str]:
+def config_changes(config: Mapping[str, Any], files: Iterable[Path], keys: Collection[str]) -> list[str]:
+    """Notes on how configuration files will differ from the base's: in the number of prediction layers, and in code.
+
+    `config` and `files` are the base's config.json and other files; `keys` are the tensors that will be written.
+    """
+    configured, written = config.get(PREDICTION_LAYERS), _prediction_layers(config, keys)
+    lines = (
+        [f"config.json: {PREDICTION_LAYERS} {configured} -> {written}, as many as have tensors"]
+        if configured is not None and configured != written
+        else []
+    )
+    return lines + _code_changes(config, files)
+
+
+def _code_changes(config: Mapping[str, Any], files: Iterable[Path]) -> list[str]:
     """Notes on code that `config`, or a tokenizer_config.json among `files`, names and that is not exported."""
     dropped = f"without {CODE}, since transformers has the class and the code is not exported"
     kept = f"{CODE} names code that is not exported, and transformers has no such class; copy it from"
@@ -76,7 +90,7 @@ def _config_with_code(file: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) and CODE in config else {}
 
 
-def prediction_layers(config: Mapping[str, Any], keys: Collection[str]) -> int:
+def _prediction_layers(config: Mapping[str, Any], keys: Collection[str]) -> int:
     """Number of layers beyond `num_hidden_layers` that the tensors `keys` belong to."""
     layers = config.get("num_hidden_layers")
     return 0 if layers is None else len({layer for layer in map(layer_of, keys) if layer >= layers})

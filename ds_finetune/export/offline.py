@@ -12,9 +12,10 @@ import torch
 from transformers import AutoConfig
 
 from ds_finetune.errors import ExportError, OutputError
-from ds_finetune.export.base_folder import BaseFolder, config_changes
+from ds_finetune.export.base_folder import BaseFolder
 from ds_finetune.export.convert import Conversion, convert_source, num_workers
 from ds_finetune.export.folder import TOKENIZER_FILES, FolderParts
+from ds_finetune.export.model_config import config_changes
 from ds_finetune.export.readers.sources import OpenedSource, open_source
 from ds_finetune.export.source import ModelSpec, fit_source, read_model_spec
 from ds_finetune.export.verify.record import ExportRecord, fixed_prompts
@@ -77,7 +78,7 @@ def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int
     notes = [
         *_unbuilt_notes(opened.hub.folder if opened.hub else path, unbuilt),
         *notes,
-        *config_changes(parts, (tensor.key for tensor in tensors)),
+        *config_changes(parts.config, parts.files, [tensor.key for tensor in tensors]),
     ]
     if parts.is_fp8 and parts.family.fp8_linear is None and parts.fp8_base is None:
         raise ExportError(

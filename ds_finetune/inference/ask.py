@@ -1,13 +1,11 @@
-"""Ask an exported folder a question with plain transformers or ONNX Runtime, in this process and without any code of
-the training.
-"""
+"""Completes prompts with an exported folder, by plain transformers or ONNX Runtime in this process."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 
-def answers(folder: Path, prompts: Sequence[str], *, max_new_tokens: int = 128) -> list[str]:
-    """Greedy answers of the model in `folder` to each prompt, asked through its chat template where it has one."""
+def ask(folder: Path, prompts: Sequence[str], *, max_new_tokens: int = 128) -> list[str]:
+    """Greedy answers of the model in `folder` to prompts, which its chat template renders where it has one."""
     import torch
     from transformers import AutoTokenizer
 
@@ -15,7 +13,7 @@ def answers(folder: Path, prompts: Sequence[str], *, max_new_tokens: int = 128) 
 
     model = load_exported(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    found = []
+    answers = []
     for prompt in prompts:
         if tokenizer.chat_template:
             text = tokenizer.apply_chat_template(
@@ -29,5 +27,5 @@ def answers(folder: Path, prompts: Sequence[str], *, max_new_tokens: int = 128) 
             out = model.generate(
                 ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens
             )
-        found.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip())
-    return found
+        answers.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip())
+    return answers

@@ -1,6 +1,4 @@
-"""A conversation with an exported folder in the terminal: plain transformers or ONNX Runtime, its chat template, the
-answer as it comes.
-"""
+"""A chat with an exported folder in the terminal, by plain transformers or ONNX Runtime; answers are streamed."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -9,12 +7,12 @@ from pathlib import Path
 from ds_finetune.errors import ExportError
 
 Message = dict[str, str]
-END = "exit"
-"""What a person types to end."""
+EXIT_WORD = "exit"
+"""What the user types to end the chat."""
 
 
 class ChatSession:
-    """A model, its tokenizer and what was said."""
+    """A model, its tokenizer and the messages so far; ExportError where the tokenizer has no chat template."""
 
     def __init__(self, folder: Path, *, max_new_tokens: int) -> None:
         from transformers import AutoTokenizer
@@ -32,40 +30,39 @@ class ChatSession:
         self.messages: list[Message] = []
 
     def reply(self, text: str) -> Iterator[str]:
-        """What the model says to `text` after all that was said before, piece by piece, decoded as the model's
-        generation config draws it.
+        """The model's answer to `text` after all earlier messages, in pieces, sampled by its generation config.
 
-        Question and answer join the history when the answer is whole.
+        Question and answer are added to the messages when the answer is complete.
         """
         from transformers import TextIteratorStreamer
 
-        asked = [*self.messages, {"role": "user", "content": text}]
-        rendered = self._tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+        messages = [*self.messages, {"role": "user", "content": text}]
+        rendered = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         inputs = self._tokenizer(rendered, add_special_tokens=False, return_tensors="pt").to(self._model.device)
         streamer = TextIteratorStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
         settings = {"attention_mask": mask, "streamer": streamer, "max_new_tokens": self._max_new_tokens}
-        # A daemon: Ctrl-C in the middle of an answer ends the program, not the answer first.
-        answering = threading.Thread(target=self._model.generate, args=(ids,), kwargs=settings, daemon=True)
-        answering.start()
+        # A daemon thread, so that Ctrl-C during an answer ends the program at once.
+        thread = threading.Thread(target=self._model.generate, args=(ids,), kwargs=settings, daemon=True)
+        thread.start()
         pieces = []
         for piece in streamer:
             pieces.append(piece)
             yield piece
-        answering.join()
-        self.messages = [*asked, {"role": "assistant", "content": "".join(pieces)}]
+        thread.join()
+        self.messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
 
 
-def run_chat(conversation: ChatSession, *, ask: Callable[[], str], say: Callable[[str], None]) -> None:
-    """Take turns until `ask` gives `exit` or has no more lines; `say` writes a piece of text as it is."""
+def run_chat(session: ChatSession, *, read: Callable[[], str], write: Callable[[str], None]) -> None:
+    """Answer lines until `read` returns `exit` or raises EOFError; `write` prints a piece of text unchanged."""
     while True:
         try:
-            text = ask().strip()
+            text = read().strip()
         except EOFError:
             return
-        if text == END:
+        if text == EXIT_WORD:
             return
         if text:
-            for piece in conversation.reply(text):
-                say(piece)
-            say("\n")
+            for piece in session.reply(text):
+                write(piece)
+            write("\n")

@@ -1,4 +1,4 @@
-"""The HTTP server over one folder: checks each request, then hands it to the handlers of `transformers serve`."""
+"""The HTTP application over one folder: checks each request and passes it to the handlers of `transformers serve`."""
 
 import asyncio
 import inspect
@@ -34,14 +34,14 @@ from ds_finetune.quiet import show_loading_as_phase
 from ds_finetune.units import MIB
 
 MAX_NEW_TOKENS = 1024
-"""Tokens of an answer where neither request nor generation_config.json says, as in transformers 5.23
+"""Most tokens of an answer where neither request nor generation_config.json sets it, as in transformers 5.23
 (cli/serving/utils.py:1178)."""
 _BODY_BYTES, _BYTES_PER_TOKEN = MIB, 64
-"""Bytes of a request's body at most: so many, and so many for each token of the model's context."""
+"""A request's body may have `_BODY_BYTES`, and `_BYTES_PER_TOKEN` more for each token of the model's context."""
 
 
 class ServedModel(ModelManager):
-    """The one model of a server, as the handlers of `transformers serve` look for it; nothing else is ever loaded."""
+    """The model of the server, in the form that the handlers of `transformers serve` expect; they load no other."""
 
     def __init__(self, folder: Path, device: str) -> None:
         self._folder = folder
@@ -51,19 +51,19 @@ class ServedModel(ModelManager):
         self.context: int | None = limit
 
     def _load_model(self, name: str, *_: Any, **__: Any) -> PreTrainedModel:  # noqa: ANN401 - of transformers
-        """The folder's model.
+        """Load the model of the folder.
 
-        transformers 5.23 draws nothing where `do_sample` is not set, whatever a request
-        says (cli/serving/utils.py:1181).
+        `do_sample` is set because transformers 5.23 otherwise ignores the temperature of requests
+        (cli/serving/utils.py:1181).
         """
-        model = self._loaded()
+        model = self._load_weights()
         settings = model.generation_config
         self.is_greedy = settings.do_sample is False
         settings.do_sample = True
         settings.top_k = 0 if settings.top_k is None else settings.top_k
         return model
 
-    def _loaded(self) -> PreTrainedModel:
+    def _load_weights(self) -> PreTrainedModel:
         if is_onnx(self._folder):
             from ds_finetune.export.onnx.runtime import OnnxCausalLM
 
@@ -80,33 +80,34 @@ class ServedModel(ModelManager):
 
     @property
     def name(self) -> str:
-        """The folder as it was given, by which requests name the model."""
+        """The path of the folder, which is the model's name in requests."""
         return str(self._folder)
 
     @property
     def body_bytes(self) -> int:
-        """Bytes of a request at most."""
+        """Most bytes of a request's body."""
         return _BODY_BYTES + _BYTES_PER_TOKEN * (self.context or 0)
 
-    def prompt_tokens(self, asked: AnswerRequest) -> int:
-        """Tokens of the prompt; RequestError where the chat template refuses or drops something."""
-        if isinstance(asked, CompletionRequest):
-            return len(self.tokenizer(asked.prompt)["input_ids"])
-        assert isinstance(asked, ChatRequest)
-        return len(self.tokenizer(self._rendered(asked), add_special_tokens=False)["input_ids"])
+    def prompt_tokens(self, request: AnswerRequest) -> int:
+        """Number of tokens of the prompt; RequestError where the chat template fails or drops something."""
+        if isinstance(request, CompletionRequest):
+            return len(self.tokenizer(request.prompt)["input_ids"])
+        assert isinstance(request, ChatRequest)
+        return len(self.tokenizer(self._render(request), add_special_tokens=False)["input_ids"])
 
-    def _rendered(self, asked: ChatRequest) -> str:
+    def _render(self, request: ChatRequest) -> str:
         template = self.tokenizer.chat_template
         if not template:
             raise RequestError(400, f"`{self.name}` has no chat template: ask /v1/completions", param="messages")
-        taken = inspect.signature(self.tokenizer.apply_chat_template).parameters
-        for name in asked.chat_template_kwargs:
-            if name in taken or name not in str(template):
-                raise RequestError(400, f"the chat template reads no `{name}`", param="chat_template_kwargs")
+        own_parameters = inspect.signature(self.tokenizer.apply_chat_template).parameters
+        for name in request.chat_template_kwargs:
+            if name in own_parameters or name not in str(template):
+                raise RequestError(400, f"the chat template does not use `{name}`", param="chat_template_kwargs")
         try:
-            messages = ChatCompletionHandler.get_processor_inputs_from_messages(asked.conversation(), Modality.LLM)
+            messages = ChatCompletionHandler.get_processor_inputs_from_messages(request.conversation(), Modality.LLM)
             texts = [
-                self._template(messages, asked, tools) for tools in ((asked.tools, None) if asked.tools else (None,))
+                self._apply_template(messages, request, tools)
+                for tools in ((request.tools, None) if request.tools else (None,))
             ]
         except (jinja2.TemplateError, ValueError, TypeError, KeyError) as wrong:
             raise RequestError(400, f"the chat template refuses these messages: {wrong}", param="messages") from wrong
@@ -115,15 +116,17 @@ class ServedModel(ModelManager):
         _check_complete(texts[0], messages)
         return texts[0]
 
-    def _template(self, messages: list[dict[str, Any]], asked: ChatRequest, tools: list[dict[str, Any]] | None) -> str:
-        settings = {"add_generation_prompt": True, "tokenize": False, **asked.chat_template_kwargs}
+    def _apply_template(
+        self, messages: list[dict[str, Any]], request: ChatRequest, tools: list[dict[str, Any]] | None
+    ) -> str:
+        settings = {"add_generation_prompt": True, "tokenize": False, **request.chat_template_kwargs}
         return str(self.tokenizer.apply_chat_template(messages, tools=tools, **settings))
 
 
 def _check_complete(rendered: str, messages: Sequence[dict[str, Any]]) -> None:
     """RequestError where the text of a message is not in the prompt.
 
-    An assistant's reasoning is left out by many templates, and what a tool returned may be written as JSON.
+    Messages of assistants and tools are not checked: many templates leave out reasoning, and write results as JSON.
     """
     for number, message in enumerate(messages):
         if message["role"] not in ("assistant", "tool") and message["content"].strip() not in rendered:
@@ -132,7 +135,7 @@ def _check_complete(rendered: str, messages: Sequence[dict[str, Any]]) -> None:
 
 
 class AnswerRoute:
-    """A route that answers requests of one kind, one after another with those of the other."""
+    """A route for one kind of request; all routes share one queue."""
 
     def __init__(
         self,
@@ -158,19 +161,19 @@ class AnswerRoute:
         except RequestError as refused:
             await refused.response()(scope, receive, send)
 
-    async def _body(self, request: Request) -> dict[str, Any]:
-        """The body for transformers: known to be answerable, and with the number of tokens it may generate."""
-        asked = parse_request(self._kind, await self._read(request))
-        if asked.model != self._served.name:
+    async def _body(self, http_request: Request) -> dict[str, Any]:
+        """The request body for transformers, checked, and with the most tokens of its answer."""
+        request = parse_request(self._kind, await self._read(http_request))
+        if request.model != self._served.name:
             raise RequestError(
                 404,
-                f"the model `{asked.model}` is not served, `{self._served.name}` is",
+                f"the model `{request.model}` is not served, `{self._served.name}` is",
                 param="model",
                 code="model_not_found",
             )
-        self._check_bias(asked)
-        length = await asyncio.to_thread(self._served.prompt_tokens, asked)
-        body = asked.body() | {"model": self._served.name, "max_tokens": self._room(asked, length)}
+        self._check_bias(request)
+        length = await asyncio.to_thread(self._served.prompt_tokens, request)
+        body = request.body() | {"model": self._served.name, "max_tokens": self._max_tokens(request, length)}
         return ({"temperature": 0} if self._served.is_greedy else {}) | body
 
     async def _read(self, request: Request) -> object:
@@ -183,35 +186,35 @@ class AnswerRoute:
                 )
         try:
             body = json.loads(raw)
-            # Halves of characters (`"\\ud800"`) are JSON, and no tokenizer takes them.
+            # Lone surrogates (`"\\ud800"`) are valid JSON, but no tokenizer accepts them.
             json.dumps(body, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as broken:
             raise RequestError(400, f"the body is not JSON of whole characters: {broken}") from broken
         return body
 
-    def _check_bias(self, asked: AnswerRequest) -> None:
+    def _check_bias(self, request: AnswerRequest) -> None:
         size = int(self._served.model.config.get_text_config().vocab_size)
-        beyond = [token for token in getattr(asked, "logit_bias", {}) if int(token) >= size]
+        beyond = [token for token in getattr(request, "logit_bias", {}) if int(token) >= size]
         if beyond:
-            raise RequestError(400, f"token {beyond[0]} is not one of the vocabulary's {size}", param="logit_bias")
+            raise RequestError(400, f"token {beyond[0]} is not in the vocabulary of {size}", param="logit_bias")
 
-    def _room(self, asked: AnswerRequest, prompt: int) -> int:
-        """Tokens that the answer may have; RequestError where prompt and answer do not fit into the model's context."""
+    def _max_tokens(self, request: AnswerRequest, prompt: int) -> int:
+        """Most tokens of the answer; RequestError where prompt and answer do not fit into the model's context."""
         if not prompt:
             raise RequestError(400, "the prompt has no tokens", param="prompt")
-        context, wanted = self._served.context, asked.max_new_tokens
-        if context is not None and prompt + (wanted or 1) > context:
-            asked_for = f" and {wanted} of the answer" if wanted else ""
-            given = f"{prompt} tokens of the prompt{asked_for}"
-            text = f"this model's maximum context length is {context} tokens; the request has {given}"
+        context, requested = self._served.context, request.max_new_tokens
+        if context is not None and prompt + (requested or 1) > context:
+            answer = f" and {requested} of the answer" if requested else ""
+            text = f"this model's maximum context length is {context} tokens; the request has "
+            text += f"{prompt} tokens of the prompt{answer}"
             raise RequestError(
                 400,
                 text,
-                param="messages" if isinstance(asked, ChatRequest) else "prompt",
+                param="messages" if isinstance(request, ChatRequest) else "prompt",
                 code="context_length_exceeded",
             )
-        wanted = wanted or self._served.model.generation_config.max_new_tokens or MAX_NEW_TOKENS
-        return wanted if context is None else min(wanted, context - prompt)
+        most = requested or self._served.model.generation_config.max_new_tokens or MAX_NEW_TOKENS
+        return most if context is None else min(most, context - prompt)
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -220,11 +223,11 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def _never() -> Message:
-    """Instead of a client's messages: `RequestQueue` listens to them."""
+    """Takes the place of `receive` for a handler, because `RequestQueue` already reads the client's messages."""
     return await asyncio.get_running_loop().create_future()
 
 
-async def _refuse(request: Request, error: Exception) -> JSONResponse:
+async def _error_response(request: Request, error: Exception) -> JSONResponse:
     status = error.status_code if isinstance(error, HTTPException) else 500
     message = (
         f"{request.method} {request.url.path}: {error.detail if isinstance(error, HTTPException) else repr(error)}"
@@ -253,4 +256,4 @@ def make_app(folder: Path, limits: QueueLimits, *, device: str = "cpu") -> Starl
         Route("/v1/models", models),
         Route("/health", health),
     ]
-    return Starlette(routes=routes, exception_handlers={HTTPException: _refuse, Exception: _refuse})
+    return Starlette(routes=routes, exception_handlers={HTTPException: _error_response, Exception: _error_response})

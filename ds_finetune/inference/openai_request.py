@@ -1,4 +1,4 @@
-"""What a request of OpenAI's API may ask for here; other parameters and values are refused in OpenAI's error format."""
+"""The requests of OpenAI's API that are supported; others are refused with OpenAI's error object."""
 
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -7,7 +7,7 @@ from starlette.responses import JSONResponse
 
 R = TypeVar("R", bound="AnswerRequest")
 COLDEST = 0.01
-"""Lowest temperature above 0: dividing logits by less overflows."""
+"""Lowest temperature above 0; logits divided by less overflow."""
 
 
 class RequestError(Exception):
@@ -25,16 +25,16 @@ class RequestError(Exception):
 
 
 def _without_nulls(value: object) -> object:
-    """JSON's null means that a key was not given; the official client sends it for fields of an echoed answer."""
+    """Remove nulls, which mean that a key is absent; the official client sends them in messages it repeats."""
     return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
 
 
 def _joined_text(value: object) -> object:
-    """A list of text parts as one text, a line each, as vLLM joins them; other values stay and fail their type."""
+    """A list of text parts as one text, joined by newlines as vLLM does; other values are left to their type check."""
     if not isinstance(value, list):
         return value
     if not all(isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text" for part in value):
-        raise ValueError("this server reads text alone: each part has to be {'type': 'text', 'text': ...}")
+        raise ValueError("this server accepts text alone: each part has to be {'type': 'text', 'text': ...}")
     return "\n".join(str(part["text"]) for part in value)
 
 
@@ -65,10 +65,10 @@ class _Message(_Strict):
     tool_call_id: str | None = None
 
     @model_validator(mode="after")
-    def _keeps_its_text(self) -> Self:
+    def _has_one_content(self) -> Self:
         # transformers 5.23 drops the text beside tool calls (cli/serving/utils.py:1237).
         if self.tool_calls and self.content:
-            raise ValueError("a message with both text and tool_calls is not supported: its text would be lost")
+            raise ValueError("a message with both text and tool_calls is not supported: its text would be dropped")
         return self
 
 
@@ -84,7 +84,7 @@ _Zero = Annotated[float, Field(ge=0, le=0)]
 
 
 class AnswerRequest(_Strict):
-    """What chat and plain completions share. A parameter without effect is accepted with its neutral value alone."""
+    """What chat and plain completions share. Parameters that are not supported may have their neutral value."""
 
     model: str
     max_tokens: int | None = Field(default=None, ge=1)
@@ -96,9 +96,9 @@ class AnswerRequest(_Strict):
     user: str | None = None
     n: Literal[1] = 1
     presence_penalty: _Zero = 0
-    # transformers 5.23 makes a repetition penalty of it, which is another formula (cli/serving/chat_completion.py:355).
+    # transformers 5.23 uses it as a repetition penalty, which is another formula (cli/serving/chat_completion.py:355).
     frequency_penalty: _Zero = 0
-    # transformers 5.23 leaves the stop text in the answer (generation/stopping_criteria.py); OpenAI's API cuts it off.
+    # transformers 5.23 leaves the stop text in the answer (generation/stopping_criteria.py); OpenAI's API removes it.
     stop: Annotated[list[str], Field(max_length=0)] = []
 
     @model_validator(mode="after")
@@ -111,13 +111,13 @@ class AnswerRequest(_Strict):
 
     @property
     def max_new_tokens(self) -> int | None:
-        """Tokens of the answer at most, where the request says."""
+        """Most tokens of the answer; None where the request does not limit them."""
         return self.max_tokens
 
     def body(self) -> dict[str, Any]:
-        """What the request asks of transformers, without neutral values."""
-        given = {"temperature": self.temperature, "top_p": self.top_p, "seed": self.seed, "stream": self.stream}
-        return {name: value for name, value in given.items() if value is not None}
+        """The request for transformers, without neutral values."""
+        settings = {"temperature": self.temperature, "top_p": self.top_p, "seed": self.seed, "stream": self.stream}
+        return {name: value for name, value in settings.items() if value is not None}
 
 
 class ChatRequest(AnswerRequest):
@@ -136,7 +136,7 @@ class ChatRequest(AnswerRequest):
     store: Literal[False] = False
 
     @model_validator(mode="after")
-    def _agrees(self) -> Self:
+    def _is_consistent(self) -> Self:
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
             raise ValueError(
                 f"max_tokens {self.max_tokens} and max_completion_tokens {self.max_completion_tokens} differ: give one"
@@ -147,18 +147,24 @@ class ChatRequest(AnswerRequest):
 
     @property
     def max_new_tokens(self) -> int | None:
-        """Tokens of the answer at most, by its new name or the old one."""
+        """Most tokens of the answer, by the new name of the parameter or the old one."""
         return self.max_completion_tokens or self.max_tokens
 
     def body(self) -> dict[str, Any]:
-        """What the request asks of transformers, without neutral values."""
-        given = {"tools": self.tools, "chat_template_kwargs": self.chat_template_kwargs, "logit_bias": self.logit_bias}
+        """The request for transformers, without neutral values."""
+        settings = {
+            "tools": self.tools,
+            "chat_template_kwargs": self.chat_template_kwargs,
+            "logit_bias": self.logit_bias,
+        }
         return (
-            super().body() | {"messages": self.conversation()} | {name: value for name, value in given.items() if value}
+            super().body()
+            | {"messages": self.conversation()}
+            | {name: value for name, value in settings.items() if value}
         )
 
     def conversation(self) -> list[dict[str, Any]]:
-        """The messages as a chat template takes them."""
+        """The messages in the form that a chat template expects."""
         dumped = (message.model_dump(exclude_none=True) for message in self.messages)
         return [{key: value for key, value in message.items() if key != "tool_calls" or value} for message in dumped]
 
@@ -171,7 +177,7 @@ class CompletionRequest(AnswerRequest):
     best_of: Literal[1] = 1
 
     def body(self) -> dict[str, Any]:
-        """What the request asks of transformers, without neutral values."""
+        """The request for transformers, without neutral values."""
         return super().body() | {"prompt": self.prompt}
 
 

@@ -1,4 +1,4 @@
-"""One answer at a time: who waits, how long, and how a generation is ended whose client has gone."""
+"""The queue of requests: one is answered at a time, and its generation ends when its client disconnects."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
@@ -17,7 +17,10 @@ class GenerationStoppedError(RuntimeError):
 
 
 class GenerationStopper:
-    """Ends the generation of a model from another thread: before the next decoder layer, so a long prompt ends too."""
+    """Ends the generation of a model from another thread, before its next decoder layer.
+
+    The check in every layer also ends the forward of a long prompt.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.reason = ""
@@ -27,19 +30,19 @@ class GenerationStopper:
             module.register_forward_pre_hook(self._check)
 
     def stop(self, reason: str) -> None:
-        """End the generation that runs; every further one ends at once until `clear`."""
+        """End the current generation; further ones also end at once, until `clear`."""
         self.reason = reason
-        self._terminate(asked=True)
+        self._set_terminate(terminate=True)
 
     def clear(self) -> None:
-        """Let generations run again."""
+        """Allow generations again."""
         self.reason = ""
-        self._terminate(asked=False)
+        self._set_terminate(terminate=False)
 
-    def _terminate(self, *, asked: bool) -> None:
-        # A forward of ONNX Runtime is one call, which looks at this flag between its operators.
+    def _set_terminate(self, *, terminate: bool) -> None:
+        # A forward of ONNX Runtime is one call, which checks this flag between its operators.
         if self._options is not None:
-            self._options.terminate = asked
+            self._options.terminate = terminate
 
     def _check(self, *_: Any) -> None:  # noqa: ANN401 - a module and its inputs
         if self.reason:
@@ -48,68 +51,74 @@ class GenerationStopper:
 
 @dataclass(frozen=True)
 class QueueLimits:
-    """How many requests wait at most while one is answered, and how long a request may take with its wait."""
+    """How many requests may wait while one is answered, and how long a request may take, including its wait."""
 
     queue: int
     request_seconds: float
 
 
 class RequestQueue:
-    """Answers one request after another in the order of arrival; `idle` returns when the model has nothing to do."""
+    """Answers one request after another, in the order of arrival; `idle` returns when the model is idle."""
 
     def __init__(self, limits: QueueLimits, stopper: GenerationStopper, idle: Callable[[], Awaitable[Any]]) -> None:
         self._limits, self._stopper, self._idle = limits, stopper, idle
-        self._line: list[object] = []
+        self._waiting: list[object] = []
 
     def check_room(self) -> None:
-        """RequestError where as many wait as may."""
-        waiting = len(self._line) - 1
+        """RequestError with status 429 where the queue is full."""
+        waiting = len(self._waiting) - 1
         if waiting >= self._limits.queue:
-            message = f"{waiting} requests wait, and --queue is {self._limits.queue}: ask again later"
+            message = f"{waiting} requests wait, and --queue is {self._limits.queue}: send the request again later"
             raise RequestError(429, message, code="queue_full")
 
     async def run(
-        self, answer: Callable[[], Coroutine[Any, Any, None]], gone: Callable[[], Coroutine[Any, Any, None]]
+        self, answer: Callable[[], Coroutine[Any, Any, None]], disconnected: Callable[[], Coroutine[Any, Any, None]]
     ) -> None:
-        """Run `answer` when its turn comes, until `gone` returns; RequestError where there is no room or no time."""
+        """Run `answer` when the earlier requests are done, and stop it when `disconnected` returns.
+
+        RequestError where the queue is full (429) or the request takes too long (504).
+        """
         self.check_room()
-        place = object()
-        self._line.append(place)
-        left = asyncio.create_task(gone())
+        request = object()
+        self._waiting.append(request)
+        client_left = asyncio.create_task(disconnected())
         until = asyncio.get_running_loop().time() + self._limits.request_seconds
         try:
-            if await self._wait(place, left, until):
-                await self._run(asyncio.create_task(answer()), left, until)
+            if await self._wait(request, client_left, until):
+                await self._answer(asyncio.create_task(answer()), client_left, until)
         finally:
-            left.cancel()
-            self._line.remove(place)
+            client_left.cancel()
+            self._waiting.remove(request)
 
-    async def _wait(self, place: object, gone: "asyncio.Task[None]", until: float) -> bool:
-        """Whether it is this request's turn; false where its client has gone."""
-        while self._line[0] is not place:
-            await asyncio.wait({gone}, timeout=_POLL_SECONDS)
-            if gone.done():
+    async def _wait(self, request: object, client_left: "asyncio.Task[None]", until: float) -> bool:
+        """Wait until the request is first; false where its client disconnects before."""
+        while self._waiting[0] is not request:
+            await asyncio.wait({client_left}, timeout=_POLL_SECONDS)
+            if client_left.done():
                 return False
             if asyncio.get_running_loop().time() > until:
                 raise self._too_long()
         return True
 
-    async def _run(self, answer: "asyncio.Task[None]", gone: "asyncio.Task[None]", until: float) -> None:
-        """Wait for `answer`; stop the model where the client goes or the time is over. Returns when it is idle."""
-        left = until - asyncio.get_running_loop().time()
+    async def _answer(self, answer: "asyncio.Task[None]", client_left: "asyncio.Task[None]", until: float) -> None:
+        """Wait for `answer`, and stop the model if the client disconnects or the time is over.
+
+        Returns when the model is idle.
+        """
+        seconds_left = until - asyncio.get_running_loop().time()
         try:
-            await asyncio.wait({answer, gone}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({answer, client_left}, timeout=seconds_left, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            is_cut = not answer.done()
-            if is_cut:
-                self._stopper.stop("the client has gone" if gone.done() else str(self._too_long()))
+            is_stopped = not answer.done()
+            if is_stopped:
+                self._stopper.stop("the client disconnected" if client_left.done() else str(self._too_long()))
         await asyncio.wait({answer})
         await self._idle()
         self._stopper.clear()
         error = answer.exception()
-        if error is not None and not is_cut:
+        if error is not None and not is_stopped:
             raise error
-        if error is not None and not gone.done():
+        if error is not None and not client_left.done():
             raise self._too_long()
 
     def _too_long(self) -> RequestError:

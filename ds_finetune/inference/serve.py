@@ -1,4 +1,7 @@
-"""An OpenAI-compatible endpoint over an exported folder, by servers that exist: started, waited for, stopped."""
+"""Starts a server over an exported folder, waits until it is healthy, and stops it.
+
+The server is vLLM, or this package's own (`server_process`, with the request handling in `http_app`).
+"""
 
 import os
 import shutil
@@ -24,31 +27,31 @@ ENGINES = ("vllm", "transformers", "onnx")
 _SERVING = ("fastapi", "uvicorn", "pydantic", "openai")
 """What `transformers serve` imports (transformers 5.23, utils/import_utils.py:972)."""
 QUEUE, REQUEST_SECONDS = 16, 600.0
-"""Requests that wait at most, and seconds of a request at most, where the command line does not say."""
+"""Defaults of --queue and --request-seconds."""
 _POLL_SECONDS = 0.3
 _STOP_SECONDS = 30.0
-"""How long a server may take to end what it is doing."""
+"""How long a server may take to end after SIGINT."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server listens."""
+    """The address on which a server listens."""
 
     host: str
     port: int
 
     @property
     def url(self) -> str:
-        """How this machine reaches it."""
-        here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"http://{f'[{here}]' if ':' in here else here}:{self.port}"
+        """The URL under which this host reaches it."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """How a folder is served: `engine` is one of `ENGINES` or `auto`.
+    """Options of `ds-finetune serve`: `engine` is one of `ENGINES` or `auto`.
 
-    `queue` and `request_seconds` are those of transformers and ONNX alone.
+    `queue` and `request_seconds` are for the engines transformers and onnx alone; None means the default.
     """
 
     engine: str = "auto"
@@ -57,15 +60,13 @@ class ServeOptions:
     request_seconds: float | None = None
 
     def resolve(self, folder: Path) -> "ServeOptions":
-        """The same with its engine chosen and its limits filled in; ServeError where they do not fit together."""
+        """The options with the engine chosen and defaults filled in; ServeError where they are not valid together."""
         engine = choose_engine(self.engine, folder)
-        given = {"--queue": self.queue, "--request-seconds": self.request_seconds}
-        named = [f"{name} {value:g}" for name, value in given.items() if value is not None]
+        limits = {"--queue": self.queue, "--request-seconds": self.request_seconds}
+        named = [f"{name} {value:g}" for name, value in limits.items() if value is not None]
         if engine == "vllm" and named:
-            raise ServeError(
-                f"{named[0]} is not valid with --engine vllm", hint="leave it out: vLLM has a queue of its own"
-            )
-        wrong = [f"{name} {value:g}" for name, value in given.items() if value is not None and value <= 0]
+            raise ServeError(f"{named[0]} is not valid with --engine vllm", hint="leave it out: vLLM has its own queue")
+        wrong = [f"{name} {value:g}" for name, value in limits.items() if value is not None and value <= 0]
         if wrong:
             example = f"e.g. --queue {QUEUE} --request-seconds {REQUEST_SECONDS:g}"
             raise ServeError(f"{wrong[0]} is not more than 0", hint=example)
@@ -73,69 +74,69 @@ class ServeOptions:
         return replace(self, engine=engine, queue=self.queue or QUEUE, request_seconds=seconds)
 
 
-def serve(folder: Path, address: Address, service: ServeOptions, *, say: Callable[[str], None]) -> None:
-    """Serve `folder` until SIGINT or SIGTERM, and leave no process behind.
+def serve(folder: Path, address: Address, options: ServeOptions, *, show: Callable[[str], None]) -> None:
+    """Serve `folder` until SIGINT or SIGTERM; no process is left afterwards.
 
     ServeError where the folder, the engine or the address cannot be used, where the server ends by itself, and
-    where it is not healthy after `service.ready_seconds`.
+    where it is not healthy after `options.ready_seconds`.
     """
     if not (folder / "config.json").is_file():
-        raise ServeError(f"`{folder}` holds no config.json", hint="name an exported folder, e.g. runs/r1/export")
+        raise ServeError(f"`{folder}` has no config.json", hint="name an exported folder, e.g. runs/r1/export")
     check_folder(folder)
-    chosen = service.resolve(folder)
-    if chosen.engine != "vllm":
+    resolved = options.resolve(folder)
+    if resolved.engine != "vllm":
         from ds_finetune.export.load import check_loadable
 
         check_loadable(folder)
     _check_free(address)
     if (folder / UNVERIFIED).is_file():
-        say(f"{folder} is UNVERIFIED: {(folder / UNVERIFIED).read_text(encoding='utf-8').strip()}")
-    for line in _limits(chosen):
-        say(line)
+        show(f"{folder} is UNVERIFIED: {(folder / UNVERIFIED).read_text(encoding='utf-8').strip()}")
+    for line in _limit_lines(resolved):
+        show(line)
     with (
         tempfile.TemporaryDirectory() as cache,
-        _asked_to_stop() as asked,
-        _running(server_command(chosen, folder, address), cache) as server,
+        _catch_signals() as signals,
+        _start_server(server_command(resolved, folder, address), cache) as server,
     ):
-        _await_health(server, address, asked, chosen.ready_seconds)
-        if not asked:
-            say(f"ready: {address.url}/v1, model `{folder}`, by {chosen.engine}; Ctrl-C ends it")
-        while not asked:
-            _refuse_end(server)
+        _wait_until_healthy(server, address, signals, resolved.ready_seconds)
+        if not signals:
+            show(f"ready: {address.url}/v1, model `{folder}`, by {resolved.engine}; Ctrl-C ends it")
+        while not signals:
+            _check_running(server)
             time.sleep(_POLL_SECONDS)
-    say("stopped")
+    show("stopped")
 
 
-def _limits(service: ServeOptions) -> list[str]:
-    """What a person has to know of an engine that answers one request at a time."""
-    if service.engine == "vllm":
+def _limit_lines(options: ServeOptions) -> list[str]:
+    """Lines about the limits of an engine that answers one request at a time."""
+    if options.engine == "vllm":
         return []
     return [
-        f"--engine {service.engine} answers one request at a time: {service.queue} more may wait,"
-        f" each for {service.request_seconds:g} s at most; for real traffic install vLLM and take --engine vllm"
+        f"--engine {options.engine} answers one request at a time: {options.queue} more may wait,"
+        f" each for {options.request_seconds:g} s at most; for more traffic install vLLM and use --engine vllm"
     ]
 
 
 def choose_engine(engine: str, folder: Path) -> str:
-    """`auto` is ONNX Runtime for an ONNX folder, for others vLLM where it is installed and there is a GPU, else
-    `transformers serve`.
+    """The engine of a folder.
 
-    ServeError where the engine is not installed or does not read such a folder.
+    `auto` is onnx for an ONNX folder. For others it is vllm where that is installed and there is a GPU, else
+    transformers. ServeError where the engine is not installed or cannot read the folder.
     """
     if engine == "auto" and is_onnx(folder):
         engine = "onnx"
     if engine == "auto":
         engine = "vllm" if shutil.which("vllm") and _has_gpu() else "transformers"
     if (engine == "onnx") != is_onnx(folder):
-        kind, way = (
-            ("an ONNX folder", "take --engine onnx")
+        kind, hint = (
+            ("an ONNX folder", "use --engine onnx")
             if engine != "onnx"
             else ("no ONNX folder", "make one: ds-finetune export --format onnx")
         )
-        raise ServeError(f"--engine {engine}: `{folder}` is {kind}", hint=way)
+        raise ServeError(f"--engine {engine}: `{folder}` is {kind}", hint=hint)
     if engine == "vllm" and not shutil.which("vllm"):
         raise ServeError(
-            f"--engine {engine}: there is no `vllm` on the path", hint="pip install vllm, or take --engine transformers"
+            f"--engine {engine}: there is no `vllm` on the path", hint="pip install vllm, or use --engine transformers"
         )
     needed = {"vllm": (), "transformers": _SERVING, "onnx": (*_SERVING, "onnxruntime")}[engine]
     absent = [name for name in needed if find_spec(name) is None]
@@ -147,13 +148,13 @@ def choose_engine(engine: str, folder: Path) -> str:
     return engine
 
 
-def server_command(service: ServeOptions, folder: Path, address: Address) -> list[str]:
-    """The command that serves `folder` under its own path as the model's name."""
-    where = ["--host", address.host, "--port", str(address.port)]
-    if service.engine == "vllm":
-        return ["vllm", "serve", str(folder), "--served-model-name", str(folder), *where]
-    device = "auto" if service.engine == "transformers" and _has_gpu() else "cpu"
-    limits = ["--queue", str(service.queue), "--request-seconds", str(service.request_seconds)]
+def server_command(options: ServeOptions, folder: Path, address: Address) -> list[str]:
+    """The command that starts the server; the model's name is the path of `folder`."""
+    listen = ["--host", address.host, "--port", str(address.port)]
+    if options.engine == "vllm":
+        return ["vllm", "serve", str(folder), "--served-model-name", str(folder), *listen]
+    device = "auto" if options.engine == "transformers" and _has_gpu() else "cpu"
+    limits = ["--queue", str(options.queue), "--request-seconds", str(options.request_seconds)]
     return [
         sys.executable,
         "-m",
@@ -162,7 +163,7 @@ def server_command(service: ServeOptions, folder: Path, address: Address) -> lis
         "--device",
         device,
         *limits,
-        *where,
+        *listen,
     ]
 
 
@@ -173,12 +174,14 @@ def _has_gpu() -> bool:
 
 
 def _check_free(address: Address) -> None:
-    """ServeError where something listens there already, or the address is not this machine's."""
+    """ServeError where another program listens on the address, or it is not an address of this host."""
     try:
-        family, kind, protocol, _, place = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, socket_address = socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM
+        )[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(place)
+            probe.bind(socket_address)
     except OSError as taken:
         raise ServeError(
             f"cannot listen on {address.host} port {address.port}: {taken}", hint="name another --port or --host"
@@ -186,35 +189,36 @@ def _check_free(address: Address) -> None:
 
 
 @contextmanager
-def _asked_to_stop() -> Iterator[list[int]]:
-    """A list that holds the signals SIGINT and SIGTERM once they have come."""
-    asked: list[int] = []
+def _catch_signals() -> Iterator[list[int]]:
+    """A list to which SIGINT and SIGTERM are appended when they arrive."""
+    signals: list[int] = []
     before = {
-        number: signal.signal(number, lambda number, _: asked.append(number))
+        number: signal.signal(number, lambda number, _: signals.append(number))
         for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
-        yield asked
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 @contextmanager
-def _running(command: list[str], cache: str) -> Iterator["subprocess.Popen[bytes]"]:
-    """A server in a session of its own, so that the terminal's Ctrl-C reaches it once, through here; at the end nothing
-    of the session is left.
+def _start_server(command: list[str], cache: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """Start the server in a new session, and end all its processes afterwards.
+
+    In the terminal's session it would get the SIGINT of Ctrl-C twice, from the terminal and from this process.
     """
     environ = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": cache}
     server = subprocess.Popen(command, env=environ, start_new_session=True)
     try:
         yield server
     finally:
-        _end(server)
+        _stop_server(server)
 
 
-def _end(server: "subprocess.Popen[bytes]") -> None:
-    """Ask the server to end, wait, and kill what is left of its group."""
+def _stop_server(server: "subprocess.Popen[bytes]") -> None:
+    """Send SIGINT to the server, wait, and kill the rest of its process group."""
     if server.poll() is None:
         server.send_signal(signal.SIGINT)
     try:
@@ -228,10 +232,12 @@ def _end(server: "subprocess.Popen[bytes]") -> None:
         return
 
 
-def _await_health(server: "subprocess.Popen[bytes]", address: Address, asked: list[int], ready_seconds: float) -> None:
+def _wait_until_healthy(
+    server: "subprocess.Popen[bytes]", address: Address, signals: list[int], ready_seconds: float
+) -> None:
     began = time.monotonic()
-    while not asked and not _is_healthy(address):
-        _refuse_end(server)
+    while not signals and not _is_healthy(address):
+        _check_running(server)
         if time.monotonic() - began > ready_seconds:
             raise ServeError(
                 f"{address.url}/health does not answer after {ready_seconds:.0f} s",
@@ -248,8 +254,9 @@ def _is_healthy(address: Address) -> bool:
         return False
 
 
-def _refuse_end(server: "subprocess.Popen[bytes]") -> None:
+def _check_running(server: "subprocess.Popen[bytes]") -> None:
+    """ServeError where the server has ended."""
     if server.poll() is not None:
         raise ServeError(
-            f"the server ended by itself with exit code {server.returncode}", hint="its own lines above say why"
+            f"the server ended with exit code {server.returncode}", hint="the reason is in its output above"
         )

@@ -1,12 +1,13 @@
-"""`python -m ds_finetune.inference.server_process FOLDER ...`: what `ds-finetune serve` starts for the engines but
-vLLM.
+"""The server process: `python -m ds_finetune.inference.server_process FOLDER ...` runs the HTTP application.
+
+`ds-finetune serve` starts it for the engines transformers and onnx; for vLLM it starts `vllm serve`.
 """
 
 import argparse
 from pathlib import Path
 
 _SHUTDOWN_SECONDS = 5
-"""How long a request that is being answered may take after a signal."""
+"""How long the request that is being answered may still take after a signal."""
 
 
 def main() -> None:
@@ -23,9 +24,11 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--queue", type=int, required=True)
     parser.add_argument("--request-seconds", type=float, required=True)
-    given = parser.parse_args()
-    app = make_app(given.folder, QueueLimits(given.queue, given.request_seconds), device=given.device)
-    uvicorn.run(app, host=given.host, port=given.port, log_level="info", timeout_graceful_shutdown=_SHUTDOWN_SECONDS)
+    arguments = parser.parse_args()
+    app = make_app(arguments.folder, QueueLimits(arguments.queue, arguments.request_seconds), device=arguments.device)
+    uvicorn.run(
+        app, host=arguments.host, port=arguments.port, log_level="info", timeout_graceful_shutdown=_SHUTDOWN_SECONDS
+    )
 
 
 if __name__ == "__main__":

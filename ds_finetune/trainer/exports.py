@@ -11,7 +11,7 @@ from ds_finetune.engine.collectives import all_gather_object
 from ds_finetune.engine.engine import Engine
 from ds_finetune.errors import OutputError, RunError
 from ds_finetune.export.adapter import write_adapter
-from ds_finetune.export.base_folder import BaseFolder, config_changes, with_stored_weights
+from ds_finetune.export.base_folder import BaseFolder, with_stored_weights
 from ds_finetune.export.folder import (
     TOKENIZER_FILES,
     FolderParts,
@@ -20,6 +20,7 @@ from ds_finetune.export.folder import (
     write_folder,
 )
 from ds_finetune.export.interruption import Interruption
+from ds_finetune.export.model_config import config_changes
 from ds_finetune.export.source import read_model_spec
 from ds_finetune.export.verify.record import RECORD, UNVERIFIED, ExportRecord, fixed_prompts, sampled_logits
 from ds_finetune.export.verify.verify import VerificationResult, mark_folder, verify_exports
@@ -141,7 +142,8 @@ def export(run: PreparedRun, engine: Engine, out: Path, *, step: int) -> list[st
         base = BaseFolder.read(folder, read_model_spec(folder))
         # Rank zero writes: it alone compares embeddings and heads, which may take seconds.
         parts, notes = base.with_base_tensors(parts) if engine.is_rank_zero else (parts, [])
-    notes = [*notes, *config_changes(parts, (tensor.key for copied in parts.base_tensors for tensor in copied.tensors))]
+    keys = [tensor.key for copied in parts.base_tensors for tensor in copied.tensors]
+    notes = [*notes, *config_changes(parts.config, parts.files, keys)]
     factors = _write_adapters(run, engine, out.with_name(out.name.replace("export", "adapter")))
     in_four_bit = {f"{name}.weight" for name in model.quantised}
     tensors = with_stored_weights(engine.tensors(), in_four_bit, folder) if in_four_bit else engine.tensors()

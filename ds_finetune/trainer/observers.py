@@ -13,7 +13,7 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import num_eval_rows
 from ds_finetune.data.stream import StreamedRows
 from ds_finetune.engine.engine import Engine
-from ds_finetune.observers.checkpointing import Checkpointing, Kept
+from ds_finetune.observers.checkpointing import Checkpointing, CheckpointPolicy
 from ds_finetune.observers.evaluation import BestAndPatience, Evaluation
 from ds_finetune.observers.interrupts import Interrupts
 from ds_finetune.observers.progress import ProgressLine
@@ -27,7 +27,6 @@ from ds_finetune.trainer.evaluation import evaluation_functions
 from ds_finetune.trainer.exports import Exports, Say
 from ds_finetune.trainer.prepare import PreparedRun
 from ds_finetune.trainer.resume import ResumePoint, make_state_text, restore_observers
-from ds_finetune.trainer.run_dir import bytes_written
 from ds_finetune.watchdog.progress import RankProgress
 from ds_finetune.watchdog.stragglers import Stragglers
 
@@ -76,8 +75,7 @@ def make_time_left(run: PreparedRun) -> TimeLeft:
         every |= {EVALUATION: _evaluates_every(config), ANSWERS: _evaluates_every(config)}
         # A forward is about a third of a step's work on a row.
         steps = num_eval_rows(held_out, config.eval.limit) / config.train.global_batch_size / 3
-    shape = run.inputs.shape
-    exported = bytes_written(config, shape.total_params, checkpoint_bytes=0) if shape else 0
+    exported = run.estimate.files.exports * run.estimate.files.export_bytes
     return TimeLeft(
         run.schedule.steps, every, evaluation_steps=steps, export_bytes=exported, verifies=config.export.verify
     )
@@ -99,7 +97,7 @@ def _checkpointing(
     started: StartedRun, saver: Saver, left: TimeLeft, interrupts: Interrupts, resumable: dict[str, Resumable]
 ) -> Checkpointing:
     policy = started.run.config.checkpoint
-    kept = Kept(policy.every_steps, policy.keep, policy.keep_best, policy.max_failed)
+    kept = CheckpointPolicy(policy.every_steps, policy.keep, policy.keep_best, policy.max_failed)
     state_text, saving = make_state_text(started.run, started.engine), partial(_saving, started.rank_progress, left)
     return Checkpointing(saver, interrupts, kept, resumable, state_text, started.say, saving)
 
@@ -116,7 +114,7 @@ def _writers(started: StartedRun, left: TimeLeft) -> list[Observer]:
 
 
 def _in_phase(progress: RankProgress, phase: str, function: Callable[P, R]) -> Callable[P, R]:
-    """The same function, which the watchdog sees as a phase of its own."""
+    """The same function, run as a phase of its own for the watchdog."""
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         with progress.during(phase):

@@ -11,11 +11,13 @@ from ds_finetune.families.table import family_of
 from ds_finetune.model.model_plan import ModelPlan
 from ds_finetune.model.unused_parameters import patterns_of, unused_parameters
 from ds_finetune.observers.writers import check_trackers
+from ds_finetune.plan.estimate import DiskNeed, RunEstimate, estimate_run
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.run_length import check_run_length
 from ds_finetune.schedule import Duration, LrSchedule, warmup_steps
 from ds_finetune.trainer.inputs import RunInputs, make_model_plan, read_inputs, try_generic_type
-from ds_finetune.trainer.run_dir import check_output
+from ds_finetune.trainer.rank_tensors import rank_tensors, sizes_of
+from ds_finetune.trainer.run_dir import check_disk, check_output
 from ds_finetune.world import World, accelerate_choices
 
 
@@ -27,6 +29,7 @@ class PreparedRun:
     plan: Plan
     inputs: RunInputs
     schedule: LrSchedule
+    estimate: RunEstimate
 
     @property
     def output_dir(self) -> Path:
@@ -42,11 +45,13 @@ def prepare_run(config: RunConfig, world: World) -> PreparedRun:
     plan = replace(plan, notes=(*plan.notes, *try_generic_type(config, model.hf_config)))
     plan = freeze_unreached(plan, model)
     inputs = read_inputs(config, model)
-    check_space(config, plan, inputs)
+    estimate = estimate_model(config, plan, model)
+    check_output(config)
+    check_disk(Path(config.output_dir), _disk_need(estimate, world))
     schedule = make_schedule(config, inputs)
     rows = None if isinstance(inputs.train, StreamedRows) else len(inputs.train)
     notes = check_run_length(config, steps=schedule.steps, warmup=schedule.warmup_steps, rows=rows)
-    return PreparedRun(config, plan, replace(inputs, notes=(*inputs.notes, *notes)), schedule)
+    return PreparedRun(config, plan, replace(inputs, notes=(*inputs.notes, *notes)), schedule, estimate)
 
 
 def freeze_unreached(plan: Plan, model: ModelPlan) -> Plan:
@@ -72,13 +77,15 @@ def freeze_unreached(plan: Plan, model: ModelPlan) -> Plan:
     return replace(plan, frozen=names, notes=(*plan.notes, note))
 
 
-def check_space(config: RunConfig, plan: Plan, inputs: RunInputs) -> None:
-    """OutputError where the output folder cannot hold what the run will write."""
-    params, lora = inputs.shape.total_params if inputs.shape else None, inputs.model.lora
-    trained = (params or 0) if lora is None else lora.num_params
-    here = plan.world.local_world_size / plan.world.world_size if config.checkpoint.node_local else 1
-    size = round(trained * plan.checkpoint_bytes_per_parameter * here) if config.checkpoint.every_steps else 0
-    check_output(config, params, checkpoint_bytes=size)
+def estimate_model(config: RunConfig, plan: Plan, model: ModelPlan) -> RunEstimate:
+    """What the run needs, from the shapes of the tensors that its ranks hold."""
+    return estimate_run(config, plan, sizes_of(rank_tensors(plan, model), model.lora))
+
+
+def _disk_need(estimate: RunEstimate, world: World) -> DiskNeed:
+    """What this host writes; where all hosts share the folder, each checks it for everything."""
+    is_first_host = world.rank < world.local_world_size or not estimate.is_node_local
+    return estimate.disk(ranks=world.local_world_size, is_first_host=is_first_host)
 
 
 def make_schedule(config: RunConfig, inputs: RunInputs) -> LrSchedule:

@@ -16,27 +16,26 @@ from ds_finetune.config.schema import RunConfig, dump_config
 from ds_finetune.errors import OutputError
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.writers import line_of
-from ds_finetune.plan.combinations import WEIGHT_BYTES
+from ds_finetune.plan.estimate import DiskNeed
 from ds_finetune.plan.plan import Plan
 from ds_finetune.units import GIB
 
 
-def check_output(config: RunConfig, total_params: int | None, *, checkpoint_bytes: int = 0) -> None:
-    """OutputError where `output_dir` cannot be written, is a file, holds a run that is not gone on with, or its disk is
-    too small.
+def check_output(config: RunConfig) -> None:
+    """OutputError where `output_dir` cannot be written, is a file, or holds a run that cannot be resumed.
 
-    `checkpoint_bytes` are those of one checkpoint on this host. Leaves nothing behind.
+    Leaves nothing behind.
     """
     folder = Path(config.output_dir)
     existing = nearest_existing(folder)
-    if (folder / "metrics.jsonl").exists() and not _goes_on(folder, config):
+    if (folder / "metrics.jsonl").exists() and not _is_resumable(folder, config):
         raise OutputError(
             f"output_dir `{folder}` already holds a run (metrics.jsonl)",
             hint="name another output_dir, or move that run away",
         )
     if not existing.is_dir():
         raise OutputError(
-            f"output_dir `{folder}` lies below `{existing}`, which is not a folder", hint="name another output_dir"
+            f"output_dir `{folder}` is below `{existing}`, which is not a folder", hint="name another output_dir"
         )
     if not os.access(existing, os.W_OK | os.X_OK):
         raise OutputError(
@@ -44,15 +43,15 @@ def check_output(config: RunConfig, total_params: int | None, *, checkpoint_byte
             hint="change the permissions or name another output_dir",
         )
     _check_takes_folders(existing, folder)
-    if total_params is None:
-        return
-    folders, checkpoints = files_written(config, checkpoint_bytes=checkpoint_bytes)
-    needed = bytes_written(config, total_params, checkpoint_bytes=checkpoint_bytes)
-    free = shutil.disk_usage(existing).free + bytes_of(folder)
-    if needed > free:
+
+
+def check_disk(output_dir: Path, need: DiskNeed) -> None:
+    """OutputError where the disk of `output_dir` has no room for the files that this host writes."""
+    free = shutil.disk_usage(nearest_existing(output_dir)).free + bytes_of(output_dir)
+    if need.num_bytes > free:
         raise OutputError(
-            f"output_dir `{folder}`: {folders} export(s) and {checkpoints} checkpoints need {needed / GIB:.2f} GiB"
-            f" and the disk has {free / GIB:.2f} GiB for them",
+            f"output_dir `{output_dir}`: {need.exports} export(s) and {need.checkpoints} checkpoints need "
+            f"{need.num_bytes / GIB:.2f} GiB and the disk has {free / GIB:.2f} GiB for them",
             hint="free some space, name another output_dir, lower checkpoint.keep, or set eval.keep_best false",
         )
 
@@ -68,24 +67,8 @@ def _check_takes_folders(existing: Path, folder: Path) -> None:
         ) from refused
 
 
-def files_written(config: RunConfig, *, checkpoint_bytes: int) -> tuple[int, int]:
-    """How many exports and checkpoints of a run lie on disk at most at one time, where a checkpoint takes any bytes."""
-    folders = config.export.at_end + (config.eval.keep_best and bool(config.data.eval))
-    return folders, (
-        config.checkpoint.keep + 1 + (config.checkpoint.keep_best and bool(config.data.eval))
-    ) if checkpoint_bytes else 0
-
-
-def bytes_written(config: RunConfig, total_params: int, *, checkpoint_bytes: int) -> int:
-    """Bytes of them, checkpoints of `checkpoint_bytes` each."""
-    folders, checkpoints = files_written(config, checkpoint_bytes=checkpoint_bytes)
-    return folders * total_params * WEIGHT_BYTES[config.train.precision] + checkpoints * checkpoint_bytes
-
-
-def _goes_on(folder: Path, config: RunConfig) -> bool:
-    """Whether a run in `folder` may be gone on with: it has checkpoints, or it ended before its first one and exported
-    nothing at its end.
-    """
+def _is_resumable(folder: Path, config: RunConfig) -> bool:
+    """Whether the run in `folder` has checkpoints, or ended before its first one and exported nothing at its end."""
     if not config.checkpoint.every_steps or config.checkpoint.resume == "never":
         return False
     checkpoints = folder / "checkpoints"
@@ -93,7 +76,7 @@ def _goes_on(folder: Path, config: RunConfig) -> bool:
 
 
 def bytes_of(folder: Path) -> int:
-    """What a run in `folder` takes already, which its next files replace."""
+    """Bytes that a run in `folder` takes already, which its next files replace."""
     return (
         sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
         if folder.is_dir()
@@ -163,7 +146,7 @@ def write_run_files(config: RunConfig, plan: Plan, *, after_step: int = 0, last:
         return folder
     try:
         _write_settings(config, plan, folder)
-        _forget_records(folder / "metrics.jsonl", after_step, last)
+        _remove_records(folder / "metrics.jsonl", after_step, last)
     except OSError as full:
         reason = full.strerror or full
         raise OutputError(
@@ -181,15 +164,15 @@ def _write_settings(config: RunConfig, plan: Plan, folder: Path) -> None:
     (folder / "deepspeed.json").write_text(json.dumps(plan.deepspeed, indent=2) + "\n", encoding="utf-8")
 
 
-def _forget_records(metrics: Path, after_step: int, last: StepRecord | None) -> None:
+def _remove_records(metrics: Path, after_step: int, last: StepRecord | None) -> None:
     if not metrics.exists():
         return
     kept = [line for line in metrics.read_text(encoding="utf-8").splitlines() if _is_before(line, after_step)]
     if last is not None and all(json.loads(line)["step"] != last.step for line in kept):
         kept.append(line_of(last).rstrip("\n"))
-    aside = metrics.with_name("metrics.jsonl.aside")
-    aside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-    aside.rename(metrics)
+    rewritten = metrics.with_name("metrics.jsonl.aside")
+    rewritten.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    rewritten.rename(metrics)
 
 
 def _is_before(line: str, after_step: int) -> bool:

@@ -24,13 +24,12 @@ from ds_finetune.checkpoint.same_run import (
 )
 from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.errors import CheckpointError
-from ds_finetune.plan.plan import Plan, make_plan
-from ds_finetune.trainer.inputs import read_inputs
-from ds_finetune.trainer.prepare import PreparedRun, make_schedule
+from ds_finetune.plan.plan import make_plan
+from ds_finetune.trainer.prepare import PreparedRun
 from ds_finetune.trainer.resume import ResumePoint, find_resume_point, inputs_of, refuse_past_end
 from ds_finetune.world import World
 from tests.model.tiny import CONFIGS
-from tests.planning import model_of
+from tests.planning import prepared_run
 from tests.running import tiny_task
 
 TREE: dict[str, Any] = {"model": "m", "data": {"train": "a.jsonl", "eval": "b.jsonl"}, "output_dir": "x"}
@@ -206,7 +205,7 @@ def saved(tmp_path: Path) -> Iterator[PreparedRun]:
     model.write_text(json.dumps(json.loads(model.read_text()) | {"attention_dropout": 0.1}))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     plan = make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cpu")
-    run = _prepared(config, plan)
+    run = prepared_run(config, plan)
     state = replace(state_of({}), step=3, position=(0, 20), layout={"mesh": "dp 2"}, **asdict(inputs_of(run)))
     partial = Path(config.output_dir) / "checkpoints" / partial_name(3, "a")
     partial.mkdir(parents=True)
@@ -216,14 +215,9 @@ def saved(tmp_path: Path) -> Iterator[PreparedRun]:
     dist.destroy_process_group()
 
 
-def _prepared(config: RunConfig, plan: Plan) -> PreparedRun:
-    inputs = read_inputs(config, model_of(config))
-    return PreparedRun(config, plan, inputs, make_schedule(config, inputs))
-
-
 def resumed(run: PreparedRun) -> tuple[ResumePoint, list[str]]:
     lines: list[str] = []
-    point = find_resume_point(_prepared(run.config, run.plan), lines.append)
+    point = find_resume_point(prepared_run(run.config, run.plan), lines.append)
     if point.lock is not None:
         point.lock.close()
     return point, lines

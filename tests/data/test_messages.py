@@ -89,30 +89,30 @@ IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"messages": [{"role": "user", "content": [IMAGE]}, SAID]}, "message 1 of `messages` holds a part of type 'image_url'"),
-        ({"messages": [ASKED, SAID], "images": ["x.png"]}, "row 1 holds media in column `images`"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}, SAID]}, "message 1 of `messages` has a part of type 'image_url'"),
+        ({"messages": [ASKED, SAID], "images": ["x.png"]}, "row 1 has media in column `images`"),
         ({"messages": [ASKED, {**SAID, "weight": 0.5}]}, "message 2 of `messages` has weight 0.5"),
         ({"messages": [ASKED, {"role": "assistant"}]}, "an assistant message has neither content nor tool calls"),
         ({"messages": [ASKED, {**SAID, "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, "`arguments` of f is not JSON"),
         ({"messages": [ASKED, {**SAID, "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]}, "is str '[1]', not an object"),
-        ({"messages": [ASKED, {**SAID, "tool_calls": [{"function": {"name": "f", "arguments": '{"a":1,"a":2}'}}]}]}, "a key is given twice"),
-        ({"messages": [ASKED, {**SAID, "tool_calls": [{"type": "custom", "name": "f"}]}]}, "which is no function with a name"),
+        ({"messages": [ASKED, {**SAID, "tool_calls": [{"function": {"name": "f", "arguments": '{"a":1,"a":2}'}}]}]}, "a key is repeated"),
+        ({"messages": [ASKED, {**SAID, "tool_calls": [{"type": "custom", "name": "f"}]}]}, "which has no function with a name"),
         ({"messages": [{**ASKED, "tool_calls": [CALL]}, SAID]}, "a user message has `tool_calls`"),
         ({"messages": [ASKED, SAID], "tools": "[broken"}, "row 1: `tools` is not JSON"),
-        ({"messages": [ASKED, SAID], "tools": [{"type": "function"}]}, "row 1: tool 1 holds dict"),
-        ({"messages": [{"role": "user", "content": "a\ud800"}, SAID]}, "holds the lone surrogate U+D800"),
-        ({"messages": [ASKED, {**SAID, "tool_calls": [{"name": "f", "arguments": '{"a": "\\ud800"}'}]}]}, "holds the lone surrogate U+D800"),
-        ({"text": "a\udfff"}, "row 1: column `text` holds the lone surrogate U+DFFF"),
-        ({"text": "a\ue0f1"}, "row 1: column `text` holds the private-use character U+E0F1"),
-        ({"messages": "x"}, "row 1: `messages` holds str 'x'"),
-        ({"messages": ["x"]}, "message 1 of `messages` holds str 'x', not an object"),
+        ({"messages": [ASKED, SAID], "tools": [{"type": "function"}]}, "row 1: tool 1 is dict"),
+        ({"messages": [{"role": "user", "content": "a\ud800"}, SAID]}, "contains the lone surrogate U+D800"),
+        ({"messages": [ASKED, {**SAID, "tool_calls": [{"name": "f", "arguments": '{"a": "\\ud800"}'}]}]}, "contains the lone surrogate U+D800"),
+        ({"text": "a\udfff"}, "row 1: column `text` contains the lone surrogate U+DFFF"),
+        ({"text": "a\ue0f1"}, "row 1: column `text` contains the private-use character U+E0F1"),
+        ({"messages": "x"}, "row 1: `messages` is str 'x'"),
+        ({"messages": ["x"]}, "message 1 of `messages` is str 'x', not an object"),
         ({"messages": [{"role": ["user"], "content": "x"}]}, "row 1: unknown role ['user'] in message 1 of `messages`"),
-        ({"messages": [{"role": "user", "content": 5}]}, "the content holds int 5, not text"),
-        ({"messages": [{"role": "tool", "content": None}]}, "the content holds NoneType None, not text"),
-        ({"conversations": {"a": 1}}, "row 1: `conversations` holds dict"),
+        ({"messages": [{"role": "user", "content": 5}]}, "the content is int 5, not text"),
+        ({"messages": [{"role": "tool", "content": None}]}, "the content is NoneType None, not text"),
+        ({"conversations": {"a": 1}}, "row 1: `conversations` is dict"),
         ({"conversations": [{"from": "function_call", "value": "add(2)"}]}, "the tool call is not JSON"),
-        ({"instruction": "i", "output": "o", "input": 5}, "column `input` holds int 5, not text"),
-        ({"instruction": "i", "output": "o", "history": ["q"]}, "column `history` holds ['q']"),
+        ({"instruction": "i", "output": "o", "input": 5}, "column `input` is int 5, not text"),
+        ({"instruction": "i", "output": "o", "history": ["q"]}, "column `history` is ['q']"),
         ({"conversations": [], "chosen": {}, "rejected": {}}, "row 1 is a preference row"),
         ({"prompt": "p", "completion": "c", "label": True}, "row 1 is a KTO row"),
         ({"messages": [ASKED, SAID], "kto_tag": 1}, "row 1 is a KTO row"),
@@ -133,7 +133,7 @@ def test_one_answer_of_a_preference_row_is_imitated_where_it_is_named() -> None:
     assert unread_columns(record, "prompt_completion", columns) == ["rejected"]
 
 
-def test_columns_and_fields_that_nothing_reads() -> None:
+def test_columns_and_fields_that_are_not_used() -> None:
     record = {"messages": [{**ASKED, "likes": 3}, {**SAID, "name": "bot"}], "source": "x", "split": None, "tools": []}
     assert unread_columns(record, "messages", {}) == ["source"]
     assert conversation_of(record).unread == ("messages[].likes", "messages[].name")

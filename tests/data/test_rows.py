@@ -94,7 +94,7 @@ def test_gsm8k_fills_its_rows(shared_data: Path, tmp_path: Path) -> None:
     assert 0.6 < rows.num_supervised_tokens / rows.num_tokens < 0.7
 
 
-def test_rows_hold_every_document_once_with_labels_that_stop_at_its_end(
+def test_rows_have_every_document_once_with_labels_that_stop_at_its_end(
     demo: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     packed = rows_of(demo, tokenizer, tmp_path)
@@ -114,7 +114,7 @@ def test_rows_hold_every_document_once_with_labels_that_stop_at_its_end(
     assert len(padded) == 200
 
 
-def test_labels_are_the_answer_and_nothing_of_the_prompt(
+def test_labels_are_the_answer_without_the_prompt(
     demo: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     rows = rows_of(demo, tokenizer, tmp_path, packing=False)
@@ -189,7 +189,7 @@ class _Deadly:
 
 def test_a_process_that_is_killed_while_it_tokenises_is_an_error(tmp_path: Path) -> None:
     """A pool of multiprocessing would wait for its answer without end."""
-    with pytest.raises(RunError, match="one of 1 processes that tokenise has ended") as caught:
+    with pytest.raises(RunError, match="one of 1 processes that tokenise was killed") as caught:
         _write_parts([(tmp_path / "part", [])], cast("Tokenisation", _Deadly()), 1)
     assert "data.workers" in caught.value.hint
 
@@ -205,7 +205,7 @@ def test_the_global_batch_is_the_same_for_any_split(
     assert {len(batch.micro) for part in split for batch in part} == {8 // dp // micro}
 
 
-def test_each_epoch_holds_every_row_once_in_another_order(
+def test_each_epoch_has_every_row_once_in_another_order(
     demo: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     rows = rows_of(demo, tokenizer, tmp_path, packing=False)
@@ -222,7 +222,7 @@ def test_a_later_start_gives_the_same_batches(demo: Path, tokenizer: PreTrainedT
     assert [batch.row_ids for batch in training_batches(rows, plan(), start_step=20, total_rows=300)] == whole[20:]
 
 
-def test_what_is_left_over_is_filled_with_rows_of_nothing(
+def test_the_last_batch_is_filled_with_empty_rows(
     demo: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     rows = rows_of(demo, tokenizer, tmp_path, packing=False)
@@ -246,16 +246,18 @@ def test_long_dialogue_is_truncated_or_dropped_and_never_split(
     counts = cut.counts
     assert (counts.truncated, counts.documents, counts.tokens) == (200, 200, 200 * 20)
     assert counts.tokens + counts.truncated_tokens == full.num_tokens
-    assert f"200 rows truncated, which loses {1 - counts.tokens / full.num_tokens:.2%} of all tokens" in cut.summary()
+    assert (
+        f"200 rows truncated, which cuts off {1 - counts.tokens / full.num_tokens:.2%} of all tokens" in cut.summary()
+    )
     with pytest.raises(
-        DataError, match=r"truncation loses 28\.0% of all tokens, more than data\.max_truncated_ratio 0\.1"
+        DataError, match=r"truncation cuts off 28\.0% of all tokens, more than data\.max_truncated_ratio 0\.1"
     ):
         rows_of(demo, tokenizer, tmp_path, SHORT)
     with pytest.raises(
-        DataError, match=r"none of the 200 rows of .* is left \(0 with nothing supervised, 200 too long\)"
+        DataError, match=r"none of the 200 rows of .* is left \(0 without supervised tokens, 200 too long\)"
     ):
         rows_of(demo, tokenizer, tmp_path, SHORT, long_rows="drop")
-    with pytest.raises(DataError, match=r"eval\.jsonl line 1 is dialogue, and data\.long_rows is split"):
+    with pytest.raises(DataError, match=r"eval\.jsonl line 1 is dialogue, and data\.long_rows split is for plain text"):
         rows_of(demo, tokenizer, tmp_path, SHORT, long_rows="split")
     with pytest.raises(ConfigError, match=r"long_rows split is for plain text, and data\.layout is messages"):
         rows_of(demo, tokenizer, tmp_path, SHORT, long_rows="split", layout="messages")

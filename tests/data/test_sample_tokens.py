@@ -110,7 +110,7 @@ def test_reasoning_can_be_stripped(llm: PreTrainedTokenizerBase) -> None:
     assert learnt(templated(llm, TURNS, reasoning="strip"), llm) == [f" Hello!{EOS}", f" 4{EOS}"]
 
 
-def test_which_turns_are_trained(llm: PreTrainedTokenizerBase) -> None:
+def test_which_turns_are_supervised(llm: PreTrainedTokenizerBase) -> None:
     assert learnt(templated(llm, TURNS, train_on="last_assistant"), llm) == [f" 4{EOS}"]
     whole = templated(llm, TURNS, train_on="all")
     assert whole.mask == [True] * len(whole.ids)
@@ -171,7 +171,7 @@ def test_plain_completion_and_text(llm: PreTrainedTokenizerBase) -> None:
         (
             TURNS[1:3],
             "{{ bos_token * 2 }}{% for m in messages %}{{ m.content + eos_token }}{% endfor %}",
-            f"a second {BOS} stands",
+            f"is a second {BOS}",
         ),
         (TURNS[1:3], "{{ raise_exception('no') }}", "row 1: the chat template refuses the row: no"),
         (

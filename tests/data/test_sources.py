@@ -44,8 +44,8 @@ def test_text_is_one_document_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", '{"a": 1}\n[1]\n', "a.jsonl line 2 holds list, not an object"),
-        ("a.json", '{"a": 1}', "holds dict, not a list of objects"),
+        ("a.jsonl", '{"a": 1}\n[1]\n', "a.jsonl line 2 is list, not an object"),
+        ("a.json", '{"a": 1}', "is dict, not a list of objects"),
         ("a.json", "[1,\n2", "line 2 column 2 is not JSON"),
         ("a.doc", "x", "ends in `.doc`"),
         ("a.csv", "", "is empty"),
@@ -60,8 +60,8 @@ def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: str, mess
     assert caught.value.hint
 
 
-def test_folders_that_mix_or_hold_nothing(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="holds no"):
+def test_folders_that_mix_kinds_or_are_empty(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="has no file"):
         find_sources([str(tmp_path)])
     _write(tmp_path, "json")
     _write(tmp_path, "csv")
@@ -122,10 +122,10 @@ def test_columns_by_other_names() -> None:
         (
             {"prompt": "a", "completion": None},
             "prompt_completion",
-            "row 1: column `completion` holds NoneType None, not text",
+            "row 1: column `completion` is NoneType None, not text",
         ),
         ({"conversations": [{"from": "cat", "value": "x"}]}, "sharegpt", "row 1: unknown role 'cat'"),
-        ({"messages": []}, "messages", "row 1: `messages` holds list []"),
+        ({"messages": []}, "messages", "row 1: `messages` is list []"),
     ],
 )
 def test_rows_that_do_not_fit(record: dict[str, Any], layout: str, message: str) -> None:

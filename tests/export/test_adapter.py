@@ -170,7 +170,7 @@ def test_what_does_not_fit_is_one_clear_error_and_nothing_is_written(name: str, 
     assert not (folder / "out").exists()
 
 
-def test_a_base_that_is_nowhere_is_named(folder: Path) -> None:
+def test_a_missing_base_is_named(folder: Path) -> None:
     shutil.move(folder / "base", folder / "elsewhere")
     with pytest.raises(ExportError, match="holds adapters for") as refused:
         _export(folder, base=None)
@@ -184,7 +184,7 @@ def test_an_adapter_that_names_no_base_needs_one(folder: Path) -> None:
         _export(folder, base=None)
 
 
-def test_the_digest_tells_weights_apart_and_not_their_width(tmp_path: Path) -> None:
+def test_the_digest_differs_for_other_weights_and_not_for_other_dtypes(tmp_path: Path) -> None:
     model = base_model("llama")
     model.bfloat16().save_pretrained(tmp_path / "bf16")
     model.float().save_pretrained(tmp_path / "fp32")

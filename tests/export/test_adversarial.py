@@ -183,7 +183,7 @@ def test_an_adapter_of_another_base(way: str, place: Path, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_place_that_is_taken(way: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_output_that_exists(way: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "out").mkdir()
     (place / "out" / "mine").write_text("x")
     refused(way, place, "is not empty: mine", capsys)

@@ -156,7 +156,7 @@ def test_a_tied_head_is_left_out_where_it_is_the_same_and_refused_where_not(tmp_
     ],
 )
 @pytest.mark.parametrize("workers", [1, 3])
-def test_numbers_that_are_none_stop_it_and_the_older_export_stays(
+def test_nan_ends_the_export_and_the_older_one_stays(
     value: float, dtype: str, said: str, workers: int, llama: PreTrainedModel, tmp_path: Path
 ) -> None:
     out, parts = tmp_path / "out", parts_of(tmp_path / "base", DTYPES[dtype])
@@ -169,7 +169,7 @@ def test_numbers_that_are_none_stop_it_and_the_older_export_stays(
     assert (out / "model.safetensors").read_bytes() == before
 
 
-def test_after_a_failure_nothing_new_is_read(
+def test_after_an_error_nothing_more_is_read(
     llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(convert, "CHUNK_NUMEL", 8)

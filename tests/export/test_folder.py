@@ -65,7 +65,7 @@ def test_folder_equals_what_transformers_writes(family: str, shard: str, tmp_pat
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_the_configs_own_schema_stays(tmp_path: Path) -> None:
+def test_the_schema_of_the_config_is_kept(tmp_path: Path) -> None:
     model = published("deepseek_v3", tmp_path / "base")
     parts = parts_of(tmp_path / "base", "deepseek_v3")
     given = {"model_type": "deepseek_v3", "rope_theta": 1e4, "quantization_config": {"x": 1}, "topk_method": "greedy"}
@@ -98,7 +98,7 @@ def test_a_failure_leaves_the_older_export_whole(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
 
 
-def test_other_ranks_drain_and_write_nothing(tmp_path: Path) -> None:
+def test_other_ranks_consume_tensors_and_write_nothing(tmp_path: Path) -> None:
     drained = iter([("a", None), ("b", None)])
     write_folder(drained, {}, tmp_path / "out", parts_of(_config(tmp_path), "llama"), max_shard_bytes=1)
     assert list(drained) == []

@@ -118,14 +118,14 @@ def test_a_wrong_folder_is_found(name: str, results: dict[str, VerificationResul
     assert WRONG[name][1] in (results[name].folder / UNVERIFIED).read_text(), results[name]
 
 
-def test_the_process_multiplies_out_what_numpy_does(results: dict[str, VerificationResult]) -> None:
+def test_the_process_dequantises_as_numpy_does(results: dict[str, VerificationResult]) -> None:
     tensors = read_all(results["v3"].folder)
     for key in filter(is_published_in_fp8, tensors):
         found = plain_transformers._dequantise(tensors[key], tensors[key + "_scale_inv"], None)
         assert torch.equal(found, decoded(tensors[key], tensors[key + "_scale_inv"]).bfloat16()), key
 
 
-def test_every_number_is_within_its_rounding_of_the_source_and_moved_by_no_more() -> None:
+def test_numbers_are_perturbed_by_no_more_than_their_rounding() -> None:
     """Half the distance between neighbours in E4M3: 2^-4 of a number, 2^-10 of a block's scale below its smallest
     normal ones.
     """
@@ -150,7 +150,7 @@ def test_every_number_is_within_its_rounding_of_the_source_and_moved_by_no_more(
         assert ((moved - plain).abs() > bound / 2).float().mean() > 0.1
 
 
-def test_multiplied_out_are_the_weights_of_the_plain_folder(tmp_path: Path) -> None:
+def test_dequantised_weights_are_those_of_the_plain_folder(tmp_path: Path) -> None:
     tensors = in_fp8(master())
     publish(tmp_path / "fp8", tensors)
     publish(

@@ -72,14 +72,14 @@ def _signal_in_a_destructor(monkeypatch: pytest.MonkeyPatch) -> None:
     found.clear()
 
 
-def test_a_signal_that_comes_within_a_destructor_is_raised_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_within_a_destructor_is_raised_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt), Interruption(signal.SIGINT):
         _signal_in_a_destructor(monkeypatch)
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_run_verifies_nothing_after_a_signal_that_was_lost_as_its_engine_closed(
+def test_a_run_verifies_nothing_after_a_signal_lost_while_its_engine_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = read_config(str(tiny_task(tmp_path, export={"verify": True})), [])

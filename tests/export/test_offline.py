@@ -132,7 +132,7 @@ def test_back_without_the_base_where_scales_came_from_bf16(tmp_path: Path) -> No
     assert_same(read_all(tmp_path / "out"), read_all(base))
 
 
-def test_blocks_that_changed_are_quantised_afresh_and_no_others(base: Path, tmp_path: Path) -> None:
+def test_only_changed_blocks_are_quantised_again(base: Path, tmp_path: Path) -> None:
     tuned = dequantised(read_all(base), torch.bfloat16)
     tuned[CHANGED][130, 150] += 1
     publish(tmp_path / "tuned", tuned, config=V3)
@@ -309,7 +309,7 @@ def test_a_live_export_writes_the_same_copies(dtype: torch.dtype, base: Path, tm
     assert "written from the trained tensor" in notes[-1]
 
 
-def test_an_adapter_of_the_head_reaches_its_copy(base: Path, tmp_path: Path) -> None:
+def test_an_adapter_of_the_head_changes_its_copy(base: Path, tmp_path: Path) -> None:
     factors = {"lm_head.weight": Factors(torch.randn(4, V3["hidden_size"]), torch.randn(V3["vocab_size"], 4), 0.5)}
     lora = LoraConfig(rank=4, alpha=2, target_modules=("lm_head",))
     write_adapter(
@@ -501,7 +501,7 @@ def test_a_checkpoint_knows_its_base(run: Path, tmp_path: Path, capsys: pytest.C
         assert (tmp_path / "bf16" / file.name).read_bytes() == file.read_bytes(), file.name
 
 
-def test_without_its_base_a_checkpoint_says_what_is_missing(
+def test_an_export_without_the_base_says_what_is_missing(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     moved = run / "fp8-moved"

@@ -137,7 +137,7 @@ def test_a_grown_vocabulary_is_exported_where_the_config_knows_of_it(
     )
 
 
-def test_out_that_holds_something_and_a_dtype_that_is_none(
+def test_an_output_that_is_not_empty_and_an_unknown_dtype(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "out").mkdir()
@@ -170,7 +170,7 @@ def test_a_disk_that_takes_no_more(kib: int, source: Path, tmp_path: Path) -> No
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_a_disk_that_is_too_small_is_known_before(source: Path, tmp_path: Path) -> None:
+def test_a_disk_that_is_too_small_is_refused_before_writing(source: Path, tmp_path: Path) -> None:
     """A file system of 64 KiB, where this process may mount one."""
     command = f"mount -t tmpfs -o size=64k none {tmp_path} 2>/dev/null || exit 77; exec {sys.executable} -m ds_finetune export {source} {tmp_path}/out"
     kept = Path(shutil.copytree(source, tmp_path.parent / f"{tmp_path.name}-kept"))

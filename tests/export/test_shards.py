@@ -84,7 +84,7 @@ def test_the_index_names_the_file_of_each_tensor(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranges", [[(0, 3)], [(1, 7)], [(0, 3), (4, 7)], [(0, 3), (2, 6)], [(0, 4), (3, 7)], []])
-def test_a_tensor_that_is_not_whole_is_named(ranges: list[tuple[int, int]], tmp_path: Path) -> None:
+def test_an_incomplete_tensor_is_named(ranges: list[tuple[int, int]], tmp_path: Path) -> None:
     writer = ShardWriter(tmp_path, plan_shards([HubTensor("b", (7,), torch.float32)], 100))
     for start, stop in ranges:
         writer.write("b", start, torch.zeros(stop - start))

@@ -266,7 +266,7 @@ def test_deviation_is_root_mean_square_over_the_largest() -> None:
     assert deviations(found, wanted, [2, 1, 2]) == pytest.approx([np.sqrt(0.25 / 2) / 4, 0, np.sqrt(0.5) / 4], rel=1e-6)
 
 
-def test_a_record_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     digests = {"a": Digest.of([(4, 1), (4, 2), (3, 5)]), "b": Digest.of([(9, 7)])}
     assert digests["a"].lengths() == [4, 4, 3]
     record = ExportRecord(
@@ -316,7 +316,7 @@ def test_a_folder_that_cannot_be_linked_is_not_changed(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
-def test_the_command_ends_with_one_for_a_wrong_folder_and_with_two_for_none(
+def test_exit_code_1_for_a_wrong_folder_and_2_for_a_missing_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = _exported("llama", tmp_path)

@@ -1,5 +1,5 @@
 # ruff: noqa: E402 - the modules under test need packages that may be absent
-"""The server for transformers and ONNX Runtime, in this process, asked with the official client: what it refuses, and
+"""The server for transformers and ONNX Runtime, in this process, used with the official client: what it refuses, and
 what it stops.
 """
 
@@ -140,8 +140,12 @@ def _endless(running: Running) -> dict[str, Any]:
         ({"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
         ({"extra_body": {"top_k": 3}}, "top_k", "not supported"),
         ({"extra_body": {"generation_config": "{}"}}, "generation_config", "not supported"),
-        ({"extra_body": {"chat_template_kwargs": {"tokenize": True}}}, "chat_template_kwargs", "reads no `tokenize`"),
-        ({"logit_bias": {"9999": 1}}, "logit_bias", "vocabulary's 128"),
+        (
+            {"extra_body": {"chat_template_kwargs": {"tokenize": True}}},
+            "chat_template_kwargs",
+            "does not use `tokenize`",
+        ),
+        ({"logit_bias": {"9999": 1}}, "logit_bias", "vocabulary of 128"),
         ({"max_tokens": CONTEXT}, "messages", f"maximum context length is {CONTEXT} tokens"),
         (
             {"messages": [{"role": "user", "content": "7" * 50_000}]},
@@ -150,7 +154,9 @@ def _endless(running: Running) -> dict[str, Any]:
         ),
     ],
 )
-def test_what_is_not_honoured_is_refused(running: Running, given: dict[str, Any], param: str | None, part: str) -> None:
+def test_unsupported_parameters_are_refused(
+    running: Running, given: dict[str, Any], param: str | None, part: str
+) -> None:
     before = running.forwards
     status, error = running.refusal(**given)
     assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param)

@@ -1,4 +1,4 @@
-"""An endpoint over an exported folder, asked with the official client; and a conversation in the terminal."""
+"""An endpoint over an exported folder, used with the official client; and a chat in the terminal."""
 
 import os
 import shutil
@@ -106,7 +106,7 @@ def server(engine: str, served: Path) -> Iterator[tuple[int, "subprocess.Popen[s
         lines
     )
     assert any(line == f"{served} is UNVERIFIED: not checked yet\n" for line in lines)
-    wanted = f"--engine {engine} answers one request at a time: 16 more may wait, each for 600 s at most; for real traffic install vLLM"
+    wanted = f"--engine {engine} answers one request at a time: 16 more may wait, each for 600 s at most; for more traffic install vLLM"
     assert any(line.startswith(wanted) for line in lines)
     yield port, process
     if process.poll() is None:
@@ -248,7 +248,7 @@ def test_a_server_that_ends_by_itself_is_an_error(folder: Path, tmp_path: Path) 
         {"PYTHONPATH": os.environ.get("PYTHONPATH", str(ROOT))},
     )
     assert done.returncode == 2
-    assert "the server ended by itself with exit code" in done.stderr
+    assert "the server ended with exit code" in done.stderr
     assert time.monotonic() - began < 120
 
 
@@ -295,7 +295,7 @@ def test_limits_of_a_server_are_checked(
     assert "--request-seconds 0 is not more than 0" in capsys.readouterr().err
 
 
-def test_a_conversation_keeps_what_was_said(folder: Path, served: Path) -> None:
+def test_a_chat_keeps_earlier_messages(folder: Path, served: Path) -> None:
     command = [sys.executable, "-m", "ds_finetune", "chat", str(served), "--max-new-tokens", str(NEW_TOKENS)]
     done = subprocess.run(
         command,
@@ -313,7 +313,7 @@ def test_a_conversation_keeps_what_was_said(folder: Path, served: Path) -> None:
         answers.append(_plain_answer(folder, messages))
         messages.append({"role": "assistant", "content": answers[-1]})
     assert answers[0] != answers[1]
-    assert done.stdout == f"`exit` ends it\n> {answers[0]}\n> {answers[1]}\n> > "
+    assert done.stdout == f"`exit` ends the chat\n> {answers[0]}\n> {answers[1]}\n> > "
 
 
 def test_a_folder_without_a_template_is_refused(

@@ -27,9 +27,9 @@ from ds_finetune.plan.combinations import check_divides
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.model_shape import Shape
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.trainer.dry_run import held_tensors
 from ds_finetune.trainer.inputs import config_tree, make_model_plan, model_config, model_lines
 from ds_finetune.trainer.preview import preview_of
+from ds_finetune.trainer.rank_tensors import rank_tensors, sizes_of
 from ds_finetune.world import World
 from tests.model.fp8_folder import MTP, V3, dequantised, in_fp8, master, publish
 from tests.model.test_weights import published
@@ -213,7 +213,7 @@ def test_the_plan_counts_the_new_rows(demo: Path) -> None:
     assert added == 2 * 5 * CONFIGS["deepseek_v3"]["hidden_size"]
     plan = make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cpu")
     model = make_model_plan(config, plan.mesh, is_config_alone=True)
-    assert sum(held.numel for held in held_tensors(plan, model)) == Shape.of(tree).total_params
+    assert sizes_of(rank_tensors(plan, model), None).total == Shape.of(tree).total_params
     ((_, text),) = model_lines(model, plan)
     assert text.startswith("96 -> 101 tokens; 5 new rows")
 

@@ -9,9 +9,10 @@ from transformers import AutoConfig
 
 from ds_finetune.cli.main import main
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.plan.estimate import estimate_run
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.trainer.dry_run import held_tensors, state_bytes
 from ds_finetune.trainer.inputs import make_model_plan
+from ds_finetune.trainer.rank_tensors import rank_tensors, sizes_of
 from ds_finetune.world import World
 
 
@@ -48,21 +49,22 @@ def test_every_parameter_of_deepseek_v3_is_somewhere(
     config = _config(deepseek_v3, parallel, stage)
     plan = make_plan(config, world=World(0, 256, 0, 8, "test"), device="cuda")
     model = make_model_plan(config, plan.mesh)
-    stages = model.stages
-    by_stage = [held_tensors(plan, model, place) for place in range(len(stages))]
-    held = [kind for stage in by_stage for kind in stage]
-    assert sum(kind.count * math.prod(kind.whole) for kind in held) == 671_026_404_352
-    everywhere = sum(kind.numel * plan.mesh.world_size / len(stages) / kind.sharers for kind in held)
-    largest, smallest = (choose(sum(kind.numel for kind in stage) for stage in by_stage) for choose in (max, min))
+    stages = rank_tensors(plan, model)
+    kinds = [kind for stage in stages for kind in stage]
+    assert sum(kind.count * math.prod(kind.whole) for kind in kinds) == 671_026_404_352
+    everywhere = sum(kind.numel * plan.mesh.world_size / len(stages) / kind.sharers for kind in kinds)
+    largest, smallest = (choose(sum(kind.numel for kind in stage) for stage in stages) for choose in (max, min))
     assert largest < 1.35 * smallest
-    cut = sum(kind.count * math.prod(kind.whole) for kind in held if math.prod(kind.whole) != math.prod(kind.local))
+    cut = sum(kind.count * math.prod(kind.whole) for kind in kinds if math.prod(kind.whole) != math.prod(kind.local))
     assert everywhere >= 671_026_404_352
     assert cut > 0 or not parallel
     if on_a_rank is not None:
-        assert sum(kind.numel for kind in held) == on_a_rank
-    size = state_bytes(plan, held)
-    assert size["optimizer"] == 12 * sum(kind.sharded for kind in held)
-    assert (size["weights"] == 2 * sum(kind.numel for kind in held)) == (stage < 3)
+        assert sum(kind.numel for kind in kinds) == on_a_rank
+    sizes = sizes_of(stages, None)
+    assert sizes.total == 671_026_404_352
+    size = estimate_run(config, plan, sizes).state_bytes
+    assert size["optimizer"] == 12 * sizes.rank_sharded
+    assert (size["weights"] == 2 * sizes.rank) == (stage < 3)
 
 
 def test_the_command_shows_ranks_shapes_and_deepspeed(
@@ -97,8 +99,9 @@ def test_with_lora_adapters_alone_have_gradients_and_moments(deepseek_v3: Path) 
     adapters = model.lora.num_params
     # Of 61 layers 58 have 256 experts with weights [4096, 7168] and [7168, 2048].
     assert adapters > 58 * 256 * 16 * (4096 + 7168 + 7168 + 2048)
-    held = held_tensors(plan, model)
-    sizes = state_bytes(plan, held, model.lora)
+    stages = rank_tensors(plan, model)
+    whole = estimate_run(config, plan, sizes_of(stages, None)).state_bytes
+    sizes = estimate_run(config, plan, sizes_of(stages, model.lora)).state_bytes
     assert sizes["gradients"] == 2 * -(-adapters // 256)
     assert sizes["optimizer"] == 12 * -(-adapters // 256)
-    assert sizes["weights"] == state_bytes(plan, held)["weights"] + 2 * -(-adapters // 256)
+    assert sizes["weights"] == whole["weights"] + 2 * -(-adapters // 256)

@@ -7,23 +7,19 @@ from typing import Any
 from ds_finetune.config.schema import read_config
 from ds_finetune.console import OUT, show_plan
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.trainer.inputs import RunInputs, read_inputs
-from ds_finetune.trainer.prepare import PreparedRun, make_schedule
+from ds_finetune.trainer.inputs import RunInputs
 from ds_finetune.world import World
-from tests.planning import model_of
+from tests.planning import prepared_run
 from tests.running import ROWS, tiny_task
 
 
 def inputs_of(folder: Path, **data: Any) -> tuple[RunInputs, str]:
     """The inputs of the tiny task, and what is printed of them."""
     config = read_config(tiny_task(folder, data=data))
-    inputs, plan = (
-        read_inputs(config, model_of(config)),
-        make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cpu"),
-    )
+    run = prepared_run(config, make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cpu"))
     with OUT.capture() as shown:
-        show_plan(PreparedRun(config, plan, inputs, make_schedule(config, inputs)))
-    return inputs, shown.get()
+        show_plan(run)
+    return run.inputs, shown.get()
 
 
 def test_held_out_rows_that_are_trained_on_are_counted(tmp_path: Path) -> None:
@@ -44,7 +40,7 @@ def test_held_out_rows_that_are_trained_on_are_counted(tmp_path: Path) -> None:
 
 def test_a_stream_names_files_that_are_in_both(tmp_path: Path) -> None:
     inputs, shown = inputs_of(tmp_path, streaming=True, eval=str(tmp_path / "train.jsonl"))
-    assert f"data.eval holds training files: {tmp_path / 'train.jsonl'}" in shown
+    assert f"data.eval has training files: {tmp_path / 'train.jsonl'}" in shown
     before = inputs.train.fingerprint()
     (tmp_path / "train.jsonl").write_text((tmp_path / "train.jsonl").read_text() + "\n")
     assert inputs.train.fingerprint() != before

@@ -45,7 +45,21 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     )
     done = start(torchrun("ds_finetune/train.py", str(run_file)))
     assert done.returncode == 0, done.stdout + done.stderr
+    (folder / "printed.txt").write_text(done.stdout + done.stderr)
     return folder
+
+
+OWN_LINES = re.compile(
+    r"plan|done|  .*|step \d+/\d+  loss .*|(rewritten|verified|next): .*|RANDOM WEIGHTS: .*|.*, as hard links|"
+    r"[a-z][a-z/_ -]{0,16} {2,}\S.*|(evaluation|answers|exporting tensors|tokenising rows|verifying exports)[ :].*"
+)
+"""Tables, the progress line, notes, results, and progress lines of phases."""
+
+
+def test_every_printed_line_is_the_programs_own(finished: Path) -> None:
+    lines = (finished / "printed.txt").read_text().splitlines()
+    assert len(lines) > 20
+    assert [line for line in lines if line.strip() and not OWN_LINES.fullmatch(line)] == []
 
 
 def test_the_run_folder_holds_what_it_should(finished: Path) -> None:
@@ -266,7 +280,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no template file": (None, {"data": {"template": "none.jinja"}}, "data.template `none.jinja` does not exist"),
     "unknown tracker": (None, {"log": {"trackers": ["wandbb"]}}, "log.trackers names `wandbb`"),
     "output below a file": (None, {"output_dir": "{folder}/run.yaml/run"}, "which is not a folder"),
-    "nothing supervised": (
+    "no supervised tokens": (
         lambda f: _lines(f / "train.jsonl", '{"messages": [{"role": "user", "content": "x"}]}'),
         {},
         "none of the 1 rows of",
@@ -316,11 +330,11 @@ def test_data_show_marks_what_is_trained(tmp_path: Path, capsys: pytest.CaptureF
     assert f"<|bos|><|user|>{row['prompt']}<|assistant|>⟦{row['completion']}<|eos|>⟧" in printed
     assert "rows read" in printed
     assert re.search(r"prompts +0 of [\d,]+ rows \(0.0%\) have", printed)
-    assert f"columns and fields that nothing reads: source ({len(rows):,} rows)" in printed
+    assert f"columns and fields that are not used: source ({len(rows):,} rows)" in printed
     show_plan(prepare_run(read_config(run_file), World.from_environment({})))
     printed = capsys.readouterr().out
     assert re.search(r"prompts +0 of [\d,]+ rows \(0.0%\) have", printed)
-    assert f"data.train: columns and fields that nothing reads: source ({len(rows):,} rows)" in printed
+    assert f"data.train: columns and fields that are not used: source ({len(rows):,} rows)" in printed
 
 
 def test_config_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -167,7 +167,7 @@ def test_equals_transformers_whole_and_cached(name: str, tmp_path: Path) -> None
     assert torch.equal(runtime.greedy(ids, mask, 16), wanted)
 
 
-def test_several_tokens_at_once_onto_a_past(tmp_path: Path) -> None:
+def test_several_tokens_at_once_with_a_cache(tmp_path: Path) -> None:
     model = fresh("deepseek_v3")
     onnx_folder.export_onnx(saved(tmp_path / "hub", model), tmp_path / "out", dtype="fp32", with_cache=True)
     runtime = Runtime(tmp_path / "out")
@@ -360,7 +360,7 @@ def test_refusals_leave_nothing(case: str, tmp_path: Path) -> None:
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["hub"]
 
 
-def test_arguments_that_say_nothing_are_refused(
+def test_arguments_that_are_not_valid_for_onnx_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, out = str(tmp_path / "hub"), str(tmp_path / "out")

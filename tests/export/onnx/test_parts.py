@@ -138,7 +138,7 @@ def test_attention_shares_keys_and_survives_padding(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v2", "deepseek_v3"])
-def test_positions_far_out(family: str, tmp_path: Path) -> None:
+def test_large_positions(family: str, tmp_path: Path) -> None:
     """Angles of a hundred thousand positions are those of transformers, so long contexts do not drift."""
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(
@@ -202,7 +202,7 @@ def test_padding_is_not_compared(dense: tuple[Path, onnx_comparison.Reference]) 
     assert onnx_comparison.compare(folder, replace(reference, logits={**reference.logits, case: logits})).beyond == 0
 
 
-def test_a_weight_that_is_not_whole_is_noticed(tmp_path: Path) -> None:
+def test_an_incomplete_weight_is_noticed(tmp_path: Path) -> None:
     graph = onnx_graph.Graph(FP32)
     name = graph.weight("w", (4, 2), lambda: iter((np.zeros((3, 2), FP32),)))
     ends = ([onnx_graph.value("x", FP32, (1, 4))], [onnx_graph.value("y", FP32, (1, 2))])
@@ -212,7 +212,7 @@ def test_a_weight_that_is_not_whole_is_noticed(tmp_path: Path) -> None:
             onnx_graph.write_model(graph, ends, tmp_path, inline_bytes=limit)
 
 
-def test_constants_are_kept_once_and_by_dtype() -> None:
+def test_constants_are_stored_once_for_each_dtype() -> None:
     graph = onnx_graph.Graph(np.dtype(np.float16))
     assert graph.ints(0, -1) == graph.subgraph().ints(0, -1)
     names = {graph.ints(1), graph.ints(1, 1), graph.scalar(1), graph.scalar(1, FP32), graph.scalar(1, np.int64)}

@@ -88,7 +88,7 @@ def _place_of(folder: Path, name: str) -> int:
     raise KeyError(name)
 
 
-def test_each_byte_of_each_file_counts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_change_of_any_byte_is_found(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = sorted(path.name for path in folder.iterdir() if path.name != RECORD)
     assert {"model.onnx", "model.onnx.data", "config.json"} <= {*files}
     generator = torch.Generator().manual_seed(1)
@@ -168,7 +168,7 @@ def test_a_wrong_folder_is_found(name: str, folder: Path, capsys: pytest.Capture
         assert said in (folder / UNVERIFIED).read_text()
 
 
-def test_options_that_say_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_are_not_valid_for_onnx(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "--check", str(folder), "--base", str(folder)]) == 2
     assert "is not valid with the ONNX folder" in capsys.readouterr().err
     assert main(["export", str(folder), "out", "--format", "onnx", "--no-verify"]) == 2

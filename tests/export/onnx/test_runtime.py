@@ -51,7 +51,7 @@ def test_generates_what_plain_transformers_does(family: str, with_cache: bool, t
         assert _generated(model, ids, mask, settings) == _generated(plain, ids, mask, settings), name
 
 
-def test_half_precision_goes_on_from_a_cache(tmp_path: Path) -> None:
+def test_half_precision_with_a_cache(tmp_path: Path) -> None:
     plain = fresh("deepseek_v3")
     onnx_folder.export_onnx(saved(tmp_path / "hub", plain), tmp_path / "out", dtype="fp16", with_cache=True)
     model = OnnxCausalLM.from_pretrained(tmp_path / "out")
@@ -67,7 +67,7 @@ def test_half_precision_goes_on_from_a_cache(tmp_path: Path) -> None:
     assert (found - wanted).abs().max() < 2e-2 * wanted.abs().max()
 
 
-def test_folders_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_without_a_model_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ExportError, match=r"holds no config\.json"):
         load.load_exported(tmp_path)
     (tmp_path / "config.json").write_text("{}")

@@ -142,7 +142,7 @@ def test_weights_without_the_masters_are_refused(copy: Path) -> None:
         read_deepspeed_checkpoint(copy)
 
 
-def test_latest_that_names_nothing(copy: Path) -> None:
+def test_latest_that_names_a_missing_folder(copy: Path) -> None:
     (copy / "latest").write_text("global_step9")
     with pytest.raises(ExportError, match="latest names `global_step9`, which is not there"):
         read_deepspeed_checkpoint(copy)
@@ -160,7 +160,7 @@ def test_latest_that_names_nothing(copy: Path) -> None:
         ("zero", "universal checkpoint"),
     ],
 )
-def test_other_layouts_are_refused_with_the_way_out(name: str, meaning: str, copy: Path) -> None:
+def test_other_layouts_are_refused_with_a_hint(name: str, meaning: str, copy: Path) -> None:
     (step_of(copy) / name).touch()
     with pytest.raises(ExportError, match=meaning) as caught:
         read_deepspeed_checkpoint(copy)
@@ -200,7 +200,7 @@ def test_deepspeed_is_not_needed(copy: Path, tmp_path: Path) -> None:
     assert done.stdout.startswith(f"wrote {tmp_path / 'out'}: 38 tensors, 0.00 GiB in ")
 
 
-def test_torn_files_are_named(copy: Path) -> None:
+def test_damaged_files_are_named(copy: Path) -> None:
     victim = next(step_of(copy).glob("*rank_1*_optim_states.pt"))
     whole = victim.read_bytes()
     for torn in (whole[: len(whole) // 2], b"", pickle.dumps({"a": 1})):
@@ -261,7 +261,7 @@ def environ() -> Iterator[None]:
     os.environ.update(before)
 
 
-def test_without_a_config_the_base_is_asked_for(copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_config_base_is_required(copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (copy / "config.json").rename(tmp_path / "config.json")
     (tmp_path / "tokenizer_config.json").write_text("{}")
     assert cli.main(["export", "--no-verify", str(copy), str(tmp_path / "out")]) == 2

@@ -1,0 +1,179 @@
+"""What a run needs, by arithmetic on plain numbers: parameters, memory of a rank, and disk.
+
+`train` checks the disk with it, `plan --dry-run` prints it, and `doctor` compares it with the hosts.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.plan.combinations import WEIGHT_BYTES
+from ds_finetune.plan.deepspeed_config import MOMENTS
+from ds_finetune.plan.plan import Plan
+
+_MASTER_BYTES = 4
+_STAGE_OF_PARTITIONED_WEIGHTS = 3
+
+
+@dataclass(frozen=True)
+class TensorKind:
+    """Tensors of one shape: the name with `N` for the layer, how many there are, and the ranks that share each."""
+
+    name: str
+    count: int
+    whole: tuple[int, ...]
+    """Shape in the whole model."""
+    local: tuple[int, ...]
+    """Shape on a rank, before ZeRO shards it."""
+    sharers: int
+
+    @property
+    def numel(self) -> int:
+        """Elements on a rank, of all of them, before ZeRO shards them."""
+        return self.count * math.prod(self.local)
+
+    @property
+    def sharded(self) -> int:
+        """Elements on a rank where ZeRO shards them."""
+        return self.count * -(-math.prod(self.local) // self.sharers)
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Parameters of a model and of the rank that holds most of it, without adapters."""
+
+    total: int
+    rank: int
+    """Elements of the fullest rank, before ZeRO shards them."""
+    rank_sharded: int
+    """Its elements where ZeRO shards them."""
+    adapters: int | None = None
+    """Parameters of LoRA adapters; None where every weight is trained."""
+    quantised: int = 0
+    """Elements held in four bits."""
+    quantised_bytes: int = 0
+
+    @property
+    def trained(self) -> int:
+        """Parameters that are trained."""
+        return self.total if self.adapters is None else self.adapters
+
+
+@dataclass(frozen=True)
+class DiskNeed:
+    """Files of a run that lie on the disk of a host at one time, at most; bytes are those of one file."""
+
+    exports: int
+    export_bytes: int
+    checkpoints: int
+    checkpoint_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all of them."""
+        return self.exports * self.export_bytes + self.checkpoints * self.checkpoint_bytes
+
+
+@dataclass(frozen=True)
+class RunEstimate:
+    """Parameters, bytes of a rank and files of a run; activations and buffers are not counted."""
+
+    sizes: ModelSizes
+    state_bytes: Mapping[str, int]
+    """Bytes of `weights`, `gradients` and `optimizer` (fp32 weights and moments) on the fullest rank."""
+    places: Mapping[str, str]
+    """Where a rank keeps each of them: `cuda`, `cpu` or `nvme`."""
+    staging_bytes: int
+    """Host memory of a rank for its part of a checkpoint that is written while training continues."""
+    files: DiskNeed
+    """Files of the whole run, were they all on one disk."""
+    world_size: int
+    is_node_local: bool
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Bytes of a rank on its GPU."""
+        return sum(size for name, size in self.state_bytes.items() if self.places[name] == "cuda")
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of a rank in host memory."""
+        return self.staging_bytes + sum(size for name, size in self.state_bytes.items() if self.places[name] == "cpu")
+
+    def disk(self, *, ranks: int, is_first_host: bool) -> DiskNeed:
+        """What a host with `ranks` ranks writes to its disk.
+
+        The first host writes the exports, and the checkpoints too where all hosts share the folder.
+        """
+        exports = self.files.exports if is_first_host else 0
+        if not self.is_node_local:
+            checkpoints = self.files.checkpoints if is_first_host else 0
+            return DiskNeed(exports, self.files.export_bytes, checkpoints, self.files.checkpoint_bytes)
+        share = self.files.checkpoint_bytes * ranks // self.world_size
+        return DiskNeed(exports, self.files.export_bytes, self.files.checkpoints, share)
+
+
+def estimate_run(config: RunConfig, plan: Plan, sizes: ModelSizes) -> RunEstimate:
+    """What the run of `config` needs, with the layout of `plan` and a model of `sizes`."""
+    home = "cpu" if plan.device == "cpu" else "cuda"
+    devices = {"weights": plan.offload_param, "gradients": plan.offload_optimizer, "optimizer": plan.offload_optimizer}
+    files = _files(config, plan, sizes)
+    return RunEstimate(
+        sizes=sizes,
+        state_bytes=_state_bytes(plan, sizes),
+        places={name: home if device == "none" else device for name, device in devices.items()},
+        staging_bytes=files.checkpoint_bytes // plan.world.world_size if plan.saves_asynchronously else 0,
+        files=files,
+        world_size=plan.world.world_size,
+        is_node_local=config.checkpoint.node_local,
+    )
+
+
+def model_sizes(stages: Sequence[Sequence[TensorKind]]) -> ModelSizes:
+    """The sizes of a model whose tensors on a rank of each pipeline stage are given."""
+    fullest = fullest_stage(stages)
+    # A tied weight is on both ends of a pipeline and counts once.
+    total = sum(kind.count * math.prod(kind.whole) for stage in stages for kind in stage) - _copied(stages)
+    return ModelSizes(total, sum(kind.numel for kind in fullest), sum(kind.sharded for kind in fullest))
+
+
+def fullest_stage(stages: Sequence[Sequence[TensorKind]]) -> Sequence[TensorKind]:
+    """The tensors of the stage whose ranks hold most elements."""
+    return max(stages, key=lambda stage: sum(kind.numel for kind in stage))
+
+
+def _copied(stages: Sequence[Sequence[TensorKind]]) -> int:
+    ends = [{kind.name: math.prod(kind.whole) for kind in stage if ".layers." not in kind.name} for stage in stages]
+    return sum(size for name, size in ends[-1].items() if len(stages) > 1 and name in ends[0])
+
+
+def _state_bytes(plan: Plan, sizes: ModelSizes) -> dict[str, int]:
+    """By ZeRO stage; with LoRA adapters alone have gradients and moments, and quantised weights are in four bits."""
+    width, stage = WEIGHT_BYTES[plan.precision], plan.zero_stage
+    adapters = sizes.adapters or 0
+    adapter_share = -(-adapters // plan.zero_ranks)
+    partitions_weights = stage >= _STAGE_OF_PARTITIONED_WEIGHTS
+    weights = sizes.rank_sharded + adapter_share if partitions_weights else sizes.rank + adapters
+    trained, trained_share = (sizes.rank, sizes.rank_sharded) if sizes.adapters is None else (adapters, adapter_share)
+    # DeepSpeed 0.19.8 keeps a second fp32 copy of fp32 weights under ZeRO (zero/stage_1_and_2.py:560).
+    copies = 1 if stage or width < _MASTER_BYTES else 0
+    master = _MASTER_BYTES * (MOMENTS[plan.optimizer.name] + copies)
+    return {
+        "weights": width * (weights - sizes.quantised) + sizes.quantised_bytes,
+        "gradients": width * (trained_share if stage >= 2 else trained),
+        "optimizer": master * (trained_share if stage else trained),
+    }
+
+
+def _files(config: RunConfig, plan: Plan, sizes: ModelSizes) -> DiskNeed:
+    keeps_best = bool(config.data.eval)
+    saves = bool(config.checkpoint.every_steps)
+    # A checkpoint is written before the oldest one that is kept is removed.
+    checkpoints = config.checkpoint.keep + 1 + (config.checkpoint.keep_best and keeps_best)
+    return DiskNeed(
+        exports=config.export.at_end + (config.eval.keep_best and keeps_best),
+        export_bytes=sizes.total * WEIGHT_BYTES[plan.precision],
+        checkpoints=checkpoints if saves else 0,
+        checkpoint_bytes=sizes.trained * plan.checkpoint_bytes_per_parameter if saves else 0,
+    )

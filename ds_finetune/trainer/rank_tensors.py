@@ -1,0 +1,59 @@
+"""The tensors that a rank of each pipeline stage holds, built on torch's meta device without memory."""
+
+import math
+import re
+from collections import Counter
+from dataclasses import replace
+
+import torch
+
+from ds_finetune.families.table import family_of
+from ds_finetune.model.build import build_skeleton, model_class
+from ds_finetune.model.four_bit import nf4_bytes
+from ds_finetune.model.lora_plan import LoraPlan
+from ds_finetune.model.model_plan import ModelPlan
+from ds_finetune.model.parallel.expert import build_local_experts
+from ds_finetune.model.parallel.pipeline import PipelineGroup, build_only_layers, install_pipeline_stage
+from ds_finetune.model.parallel.sharding import ModelShard
+from ds_finetune.model.parallel.tensor import local_config
+from ds_finetune.plan.estimate import ModelSizes, TensorKind, model_sizes
+from ds_finetune.plan.plan import Plan
+
+Stages = tuple[tuple[TensorKind, ...], ...]
+"""The tensors of a rank, by pipeline stage."""
+_LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
+
+
+def rank_tensors(plan: Plan, model: ModelPlan) -> Stages:
+    """What a rank of each pipeline stage holds of `model`; the other ranks of the stage hold as much."""
+    return tuple(tuple(_stage_tensors(plan, model, stage)) for stage in range(plan.mesh.pp))
+
+
+def sizes_of(stages: Stages, lora: LoraPlan | None) -> ModelSizes:
+    """The parameters of a model whose tensors are given, with its adapters."""
+    sizes = model_sizes(stages)
+    if lora is None:
+        return sizes
+    shapes = lora.quantised_shapes
+    quantised, num_bytes = sum(map(math.prod, shapes)), sum(map(nf4_bytes, shapes))
+    return replace(sizes, adapters=lora.num_params, quantised=quantised, quantised_bytes=num_bytes)
+
+
+def _stage_tensors(plan: Plan, model: ModelPlan, stage: int) -> list[TensorKind]:
+    hf_config, mesh = model.hf_config, plan.mesh
+    family, kind = family_of(hf_config.model_type), model_class(hf_config)
+    with (
+        build_local_experts(kind, family, ep_size=mesh.ep, mark=lambda _: None),
+        build_only_layers(kind, model.stages[stage]),
+    ):
+        local = local_config(hf_config, mesh.tp)
+        lm = build_skeleton(local, attention=model.attention, dtype=torch.bfloat16, device="meta")
+    if mesh.pp > 1:
+        install_pipeline_stage(lm, PipelineGroup(None, mesh.pp, stage), vocabulary=hf_config.vocab_size)
+    model_shard = ModelShard.of(mesh)
+    kinds: Counter[tuple[str, tuple[int, ...], tuple[int, ...], int]] = Counter()
+    for name, param in lm.named_parameters():
+        shard = model_shard.tensor_shard(name, tuple(param.shape))
+        sharers = plan.zero_ranks // (mesh.ep if shard.is_expert_parallel else 1)
+        kinds[_LAYER.sub("N", name), shard.whole_shape, tuple(param.shape), sharers] += 1
+    return [TensorKind(name, count, whole, local, sharers) for (name, whole, local, sharers), count in kinds.items()]
