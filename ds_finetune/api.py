@@ -18,7 +18,7 @@ from ds_finetune.units import parse_bytes
 from ds_finetune.world import World
 
 if TYPE_CHECKING:
-    from ds_finetune.evaluation.evaluate import EvalResult
+    from ds_finetune.evaluation.evaluate import EvalReport
     from ds_finetune.export.offline import ExportResult
     from ds_finetune.export.onnx.folder import OnnxExportResult
     from ds_finetune.export.verify.verify import VerificationResult
@@ -131,10 +131,10 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
     max_new_tokens: int = 256,
     batch_tokens: int = 4096,
     limit: int | None = None,
-) -> "EvalResult":
+) -> "EvalReport":
     """Score the exported folder `model`, and `baseline` on the same token ids, over the rows of `data`; prints nothing.
 
-    `EvalResult.metrics` holds each metric by name, with its confidence interval. With `extract` (gsm8k, choice, json or
+    `EvalReport.metrics` holds each metric by name, with its confidence interval. With `extract` (gsm8k, choice, json or
     text) answers are
     generated, and what it finds in them is compared with what it finds in the rows. `columns`, `template`, `train_on`
     and

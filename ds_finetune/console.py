@@ -1,7 +1,6 @@
-"""The consoles of the program, and what is printed with them: the plan before a run, the summary after it, tables,
-errors.
+"""The consoles of the program, and what it prints with them: the plan of a run, its summary, tables and errors.
 
-Commands print through `OUT` and `ERR` too. Progress lines (`observers/progress.py`), the watchdog's report
+Commands print through `OUT` and `ERR`. Progress lines (`observers/progress.py`, `phase_line.py`), the watchdog's report
 (`watchdog/monitor.py`) and helper processes, whose output is a protocol, write to standard output or standard error
 themselves.
 """
@@ -63,7 +62,7 @@ def show_plan(run: "PreparedRun") -> None:
 
 
 def show_line(text: str) -> None:
-    """Print a line at once, whatever it holds; a full disk behind standard output does not end the run."""
+    """Print a line without markup; a full disk behind standard output does not end the run."""
     with suppress(OSError):
         OUT.print(text, markup=False)
 
@@ -113,7 +112,7 @@ def has_chat_template(folder: Path) -> bool:
 
 
 def show_verifications(results: "Sequence[VerificationResult]") -> None:
-    """Print what exported folders were compared with and what came of it."""
+    """Print the results of verifying exported folders."""
     for result in results:
         state = "verified" if result.is_verified else "not checked" if result.skipped else "UNVERIFIED"
         OUT.print(f"{state}: {result.folder}", markup=False)

@@ -15,7 +15,7 @@ from ds_finetune.errors import ConfigError, OutputError
 
 if TYPE_CHECKING:
     from ds_finetune.evaluation.compare import Metric
-    from ds_finetune.evaluation.evaluate import EvalResult
+    from ds_finetune.evaluation.evaluate import EvalReport
 
 _EXTRACTORS = ("gsm8k", "choice", "json", "text")
 
@@ -126,7 +126,7 @@ def _write_text(file: str, text: str, *, mode: str) -> None:
         raise OutputError(f"--json `{file}` cannot be written: {refused.strerror}", hint="name another file") from None
 
 
-def _scored(arguments: Arguments) -> "EvalResult":
+def _scored(arguments: Arguments) -> "EvalReport":
     wrong = [column for column in arguments.column if "=" not in column]
     if wrong:
         raise ConfigError(

@@ -249,7 +249,7 @@ def _json(value: object, what: str) -> str:
 def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     keys = [key for key, _ in pairs]
     if len(set(keys)) != len(keys):
-        raise ValueError(f"a key is given twice in {', '.join(keys)}")
+        raise ValueError(f"a key is repeated in {', '.join(keys)}")
     return dict(pairs)
 
 

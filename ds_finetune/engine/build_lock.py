@@ -1,6 +1,4 @@
-"""Torch's lock on the folder in which an operator is compiled: who holds it, and what happens when its holder has
-died.
-"""
+"""The lock on the folder in which torch compiles an operator: its holder, and its removal when the holder has died."""
 
 import fcntl
 import hashlib
@@ -26,21 +24,21 @@ Say = Callable[[str], None]
 REPORT_SECONDS = 30.0
 FIRST_REPORT_SECONDS = 5.0
 QUIET_SECONDS = 600.0
-"""How long a folder whose lock has an unknown holder may stay unchanged: no source file of DeepSpeed takes as long to
-compile.
+"""How long a folder whose lock has an unknown holder may stay unchanged. Every source file of DeepSpeed compiles
+faster.
 """
 _PAUSE = 0.2
 _ENDED = "ZX"
-"""States in /proc/PID/stat of processes that have ended and whose parents have not noticed."""
+"""States in /proc/PID/stat of ended processes whose parents have not read their exit code."""
 _LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay"})
 """File systems that only this machine writes to."""
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"
-"""Of the machine itself (Linux, include/linux/proc_ns.h), from which the processes of all containers are seen."""
+"""The machine's own (Linux, include/linux/proc_ns.h), in which the processes of all containers are visible."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a lock: `is_dead` only where that is certain; `name` as messages call it."""
+    """Who holds a lock, by `name` in messages. `is_dead` and `is_alive` are set only where that is certain."""
 
     name: str
     is_dead: bool = False
@@ -49,8 +47,8 @@ class Holder:
 
 @contextmanager
 def reported_lock(op: str, say: Say) -> Iterator[None]:
-    """While this is open, `say` reports what is compiled, who is waited for (on a host's first rank) and a removed
-    lock.
+    """While this is open, `say` reports compilation, the process that is waited for (on a host's first rank) and a
+    removed lock.
 
     Torch's own lock is replaced by one of the same name that records its holder, and a lock whose holder has certainly
     died is removed.
@@ -88,7 +86,7 @@ class _ReportedBaton(FileBaton):
         return (self._path.parent / f"{self._op}.so").exists()
 
     def _wait(self) -> bool:
-        """Wait until the lock is gone; whether it was removed here, because its holder had died."""
+        """Wait until the lock is gone; returns whether it was removed here, because its holder had died."""
         report_at = time.monotonic() + FIRST_REPORT_SECONDS
         while (holder := holder_of(self._path)) is not None:
             if holder.is_dead:
@@ -102,17 +100,17 @@ class _ReportedBaton(FileBaton):
                     f"DeepSpeed's {self._op} cannot be used: {self._path} is held by {holder.name}, and nothing has "
                     "changed "
                     f"beside it for {QUIET_SECONDS / 60:.0f} minutes",
-                    hint=f"remove {self._path} where nothing compiles there any more",
+                    hint=f"remove {self._path} if nothing compiles there any more",
                 )
             time.sleep(_PAUSE)
         return False
 
 
 def _remove_of_dead(path: Path, say: Say) -> None:
-    """Remove the lock unless another process of this machine has done so, and perhaps holds a new one."""
+    """Remove the lock, unless another process of this machine has removed it and perhaps holds a new one."""
     name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
-    with (Path(tempfile.gettempdir()) / f"ds_finetune-{os.getuid()}-{name}").open("w") as guard:
-        fcntl.flock(guard, fcntl.LOCK_EX)
+    with (Path(tempfile.gettempdir()) / f"ds_finetune-{os.getuid()}-{name}").open("w") as removal:
+        fcntl.flock(removal, fcntl.LOCK_EX)
         holder = holder_of(path)
         if holder is not None and holder.is_dead:
             say(f"the lock {path} was left by {holder.name}, which has ended: removed")
@@ -120,7 +118,7 @@ def _remove_of_dead(path: Path, say: Say) -> None:
 
 
 def holder_of(path: Path) -> Holder | None:
-    """Who holds the lock at `path`; None where there is none any more."""
+    """Who holds the lock at `path`; None where the lock is gone."""
     try:
         text, status = path.read_text(), path.stat()
     except FileNotFoundError:
@@ -131,7 +129,7 @@ def holder_of(path: Path) -> Holder | None:
         return _holder_by_files(path, status)
     name = f"process {record['pid']} on {record['host']}"
     if record["machine"] != _machine():
-        # Another host, or a container whose processes are not seen from here.
+        # Another host, or a container whose processes are not visible here.
         return Holder(name)
     is_same = _started(record["pid"]) == record["started"]
     return Holder(name, is_dead=not is_same, is_alive=is_same)
@@ -150,7 +148,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """When a process was started, in ticks since boot, by which another one of the same number is told from it."""
+    """When a process started, in clock ticks since boot; distinguishes it from a later process with the same number."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -159,8 +157,9 @@ def _started(pid: int) -> str | None:
 
 
 def _holder_by_files(path: Path, status: os.stat_result) -> Holder:
-    """The holder of a lock without a record, as torch writes it: it has the file open. Dead only where every process
-    could be seen.
+    """The holder of a lock without a record, which torch's own lock is: the process that has the file open.
+
+    `is_dead` only where every process could be inspected.
     """
     is_certain = _is_local(path) and Path("/proc/self/ns/pid").is_symlink()
     is_certain = is_certain and str(Path("/proc/self/ns/pid").readlink()) == _FIRST_PID_NAMESPACE
@@ -169,7 +168,7 @@ def _holder_by_files(path: Path, status: os.stat_result) -> Holder:
             if process.stat().st_uid == status.st_uid and _has_open(process, status):
                 return Holder(f"process {process.name} on {socket.gethostname()}", is_alive=True)
         except PermissionError:
-            # Also of a process that is just ending; then the next look is certain.
+            # Also raised for a process that is ending; the next check is certain then.
             is_certain = False
         except (FileNotFoundError, ProcessLookupError):
             continue

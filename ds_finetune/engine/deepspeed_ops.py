@@ -1,4 +1,4 @@
-"""DeepSpeed's own compiled operators, as far as a run needs them: built, run once, and held against torch."""
+"""DeepSpeed's compiled operators that a run needs: built, run once, and compared with torch."""
 
 import os
 import re
@@ -28,7 +28,7 @@ _BUILDERS = {
     "async_io": "AsyncIOBuilder",
 }
 _OFFLOADED = {"adam": "cpu_adam", "adamw": "cpu_adam", "muon": "cpu_adam", "lion": "cpu_lion", "adagrad": "cpu_adagrad"}
-"""Optimizers that DeepSpeed 0.19.8 takes its own kernel for where their state is offloaded (runtime/engine.py,
+"""Optimizers for which DeepSpeed 0.19.8 uses its own kernel when their state is offloaded (runtime/engine.py,
 _configure_basic_optimizer).
 """
 _CAUSE = re.compile(
@@ -39,13 +39,13 @@ _TOLERANCE = 1e-6
 
 
 def _nothing(_: str) -> None:
-    """Where nobody reads what takes long."""
+    """Print nothing."""
 
 
 def needed_ops(plan: Plan) -> dict[str, dict[str, Any]]:
-    """Names of the operators that a run of `plan` will build, each with its settings as `check_op` takes them.
+    """Names of the operators that a run of `plan` will build, each with its settings for `check_op`.
 
-    `substitute` names what takes the place of one that cannot be built.
+    The setting `substitute` names the replacement for an operator that cannot be built.
     """
     name = plan.optimizer.name
     found: dict[str, dict[str, Any]] = {}
@@ -69,21 +69,21 @@ def needed_ops(plan: Plan) -> dict[str, dict[str, Any]]:
 
 
 def check_op(name: str, settings: Mapping[str, Any]) -> str:
-    """Build and run the operator; returns what was found. ConfigError says why it cannot be built, or how its numbers
-    differ.
+    """Build and run the operator and return the result as text. ConfigError says why it cannot be built, or how its
+    numbers differ.
 
     The first build takes minutes. `settings` of async_io: `folders` to write in and DeepSpeed's `aio` section.
     """
     if name == "async_io":
         build_op("async_io")
-        return "; ".join(_measured(Path(folder), settings["aio"]) for folder in settings["folders"])
+        return "; ".join(_measure_disk(Path(folder), settings["aio"]) for folder in settings["folders"])
     build_op(name)
     if not name.endswith("adam"):
         return "built"
     return f"built; three steps are torch's AdamW to {_difference(name):.0e}"
 
 
-def _measured(folder: Path, aio: Mapping[str, Any]) -> str:
+def _measure_disk(folder: Path, aio: Mapping[str, Any]) -> str:
     check_folder(folder, f"probe-{os.getpid()}")
     write, read = measure_folder(folder, aio)
     return (
@@ -93,34 +93,34 @@ def _measured(folder: Path, aio: Mapping[str, Any]) -> str:
 
 
 def build_op(name: str, say: Say = _nothing) -> None:
-    """Compile and load the operator, which takes minutes the first time; ConfigError says why that is not possible."""
+    """Compile and load the operator, which takes minutes the first time; ConfigError gives the cause of a failure."""
     import deepspeed.ops.op_builder as builders
 
     if not _library(name).exists():
         _refuse_without_compiler(name)
         if name == "async_io":
             _refuse_without_libaio()
-    # Whatever a build comes to grief on (compiler, linker, disk, CUDA, DeepSpeed's own refusals), its cause is said.
+    # A build fails in the compiler, the linker, on a full disk, in CUDA, or in DeepSpeed's own checks.
     causes: tuple[type[Exception], ...] = (RuntimeError, OSError, ImportError, AssertionError)
     try:
         with reported_lock(name, say):
             getattr(builders, _BUILDERS[name])().load(verbose=False)
     except (*causes, builders.builder.CUDAMismatchException, builders.builder.MissingCUDAException) as failed:
         text = "\n".join(filter(None, (str(failed), str(failed.__cause__ or ""))))
-        raise ConfigError(f"DeepSpeed's {name} cannot be built: {true_cause(text)}", hint=_mend(text)) from failed
+        raise ConfigError(f"DeepSpeed's {name} cannot be built: {true_cause(text)}", hint=_hint(text)) from failed
 
 
 def true_cause(text: str) -> str:
-    """The line of a failed build's output that says why; the last one where none does."""
+    """The line of a failed build's output that names the cause; the last line where none does."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return next(
         (line for line in lines if _CAUSE.search(line) and not line.startswith("FAILED")),
-        lines[-1] if lines else "it says nothing",
+        lines[-1] if lines else "the build printed nothing",
     )
 
 
-def _mend(text: str) -> str:
-    for word, mend in (
+def _hint(text: str) -> str:
+    for word, hint in (
         (
             "does not match the version torch was compiled with",
             "install the CUDA toolkit of torch's version, or a torch of the toolkit's",
@@ -131,8 +131,8 @@ def _mend(text: str) -> str:
         ("No space left", "free some space, or set TORCH_EXTENSIONS_DIR to another disk"),
     ):
         if word in text:
-            return mend
-    return "mend what the compiler says and try again; half a build in TORCH_EXTENSIONS_DIR may be removed"
+            return hint
+    return "correct what the compiler reports and try again; an incomplete build in TORCH_EXTENSIONS_DIR can be removed"
 
 
 def _library(name: str) -> Path:
@@ -143,7 +143,7 @@ def _library(name: str) -> Path:
 
 
 def _compiler() -> str:
-    """As torch 2.13 chooses it (utils/cpp_extension.py, get_cxx_compiler)."""
+    """The compiler that torch 2.13 chooses (utils/cpp_extension.py, get_cxx_compiler)."""
     return os.environ.get("CXX", "c++")
 
 
@@ -203,6 +203,6 @@ def _difference(name: str) -> float:
     if not difference <= _TOLERANCE:
         raise ConfigError(
             f"DeepSpeed's {name} is {difference:.1e} off torch's AdamW after three steps",
-            hint="remove it from TORCH_EXTENSIONS_DIR to build it anew",
+            hint="remove it from TORCH_EXTENSIONS_DIR to build it again",
         )
     return difference

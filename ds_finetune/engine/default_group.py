@@ -1,4 +1,4 @@
-"""The accelerator and the process group, opened as DeepSpeed needs them."""
+"""The default process group: ranks meet, check that their devices fit, and open it for torch and DeepSpeed."""
 
 import gc
 import os
@@ -23,31 +23,30 @@ from ds_finetune.patches.torch_distributed import default_timeout
 from ds_finetune.world import World
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-"""How long a rank waits in a collective for the others."""
+"""How long a rank waits for the others in a collective."""
 MEETING_TIMEOUT = timedelta(minutes=30)
 """How long a rank waits for the others before there is a process group."""
 
 
 def meet(world: World, *, timeout: timedelta = MEETING_TIMEOUT) -> dist.Store:
-    """The store of the ranks of `world`, once every one of them has come to it; RunError where one has not within
-    `timeout`.
+    """The store that the ranks of `world` share, once every rank has connected to it; RunError after `timeout`.
 
     A collective's timeout, which is also that of torch's own rendezvous (torch 2.13, distributed_c10d.py:1893), may be
     far shorter.
     """
     world.export_to(os.environ)
-    told = f"rank {world.rank} has not met the others at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    problem = f"rank {world.rank} has not met the others at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     hint = "another rank failed before, or starts later (raise watchdog.meet), or the address is not that of rank 0"
     try:
         store, _, _ = next(dist.rendezvous("env://", world.rank, world.world_size, timeout=timeout))
     except (dist.DistError, RuntimeError) as alone:
-        raise RunError(f"{told} within {timeout}: {alone}", hint=hint) from None
+        raise RunError(f"{problem} within {timeout}: {alone}", hint=hint) from None
     store.set(f"met/{world.rank}", "")
     try:
         store.wait([f"met/{rank}" for rank in range(world.world_size)], timeout)
     except (dist.DistError, RuntimeError):
         missing = [str(rank) for rank in range(world.world_size) if not store.check([f"met/{rank}"])]
-        raise RunError(f"{told} within {timeout}: ranks {', '.join(missing)} are not there", hint=hint) from None
+        raise RunError(f"{problem} within {timeout}: ranks {', '.join(missing)} are not there", hint=hint) from None
     return store
 
 
@@ -59,9 +58,9 @@ def process_group(
     it at the end.
 
     LaunchError on every rank, before the group opens, where ranks use different accelerators or share a GPU;
-    ConfigError where this process has used another accelerator than `device` before. No engine may be referred to
-    when it closes: what holds a group keeps its threads alive, and one that lets go of its last tensor while Python
-    ends aborts a process whose work is done ("terminate called without an active exception", exit code -6).
+    ConfigError where this process has used another accelerator than `device` before. No engine may be referenced when
+    it closes: a reference to a group keeps its threads alive, and a thread that releases its last tensor while Python
+    ends aborts the process ("terminate called without an active exception", exit code -6).
     """
     import deepspeed
 
@@ -86,8 +85,8 @@ def process_group(
             with deepspeed_local_rank(index):
                 yield
         except BaseException:
-            # The other ranks may never answer, so nothing here waits for them, as a group's own end may. A process
-            # alone can run again.
+            # Other ranks may never answer, so nothing here may wait for them, and the end of a group that DeepSpeed
+            # keeps may. A process without others can run again.
             dist.destroy_process_group()
             if world.world_size == 1:
                 forget_groups()

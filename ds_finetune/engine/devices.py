@@ -15,7 +15,7 @@ from ds_finetune.errors import ConfigError, LaunchError, RunError
 from ds_finetune.world import World
 
 _HIDDEN = ("", "-1", "NoDevFiles")
-"""Values of CUDA_VISIBLE_DEVICES with which a user hides every GPU."""
+"""Values of CUDA_VISIBLE_DEVICES that hide every GPU."""
 
 
 def present_gpus(devices: Path = Path("/dev")) -> int:
@@ -35,8 +35,8 @@ def why_no_gpu() -> str:
 
 
 def visible_device(local_rank: int) -> int:
-    """Number of the GPU of a local rank among those this process sees; 0 where a scheduler shows each process its own
-    alone.
+    """Number of a local rank's GPU among those visible to this process; 0 where a scheduler shows each process only its
+    own GPU.
     """
     count = torch.cuda.device_count()
     if local_rank >= count > 1:
@@ -48,9 +48,10 @@ def visible_device(local_rank: int) -> int:
 
 
 def choose_device() -> str:
-    """`cuda` where a GPU can be used and `DS_ACCELERATOR` is not `cpu`, else `cpu`; tells DeepSpeed the same.
+    """`cuda` where a GPU can be used and `DS_ACCELERATOR` is not `cpu`, else `cpu`; the variable is set to the
+    choice for DeepSpeed.
 
-    ConfigError where `DS_ACCELERATOR` asks for something else than can be used, and where it is not set and this
+    ConfigError where `DS_ACCELERATOR` names an accelerator that cannot be used, and where it is not set and this
     machine has GPUs that torch cannot use.
     """
     wanted = os.environ.get("DS_ACCELERATOR") or None
@@ -76,8 +77,9 @@ def choose_device() -> str:
 
 @contextmanager
 def deepspeed_local_rank(index: int) -> Iterator[None]:
-    """DeepSpeed sees `index` as its local rank, which it takes for the number of its GPU (0.19.8,
-    runtime/engine.py:1941-1966).
+    """While this is open, the variables that DeepSpeed reads as its local rank are `index`.
+
+    DeepSpeed takes the local rank for the number of its GPU (0.19.8, runtime/engine.py:1941-1966).
     """
     names = [name for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK") if name in os.environ]
     kept = {name: os.environ[name] for name in names}
@@ -89,7 +91,7 @@ def deepspeed_local_rank(index: int) -> Iterator[None]:
 
 
 def exchange(store: dist.Store, world: World, topic: str, mine: str, *, timeout: timedelta) -> list[str]:
-    """A text of every rank about `topic`, by rank; RunError where some have not written theirs within `timeout`."""
+    """The text of every rank about `topic`, by rank, before there is a process group; RunError after `timeout`."""
     keys = [f"{topic}/{rank}" for rank in range(world.world_size)]
     store.set(keys[world.rank], mine)
     try:

@@ -18,7 +18,7 @@ from ds_finetune.engine.finite_gradients import FiniteProbe
 from ds_finetune.engine.generation import GenerationLimits, answer_prompt, prompts_of_rank
 from ds_finetune.engine.gradient_norm import global_gradient_norm
 from ds_finetune.engine.loss_normalisation import loss_and_correct, mean_per_token, normalise_loss
-from ds_finetune.engine.pipeline_schedule import run_by_turns
+from ds_finetune.engine.pipeline_schedule import run_1f1b
 from ds_finetune.engine.process_groups import Groups
 from ds_finetune.engine.state import EngineState
 from ds_finetune.engine.whole_tensors import WholeTensors, named_parameters
@@ -46,7 +46,7 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class EvalResult:
+class HeldOutScores:
     """Mean loss in nats per supervised token and share of tokens predicted correctly, over every row once."""
 
     loss: float
@@ -117,7 +117,7 @@ class Engine:
             culprit=self._culprit() if skipped else "",
         )
 
-    def evaluate(self, batches: Iterable[Batch], *, is_over: Callable[[], bool] = _never) -> EvalResult | None:
+    def evaluate(self, batches: Iterable[Batch], *, is_over: Callable[[], bool] = _never) -> HeldOutScores | None:
         """Mean loss and token accuracy over `batches`, which hold every row of the data once over all ranks.
 
         None where `is_over` ends it, which is called before each batch and is the same on every rank.
@@ -133,7 +133,7 @@ class Engine:
                 counted += batch.num_supervised_tokens
         (supervised,) = self._sum_over_ranks(counted, copies=self.plan.mesh.sharing)
         loss_sum, correct = self._sum_over_ranks(*sums.tolist(), copies=self.plan.mesh.tp)
-        return EvalResult(mean_per_token(loss_sum, supervised), mean_per_token(correct, supervised), int(supervised))
+        return HeldOutScores(mean_per_token(loss_sum, supervised), mean_per_token(correct, supervised), int(supervised))
 
     def generate(
         self, prompts: list[list[int]], limits: GenerationLimits, *, is_over: Callable[[], bool] = _never
@@ -217,7 +217,7 @@ class Engine:
             return normalise(out.loss_sum) if isinstance(out, TokenLoss) else out
 
         with gradients_reduced_at_end(self._ds, zero_stage=self.plan.zero_stage):
-            run_by_turns(stage, batch.micro, forward, lambda scalar: self._ds.backward(scalar, scale_wrt_gas=False))
+            run_1f1b(stage, batch.micro, forward, lambda scalar: self._ds.backward(scalar, scale_wrt_gas=False))
             if self._is_tied:
                 stage.all_reduce_embedding_grad(self._ds.module.lm.get_input_embeddings().weight.grad)
         return sums

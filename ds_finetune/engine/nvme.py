@@ -1,4 +1,4 @@
-"""A guard for NVMe offload: some disks return from a direct read without having read."""
+"""Checks of disks for NVMe offload: some return from a direct read without having read."""
 
 import copy
 import os
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _ELEMENTS = 512 * 1024
 _DEFAULT_BUFFER = 100_000_000
-"""Elements, where `buffer_size` is not given (DeepSpeed 0.19.8, zero/offload_config.py)."""
+"""Elements, DeepSpeed's default of `buffer_size` (DeepSpeed 0.19.8, zero/offload_config.py)."""
 _AIO = {
     "block_size": 1 << 20,
     "queue_depth": 8,
@@ -25,8 +25,8 @@ _AIO = {
     "overlap_events": True,
     "intra_op_parallelism": 1,
 }
-"""What DeepSpeed 0.19.8 takes where the `aio` section does not say (swap_tensor/aio_config.py), in the order of
-`aio_handle`.
+"""Defaults of the `aio` section (DeepSpeed 0.19.8, swap_tensor/aio_config.py), in the order of `aio_handle`'s
+arguments.
 """
 _OFFSET = 64
 """Elements before the destination: 256 bytes, which is no multiple of a 512-byte sector."""
@@ -64,10 +64,11 @@ def check_buffers(plan: Plan, model: "ModelPlan") -> None:
     local = copy.deepcopy(local_config(model.hf_config, plan.mesh.tp))
     skeleton = build_skeleton(local, attention=model.attention, dtype=torch.bfloat16, device="meta")
     numel, name = max((param.numel(), name) for name, param in skeleton.named_parameters())
-    needed, given = -(-numel // plan.zero_ranks), int(float(section.get("buffer_size", _DEFAULT_BUFFER)))
-    if needed > given:
+    needed, buffer_size = -(-numel // plan.zero_ranks), int(float(section.get("buffer_size", _DEFAULT_BUFFER)))
+    if needed > buffer_size:
         raise ConfigError(
-            f"offload_param.buffer_size {given:,} elements is smaller than a rank's slice of `{name}`, {needed:,}",
+            f"offload_param.buffer_size {buffer_size:,} elements is smaller than a rank's slice of `{name}`, "
+            f"{needed:,}",
             hint=f"set offload_param.buffer_size to {needed} or more, or train on more ranks than {plan.zero_ranks}",
         )
 

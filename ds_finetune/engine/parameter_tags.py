@@ -1,4 +1,4 @@
-"""How DeepSpeed is told of parameters: which belong to some of the experts, and which are decayed."""
+"""Attributes and groups by which DeepSpeed knows parameters: experts, and weight decay."""
 
 from typing import Any
 
@@ -13,16 +13,16 @@ _STAGE_OF_PARTITIONED_PARAMETERS = 3
 
 
 def tag_expert(param: nn.Parameter, *, groups: Groups) -> None:
-    """Mark a parameter of this rank's experts, which the ranks of `groups.same_experts` hold and nobody else.
+    """Mark a parameter of this rank's experts, which only the ranks of `groups.same_experts` hold.
 
     Below stage 3 by `allreduce` and `group_name` (DeepSpeed 0.19.8, moe/utils.py:29), at stage 3 by its placement,
     which has to be there when `zero.Init` partitions it (zero/partition_parameters.py:1302, zero/stage3.py:675).
     """
-    held: Any = param
-    held.allreduce, held.group_name = False, groups.expert_name
-    held.ds_zero_placement_family, held.ds_zero_partition_group_name = "autoep_expert", groups.expert_name
-    held.ds_zero_partition_process_group = groups.same_experts
-    held.ds_zero_partition_rank, held.ds_zero_partition_world_size = (
+    expert: Any = param
+    expert.allreduce, expert.group_name = False, groups.expert_name
+    expert.ds_zero_placement_family, expert.ds_zero_partition_group_name = "autoep_expert", groups.expert_name
+    expert.ds_zero_partition_process_group = groups.same_experts
+    expert.ds_zero_partition_rank, expert.ds_zero_partition_world_size = (
         dist.get_rank(groups.same_experts),
         dist.get_world_size(groups.same_experts),
     )
@@ -34,7 +34,7 @@ def is_expert(param: torch.Tensor) -> bool:
 
 
 def experts_marker(parts: int) -> nn.Module:
-    """A module without parameters of the class by which DeepSpeed's engine sees that there are experts (0.19.8,
+    """A module without parameters of the class by which DeepSpeed's engine detects experts (0.19.8,
     runtime/engine.py:2100).
     """
     from deepspeed.moe.layer import MoE
@@ -45,14 +45,15 @@ def experts_marker(parts: int) -> nn.Module:
             self.num_experts = parts
 
         def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-            """The groups are known already."""
+            """Do nothing: the groups are registered already."""
 
     return Marker()
 
 
 def parameter_groups(model: nn.Module, plan: Plan, groups: Groups) -> list[dict[str, Any]]:
-    """Matrices with weight decay, norms and biases without, experts apart; the optimizer's own numbers come from the
-    DeepSpeed section.
+    """Optimizer groups: matrices with weight decay, norms and biases without, experts apart.
+
+    The optimizer's other settings come from the DeepSpeed section.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     decay = plan.optimizer.weight_decay
@@ -68,5 +69,5 @@ def parameter_groups(model: nn.Module, plan: Plan, groups: Groups) -> list[dict[
 
 
 def local_shape(param: torch.Tensor) -> tuple[int, ...]:
-    """Shape of a parameter on this rank, also where ZeRO-3 keeps a fragment of it."""
+    """Shape of a parameter on this rank before ZeRO-3 partitions it."""
     return tuple(getattr(param, "ds_shape", param.shape))

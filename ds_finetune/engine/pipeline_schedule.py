@@ -1,4 +1,4 @@
-"""One optimizer step of a pipeline stage: forwards and backwards by turns (1F1B), gradients reduced once at the end."""
+"""The 1F1B schedule of a pipeline stage: forwards and backwards of micro-batches alternate."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ Backward = Callable[[torch.Tensor], None]
 """From a scalar to gradients."""
 
 
-class _GradientOf(torch.autograd.Function):
+class _WithGradient(torch.autograd.Function):
     """A scalar whose gradient with respect to hidden states is the one that the next stage sent back."""
 
     @staticmethod
@@ -30,10 +30,10 @@ class _GradientOf(torch.autograd.Function):
         return grad, None
 
 
-def run_by_turns(stage: PipelineGroup, micros: Sequence[MicroBatch], forward: Forward, backward: Backward) -> None:
+def run_1f1b(stage: PipelineGroup, micros: Sequence[MicroBatch], forward: Forward, backward: Backward) -> None:
     """Forward and backward of every micro-batch, in the order of DeepSpeed's schedule (0.19.8, pipe/schedule.py:189).
 
-    Neighbours send and receive in the same order, so sends may wait for their receivers. A stage holds the
+    Neighbours send and receive in the same order, so a send may block until its receiver is ready. A stage holds the
     activations of as many forwards as there are stages from it to the last.
     """
     from deepspeed.runtime.pipe import schedule
@@ -55,7 +55,7 @@ def run_by_turns(stage: PipelineGroup, micros: Sequence[MicroBatch], forward: Fo
             {slot: stage.receive(torch.empty_like(done[slot]), source=stage.rank + 1)}
         ),
         schedule.BackwardPass: lambda slot: backward(
-            done.pop(slot) if stage.is_last else _GradientOf.apply(done.pop(slot), grads.pop(slot))
+            done.pop(slot) if stage.is_last else _WithGradient.apply(done.pop(slot), grads.pop(slot))
         ),
         schedule.SendGrad: lambda slot: stage.send(_grad_of(arrived.pop(slot)), to=stage.rank - 1),
     }
@@ -67,13 +67,13 @@ def run_by_turns(stage: PipelineGroup, micros: Sequence[MicroBatch], forward: Fo
 
 def _grad_of(tensor: torch.Tensor | None) -> torch.Tensor:
     assert tensor is not None
-    assert tensor.grad is not None, "no gradient reached what came from the stage before"
+    assert tensor.grad is not None, "no gradient reached the hidden states from the stage before"
     return tensor.grad
 
 
 def mark_copy(param: nn.Parameter) -> None:
-    """Mark a parameter that another stage holds as well: norms (DeepSpeed 0.19.8, zero/stage_1_and_2.py:2680) and
-    checkpoints leave it out.
+    """Mark a parameter that another stage also holds; norms (DeepSpeed 0.19.8, zero/stage_1_and_2.py:2680) and
+    checkpoints skip it.
     """
     param.ds_pipe_replicated = True  # type: ignore[attr-defined]
 

@@ -1,4 +1,4 @@
-"""What a run needs compiled is compiled before training, and the ranks agree on what follows from it."""
+"""Compile the operators of a run before training, and let all ranks agree on the result."""
 
 import json
 import os
@@ -15,9 +15,9 @@ from ds_finetune.plan.plan import Plan
 from ds_finetune.world import World
 
 Agree = Callable[[str], list[str]]
-"""Gives the texts of all ranks, by rank, for this one's; every rank calls it equally often."""
-_BOUND = ("srun", "mpirun")
-"""Launchers that give each rank cores of its own."""
+"""From this rank's text to the texts of all ranks, by rank; every rank calls it equally often."""
+_BINDING_LAUNCHERS = ("srun", "mpirun")
+"""Launchers that bind each rank to cores of its own."""
 
 
 def build_ops(plan: Plan, agree: Agree, say: Say) -> Plan:
@@ -26,7 +26,7 @@ def build_ops(plan: Plan, agree: Agree, say: Say) -> Plan:
     DeepSpeed's FusedAdam alone may be missing: where it cannot be compiled on some rank, the plan that is returned has
     torch's fused AdamW on all of them and a note, unless the user has set `torch_adam` to false.
     """
-    problems = {name: _problem(name, say) for name in needed_ops(plan)}
+    problems = {name: _build_problem(name, say) for name in needed_ops(plan)}
     everywhere = [json.loads(text) for text in agree(json.dumps(problems))]
     for rank, (name, (problem, hint)) in ((r, item) for r, found in enumerate(everywhere) for item in found.items()):
         if problem and name == "fused_adam" and plan.may_take_torch_adam:
@@ -37,8 +37,8 @@ def build_ops(plan: Plan, agree: Agree, say: Say) -> Plan:
 
 
 @cache
-def _problem(name: str, say: Say) -> tuple[str, str]:
-    """Why an operator cannot be built here and what to do about it, empty where it can; found out once."""
+def _build_problem(name: str, say: Say) -> tuple[str, str]:
+    """Why an operator cannot be built here, and a hint; both empty where it can. Tried once in a process."""
     try:
         build_op(name, say)
     except ConfigError as refused:
@@ -49,8 +49,8 @@ def _problem(name: str, say: Say) -> tuple[str, str]:
 def use_cores(plan: Plan, environ: MutableMapping[str, str]) -> Plan:
     """Give an offloaded optimizer this rank's share of the host's cores, with a note in the plan that is returned.
 
-    torchrun sets OMP_NUM_THREADS to 1 where it is not set, and the other launchers leave every rank all cores; another
-    value of it is the user's.
+    torchrun sets OMP_NUM_THREADS to 1 where it is not set; other launchers leave all cores to every rank. Any other
+    value is the user's and stays.
     """
     given = environ.get("OMP_NUM_THREADS")
     is_default = given is None or (given == "1" and "TORCHELASTIC_RUN_ID" in environ)
@@ -72,5 +72,5 @@ def cores_of_rank(world: World, *, available: int, total: int) -> int:
     """Cores of a rank: its part of those `available` here, or all of them where the launcher has bound it to some of
     `total`.
     """
-    is_own = world.launcher in _BOUND and available < total
+    is_own = world.launcher in _BINDING_LAUNCHERS and available < total
     return available if is_own else max(1, available // world.local_world_size)

@@ -21,9 +21,11 @@ from ds_finetune.plan.mesh import Axis, Mesh
 
 
 class ModelParallel:
-    """What DeepSpeed asks a model parallel unit (`mpu`) for: who holds other parts of the model, and who the same."""
+    """The model parallel unit (`mpu`) that DeepSpeed asks for groups: of ranks with other parts of the model, and with
+    the same part.
+    """
 
-    def __init__(self, made: "_Made") -> None:
+    def __init__(self, made: "_GroupMaker") -> None:
         self._mesh = made.mesh
         self._model: dist.ProcessGroup | None = made.line("pp", "tp")
         self._data: dist.ProcessGroup | None = made.line("dp", "sp")
@@ -38,7 +40,7 @@ class ModelParallel:
         return self._model
 
     def get_model_parallel_rank(self) -> int:
-        """This rank's part of its stage: parameters that are not cut are counted by those whose part is 0."""
+        """This rank's part of its stage; only part 0 counts parameters that are not sharded."""
         return self._mesh.place("tp")
 
     def get_model_parallel_world_size(self) -> int:
@@ -60,9 +62,7 @@ class ModelParallel:
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups this rank is in; None along an axis of one rank. `same_experts` is known to DeepSpeed by
-    `expert_name`.
-    """
+    """The groups of this rank; None along an axis of one rank. DeepSpeed knows `same_experts` by `expert_name`."""
 
     stage: PipelineGroup | None
     sequence: SequenceParallelGroup | None
@@ -78,12 +78,12 @@ class Groups:
 
     @property
     def same_part(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the same part of what is no expert; None for all ranks."""
+        """The ranks that hold the same part of all parameters but experts; None for all ranks."""
         return self.mpu.get_data_parallel_group() if self.mpu else None
 
 
-class _Made:
-    """The process groups of a mesh that were made, to be taken apart again: each has threads of its own."""
+class _GroupMaker:
+    """Makes the process groups of a mesh and destroys them; each group has threads of its own."""
 
     def __init__(self, mesh: Mesh, timeout: timedelta) -> None:
         self.mesh = mesh
@@ -101,17 +101,18 @@ class _Made:
         return self._groups[-1]
 
     def destroy(self) -> None:
-        """Take them apart."""
+        """Destroy the groups of this rank."""
         while self._groups:
             dist.destroy_process_group(self._groups.pop())
 
 
 @contextmanager
 def open_groups(mesh: Mesh, *, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Iterator[Groups]:
-    """Make the groups of `mesh`, collectively, and take them apart at the end: DeepSpeed 0.19.8 keeps a model under
-    ZeRO-3 past `destroy`.
+    """Make the groups of `mesh`, collectively, and destroy them at the end.
+
+    They are destroyed here because DeepSpeed 0.19.8 keeps a ZeRO-3 model, and with it the groups, past `destroy`.
     """
-    made = _Made(mesh, timeout)
+    made = _GroupMaker(mesh, timeout)
     groups = Groups(
         stage=_stage(made) if mesh.pp > 1 else None,
         sequence=SequenceParallelGroup(made.line("sp"), mesh.sp, mesh.place("sp")) if mesh.sp > 1 else None,
@@ -120,9 +121,9 @@ def open_groups(mesh: Mesh, *, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Itera
         mpu=ModelParallel(made) if mesh.tp * mesh.pp > 1 else None,
         same_experts=made.own(mesh.same_expert_lines()) if mesh.ep > 1 else None,
     )
-    _tell_deepspeed(groups, made)
+    _register_with_deepspeed(groups, made)
     yield groups
-    # Not after an error, when others may never come to it.
+    # Not after an error: destroying a group waits for ranks that may be gone.
     for part in (groups.stage, groups.sequence, groups.tensor, groups.experts, groups.mpu):
         if part is not None:
             part.close()
@@ -131,7 +132,7 @@ def open_groups(mesh: Mesh, *, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Itera
     made.destroy()
 
 
-def _stage(made: _Made) -> PipelineGroup:
+def _stage(made: _GroupMaker) -> PipelineGroup:
     mesh = made.mesh
     stage = PipelineGroup(made.line("pp"), mesh.pp, mesh.place("pp"))
     ends = made.own(
@@ -141,12 +142,12 @@ def _stage(made: _Made) -> PipelineGroup:
     return stage
 
 
-def _tell_deepspeed(groups: Groups, made: _Made) -> None:
+def _register_with_deepspeed(groups: Groups, made: _GroupMaker) -> None:
     """Register the groups of experts where DeepSpeed 0.19.8 looks for them by name (utils/groups.py:37-44)."""
     if groups.experts is None:
         return
     mesh = made.mesh
-    # Asked for to add up norms alone, for which tensor parallel ranks hold parts of experts as well
+    # DeepSpeed uses it only to sum norms, for which tensor parallel ranks hold parts of experts as well
     # (zero/stage3.py:1995).
     parts = groups.experts.group if mesh.tp == 1 else made.own(mesh.expert_part_lines())
     register_expert_groups(

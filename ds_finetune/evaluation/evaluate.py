@@ -39,7 +39,7 @@ class EvalRequest:
 
 
 @dataclass(frozen=True)
-class EvalResult:
+class EvalReport:
     """Metrics by name, and the models, documents and supervised tokens that they are of."""
 
     model: str
@@ -55,7 +55,7 @@ class EvalResult:
         return asdict(self)
 
 
-def evaluate_model(request: EvalRequest) -> EvalResult:
+def evaluate_model(request: EvalRequest) -> EvalReport:
     """Score `request.model`, and `request.baseline` on the same token ids.
 
     DataError or ExportError where rows or models cannot be read, or the models cannot be compared.
@@ -70,7 +70,7 @@ def evaluate_model(request: EvalRequest) -> EvalResult:
     scores = _score(folder, documents, request, tokenizer, references)
     baseline = None if base is None else _score(base, documents, request, tokenizer, references)
     tokens = int(scores.tokens.sum())
-    return EvalResult(request.model, request.baseline, compare(scores, baseline), len(documents), tokens, tuple(notes))
+    return EvalReport(request.model, request.baseline, compare(scores, baseline), len(documents), tokens, tuple(notes))
 
 
 def _model_folder(name: str) -> Path:

@@ -1,6 +1,4 @@
-"""Checkpoints every so often, at the last step and when a signal asks for it; what went wrong with one is said at the
-next step.
-"""
+"""Save checkpoints every so many steps, at the last step and after a signal; failures are reported at the next step."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -15,13 +13,13 @@ from ds_finetune.observers.interrupts import Interrupts
 from ds_finetune.observers.record import Resumable, StepRecord
 
 RunText = Callable[[StepRecord, Mapping[str, Mapping[str, Any]]], str]
-"""The run's state as text, from the record of a step and what observers remember."""
+"""From the record of a step and the state of observers to the run's state as text."""
 
 
 @dataclass(frozen=True)
-class Kept:
-    """How often a checkpoint is written, which are kept (the last `keep`, and the one with the lowest eval loss), and
-    how many may fail in a row.
+class CheckpointPolicy:
+    """How often a checkpoint is written, how many are kept (the last `keep`, with `keep_best` also the one with the
+    lowest eval loss), and how many may fail in a row.
     """
 
     every_steps: int
@@ -32,11 +30,11 @@ class Kept:
 
 @dataclass
 class Checkpointing:
-    """Saves as `kept` says; `say` prints a line, `remembered` are observers by name whose state is kept."""
+    """Saves by the `policy`; `say` prints a line, `remembered` are the observers by name whose state is saved."""
 
     saver: Saver
     interrupts: Interrupts
-    kept: Kept
+    policy: CheckpointPolicy
     remembered: Mapping[str, Resumable]
     run_text: RunText
     say: Callable[[str], None]
@@ -45,10 +43,10 @@ class Checkpointing:
     _failed: int = 0
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Settle the save before where it is done, and begin one where it is time."""
+        """Finish the previous save where it is done, and start one when it is due."""
         is_asked = self.interrupts.is_asked()
         self._report(self.saver.settle())
-        if not (is_asked or record.is_last or record.stop or record.step % self.kept.every_steps == 0):
+        if not (is_asked or record.is_last or record.stop or record.step % self.policy.every_steps == 0):
             return record
         with self.saving():
             return self._save(record, is_asked=is_asked)
@@ -64,27 +62,27 @@ class Checkpointing:
         name = self.interrupts.name or "a signal to another rank"
         if not self._report(self.saver.settle(wait=True)):
             raise RunError(
-                f"{name}: NOT saved at step {record.step}", hint="the same command goes on from the checkpoint before"
+                f"{name}: NOT saved at step {record.step}", hint="the same command resumes from the checkpoint before"
             )
-        return record.stopping(f"{name}: saved at step {record.step}; the same command goes on from there")
+        return record.stopping(f"{name}: saved at step {record.step}; the same command resumes from there")
 
     def close(self) -> None:
-        """Wait for the save that is on its way."""
+        """Wait for the save in progress."""
         with self.saving():
             self._report(self.saver.settle(wait=True))
 
     def _report(self, outcome: SaveResult | None) -> bool:
-        """Say what went wrong with a save on the rank concerned, and take away what is no longer needed; returns
-        whether it is complete.
+        """Report a failed save with its ranks, or remove checkpoints that are no longer kept; returns whether the save
+        is complete.
         """
         if outcome is None:
             return False
-        place = self.saver.place
+        place = self.saver.folder
         if not outcome.has_failed:
             self._failed, self.saver.last_error = 0, ""
             if place.is_leader:
                 self.saver.remove(
-                    superseded_checkpoints(place.path, keep=self.kept.keep, keep_best=self.kept.keep_best)
+                    superseded_checkpoints(place.path, keep=self.policy.keep, keep_best=self.policy.keep_best)
                 )
             return True
         self._failed += 1
@@ -95,10 +93,10 @@ class Checkpointing:
                 self.say(f"CHECKPOINT OF STEP {outcome.step} WAS NOT WRITTEN: {error}; the ones before are untouched")
         self.saver.remove_partial(outcome)
         self.saver.last_error = f"the checkpoint of step {outcome.step} was not written: {errors[0]}"
-        if self._failed >= self.kept.max_failed:
+        if self._failed >= self.policy.max_failed:
             raise RunError(
                 f"{self._failed} checkpoints in a row were not written, and checkpoint.max_failed is "
-                f"{self.kept.max_failed}: {errors[0]}",
-                hint="make room; the same command goes on from the last one that is complete",
+                f"{self.policy.max_failed}: {errors[0]}",
+                hint="free disk space; the same command resumes from the last complete checkpoint",
             )
         return False

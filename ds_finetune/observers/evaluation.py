@@ -1,6 +1,4 @@
-"""Held-out data every so often: loss, perplexity, token accuracy, optional exact match; early stopping and the best
-weights.
-"""
+"""Evaluation on held-out data: loss, perplexity, token accuracy and exact match; early stopping and best weights."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -8,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ds_finetune.config.schema import EvalConfig
-from ds_finetune.engine.engine import EvalResult
+from ds_finetune.engine.engine import HeldOutScores
 from ds_finetune.observers.record import StepRecord
 
 _OVERFLOW_NATS = 700.0
@@ -17,13 +15,13 @@ _OVERFLOW_NATS = 700.0
 
 @dataclass
 class Evaluation:
-    """Calls `evaluate` (and `exact_match`, where prompts are asked for) every `every_steps` and at the last step.
+    """Calls `evaluate`, and `exact_match` where eval.generate.prompts is set, every `every_steps` and at the last step.
 
-    Either gives None where a signal asks the run to end; the evaluation `is_due` then, when the run goes on.
+    Either returns None where a signal asks the run to end. The evaluation `is_due` then when the run resumes.
     """
 
     every_steps: int
-    evaluate: Callable[[], EvalResult | None]
+    evaluate: Callable[[], HeldOutScores | None]
     exact_match: Callable[[], float | None] | None = None
     is_due: bool = False
 
@@ -51,18 +49,16 @@ class Evaluation:
         return {"is_due": self.is_due}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Remember it."""
+        """Take over `state`."""
         self.is_due = state["is_due"]
 
     def close(self) -> None:
-        """Nothing is held back."""
+        """Nothing to write."""
 
 
 @dataclass
 class BestAndPatience:
-    """Remembers the lowest `eval/loss`, keeps its weights, and stops after `patience` evaluations without a lower
-    one.
-    """
+    """Tracks the lowest `eval/loss`, keeps its weights, and stops after `patience` evaluations without a lower one."""
 
     config: EvalConfig
     keep: Callable[[int], None]
@@ -94,7 +90,7 @@ class BestAndPatience:
         return {"best_loss": self.best_loss, "best_step": self.best_step, "worse_in_a_row": self.worse_in_a_row}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from the best of the run before."""
+        """Continue with the best of the interrupted run."""
         self.best_loss, self.best_step, self.worse_in_a_row = (
             state["best_loss"],
             state["best_step"],
@@ -102,7 +98,7 @@ class BestAndPatience:
         )
 
     def close(self) -> None:
-        """Nothing is held back."""
+        """Nothing to write."""
 
 
 def matches(answers: Sequence[str], expected: Sequence[str]) -> float:

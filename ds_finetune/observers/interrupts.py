@@ -13,14 +13,14 @@ from ds_finetune.engine.collectives import all_reduce_max
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _ECHO_SECONDS = 2.0
-"""A scheduler signals every process of a job and the launcher passes it on: within this time it is the same signal."""
+"""A scheduler signals every process of a job, and launchers forward it: within this time it is the same signal."""
 
 
 class Interrupts:
-    """While it is open the first signal is remembered, and a second one ends this process at once.
+    """While this is open the first signal is recorded, and a second one ends this process at once.
 
-    Signals are taken by a thread, for Python's own handlers do not run while the process waits in a collective. Without
-    `can_save` signals do what they always do.
+    A thread receives signals, because Python's handlers do not run while the process waits in a collective. Without
+    `can_save` signals keep their usual effect.
     """
 
     def __init__(self, *, can_save: bool = True) -> None:
@@ -68,4 +68,4 @@ class Interrupts:
 
 
 def _leave_to_thread(number: int, frame: FrameType | None) -> None:
-    """A handler of Python's must be there for the signal to reach the pipe."""
+    """Do nothing: Python writes a signal to the pipe only where it has a handler."""

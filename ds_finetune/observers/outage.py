@@ -1,4 +1,4 @@
-"""Records of a log that may lose its disk for a while: they wait, and training continues."""
+"""Queue the records of a log whose disk is full, so that training continues."""
 
 from collections import deque
 from collections.abc import Callable
@@ -6,12 +6,12 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 MOST_WAITING = 10_000
-"""Records that wait for room at most; older ones are lost."""
+"""Records that wait at most; older ones are lost."""
 _LONGEST_PAUSE = 16
 
 
 class Outage(Generic[T]):
-    """Passes records to `write` in order; one that raises OSError waits with those after it, and is tried again later.
+    """Passes records to `write` in order. A record that raises OSError is queued with those after it and retried later.
 
     `say` prints a line when writing fails, when it works again, and at the end for what is lost.
     """

@@ -17,13 +17,13 @@ class ProgressLine:
         self._live = self._out.isatty()
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Write the line when it is time, and always for a notice, an evaluation or an end."""
+        """Write the line when it is due, and always for a notice, an evaluation or the end of the run."""
         self._left.count_step(record.values["perf/step_seconds"])
-        told = record.slow or record.notice or record.stop or record.is_last or "eval/loss" in record.values
-        if not told and record.step % self._every and not self._live:
+        must_print = record.slow or record.notice or record.stop or record.is_last or "eval/loss" in record.values
+        if not must_print and record.step % self._every and not self._live:
             return record
         line = self._line(record)
-        write_now(self._out, CLEAR_LINE + line + ("\n" if told else "") if self._live else line + "\n")
+        write_now(self._out, CLEAR_LINE + line + ("\n" if must_print else "") if self._live else line + "\n")
         return record
 
     def close(self) -> None:

@@ -7,10 +7,10 @@ from typing import Any, Protocol, Self
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Numbers of one optimizer step by metric name (`train/loss`, ...); `step` counts from 1; `stop` says why the run
+    """Numbers of one optimizer step by metric name (`train/loss`, ...); `step` counts from 1; `stop` is why the run
     ends here.
 
-    `position` is where this rank's data stands after the step; `slow` names a rank that holds the others up.
+    `position` is the position in this rank's data after the step; `slow` names a straggler.
     """
 
     step: int
@@ -39,17 +39,17 @@ class Observer(Protocol):
         ...
 
     def close(self) -> None:
-        """Write what is still held back."""
+        """Write what is still queued."""
         ...
 
 
 class Resumable(Protocol):
-    """An observer that remembers something from step to step, which a checkpoint keeps."""
+    """An observer with state, which checkpoints save."""
 
     def state(self) -> dict[str, Any]:
-        """What it remembers, as plain values."""
+        """The state as plain values."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Remember what `state` gave."""
+        """Take over what `state` returned."""
         ...

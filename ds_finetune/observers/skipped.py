@@ -1,4 +1,4 @@
-"""Skipped steps are counted and said; too many in a row end the run."""
+"""Counts skipped steps; too many in a row end the run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,8 +32,8 @@ class SkippedSteps:
         return {"in_a_row": self.in_a_row}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on counting."""
+        """Continue counting from `state`."""
         self.in_a_row = state["in_a_row"]
 
     def close(self) -> None:
-        """Nothing is held back."""
+        """Nothing to write."""

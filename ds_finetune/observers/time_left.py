@@ -1,4 +1,4 @@
-"""How long a run still takes: steps, evaluations, saves, and the export and its verification at the end."""
+"""Estimates the remaining time of a run: steps, evaluations, saves, and the export and its verification at the end."""
 
 import time
 from collections import deque
@@ -17,11 +17,11 @@ _LOADING_SECONDS = 15.0
 
 
 class TimeLeft:
-    """Adds up what is left by what was measured; what was not measured yet is estimated.
+    """Sums the remaining work by measured times, and by estimates before the first measurement.
 
-    `every` says after how many steps evaluations and saves come (0: at the last step alone), for those that the run
-    has. An evaluation is taken for `evaluation_steps` steps until the first one. `export_bytes` are those of the
-    exported folders, 0 where there is none; `verifies` where they are verified.
+    `every` is the number of steps between evaluations and between saves (0: only at the last step), for those that
+    the run has. Until the first evaluation one counts as `evaluation_steps` steps. `export_bytes` is the size of all
+    exported folders, 0 where there are none; `verifies` says whether they are verified.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class TimeLeft:
         self._measured: dict[str, list[float]] = {}
 
     def count_step(self, seconds: float) -> None:
-        """A step that took so long."""
+        """Record the duration of a step."""
         self._step_seconds.append(seconds)
 
     @contextmanager
@@ -82,7 +82,7 @@ class TimeLeft:
 
 
 def _times(*, after: int, steps: int, every: int) -> int:
-    """How often something still comes that comes every so many steps and at the last one."""
+    """How often something is still due that happens every `every` steps and at the last one."""
     if after >= steps:
         return 0
     return steps // every - after // every + bool(steps % every) if every else 1

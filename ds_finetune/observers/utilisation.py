@@ -48,4 +48,4 @@ class Utilisation:
         return record.with_values({"perf/mfu": share})
 
     def close(self) -> None:
-        """Nothing is held back."""
+        """Nothing to write."""

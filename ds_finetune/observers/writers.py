@@ -1,4 +1,4 @@
-"""The numbers of a run as files and trackers: `metrics.jsonl`, TensorBoard, and what accelerate knows by name."""
+"""Write the metrics of a run: `metrics.jsonl`, TensorBoard, and other trackers of accelerate."""
 
 import errno
 import json
@@ -36,7 +36,7 @@ class MetricsFile:
         return record
 
     def close(self) -> None:
-        """Write what waits, and close the file."""
+        """Write queued records and close the file."""
         self._lines.close()
         self._file.close()
 
@@ -76,7 +76,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """Trackers that accelerate knows, by name; TensorBoard lies in the run folder.
+    """Trackers that accelerate knows, by name; TensorBoard writes to the run folder.
 
     One that cannot write does not end the run (`Outage`).
     """
@@ -108,7 +108,7 @@ class Trackers:
 
 
 class _Tracker:
-    """One tracker, which is opened again after its event file could not be written."""
+    """One tracker, which is reopened after a failed write of its event file."""
 
     def __init__(self, name: str, output_dir: Path, settings: Mapping[str, Any]) -> None:
         self.name, self._folder, self._settings = name, output_dir, settings

@@ -1,6 +1,4 @@
-"""Which layouts may be trained: those whose gradients a test compares with a plain loop's, and sizes that divide the
-model.
-"""
+"""The layouts that may be trained: those that tests compare with a plain PyTorch loop, where sizes divide the model."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,42 +12,42 @@ from ds_finetune.families.table import FAMILIES, family_of
 from ds_finetune.plan.mesh import Mesh
 
 AXES = ("pp", "sp", "tp", "ep")
-"""Sizes beside data parallelism."""
+"""Parallel axes besides data parallelism."""
 
 ROW_BYTES = 16
-"""Bytes whose multiple a row of an expert's matrix must be there."""
+"""A row of an expert's matrix has to be a multiple of this in torch's grouped product."""
 WEIGHT_BYTES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of a weight by precision."""
 
 
 @dataclass(frozen=True)
-class Proven:
-    """A combination of axes longer than one, beside data parallelism, and the ZeRO stages it is compared with."""
+class ParallelLayout:
+    """The axes with more than one rank, besides data parallelism, and the ZeRO stages that they are tested with."""
 
     axes: frozenset[str]
     stages: tuple[int, ...]
 
     @property
     def families(self) -> tuple[str, ...]:
-        """Model types it is compared for: those with all of its axes in the table of families."""
+        """Model types it is tested with: those with all of its axes in the table of families."""
         return tuple(name for name, family in FAMILIES.items() if self.axes <= family.parallel_axes)
 
 
-PROVEN = (
-    Proven(frozenset({"sp"}), (0, 1, 2, 3)),
-    Proven(frozenset({"tp"}), (0, 1, 2, 3)),
-    Proven(frozenset({"sp", "tp"}), (0, 1, 2, 3)),
-    Proven(frozenset({"ep"}), (0, 1, 2, 3)),
-    Proven(frozenset({"sp", "ep"}), (0, 1, 2, 3)),
-    Proven(frozenset({"tp", "ep"}), (0, 1, 2, 3)),
-    Proven(frozenset({"pp"}), (0, 1)),
-    Proven(frozenset({"pp", "tp"}), (0, 1)),
-    Proven(frozenset({"pp", "sp"}), (0, 1)),
-    Proven(frozenset({"pp", "ep"}), (0, 1)),
+TESTED_LAYOUTS = (
+    ParallelLayout(frozenset({"sp"}), (0, 1, 2, 3)),
+    ParallelLayout(frozenset({"tp"}), (0, 1, 2, 3)),
+    ParallelLayout(frozenset({"sp", "tp"}), (0, 1, 2, 3)),
+    ParallelLayout(frozenset({"ep"}), (0, 1, 2, 3)),
+    ParallelLayout(frozenset({"sp", "ep"}), (0, 1, 2, 3)),
+    ParallelLayout(frozenset({"tp", "ep"}), (0, 1, 2, 3)),
+    ParallelLayout(frozenset({"pp"}), (0, 1)),
+    ParallelLayout(frozenset({"pp", "tp"}), (0, 1)),
+    ParallelLayout(frozenset({"pp", "sp"}), (0, 1)),
+    ParallelLayout(frozenset({"pp", "ep"}), (0, 1)),
 )
-"""Every row is a row of the parity tests."""
+"""tests/parity/test_parallel.py compares each row with a plain PyTorch loop."""
 _OPTIMIZERS = ("adam", "adamw")
-"""Optimizers the layouts are compared with; Muon and Lamb depend on whole matrices."""
+"""Optimizers that the layouts are tested with; Muon and Lamb depend on whole matrices."""
 _OPTIONS: Mapping[str, tuple[object, ...]] = {
     "reduce_scatter": (True,),
     "contiguous_gradients": (True,),
@@ -58,8 +56,8 @@ _OPTIONS: Mapping[str, tuple[object, ...]] = {
     "gradient_predivide_factor": (1, 1.0),
     "prescale_gradients": (False,),
 }
-"""DeepSpeed's choices that are not compared with other values: some assert after weights are read, some mix up the
-experts of ranks.
+"""DeepSpeed options and the values that the layouts are tested with. With other values, some fail after weights are
+read, and some confuse the experts of ranks.
 """
 
 
@@ -70,26 +68,26 @@ _QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "
 def check_layout(
     mesh: Mesh, config: RunConfig, *, stage: int, offloads: Sequence[str] = (), tree: Mapping[str, Any] | None = None
 ) -> None:
-    """ConfigError where a run's layout, with offload to these devices and DeepSpeed's `tree`, is in no row of `PROVEN`,
-    naming the nearest.
+    """ConfigError where a run's layout, with these offload devices and DeepSpeed's `tree`, is in no row of
+    `TESTED_LAYOUTS`; its hint names the nearest row.
     """
     axes = _axes(mesh)
     if not axes:
         return
-    rows = [row for row in PROVEN if row.axes == axes]
+    rows = [row for row in TESTED_LAYOUTS if row.axes == axes]
     if not any(stage in row.stages for row in rows):
         raise ConfigError(
-            f"parallel {mesh} with zero stage {stage} is not proven", hint=f"nearest: {_nearest(axes, stage)}"
+            f"parallel {mesh} with zero stage {stage} is not tested", hint=f"nearest: {_nearest(axes, stage)}"
         )
     if mesh.pp * mesh.tp * mesh.ep > 1 and stage == 0 and config.train.precision != "fp32":
-        # DeepSpeed 0.19.8 takes the norm of a rank's own part there (fp16/unfused_optimizer.py): 0.78 of the whole on
-        # the tiny DeepSeek-V3.
+        # DeepSpeed 0.19.8 computes the norm of each rank's own shard there (fp16/unfused_optimizer.py): 0.78 of the
+        # true norm on the tiny DeepSeek-V3.
         raise ConfigError(
             f"parallel {mesh} with zero stage 0 in {config.train.precision} clips by a wrong norm",
             hint="use zero stage 1, or fp32",
         )
-    for what, way_out in chain(_unproven(mesh, config, offloads), _unproven_options(tree or {})):
-        raise ConfigError(f"parallel {mesh} with {what} is not proven", hint=way_out)
+    for what, hint in chain(_untested(mesh, config, offloads), _untested_options(tree or {})):
+        raise ConfigError(f"parallel {mesh} with {what} is not tested", hint=hint)
     tokens = config.train.max_seq_len
     if config.data.packing and tokens % mesh.sp:
         legal = [str(n * mesh.sp) for n in (tokens // mesh.sp, tokens // mesh.sp + 1) if n]
@@ -100,10 +98,10 @@ def check_layout(
 
 
 def check_lora(mesh: Mesh, config: RunConfig, *, stage: int, offloads: Sequence[str], tree: Mapping[str, Any]) -> None:
-    """ConfigError where adapters are trained in a way that no test compares with peft (tests/lora)."""
+    """ConfigError where adapters would be trained in a way that no test compares with peft."""
     if config.lora is None:
         return
-    for what, is_so, way_out in (
+    for what, is_set, hint in (
         (f"parallel {mesh}", bool(_axes(mesh)), "set tp, pp, sp and ep to 1"),
         ("offload to nvme", "nvme" in offloads, "offload to cpu"),
         ("train.precision fp16", config.train.precision == "fp16", "set train.precision to bf16"),
@@ -111,9 +109,9 @@ def check_lora(mesh: Mesh, config: RunConfig, *, stage: int, offloads: Sequence[
         (
             f"model.weights {config.model.weights}",
             config.model.weights == "random",
-            "adapters belong to weights that are loaded",
+            "load weights, or leave `lora` out",
         ),
-        # Embedding and head are frozen: a new row would stay as it was drawn, and no adapter holds it.
+        # Embedding and head are frozen: a new row would keep its random values, and adapters do not contain it.
         (
             "model.resize_vocabulary true",
             config.model.resize_vocabulary,
@@ -124,8 +122,8 @@ def check_lora(mesh: Mesh, config: RunConfig, *, stage: int, offloads: Sequence[
             for name in _QUANTIZED
         ),
     ):
-        if is_so:
-            raise ConfigError(f"lora with {what} is not proven", hint=way_out)
+        if is_set:
+            raise ConfigError(f"lora with {what} is not tested", hint=hint)
     if config.lora.quantize is not None:
         _check_quantized(config.lora.quantize, stage=stage, offloads=offloads)
 
@@ -134,9 +132,9 @@ def _check_quantized(kind: str, *, stage: int, offloads: Sequence[str]) -> None:
     away = [device for device in offloads if device != "none"]
     if stage == _STAGE_OF_PARTITIONED_WEIGHTS or away:
         what = f"offload to {away[0]}" if away else f"zero stage {stage}"
-        # ZeRO-3 partitions parameters, of which the scales of four-bit blocks are none.
+        # ZeRO-3 partitions parameters, and the scales of four-bit blocks are not parameters.
         raise ConfigError(
-            f"lora.quantize {kind} with {what} is not proven", hint="use zero stage 0, 1 or 2 without offload"
+            f"lora.quantize {kind} with {what} is not tested", hint="use zero stage 0, 1 or 2 without offload"
         )
     if find_spec("bitsandbytes") is None:
         raise ConfigError(
@@ -145,7 +143,7 @@ def _check_quantized(kind: str, *, stage: int, offloads: Sequence[str]) -> None:
         )
 
 
-def _unproven(mesh: Mesh, config: RunConfig, offloads: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _untested(mesh: Mesh, config: RunConfig, offloads: Sequence[str]) -> Iterator[tuple[str, str]]:
     if config.model.attention != "sdpa":
         yield f"model.attention {config.model.attention}", "set model.attention to sdpa"
     if config.train.precision == "fp16":
@@ -158,18 +156,18 @@ def _unproven(mesh: Mesh, config: RunConfig, offloads: Sequence[str]) -> Iterato
         yield "checkpoint.node_local", "save to a folder that all hosts share"
 
 
-def _unproven_options(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _untested_options(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     given = {**tree, **(tree.get("zero_optimization") or {})}
-    for name, proven in _OPTIONS.items():
-        if name in given and given[name] not in proven:
+    for name, tested in _OPTIONS.items():
+        if name in given and given[name] not in tested:
             yield f"{name} {given[name]}", "leave it out"
 
 
 def table() -> str:
-    """`PROVEN` in Markdown, for `docs/reference/layouts.md`."""
+    """`TESTED_LAYOUTS` in Markdown, for `docs/reference/layouts.md`."""
     rows = [
         f"| {' x '.join(axis for axis in AXES if axis in row.axes)} | {_listed(row.stages)} | {_listed(row.families)} |"
-        for row in PROVEN
+        for row in TESTED_LAYOUTS
     ]
     return "\n".join(["| beside dp | ZeRO stages | model types |", "| --- | --- | --- |", *rows]) + "\n"
 
@@ -183,7 +181,7 @@ def _axes(mesh: Mesh) -> frozenset[str]:
 
 
 def _nearest(axes: frozenset[str], stage: int) -> str:
-    row = min(PROVEN, key=lambda row: (len(row.axes ^ axes), min(abs(stage - other) for other in row.stages)))
+    row = min(TESTED_LAYOUTS, key=lambda row: (len(row.axes ^ axes), min(abs(stage - other) for other in row.stages)))
     return (
         f"{' and '.join(f'parallel.{axis}' for axis in sorted(row.axes))} with zero stage "
         f"{', '.join(map(str, row.stages))}"
@@ -191,7 +189,7 @@ def _nearest(axes: frozenset[str], stage: int) -> str:
 
 
 def check_divides(mesh: Mesh, model: Mapping[str, Any], *, pp_layers: Sequence[int] = ()) -> None:
-    """ConfigError where a size does not divide what it is to share out of the model whose config.json is given, naming
+    """ConfigError where a parallel size does not divide what it splits in the `model` (its config.json); the hint names
     the sizes that do.
     """
     axes = _axes(mesh)
@@ -202,23 +200,23 @@ def check_divides(mesh: Mesh, model: Mapping[str, Any], *, pp_layers: Sequence[i
     if not axes:
         return
     kind = str(model.get("model_type"))
-    proven = next(row.families for row in PROVEN if row.axes == axes)
-    if kind not in proven:
-        raise ConfigError(f"parallel {mesh} of model_type {kind} is not proven", hint=f"proven: {', '.join(proven)}")
+    tested = next(row.families for row in TESTED_LAYOUTS if row.axes == axes)
+    if kind not in tested:
+        raise ConfigError(f"parallel {mesh} of model_type {kind} is not tested", hint=f"tested: {', '.join(tested)}")
     _check_stages(mesh.pp, int(model["num_hidden_layers"]), pp_layers)
     scaling = model.get("rope_parameters") or model.get("rope_scaling") or {}
     if mesh.sp > 1 and scaling.get("rope_type", scaling.get("type")) == "longrope":
-        # transformers 5.23 chooses its factors by the positions it is given (modeling_rope_utils.py:47), of which a
-        # rank has a part.
+        # transformers 5.23 chooses its factors by the positions in a call (modeling_rope_utils.py:47), of which a
+        # rank has only a part.
         raise ConfigError(
-            f"parallel {mesh} of a model with rope_type longrope is not proven", hint="set parallel.sp to 1"
+            f"parallel {mesh} of a model with rope_type longrope is not tested", hint="set parallel.sp to 1"
         )
     biased = [key for key in ("attention_bias", "mlp_bias") if mesh.tp > 1 and model.get(key)]
     if biased:
         raise ConfigError(
-            f"parallel {mesh} of a model with {biased[0]} true is not proven", hint="set parallel.tp to 1"
+            f"parallel {mesh} of a model with {biased[0]} true is not tested", hint="set parallel.tp to 1"
         )
-    for axis, what, number in _shared_out(mesh, model):
+    for axis, what, number in _divided_dimensions(mesh, model):
         size = getattr(mesh, axis)
         if number % size:
             legal = ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
@@ -231,7 +229,7 @@ def check_divides(mesh: Mesh, model: Mapping[str, Any], *, pp_layers: Sequence[i
 def check_expert_widths(mesh: Mesh, model: Mapping[str, Any], *, precision: str) -> None:
     """ConfigError where torch's grouped product rejects the experts of the model whose config.json is given.
 
-    torch 2.13 wants each row of their matrices to be a multiple of 16 bytes ("strides should be multiple of 16 bytes").
+    torch 2.13 needs each row of their matrices to be a multiple of 16 bytes ("strides should be multiple of 16 bytes").
     """
     if not family_of(str(model.get("model_type"))).fused_experts:
         return
@@ -252,7 +250,7 @@ def check_expert_widths(mesh: Mesh, model: Mapping[str, Any], *, precision: str)
 
 
 def wider(precision: str) -> str:
-    """The hint where rows of experts have no multiple of 16 bytes."""
+    """The hint where rows of experts are not a multiple of 16 bytes."""
     other = "train a model of other widths"
     return other if precision == "fp32" else f"set train.precision to fp32, or {other}"
 
@@ -269,8 +267,8 @@ def _check_stages(stages: int, layers: int, given: Sequence[int]) -> None:
         )
 
 
-def _shared_out(mesh: Mesh, model: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
-    """What each axis cuts into equal parts, and how many there are."""
+def _divided_dimensions(mesh: Mesh, model: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
+    """For each axis, what it divides into equal parts, and how many of these the model has."""
     heads = int(model["num_attention_heads"])
     yield "tp", "attention heads", heads
     yield "sp", f"attention heads{' of a tensor parallel rank' if mesh.tp > 1 else ''}", heads // mesh.tp

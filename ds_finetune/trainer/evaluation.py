@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 
 from ds_finetune.data.batches import eval_batches, num_eval_rows
-from ds_finetune.engine.engine import Engine, EvalResult
+from ds_finetune.engine.engine import Engine, HeldOutScores
 from ds_finetune.engine.generation import GenerationLimits
 from ds_finetune.observers.evaluation import matches
 from ds_finetune.observers.interrupts import Interrupts
@@ -15,7 +15,7 @@ from ds_finetune.trainer.prepare import PreparedRun
 
 def evaluation_functions(
     run: PreparedRun, engine: Engine, interrupts: Interrupts
-) -> tuple[Callable[[], EvalResult | None], Callable[[], float | None] | None]:
+) -> tuple[Callable[[], HeldOutScores | None], Callable[[], float | None] | None]:
     """A function that evaluates the loss, and one that scores answers by exact match, or None where none is asked for.
 
     Each returns None where a signal ended it.
@@ -29,7 +29,7 @@ def evaluation_functions(
     def phase(what: str, number: int, per_round: int) -> PhaseLine:
         return PhaseLine(what, math.ceil(number / per_round), is_rank_zero=engine.is_rank_zero)
 
-    def evaluate() -> EvalResult | None:
+    def evaluate() -> HeldOutScores | None:
         number = num_eval_rows(held_out, limit)
         with phase("evaluation", number, rows.micro_batch_size * rows.dp) as line:
             is_over = line.before_each(interrupts.is_asked)

@@ -13,7 +13,7 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import num_eval_rows
 from ds_finetune.data.stream import StreamedRows
 from ds_finetune.engine.engine import Engine
-from ds_finetune.observers.checkpointing import Checkpointing, Kept
+from ds_finetune.observers.checkpointing import Checkpointing, CheckpointPolicy
 from ds_finetune.observers.evaluation import BestAndPatience, Evaluation
 from ds_finetune.observers.interrupts import Interrupts
 from ds_finetune.observers.progress import ProgressLine
@@ -97,7 +97,7 @@ def _checkpointing(
     started: StartedRun, saver: Saver, left: TimeLeft, interrupts: Interrupts, resumable: dict[str, Resumable]
 ) -> Checkpointing:
     policy = started.run.config.checkpoint
-    kept = Kept(policy.every_steps, policy.keep, policy.keep_best, policy.max_failed)
+    kept = CheckpointPolicy(policy.every_steps, policy.keep, policy.keep_best, policy.max_failed)
     state_text, saving = make_state_text(started.run, started.engine), partial(_saving, started.rank_progress, left)
     return Checkpointing(saver, interrupts, kept, resumable, state_text, started.say, saving)
 
@@ -114,7 +114,7 @@ def _writers(started: StartedRun, left: TimeLeft) -> list[Observer]:
 
 
 def _in_phase(progress: RankProgress, phase: str, function: Callable[P, R]) -> Callable[P, R]:
-    """The same function, which the watchdog sees as a phase of its own."""
+    """The same function, run as a phase of its own for the watchdog."""
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         with progress.during(phase):

@@ -1,1 +1,1 @@
-"""What each rank is doing, the connection between ranks, which rank is at fault, and how a run is ended."""
+"""End a run as a whole when a rank fails, dies or hangs, and name the rank at fault."""

@@ -1,11 +1,11 @@
-"""One collective, as every rank that shares it knows it."""
+"""One call of a collective, numbered alike on every rank that shares it."""
 
 from typing import NamedTuple
 
 
 class CollectiveCall(NamedTuple):
-    """One collective of a rank: its function, elements given, the ranks that share it, and its number among theirs,
-    from 1.
+    """Name of the function, elements that the rank passes in (0: objects, or none), the ranks that share it, and the
+    number of the call among those ranks, from 1.
     """
 
     name: str
@@ -15,13 +15,10 @@ class CollectiveCall(NamedTuple):
 
     def __str__(self) -> str:
         """For people."""
-        return (
-            f"{self.name}"
-            + (f" of {self.size:,} elements" if self.size else "")
-            + f" (number {self.number:,} of {self.ranks})"
-        )
+        size = f" of {self.size:,} elements" if self.size else ""
+        return f"{self.name}{size} (number {self.number:,} of {self.ranks})"
 
     @property
-    def kind(self) -> tuple[str, int]:
+    def signature(self) -> tuple[str, int]:
         """What must be the same on every rank that takes part."""
         return self.name, self.size

@@ -1,4 +1,4 @@
-"""Collectives are seen by standing in for the functions of torch.distributed that are called."""
+"""Record every collective of a rank: the functions of torch.distributed are wrapped while it trains."""
 
 import functools
 import inspect
@@ -35,51 +35,54 @@ _COLLECTIVES = (
     "gather_object",
     "scatter_object_list",
 )
-_BETWEEN_TWO = ("send", "recv", "batch_isend_irecv")
-"""Seen, and not counted against other ranks. `isend` and `irecv` alone are left as they are: `P2POp` compares them
+_SEND_RECEIVE = ("send", "recv", "batch_isend_irecv")
+"""Recorded, and not compared with other ranks. `isend` and `irecv` alone are not wrapped: `P2POp` compares them
 by identity (torch 2.13, distributed_c10d.py).
 """
-_GIVEN = ("input", "input_tensor", "tensor", "input_list", "input_tensor_list", "tensors")
-"""What a rank gives, by the parameter's name; objects have no size."""
-POINT_TO_POINT = "pairs"
+_INPUT_NAMES = ("input", "input_tensor", "tensor", "input_list", "input_tensor_list", "tensors")
+"""Names of the parameter that a rank passes its tensors in; objects have no size."""
+POINT_TO_POINT = "point to point"
+"""Stands for the ranks of a send or a receive."""
 
 
 @contextmanager
 def observe_collectives(progress: RankProgress) -> Iterator[None]:
-    """While it is open, `progress` learns of every collective of this process that goes through torch.distributed.
+    """While it is open, `progress` records every collective that this process calls through torch.distributed.
 
     Open it before `deepspeed.init_distributed`. Functions that torch.distributed calls itself are not counted twice.
     """
 
     def wrap(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         if name == "wait":
-            return _observed_wait(progress, function)
-        return _observed(progress, name, function, pair=name in _BETWEEN_TWO)
+            return _wrap_wait(progress, function)
+        return _wrap_collective(progress, name, function, is_point_to_point=name in _SEND_RECEIVE)
 
-    with wrapped_collectives((*_COLLECTIVES, *_BETWEEN_TWO), wrap):
+    with wrapped_collectives((*_COLLECTIVES, *_SEND_RECEIVE), wrap):
         yield
 
 
-def _observed(progress: RankProgress, name: str, function: Callable[..., Any], *, pair: bool) -> Callable[..., Any]:
+def _wrap_collective(
+    progress: RankProgress, name: str, function: Callable[..., Any], *, is_point_to_point: bool
+) -> Callable[..., Any]:
     parameters = list(inspect.signature(function).parameters)
-    given = next(((word, parameters.index(word)) for word in _GIVEN if word in parameters), None)
-    grouped = parameters.index("group") if "group" in parameters else len(parameters)
+    input_at = next(((word, parameters.index(word)) for word in _INPUT_NAMES if word in parameters), None)
+    group_at = parameters.index("group") if "group" in parameters else len(parameters)
     names: dict[int, str] = {}
+
+    def ranks_of(group: dist.ProcessGroup | None) -> str:
+        if is_point_to_point:
+            return POINT_TO_POINT
+        if group is None:
+            return "all"
+        return names.get(id(group)) or names.setdefault(id(group), _ranks_text(group))
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the function takes
-        group = args[grouped] if len(args) > grouped else kwargs.get("group")
+        group = args[group_at] if len(args) > group_at else kwargs.get("group")
         value = None
-        if given is not None:
-            value = args[given[1]] if len(args) > given[1] else kwargs.get(given[0])
-        ranks = (
-            POINT_TO_POINT
-            if pair
-            else "all"
-            if group is None
-            else names.get(id(group)) or names.setdefault(id(group), _name(group))
-        )
-        began = progress.enter(name, _size(value), ranks)
+        if input_at is not None:
+            value = args[input_at[1]] if len(args) > input_at[1] else kwargs.get(input_at[0])
+        began = progress.enter(name, _num_elements(value), ranks_of(group))
         try:
             return function(*args, **kwargs)
         finally:
@@ -88,21 +91,21 @@ def _observed(progress: RankProgress, name: str, function: Callable[..., Any], *
     return call
 
 
-def _size(value: Any) -> int:  # noqa: ANN401 - a tensor, several, or none
+def _num_elements(value: Any) -> int:  # noqa: ANN401 - a tensor, several, or none
     if isinstance(value, torch.Tensor):
         return value.numel()
     return sum(map(torch.numel, value)) if isinstance(value, list) else 0
 
 
-def _name(group: dist.ProcessGroup) -> str:
-    """Ranks of a group, the same on each of them; a copy of the group of all ranks is that to a reader."""
+def _ranks_text(group: dist.ProcessGroup) -> str:
+    """The ranks of a group, the same text on each of them; `all` for any group of all ranks."""
     if not isinstance(group, dist.ProcessGroup):
         return "no rank"
     ranks = dist.get_process_group_ranks(group)
     return "all" if len(ranks) == dist.get_world_size() else "ranks " + ",".join(map(str, ranks))
 
 
-def _observed_wait(progress: RankProgress, wait: Callable[..., bool]) -> Callable[..., bool]:
+def _wrap_wait(progress: RankProgress, wait: Callable[..., bool]) -> Callable[..., bool]:
     @functools.wraps(wait)
     def call(self: dist.Work, *args: Any, **kwargs: Any) -> bool:  # noqa: ANN401 - a timeout or none
         began = progress.wait()

@@ -1,16 +1,17 @@
-"""Authenticated messages over TCP. The kernel reports a process that died at once, and a machine that is gone within
-seconds.
+"""Authenticated messages over TCP between a rank and the coordinator.
 
-Each side begins with a frame that is a random number. Every later frame is a JSON message with an HMAC over the
-message, its number and the direction, under a key made of the run's secret and both random numbers: nothing is
-parsed that did not come from a rank of this run, and nothing can be replayed. Messages are not encrypted.
+The kernel closes the connection at once when the process at its other end dies, and within seconds when its machine
+does; `Connection.is_lost` is how a dead rank is detected.
+
+Each side begins with a line that holds a random number. Every later line is a message (`process_messages.py`) behind an
+HMAC over the message, its number and the direction. The key is made of the run's secret and both random numbers. So
+nothing is parsed that does not come from a rank of this run, and nothing can be replayed. Messages are not encrypted.
 """
 
 import contextlib
 import errno
 import hashlib
 import hmac
-import json
 import secrets
 import select
 import socket
@@ -20,32 +21,30 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import TypeAdapter
+from ds_finetune.process_messages import MAX_LINE_BYTES, LineBuffer, MessageError, ProcessMessage, decode, encode
+from ds_finetune.watchdog.messages import FROM_COORDINATOR, FROM_RANK
 
-Message = dict[str, Any]
-T = TypeVar("T")
-
-GONE_SECONDS = 12
-"""Without an answer from the other machine's kernel for so long a connection is lost; one whose process is stopped or
-busy is not.
+UNREACHABLE_SECONDS = 12
+"""Seconds without an answer from the other machine's kernel after which a connection is lost. The kernel answers also
+for a process that is stopped or busy.
 """
 CLOSED = "ended without a message: its process was killed by a signal, or crashed in native code"
-UNREACHABLE = "cannot be reached over the network: its machine is gone, or packets to it are lost"
+UNREACHABLE = "cannot be reached over the network: its machine is down, or packets to it are lost"
 STUCK = "has stopped reading its messages: its process is stopped or overloaded"
 MALFORMED = "sent what is no message of this run: its connection was damaged, or it runs another version"
-_UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+_UNREACHABLE_ERRORS = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 _PROBE_SECONDS = 3
 _SEND_SECONDS = 2.0
-_PARTING_SECONDS = 2.0
-LONGEST_FRAME = 2**22
-"""Bytes of a frame: a report with the last lines of a failure, or 128 collectives of a rank."""
+_CLOSE_SECONDS = 2.0
 FIRST_BYTES = 4096
-"""Bytes of a frame before the other side has shown that it knows the secret."""
-_CHUNK = 2**16
-_NONCE_BYTES, _TAG_BYTES, _HEADER = 16, 32, struct.Struct(">I")
-_FROM_HUB, _FROM_RANK = b"ds_finetune watchdog 2, from the hub", b"ds_finetune watchdog 2, from a rank"
+"""Bytes of the longest line that is read before the other side has shown that it knows the secret. Later lines may have
+MAX_LINE_BYTES: a report with the last lines of a failure, or 128 collectives of a rank.
+"""
+_READ_BYTES = 2**16
+_NONCE_BYTES = 16
+_FROM_COORDINATOR, _FROM_RANK = b"ds_finetune watchdog 3, from the coordinator", b"ds_finetune watchdog 3, from a rank"
 _TCP_INFO_BYTES = 228
 _RETRANSMITS_AT, _UNACKED_AT, _RESENT_AT, _NEEDLESS_AT, _DISORDERED_AT = 2, 24, 100, 216, 224
 """Offsets in struct tcp_info (Linux 5.4, include/uapi/linux/tcp.h): tcpi_retransmits (a byte), tcpi_unacked,
@@ -55,7 +54,7 @@ tcpi_total_retrans, tcpi_dsack_dups, tcpi_rcv_ooopack.
 
 @dataclass(frozen=True)
 class PacketLoss:
-    """What the kernel knows of a connection: segments not acknowledged in time, and how many were lost so far."""
+    """Packets of a connection that are not acknowledged in time now, and how many were lost so far."""
 
     unacknowledged: int = 0
     lost: int = 0
@@ -64,153 +63,142 @@ class PacketLoss:
 class Connection:
     """One connection between two ends that know `secret`.
 
-    `is_lost` once the other end is gone, with the reason in `why`; `is_known` once it has shown that it knows the
-    secret;
-    `peer` is its rank, as the hub numbers it.
+    `is_authenticated` once the other end has shown that it knows the secret. `is_lost` once the other end has closed
+    the connection or cannot be reached, with the reason in `why_lost`. `rank` is that of the other end, once the
+    coordinator has accepted it.
     """
 
-    def __init__(self, connection: socket.socket, secret: bytes, *, is_hub: bool) -> None:
-        self._socket = connection
+    def __init__(self, connected: socket.socket, secret: bytes, *, is_coordinator: bool) -> None:
+        self._socket = connected
         self._secret = secret
-        self._is_hub = is_hub
+        self._is_coordinator = is_coordinator
         self._nonce, self._their_nonce = secrets.token_bytes(_NONCE_BYTES), b""
-        self._keys = (b"", b"")
+        self._send_key = self._receive_key = b""
         self._num_sent = self._num_received = 0
-        self._buffer = b""
+        self._lines = LineBuffer(peer="the other end", max_bytes=FIRST_BYTES)
         self._sending = threading.Lock()
-        self.is_known = self.is_lost = False
-        self.why = CLOSED
-        self.peer: int | None = None
+        self.is_authenticated = self.is_lost = False
+        self.why_lost = CLOSED
+        self.rank: int | None = None
         self.opened_at = time.monotonic()
-        connection.settimeout(_SEND_SECONDS)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _keep_alive(connection)
-        self._write(self._nonce)
+        connected.settimeout(_SEND_SECONDS)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _set_keepalive(connected)
+        self._write(self._nonce.hex().encode() + b"\n")
 
     @classmethod
-    def to(cls, address: str, port: int, secret: bytes, *, timeout: float) -> "Connection":
-        """Connect; OSError where that cannot be done in `timeout` seconds."""
-        link = cls(socket.create_connection((address, port), timeout=timeout), secret, is_hub=False)
+    def open(cls, address: str, port: int, secret: bytes, *, timeout: float) -> "Connection":
+        """Connect to the coordinator; OSError where that takes longer than `timeout` seconds."""
+        connection = cls(socket.create_connection((address, port), timeout=timeout), secret, is_coordinator=False)
         until = time.monotonic() + timeout
-        while not link._their_nonce and not link.is_lost:
+        while not connection._their_nonce and not connection.is_lost:
             if time.monotonic() > until:
-                link.close()
+                connection.close()
                 raise TimeoutError(errno.ETIMEDOUT, f"{address}:{port} sent nothing for {timeout:.0f} s")
-            if waiting([link], 1.0):
-                link.received()
-        return link
+            if wait_readable([connection], 1.0):
+                connection.receive()
+        return connection
 
     def fileno(self) -> int:
         """For `poll`."""
         return self._socket.fileno()
 
-    def send(self, message: Message) -> None:
-        """Send, where the other end is still there."""
-        assert self._their_nonce, "nothing is sent before the other end has begun"
-        body = json.dumps(message).encode()
+    def send(self, message: ProcessMessage) -> None:
+        """Send a message; a failure sets `is_lost`."""
+        assert self._their_nonce, "nothing is sent before the other end's random number has arrived"
+        body = encode(message)
         with self._sending:
-            tag = _tag(self._keys[0], self._num_sent, body)
+            tag = _tag(self._send_key, self._num_sent, body[:-1])
             self._num_sent += 1
-            self._write(tag + body)
+            self._write(tag + b" " + body)
 
-    def received(self) -> list[Message]:
-        """Whole messages that have come; waits where nothing has."""
+    def receive(self) -> list[ProcessMessage]:
+        """The messages that one read completes; waits where nothing has arrived."""
         try:
-            chunk = self._socket.recv(_CHUNK)
+            piece = self._socket.recv(_READ_BYTES)
         except OSError as error:
             self._lose(error)
             return []
-        if not chunk:
+        if not piece:
             self.is_lost = True
             return []
-        self._buffer += chunk
-        return list(self._messages())
+        return list(self._messages(piece))
 
-    def loss(self) -> PacketLoss:
-        """What the kernel knows of lost packets; nothing where it does not say."""
+    def packet_loss(self) -> PacketLoss:
+        """What the kernel has counted; zeros where it does not tell."""
         if sys.platform != "linux" or self._socket.fileno() < 0:
             return PacketLoss()
-        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES).ljust(
-            _TCP_INFO_BYTES, b"\0"
-        )
-        places = (_UNACKED_AT, _RESENT_AT, _NEEDLESS_AT, _DISORDERED_AT)
-        unacknowledged, resent, needless, disordered = (struct.unpack_from("I", info, place)[0] for place in places)
-        # Every segment is unacknowledged for a while; the last one of a series is sent again after milliseconds, which
-        # the other
-        # end reports as needless (RFC 8985, tail loss probes).
+        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        info = info.ljust(_TCP_INFO_BYTES, b"\0")
+        offsets = (_UNACKED_AT, _RESENT_AT, _NEEDLESS_AT, _DISORDERED_AT)
+        unacknowledged, resent, needless, disordered = (struct.unpack_from("I", info, offset)[0] for offset in offsets)
+        # Every segment is unacknowledged for a while. The last one of a series is sent again after milliseconds, which
+        # the other end reports as needless (RFC 8985, tail loss probes).
         return PacketLoss(unacknowledged if info[_RETRANSMITS_AT] else 0, max(resent - needless, 0) + disordered)
 
-    def part(self) -> None:
-        """Say no more, and wait a moment until the other end has read everything and closes.
+    def close_after_reading(self) -> None:
+        """Send no more, and close once the other end has read everything, or after two seconds.
 
         Closing at once with unread messages would make the kernel reset the connection (RFC 2525, 2.17), which
         drops what the other end has not read yet, such as the reason for leaving.
         """
-        until = time.monotonic() + _PARTING_SECONDS
+        until = time.monotonic() + _CLOSE_SECONDS
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
             while (left := until - time.monotonic()) > 0:
                 self._socket.settimeout(left)
-                if not self._socket.recv(_CHUNK):
+                if not self._socket.recv(_READ_BYTES):
                     break
         self.close()
 
     def close(self) -> None:
-        """Close it."""
+        """Close it at once."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-    def _write(self, payload: bytes) -> None:
+    def _write(self, line: bytes) -> None:
         try:
-            self._socket.sendall(_HEADER.pack(len(payload)) + payload)
+            self._socket.sendall(line)
         except OSError as error:
             self._lose(error)
 
-    def _messages(self) -> Iterator[Message]:
-        """Messages of the whole frames in the buffer."""
-        while len(self._buffer) >= _HEADER.size and not self.is_lost:
-            (length,) = _HEADER.unpack_from(self._buffer)
-            if length > (LONGEST_FRAME if self.is_known else FIRST_BYTES):
-                self._refuse()
-                return
-            if len(self._buffer) < _HEADER.size + length:
-                return
-            payload = self._buffer[_HEADER.size : _HEADER.size + length]
-            self._buffer = self._buffer[_HEADER.size + length :]
-            yield from self._opened(payload)
-
-    def _opened(self, payload: bytes) -> Iterator[Message]:
-        """The message of a frame; none of the first one, and none of a forged one."""
-        if not self._their_nonce:
-            self._begin(payload)
-            return
-        tag, body = payload[:_TAG_BYTES], payload[_TAG_BYTES:]
-        if not hmac.compare_digest(tag, _tag(self._keys[1], self._num_received, body)):
-            self._refuse()
-            return
-        self._num_received += 1
-        self.is_known = True
+    def _messages(self, piece: bytes) -> Iterator[ProcessMessage]:
+        """Messages of the lines that are complete; the first line holds none."""
         try:
-            message = json.loads(body)
-        except (ValueError, RecursionError):
-            message = None
-        if isinstance(message, dict) and isinstance(message.get("kind"), str):
-            yield message
-        else:
-            self._refuse()
+            for line in self._lines.feed(piece):
+                if not self._their_nonce:
+                    self._agree_on_keys(line)
+                else:
+                    yield self._authenticated(line)
+        except MessageError as error:
+            # What a stranger has sent is not repeated in a report.
+            self._refuse(f"{MALFORMED} ({error.reason})" if self.is_authenticated else MALFORMED)
 
-    def _begin(self, nonce: bytes) -> None:
+    def _authenticated(self, line: bytes) -> ProcessMessage:
+        """The message of a line; MessageError where its HMAC is wrong or it is no message."""
+        tag, _, body = line.partition(b" ")
+        if not hmac.compare_digest(tag, _tag(self._receive_key, self._num_received, body)):
+            raise MessageError(self._lines.peer, "its HMAC is wrong")
+        self._num_received += 1
+        self.is_authenticated, self._lines.max_bytes = True, MAX_LINE_BYTES
+        return decode(body, FROM_RANK if self._is_coordinator else FROM_COORDINATOR, peer=self._lines.peer)
+
+    def _agree_on_keys(self, line: bytes) -> None:
+        """Derive both keys from the random number in the other end's first line."""
+        try:
+            nonce = bytes.fromhex(line.decode("ascii"))
+        except ValueError:
+            nonce = b""
         if len(nonce) != _NONCE_BYTES:
-            self._refuse()
-            return
+            raise MessageError(self._lines.peer, f"its first line is not a number of {_NONCE_BYTES} bytes")
         self._their_nonce = nonce
-        both = self._nonce + nonce if self._is_hub else nonce + self._nonce
-        hub, rank = (hmac.digest(self._secret, label + both, hashlib.sha256) for label in (_FROM_HUB, _FROM_RANK))
-        self._keys = (hub, rank) if self._is_hub else (rank, hub)
+        both = self._nonce + nonce if self._is_coordinator else nonce + self._nonce
+        keys = [hmac.digest(self._secret, label + both, hashlib.sha256) for label in (_FROM_COORDINATOR, _FROM_RANK)]
+        self._send_key, self._receive_key = keys if self._is_coordinator else keys[::-1]
 
-    def _refuse(self) -> None:
-        self.is_lost, self.why = True, MALFORMED
+    def _refuse(self, why: str) -> None:
+        self.is_lost, self.why_lost = True, why
 
     def _lose(self, error: OSError) -> None:
         if self.is_lost:
@@ -218,18 +206,13 @@ class Connection:
         self.is_lost = True
         if isinstance(error, TimeoutError) and error.errno is None:
             # Python's own timeout of `settimeout`: the kernel's buffer stays full.
-            self.why = UNREACHABLE if self.loss().unacknowledged else STUCK
+            self.why_lost = UNREACHABLE if self.packet_loss().unacknowledged else STUCK
         else:
-            self.why = UNREACHABLE if error.errno in _UNREACHABLE else CLOSED
+            self.why_lost = UNREACHABLE if error.errno in _UNREACHABLE_ERRORS else CLOSED
 
 
-def parsed(kind: type[T], tree: object) -> T:
-    """`tree` of a message as a `kind`, every field of the type it is declared with; ValueError otherwise."""
-    return TypeAdapter(kind).validate_python(tree)
-
-
-def waiting(readable: list[Any], seconds: float) -> list[Any]:
-    """Those of `readable` that have something to read, once one has or `seconds` are over."""
+def wait_readable(readable: list[Any], seconds: float) -> list[Any]:
+    """Wait until one of `readable` has something to read, or `seconds` are over; returns those that have."""
     if not readable:
         time.sleep(seconds)
         return []
@@ -253,14 +236,14 @@ def listen(address: str) -> socket.socket:
 
 
 def _tag(key: bytes, number: int, body: bytes) -> bytes:
-    return hmac.digest(key, number.to_bytes(8, "big") + body, hashlib.sha256)
+    return hmac.digest(key, number.to_bytes(8, "big") + body, hashlib.sha256).hex().encode()
 
 
-def _keep_alive(connection: socket.socket) -> None:
-    """Let the kernel ask for the other one's kernel (Linux tcp(7)); elsewhere the system's own times hold."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+def _set_keepalive(connected: socket.socket) -> None:
+    """Let the kernel probe the other kernel (Linux tcp(7)); elsewhere the system's own times apply."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_SECONDS)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_SECONDS)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, GONE_SECONDS // _PROBE_SECONDS)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, GONE_SECONDS * 1000)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_SECONDS)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_SECONDS)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, UNREACHABLE_SECONDS // _PROBE_SECONDS)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREACHABLE_SECONDS * 1000)

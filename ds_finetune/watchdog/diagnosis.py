@@ -1,4 +1,4 @@
-"""Which rank is the at_fault one, from what every rank says of itself."""
+"""Which rank is at fault when a run hangs, from the status of every rank."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from ds_finetune.watchdog.collectives import POINT_TO_POINT
 from ds_finetune.watchdog.progress import CollectiveCall, RankStatus
 
-_NAMED_RANKS = 8
-_SERIES = 16
+_MAX_NAMED_RANKS = 8
+_LONGEST_PATTERN = 16
+SILENT = "does not answer: it is stopped or dead, or native code holds Python's lock"
 LOSSY = (
     "cannot be asked: packets between its machine and that of rank 0 are lost, so the network is at fault and "
     "perhaps no rank"
@@ -17,81 +18,85 @@ LOSSY = (
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Ranks that stand out, and why; empty where none does."""
+    """The ranks at fault, none where none differs from the others, and why."""
 
     at_fault: tuple[int, ...]
     why: str
 
 
-def diagnose(answers: Mapping[int, RankStatus | None], *, cut_off: Collection[int] = ()) -> Diagnosis:
-    """The at_fault ranks of a run that stands still; None is the answer of a rank that gave none.
+def diagnose(statuses: Mapping[int, RankStatus | None], *, cut_off: Collection[int] = ()) -> Diagnosis:
+    """The ranks at fault in a run that hangs; None is the status of a rank that did not answer.
 
-    In this order: ranks that do not answer, those `cut_off` by the network after those that are not; ranks that
-    have come to fewer collectives than others they share them with, those in no collective first, because the rest
-    may wait for them; ranks in another collective than most; ranks in none while others are.
+    These are looked for in this order:
+    1. ranks that do not answer; those that are `cut_off` by the network only where there are no others;
+    2. ranks that have entered fewer collectives than others that share them. Those in no collective come first,
+       because the rest may wait for them;
+    3. ranks in another collective than most ranks;
+    4. ranks in no collective while others are in one.
     """
-    silent = tuple(rank for rank, answer in answers.items() if answer is None)
-    reached = tuple(rank for rank in silent if rank not in cut_off)
-    if reached:
-        return Diagnosis(reached, "does not answer: stopped, dead, or held outside Python")
+    silent = tuple(rank for rank, status in statuses.items() if status is None)
+    reachable = tuple(rank for rank in silent if rank not in cut_off)
+    if reachable:
+        return Diagnosis(reachable, SILENT)
     if silent:
         return Diagnosis(silent, LOSSY)
-    heard = {rank: answer for rank, answer in answers.items() if answer is not None}
-    behind = {rank: text for rank, answer in heard.items() if (text := _behind(answer, heard))}
-    idle = tuple(rank for rank in heard if heard[rank].inside is None)
+    known = {rank: status for rank, status in statuses.items() if status is not None}
+    behind = {rank: text for rank, status in known.items() if (text := _lag(status, known))}
+    idle = tuple(rank for rank in known if known[rank].inside is None)
     if behind:
         roots = tuple(rank for rank in behind if rank in idle) or tuple(behind)
         return Diagnosis(roots, behind[roots[0]])
-    different = _different(heard)
-    if different is not None:
-        return different
-    if idle and len(idle) < len(heard):
+    mismatch = _first_mismatch(known)
+    if mismatch is not None:
+        return mismatch
+    if idle and len(idle) < len(known):
         return Diagnosis(idle, "is in no collective while others wait in one")
-    return Diagnosis((), "every rank stands at the same place")
+    return Diagnosis((), "every rank waits at the same place")
 
 
-def _behind(answer: RankStatus, heard: Mapping[int, RankStatus]) -> str:
-    for ranks, count in answer.counts.items():
-        most = max(other.counts.get(ranks, 0) for other in heard.values())
+def _lag(status: RankStatus, known: Mapping[int, RankStatus]) -> str:
+    """By how many collectives a rank is behind the others, in words; empty where it is not."""
+    for ranks, count in status.counts.items():
+        most = max(other.counts.get(ranks, 0) for other in known.values())
         if ranks != POINT_TO_POINT and count < most:
-            return f"has come to {count:,} collectives of {ranks}, others to {most:,}"
+            return f"has entered {count:,} collectives of {ranks}, others {most:,}"
     return ""
 
 
-def _different(heard: Mapping[int, RankStatus]) -> Diagnosis | None:
-    """Ranks whose collective is not that of most, at the first number where they differ."""
+def _first_mismatch(known: Mapping[int, RankStatus]) -> Diagnosis | None:
+    """Ranks whose collective is not that of most ranks, at the first number where they differ."""
     calls: dict[tuple[str, int], dict[int, CollectiveCall]] = {}
-    for rank, call in _calls(heard):
+    for rank, call in _collectives(known):
         calls.setdefault((call.ranks, call.number), {})[rank] = call
     for (ranks, number), by_rank in sorted(calls.items(), key=lambda item: item[0][1]):
-        kinds = Counter(call.kind for call in by_rank.values())
-        if len(kinds) < 2:
+        votes = Counter(call.signature for call in by_rank.values())
+        if len(votes) < 2:
             continue
-        (common, votes), (_, next_votes) = kinds.most_common(2)
-        expected = common if votes > next_votes else _expected(heard[next(iter(by_rank))], ranks, number)
-        # Where nothing tells which side is right, both are named.
-        at_fault = tuple(rank for rank, call in by_rank.items() if expected not in kinds or call.kind != expected)
-        told = "; ".join(
-            f"rank {rank} {by_rank[rank].name} of {by_rank[rank].size:,}" for rank in list(by_rank)[:_NAMED_RANKS]
+        (common, num_votes), (_, next_votes) = votes.most_common(2)
+        expected = common if num_votes > next_votes else _expected(known[next(iter(by_rank))], ranks, number)
+        # Where nothing tells which side is right, both are at fault.
+        at_fault = tuple(rank for rank, call in by_rank.items() if expected not in votes or call.signature != expected)
+        calls_text = "; ".join(
+            f"rank {rank} {by_rank[rank].name} of {by_rank[rank].size:,}" for rank in list(by_rank)[:_MAX_NAMED_RANKS]
         )
         return Diagnosis(
-            at_fault,
-            f"differs at collective number {number:,} of {ranks}: {told}; one was skipped or is another",
+            at_fault, f"differs at collective number {number:,} of {ranks}: {calls_text}; one was skipped or is another"
         )
     return None
 
 
-def _expected(answer: RankStatus, ranks: str, number: int) -> tuple[str, int] | None:
-    """The kind of collective `number`, by what followed the longest like series of collectives before it: steps are
-    like each other.
+def _expected(status: RankStatus, ranks: str, number: int) -> tuple[str, int] | None:
+    """The signature of collective `number`, predicted from those before it: steps repeat the same collectives.
+
+    It is what followed the last earlier occurrence of the longest series of collectives that ends before `number`.
     """
-    before = [call.kind for call in answer.recent if call.ranks == ranks and call.number < number]
-    for length in range(min(len(before) - 1, _SERIES), 0, -1):
+    before = [call.signature for call in status.recent if call.ranks == ranks and call.number < number]
+    for length in range(min(len(before) - 1, _LONGEST_PATTERN), 0, -1):
         for end in range(len(before) - 1, length - 1, -1):
             if before[end - length : end] == before[-length:]:
                 return before[end]
     return None
 
 
-def _calls(heard: Mapping[int, RankStatus]) -> Iterator[tuple[int, CollectiveCall]]:
-    return ((rank, call) for rank, answer in heard.items() for call in answer.recent if call.ranks != POINT_TO_POINT)
+def _collectives(known: Mapping[int, RankStatus]) -> Iterator[tuple[int, CollectiveCall]]:
+    return ((rank, call) for rank, status in known.items() for call in status.recent if call.ranks != POINT_TO_POINT)

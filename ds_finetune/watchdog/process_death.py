@@ -1,6 +1,4 @@
-"""What is known of the end of a process that could not state a reason itself. Imports little: the guard starts
-quickly.
-"""
+"""Why a process died that gave no reason itself. The module imports little: launch's supervisor must start quickly."""
 
 import json
 import re
@@ -8,40 +6,40 @@ from contextlib import suppress
 from pathlib import Path
 
 FOLDER = "watchdog"
-"""Folder of the run folder for reports, stacks and marks."""
+"""Folder in the run directory for the report, stacks and the records of kills."""
 _OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
 def began_at(pid: int) -> str:
-    """When a process began, in the kernel's ticks; empty where there is none of that id (or no /proc)."""
+    """When a process began, in the kernel's ticks; empty where there is none of that id, or no /proc."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
         return ""
 
 
-def mark_kill(folder: Path, pid: int, began: str, why: str) -> None:
-    """Write down that this program ends a process, before it does; `folder` is FOLDER of the run folder."""
+def record_kill(folder: Path, pid: int, began: str, why: str) -> None:
+    """Record that this program kills a process, before it does; `folder` is FOLDER in the run directory."""
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        _mark(folder, pid).write_text(json.dumps({"began": began, "why": why}), encoding="utf-8")
+        _kill_record(folder, pid).write_text(json.dumps({"began": began, "why": why}), encoding="utf-8")
 
 
 def why_killed(folder: Path, pid: int, began: str) -> str:
-    """Why this program ended a process; empty where it did not, or where the mark is not seen here."""
+    """Why this program killed a process; empty where it did not, or where the record cannot be read here."""
     try:
-        mark = json.loads(_mark(folder, pid).read_text(encoding="utf-8"))
+        record = json.loads(_kill_record(folder, pid).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return ""
-    return str(mark.get("why", "")) if isinstance(mark, dict) and mark.get("began") == began else ""
+    return str(record.get("why", "")) if isinstance(record, dict) and record.get("began") == began else ""
 
 
 def stacks_path(folder: Path, rank: int) -> Path:
-    """File with the stacks of a rank."""
+    """The file with the stacks of a rank."""
     return folder / f"rank-{rank:05}.txt"
 
 
-def size_of(path: Path) -> int:
+def file_bytes(path: Path) -> int:
     """Bytes of a file; 0 where there is none."""
     try:
         return path.stat().st_size
@@ -49,11 +47,11 @@ def size_of(path: Path) -> int:
         return 0
 
 
-def was_held(stacks: Path, after: int) -> bool:
-    """Whether a rank was ended by its own timer, which runs out where native code holds Python's lock.
+def was_ended_by_timer(stacks: Path, after: int) -> bool:
+    """Whether a rank was ended by its own timer (stacks.py), which runs out where native code holds Python's lock.
 
-    The timer writes `Timeout (` before the stacks (Python 3.11, Modules/faulthandler.c); `after` is where this run's
-    stacks begin.
+    The timer writes `Timeout (` before the stacks (Python 3.11, Modules/faulthandler.c). This run's stacks begin at
+    byte `after` of the file.
     """
     try:
         return b"Timeout (" in stacks.read_bytes()[after:]
@@ -62,13 +60,13 @@ def was_held(stacks: Path, after: int) -> bool:
 
 
 def oom_kills(path: Path = Path("/proc/vmstat")) -> int:
-    """Processes of this machine that the kernel has ended for want of memory (Linux 4.13 and later; 0 elsewhere)."""
+    """How many processes the kernel of this machine has killed for lack of memory (Linux 4.13 and later; else 0)."""
     try:
-        found = _OOM_KILLS.search(path.read_text())
+        match = _OOM_KILLS.search(path.read_text())
     except OSError:
         return 0
-    return int(found[1]) if found else 0
+    return int(match[1]) if match else 0
 
 
-def _mark(folder: Path, pid: int) -> Path:
+def _kill_record(folder: Path, pid: int) -> Path:
     return folder / f"killed-{pid}.json"

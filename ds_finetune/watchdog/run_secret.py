@@ -1,10 +1,9 @@
-"""The secret of a run, by which its ranks know each other. It is in no store and on no command line.
+"""The secret of a run, which authenticates its ranks to each other. It is in no store and on no command line.
 
-`ds-finetune launch` gives it to every rank in the environment. Without that rank zero writes it to a file that only its
-user can read:
-in the folder for temporary files where all ranks are on one machine, else beside the output folder. Where a rank cannot
-read that file,
-there is no private channel: the key is then derived from a value in the store, and a line says so.
+`ds-finetune launch` passes it to every rank in the environment. Otherwise rank zero writes it to a file that only its
+user can read: in the folder for temporary files where all ranks are on one machine, else in the output folder or the
+nearest folder above it that exists. Where a rank cannot read that file, there is no private channel: the key is then
+derived from a value in the store, and rank zero prints a line about it.
 """
 
 import contextlib
@@ -30,63 +29,64 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 VARIABLE = "DS_FINETUNE_SECRET"
 """Environment variable with the secret, the same on every rank."""
-_SOURCE, _AGREED, _READ = "watchdog/secret", "watchdog/secret_agreed", "watchdog/secret_read"
-_NAME = re.compile(r"\.ds_finetune-[0-9a-f]{32}")
+_SOURCE_KEY, _PUBLIC_KEY, _READ_KEY = "watchdog/secret", "watchdog/secret_agreed", "watchdog/secret_read"
+_FILE_NAME = re.compile(r"\.ds_finetune-[0-9a-f]{32}")
 _READ_SECONDS = 5.0
 """How long a file that another host wrote may take to appear."""
 _WAIT = timedelta(minutes=2)
-_NAMED = 8
+_MAX_NAMED_RANKS = 8
 
 
 def new_secret() -> str:
-    """A secret that nobody can guess."""
+    """A new random secret, as 64 hexadecimal digits."""
     return secrets.token_hex(32)
 
 
 def agree_on_secret(store: "dist.Store", world: World, *, folder: Path, environ: Mapping[str, str], say: Say) -> bytes:
-    """Return the secret of this run, the same on every rank; `folder` is the output folder, and `say` prints a line.
+    """Return the secret of this run, the same on every rank; collective through `store`.
 
-    RunError where some ranks have the environment variable and others do not.
+    `folder` is the output folder, and `say` prints a line. RunError where some ranks have the environment variable
+    and others do not.
     """
     if world.rank == 0:
-        return _offer(store, world, folder=_shared_folder(world, folder), environ=environ, say=say)
-    store.wait([_SOURCE], _WAIT)
-    source = json.loads(store.get(_SOURCE))
-    given = environ.get(VARIABLE)
-    if (source["kind"] == "environment") != bool(given):
+        return _share_secret(store, world, folder=_shared_folder(world, folder), environ=environ, say=say)
+    store.wait([_SOURCE_KEY], _WAIT)
+    source = json.loads(store.get(_SOURCE_KEY))
+    own = environ.get(VARIABLE)
+    if (source["kind"] == "environment") != bool(own):
         raise RunError(
-            f"{VARIABLE} is {'set' if given else 'not set'} for rank {world.rank}, and "
-            f"{'not set' if given else 'set'} for rank 0",
-            hint="give it to every rank, or to none",
+            f"{VARIABLE} is {'set' if own else 'not set'} for rank {world.rank}, and "
+            f"{'not set' if own else 'set'} for rank 0",
+            hint="set it for every rank, or for none",
         )
-    if given:
-        return given.encode()
-    found = _read(_shared_folder(world, folder) / source["name"]) if _NAME.fullmatch(source["name"]) else b""
-    store.set(f"{_READ}/{world.rank}", "yes" if found else "no")
-    store.wait([_AGREED], _WAIT)
-    public = store.get(_AGREED)
-    return _derived(public.decode()) if public else found
+    if own:
+        return own.encode()
+    secret = _read(_shared_folder(world, folder) / source["name"]) if _FILE_NAME.fullmatch(source["name"]) else b""
+    store.set(f"{_READ_KEY}/{world.rank}", "yes" if secret else "no")
+    store.wait([_PUBLIC_KEY], _WAIT)
+    public = store.get(_PUBLIC_KEY)
+    return _derived(public.decode()) if public else secret
 
 
-def _offer(store: "dist.Store", world: World, *, folder: Path, environ: Mapping[str, str], say: Say) -> bytes:
-    if given := environ.get(VARIABLE):
-        store.set(_SOURCE, json.dumps({"kind": "environment"}))
-        return given.encode()
+def _share_secret(store: "dist.Store", world: World, *, folder: Path, environ: Mapping[str, str], say: Say) -> bytes:
+    if own := environ.get(VARIABLE):
+        store.set(_SOURCE_KEY, json.dumps({"kind": "environment"}))
+        return own.encode()
     secret, path = new_secret().encode(), folder / f".ds_finetune-{secrets.token_hex(16)}"
     others = range(1, world.world_size)
     written = bool(others) and _write(path, secret)
-    store.set(_SOURCE, json.dumps({"kind": "file", "name": path.name if written else ""}))
+    store.set(_SOURCE_KEY, json.dumps({"kind": "file", "name": path.name if written else ""}))
     try:
-        store.wait([f"{_READ}/{rank}" for rank in others], _WAIT)
-        blind = [rank for rank in others if not written or store.get(f"{_READ}/{rank}") != b"yes"]
+        store.wait([f"{_READ_KEY}/{rank}" for rank in others], _WAIT)
+        blind = [rank for rank in others if not written or store.get(f"{_READ_KEY}/{rank}") != b"yes"]
     finally:
         if written:
             path.unlink(missing_ok=True)
     public = secrets.token_hex(16) if blind else ""
-    store.set(_AGREED, public)
+    store.set(_PUBLIC_KEY, public)
     if not blind:
         return secret
-    who = ", ".join(map(str, blind[:_NAMED])) + (", ..." if len(blind) > _NAMED else "")
+    who = ", ".join(map(str, blind[:_MAX_NAMED_RANKS])) + (", ..." if len(blind) > _MAX_NAMED_RANKS else "")
     say(
         f"watchdog: ranks {who} cannot read a private file in {folder}, and {VARIABLE} is not set. Any host that "
         "reaches the store at "
@@ -98,15 +98,15 @@ def _offer(store: "dist.Store", world: World, *, folder: Path, environ: Mapping[
 
 
 def _shared_folder(world: World, folder: Path) -> Path:
-    """Where a file is seen by every rank, as far as can be told."""
+    """A folder that every rank should see."""
     if world.local_world_size == world.world_size:
         return Path(tempfile.gettempdir())
     folder = folder.absolute()
-    return next(place for place in (folder, *folder.parents) if place.is_dir())
+    return next(each for each in (folder, *folder.parents) if each.is_dir())
 
 
 def _write(path: Path, secret: bytes) -> bool:
-    """Whether a file with the secret could be written that no other user can read."""
+    """Write the secret to a file that no other user can read; returns whether that was possible."""
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     except OSError:
@@ -116,7 +116,7 @@ def _write(path: Path, secret: bytes) -> bool:
         if is_private:
             opened.write(secret)
             opened.flush()
-            # Another host must see it.
+            # So that other hosts see it.
             with contextlib.suppress(OSError):
                 os.fsync(opened.fileno())
     if not is_private:
@@ -125,22 +125,22 @@ def _write(path: Path, secret: bytes) -> bool:
 
 
 def _read(path: Path) -> bytes:
-    """The secret in a private file of this user; empty where there is none within some seconds."""
+    """The secret in a private file of this user; empty where none appears within some seconds."""
     until = time.monotonic() + _READ_SECONDS
     while True:
         with contextlib.suppress(OSError), os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as opened:
             if not _is_private(opened.fileno()):
                 return b""
-            if found := opened.read():
-                return found
+            if secret := opened.read():
+                return secret
         if time.monotonic() > until:
             return b""
         time.sleep(0.1)
 
 
 def _is_private(file: int) -> bool:
-    found = os.fstat(file)
-    return found.st_uid == os.geteuid() and not stat.S_IMODE(found.st_mode) & (stat.S_IRWXG | stat.S_IRWXO)
+    status = os.fstat(file)
+    return status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & (stat.S_IRWXG | stat.S_IRWXO)
 
 
 def _derived(public: str) -> bytes:

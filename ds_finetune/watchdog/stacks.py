@@ -1,4 +1,4 @@
-"""StackFile of this rank's threads in a file of its own, written by C code where Python cannot run."""
+"""The stacks of a rank's threads, written to a file by C code where Python cannot run; and killing hung ranks."""
 
 import contextlib
 import faulthandler
@@ -11,19 +11,19 @@ from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
-from ds_finetune.watchdog.process_death import FOLDER, began_at, mark_kill, stacks_path
+from ds_finetune.watchdog.process_death import FOLDER, began_at, record_kill, stacks_path
 from ds_finetune.watchdog.progress import RankStatus
 
 _CALLS = 10
 BACKSTOP_SECONDS = 20.0
-"""How long after its limit a rank whose interpreter is held ends all the same."""
+"""How long after its limit a rank is ended by its own timer, where native code holds Python's lock."""
 
 
 class StackFile:
-    """`FOLDER/rank-00003.txt` of the run folder, taken away at the end where it stayed empty.
+    """`FOLDER/rank-00003.txt` in the run directory, removed at the end where it is empty.
 
-    SIGQUIT writes to it too, also where native code holds the interpreter; it ends nothing and so leaves no core of a
-    rank's size.
+    SIGQUIT writes to it too, also where native code holds Python's lock. It does not end the process, so it leaves no
+    core file of a rank's size.
     """
 
     def __init__(self, output_dir: Path, rank: int) -> None:
@@ -35,24 +35,22 @@ class StackFile:
         self._is_closed = False
         faulthandler.register(signal.SIGQUIT, file=self._file, all_threads=True)
 
-    def write(self, answer: RankStatus) -> None:
-        """What the rank is doing, and where each thread stands."""
+    def write(self, status: RankStatus) -> None:
+        """Append what the rank is doing, and the stack of each thread."""
         with self._lock:
             if self._is_closed:
                 return
             self._file.write(
-                f"{datetime.now().astimezone().isoformat(timespec='seconds')} rank {answer.rank} {answer}\n"
+                f"{datetime.now().astimezone().isoformat(timespec='seconds')} rank {status.rank} {status}\n"
             )
-            self._file.writelines(f"  {call}\n" for call in answer.recent[-_CALLS:])
+            self._file.writelines(f"  {call}\n" for call in status.recent[-_CALLS:])
             self._file.flush()
             faulthandler.dump_traceback(file=self._file, all_threads=True)
 
     def arm(self, until: float) -> None:
-        """End this process, with its stacks written, some seconds after `until` (monotonic) unless this is called
-        again.
+        """End this process, with its stacks written, BACKSTOP_SECONDS after `until` (monotonic) unless called again.
 
-        A thread in C does it (Python 3.11, Modules/faulthandler.c), so that one that holds the interpreter is ended as
-        well.
+        A thread in C does it (Python 3.11, Modules/faulthandler.c), so it works where native code holds Python's lock.
         """
         with self._lock:
             if until == self._armed_until or self._is_closed:
@@ -65,7 +63,7 @@ class StackFile:
             faulthandler.dump_traceback_later(seconds, file=self._file, exit=True)
 
     def close(self) -> None:
-        """Write no more."""
+        """Stop writing, and remove the file where it is empty."""
         with self._lock:
             self._is_closed = True
             faulthandler.cancel_dump_traceback_later()
@@ -79,20 +77,22 @@ class StackFile:
 
 
 def process_id_space() -> str:
-    """What two ranks have in common that see each other's process ids: this start of this machine, and its name space
-    of processes.
+    """Where this process's id is valid: the start of this machine and the namespace of process ids.
+
+    Two ranks with the same text can signal each other. Empty where there is no /proc.
     """
-    boot, space = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-    return f"{boot.read_text().strip()} {space.readlink()}" if boot.exists() and space.exists() else ""
+    boot_id, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    return f"{boot_id.read_text().strip()} {namespace.readlink()}" if boot_id.exists() and namespace.exists() else ""
 
 
-def end_process(pid: int, began: str, *, folder: Path, why: str) -> None:
-    """End a rank of this run on this machine that does not answer, with its stacks written where it still can.
+def kill_process(pid: int, began: str, *, folder: Path, why: str) -> None:
+    """Kill a rank on this machine that does not answer, after a signal that lets it write its stacks.
 
-    Other programs that see it go find `why` in `folder`.
+    `why` is recorded in `folder` for programs that see the process die. Nothing is killed where the process id
+    belongs to another process than the one that began at `began`.
     """
     if began and began_at(pid) == began:
-        mark_kill(folder, pid, began, why)
+        record_kill(folder, pid, began, why)
     for number, seconds in ((signal.SIGCONT, 0.0), (signal.SIGQUIT, 1.0), (signal.SIGKILL, 0.0)):
         if not began or began_at(pid) != began:
             return

@@ -1,4 +1,4 @@
-"""A rank that takes longer than the others is named on the progress line."""
+"""Name a rank that takes longer than the others on the progress line."""
 
 import socket
 import statistics
@@ -10,20 +10,18 @@ from ds_finetune.observers.record import StepRecord
 from ds_finetune.watchdog.progress import RECENT_STEPS, RankProgress
 
 _NOTICEABLE_SECONDS = 0.05
-"""Differences of a step's time below this are the noise of small models."""
+"""Smaller differences between ranks are the noise of small models."""
 _LEAST_STEPS = 5
-"""A pause of one step is none of a rank that is slow."""
+"""A rank that pauses in one step alone is not slow."""
 
 
 @dataclass
 class Stragglers:
-    """Every `every` steps adds `perf/straggler_ratio`: the time of the slowest rank over the median, each without its
-    time in collectives.
+    """Every `every` steps, adds `perf/straggler_ratio`: the step time of the slowest rank over the median of all ranks.
 
-    A rank's time is the median of its last `every` steps, five at least.
-    What a rank does while the others wait for it in a collective is all that makes it slow, and a step takes as long on
-    each of them.
-    One number of each rank is gathered at these steps. From `ratio` on the slow rank is named in `record.slow`.
+    A rank's step time is the median of its last `every` steps, at least five, without the time in collectives: a step
+    takes equally long on all ranks, because the others wait for the slow one there. The times are gathered from all
+    ranks at these steps. From `ratio` on, the slow rank is named in `record.slow`.
     """
 
     progress: RankProgress
@@ -32,7 +30,7 @@ class Stragglers:
     hosts: list[str] = field(default_factory=list)
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Collective at the steps it is time for."""
+        """Add the ratio where it is due; collective at these steps."""
         window = max(self.every, _LEAST_STEPS)
         if record.step % self.every or len(self.progress.own_seconds) < min(window, RECENT_STEPS):
             return record
@@ -45,11 +43,11 @@ class Stragglers:
         return replace(record, slow=f"rank {slowest} (host {self.hosts[slowest]}) {ratio:.1f}x the median")
 
     def close(self) -> None:
-        """Nothing is held back."""
+        """Nothing to close."""
 
 
 def straggler(seconds: Sequence[float]) -> tuple[int, float]:
-    """The rank that took longest, and how often the median (of two ranks the faster) its time is."""
+    """The slowest rank, and its seconds over the median (of two ranks, the faster one's)."""
     slowest = max(range(len(seconds)), key=seconds.__getitem__)
     median = statistics.median_low(seconds)
     return slowest, seconds[slowest] / median if median else 1.0

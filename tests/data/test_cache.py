@@ -1,4 +1,4 @@
-"""The data cache on a full disk, with damaged files, and what it says of the content of the rows."""
+"""The data cache on a full disk, with damaged files, and its hash of the content of the rows."""
 
 import json
 import os

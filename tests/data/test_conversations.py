@@ -142,7 +142,7 @@ def texts_of(message: dict[str, Any]) -> list[str]:
 
 
 def assert_exact(messages: list[dict[str, Any]], tokens: Tokens, tokenizer: PreTrainedTokenizerBase) -> None:
-    """The document holds every text of the row, in order, and supervises the answers alone, from behind the header
+    """The document has every text of the row, in order, and supervises the answers alone, from behind the header
     through the end.
     """
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]

@@ -1,4 +1,4 @@
-"""What a data file holds: compressed, with a BOM, in another encoding, and values that look like missing ones."""
+"""Reading data files: compressed, with a BOM, in another encoding, and values that look like missing ones."""
 
 import gzip
 import json
@@ -29,7 +29,7 @@ def zstd(content: bytes) -> bytes:
     "name", ["rows.jsonl", "rows.JSONL", "rows.jsonl.gz", "ROWS.JSONL.GZ", "rows.jsonl.zst", "rows.ndjson"]
 )
 @pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"], ids=["plain", "bom"])
-def test_compressed_files_capital_endings_and_marks_of_byte_order(tmp_path: Path, name: str, bom: bytes) -> None:
+def test_compressed_files_upper_case_endings_and_byte_order_marks(tmp_path: Path, name: str, bom: bytes) -> None:
     pack = gzip.compress if name.lower().endswith(".gz") else zstd if name.endswith(".zst") else bytes
     (tmp_path / name).write_bytes(pack(bom + LINES))
     assert rows_of(tmp_path / name) == rows_of(tmp_path) == ROWS

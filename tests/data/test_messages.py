@@ -95,7 +95,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
         ({"messages": [ASKED, {"role": "assistant"}]}, "an assistant message has neither content nor tool calls"),
         ({"messages": [ASKED, {**SAID, "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, "`arguments` of f is not JSON"),
         ({"messages": [ASKED, {**SAID, "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]}, "is str '[1]', not an object"),
-        ({"messages": [ASKED, {**SAID, "tool_calls": [{"function": {"name": "f", "arguments": '{"a":1,"a":2}'}}]}]}, "a key is given twice"),
+        ({"messages": [ASKED, {**SAID, "tool_calls": [{"function": {"name": "f", "arguments": '{"a":1,"a":2}'}}]}]}, "a key is repeated"),
         ({"messages": [ASKED, {**SAID, "tool_calls": [{"type": "custom", "name": "f"}]}]}, "which has no function with a name"),
         ({"messages": [{**ASKED, "tool_calls": [CALL]}, SAID]}, "a user message has `tool_calls`"),
         ({"messages": [ASKED, SAID], "tools": "[broken"}, "row 1: `tools` is not JSON"),
@@ -133,7 +133,7 @@ def test_one_answer_of_a_preference_row_is_imitated_where_it_is_named() -> None:
     assert unread_columns(record, "prompt_completion", columns) == ["rejected"]
 
 
-def test_columns_and_fields_that_nothing_reads() -> None:
+def test_columns_and_fields_that_are_not_used() -> None:
     record = {"messages": [{**ASKED, "likes": 3}, {**SAID, "name": "bot"}], "source": "x", "split": None, "tools": []}
     assert unread_columns(record, "messages", {}) == ["source"]
     assert conversation_of(record).unread == ("messages[].likes", "messages[].name")

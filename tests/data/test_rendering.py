@@ -1,4 +1,4 @@
-"""Turns under real chat templates: what is supervised, what is lost by name, and what is reported."""
+"""Turns with real chat templates: what is supervised, which rows are dropped for which reason, and the report."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from ds_finetune.data.prepare import TokenLimits, prepare_rows
 from ds_finetune.data.row_report import row_notes, server_prompt_line
 from ds_finetune.data.sample_tokens import SampleTokeniser, TemplateSettings, Tokens
 from ds_finetune.errors import DataError
-from ds_finetune.trainer.preview import marked
+from ds_finetune.trainer.preview import mark_supervised
 
 QWEN2, QWEN3 = "Qwen-Qwen2.5-7B-Instruct.jinja", "qwen3_tokenizer_config.json"
 HERMES = "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use.jinja"
@@ -44,7 +44,7 @@ class Chat:
         return SampleTokeniser(self.tokenizer, chosen).tokenise([("row 1", sample)])[0]
 
     def shown(self, tokens: Tokens) -> str:
-        return marked(tokens.ids, tokens.mask, self.tokenizer).plain.rstrip("\n")
+        return mark_supervised(tokens.ids, tokens.mask, self.tokenizer).plain.rstrip("\n")
 
     def supervised(self, *given: Any, **settings: Any) -> list[str]:
         return [part.split("⟧")[0] for part in self.shown(self.tokens(*given, **settings)).split("⟦")[1:]]
@@ -93,7 +93,9 @@ WRITES_NONE = (
 
 
 @pytest.mark.parametrize("source", [STRICT, WRITES_NONE])
-def test_templates_are_asked_how_they_want_tool_calls(chat_tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+def test_probes_find_the_form_of_tool_calls_that_a_template_renders(
+    chat_tokenizer: PreTrainedTokenizerBase, source: str
+) -> None:
     calls = {"role": "assistant", "content": None, "tool_calls": [{**CALL, "id": "abcdefghi"}]}
     chat = Chat(chat_tokenizer, {"own": source})
     (call, answer) = chat.supervised("own", [ASKED, calls, RESULT, SAID])
@@ -102,7 +104,7 @@ def test_templates_are_asked_how_they_want_tool_calls(chat_tokenizer: PreTrained
     assert answer.endswith(f"It is 4.{EOS}")
 
 
-def test_calls_after_the_end_of_a_turn_are_lost(chat: Chat) -> None:
+def test_a_row_with_calls_after_the_end_of_a_turn_is_dropped(chat: Chat) -> None:
     """R1's template ends the turn behind the second call of three."""
     assert chat.tokens(R1, [ASKED, {**CALLS, "tool_calls": [CALL] * 3}]).dropped == "calls"
     assert chat.supervised(R1, [ASKED, {**CALLS, "tool_calls": [CALL] * 2}])[0].endswith(f"<｜tool▁calls▁end｜>{EOS}")
@@ -140,7 +142,7 @@ def test_weight_0_is_not_trained(chat: Chat) -> None:
     assert not any(chat.tokens(V3, [ASKED, {**SAID, "weight": 0}]).mask)
 
 
-def test_texts_that_a_template_drops_are_lost(chat: Chat) -> None:
+def test_a_row_with_a_text_that_the_template_leaves_out_is_dropped(chat: Chat) -> None:
     assert chat.tokens(LLM, [ASKED, SAID, RESULT, SAID]).dropped == "text"
     assert (
         chat.tokens(R1, [{"role": "system", "content": "a"}, {"role": "system", "content": "b"}, ASKED, SAID]).dropped
@@ -207,7 +209,7 @@ def test_answers_and_system_prompts_keep_tokens_for_tool_calls(chat: Chat) -> No
         ("2+2=", "4", "", "2+2=⟦4"),
     ],
 )
-def test_a_separator_stands_between_prompt_and_completion_without_a_template(
+def test_a_separator_is_put_between_prompt_and_completion_without_a_template(
     chat: Chat, prompt: str, completion: str, separator: str, wanted: str
 ) -> None:
     settings = TemplateSettings(None, "assistant", "keep", separator=separator)
@@ -269,7 +271,7 @@ def test_counts_of_a_data_set_and_its_lines(chat: Chat, chat_templates: dict[str
         assert server_prompt_line(counts) == "0 of 11 rows (0.0%) have a prompt that differs from a server's"
 
 
-def test_too_many_lost_rows_are_refused_with_the_way_out(
+def test_too_many_dropped_rows_are_an_error_with_a_hint(
     chat: Chat, chat_templates: dict[str, str], tmp_path: Path
 ) -> None:
     thought = {"messages": [ASKED, {**SAID, "reasoning_content": "hm"}]}

@@ -94,7 +94,7 @@ def test_gsm8k_fills_its_rows(shared_data: Path, tmp_path: Path) -> None:
     assert 0.6 < rows.num_supervised_tokens / rows.num_tokens < 0.7
 
 
-def test_rows_hold_every_document_once_with_labels_that_stop_at_its_end(
+def test_rows_have_every_document_once_with_labels_that_stop_at_its_end(
     demo: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     packed = rows_of(demo, tokenizer, tmp_path)
@@ -114,7 +114,7 @@ def test_rows_hold_every_document_once_with_labels_that_stop_at_its_end(
     assert len(padded) == 200
 
 
-def test_labels_are_the_answer_and_nothing_of_the_prompt(
+def test_labels_are_the_answer_without_the_prompt(
     demo: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     rows = rows_of(demo, tokenizer, tmp_path, packing=False)
@@ -205,7 +205,7 @@ def test_the_global_batch_is_the_same_for_any_split(
     assert {len(batch.micro) for part in split for batch in part} == {8 // dp // micro}
 
 
-def test_each_epoch_holds_every_row_once_in_another_order(
+def test_each_epoch_has_every_row_once_in_another_order(
     demo: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     rows = rows_of(demo, tokenizer, tmp_path, packing=False)
@@ -222,7 +222,7 @@ def test_a_later_start_gives_the_same_batches(demo: Path, tokenizer: PreTrainedT
     assert [batch.row_ids for batch in training_batches(rows, plan(), start_step=20, total_rows=300)] == whole[20:]
 
 
-def test_what_is_left_over_is_filled_with_rows_of_nothing(
+def test_the_last_batch_is_filled_with_empty_rows(
     demo: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     rows = rows_of(demo, tokenizer, tmp_path, packing=False)

@@ -110,7 +110,7 @@ def test_reasoning_can_be_stripped(llm: PreTrainedTokenizerBase) -> None:
     assert learnt(templated(llm, TURNS, reasoning="strip"), llm) == [f" Hello!{EOS}", f" 4{EOS}"]
 
 
-def test_which_turns_are_trained(llm: PreTrainedTokenizerBase) -> None:
+def test_which_turns_are_supervised(llm: PreTrainedTokenizerBase) -> None:
     assert learnt(templated(llm, TURNS, train_on="last_assistant"), llm) == [f" 4{EOS}"]
     whole = templated(llm, TURNS, train_on="all")
     assert whole.mask == [True] * len(whole.ids)

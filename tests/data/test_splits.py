@@ -134,7 +134,7 @@ def test_training_and_evaluation_data_of_one_hub_id_are_cached_apart() -> None:
 
 
 def test_a_hub_that_does_not_answer_is_an_error_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that takes connections and says nothing, as behind a firewall: one probe for model, tokenizer and data."""
+    """A server that accepts connections and never answers, as behind a firewall: one probe for model, tokenizer and data."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
         monkeypatch.setattr("ds_finetune.hub_access._REQUEST_SECONDS", 0.5)
@@ -148,7 +148,7 @@ def test_a_hub_that_does_not_answer_is_an_error_within_seconds(monkeypatch: pyte
         assert time.monotonic() - began < 5
 
 
-def test_a_hub_that_answers_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_answers_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     import threading
     from http.server import BaseHTTPRequestHandler, HTTPServer
 

@@ -1,4 +1,4 @@
-"""Streaming: ranks see different rows, each pass holds them all, and no rank runs out."""
+"""Streaming: ranks see different rows, each pass has them all, and no rank runs out."""
 
 import json
 from itertools import islice
@@ -52,7 +52,7 @@ def write(path: Path, number: int) -> Path:
 
 
 @pytest.mark.parametrize("at_a_time", [5, 1000])
-def test_a_pass_over_all_ranks_holds_every_row_once(
+def test_a_pass_over_all_ranks_has_every_row_once(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_a_time: int
 ) -> None:
     monkeypatch.setattr(streaming, "RECORDS_AT_A_TIME", at_a_time)
@@ -113,7 +113,7 @@ def test_a_stream_goes_on_from_any_batch(
         assert [batch.position for batch in rest] == [batch.position for batch in whole[done:]]
 
 
-def test_a_stream_is_told_from_one_with_other_rows(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_the_fingerprint_of_a_stream_changes_with_its_rows(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     """By all that makes rows of records: a checkpoint counts rows, which would be others."""
     path, template = write(tmp_path / "rows.jsonl", 3), tmp_path / "template.jinja"
     template.write_text("{{ messages[0].content }}")

@@ -109,7 +109,7 @@ def test_a_lock_of_another_host_is_never_removed(tmp_path: Path) -> None:
         f"{lock} is held by process 7 on node7, and nothing has changed beside it for 10 minutes"
         in caught.value.message
     )
-    assert caught.value.hint == f"remove {lock} where nothing compiles there any more"
+    assert caught.value.hint == f"remove {lock} if nothing compiles there any more"
     assert "waiting for DeepSpeed's cpu_adam, which process 7 on node7 compiles" in said[0]
     assert lock.exists()
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_finetune.engine import default_group as processes
 from ds_finetune.engine import devices
 from ds_finetune.engine.default_group import process_group
 from ds_finetune.engine.devices import (
@@ -43,7 +42,7 @@ def environ(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def _gpus(monkeypatch: pytest.MonkeyPatch, *, usable: int, present: int) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: usable > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: usable)
-    monkeypatch.setattr(processes, "present_gpus", lambda: present)
+    monkeypatch.setattr(devices, "present_gpus", lambda: present)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def test_the_interval_is_the_normal_one_where_documents_are_equally_long() -> No
     assert found["exact_match"].interval == pytest.approx((share - wide, share + wide), abs=0.1 * wide)
 
 
-def test_a_model_beside_itself_differs_by_nothing() -> None:
+def test_a_model_does_not_differ_from_itself() -> None:
     for metric in compare(_scores(1), _scores(1)).values():
         assert (metric.difference, metric.interval) == (0.0, (0.0, 0.0))
 

@@ -176,7 +176,7 @@ def test_rows_that_are_too_long_are_cut_or_left_out(
     )
 
 
-def test_nothing_to_score_on_and_no_harness(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_without_data_or_without_lm_eval_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", str(tmp_path)]) == 2
     assert "has nothing to score on" in capsys.readouterr().err
     if find_spec("lm_eval") is None:
@@ -184,7 +184,7 @@ def test_nothing_to_score_on_and_no_harness(tmp_path: Path, capsys: pytest.Captu
         assert "--tasks gsm8k,arc_easy needs lm-evaluation-harness" in capsys.readouterr().err
 
 
-def test_batches_hold_like_lengths_and_each_once() -> None:
+def test_batches_have_similar_lengths_and_each_sequence_once() -> None:
     lengths = [3, 50, 7, 8, 200, 1]
     found = list(length_batches(lengths, 60))
     assert found == [[4], [1], [3, 2, 0, 5]]

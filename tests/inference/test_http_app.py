@@ -1,5 +1,5 @@
 # ruff: noqa: E402 - the modules under test need packages that may be absent
-"""The server for transformers and ONNX Runtime, in this process, asked with the official client: what it refuses, and
+"""The server for transformers and ONNX Runtime, in this process, used with the official client: what it refuses, and
 what it stops.
 """
 
@@ -154,7 +154,9 @@ def _endless(running: Running) -> dict[str, Any]:
         ),
     ],
 )
-def test_what_is_not_honoured_is_refused(running: Running, given: dict[str, Any], param: str | None, part: str) -> None:
+def test_unsupported_parameters_are_refused(
+    running: Running, given: dict[str, Any], param: str | None, part: str
+) -> None:
     before = running.forwards
     status, error = running.refusal(**given)
     assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param)

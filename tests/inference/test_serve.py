@@ -1,4 +1,4 @@
-"""An endpoint over an exported folder, asked with the official client; and a conversation in the terminal."""
+"""An endpoint over an exported folder, used with the official client; and a chat in the terminal."""
 
 import os
 import shutil
@@ -295,7 +295,7 @@ def test_limits_of_a_server_are_checked(
     assert "--request-seconds 0 is not more than 0" in capsys.readouterr().err
 
 
-def test_a_conversation_keeps_what_was_said(folder: Path, served: Path) -> None:
+def test_a_chat_keeps_earlier_messages(folder: Path, served: Path) -> None:
     command = [sys.executable, "-m", "ds_finetune", "chat", str(served), "--max-new-tokens", str(NEW_TOKENS)]
     done = subprocess.run(
         command,

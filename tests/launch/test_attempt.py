@@ -78,7 +78,7 @@ import json, os, socket, signal
 from pathlib import Path
 from ds_finetune.launch.messages import RankConnected
 from ds_finetune.process_messages import encode
-from ds_finetune.watchdog.process_death import began_at, mark_kill
+from ds_finetune.watchdog.process_death import began_at, record_kill
 control = socket.socket(socket.AF_UNIX)
 control.connect("\\0" + os.environ["DS_FINETUNE_SUPERVISOR"])
 control.sendall(encode(RankConnected(0, os.getpid())))
@@ -94,7 +94,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_memory_is_not_blamed_for_a_kill(tmp_path: Path) -> None:
     assert _rank_that_is_killed(tmp_path, "") == "ended with its node launcher, which was killed by SIGKILL"
-    mark = f"mark_kill(Path({str(tmp_path / 'watchdog')!r}), os.getpid(), began_at(os.getpid()), 'rank 0: does not answer')"
+    mark = f"record_kill(Path({str(tmp_path / 'watchdog')!r}), os.getpid(), began_at(os.getpid()), 'rank 0: does not answer')"
     told = "ended with its node launcher, which was killed by SIGKILL: by the watchdog, because rank 0: does not answer"
     assert _rank_that_is_killed(tmp_path, mark) == told
 

@@ -14,7 +14,7 @@ import pytest
 from ds_finetune.config.schema import EvalConfig, RunConfig
 from ds_finetune.data.batches import Batch, BatchPlan, eval_batches
 from ds_finetune.data.rows import Row
-from ds_finetune.engine.engine import EvalResult, StepResult
+from ds_finetune.engine.engine import HeldOutScores, StepResult
 from ds_finetune.errors import ConfigError
 from ds_finetune.observers.evaluation import BestAndPatience, Evaluation, matches
 from ds_finetune.observers.progress import ProgressLine
@@ -53,7 +53,7 @@ def test_values_of_a_step_are_rates_over_the_whole_step() -> None:
 
 def test_evaluation_comes_every_so_often_and_at_the_end() -> None:
     losses = iter([3.0, 2.0, 1.0])
-    observer = Evaluation(2, lambda: EvalResult(next(losses), 0.5, 10), lambda: 0.25)
+    observer = Evaluation(2, lambda: HeldOutScores(next(losses), 0.5, 10), lambda: 0.25)
     found = [observer.after_step(record(step, last=step == 5)) for step in range(1, 6)]
     assert [r.values.get("eval/loss") for r in found] == [None, 3.0, None, 2.0, 1.0]
     assert found[1].values["eval/perplexity"] == pytest.approx(math.exp(3))
@@ -62,7 +62,7 @@ def test_evaluation_comes_every_so_often_and_at_the_end() -> None:
 
 
 def test_evaluation_without_an_interval_comes_only_at_the_end() -> None:
-    observer = Evaluation(0, lambda: EvalResult(1000.0, 0.0, 10))
+    observer = Evaluation(0, lambda: HeldOutScores(1000.0, 0.0, 10))
     found = [observer.after_step(record(step, last=step == 3)) for step in range(1, 4)]
     assert ["eval/loss" in r.values for r in found] == [False, False, True]
     assert math.isfinite(found[-1].values["eval/perplexity"])

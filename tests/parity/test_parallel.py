@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from ds_finetune.families.table import FAMILIES
-from ds_finetune.plan.combinations import PROVEN, Proven
+from ds_finetune.plan.combinations import TESTED_LAYOUTS, ParallelLayout
 from ds_finetune.selftest.cells import Cell
 from tests.pairwise import pairwise
-from tests.parity.reference import Run, assert_equals_plain_loop, found, reference_loop, run_cells, runs_of
+from tests.parity.reference import Run, assert_equals_plain_loop, reference_steps, result_of, run_cells, runs_of
 
 FIRST = ("deepseek_v3", "llama")
 """Families compared by default; the others are behind the marker."""
@@ -28,13 +28,13 @@ def _cells(families: tuple[str, ...]) -> list[Cell]:
             checkpointing=packing,
             **dict.fromkeys(row.axes, 2),
         )
-        for row, family in itertools.product(PROVEN, families)
+        for row, family in itertools.product(TESTED_LAYOUTS, families)
         if family.removesuffix("_lite") in row.families
         for stage, packing in itertools.product(row.stages, (True, False))
     ]
 
 
-def _deep_enough(family: str, row: Proven) -> str:
+def _deep_enough(family: str, row: ParallelLayout) -> str:
     """Stages that share out experts need some each; the first layer has none."""
     return f"{family}_deep" if {"pp", "ep"} <= row.axes else family
 
@@ -51,7 +51,7 @@ def _offloaded() -> list[Cell]:
             max_grad_norm=0.5,
             **dict.fromkeys(row.axes, 2),
         )
-        for row in PROVEN
+        for row in TESTED_LAYOUTS
         for stage, offload in places
         if stage in row.stages
     ]
@@ -60,7 +60,7 @@ def _offloaded() -> list[Cell]:
 def _rounded() -> list[Cell]:
     return [
         Cell(_deep_enough("deepseek_v3", row), stage, 2, packing=True, precision="bf16", **dict.fromkeys(row.axes, 2))
-        for row in PROVEN
+        for row in TESTED_LAYOUTS
         for stage in row.stages
         if stage or row.axes == {"sp"}
     ]
@@ -121,19 +121,19 @@ def rest(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("cell", "world"), CHOSEN, ids=_ids(CHOSEN))
 def test_layout_equals_plain_loop(cell: Cell, world: int, results: Path, models: Path) -> None:
-    assert_equals_plain_loop(cell, found(cell, world, results), models)
+    assert_equals_plain_loop(cell, result_of(cell, world, results), models)
 
 
 def _assert_follows_fp32(cell: Cell, result: dict[str, Any], models: Path) -> None:
     """bf16 weights round the losses in the third digit; a gradient left out would show in the second."""
-    wanted = reference_loop(models / cell.family, cell.max_grad_norm)
+    wanted = reference_steps(models / cell.family, cell.max_grad_norm)
     assert result["losses"] == pytest.approx(wanted["losses"], abs=1.5e-2)
     assert result["norms"] == pytest.approx(wanted["norms"], rel=2e-2)
 
 
 @pytest.mark.parametrize(("cell", "world"), ROUNDED, ids=_ids(ROUNDED))
 def test_layout_in_bf16_follows_fp32(cell: Cell, world: int, results: Path, models: Path) -> None:
-    _assert_follows_fp32(cell, found(cell, world, results), models)
+    _assert_follows_fp32(cell, result_of(cell, world, results), models)
 
 
 OTHER, OTHER_ROUNDED = _without(ALL, CHOSEN), _without(ALL_ROUNDED, ROUNDED)
@@ -142,10 +142,10 @@ OTHER, OTHER_ROUNDED = _without(ALL, CHOSEN), _without(ALL_ROUNDED, ROUNDED)
 @pytest.mark.slow
 @pytest.mark.parametrize(("cell", "world"), OTHER_ROUNDED, ids=_ids(OTHER_ROUNDED))
 def test_other_layout_in_bf16_follows_fp32(cell: Cell, world: int, rest: Path, models: Path) -> None:
-    _assert_follows_fp32(cell, found(cell, world, rest), models)
+    _assert_follows_fp32(cell, result_of(cell, world, rest), models)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("cell", "world"), OTHER, ids=_ids(OTHER))
 def test_other_layout_equals_plain_loop(cell: Cell, world: int, rest: Path, models: Path) -> None:
-    assert_equals_plain_loop(cell, found(cell, world, rest), models)
+    assert_equals_plain_loop(cell, result_of(cell, world, rest), models)

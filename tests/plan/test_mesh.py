@@ -52,7 +52,7 @@ def _config(**sections: Any) -> RunConfig:
         ({}, "train.max_seq_len 30 is not a multiple of parallel.sp 4", "set it to 28 or 32"),
         (
             {"model": {"path": "m", "attention": "eager"}},
-            "parallel dp 1 x sp 4 with model.attention eager is not proven",
+            "parallel dp 1 x sp 4 with model.attention eager is not tested",
             "set model.attention to sdpa",
         ),
     ],
@@ -70,14 +70,14 @@ def test_layouts_that_cannot_be_are_refused(sections: dict[str, Any], message: s
             Mesh(0, 1, pp=2),
             2,
             "none",
-            "parallel dp 1 x pp 2 with zero stage 2 is not proven",
+            "parallel dp 1 x pp 2 with zero stage 2 is not tested",
             "nearest: parallel.pp with zero stage 0, 1",
         ),
         (
             Mesh(0, 1, pp=2, tp=2),
             3,
             "none",
-            "parallel dp 1 x pp 2 x tp 2 with zero stage 3 is not proven",
+            "parallel dp 1 x pp 2 x tp 2 with zero stage 3 is not tested",
             "nearest: parallel.pp and parallel.tp with zero stage 0, 1",
         ),
         (
@@ -91,7 +91,7 @@ def test_layouts_that_cannot_be_are_refused(sections: dict[str, Any], message: s
             Mesh(0, 2, sp=2, tp=2, ep=2),
             3,
             "none",
-            "parallel dp 2 x sp 2 x tp 2 x ep 2 with zero stage 3 is not proven",
+            "parallel dp 2 x sp 2 x tp 2 x ep 2 with zero stage 3 is not tested",
             "nearest: parallel.sp and parallel.tp with zero stage 0, 1, 2, 3",
         ),
         (
@@ -101,7 +101,7 @@ def test_layouts_that_cannot_be_are_refused(sections: dict[str, Any], message: s
             "parallel dp 1 x tp 2 with zero stage 0 in bf16 clips by a wrong norm",
             "use zero stage 1, or fp32",
         ),
-        (Mesh(0, 1, tp=2), 3, "nvme", "parallel dp 1 x tp 2 with offload to nvme is not proven", "offload to cpu"),
+        (Mesh(0, 1, tp=2), 3, "nvme", "parallel dp 1 x tp 2 with offload to nvme is not tested", "offload to cpu"),
     ],
 )
 def test_combinations_that_nothing_compares_are_refused(
@@ -114,7 +114,7 @@ def test_combinations_that_nothing_compares_are_refused(
 
 @pytest.mark.parametrize("sections", [{"optim": {"lr": 1e-3, "name": "Muon"}}, {"optim": {"lr": 1e-3, "name": "Lamb"}}])
 def test_optimizers_of_whole_matrices_are_refused(sections: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"with optim.name (Muon|Lamb) is not proven"):
+    with pytest.raises(ConfigError, match=r"with optim.name (Muon|Lamb) is not tested"):
         check_layout(Mesh(0, 1, tp=2), _config(**sections), stage=2)
 
 
@@ -122,13 +122,13 @@ def test_optimizers_of_whole_matrices_are_refused(sections: dict[str, Any]) -> N
     "zero", [{"reduce_scatter": False}, {"contiguous_gradients": False}, {"zero_quantized_gradients": True}]
 )
 def test_choices_of_deepspeed_that_nothing_compares_are_refused(zero: dict[str, bool]) -> None:
-    with pytest.raises(ConfigError, match=f"with {next(iter(zero))} .* is not proven"):
+    with pytest.raises(ConfigError, match=f"with {next(iter(zero))} .* is not tested"):
         check_layout(Mesh(0, 2, ep=2), _config(), stage=2, tree={"zero_optimization": {"stage": 2} | zero})
 
 
 def test_fp16_and_node_local_checkpoints_are_refused() -> None:
     for sections in ({"train": {"for": "1 steps", "precision": "fp16"}}, {"checkpoint": {"node_local": True}}):
-        with pytest.raises(ConfigError, match="is not proven"):
+        with pytest.raises(ConfigError, match="is not tested"):
             check_layout(Mesh(0, 1, tp=2), _config(**sections), stage=2)
 
 
@@ -164,13 +164,13 @@ def test_ranks_of_experts() -> None:
         (
             Mesh(0, 1, sp=2),
             DENSE | {"model_type": "llama", "rope_parameters": {"rope_type": "longrope"}},
-            "parallel dp 1 x sp 2 of a model with rope_type longrope is not proven",
+            "parallel dp 1 x sp 2 of a model with rope_type longrope is not tested",
             "set parallel.sp to 1",
         ),
         (
             Mesh(0, 1, tp=2),
             DENSE | {"model_type": "llama", "mlp_bias": True},
-            "parallel dp 1 x tp 2 of a model with mlp_bias true is not proven",
+            "parallel dp 1 x tp 2 of a model with mlp_bias true is not tested",
             "set parallel.tp to 1",
         ),
         (
@@ -182,8 +182,8 @@ def test_ranks_of_experts() -> None:
         (
             Mesh(0, 1, sp=2),
             {"model_type": "gpt2"},
-            "parallel dp 1 x sp 2 of model_type gpt2 is not proven",
-            "proven: deepseek_v2, deepseek_v3, qwen2, qwen3, llama",
+            "parallel dp 1 x sp 2 of model_type gpt2 is not tested",
+            "tested: deepseek_v2, deepseek_v3, qwen2, qwen3, llama",
         ),
     ],
 )

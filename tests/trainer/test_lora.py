@@ -142,8 +142,8 @@ def test_what_is_not_proven_is_refused(
         ("lora.target_modules=[experts, '(']", "is not a regular expression"),
         ("lora.rnk=4", "did you mean `rank`?"),
         ("lora.rank=4", "not a multiple of 8"),
-        ("model.weights=random", "lora with model.weights random is not proven"),
-        ("optim.name=Lion", "lora with optim.name Lion is not proven"),
+        ("model.weights=random", "lora with model.weights random is not tested"),
+        ("optim.name=Lion", "lora with optim.name Lion is not tested"),
         ("train.precision=fp16", "fp16"),
     ):
         assert main(["train", run_file, override]) == 2, override

@@ -67,7 +67,7 @@ def test_a_run_of_shared_rows_is_the_run_of_one_rank(
             {},
             "train.max_seq_len 63 is not a multiple of parallel.sp 2",
         ),
-        (["parallel.pp=2"], {}, "parallel dp 1 x pp 2 with zero stage 2 is not proven"),
+        (["parallel.pp=2"], {}, "parallel dp 1 x pp 2 with zero stage 2 is not tested"),
     ],
 )
 def test_bad_layouts_end_every_rank_within_two_minutes(

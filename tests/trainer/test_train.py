@@ -45,7 +45,21 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     )
     done = start(torchrun("ds_finetune/train.py", str(run_file)))
     assert done.returncode == 0, done.stdout + done.stderr
+    (folder / "printed.txt").write_text(done.stdout + done.stderr)
     return folder
+
+
+OWN_LINES = re.compile(
+    r"plan|done|  .*|step \d+/\d+  loss .*|(rewritten|verified|next): .*|RANDOM WEIGHTS: .*|.*, as hard links|"
+    r"[a-z][a-z/_ -]{0,16} {2,}\S.*|(evaluation|answers|exporting tensors|tokenising rows|verifying exports)[ :].*"
+)
+"""Tables, the progress line, notes, results, and progress lines of phases."""
+
+
+def test_every_printed_line_is_the_programs_own(finished: Path) -> None:
+    lines = (finished / "printed.txt").read_text().splitlines()
+    assert len(lines) > 20
+    assert [line for line in lines if line.strip() and not OWN_LINES.fullmatch(line)] == []
 
 
 def test_the_run_folder_holds_what_it_should(finished: Path) -> None:

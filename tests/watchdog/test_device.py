@@ -53,7 +53,7 @@ class Stream(threading.Thread):
         assert done.wait(SECONDS)
 
 
-class StreamClock:
+class StreamMarks:
     """Marks in a stream: a list that holds the time once it is reached."""
 
     def __init__(self, stream: Stream) -> None:
@@ -80,7 +80,7 @@ class Rank:
     def __init__(self, number: int, peers: threading.Barrier) -> None:
         self.stream, self.peers = Stream(), peers
         self.progress = RankProgress(number, NEVER)
-        self.progress.device = DeviceProgress(StreamClock(self.stream))
+        self.progress.device = DeviceProgress(StreamMarks(self.stream))
 
     def all_reduce(self) -> None:
         began = self.progress.enter("all_reduce", 2, "all")
@@ -142,9 +142,9 @@ def test_a_hung_kernel_names_its_rank() -> None:
     answers = {number: rank.progress.status() for number, rank in enumerate(ranks)}
     found = _asked(answers)
     released.set()
-    assert (found.at_fault, found.why) == ((1,), "has come to 1 collectives of all, others to 2")
+    assert (found.at_fault, found.why) == ((1,), "has entered 1 collectives of all, others 2")
     assert str(answers[0]).startswith("waits in all_reduce of 2 elements (number 2 of all)")
-    assert str(answers[1]).startswith("has not come to all_reduce of 2 elements (number 2 of all) on its device")
+    assert str(answers[1]).startswith("has not reached all_reduce of 2 elements (number 2 of all) on its device")
 
 
 def test_what_a_device_is_done_with_is_forgotten() -> None:

@@ -1,4 +1,4 @@
-"""A rank's thread beside a real hub: what it states before it leaves, and what it makes of rank zero's silence."""
+"""A rank's thread beside a real coordinator: what it states before it leaves, and what it makes of rank zero's silence."""
 
 import json
 import os
@@ -10,15 +10,17 @@ import pytest
 import torch.distributed as dist
 
 from ds_finetune.errors import RunError
+from ds_finetune.process_messages import encode
 from ds_finetune.watchdog import monitor as module
 from ds_finetune.watchdog.connection import UNREACHABLE, Connection, PacketLoss
 from ds_finetune.watchdog.coordinator import REPORT
+from ds_finetune.watchdog.messages import CoordinatorLocation, RankLeaving
 from ds_finetune.watchdog.monitor import Monitor, start_monitor
-from ds_finetune.watchdog.process_death import FOLDER, mark_kill
+from ds_finetune.watchdog.process_death import FOLDER, record_kill
 from ds_finetune.watchdog.progress import HangLimits, RankProgress
 from ds_finetune.watchdog.report import RankProcess
 from ds_finetune.world import World
-from tests.watchdog.test_connection import linked
+from tests.watchdog.test_connection import connected
 from tests.watchdog.test_coordinator import SECRET, Ranks, until
 
 NEVER = HangLimits(100.0, 100.0, 100.0)
@@ -48,7 +50,7 @@ def _monitor(link: Connection, folder: Path) -> Monitor:
 
 def test_a_rank_that_calls_exit_says_so(left: list[int], tmp_path: Path) -> None:
     ranks = Ranks(tmp_path)
-    monitor = _monitor(ranks.links[1], tmp_path)
+    monitor = _monitor(ranks.connections[1], tmp_path)
     with pytest.raises(LeftError), monitor.announce_exits():
         os._exit(3)
     assert left == [3]
@@ -61,61 +63,61 @@ def test_a_forked_process_that_calls_exit_says_nothing(
     left: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = Ranks(tmp_path)
-    monitor, pid = _monitor(ranks.links[1], tmp_path), os.getpid()
+    monitor, pid = _monitor(ranks.connections[1], tmp_path), os.getpid()
     with monitor.announce_exits():
         monkeypatch.setattr(os, "getpid", lambda: pid + 1)
         with pytest.raises(LeftError):
             os._exit(0)
-    ranks.links[2].send({"kind": "leaving", "why": "left"})
-    assert ranks.end_of(0).first == (2,)
+    ranks.connections[2].send(RankLeaving("left"))
+    assert ranks.end_of(0).at_fault == (2,)
 
 
 def test_a_rank_that_gives_up_on_rank_zero_says_so(left: list[int], tmp_path: Path) -> None:
     ranks = Ranks(tmp_path)
-    monitor = _monitor(ranks.links[1], tmp_path)
+    monitor = _monitor(ranks.connections[1], tmp_path)
     with pytest.raises(LeftError):
-        monitor._leave(monitor._without_hub("does not answer"))
+        monitor._leave(monitor._ending_without_coordinator("does not answer"))
     assert "rank 1 (host host-1, process 4001) left: rank 0" in ranks.end_of(2).line
 
 
 def test_a_lossy_network_is_not_taken_for_a_dead_rank_zero(
     left: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_HUB_SECONDS", 0.2)
+    monkeypatch.setattr(module, "_COORDINATOR_SECONDS", 0.2)
     monkeypatch.setattr(module, "LOSSY_SECONDS", 0.4)
-    hub, rank = linked()
+    coordinator, rank = connected()
     monitor = _monitor(rank, tmp_path)
     monitor.progress.phase = "start"
     (tmp_path / FOLDER).mkdir()
-    monkeypatch.setattr(rank, "loss", lambda: PacketLoss(unacknowledged=1, lost=0))
+    monkeypatch.setattr(rank, "packet_loss", lambda: PacketLoss(unacknowledged=1, lost=0))
     began = time.monotonic()
-    monitor._looked_at = began
+    monitor._checked_at = began
 
     def look() -> None:
         while True:
-            monitor._look_at_clock(began + 101 + (time.monotonic() - began))
-            monitor._looked_at = time.monotonic() + 1000
+            monitor._check_time(began + 101 + (time.monotonic() - began))
+            monitor._checked_at = time.monotonic() + 1000
 
     with pytest.raises(LeftError):
         look()
     assert time.monotonic() - began > 0.5
     assert UNREACHABLE in (tmp_path / FOLDER / REPORT).read_text()
-    hub.close()
+    coordinator.close()
 
 
 def test_a_full_disk_behind_standard_error_does_not_end_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     with Path("/dev/full").open("wb", buffering=0) as full:
         monkeypatch.setattr(module, "_STDERR", full.fileno())
-        module._say("watchdog: rank 1 ends\n")
+        module._print("watchdog: rank 1 ends\n")
 
 
 def test_the_death_of_a_rank_zero_that_was_ended_on_purpose_is_marked(tmp_path: Path) -> None:
-    hub, rank = linked()
+    coordinator, rank = connected()
     monitor = _monitor(rank, tmp_path)
-    mark_kill(tmp_path / FOLDER, 4000, "1", "rank 0: does not answer")
-    hub.close()
-    until(lambda: rank.received() == [] and rank.is_lost)
-    assert monitor._why_lost() == "was ended by the watchdog: rank 0: does not answer"
+    record_kill(tmp_path / FOLDER, 4000, "1", "rank 0: does not answer")
+    coordinator.close()
+    until(lambda: rank.receive() == [] and rank.is_lost)
+    assert monitor._why_coordinator_lost() == "was ended by the watchdog: rank 0: does not answer"
 
 
 def test_two_ranks_meet_and_say_goodbye(tmp_path: Path) -> None:
@@ -139,10 +141,8 @@ def test_a_rank_with_another_secret_is_told(tmp_path: Path, monkeypatch: pytest.
     ranks = Ranks(tmp_path)
     store = dist.HashStore()
     store.set("watchdog/secret", json.dumps({"kind": "environment"}))
-    store.set(
-        "watchdog/hub",
-        json.dumps(["127.0.0.1", ranks.port, {"rank": 0, "host": "a", "pid": 7, "began": "", "place": ""}]),
-    )
+    location = CoordinatorLocation("127.0.0.1", ranks.port, RankProcess(0, "a", 7, "", ""))
+    store.set("watchdog/coordinator", encode(location).decode())
     monkeypatch.setenv("DS_FINETUNE_SECRET", "another")
     told = r"rank 1 is not accepted by the watchdog of rank 0 at 127\.0\.0\.1:\d+: its secret is another"
     with (

@@ -15,7 +15,7 @@ from ds_finetune.watchdog.diagnosis import Diagnosis
 from ds_finetune.watchdog.process_death import began_at, why_killed
 from ds_finetune.watchdog.progress import CollectiveCall, RankStatus
 from ds_finetune.watchdog.report import FailureReport, RankProcess, is_secondary, status_lines
-from ds_finetune.watchdog.stacks import end_process
+from ds_finetune.watchdog.stacks import kill_process
 
 
 @pytest.mark.parametrize(
@@ -63,10 +63,10 @@ def test_ranks_that_do_the_same_are_one_line() -> None:
 @pytest.mark.skipif(not began_at(os.getpid()), reason="processes are told apart by /proc")
 def test_another_process_of_the_same_id_is_left_alone(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    end_process(child.pid, "1", folder=tmp_path, why="")
+    kill_process(child.pid, "1", folder=tmp_path, why="")
     assert not list(tmp_path.iterdir())
     assert child.poll() is None
     child.send_signal(signal.SIGSTOP)
-    end_process(child.pid, began := began_at(child.pid), folder=tmp_path, why="it did not answer")
+    kill_process(child.pid, began := began_at(child.pid), folder=tmp_path, why="it did not answer")
     assert why_killed(tmp_path, child.pid, began) == "it did not answer"
     assert child.wait(10) in (-signal.SIGKILL, -signal.SIGQUIT)

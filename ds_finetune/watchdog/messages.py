@@ -1,0 +1,68 @@
+"""Messages between a rank's monitor and the coordinator on rank zero."""
+
+from dataclasses import dataclass
+
+from ds_finetune.process_messages import ProcessMessage
+from ds_finetune.watchdog.progress import RankStatus
+from ds_finetune.watchdog.report import FailureReport, RankProcess, RunEnding
+
+
+@dataclass(frozen=True)
+class CoordinatorLocation(ProcessMessage, kind="coordinator"):
+    """Where the coordinator listens and the process it runs in, kept in the store; no `address` means MASTER_ADDR."""
+
+    address: str
+    port: int
+    process: RankProcess
+
+
+@dataclass(frozen=True)
+class RankAccepted(ProcessMessage, kind="accepted"):
+    """The coordinator's answer to the `RankProcess` with which a connection begins."""
+
+
+@dataclass(frozen=True)
+class RankRefused(ProcessMessage, kind="refused"):
+    """The other answer, with the reason."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class StatusRequest(ProcessMessage, kind="status_request"):
+    """The coordinator wants a `RankStatus` from every rank, because one has hung or failed."""
+
+
+@dataclass(frozen=True)
+class MoreTime(ProcessMessage, kind="more_time"):
+    """The coordinator waits longer for answers than usual, because packets are lost."""
+
+
+@dataclass(frozen=True)
+class HangReport(ProcessMessage, kind="hang"):
+    """A rank has made no progress within its limit; `why` is a line for the report."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class RankLeaving(ProcessMessage, kind="leaving"):
+    """A rank ends its process for the reason `why`, which ends the run."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class RankGoodbye(ProcessMessage, kind="goodbye"):
+    """A rank is done, without an error."""
+
+
+FROM_RANK: tuple[type[ProcessMessage], ...] = (
+    RankProcess,
+    RankStatus,
+    FailureReport,
+    HangReport,
+    RankLeaving,
+    RankGoodbye,
+)
+FROM_COORDINATOR: tuple[type[ProcessMessage], ...] = (RankAccepted, RankRefused, StatusRequest, MoreTime, RunEnding)
