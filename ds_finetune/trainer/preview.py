@@ -20,7 +20,7 @@ OPEN, CLOSE = "⟦", "⟧"
 def preview_of(config: RunConfig, *, samples: int) -> RenderableType:
     """The first `samples` documents of the training data and what became of its rows."""
     tokenizer = load_tokenizer(str(resolve_folder(config.model.tokenizer or config.model.path)))
-    rows = prepare_rows(config.data, "train", tokenizer=tokenizer, spec=token_limits(config, model_config(config)))
+    rows = prepare_rows(config.data, "train", tokenizer=tokenizer, limits=token_limits(config, model_config(config)))
     shown = [marked(*rows.document(number), tokenizer) for number in range(min(samples, rows.counts.documents))]
     notes = (*rows.notes, *row_notes(rows.counts))
     return Group(*shown, counts_table(rows, config), *(Text(note) for note in notes))
