@@ -20,7 +20,8 @@ class PhaseLine:
     """Reports `what` with the parts done of `total` and the time left, on standard error of rank 0.
 
     On a terminal the line stays in place and is removed at the end of the phase. Elsewhere there is a line after five
-    seconds, at most one a minute after that, and one at the end. Without a `total` (0) the line has the time so far.
+    seconds, at most one a minute after that, and one at the end. Without a `total` (0), or
+    past one that was an estimate, the line has the time so far.
     `is_rank_zero` is known from the environment variable RANK where it is not given.
     """
 
@@ -71,8 +72,10 @@ class PhaseLine:
     def _state(self, seconds: float) -> str:
         if not self._total:
             return f"{f' {self._done:,}' if self._done else ''}  {time_text(seconds)}"
+        if self._done > self._total:
+            return f" {self._done:,}  {time_text(seconds)}"
         done = f" {self._done:,}/{self._total:,}"
-        if not 0 < self._done <= self._total:
+        if self._done <= 0:
             return done
         return f"{done}  eta {time_text(seconds / self._done * (self._total - self._done))}"
 

@@ -73,6 +73,14 @@ def test_without_a_total_the_line_has_the_time_so_far(clock: SetTimes) -> None:
     assert out.getvalue() == "tokenising rows  6 s\ntokenising rows 10,000  1 min\ntokenising rows: 1 min\n"
 
 
+def test_past_an_estimated_total_the_line_has_the_time_so_far(clock: SetTimes) -> None:
+    clock([0.0, 6.0, 80.0])
+    out = io.StringIO()
+    with PhaseLine("tokenising rows", 100, out=out) as line:
+        line.advance(120)
+    assert out.getvalue() == "tokenising rows 120  6 s\ntokenising rows: 1 min\n"
+
+
 def test_ranks_other_than_the_first_print_nothing(clock: SetTimes, monkeypatch: pytest.MonkeyPatch) -> None:
     clock([0.0, 10.0, 20.0])
     monkeypatch.setenv("RANK", "1")

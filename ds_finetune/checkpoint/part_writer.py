@@ -1,121 +1,103 @@
-"""The process that writes a rank's part of a checkpoint while training continues.
+"""The process that writes a rank's part of each checkpoint while training continues.
 
-It is started as `python -m ds_finetune.checkpoint.part_writer FD`.
-
-Jobs come as JSON lines on stdin, an answer to each goes to stdout. It needs no torch: it sees bytes in shared memory
-(file descriptor FD), writes them, and, on the rank that leads, waits for the parts of the others and commits.
+It is started as `python -m ds_finetune.checkpoint.part_writer FD`. Jobs (messages.py) arrive on standard input, and the
+answer to each goes to standard output. It needs no torch: it reads bytes from shared memory (file descriptor FD) and
+writes them. On the rank that leads, it also waits for the parts of the other ranks and commits the checkpoint.
 """
 
-import json
 import mmap
 import os
-import select
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from ds_finetune.checkpoint.files import (
-    Manifest,
-    byte_pieces,
-    commit,
-    mark_part_written,
-    remove_checkpoint,
-    write_checksummed,
-)
+from ds_finetune.checkpoint.files import byte_pieces, commit, mark_part_written, remove_checkpoint, write_checksummed
+from ds_finetune.checkpoint.messages import JOBS, CommitJob, JobDone, RemoveJob, ReserveJob, StopWaiting, WriteJob
+from ds_finetune.process_messages import MessageReader, ProcessMessage, send
 
-STOP_WAITING = "stop_waiting"
-"""Said while a job waits for the parts of other ranks, one of which has failed; it has no answer of its own."""
 ORPHAN_SECONDS = 10.0
 """How long a writer whose rank is gone waits for the parts of other ranks while none of them grows."""
 
 
-class _Inbox:
-    """Lines of stdin, as they come; `is_closed` once the rank is gone."""
+class _JobQueue:
+    """Jobs in the order they arrive; `is_closed` once the rank is gone."""
 
     def __init__(self) -> None:
-        self._buffer = b""
-        self._put_back: list[dict[str, Any]] = []
-        self.is_closed = False
+        self._reader = MessageReader(0, JOBS, peer="the rank")
+        self._deferred = deque[ProcessMessage]()
 
-    def put_back(self, job: dict[str, Any]) -> None:
-        """Keep a job for later."""
-        self._put_back.append(job)
+    @property
+    def is_closed(self) -> bool:
+        return self._reader.is_closed
 
-    def next(self, seconds: float | None) -> dict[str, Any] | None:
-        """The next job, or None after `seconds` or when there will be none."""
-        if self._put_back and seconds is None:
-            return self._put_back.pop(0)
-        while b"\n" not in self._buffer and not self.is_closed:
-            ready, _, _ = select.select([0], [], [], seconds)
-            if not ready:
-                return None
-            chunk = os.read(0, 65_536)
-            self._buffer += chunk
-            self.is_closed = not chunk
-        line, newline, self._buffer = self._buffer.partition(b"\n")
-        return json.loads(line) if newline else None
+    def next(self) -> ProcessMessage | None:
+        """The next job, once there is one; None when there will be none."""
+        return self._deferred.popleft() if self._deferred else self._reader.next()
+
+    def is_told_to_stop(self) -> bool:
+        """Whether a StopWaiting has arrived; another job that has is kept for later."""
+        job = self._reader.next(0)
+        if job is not None and not isinstance(job, StopWaiting):
+            self._deferred.append(job)
+        return isinstance(job, StopWaiting)
 
 
 def main() -> None:
     """Do jobs until the rank is gone."""
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        # Launchers, schedulers and a terminal that closes signal every process of a job; the rank decides when this one
+        # Launchers, schedulers and a terminal that closes signal every process of a job. The rank decides when this one
         # ends.
         signal.signal(name, signal.SIG_IGN)
-    memory, inbox = int(sys.argv[1]), _Inbox()
-    while (job := inbox.next(None)) is not None:
-        if job["do"] == STOP_WAITING:
-            # The wait it was meant for had just ended.
+    memory, jobs = int(sys.argv[1]), _JobQueue()
+    while (job := jobs.next()) is not None:
+        if isinstance(job, StopWaiting):
+            # The commit that it was meant for has just ended.
             continue
-        began = time.monotonic()
+        error = ""
         try:
-            error = _DO[job["do"]](job, memory, inbox)
-        except Exception as failed:  # noqa: BLE001 - whatever went wrong is the rank's to say; this process goes on
+            _do(job, memory, jobs)
+        except Exception as failed:  # noqa: BLE001 - the rank reports whatever went wrong, and this process continues
             error = f"{type(failed).__name__}: {failed}"
-        _answer({"do": job["do"], "error": error, "seconds": time.monotonic() - began})
+        send(sys.stdout.fileno(), JobDone(job.kind, error))
 
 
-def _answer(tree: dict[str, Any]) -> None:
-    try:
-        sys.stdout.write(json.dumps(tree) + "\n")
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+def _do(job: ProcessMessage, memory: int, jobs: _JobQueue) -> None:
+    match job:
+        case ReserveJob():
+            # In advance, because writing to a new page costs training three times as much as to a known one.
+            os.posix_fallocate(memory, 0, max(1, job.num_bytes))
+        case WriteJob():
+            _write_part(Path(job.part), job.num_bytes, memory)
+            if job.commit is not None:
+                _commit(job.commit, jobs)
+        case RemoveJob():
+            for folder in job.folders:
+                remove_checkpoint(Path(folder))
 
 
-def _reserve(job: dict[str, Any], memory: int, _: _Inbox) -> str:
-    """Take the memory now: a fresh page costs training three times what a known one does."""
-    os.posix_fallocate(memory, 0, max(1, job["num_bytes"]))
-    return ""
-
-
-def _write(job: dict[str, Any], memory: int, inbox: _Inbox) -> str:
-    part = Path(job["part"])
-    # Not closed by hand: after a failure the traceback still holds pieces of it, and closing would hide the reason.
-    staged = mmap.mmap(memory, job["num_bytes"], access=mmap.ACCESS_READ)
+def _write_part(part: Path, num_bytes: int, memory: int) -> None:
+    # Not closed here: after a failure the traceback still holds views of it, and closing would hide the reason.
+    staged = mmap.mmap(memory, num_bytes, access=mmap.ACCESS_READ)
     mark_part_written(part, write_checksummed(part, byte_pieces(memoryview(staged))))
-    return _commit(job["commit"], inbox) if job["commit"] else ""
 
 
-def _commit(job: dict[str, Any], inbox: _Inbox) -> str:
-    manifest = Manifest(**{**job["manifest"], "files": dict.fromkeys(job["parts"])})
-    commit(Path(job["partial"]), manifest, job["texts"], job["beside"], _patience(inbox, Path(job["partial"])))
-    return ""
+def _commit(job: CommitJob, jobs: _JobQueue) -> None:
+    partial = Path(job.partial)
+    manifest = replace(job.manifest, files=dict.fromkeys(job.parts))  # type: ignore[arg-type]
+    commit(partial, manifest, job.texts, job.linked, _wait_condition(jobs, partial))
 
 
-def _patience(inbox: _Inbox, partial: Path) -> Callable[[], bool]:
-    """Wait while the rank is there and says nothing; when it is gone, as long as others are seen to write."""
+def _wait_condition(jobs: _JobQueue, partial: Path) -> Callable[[], bool]:
+    """Whether to wait longer for parts: until the rank says stop, or, once it is gone, while other parts grow."""
     size, since = -1, time.monotonic()
 
     def keep_waiting() -> bool:
-        if not inbox.is_closed:
-            job = inbox.next(0)
-            if job is not None and job["do"] != STOP_WAITING:
-                inbox.put_back(job)
-            return job is None or job["do"] != STOP_WAITING
+        if not jobs.is_closed:
+            return not jobs.is_told_to_stop()
         nonlocal size, since
         now = sum(entry.stat().st_size for entry in os.scandir(partial))
         if now != size:
@@ -123,19 +105,6 @@ def _patience(inbox: _Inbox, partial: Path) -> Callable[[], bool]:
         return time.monotonic() - since < ORPHAN_SECONDS
 
     return keep_waiting
-
-
-def _remove(job: dict[str, Any], _: int, __: _Inbox) -> str:
-    for folder in job["folders"]:
-        remove_checkpoint(Path(folder))
-    return ""
-
-
-_DO: dict[str, Callable[[dict[str, Any], int, _Inbox], str]] = {
-    "reserve": _reserve,
-    "write": _write,
-    "remove": _remove,
-}
 
 
 if __name__ == "__main__":

@@ -1,13 +1,11 @@
-"""Saving: each rank copies its part and goes on; a process beside it writes, and one rank of those that share a folder
-commits.
-"""
+"""Saving: each rank copies its part and continues; a process writes it, and one rank of each folder commits."""
 
 import math
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,6 +19,7 @@ from ds_finetune.checkpoint.files import (
     step_name,
 )
 from ds_finetune.checkpoint.folder import CheckpointFolder
+from ds_finetune.checkpoint.messages import CommitJob, RemoveJob, ReserveJob, WriteJob
 from ds_finetune.checkpoint.part_file import part_name
 from ds_finetune.checkpoint.staging import FilePartSink, WriterProcess
 from ds_finetune.checkpoint.storage import write_part
@@ -30,14 +29,12 @@ from ds_finetune.errors import CheckpointError
 
 _POLL_SECONDS = 0.005
 _COMMIT_SECONDS = 600.0
-"""How long the leader of a save without a process of its own waits for word from others that have already said they are
-done.
-"""
+"""How long the leader of a synchronous save waits to see the parts of the other ranks, which are already written."""
 
 
 @dataclass
 class SaveResult:
-    """What became of a save: the step, and what went wrong on this rank and on any."""
+    """The step of a save, its errors on this rank, and whether it has failed on any."""
 
     step: int
     errors: list[str] = field(default_factory=list)
@@ -46,63 +43,59 @@ class SaveResult:
 
 @dataclass
 class Saver:
-    """Saves what `groups` gives, one checkpoint at a time, with the files `beside` it by name.
+    """Saves the state that `groups` returns, one checkpoint at a time, with the files `linked` by name.
 
-    `inherited` files stay open in the writer process, which may outlive this one by a little.
-    Every method but `start`, `remove` and `close` must be called by all ranks alike.
+    `inherited` files stay open in the writer process, which may live a little longer than this one.
+    All ranks must call every method but `start`, `remove` and `close` alike.
     """
 
     groups: Callable[[], list[StateGroup]]
-    place: CheckpointFolder
+    folder: CheckpointFolder
     is_asynchronous: bool
-    beside: Mapping[str, Path]
+    linked: Mapping[str, Path]
     inherited: Sequence[TextIO] = ()
     last_error: str = ""
-    """What kept the newest checkpoint from being written; the same on every rank, empty where it is complete."""
+    """Why the newest checkpoint was not written; the same on every rank, empty where it is complete."""
     _pending: SaveResult | None = None
 
     def __post_init__(self) -> None:
-        """The process is made now and started later."""
+        """Make the process, which `start` starts."""
         self._process = WriterProcess([file.fileno() for file in self.inherited])
 
     def start(self, num_bytes: int) -> None:
-        """Start the writer process and let it take the memory that a part of `num_bytes` will need."""
+        """Start the writer process, and let it reserve memory for a part of `num_bytes`."""
         if self.is_asynchronous:
             self._process.start()
-            self._process.send("reserve", num_bytes=num_bytes)
+            self._process.send(ReserveJob(num_bytes))
 
     def save(self, step: int, state: str, *, rank_state: Mapping[str, Any], eval_loss: float | None = None) -> float:
-        """Begin to save; returns the seconds this rank was blocked. The save before must have been settled."""
+        """Begin to save; returns the seconds this rank was blocked. The previous save must have been settled."""
         assert self._pending is None
         began = time.perf_counter()
         groups = self.groups()
         self._pending = SaveResult(step)
-        partial = self.place.path / partial_name(step, self.place.token)
+        partial = self.folder.path / partial_name(step, self.folder.token)
         job = self._commit_job(partial, step, state, eval_loss)
-        extra = {"rank": self.place.rank, "home": self.place.ranks[0], "host": socket.gethostname(), **rank_state}
+        extra = {"rank": self.folder.rank, "home": self.folder.ranks[0], "host": socket.gethostname(), **rank_state}
         try:
             partial.mkdir(exist_ok=True)
-            part = partial / part_name(self.place.rank, self.place.world_size)
+            part = partial / part_name(self.folder.rank, self.folder.world_size)
             if self.is_asynchronous:
-                write_part(groups, self._process, extra, writer=self.place.writer_share)
-                self._process.send(
-                    "write",
-                    part=str(part),
-                    num_bytes=self._process.num_bytes,
-                    commit=job if self.place.is_leader else None,
-                )
+                write_part(groups, self._process, extra, writer=self.folder.writer_share)
+                commit_job = job if self.folder.is_leader else None
+                self._process.send(WriteJob(str(part), self._process.num_bytes, commit_job))
             else:
                 sink = FilePartSink(part)
-                write_part(groups, sink, extra, writer=self.place.writer_share)
+                write_part(groups, sink, extra, writer=self.folder.writer_share)
                 sink.finish()
         except OSError as failed:
             self._pending.errors.append(f"OSError: {failed}")
         if not self.is_asynchronous:
-            self._commit_now(job)
+            self._commit_synchronously(job)
         return time.perf_counter() - began
 
     def settle(self, *, wait: bool = False) -> SaveResult | None:
-        """What became of the save that is on its way, once that is known on every rank; with `wait`, once it is."""
+        """The result of the pending save once it is known on every rank, else None; `wait` waits for it."""
         while (pending := self._pending) is not None:
             pending.errors += self._process.errors() if self.is_asynchronous else []
             is_busy, has_failed = all_reduce_max(
@@ -110,7 +103,7 @@ class Saver:
             )
             if has_failed and not pending.has_failed:
                 pending.has_failed = True
-                if self.place.is_leader and self.is_asynchronous and self._process.is_busy:
+                if self.folder.is_leader and self.is_asynchronous and self._process.is_busy:
                     self._process.stop_waiting()
             if not is_busy:
                 self._pending = None
@@ -121,61 +114,52 @@ class Saver:
         return None
 
     def remove(self, folders: list[Path]) -> None:
-        """Take folders away, in the writer process where there is one; for ranks that lead, in no hurry."""
-        if not self.place.is_leader or not folders:
+        """Remove folders, on ranks that lead; in the writer process where there is one, after its other jobs."""
+        if not self.folder.is_leader or not folders:
             return
         if self.is_asynchronous:
-            self._process.send("remove", folders=[str(folder) for folder in folders])
+            self._process.send(RemoveJob([str(folder) for folder in folders]))
             return
         for folder in folders:
             remove_checkpoint(folder)
 
     def remove_partial(self, pending: SaveResult) -> None:
-        """Take away what a failed save left."""
-        self.remove([self.place.path / partial_name(pending.step, self.place.token)])
+        """Remove what a failed save left."""
+        self.remove([self.folder.path / partial_name(pending.step, self.folder.token)])
 
     def close(self) -> None:
         """Let the writer process end."""
         self._process.close()
 
-    def _commit_job(self, partial: Path, step: int, state: str, eval_loss: float | None) -> dict[str, Any]:
-        place = self.place
-        manifest = {
-            "step": step,
-            "world_size": place.world_size,
-            "ranks": place.ranks,
-            "host": socket.gethostname(),
-            "token": place.token,
-        }
-        return {
-            "partial": str(partial),
-            "manifest": {**manifest, "eval_loss": eval_loss},
-            "parts": [part_name(rank, place.world_size) for rank in place.ranks],
-            "texts": {STATE: state},
-            "beside": {name: str(source) for name, source in self.beside.items()},
-        }
+    def _commit_job(self, partial: Path, step: int, state: str, eval_loss: float | None) -> CommitJob:
+        shared, host = self.folder, socket.gethostname()
+        return CommitJob(
+            str(partial),
+            Manifest(step, shared.world_size, shared.ranks, host, shared.token, eval_loss, files={}),
+            parts=tuple(part_name(rank, shared.world_size) for rank in shared.ranks),
+            texts={STATE: state},
+            linked={name: str(source) for name, source in self.linked.items()},
+        )
 
-    def _commit_now(self, job: Mapping[str, Any]) -> None:
-        """Every part is written or has failed; the leader commits while the others wait."""
+    def _commit_synchronously(self, job: CommitJob) -> None:
+        """Commit on the leader, once every rank has written its part; not where one has failed."""
         assert self._pending is not None
         (failed,) = all_reduce_max(bool(self._pending.errors))
-        if failed or not self.place.is_leader:
+        if failed or not self.folder.is_leader:
             return
-        manifest = Manifest(
-            **{**job["manifest"], "ranks": tuple(job["manifest"]["ranks"]), "files": dict.fromkeys(job["parts"])}
-        )
+        manifest = replace(job.manifest, files=dict.fromkeys(job.parts))  # type: ignore[arg-type]
         until = time.monotonic() + _COMMIT_SECONDS
         try:
-            commit(Path(job["partial"]), manifest, job["texts"], job["beside"], lambda: time.monotonic() < until)
+            commit(Path(job.partial), manifest, job.texts, job.linked, lambda: time.monotonic() < until)
         except OSError as error:
             self._pending.errors.append(f"{type(error).__name__}: {error}")
 
 
 def superseded_checkpoints(folder: Path, *, keep: int, keep_best: bool) -> list[Path]:
-    """Complete checkpoints of `folder` that need not be kept: all but the last `keep` and the one with the lowest eval
-    loss.
+    """Complete checkpoints of `folder` that need not be kept.
 
-    One that cannot be read, or is just being taken away, is left alone.
+    The last `keep` are kept, and with `keep_best` the one with the lowest eval loss. One that cannot be read, or is
+    just being removed, is left alone.
     """
     steps = complete_steps(folder)
     losses: dict[int, float] = {}

@@ -1,6 +1,5 @@
-"""A rank's side of writing: bytes copied into shared memory and handed to the writer process, or written at once."""
+"""A rank's side of writing a part: its bytes go to shared memory for the writer process, or straight to the file."""
 
-import json
 import mmap
 import os
 import subprocess
@@ -8,30 +7,30 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import ds_finetune
 from ds_finetune.checkpoint.files import ChecksummedFile, mark_part_written
-from ds_finetune.checkpoint.part_writer import STOP_WAITING
+from ds_finetune.checkpoint.messages import JobDone, RemoveJob, StopWaiting
+from ds_finetune.process_messages import MessageReader, ProcessMessage, send
 from ds_finetune.units import MIB
 
 _BUFFER_BYTES = 16 * MIB
-_PARTING_SECONDS = 5.0
+_CLOSE_SECONDS = 5.0
 
 
 class WriterProcess:
-    """The process of `writer.py` and the memory it reads from; jobs are answered in order."""
+    """The process of `part_writer.py` and the memory it reads from; it answers jobs in order."""
 
     def __init__(self, inherited: Sequence[int] = ()) -> None:
         self._inherited = tuple(inherited)
-        # Not in /dev/shm, which containers keep small: an anonymous file is bounded by memory alone.
+        # Not in /dev/shm, which containers keep small: an anonymous file is limited by memory alone.
         self._memory = os.memfd_create("checkpoint")
         self._map: mmap.mmap | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._sent = self._answered = 0
-        self._buffer = b""
+        self._answers: MessageReader[JobDone] | None = None
+        self._num_sent = self._num_answered = 0
 
     def start(self) -> None:
         """Start the process."""
@@ -46,56 +45,54 @@ class WriterProcess:
             pass_fds=[self._memory, *self._inherited],
         )
         assert self._process.stdout is not None
-        os.set_blocking(self._process.stdout.fileno(), False)
+        self._answers = MessageReader(self._process.stdout.fileno(), [JobDone], peer="the checkpoint writer")
 
-    def send(self, do: str, **job: Any) -> None:  # noqa: ANN401 - plain values
-        """Ask for a job; a process that is gone is noticed by `errors`."""
-        self._sent += 1
-        self._tell({"do": do, **job})
+    def send(self, job: ProcessMessage) -> None:
+        """Send a job; `errors` notices a process that is gone."""
+        self._num_sent += 1
+        self._send(job)
 
     def stop_waiting(self) -> None:
         """Let a commit that waits for the parts of other ranks end with an error."""
-        self._tell({"do": STOP_WAITING})
+        self._send(StopWaiting())
 
-    def _tell(self, tree: dict[str, Any]) -> None:
+    def _send(self, message: ProcessMessage) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(tree).encode() + b"\n")
-            self._process.stdin.flush()
+        send(self._process.stdin.fileno(), message)
 
     @property
     def is_busy(self) -> bool:
         """Whether a job is not answered yet."""
-        return self._answered < self._sent
+        return self._num_answered < self._num_sent
 
     def errors(self) -> list[str]:
-        """Take the answers there are; what went wrong in writing or reserving, or that the process is gone.
+        """Take the answers that have arrived; returns errors of writing and reserving, and the end of the process.
 
-        A checkpoint that could not be taken away is no error of a save; it is tried again after the next.
+        A checkpoint that could not be removed is not an error of a save. Removing it is tried again after the next one.
         """
         assert self._process is not None
-        assert self._process.stdout is not None
-        self._buffer += self._process.stdout.read() or b""
-        *lines, self._buffer = self._buffer.split(b"\n")
-        answers = [json.loads(line) for line in lines]
-        self._answered += len(answers)
-        found = [answer["error"] for answer in answers if answer["error"] and answer["do"] != "remove"]
+        assert self._answers is not None
+        errors = []
+        while (done := self._answers.next(0)) is not None:
+            self._num_answered += 1
+            if done.error and done.job != RemoveJob.kind:
+                errors.append(done.error)
         if self._process.poll() is not None and self.is_busy:
-            self._answered = self._sent
-            found.append(f"the writer process ended with code {self._process.returncode}")
+            self._num_answered = self._num_sent
+            errors.append(f"the writer process ended with code {self._process.returncode}")
             self.start()
-        return found
+        return errors
 
     def begin(self, num_bytes: int) -> None:
-        """PartSink: make place for a part."""
+        """PartSink: make room for a part."""
         if self._map is None or len(self._map) < num_bytes:
             os.ftruncate(self._memory, num_bytes)
             self._map = mmap.mmap(self._memory, num_bytes)
         self._filled = 0
 
     def write(self, values: torch.Tensor) -> None:
-        """PartSink: copy the bytes of a 1-D tensor, from whatever device."""
+        """PartSink: copy the bytes of a 1-D tensor on any device."""
         assert self._map is not None
         if values.numel() == 0:
             return
@@ -108,11 +105,11 @@ class WriterProcess:
         return self._filled
 
     def close(self) -> None:
-        """Let the process end after its last job."""
+        """Let the process end after its last job, and wait some seconds for that."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
             with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_PARTING_SECONDS)
+                self._process.wait(_CLOSE_SECONDS)
         os.close(self._memory)
 
 
@@ -124,7 +121,7 @@ class FilePartSink:
         self._file = ChecksummedFile(part)
 
     def begin(self, num_bytes: int) -> None:
-        """Nothing to make: the file grows."""
+        """Nothing to reserve: the file grows."""
 
     def write(self, values: torch.Tensor) -> None:
         """Write the bytes of a 1-D tensor."""
@@ -132,5 +129,5 @@ class FilePartSink:
             self._file.write(memoryview(piece.cpu().view(torch.uint8).numpy()))
 
     def finish(self) -> None:
-        """The part is on disk, and says so."""
+        """Flush the part to disk, and mark it as written."""
         mark_part_written(self._part, self._file.close())

@@ -14,7 +14,7 @@ from ds_finetune.cli.arguments import port
 from ds_finetune.config.schema import read_config
 from ds_finetune.console import ERR, OUT
 from ds_finetune.errors import USER_ERROR_EXIT_CODE, ConfigError
-from ds_finetune.hostfile import Host, chosen_hosts, read_hostfile
+from ds_finetune.hostfile import Host, read_hostfile, select_hosts
 from ds_finetune.world import DEFAULT_PORT
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def add_host_options(parser: argparse.ArgumentParser) -> None:
 
 def hosts_of(arguments: argparse.Namespace) -> tuple[Host, ...]:
     """The hosts of `--hostfile` that `--include` and `--exclude` choose."""
-    return chosen_hosts(read_hostfile(arguments.hostfile), include=arguments.include, exclude=arguments.exclude)
+    return select_hosts(read_hostfile(arguments.hostfile), include=arguments.include, exclude=arguments.exclude)
 
 
 def _doctor(arguments: argparse.Namespace) -> None:

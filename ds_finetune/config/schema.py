@@ -24,37 +24,37 @@ def _as_model(value: object) -> object:
     return {"path": value} if isinstance(value, str) else value
 
 
-def _checked_duration(text: object) -> object:
+def _check_duration(text: object) -> object:
     return str(Duration.parse(str(text)))
 
 
-def _checked_warmup(text: object) -> object:
+def _check_warmup(text: object) -> object:
     warmup_steps(str(text), 1)
     return str(text)
 
 
 Paths = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
-DurationText = Annotated[str, BeforeValidator(_checked_duration)]
+DurationText = Annotated[str, BeforeValidator(_check_duration)]
 
 
-def _checked_steps(text: object) -> object:
+def _check_steps(text: object) -> object:
     if Duration.parse(str(text)).unit != "steps":
         raise ValueError(f"`{text}` is not a number of steps; write e.g. `100 steps`")
-    return _checked_duration(text)
+    return _check_duration(text)
 
 
-def _checked_every(text: object) -> object:
-    return "never" if text == "never" else _checked_duration(text)
+def _check_every(text: object) -> object:
+    return "never" if text == "never" else _check_duration(text)
 
 
-def _checked_time(text: object) -> str:
+def _check_time(text: object) -> str:
     seconds_of(str(text))
     return str(text)
 
 
-TimeText = Annotated[str, BeforeValidator(_checked_time)]
-StepsText = Annotated[str, BeforeValidator(_checked_steps)]
-EveryText = Annotated[str, BeforeValidator(_checked_every)]
+TimeText = Annotated[str, BeforeValidator(_check_time)]
+StepsText = Annotated[str, BeforeValidator(_check_steps)]
+EveryText = Annotated[str, BeforeValidator(_check_every)]
 
 
 class Section(BaseModel):
@@ -73,7 +73,7 @@ class ModelConfig(Section):
     resize_vocabulary: bool = False
     """Add rows to embedding and head for a tokenizer with more ids than the model; false refuses such a tokenizer."""
     weights: Literal["load", "random"] = "load"
-    """`random` builds the model from `config.json` alone, with fresh weights, and says so loudly."""
+    """`random` builds the model from `config.json` alone, with fresh weights; the plan says so."""
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     """Attention kernel; with `packing` each keeps the documents of a row apart, `sdpa` by a call for each document."""
     loss: Literal["auto", "chunked", "liger"] = "auto"
@@ -100,9 +100,9 @@ class DataConfig(Section):
     reasoning: Literal["keep", "strip"] = "keep"
     """Whether `<think>...</think>` of an assistant turn stays in the text."""
     control_tokens: Literal["text", "keep", "refuse"] = "text"
-    """Control tokens inside the texts of a conversation: tokenised as `text`, kept as what they are, or refused."""
+    """Control tokens inside the texts of a conversation: tokenised as `text`, kept as control tokens, or refused."""
     separator: str = "\n"
-    """Stands between prompt and completion where no chat template does, unless there is white space already."""
+    """Text between prompt and completion without a chat template, unless there is white space already."""
     packing: bool = True
     """Fill rows of `max_seq_len` with several documents that cannot see each other; false pads each row instead."""
     long_rows: Literal["auto", "truncate", "drop", "split"] = "auto"
@@ -114,7 +114,7 @@ class DataConfig(Section):
     max_truncated_ratio: float = Field(default=0.1, ge=0, le=1)
     """Share of all tokens lost to truncation above which the run refuses to start."""
     streaming: bool = False
-    """Read and tokenise while training, for data larger than disk or patience; `train.for` is then in steps."""
+    """Read and tokenise while training, for data too large to prepare; `train.for` is then in steps."""
     shuffle: bool = True
     """Draw rows in an order given by (seed, epoch); false keeps the order of the files."""
     workers: int = Field(default=0, ge=0)
@@ -165,7 +165,7 @@ class OptimConfig(Section):
     """Adam's denominator term."""
     lr_scheduler: SchedulerName = "cosine"
     """Shape after warm-up; `wsd` stays at `lr` and decays in the last tenth."""
-    warmup: Annotated[str, BeforeValidator(_checked_warmup)] = "3%"
+    warmup: Annotated[str, BeforeValidator(_check_warmup)] = "3%"
     """Linear warm-up: `N steps`, or a share of the run such as `3%`."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """Learning rate at the end, as a share of `lr`."""
@@ -181,7 +181,7 @@ class GenerateConfig(Section):
 
 
 class EvalConfig(Section):
-    """When held-out data is looked at and what follows from it."""
+    """When held-out data is evaluated and what follows from it."""
 
     every: StepsText | None = None
     """`N steps` between evaluations; left out, only at the end."""
@@ -196,7 +196,7 @@ class EvalConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When the state of the run is saved, and what a start goes on from."""
+    """When the state of the run is saved, and what a start resumes from."""
 
     every: EveryText = "500 steps"
     """`N steps` between checkpoints; the last step and a signal save too. `never` saves nothing at all."""
@@ -209,12 +209,12 @@ class CheckpointConfig(Section):
     never.
     """
     resume: str = "auto"
-    """`auto` goes on from the newest complete checkpoint of `output_dir`; `never` starts anew; else a run or checkpoint
+    """`auto` resumes from the newest complete checkpoint of `output_dir`; `never` starts anew; else a run or checkpoint
     folder.
     """
     asynchronous: bool = True
-    """Copy the state to host memory and write it while training goes on; false writes it at once and needs no such
-    memory.
+    """Copy the state to host memory and write it while training continues; false writes it while training waits, and
+    needs no such memory.
     """
     node_local: bool = False
     """Each node keeps its own ranks' parts in its own `output_dir`, where there is no shared file system."""
@@ -242,7 +242,7 @@ class ParallelConfig(Section):
     pp_layers: tuple[int, ...] = ()
     """Layers of each stage, where they are not to be balanced by parameters, e.g. after measuring: [12, 16]."""
     ep: int = Field(default=1, ge=1)
-    """Expert parallel size: data (and sequence) parallel ranks that share out the routed experts."""
+    """Expert parallel size: data (and sequence) parallel ranks that divide the routed experts among them."""
     sp: int = Field(default=1, ge=1)
     """Sequence parallel size: ranks that share the tokens of each row; attention is over whole rows, a part of the
     heads on each.
@@ -250,9 +250,7 @@ class ParallelConfig(Section):
 
 
 class LoraConfig(Section):
-    """Low-rank adapters; with this section the weights of the model stay as they are and the adapters alone are
-    trained.
-    """
+    """Low-rank adapters; with this section the model's weights stay unchanged and only the adapters are trained."""
 
     rank: int = Field(default=16, ge=1)
     """Rows of A and columns of B; of routed experts a multiple of 8."""
@@ -279,31 +277,32 @@ class LogConfig(Section):
 
 
 class LaunchConfig(Section):
-    """How `ds-finetune launch` minds a run on its hosts; other launchers do not read it."""
+    """How `ds-finetune launch` supervises a run on its hosts; other launchers do not read it."""
 
     restarts: int = Field(default=0, ge=0)
     """Starts from the newest checkpoint after a rank or a host has failed, before the run is given up."""
     min_hosts: int | None = Field(default=None, ge=1)
-    """Fewest hosts to go on with; left out, all of the hostfile. The global batch stays what it is."""
+    """Fewest hosts to resume with; left out, all of the hostfile. The global batch stays what it is."""
     wait_seconds: float = Field(default=600, ge=0)
     """How long a restart waits for hosts to come back where there are too few."""
     greeting_seconds: float = Field(default=30, gt=0)
-    """How long a host has for its first word, with the start of ssh and Python; ssh tries to connect for two seconds
-    less.
+    """How long a host has for its first message, with the start of ssh and Python; ssh tries to connect for two
+    seconds less.
     """
     silent_seconds: float = Field(default=10, ge=3)
-    """Seconds without a word after which a host is given up, and after which a host that hears nothing ends its ranks.
+    """Seconds without a message after which a host is given up, and after which a host that hears nothing ends its
+    ranks.
     """
 
 
 class WatchdogConfig(Section):
-    """When a run that stands still is ended, and what counts as slow."""
+    """When a run that hangs is ended, and which rank counts as slow."""
 
-    limit: Annotated[str, BeforeValidator(lambda text: text if text in ("auto", "never") else _checked_time(text))] = (
+    limit: Annotated[str, BeforeValidator(lambda text: text if text in ("auto", "never") else _check_time(text))] = (
         "auto"
     )
     """Longest time of an optimizer step; `auto` is ten times the median of the last steps and a minute at least;
-    `never` watches for no stand.
+    `never` detects no hang.
     """
     start: TimeText = "30 minutes"
     """Longest time without a collective from loading to the end of the first step, which may compile."""
@@ -311,7 +310,7 @@ class WatchdogConfig(Section):
     """Longest time without a collective in evaluation and export, and of a save."""
     meet: TimeText = "2 hours"
     """How long a rank that has started waits for the others to start; preparing data has no limit."""
-    collective: Annotated[str, BeforeValidator(lambda text: text if text == "auto" else _checked_time(text))] = "auto"
+    collective: Annotated[str, BeforeValidator(lambda text: text if text == "auto" else _check_time(text))] = "auto"
     """How long torch lets a rank wait in a collective; `auto` is five minutes more than the longest limit above."""
     straggler_ratio: float = Field(default=1.5, gt=1)
     """Time of the slowest rank over the median from which the progress line names it."""
@@ -325,7 +324,7 @@ class ExportConfig(Section):
     max_shard_size: str = "5GB"
     """Size of one safetensors file at most."""
     verify: bool = True
-    """Record logits of fixed prompts with each export, and hold the folder against them in a fresh process of plain
+    """Record logits of fixed prompts with each export, and compare the folder with them in a fresh process of plain
     transformers.
     """
 
@@ -358,7 +357,7 @@ class RunConfig(Section):
     launch: LaunchConfig = LaunchConfig()
     """Launching."""
     watchdog: WatchdogConfig = WatchdogConfig()
-    """Watching over the run."""
+    """Watchdog."""
     export: ExportConfig = ExportConfig()
     """Export."""
     output_dir: str

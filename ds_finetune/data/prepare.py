@@ -26,6 +26,7 @@ from ds_finetune.data.layouts import PlainText, Sample, read_sample, recognise_l
 from ds_finetune.data.named_counts import NamedCounts
 from ds_finetune.data.packing import pack
 from ds_finetune.data.prepared_rows import PreparedRows
+from ds_finetune.data.row_estimate import estimate_rows
 from ds_finetune.data.row_report import dropped_row_lines, dropped_rows_hint
 from ds_finetune.data.sample_tokens import RULES_VERSION, SampleTokeniser, TemplateSettings, Tokens
 from ds_finetune.data.sources import Record, Source, find_sources, read_records
@@ -204,7 +205,7 @@ def _tokenise(sources: Sequence[Source], tokenisation: Tokenisation, folder: Pat
     parts: list[Path] = []
     tasks = _open_parts(sources, folder, parts)
     # The process that has the lock writes, whatever its rank.
-    with PhaseLine("tokenising rows", is_rank_zero=True) as line:
+    with PhaseLine("tokenising rows", estimate_rows(sources), is_rank_zero=True) as line:
         for _ in _write_parts(tasks, tokenisation, workers) if _is_large(sources) else _write_here(tasks, tokenisation):
             line.advance(ROWS_PER_PART)
     counts = sum((read_counts(part) for part in parts), Counts())

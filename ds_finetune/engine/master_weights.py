@@ -49,27 +49,27 @@ class Master:
         return tuple(replace(part, offset=begins[part.name] + part.start) for part in self.parts)
 
 
-def masters_of(wrapped: Any, plan: Plan) -> list[Master]:  # noqa: ANN401 - a DeepSpeedEngine
+def master_weights(wrapped: Any, plan: Plan) -> list[Master]:  # noqa: ANN401 - a DeepSpeedEngine
     """The masters of this rank, with parameters by Hugging Face name and without padding. A parameter in no master is
     not trained.
     """
     names = {id(param): name.removeprefix("lm.") for name, param in wrapped.module.named_parameters()}
     optimizer = wrapped.optimizer
     if plan.zero_stage == 3:
-        return list(_partitioned(optimizer, names, plan))
+        return list(_masters_of_stage_3(optimizer, names, plan))
     if plan.zero_stage:
-        return [_sharded(optimizer, number, names) for number in range(len(optimizer.bit16_groups))]
+        return [_master_of_group(optimizer, number, names) for number in range(len(optimizer.bit16_groups))]
     if plan.precision == "fp32":
         trained = [param for group in optimizer.param_groups for param in group["params"]]
         return [Master(param, (_whole(param, names, 0),), number) for number, param in enumerate(trained)]
-    return list(_mixed_precision(optimizer, names))
+    return list(_masters_of_stage_0(optimizer, names))
 
 
 def _whole(param: torch.Tensor, names: dict[int, str], offset: int) -> Part:
     return Part(names[id(param)], tuple(param.shape), 0, param.numel(), offset)
 
 
-def _mixed_precision(optimizer: Any, names: dict[int, str]) -> Iterator[Master]:  # noqa: ANN401
+def _masters_of_stage_0(optimizer: Any, names: dict[int, str]) -> Iterator[Master]:  # noqa: ANN401
     """Stage 0 in 16 bits: a copy of each parameter (fp16/unfused_optimizer.py), or of each group
     (fp16/fused_optimizer.py).
     """
@@ -89,7 +89,7 @@ def _mixed_precision(optimizer: Any, names: dict[int, str]) -> Iterator[Master]:
         yield Master(flat, tuple(parts), number)
 
 
-def _sharded(optimizer: Any, number: int, names: dict[int, str]) -> Master:  # noqa: ANN401
+def _master_of_group(optimizer: Any, number: int, names: dict[int, str]) -> Master:  # noqa: ANN401
     """Stages 1 and 2: this rank's equal part of a group's flattened parameters (utils/mixed_precision_linkage.py)."""
     parts = []
     for param in optimizer.bit16_groups[number]:
@@ -106,7 +106,7 @@ def _sharded(optimizer: Any, number: int, names: dict[int, str]) -> Master:  # n
     return Master(optimizer.single_partition_of_fp32_groups[number], tuple(parts), number, wholes=tuple(wholes))
 
 
-def _partitioned(optimizer: Any, names: dict[int, str], plan: Plan) -> Iterator[Master]:  # noqa: ANN401
+def _masters_of_stage_3(optimizer: Any, names: dict[int, str], plan: Plan) -> Iterator[Master]:  # noqa: ANN401
     """Stage 3: equal flat parts of each parameter, one behind the other in sub-groups (zero/stage3.py,
     grad_position).
     """

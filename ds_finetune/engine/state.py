@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ds_finetune.engine.collectives import all_gather_object
-from ds_finetune.engine.master_weights import Master, Part, masters_of
+from ds_finetune.engine.master_weights import Master, Part, master_weights
 from ds_finetune.engine.pipeline_schedule import is_copy
 from ds_finetune.engine.zero3_partition import partition
 from ds_finetune.model.build import Fragment
@@ -64,7 +64,7 @@ class EngineState:
     def __init__(self, wrapped: Any, plan: Plan) -> None:  # noqa: ANN401 - a DeepSpeedEngine
         self._ds, self._plan = wrapped, plan
         self._model_shard = ModelShard.of(plan.mesh)
-        self._masters = masters_of(wrapped, plan)
+        self._masters = master_weights(wrapped, plan)
         self._copies = {name.removeprefix("lm.") for name, param in wrapped.module.named_parameters() if is_copy(param)}
         self._is_plain = plan.is_engine_clipping
         self._is_fp16 = plan.precision == "fp16"
@@ -180,25 +180,25 @@ class EngineState:
         return {_SAME_KIND.get(kind, kind): value for kind, value in tensors.items() if value.numel() in sizes}
 
     def _group(self, masters: Sequence[Master], restoring: bool) -> StateGroup:
-        held = [(WEIGHT, master, master.flat) for master in masters]
+        tensors = [(WEIGHT, master, master.flat) for master in masters]
         kinds = {master: self._kinds(master) for master in masters}
-        for kind in sorted({kind for found in kinds.values() for kind in found}):
-            held += [(kind, master, kinds[master][kind]) for master in masters if kind in kinds[master]]
-        place = {
+        for kind in sorted({kind for kinds_of_master in kinds.values() for kind in kinds_of_master}):
+            tensors += [(kind, master, kinds[master][kind]) for master in masters if kind in kinds[master]]
+        sources = {
             f"{kind}/{part.name}": (kind, master, part)
-            for kind, master, value in held
+            for kind, master, value in tensors
             for part in master.parts_in(value, restoring=restoring)
         }
-        dtypes = {(kind, master): value.dtype for kind, master, value in held}
-        found = [self._slice(key, part, dtypes[kind, master]) for key, (kind, master, part) in place.items()]
-        slices = [part for part in found if restoring or self._is_saved_here(part)]
+        dtypes = {(kind, master): value.dtype for kind, master, value in tensors}
+        every = [self._slice(key, part, dtypes[kind, master]) for key, (kind, master, part) in sources.items()]
+        slices = [part for part in every if restoring or self._is_saved_here(part)]
 
         def read(key: str) -> torch.Tensor:
-            kind, master, part = place[key]
+            kind, master, part = sources[key]
             value = master.flat if kind == WEIGHT else self._kinds(master)[kind]
             return value.detach().view(-1)[part.offset : part.offset + part.numel]
 
-        return StateGroup(tuple(slices), lambda write: self._opened(masters, read, write))
+        return StateGroup(tuple(slices), lambda write: self._open_masters(masters, read, write))
 
     def _slice(self, key: str, part: Part, dtype: torch.dtype) -> Slice:
         shard = self._model_shard.tensor_shard(part.name, part.shape)
@@ -208,7 +208,7 @@ class EngineState:
         )
 
     def _is_saved_here(self, part: Slice) -> bool:
-        """Whether this rank is the one that saves what others hold too: whole tensors of tensor parallel ranks, cut
+        """Whether this rank saves elements that other ranks hold too: whole tensors under tensor parallelism, sharded
         ones at stage 0.
         """
         mesh = self._plan.mesh
@@ -247,18 +247,18 @@ class EngineState:
                 yield StateGroup((part,), partial(_open_fragment, fragment, numel))
 
     @contextmanager
-    def _opened(self, masters: Sequence[Master], read: Read, write: bool) -> Iterator[Read]:
+    def _open_masters(self, masters: Sequence[Master], read: Read, write: bool) -> Iterator[Read]:
         if not masters[0].is_swapped:
             yield read
             return
-        with self._in_memory(masters[0], write):
+        with self._swap_in(masters[0], write):
             yield read
             if write:
                 # The parameters of this sub-group, perhaps on NVMe themselves, while its master is in memory.
                 self._ds.optimizer._reassign_or_swap_out_partitioned_parameters(masters[0].number)
 
     @contextmanager
-    def _in_memory(self, master: Master, write: bool) -> Iterator[None]:
+    def _swap_in(self, master: Master, write: bool) -> Iterator[None]:
         optimizer = self._ds.optimizer
         optimizer._optimizer_states_and_gradient_swap_in(master.number)
         try:
@@ -273,7 +273,7 @@ class EngineState:
         """One step of the optimizer on `masters`; at stage 3 that is one sub-group, which may have to come from
         NVMe.
         """
-        with self._in_memory(masters[0], write=True) if masters[0].is_swapped else nullcontext():
+        with self._swap_in(masters[0], write=True) if masters[0].is_swapped else nullcontext():
             grads = [master.flat.grad for master in masters]
             for master in masters:
                 master.flat.grad = torch.zeros_like(master.flat)

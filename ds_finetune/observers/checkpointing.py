@@ -77,7 +77,7 @@ class Checkpointing:
         """
         if outcome is None:
             return False
-        place = self.saver.place
+        place = self.saver.folder
         if not outcome.has_failed:
             self._failed, self.saver.last_error = 0, ""
             if place.is_leader:

@@ -32,6 +32,7 @@ from ds_finetune.checkpoint.files import (
     write_checksummed,
 )
 from ds_finetune.checkpoint.folder import CheckpointFolder
+from ds_finetune.checkpoint.messages import CommitJob, RemoveJob, ReserveJob, WriteJob
 from ds_finetune.checkpoint.part_file import PartFile, part_name
 from ds_finetune.checkpoint.planners import writer_share
 from ds_finetune.checkpoint.random_state import random_state, restore_random_state
@@ -331,10 +332,10 @@ def test_random_states_come_back() -> None:
     assert (torch.rand(3).tolist(), float(np.random.rand()), random.random()) == first
 
 
-def test_a_writer_that_dies_is_said_and_started_again() -> None:
+def test_a_writer_that_dies_is_reported_and_started_again() -> None:
     process = WriterProcess()
     process.start()
-    process.send("write", part="/proc/no/such/place", num_bytes=1, commit=None)
+    process.send(WriteJob("/proc/no/such/place", 1, None))
     found: list[str] = []
     while process.is_busy:
         found += process.errors()
@@ -342,31 +343,25 @@ def test_a_writer_that_dies_is_said_and_started_again() -> None:
     assert process._process is not None
     process._process.kill()
     process._process.wait()
-    process.send("reserve", num_bytes=1)
+    process.send(ReserveJob(1))
     assert process.errors() == ["the writer process ended with code -9"]
-    process.send("remove", folders=[])
+    process.send(RemoveJob([]))
     while process.is_busy:
         assert process.errors() == []
     process.close()
 
 
 def test_a_commit_is_told_not_to_wait_for_a_rank_that_failed(tmp_path: Path) -> None:
-    """The word is no job of its own: one answer, and the process is free again."""
+    """StopWaiting is not a job: there is one answer, and the process is free again."""
     process = WriterProcess()
     process.start()
     process.begin(3)
     process.write(torch.tensor([1, 2, 3], dtype=torch.uint8))
     partial = tmp_path / partial_name(4, "a-1")
     partial.mkdir()
-    told = {"step": 4, "world_size": 2, "ranks": (0, 1), "host": "h", "token": "a-1", "eval_loss": None}
-    job = {
-        "partial": str(partial),
-        "manifest": told,
-        "parts": [part_name(0, 2), part_name(1, 2)],
-        "texts": {},
-        "beside": {},
-    }
-    process.send("write", part=str(partial / part_name(0, 2)), num_bytes=3, commit=job)
+    parts = (part_name(0, 2), part_name(1, 2))
+    commit_job = CommitJob(str(partial), Manifest(4, 2, (0, 1), "h", "a-1", None, {}), parts, {}, {})
+    process.send(WriteJob(str(partial / parts[0]), 3, commit_job))
     time.sleep(0.3)
     assert process.errors() == []
     assert process.is_busy
@@ -378,7 +373,7 @@ def test_a_commit_is_told_not_to_wait_for_a_rank_that_failed(tmp_path: Path) -> 
         assert time.monotonic() < until
     assert found == ["TimeoutError: 1 of 2 parts were not written"]
     process.stop_waiting()
-    process.send("remove", folders=[str(partial)])
+    process.send(RemoveJob([str(partial)]))
     while process.is_busy:
         assert process.errors() == []
         assert time.monotonic() < until

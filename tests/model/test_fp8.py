@@ -1,4 +1,4 @@
-"""Checkpoints in FP8 blocks: multiplied out as plain numpy does, for any model_shard, and accounted for to the last scale."""
+"""Checkpoints in FP8 blocks: dequantised as plain numpy does, for any shard, and complete to the last scale."""
 
 import json
 import math
@@ -51,7 +51,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(published: Path) -> AutoModelForCausalLM:
-    """Plain transformers over the weights that numpy multiplied out."""
+    """A model of transformers with the weights that numpy dequantised."""
     plain = dequantised(read_all(published), torch.bfloat16)
     config = {key: value for key, value in V3.items() if key != "quantization_config"}
     publish(published.parent / "plain", plain, config=config)

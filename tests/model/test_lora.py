@@ -82,7 +82,7 @@ def test_merged_weights_compute_as_adapters_do_and_the_model_stays() -> None:
     assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
 
 
-def test_fresh_adapters_change_nothing_and_are_drawn_as_peft_draws_them() -> None:
+def test_new_adapters_change_nothing_and_are_initialised_as_in_peft() -> None:
     model = adapted(base_model("deepseek_v3"), LORA, trained=False)
     assert torch.equal(
         model(input_ids=_ids()).logits, adapted(base_model("deepseek_v3"), LORA, trained=False)(input_ids=_ids()).logits

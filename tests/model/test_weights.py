@@ -1,4 +1,4 @@
-"""Every tensor accounted for, streamed to where it lives, or drawn the same for any layout."""
+"""Weights are loaded completely, streamed into fragments, or initialised the same for any layout."""
 
 import json
 import math
@@ -130,12 +130,12 @@ def test_experts_one_by_one_of_a_type_without_a_row_are_not_the_checkpoints_faul
 def test_fragments_together_hold_the_tensor(deepseek: Path, ranks: int) -> None:
     """Each rank loads and draws only its flat slice, as ZeRO-3 lays it out, with padding past the end."""
     family = family_of("deepseek_v3")
-    whole, drawn = skeleton(deepseek), skeleton(deepseek)
+    whole, initialised = skeleton(deepseek), skeleton(deepseek)
     load_weights(whole, deepseek, family=family)
-    initialise_weights(drawn, seed=5)
+    initialise_weights(initialised, seed=5)
     for wanted, fill in (
         (whole, lambda m, w: load_weights(m, deepseek, family=family, where=w)),
-        (drawn, lambda m, w: initialise_weights(m, seed=5, where=w)),
+        (initialised, lambda m, w: initialise_weights(m, seed=5, where=w)),
     ):
         parts: dict[str, list[torch.Tensor]] = {}
         for rank in range(ranks):

@@ -1,4 +1,4 @@
-"""What every cell is held against: a plain single-process loop; and how cells are run, many inside one launched world."""
+"""Compares cells with a plain single-process loop, and runs many cells in one launched group of ranks."""
 
 import json
 import os
@@ -27,12 +27,12 @@ Run = tuple[Cell, int]
 
 
 def runs_of(cells: Sequence[Cell], worlds: Sequence[int] = WORLDS) -> list[Run]:
-    """Every cell on each number of ranks it is for."""
+    """Every cell with each number of ranks that it runs on."""
     return [(cell, world) for cell in cells for world in worlds if is_for(cell, world)]
 
 
 def run_cells(runs: Sequence[Run], models: Path, out: Path) -> Path:
-    """Run each cell, all of a number of ranks in one launch; what came of it lies in `out`, which is returned."""
+    """Run all cells, one launch for each number of ranks; returns the folder `out` of the results."""
     for world in sorted({world for _, world in runs}):
         (out / "cells.json").write_text(json.dumps([asdict(cell) for cell, ranks in runs if ranks == world]))
         seconds = int(os.environ.get("CELL_TIMEOUT", "1500"))
@@ -44,9 +44,7 @@ def run_cells(runs: Sequence[Run], models: Path, out: Path) -> Path:
 
 
 def is_for(cell: Cell, world: int) -> bool:
-    """Whether a cell is run on `world` ranks; a start is repeated to catch races in reductions, which one rank has none
-    of.
-    """
+    """Whether a cell runs on `world` ranks. Repeated starts catch races in reductions, which need several ranks."""
     return (
         world % cell.sharing == 0
         and world // (cell.tp * cell.pp) % cell.ep == 0
@@ -54,8 +52,8 @@ def is_for(cell: Cell, world: int) -> bool:
     )
 
 
-def found(cell: Cell, world: int, out: Path) -> dict[str, Any]:
-    """What a cell did on `world` ranks."""
+def result_of(cell: Cell, world: int, out: Path) -> dict[str, Any]:
+    """The results of a cell on `world` ranks."""
     return torch.load(out / f"{cell.name}-world={world}.pt", weights_only=True)
 
 
@@ -64,10 +62,10 @@ LOSS_TOLERANCE = 1e-6
 
 
 def assert_equals_plain_loop(cell: Cell, result: dict[str, Any], models: Path) -> None:
-    """Loss, norm and the gradient of every parameter in the first step, the losses of the others, and greedy answers
-    after them.
+    """Compare loss, norm and the gradient of every parameter in the first step, the losses of the other steps, and
+    greedy answers after them.
     """
-    wanted = reference_loop(models / cell.family, cell.max_grad_norm)
+    wanted = reference_steps(models / cell.family, cell.max_grad_norm)
     assert result["losses"][0] == pytest.approx(wanted["losses"][0], abs=LOSS_TOLERANCE)
     assert result["norms"][0] == pytest.approx(wanted["norms"][0], rel=GRADIENT_TOLERANCE)
     assert result["gradients"].keys() == wanted["gradients"].keys()
@@ -82,12 +80,12 @@ def assert_equals_plain_loop(cell: Cell, result: dict[str, Any], models: Path) -
 
 
 def relative(result: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Norm of the difference by the norm of what is wanted."""
+    """Norm of the difference, relative to the norm of `wanted`."""
     return float((result - wanted).norm() / wanted.norm().clamp_min(1e-12))
 
 
 @cache
-def reference_loop(
+def reference_steps(
     folder: Path, max_grad_norm: float = 0.0, optimizer_name: str = "AdamW", weight_decay: float = 0.0
 ) -> dict[str, Any]:
     """Three steps of a plain loop with the published rule of an optimizer."""

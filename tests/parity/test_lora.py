@@ -17,7 +17,7 @@ from ds_finetune.selftest.cells import Cell
 from ds_finetune.selftest.reference_loop import adamw, reference_steps
 from tests.lora_twin import adapted, by_our_names, in_peft, lora_tree, write_adapter_of
 from tests.parity.lora_worker import STEPS
-from tests.parity.reference import GRADIENT_TOLERANCE, LOSS_TOLERANCE, WORLDS, found, relative
+from tests.parity.reference import GRADIENT_TOLERANCE, LOSS_TOLERANCE, WORLDS, relative, result_of
 from tests.running import start, torchrun
 
 pytest.importorskip("peft", reason="peft is not installed")
@@ -106,13 +106,13 @@ def _assert_equals_peft(cell: Cell, result: dict[str, Any], models: Path) -> Non
 
 @pytest.mark.parametrize(("cell", "world"), _pairs(CELLS))
 def test_steps_equal_those_of_peft(cell: Cell, world: int, results: Path, models: Path) -> None:
-    _assert_equals_peft(cell, found(cell, world, results), models)
+    _assert_equals_peft(cell, result_of(cell, world, results), models)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("cell", "world"), _pairs(MORE))
 def test_further_steps_equal_those_of_peft(cell: Cell, world: int, more_results: Path, models: Path) -> None:
-    _assert_equals_peft(cell, found(cell, world, more_results), models)
+    _assert_equals_peft(cell, result_of(cell, world, more_results), models)
 
 
 @pytest.mark.slow
@@ -120,7 +120,7 @@ def test_further_steps_equal_those_of_peft(cell: Cell, world: int, more_results:
 def test_bf16_follows_fp32(cell: Cell, world: int, more_results: Path, models: Path) -> None:
     """Weights rounded to bf16 show in the third digit; an adapter left out would show in the second."""
     result, wanted = (
-        found(cell, world, more_results),
+        result_of(cell, world, more_results),
         _peft_loop(models / cell.family, replace(cell, precision="fp32").max_grad_norm),
     )
     assert result["losses"] == pytest.approx(wanted["losses"], rel=1.5e-2)

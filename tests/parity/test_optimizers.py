@@ -8,7 +8,7 @@ import pytest
 
 from ds_finetune.selftest.cells import Cell
 from tests.pairwise import pairwise
-from tests.parity.reference import Run, found, reference_loop, run_cells, runs_of
+from tests.parity.reference import Run, reference_steps, result_of, run_cells, runs_of
 
 
 def _cells(names: dict[str, list[tuple[int, str]]]) -> list[Cell]:
@@ -73,6 +73,6 @@ def test_other_optimizer_follows_its_rule(cell: Cell, world: int, rest: Path, mo
 
 
 def _compare(cell: Cell, world: int, out: Path, models: Path) -> None:
-    wanted = reference_loop(models / cell.family, optimizer_name=cell.optimizer, weight_decay=cell.weight_decay)
+    wanted = reference_steps(models / cell.family, optimizer_name=cell.optimizer, weight_decay=cell.weight_decay)
     assert wanted["losses"][2] < wanted["losses"][0] - 1e-3, "three steps must tell optimizers apart"
-    assert found(cell, world, out)["losses"] == pytest.approx(wanted["losses"], rel=2e-6)
+    assert result_of(cell, world, out)["losses"] == pytest.approx(wanted["losses"], rel=2e-6)

@@ -11,7 +11,7 @@ from ds_finetune.families.table import FAMILIES
 from ds_finetune.plan.combinations import TESTED_LAYOUTS, ParallelLayout
 from ds_finetune.selftest.cells import Cell
 from tests.pairwise import pairwise
-from tests.parity.reference import Run, assert_equals_plain_loop, found, reference_loop, run_cells, runs_of
+from tests.parity.reference import Run, assert_equals_plain_loop, reference_steps, result_of, run_cells, runs_of
 
 FIRST = ("deepseek_v3", "llama")
 """Families compared by default; the others are behind the marker."""
@@ -121,19 +121,19 @@ def rest(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("cell", "world"), CHOSEN, ids=_ids(CHOSEN))
 def test_layout_equals_plain_loop(cell: Cell, world: int, results: Path, models: Path) -> None:
-    assert_equals_plain_loop(cell, found(cell, world, results), models)
+    assert_equals_plain_loop(cell, result_of(cell, world, results), models)
 
 
 def _assert_follows_fp32(cell: Cell, result: dict[str, Any], models: Path) -> None:
     """bf16 weights round the losses in the third digit; a gradient left out would show in the second."""
-    wanted = reference_loop(models / cell.family, cell.max_grad_norm)
+    wanted = reference_steps(models / cell.family, cell.max_grad_norm)
     assert result["losses"] == pytest.approx(wanted["losses"], abs=1.5e-2)
     assert result["norms"] == pytest.approx(wanted["norms"], rel=2e-2)
 
 
 @pytest.mark.parametrize(("cell", "world"), ROUNDED, ids=_ids(ROUNDED))
 def test_layout_in_bf16_follows_fp32(cell: Cell, world: int, results: Path, models: Path) -> None:
-    _assert_follows_fp32(cell, found(cell, world, results), models)
+    _assert_follows_fp32(cell, result_of(cell, world, results), models)
 
 
 OTHER, OTHER_ROUNDED = _without(ALL, CHOSEN), _without(ALL_ROUNDED, ROUNDED)
@@ -142,10 +142,10 @@ OTHER, OTHER_ROUNDED = _without(ALL, CHOSEN), _without(ALL_ROUNDED, ROUNDED)
 @pytest.mark.slow
 @pytest.mark.parametrize(("cell", "world"), OTHER_ROUNDED, ids=_ids(OTHER_ROUNDED))
 def test_other_layout_in_bf16_follows_fp32(cell: Cell, world: int, rest: Path, models: Path) -> None:
-    _assert_follows_fp32(cell, found(cell, world, rest), models)
+    _assert_follows_fp32(cell, result_of(cell, world, rest), models)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("cell", "world"), OTHER, ids=_ids(OTHER))
 def test_other_layout_equals_plain_loop(cell: Cell, world: int, rest: Path, models: Path) -> None:
-    assert_equals_plain_loop(cell, found(cell, world, rest), models)
+    assert_equals_plain_loop(cell, result_of(cell, world, rest), models)

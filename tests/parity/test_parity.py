@@ -8,7 +8,7 @@ import pytest
 
 from ds_finetune.selftest.cells import Cell
 from tests.pairwise import pairwise
-from tests.parity.reference import Run, assert_equals_plain_loop, found, run_cells, runs_of
+from tests.parity.reference import Run, assert_equals_plain_loop, result_of, run_cells, runs_of
 
 FAMILIES = ("deepseek_v3", "qwen2", "llama")
 
@@ -67,10 +67,10 @@ def rest(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("cell", "world"), CHOSEN, ids=_ids(CHOSEN))
 def test_cell_equals_plain_loop(cell: Cell, world: int, results: Path, models: Path) -> None:
-    assert_equals_plain_loop(cell, found(cell, world, results), models)
+    assert_equals_plain_loop(cell, result_of(cell, world, results), models)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("cell", "world"), REST, ids=_ids(REST))
 def test_other_cell_equals_plain_loop(cell: Cell, world: int, rest: Path, models: Path) -> None:
-    assert_equals_plain_loop(cell, found(cell, world, rest), models)
+    assert_equals_plain_loop(cell, result_of(cell, world, rest), models)

@@ -24,7 +24,7 @@ from ds_finetune.selftest.reference_loop import adamw, reference_steps
 from tests.conftest import ROOT
 from tests.lora_twin import adapted, by_our_names, four_bit_tensors, in_peft, lora_tree, write_adapter_of
 from tests.parity.lora_worker import STEPS
-from tests.parity.reference import GRADIENT_TOLERANCE, WORLDS, found, relative
+from tests.parity.reference import GRADIENT_TOLERANCE, WORLDS, relative, result_of
 from tests.running import start, torchrun
 
 pytest.importorskip("peft", reason="peft is not installed")
@@ -193,7 +193,7 @@ def _assert_frozen(
 
 @pytest.mark.parametrize(("cell", "world"), _pairs(CELLS))
 def test_steps_equal_those_of_peft_and_bitsandbytes(cell: Cell, world: int, results: Path, models: Path) -> None:
-    _assert_equals_plain_loop(cell, found(cell, world, results), models)
+    _assert_equals_plain_loop(cell, result_of(cell, world, results), models)
 
 
 @pytest.mark.slow
@@ -201,14 +201,14 @@ def test_steps_equal_those_of_peft_and_bitsandbytes(cell: Cell, world: int, resu
 def test_further_steps_equal_those_of_peft_and_bitsandbytes(
     cell: Cell, world: int, more_results: Path, models: Path
 ) -> None:
-    _assert_equals_plain_loop(cell, found(cell, world, more_results), models)
+    _assert_equals_plain_loop(cell, result_of(cell, world, more_results), models)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("cell", "world"), _pairs(ROUNDED))
 def test_bf16_follows_fp32(cell: Cell, world: int, more_results: Path, models: Path) -> None:
     result, wanted = (
-        found(cell, world, more_results),
+        result_of(cell, world, more_results),
         _plain_loop(models / cell.family, replace(cell, precision="fp32").max_grad_norm),
     )
     assert result["losses"] == pytest.approx(wanted["losses"], rel=1.5e-2)

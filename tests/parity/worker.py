@@ -29,7 +29,7 @@ STEPS = 3
 
 
 def main() -> None:
-    """Run every cell and let rank zero write what came of it."""
+    """Run every cell; rank zero writes the results."""
     models, out, cells = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(Path(sys.argv[3]).read_text())
     world, device = World.from_environment(os.environ), choose_device()
     with process_group(world, device):
@@ -41,8 +41,8 @@ def main() -> None:
             if world.rank == 0:
                 torch.save(found, out / f"{cell.name}-world={world.world_size}.pt")
             if number == 0:
-                # What was imported is looked through no more: ZeRO-3 collects garbage at each start, 0.7 s of a cell of
-                # 1.7.
+                # ZeRO-3 collects garbage at each start, which takes 0.7 of 1.7 s of a cell; this excludes everything
+                # imported so far.
                 gc.freeze()
 
 

@@ -46,7 +46,7 @@ def test_the_layout_of_a_run_is_checked_in_two_precisions(tmp_path: Path) -> Non
     ],
 )
 def test_a_run_of_one_process_is_checked_here(tmp_path: Path, sections: dict[str, Any], layout: str) -> None:
-    """The first model of a process that transformers loads after zero.Init has unset rotary frequencies: the plain loop
+    """The first model of a process that transformers loads after zero.Init has uninitialised rotary frequencies: the plain loop
     comes first.
     """
     done = start([*COMMAND, str(tiny_task(tmp_path, **sections))], timeout=120)

@@ -1,4 +1,4 @@
-"""Pipeline stages as models: which layers each has, and what stands for the rest."""
+"""Pipeline stages as models: which layers each has, and what replaces the rest."""
 
 import itertools
 import random

@@ -1,4 +1,4 @@
-"""The process that writes a part while training goes on, under the signals that reach every process of a job."""
+"""The process that writes parts while training continues, under the signals that reach every process of a job."""
 
 import signal
 import time
@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+from ds_finetune.checkpoint.messages import RemoveJob, WriteJob
 from ds_finetune.checkpoint.staging import WriterProcess
 
 SECONDS = 60.0
@@ -19,12 +20,12 @@ def test_a_signal_to_the_whole_job_does_not_end_a_save(number: signal.Signals, t
     writer.begin(40)
     writer.write(torch.arange(10, dtype=torch.float32))
     # An answer says that it has set its handlers.
-    writer.send("remove", folders=[])
+    writer.send(RemoveJob([]))
     _answered(writer)
     assert writer._process is not None
     writer._process.send_signal(number)
     part = tmp_path / "part"
-    writer.send("write", part=str(part), num_bytes=40, commit=None)
+    writer.send(WriteJob(str(part), 40, None))
     assert _answered(writer) == []
     assert torch.frombuffer(bytearray(part.read_bytes()), dtype=torch.float32).tolist() == list(range(10))
     writer.close()

@@ -1,0 +1,59 @@
+"""Jobs that a rank sends to the process that writes its parts (part_writer.py), and the answer to each. No torch."""
+
+from dataclasses import dataclass
+
+from ds_finetune.checkpoint.files import Manifest
+from ds_finetune.process_messages import ProcessMessage
+
+
+@dataclass(frozen=True)
+class CommitJob:
+    """What makes the folder `partial` a complete checkpoint once each of `parts` is written (files.py).
+
+    `manifest` names no files yet. `texts` are contents by file name, `linked` source paths by file name.
+    """
+
+    partial: str
+    manifest: Manifest
+    parts: tuple[str, ...]
+    texts: dict[str, str]
+    linked: dict[str, str]
+
+
+@dataclass(frozen=True)
+class ReserveJob(ProcessMessage, kind="reserve"):
+    """Take `num_bytes` of shared memory in advance."""
+
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class WriteJob(ProcessMessage, kind="write"):
+    """Write the first `num_bytes` of shared memory to the file `part`, then do `commit` where it is given."""
+
+    part: str
+    num_bytes: int
+    commit: CommitJob | None
+
+
+@dataclass(frozen=True)
+class RemoveJob(ProcessMessage, kind="remove"):
+    """Remove checkpoints."""
+
+    folders: list[str]
+
+
+@dataclass(frozen=True)
+class StopWaiting(ProcessMessage, kind="stop_waiting"):
+    """End a commit that waits for the parts of other ranks, one of which has failed. It has no answer."""
+
+
+@dataclass(frozen=True)
+class JobDone(ProcessMessage, kind="done"):
+    """The answer to a job of kind `job`, with the error where there was one."""
+
+    job: str
+    error: str
+
+
+JOBS: tuple[type[ProcessMessage], ...] = (ReserveJob, WriteJob, RemoveJob, StopWaiting)
