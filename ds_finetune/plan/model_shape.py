@@ -56,7 +56,7 @@ class Shape:
             return cls._count(config, rules)
         except KeyError as absent:
             raise ConfigError(
-                f"config.json of a {config['model_type']} model says nothing of {absent}",
+                f"config.json of a {config['model_type']} model has no {absent}",
                 hint="take the config.json published with the model",
             ) from None
 

@@ -15,7 +15,7 @@ from ds_finetune.data.prepare import TokenLimits, prepare_rows
 from ds_finetune.data.row_report import row_notes, server_prompt_line
 from ds_finetune.data.sample_tokens import SampleTokeniser, TemplateSettings, Tokens
 from ds_finetune.errors import DataError
-from ds_finetune.trainer.preview import marked
+from ds_finetune.trainer.preview import mark_supervised
 
 QWEN2, QWEN3 = "Qwen-Qwen2.5-7B-Instruct.jinja", "qwen3_tokenizer_config.json"
 HERMES = "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use.jinja"
@@ -44,7 +44,7 @@ class Chat:
         return SampleTokeniser(self.tokenizer, chosen).tokenise([("row 1", sample)])[0]
 
     def shown(self, tokens: Tokens) -> str:
-        return marked(tokens.ids, tokens.mask, self.tokenizer).plain.rstrip("\n")
+        return mark_supervised(tokens.ids, tokens.mask, self.tokenizer).plain.rstrip("\n")
 
     def supervised(self, *given: Any, **settings: Any) -> list[str]:
         return [part.split("⟧")[0] for part in self.shown(self.tokens(*given, **settings)).split("⟦")[1:]]
