@@ -5,11 +5,11 @@ USER_ERROR_EXIT_CODE = 2
 RUN_ERROR_EXIT_CODE = 1
 """Exit code of a run that failed after it had started."""
 INTERRUPTED_EXIT_CODE = 3
-"""Exit code of a run that a signal ended after it had saved; the same command goes on."""
+"""Exit code of a run that a signal ended after it had saved; the same command resumes it."""
 
 
 class FinetuneError(Exception):
-    """What went wrong with the values that disagree (`message`), and the way out (`hint`)."""
+    """What went wrong, with the values that disagree (`message`), and what to do (`hint`)."""
 
     exit_code = USER_ERROR_EXIT_CODE
 
@@ -66,6 +66,6 @@ class ServeError(FinetuneError):
 
 
 class RunError(FinetuneError):
-    """A run that had started cannot go on."""
+    """A run that had started cannot continue."""
 
     exit_code = RUN_ERROR_EXIT_CODE

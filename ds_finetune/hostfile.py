@@ -39,8 +39,8 @@ class Host:
 
 
 def read_hostfile(path: str | Path) -> tuple[Host, ...]:
-    """Hosts and slots of a hostfile; LaunchError with line and column. A hostfile that was named and is missing never
-    means a local run.
+    """Hosts and slots of a hostfile; LaunchError with line and column. A missing hostfile is an
+    error, never a local run.
 
     A line is `HOST slots=N`, HOST being `name`, `user@name`, `name:port`, an IPv6 address, or one in brackets with a
     port; `#` begins a comment.
@@ -69,7 +69,7 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
         if not text.strip():
             continue
         host = _read_host(text, f"{path} line {number}", number)
-        # Under one name two sshd may stand for two hosts, as in containers, by their ports.
+        # Under one name two sshd may be two hosts, as in containers, by their ports.
         same = hosts.get((host.name, host.port))
         if same is not None:
             raise LaunchError(
@@ -83,7 +83,7 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
     return tuple(hosts.values())
 
 
-def chosen_hosts(hosts: Sequence[Host], *, include: str = "", exclude: str = "") -> tuple[Host, ...]:
+def select_hosts(hosts: Sequence[Host], *, include: str = "", exclude: str = "") -> tuple[Host, ...]:
     """`hosts` with what `include` names, or without what `exclude` names, in the order of the hostfile.
 
     The form is DeepSpeed's: `host1@host2:0,2` is all of host1 and devices 0 and 2 of host2. LaunchError where both
@@ -142,7 +142,7 @@ def _read_host(text: str, where: str, number: int) -> Host:
     assert found
     target, rest, at, column = found[1], found[3], found.start(1) + 1, found.start(3) + 1
     if "=" in target:
-        raise LaunchError(f"{where} column {at}: `{target}` stands where a host's name is wanted", hint=_EXAMPLE)
+        raise LaunchError(f"{where} column {at}: `{target}` is where a host's name belongs", hint=_EXAMPLE)
     name, user, port = _read_target(target, f"{where} column {at}")
     slots = re.fullmatch(r"slots\s*=\s*(\d+)", rest)
     if not slots:
@@ -155,7 +155,7 @@ def _read_host(text: str, where: str, number: int) -> Host:
 
 
 def _read_target(target: str, where: str) -> tuple[str, str, int]:
-    """Name, user and port of what stands first in a line."""
+    """Name, user and port of the first word of a line."""
     found = _TARGET.match(target)
     if not found:
         raise LaunchError(f"{where}: `{target}` is not a host", hint=_EXAMPLE)

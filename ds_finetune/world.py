@@ -17,7 +17,7 @@ on each host.
 """
 _NO_RANKS = (0xFFFFFFFA, 0xFFFFFFFB, 0xFFFFFFFC)
 """Slurm's step ids of an interactive shell, a batch script and an adopted process (slurm.h): each is one process,
-whatever SLURM_NTASKS says.
+whatever SLURM_NTASKS is.
 """
 _ANY_PORT = 0
 """The system picks a free one: a world of one meets nobody, and two of them on a machine must not want the same port.
@@ -44,13 +44,13 @@ class World:
         """LaunchError where the numbers cannot be."""
         if not 0 <= self.rank < self.world_size:
             raise LaunchError(
-                f"rank {self.rank} is not below world size {self.world_size}, said {self.launcher}",
+                f"rank {self.rank} is not below world size {self.world_size} (from {self.launcher})",
                 hint="start every rank with the same launcher",
             )
         if not 0 <= self.local_rank < self.local_world_size <= self.world_size:
             raise LaunchError(
                 f"local rank {self.local_rank} of {self.local_world_size} does not fit rank {self.rank} of "
-                f"{self.world_size}, said {self.launcher}",
+                f"{self.world_size} (from {self.launcher})",
                 hint="unset RANK, WORLD_SIZE and LOCAL_RANK left from another launch",
             )
 
@@ -132,7 +132,7 @@ class World:
         node = _number(environ, "SLURM_NODEID", default=0)
         if node >= len(per_node):
             raise LaunchError(
-                f"SLURM_NODEID is {node} but tasks per node `{tasks}` tell of {len(per_node)} nodes",
+                f"SLURM_NODEID is {node} but tasks per node `{tasks}` describe {len(per_node)} nodes",
                 hint="start with srun",
             )
         address, port = _meeting_place(environ, f"{environ.get('SLURM_JOB_ID', '0')}.{environ['SLURM_STEP_ID']}")
@@ -159,22 +159,22 @@ def accelerate_choices(environ: Mapping[str, str]) -> AccelerateChoices | None:
     if environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() != "true":
         return None
 
-    def said(name: str) -> str | None:
+    def value_of(name: str) -> str | None:
         value = environ.get(f"ACCELERATE_{name}", "auto").lower()
         return None if value in ("auto", "none", "") else environ[f"ACCELERATE_{name}"]
 
-    file = said("DEEPSPEED_CONFIG_FILE")
+    file = value_of("DEEPSPEED_CONFIG_FILE")
     stage, accumulation, clipping = (
-        said("DEEPSPEED_ZERO_STAGE"),
-        said("GRADIENT_ACCUMULATION_STEPS"),
-        said("GRADIENT_CLIPPING"),
+        value_of("DEEPSPEED_ZERO_STAGE"),
+        value_of("GRADIENT_ACCUMULATION_STEPS"),
+        value_of("GRADIENT_CLIPPING"),
     )
-    precision = said("MIXED_PRECISION")
+    precision = value_of("MIXED_PRECISION")
     return AccelerateChoices(
         config_file=file,
         zero_stage=int(stage) if stage and not file else None,
-        offload_optimizer=said("DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"),
-        offload_param=said("DEEPSPEED_OFFLOAD_PARAM_DEVICE"),
+        offload_optimizer=value_of("DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"),
+        offload_param=value_of("DEEPSPEED_OFFLOAD_PARAM_DEVICE"),
         gradient_accumulation_steps=int(accumulation) if accumulation else None,
         gradient_clipping=float(clipping) if clipping else None,
         mixed_precision=None if precision in (None, "no") else precision,
@@ -185,7 +185,7 @@ def refuse_missing_hostfile(process: str = "self") -> None:
     """LaunchError where a `deepspeed` above this process was given a `--hostfile` that does not exist or cannot be
     right.
 
-    DeepSpeed 0.19.8 then starts on this machine alone (launcher/runner.py, fetch_hostfile) and tells its ranks nothing;
+    DeepSpeed 0.19.8 then starts on this machine alone (launcher/runner.py, fetch_hostfile) and its ranks are not told;
     its command line is found among the ancestors in /proc, where there is one.
     """
     place = Path("/proc") / process

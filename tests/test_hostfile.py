@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ds_finetune.errors import LaunchError
-from ds_finetune.hostfile import Host, chosen_hosts, read_hostfile
+from ds_finetune.hostfile import Host, read_hostfile, select_hosts
 from tests.conftest import ROOT
 
 HOSTS = (Host("a", 4, 1), Host("b", 2, 2), Host("fe80::1", 1, 3))
@@ -42,14 +42,14 @@ def test_hostfile_forms(tmp_path: Path) -> None:
         ("a slots=0\n", "line 1 column 3: host `a` has slots=0"),
         ("a\n", "line 1 column 2: `` after host `a` is not `slots=N`"),
         ("a 8\n", "line 1 column 3: `8` after host `a` is not `slots=N`"),
-        ("slots=4\n", "column 1: `slots=4` stands where a host's name is wanted"),
+        ("slots=4\n", "column 1: `slots=4` is where a host's name belongs"),
         ("# none\n", "names no host in 1 lines"),
         ("a slots=8 extra\n", "line 1 column 3: `slots=8 extra` after host `a` is not `slots=N`"),
         ("a slots=-1\n", "line 1 column 3: `slots=-1`"),
         ("\n  a:99999 slots=1\n", "line 2 column 3: port `99999` of host `a` is not one of 1 to 65535"),
         ("a:ssh slots=1\n", "line 1 column 1: port `ssh`"),
         ("@a slots=1\n", "line 1 column 1: `@a` is not a host"),
-        ("-oProxyCommand=x slots=1\n", "stands where a host's name is wanted"),
+        ("-oProxyCommand=x slots=1\n", "is where a host's name belongs"),
         ("-v slots=1\n", "`-v` is not a host"),
         ("me@a slots=1\nyou@a slots=2\n", "line 2: host `a` is already in line 1"),
     ],
@@ -95,7 +95,7 @@ def test_a_binary_hostfile(tmp_path: Path) -> None:
     ],
 )
 def test_chosen_hosts(include: str, exclude: str, left: tuple[Host, ...]) -> None:
-    assert chosen_hosts(HOSTS, include=include, exclude=exclude) == left
+    assert select_hosts(HOSTS, include=include, exclude=exclude) == left
 
 
 @pytest.mark.parametrize(
@@ -110,5 +110,5 @@ def test_chosen_hosts(include: str, exclude: str, left: tuple[Host, ...]) -> Non
 )
 def test_choices_that_cannot_be(include: str, exclude: str, message: str) -> None:
     with pytest.raises(LaunchError) as caught:
-        chosen_hosts(HOSTS, include=include, exclude=exclude)
+        select_hosts(HOSTS, include=include, exclude=exclude)
     assert message in caught.value.message

@@ -1,4 +1,4 @@
-"""Keys of a run file that nothing would read: refused, because whoever set them expects something of them."""
+"""Keys of a run file that nothing would read: refused, because whoever set them expects an effect."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ Values = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class _Rule:
+class _KeyRule:
     """Keys (or sections, ending in a dot) without effect where `applies`; values in `harmless` ask for what happens
     anyway.
     """
@@ -32,64 +32,64 @@ class _Rule:
 
 
 _RULES = (
-    _Rule(("eval.",), lambda run: not run["data.eval"], "there is no data.eval", "set data.eval", harmless=(False,)),
-    _Rule(
+    _KeyRule(("eval.",), lambda run: not run["data.eval"], "there is no data.eval", "set data.eval", harmless=(False,)),
+    _KeyRule(
         ("eval.patience",),
         lambda run: not run["eval.every"],
         "without eval.every the only evaluation is at the end",
         "set eval.every, e.g. to `100 steps`",
     ),
-    _Rule(
+    _KeyRule(
         ("eval.generate.max_new_tokens",),
         lambda run: not run["eval.generate.prompts"],
         "eval.generate.prompts is 0",
         "set eval.generate.prompts",
     ),
-    _Rule(
+    _KeyRule(
         ("checkpoint.",),
         lambda run: run["checkpoint.every"] == "never",
         "checkpoint.every is `never`: nothing is saved, and nothing is resumed",
         "set checkpoint.every, e.g. to `500 steps`",
         harmless=(False, "never"),
     ),
-    _Rule(
+    _KeyRule(
         ("optim.min_lr_ratio",),
         lambda run: run["optim.lr_scheduler"] == "constant",
         "optim.lr_scheduler is constant: the learning rate does not fall",
         "use another lr_scheduler",
     ),
-    _Rule(
+    _KeyRule(
         ("optim.betas",),
         lambda run: run["optim.name"].lower() in ("sgd", "adagrad"),
         "the optimizer of optim.name has none",
         "use another optimizer",
     ),
-    _Rule(
+    _KeyRule(
         ("optim.eps",),
         lambda run: run["optim.name"].lower() in ("sgd", "lion"),
         "the optimizer of optim.name has none",
         "use another optimizer",
     ),
-    _Rule(
+    _KeyRule(
         ("data.workers", "data.cache_dir"),
         lambda run: run["data.streaming"] and not run["data.eval"],
         "data.streaming prepares and caches nothing",
         "set data.streaming to false",
     ),
-    _Rule(
+    _KeyRule(
         ("data.train_on", "data.reasoning", "data.template"),
         lambda run: run["data.layout"] == "text",
         "data.layout is text: every token is supervised, and no template is used",
         "set data.layout to auto",
         harmless=("all", "plain"),
     ),
-    _Rule(
+    _KeyRule(
         ("data.max_truncated_ratio",),
         lambda run: run["data.long_rows"] == "drop",
         "data.long_rows is drop: nothing is truncated",
         "set data.max_dropped_ratio",
     ),
-    _Rule(
+    _KeyRule(
         ("export.max_shard_size",),
         lambda run: not run["export.at_end"] and not (run["data.eval"] and run["eval.keep_best"]),
         "export.at_end is false and no best weights are kept: nothing is exported",

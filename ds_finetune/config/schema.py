@@ -24,37 +24,37 @@ def _as_model(value: object) -> object:
     return {"path": value} if isinstance(value, str) else value
 
 
-def _checked_duration(text: object) -> object:
+def _check_duration(text: object) -> object:
     return str(Duration.parse(str(text)))
 
 
-def _checked_warmup(text: object) -> object:
+def _check_warmup(text: object) -> object:
     warmup_steps(str(text), 1)
     return str(text)
 
 
 Paths = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
-DurationText = Annotated[str, BeforeValidator(_checked_duration)]
+DurationText = Annotated[str, BeforeValidator(_check_duration)]
 
 
-def _checked_steps(text: object) -> object:
+def _check_steps(text: object) -> object:
     if Duration.parse(str(text)).unit != "steps":
         raise ValueError(f"`{text}` is not a number of steps; write e.g. `100 steps`")
-    return _checked_duration(text)
+    return _check_duration(text)
 
 
-def _checked_every(text: object) -> object:
-    return "never" if text == "never" else _checked_duration(text)
+def _check_every(text: object) -> object:
+    return "never" if text == "never" else _check_duration(text)
 
 
-def _checked_time(text: object) -> str:
+def _check_time(text: object) -> str:
     seconds_of(str(text))
     return str(text)
 
 
-TimeText = Annotated[str, BeforeValidator(_checked_time)]
-StepsText = Annotated[str, BeforeValidator(_checked_steps)]
-EveryText = Annotated[str, BeforeValidator(_checked_every)]
+TimeText = Annotated[str, BeforeValidator(_check_time)]
+StepsText = Annotated[str, BeforeValidator(_check_steps)]
+EveryText = Annotated[str, BeforeValidator(_check_every)]
 
 
 class Section(BaseModel):
@@ -165,7 +165,7 @@ class OptimConfig(Section):
     """Adam's denominator term."""
     lr_scheduler: SchedulerName = "cosine"
     """Shape after warm-up; `wsd` stays at `lr` and decays in the last tenth."""
-    warmup: Annotated[str, BeforeValidator(_checked_warmup)] = "3%"
+    warmup: Annotated[str, BeforeValidator(_check_warmup)] = "3%"
     """Linear warm-up: `N steps`, or a share of the run such as `3%`."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """Learning rate at the end, as a share of `lr`."""
@@ -298,7 +298,7 @@ class LaunchConfig(Section):
 class WatchdogConfig(Section):
     """When a run that hangs is ended, and which rank counts as slow."""
 
-    limit: Annotated[str, BeforeValidator(lambda text: text if text in ("auto", "never") else _checked_time(text))] = (
+    limit: Annotated[str, BeforeValidator(lambda text: text if text in ("auto", "never") else _check_time(text))] = (
         "auto"
     )
     """Longest time of an optimizer step; `auto` is ten times the median of the last steps and a minute at least;
@@ -310,7 +310,7 @@ class WatchdogConfig(Section):
     """Longest time without a collective in evaluation and export, and of a save."""
     meet: TimeText = "2 hours"
     """How long a rank that has started waits for the others to start; preparing data has no limit."""
-    collective: Annotated[str, BeforeValidator(lambda text: text if text == "auto" else _checked_time(text))] = "auto"
+    collective: Annotated[str, BeforeValidator(lambda text: text if text == "auto" else _check_time(text))] = "auto"
     """How long torch lets a rank wait in a collective; `auto` is five minutes more than the longest limit above."""
     straggler_ratio: float = Field(default=1.5, gt=1)
     """Time of the slowest rank over the median from which the progress line names it."""

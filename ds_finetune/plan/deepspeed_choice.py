@@ -1,4 +1,4 @@
-"""Whose DeepSpeed choices count: the run file's, or those of `accelerate launch`; where both speak they must agree."""
+"""Whose DeepSpeed choices count: the run file's or those of `accelerate launch`, which must agree where both exist."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,14 +10,14 @@ from ds_finetune.plan.options import offload_device
 from ds_finetune.world import AccelerateChoices
 
 
-def chosen(config: RunConfig, accelerate: AccelerateChoices | None) -> str | Mapping[str, Any] | None:
+def choose_deepspeed(config: RunConfig, accelerate: AccelerateChoices | None) -> str | Mapping[str, Any] | None:
     """The run file's `deepspeed`, else accelerate's DeepSpeed file or fields, else None for the default.
 
-    ConfigError where accelerate names a DeepSpeed file that says something else than the run file.
+    ConfigError where accelerate names a DeepSpeed file with other values than the run file's.
     """
     if config.deepspeed is not None or accelerate is None:
         if accelerate is not None and accelerate.config_file:
-            _refuse_other_file(config.deepspeed, accelerate.config_file)
+            _check_same_file(config.deepspeed, accelerate.config_file)
         return config.deepspeed
     if accelerate.config_file:
         return accelerate.config_file
@@ -29,8 +29,8 @@ def chosen(config: RunConfig, accelerate: AccelerateChoices | None) -> str | Map
     return {"zero_optimization": zero}
 
 
-def _refuse_other_file(given: str | Mapping[str, Any] | None, file: str) -> None:
-    """Values of "auto" say nothing, so a key that is "auto" or absent differs from no key that is so too."""
+def _check_same_file(given: str | Mapping[str, Any] | None, file: str) -> None:
+    """A key that is "auto" counts as absent."""
     ours, source = read_choices(given)
     theirs, _ = read_choices(file)
     left, right = dict(_leaves(ours)), dict(_leaves(theirs))
@@ -55,7 +55,7 @@ def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, obj
 def refuse_accelerate_contradictions(
     accelerate: AccelerateChoices, config: RunConfig, finished: Mapping[str, Any]
 ) -> None:
-    """ConfigError where `accelerate launch` and the run file say different things, naming both values."""
+    """ConfigError where `accelerate launch` and the run file give different values, naming both."""
     zero = finished["zero_optimization"]
     pairs = (
         ("zero_stage", accelerate.zero_stage, "zero_optimization.stage", zero.get("stage", 0)),

@@ -123,7 +123,7 @@ def optimizer_section(optim: OptimConfig, *, on_cpu: bool, offloaded: bool, torc
     return {"type": optim.name, "params": params}
 
 
-def _chosen_adam(tree: Tree, optim: OptimConfig, source: str, *, on_cpu: bool, offloaded: bool) -> bool | None:
+def _check_torch_adam(tree: Tree, optim: OptimConfig, source: str, *, on_cpu: bool, offloaded: bool) -> bool | None:
     """The user's `torch_adam`, None where it is not given.
 
     ConfigError where it would have no effect, and for other parameters that are not passed on.
@@ -163,7 +163,7 @@ def finish(tree: Tree, config: RunConfig, *, accumulation: int, source: str, on_
         "optimizer": optimizer_section(config.optim, on_cpu=on_cpu, offloaded=offloaded),
     }
     _refuse_contradictions(tree, config, derived, source)
-    torch_adam = _chosen_adam(tree, config.optim, source, on_cpu=on_cpu, offloaded=offloaded)
+    torch_adam = _check_torch_adam(tree, config.optim, source, on_cpu=on_cpu, offloaded=offloaded)
     derived["optimizer"] = optimizer_section(config.optim, on_cpu=on_cpu, offloaded=offloaded, torch_adam=torch_adam)
     finished = {key: value for key, value in copy.deepcopy(tree).items() if value != "auto"}
     for key in ("bf16", "fp16"):

@@ -219,7 +219,7 @@ def _wrong_value(key: str, value: object) -> str:
 
 
 def _section(tree: Mapping[str, Any], path: Sequence[str], source: str) -> Mapping[str, Any]:
-    """The section at `path`, empty where it is not given; ConfigError where something else than a section stands
+    """The section at `path`, empty where it is not given; ConfigError where something else than a section is
     there.
     """
     for depth, name in enumerate(path, start=1):

@@ -9,7 +9,7 @@ from ds_finetune.errors import ConfigError
 
 Axis = Literal["pp", "dp", "sp", "tp"]
 AXES: tuple[Axis, ...] = get_args(Axis)
-"""Axes of the grid, outermost first: ranks that talk most stand next to each other."""
+"""Axes of the grid, outermost first: ranks that communicate most are next to each other."""
 
 
 @dataclass(frozen=True)

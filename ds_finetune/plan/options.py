@@ -11,7 +11,7 @@ Tree = dict[str, Any]
 
 @dataclass(frozen=True)
 class Situation:
-    """What a rule may look at: the accelerator (`cpu` or `cuda`), ZeRO stage, precision and optimizer name."""
+    """What a rule depends on: the accelerator (`cpu` or `cuda`), ZeRO stage, precision and optimizer name."""
 
     device: str
     stage: int
@@ -21,7 +21,7 @@ class Situation:
 
 
 @dataclass(frozen=True)
-class Rule:
+class OptionRule:
     """An option known to be wrong: where, why (version and evidence), and either the value written instead or a
     refusal.
     """
@@ -30,7 +30,7 @@ class Rule:
     applies: Callable[[Situation, Mapping[str, Any]], bool]
     evidence: str
     rewrite: Callable[[Tree], None] | None = None
-    way_out: str = ""
+    hint: str = ""
 
 
 def _set(*path: str, value: object) -> Callable[[Tree], None]:
@@ -58,131 +58,131 @@ def _pins(what: str) -> Callable[[Situation, Mapping[str, Any]], bool]:
 _PINNED = "DeepSpeed 0.19.8: the CPU accelerator has no pinned memory; asking for it compiles an op that only copies"
 
 RULES = (
-    Rule(
+    OptionRule(
         "overlap_comm on the CPU accelerator",
         lambda s, z: s.device == "cpu" and s.stage >= 1 and z.get("overlap_comm", s.stage == 3) is not False,
         "DeepSpeed 0.19.8, gloo: streams are no-ops there, ZeRO-3 reads gradients before they are reduced; "
         "four of six fp32 starts gave wrong losses without an error (same family: DeepSpeed issue 7718)",
         rewrite=_set("overlap_comm", value=False),
     ),
-    Rule(
+    OptionRule(
         "offload_optimizer.pin_memory on the CPU accelerator",
         _pins("offload_optimizer"),
         _PINNED,
         _set("offload_optimizer", "pin_memory", value=False),
     ),
-    Rule(
+    OptionRule(
         "offload_param.pin_memory on the CPU accelerator",
         _pins("offload_param"),
         _PINNED,
         _set("offload_param", "pin_memory", value=False),
     ),
-    Rule(
+    OptionRule(
         "fp16 on the CPU accelerator",
         lambda s, z: s.device == "cpu" and s.precision == "fp16",
         "DeepSpeed 0.19.8 has no fp16 there",
-        way_out="train.precision bf16 or fp32",
+        hint="train.precision bf16 or fp32",
     ),
-    Rule(
+    OptionRule(
         "fp16 without ZeRO",
         lambda s, z: s.stage == 0 and s.precision == "fp16",
         "DeepSpeed 0.19.8 scales the loss for ZeRO optimizers alone (runtime/engine.py:3417), but its "
         "FP16_Optimizer divides the gradients"
         " by the scale all the same (fp16/fused_optimizer.py:374): a gradient norm of 0.767 became 1.17e-5",
-        way_out="zero_optimization.stage 1, or train.precision bf16",
+        hint="zero_optimization.stage 1, or train.precision bf16",
     ),
-    Rule(
+    OptionRule(
         "offload to nvme below ZeRO-3",
         lambda s, z: (
             s.stage < 3 and "nvme" in (offload_device(z, "offload_optimizer"), offload_device(z, "offload_param"))
         ),
         "DeepSpeed 0.19.8 stages 1 and 2 keep the states in CPU memory instead, without a word (zero/stage_1_and_2.py)",
-        way_out="zero_optimization.stage 3, or device cpu",
+        hint="zero_optimization.stage 3, or device cpu",
     ),
     *(
-        Rule(
+        OptionRule(
             f"{what} to nvme without nvme_path",
             lambda s, z, what=what: offload_device(z, what) == "nvme" and not z[what].get("nvme_path"),  # type: ignore[misc]
             "DeepSpeed 0.19.8 has no folder to write to and fails while it builds the engine (swap_tensor/)",
-            way_out=f'{what}.nvme_path "FOLDER" on a local NVMe disk',
+            hint=f'{what}.nvme_path "FOLDER" on a local NVMe disk',
         )
         for what in ("offload_optimizer", "offload_param")
     ),
-    Rule(
+    OptionRule(
         "offload_param below ZeRO-3",
         lambda s, z: s.stage < 3 and offload_device(z, "offload_param") != "none",
         "parameters are only partitioned, and so offloadable, at stage 3",
-        way_out="zero_optimization.stage 3, or leave offload_param out",
+        hint="zero_optimization.stage 3, or leave offload_param out",
     ),
-    Rule(
+    OptionRule(
         "offload_optimizer without ZeRO",
         lambda s, z: s.stage == 0 and offload_device(z, "offload_optimizer") != "none",
         "stage 0 has no partitioned optimizer to offload",
-        way_out="zero_optimization.stage 1, 2 or 3",
+        hint="zero_optimization.stage 1, 2 or 3",
     ),
-    Rule(
+    OptionRule(
         "quantized communication (ZeRO++) on the CPU accelerator",
         lambda s, z: s.device == "cpu" and bool(z.get("zero_quantized_weights") or z.get("zero_quantized_gradients")),
         "DeepSpeed 0.19.8: the op has not been implemented on the CPU backend",
-        way_out="leave zero_quantized_weights and zero_quantized_gradients out",
+        hint="leave zero_quantized_weights and zero_quantized_gradients out",
     ),
-    Rule(
+    OptionRule(
         "Muon with reduce_scatter under ZeRO-3",
         lambda s, z: s.stage == 3 and s.optimizer.lower() == "muon" and z.get("reduce_scatter", True) is not False,
         "DeepSpeed 0.19.8 refuses the pair after loading (zero/stage3.py:361)",
-        way_out="zero_optimization.reduce_scatter false",
+        hint="zero_optimization.reduce_scatter false",
     ),
-    Rule(
+    OptionRule(
         "clipping with Muon under ZeRO",
         lambda s, z: s.stage >= 1 and s.optimizer.lower() == "muon" and s.max_grad_norm > 0,
         "DeepSpeed 0.19.8 orthogonalises before it takes the norm (zero/stage_1_and_2.py:2865, "
         "zero/stage3.py:1697): the update would be"
         " clipped, not the gradient; losses of a tiny DeepSeek-V3 depart from stage 0 by 3e-4 after two steps",
-        way_out="train.max_grad_norm 0, or zero_optimization.stage 0",
+        hint="train.max_grad_norm 0, or zero_optimization.stage 0",
     ),
-    Rule(
+    OptionRule(
         "Adagrad without offload_optimizer under ZeRO",
         lambda s, z: (
             s.stage >= 1 and s.optimizer.lower() == "adagrad" and offload_device(z, "offload_optimizer") == "none"
         ),
         "DeepSpeed 0.19.8: torch.optim.Adagrad makes its states in its constructor, which ZeRO's flat partitions "
         "have not; it ends in an IndexError",
-        way_out="offload_optimizer.device cpu (DeepSpeedCPUAdagrad), or zero_optimization.stage 0",
+        hint="offload_optimizer.device cpu (DeepSpeedCPUAdagrad), or zero_optimization.stage 0",
     ),
-    Rule(
+    OptionRule(
         "Lion without offload_optimizer on the CPU accelerator",
         lambda s, z: (
             s.device == "cpu" and s.optimizer.lower() == "lion" and offload_device(z, "offload_optimizer") == "none"
         ),
         "DeepSpeed 0.19.8: FusedLion has not been implemented on the CPU backend",
-        way_out="offload_optimizer.device cpu (DeepSpeedCPULion) with zero_optimization.stage 1, 2 or 3",
+        hint="offload_optimizer.device cpu (DeepSpeedCPULion) with zero_optimization.stage 1, 2 or 3",
     ),
-    Rule(
+    OptionRule(
         "Lamb on the CPU accelerator",
         lambda s, z: s.device == "cpu" and s.optimizer.lower() == "lamb",
         "DeepSpeed 0.19.8: FusedLamb has not been implemented on the CPU backend",
-        way_out="optim.name AdamW, or a GPU",
+        hint="optim.name AdamW, or a GPU",
     ),
-    Rule(
+    OptionRule(
         "Lamb under ZeRO",
         lambda s, z: s.stage >= 1 and s.optimizer.lower() == "lamb",
         "its trust ratio is a ratio of whole parameters' norms; on a rank's flat partition it would be another "
         "number on each count of ranks",
-        way_out="zero_optimization.stage 0, or optim.name AdamW",
+        hint="zero_optimization.stage 0, or optim.name AdamW",
     ),
-    Rule(
+    OptionRule(
         "hierarchical partitions (hpZ)",
         lambda s, z: int(z.get("zero_hpz_partition_size") or 1) > 1,
         "DeepSpeed 0.19.8 keeps a second copy of each partition, made before weights are loaded "
         "(zero/partition_parameters.py:1900);"
         " no parity test has compared it",
-        way_out="no zero_hpz_partition_size",
+        hint="no zero_hpz_partition_size",
     ),
-    Rule(
+    OptionRule(
         "ZenFlow",
         lambda s, z: bool(z.get("zenflow")),
         "its bounded staleness is not the gradient of the step, so it cannot pass the parity tests",
-        way_out="leave zenflow out",
+        hint="leave zenflow out",
     ),
 )
 """Options known to be wrong for an accelerator or stage; each is rewritten with one visible line, or refused."""
@@ -198,7 +198,7 @@ def apply_rules(zero: Tree, situation: Situation) -> list[str]:
             raise ConfigError(
                 f"{rule.name} is refused (device {situation.device}, zero stage {situation.stage}, "
                 f"{situation.precision}): {rule.evidence}",
-                hint=f"use {rule.way_out}",
+                hint=f"use {rule.hint}",
             )
         rule.rewrite(zero)
         lines.append(f"rewritten: {rule.name} is off. {rule.evidence}")

@@ -9,7 +9,7 @@ from ds_finetune.config.schema import CheckpointConfig, RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.batch import accumulation_steps
 from ds_finetune.plan.combinations import check_layout, check_lora
-from ds_finetune.plan.deepspeed_choice import chosen, refuse_accelerate_contradictions
+from ds_finetune.plan.deepspeed_choice import choose_deepspeed, refuse_accelerate_contradictions
 from ds_finetune.plan.deepspeed_config import HAS_TORCH_ADAM, MOMENTS, TORCH_ADAM, finish, read_choices, stage_of
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.options import Situation, apply_rules, offload_device
@@ -119,25 +119,25 @@ class Plan:
         return [("stages", f"layers {', '.join(layers)}; each waits {idle:.0%} of a step")] if layers else []
 
 
-def loss_kernel(asked: str, *, device: str, tp: int = 1) -> str:
+def loss_kernel(name: str, *, device: str, tp: int = 1) -> str:
     """`chunked` or `liger`; ConfigError where Liger's is asked for and cannot run, or has another version than
     `LIGER`.
     """
     found = _liger_version()
     if tp > 1:
-        if asked == "liger":
+        if name == "liger":
             raise ConfigError(
                 f"model.loss liger with parallel.tp {tp}: its kernel needs the whole vocabulary",
                 hint="set model.loss to auto",
             )
         return "chunked"
-    if asked == "liger" and not (device == "cuda" and found):
+    if name == "liger" and not (device == "cuda" and found):
         given = f"device {device}, liger-kernel {found or 'not installed'}"
         raise ConfigError(
             f"model.loss liger needs a GPU and liger-kernel: {given}",
             hint="install the extra `gpu`, or set model.loss to auto",
         )
-    if not found or device != "cuda" or asked == "chunked":
+    if not found or device != "cuda" or name == "chunked":
         return "chunked"
     if found != LIGER:
         raise ConfigError(
@@ -155,7 +155,7 @@ def _liger_version() -> str:
         return ""
 
 
-def _refuse_other_wrapper(tree: dict[str, Any], stage: int, precision: str) -> None:
+def _check_grad_accum_dtype(tree: dict[str, Any], stage: int, precision: str) -> None:
     """DeepSpeed 0.19.8 then takes its BF16_Optimizer (runtime/engine.py:2305), whose state nothing here knows or has
     compared.
     """
@@ -176,9 +176,9 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
     accumulation = accumulation_steps(
         global_batch_size=config.train.global_batch_size, micro_batch_size=config.train.micro_batch_size, dp=mesh.dp
     )
-    tree, source = read_choices(chosen(config, accelerate))
+    tree, source = read_choices(choose_deepspeed(config, accelerate))
     stage = stage_of(tree, source)
-    _refuse_other_wrapper(tree, stage, config.train.precision)
+    _check_grad_accum_dtype(tree, stage, config.train.precision)
     finished = finish(tree, config, accumulation=accumulation, source=source, on_cpu=device == "cpu")
     if accelerate:
         refuse_accelerate_contradictions(accelerate, config, finished)

@@ -30,7 +30,7 @@ from ds_finetune.errors import ConfigError, LaunchError, RunError
 from ds_finetune.families.table import FAMILIES, STANDARD_SELFTEST
 from ds_finetune.model.build import read_hf_config
 from ds_finetune.plan.combinations import TESTED_LAYOUTS
-from ds_finetune.plan.deepspeed_choice import chosen
+from ds_finetune.plan.deepspeed_choice import choose_deepspeed
 from ds_finetune.plan.deepspeed_config import read_choices
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.plan import Plan, make_plan
@@ -241,7 +241,7 @@ def _cases_of_run(config: RunConfig, world: World) -> list[LayoutCase]:
             hint=f"known: {', '.join(name for name, family in FAMILIES.items() if family.tiny_models)}",
         )
     mesh = Mesh.of(config.parallel, world_size=world.world_size, rank=world.rank)
-    given, _ = read_choices(chosen(config, accelerate_choices(os.environ)))
+    given, _ = read_choices(choose_deepspeed(config, accelerate_choices(os.environ)))
     choices = _scale_choices({key: value for key, value in copy.deepcopy(given).items() if key not in _DERIVED})
     stage = choices["zero_optimization"].get("stage", 0)
     found = []

@@ -114,7 +114,7 @@ def _writers(started: StartedRun, left: TimeLeft) -> list[Observer]:
 
 
 def _in_phase(progress: RankProgress, phase: str, function: Callable[P, R]) -> Callable[P, R]:
-    """The same function, which the watchdog sees as a phase of its own."""
+    """The same function, run as a phase of its own for the watchdog."""
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         with progress.during(phase):

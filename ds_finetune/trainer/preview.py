@@ -1,4 +1,4 @@
-"""What exactly is trained: samples with the supervised tokens marked, and the counts."""
+"""What exactly is trained: samples with the supervised tokens mark_supervised, and the counts."""
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -14,27 +14,28 @@ from ds_finetune.model.build import resolve_folder
 from ds_finetune.trainer.inputs import model_config, token_limits
 
 OPEN, CLOSE = "⟦", "⟧"
-"""Stand around a supervised stretch, also where there are no colours."""
+"""Put around supervised text, also where there are no colours."""
 
 
 def preview_of(config: RunConfig, *, samples: int) -> RenderableType:
     """The first `samples` documents of the training data and what became of its rows."""
     tokenizer = load_tokenizer(str(resolve_folder(config.model.tokenizer or config.model.path)))
-    rows = prepare_rows(config.data, "train", tokenizer=tokenizer, spec=token_limits(config, model_config(config)))
-    shown = [marked(*rows.document(number), tokenizer) for number in range(min(samples, rows.counts.documents))]
+    rows = prepare_rows(config.data, "train", tokenizer=tokenizer, limits=token_limits(config, model_config(config)))
+    number = min(samples, rows.counts.documents)
+    shown = [mark_supervised(*rows.document(index), tokenizer) for index in range(number)]
     notes = (*rows.notes, *row_notes(rows.counts))
     return Group(*shown, counts_table(rows, config), *(Text(note) for note in notes))
 
 
-def marked(ids: list[int], mask: list[bool], tokenizer: PreTrainedTokenizerBase) -> Text:
-    """A document as text, every supervised stretch between OPEN and CLOSE and in colour."""
+def mark_supervised(ids: list[int], mask: list[bool], tokenizer: PreTrainedTokenizerBase) -> Text:
+    """A document as text, supervised text between OPEN and CLOSE and in colour."""
     text = Text()
     start = 0
     for end in range(1, len(ids) + 1):
         if end < len(ids) and mask[end] == mask[start]:
             continue
-        stretch = tokenizer.decode(ids[start:end])
-        text.append(f"{OPEN}{stretch}{CLOSE}" if mask[start] else stretch, style="green" if mask[start] else "dim")
+        piece = tokenizer.decode(ids[start:end])
+        text.append(f"{OPEN}{piece}{CLOSE}" if mask[start] else piece, style="green" if mask[start] else "dim")
         start = end
     return text.append("\n")
 

@@ -43,7 +43,7 @@ from ds_finetune.trainer.run_dir import available_bytes
 from ds_finetune.units import GIB
 
 CONFIG = "config.json"
-_REHEARSED = 4096
+_TEST_NUMBERS = 4096
 """Elements that each rank writes and reads back before anything is loaded."""
 
 
@@ -78,10 +78,10 @@ def find_resume_point(run: PreparedRun, say: Say) -> ResumePoint:
         return ResumePoint(None)
     folder = run.output_dir / CHECKPOINTS
     place = open_checkpoint_folder(folder, rank=run.plan.world.rank, node_local=policy.node_local)
-    held = _lock_folder(place, say)
-    rehearse(place, is_asynchronous=run.plan.saves_asynchronously)
+    folder_lock = _lock_folder(place, say)
+    try_saving(place, is_asynchronous=run.plan.saves_asynchronously)
     if policy.resume == "never":
-        return _remove_leftovers(ResumePoint(place, held), say)
+        return _remove_leftovers(ResumePoint(place, folder_lock), say)
     found = (
         newest_checkpoint(place, folder) if policy.resume == "auto" else named_checkpoint(place, Path(policy.resume))
     )
@@ -91,20 +91,20 @@ def find_resume_point(run: PreparedRun, say: Say) -> ResumePoint:
                 f"{run.output_dir} holds a run that ended before its first checkpoint: it begins again, and its "
                 "records are removed"
             )
-        return _remove_leftovers(ResumePoint(place, held), say)
+        return _remove_leftovers(ResumePoint(place, folder_lock), say)
     later = [step_name(step) for step in complete_steps(folder) if step > found.state.step]
-    raise_on_every_rank(_mixed(folder, later, found) if later and policy.resume != "auto" else None)
+    raise_on_every_rank(_later_checkpoints_error(folder, later, found) if later and policy.resume != "auto" else None)
     raise_on_every_rank(model_mismatch(found.folder / BASE, CONFIG, run.inputs.config_tree))
     lines = [
         *changes_since_checkpoint(found.state, inputs_of(run)),
-        *_other_random_state(found, run),
-        *_left_out(found, run),
+        *_random_state_changes(found, run),
+        *_rows_left_out(found, run),
     ]
-    for line in (*found.passed_over, *_set_aside(place, later)):
+    for line in (*found.passed_over, *_rename_later(place, later)):
         say(line)
     for line in (f"resuming from {found.folder}, step {found.state.step} of {found.state.layout}", *lines):
         say(line)
-    return _remove_leftovers(ResumePoint(place, held, found), say)
+    return _remove_leftovers(ResumePoint(place, folder_lock, found), say)
 
 
 def _remove_leftovers(point: ResumePoint, say: Say) -> ResumePoint:
@@ -117,17 +117,17 @@ def _remove_leftovers(point: ResumePoint, say: Say) -> ResumePoint:
 
 
 def _lock_folder(place: CheckpointFolder, say: Say) -> TextIO | None:
-    held, error = None, None
+    folder_lock, error = None, None
     if place.is_leader:
         try:
-            held = lock_folder(place.path, seconds=LOCK_SECONDS, say=say)
+            folder_lock = lock_folder(place.path, seconds=LOCK_SECONDS, say=say)
         except OutputError as taken:
             error = taken
     raise_on_every_rank(error)
-    return held
+    return folder_lock
 
 
-def _set_aside(place: CheckpointFolder, names: list[str]) -> list[str]:
+def _rename_later(place: CheckpointFolder, names: list[str]) -> list[str]:
     """Rename checkpoints later than the one resumed from, so that they do not count among those that are kept."""
     return (
         [f"{place.path / name} is now {rename_unusable(place.path / name).name}" for name in names]
@@ -136,20 +136,20 @@ def _set_aside(place: CheckpointFolder, names: list[str]) -> list[str]:
     )
 
 
-def _mixed(folder: Path, later: list[str], found: UsableCheckpoint) -> CheckpointError:
+def _later_checkpoints_error(folder: Path, later: list[str], found: UsableCheckpoint) -> CheckpointError:
     return CheckpointError(
         f"{folder} holds {', '.join(later)}, later than step {found.state.step} that checkpoint.resume names",
         hint="move them away, or name another output_dir",
     )
 
 
-def rehearse(place: CheckpointFolder, *, is_asynchronous: bool) -> None:
+def try_saving(place: CheckpointFolder, *, is_asynchronous: bool) -> None:
     """Save a few numbers in the way that checkpoints are saved, read them back and remove them; collective.
 
     OutputError on every rank with the first one's reason where that fails.
     """
     trial = replace(place, path=place.path / f".rehearsal-{place.token}")
-    numbers = torch.arange(_REHEARSED, dtype=torch.float32) + place.rank
+    numbers = torch.arange(_TEST_NUMBERS, dtype=torch.float32) + place.rank
     group = _group_of(numbers, place)
     raise_on_every_rank(try_in_folder(place.path, lambda: trial.path.mkdir(exist_ok=True)))
     saver = Saver(lambda: [group], trial, is_asynchronous, {})
@@ -165,12 +165,12 @@ def rehearse(place: CheckpointFolder, *, is_asynchronous: bool) -> None:
             hint="repair it before training",
         )
     raise_on_every_rank(error)
-    raise_on_every_rank(_misread(trial, numbers))
+    raise_on_every_rank(_read_back_error(trial, numbers))
     if place.is_leader:
         shutil.rmtree(trial.path)
 
 
-def _misread(trial: CheckpointFolder, numbers: torch.Tensor) -> OutputError | None:
+def _read_back_error(trial: CheckpointFolder, numbers: torch.Tensor) -> OutputError | None:
     again = torch.full_like(numbers, float("nan"))
     reader = PartsReader(trial.path / step_name(0) / part_name(rank, trial.world_size) for rank in trial.ranks)
     read_state_groups([_group_of(again, trial)], reader, absent="")
@@ -183,8 +183,8 @@ def _misread(trial: CheckpointFolder, numbers: torch.Tensor) -> OutputError | No
 
 
 def _group_of(numbers: torch.Tensor, place: CheckpointFolder) -> StateGroup:
-    shape = (place.world_size, _REHEARSED)
-    part = Slice("weight/rehearsal", shape, place.rank * _REHEARSED, _REHEARSED, torch.float32)
+    shape = (place.world_size, _TEST_NUMBERS)
+    part = Slice("weight/rehearsal", shape, place.rank * _TEST_NUMBERS, _TEST_NUMBERS, torch.float32)
     return StateGroup((part,), lambda write: nullcontext(lambda key: numbers))
 
 
@@ -224,7 +224,7 @@ def start_saver(run: PreparedRun, engine: Engine, point: ResumePoint) -> Iterato
     locks = [point.lock] if point.lock else []
     saver = Saver(engine.state.groups, place, run.plan.saves_asynchronously, beside, locks)
     num_bytes = num_weights(engine.state.groups(), writer=place.writer_share) * run.plan.checkpoint_bytes_per_parameter
-    raise_on_every_rank(_short_of_memory(num_bytes, run.plan))
+    raise_on_every_rank(_memory_error(num_bytes, run.plan))
     saver.start(num_bytes)
     try:
         yield saver
@@ -246,7 +246,7 @@ def _write_base(base: Path, sources: Mapping[str, Path], config_text: str) -> No
     (base / CONFIG).write_text(config_text, encoding="utf-8")
 
 
-def _short_of_memory(num_bytes: int, plan: Plan) -> OutputError | None:
+def _memory_error(num_bytes: int, plan: Plan) -> OutputError | None:
     needed, free = num_bytes * plan.world.local_world_size, available_bytes()
     if not plan.saves_asynchronously or free is None or needed <= free:
         return None
@@ -328,7 +328,7 @@ def inputs_of(run: PreparedRun) -> RunIdentity:
     )
 
 
-def _left_out(found: UsableCheckpoint, run: PreparedRun) -> list[str]:
+def _rows_left_out(found: UsableCheckpoint, run: PreparedRun) -> list[str]:
     """Rows that a longer run does not see: those for which a shorter one filled its last step up with empty rows."""
     rows, train = run.inputs.train, run.config.train
     if isinstance(rows, StreamedRows) or found.state.config["train"]["for"] == train.duration:
@@ -339,7 +339,7 @@ def _left_out(found: UsableCheckpoint, run: PreparedRun) -> list[str]:
     return [text] if missed > 0 else []
 
 
-def _other_random_state(found: UsableCheckpoint, run: PreparedRun) -> list[str]:
+def _random_state_changes(found: UsableCheckpoint, run: PreparedRun) -> list[str]:
     """Random states belong to ranks, and nothing but dropout depends on them."""
     tree = run.inputs.hf_config.to_dict()
     ratios = {key: value for key, value in tree.items() if key.endswith(("dropout", "_pdrop"))}

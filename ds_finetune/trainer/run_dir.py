@@ -35,7 +35,7 @@ def check_output(config: RunConfig) -> None:
         )
     if not existing.is_dir():
         raise OutputError(
-            f"output_dir `{folder}` lies below `{existing}`, which is not a folder", hint="name another output_dir"
+            f"output_dir `{folder}` is below `{existing}`, which is not a folder", hint="name another output_dir"
         )
     if not os.access(existing, os.W_OK | os.X_OK):
         raise OutputError(
@@ -146,7 +146,7 @@ def write_run_files(config: RunConfig, plan: Plan, *, after_step: int = 0, last:
         return folder
     try:
         _write_settings(config, plan, folder)
-        _forget_records(folder / "metrics.jsonl", after_step, last)
+        _remove_records(folder / "metrics.jsonl", after_step, last)
     except OSError as full:
         reason = full.strerror or full
         raise OutputError(
@@ -164,15 +164,15 @@ def _write_settings(config: RunConfig, plan: Plan, folder: Path) -> None:
     (folder / "deepspeed.json").write_text(json.dumps(plan.deepspeed, indent=2) + "\n", encoding="utf-8")
 
 
-def _forget_records(metrics: Path, after_step: int, last: StepRecord | None) -> None:
+def _remove_records(metrics: Path, after_step: int, last: StepRecord | None) -> None:
     if not metrics.exists():
         return
     kept = [line for line in metrics.read_text(encoding="utf-8").splitlines() if _is_before(line, after_step)]
     if last is not None and all(json.loads(line)["step"] != last.step for line in kept):
         kept.append(line_of(last).rstrip("\n"))
-    aside = metrics.with_name("metrics.jsonl.aside")
-    aside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-    aside.rename(metrics)
+    rewritten = metrics.with_name("metrics.jsonl.aside")
+    rewritten.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    rewritten.rename(metrics)
 
 
 def _is_before(line: str, after_step: int) -> bool:

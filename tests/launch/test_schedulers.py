@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ds_finetune.errors import LaunchError
-from ds_finetune.hostfile import Host, chosen_hosts, read_hostfile
+from ds_finetune.hostfile import Host, read_hostfile, select_hosts
 from ds_finetune.launch.process_tags import RUN_ID
 from ds_finetune.launch.schedulers import (
     ENTRY,
@@ -138,9 +138,9 @@ def test_srun_on_chosen_hosts_and_on_all() -> None:
         (
             HOSTS[0],
             {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[a-b]"},
-            "SLURM_JOB_NODELIST `n[a-b]` is no list of nodes",
+            "SLURM_JOB_NODELIST `n[a-b]` is not a list of nodes",
         ),
-        (HOSTS[0], {"SLURM_JOB_ID": "7"}, "SLURM_JOB_NODELIST `` is no list of nodes"),
+        (HOSTS[0], {"SLURM_JOB_ID": "7"}, "SLURM_JOB_NODELIST `` is not a list of nodes"),
     ],
 )
 def test_what_slurm_cannot_be_told(host: Host, environ: dict[str, str], message: str) -> None:
@@ -196,7 +196,7 @@ def test_deepspeed_and_torchrun_as_typed() -> None:
     assert command_line(deepspeed_command(JOB, "hosts")) == (
         "deepspeed --hostfile hosts --master_addr 10.0.0.2 --master_port 29500 --no_local_rank --module ds_finetune.worker run.yaml optim.lr=1e-5"
     )
-    some = replace(JOB, hosts=chosen_hosts((Host("b", 4, 1), Host("a", 1, 2)), include="b:0,2@a"))
+    some = replace(JOB, hosts=select_hosts((Host("b", 4, 1), Host("a", 1, 2)), include="b:0,2@a"))
     assert deepspeed_command(some, "hosts")[3:5] == ["--include", "b:0,2@a"]
     first, second = map(command_line, torchrun_commands(JOB))
     assert first == (

@@ -101,7 +101,7 @@ def test_unknown_model_type_names_the_known() -> None:
 def test_an_absent_key_is_named() -> None:
     config = {"model_type": "deepseek_v3", **CONFIGS["deepseek_v3"]}
     del config["first_k_dense_replace"]
-    with pytest.raises(ConfigError, match="of a deepseek_v3 model says nothing of 'first_k_dense_replace'"):
+    with pytest.raises(ConfigError, match="of a deepseek_v3 model has no 'first_k_dense_replace'"):
         Shape.of(config)
 
 
