@@ -60,7 +60,7 @@ def model_mismatch(folder: Path, file: str, config: Mapping[str, Any]) -> Checkp
         return None
     return CheckpointError(
         f"the model's config.json is not the one that {folder} was trained with: {'; '.join(differ)}",
-        hint="set it back, or begin a new run from an export: checkpoint.resume never and another output_dir",
+        hint="set it back, or start a new run from an export: checkpoint.resume never and another output_dir",
     )
 
 

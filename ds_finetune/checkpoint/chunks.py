@@ -1,4 +1,4 @@
-"""Flat ranges of row-major tensors as n-dimensional boxes, the only form in which state is stored."""
+"""Flat ranges of row-major tensors as n-dimensional chunks, the form in which state is stored."""
 
 import math
 from collections.abc import Iterator
@@ -16,19 +16,18 @@ class Chunk:
 
     @property
     def numel(self) -> int:
-        """Elements of the box."""
+        """Elements of the chunk."""
         return math.prod(self.sizes)
 
     def moved(self, by: Ints) -> "Chunk":
-        """The same box in a tensor in which this one's tensor begins at index `by`."""
+        """The same chunk in a larger tensor, in which this one's tensor begins at index `by`."""
         return Chunk(tuple(mine + more for mine, more in zip(self.offsets, by, strict=True)), self.sizes)
 
 
 def flat_range_chunks(shape: Ints, start: int, numel: int) -> Iterator[Chunk]:
-    """The boxes that elements [start, start + numel) of a row-major tensor of `shape` are, in order: at most 2 x
-    dimensions - 1.
+    """The chunks that make up elements [start, start + numel) of a row-major tensor of `shape`, in order.
 
-    Their elements one behind the other are exactly the range, so a box is a contiguous piece of it.
+    There are at most 2 x dimensions - 1. Each is a contiguous piece of the range.
     """
     if numel == 0:
         return
@@ -39,7 +38,10 @@ def flat_range_chunks(shape: Ints, start: int, numel: int) -> Iterator[Chunk]:
     row, column = divmod(start, inner)
     if column or numel < inner:
         within = min(numel, inner - column)
-        yield from (Chunk((row, *box.offsets), (1, *box.sizes)) for box in flat_range_chunks(shape[1:], column, within))
+        yield from (
+            Chunk((row, *inner_chunk.offsets), (1, *inner_chunk.sizes))
+            for inner_chunk in flat_range_chunks(shape[1:], column, within)
+        )
         yield from flat_range_chunks(shape, start + within, numel - within)
         return
     rows = numel // inner
@@ -48,7 +50,7 @@ def flat_range_chunks(shape: Ints, start: int, numel: int) -> Iterator[Chunk]:
 
 
 def overlap(one: Chunk, other: Chunk) -> Chunk | None:
-    """The box that lies in both, if any."""
+    """The chunk that lies in both, if any."""
     first = tuple(map(max, one.offsets, other.offsets))
     last = tuple(
         min(a + n, b + m) for a, n, b, m in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)

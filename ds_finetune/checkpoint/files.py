@@ -1,4 +1,4 @@
-"""Files of a checkpoint: written aside, summed, described by a manifest, and complete by one rename. Needs no torch."""
+"""Files of a checkpoint: written with checksums, listed in a manifest, and made complete by one rename. No torch."""
 
 import errno
 import json
@@ -25,9 +25,9 @@ _CHUNK_BYTES = 16 * MIB
 _POLL_SECONDS = 0.05
 _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.EACCES, errno.ENOSYS)
 _LEFT = re.compile(r"step-\d+\.(partial-[0-9a-f-]+|replaced-[0-9a-f-]+|removing)|\.rehearsal-[0-9a-f-]+")
-"""Names of folders that are only ever ours and never complete; whatever else lies there is the user's."""
+"""Names of unfinished folders that this program makes; every other folder is the user's."""
 _FINAL = re.compile(r"step-(\d+)")
-"""Name of a complete checkpoint, which says its step; a copy under any other name says none."""
+"""Name of a complete checkpoint, which holds its step; a copy may have any other name."""
 
 
 def step_name(step: int) -> str:
@@ -45,7 +45,7 @@ class RenamedCheckpointError(CheckpointError):
 
 
 def find_renamed_checkpoint(checkpoints: Path) -> RenamedCheckpointError | None:
-    """The error of the first checkpoint in a folder of them that was renamed; damaged ones are not looked at."""
+    """The error of the first checkpoint in the folder `checkpoints` that was renamed; damaged ones are skipped."""
     for step in complete_steps(checkpoints):
         try:
             Manifest.read(checkpoints / step_name(step))
@@ -66,8 +66,9 @@ class FileChecksum:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a complete checkpoint folder holds; `ranks` are those whose parts are here, all of them unless folders are a
-    node's own.
+    """What a complete checkpoint folder holds.
+
+    `ranks` are those whose parts are in it: all ranks, unless each node has a folder of its own.
     """
 
     step: int
@@ -126,7 +127,7 @@ class Manifest:
 
 
 class ChecksummedFile:
-    """A new file that is summed while it is written; on disk once `close` has returned its sum."""
+    """A new file whose checksum is computed while it is written; it is on disk once `close` has returned."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("xb", buffering=0)
@@ -171,11 +172,11 @@ def checksum_of(path: Path) -> FileChecksum:
     return FileChecksum(total, digest.hexdigest())
 
 
-def mark_part_written(part: Path, found: FileChecksum) -> None:
-    """Leave word beside `part` that it is whole."""
-    aside = part.with_name(part.name + ".aside")
-    write_checksummed(aside, [json.dumps(asdict(found)).encode()])
-    aside.rename(part.with_name(part.name + _STATUS))
+def mark_part_written(part: Path, checksum: FileChecksum) -> None:
+    """Write a file beside `part` that says it is whole, with its checksum."""
+    unnamed = part.with_name(part.name + ".aside")
+    write_checksummed(unnamed, [json.dumps(asdict(checksum)).encode()])
+    unnamed.rename(part.with_name(part.name + _STATUS))
 
 
 def commit(
@@ -209,7 +210,7 @@ def commit(
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Take a checkpoint away; it loses its name first, so that no half of it ever looks complete."""
+    """Remove a checkpoint; it is renamed first, so that a half removed one never looks complete."""
     going = folder if ".removing" in folder.name else folder.with_name(folder.name + ".removing")
     if folder.exists():
         folder.rename(going)
@@ -217,21 +218,17 @@ def remove_checkpoint(folder: Path) -> None:
 
 
 def rename_unusable(folder: Path) -> Path:
-    """Give a checkpoint that cannot be used another name, under which it is neither found nor counted; returns the new
-    place.
-    """
-    aside = next(
-        place
+    """Rename a checkpoint that cannot be used, so that it is neither resumed nor counted; returns the new path."""
+    unused = next(
+        path
         for number in range(1, 10_000)
-        if not (place := folder.with_name(f"{folder.name}.unusable-{number}")).exists()
+        if not (path := folder.with_name(f"{folder.name}.unusable-{number}")).exists()
     )
-    return folder.rename(aside)
+    return folder.rename(unused)
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """A second name for a file that is never changed, or a copy where the file system has no links; `target` must be
-    new.
-    """
+    """Link a file that is never changed to the new path `target`, or copy it where the file system has no links."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(source, target)
@@ -243,7 +240,7 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Names in `folder` are on disk when this returns."""
+    """Flush the names in `folder` to disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -308,7 +305,7 @@ def complete_steps(checkpoints: Path) -> list[int]:
 
 
 def unfinished_folders(checkpoints: Path) -> list[Path]:
-    """Folders that were not finished, or not fully taken away."""
+    """Folders that were not finished, or not fully removed."""
     if not checkpoints.is_dir():
         return []
     return sorted(path for path in checkpoints.iterdir() if path.is_dir() and _LEFT.fullmatch(path.name))

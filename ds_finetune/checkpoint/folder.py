@@ -1,4 +1,4 @@
-"""Which ranks share a checkpoint folder: all of them on a shared file system, those of a node on folders of its own."""
+"""The checkpoint folder as a rank sees it, and which ranks share it: all of them, or those of a node."""
 
 import os
 import socket
@@ -11,15 +11,14 @@ from ds_finetune.engine.collectives import all_gather_object
 from ds_finetune.errors import FinetuneError, OutputError
 
 _SEEN_SECONDS = 5.0
-"""How long a file may take to be seen from another host of a shared file system."""
+"""How long a new file on a shared file system may take to appear on another host."""
 
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """Where checkpoints of this rank go and with whom it shares the folder; `ranks` are those that do, the first one
-    leads.
+    """The folder `path` for the checkpoints of `rank`, and the `ranks` that share it, the first of which leads.
 
-    `token` is this start's own, so that what another start left is never mixed in.
+    `token` is unique to this start of the run, so that files of another start are never mixed in.
     """
 
     path: Path
@@ -35,14 +34,14 @@ class CheckpointFolder:
 
     @property
     def writer_share(self) -> tuple[int, int]:
-        """This rank's place among those that can share out what all of them hold."""
+        """(index, count) of this rank among those that divide up what all of them hold."""
         return self.ranks.index(self.rank), len(self.ranks)
 
 
 def open_checkpoint_folder(folder: Path, *, rank: int, node_local: bool) -> CheckpointFolder:
-    """Make `folder` on every rank and find out who sees the same one; collective.
+    """Make `folder` on every rank and find out which ranks share it; collective.
 
-    OutputError on every rank where it cannot be made, or where it is not shared and `node_local` does not say so.
+    OutputError on every rank where it cannot be made, or where it is not shared and `node_local` is false.
     """
     raise_on_every_rank(try_in_folder(folder, lambda: folder.mkdir(parents=True, exist_ok=True)))
     tokens = all_gather_object(f"{time.time_ns():x}-{os.getpid():x}")
@@ -64,27 +63,27 @@ def open_checkpoint_folder(folder: Path, *, rank: int, node_local: bool) -> Chec
 
 def raise_on_every_rank(error: FinetuneError | None) -> None:
     """Raise the first rank's error on every rank; collective."""
-    errors = [found for found in all_gather_object(error) if found is not None]
+    errors = [each for each in all_gather_object(error) if each is not None]
     if errors:
         raise errors[0]
 
 
 def try_in_folder(folder: Path, work: Callable[[], object]) -> OutputError | None:
-    """The error of `work` in the checkpoint folder, in the user's terms."""
+    """Do `work` in the checkpoint folder; returns its error in the user's terms, if any."""
     try:
         work()
     except OSError as refused:
         where = f"{folder} on {socket.gethostname()}"
         return OutputError(
             f"checkpoint folder {where}: {refused}",
-            hint="mend it before training: permissions, free space, or another output_dir",
+            hint="fix it before training: permissions, free space, or another output_dir",
         )
     return None
 
 
 def _is_seen(mark: Path) -> bool:
     until = time.monotonic() + _SEEN_SECONDS
-    # By a listing: the absence of a name asked for too early may be remembered (NFS).
+    # By a listing: NFS may cache that a name is absent, if it is looked up too early.
     while mark not in set(mark.parent.iterdir()):
         if time.monotonic() > until:
             return False

@@ -1,6 +1,4 @@
-"""One run to a checkpoint folder: a lock that ends with the process that holds it, and with the writer it leaves
-behind.
-"""
+"""One run per checkpoint folder: a lock that ends with the run's processes, including the checkpoint writer."""
 
 import fcntl
 import os
@@ -17,9 +15,9 @@ from ds_finetune.errors import OutputError
 LOCK = ".lock"
 """File that the run which writes a checkpoint folder holds locked."""
 LOCK_SECONDS = 60.0
-"""Time for a run that is about to end."""
+"""How long to wait for another run, which may be about to end."""
 DEAD_SECONDS = 1800.0
-"""How long the writers of a run that is known to be dead may take for its last checkpoint (writer.py)."""
+"""How long the writers of a run that is known to be dead may take for its last checkpoint (part_writer.py)."""
 _POLL_SECONDS = 0.05
 
 
@@ -51,19 +49,19 @@ def lock_folder(folder: Path, *, seconds: float, say: Callable[[str], None]) -> 
         if os.fstat(file.fileno()).st_nlink:
             _sign(file)
             return file
-        # It was taken away between opening and locking: a lock that nobody else will see.
+        # It was removed between opening and locking, so no other run would see this lock.
         file.close()
 
 
 def remove_own_lock(folder: Path) -> None:
-    """Take the lock file away where this process holds it, and no other's."""
+    """Remove the lock file where this process holds it."""
     with suppress(OSError):
         if (folder / LOCK).read_text(encoding="utf-8") == _owner():
             (folder / LOCK).unlink()
 
 
 def _sign(file: TextIO) -> None:
-    """For whoever is kept out; on a full disk it stays empty."""
+    """Name this process in the lock file, for runs that wait; on a full disk the file stays empty."""
     with suppress(OSError):
         file.truncate(0)
         file.write(_owner())
@@ -75,6 +73,6 @@ def _owner() -> str:
 
 
 def _is_dead(holder: str) -> bool:
-    """Whether the process that signed is of this host and gone."""
+    """Whether the process named in the lock file was on this host and is gone."""
     found = re.fullmatch(r"process (\d+) on (.*)", holder)
     return bool(found) and found[2] == socket.gethostname() and not Path(f"/proc/{found[1]}").exists()  # type: ignore[index]

@@ -1,6 +1,4 @@
-"""A part: what one rank wrote, a safetensors file whose tensors are boxes of global tensors. Plain JSON and bytes,
-nothing to unpickle.
-"""
+"""A part: the file that one rank writes. It is a safetensors file whose tensors are chunks of global tensors."""
 
 import json
 import mmap
@@ -21,18 +19,18 @@ _MAP_NORESERVE = 0x4000
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A box of the global tensor `key` of `shape`, stored at byte `begin` of its file."""
+    """A chunk of the global tensor `key` of `shape`, stored at byte `begin` of its file."""
 
     key: str
     shape: tuple[int, ...]
-    box: Chunk
+    chunk: Chunk
     dtype: torch.dtype
     begin: int
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the box."""
-        return self.box.numel * self.dtype.itemsize
+        """Bytes of the chunk."""
+        return self.chunk.numel * self.dtype.itemsize
 
 
 def part_name(rank: int, world_size: int) -> str:
@@ -41,24 +39,23 @@ def part_name(rank: int, world_size: int) -> str:
 
 
 def part_header(stored: Sequence[StoredChunk], extra: Mapping[str, Any]) -> bytes:
-    """The head of a part whose boxes follow in order; `begin` is not looked at. `extra` is kept as JSON."""
+    """The header of a part whose chunks follow in order; `begin` is not used. `extra` is kept as JSON."""
     shapes = {item.key: item.shape for item in stored}
-    boxes = ((f"{item.key}@{','.join(map(str, item.box.offsets))}", item.dtype, item.box.sizes) for item in stored)
+    boxes = ((f"{item.key}@{','.join(map(str, item.chunk.offsets))}", item.dtype, item.chunk.sizes) for item in stored)
     metadata = {"format": "pt", "shapes": json.dumps(shapes), "extra": json.dumps(dict(extra))}
     return encode_header(boxes, metadata)[0]
 
 
 class PartFile:
-    """A part opened for reading; its pages are given back as soon as they are copied."""
+    """A part opened for reading; `forget` releases the pages that were read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             header = read_header(path)
             with path.open("rb") as file:
-                # Private and writable, since torch.frombuffer warns about other ones; nothing is ever written, so no
-                # memory is set apart
-                # for it: a part may be larger than memory.
+                # Private and writable, since torch.frombuffer warns about other maps. Nothing is ever written, so no
+                # memory is reserved: a part may be larger than memory.
                 self._map = mmap.mmap(
                     file.fileno(), 0, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
                 )
@@ -71,21 +68,21 @@ class PartFile:
 
     @property
     def home(self) -> int:
-        """The first of the ranks that share a folder with the one that wrote this."""
+        """The first of the ranks that share a folder with the rank that wrote this."""
         return int(self.extra.get("home", 0))
 
     def tensor(self, item: StoredChunk) -> torch.Tensor:
-        """The box of `item` as it lies in the file; copy what is needed, then call `forget`."""
-        return torch.frombuffer(self._map, dtype=item.dtype, count=item.box.numel, offset=item.begin).view(
-            item.box.sizes
+        """The chunk of `item` in the mapped file; copy what is needed, then call `forget`."""
+        return torch.frombuffer(self._map, dtype=item.dtype, count=item.chunk.numel, offset=item.begin).view(
+            item.chunk.sizes
         )
 
     def forget(self) -> None:
-        """Take the pages read so far out of this process's memory."""
+        """Release the pages read so far from this process's memory."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
 
 def _stored(name: str, entry: HeaderEntry, shapes: Mapping[str, Sequence[int]]) -> StoredChunk:
     key, _, offsets = name.rpartition("@")
-    box = Chunk(tuple(int(offset) for offset in offsets.split(",") if offset), entry.shape)
-    return StoredChunk(key, tuple(shapes[key]), box, entry.dtype, entry.begin)
+    chunk = Chunk(tuple(int(offset) for offset in offsets.split(",") if offset), entry.shape)
+    return StoredChunk(key, tuple(shapes[key]), chunk, entry.dtype, entry.begin)

@@ -1,4 +1,4 @@
-"""Fragments of an engine's state as torch.distributed.checkpoint sees them: what to write, and what to read into."""
+"""Plans for torch.distributed.checkpoint: which chunks of an engine's state to write, and which to read."""
 
 import io
 from collections.abc import Sequence
@@ -31,12 +31,12 @@ from ds_finetune.errors import CheckpointError
 
 
 def chunks_of_slice(part: Slice) -> list[tuple[Chunk, int]]:
-    """The boxes of the global tensor that a slice covers, and where each begins among the slice's elements."""
-    found, position = [], 0
-    for box in flat_range_chunks(part.local_shape or part.shape, part.start, part.numel):
-        found.append((box.moved(part.origin) if part.origin else box, position))
-        position += box.numel
-    return found
+    """The chunks of the global tensor that a slice covers, and where each begins among the slice's elements."""
+    chunks, position = [], 0
+    for chunk in flat_range_chunks(part.local_shape or part.shape, part.start, part.numel):
+        chunks.append((chunk.moved(part.origin) if part.origin else chunk, position))
+        position += chunk.numel
+    return chunks
 
 
 def writer_share(part: Slice, index: int, count: int) -> Slice:
@@ -55,8 +55,8 @@ def writer_share(part: Slice, index: int, count: int) -> Slice:
 
 
 class StatePlanner(SavePlanner):
-    """Plans one rank's part, in the order of its groups; a group is brought into memory when its first box is
-    written.
+    """Plans one rank's part, in the order of its groups; a group is brought into memory when its first chunk
+    is written.
     """
 
     def __init__(self, groups: Sequence[StateGroup], slices: Sequence[Sequence[Slice]]) -> None:
@@ -69,16 +69,16 @@ class StatePlanner(SavePlanner):
         """The groups were given at the start."""
 
     def create_local_plan(self) -> SavePlan:
-        """A write item for each box."""
+        """A write item for each chunk."""
         items = []
         for number, slices in enumerate(self._slices):
             held_from = {held.key: held.start for held in self._groups[number].slices}
             for part in slices:
-                for box, position in chunks_of_slice(part):
-                    index = MetadataIndex(part.key, torch.Size(box.offsets))
+                for chunk, position in chunks_of_slice(part):
+                    index = MetadataIndex(part.key, torch.Size(chunk.offsets))
                     # A share of a slice begins behind the slice's own first element.
-                    self._place[index] = (number, part.start - held_from[part.key] + position, box.numel)
-                    items.append(_write_item(index, part, box))
+                    self._place[index] = (number, part.start - held_from[part.key] + position, chunk.numel)
+                    items.append(_write_item(index, part, chunk))
         return SavePlan(items)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -90,7 +90,7 @@ class StatePlanner(SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        """The elements of a box, 1-D, where they live."""
+        """The elements of a chunk, 1-D, on their device."""
         number, begin, numel = self._place[write_item.index]
         if self._open is None or self._open[0] != number:
             self.close()
@@ -98,20 +98,18 @@ class StatePlanner(SavePlanner):
         return self._open[1](write_item.index.fqn)[begin : begin + numel]
 
     def close(self) -> None:
-        """Give back what was brought into memory."""
+        """Release the group that was brought into memory."""
         self._open = None
         self._stack.close()
 
 
 class RestorePlanner(LoadPlanner):
-    """Reads the boxes of one open group from wherever the checkpoint holds them; `absent` names parts that are not
-    here.
-    """
+    """Reads the chunks of one open group from any parts; `absent` names parts that are not here, for errors."""
 
     def __init__(self, slices: Sequence[Slice], read: Read, *, absent: str) -> None:
         self._slices = {part.key: part for part in slices}
-        self._boxes = {
-            key: {torch.Size(box.offsets): (box, at) for box, at in chunks_of_slice(part)}
+        self._chunks = {
+            key: {torch.Size(chunk.offsets): (chunk, at) for chunk, at in chunks_of_slice(part)}
             for key, part in self._slices.items()
         }
         self._read, self._absent = read, absent
@@ -122,8 +120,9 @@ class RestorePlanner(LoadPlanner):
         self._held = metadata.state_dict_metadata
 
     def create_local_plan(self) -> LoadPlan:
-        """A read item for each overlap of a box here with one there; CheckpointError for a tensor that is missing or of
-        another shape.
+        """A read item for each overlap of a wanted chunk with a stored one.
+
+        CheckpointError for a tensor that is missing or of another shape.
         """
         items: list[ReadItem] = []
         for key, part in self._slices.items():
@@ -135,7 +134,8 @@ class RestorePlanner(LoadPlanner):
                     hint="resume the model it was saved from",
                 )
             chunks = [
-                ChunkStorageMetadata(offsets, torch.Size(box.sizes)) for offsets, (box, _) in self._boxes[key].items()
+                ChunkStorageMetadata(offsets, torch.Size(chunk.sizes))
+                for offsets, (chunk, _) in self._chunks[key].items()
             ]
             reads = create_read_items_for_chunk_list(key, held, chunks)
             covered = sum(item.lengths.numel() for item in reads)
@@ -161,11 +161,11 @@ class RestorePlanner(LoadPlanner):
         raise AssertionError(read_item)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """The place in memory that `read_item` fills, in the shape of the box that is read."""
+        """The tensor that `read_item` fills, in the shape of the chunk that is read."""
         key, offset = read_item.dest_index.fqn, read_item.dest_index.offset
         assert offset is not None
-        box, position = self._boxes[key][offset]
-        target = self._read(key)[position : position + box.numel].view(box.sizes)
+        chunk, position = self._chunks[key][offset]
+        target = self._read(key)[position : position + chunk.numel].view(chunk.sizes)
         for dim, (first, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             target = target.narrow(dim, first, length)
         return target
@@ -174,7 +174,7 @@ class RestorePlanner(LoadPlanner):
         """Values are copied in place."""
 
 
-def _write_item(index: MetadataIndex, part: Slice, box: Chunk) -> WriteItem:
-    chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-    data = TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=part.dtype), size=torch.Size(part.shape))
+def _write_item(index: MetadataIndex, part: Slice, chunk: Chunk) -> WriteItem:
+    metadata = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+    data = TensorWriteData(chunk=metadata, properties=TensorProperties(dtype=part.dtype), size=torch.Size(part.shape))
     return WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)

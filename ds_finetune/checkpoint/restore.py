@@ -1,4 +1,4 @@
-"""Finding the checkpoint to go on from, and bringing it into an engine of whatever layout."""
+"""Find the checkpoint to resume from, and restore it in an engine of any layout."""
 
 import socket
 from collections.abc import Sequence
@@ -27,9 +27,7 @@ from ds_finetune.errors import CheckpointError
 
 @dataclass(frozen=True)
 class UsableCheckpoint:
-    """A checkpoint whose files are whole, the run's state in it, and what was newer but passed over, with the
-    reason.
-    """
+    """A checkpoint whose files are whole, the run's state in it, and why newer ones were passed over."""
 
     folder: Path
     manifest: Manifest
@@ -38,7 +36,7 @@ class UsableCheckpoint:
 
 
 def newest_checkpoint(place: CheckpointFolder, folder: Path) -> UsableCheckpoint | None:
-    """The newest checkpoint in `folder` that is complete on every node and undamaged, its sums taken by all ranks;
+    """The newest checkpoint in `folder` that is complete on every node and undamaged, checked by all ranks together;
     collective.
 
     None where there is none at all; CheckpointError where there are some and none can be used, or one was renamed.
@@ -61,7 +59,7 @@ def newest_checkpoint(place: CheckpointFolder, folder: Path) -> UsableCheckpoint
     if some:
         raise CheckpointError(
             f"none of the {len(some)} checkpoints in {folder} can be used: {'; '.join(passed)}",
-            hint="bring the missing ones back, or set checkpoint.resume never and another output_dir to begin anew",
+            hint="restore the missing files, or set checkpoint.resume never and another output_dir to start a new run",
         )
     return None
 
@@ -109,7 +107,7 @@ def restore_engine(engine: Engine, place: CheckpointFolder, found: UsableCheckpo
 
 def _other_steps(folder: Path, taken: int, wanted: int) -> CheckpointError:
     return CheckpointError(
-        f"the optimizer stands at step {taken} after restoring {folder}, which has {wanted}", hint="please report this"
+        f"the optimizer is at step {taken} after restoring {folder}, which has {wanted}", hint="please report this"
     )
 
 
@@ -118,7 +116,7 @@ def _found(folder: Path, passed: tuple[str, ...]) -> UsableCheckpoint:
 
 
 def _problems(place: CheckpointFolder, folder: Path) -> list[str]:
-    """What is wrong with a checkpoint, seen by all ranks together; each sums its share of the files."""
+    """What is wrong with a checkpoint, found by all ranks together; each checks its share of the files."""
     try:
         manifest = Manifest.read(folder)
     except CheckpointError as error:

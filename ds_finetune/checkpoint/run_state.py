@@ -1,4 +1,4 @@
-"""What a checkpoint remembers of the run beside tensors: how far it is, what it was told, and on what it ran."""
+"""The state of a run beside its tensors: its position, configuration and layout."""
 
 import json
 from collections.abc import Mapping
@@ -48,9 +48,7 @@ class RunState:
 
 
 def layout_of(plan: Plan) -> dict[str, Any]:
-    """What the state was cut by, for people; a rank's own state is its own again on the same `mesh`, and nothing else
-    depends on it.
-    """
+    """The layout of the run that saved, for people. Only a rank's own state depends on it: it needs the same `mesh`."""
     return {
         "world_size": plan.world.world_size,
         "mesh": str(plan.mesh),
@@ -62,7 +60,7 @@ def layout_of(plan: Plan) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what the numbers depend on."""
+    """Versions of the packages that the numbers depend on."""
     found = {}
     for name in _PACKAGES:
         try:

@@ -1,6 +1,4 @@
-"""What a resumed run must have in common with its checkpoint, for every key of the run file and some values
-beside it.
-"""
+"""What a resumed run must have in common with its checkpoint: keys of the run file, data and versions."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -14,7 +12,7 @@ from ds_finetune.errors import CheckpointError
 
 
 class OnResume(StrEnum):
-    """What becomes of a key whose value is another one than in the checkpoint."""
+    """What happens where a key has another value than in the checkpoint."""
 
     REFUSED = "refused"
     ROWS = "refused if it changes the training rows"
@@ -120,7 +118,7 @@ _DERIVED = (
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What a start is made of: the run file as plain values, and the fields of the same names in `RunState`."""
+    """What identifies a run: the run file as plain values, and the fields of the same names in `RunState`."""
 
     config: Mapping[str, Any]
     data: str
@@ -147,7 +145,7 @@ def changes_since_checkpoint(state: RunState, now: RunIdentity) -> list[str]:
     if broken:
         raise CheckpointError(
             f"the checkpoint of step {state.step} was written with other values: {'; '.join(broken)}",
-            hint="set them back, or begin a new run from an export: checkpoint.resume never and another output_dir",
+            hint="set them back, or start a new run from an export: checkpoint.resume never and another output_dir",
         )
     lines = [text for key, text in differ.items() if on_resume(key) is not FREE]
     lines += [*_other_choices(state, now), *_other_evaluation(state, now), *_other_versions(state)]
@@ -155,7 +153,7 @@ def changes_since_checkpoint(state: RunState, now: RunIdentity) -> list[str]:
 
 
 def on_resume(key: str) -> OnResume:
-    """The row of a key, also of one inside a free-form section; a key that is no longer known is printed."""
+    """What happens where `key` differs, also inside a free-form section; for a key that is no longer known, PRINTED."""
     while key not in ON_RESUME and "." in key:
         key = key.rpartition(".")[0]
     return ON_RESUME.get(key, PRINTED)

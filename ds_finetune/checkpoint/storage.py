@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint's storage over parts: one file for each rank, described by plain JSON."""
+"""Storage of torch.distributed.checkpoint in parts: one file for each rank, with a JSON header."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ class PartSink(Protocol):
     """Where the bytes of a part go, in order."""
 
     def begin(self, num_bytes: int) -> None:
-        """Make place for a part of `num_bytes`."""
+        """Make room for a part of `num_bytes`."""
         ...
 
     def write(self, values: torch.Tensor) -> None:
@@ -42,7 +42,7 @@ class PartSink(Protocol):
 
 
 class PartWriter(StorageWriter):
-    """Writes one rank's boxes to `sink`, one behind the other after their header; `extra` is kept in it."""
+    """Writes the header, which holds `extra`, and one rank's chunks to `sink`."""
 
     def __init__(self, sink: PartSink, extra: Mapping[str, Any]) -> None:
         self._sink, self._extra = sink, extra
@@ -62,7 +62,7 @@ class PartWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write header and boxes."""
+        """Write header and chunks."""
         stored = [_stored(item) for item in plan.items]
         head = part_header(stored, self._extra)
         self._sink.begin(len(head) + sum(item.num_bytes for item in stored))
@@ -87,11 +87,11 @@ class PartWriter(StorageWriter):
 
 
 class PartsReader(StorageReader):
-    """Reads boxes from the parts in a folder; what is asked for may be cut in any other way."""
+    """Reads chunks from parts; those that are wanted may be cut differently from those that are stored."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self.parts = [PartFile(path) for path in paths]
-        # Of what every rank holds each node kept all, cut among its own ranks; one node's is taken.
+        # Each node keeps all of what every rank holds, divided among its own ranks; one node's is used.
         homes: dict[str, int] = {}
         for part in self.parts:
             for key in part.extra["replicated"]:
@@ -101,15 +101,15 @@ class PartsReader(StorageReader):
             for item in part.stored:
                 if homes.get(item.key, part.home) == part.home:
                     self.held.setdefault(item.key, []).append((part, item))
-        every = [pair for held in self.held.values() for pair in held if pair[1].box.numel]
+        every = [pair for held in self.held.values() for pair in held if pair[1].chunk.numel]
         self._metadata = _metadata(item for held in self.held.values() for _, item in held)
-        self._where = {MetadataIndex(item.key, torch.Size(item.box.offsets)): (part, item) for part, item in every}
+        self._where = {MetadataIndex(item.key, torch.Size(item.chunk.offsets)): (part, item) for part, item in every}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """The parts were given at the start."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ANN401
-        """Every tensor of the parts with its boxes."""
+        """Every tensor of the parts with its chunks."""
         return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
@@ -124,7 +124,7 @@ class PartsReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy the asked for part of each box to where the planner wants it."""
+        """Copy the wanted part of each chunk to the planner's target."""
         for item in plan.items:
             part, stored = self._where[item.storage_index]
             source = part.tensor(stored)
@@ -194,8 +194,8 @@ def _plain_errors() -> Iterator[None]:
 def _stored(item: WriteItem) -> StoredChunk:
     data = item.tensor_data
     assert data is not None
-    box = Chunk(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-    return StoredChunk(item.index.fqn, tuple(data.size), box, data.properties.dtype, 0)
+    chunk = Chunk(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+    return StoredChunk(item.index.fqn, tuple(data.size), chunk, data.properties.dtype, 0)
 
 
 def _metadata(stored: Iterable[StoredChunk]) -> Metadata:
@@ -203,5 +203,5 @@ def _metadata(stored: Iterable[StoredChunk]) -> Metadata:
     for item in stored:
         properties = TensorProperties(dtype=item.dtype)
         held = tensors.setdefault(item.key, TensorStorageMetadata(properties, torch.Size(item.shape), []))
-        held.chunks.append(ChunkStorageMetadata(torch.Size(item.box.offsets), torch.Size(item.box.sizes)))
+        held.chunks.append(ChunkStorageMetadata(torch.Size(item.chunk.offsets), torch.Size(item.chunk.sizes)))
     return Metadata(dict(tensors))

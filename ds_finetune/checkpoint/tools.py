@@ -1,6 +1,4 @@
-"""What one can do with checkpoints on disk: list, show, verify, and make one whole from the folders of several
-nodes.
-"""
+"""Commands for checkpoints on disk: list, show, verify, and gather one from the folders of several nodes."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -44,7 +42,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def list_checkpoints(path: Path) -> Iterator[Pair]:
-    """Name and description of every checkpoint of a run, oldest first, and of what was left unfinished."""
+    """Name and description of every checkpoint of a run, oldest first, and of unfinished ones."""
     folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
     steps = complete_steps(folder)
     if not steps and not unfinished_folders(folder):
@@ -75,9 +73,7 @@ def describe_checkpoint(path: Path) -> Iterator[Pair]:
 
 
 def verify_checkpoint(path: Path, *, workers: int) -> str:
-    """Sum every file of a checkpoint again and say that all are as they were written; CheckpointError names each that
-    is not.
-    """
+    """Check the checksum of every file of a checkpoint; CheckpointError names each that is damaged."""
     folder = find_checkpoint(path)
     manifest = Manifest.read(folder)
     with ThreadPoolExecutor(max(1, workers)) as pool:

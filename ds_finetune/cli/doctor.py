@@ -1,4 +1,4 @@
-"""The command for the machines of a run, before it: are they ready?"""
+"""The command that checks the hosts of a run before it starts: `doctor`."""
 
 import argparse
 import json
@@ -27,13 +27,13 @@ _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add `doctor` to the program's commands."""
     doctor = commands.add_parser(
-        "doctor", help="check that the machines are ready, with a hint for each fault", allow_abbrev=False
+        "doctor", help="check that the hosts are ready, with a hint for each fault", allow_abbrev=False
     )
     doctor.add_argument(
         "run",
         metavar="RUN.yaml",
         nargs="?",
-        help="also check what this run needs: its plan, operators, disk and memory",
+        help="also check the plan, operators, disk and memory of this run",
     )
     doctor.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="values that replace those of the file"
@@ -45,25 +45,29 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         default=int(os.environ.get("MASTER_PORT", DEFAULT_PORT)),
         help=f"port of the first host where ranks will meet (default: MASTER_PORT, or {DEFAULT_PORT})",
     )
-    doctor.add_argument("--json", action="store_true", help="print the checks as JSON, one after another")
+    doctor.add_argument("--json", action="store_true", help="print the checks as a JSON list")
     doctor.add_argument(
-        "--simulate", action="store_true", help="reach no machine: plan, ranks and groups on hosts of GPUs"
+        "--simulate", action="store_true", help="contact no host: print plan, ranks and groups for hosts with GPUs"
     )
     doctor.set_defaults(command=_doctor)
 
 
 def add_host_options(parser: argparse.ArgumentParser) -> None:
-    """Options that say which hosts, and how they are reached."""
+    """Add the options that select hosts and say how to reach them."""
     parser.add_argument("--hostfile", help="hosts and slots, a line each: `worker-1 slots=8`")
-    parser.add_argument("--include", default="", metavar="HOSTS", help="use these alone: worker-1@worker-2:0,2")
-    parser.add_argument("--exclude", default="", metavar="HOSTS", help="use all but these, in the same form")
     parser.add_argument(
-        "--ssh-args", default="", help="further arguments of ssh (default: those of DS_FINETUNE_SSH_ARGS)"
+        "--include", default="", metavar="HOSTS", help="use only these hosts and devices, e.g. worker-1@worker-2:0,2"
+    )
+    parser.add_argument(
+        "--exclude", default="", metavar="HOSTS", help="use all but these hosts and devices, in the same form"
+    )
+    parser.add_argument(
+        "--ssh-args", default="", help="more arguments for ssh (default: those of DS_FINETUNE_SSH_ARGS)"
     )
 
 
 def hosts_of(arguments: argparse.Namespace) -> tuple[Host, ...]:
-    """The hosts of `--hostfile` that `--include` and `--exclude` choose."""
+    """The hosts of `--hostfile` that `--include` and `--exclude` select."""
     return select_hosts(read_hostfile(arguments.hostfile), include=arguments.include, exclude=arguments.exclude)
 
 
@@ -71,7 +75,10 @@ def _doctor(arguments: argparse.Namespace) -> None:
     config = read_config(arguments.run, arguments.overrides) if arguments.run else None
     if arguments.simulate:
         if arguments.hostfile is None:
-            raise ConfigError(f"--simulate of `{arguments.run}` has no hosts", hint="give --hostfile HOSTS")
+            raise ConfigError(
+                f"--simulate of `{arguments.run}` needs hosts, and --hostfile is not given",
+                hint="give --hostfile HOSTS",
+            )
         from ds_finetune.doctor.simulate import simulate
 
         _show(simulate(hosts_of(arguments), config), as_json=arguments.json)
@@ -104,7 +111,7 @@ def _show(checks: "Sequence[Check]", *, as_json: bool) -> None:
 
 
 def _table(checks: "Sequence[Check]") -> Table:
-    """Worst last, where the eye is; hosts of which the same is said share a row, so that 64 healthy ones are a page."""
+    """A table with failures last; hosts with the same result share a row, so that 64 healthy hosts fill one page."""
     rows: dict[tuple[str, str, str, str], list[str]] = {}
     for check in sorted(checks, key=lambda check: list(_STYLES).index(check.state)):
         rows.setdefault((check.state, check.name, check.found, check.hint), []).append(check.host)

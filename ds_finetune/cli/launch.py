@@ -26,7 +26,7 @@ _NODE_LAUNCHERS, _SCHEDULERS = ("torchrun", "deepspeed"), ("mpirun", "slurm")
 def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add `launch` to the program's commands."""
     launch = commands.add_parser(
-        "launch", help="fine-tune on the hosts of a hostfile, and mind them", allow_abbrev=False
+        "launch", help="fine-tune on the hosts of a hostfile, and supervise the ranks", allow_abbrev=False
     )
     launch.add_argument("run", metavar="RUN.yaml")
     launch.add_argument(
@@ -37,39 +37,41 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--launcher",
         choices=(*_NODE_LAUNCHERS, *_SCHEDULERS),
         default="torchrun",
-        help="what starts ranks (default torchrun, over ssh)",
+        help="program that starts the ranks (default torchrun, over ssh)",
     )
-    launch.add_argument("--nproc", type=int, help="ranks on this machine alone, where there is no hostfile")
+    launch.add_argument("--nproc", type=int, help="number of ranks on this machine, instead of a hostfile")
     launch.add_argument(
         "--env",
         action="append",
         default=[],
         metavar="NAME[=VALUE]",
-        help="one more environment variable for every rank",
+        help="set one more environment variable for every rank",
     )
     launch.add_argument(
         "--interface",
         default="",
         metavar="NAME",
-        help="network interface of every host (default: the one towards the first host)",
+        help="network interface on every host (default: the one towards the first host)",
     )
     launch.add_argument(
         "--port", type=port, default=0, help="port of the first host at which ranks meet (default: a free one)"
     )
     launch.add_argument(
-        "--dry-run", action="store_true", help="show ranks, environment and commands; ask no host anything"
+        "--dry-run", action="store_true", help="print ranks, environment and commands, and contact no host"
     )
     launch.add_argument(
         "--emit",
         choices=("slurm", "k8s", "docker"),
-        help="write a file for a service that starts ranks itself, and start nothing",
+        help="write a file for a service that starts the ranks itself, and start nothing",
     )
     launch.add_argument("-o", "--out", metavar="FILE", help="where --emit writes (default: standard output)")
-    launch.add_argument("--name", default="ds-finetune", help="of the emitted job (default ds-finetune)")
+    launch.add_argument("--name", default="ds-finetune", help="name of the emitted job (default ds-finetune)")
     launch.add_argument(
         "--time", default="24:00:00", metavar="[D-]HH:MM:SS", help="time limit of the emitted job (default 24:00:00)"
     )
-    launch.add_argument("--cpus", type=positive, default=8, help="cores of each rank of the emitted job (default 8)")
+    launch.add_argument(
+        "--cpus", type=positive, default=8, help="CPU cores for each rank of the emitted job (default 8)"
+    )
     launch.add_argument(
         "--image", default="ds-finetune:latest", help="container image of emitted pods (default ds-finetune:latest)"
     )
@@ -80,16 +82,18 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def _hosts(arguments: argparse.Namespace, nproc: int | None) -> tuple[Host, ...]:
-    """The hosts that the options choose; without a hostfile this machine, with `nproc` ranks."""
+    """The hosts that the options select; without a hostfile this machine with `nproc` ranks."""
     if arguments.hostfile:
         if nproc is not None:
             raise LaunchError(
-                f"--nproc {nproc} and --hostfile {arguments.hostfile} are both given", hint="slots are the hostfile's"
+                f"--nproc {nproc} and --hostfile {arguments.hostfile} are both given",
+                hint="leave --nproc out: the hostfile sets the slots",
             )
         return hosts_of(arguments)
     if arguments.include or arguments.exclude:
         raise LaunchError(
-            f"{arguments.include or arguments.exclude} is chosen from no hostfile", hint="give --hostfile as well"
+            f"{arguments.include or arguments.exclude} selects from a hostfile, and --hostfile is not given",
+            hint="give --hostfile as well",
         )
     if nproc is None or nproc < 1:
         raise LaunchError(
@@ -143,7 +147,7 @@ def _job(arguments: argparse.Namespace, hosts: tuple[Host, ...], environment: "C
         variables=environment.values,
         interface=arguments.interface,
         directory=str(Path.cwd()),
-        # A file for a service is no place for a secret: what starts the ranks makes one.
+        # A file for a service holds no secret: the program that starts the ranks makes one.
         secret="" if arguments.emit else new_secret(),
     )
 
@@ -207,7 +211,7 @@ def _run_with_supervisors(
         NODE_LAUNCHERS[arguments.launcher],
         (job.run, *job.overrides),
         {**job.variables, **interface_variables(job.interface), VARIABLE: job.secret},
-        Remote.from_environment(arguments.ssh_args).within(config.launch.greeting_seconds),
+        Remote.from_environment(arguments.ssh_args).with_greeting_limit(config.launch.greeting_seconds),
         job.run_id,
         arguments.port,
     )

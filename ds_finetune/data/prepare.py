@@ -61,7 +61,7 @@ class Tokenisation:
 
 
 def prepare_rows(
-    config: DataConfig, which: str, *, tokenizer: PreTrainedTokenizerBase, spec: TokenLimits
+    config: DataConfig, purpose: str, *, tokenizer: PreTrainedTokenizerBase, limits: TokenLimits
 ) -> PreparedRows:
     """Rows of `config.train` or `config.eval`, tokenised and packed.
 
@@ -70,7 +70,7 @@ def prepare_rows(
     reads no raw data, and a preparation that was killed resumes after its last complete part. DataError where rows
     cannot be read or too many are dropped, OutputError where the cache cannot be written.
     """
-    sources, tokenisation = plan_tokenisation(config, which, tokenizer=tokenizer, spec=spec)
+    sources, tokenisation = plan_tokenisation(config, purpose, tokenizer=tokenizer, limits=limits)
     folder = Path(config.cache_dir) / _fingerprint(sources, tokenisation)
     whole, packed = folder / "whole", folder / "packed"
     began = time.time()
@@ -82,7 +82,7 @@ def prepare_rows(
         check_dropped_rows(counts, config, sources)
         documents = Documents.read(whole)
         if config.packing and not packed.is_dir():
-            _write_packing(packed, documents, spec)
+            _write_packing(packed, documents, limits)
     notes = [*dict.fromkeys(source.note for source in sources if source.note), *notes]
     order, offsets = np.arange(counts.documents), np.arange(counts.documents + 1)
     if config.packing:
@@ -91,14 +91,14 @@ def prepare_rows(
 
 
 def plan_tokenisation(
-    config: DataConfig, which: str, *, tokenizer: PreTrainedTokenizerBase, spec: TokenLimits
+    config: DataConfig, purpose: str, *, tokenizer: PreTrainedTokenizerBase, limits: TokenLimits
 ) -> tuple[list[Source], Tokenisation]:
     """The sources of `config.train` or `config.eval`, checked but not read, and how to tokenise their records.
 
     DataError or ConfigError where sources, template or vocabulary do not fit.
     """
-    _check_vocabulary(tokenizer, spec)
-    sources = find_sources(config.train if which == "train" else config.eval, purpose=which)
+    _check_vocabulary(tokenizer, limits)
+    sources = find_sources(config.train if purpose == "train" else config.eval, purpose=purpose)
     template = _chat_template(config, tokenizer)
     settings = TemplateSettings(template, config.train_on, config.reasoning, config.control_tokens, config.separator)
     if config.long_rows == "split" and config.layout not in ("auto", "text"):
@@ -106,7 +106,7 @@ def plan_tokenisation(
             f"data.long_rows split is for plain text, and data.layout is {config.layout}", hint="use truncate or drop"
         )
     return sources, Tokenisation(
-        tokenizer, settings, config.layout, dict(config.columns), LengthLimit(spec.max_seq_len, config.long_rows)
+        tokenizer, settings, config.layout, dict(config.columns), LengthLimit(limits.max_seq_len, config.long_rows)
     )
 
 
@@ -149,17 +149,17 @@ def _rule(where: str, sample: Sample, limits: LengthLimit) -> str:
     return limits.rule(is_text=is_text)
 
 
-def _write_packing(folder: Path, documents: Documents, spec: TokenLimits) -> None:
-    rows = pack(np.diff(documents.offsets), spec.max_seq_len)
+def _write_packing(folder: Path, documents: Documents, limits: TokenLimits) -> None:
+    rows = pack(np.diff(documents.offsets), limits.max_seq_len)
     offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)
     write_folder(folder, {"order": ArrayParts.of(np.concatenate(rows)), "offsets": ArrayParts.of(offsets)}, {})
 
 
-def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, spec: TokenLimits) -> None:
+def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, limits: TokenLimits) -> None:
     largest = max(tokenizer.get_vocab().values())
-    if largest >= spec.vocab_size:
+    if largest >= limits.vocab_size:
         raise DataError(
-            f"the tokenizer has ids up to {largest} and the model a vocabulary of {spec.vocab_size}",
+            f"the tokenizer has ids up to {largest} and the model a vocabulary of {limits.vocab_size}",
             hint="use the model's own tokenizer (model.tokenizer), or set model.resize_vocabulary: true to add rows",
         )
 

@@ -66,10 +66,10 @@ class StreamedRows:
 
 
 def open_stream(
-    config: DataConfig, which: str, *, tokenizer: PreTrainedTokenizerBase, spec: TokenLimits
+    config: DataConfig, purpose: str, *, tokenizer: PreTrainedTokenizerBase, limits: TokenLimits
 ) -> StreamedRows:
     """The training data of `config` as a stream; DataError where sources, template or vocabulary do not fit."""
-    sources, tokenisation = plan_tokenisation(config, which, tokenizer=tokenizer, spec=spec)
+    sources, tokenisation = plan_tokenisation(config, purpose, tokenizer=tokenizer, limits=limits)
     _, counts = tokenise_records(list(islice(_all_records(sources), SAMPLED_RECORDS)), tokenisation)
     return StreamedRows(sources, tokenisation, config, counts)
 

@@ -1,6 +1,4 @@
-"""What a run will want of its hosts: the plan's own refusals, operators, bytes of disk and memory, folders and
-files.
-"""
+"""What a run needs of its hosts: a valid plan, operators, disk, memory, folders and files."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,9 +15,7 @@ from ds_finetune.world import World
 
 @dataclass(frozen=True)
 class Need:
-    """What the plan says: bytes that each rank keeps in host memory and on its GPU, bytes that each host writes, and
-    operators.
-    """
+    """The needs of a run: bytes of each rank in host memory and on its GPU, bytes that each host writes, operators."""
 
     rank_bytes: int
     gpu_bytes: int
@@ -28,14 +24,14 @@ class Need:
 
 
 def folders_of(config: RunConfig | None) -> dict[str, str]:
-    """Folders that hosts may share, by what they are."""
+    """Folders that hosts may share, by the key of the run file."""
     if config is None:
         return {"working folder": "."}
     return {"output_dir": config.output_dir, "data.cache_dir": config.data.cache_dir}
 
 
 def files_of(config: RunConfig | None) -> tuple[str, ...]:
-    """Files and folders that every host must have; what is to come from a hub is not among them."""
+    """Files and folders that every host must have; those that a hub provides are not among them."""
     if config is None:
         return ()
     named = [config.model.path, config.model.tokenizer, *config.data.train, *config.data.eval]
@@ -44,15 +40,13 @@ def files_of(config: RunConfig | None) -> tuple[str, ...]:
 
 
 def plan_of(config: RunConfig, hosts: Sequence[Host], device: str) -> Plan:
-    """The plan of `config` on all slots of `hosts`; a FinetuneError as a run would raise it before it loads
-    anything.
-    """
+    """The plan of `config` on all slots of `hosts`; raises the FinetuneError that a run would raise before loading."""
     slots = [host.slots for host in hosts]
     return make_plan(config, world=World(0, sum(slots), 0, slots[0], "the doctor"), device=device)
 
 
 def need_of(config: RunConfig, hosts: Sequence[Host], device: str) -> tuple[Need | None, Check]:
-    """What a run needs, and whether it can be planned at all, as one line."""
+    """What a run needs, and the check of its plan; None where the plan is refused."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()

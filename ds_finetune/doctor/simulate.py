@@ -1,6 +1,4 @@
-"""A hostfile and a run without the machines: the plan, who gets which ranks, and which groups of ranks leave their
-host.
-"""
+"""`doctor --simulate`: the plan of a run, the ranks of each host, and groups that cross hosts, by arithmetic."""
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -13,12 +11,12 @@ from ds_finetune.hosts.check import Check, State, label
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.units import GIB
 
-_TALKATIVE = ("tp", "sp")
+_EVERY_LAYER = ("tp", "sp")
 """Axes whose ranks exchange activations in every layer."""
 
 
 def simulate(hosts: Sequence[Host], config: RunConfig | None) -> list[Check]:
-    """What can be said of `config` on `hosts` of GPUs by arithmetic; their layout alone without one."""
+    """The checks of `config` on `hosts` with GPUs that need no host; without a config only the layout of the ranks."""
     counts = sorted({host.slots for host in hosts})
     world = sum(host.slots for host in hosts)
     checks = [Check("hosts", "", "ok", f"{world} ranks on {len(hosts)} hosts"), *_unequal(hosts, counts)]
@@ -31,12 +29,12 @@ def simulate(hosts: Sequence[Host], config: RunConfig | None) -> list[Check]:
     checks.append(planned)
     if need is not None:
         most = max(need.disk_bytes.values())
-        held = (
-            f"a rank keeps {need.gpu_bytes / GIB:,.1f} GiB on its GPU and {need.rank_bytes / GIB:,.1f} GiB in "
+        found = (
+            f"a rank needs {need.gpu_bytes / GIB:,.1f} GiB on its GPU and {need.rank_bytes / GIB:,.1f} GiB in "
             "memory, without activations"
         )
-        checks.append(Check("memory", "", "ok", held))
-        checks.append(Check("disk", "", "ok", f"output_dir takes {most / GIB:,.1f} GiB at most"))
+        checks.append(Check("memory", "", "ok", found))
+        checks.append(Check("disk", "", "ok", f"output_dir needs {most / GIB:,.1f} GiB at most"))
     try:
         mesh = plan_of(config, hosts, "cuda").mesh
     except FinetuneError:
@@ -51,14 +49,14 @@ def ranks_of(hosts: Sequence[Host]) -> list[range]:
 
 
 def group_checks(mesh: Mesh, hosts: Sequence[Host]) -> Iterator[Check]:
-    """For each axis that is used, on how many hosts its widest group of ranks lies."""
+    """For each axis longer than one, the number of hosts that its widest group of ranks spans."""
     home = [place for place, ranks in enumerate(ranks_of(hosts)) for _ in ranks]
     groups = {axis: mesh.lines(axis) for axis in ("tp", "sp", "pp", "dp") if getattr(mesh, axis) > 1}  # type: ignore[arg-type]
     groups |= {"ep": mesh.expert_lines()} if mesh.ep > 1 else {}
     for axis, lines in groups.items():
         widest = max(lines, key=lambda line: len({home[rank] for rank in line}))
         span = len({home[rank] for rank in widest})
-        is_slow = span > 1 and axis in _TALKATIVE
+        is_slow = span > 1 and axis in _EVERY_LAYER
         state: State = "warn" if is_slow else "ok"
         where = (
             "stay within a host" if span == 1 else f"lie on {span} hosts, e.g. ranks {', '.join(map(str, widest[:8]))}"
@@ -71,7 +69,7 @@ def _unequal(hosts: Sequence[Host], counts: Sequence[int]) -> Iterator[Check]:
     if len(counts) > 1:
         few = [label(host) for host in hosts if host.slots < counts[-1]]
         found = f"{', '.join(few[:8])} with fewer slots than {counts[-1]}"
-        yield Check("hosts", "", "warn", found, "every rank does as much as any other: fine, if that is meant")
+        yield Check("hosts", "", "warn", found, "all ranks do the same work; leave it where this is intended")
 
 
 def _ranks(ranks: range) -> str:

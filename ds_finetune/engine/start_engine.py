@@ -46,8 +46,8 @@ from ds_finetune.quiet import deepspeed_level
 def start_engine(plan: Plan, model: ModelPlan, *, has_weights: bool = True) -> Iterator[Engine]:
     """Build `model` under the ZeRO stage of `plan` and yield the engine; needs an open process group.
 
-    Without `has_weights` parameters hold zeros, for a checkpoint to be restored into; where some are not trained,
-    and so in no checkpoint, weights are loaded all the same.
+    Without `has_weights` parameters hold zeros, into which a checkpoint is restored. Weights are loaded all the same
+    where some parameters are not trained, because checkpoints do not hold them.
     """
     import deepspeed
     from deepspeed.utils import set_log_level_from_string
@@ -79,14 +79,13 @@ def start_engine(plan: Plan, model: ModelPlan, *, has_weights: bool = True) -> I
 
 def _build(plan: Plan, model: ModelPlan, groups: Groups, *, has_weights: bool) -> PreTrainedModel:
     """The part of the model that this rank holds, with its weights, adapters and loss head."""
-    lm = _skeleton(plan, model, groups)
+    lm = _build_modules(plan, model, groups)
     kernel = _install_groups(lm, plan, model.hf_config, groups)
     where, lora = partition if plan.zero_stage == 3 else four_bit_or_whole, model.lora
-    _fill(lm, plan, model, where=where, has_weights=has_weights or lora is not None)
+    _fill_weights(lm, plan, model, where=where, has_weights=has_weights or lora is not None)
     if lora is not None:
-        # After the weights, of which every one is accounted for; what is drawn for adapters depends on their names
-        # alone.
-        share = partial(_share, lm) if plan.zero_stage == 3 else _keep
+        # After the weights, because loading checks every parameter against the files.
+        share = partial(_partition_like_model, lm) if plan.zero_stage == 3 else _leave_whole
         install_lora(lm, lora.targets, lora.section, seed=plan.seed, where=where, share=share)
     for name in plan.frozen:
         lm.get_parameter(name).requires_grad_(False)
@@ -99,7 +98,7 @@ def _build(plan: Plan, model: ModelPlan, groups: Groups, *, has_weights: bool) -
     return lm
 
 
-def _skeleton(plan: Plan, model: ModelPlan, groups: Groups) -> PreTrainedModel:
+def _build_modules(plan: Plan, model: ModelPlan, groups: Groups) -> PreTrainedModel:
     """The modules of this rank's layers and experts, without weights, partitioned already under ZeRO-3."""
     hf_config, kind = model.hf_config, model_class(model.hf_config)
     device = "cpu" if plan.device == "cpu" else f"cuda:{visible_device(plan.world.local_rank)}"
@@ -128,7 +127,7 @@ def _install_groups(lm: PreTrainedModel, plan: Plan, hf_config: PretrainedConfig
         install_pipeline_stage(lm, groups.stage, vocabulary=hf_config.vocab_size)
     if groups.tensor is not None:
         pad = hf_config.pad_token_id
-        # As nn.Embedding takes a negative one.
+        # nn.Embedding counts a negative index from the end of the whole vocabulary.
         padding_idx = pad + hf_config.vocab_size if pad is not None and pad < 0 else pad
         install_tensor_parallel(lm, groups.tensor, padding_idx=padding_idx)
         kernel = partial(chunked_cross_entropy, tp_group=groups.tensor)
@@ -137,7 +136,7 @@ def _install_groups(lm: PreTrainedModel, plan: Plan, hf_config: PretrainedConfig
     return kernel
 
 
-def _fill(lm: PreTrainedModel, plan: Plan, model: ModelPlan, *, where: Where, has_weights: bool) -> None:
+def _fill_weights(lm: PreTrainedModel, plan: Plan, model: ModelPlan, *, where: Where, has_weights: bool) -> None:
     model_shard = ModelShard.of(plan.mesh)
     for name, param in lm.named_parameters():
         # DeepSpeed 0.19.8 counts other parameters once in norms (runtime/utils.py:134).
@@ -159,13 +158,13 @@ def _growth(model: ModelPlan, seed: int) -> Growth | None:
     return Growth(before, after, partial(seed_of, seed)) if before < after else None
 
 
-def _share(lm: PreTrainedModel, params: list[nn.Parameter]) -> None:
-    """Partition parameters like the others of `lm`, by the context that made those (DeepSpeed 0.19.8,
+def _partition_like_model(lm: PreTrainedModel, params: list[nn.Parameter]) -> None:
+    """Partition new parameters like the others of `lm`, by the context that made those (DeepSpeed 0.19.8,
     zero/partition_parameters.py:1660).
     """
-    known: Any = next(param for param in lm.parameters() if hasattr(param, "ds_tensor"))
-    known.convert_to_zero_parameters(param_list=params)
+    partitioned: Any = next(param for param in lm.parameters() if hasattr(param, "ds_tensor"))
+    partitioned.convert_to_zero_parameters(param_list=params)
 
 
-def _keep(_: list[nn.Parameter]) -> None:
+def _leave_whole(_: list[nn.Parameter]) -> None:
     """Below stage 3 every rank has adapters whole."""

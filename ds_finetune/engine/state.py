@@ -23,17 +23,16 @@ _MUON = "momentum_buffer"
 _SAME_KIND = {"sum": "exp_avg_sq"}
 """Names of optimizer state in torch by those of DeepSpeed's CPU kernels, where they are the same numbers (Adagrad)."""
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""What a dynamic loss scale is made of (DeepSpeed 0.19.8, fp16/loss_scaler.py:74, 153)."""
+"""Attributes that hold a dynamic loss scale (DeepSpeed 0.19.8, fp16/loss_scaler.py:74, 153)."""
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Elements `start` to `start + numel` of a row-major local tensor, which is the part of the global tensor `shape`
-    from index `origin`.
+    """Elements `start` to `start + numel` of a row-major local tensor: the box of the global tensor `shape` that begins
+    at index `origin`.
 
     `key` is `kind/name`, the same for any layout: `weight/model.norm.weight`, `exp_avg/...`, `buffer/...`. Without
-    tensor
-    parallelism the local tensor is the global one. `is_replicated`: every rank holds the same elements. Fused
+    tensor parallelism the local tensor is the global one. `is_replicated`: every rank holds the same elements. Fused
     `gate_up_proj` has the shape [experts, 2, inner, hidden], in which a tensor parallel rank's part is one box.
     """
 

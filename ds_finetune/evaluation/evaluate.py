@@ -88,7 +88,7 @@ def _documents(
     length = min(request.max_seq_len, allowed or request.max_seq_len)
     with tempfile.TemporaryDirectory() as cache:
         data = request.data.model_copy(update={"cache_dir": cache})
-        rows = prepare_rows(data, "eval", tokenizer=tokenizer, spec=TokenLimits(length, config.vocab_size, allowed))
+        rows = prepare_rows(data, "eval", tokenizer=tokenizer, limits=TokenLimits(length, config.vocab_size, allowed))
         number = min(rows.counts.documents, request.limit or rows.counts.documents)
         documents = [
             Document(*rows.document(index), *prompt) for index, prompt in enumerate(rows.prompts_and_answers(number))

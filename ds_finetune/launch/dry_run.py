@@ -1,6 +1,4 @@
-"""What `launch --dry-run` prints of a start: the commands, and which rank is where with which part of the model and of
-the batch.
-"""
+"""What `launch --dry-run` prints: the commands, and the place of each rank among hosts, devices and parallel groups."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -12,17 +10,17 @@ from ds_finetune.launch.schedulers import Job, deepspeed_command, mpirun_command
 from ds_finetune.plan.mesh import Axis, Mesh
 
 _COMMANDS = 2
-"""Of commands that differ in the host alone, this many at each end are shown."""
+"""Of commands that differ only in the host, this many at each end are printed."""
 _AXES: tuple[Axis, ...] = ("pp", "sp", "tp")
 
 
 def dry_run_lines(
     job: Job, launcher: str, *, hostfile: str = "hosts", environ: Mapping[str, str], ssh_args: Sequence[str] = ()
 ) -> list[str]:
-    """Lines of the ranks, their meeting place, and the command: as it is for mpirun and slurm, as a person would type
-    it for the others.
+    """Lines with the number of ranks, the address where they meet, and the commands.
 
-    `environ` is this process's, of which Slurm's allocation is read.
+    For mpirun and slurm the command is the one that runs; for the others it is what a person would type. `environ`
+    are the variables of this process, which describe Slurm's allocation.
     """
     where = f"{job.master_addr}:{job.master_port}" if job.master_addr else "the first node of the allocation"
     head = [
@@ -48,8 +46,9 @@ def dry_run_lines(
 
 
 def rank_map(hosts: Sequence[Host], mesh: Mesh) -> list[str]:
-    """A line for each host: its ranks, its devices, and their places on every axis of `mesh` longer than one; then
-    which groups cross hosts.
+    """A line for each host with its ranks, its devices and their indices on the axes of `mesh`.
+
+    Then a line for each axis with the number of groups that cross hosts. Axes of length one are left out.
     """
     assert mesh.world_size == sum(host.slots for host in hosts)
     width = max(len(host.name) for host in hosts)

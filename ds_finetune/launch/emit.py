@@ -1,6 +1,4 @@
-"""Files for services that start ranks themselves: a script for sbatch, manifests for Kubernetes, and the container
-file.
-"""
+"""Files for services that start the ranks themselves: an sbatch script, Kubernetes manifests, the container file."""
 
 import re
 import shlex
@@ -19,32 +17,33 @@ from ds_finetune.watchdog.run_secret import VARIABLE
 from ds_finetune.world import DEFAULT_PORT
 
 SAVE_SECONDS = 300
-"""Between the signal on which a run saves and the end of its time."""
+"""Between the signal on which a run saves and its time limit."""
 _POD_SAVE_SECONDS = 120
-"""Between the signal on which a pod's ranks save and their end; also how long torchrun waits for ranks that hang after
-another has failed.
+"""Between the signal on which a pod's ranks save and their kill.
+
+torchrun also waits this long for ranks that hang after another has failed.
 """
 _POD_LEAVE_SECONDS = 30
 _CONTAINER_ENTRY = ("-m", "ds_finetune", "train")
-"""In a container the ranks' output is the pod's, which `kubectl logs` shows."""
+"""The output of a container's ranks is that of the pod, which `kubectl logs` prints."""
 _CONTAINER_RUNS = "/workspace/runs"
-"""Where the container file's working directory has the folder of runs."""
+"""The folder `runs` in the working directory of the container file."""
 _LABEL = re.compile(r"[a-z](?:[-a-z0-9]*[a-z0-9])?$")
 _LABEL_LETTERS = 50
-"""A label has 63 at most, and a pod's is the job's with its number."""
+"""A label has at most 63, and that of a pod is the job's name and a number."""
 _TIME = re.compile(r"(?:\d+-)?\d{1,2}:\d{2}:\d{2}$")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmitRequest:
-    """What a file is written for."""
+    """The input of an emitted file."""
 
     job: Job
-    """Run file, overrides, hosts (of which only number and slots count) and variables."""
+    """Run file, overrides, hosts (only their number and slots are used) and variables."""
     name: str
-    """Of the job: lower-case letters, digits and `-`."""
+    """Name of the job: lower-case letters, digits and `-`."""
     named: frozenset[str] = field(default_factory=frozenset)
-    """Variables that the user named, which are written even where they are paths of this machine."""
+    """Variables that the user named; they are written also where they are paths of this machine."""
     time: str = "24:00:00"
     """Time limit, `[D-]HH:MM:SS`."""
     cpus: int = 8
@@ -56,28 +55,27 @@ class EmitRequest:
 
     @property
     def on_gpus(self) -> bool:
-        """Whether GPUs are asked for: always, except where DS_ACCELERATOR says cpu."""
+        """Whether the job requests GPUs: always, except where DS_ACCELERATOR is cpu."""
         return self.job.variables.get("DS_ACCELERATOR") != "cpu"
 
 
 def render_file(kind: str, request: EmitRequest) -> str:
-    """The file of `kind` (slurm, k8s, docker); LaunchError for hosts or names that it cannot be written for."""
+    """The text of a file of `kind` (slurm, k8s, docker); LaunchError for hosts or names that it does not support."""
     _refuse_secret_overrides(request.job)
     return {"slurm": sbatch_script, "k8s": kubernetes_manifests, "docker": lambda _: container_file()}[kind](request)
 
 
 def container_file() -> str:
-    """The container file that the project trains in; it is built from the repository's root."""
+    """The container file for training; it is built from the root of the repository."""
     return files("ds_finetune.launch").joinpath("Dockerfile.train").read_text()
 
 
 def sbatch_script(request: EmitRequest) -> str:
-    """A script for `sbatch`: one rank a GPU, SIGUSR1 `SAVE_SECONDS` before the end, after which the run has saved and
-    is queued again.
+    """A script for `sbatch` with one rank for each GPU, which saves `SAVE_SECONDS` before its time limit and requeues.
 
-    srun gives the highest of its tasks' exit codes, and ends the others when the first leaves, so the script itself
-    takes the signal and remembers it: a run that failed after it is queued again, one that failed without it is
-    not. Secrets are not written: the script wants them where it is submitted.
+    srun returns the highest of its tasks' exit codes, and ends the others when the first one exits. The script itself
+    therefore receives SIGUSR1 and remembers it: a run that ends with an error after the signal is queued again, and one
+    that fails without the signal is not. Secrets are not written: the script needs them where it is submitted.
     """
     nodes, slots = _equal(
         request, "sbatch's --gpus-per-node", "run `ds-finetune launch --launcher slurm --hostfile HOSTS` under salloc"
@@ -87,7 +85,7 @@ def sbatch_script(request: EmitRequest) -> str:
     options = {"job-name": request.name, "nodes": nodes, "ntasks-per-node": slots, "cpus-per-task": request.cpus}
     options |= {"gpus-per-node": slots} if request.on_gpus else {}
     options |= {"time": request.time, "signal": f"B:USR1@{SAVE_SECONDS}", "output": "%x-%j.log", "open-mode": "append"}
-    # Names of what the script sets, which srun's --export needs.
+    # Variables that the script sets must have a value here, because srun's --export lists their names.
     job = replace(request.job, master_addr="first-node", master_port=DEFAULT_PORT, hosts=(), secret="set in the script")
     placed = [
         f"--nodes={nodes}",
@@ -145,9 +143,9 @@ exit "$code"
 def kubernetes_manifests(request: EmitRequest) -> str:
     """An Indexed Job with a pod for each host, and the headless Service by which they find the first one.
 
-    Each pod runs torchrun with its completion index as the node's rank. The first pod that fails fails the job, and
-    Kubernetes ends the others; the same command goes on from the last checkpoint. Variables that are paths of this
-    machine are left out unless they are `request.named`; secrets come from a Secret that is not written.
+    Each pod runs torchrun with its completion index as the node rank. The first pod that fails fails the job, and
+    Kubernetes ends the others; the same command resumes from the last checkpoint. Variables that are paths of this
+    machine are left out unless they are in `request.named`; secrets come from a Secret that is not written.
     """
     nodes, slots = _equal(request, "a Job's pods", "write one hostfile for hosts of one kind")
     if not _LABEL.match(request.name) or len(request.name) > _LABEL_LETTERS:
@@ -167,7 +165,7 @@ def kubernetes_manifests(request: EmitRequest) -> str:
         "apiVersion": "v1",
         "kind": "Service",
         "metadata": {"name": request.name},
-        # Pods are looked up before they are ready: they become so by finding each other.
+        # Pods find each other by name before they are ready.
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
@@ -191,14 +189,14 @@ def kubernetes_manifests(request: EmitRequest) -> str:
 def _indexed_job(request: EmitRequest, nodes: int, slots: int, variables: list[dict[str, Any]]) -> dict[str, Any]:
     meeting = [f"--master-addr={request.name}-0.{request.name}", f"--master-port={DEFAULT_PORT}"]
     counts = [f"--nnodes={nodes}", "--node-rank=$(JOB_COMPLETION_INDEX)", f"--nproc-per-node={slots}"]
-    # Kubernetes replaces `$(NAME)` in arguments, and takes `$$(` for what it is.
-    given = [word.replace("$(", "$$(") for word in (*_CONTAINER_ENTRY, request.job.run, *request.job.overrides)]
+    # Kubernetes replaces `$(NAME)` in arguments, and writes `$$(` as `$(`.
+    words = [word.replace("$(", "$$(") for word in (*_CONTAINER_ENTRY, request.job.run, *request.job.overrides)]
     limits = {"nvidia.com/gpu": slots} if request.on_gpus else {}
     container = {
         "name": "ranks",
         "image": request.image,
         "command": ["torchrun"],
-        "args": [*counts, *meeting, *given],
+        "args": [*counts, *meeting, *words],
         "env": variables,
         "ports": [{"containerPort": DEFAULT_PORT}],
         "resources": {"requests": {"cpu": request.cpus * slots}, **({"limits": limits} if limits else {})},
@@ -212,7 +210,7 @@ def _indexed_job(request: EmitRequest, nodes: int, slots: int, variables: list[d
         "containers": [container],
         "volumes": [
             {"name": "runs", "persistentVolumeClaim": {"claimName": request.claim}},
-            # NCCL and data loaders want more shared memory than the 64 MiB of a container.
+            # NCCL and data loaders need more shared memory than the 64 MiB of a container.
             {"name": "shm", "emptyDir": {"medium": "Memory"}},
         ],
     }
@@ -241,23 +239,23 @@ def _exported(variables: Mapping[str, str]) -> list[str]:
 
 
 def _refuse_secret_overrides(job: Job) -> None:
-    """What follows the run file would be in the emitted file, and on the command line of every rank."""
-    secret = [shown for given, shown in zip(job.overrides, redacted(job.overrides), strict=True) if given != shown]
+    """Overrides would be in the emitted file, and on the command line of every rank."""
+    pairs = zip(job.overrides, redacted(job.overrides), strict=True)
+    secret = [hidden for override, hidden in pairs if override != hidden]
     if secret:
         raise LaunchError(
             f"the override {secret[0]} looks secret, and a file that --emit writes would hold it",
-            hint="write it into the run file, or give it by a variable that the library reads (HF_TOKEN, a netrc "
-            "file, ...)",
+            hint="write it into the run file, or set a variable that the library reads (HF_TOKEN, a netrc file, ...)",
         )
 
 
 def _equal(request: EmitRequest, what: str, hint: str) -> tuple[int, int]:
-    """Number of hosts and their slots, which are the same."""
+    """The number of hosts, and their slots, which must be equal."""
     slots = {host.slots: host.name for host in request.job.hosts}
     chosen = [host for host in request.job.hosts if host.devices]
     if len(slots) != 1:
         text = " and ".join(f"{count} (`{name}`)" for count, name in slots.items())
-        raise LaunchError(f"{what} are one number, and the hosts have slots {text or 'of nobody'}", hint=hint)
+        raise LaunchError(f"{what} must be one number, and the hosts have slots {text or '0'}", hint=hint)
     if chosen:
         raise LaunchError(
             f"{what} cannot be devices {chosen[0].devices} of `{chosen[0].name}`",

@@ -1,6 +1,4 @@
-"""Which environment variables travel to the hosts of a run: an explicit list, what the user names, and `.deepspeed_env`
-files.
-"""
+"""The environment variables that ranks get: those of a list, those that the user names, and `.deepspeed_env` files."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,7 +33,7 @@ PREFIXES = {
     "MLFLOW_": "address and experiment of the tracker",
     "PYTHON": "modules, hashing, faults and warnings",
 }
-"""What the names that travel begin with, and what these are for."""
+"""Prefixes of the names that are carried to the hosts, and what they are for."""
 NAMES = {
     "PATH": "compilers and ninja, with which operators are built on first use",
     "LD_LIBRARY_PATH": "CUDA, NCCL and network plugins",
@@ -50,24 +48,22 @@ NAMES = {
         for name in (lower, lower.upper())
     },
 }
-"""Names that travel, and what they are for."""
+"""Names that are carried to the hosts, and what they are for."""
 _PER_RANK = re.compile(
     r"(?:RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|LOCAL_SIZE|NODE_RANK|CROSS_RANK|CROSS_SIZE|MASTER_ADDR|MASTER_PORT"
     r"|(?:GROUP|ROLE|PET|TORCHELASTIC|OMPI|PMI|PMIX|PRTE|SLURM|SSH|ACCELERATE)_\w+)$"
 )
-"""Who a rank is, and what a launcher says to its own: each host has its own, and what another launch left here is wrong
-there.
-"""
-_HERE_ALONE = ("DS_ENV_FILE", "DS_FINETUNE_SSH_ARGS", "PYTHON_HISTORY", "PYTHONSTARTUP")
-"""What only this command or a person at a terminal uses."""
+"""Variables that launchers set for each rank; values of another launch would be wrong on the hosts."""
+_LOCAL_ONLY = ("DS_ENV_FILE", "DS_FINETUNE_SSH_ARGS", "PYTHON_HISTORY", "PYTHONSTARTUP")
+"""Variables that only this command or a person at a terminal uses."""
 _DEVICES = "_VISIBLE_DEVICES"
-"""Devices are the hostfile's and `--include`'s: one host's numbers are not another's."""
+"""The hostfile and `--include` choose devices; the numbers of one host are wrong on another."""
 _SECRET_WORD = re.compile(
     r"(?:.*(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|PASSCODE|CREDENTIAL|PWD|APIKEY)|(?:USER|DB)?PASS|CREDS?|AUTH|AUTHORIZATION|BEARER|COOKIE"
     r"|JWT|PAT|(?:API|ACCESS|PRIVATE|SECRET|SIGNING|ENCRYPTION|ACCOUNT|SSH)?KEY)S?$|(?:SECRET|PASSWORD|CREDENTIAL)",
     re.IGNORECASE,
 )
-"""A word of a name, from its beginning: NCCL_IB_PKEY and TOKENIZERS_PARALLELISM have none."""
+"""Matches from the beginning of a word of a name, so that NCCL_IB_PKEY and TOKENIZERS_PARALLELISM do not match."""
 _BETWEEN_WORDS = re.compile(r"[_.\-]")
 _FOLDERS = ("PWD", "OLDPWD")
 """The shell's working directories."""
@@ -78,9 +74,9 @@ _SECRET_VALUE = re.compile(
     r"|\bhf_[A-Za-z0-9]{16,}|\bsk-[\w-]{16,}|\bgh[pousr]_\w{16,}|\bgithub_pat_\w{16,}|\bglpat-[\w-]{16,}|\bxox[abprs]-[\w-]{10,}"
     r"|\bnvapi-[\w-]{16,}|\bAIza[\w-]{30,}|\bAKIA[0-9A-Z]{12,}|\beyJ[\w-]{10,}\.[\w-]{10,}|PRIVATE KEY-----"
 )
-"""A password in an address, a header or an assignment, or a known kind of token."""
+"""Matches a password in an address, a header or an assignment, and known kinds of tokens."""
 HIDDEN = "***"
-"""What is printed instead of a secret."""
+"""Printed instead of a secret."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*$")
 _WORD = re.compile(r"-{0,2}[A-Za-z_][\w.\-]*")
 _LINE = re.compile(r"(?:export\s+)?(?P<name>[^=\s]+)\s*=\s*(?P<value>.*)$")
@@ -89,16 +85,17 @@ _QUOTED = re.compile(r"""(?:'(?P<single>[^']*)'|"(?P<double>(?:[^"\\]|\\.)*)")\s
 
 @dataclass(frozen=True)
 class CarriedVariables:
-    """The variables of a run's hosts, and those of the list that were held back."""
+    """The variables that ranks get, and those of the list that are withheld."""
 
     values: dict[str, str]
-    """What every rank gets, by name in alphabetical order."""
+    """In alphabetical order of the names."""
     withheld: tuple[str, ...]
-    """Names on the list that look secret, or that number the devices of this host."""
+    """Names of the list that look secret, or that choose devices of this host."""
 
     def lines(self) -> list[str]:
-        """`NAME=value` in order, values left out that look secret or whose name is not on the list; then what was
-        withheld, and why.
+        """`NAME=value` in order, then the withheld names with the reason.
+
+        Values that look secret, or whose name is not on the list, are left out.
         """
         shown = [
             f"{name}={value}" if may_show(name, value) else f"{name} (its value is not shown)"
@@ -110,47 +107,45 @@ class CarriedVariables:
 def carried_variables(
     environ: Mapping[str, str], named: Sequence[str] = (), files: Iterable[Path] = ()
 ) -> CarriedVariables:
-    """What of `environ` travels by `NAMES` and `PREFIXES`, then what `files` say, then `named`; later ones win.
+    """The variables of `environ` that `NAMES` and `PREFIXES` list, then those of `files`, then `named`; later ones win.
 
-    `named` holds `NAME`, taken from `environ`, or `NAME=VALUE`. Secrets travel only by a file or by name. LaunchError
-    where a named
-    variable is not set, where a file cannot be read, and where a rank's own variables (RANK, MASTER_ADDR, SLURM_*, ...)
-    are asked for.
+    `named` holds `NAME`, taken from `environ`, or `NAME=VALUE`. Secrets are carried only by a file or by name.
+    LaunchError where a named variable is not set, where a file cannot be read, and where a variable is named that the
+    launcher sets for each rank (RANK, MASTER_ADDR, SLURM_*, ...).
     """
     listed = {name: value for name, value in environ.items() if _is_listed(name)}
-    listed = {name: value for name, value in listed.items() if not _PER_RANK.match(name) and name not in _HERE_ALONE}
-    held = {name for name, value in listed.items() if name.endswith(_DEVICES) or looks_secret(name, value)}
-    values = {name: value for name, value in listed.items() if name not in held}
+    listed = {name: value for name, value in listed.items() if not _PER_RANK.match(name) and name not in _LOCAL_ONLY}
+    withheld = {name for name, value in listed.items() if name.endswith(_DEVICES) or looks_secret(name, value)}
+    values = {name: value for name, value in listed.items() if name not in withheld}
     for path in files:
         values |= read_environment_file(path)
     values |= dict(_named(text, environ) for text in named)
-    return CarriedVariables(dict(sorted(values.items())), tuple(sorted(held - values.keys())))
+    return CarriedVariables(dict(sorted(values.items())), tuple(sorted(withheld - values.keys())))
 
 
 def environment_files(environ: Mapping[str, str], *, home: Path, directory: Path) -> tuple[Path, ...]:
-    """The `.deepspeed_env` files that are there: of the home folder, then of the working directory, which wins.
+    """The existing `.deepspeed_env` files of the home folder and of the working directory, which wins.
 
-    Another name is taken from DS_ENV_FILE, as DeepSpeed 0.19.8 does (launcher/runner.py:37 and :604); where it
-    names a file that is in neither place DeepSpeed says nothing, and here it is a LaunchError.
+    DS_ENV_FILE gives them another name, as in DeepSpeed 0.19.8 (launcher/runner.py:37 and :604). Where neither folder
+    has a file of that name, DeepSpeed ignores it, and this function raises a LaunchError.
     """
     name = environ.get("DS_ENV_FILE", ".deepspeed_env")
-    places = dict.fromkeys(folder / name for folder in (home, directory))
-    found = tuple(path for path in places if path.is_file())
-    if "DS_ENV_FILE" in environ and not found:
+    paths = dict.fromkeys(folder / name for folder in (home, directory))
+    files = tuple(path for path in paths if path.is_file())
+    if "DS_ENV_FILE" in environ and not files:
         raise LaunchError(
-            f"DS_ENV_FILE is `{name}`, which is not a file at {' or '.join(map(str, places))}",
+            f"DS_ENV_FILE is `{name}`, which is not a file at {' or '.join(map(str, paths))}",
             hint="create it, or unset DS_ENV_FILE",
         )
-    return found
+    return files
 
 
 def read_environment_file(path: Path) -> dict[str, str]:
-    """`K=V` lines: comments, blank lines, `export`, and values in single or double quotes; LaunchError with the line
-    otherwise.
+    """Variables of a file with `NAME=VALUE` lines; LaunchError names the line that is wrong.
 
-    DeepSpeed 0.19.8 splits every line at `=` and fails on a comment or a blank line (launcher/runner.py:610), and
-    gives values to a shell, which would expand `$`: here such a value is refused unless it is in single quotes,
-    which keep it as it is.
+    Comments, blank lines, `export`, and single or double quotes are allowed. DeepSpeed 0.19.8 splits every line at `=`
+    and fails on a comment or a blank line (launcher/runner.py:610). It also passes values to a shell, which would
+    expand `$`; here such a value is refused, except in single quotes.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
@@ -167,38 +162,30 @@ def read_environment_file(path: Path) -> dict[str, str]:
 
 
 def looks_secret(name: str, value: str = "") -> bool:
-    """Whether a name has a word such as TOKEN, KEY or PASSWORD, or a value is an address with a password or a known
-    kind of token.
-    """
+    """Whether a name has a word such as TOKEN, KEY or PASSWORD, or a value has a password or a known kind of token."""
     words = [] if name in _FOLDERS else _BETWEEN_WORDS.split(name)
     return any(_SECRET_WORD.match(word) for word in words) or bool(_SECRET_VALUE.search(value))
 
 
 def may_show(name: str, value: str) -> bool:
-    """Whether the value of a variable may be printed or written: of names that are not on the list nobody knows what
-    they hold.
-    """
+    """Whether the value of a variable may be printed or written; values of names that are not on the list may not."""
     return _is_listed(name) and not looks_secret(name, value)
 
 
 def redacted(words: Iterable[str]) -> list[str]:
-    """Words of a command line as they may be printed: `section.name=VALUE` and other words that look secret without
-    their values.
-    """
+    """Words of a command line without the values that look secret."""
     return [_redacted(word) for word in words]
 
 
 def interface_variables(interface: str) -> dict[str, str]:
-    """What makes gloo and NCCL use one network interface (its name, e.g. `eth0`) on every host; nothing for an empty
-    name.
-    """
+    """Variables by which gloo and NCCL use one network interface, such as `eth0`; none for an empty name."""
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {}
 
 
 def _redacted(word: str) -> str:
-    name, given, value = word.partition("=")
-    # Keys of the run file are no secrets, though some have `tokens` in their names.
-    if given and _WORD.fullmatch(name) and looks_secret("" if "." in name else name, value):
+    name, equals, value = word.partition("=")
+    # Keys of the run file are not secret, though some have `tokens` in their names.
+    if equals and _WORD.fullmatch(name) and looks_secret("" if "." in name else name, value):
         return f"{name}={HIDDEN}"
     return HIDDEN if _SECRET_VALUE.search(word) else word
 
@@ -209,14 +196,14 @@ def _is_listed(name: str) -> bool:
 
 def _why_withheld(name: str) -> str:
     if name.endswith(_DEVICES):
-        return "devices are the hostfile's: choose them with --include or --exclude"
+        return "the hostfile sets devices: choose them with --include or --exclude"
     return f"looks secret; --env {name} carries it"
 
 
 def _named(text: str, environ: Mapping[str, str]) -> tuple[str, str]:
-    name, given, value = text.partition("=")
+    name, equals, value = text.partition("=")
     _refuse_name(name, "--env")
-    if given:
+    if equals:
         return name, value
     if name not in environ:
         shown = _redacted(name)
@@ -231,7 +218,7 @@ def _refuse_name(name: str, where: str) -> None:
         raise LaunchError(f"{where}: {name} is set by the launcher for each rank", hint=f"leave {name} out")
     if name.endswith(_DEVICES):
         raise LaunchError(
-            f"{where}: {name} would number the devices of every host alike",
+            f"{where}: {name} would choose the same devices on every host",
             hint="choose them with --include or --exclude",
         )
 
@@ -248,14 +235,14 @@ def _read_line(line: str, where: str) -> tuple[str, str]:
     quoted = _QUOTED.match(text)
     if not quoted and (text[:1] in ("'", '"') or re.search(r"\s#", text)):
         raise LaunchError(
-            f"{where}: the value of {name} has a quote without its pair, or a `#`", hint="quote the whole value"
+            f"{where}: the value of {name} has an unmatched quote, or a `#`", hint="quote the whole value"
         )
     if quoted and quoted["single"] is not None:
         return name, quoted["single"]
     value = text if not quoted else re.sub(r'\\(["\\$`])', r"\1", quoted["double"])
     if re.search(r"(?<!\\)[$`]", quoted["double"] if quoted else text):
         raise LaunchError(
-            f"{where}: the value of {name} has `$` or a backtick, which nothing expands here",
+            f"{where}: the value of {name} has `$` or a backtick, which are not expanded",
             hint="write it out, or put it in single quotes",
         )
     return name, value

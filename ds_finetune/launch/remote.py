@@ -1,4 +1,4 @@
-"""A command on a host: by ssh, or here where the host is this machine."""
+"""Commands on a host: over ssh, or directly where the host is this machine."""
 
 import os
 import shlex
@@ -29,20 +29,18 @@ _LOGIN = (
     "VIRTUAL_ENV",
     "XDG_RUNTIME_DIR",
 )
-"""What a login gives; on this machine no other variable is inherited, so that every host has the same, which are those
-that are carried.
-"""
+"""Variables that a login sets. A supervisor on this machine inherits no others, as on other hosts."""
 SSH_ARGS = "DS_FINETUNE_SSH_ARGS"
 """Environment variable with further arguments of ssh, as a shell would split them."""
 CONNECT_SECONDS = 10
-_PARTING_SECONDS = 2
+_EARLIER_SECONDS = 2
 _SILENT_SECONDS = 5
-"""Between the questions that ssh asks a silent host; it gives up after three."""
+"""Between the keep-alive messages of ssh to a silent host; it gives up after three."""
 
 
 @dataclass(frozen=True)
 class Remote:
-    """How hosts are reached, and where on them the program is: the same path and the same Python as here."""
+    """How hosts are reached, and the path of the program and of Python on them, which is the same as here."""
 
     ssh_args: tuple[str, ...] = ()
     python: str = sys.executable
@@ -52,24 +50,24 @@ class Remote:
 
     @classmethod
     def from_environment(cls, ssh_args: str = "") -> "Remote":
-        """With `ssh_args`, or else those of DS_FINETUNE_SSH_ARGS, and the working directory of this process."""
-        given = ssh_args or os.environ.get(SSH_ARGS, "")
+        """With `ssh_args`, or those of DS_FINETUNE_SSH_ARGS without them, and the working directory of this process."""
+        text = ssh_args or os.environ.get(SSH_ARGS, "")
         try:
-            words = tuple(shlex.split(given))
+            words = tuple(shlex.split(text))
         except ValueError as open_quote:
             raise LaunchError(
-                f"arguments of ssh `{given}`: {open_quote}", hint="close the quotation, or escape it"
+                f"arguments of ssh `{text}`: {open_quote}", hint="close the quotation, or escape it"
             ) from None
         return cls(words, sys.executable, str(Path.cwd()))
 
-    def within(self, greeting_seconds: float) -> "Remote":
-        """The same, with so long for a host's first word; ssh gives up a moment before, and says why."""
-        return replace(self, connect_seconds=max(1, int(greeting_seconds) - _PARTING_SECONDS))
+    def with_greeting_limit(self, greeting_seconds: float) -> "Remote":
+        """The same, with this limit for a host's first message; ssh gives up shortly before it, and reports why."""
+        return replace(self, connect_seconds=max(1, int(greeting_seconds) - _EARLIER_SECONDS))
 
     def command(self, host: Host, argv: Sequence[str]) -> list[str]:
-        """What is started here so that `argv` runs on `host`, in the working directory, with this project importable.
+        """The local command that runs `argv` on `host`, in the working directory, with this project importable.
 
-        ssh never asks anything, gives up on a host that does not answer, and forwards standard input, output and error.
+        ssh prompts for nothing, gives up on a host that does not answer, and forwards standard input, output and error.
         """
         if is_here(host):
             return list(argv)
@@ -80,12 +78,12 @@ class Remote:
             "ServerAliveInterval": _SILENT_SECONDS,
             "ServerAliveCountMax": 3,
         }
-        given = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+        settings = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
         variables = f"PYTHONPATH={os.environ.get('PYTHONPATH', '')}"
-        # `env`, because not every login shell sets variables as sh does.
+        # `env`, because the syntax of variables differs between login shells.
         where = f"cd {shlex.quote(self.directory)} && exec {shlex.join(['env', variables, *argv])}"
         # The user's own arguments come first: ssh takes the first value of an option.
-        return ["ssh", *self.ssh_args, *given, "-T", *port, host.target, where]
+        return ["ssh", *self.ssh_args, *settings, "-T", *port, host.target, where]
 
     def module(self, host: Host, name: str, *arguments: str) -> list[str]:
         """`command` for a module of this project."""
@@ -95,8 +93,7 @@ class Remote:
         self, host: Host, name: str, *arguments: str, stderr: int | IO[bytes] = subprocess.PIPE
     ) -> "subprocess.Popen[bytes]":
         """Start a module of this project on `host` with pipes to its standard input and output."""
-        # A session of its own, so that Ctrl-C at the terminal reaches this process alone, which tells the hosts in
-        # order.
+        # In its own session, so that Ctrl-C at the terminal reaches only this process, which passes it on.
         env = (
             {name: os.environ[name] for name in (*_LOGIN, "PYTHONPATH") if name in os.environ}
             if is_here(host)
@@ -108,22 +105,18 @@ class Remote:
 
 @cache
 def is_here(host: Host) -> bool:
-    """Whether `host` is this machine, reached without ssh: its name leads to one of our own addresses, and it names no
-    user or port.
-    """
+    """Whether `host` is this machine and needs no ssh: its name resolves to an own address, without user and port."""
     if host.user or host.port:
         return False
     try:
-        found = socket.getaddrinfo(host.name, 0, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(host.name, 0, type=socket.SOCK_STREAM)
     except OSError:
         return False
-    return any(_is_ours(family, address) for family, _, _, _, address in found)
+    return any(_is_ours(family, address) for family, _, _, _, address in entries)
 
 
 def address_of(host: Host) -> str:
-    """The first address that `host`'s name leads to from here; empty where it leads to none, as with names of ssh's own
-    configuration.
-    """
+    """The first address that the name of `host` resolves to here; empty where it is a name of ssh's configuration."""
     try:
         return str(socket.getaddrinfo(host.name, 0, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
@@ -131,10 +124,10 @@ def address_of(host: Host) -> str:
 
 
 def _is_ours(family: int, address: tuple[object, ...]) -> bool:
-    """Only a machine's own addresses can be bound to."""
-    with socket.socket(family, socket.SOCK_STREAM) as tried:
+    """Whether a socket can be bound to the address, as only to an own one."""
+    with socket.socket(family, socket.SOCK_STREAM) as listening:
         try:
-            tried.bind((address[0], 0, *address[2:]))
+            listening.bind((address[0], 0, *address[2:]))
         except OSError:
             return False
     return True

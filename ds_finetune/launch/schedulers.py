@@ -1,6 +1,4 @@
-"""The commands by which mpirun and Slurm start the ranks of a run, and those that a person would type for deepspeed and
-torchrun.
-"""
+"""Commands that start the ranks of a run: by mpirun and Slurm, and as a person would type them for other launchers."""
 
 import re
 import shlex
@@ -16,23 +14,23 @@ from ds_finetune.launch.process_tags import RUN_ID
 from ds_finetune.watchdog.run_secret import VARIABLE
 
 ENTRY = ("-m", "ds_finetune.worker")
-"""What Python is given in every rank, before the run file and the overrides."""
+"""Python's arguments in every rank, before the run file and the overrides."""
 _STARTING = re.compile(
     r"(?:HOME|USER|LOGNAME|SHELL|LANG|TERM|TMPDIR|KRB5CCNAME|SSH_AUTH_SOCK|PATH|LD_LIBRARY_PATH|OMPI_MCA_\w+)$"
 )
-"""What ssh, mpirun and srun themselves need; OMPI_MCA_* are the user's settings of Open MPI."""
+"""Variables that ssh, mpirun and srun themselves need; OMPI_MCA_* are the user's settings of Open MPI."""
 _OF_SLURM = re.compile(r"(?:SLURM|SRUN|SLURMD)_\w+$")
 _SILENT = {"oob_tcp_keepalive_time": "5", "oob_tcp_keepalive_intvl": "5", "oob_tcp_keepalive_probes": "2"}
-"""Seconds, seconds, times: mpirun and the daemon of a host that fell silent give each other up after 15 s, not after
-eight minutes [ran].
+"""Seconds, seconds and a count: mpirun and the daemon of a silent host give each other up after 15 s instead of eight
+minutes [ran].
 """
 _HOME = ("HOME", "USER", "LOGNAME")
-"""srun --export gives a rank nothing but what it names, Slurm's own variables and TMPDIR [Slurm 22.05, ran]."""
+"""srun --export passes only the variables it names, Slurm's own and TMPDIR to a rank [Slurm 22.05, ran]."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is started, where, and with which variables; every launcher's command is made from it."""
+    """What is started, where, and with which variables: the input of every launcher's command."""
 
     run: str
     """The run file, as the hosts see it."""
@@ -42,11 +40,11 @@ class Job:
     """In the order of their ranks; empty for Slurm's whole allocation."""
     run_id: str
     master_addr: str = ""
-    """Address of the first host, where rank 0 is; empty leaves it to Slurm's node list."""
+    """Address of the first host, which has rank 0; empty for the first node of Slurm's list."""
     master_port: int = 0
-    """Port of rank 0; 0 leaves it to what follows from the job's number."""
+    """Port of rank 0; 0 for one that is computed from the job's number."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """What travels (environment.py)."""
+    """Variables that every rank gets (environment.py)."""
     interface: str = ""
     """Network interface of every host, by name."""
     directory: str = "."
@@ -54,7 +52,7 @@ class Job:
     python: str = sys.executable
     entry: tuple[str, ...] = ENTRY
     secret: str = field(default="", repr=False)
-    """By which the ranks' watchdogs know each other; it travels in the environment alone."""
+    """Secret by which the ranks' watchdogs authenticate each other; it is passed only in the environment."""
 
     def __post_init__(self) -> None:
         """LaunchError where a variable names another interface than `interface`."""
@@ -67,19 +65,17 @@ class Job:
 
     @property
     def world_size(self) -> int:
-        """All ranks; 0 where the hosts are Slurm's to say."""
+        """Number of ranks; 0 where Slurm chooses the hosts."""
         return sum(host.slots for host in self.hosts)
 
     @property
     def rank_command(self) -> list[str]:
-        """What every rank runs."""
+        """The command of every rank."""
         return [self.python, "-u", *self.entry, self.run, *self.overrides]
 
     @property
     def environment(self) -> dict[str, str]:
-        """What every rank gets, by name in order: `variables`, the run's id, interface and secret, and where rank
-        0 is.
-        """
+        """Variables of every rank in order: `variables`, run id, interface, secret, and the address of rank 0."""
         meeting = {"MASTER_ADDR": self.master_addr, "MASTER_PORT": str(self.master_port or "")}
         given = {name: value for name, value in {**meeting, VARIABLE: self.secret}.items() if value}
         return dict(
@@ -96,9 +92,9 @@ def mpirun_command(job: Job, ssh_args: Sequence[str] = ()) -> list[str]:
     """Open MPI's (4.1) command for the ranks of `job`, in the order of its hosts; start it with `starting_environment`.
 
     Hosts are named once for every rank and mapped by `seq`: with `--host a:8,b:8` mpirun puts its own host first,
-    and rank 0 is not where MASTER_ADDR says [ran]. Values travel by `-x NAME`, so that no command line shows them.
-    Ranks use no MPI: the interface is only that of mpirun's own daemons (oob), while gloo and NCCL have theirs by
-    variables. LaunchError for what Open MPI cannot be told.
+    and rank 0 is not at MASTER_ADDR [ran]. Values are passed by `-x NAME`, so that no command line shows them. Ranks
+    use no MPI: the interface here is that of mpirun's own daemons (oob); gloo and NCCL get theirs by variables.
+    LaunchError for hosts that Open MPI has no options for.
     """
     for host in job.hosts:
         _refuse_for_mpi(host)
@@ -112,8 +108,7 @@ def mpirun_command(job: Job, ssh_args: Sequence[str] = ()) -> list[str]:
     settings |= {"oob_tcp_if_include": job.interface} if job.interface else {}
     chosen = [word for name, value in settings.items() for word in ("--mca", name, value)]
     names = [word for name in job.environment for word in ("-x", name)]
-    # Open MPI binds each rank to one core where there are two of them, and to a socket otherwise; torch's threads want
-    # all.
+    # Open MPI binds each of two ranks to one core, and more ranks to a socket; torch's threads need all cores.
     fixed = [
         "--allow-run-as-root",
         "-np",
@@ -134,8 +129,8 @@ def srun_command(job: Job, environ: Mapping[str, str]) -> list[str]:
 
     Without hosts the ranks are the allocation's tasks in Slurm's order. With hosts each is named once for every
     rank under the distribution `arbitrary`, which keeps their order and counts [Slurm 22.05, ran; `--nodelist`
-    alone is sorted]. The first rank that fails ends all. LaunchError outside of an allocation, and for hosts it
-    does not have.
+    alone is sorted]. The first rank that fails ends all ranks. LaunchError outside an allocation, and for hosts that
+    are not in it.
     """
     if "SLURM_JOB_ID" not in environ:
         raise LaunchError(
@@ -156,9 +151,8 @@ def srun_command(job: Job, environ: Mapping[str, str]) -> list[str]:
 
 
 def srun_options(placed: Sequence[str], job: Job) -> list[str]:
-    """`srun` with what every use of it here has, and `placed`."""
-    # `--overlap`: a shell that `srun --pty` started in the allocation holds its cores, and a second step would wait for
-    # them for ever.
+    """`srun` with the options of every use here, and `placed`."""
+    # `--overlap`: a shell of `srun --pty` in the allocation holds its cores, and a second step would wait forever.
     names = dict.fromkeys([*_HOME, *job.environment])
     fixed = [
         "--kill-on-bad-exit=1",
@@ -172,12 +166,10 @@ def srun_options(placed: Sequence[str], job: Job) -> list[str]:
 
 
 def starting_environment(job: Job, environ: Mapping[str, str], *, slurm: bool = False) -> dict[str, str]:
-    """The whole environment of the `mpirun` or `srun` process: `job.environment`, and what the program itself needs of
-    `environ`.
+    """The whole environment of the `mpirun` or `srun` process: `job.environment`, and what it needs of `environ`.
 
-    mpirun gives ranks on its own host everything it has itself, whatever `-x` says [Open MPI 4.1, ran], so it is given
-    no more than this;
-    Slurm's variables are left out for it, or it would start its daemons by srun.
+    mpirun passes its whole environment to ranks on its own host, whatever `-x` names [Open MPI 4.1, ran], so it gets no
+    more than this. Slurm's variables are left out for mpirun, which would start its daemons by srun with them.
     """
     kept = {
         name: value for name, value in environ.items() if _STARTING.match(name) or (slurm and _OF_SLURM.match(name))
@@ -186,7 +178,7 @@ def starting_environment(job: Job, environ: Mapping[str, str], *, slurm: bool = 
 
 
 def deepspeed_command(job: Job, hostfile: str) -> list[str]:
-    """What `deepspeed` 0.19.8 would be given for the same ranks; shown, not started."""
+    """The command of `deepspeed` 0.19.8 for the same ranks, which is only printed."""
     chosen = [f"{host.name}:{','.join(map(str, host.devices))}" if host.devices else host.name for host in job.hosts]
     include = ["--include", "@".join(chosen)] if any(host.devices for host in job.hosts) else []
     meeting = ["--master_addr", job.master_addr, "--master_port", str(job.master_port)]
@@ -206,7 +198,7 @@ def deepspeed_command(job: Job, hostfile: str) -> list[str]:
 
 
 def torchrun_commands(job: Job) -> list[list[str]]:
-    """What `torchrun` would be given on each host for the same ranks, in the order of the hosts; shown, not started."""
+    """The command of `torchrun` for the same ranks on each host, in the order of the hosts, which is only printed."""
     meeting = [f"--master-addr={job.master_addr}", f"--master-port={job.master_port}"]
     started = [*meeting, *job.entry, job.run, *job.overrides]
     counts = [
@@ -217,12 +209,12 @@ def torchrun_commands(job: Job) -> list[list[str]]:
 
 
 def allocated_nodes(environ: Mapping[str, str]) -> list[str]:
-    """Names of an allocation's nodes, from SLURM_JOB_NODELIST as `scontrol show hostnames` would write them out."""
+    """Names of an allocation's nodes from SLURM_JOB_NODELIST, as `scontrol show hostnames` prints them."""
     text = environ.get("SLURM_JOB_NODELIST", "")
     parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
     if not parts or not all(re.fullmatch(r"(?:[^\[\]]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+", part) for part in parts):
-        raise LaunchError(f"SLURM_JOB_NODELIST `{text}` is no list of nodes", hint="run it under salloc or sbatch")
-    return [name for part in parts for name in _written_out(part)]
+        raise LaunchError(f"SLURM_JOB_NODELIST `{text}` is not a list of nodes", hint="run it under salloc or sbatch")
+    return [name for part in parts for name in _expand(part)]
 
 
 def command_line(argv: Sequence[str]) -> str:
@@ -230,7 +222,7 @@ def command_line(argv: Sequence[str]) -> str:
     return shlex.join(argv)
 
 
-def _written_out(part: str) -> list[str]:
+def _expand(part: str) -> list[str]:
     """`node[01-03,7]-ib` -> node01-ib, node02-ib, node03-ib, node7-ib; several brackets multiply."""
     pieces = re.split(r"\[([^\[\]]*)\]", part)
     choices = [_numbers(piece) if place % 2 else [piece] for place, piece in enumerate(pieces)]

@@ -1,4 +1,4 @@
-"""Lines for a person that hold up nobody: a stopped pager or a closed terminal is no reason to end a run."""
+"""Output to a terminal that never blocks or ends a run, as where a pager is stopped or the terminal is closed."""
 
 import os
 import queue
@@ -11,7 +11,7 @@ _LAST_SECONDS = 5.0
 
 
 class Screen:
-    """Prints with `show` in a thread of its own while in `with`; once that fails, nothing more is printed."""
+    """Prints lines with `show` in its own thread while in `with`; after a failure it prints nothing more."""
 
     def __init__(self, show: Callable[[str], None]) -> None:
         self._show, self._lines = show, queue.SimpleQueue[str | None]()
@@ -36,8 +36,7 @@ class Screen:
             try:
                 self._show(line)
             except (OSError, SystemExit):
-                # A pipe whose reader is gone; rich ends the program there (14.1, console.py, on_broken_pipe), and
-                # Python's own last flush
-                # would make another exit code.
+                # A pipe without a reader: rich ends the program there (14.1, console.py, on_broken_pipe), and Python's
+                # flush at exit would change the exit code.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
                 return

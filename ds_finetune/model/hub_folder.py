@@ -7,17 +7,15 @@ process, and if another process shortened a mapped file, a signal would kill thi
 
 import json
 import math
-import os
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import torch
 
 from ds_finetune.errors import ModelError
+from ds_finetune.model.data_file import DataFile
 from ds_finetune.model.fp8 import BLOCK, FP8, SCALE, dequantise, scale_shape
 from ds_finetune.model.names import differences
 from ds_finetune.model.safetensors_header import Header, Shape, read_header
@@ -29,29 +27,17 @@ _COMPARED_NUMEL = 2**20
 """Elements that are compared at a time."""
 
 
-class _SafetensorsFile:
-    """One safetensors file, opened at the first read and closed with the object; read from several threads at once."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    @cached_property
-    def _descriptor(self) -> int:
-        descriptor = os.open(self.path, os.O_RDONLY)
-        weakref.finalize(self, os.close, descriptor)
-        return descriptor
+class _SafetensorsFile(DataFile):
+    """One safetensors file."""
 
     def read(self, dtype: torch.dtype, numel: int, offset: int, *, into: "Scratch | None" = None) -> torch.Tensor:
         """Read `numel` elements from byte `offset`, 1-D, into new memory or the buffer `into`."""
         out = torch.empty(numel, dtype=dtype) if into is None else into.take(numel, dtype)
         view = out.view(torch.uint8).numpy().data
-        while view:
-            num_read = os.preadv(self._descriptor, [view], offset)
-            if not num_read:
-                raise ModelError(
-                    f"{self.path} ends at byte {offset}, {len(view)} bytes early", hint="it changed while it was read"
-                )
-            view, offset = view[num_read:], offset + num_read
+        try:
+            self.read_into(view, offset)
+        except EOFError as short:
+            raise ModelError(f"{short}", hint="it changed while it was read") from short
         return out
 
 

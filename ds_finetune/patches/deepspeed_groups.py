@@ -17,7 +17,7 @@ Registered = tuple[dist.ProcessGroup | None, Sequence[Sequence[int]]]
 def register_expert_groups(name: str, *, parts: Registered, same_part: Registered) -> None:
     """Enter the groups of experts where DeepSpeed looks for them by name.
 
-    Its own functions make groups for layouts of its own alone. `parts` are ranks that together hold all experts,
+    DeepSpeed's own functions make groups only for its own layouts. `parts` are ranks that together hold all experts,
     `same_part` ranks that hold the same ones.
     """
     from deepspeed.utils import groups

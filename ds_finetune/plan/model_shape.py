@@ -1,4 +1,4 @@
-"""What a model is, from its config.json by arithmetic alone: parameters, active parameters, FLOPs per token."""
+"""Parameters, active parameters and FLOPs per token of a model, computed from its config.json."""
 
 import json
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ _FORWARD_AND_BACKWARD = 3
 
 @dataclass(frozen=True)
 class Shape:
-    """Parameters of a model by kind, and what its attention costs; all numbers are elements, over all layers."""
+    """Parameters of a model by kind, in elements over all layers, and the cost of its attention."""
 
     model_type: str
     layers: int
@@ -34,12 +34,12 @@ class Shape:
     router: int
     norms: int
     attention_width: int
-    """Sum over heads of (query/key width + value width), which is what one attended position costs in multiply-adds."""
+    """Sum over heads of (query/key width + value width): multiply-adds in one layer for one attended position."""
 
     @classmethod
     def of(cls, source: ModelConfig | str | Path) -> Self:
-        """Read a config.json (folder or mapping); ConfigError names the model types whose arithmetic is known, or the
-        key that is absent.
+        """Read a config.json (folder or mapping). ConfigError where a key is missing, or where the model type's
+        parameters cannot be computed; the hint names those that can.
         """
         config = (
             source
@@ -88,18 +88,16 @@ class Shape:
 
     @property
     def active_params(self) -> int:
-        """Parameters that one token meets, the embedding and the head included."""
+        """Parameters that take part in computing one token, with embedding and head."""
         return self._always + self.active_routed_experts
 
     def flops_per_token(self, seq_len: int, *, mean_attended: float | None = None) -> float:
         """Training FLOPs of one token: 6 x (parameters it is multiplied with + layers x attention_width x positions it
         attends to).
 
-        Forward and backward, recomputation not counted; no embedding look-up, the head included. Causal attention over
-        one
-        document of `seq_len` tokens attends to `seq_len / 2` on average; for documents packed into a row give their
-        mean as
-        `mean_attended`, sum(n * n / 2) / sum(n) over document lengths n.
+        This counts forward, backward and the head, but neither recomputation nor the embedding look-up. In causal
+        attention over one document of `seq_len` tokens, a token attends to `seq_len / 2` positions on average. For
+        documents packed into a row, pass `mean_attended`: sum(n * n / 2) / sum(n) over document lengths n.
         """
         matmul = self.active_params - self.norms - self.embedding + (self.embedding if self.tied else 0)
         attended = seq_len / 2 if mean_attended is None else mean_attended
@@ -119,7 +117,7 @@ class Shape:
 
 
 def _mlps(c: ModelConfig, sparse: int, rules: ParameterRules) -> dict[str, int]:
-    """Dense and expert MLPs over all layers, `sparse` of which hold experts."""
+    """Parameters of dense and expert MLPs over all layers, of which `sparse` have routed experts."""
     hidden, biased = c["hidden_size"], rules.mlp_bias and bool(c.get("mlp_bias"))
     counts = dict.fromkeys(("shared_experts", "routed_experts", "active_routed_experts", "router"), 0)
     counts["dense_mlp"] = (c["num_hidden_layers"] - sparse) * _mlp(hidden, c["intermediate_size"], biased=biased)

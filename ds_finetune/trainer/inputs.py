@@ -88,15 +88,15 @@ def read_inputs(config: RunConfig, model: ModelPlan) -> RunInputs:
     folder = resolve_folder(config.model.path)
     tokenizer_folder = resolve_folder(config.model.tokenizer) if config.model.tokenizer else folder
     tokenizer = load_tokenizer(str(tokenizer_folder))
-    spec = token_limits(config, model.hf_config)
+    limits = token_limits(config, model.hf_config)
     if config.data.streaming and Duration.parse(config.train.duration).unit != "steps":
         raise ConfigError(
             f"data.streaming does not know how long `{config.train.duration}` is", hint="give train.for in steps"
         )
     train = (open_stream if config.data.streaming else prepare_rows)(
-        config.data, "train", tokenizer=tokenizer, spec=spec
+        config.data, "train", tokenizer=tokenizer, limits=limits
     )
-    held_out = prepare_rows(config.data, "eval", tokenizer=tokenizer, spec=spec) if config.data.eval else None
+    held_out = prepare_rows(config.data, "eval", tokenizer=tokenizer, limits=limits) if config.data.eval else None
     held_out_notes = (*held_out.notes, *overlap_notes(train, held_out)) if held_out else ()
     return RunInputs(
         folder=folder,

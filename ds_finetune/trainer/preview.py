@@ -20,7 +20,7 @@ OPEN, CLOSE = "⟦", "⟧"
 def preview_of(config: RunConfig, *, samples: int) -> RenderableType:
     """The first `samples` documents of the training data and what became of its rows."""
     tokenizer = load_tokenizer(str(resolve_folder(config.model.tokenizer or config.model.path)))
-    rows = prepare_rows(config.data, "train", tokenizer=tokenizer, spec=token_limits(config, model_config(config)))
+    rows = prepare_rows(config.data, "train", tokenizer=tokenizer, limits=token_limits(config, model_config(config)))
     number = min(samples, rows.counts.documents)
     shown = [mark_supervised(*rows.document(index), tokenizer) for index in range(number)]
     notes = (*rows.notes, *row_notes(rows.counts))

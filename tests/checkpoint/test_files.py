@@ -212,7 +212,7 @@ def test_what_all_ranks_hold_is_shared_out(tmp_path: Path) -> None:
     assert [(piece.start, piece.numel) for piece in shares] == [(0, 2), (2, 2), (4, 3)]
     numbers = torch.arange(7.0)
     paths = written(tmp_path, [reading({part: numbers})] * 3)
-    assert [sum(item.box.numel for item in PartFile(path).stored) for path in paths] == [2, 2, 3]
+    assert [sum(item.chunk.numel for item in PartFile(path).stored) for path in paths] == [2, 2, 3]
 
 
 def test_what_two_nodes_both_hold_is_taken_from_one(tmp_path: Path) -> None:

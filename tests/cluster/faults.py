@@ -92,7 +92,7 @@ class Launched:
         ]
 
     def processes(self, host: int, word: str) -> list[int]:
-        """Processes of this run on a host that have `word` in their command; of guards and sshd, those of any run."""
+        """Processes of this run on a host that have `word` in their command; of supervisors and sshd, those of any run."""
         found = [pid for pid in self.bed.hosts[host - 1].pids() if word in _command(pid) and _state(pid) not in "ZX"]
         ours = set(self.left())
         return sorted(pid for pid in found if pid in ours or not ours.intersection(found))
@@ -169,14 +169,14 @@ def kill_rank(run: Launched) -> None:
     os.kill(run.processes(VICTIM, "ds_finetune.worker")[-1], signal.SIGKILL)
 
 
-def kill_agent(run: Launched) -> None:
-    """The program that minds the ranks of a host."""
-    agents = run.processes(VICTIM, "torch.distributed.run") + run.processes(VICTIM, "deepspeed.launcher.launch")
-    os.kill(agents[0], signal.SIGKILL)
+def kill_node_launcher(run: Launched) -> None:
+    """The node launcher of a host."""
+    node_launchers = run.processes(VICTIM, "torch.distributed.run") + run.processes(VICTIM, "deepspeed.launcher.launch")
+    os.kill(node_launchers[0], signal.SIGKILL)
 
 
-def kill_guard(run: Launched) -> None:
-    """The program above the agent."""
+def kill_supervisor(run: Launched) -> None:
+    """The supervisor of a host."""
     os.kill(run.processes(VICTIM, "ds_finetune.launch.supervisor")[-1], signal.SIGKILL)
 
 
@@ -223,8 +223,8 @@ _MEMORY = "/sys/fs/cgroup/memory"
 """Where memory is limited, by version 1 of control groups."""
 FAULTS: dict[str, Callable[[Launched], None]] = {
     "rank killed": kill_rank,
-    "agent killed": kill_agent,
-    "guard killed": kill_guard,
+    "node launcher killed": kill_node_launcher,
+    "supervisor killed": kill_supervisor,
     "connection killed": kill_connection,
     "launcher killed": kill_launcher,
     "cable pulled": pull_cable,

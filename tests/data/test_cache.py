@@ -23,7 +23,7 @@ from ds_finetune.demo import write_demo
 from ds_finetune.errors import CheckpointError, OutputError
 from tests.running import files_of_at_most
 
-SPEC = TokenLimits(max_seq_len=64, vocab_size=128, max_positions=512)
+LIMITS = TokenLimits(max_seq_len=64, vocab_size=128, max_positions=512)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def config_of(data: Path, cache: Path, *, packing: bool = True) -> RunConfig:
 
 
 def prepared(tokenizer: PreTrainedTokenizerBase, data: Path, cache: Path, *, packing: bool = True) -> PreparedRows:
-    return prepare_rows(config_of(data, cache, packing=packing).data, "train", tokenizer=tokenizer, spec=SPEC)
+    return prepare_rows(config_of(data, cache, packing=packing).data, "train", tokenizer=tokenizer, limits=LIMITS)
 
 
 def test_one_other_token_anywhere_is_another_fingerprint_and_no_resume(

@@ -21,7 +21,7 @@ QWEN2, QWEN3 = "Qwen-Qwen2.5-7B-Instruct.jinja", "qwen3_tokenizer_config.json"
 HERMES = "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use.jinja"
 R1, V3, LLM = "deepseek-ai-DeepSeek-R1-Distill-Llama-8B.jinja", "deepseek_v3_tokenizer_config.json", "deepseek-llm"
 EOS = "<｜end▁of▁sentence｜>"
-SPEC = TokenLimits(256, 200_000, None)
+LIMITS = TokenLimits(256, 200_000, None)
 ASKED, RESULT, SAID = (
     {"role": "user", "content": "2+2?"},
     {"role": "tool", "content": "4"},
@@ -253,7 +253,7 @@ def prepared(chat: Chat, folder: Path, rows: list[dict[str, Any]], template: str
         "cache_dir": str(folder / "cache"),
     }
     config = DataConfig.model_validate(given | options)
-    return prepare_rows(config, "train", tokenizer=chat.tokenizer, spec=SPEC).counts
+    return prepare_rows(config, "train", tokenizer=chat.tokenizer, limits=LIMITS).counts
 
 
 def test_counts_of_a_data_set_and_its_lines(chat: Chat, chat_templates: dict[str, str], tmp_path: Path) -> None:
@@ -290,5 +290,5 @@ def test_other_choices_are_other_caches(chat: Chat, chat_templates: dict[str, st
     given = {"train": str(tmp_path / "rows.jsonl"), "template": str(tmp_path / "template.jinja")}
     for option in ({}, {"control_tokens": "keep"}, {"separator": " "}, {}):
         config = DataConfig.model_validate({**given, **option, "cache_dir": str(tmp_path / "cache")})
-        prepare_rows(config, "train", tokenizer=chat.tokenizer, spec=SPEC)
+        prepare_rows(config, "train", tokenizer=chat.tokenizer, limits=LIMITS)
     assert len(list((tmp_path / "cache").iterdir())) == 3

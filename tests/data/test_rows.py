@@ -24,7 +24,7 @@ from ds_finetune.demo import write_demo
 from ds_finetune.errors import ConfigError, DataError, RunError
 from ds_finetune.labels import IGNORE_INDEX
 
-SPEC = TokenLimits(max_seq_len=64, vocab_size=128, max_positions=512)
+LIMITS = TokenLimits(max_seq_len=64, vocab_size=128, max_positions=512)
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +40,10 @@ def tokenizer(demo: Path) -> PreTrainedTokenizerBase:
 
 
 def rows_of(
-    demo: Path, tokenizer: PreTrainedTokenizerBase, cache: Path, spec: TokenLimits = SPEC, **options: object
+    demo: Path, tokenizer: PreTrainedTokenizerBase, cache: Path, limits: TokenLimits = LIMITS, **options: object
 ) -> PreparedRows:
     config = DataConfig.model_validate({"train": str(demo / "eval.jsonl"), "cache_dir": str(cache), **options})
-    return prepare_rows(config, "train", tokenizer=tokenizer, spec=spec)
+    return prepare_rows(config, "train", tokenizer=tokenizer, limits=limits)
 
 
 def plan(rank: int = 0, dp: int = 1, micro: int = 2, **options: object) -> BatchPlan:
@@ -84,7 +84,7 @@ def test_gsm8k_fills_its_rows(shared_data: Path, tmp_path: Path) -> None:
             "cache_dir": str(tmp_path),
         }
     )
-    rows = prepare_rows(config, "train", tokenizer=tokenizer, spec=TokenLimits(2048, 102_400, 4096))
+    rows = prepare_rows(config, "train", tokenizer=tokenizer, limits=TokenLimits(2048, 102_400, 4096))
     assert rows.counts == Counts(
         read=7473, documents=7473, tokens=rows.num_tokens, supervised=rows.num_supervised_tokens
     )
@@ -134,15 +134,15 @@ def test_the_second_start_reads_no_raw_data(demo: Path, tokenizer: PreTrainedTok
     raw = tmp_path / "raw.jsonl"
     raw.write_bytes((demo / "eval.jsonl").read_bytes())
     config = DataConfig.model_validate({"train": str(raw), "cache_dir": str(tmp_path / "cache")})
-    first = prepare_rows(config, "train", tokenizer=tokenizer, spec=SPEC)
+    first = prepare_rows(config, "train", tokenizer=tokenizer, limits=LIMITS)
     stat = raw.stat()
     raw.write_bytes(b"x" * stat.st_size)
     os.utime(raw, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    again = prepare_rows(config, "train", tokenizer=tokenizer, spec=SPEC)
+    again = prepare_rows(config, "train", tokenizer=tokenizer, limits=LIMITS)
     assert np.array_equal(first[0].input_ids, again[0].input_ids)
     os.utime(raw, ns=(0, 0))
     with pytest.raises(DataError, match="line 1 column 1 is not JSON"):
-        prepare_rows(config, "train", tokenizer=tokenizer, spec=SPEC)
+        prepare_rows(config, "train", tokenizer=tokenizer, limits=LIMITS)
 
 
 KILLED = """
@@ -152,7 +152,7 @@ from ds_finetune.data.prepare import TokenLimits, prepare_rows
 from ds_finetune.data.tokenizer_files import load_tokenizer
 if __name__ == "__main__":
     config = DataConfig.model_validate({"train": sys.argv[1], "cache_dir": sys.argv[2], "workers": 1})
-    prepare_rows(config, "train", tokenizer=load_tokenizer(sys.argv[3]), spec=TokenLimits(64, 128, 512))
+    prepare_rows(config, "train", tokenizer=load_tokenizer(sys.argv[3]), limits=TokenLimits(64, 128, 512))
 """
 
 
@@ -174,7 +174,7 @@ def test_a_killed_preparation_goes_on(demo: Path, tokenizer: PreTrainedTokenizer
     linked = tmp_path / "kept"
     os.link(kept / "counts.json", linked)
     config = DataConfig.model_validate({"train": str(demo / "train.jsonl"), "cache_dir": str(cache), "workers": 1})
-    rows = prepare_rows(config, "train", tokenizer=tokenizer, spec=SPEC)
+    rows = prepare_rows(config, "train", tokenizer=tokenizer, limits=LIMITS)
     assert rows.counts.read == 36_300
     assert rows.counts.documents == 36_300
     assert linked.stat().st_nlink == 1
@@ -190,7 +190,7 @@ class _Deadly:
 def test_a_process_that_is_killed_while_it_tokenises_is_an_error(tmp_path: Path) -> None:
     """A pool of multiprocessing would wait for its answer without end."""
     with pytest.raises(RunError, match="one of 1 processes that tokenise was killed") as caught:
-        _write_parts([(tmp_path / "part", [])], cast("Tokenisation", _Deadly()), 1)
+        list(_write_parts([(tmp_path / "part", [])], cast("Tokenisation", _Deadly()), 1))
     assert "data.workers" in caught.value.hint
 
 
@@ -274,7 +274,7 @@ def test_a_long_plain_text_keeps_all_its_rows(
     text = tmp_path / "book.txt"
     text.write_text(("abcde" * (characters // 5 + 1))[:characters])
     config = DataConfig.model_validate({"train": str(text), "cache_dir": str(tmp_path)})
-    found = prepare_rows(config, "train", tokenizer=tokenizer, spec=SHORT)
+    found = prepare_rows(config, "train", tokenizer=tokenizer, limits=SHORT)
     assert np.diff(found.documents.offsets).tolist() == lengths
     assert (found.counts.truncated_tokens, found.counts.split) == (lost, int(characters > 19))
     assert "truncat" not in found.summary()
@@ -290,9 +290,9 @@ def test_rows_without_anything_to_learn_are_counted_and_too_many_refused(
     raw = tmp_path / "raw.jsonl"
     raw.write_text(good * 19 + bad)
     config = DataConfig.model_validate({"train": str(raw), "cache_dir": str(tmp_path)})
-    assert prepare_rows(config, "train", tokenizer=tokenizer, spec=SPEC).counts.nothing_supervised == 1
+    assert prepare_rows(config, "train", tokenizer=tokenizer, limits=LIMITS).counts.nothing_supervised == 1
     raw.write_text(good * 10 + bad * 2)
     with pytest.raises(DataError) as caught:
-        prepare_rows(config, "train", tokenizer=tokenizer, spec=SPEC)
+        prepare_rows(config, "train", tokenizer=tokenizer, limits=LIMITS)
     assert "2 of 12 rows of" in caught.value.message
     assert "more than data.max_dropped_ratio 0.1" in caught.value.message

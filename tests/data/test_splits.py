@@ -143,7 +143,7 @@ def test_a_hub_that_does_not_answer_is_an_error_within_seconds(monkeypatch: pyte
             ModelError, match=r"neither a folder nor in the hub's cache .*, and http://127.* cannot be reached"
         ):
             resolve_folder("org/none")
-        with pytest.raises(DataError, match=r"nor in the cache of datasets, and http://127.* cannot be reached"):
+        with pytest.raises(DataError, match=r"nor in the cache of `datasets`, and http://127.* cannot be reached"):
             rows_of("org/none", "train")
         assert time.monotonic() - began < 5
 

@@ -15,7 +15,7 @@ from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.demo import write_demo
 from ds_finetune.errors import DataError
 
-SPEC = TokenLimits(64, 128, 512)
+LIMITS = TokenLimits(64, 128, 512)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def batches(
     plan = BatchPlan(8, 2, rank, dp, 0, shuffle=True, pad_token_id=2, row_len=64 if packing else None)
     return list(
         streaming.streaming_batches(
-            streaming.open_stream(config, "train", tokenizer=tokenizer, spec=SPEC), plan, steps=steps
+            streaming.open_stream(config, "train", tokenizer=tokenizer, limits=LIMITS), plan, steps=steps
         )
     )
 
@@ -82,7 +82,7 @@ def test_nothing_is_read_before_it_is_needed(
     config = DataConfig.model_validate({"train": str(path), "packing": False})
     plan = BatchPlan(8, 2, 0, 1, 0, shuffle=False, pad_token_id=2, row_len=None)
     endless = streaming.streaming_batches(
-        streaming.open_stream(config, "train", tokenizer=tokenizer, spec=SPEC), plan, steps=9
+        streaming.open_stream(config, "train", tokenizer=tokenizer, limits=LIMITS), plan, steps=9
     )
     assert len(list(islice(endless, 2))) == 2
     with pytest.raises(DataError, match="line 21 column 2 is not JSON"):
@@ -104,7 +104,7 @@ def test_a_stream_goes_on_from_any_batch(
     path = write(tmp_path / "rows.jsonl", 45)
     config = DataConfig.model_validate({"train": str(path), "packing": packing})
     plan = BatchPlan(8, 2, 1, 2, 0, shuffle=True, pad_token_id=2, row_len=64 if packing else None)
-    rows = streaming.open_stream(config, "train", tokenizer=tokenizer, spec=SPEC)
+    rows = streaming.open_stream(config, "train", tokenizer=tokenizer, limits=LIMITS)
     whole = list(streaming.streaming_batches(rows, plan, steps=12))
     assert whole[-1].position.epoch > 0
     for done in range(1, 12):
@@ -118,9 +118,9 @@ def test_the_fingerprint_of_a_stream_changes_with_its_rows(tokenizer: PreTrained
     path, template = write(tmp_path / "rows.jsonl", 3), tmp_path / "template.jinja"
     template.write_text("{{ messages[0].content }}")
 
-    def fingerprint(spec: TokenLimits = SPEC, **settings: object) -> str:
+    def fingerprint(limits: TokenLimits = LIMITS, **settings: object) -> str:
         config = DataConfig.model_validate({"train": str(path)} | settings)
-        return streaming.open_stream(config, "train", tokenizer=tokenizer, spec=spec).fingerprint()
+        return streaming.open_stream(config, "train", tokenizer=tokenizer, limits=limits).fingerprint()
 
     others = (
         {},

@@ -105,7 +105,7 @@ def test_exit_codes_of_signals() -> None:
 
 @pytest.mark.parametrize(("greeting", "wanted"), [(30, 28), (2.5, 1), (120, 118)])
 def test_the_time_for_a_greeting_is_the_time_that_ssh_tries(greeting: float, wanted: int) -> None:
-    command = Remote().within(greeting).command(Host("elsewhere.invalid", 1, 1), ["true"])
+    command = Remote().with_greeting_limit(greeting).command(Host("elsewhere.invalid", 1, 1), ["true"])
     assert f"ConnectTimeout={wanted}" in command
 
 

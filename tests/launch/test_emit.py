@@ -247,7 +247,7 @@ def test_sixty_four_hosts_of_eight(tmp_path: Path) -> None:
         ("slurm", {"hosts": (Host("a", 8, 1), Host("b", 4, 2))}, "the hosts have slots 8 (`a`) and 4 (`b`)"),
         ("k8s", {"hosts": (Host("a", 8, 1), Host("b", 4, 2))}, "the hosts have slots 8 (`a`) and 4 (`b`)"),
         ("k8s", {"hosts": (Host("a", 2, 1, devices=(1, 3)),)}, "cannot be devices (1, 3) of `a`"),
-        ("slurm", {"hosts": ()}, "slots of nobody"),
+        ("slurm", {"hosts": ()}, "have slots 0"),
     ],
 )
 def test_hosts_that_a_file_cannot_say(kind: str, change: dict[str, Any], message: str) -> None:

@@ -154,7 +154,7 @@ def test_values_of_names_that_nobody_knows_are_not_printed(tmp_path: Path) -> No
 def test_devices_of_this_host_stay_here() -> None:
     assert carried_variables({"CUDA_VISIBLE_DEVICES": "2,3"}).withheld == ("CUDA_VISIBLE_DEVICES",)
     assert "--include" in carried_variables({"CUDA_VISIBLE_DEVICES": "2,3"}).lines()[0]
-    with pytest.raises(LaunchError, match="would number the devices of every host alike"):
+    with pytest.raises(LaunchError, match="would choose the same devices on every host"):
         carried_variables({"CUDA_VISIBLE_DEVICES": "2,3"}, ["CUDA_VISIBLE_DEVICES"])
 
 
@@ -227,9 +227,9 @@ def test_quotes_mean_what_a_shell_says(tmp_path: Path) -> None:
     [
         ("A=1\nnonsense\n", "line 2: `nonsense` is not `NAME=VALUE`"),
         ("\n\n1A=1\n", "line 3: `1A` is not the name of a variable"),
-        ("A='open\n", "line 1: the value of A has a quote without its pair"),
-        ('A="x" y\n', "line 1: the value of A has a quote without its pair"),
-        ("A=b # c\n", "line 1: the value of A has a quote without its pair, or a `#`"),
+        ("A='open\n", "line 1: the value of A has an unmatched quote"),
+        ('A="x" y\n', "line 1: the value of A has an unmatched quote"),
+        ("A=b # c\n", "line 1: the value of A has an unmatched quote, or a `#`"),
         ("A=/x:$PATH\n", "line 1: the value of A has `$`"),
         ('A="$HOME"\n', "line 1: the value of A has `$`"),
         ("A=`id`\n", "line 1: the value of A has `$` or a backtick"),

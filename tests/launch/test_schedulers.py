@@ -138,9 +138,9 @@ def test_srun_on_chosen_hosts_and_on_all() -> None:
         (
             HOSTS[0],
             {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[a-b]"},
-            "SLURM_JOB_NODELIST `n[a-b]` is no list of nodes",
+            "SLURM_JOB_NODELIST `n[a-b]` is not a list of nodes",
         ),
-        (HOSTS[0], {"SLURM_JOB_ID": "7"}, "SLURM_JOB_NODELIST `` is no list of nodes"),
+        (HOSTS[0], {"SLURM_JOB_ID": "7"}, "SLURM_JOB_NODELIST `` is not a list of nodes"),
     ],
 )
 def test_what_slurm_cannot_be_told(host: Host, environ: dict[str, str], message: str) -> None:

@@ -46,8 +46,8 @@ def test_the_layout_of_a_run_is_checked_in_two_precisions(tmp_path: Path) -> Non
     ],
 )
 def test_a_run_of_one_process_is_checked_here(tmp_path: Path, sections: dict[str, Any], layout: str) -> None:
-    """The first model of a process that transformers loads after zero.Init has uninitialised rotary frequencies: the plain loop
-    comes first.
+    """The first model of a process that transformers loads after zero.Init has uninitialised rotary frequencies,
+    so the reference loop comes first.
     """
     done = start([*COMMAND, str(tiny_task(tmp_path, **sections))], timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -81,8 +81,8 @@ def test_gradients_twice_as_large_are_found(tmp_path: Path) -> None:
         "import sys\n"
         "from ds_finetune.engine.engine import Engine\n"
         "from ds_finetune.cli.main import main\n"
-        "passes = Engine._passes\n"
-        "Engine._passes = lambda engine, batch, scale: passes(engine, batch, 2 * scale)\n"
+        "run = Engine._run_micro_batches\n"
+        "Engine._run_micro_batches = lambda engine, batch, norm: run(engine, batch, lambda loss: 2 * norm(loss))\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
     run_file = tiny_task(tmp_path, deepspeed={"zero_optimization": {"stage": 2}})

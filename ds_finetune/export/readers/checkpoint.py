@@ -57,13 +57,13 @@ class CheckpointSource:
             target = out[position : position + box.numel].view(box.sizes)
             position += box.numel
             for part, item in chunks:
-                shared = overlap(box, item.box)
+                shared = overlap(box, item.chunk)
                 if shared is None:
                     continue
                 source = part.tensor(item)
                 destination = target
                 for dim, (at, length) in enumerate(zip(shared.offsets, shared.sizes, strict=True)):
-                    source = source.narrow(dim, at - item.box.offsets[dim], length)
+                    source = source.narrow(dim, at - item.chunk.offsets[dim], length)
                     destination = destination.narrow(dim, at - box.offsets[dim], length)
                 destination.copy_(source)
                 copied += shared.numel

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from ds_finetune.errors import ExportError
-from ds_finetune.export.readers.pickles import DataFile, FlatVector, Inert, InertInt, Run, Slices, load_values, run_of
+from ds_finetune.export.readers.pickles import FlatVector, Inert, InertInt, Run, Slices, load_values, run_of
+from ds_finetune.model.data_file import DataFile
 from ds_finetune.model.folder_check import check_folder
 from ds_finetune.model.hub_folder import Scratch
 

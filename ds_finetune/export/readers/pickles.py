@@ -2,13 +2,10 @@
 file.
 """
 
-import os
 import pickle
-import weakref
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from ds_finetune.errors import ExportError
+from ds_finetune.model.data_file import DataFile
 
 
 class Inert:
@@ -61,30 +59,6 @@ def load_values(path: Path, stand_ins: Sequence[tuple[Any, str]]) -> dict[str, A
     return tree
 
 
-class DataFile:
-    """A file that several threads read; opened at the first read, closed with the object."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    @cached_property
-    def _descriptor(self) -> int:
-        descriptor = os.open(self.path, os.O_RDONLY)
-        weakref.finalize(self, os.close, descriptor)
-        return descriptor
-
-    def read_into(self, view: memoryview, offset: int) -> None:
-        """Fill `view` with the bytes from `offset`; ExportError where the file is too short."""
-        while view:
-            done = os.preadv(self._descriptor, [view], offset)
-            if not done:
-                raise ExportError(
-                    f"{self.path} ends at byte {offset}, {len(view)} bytes early",
-                    hint="the file is damaged; use an older checkpoint",
-                )
-            view, offset = view[done:], offset + done
-
-
 @dataclass(frozen=True)
 class Run:
     """`numel` consecutive elements of `dtype` in a file, from byte `offset`."""
@@ -93,6 +67,13 @@ class Run:
     offset: int
     numel: int
     dtype: torch.dtype
+
+    def read_into(self, view: memoryview, start: int) -> None:
+        """Fill the bytes of `view` with the elements from `start`; ExportError where the file is too short."""
+        try:
+            self.file.read_into(view, self.offset + start * self.dtype.itemsize)
+        except EOFError as short:
+            raise ExportError(f"{short}", hint="the file is damaged; use an older checkpoint") from short
 
 
 def run_of(tensor: torch.Tensor, file: DataFile) -> Run:
@@ -129,7 +110,7 @@ class FlatVector:
         while view:
             run, skipped = self._runs[index], start - self._starts[index]
             count = min(run.numel - skipped, len(view) // size)
-            run.file.read_into(view[: count * size], run.offset + skipped * size)
+            run.read_into(view[: count * size], skipped)
             view, start, index = view[count * size :], start + count, index + 1
 
 
