@@ -79,11 +79,12 @@ def _is_resumable(folder: Path, config: RunConfig) -> bool:
 def bytes_of(folder: Path) -> int:
     """Bytes that a run in `folder` takes already, which its next files replace."""
     total = 0
-    for path in folder.rglob("*") if folder.is_dir() else ():
-        # The writer of an interrupted run, or another rank, may remove a file in between.
-        with suppress(FileNotFoundError):
-            status = path.lstat()
-            total += status.st_size if stat.S_ISREG(status.st_mode) else 0
+    # Another rank may remove a folder or a file meanwhile; os.walk passes over folders that are gone, rglob raises.
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                status = Path(parent, name).lstat()
+                total += status.st_size if stat.S_ISREG(status.st_mode) else 0
     return total
 
 
