@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from ds_finetune.cli.main import run_and_exit
 from ds_finetune.engine.engine import Engine
-from ds_finetune.watchdog.collectives import _BETWEEN_TWO, _COLLECTIVES, _observed
+from ds_finetune.watchdog.collectives import _COLLECTIVES, _SEND_RECEIVE, _wrap_collective
 from ds_finetune.watchdog.progress import HangLimits, RankProgress
 
 BLOCK, CALLS = 10, 200_000
-NAMES = (*_COLLECTIVES, *_BETWEEN_TWO)
+NAMES = (*_COLLECTIVES, *_SEND_RECEIVE)
 
 
 def main() -> None:
@@ -76,7 +76,10 @@ def _a_call() -> float:
     def nothing(tensor: torch.Tensor, op: object = None, group: object = None, async_op: bool = False) -> None:
         pass
 
-    seen, tensor = _observed(RankProgress(0, HangLimits(1, 1, 1)), "all_reduce", nothing, pair=False), torch.zeros(8)
+    seen, tensor = (
+        _wrap_collective(RankProgress(0, HangLimits(1, 1, 1)), "all_reduce", nothing, is_point_to_point=False),
+        torch.zeros(8),
+    )
     times = []
     for function in (seen, nothing):
         start = time.perf_counter()
