@@ -1,4 +1,4 @@
-"""Keys of a run file that nothing would read: refused, because whoever set them expects an effect."""
+"""Keys of a run file that have no effect beside the others; they are an error, because whoever set them expects one."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

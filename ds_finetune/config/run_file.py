@@ -56,7 +56,7 @@ def _key_lines(node: yaml.Node | None, path: tuple[str, ...]) -> Iterator[tuple[
 
 
 def apply_override(tree: dict[str, Any], lines: Lines, override: str) -> None:
-    """Set what `section.key=value` says in `tree`; the key then has no line number."""
+    """Apply `section.key=value` to `tree`; the key then has no line number."""
     name, equals, text = override.partition("=")
     keys = tuple(name.split("."))
     if not equals or not all(keys):

@@ -189,7 +189,7 @@ RULES = (
 
 
 def apply_rules(zero: Tree, situation: Situation) -> list[str]:
-    """Rewrite `zero` in place where a rule says so and return one line for each; ConfigError where a rule refuses."""
+    """Apply rules to `zero` in place and return a line for each that rewrites it; ConfigError where a rule refuses."""
     lines = []
     for rule in RULES:
         if not rule.applies(situation, zero):

@@ -16,7 +16,7 @@ from ds_finetune.trainer.prepare import PreparedRun
 def evaluation_functions(
     run: PreparedRun, engine: Engine, interrupts: Interrupts
 ) -> tuple[Callable[[], HeldOutScores | None], Callable[[], float | None] | None]:
-    """A function that evaluates the loss, and one that scores answers by exact match, or None where none is asked for.
+    """A function that evaluates the loss, and one that scores answers by exact match, or None without `eval.generate`.
 
     Each returns None where a signal ended it.
     """

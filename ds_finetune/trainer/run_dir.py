@@ -5,6 +5,7 @@ it.
 import json
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -77,11 +78,13 @@ def _is_resumable(folder: Path, config: RunConfig) -> bool:
 
 def bytes_of(folder: Path) -> int:
     """Bytes that a run in `folder` takes already, which its next files replace."""
-    return (
-        sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
-        if folder.is_dir()
-        else 0
-    )
+    total = 0
+    for path in folder.rglob("*") if folder.is_dir() else ():
+        # The writer of an interrupted run, or another rank, may remove a file in between.
+        with suppress(FileNotFoundError):
+            status = path.lstat()
+            total += status.st_size if stat.S_ISREG(status.st_mode) else 0
+    return total
 
 
 def available_bytes() -> int | None:

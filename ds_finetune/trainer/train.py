@@ -104,7 +104,7 @@ def train_steps(started: StartedRun) -> tuple[StepRecord | None, str]:
     )
     if ended_early(resumed, patience=run.config.eval.patience):
         if engine.is_rank_zero:
-            started.say("the run had ended early for want of a lower eval/loss; nothing is left to train")
+            started.say("the run had ended early because eval/loss did not fall; nothing is left to train")
         return None, ""
     with Interrupts(can_save=started.saver is not None) as interrupts:
         observers = make_observers(started, interrupts)
