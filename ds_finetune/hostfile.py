@@ -11,7 +11,8 @@ from ds_finetune.shipped import shipped_file
 
 _EXAMPLE = "write e.g. `worker-1 slots=8`, `me@10.0.0.2:2222 slots=4` or `[fe80::1]:22 slots=8`"
 _TARGET = re.compile(
-    r"(?:(?P<user>[^@\s]*)@)?(?:\[(?P<v6>[^\]\s]*)\](?::(?P<port6>\S*))?|(?P<name>[^:\s]*)(?::(?P<port>[^:\s]*))?|(?P<bare>\S*))$"
+    r"(?:(?P<user>[^@\s]*)@)?"
+    r"(?:\[(?P<v6>[^\]\s]*)\](?::(?P<port6>\S*))?|(?P<name>[^:\s]*)(?::(?P<port>[^:\s]*))?|(?P<bare>\S*))$"
 )
 
 

@@ -59,7 +59,8 @@ _LOCAL_ONLY = ("DS_ENV_FILE", "DS_FINETUNE_SSH_ARGS", "PYTHON_HISTORY", "PYTHONS
 _DEVICES = "_VISIBLE_DEVICES"
 """The hostfile and `--include` choose devices; the numbers of one host are wrong on another."""
 _SECRET_WORD = re.compile(
-    r"(?:.*(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|PASSCODE|CREDENTIAL|PWD|APIKEY)|(?:USER|DB)?PASS|CREDS?|AUTH|AUTHORIZATION|BEARER|COOKIE"
+    r"(?:.*(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|PASSCODE|CREDENTIAL|PWD|APIKEY)"
+    r"|(?:USER|DB)?PASS|CREDS?|AUTH|AUTHORIZATION|BEARER|COOKIE"
     r"|JWT|PAT|(?:API|ACCESS|PRIVATE|SECRET|SIGNING|ENCRYPTION|ACCOUNT|SSH)?KEY)S?$|(?:SECRET|PASSWORD|CREDENTIAL)",
     re.IGNORECASE,
 )
@@ -71,7 +72,8 @@ _SECRET_VALUE = re.compile(
     r"://[^/\s@]*:[^/\s@]+@|://[^/\s@:]{20,}@"
     r"|\b(?i:bearer|basic)\s+[\w.~+/=-]{8,}|(?i:\b(?:authorization|x-api-key)\s*:)"
     r"|(?i:(?:^|[^a-z])(?:\w*(?:token|secret|passw(?:or)?d|api_?key)|pass|pwd|sig)\s*=\s*[^\s&;]+)"
-    r"|\bhf_[A-Za-z0-9]{16,}|\bsk-[\w-]{16,}|\bgh[pousr]_\w{16,}|\bgithub_pat_\w{16,}|\bglpat-[\w-]{16,}|\bxox[abprs]-[\w-]{10,}"
+    r"|\bhf_[A-Za-z0-9]{16,}|\bsk-[\w-]{16,}|\bgh[pousr]_\w{16,}|\bgithub_pat_\w{16,}|\bglpat-[\w-]{16,}"
+    r"|\bxox[abprs]-[\w-]{10,}"
     r"|\bnvapi-[\w-]{16,}|\bAIza[\w-]{30,}|\bAKIA[0-9A-Z]{12,}|\beyJ[\w-]{10,}\.[\w-]{10,}|PRIVATE KEY-----"
 )
 """Matches a password in an address, a header or an assignment, and known kinds of tokens."""

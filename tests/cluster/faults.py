@@ -265,7 +265,7 @@ def inflict(bed: Bed, task: Path, fault: str, *, at_step: int, launcher: str = "
         left = len(run.left())
         code = run.process.wait(LIMIT)
         seen = Seen(fault, step, code, none_left, left, run.said())
-    mend(bed, fault)
+    repair(bed, fault)
     return seen
 
 
@@ -298,7 +298,7 @@ def survive(bed: Bed, task: Path, fault: str, *, at_step: int, undisturbed: list
         losses = [record["train/loss"] for record in run.records()]
         off = max(abs(a - b) for a, b in zip(losses, undisturbed, strict=True))
         seen = Resumed(fault, step, code, int(found[1]), seconds, off)
-    mend(bed, fault)
+    repair(bed, fault)
     return seen
 
 
@@ -309,7 +309,7 @@ def losses_undisturbed(bed: Bed, task: Path) -> list[float]:
         return [record["train/loss"] for record in run.records()]
 
 
-def mend(bed: Bed, fault: str) -> None:
+def repair(bed: Bed, fault: str) -> None:
     """Make a bed whole again."""
     if fault == "cable pulled":
         bed.cable(VICTIM, plugged=True)

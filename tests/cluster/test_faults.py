@@ -21,8 +21,8 @@ from tests.cluster.faults import (
     inflict,
     kill_rank,
     launched,
-    mend,
     pull_cable,
+    repair,
 )
 
 AGAIN = "launch.restarts=2"
@@ -83,7 +83,7 @@ def test_a_lost_host_is_done_without_until_it_is_back(bed: Bed, task: Path, undi
         run.wait_for_step(run.step() + 5)
         assert "left out: 10.77.0.2" in run.said()
         assert not run.processes(VICTIM, "ds_finetune.worker")
-        mend(bed, "cable pulled")
+        repair(bed, "cable pulled")
         run.bed.run(1, ["kill", "-9", str(run.processes(1, "ds_finetune.worker")[-1])], timeout=10)
         assert run.process.wait(120) == 0, run.said()
         assert run.said().count(f"started on {bed.hosts[1].address}") == 2
@@ -135,4 +135,4 @@ def test_hosts_that_are_not_ready_start_nothing(bed: Bed, task: Path) -> None:
             )
             assert not (run.folder / "metrics.jsonl").exists()
     finally:
-        mend(bed, "host crashed")
+        repair(bed, "host crashed")

@@ -60,7 +60,7 @@ def templated(
     return SampleTokeniser(tokenizer, chosen).tokenise([("row 1", Conversation(tuple(turns)))])[0]
 
 
-def learnt(tokens: Tokens, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def supervised_texts(tokens: Tokens, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """The supervised stretches as text."""
     stretches: list[list[int]] = []
     for place, (token, is_learnt) in enumerate(zip(tokens.ids, tokens.mask, strict=True)):
@@ -96,22 +96,22 @@ def test_ids_are_the_published_ones(tokenizers: Path, folder: str, vectors: str)
 def test_r1_distill_keeps_reasoning_and_opens_it_in_the_prompt(r1: PreTrainedTokenizerBase) -> None:
     tokens = templated(r1, TURNS[:3])
     assert r1.decode(tokens.ids) == f"{BOS}Be brief.<｜User｜>Hi<｜Assistant｜><think>\nhm\n</think>\n\nHello!{EOS}"
-    assert learnt(tokens, r1) == [f"hm\n</think>\n\nHello!{EOS}"]
+    assert supervised_texts(tokens, r1) == [f"hm\n</think>\n\nHello!{EOS}"]
     assert not tokens.server_prompt_differs
 
 
 def test_r1_distill_with_two_turns(r1: PreTrainedTokenizerBase) -> None:
     tokens = templated(r1, TURNS)
-    assert learnt(tokens, r1) == [f"hm\n</think>\n\nHello!{EOS}", f"4{EOS}"]
+    assert supervised_texts(tokens, r1) == [f"hm\n</think>\n\nHello!{EOS}", f"4{EOS}"]
     assert tokens.server_prompt_differs  # the second answer has no reasoning, and a server would open one
 
 
 def test_reasoning_can_be_stripped(llm: PreTrainedTokenizerBase) -> None:
-    assert learnt(templated(llm, TURNS, reasoning="strip"), llm) == [f" Hello!{EOS}", f" 4{EOS}"]
+    assert supervised_texts(templated(llm, TURNS, reasoning="strip"), llm) == [f" Hello!{EOS}", f" 4{EOS}"]
 
 
 def test_which_turns_are_supervised(llm: PreTrainedTokenizerBase) -> None:
-    assert learnt(templated(llm, TURNS, train_on="last_assistant"), llm) == [f" 4{EOS}"]
+    assert supervised_texts(templated(llm, TURNS, train_on="last_assistant"), llm) == [f" 4{EOS}"]
     whole = templated(llm, TURNS, train_on="all")
     assert whole.mask == [True] * len(whole.ids)
 
@@ -119,7 +119,10 @@ def test_which_turns_are_supervised(llm: PreTrainedTokenizerBase) -> None:
 def test_r1_distill_tool_call(r1: PreTrainedTokenizerBase) -> None:
     tokens = templated(r1, TOOL_TURNS)
     head = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add"
-    assert learnt(tokens, r1) == [f'{head}\n```json\n{{"a": 2, "b": 2}}\n```<｜tool▁call▁end｜>', f"It is 4.{EOS}"]
+    assert supervised_texts(tokens, r1) == [
+        f'{head}\n```json\n{{"a": 2, "b": 2}}\n```<｜tool▁call▁end｜>',
+        f"It is 4.{EOS}",
+    ]
     assert tokens.notes == ("open_call",)  # this template ends a call without the eos token that ends its other turns
 
 
@@ -139,7 +142,7 @@ def test_supervised_text_and_server_prompt_of_each_template(tokenizers: Path, na
     template = json.loads(file.read_text())["chat_template"] if file.suffix == ".json" else file.read_text()
     tokenizer = chatml(load_tokenizer(str(tokenizers / "deepseek-r1-distill-qwen")), "<|im_start|>", "<|im_end|>")
     tokens = templated(tokenizer, TURNS, template)
-    assert learnt(tokens, tokenizer) == TEMPLATES[name]
+    assert supervised_texts(tokens, tokenizer) == TEMPLATES[name]
     server = tokenizer.apply_chat_template(
         TURNS[:2], chat_template=template, add_generation_prompt=True, tokenize=False
     )
@@ -155,9 +158,9 @@ def test_plain_completion_and_text(llm: PreTrainedTokenizerBase) -> None:
     asked = Completion("2+2=", "4", Conversation(()))
     completion, text = SampleTokeniser(llm, settings).tokenise([("a", asked), ("b", PlainText("Once"))])
     assert llm.decode(completion.ids) == f"{BOS}2+2=\n4{EOS}"
-    assert learnt(completion, llm) == [f"4{EOS}"]
+    assert supervised_texts(completion, llm) == [f"4{EOS}"]
     assert llm.decode(text.ids) == f"{BOS}Once{EOS}"
-    assert learnt(text, llm) == [f"Once{EOS}"]
+    assert supervised_texts(text, llm) == [f"Once{EOS}"]
 
 
 @pytest.mark.parametrize(

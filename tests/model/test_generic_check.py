@@ -111,7 +111,7 @@ def test_what_a_trial_refuses() -> None:
     with pytest.raises(ModelError, match="packing could not be tried, a tiny copy fails with KeyError: 1") as caught:
         refuse_failed_trial("x", Trial(untried="a tiny copy fails with KeyError: 1"), packing=True)
     assert caught.value.hint == "set data.packing: false"
-    refuse_failed_trial("x", Trial(untried="it is odd"), packing=False)
+    refuse_failed_trial("x", Trial(untried="not built"), packing=False)
 
 
 @pytest.mark.parametrize("kind", ["bamba", "gemma3_text", "glm4_moe", "qwen3_next", "jamba"])

@@ -1,4 +1,4 @@
-"""A whole run over weights in four bits: announced, evaluated, exported from the model's own weights, gone on with, and
+"""A whole run over weights in four bits: announced, evaluated, exported from the model's own weights, resumed, and
 refused.
 """
 

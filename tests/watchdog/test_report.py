@@ -1,4 +1,4 @@
-"""What is told of an error, and of many ranks that stand still."""
+"""Report of an error, and of many ranks that hang."""
 
 import os
 import signal
