@@ -97,7 +97,7 @@ def test_a_wheel_holds_every_file(tmp_path: Path) -> None:
     (empty / "run.yaml").write_text("model: m\ndata: {train: a.jsonl}\noutput_dir: o\ndeepspeed: zero3\n")
     code = (
         "import sys; from ds_finetune.plan.deepspeed_config import read_choices as r; print(r('zero3')[0]['zero_optimization']['stage']);"
-        "from ds_finetune.cli.main import main; sys.exit(main(['config', 'show', 'run_and_exit.yaml']))"
+        "from ds_finetune.cli.main import main; sys.exit(main(['config', 'show', 'run.yaml']))"
     )
     environ = os.environ | {"PYTHONPATH": str(installed)}
     done = subprocess.run(

@@ -35,7 +35,7 @@ def test_deepseek_v3_on_64_nodes(deepseek_v3: Path, monkeypatch: pytest.MonkeyPa
     assert found["ranks", "node01"].found == "0-7"
     assert found["ranks", "node64"].found == "504-511"
     assert found["plan", ""].found == "dp 512 x ep 32, ZeRO-3, 512 ranks on cuda"
-    assert "a rank keeps" in found["memory", ""].found
+    assert "a rank needs" in found["memory", ""].found
     refused = simulate(read_hostfile(NODES), read_config(run_file, [f"model={deepseek_v3}"]))
     assert [(check.name, check.state) for check in refused if check.state != "ok"] == [("plan", "fail")]
     assert "256" in next(check.found for check in refused if check.state == "fail")
