@@ -189,7 +189,7 @@ def _unchanged_environment(world: World) -> Iterator[None]:
     """
     names: dict[str, str] = {}
     if world.launcher == "python":
-        world.export_to(names)
+        world.set_environment(names)
     added = names.keys() - os.environ.keys()
     try:
         yield

@@ -69,7 +69,7 @@ def step_contest(config: RunConfig, *, steps: int, say: Say) -> Contest:
     eight, and over the same packed rows. All start from the same weights.
     """
     world = World.from_environment(os.environ)
-    world.export_to(os.environ)
+    world.set_environment(os.environ)
     if world.world_size > 1:
         raise ConfigError(
             f"bench compares one process with a plain loop, and this is rank {world.rank} of {world.world_size}",

@@ -78,7 +78,7 @@ class World:
             )
         return cls(0, 1, 0, 1, "python", master_port=_ANY_PORT)
 
-    def export_to(self, environ: MutableMapping[str, str]) -> None:
+    def set_environment(self, environ: MutableMapping[str, str]) -> None:
         """Set the standard variables where they are missing, before DeepSpeed looks for them (else it wants mpi4py)."""
         values = {
             "RANK": self.rank,

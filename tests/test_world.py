@@ -34,7 +34,7 @@ def test_without_a_launcher_the_world_is_one() -> None:
 
 def test_two_plain_runs_on_one_machine_do_not_want_the_same_port() -> None:
     """Each opens its process group while the other still has its own; torch's default would be port 29500 for both."""
-    code = "import os, sys, torch.distributed as d; from ds_finetune.world import World; World.from_environment(os.environ).export_to(os.environ); "
+    code = "import os, sys, torch.distributed as d; from ds_finetune.world import World; World.from_environment(os.environ).set_environment(os.environ); "
     code += "d.init_process_group('gloo'); print('open', flush=True); sys.stdin.readline()"
     clean = {
         k: v
@@ -60,7 +60,7 @@ def test_standard_variables() -> None:
 
 def test_open_mpi_fills_what_deepspeed_looks_for() -> None:
     environ = MPI | {"MASTER_ADDR": "first"}
-    World.from_environment(environ).export_to(environ)
+    World.from_environment(environ).set_environment(environ)
     assert [environ[k] for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")] == [
         "3",
         "4",

@@ -34,7 +34,7 @@ def meet(world: World, *, timeout: timedelta = MEETING_TIMEOUT) -> dist.Store:
     A collective's timeout, which is also that of torch's own rendezvous (torch 2.13, distributed_c10d.py:1893), may be
     far shorter.
     """
-    world.export_to(os.environ)
+    world.set_environment(os.environ)
     problem = f"rank {world.rank} has not met the others at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     hint = "another rank failed before, or starts later (raise watchdog.meet), or the address is not that of rank 0"
     try:
@@ -65,7 +65,7 @@ def process_group(
     import deepspeed
 
     _refuse_other_accelerator(device)
-    world.export_to(os.environ)
+    world.set_environment(os.environ)
     index = visible_device(world.local_rank) if device == "cuda" else world.local_rank
     if device == "cuda":
         torch.cuda.set_device(index)

@@ -43,10 +43,10 @@ from ds_finetune.quiet import deepspeed_level
 
 
 @contextmanager
-def start_engine(plan: Plan, model: ModelPlan, *, has_weights: bool = True) -> Iterator[Engine]:
+def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) -> Iterator[Engine]:
     """Build `model` under the ZeRO stage of `plan` and yield the engine; needs an open process group.
 
-    Without `has_weights` parameters hold zeros, into which a checkpoint is restored. Weights are loaded all the same
+    Without `loads_weights` parameters hold zeros, into which a checkpoint is restored. Weights are loaded all the same
     where some parameters are not trained, because checkpoints do not hold them.
     """
     import deepspeed
@@ -57,7 +57,7 @@ def start_engine(plan: Plan, model: ModelPlan, *, has_weights: bool = True) -> I
     check_nvme(plan)
     check_buffers(plan, model)
     with open_groups(plan.mesh, timeout=timedelta(seconds=plan.collective_seconds)) as groups:
-        lm = _build(plan, model, groups, has_weights=has_weights)
+        lm = _build(plan, model, groups, loads_weights=loads_weights)
         trained = TrainedModel(lm, groups.sequence, groups.stage)
         if groups.experts is not None and plan.zero_stage < 3 and any(map(is_expert, trained.parameters())):
             trained.has_experts = experts_marker(groups.experts.size)
@@ -77,12 +77,12 @@ def start_engine(plan: Plan, model: ModelPlan, *, has_weights: bool = True) -> I
             wrapped.destroy()
 
 
-def _build(plan: Plan, model: ModelPlan, groups: Groups, *, has_weights: bool) -> PreTrainedModel:
+def _build(plan: Plan, model: ModelPlan, groups: Groups, *, loads_weights: bool) -> PreTrainedModel:
     """The part of the model that this rank holds, with its weights, adapters and loss head."""
     lm = _build_modules(plan, model, groups)
     kernel = _install_groups(lm, plan, model.hf_config, groups)
     where, lora = partition if plan.zero_stage == 3 else four_bit_or_whole, model.lora
-    _fill_weights(lm, plan, model, where=where, has_weights=has_weights or lora is not None)
+    _fill_weights(lm, plan, model, where=where, loads_weights=loads_weights or lora is not None)
     if lora is not None:
         # After the weights, because loading checks every parameter against the files.
         share = partial(_partition_like_model, lm) if plan.zero_stage == 3 else _leave_whole
@@ -136,12 +136,12 @@ def _install_groups(lm: PreTrainedModel, plan: Plan, hf_config: PretrainedConfig
     return kernel
 
 
-def _fill_weights(lm: PreTrainedModel, plan: Plan, model: ModelPlan, *, where: Where, has_weights: bool) -> None:
+def _fill_weights(lm: PreTrainedModel, plan: Plan, model: ModelPlan, *, where: Where, loads_weights: bool) -> None:
     model_shard = ModelShard.of(plan.mesh)
     for name, param in lm.named_parameters():
         # DeepSpeed 0.19.8 counts other parameters once in norms (runtime/utils.py:134).
         param.model_parallel = model_shard.tensor_shard(name, tuple(local_shape(param))).dim is not None  # type: ignore[attr-defined]
-    if not has_weights and all(param.requires_grad for param in lm.parameters()):
+    if not loads_weights and all(param.requires_grad for param in lm.parameters()):
         clear_weights(lm, where=where)
     elif model.has_random_weights:
         initialise_weights(lm, seed=plan.seed, where=where, model_shard=model_shard)

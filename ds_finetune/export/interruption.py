@@ -9,7 +9,7 @@ from typing import Any, Self
 from ds_finetune.errors import VerificationError
 
 
-class Interruption:
+class SignalInterruption:
     """A context in which each of `signals` raises KeyboardInterrupt; `name` is the name of the first signal.
 
     Python prints an exception that a handler raises within a destructor, and continues. DeepSpeed 0.19.8 has a

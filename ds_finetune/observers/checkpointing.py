@@ -9,8 +9,8 @@ from ds_finetune.checkpoint.random_state import random_state
 from ds_finetune.checkpoint.saver import Saver, SaveResult, superseded_checkpoints
 from ds_finetune.engine.collectives import all_gather_object
 from ds_finetune.errors import RunError
-from ds_finetune.observers.interrupts import Interrupts
 from ds_finetune.observers.record import Resumable, StepRecord
+from ds_finetune.observers.stop_signals import StopSignals
 
 RunText = Callable[[StepRecord, Mapping[str, Mapping[str, Any]]], str]
 """From the record of a step and the state of observers to the run's state as text."""
@@ -33,7 +33,7 @@ class Checkpointing:
     """Saves by the `policy`; `say` prints a line, `remembered` are the observers by name whose state is saved."""
 
     saver: Saver
-    interrupts: Interrupts
+    signals: StopSignals
     policy: CheckpointPolicy
     remembered: Mapping[str, Resumable]
     run_text: RunText
@@ -44,22 +44,22 @@ class Checkpointing:
 
     def after_step(self, record: StepRecord) -> StepRecord:
         """Finish the previous save where it is done, and start one when it is due."""
-        is_asked = self.interrupts.is_asked()
+        is_stop_requested = self.signals.is_stop_requested()
         self._report(self.saver.settle())
-        if not (is_asked or record.is_last or record.stop or record.step % self.policy.every_steps == 0):
+        if not (is_stop_requested or record.is_last or record.stop or record.step % self.policy.every_steps == 0):
             return record
         with self.saving():
-            return self._save(record, is_asked=is_asked)
+            return self._save(record, is_stop_requested=is_stop_requested)
 
-    def _save(self, record: StepRecord, *, is_asked: bool) -> StepRecord:
+    def _save(self, record: StepRecord, *, is_stop_requested: bool) -> StepRecord:
         self._report(self.saver.settle(wait=True))
         state = self.run_text(record, {name: observer.state() for name, observer in self.remembered.items()})
         rank_state = {"random": random_state(), "position": record.position}
         blocked = self.saver.save(record.step, state, rank_state=rank_state, eval_loss=record.values.get("eval/loss"))
         record = record.with_values({"checkpoint/blocked_seconds": blocked})
-        if not is_asked:
+        if not is_stop_requested:
             return record
-        name = self.interrupts.name or "a signal to another rank"
+        name = self.signals.name or "a signal to another rank"
         if not self._report(self.saver.settle(wait=True)):
             raise RunError(
                 f"{name}: NOT saved at step {record.step}", hint="the same command resumes from the checkpoint before"

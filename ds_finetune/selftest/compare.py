@@ -92,7 +92,7 @@ def compare_layout(
         taken = _steps_with_checkpoint(engine, folder, steps)
         loss = eval_loss(engine)
         _export(engine, config.model.path, folder / "export")
-    with start_engine(plan, model, has_weights=False) as engine:
+    with start_engine(plan, model, loads_weights=False) as engine:
         resumed = _steps_after_resume(engine, folder, steps - 1)
     if world.rank:
         return None

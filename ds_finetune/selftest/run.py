@@ -144,7 +144,7 @@ def selftest(config: RunConfig | None, extent: Extent, *, say: Say) -> None:
     # A launcher sends this signal to the other ranks when one fails; rank zero has a folder to remove.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     world = World.from_environment(os.environ)
-    world.export_to(os.environ)
+    world.set_environment(os.environ)
     device = choose_device()
     cases = (
         _standard_cases(world.world_size, extent.families, device) if config is None else _cases_of_run(config, world)

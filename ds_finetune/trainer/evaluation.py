@@ -7,14 +7,14 @@ from ds_finetune.data.batches import eval_batches, num_eval_rows
 from ds_finetune.engine.engine import Engine, HeldOutScores
 from ds_finetune.engine.generation import GenerationLimits
 from ds_finetune.observers.evaluation import matches
-from ds_finetune.observers.interrupts import Interrupts
+from ds_finetune.observers.stop_signals import StopSignals
 from ds_finetune.phase_line import PhaseLine
 from ds_finetune.trainer.batches import batch_plan
 from ds_finetune.trainer.prepare import PreparedRun
 
 
 def evaluation_functions(
-    run: PreparedRun, engine: Engine, interrupts: Interrupts
+    run: PreparedRun, engine: Engine, signals: StopSignals
 ) -> tuple[Callable[[], HeldOutScores | None], Callable[[], float | None] | None]:
     """A function that evaluates the loss, and one that scores answers by exact match, or None without `eval.generate`.
 
@@ -32,13 +32,13 @@ def evaluation_functions(
     def evaluate() -> HeldOutScores | None:
         number = num_eval_rows(held_out, limit)
         with phase("evaluation", number, rows.micro_batch_size * rows.dp) as line:
-            is_over = line.before_each(interrupts.is_asked)
+            is_over = line.before_each(signals.is_stop_requested)
             return engine.evaluate(eval_batches(held_out, rows, limit=limit), is_over=is_over)
 
     def exact_match() -> float | None:
         prompts = held_out.prompts_and_answers(generate.prompts)
         with phase("answers", len(prompts), rows.dp) as line:
-            is_over = line.before_each(interrupts.is_asked)
+            is_over = line.before_each(signals.is_stop_requested)
             ids = engine.generate([prompt for prompt, _ in prompts], limits, is_over=is_over)
         if ids is None:
             return None

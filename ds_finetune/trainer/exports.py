@@ -19,7 +19,7 @@ from ds_finetune.export.folder import (
     link_folder,
     write_folder,
 )
-from ds_finetune.export.interruption import Interruption
+from ds_finetune.export.interruption import SignalInterruption
 from ds_finetune.export.model_config import config_changes
 from ds_finetune.export.source import read_model_spec
 from ds_finetune.export.verify.record import RECORD, UNVERIFIED, ExportRecord, fixed_prompts, sampled_logits
@@ -48,7 +48,7 @@ def files_beside(template: str, inputs: RunInputs) -> dict[str, Path]:
 
 
 def verify_run_exports(
-    config: RunConfig, exports: tuple[Path, ...], interruption: Interruption
+    config: RunConfig, exports: tuple[Path, ...], interruption: SignalInterruption
 ) -> tuple[VerificationResult, ...]:
     """Compare the exported folders, and the best weights', with what the run recorded, in one fresh process.
 

@@ -15,10 +15,10 @@ from ds_finetune.data.stream import StreamedRows
 from ds_finetune.engine.engine import Engine
 from ds_finetune.observers.checkpointing import Checkpointing, CheckpointPolicy
 from ds_finetune.observers.evaluation import BestAndPatience, Evaluation
-from ds_finetune.observers.interrupts import Interrupts
 from ds_finetune.observers.progress import ProgressLine
 from ds_finetune.observers.record import Observer, Resumable
 from ds_finetune.observers.skipped import SkippedSteps
+from ds_finetune.observers.stop_signals import StopSignals
 from ds_finetune.observers.time_left import ANSWERS, EVALUATION, EXPORT, SAVE, TimeLeft
 from ds_finetune.observers.utilisation import Utilisation, peak_flops
 from ds_finetune.observers.writers import MetricsFile, Trackers
@@ -40,14 +40,14 @@ class StartedRun:
 
     run: PreparedRun
     engine: Engine
-    resumed: ResumePoint
+    resume_point: ResumePoint
     saver: Saver | None
     exports: Exports
     rank_progress: RankProgress
     say: Say
 
 
-def make_observers(started: StartedRun, interrupts: Interrupts) -> list[Observer]:
+def make_observers(started: StartedRun, signals: StopSignals) -> list[Observer]:
     """The observers in the order in which they see a record, with what they remembered at the checkpoint."""
     config, plan = started.run.config, started.run.plan
     left, skipped = make_time_left(started.run), SkippedSteps(config.train.max_skipped_steps)
@@ -57,12 +57,12 @@ def make_observers(started: StartedRun, interrupts: Interrupts) -> list[Observer
     observers += [skipped, *_utilisation(started.run)]
     resumable: dict[str, Resumable] = {"skipped": skipped}
     if started.run.inputs.held_out is not None:
-        evaluation, best = _evaluation(started, left, interrupts)
+        evaluation, best = _evaluation(started, left, signals)
         observers += [evaluation, best]
         resumable |= {"evaluation": evaluation, "best": best}
-    restore_observers(resumable, started.resumed)
+    restore_observers(resumable, started.resume_point)
     if started.saver is not None:
-        observers.append(_checkpointing(started, started.saver, left, interrupts, resumable))
+        observers.append(_checkpointing(started, started.saver, left, signals, resumable))
     return [*observers, *(_writers(started, left) if started.engine.is_rank_zero else [])]
 
 
@@ -81,9 +81,9 @@ def make_time_left(run: PreparedRun) -> TimeLeft:
     )
 
 
-def _evaluation(started: StartedRun, left: TimeLeft, interrupts: Interrupts) -> tuple[Evaluation, BestAndPatience]:
+def _evaluation(started: StartedRun, left: TimeLeft, signals: StopSignals) -> tuple[Evaluation, BestAndPatience]:
     config, progress = started.run.config, started.rank_progress
-    evaluate, exact_match = evaluation_functions(started.run, started.engine, interrupts)
+    evaluate, exact_match = evaluation_functions(started.run, started.engine, signals)
     evaluation = Evaluation(
         _evaluates_every(config),
         left.measure(EVALUATION, _in_phase(progress, "evaluation", evaluate)),
@@ -94,12 +94,12 @@ def _evaluation(started: StartedRun, left: TimeLeft, interrupts: Interrupts) -> 
 
 
 def _checkpointing(
-    started: StartedRun, saver: Saver, left: TimeLeft, interrupts: Interrupts, resumable: dict[str, Resumable]
+    started: StartedRun, saver: Saver, left: TimeLeft, signals: StopSignals, resumable: dict[str, Resumable]
 ) -> Checkpointing:
     policy = started.run.config.checkpoint
     kept = CheckpointPolicy(policy.every_steps, policy.keep, policy.keep_best, policy.max_failed)
     state_text, saving = make_state_text(started.run, started.engine), partial(_saving, started.rank_progress, left)
-    return Checkpointing(saver, interrupts, kept, resumable, state_text, started.say, saving)
+    return Checkpointing(saver, signals, kept, resumable, state_text, started.say, saving)
 
 
 def _writers(started: StartedRun, left: TimeLeft) -> list[Observer]:

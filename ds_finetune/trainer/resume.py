@@ -302,7 +302,7 @@ def ended_early(point: ResumePoint, *, patience: int) -> bool:
     return 0 < patience <= best.get("worse_in_a_row", 0)
 
 
-def cut_evaluation(point: ResumePoint, stream_position: Position, *, steps: int) -> list[StepRecord]:
+def interrupted_evaluation(point: ResumePoint, stream_position: Position, *, steps: int) -> list[StepRecord]:
     """The record of the step whose evaluation a signal cut short, to be passed to the observers again; else nothing."""
     state = point.found.state if point.found else None
     if state is None or not state.observers.get("evaluation", {}).get("is_due"):

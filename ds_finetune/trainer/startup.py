@@ -34,7 +34,7 @@ def start_watchdog(watchdog: WatchdogConfig, world: World, output_dir: Path) -> 
         yield monitor, store
 
 
-def build_operators(run: PreparedRun, store: dist.Store, say: Say) -> PreparedRun:
+def compile_operators(run: PreparedRun, store: dist.Store, say: Say) -> PreparedRun:
     """Compile what the optimizer needs; the ranks agree through `store` on what follows from it."""
     timeout = timedelta(seconds=run.plan.collective_seconds)
     agree = partial(exchange, store, run.plan.world, "operators", timeout=timeout)
@@ -42,7 +42,7 @@ def build_operators(run: PreparedRun, store: dist.Store, say: Say) -> PreparedRu
 
 
 @contextmanager
-def join_processes(run: PreparedRun, store: dist.Store, monitor: Monitor) -> Iterator[None]:
+def open_process_group(run: PreparedRun, store: dist.Store, monitor: Monitor) -> Iterator[None]:
     """Open the process group of all ranks; the watchdog reports an error before the group closes."""
     timeout = timedelta(seconds=run.plan.collective_seconds)
     group = process_group(run.plan.world, run.plan.device, store, timeout=timeout)

@@ -11,26 +11,26 @@ from pathlib import Path
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.errors import RunError
-from ds_finetune.export.interruption import Interruption
+from ds_finetune.export.interruption import SignalInterruption
 from ds_finetune.export.verify.verify import VerificationResult
-from ds_finetune.observers.interrupts import Interrupts
 from ds_finetune.observers.record import StepRecord
+from ds_finetune.observers.stop_signals import StopSignals
 from ds_finetune.trainer.batches import run_batches
 from ds_finetune.trainer.exports import Exports, Say, verify_run_exports
 from ds_finetune.trainer.loop import run_steps, training_steps
 from ds_finetune.trainer.observers import StartedRun, make_observers
 from ds_finetune.trainer.prepare import PreparedRun, prepare_run
 from ds_finetune.trainer.resume import (
-    cut_evaluation,
     ended_early,
     find_resume_point,
+    interrupted_evaluation,
     refuse_past_end,
     resume_engine,
     saved_record,
     start_saver,
 )
 from ds_finetune.trainer.run_dir import write_run_files
-from ds_finetune.trainer.startup import build_operators, join_processes, start_watchdog
+from ds_finetune.trainer.startup import compile_operators, open_process_group, start_watchdog
 from ds_finetune.watchdog.monitor import Monitor
 from ds_finetune.world import World, refuse_missing_hostfile
 
@@ -39,9 +39,10 @@ Announce = Callable[[PreparedRun], None]
 
 @dataclass(frozen=True)
 class Report:
-    """What happened: the last record, the run folder, the exports that were written and how long it took."""
+    """What happened: the record of the last step, the run folder, the exports that were written and the seconds."""
 
     last: StepRecord | None
+    """None where no step was done."""
     output_dir: Path
     exports: tuple[Path, ...]
     seconds: float = 0.0
@@ -52,17 +53,21 @@ class Report:
 
 
 def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
-    """Fine-tune as `config` says and return what happened; rank zero calls `announce` before it loads anything."""
+    """Fine-tune as `config` says and return what happened.
+
+    Rank zero calls `announce` once the run is prepared, before the model is built.
+    """
     began = time.monotonic()
     world = World.from_environment(os.environ)
-    world.export_to(os.environ)
+    world.set_environment(os.environ)
     refuse_missing_hostfile()
-    with Interruption(signal.SIGINT) as interruption:
+    with SignalInterruption(signal.SIGINT) as interruption:
         with start_watchdog(config.watchdog, world, Path(config.output_dir)) as (monitor, store):
-            run = build_operators(prepare_run(config, world), store, say)
+            run = prepare_run(config, world)
+            run = compile_operators(run, store, say)
             if world.rank == 0:
                 announce(run)
-            with join_processes(run, store, monitor):
+            with open_process_group(run, store, monitor):
                 report = _train_and_export(run, monitor, say)
         verdicts: tuple[VerificationResult, ...] = ()
         if world.rank == 0 and not report.interrupted:
@@ -71,21 +76,21 @@ def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
 
 
 def _train_and_export(run: PreparedRun, monitor: Monitor, say: Say) -> Report:
-    resumed = find_resume_point(run, say if run.plan.world.rank == 0 else _print_nothing)
-    refuse_past_end(resumed, steps=run.schedule.steps, duration=run.config.train.duration)
-    engine_context = start_engine(run.plan, run.inputs.model, has_weights=resumed.found is None)
-    # The innermost context reports an error before anything is closed, which may wait for ranks that are gone.
-    with engine_context as engine, start_saver(run, engine, resumed) as saver, monitor.report_errors():
+    resume_point = find_resume_point(run, say if run.plan.world.rank == 0 else _print_nothing)
+    refuse_past_end(resume_point, steps=run.schedule.steps, duration=run.config.train.duration)
+    engine_context = start_engine(run.plan, run.inputs.model, loads_weights=resume_point.found is None)
+    # Errors are reported first, by the innermost context: closing the others may wait for ranks that are gone.
+    with engine_context as engine, start_saver(run, engine, resume_point) as saver, monitor.report_errors():
         exports = Exports(run, engine, say)
-        started = StartedRun(run, engine, resumed, saver, exports, monitor.progress, say)
+        started = StartedRun(run, engine, resume_point, saver, exports, monitor.progress, say)
         last, interrupted = train_steps(started)
         written: tuple[Path, ...] = ()
         if run.config.export.at_end and not interrupted:
             with monitor.progress.during("export"):
-                written = (exports.write_last(resumed.progress.step if last is None else last.step),)
+                written = (exports.write_last(resume_point.progress.step if last is None else last.step),)
         if saver is not None and saver.last_error:
             raise RunError(
-                f"{saver.last_error}; the steps are done",
+                f"training finished, but its last checkpoint was not written: {saver.last_error}",
                 hint="make room; the same command resumes from the checkpoint before",
             )
     return Report(last, run.output_dir, written, interrupted=interrupted)
@@ -94,27 +99,31 @@ def _train_and_export(run: PreparedRun, monitor: Monitor, say: Say) -> Report:
 def train_steps(started: StartedRun) -> tuple[StepRecord | None, str]:
     """Do the steps that are left; returns the last record, and the signal that ended the run, if one did.
 
-    Signals are handled here alone: before and after, everything is saved that can be, and they end the process.
+    A signal to stop is obeyed after the step that is under way. Outside the steps there is nothing to save, so it ends
+    the process.
     """
-    run, engine, resumed = started.run, started.engine, started.resumed
-    stream_position = resume_engine(run, engine, resumed)
-    due = cut_evaluation(resumed, stream_position, steps=run.schedule.steps)
+    run, engine, resume_point = started.run, started.engine, started.resume_point
+    stream_position = resume_engine(run, engine, resume_point)
+    due = interrupted_evaluation(resume_point, stream_position, steps=run.schedule.steps)
     write_run_files(
-        run.config, run.plan, after_step=resumed.progress.step - len(due), last=None if due else saved_record(resumed)
+        run.config,
+        run.plan,
+        after_step=resume_point.progress.step - len(due),
+        last=None if due else saved_record(resume_point),
     )
-    if ended_early(resumed, patience=run.config.eval.patience):
+    if ended_early(resume_point, patience=run.config.eval.patience):
         if engine.is_rank_zero:
             started.say("the run had ended early because eval/loss did not fall; nothing is left to train")
         return None, ""
-    with Interrupts(can_save=started.saver is not None) as interrupts:
-        observers = make_observers(started, interrupts)
-        batches = run_batches(run, after=resumed.progress, stream_position=stream_position)
-        records = training_steps(engine, batches, run.schedule, after=resumed.progress)
+    with StopSignals(can_save=started.saver is not None) as signals:
+        observers = make_observers(started, signals)
+        batches = run_batches(run, after=resume_point.progress, stream_position=stream_position)
+        records = training_steps(engine, batches, run.schedule, after=resume_point.progress)
         last = run_steps(chain(due, started.rank_progress.count_steps(records)), observers)
         started.rank_progress.finish_steps()
         for observer in observers:
             observer.close()
-        return last, last.stop if last and interrupts.is_asked() else ""
+        return last, last.stop if last and signals.is_stop_requested() else ""
 
 
 def _print_nothing(_: str) -> None:

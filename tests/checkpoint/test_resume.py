@@ -114,8 +114,8 @@ def test_a_signal_before_the_first_step_and_one_in_evaluation(tmp_path: Path) ->
 WAITING = """
 import datetime, time
 import torch.distributed as dist
-from ds_finetune.observers.interrupts import Interrupts
-with Interrupts() as interrupts:
+from ds_finetune.observers.stop_signals import StopSignals
+with StopSignals() as signals:
     print("ready", flush=True)
     # As a rank waits for one that is gone: in C++, where no handler of Python's runs.
     dist.TCPStore("127.0.0.1", 0, is_master=True).wait(["never"], datetime.timedelta(seconds=60))
@@ -207,7 +207,7 @@ def test_a_full_disk_is_said_loudly_and_the_run_goes_on(tmp_path: Path, small_di
 
 
 @pytest.mark.parametrize(
-    ("steps", "said"), [("100000 steps", "3 checkpoints in a row were not written"), ("6 steps", "the steps are done")]
+    ("steps", "said"), [("100000 steps", "3 checkpoints in a row were not written"), ("6 steps", "training finished")]
 )
 def test_a_run_that_cannot_save_any_more_does_not_end_well(
     tmp_path: Path, small_disk: Path, steps: str, said: str

@@ -50,12 +50,12 @@ def main() -> None:
         Path(job["out"]).write_text(json.dumps(found))
 
 
-def _engine(layout: Layout, world: World, device: str, job: dict[str, Any], *, has_weights: bool) -> Any:
+def _engine(layout: Layout, world: World, device: str, job: dict[str, Any], *, loads_weights: bool) -> Any:
     config = config_of(
         layout, Path(job["models"]) / layout.family, Path(job["folder"]), dp=world.world_size, disk=Path(job["disk"])
     )
     plan = make_plan(config, world=world, device=device)
-    return start_engine(plan, model_of(config), has_weights=has_weights)
+    return start_engine(plan, model_of(config), loads_weights=loads_weights)
 
 
 def _place(folder: Path, world: World) -> CheckpointFolder:
@@ -83,7 +83,7 @@ def _weights(engine: Engine) -> list[float]:
 
 
 def _save(layout: Layout, world: World, device: str, job: dict[str, Any]) -> dict[str, Any]:
-    with _engine(layout, world, device, job, has_weights=True) as engine:
+    with _engine(layout, world, device, job, loads_weights=True) as engine:
         groups = engine.state.groups()
         assert (len(groups) > 2) == (layout.optimizer == "nvme"), f"{len(groups)} groups: nothing is swapped"
         before = _steps(engine, start_step=0, steps=BEFORE)
@@ -102,7 +102,7 @@ def _save(layout: Layout, world: World, device: str, job: dict[str, Any]) -> dic
 
 
 def _restore(source: str, layout: Layout, world: World, device: str, job: dict[str, Any]) -> dict[str, Any]:
-    with _engine(layout, world, device, job, has_weights=False) as engine:
+    with _engine(layout, world, device, job, loads_weights=False) as engine:
         place = _place(Path(job["folder"]) / source, world)
         found = newest_checkpoint(place, place.path)
         assert found is not None

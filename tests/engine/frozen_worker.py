@@ -44,7 +44,7 @@ def main() -> None:
                 before = _weights(engine)
                 compare._steps_with_checkpoint(engine, place, 3)
                 trained, notes = _weights(engine), engine.plan.notes
-            with _engine(config, world, device, has_weights=False) as engine:
+            with _engine(config, world, device, loads_weights=False) as engine:
                 compare._steps_after_resume(engine, place, 2)
                 resumed = _weights(engine)
             found[f"{stage}-{precision}"] = {"notes": notes, **_compared(before, trained, resumed)}
@@ -53,10 +53,10 @@ def main() -> None:
 
 
 @contextmanager
-def _engine(config: RunConfig, world: World, device: str, *, has_weights: bool = True) -> Iterator[Engine]:
+def _engine(config: RunConfig, world: World, device: str, *, loads_weights: bool = True) -> Iterator[Engine]:
     model = model_of(config)
     plan = freeze_unreached(make_plan(config, world=world, device=device), model)
-    with start_engine(plan, model, has_weights=has_weights) as engine:
+    with start_engine(plan, model, loads_weights=loads_weights) as engine:
         yield engine
 
 

@@ -92,10 +92,10 @@ def _fused_plan(config: RunConfig, *, world: World, device: str) -> Plan:
     return replace(plan, deepspeed=plan.deepspeed | {"optimizer": {"type": "AdamW", "params": kept}})
 
 
-def _start(plan: Plan, *arguments: Any, takes_torchs: bool, has_weights: bool = True) -> Any:
+def _start(plan: Plan, *arguments: Any, takes_torchs: bool, loads_weights: bool = True) -> Any:
     """The engine, which has torch's AdamW where it resumes what FusedAdam has saved on a host that could compile it."""
-    instead = plan.with_torch_adam("") if takes_torchs and not has_weights else plan
-    return start_engine(instead, *arguments, has_weights=has_weights)
+    instead = plan.with_torch_adam("") if takes_torchs and not loads_weights else plan
+    return start_engine(instead, *arguments, loads_weights=loads_weights)
 
 
 if __name__ == "__main__":

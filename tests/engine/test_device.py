@@ -109,7 +109,7 @@ def engine_on_device(
         model = plan_model(
             enlarged_config(hf_config(family), config.parallel), config.model, config.parallel, config.lora
         )
-        lm = start._build(plan, model, groups, has_weights=True)
+        lm = start._build(plan, model, groups, loads_weights=True)
         engine = Engine(_Ranks(TrainedModel(lm, groups.sequence, groups.stage)), plan, groups)
         assert all(isinstance(param, OnDevice) for param in engine.lm.parameters())
         yield engine, calls

@@ -13,7 +13,7 @@ import pytest
 
 from ds_finetune.config.schema import read_config
 from ds_finetune.errors import VerificationError
-from ds_finetune.export.interruption import Interruption
+from ds_finetune.export.interruption import SignalInterruption
 from ds_finetune.export.verify.record import UNVERIFIED
 from ds_finetune.export.verify.verify import verify_exports
 from ds_finetune.trainer.exports import verify_run_exports
@@ -74,7 +74,7 @@ def _signal_in_a_destructor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_signal_within_a_destructor_is_raised_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), Interruption(signal.SIGINT):
+    with pytest.raises(KeyboardInterrupt), SignalInterruption(signal.SIGINT):
         _signal_in_a_destructor(monkeypatch)
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -85,7 +85,7 @@ def test_a_run_verifies_nothing_after_a_signal_lost_while_its_engine_closed(
     config = read_config(str(tiny_task(tmp_path, export={"verify": True})), [])
     out = Path(config.output_dir) / "export"
     said = f"SIGINT ended the verification; written but not verified: {out}"
-    with pytest.raises(VerificationError, match=said), Interruption(signal.SIGINT) as interruption:  # noqa: PT012 - the signal is part of it
+    with pytest.raises(VerificationError, match=said), SignalInterruption(signal.SIGINT) as interruption:  # noqa: PT012 - the signal is part of it
         _signal_in_a_destructor(monkeypatch)
         verify_run_exports(config, (out,), interruption)
 

@@ -22,7 +22,7 @@ from ds_finetune.cli.main import main
 from ds_finetune.config.schema import read_config
 from ds_finetune.errors import ExportError
 from ds_finetune.export.folder import FolderParts, has_same_weights, link_folder, write_folder
-from ds_finetune.export.interruption import Interruption
+from ds_finetune.export.interruption import SignalInterruption
 from ds_finetune.export.verify.logits import deviations
 from ds_finetune.export.verify.record import RECORD, UNVERIFIED, Digest, ExportRecord, fixed_prompts, sampled_logits
 from ds_finetune.export.verify.tensors import digest_of, in_ranges, read_tensor_table
@@ -300,7 +300,7 @@ def test_folders_that_share_their_weights_are_verified_once(tmp_path: Path) -> N
     assert [file.stat().st_nlink for file in weights] == [2] * len(weights)
     assert sorted(file.name for file in best.iterdir()) == sorted(file.name for file in last.iterdir())
     AutoModelForCausalLM.from_pretrained(last)
-    with Interruption(signal.SIGINT) as interruption:
+    with SignalInterruption(signal.SIGINT) as interruption:
         mine, its = verify_run_exports(config, (last,), interruption)
     assert (mine.folder, its.folder) == (last, best)
     assert mine.is_verified

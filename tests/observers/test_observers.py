@@ -191,7 +191,7 @@ def test_a_runs_evaluation_takes_the_limit() -> None:
     evaluate, exact_match = evaluation_functions(
         SimpleNamespace(config=config, plan=plan, inputs=inputs),
         engine,
-        SimpleNamespace(is_asked=lambda: bool(asked.append(True))),
+        SimpleNamespace(is_stop_requested=lambda: bool(asked.append(True))),
     )  # type: ignore[arg-type]
     assert evaluate() == [(0, 1), (2,)]
     assert asked == [True, True], "each batch asks whether the run is to end"

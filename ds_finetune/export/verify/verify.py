@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_finetune.export.interruption import Interruption
+from ds_finetune.export.interruption import SignalInterruption
 from ds_finetune.export.verify.logits import LoadedFolder, compare_logits, load_folders
 from ds_finetune.export.verify.record import UNVERIFIED, ExportRecord
 from ds_finetune.export.verify.tensors import changed_tensors, compare_with_base, first_names, read_tensor_table
@@ -61,7 +61,7 @@ def verify_exports(
     has no record; VerificationError after SIGINT or SIGTERM, which names the folders that are unverified.
     """
     results: list[VerificationResult] = []
-    with Interruption(signal.SIGINT, signal.SIGTERM) as interruption:
+    with SignalInterruption(signal.SIGINT, signal.SIGTERM) as interruption:
         try:
             # One at a time, so that an interruption keeps the results before it.
             for result in _verify_each(folders, base, available_bytes):

@@ -16,7 +16,7 @@ _ECHO_SECONDS = 2.0
 """A scheduler signals every process of a job, and launchers forward it: within this time it is the same signal."""
 
 
-class Interrupts:
+class StopSignals:
     """While this is open the first signal is recorded, and a second one ends this process at once.
 
     A thread receives signals, because Python's handlers do not run while the process waits in a collective. Without
@@ -49,7 +49,7 @@ class Interrupts:
         # The thread ends with the pipe.
         os.close(signal.set_wakeup_fd(self._wakeup))
 
-    def is_asked(self) -> bool:
+    def is_stop_requested(self) -> bool:
         """Whether any rank was signalled; collective."""
         return self._can_save and all_reduce_max(bool(self.name))[0] > 0
 
