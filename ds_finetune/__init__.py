@@ -1,8 +1,7 @@
-"""Fine-tune DeepSeek-style causal LMs with DeepSpeed: a run is a value that is planned, fed, stepped, saved and
-exported.
+"""Fine-tune DeepSeek-style causal LMs with DeepSpeed.
 
 The names of `__all__` are the Python API (docs/reference/python-api.md). Each is imported at its first use:
-importing the package loads nothing else.
+`import ds_finetune` alone loads none of them.
 """
 
 import sys
@@ -29,7 +28,7 @@ _MODULES = {
 
 
 class _Package(ModuleType):
-    """This module's type: keeps a module from taking the place of a function that has its name.
+    """The type of this module: keeps the submodules `export` and `train` from replacing the functions of these names.
 
     Importing `ds_finetune.export` or `ds_finetune.train` makes Python set the module as an attribute of this package
     (3.11, importlib/_bootstrap.py, `_find_and_load_unlocked`), and `from ds_finetune import export` would then give the
@@ -44,7 +43,7 @@ class _Package(ModuleType):
 sys.modules[__name__].__class__ = _Package
 
 if not TYPE_CHECKING:
-    # Hidden from type checkers, for which any name would exist.
+    # Hidden from type checkers: they would take any name for an attribute of this module.
 
     def __getattr__(name: str) -> object:
         if name not in _MODULES:

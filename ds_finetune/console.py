@@ -1,7 +1,7 @@
-"""The consoles of the program, and what it prints with them: the plan of a run, its summary, tables and errors.
+"""Prints to the console: the plan of a run, its summary, tables and errors.
 
 Commands print through `OUT` and `ERR`. Progress lines (`observers/progress.py`, `phase_line.py`), the watchdog's report
-(`watchdog/monitor.py`) and helper processes, whose output is a protocol, write to standard output or standard error
+(`watchdog/monitor.py`) and helper processes write to standard output or standard error
 themselves.
 """
 
@@ -33,7 +33,7 @@ def pairs(title: str, rows: Iterable[tuple[str, str]]) -> Table:
 
 
 def show_plan(run: "PreparedRun") -> None:
-    """Print what was decided and what will be trained on; rank zero calls this before anything is loaded."""
+    """Print the plan and the training data of a run; rank 0 calls this before anything is loaded."""
     from ds_finetune.data.row_report import server_prompt_line
     from ds_finetune.trainer.inputs import model_lines
 
@@ -68,13 +68,13 @@ def show_line(text: str) -> None:
 
 
 def show_piece(text: str) -> None:
-    """Print a piece of a line as it is, at once."""
+    """Print a piece of a line without a line end, and flush."""
     OUT.file.write(text)
     OUT.file.flush()
 
 
 def show_report(report: "Report") -> None:
-    """Print the end of a run."""
+    """Print the summary of a run at its end."""
     rows = [("time", f"{report.seconds:.0f} s")]
     if report.last is not None:
         values = report.last.values
@@ -92,7 +92,7 @@ def show_report(report: "Report") -> None:
 
 
 def show_next(report: "Report") -> None:
-    """Print the command that talks to what was exported, or that exports the run."""
+    """Print the next command: to chat with the exported model, or to export the run."""
     if report.interrupted:
         return
     command = ["ds-finetune", "export", str(report.output_dir), "OUT"]
@@ -104,7 +104,7 @@ def show_next(report: "Report") -> None:
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Whether the tokenizer of an exported folder has one, in a file of its own or in its settings."""
+    """Whether the tokenizer of an exported folder has a chat template, in a separate file or in its config."""
     settings = folder / "tokenizer_config.json"
     return (folder / "chat_template.jinja").is_file() or (
         settings.is_file() and "chat_template" in json.loads(settings.read_text(encoding="utf-8"))

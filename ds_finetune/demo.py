@@ -1,4 +1,4 @@
-"""The embedded example: a tiny DeepSeek-V3 from a config, and a small task whose data is made here."""
+"""Writes the example of `ds-finetune demo`: a tiny DeepSeek-V3, and generated data that teach it to spell out dates."""
 
 import json
 import random

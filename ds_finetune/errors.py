@@ -1,7 +1,7 @@
-"""The one root error and a leaf per stage; `cli` prints them once and turns them into an exit code."""
+"""The errors of this program: `FinetuneError` and a subclass per stage, which `cli` turns into an exit code."""
 
 USER_ERROR_EXIT_CODE = 2
-"""Exit code of a mistake in what the user gave: configuration, data, model folder, hostfile, output folder."""
+"""Exit code for invalid input: configuration, data, model folder, hostfile, output folder."""
 RUN_ERROR_EXIT_CODE = 1
 """Exit code of a run that failed after it had started."""
 INTERRUPTED_EXIT_CODE = 3
@@ -9,7 +9,7 @@ INTERRUPTED_EXIT_CODE = 3
 
 
 class FinetuneError(Exception):
-    """What went wrong, with the values that disagree (`message`), and what to do (`hint`)."""
+    """An error for the user: `message` says what went wrong with which values, and `hint` what to do."""
 
     exit_code = USER_ERROR_EXIT_CODE
 
@@ -24,11 +24,11 @@ class FinetuneError(Exception):
 
 
 class ConfigError(FinetuneError):
-    """The run file, an override, a DeepSpeed JSON or a launcher's environment is wrong or contradicts another."""
+    """The run file, an override, a DeepSpeed JSON or a launcher's environment is invalid, or two contradict."""
 
 
 class DependencyError(FinetuneError):
-    """An installed package differs from the tested version where this program changes its code."""
+    """An installed package that this program patches differs from the tested version."""
 
 
 class LaunchError(FinetuneError):
@@ -52,17 +52,17 @@ class CheckpointError(FinetuneError):
 
 
 class ExportError(FinetuneError):
-    """An exported folder is not what it should be."""
+    """An exported folder is invalid, or a model cannot be exported."""
 
 
 class VerificationError(ExportError):
-    """What was exported, reloaded, does not compute what the model did."""
+    """An exported model, loaded again, computes other values than the trained one."""
 
     exit_code = RUN_ERROR_EXIT_CODE
 
 
 class ServeError(FinetuneError):
-    """A server cannot be started, or ended by itself."""
+    """A server cannot be started, or it has ended without being told to."""
 
 
 class RunError(FinetuneError):

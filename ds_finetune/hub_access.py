@@ -1,4 +1,4 @@
-"""Finds out whether the Hugging Face hub can be reached, once and within seconds."""
+"""Tests once, within seconds, whether the Hugging Face hub can be reached."""
 
 import importlib
 import threading

@@ -11,9 +11,9 @@ T = TypeVar("T")
 CLEAR_LINE = "\r\x1b[2K"
 _MINUTE, _HOUR = 60, 3600
 _LIVE_SECONDS = 0.5
-"""Between two states of the line on a terminal, and before the first one."""
+"""Interval of updates on a terminal, and time before the first one."""
 _FIRST_SECONDS, _PLAIN_SECONDS = 5.0, 60.0
-"""Before the first line elsewhere (a phase that is shorter prints nothing), and between two lines."""
+"""Where standard error is no terminal: time before the first line, and between lines. Shorter phases print nothing."""
 
 
 class PhaseLine:
@@ -21,8 +21,8 @@ class PhaseLine:
 
     On a terminal the line stays in place and is removed at the end of the phase. Elsewhere there is a line after five
     seconds, at most one a minute after that, and one at the end. Without a `total` (0), or
-    past one that was an estimate, the line has the time so far.
-    `is_rank_zero` is known from the environment variable RANK where it is not given.
+    once more parts are done than an estimated `total`, the line shows the elapsed time.
+    Without `is_rank_zero` the environment variable RANK decides.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class PhaseLine:
         self.close()
 
     def advance(self, parts: int = 1) -> None:
-        """Count `parts` as done, and write the line when it is time; 0 where a part is still under way."""
+        """Count `parts` as done (0 while one is in progress), and write the line if an update is due."""
         self._done += parts
         now = time.monotonic()
         if self._is_silent or now < self._next:
@@ -53,7 +53,7 @@ class PhaseLine:
         write_now(self._out, CLEAR_LINE + line if self._is_live else line + "\n")
 
     def before_each(self, check: Callable[[], bool]) -> Callable[[], bool]:
-        """`check`, which counts the part before it as done: for work that calls it before each of its parts."""
+        """Wrap `check`, which some code calls before each part: a call counts the previous part as done."""
         self._done -= 1
 
         def counted() -> bool:
@@ -63,7 +63,7 @@ class PhaseLine:
         return counted
 
     def close(self) -> None:
-        """Remove the line from a terminal; write how long the phase took elsewhere, where there was a line."""
+        """Remove the line from a terminal; in other output that had a line, write how long the phase took."""
         if self._is_shown:
             seconds = time_text(time.monotonic() - self._began)
             write_now(self._out, CLEAR_LINE if self._is_live else f"{self._what}: {seconds}\n")
@@ -89,7 +89,7 @@ def count_parts(what: str, parts: Iterable[T], total: int) -> Iterator[T]:
 
 
 def write_now(out: TextIO, text: str) -> None:
-    """Write and flush; a full disk behind `out` does not end the run."""
+    """Write and flush; a full disk does not end the run."""
     with suppress(OSError):
         out.write(text)
         out.flush()

@@ -7,11 +7,11 @@ A message is a frozen dataclass that names its kind:
         part: str
         num_bytes: int
 
-`encode` makes the line, `decode` the message; `send` and `MessageReader` do both over a file descriptor, which may be
-that of a pipe, a socket or a file. Fields are plain values: None, bool, int, float, str, Any, unions, lists, tuples,
-dictionaries with text as keys, named tuples and other dataclasses.
+`encode` turns a message into a line, `decode` a line into a message. `send` and `MessageReader` write and read
+messages over the file descriptor of a pipe, a socket or a file. Fields are plain values: None, bool, int, float, str,
+Any, unions, lists, tuples, dictionaries with text as keys, named tuples and other dataclasses.
 
-The module needs the standard library alone, because programs that must start within a fraction of a second use it.
+This module imports only the standard library, because programs that must start in a fraction of a second use it.
 """
 
 import functools
@@ -53,7 +53,7 @@ class MessageError(Exception):
 
 
 def encode(message: ProcessMessage, *, token: str = "") -> bytes:
-    """The line of a message, with its end; a `token` before it tells it from other text in the same stream."""
+    """The line of a message with its newline; a `token` at its start marks it among other text in the same stream."""
     body = json.dumps({"kind": message.kind, **asdict(message)})
     return f"{token} {body}\n".lstrip(" ").encode()
 
@@ -73,7 +73,7 @@ def without_token(line: bytes, token: str) -> bytes | None:
 
 
 def send(file: int, message: ProcessMessage, *, token: str = "") -> bool:
-    """Write a message whole to a blocking file descriptor; False where the peer has closed its end."""
+    """Write all of a message to a blocking file descriptor; False where the peer has closed its end."""
     rest = memoryview(encode(message, token=token))
     try:
         while rest:
@@ -84,7 +84,7 @@ def send(file: int, message: ProcessMessage, *, token: str = "") -> bool:
 
 
 class LineBuffer:
-    """Bytes as they arrive, cut into lines; a line may arrive in many pieces, and many lines in one.
+    """Splits a stream of bytes into lines; a line may arrive in many pieces, and many lines in one piece.
 
     MessageError, which names `peer`, once a line is longer than `max_bytes`.
     """
@@ -95,13 +95,13 @@ class LineBuffer:
         self._searched = 0
 
     def feed(self, piece: bytes) -> Iterator[bytes]:
-        """The lines that are complete now, without their ends; those not taken are yielded by the next call."""
+        """Yield the complete lines without newlines; the next call yields those that were not taken."""
         self._bytes += piece
         return self._lines()
 
     @property
     def rest(self) -> bytes:
-        """What followed the last line that was taken."""
+        """The bytes after the last line that was taken."""
         return bytes(self._bytes)
 
     def _lines(self) -> Iterator[bytes]:
@@ -134,7 +134,7 @@ class MessageReader(Generic[M]):
         self.is_closed = False
 
     def fileno(self) -> int:
-        """For `select` and `poll`."""
+        """The file descriptor, for `select` and `poll`."""
         return self._file
 
     def next(self, seconds: float | None = None) -> M | None:
@@ -197,7 +197,7 @@ def _hints(expected: type) -> dict[str, Any]:
 
 
 def _value(expected: Any, value: Any, where: str) -> Any:  # noqa: ANN401 - a type as it is annotated, and plain values
-    """`value` of JSON as a `expected`; ValueError where it is none."""
+    """The JSON value `value` converted to the type `expected`; ValueError where it does not fit."""
     if expected is Any or type(value) is expected:
         return value
     if get_origin(expected) is not None or hasattr(expected, "_fields"):
@@ -210,7 +210,7 @@ def _value(expected: Any, value: Any, where: str) -> Any:  # noqa: ANN401 - a ty
 
 
 def _collection(expected: Any, value: Any, where: str) -> Any:  # noqa: ANN401
-    """The same for unions, tuples, lists and dictionaries, each value in them converted."""
+    """`_value` for unions, tuples, lists and dictionaries; converts each value in them."""
     origin, arguments = get_origin(expected), get_args(expected)
     if origin in (Union, UnionType):
         return _first_fit(expected, value, where)
@@ -224,7 +224,7 @@ def _collection(expected: Any, value: Any, where: str) -> Any:  # noqa: ANN401
 
 
 def _first_fit(union: Any, value: Any, where: str) -> Any:  # noqa: ANN401
-    """`value` as the first type of a union that it fits."""
+    """`value` converted to the first type of a union that it fits."""
     for expected in get_args(union):
         with suppress(ValueError):
             return _value(expected, value, where)
@@ -232,7 +232,7 @@ def _first_fit(union: Any, value: Any, where: str) -> Any:  # noqa: ANN401
 
 
 def _tuple(expected: Any, values: list[Any], where: str) -> Any:  # noqa: ANN401
-    """A list of JSON as a tuple: of any length, of a fixed one, or a named one."""
+    """A JSON list as a tuple of any length, a tuple of fixed length, or a named tuple."""
     is_named = hasattr(expected, "_fields")
     item_types = tuple(_hints(expected).values()) if is_named else get_args(expected)
     if len(item_types) == 2 and item_types[1] is Ellipsis:

@@ -1,7 +1,7 @@
-"""Lines of other packages that tell a user nothing about the run, filtered by name; errors and unknown warnings never.
+"""Filters known messages of other packages that are irrelevant to a run; errors and other warnings stay.
 
 DS_LOG_LEVEL=debug, info or warning shows them again, at that level for DeepSpeed. Only this program's own processes are
-filtered: what `deepspeed` and `torchrun` print before they start ranks ("Unable to find hostfile") is theirs.
+filtered: `deepspeed` and `torchrun` still print their own lines before they start ranks ("Unable to find hostfile").
 """
 
 import logging
@@ -20,14 +20,14 @@ _FORWARDED = "all_gather_into_tensor|reduce_scatter_tensor|_all_gather_base|_red
 _WARNINGS: tuple[tuple[type[Warning], str], ...] = (
     # Of the functions that DeepSpeed 0.19.8 calls in every micro-batch under ZeRO-3 (comm/torch.py); torch 2.13.
     (FutureWarning, rf"`torch\.distributed\.({_FORWARDED})` is (deprecated|a private function)"),
-    # Each rank saves and loads its part of a checkpoint by itself, on purpose.
+    # torch warns of this because each rank saves and loads its part of a checkpoint without a process group.
     (UserWarning, r"torch\.distributed is disabled"),
 )
 _RECORDS = {
     # The launcher's fallback to this machine's GPUs (launcher/runner.py:214).
     "DeepSpeed": re.compile(r"Unable to find hostfile, will proceed with training"),
 }
-"""Messages up to WARNING by the name of their logger."""
+"""Dropped log messages up to level WARNING, by the name of the logger."""
 _LOADING_BAR = "Loading weights"
 """Description of transformers' progress bar while it loads weights (5.23, core_model_loading.py:1831)."""
 
@@ -37,7 +37,7 @@ def quiet_packages(environ: Mapping[str, str] = os.environ) -> None:
     if deepspeed_level(environ) != "quiet":
         return
     for category, message in _WARNINGS:
-        # Not put on and off again: that would make every other warning come anew.
+        # The filter stays on: removing it would reset Python's record of warnings already shown.
         warnings.filterwarnings("ignore", message=message, category=category)
     for name, pattern in _RECORDS.items():
         logger = logging.getLogger(name)
@@ -46,7 +46,7 @@ def quiet_packages(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def deepspeed_level(environ: Mapping[str, str] = os.environ) -> str:
-    """The value of DS_LOG_LEVEL, `quiet` where it is not set; ConfigError for another one than LEVELS has."""
+    """The value of DS_LOG_LEVEL, `quiet` where it is not set; ConfigError for a value that is not in LEVELS."""
     level = environ.get(SWITCH) or "quiet"
     if level not in ("quiet", *LEVELS):
         raise ConfigError(f"{SWITCH} is `{level}`", hint=f"set it to {', '.join(LEVELS)}, or unset it")
@@ -54,7 +54,7 @@ def deepspeed_level(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def show_loading_as_phase() -> None:
-    """Let transformers show the loading of weights by a line of this program instead of a bar; other bars stay."""
+    """Replace transformers' progress bar for loading weights by this program's progress line; other bars stay."""
     from transformers.utils import logging as transformers_logging
 
     if deepspeed_level() == "quiet":
@@ -69,7 +69,7 @@ def _bar_or_phase(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 
 
 class _DropKnownMessages(logging.Filter):
-    """Drops a logger's known messages, errors excepted."""
+    """Drops messages that match a pattern, unless they are errors."""
 
     def __init__(self, pattern: re.Pattern[str]) -> None:
         super().__init__()

@@ -47,7 +47,7 @@ class Duration:
         return max(1, math.ceil(round(self.value / tokens * rows, 6) / global_batch_size))
 
     def in_rows(self, rows: int) -> int:
-        """Rows that this many epochs over a data set of `rows` rows give out, rounded up; at least one."""
+        """Number of rows drawn in this many epochs over a data set of `rows` rows, rounded up; at least one."""
         assert self.unit == "epochs"
         return max(1, math.ceil(round(self.value * rows, 6)))
 
@@ -59,7 +59,7 @@ class Duration:
 
 @dataclass(frozen=True, kw_only=True)
 class LrSchedule:
-    """Learning rate of step `s` (1-based) of a run of `steps` steps."""
+    """The learning rate of each step of a run of `steps` steps."""
 
     name: SchedulerName
     lr: float

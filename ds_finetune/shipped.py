@@ -1,10 +1,10 @@
-"""Files that come with the package, by name from any folder: DeepSpeed choices, run files and hostfiles."""
+"""Finds files that come with the package: DeepSpeed configurations, run files and hostfiles."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 DS_CONFIGS, HOSTFILES = "ds_configs", "hostfiles"
-"""Links in the package to the folders at the top of a checkout; a wheel holds copies in their place."""
+"""Folders in the package: in a checkout links to the folders of the repository, in a wheel copies of them."""
 _PACKAGE = Path(__file__).parent
 
 
@@ -20,6 +20,6 @@ def shipped_file(given: str) -> Path | None:
 
 
 def shipped_names(folder: str) -> Iterator[str]:
-    """Files of a folder, by their paths below it."""
+    """Paths of the files in a folder of the package, relative to that folder."""
     root = _PACKAGE / folder
     return (str(path.relative_to(root)) for path in sorted(root.rglob("*")) if path.is_file())

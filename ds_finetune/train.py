@@ -1,4 +1,4 @@
-"""The file launchers point at; it defines nothing.
+"""The script that launchers start; it has the arguments of `ds-finetune train`.
 
 Python puts the folder of a started file first on `sys.path`, where this package's modules would hide others of the
 same name, so the folder is replaced by the repository's.

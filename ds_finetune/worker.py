@@ -1,6 +1,7 @@
 """One rank of a launched run: `python -m ds_finetune.worker RUN.yaml ...`, under any launcher.
 
-Under a supervisor the rank's output and its exit code go to the supervisor, which kills a rank that does not end.
+Under a supervisor (launch/supervisor.py) the rank sends it its output and its exit code, and the supervisor kills a
+rank that does not end.
 Under mpirun and Slurm the output of ranks other than the first goes to files.
 """
 
@@ -23,13 +24,13 @@ def main() -> NoReturn:
     parent = os.getppid()
     die_with_parent()
     if os.getppid() != parent:
-        # The parent ended before the kernel knew that this process dies with it.
+        # The parent ended before `die_with_parent` took effect.
         os._exit(1)
     world = World.from_environment(os.environ)
     supervisor = os.environ.get(SUPERVISOR_VARIABLE)
     if supervisor:
         _redirect_output(_connect(supervisor, RankOutput(world.rank)).detach())
-        # Programs that this process starts do not inherit the connection, so that its end is this process's end.
+        # Child processes do not inherit this connection: it closes when this process ends.
         control = _connect(supervisor, RankConnected(world.rank, os.getpid()))
     elif world.rank and RUN_ID in os.environ:
         _redirect_output_to_file(world.rank, os.environ[RUN_ID])
@@ -50,7 +51,9 @@ def _connect(supervisor: str, first: ProcessMessage) -> socket.socket:
 
 
 def _redirect_output_to_file(rank: int, run_id: str) -> None:
-    """mpirun and srun show what rank 0 prints; the training itself reports a wrong run file."""
+    """Redirect the output of a rank other than 0, because mpirun and srun show the output of all ranks.
+
+    An invalid run file is left to the training to report."""
     try:
         folder = logs_folder(read_config(sys.argv[1], sys.argv[2:]).output_dir, run_id)
     except (FinetuneError, IndexError):

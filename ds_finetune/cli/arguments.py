@@ -1,4 +1,4 @@
-"""What the parsers of several commands share: the run file with its overrides, and numbers with bounds.
+"""Arguments that several commands share: the run file with its overrides, and numbers with bounds.
 
 A number out of range is wrong usage, reported before anything is loaded.
 """
@@ -17,7 +17,7 @@ Arguments = argparse.Namespace
 def add_run_command(
     commands: Commands, name: str, text: str, command: Callable[[Arguments], None]
 ) -> argparse.ArgumentParser:
-    """Add a command that takes a run file and overrides; its parser, for further options."""
+    """Add a command that takes a run file and overrides; returns its parser for further options."""
     parser = commands.add_parser(name, help=text, allow_abbrev=False)
     add_local_rank(parser)
     parser.add_argument("run", metavar="RUN.yaml", help="the run file")

@@ -1,4 +1,4 @@
-"""The command that checks the hosts of a run before it starts: `doctor`."""
+"""`ds-finetune doctor`: checks the hosts of a run before it starts."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""`ds-finetune export`: convert what was trained to a folder that other programs load."""
+"""`ds-finetune export`: converts a run, checkpoint, adapter or model to a folder that other programs load."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The command that starts a run on many hosts: `launch`."""
+"""`ds-finetune launch`: starts a run on many hosts."""
 
 import argparse
 import os

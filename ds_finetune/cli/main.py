@@ -36,7 +36,7 @@ from ds_finetune.quiet import quiet_packages
 _MODULES = (train, launch, plan, doctor, data, config, checkpoint, export, evaluate, serve, selftest, bench, demo)
 """In the order in which `--help` lists their commands."""
 _QUIET_SECONDS = 5.0
-"""How long other ranks of a host wait with the same error, so that a launcher does not kill the one that prints it."""
+"""Other ranks of a host exit this much later with the same error, so that a launcher lets local rank 0 print it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -110,7 +110,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def _print_once(text: str) -> None:
-    """Print an error on local rank zero; all ranks of a host make the same one of a wrong run file."""
+    """Print an error on local rank 0: an invalid run file causes the same error on all ranks of a host."""
     if os.environ.get("LOCAL_RANK", "0") == "0" or SUPERVISOR_VARIABLE in os.environ:
         # A supervisor keeps the output of each rank apart, and reports the rank that ends first as the cause.
         show_error(f"error: {text}")

@@ -1,4 +1,4 @@
-"""`ds-finetune plan`: the layout of a run, before its machines are there."""
+"""`ds-finetune plan`: computes the layout of a run for GPUs that this machine does not have."""
 
 from ds_finetune.cli.arguments import Arguments, Commands, add_run_command, positive, read_run
 from ds_finetune.console import OUT
@@ -6,7 +6,7 @@ from ds_finetune.console import OUT
 
 def add_commands(commands: Commands) -> None:
     """Add `plan`."""
-    plan = add_run_command(commands, "plan", "show the layout of a run on machines that are not here", _plan)
+    plan = add_run_command(commands, "plan", "show the layout of a run for GPUs that this machine does not have", _plan)
     plan.add_argument("--gpus", type=positive, required=True, help="number of GPUs of the run")
     plan.add_argument("--gpus-per-node", type=positive, default=8, help="number of GPUs of a node (default 8)")
     plan.add_argument(

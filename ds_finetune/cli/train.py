@@ -1,4 +1,4 @@
-"""`ds-finetune train`."""
+"""`ds-finetune train`: fine-tunes a model."""
 
 from ds_finetune import api
 from ds_finetune.cli.arguments import Arguments, Commands, add_run_command, read_run

@@ -1,4 +1,4 @@
-"""Keys of a run file that have no effect beside the others; they are an error, because whoever set them expects one."""
+"""Checks that each key of a run file has an effect with the values of the other keys; otherwise it is an error."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,8 +13,9 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class _KeyRule:
-    """Keys (or sections, ending in a dot) without effect where `applies`; values in `harmless` ask for what happens
-    anyway.
+    """Keys (or sections, ending in a dot) that have no effect where `applies` returns true.
+
+    Values in `harmless` are allowed: they request what happens anyway.
     """
 
     keys: tuple[str, ...]
@@ -101,8 +102,7 @@ _RULES = (
 def check_keys_have_effect(given: Values, run: Values, source: str, lines: Lines) -> None:
     """ConfigError that names the keys of `given` that have no effect in `run`, each with its line and the reason.
 
-    `given` holds keys that differ from their default alone: a resolved run file, which names every key, can be used
-    again.
+    `given` holds only keys that differ from their default, so that a resolved run file, which has every key, is valid.
     """
     messages, hints = [], []
     for key, value in given.items():

@@ -69,7 +69,7 @@ KEYS_OF_OTHER_PROGRAMS = {
     "output_dir": "output out_dir save_dir run_dir checkpoint_dir",
     "export.max_shard_size": "save_max_shard_size shard_size",
 }
-"""Keys here, with the words that TRL, Hugging Face's Trainer, LLaMA-Factory, axolotl and others have for them."""
+"""Keys of the run file, each with its names in TRL, Hugging Face's Trainer, LLaMA-Factory, axolotl and others."""
 _MEANINGS = {
     "train.for": "`3 epochs` or `500 steps`",
     "train.global_batch_size": "rows of one optimizer step over all ranks, from which accumulation is derived",
@@ -109,7 +109,7 @@ def _explain_one(error: Any, root: type[BaseModel], source: str, lines: Lines) -
 
 
 def _suggestion(word: str, known: list[str], root: type[BaseModel]) -> str:
-    """The key that a wrong word is likely to mean: another program's, another section's, or one that looks alike."""
+    """A hint with the key that `word` probably means: another program's, another section's, or a similar one."""
     key = _KEY_OF.get(word.lower()) or next(
         (name for name in _all_names(root) if name.rpartition(".")[2] == word), None
     )

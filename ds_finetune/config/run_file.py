@@ -1,4 +1,4 @@
-"""A run file as a tree: YAML with the line of each key, and dotted overrides."""
+"""Reads a YAML run file as a nested dictionary with the line of each key, and applies overrides `a.b=value`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ Lines = dict[tuple[str, ...], int]
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], Lines]:
-    """The mapping of a YAML file, and the line of each key; ConfigError for what is no mapping, and for a key given
+    """The mapping of a YAML file, and the line of each key; ConfigError where it is no mapping or has a key
     twice.
     """
     try:

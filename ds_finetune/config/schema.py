@@ -1,4 +1,4 @@
-"""The run file: a frozen tree read from one YAML plus dotted overrides, strict in every key."""
+"""The schema of the run file: frozen pydantic models, in which an unknown key is an error, and `read_config`."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -203,7 +203,7 @@ class CheckpointConfig(Section):
     keep: int = Field(default=2, ge=1)
     """Newest checkpoints that are kept."""
     keep_best: bool = True
-    """Keep the one with the lowest eval loss beside them."""
+    """Also keep the checkpoint with the lowest eval loss."""
     max_failed: int = Field(default=3, ge=1)
     """Checkpoints in a row that may not be written, e.g. for a full disk, before the run ends; the run's last one may
     never.
@@ -233,7 +233,7 @@ class CheckpointConfig(Section):
 
 
 class ParallelConfig(Section):
-    """Degrees of tensor, pipeline, expert and sequence parallelism; data parallelism is what is left."""
+    """Degrees of tensor, pipeline, expert and sequence parallelism; data parallelism takes the remaining ranks."""
 
     tp: int = Field(default=1, ge=1)
     """Tensor parallel size: ranks that hold parts of every layer, cut by heads, inner width and vocabulary."""
@@ -330,7 +330,7 @@ class ExportConfig(Section):
 
 
 class RunConfig(Section):
-    """One run, whole: what the YAML file says, overrides applied, defaults filled in."""
+    """The configuration of a run: the YAML file with overrides applied and defaults filled in."""
 
     model: Annotated[ModelConfig, BeforeValidator(_as_model)]
     """The model, as a path or a section."""
@@ -367,7 +367,7 @@ class RunConfig(Section):
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a run file and apply `a.b=value` overrides; ConfigError names key, line and the nearest legal name.
 
-    A key that has no effect beside the others is an error too.
+    A key that has no effect with the values of the others is an error too.
     """
     tree, lines = read_yaml(Path(path))
     for override in overrides:
@@ -381,9 +381,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def _keys(section: Section, prefix: str = "", *, changed: bool = False) -> Iterator[tuple[str, object]]:
-    """Dotted keys and values below `section`; with `changed`, those alone that were given another value than their
-    default.
-    """
+    """Dotted keys and values below `section`; with `changed` only those whose value is given and is not the default."""
     for name, field in type(section).model_fields.items():
         key, value = f"{prefix}{field.alias or name}", getattr(section, name)
         if isinstance(value, Section):
@@ -395,5 +393,5 @@ def _keys(section: Section, prefix: str = "", *, changed: bool = False) -> Itera
 
 
 def dump_config(config: RunConfig) -> str:
-    """YAML text that `read_config` turns into the same value."""
+    """YAML text from which `read_config` reads the same configuration."""
     return yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False)

@@ -38,7 +38,7 @@ from ds_finetune.process_messages import MessageError, ProcessMessage, decode, e
 ONE_SIGNAL_SECONDS = 2.0
 """Signals that arrive within this time count as one."""
 GRACE_SECONDS = 4.0
-"""Between the first failure and the kill of all ranks, in which other ranks record what they wait for."""
+"""Time between the first failure and the kill of all ranks; meanwhile the other ranks record what they wait for."""
 _KILLING_SECONDS = 15.0
 """How long a host may take to report that all its processes have ended."""
 _LAST_ERRORS_SECONDS = 2.0
@@ -48,7 +48,7 @@ KILL_NOTICE = "killing every rank"
 
 @dataclass(frozen=True)
 class HostTimeouts:
-    """Seconds: `greeting` for a host's first message; after `silent` without a message a host is lost."""
+    """Seconds that a host has for its first message (`greeting`), and without a message until it is lost (`silent`)."""
 
     greeting: float
     silent: float
@@ -69,7 +69,7 @@ class AttemptFailure:
     after: float = 0.0
     """Seconds since the ranks were started."""
     reason: str = ""
-    """What the host knows about an end without an exit code."""
+    """Why the rank ended without an exit code, as far as the host knows."""
     pid: int = 0
 
 
@@ -78,24 +78,24 @@ class AttemptOutcome:
     """How an attempt ended."""
 
     code: int
-    """0 done, 3 saved after a signal, else the first failing rank's own, 128 + N where signal N killed it."""
+    """0 done, 3 saved after a signal; else the exit code of the first failed rank, 128 + N where signal N killed it."""
     first: AttemptFailure | None
     seconds: float
     ended_in: float
-    """Seconds from the first failure until the last host had reported its end or was lost."""
+    """Seconds from the first failure until every host had reported its end or was lost."""
     lost: tuple[Host, ...]
     """Hosts that no longer answer."""
     unsupervised: tuple[Host, ...]
     """Hosts whose supervisor ended before it reported that all processes have ended."""
     remaining: Mapping[Host, int]
-    """Processes that did not end although they were killed, by host."""
+    """Number of processes, by host, that did not end although they were killed."""
     was_signalled: bool
     """Whether a signal asked for the end."""
 
 
 @dataclass
 class _SupervisedHost:
-    """One host, the process that reaches its supervisor, and what is known of both."""
+    """One host, the local process (ssh) that connects to its supervisor, and the state of both."""
 
     host: Host
     process: "subprocess.Popen[bytes]"
@@ -110,7 +110,7 @@ class _SupervisedHost:
     errors: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
 
     def __post_init__(self) -> None:
-        """The thread that keeps the standard error of ssh and of the supervisor."""
+        """Create the thread that records the standard error of ssh and of the supervisor."""
         self.error_reader = threading.Thread(target=self._read_errors, daemon=True)
 
     def send(self, message: ProcessMessage) -> None:
@@ -129,7 +129,7 @@ class _SupervisedHost:
         if self.ready is not None and not self.is_over:
             return self.ready.info
         if self.is_over:
-            # The last output is still on its way.
+            # The last output may still arrive.
             self.error_reader.join(_LAST_ERRORS_SECONDS)
         code = self.process.wait() if self.is_over else None
         return unreachable_check(name, code, "\n".join(self.errors), python)
@@ -141,11 +141,11 @@ class _SupervisedHost:
 
 
 _Event = ProcessMessage | MessageError | None
-"""What a host sends; None is the end of its messages."""
+"""A message of a host, or the error of an unreadable one; None is the end of its messages."""
 
 
 class Attempt:
-    """Supervisors on `hosts`, from their first message to their end; as a context manager it leaves none behind."""
+    """Supervisors on `hosts`, from their first message to their end; leaving the context ends all of them."""
 
     def __init__(self, hosts: Sequence[Host], remote: Remote, timeouts: HostTimeouts, *, port: int = 0) -> None:
         self._timeouts, self._python = timeouts, remote.python
@@ -224,7 +224,7 @@ class Attempt:
                 self._send(KillRanks())
 
     def _grace_seconds(self) -> float:
-        """Ranks that save after a signal end at their own times; after any other end the rest is killed soon."""
+        """Time from the first failure to the kill; unlimited while ranks save after a signal and exit one by one."""
         is_saving = all(failure.code == INTERRUPTED_EXIT_CODE for _, failure in self._failures)
         return math.inf if is_saving else GRACE_SECONDS
 
@@ -233,7 +233,7 @@ class Attempt:
         for each in self._hosts:
             if not each.is_over and (now - each.last_heard > self._timeouts.silent or is_slow):
                 each.is_over = each.is_lost = True
-                # A silent host was lost when it was last heard: failures that others report since follow from it.
+                # The host failed when it was last heard from: failures that others reported later are consequences.
                 self._fail_host(each, f"no message for {now - each.last_heard:.0f} s", at=each.last_heard)
 
     def _send(self, message: ProcessMessage) -> None:
@@ -243,7 +243,7 @@ class Attempt:
     def _count_signal(self, number: int, _: object) -> None:
         now = time.monotonic()
         if now - self._signalled_at > ONE_SIGNAL_SECONDS:
-            # A closing terminal signals twice, and wrappers pass on what this process has received already.
+            # A closing terminal sends two signals, and wrapper programs send again the one this process received.
             self._num_signals, self._signalled_at = self._num_signals + 1, now
 
     def _read(self, supervised: _SupervisedHost) -> None:
@@ -327,7 +327,7 @@ class Attempt:
     def _end_without_code(self, failure: AttemptFailure) -> tuple[int, str]:
         """Exit code and text for a rank that reported no exit code.
 
-        They are those that its node launcher reports, or the end of the node launcher, which no rank outlives.
+        The node launcher reports them. Where it was killed itself, its ranks were killed with it.
         """
         reported = self._codes.get((failure.host, failure.pid))
         if reported is not None:
@@ -356,7 +356,7 @@ class Attempt:
 
 @contextmanager
 def handle_signals(handler: Callable[[int, object], None]) -> Iterator[None]:
-    """Handle SIGINT, SIGTERM and SIGHUP by `handler`; an ignored signal stays ignored, as under `nohup`."""
+    """Handle SIGINT, SIGTERM and SIGHUP by `handler`; ignored signals, as SIGHUP under `nohup`, stay ignored."""
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     handled = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, handler) for number in handled}

@@ -1,4 +1,4 @@
-"""Files for services that start the ranks themselves: an sbatch script, Kubernetes manifests, the container file."""
+"""Writes files for services that start the ranks: an sbatch script, Kubernetes manifests, and the container file."""
 
 import re
 import shlex
@@ -17,33 +17,33 @@ from ds_finetune.watchdog.run_secret import VARIABLE
 from ds_finetune.world import DEFAULT_PORT
 
 SAVE_SECONDS = 300
-"""Between the signal on which a run saves and its time limit."""
+"""Time between the signal on which a run saves, and its time limit."""
 _POD_SAVE_SECONDS = 120
-"""Between the signal on which a pod's ranks save and their kill.
+"""Time between the signal on which a pod's ranks save, and the kill of these ranks.
 
 torchrun also waits this long for ranks that hang after another has failed.
 """
 _POD_LEAVE_SECONDS = 30
 _CONTAINER_ENTRY = ("-m", "ds_finetune", "train")
-"""The output of a container's ranks is that of the pod, which `kubectl logs` prints."""
+"""Arguments of python in a pod: `train` and not `ds_finetune.worker`, so that `kubectl logs` prints all ranks."""
 _CONTAINER_RUNS = "/workspace/runs"
-"""The folder `runs` in the working directory of the container file."""
+"""The folder `runs` of the container's working directory (Dockerfile.train)."""
 _LABEL = re.compile(r"[a-z](?:[-a-z0-9]*[a-z0-9])?$")
 _LABEL_CHARACTERS = 50
-"""A label has at most 63, and that of a pod is the job's name and a number."""
+"""A Kubernetes label has at most 63 characters, and a pod's label is the job's name and a number."""
 _TIME = re.compile(r"(?:\d+-)?\d{1,2}:\d{2}:\d{2}$")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmitRequest:
-    """The input of an emitted file."""
+    """What an emitted file is made from."""
 
     job: Job
     """Run file, overrides, hosts (only their number and slots are used) and variables."""
     name: str
     """Name of the job: lower-case letters, digits and `-`."""
     named: frozenset[str] = field(default_factory=frozenset)
-    """Variables that the user named; they are written also where they are paths of this machine."""
+    """Variables that the user named with --env; they are written even if they are paths of this machine."""
     time: str = "24:00:00"
     """Time limit, `[D-]HH:MM:SS`."""
     cpus: int = 8
@@ -51,7 +51,7 @@ class EmitRequest:
     image: str = "ds-finetune:latest"
     """Container image, built from what `--emit docker` writes."""
     claim: str = "runs"
-    """Kubernetes volume claim, writable by all pods, that is the folder `runs`."""
+    """Kubernetes volume claim that is mounted as the folder `runs`; all pods have to be able to write it."""
 
     @property
     def on_gpus(self) -> bool:
@@ -141,7 +141,7 @@ exit "$code"
 
 
 def kubernetes_manifests(request: EmitRequest) -> str:
-    """An Indexed Job with a pod for each host, and the headless Service by which they find the first one.
+    """An Indexed Job with a pod for each host, and the headless Service with which they find the first pod.
 
     Each pod runs torchrun with its completion index as the node rank. The first pod that fails fails the job, and
     Kubernetes ends the others; the same command resumes from the last checkpoint. Variables that are paths of this
@@ -239,7 +239,7 @@ def _exported(variables: Mapping[str, str]) -> list[str]:
 
 
 def _check_no_secret_overrides(job: Job) -> None:
-    """Overrides would be in the emitted file, and on the command line of every rank."""
+    """LaunchError for an override that looks secret: the emitted file and every rank's command line would show it."""
     pairs = zip(job.overrides, redacted(job.overrides), strict=True)
     secret = [hidden for override, hidden in pairs if override != hidden]
     if secret:

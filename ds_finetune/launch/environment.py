@@ -1,4 +1,4 @@
-"""The environment variables that ranks get: those of a list, those that the user names, and `.deepspeed_env` files."""
+"""The environment variables that ranks get: listed ones, ones that the user names, and `.deepspeed_env` files."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,7 +33,7 @@ PREFIXES = {
     "MLFLOW_": "address and experiment of the tracker",
     "PYTHON": "modules, hashing, faults and warnings",
 }
-"""Prefixes of the names that are carried to the hosts, and what they are for."""
+"""Variables with these prefixes are carried to the hosts; the value says what they configure."""
 NAMES = {
     "PATH": "compilers and ninja, with which operators are built on first use",
     "LD_LIBRARY_PATH": "CUDA, NCCL and network plugins",
@@ -48,23 +48,23 @@ NAMES = {
         for name in (lower, lower.upper())
     },
 }
-"""Names that are carried to the hosts, and what they are for."""
+"""Variables with these names are carried to the hosts; the value says what they configure."""
 _PER_RANK = re.compile(
     r"(?:RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|LOCAL_SIZE|NODE_RANK|CROSS_RANK|CROSS_SIZE|MASTER_ADDR|MASTER_PORT"
     r"|(?:GROUP|ROLE|PET|TORCHELASTIC|OMPI|PMI|PMIX|PRTE|SLURM|SSH|ACCELERATE)_\w+)$"
 )
-"""Variables that launchers set for each rank; values of another launch would be wrong on the hosts."""
+"""Variables that launchers set for each rank; values left from another launch would be wrong."""
 _LOCAL_ONLY = ("DS_ENV_FILE", "DS_FINETUNE_SSH_ARGS", "PYTHON_HISTORY", "PYTHONSTARTUP")
 """Variables that only this command or a person at a terminal uses."""
 _DEVICES = "_VISIBLE_DEVICES"
-"""The hostfile and `--include` choose devices; the numbers of one host are wrong on another."""
+"""End of the variables that choose devices, which are not carried: the hostfile and `--include` choose devices."""
 _SECRET_WORD = re.compile(
     r"(?:.*(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|PASSCODE|CREDENTIAL|PWD|APIKEY)"
     r"|(?:USER|DB)?PASS|CREDS?|AUTH|AUTHORIZATION|BEARER|COOKIE"
     r"|JWT|PAT|(?:API|ACCESS|PRIVATE|SECRET|SIGNING|ENCRYPTION|ACCOUNT|SSH)?KEY)S?$|(?:SECRET|PASSWORD|CREDENTIAL)",
     re.IGNORECASE,
 )
-"""Matches from the beginning of a word of a name, so that NCCL_IB_PKEY and TOKENIZERS_PARALLELISM do not match."""
+"""Matches words of a variable's name from their beginning, so that NCCL_IB_PKEY and TOKENIZERS_PARALLELISM do not."""
 _BETWEEN_WORDS = re.compile(r"[_.\-]")
 _FOLDERS = ("PWD", "OLDPWD")
 """The shell's working directories."""
@@ -87,12 +87,12 @@ _QUOTED = re.compile(r"""(?:'(?P<single>[^']*)'|"(?P<double>(?:[^"\\]|\\.)*)")\s
 
 @dataclass(frozen=True)
 class CarriedVariables:
-    """The variables that ranks get, and those of the list that are withheld."""
+    """The variables that ranks get, and the listed variables that are withheld from them."""
 
     values: dict[str, str]
     """In alphabetical order of the names."""
     withheld: tuple[str, ...]
-    """Names of the list that look secret, or that choose devices of this host."""
+    """Listed variables that look secret, or that choose devices of this host."""
 
     def lines(self) -> list[str]:
         """`NAME=value` in order, then the withheld names with the reason.
@@ -126,7 +126,7 @@ def carried_variables(
 
 
 def environment_files(environ: Mapping[str, str], *, home: Path, directory: Path) -> tuple[Path, ...]:
-    """The existing `.deepspeed_env` files of the home folder and of the working directory, which wins.
+    """The existing `.deepspeed_env` files of the home folder and of the working directory, in this order.
 
     DS_ENV_FILE gives them another name, as in DeepSpeed 0.19.8 (launcher/runner.py:37 and :604). Where neither folder
     has a file of that name, DeepSpeed ignores it, and this function raises a LaunchError.

@@ -20,7 +20,7 @@ class StartRanks(ProcessMessage, kind="start"):
     env: dict[str, str]
     """Variables that every rank gets."""
     unset: list[str]
-    """Variables that no rank gets, whatever the login shell has set."""
+    """Variables removed from the environment of every rank, even if the login shell has set them."""
     tag: str
     """Process tag of the attempt on this host."""
     earlier_tags: list[str]
@@ -32,12 +32,12 @@ class StartRanks(ProcessMessage, kind="start"):
     silent_seconds: float
     """Seconds without a message from the launching program after which the supervisor kills its ranks."""
     meeting_address: str
-    """Address where ranks meet, which chooses the network interface; empty where it is not needed."""
+    """Address of rank 0, from which the supervisor finds the network interface; empty for one host."""
 
 
 @dataclass(frozen=True)
 class SaveAndStop(ProcessMessage, kind="save-and-stop"):
-    """Order to a supervisor: send SIGTERM to its ranks, on which they save a checkpoint and exit."""
+    """Order to a supervisor: send SIGTERM to its ranks, so that they save a checkpoint and exit."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,10 @@ class HostReady(ProcessMessage, kind="ready"):
 
 @dataclass(frozen=True)
 class RanksStarted(ProcessMessage, kind="started"):
-    """The node launcher runs."""
+    """The supervisor has started the node launcher."""
 
     interface: str
-    """Network interface of the ranks; empty where nothing chose one."""
+    """Network interface of the ranks; empty where none was chosen."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,11 @@ class RankEnded(ProcessMessage, kind="rank-ended"):
     rank: int
     pid: int
     code: int | None
-    """None where the rank ended without reporting an exit code, as by a signal."""
+    """None where the rank ended without reporting an exit code, for example killed by a signal."""
     tail: list[str]
     """Last lines of its output; empty where it succeeded."""
     reason: str
-    """What the host knows about an end without an exit code; empty where it knows nothing."""
+    """Why the rank ended without an exit code; empty where the host does not know."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class LeftoversKilled(ProcessMessage, kind="leftovers"):
 
 @dataclass(frozen=True)
 class RankConnected(ProcessMessage, kind="rank"):
-    """The first message of a rank's control connection, whose end is the rank's end."""
+    """The first message of a rank's control connection, which closes when the rank ends."""
 
     rank: int
     pid: int
@@ -119,7 +119,7 @@ class RankConnected(ProcessMessage, kind="rank"):
 
 @dataclass(frozen=True)
 class RankOutput(ProcessMessage, kind="rank-output"):
-    """The first line of a connection whose other lines are the output of a rank."""
+    """The first line of a rank's output connection; all further lines are the rank's output."""
 
     rank: int
 
@@ -132,7 +132,7 @@ class RankExit(ProcessMessage, kind="rank-exit"):
 
 
 FROM_LAUNCHER: tuple[type[ProcessMessage], ...] = (StartRanks, Heartbeat, SaveAndStop, KillRanks)
-"""What a supervisor understands on standard input."""
+"""Messages that a supervisor accepts on standard input."""
 FROM_SUPERVISOR: tuple[type[ProcessMessage], ...] = (
     HostReady,
     Heartbeat,
@@ -142,4 +142,4 @@ FROM_SUPERVISOR: tuple[type[ProcessMessage], ...] = (
     ExitCodeReported,
     HostDone,
 )
-"""What the launching program understands."""
+"""Messages that the launching program accepts from a supervisor."""

@@ -1,4 +1,7 @@
-"""Node launchers, which start and watch the ranks of one host: torchrun's elastic agent and DeepSpeed's launcher."""
+"""Commands of node launchers. A node launcher starts and watches the ranks of one host.
+
+There are two: torchrun's elastic agent and DeepSpeed's launcher.
+"""
 
 import base64
 import json
@@ -13,7 +16,7 @@ ENTRY = "ds_finetune.worker"
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where ranks meet, and the index of one host among all of them."""
+    """Address and port of rank 0, all hosts, and the index of one host among them."""
 
     hosts: tuple[Host, ...]
     index: int
@@ -27,8 +30,8 @@ NodeLauncher = Callable[[Rendezvous, Sequence[str], str], list[str]]
 def torchrun(rendezvous: Rendezvous, arguments: Sequence[str], python: str) -> list[str]:
     """torchrun with a fixed node rank for each host, so that ranks follow the hostfile, and without restarts.
 
-    Restarts of torchrun meet at a store on one of the hosts and fail when that host is lost. The launching program
-    restarts instead, with new node launchers on the hosts that are left.
+    Restarts by torchrun need a store on one of the hosts, and fail when that host is lost. Therefore the launching
+    program restarts the run, with new node launchers on the remaining hosts.
     """
     options = [
         "--nnodes",
@@ -58,4 +61,4 @@ def deepspeed(rendezvous: Rendezvous, arguments: Sequence[str], python: str) -> 
 
 
 NODE_LAUNCHERS: dict[str, NodeLauncher] = {"torchrun": torchrun, "deepspeed": deepspeed}
-"""By the name of `--launcher`."""
+"""Node launchers by the value of `--launcher`."""

@@ -1,4 +1,4 @@
-"""The checks of hosts before ranks start on them, and the address at which the ranks meet."""
+"""Checks hosts before ranks start on them, and chooses the address of rank 0 for the other ranks."""
 
 import ipaddress
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ def preflight_checks(answers: Mapping[Host, Answer], here: HostInfo, env: Mappin
 
 
 def describe(host: Host, check: Check) -> str:
-    """A check in the words of the hostfile, with its hint."""
+    """The text of a check: the host and its line in the hostfile, what was found, and the hint."""
     return f"{host.target} (line {host.line}): {check.found}\n    hint: {check.hint}"
 
 

@@ -1,4 +1,4 @@
-"""Process tags: an environment variable by which the processes of a run are found on a host, and killed.
+"""Process tags: an environment variable marks the processes of a run, so that all on a host can be found and killed.
 
 Also here are the names of the ranks' output files, and the other variables that launchers set for ranks.
 """
@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 TAG_VARIABLE = "DS_FINETUNE_PROCESS_TAG"
-"""Environment variable of every process of a run on a host: run id, attempt and host."""
+"""Environment variable with the process tag: run id, attempt and index of the host."""
 SUPERVISOR_VARIABLE = "DS_FINETUNE_SUPERVISOR"
 """Environment variable with the name of the supervisor's socket, in the abstract namespace of unix(7)."""
 RUN_ID = "DS_FINETUNE_RUN_ID"
-"""Environment variable with the id of a run that mpirun or Slurm supervises, which names the folder of its output."""
+"""Environment variable with the id of a run that mpirun or Slurm supervises, and of its logs folder."""
 _KILLING_SECONDS = 10.0
 _POLL_SECONDS = 0.02
 _SET_PARENT_DEATH_SIGNAL = 1
@@ -49,8 +49,8 @@ def tagged_processes(tags: Iterable[str]) -> list[int]:
 def kill_tagged(tags: Iterable[str]) -> int:
     """Send SIGKILL to processes with one of `tags` until none is left; returns how many are left after some seconds.
 
-    A process ends when the kernel has taken its memory back, which takes a while for a large one, and does not happen
-    while it waits for a disk that hangs.
+    A killed process ends once the kernel has freed its memory. This takes a while for a large process, and does not
+    happen while the process waits for a disk that hangs.
     """
     known, until = set(tags), time.monotonic() + _KILLING_SECONDS
     killed: set[int] = set()
@@ -69,7 +69,7 @@ def _pids() -> list[int]:
 
 
 def _environment(pid: int) -> list[bytes]:
-    """Empty for a process of another user, and for a zombie."""
+    """The entries of a process's environment; empty for a process of another user, and for a zombie."""
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:

@@ -1,4 +1,4 @@
-"""Commands on a host: over ssh, or directly where the host is this machine."""
+"""Runs commands on a host: over ssh, or directly where the host is this machine."""
 
 import os
 import shlex
@@ -29,18 +29,18 @@ _LOGIN = (
     "VIRTUAL_ENV",
     "XDG_RUNTIME_DIR",
 )
-"""Variables that a login sets. A supervisor on this machine inherits no others, as on other hosts."""
+"""Variables that a login sets. A supervisor on this machine inherits only these, as one started over ssh does."""
 SSH_ARGS = "DS_FINETUNE_SSH_ARGS"
 """Environment variable with further arguments of ssh, as a shell would split them."""
 CONNECT_SECONDS = 10
 _EARLIER_SECONDS = 2
 _SILENT_SECONDS = 5
-"""Between the keep-alive messages of ssh to a silent host; it gives up after three."""
+"""Interval of ssh's keep-alive messages to a silent host; ssh gives up after three."""
 
 
 @dataclass(frozen=True)
 class Remote:
-    """How hosts are reached, and the path of the program and of Python on them, which is the same as here."""
+    """How to reach hosts, and the paths of Python and of the working directory, which are the same on all hosts."""
 
     ssh_args: tuple[str, ...] = ()
     python: str = sys.executable
@@ -50,7 +50,7 @@ class Remote:
 
     @classmethod
     def from_environment(cls, ssh_args: str = "") -> "Remote":
-        """With `ssh_args`, or those of DS_FINETUNE_SSH_ARGS without them, and the working directory of this process."""
+        """A Remote with `ssh_args` (default: DS_FINETUNE_SSH_ARGS) and the working directory of this process."""
         text = ssh_args or os.environ.get(SSH_ARGS, "")
         try:
             words = tuple(shlex.split(text))
@@ -61,7 +61,7 @@ class Remote:
         return cls(words, sys.executable, str(Path.cwd()))
 
     def with_greeting_limit(self, greeting_seconds: float) -> "Remote":
-        """The same, with this limit for a host's first message; ssh gives up shortly before it, and reports why."""
+        """This Remote with a connection timeout below `greeting_seconds`, so that ssh can report why it failed."""
         return replace(self, connect_seconds=max(1, int(greeting_seconds) - _EARLIER_SECONDS))
 
     def command(self, host: Host, argv: Sequence[str]) -> list[str]:
@@ -105,7 +105,7 @@ class Remote:
 
 @cache
 def is_here(host: Host) -> bool:
-    """Whether `host` is this machine and needs no ssh: its name resolves to an own address, without user and port."""
+    """Whether `host` needs no ssh: it has no user and no port, and its name resolves to an address of this machine."""
     if host.user or host.port:
         return False
     try:
@@ -116,7 +116,7 @@ def is_here(host: Host) -> bool:
 
 
 def address_of(host: Host) -> str:
-    """The first address that the name of `host` resolves to here; empty where it is a name of ssh's configuration."""
+    """The first address that the name of `host` resolves to here; empty where only ssh's configuration knows it."""
     try:
         return str(socket.getaddrinfo(host.name, 0, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
@@ -124,7 +124,7 @@ def address_of(host: Host) -> str:
 
 
 def _is_own_address(family: int, address: tuple[object, ...]) -> bool:
-    """Whether a socket can be bound to the address, as only to an own one."""
+    """Whether this machine owns the address: only then can a socket be bound to it."""
     with socket.socket(family, socket.SOCK_STREAM) as listening:
         try:
             listening.bind((address[0], 0, *address[2:]))

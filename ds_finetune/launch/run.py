@@ -44,16 +44,16 @@ from ds_finetune.world import World
 
 Say = Callable[[str], None]
 _RANK_VARIABLES = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
-"""Variables of another launch, which a shell may still have, do not reach the ranks of this one."""
+"""Variables removed from the environment of ranks: the shell may still have them from another launch."""
 _POLL_SECONDS = 5.0
-"""Between two attempts to reach hosts that may come back."""
+"""Time between two attempts to reach hosts that may come back."""
 _LEFTOVERS_SECONDS = 20
 _QUOTED = "  | "
 
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """What is started, and where."""
+    """What `launch` starts, and on which hosts."""
 
     hosts: tuple[Host, ...]
     node_launcher: NodeLauncher
@@ -65,12 +65,12 @@ class LaunchRequest:
     remote: Remote
     run_id: str
     port: int = 0
-    """Where ranks meet on the first host; 0 takes a free port."""
+    """Port of rank 0 on the first host; 0 takes a free port."""
 
 
 @dataclass(frozen=True)
 class _ReadyHosts:
-    """Hosts that have answered and are fit for an attempt."""
+    """Hosts that have passed all checks, for one attempt, and the address and port of rank 0."""
 
     attempt: Attempt
     hosts: tuple[Host, ...]
@@ -82,7 +82,7 @@ def launch(config: RunConfig, request: LaunchRequest, say: Say) -> int:
     """Run `request` until it is done, has failed for good or has saved after a signal; returns the exit code.
 
     0 done; 2 a mistake of the user, also where hosts were not ready and nothing was started; 3 saved after a signal;
-    else the first failing rank's own exit code, or 128 + N where signal N killed it. LaunchError and ConfigError
+    else the exit code of the first failed rank, or 128 + N where signal N killed it. LaunchError and ConfigError
     before the first start.
     """
     _check_restartable(config)
@@ -106,7 +106,7 @@ def launch(config: RunConfig, request: LaunchRequest, say: Say) -> int:
         for line in _report(outcome, number, logs):
             say(line)
         code = outcome.code
-        # A mistake of the user shows in the first attempt; later the same code comes from a host, as with a full disk.
+        # A mistake of the user fails the first attempt; later a host causes this code, for example by a full disk.
         is_final = code in (0, INTERRUPTED_EXIT_CODE) or (code == USER_ERROR_EXIT_CODE and number == 1)
         if is_final or outcome.was_signalled or number > config.launch.restarts:
             return code
@@ -145,9 +145,9 @@ def _check_restartable(config: RunConfig) -> None:
 def _ready_hosts(
     config: RunConfig, request: LaunchRequest, say: Say, *, is_first: bool
 ) -> Iterator[_ReadyHosts | None]:
-    """Supervisors on the hosts of an attempt, None where too few hosts are fit.
+    """Start supervisors on the hosts of an attempt; yield None where too few hosts pass their checks.
 
-    The first attempt needs all hosts; a later one takes those that are left or have come back.
+    The first attempt needs all hosts; a later one takes the hosts that remain or have come back.
     """
     timeouts = HostTimeouts(config.launch.greeting_seconds, config.launch.silent_seconds)
     until = time.monotonic() + config.launch.wait_seconds
@@ -187,7 +187,7 @@ def _select_hosts(
         return _ReadyHosts(attempt, hosts, address, infos[first].port)
     if is_first:
         raise LaunchError(f"{first.target}: {port.found}", hint=port.hint)
-    # The process that held the port before may still be ending.
+    # The process of the earlier attempt that used the port may still be ending.
     say(f"waiting for {first.target}: {port.found}")
     return None
 
@@ -216,9 +216,9 @@ def fit_hosts(
 
 
 def largest_fit(config: RunConfig, hosts: Sequence[Host], fit: Sequence[Host], *, device: str) -> tuple[Host, ...]:
-    """The longest beginning of `fit` that the run's layout and global batch allow; empty where it is too short.
+    """The largest number of `fit` hosts, from the first on, that the run's layout and global batch allow.
 
-    At least launch.min_hosts of the `hosts` are needed, or all of them where that is not set.
+    Empty where that is less than launch.min_hosts, or less than all `hosts` where this key is not set.
     """
     fewest = config.launch.min_hosts or len(hosts)
     for number in range(len(fit), fewest - 1, -1):
@@ -259,7 +259,7 @@ def _orders(
 def _kill_leftovers(
     outcome: AttemptOutcome, request: LaunchRequest, orders: Mapping[Host, StartRanks]
 ) -> AttemptOutcome:
-    """Kill what is left on hosts whose supervisor ended early; a host on which that fails counts as lost."""
+    """Kill remaining processes on hosts whose supervisor ended early; a host on which this fails counts as lost."""
 
     def is_clean(host: Host) -> bool:
         tag = orders[host].tag
@@ -291,7 +291,7 @@ def _report(outcome: AttemptOutcome, number: int, logs: Path) -> Iterator[str]:
         (folder / "report.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     except OSError as full:
         lines.append(f"{folder}/report.txt could not be written: {full.strerror}")
-    # The output of rank 0 has been printed as it came.
+    # The output of rank 0 has already been printed.
     is_printed = outcome.first.rank == 0
     yield from (line for line in lines if not (is_printed and line.startswith(_QUOTED)))
 
@@ -318,7 +318,7 @@ def _failure_lines(outcome: AttemptOutcome, number: int, logs: Path) -> Iterator
 
 
 def run_scheduler(command: Sequence[str], env: Mapping[str, str], say: Say) -> int:
-    """Run mpirun or srun, which supervise their ranks themselves; returns a true exit code.
+    """Run mpirun or srun, which supervise their ranks themselves; returns an exit code, 128 + N for signal N.
 
     The first signal asks the ranks to save and stop; the second one kills them.
     """

@@ -1,4 +1,4 @@
-"""Commands that start the ranks of a run: by mpirun and Slurm, and as a person would type them for other launchers."""
+"""Commands that start the ranks of a run: those of mpirun and Slurm, and printed ones for other launchers."""
 
 import re
 import shlex
@@ -21,8 +21,8 @@ _NEEDED_TO_START = re.compile(
 """Variables that ssh, mpirun and srun themselves need; OMPI_MCA_* are the user's settings of Open MPI."""
 _SLURM_VARIABLE = re.compile(r"(?:SLURM|SRUN|SLURMD)_\w+$")
 _KEEPALIVE_SETTINGS = {"oob_tcp_keepalive_time": "5", "oob_tcp_keepalive_intvl": "5", "oob_tcp_keepalive_probes": "2"}
-"""Seconds, seconds and a count: mpirun and the daemon of a silent host give each other up after 15 s instead of eight
-minutes [ran].
+"""Seconds, seconds and a count: mpirun and the daemon of a silent host notice the lost connection after 15 s instead
+of eight minutes [ran].
 """
 _LOGIN_VARIABLES = ("HOME", "USER", "LOGNAME")
 """srun --export passes only the variables it names, Slurm's own and TMPDIR to a rank [Slurm 22.05, ran]."""
@@ -30,17 +30,17 @@ _LOGIN_VARIABLES = ("HOME", "USER", "LOGNAME")
 
 @dataclass(frozen=True)
 class Job:
-    """What is started, where, and with which variables: the input of every launcher's command."""
+    """The run, hosts and variables from which the command of every launcher is made."""
 
     run: str
     """The run file, as the hosts see it."""
     overrides: tuple[str, ...]
-    """`section.name=value`, after the run file."""
+    """Overrides `section.name=value` of the run file."""
     hosts: tuple[Host, ...]
     """In the order of their ranks; empty for Slurm's whole allocation."""
     run_id: str
     master_addr: str = ""
-    """Address of the first host, which has rank 0; empty for the first node of Slurm's list."""
+    """Address of rank 0, on the first host; empty for the first node of Slurm's list."""
     master_port: int = 0
     """Port of rank 0; 0 for one that is computed from the job's number."""
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -89,10 +89,10 @@ class Job:
 
 
 def mpirun_command(job: Job, ssh_args: Sequence[str] = ()) -> list[str]:
-    """Open MPI's (4.1) command for the ranks of `job`, in the order of its hosts; start it with `starting_environment`.
+    """Open MPI's (4.1) command for the ranks of `job`, in the order of its hosts, to run in `starting_environment`.
 
-    Hosts are named once for every rank and mapped by `seq`: with `--host a:8,b:8` mpirun puts its own host first,
-    and rank 0 is not at MASTER_ADDR [ran]. Values are passed by `-x NAME`, so that no command line shows them. Ranks
+    Each host is named once per rank and mapped by `seq`: with `--host a:8,b:8` mpirun puts its own host first, so that
+    rank 0 is not at MASTER_ADDR [ran]. Values are passed by `-x NAME`, so that no command line shows them. Ranks
     use no MPI: the interface here is that of mpirun's own daemons (oob); gloo and NCCL get theirs by variables.
     LaunchError for hosts that Open MPI has no options for.
     """
@@ -124,11 +124,12 @@ def mpirun_command(job: Job, ssh_args: Sequence[str] = ()) -> list[str]:
 
 
 def srun_command(job: Job, environ: Mapping[str, str]) -> list[str]:
-    """Slurm's command for the ranks of `job` inside an allocation, whose variables `environ` has; start it with
-    `starting_environment`.
+    """Slurm's command for the ranks of `job` inside an allocation. It has to run in `starting_environment`.
 
-    Without hosts the ranks are the allocation's tasks in Slurm's order. With hosts each is named once for every
-    rank under the distribution `arbitrary`, which keeps their order and counts [Slurm 22.05, ran; `--nodelist`
+    `environ` has the variables of the allocation.
+
+    Without hosts the ranks are the allocation's tasks in Slurm's order. With hosts, each is named once per
+    rank under the distribution `arbitrary`, which keeps their order and number of ranks [Slurm 22.05, ran; `--nodelist`
     alone is sorted]. The first rank that fails ends all ranks. LaunchError outside an allocation, and for hosts that
     are not in it.
     """
@@ -151,7 +152,7 @@ def srun_command(job: Job, environ: Mapping[str, str]) -> list[str]:
 
 
 def srun_options(placement: Sequence[str], job: Job) -> list[str]:
-    """`srun` with the options of every use here, and `placement`."""
+    """`srun` with `placement` and the options that every srun command here has."""
     # `--overlap`: a shell of `srun --pty` in the allocation holds its cores, and a second step would wait forever.
     names = dict.fromkeys([*_LOGIN_VARIABLES, *job.environment])
     fixed = [
@@ -166,10 +167,10 @@ def srun_options(placement: Sequence[str], job: Job) -> list[str]:
 
 
 def starting_environment(job: Job, environ: Mapping[str, str], *, slurm: bool = False) -> dict[str, str]:
-    """The whole environment of the `mpirun` or `srun` process: `job.environment`, and what it needs of `environ`.
+    """All variables of the `mpirun` or `srun` process: `job.environment`, and those of `environ` that it needs itself.
 
-    mpirun passes its whole environment to ranks on its own host, whatever `-x` names [Open MPI 4.1, ran], so it gets no
-    more than this. Slurm's variables are left out for mpirun, which would start its daemons by srun with them.
+    mpirun passes its whole environment to ranks on its own host, whatever `-x` names [Open MPI 4.1, ran], so it gets
+    only these. Slurm's variables are left out for mpirun, which would start its daemons by srun with them.
     """
     kept = {
         name: value
@@ -180,7 +181,7 @@ def starting_environment(job: Job, environ: Mapping[str, str], *, slurm: bool = 
 
 
 def deepspeed_command(job: Job, hostfile: str) -> list[str]:
-    """The command of `deepspeed` 0.19.8 for the same ranks, which is only printed."""
+    """The command of `deepspeed` 0.19.8 for the same ranks; it is only printed."""
     chosen = [f"{host.name}:{','.join(map(str, host.devices))}" if host.devices else host.name for host in job.hosts]
     include = ["--include", "@".join(chosen)] if any(host.devices for host in job.hosts) else []
     meeting = ["--master_addr", job.master_addr, "--master_port", str(job.master_port)]
@@ -200,12 +201,12 @@ def deepspeed_command(job: Job, hostfile: str) -> list[str]:
 
 
 def torchrun_commands(job: Job) -> list[list[str]]:
-    """The command of `torchrun` for the same ranks on each host, in the order of the hosts, which is only printed."""
+    """The command of `torchrun` for the same ranks on each host, in the order of the hosts; it is only printed."""
     meeting = [f"--master-addr={job.master_addr}", f"--master-port={job.master_port}"]
     started = [*meeting, *job.entry, job.run, *job.overrides]
     counts = [
-        [f"--nnodes={len(job.hosts)}", f"--node-rank={place}", f"--nproc-per-node={host.slots}"]
-        for place, host in enumerate(job.hosts)
+        [f"--nnodes={len(job.hosts)}", f"--node-rank={index}", f"--nproc-per-node={host.slots}"]
+        for index, host in enumerate(job.hosts)
     ]
     return [["torchrun", *count, *started] for count in counts]
 
@@ -227,7 +228,7 @@ def command_line(argv: Sequence[str]) -> str:
 def _expand(part: str) -> list[str]:
     """`node[01-03,7]-ib` -> node01-ib, node02-ib, node03-ib, node7-ib; several brackets multiply."""
     pieces = re.split(r"\[([^\[\]]*)\]", part)
-    choices = [_numbers(piece) if place % 2 else [piece] for place, piece in enumerate(pieces)]
+    choices = [_numbers(piece) if index % 2 else [piece] for index, piece in enumerate(pieces)]
     return ["".join(chosen) for chosen in product(*choices)]
 
 

@@ -1,4 +1,4 @@
-"""Output to a terminal that never blocks or ends a run, as where a pager is stopped or the terminal is closed."""
+"""Prints to the terminal without blocking or ending a run when a pager is stopped or the terminal is closed."""
 
 import os
 import queue
@@ -11,7 +11,7 @@ _LAST_SECONDS = 5.0
 
 
 class Screen:
-    """Prints lines with `show` in its own thread while in `with`; after a failure it prints nothing more."""
+    """Prints lines with `show` in a separate thread while in `with`; after a failure it prints nothing more."""
 
     def __init__(self, show: Callable[[str], None]) -> None:
         self._show, self._lines = show, queue.SimpleQueue[str | None]()

@@ -1,11 +1,11 @@
 """The supervisor of one host: it starts the host's ranks, relays their output, and kills them when it must.
 
 The launching program starts `python -m ds_finetune.launch.supervisor PORT TOKEN` through ssh. Both exchange the
-messages of launch/messages.py over standard input and output; lines of the supervisor begin with TOKEN, which tells
-them from the output of a login shell. The supervisor kills every process of the run on its host when it is ordered to,
-when the launching program is gone or has been silent for some seconds, and when it is ended itself.
+messages of launch/messages.py over standard input and output. Lines of the supervisor begin with TOKEN, so that the
+output of a login shell is not mistaken for a message. The supervisor kills every process of the run on its host when
+it is ordered to, when the launching program is gone or has been silent for some seconds, and when it is ended itself.
 
-It imports next to nothing and starts in a fraction of a second.
+It does not import torch, and starts in a fraction of a second.
 """
 
 import contextlib
@@ -51,11 +51,11 @@ from ds_finetune.watchdog.process_death import began_at, oom_kills, why_killed
 TAIL_LINES = 50
 """Last lines of a rank's output that are kept for a report."""
 _TAIL_CHARACTERS = 2000
-"""Of each of them."""
+"""Characters kept of each of these lines."""
 LINGERING_SECONDS = 60.0
 """How long a rank's process may remain after it has reported its exit code."""
 HEARTBEAT_SECONDS = 1.0
-"""Between two heartbeats, in both directions."""
+"""Interval of heartbeats, in both directions."""
 _READ_BYTES = 2**16
 _MAX_OUTPUT_BYTES = 2**19
 """A longer line of output is cut into lines of this size, so that a message with one stays below its limit."""
@@ -140,11 +140,11 @@ class Supervisor:
             if launcher.poll() is not None and ended_since is None:
                 ended_since = now
             self._kill_lingering(now)
-            # The last output of the ranks is still on its way.
+            # The last output of the ranks may still arrive.
             self._is_over = self._is_over or (ended_since is not None and now - ended_since > HEARTBEAT_SECONDS)
 
     def _kill_lingering(self, now: float) -> None:
-        """Kill ranks that have reported their exit code and still run, as where a thread waits for ever."""
+        """Kill ranks that still run after they have reported their exit code, as with a thread that waits forever."""
         for rank, since in list(self._ended_at.items()):
             if rank in self._connected and now - since > LINGERING_SECONDS:
                 self._connected.discard(rank)
@@ -152,7 +152,7 @@ class Supervisor:
                     os.kill(self._pids[rank], signal.SIGKILL)
 
     def _kill_ranks(self) -> int:
-        """Kill every process of the attempt on this host, with heartbeats meanwhile; returns how many do not end."""
+        """Kill every process of the attempt on this host, with heartbeats meanwhile; returns how many did not end."""
         stop = threading.Event()
 
         def beat() -> None:
@@ -186,7 +186,7 @@ class Supervisor:
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         _, user, _ = struct.unpack("3i", credentials)
         if user != os.getuid():
-            # The socket's name is no secret on its host.
+            # Any user of the host can connect to the socket: its name is public.
             connection.close()
             return
         reader = _RankConnection(self)
@@ -198,34 +198,34 @@ class Supervisor:
         self._listen(connection.fileno(), reader.read_line, on_end)
 
     def connect_rank(self, first: RankConnected) -> None:
-        """A rank's process has started."""
+        """Register the process of a rank that has started."""
         rank = first.rank
         self._pids[rank], self._start_times[rank] = first.pid, began_at(first.pid)
         self._connected.add(rank)
         self._log.write(log_name(rank), f"rank {rank} on {socket.gethostname()}, pid {first.pid}")
 
     def disconnect_rank(self, rank: int) -> None:
-        """A rank's process has ended; where it reported no exit code before, that is reported."""
+        """Handle the end of a rank's process; report it where the rank has sent no exit code."""
         self._connected.discard(rank)
         if rank not in self._ended_at:
             self.end_rank(rank, None)
 
     def keep_output(self, rank: int, line: str) -> None:
-        """A rank has printed a line."""
+        """Keep a line that a rank has printed, in its log and for a report; pass on the output of rank 0."""
         self._tails.setdefault(rank, deque(maxlen=TAIL_LINES)).append(line[:_TAIL_CHARACTERS])
         self._log.write(log_name(rank), line)
         if rank == 0:
             _report(RankZeroOutput(line))
 
     def end_rank(self, rank: int, code: int | None) -> None:
-        """A rank has reported its exit code, or (None) its process has ended without one."""
+        """Report the end of a rank with its exit code, None where its process ended without one."""
         self._ended_at[rank] = time.monotonic()
         tail = [] if code == 0 else list(self._tails.get(rank, ()))
         reason = self._reason(rank) if code is None else ""
         _report(RankEnded(rank, self._pids.get(rank, 0), code, tail, reason))
 
     def _reason(self, rank: int) -> str:
-        """Why a rank ended without an exit code, as far as known; memory only where the kernel counted such a kill."""
+        """Why a rank ended without an exit code: the watchdog, or a lack of memory; empty where unknown."""
         pid, start_time = self._pids.get(rank, 0), self._start_times.get(rank, "")
         if killed := why_killed(Path(self._order.watchdog), pid, start_time):
             return f"by the watchdog, because {killed}"
@@ -250,7 +250,7 @@ class Supervisor:
             self._kill_ranks()
 
     def _kill_without_order(self) -> None:
-        """Kill the ranks because the launching program is gone or silent, and nothing else would end them."""
+        """Kill the ranks because the launching program is gone or silent."""
         kill_tagged([self._order.tag])
         self._is_over = True
 
@@ -260,7 +260,7 @@ class Supervisor:
 
 
 class _RankConnection:
-    """A connection of a rank: its first line says whether the others are output or control messages."""
+    """A connection of a rank: its first line says whether the following lines are output or control messages."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
@@ -283,13 +283,13 @@ class _RankConnection:
             sys.stderr.write(f"{error}\n")
 
     def end(self) -> None:
-        """The other end is closed."""
+        """Handle the end of the connection."""
         if isinstance(self._first, RankConnected):
             self._supervisor.disconnect_rank(self._first.rank)
 
 
 class _OutputLines:
-    """Bytes as they arrive, cut into lines; a line longer than the limit is cut into several."""
+    """Splits a stream of bytes into lines; a line longer than the limit becomes several lines."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -339,7 +339,7 @@ _WRITE_LOCK = threading.Lock()
 
 def _report(message: ProcessMessage) -> None:
     """Write a message to the launching program, after the token, which is the last argument of this process."""
-    # Nobody reads it where ssh has ended; the silence on standard input is what ends this process.
+    # Where ssh has ended, writing fails; the missing heartbeats on standard input then end this process.
     with contextlib.suppress(OSError), _WRITE_LOCK:
         sys.stdout.buffer.write(encode(message, token=sys.argv[-1]))
         sys.stdout.buffer.flush()
@@ -351,10 +351,10 @@ def main() -> int:
     if sys.argv[1:2] == ["kill"]:
         _report(LeftoversKilled(kill_tagged(sys.argv[2:])))
         return 0
-    # A line of its own, whatever a login shell has printed before without an end.
+    # Start a new line: a login shell may have printed text without a newline.
     sys.stdout.buffer.write(b"\n")
     _report(HostReady(gather_host_info(int(sys.argv[1]))))
-    # Byte by byte: the supervisor itself reads what follows the first order.
+    # Unbuffered: the supervisor itself reads the messages after the first order.
     with open(0, "rb", buffering=0, closefd=False) as orders:
         while select.select([orders], [], [], _ORDER_SECONDS)[0] and (line := orders.readline()):
             order = decode(line.rstrip(b"\n"), FROM_LAUNCHER, peer="the launching program")
