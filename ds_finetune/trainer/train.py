@@ -32,7 +32,7 @@ from ds_finetune.trainer.resume import (
 from ds_finetune.trainer.run_dir import prepare_run_folder
 from ds_finetune.trainer.startup import compile_operators, open_process_group, start_watchdog
 from ds_finetune.watchdog.monitor import Monitor
-from ds_finetune.world import World, refuse_missing_hostfile
+from ds_finetune.world import World, check_deepspeed_hostfile
 
 Announce = Callable[[PreparedRun], None]
 
@@ -60,7 +60,7 @@ def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
     began = time.monotonic()
     world = World.from_environment(os.environ)
     world.set_environment(os.environ)
-    refuse_missing_hostfile()
+    check_deepspeed_hostfile()
     with SignalInterruption(signal.SIGINT) as interruption:
         with start_watchdog(config.watchdog, world, Path(config.output_dir)) as (monitor, store):
             run = prepare_run(config, world)
