@@ -20,7 +20,7 @@ from ds_finetune.world import World
 
 if TYPE_CHECKING:
     from ds_finetune.evaluation.evaluate import EvalReport
-    from ds_finetune.export.offline import ExportResult
+    from ds_finetune.export.from_checkpoint import ExportResult
     from ds_finetune.export.onnx.folder import OnnxExportResult
     from ds_finetune.export.verify.verify import VerificationResult
     from ds_finetune.trainer.train import Report
@@ -83,7 +83,7 @@ def export(  # noqa: PLR0913 - each is an option of the command
         return graph
     if not with_cache:
         raise ConfigError(f"--no-cache is not valid with --format {format}", hint="it is an option of --format onnx")
-    from ds_finetune.export.offline import EXPORT_DTYPES, export_checkpoint
+    from ds_finetune.export.from_checkpoint import EXPORT_DTYPES, export_checkpoint
 
     if dtype is not None and dtype not in EXPORT_DTYPES:
         raise ConfigError(f"dtype is `{dtype}`", hint=f"name one of {', '.join(EXPORT_DTYPES)}")
