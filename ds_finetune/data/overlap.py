@@ -19,12 +19,12 @@ def overlap_notes(train: PreparedRows | StreamedRows, held_out: PreparedRows) ->
         held_out_files = {
             Path(source.path).resolve()
             for source in find_sources(train.config.eval, purpose="eval")
-            if source.kind != "hub"
+            if source.format != "hub"
         }
         both = [
             source.path
             for source in train.sources
-            if source.kind != "hub" and Path(source.path).resolve() in held_out_files
+            if source.format != "hub" and Path(source.path).resolve() in held_out_files
         ]
         return [f"data.eval has training files: {', '.join(both)}"] if both else []
     repeated = _num_repeated(held_out.documents.digests, train.documents.digests)

@@ -235,7 +235,8 @@ def _open_parts(sources: Sequence[Source], folder: Path, parts: list[Path]) -> I
 def _is_large(sources: Sequence[Source]) -> bool:
     """Whether there is more than 2 MB of raw data, which is worth the seconds that starting processes takes."""
     return (
-        any(source.kind == "hub" for source in sources) or sum(source.fingerprint[1] for source in sources) > 2_000_000
+        any(source.format == "hub" for source in sources)
+        or sum(source.fingerprint[1] for source in sources) > 2_000_000
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ds_finetune.data.files import FileKind
+from ds_finetune.data.files import FileFormat
 from ds_finetune.data.sources import Source
 from ds_finetune.units import MIB
 
@@ -24,13 +24,13 @@ def estimate_rows(sources: Sequence[Source]) -> int:
 def _estimate(source: Source) -> int:
     """By the number of lines in the first MiB of a file, or by a Parquet file's footer."""
     path = Path(source.path)
-    if source.kind == "parquet":
+    if source.format == "parquet":
         # A damaged file is reported where it is read.
         with suppress(OSError, pa.ArrowException):
             return int(pq.read_metadata(path).num_rows)
         return 0
-    kind = None if source.kind == "hub" else FileKind.of(path)
-    if kind is None or kind.compression or source.kind not in _BY_LINE:
+    file_format = None if source.format == "hub" else FileFormat.of(path)
+    if file_format is None or file_format.compression or source.format not in _BY_LINE:
         return 0
     with path.open("rb") as file:
         start = file.read(MIB)
