@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["RunConfig", "evaluate", "export", "plan_run", "read_config", "train"]
 
-_HOMES = {
+_MODULES = {
     "RunConfig": "config.schema",
     "read_config": "config.schema",
     "plan_run": "trainer.dry_run",
@@ -37,7 +37,7 @@ class _Package(ModuleType):
     """
 
     def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _HOMES and isinstance(value, ModuleType)):
+        if not (name in _MODULES and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
 
@@ -47,9 +47,9 @@ if not TYPE_CHECKING:
     # Hidden from type checkers, for which any name would exist.
 
     def __getattr__(name: str) -> object:
-        if name not in _HOMES:
+        if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})

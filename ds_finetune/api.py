@@ -1,5 +1,6 @@
-"""What Python programs and notebooks call, and the command line too: train, export and evaluate (`plan_run` is in
-dry_run.py).
+"""Functions for Python programs, notebooks and the command line: train, export and evaluate.
+
+`plan_run` is in trainer/dry_run.py.
 """
 
 import os
@@ -19,23 +20,23 @@ from ds_finetune.world import World
 
 if TYPE_CHECKING:
     from ds_finetune.evaluation.evaluate import EvalReport
-    from ds_finetune.export.offline import ExportResult
+    from ds_finetune.export.from_checkpoint import ExportResult
     from ds_finetune.export.onnx.folder import OnnxExportResult
     from ds_finetune.export.verify.verify import VerificationResult
     from ds_finetune.trainer.train import Report
 
-Place = str | Path
+PathLike = str | Path
 
 
 def train(config: RunConfig) -> "Report":
-    """Fine-tune as `config` says, print the lines that `ds-finetune train` prints, and return what happened.
+    """Fine-tune as `config` says, print what `ds-finetune train` prints, and return a report of the run.
 
-    Without a launcher it trains on one device of this machine; started by one, each rank calls it. It can be called
-    again in the same process, once the call before has returned. LaunchError outside the main thread;
-    VerificationError where an export is not what the run recorded. SIGTERM and SIGUSR1 save a checkpoint and end
-    the run: `Report.interrupted` names the signal.
+    Without a launcher this function trains on one device of this machine; with a launcher, every rank has to call it.
+    A process may call it again after it has returned. SIGTERM and SIGUSR1 save a checkpoint and end the run:
+    `Report.interrupted` names the signal. LaunchError outside the main thread; VerificationError where an export
+    differs from what the run recorded.
     """
-    _refuse_other_threads()
+    _check_main_thread()
     quiet_packages()
     world = World.from_environment(os.environ)
     from ds_finetune.trainer.train import train as train_run
@@ -45,37 +46,36 @@ def train(config: RunConfig) -> "Report":
     if world.rank == 0:
         show_report(report)
         show_verifications(report.verdicts)
-        refuse_unverified(report.verdicts)
+        check_verified(report.verdicts)
         show_next(report)
     return report
 
 
 def export(  # noqa: PLR0913 - each is an option of the command
-    source: Place,
-    out: Place,
+    source: PathLike,
+    out: PathLike,
     *,
     format: Literal["safetensors", "onnx"] = "safetensors",
     dtype: str | None = None,
-    base: Place | None = None,
+    base: PathLike | None = None,
     max_shard_size: str | None = None,
     with_cache: bool = True,
     verify: bool = True,
 ) -> "ExportResult | OnnxExportResult":
-    """Convert the run, checkpoint, adapter or model in `source` to the new folder `out`, print what was written, and
-    return it.
+    """Convert the run, checkpoint, adapter or model in `source` to the new folder `out`.
 
-    `dtype` is bf16 (the default), fp16, fp32 or fp8; for onnx it is fp32 (the default) or fp16. `base` is the folder of
-    the model that
-    was trained. `max_shard_size` (5GB) applies to safetensors, `with_cache=False` (a graph without past keys and
-    values) to onnx.
-    With `verify` a fresh process loads `out`, and VerificationError says how it differs; otherwise it stays marked
-    UNVERIFIED.
+    Print what was written, and return it.
+
+    `dtype` is bf16 (the default), fp16, fp32 or fp8; for onnx it is fp32 (the default) or fp16. `base` is the folder
+    of the model that was trained. `max_shard_size` (5GB) applies to safetensors, and `with_cache=False` (a graph
+    without past keys and values) to onnx. With `verify` a new process loads `out` and compares it with the record of
+    the run; VerificationError says how it differs. Without `verify` the folder stays marked UNVERIFIED.
     """
     if format not in ("safetensors", "onnx"):
         raise ConfigError(f"format is `{format}`", hint="name safetensors or onnx")
     trained = None if base is None else Path(base)
     if format == "onnx":
-        _refuse_for_onnx(format, max_shard_size=max_shard_size, verify=verify)
+        _check_onnx_options(format, max_shard_size=max_shard_size, verify=verify)
         from ds_finetune.export.onnx.folder import export_onnx
 
         graph = export_onnx(Path(source), Path(out), dtype=dtype or "fp32", with_cache=with_cache, base=trained)
@@ -83,7 +83,7 @@ def export(  # noqa: PLR0913 - each is an option of the command
         return graph
     if not with_cache:
         raise ConfigError(f"--no-cache is not valid with --format {format}", hint="it is an option of --format onnx")
-    from ds_finetune.export.offline import EXPORT_DTYPES, export_checkpoint
+    from ds_finetune.export.from_checkpoint import EXPORT_DTYPES, export_checkpoint
 
     if dtype is not None and dtype not in EXPORT_DTYPES:
         raise ConfigError(f"dtype is `{dtype}`", hint=f"name one of {', '.join(EXPORT_DTYPES)}")
@@ -97,18 +97,18 @@ def export(  # noqa: PLR0913 - each is an option of the command
 
 
 def verify_folder(folder: Path, base: Path | None) -> "VerificationResult":
-    """Verify an exported folder and print the result; VerificationError where it is not what was exported."""
+    """Verify an exported folder and print the result; VerificationError where it differs from its record."""
     from ds_finetune.export.verify.verify import verify_exports
     from ds_finetune.trainer.run_dir import available_bytes
 
     results = verify_exports([folder], base=base, available_bytes=available_bytes())
     show_verifications(results)
-    refuse_unverified(results)
+    check_verified(results)
     return results[0]
 
 
-def refuse_unverified(results: "Sequence[VerificationResult]") -> None:
-    """Raise VerificationError, which names them, where folders are not what was exported."""
+def check_verified(results: "Sequence[VerificationResult]") -> None:
+    """VerificationError that names the exported folders that differ from their record."""
     wrong = [result for result in results if result.problems]
     if wrong:
         raise VerificationError(
@@ -118,10 +118,10 @@ def refuse_unverified(results: "Sequence[VerificationResult]") -> None:
 
 
 def evaluate(  # noqa: PLR0913 - each is an option of the command
-    model: Place,
-    data: Place | Sequence[Place],
+    model: PathLike,
+    data: PathLike | Sequence[PathLike],
     *,
-    baseline: Place | None = None,
+    baseline: PathLike | None = None,
     extract: str | None = None,
     columns: Mapping[str, str] | None = None,
     template: str = "auto",
@@ -134,12 +134,10 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
 ) -> "EvalReport":
     """Score the exported folder `model`, and `baseline` on the same token ids, over the rows of `data`; prints nothing.
 
-    `EvalReport.metrics` holds each metric by name, with its confidence interval. With `extract` (gsm8k, choice, json or
-    text) answers are
-    generated, and what it finds in them is compared with what it finds in the rows. `columns`, `template`, `train_on`
-    and
-    `long_rows` are as in a run file. `limit` is the number of rows scored at most. DataError or ExportError where it
-    cannot be scored.
+    `EvalReport.metrics` holds each metric by name, with its confidence interval. With `extract` (gsm8k, choice, json
+    or text) the model generates answers, and the values extracted from them are compared with those extracted from
+    the rows. `columns`, `template`, `train_on` and `long_rows` are as in a run file. `limit` is the number of rows
+    scored at most. DataError or ExportError where the model cannot be scored.
     """
     least = {
         "max_seq_len": (max_seq_len, 2),
@@ -174,7 +172,7 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
     )
 
 
-def _refuse_other_threads() -> None:
+def _check_main_thread() -> None:
     name = threading.current_thread().name
     if threading.current_thread() is not threading.main_thread():
         raise LaunchError(
@@ -184,8 +182,9 @@ def _refuse_other_threads() -> None:
 
 @contextmanager
 def _unchanged_environment(world: World) -> Iterator[None]:
-    """Without a launcher, a run's variables (RANK, MASTER_PORT, ...) are removed at its end: later programs would take
-    them for a launcher's.
+    """Remove the variables that a run without a launcher has set (RANK, MASTER_PORT, ...) at its end.
+
+    Later child processes would take them for those of a launcher.
     """
     names: dict[str, str] = {}
     if world.launcher == "python":
@@ -198,7 +197,7 @@ def _unchanged_environment(world: World) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def _refuse_for_onnx(format: str, *, max_shard_size: str | None, verify: bool) -> None:
+def _check_onnx_options(format: str, *, max_shard_size: str | None, verify: bool) -> None:
     if max_shard_size:
         raise ConfigError(
             f"--max-shard-size {max_shard_size} is not valid with --format {format}",

@@ -1,4 +1,4 @@
-"""The step measured against a plain PyTorch loop on the same documents, in one process and by turns."""
+"""Times the training step beside plain PyTorch loops on the same documents, by turns in one process."""
 
 import copy
 import os
@@ -33,21 +33,19 @@ from ds_finetune.world import World
 
 _LR = 1e-4
 PADDED_DOCUMENTS = 8
-"""Documents a forward of the padded loop holds."""
+"""Documents in one forward of the padded loop."""
 
 
 @dataclass(frozen=True)
-class Contest:
-    """Seconds of each timed step of each contestant, supervised tokens of these steps, and how far losses lay apart."""
+class SpeedComparison:
+    """Seconds of each timed step of each candidate, supervised tokens of these steps, and the difference of losses."""
 
     seconds: dict[str, list[float]]
     supervised_tokens: int
     largest_loss_difference: float
 
     def lines(self) -> list[tuple[str, str]]:
-        """Median seconds, supervised tokens a second, and how many times as fast as the first contestant: more is
-        faster.
-        """
+        """Median seconds, supervised tokens a second, and the speed relative to the first candidate: more is faster."""
         first_name = next(iter(self.seconds))
         first = statistics.median(next(iter(self.seconds.values())))
         found = [
@@ -61,9 +59,10 @@ class Contest:
         return found
 
 
-def step_contest(config: RunConfig, *, steps: int, say: Say) -> Contest:
-    """Time `steps` optimizer steps of `config` (after one to warm up) by turns with plain loops over the same
-    documents.
+def compare_step_speed(config: RunConfig, *, steps: int, say: Say) -> SpeedComparison:
+    """Time `steps` optimizer steps of `config` by turns with plain loops over the same documents.
+
+    One step before them warms up.
 
     The plain loops are transformers' model with all logits and torch's AdamW: over documents padded to the longest of
     eight, and over the same packed rows. All start from the same weights.
@@ -91,31 +90,30 @@ def step_contest(config: RunConfig, *, steps: int, say: Say) -> Contest:
         for note in plan.notes:
             say(note)
         engine = stack.enter_context(start_engine(plan, run.inputs.model))
-        plain = {"plain loop, padded": _padded, "plain loop, packed": _same_rows}
+        plain = {"plain loop, padded": _padded, "plain loop, packed": _packed}
         loops = {name: _PlainLoop(engine, run.inputs.hf_config, layout) for name, layout in plain.items()}
-        contestants: dict[str, Callable[[Batch], float]] = {
-            "ds_finetune": lambda batch: engine.step(batch, lr=_LR).loss
-        }
-        contestants |= {name: loop.step for name, loop in loops.items()}
+        candidates: dict[str, Callable[[Batch], float]] = {"ds_finetune": lambda batch: engine.step(batch, lr=_LR).loss}
+        candidates |= {name: loop.step for name, loop in loops.items()}
         finish = torch.cuda.synchronize if plan.device == "cuda" else _nothing
-        return by_turns(contestants, islice(run_batches(run), steps + 1), finish=finish)
+        return time_by_turns(candidates, islice(run_batches(run), steps + 1), finish=finish)
 
 
 def _nothing() -> None:
     """A CPU's work is done when the call returns."""
 
 
-def by_turns(
-    contestants: dict[str, Callable[[Batch], float]], batches: Iterator[Batch], *, finish: Callable[[], None]
-) -> Contest:
-    """Time each contestant on each batch, the first one to warm up; `finish` waits for work that a device still has to
-    do.
+def time_by_turns(
+    candidates: dict[str, Callable[[Batch], float]], batches: Iterator[Batch], *, finish: Callable[[], None]
+) -> SpeedComparison:
+    """Time each candidate on each batch, the first one to warm up.
+
+    `finish` waits until the device has finished the work queued before.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    tokens, apart = 0, 0.0
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    tokens, largest_difference = 0, 0.0
     for number, batch in enumerate(batches):
         losses = []
-        for name, step in contestants.items():
+        for name, step in candidates.items():
             finish()
             began = time.perf_counter()
             losses.append(step(batch))
@@ -123,15 +121,15 @@ def by_turns(
             if number:
                 seconds[name].append(time.perf_counter() - began)
         tokens += batch.num_supervised_tokens if number else 0
-        apart = max(apart, (max(losses) - min(losses)) / min(losses))
-    return Contest(seconds, tokens, apart)
+        largest_difference = max(largest_difference, (max(losses) - min(losses)) / min(losses))
+    return SpeedComparison(seconds, tokens, largest_difference)
 
 
 Layout = Callable[[Batch], list[dict[str, torch.Tensor]]]
 
 
 class _PlainLoop:
-    """A copy of the engine's model as transformers builds it, stepped by what anybody would write."""
+    """A copy of the engine's model as transformers builds it, trained by an ordinary PyTorch loop."""
 
     def __init__(self, engine: Engine, hf_config: PretrainedConfig, layout: Layout) -> None:
         self._layout = layout
@@ -171,7 +169,7 @@ class _PlainLoop:
         return total / batch.num_supervised_tokens
 
 
-def _same_rows(batch: Batch) -> list[dict[str, torch.Tensor]]:
+def _packed(batch: Batch) -> list[dict[str, torch.Tensor]]:
     return [
         {"input_ids": micro.input_ids, "position_ids": micro.position_ids, "labels": micro.labels}
         for micro in batch.micro
@@ -179,7 +177,7 @@ def _same_rows(batch: Batch) -> list[dict[str, torch.Tensor]]:
 
 
 def _padded(batch: Batch) -> list[dict[str, torch.Tensor]]:
-    """Documents of a batch apart, eight to a forward, filled up to the longest."""
+    """Documents of a batch in rows of their own, `PADDED_DOCUMENTS` to a forward, padded to the longest."""
     documents = [
         document for micro in batch.micro for document in _documents(micro) if bool((document[1] != IGNORE_INDEX).any())
     ]

@@ -1,4 +1,4 @@
-"""The hosts of a run: one reader of hostfiles for every use, and DeepSpeed's `--include` and `--exclude`."""
+"""Reads hostfiles, and selects hosts and devices as DeepSpeed's `--include` and `--exclude` do."""
 
 import difflib
 import re
@@ -21,27 +21,28 @@ class Host:
     """One line of a hostfile: where ssh goes, and which devices of the host are used."""
 
     name: str
-    """Name or address alone, without user, port and brackets."""
+    """Host name or address, without user, port and brackets."""
     slots: int
     """Ranks on the host."""
     line: int
     """Line of the hostfile, from 1."""
     user: str = ""
-    """Who logs in; empty where ssh decides."""
+    """User to log in as; empty where ssh decides."""
     port: int = 0
     """Port of the host's sshd; 0 where ssh decides."""
     devices: tuple[int, ...] = ()
-    """Devices that `--include` or `--exclude` left, by number; empty for the first `slots`."""
+    """Numbers of the devices that `--include` or `--exclude` left; empty for the first `slots` devices."""
 
     @property
     def target(self) -> str:
-        """What ssh is given: `user@name`, or the name alone."""
+        """Destination argument of ssh: `user@name`, or the name alone."""
         return f"{self.user}@{self.name}" if self.user else self.name
 
 
 def read_hostfile(path: str | Path) -> tuple[Host, ...]:
-    """Hosts and slots of a hostfile; LaunchError with line and column. A missing hostfile is an
-    error, never a local run.
+    """Hosts and slots of a hostfile; LaunchError with line and column.
+
+    A missing hostfile is an error: no run is started on this machine instead.
 
     A line is `HOST slots=N`, HOST being `name`, `user@name`, `name:port`, an IPv6 address, or one in brackets with a
     port; `#` begins a comment.
@@ -70,7 +71,7 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
         if not text.strip():
             continue
         host = _read_host(text, f"{path} line {number}", number)
-        # Under one name two sshd may be two hosts, as in containers, by their ports.
+        # Two containers of a machine are two hosts with one name, told apart by the ports of their sshd.
         same = hosts.get((host.name, host.port))
         if same is not None:
             raise LaunchError(
@@ -88,7 +89,7 @@ def select_hosts(hosts: Sequence[Host], *, include: str = "", exclude: str = "")
     """`hosts` with what `include` names, or without what `exclude` names, in the order of the hostfile.
 
     The form is DeepSpeed's: `host1@host2:0,2` is all of host1 and devices 0 and 2 of host2. LaunchError where both
-    are given, where a host or a device is not there, or where nothing is left.
+    are given, where a host or a device is not in `hosts`, or where nothing is left.
     """
     if include and exclude:
         raise LaunchError(f"--include {include} and --exclude {exclude} are both given", hint="give one of them")

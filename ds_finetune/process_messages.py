@@ -176,10 +176,10 @@ def _message(tree: Any, types: Sequence[type[M]]) -> M:  # noqa: ANN401 - any JS
     raise ValueError(f"its kind is {kind!r:.100}, expected {' or '.join(each.kind for each in types)}")
 
 
-def _fields_of(kind: type, tree: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _fields_of(expected: type, tree: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Values of a dataclass's fields from JSON; ValueError names a missing or unknown field, or one of a wrong type."""
-    types = _hints(kind)
-    known = {field.name: field for field in fields(kind)}
+    types = _hints(expected)
+    known = {field.name: field for field in fields(expected)}
     unknown = sorted(tree.keys() - known.keys())
     missing = [
         name
@@ -192,59 +192,60 @@ def _fields_of(kind: type, tree: Mapping[str, Any], where: str) -> dict[str, Any
 
 
 @functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
+def _hints(expected: type) -> dict[str, Any]:
+    return get_type_hints(expected)
 
 
-def _value(kind: Any, value: Any, where: str) -> Any:  # noqa: ANN401 - a type as it is annotated, and plain values
-    """Convert the JSON value `value` to the type `kind`; ValueError where it does not fit."""
-    if kind is Any or type(value) is kind:
+def _value(expected: Any, value: Any, where: str) -> Any:  # noqa: ANN401 - a type as it is annotated, and plain values
+    """Convert the JSON value `value` to the type `expected`; ValueError where it does not fit."""
+    if expected is Any or type(value) is expected:
         return value
-    if get_origin(kind) is not None or hasattr(kind, "_fields"):
-        return _collection(kind, value, where)
-    if is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
-        return kind(**_fields_of(kind, value, where))
-    if kind is float and type(value) is int:
+    if get_origin(expected) is not None or hasattr(expected, "_fields"):
+        return _collection(expected, value, where)
+    if is_dataclass(expected) and isinstance(expected, type) and isinstance(value, dict):
+        return expected(**_fields_of(expected, value, where))
+    if expected is float and type(value) is int:
         return float(value)
-    raise _wrong_type(kind, value, where)
+    raise _wrong_type(expected, value, where)
 
 
-def _collection(kind: Any, value: Any, where: str) -> Any:  # noqa: ANN401
+def _collection(expected: Any, value: Any, where: str) -> Any:  # noqa: ANN401
     """`_value` for unions, tuples, lists and dictionaries; converts each value in them."""
-    origin, arguments = get_origin(kind), get_args(kind)
+    origin, arguments = get_origin(expected), get_args(expected)
     if origin in (Union, UnionType):
-        return _first_fit(kind, value, where)
-    if isinstance(value, list) and (origin is tuple or hasattr(kind, "_fields")):
-        return _tuple(kind, value, where)
+        return _first_fit(expected, value, where)
+    if isinstance(value, list) and (origin is tuple or hasattr(expected, "_fields")):
+        return _tuple(expected, value, where)
     if isinstance(value, list) and issubclass(list, origin):
         return [_value(arguments[0], each, f"{where}[{index}]") for index, each in enumerate(value)]
     if isinstance(value, dict) and issubclass(dict, origin):
         return {key: _value(arguments[1], each, f"{where}[{key!r:.100}]") for key, each in value.items()}
-    raise _wrong_type(kind, value, where)
+    raise _wrong_type(expected, value, where)
 
 
 def _first_fit(union: Any, value: Any, where: str) -> Any:  # noqa: ANN401
     """Convert `value` to the first type of a union that it fits."""
-    for kind in get_args(union):
+    for expected in get_args(union):
         with suppress(ValueError):
-            return _value(kind, value, where)
+            return _value(expected, value, where)
     raise _wrong_type(union, value, where)
 
 
-def _tuple(kind: Any, values: list[Any], where: str) -> Any:  # noqa: ANN401
+def _tuple(expected: Any, values: list[Any], where: str) -> Any:  # noqa: ANN401
     """Convert a JSON list to a tuple: of any length, of fixed length, or a named tuple."""
-    is_named = hasattr(kind, "_fields")
-    kinds = tuple(_hints(kind).values()) if is_named else get_args(kind)
-    if len(kinds) == 2 and kinds[1] is Ellipsis:
-        kinds = (kinds[0],) * len(values)
-    if len(values) != len(kinds):
-        raise _wrong_type(kind, values, where)
+    is_named = hasattr(expected, "_fields")
+    item_types = tuple(_hints(expected).values()) if is_named else get_args(expected)
+    if len(item_types) == 2 and item_types[1] is Ellipsis:
+        item_types = (item_types[0],) * len(values)
+    if len(values) != len(item_types):
+        raise _wrong_type(expected, values, where)
     items = [
-        _value(each, item, f"{where}[{index}]") for index, (each, item) in enumerate(zip(kinds, values, strict=True))
+        _value(each, item, f"{where}[{index}]")
+        for index, (each, item) in enumerate(zip(item_types, values, strict=True))
     ]
-    return kind(*items) if is_named else tuple(items)
+    return expected(*items) if is_named else tuple(items)
 
 
-def _wrong_type(kind: Any, value: Any, where: str) -> ValueError:  # noqa: ANN401
-    name = str(kind) if get_origin(kind) else kind.__name__
+def _wrong_type(expected: Any, value: Any, where: str) -> ValueError:  # noqa: ANN401
+    name = str(expected) if get_origin(expected) else expected.__name__
     return ValueError(f"`{where}` is {value!r:.100}, expected {name}")

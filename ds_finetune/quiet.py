@@ -41,8 +41,8 @@ def quiet_packages(environ: Mapping[str, str] = os.environ) -> None:
         warnings.filterwarnings("ignore", message=message, category=category)
     for name, pattern in _RECORDS.items():
         logger = logging.getLogger(name)
-        if not any(isinstance(known, _Known) for known in logger.filters):
-            logger.addFilter(_Known(pattern))
+        if not any(isinstance(known, _DropKnownMessages) for known in logger.filters):
+            logger.addFilter(_DropKnownMessages(pattern))
 
 
 def deepspeed_level(environ: Mapping[str, str] = os.environ) -> str:
@@ -68,7 +68,7 @@ def _bar_or_phase(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     return count_parts("loading weights", args[0], len(args[0]))
 
 
-class _Known(logging.Filter):
+class _DropKnownMessages(logging.Filter):
     """Drops a logger's known messages, errors excepted."""
 
     def __init__(self, pattern: re.Pattern[str]) -> None:

@@ -1,4 +1,4 @@
-"""Who this process is, from any launcher's environment; what `accelerate launch` chose."""
+"""The rank of this process, read from the environment of any launcher, and the choices of `accelerate launch`."""
 
 import re
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -12,15 +12,16 @@ from ds_finetune.hostfile import read_hostfile
 _STANDARD = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
 _NODE_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")
-"""Set by torchrun (and accelerate) and by DeepSpeed 0.19.8 (launcher/launch.py:181), one of which a scheduler may start
-on each host.
+"""Variables set by torchrun (and accelerate) and by DeepSpeed 0.19.8 (launcher/launch.py:181).
+
+A scheduler may start one of these launchers on each host.
 """
-_NO_RANKS = (0xFFFFFFFA, 0xFFFFFFFB, 0xFFFFFFFC)
-"""Slurm's step ids of an interactive shell, a batch script and an adopted process (slurm.h): each is one process,
-whatever SLURM_NTASKS is.
+_STEPS_WITHOUT_RANKS = (0xFFFFFFFA, 0xFFFFFFFB, 0xFFFFFFFC)
+"""Slurm's step ids of an interactive shell, a batch script and an adopted process (slurm.h): each step is one
+process, whatever SLURM_NTASKS is.
 """
 _ANY_PORT = 0
-"""The system picks a free one: a world of one meets nobody, and two of them on a machine must not want the same port.
+"""The system picks a free port: a run of one process needs no known port, and two runs on a machine must not share one.
 """
 DEFAULT_PORT = 29_500
 """Port on the first host where ranks meet, as torch chooses it, where neither an option nor MASTER_PORT names one."""
@@ -30,7 +31,7 @@ _FIRST_PORT, _PORTS = 20_000, 12_000
 
 @dataclass(frozen=True)
 class World:
-    """This process among all of a run, and where they meet."""
+    """The rank of this process, the sizes of the run, and the address and port at which rank 0 listens."""
 
     rank: int
     world_size: int
@@ -41,7 +42,7 @@ class World:
     master_port: int = DEFAULT_PORT
 
     def __post_init__(self) -> None:
-        """LaunchError where the numbers cannot be."""
+        """LaunchError where the numbers contradict each other."""
         if not 0 <= self.rank < self.world_size:
             raise LaunchError(
                 f"rank {self.rank} is not below world size {self.world_size} (from {self.launcher})",
@@ -58,14 +59,14 @@ class World:
     def from_environment(cls, environ: Mapping[str, str]) -> Self:
         """Read torchrun's, DeepSpeed's, accelerate's, Open MPI's or Slurm's variables; without any, a world of one.
 
-        LaunchError where they are half set, or where RANK and its like say other than the scheduler that started this
-        process.
+        LaunchError where only some are set, or where RANK, WORLD_SIZE or LOCAL_RANK contradict the scheduler that
+        started this process.
         """
         given = [name for name in _STANDARD if name in environ]
         complete = len(given) == len(_STANDARD)
         scheduler = _scheduler(environ)
         if scheduler and given and not any(name in environ for name in _NODE_LAUNCHERS):
-            _refuse_leftovers(environ, scheduler, given[:2] if complete else given)
+            _check_leftover_variables(environ, scheduler, given[:2] if complete else given)
         if complete:
             return cls._standard(environ)
         if scheduler:
@@ -79,7 +80,7 @@ class World:
         return cls(0, 1, 0, 1, "python", master_port=_ANY_PORT)
 
     def set_environment(self, environ: MutableMapping[str, str]) -> None:
-        """Set the standard variables where they are missing, before DeepSpeed looks for them (else it wants mpi4py)."""
+        """Set the standard variables that are missing. Without them DeepSpeed needs mpi4py."""
         values = {
             "RANK": self.rank,
             "WORLD_SIZE": self.world_size,
@@ -111,7 +112,7 @@ class World:
             if "TORCHELASTIC_RUN_ID" in environ
             else "deepspeed"
         )
-        return cls(rank, size, local, local_size, launcher, *_meeting_place(environ, ""))
+        return cls(rank, size, local, local_size, launcher, *_master_address(environ, ""))
 
     @classmethod
     def _open_mpi(cls, environ: Mapping[str, str]) -> Self:
@@ -122,7 +123,7 @@ class World:
                 hint=f"mpirun -x MASTER_ADDR=FIRST_HOST -x MASTER_PORT={DEFAULT_PORT} ...",
             )
         job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid") or "0"
-        return cls(rank, size, local, local_size, "mpirun", *_meeting_place(environ, job))
+        return cls(rank, size, local, local_size, "mpirun", *_master_address(environ, job))
 
     @classmethod
     def _slurm(cls, environ: Mapping[str, str]) -> Self:
@@ -135,7 +136,7 @@ class World:
                 f"SLURM_NODEID is {node} but tasks per node `{tasks}` describe {len(per_node)} nodes",
                 hint="start with srun",
             )
-        address, port = _meeting_place(environ, f"{environ.get('SLURM_JOB_ID', '0')}.{environ['SLURM_STEP_ID']}")
+        address, port = _master_address(environ, f"{environ.get('SLURM_JOB_ID', '0')}.{environ['SLURM_STEP_ID']}")
         if "MASTER_ADDR" not in environ and len(per_node) > 1:
             address = _first_node(environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_NODELIST", "")))
         return cls(rank, size, local, per_node[node], "srun", address, port)
@@ -143,7 +144,7 @@ class World:
 
 @dataclass(frozen=True)
 class AccelerateChoices:
-    """What `accelerate launch` with DeepSpeed put into the environment; None where its file does not say."""
+    """The settings that `accelerate launch` with DeepSpeed put into the environment; None for those not set."""
 
     config_file: str | None
     zero_stage: int | None
@@ -181,25 +182,24 @@ def accelerate_choices(environ: Mapping[str, str]) -> AccelerateChoices | None:
     )
 
 
-def refuse_missing_hostfile(process: str = "self") -> None:
-    """LaunchError where a `deepspeed` above this process was given a `--hostfile` that does not exist or cannot be
-    right.
+def check_deepspeed_hostfile(process: str = "self") -> None:
+    """LaunchError where a parent `deepspeed` process was given a `--hostfile` that does not exist or is invalid.
 
-    DeepSpeed 0.19.8 then starts on this machine alone (launcher/runner.py, fetch_hostfile) and its ranks are not told;
-    its command line is found among the ancestors in /proc, where there is one.
+    DeepSpeed 0.19.8 then starts on this machine alone (launcher/runner.py, fetch_hostfile) and its ranks are not told.
+    This function finds its command line among the parent processes in /proc, where there is a /proc.
     """
-    place = Path("/proc") / process
-    while (place / "cmdline").is_file():
-        line = (place / "cmdline").read_bytes().decode(errors="replace").split("\0")
+    process_folder = Path("/proc") / process
+    while (process_folder / "cmdline").is_file():
+        line = (process_folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
         if any(Path(word).name == "deepspeed" for word in line[:2]):
-            _refuse_missing(line)
-        parent = re.search(r"^PPid:\s*(\d+)", (place / "status").read_text(), re.MULTILINE)
+            _check_hostfile_arguments(line)
+        parent = re.search(r"^PPid:\s*(\d+)", (process_folder / "status").read_text(), re.MULTILINE)
         if not parent or int(parent[1]) <= 1:
             return
-        place = Path("/proc") / parent[1]
+        process_folder = Path("/proc") / parent[1]
 
 
-def _refuse_missing(line: list[str]) -> None:
+def _check_hostfile_arguments(line: list[str]) -> None:
     for word, value in zip(line, [*line[1:], ""], strict=True):
         name = (
             word.partition("=")[2]
@@ -218,18 +218,20 @@ def _refuse_missing(line: list[str]) -> None:
 
 
 def _scheduler(environ: Mapping[str, str]) -> tuple[str, ...] | None:
-    """Names of rank, size and local rank of what started this process as one rank of several, if Open MPI or
-    Slurm did.
-    """
+    """Names of the scheduler's variables with rank, size and local rank; None without Open MPI or Slurm."""
     if _OPEN_MPI[0] in environ:
         return _OPEN_MPI
-    if "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ and _number(environ, "SLURM_STEP_ID") not in _NO_RANKS:
+    if (
+        "SLURM_STEP_ID" in environ
+        and "SLURM_PROCID" in environ
+        and _number(environ, "SLURM_STEP_ID") not in _STEPS_WITHOUT_RANKS
+    ):
         return _slurm_names(environ)
     return None
 
 
 def _slurm_names(environ: Mapping[str, str]) -> tuple[str, str, str]:
-    """SLURM_NTASKS may be the allocation's; the step's own count is what runs."""
+    """Names of Slurm's variables; the step's count comes first, as SLURM_NTASKS may be the allocation's."""
     return (
         "SLURM_PROCID",
         "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS",
@@ -237,9 +239,10 @@ def _slurm_names(environ: Mapping[str, str]) -> tuple[str, str, str]:
     )
 
 
-def _refuse_leftovers(environ: Mapping[str, str], scheduler: tuple[str, ...], given: Sequence[str]) -> None:
-    """Every rank would take RANK 0 of WORLD_SIZE 1 left in the shell for itself, and as many runs as ranks would write
-    one folder.
+def _check_leftover_variables(environ: Mapping[str, str], scheduler: tuple[str, ...], given: Sequence[str]) -> None:
+    """LaunchError where `given` variables of another launch differ from those of the scheduler.
+
+    With RANK 0 and WORLD_SIZE 1 left in the shell, every rank would start a run of its own in the same folder.
     """
     for name in given:
         theirs = scheduler[_STANDARD.index(name)]
@@ -259,8 +262,8 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
     return int(text)
 
 
-def _meeting_place(environ: Mapping[str, str], job: str) -> tuple[str, int]:
-    """Address and port; without a given port, one that follows from the job, so that jobs on one host do not meet."""
+def _master_address(environ: Mapping[str, str], job: str) -> tuple[str, int]:
+    """Address and port of rank 0; without MASTER_PORT a port computed from the job, so that jobs on one host differ."""
     port = _FIRST_PORT + sum(ord(c) * 31**i for i, c in enumerate(job)) % _PORTS if job else DEFAULT_PORT
     return environ.get("MASTER_ADDR", "127.0.0.1"), _number(environ, "MASTER_PORT", default=port)
 

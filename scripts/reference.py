@@ -14,7 +14,7 @@ from typing import Any
 
 from ds_finetune.checkpoint.same_run import OnResume, on_resume
 from ds_finetune.cli.main import build_parser
-from ds_finetune.config.invalid_keys import WORDS_OF_OTHERS
+from ds_finetune.config.invalid_keys import KEYS_OF_OTHER_PROGRAMS
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.plan.combinations import table as layouts_table
 
@@ -126,7 +126,7 @@ def pages() -> dict[str, str]:
 
 
 def _others() -> Iterator[str]:
-    for key, words in WORDS_OF_OTHERS.items():
+    for key, words in KEYS_OF_OTHER_PROGRAMS.items():
         names = ", ".join(f"`{word}`" for word in words.split())
         yield f"{_wrapped(f'- [`{key}`](run-file.md#{_anchor(key)}): {names}', indent='  ')}\n"
 

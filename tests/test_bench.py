@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ds_finetune.bench import Contest, by_turns
+from ds_finetune.bench import SpeedComparison, time_by_turns
 from tests.running import start, tiny_task
 
 
@@ -39,19 +39,21 @@ def test_what_a_device_still_has_to_do_belongs_to_the_step_that_gave_it() -> Non
         return 1.0
 
     batches: Any = [SimpleNamespace(num_supervised_tokens=1)] * 3
-    seconds = by_turns({"gpu": asynchronous, "next": lambda _: 1.0}, iter(batches), finish=finish).seconds
+    seconds = time_by_turns({"gpu": asynchronous, "next": lambda _: 1.0}, iter(batches), finish=finish).seconds
     assert min(seconds["gpu"]) >= 0.05
     assert max(seconds["next"]) < 0.05
 
 
 def test_the_faster_loop_has_the_larger_ratio() -> None:
-    found = dict(Contest({"ours": [2.0, 2.0], "slower": [4.0, 4.0], "faster": [1.0, 1.0]}, 100, 0.0).lines())
+    found = dict(SpeedComparison({"ours": [2.0, 2.0], "slower": [4.0, 4.0], "faster": [1.0, 1.0]}, 100, 0.0).lines())
     assert [found[name].rsplit(", ")[-1] for name in ("ours", "slower", "faster")] == ["1.00 x", "0.50 x", "2.00 x"]
     assert found["speed (x)"] == "that of ours is 1; more is faster"
 
 
 def test_ratios_are_of_medians_and_rates_of_sums() -> None:
-    contest = Contest({"a": [1.0, 1.0, 4.0], "b": [2.0, 2.0, 2.0]}, supervised_tokens=600, largest_loss_difference=0.0)
+    contest = SpeedComparison(
+        {"a": [1.0, 1.0, 4.0], "b": [2.0, 2.0, 2.0]}, supervised_tokens=600, largest_loss_difference=0.0
+    )
     assert dict(contest.lines())["a"] == "1.000 s/step, 100 tokens/s, 1.00 x"
     assert dict(contest.lines())["b"] == "2.000 s/step, 100 tokens/s, 0.50 x"
 

@@ -185,7 +185,7 @@ def test_the_hostfile_of_a_deepspeed_above_is_read(tmp_path: Path) -> None:
     launcher.write_text(
         "import subprocess, sys\nsys.exit(subprocess.run([sys.executable, '-c', sys.argv[-1]]).returncode)\n"
     )
-    code = "from ds_finetune.world import refuse_missing_hostfile; refuse_missing_hostfile()"
+    code = "from ds_finetune.world import check_deepspeed_hostfile; check_deepspeed_hostfile()"
     done = subprocess.run(
         [sys.executable, launcher, "-H", path, code], cwd=ROOT, capture_output=True, text=True, check=False
     )

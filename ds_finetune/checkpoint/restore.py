@@ -89,7 +89,7 @@ def restore_engine(engine: Engine, place: CheckpointFolder, found: UsableCheckpo
     error, state = None, engine.state
     try:
         reader = PartStorageReader(found.folder / name for name in names)
-        state.make_room(_kinds(reader))
+        state.create_optimizer_state(_kinds(reader))
         read_state_groups(state.groups(restoring=True), reader, absent=_absent(found.manifest))
     except CheckpointError as failed:
         error = failed

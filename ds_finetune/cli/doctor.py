@@ -18,7 +18,7 @@ from ds_finetune.hostfile import Host, read_hostfile, select_hosts
 from ds_finetune.world import DEFAULT_PORT
 
 if TYPE_CHECKING:
-    from ds_finetune.hosts.check import Check
+    from ds_finetune.hosts.check_result import Check
 
 _SHOWN_HOSTS = 3
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}

@@ -89,4 +89,4 @@ def _check(folder: Path, base: str | None) -> None:
 
     result = verify_onnx_folder(folder)
     show_verifications([result])
-    api.refuse_unverified([result])
+    api.check_verified([result])

@@ -98,7 +98,7 @@ _RULES = (
 )
 
 
-def refuse_ineffective(given: Values, run: Values, source: str, lines: Lines) -> None:
+def check_keys_have_effect(given: Values, run: Values, source: str, lines: Lines) -> None:
     """ConfigError that names the keys of `given` that have no effect in `run`, each with its line and the reason.
 
     `given` holds keys that differ from their default alone: a resolved run file, which names every key, can be used

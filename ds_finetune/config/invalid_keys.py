@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from ds_finetune.config.run_file import Lines
 from ds_finetune.errors import ConfigError
 
-WORDS_OF_OTHERS = {
+KEYS_OF_OTHER_PROGRAMS = {
     "model.path": "model_name_or_path model_name base_model pretrained_model_name_or_path model_id",
     "model.tokenizer": "tokenizer_name tokenizer_name_or_path tokenizer_config",
     "model.attention": "attn_implementation attn_impl flash_attn flash_attention "
@@ -70,7 +70,7 @@ WORDS_OF_OTHERS = {
     "export.max_shard_size": "save_max_shard_size shard_size",
 }
 """Keys here, with the words that TRL, Hugging Face's Trainer, LLaMA-Factory, axolotl and others have for them."""
-_EXAMPLES = {
+_MEANINGS = {
     "train.for": "`3 epochs` or `500 steps`",
     "train.global_batch_size": "rows of one optimizer step over all ranks, from which accumulation is derived",
     "train.micro_batch_size": "rows of one forward on one rank",
@@ -81,7 +81,7 @@ _EXAMPLES = {
     "checkpoint.every": "`500 steps`",
     "lora.quantize": "nf4",
 }
-_KEY_OF = {word: key for key, words in WORDS_OF_OTHERS.items() for word in words.split()}
+_KEY_OF = {word: key for key, words in KEYS_OF_OTHER_PROGRAMS.items() for word in words.split()}
 
 
 def explain(invalid: ValidationError, root: type[BaseModel], source: str, lines: Lines) -> ConfigError:
@@ -101,20 +101,20 @@ def _explain_one(error: Any, root: type[BaseModel], source: str, lines: Lines) -
     name = ".".join(path)
     if error["type"] == "extra_forbidden":
         known = list(_field_names(root, path[:-1]))
-        return f"{where}: unknown key `{name}`", _meant(path[-1], known, root)
+        return f"{where}: unknown key `{name}`", _suggestion(path[-1], known, root)
     if error["type"] == "missing":
         return f"{where}: `{name}` is missing", f"add `{name}` to the run file"
     hint = f"give `{name}` a value, or leave it out" if error["input"] is None else "see `ds-finetune config schema`"
-    return f"{where}: `{name}` is {error['input']!r}: {_plain(error['msg'])}", hint
+    return f"{where}: `{name}` is {error['input']!r}: {_plain_message(error['msg'])}", hint
 
 
-def _meant(word: str, known: list[str], root: type[BaseModel]) -> str:
+def _suggestion(word: str, known: list[str], root: type[BaseModel]) -> str:
     """The key that a wrong word is likely to mean: another program's, another section's, or one that looks alike."""
     key = _KEY_OF.get(word.lower()) or next(
         (name for name in _all_names(root) if name.rpartition(".")[2] == word), None
     )
     if key is not None:
-        return f"did you mean `{key}`?" + (f" It is {_EXAMPLES[key]}" if key in _EXAMPLES else "")
+        return f"did you mean `{key}`?" + (f" It is {_MEANINGS[key]}" if key in _MEANINGS else "")
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.4)
     return f"did you mean `{near[0]}`?" if near else f"known here: {', '.join(known)}"
 
@@ -132,7 +132,7 @@ def _section(parent: type[BaseModel], key: str) -> type[BaseModel] | None:
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
-def _plain(message: str) -> str:
+def _plain_message(message: str) -> str:
     return (
         message.removeprefix("Value error, ")
         .replace("Input should be a valid tuple", "it should be a list")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
-from ds_finetune.config.ineffective_keys import refuse_ineffective
+from ds_finetune.config.ineffective_keys import check_keys_have_effect
 from ds_finetune.config.invalid_keys import explain
 from ds_finetune.config.run_file import apply_override, read_yaml
 from ds_finetune.schedule import Duration, SchedulerName, seconds_of, warmup_steps
@@ -376,7 +376,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         config = RunConfig.model_validate(tree)
     except ValidationError as invalid:
         raise explain(invalid, RunConfig, str(path), lines) from None
-    refuse_ineffective(dict(_keys(config, changed=True)), dict(_keys(config)), str(path), lines)
+    check_keys_have_effect(dict(_keys(config, changed=True)), dict(_keys(config)), str(path), lines)
     return config
 
 

@@ -1,1 +1,1 @@
-"""Whether every machine of a run is ready: what is wrong on which host, before anything is started."""
+"""`ds-finetune doctor`: checks every host of a run before it starts, and reports what is wrong on which host."""

@@ -1,6 +1,6 @@
-"""All hosts of a run at once: a probe on each, asked in parallel.
+"""Runs a probe (doctor/probe.py) on every host, and sends requests to all probes in parallel.
 
-A host that stops answering is reported once and asked no more.
+A host that stops answering is reported once and gets no further requests.
 """
 
 import time
@@ -15,7 +15,7 @@ from ds_finetune.doctor.session import HostLostError, RefusedError, Session
 from ds_finetune.doctor.system_checks import ClockOffset
 from ds_finetune.errors import LaunchError
 from ds_finetune.hostfile import Host
-from ds_finetune.hosts.check import Check, label
+from ds_finetune.hosts.check_result import Check, label
 from ds_finetune.hosts.unreachable import other_program_check, unreachable_check
 from ds_finetune.launch.remote import Remote
 from ds_finetune.process_messages import MessageError, ProcessMessage
@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 
 class Cluster:
-    """A probe on each host while in `with`; `lost` has the failed checks of hosts that stopped answering."""
+    """Runs a probe on each host while in `with`; `lost` has the failed checks of hosts that stopped answering."""
 
     def __init__(self, hosts: Sequence[Host], remote: Remote, say: Say) -> None:
         self.hosts, self.remote, self.say = {label(host): host for host in hosts}, remote, say
@@ -58,9 +58,9 @@ class Cluster:
     def ask(
         self, requests: Mapping[str, ProcessMessage], reply: type[Reply], *, seconds: float, what: str = ""
     ) -> dict[str, Reply]:
-        """Replies by host, of those hosts that `requests` names and that still answer.
+        """Send each host in `requests` its request, and return the replies by host.
 
-        A host without a reply after `seconds` is lost. `what` names work that takes long, for a notice meanwhile.
+        A host without a reply after `seconds` is lost. `what` describes long work, for the notice printed meanwhile.
         """
         sessions = {name: self.sessions[name] for name in requests if name in self.sessions}
         pending = {
@@ -71,7 +71,7 @@ class Cluster:
         return self._results(pending)
 
     def clocks(self) -> dict[str, ClockOffset]:
-        """How far each host's clock is ahead of ours, from the quickest of a few requests."""
+        """The offset of each host's clock from this machine's, measured by the quickest of a few requests."""
         pending = {self._pool.submit(_clock_offset, session): name for name, session in self.sessions.items()}
         wait(pending)
         return self._results(pending)

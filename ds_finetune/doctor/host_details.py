@@ -1,4 +1,4 @@
-"""What the doctor asks of a host beyond `HostInfo`: limits, memory, name lookup, folders and files of the run."""
+"""The facts of a host that only the doctor needs: limits, memory, name lookup, folders and files of the run."""
 
 import hashlib
 import os
@@ -22,19 +22,19 @@ class FolderInfo:
     is_writable: bool
     free_bytes: int
     held_bytes: int
-    """Bytes of an earlier run in the folder, which the next run overwrites."""
+    """Bytes of an earlier run in the folder; the next run overwrites them."""
 
 
 @dataclass(frozen=True)
 class HostQuery:
-    """What the doctor asks a host for."""
+    """What a host needs to know to gather its `HostDetails`."""
 
     environ: dict[str, str] = field(default_factory=dict)
     """Environment variables that the host sets before it answers."""
-    first: str = ""
-    """Name of the first host, which the host resolves."""
+    first_host: str = ""
+    """Name of the first host, to be resolved on the host."""
     port: int = 0
-    """Port to try; 0 for none."""
+    """Port that has to be free; 0 for none."""
     folders: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
 
@@ -44,13 +44,13 @@ class HostDetails(HostInfo):
     """The facts that the doctor checks; sizes in bytes, limits -1 where there is none."""
 
     gpu_memory: list[Gpu]
-    """What nvidia-smi lists."""
+    """GPUs that nvidia-smi lists."""
     memory_bytes: int | None
     open_files: int
     locked_bytes: int
     shm_bytes: int
     has_infiniband: bool
-    first: list[str]
+    first_host_addresses: list[str]
     """Addresses that the first host's name resolves to here; empty where it does not resolve."""
     folders: dict[str, FolderInfo]
     files: dict[str, str | None]
@@ -67,7 +67,7 @@ def gather_details(query: HostQuery) -> HostDetails:
         locked_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         shm_bytes=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0,
         has_infiniband=any(Path("/sys/class/infiniband").glob("*")),
-        first=_addresses(query.first),
+        first_host_addresses=_addresses(query.first_host),
         folders={path: _folder_info(Path(path)) for path in query.folders},
         files={path: _hash(Path(path)) for path in query.files},
     )

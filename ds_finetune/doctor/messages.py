@@ -10,7 +10,7 @@ from ds_finetune.process_messages import ProcessMessage
 
 @dataclass(frozen=True)
 class DetailsRequest(ProcessMessage, kind="details"):
-    """Report the facts of the host; later requests see the environment variables of the query."""
+    """Gather the facts of the host; the probe keeps the query's environment variables set for later requests."""
 
     query: HostQuery
 
@@ -126,7 +126,7 @@ ChildReply = OpBuilt | NetworkMeasured | RequestRefused | ChildLost
 
 @dataclass(frozen=True)
 class RunInChildren(ProcessMessage, kind="run-in-children"):
-    """Answer each request in a process of its own, all at once, because each may crash or hang."""
+    """Answer each request in a separate process, all in parallel, because each may crash or hang."""
 
     requests: list[ChildRequest]
     seconds: float

@@ -8,7 +8,7 @@ from typing import Any
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import FinetuneError
 from ds_finetune.hostfile import Host
-from ds_finetune.hosts.check import Check, label
+from ds_finetune.hosts.check_result import Check, label
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.world import World
 
@@ -31,7 +31,7 @@ def folders_of(config: RunConfig | None) -> dict[str, str]:
 
 
 def files_of(config: RunConfig | None) -> tuple[str, ...]:
-    """Files and folders that every host must have; those that a hub provides are not among them."""
+    """Files and folders that every host must have; files on the Hugging Face hub are not among them."""
     if config is None:
         return ()
     named = [config.model.path, config.model.tokenizer, *config.data.train, *config.data.eval]

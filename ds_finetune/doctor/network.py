@@ -11,15 +11,15 @@ from typing import Any
 from ds_finetune.hosts.info import interface_towards
 
 JOIN_SECONDS = 30
-"""How long a rank waits for the others to join, which import torch meanwhile."""
-TALK_SECONDS = 30
-"""How long a rank waits in one exchange."""
+"""How long a rank waits for the others, which may still be importing torch."""
+EXCHANGE_SECONDS = 30
+"""How long a rank waits in one exchange of data."""
 _ALL_PAIRS = 8
-"""Hosts up to which every pair is measured; of more a ring of neighbours."""
+"""Up to this number of hosts every pair is measured; with more, neighbours in a ring."""
 _SIZES = (1 << 16, 1 << 19, 1 << 22, 1 << 25, 1 << 28)
-"""Bytes of an exchange: sizes grow until one takes `_LONG` seconds; the last size is for GPUs only."""
-_LONG = 0.2
-_REPEATS = 3
+"""Bytes of an exchange: the size grows until one takes `_LONG_ENOUGH_SECONDS`; the last size is for GPUs only."""
+_LONG_ENOUGH_SECONDS = 0.2
+_NUM_REPEATS = 3
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class NetworkResult:
     """What one rank measured: bandwidths in bytes a second, and what went wrong."""
 
     links: dict[str, float]
-    """From this rank to others, by their rank."""
+    """Bandwidth from this rank to others, by their rank."""
     all_reduce: float = 0.0
     """Bus bandwidth."""
     all_gather: float = 0.0
@@ -55,25 +55,25 @@ class NetworkResult:
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Pairs of `count` hosts in rounds, each host in at most one pair of a round.
+    """Schedule the measured pairs of `count` hosts in rounds, each host in at most one pair of a round.
 
-    They are all pairs, or for many hosts the neighbours in a ring.
+    For few hosts these are all pairs, for many hosts the neighbours in a ring.
     """
     if count > _ALL_PAIRS:
         ring = [(place, (place + 1) % count) for place in range(count)]
         last = [ring[-1]] if count % 2 else []
         return [found for found in (ring[0 : count - len(last) : 2], ring[1 : count - len(last) : 2], last) if found]
-    seats = list(range(count + count % 2))
+    order = list(range(count + count % 2))
     found = []
-    for _ in range(len(seats) - 1):
-        pairs = zip(seats[: len(seats) // 2], reversed(seats[len(seats) // 2 :]), strict=True)
+    for _ in range(len(order) - 1):
+        pairs = zip(order[: len(order) // 2], reversed(order[len(order) // 2 :]), strict=True)
         found.append([(min(pair), max(pair)) for pair in pairs if max(pair) < count])
-        seats = [seats[0], seats[-1], *seats[1:-1]]
+        order = [order[0], order[-1], *order[1:-1]]
     return found
 
 
 def measure(place: NetworkRank) -> NetworkResult:
-    """Measure as one rank; needs a process of its own, since nothing ends a collective that hangs."""
+    """Measure as one rank; runs in a separate process, since only killing it ends a collective that hangs."""
     interface = interface_towards(place.address)
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if interface else ():
         os.environ.setdefault(name, interface)
@@ -99,13 +99,13 @@ def _join_and_measure(place: NetworkRank) -> NetworkResult:
         return NetworkResult(
             {}, problem=f"cannot reach the first host at {place.address} port {place.port}: {_first_line(silent)}"
         )
-    here = [f"here/{rank}" for rank in range(place.world_size)]
-    store.set(here[place.rank], "1")
+    join_keys = [f"here/{rank}" for rank in range(place.world_size)]
+    store.set(join_keys[place.rank], "1")
     try:
-        store.wait(here, timedelta(seconds=JOIN_SECONDS))
+        store.wait(join_keys, timedelta(seconds=JOIN_SECONDS))
     except RuntimeError:
         return NetworkResult(
-            {}, missing=tuple(rank for rank in range(place.world_size) if not store.check([here[rank]]))
+            {}, missing=tuple(rank for rank in range(place.world_size) if not store.check([join_keys[rank]]))
         )
     device = torch.device("cuda", visible_device(place.local_rank)) if place.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
@@ -113,17 +113,21 @@ def _join_and_measure(place: NetworkRank) -> NetworkResult:
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
         dist.init_process_group(
-            backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timedelta(seconds=TALK_SECONDS)
+            backend,
+            store=store,
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timedelta(seconds=EXCHANGE_SECONDS),
         )
-        heard = _talk(place, device)
-        # The store lives in rank 0, which must not go before the others have ended.
+        result = _measure_links_and_collectives(place, device)
+        # Rank 0 hosts the store, so it must not exit before the others are done.
         dist.barrier()
     except RuntimeError as broken:
         return NetworkResult({}, problem=_first_line(broken))
-    return heard
+    return result
 
 
-def _talk(place: NetworkRank, device: Any) -> NetworkResult:  # noqa: ANN401 - torch.device, which is imported late
+def _measure_links_and_collectives(place: NetworkRank, device: Any) -> NetworkResult:  # noqa: ANN401 - torch.device, which is imported late
     import torch
     import torch.distributed as dist
 
@@ -158,7 +162,7 @@ def _talk(place: NetworkRank, device: Any) -> NetworkResult:  # noqa: ANN401 - t
 
 
 def _send(receiver: int, device: Any) -> float:  # noqa: ANN401
-    """Bytes a second to `receiver`, an acknowledgement waited for."""
+    """Bytes a second to `receiver`, measured until its acknowledgement."""
     import torch
     import torch.distributed as dist
 
@@ -173,7 +177,7 @@ def _send(receiver: int, device: Any) -> float:  # noqa: ANN401
         ack.item()
         return time.perf_counter() - began
 
-    rate, _ = _best(exchange, device)
+    rate, _ = _best_rate(exchange, device)
     dist.send(torch.tensor([0], device=device), receiver)
     return rate
 
@@ -191,7 +195,7 @@ def _receive(sender: int, device: Any) -> None:  # noqa: ANN401
 
 
 def _rate(work: Callable[[int], None], device: Any) -> tuple[float, int]:  # noqa: ANN401
-    """Bytes a second of a collective over fp32 numbers, by the slowest rank, and how many bytes."""
+    """Bytes a second of a collective over fp32 numbers, timed by the slowest rank, and its size in bytes."""
     import torch
     import torch.distributed as dist
 
@@ -205,24 +209,25 @@ def _rate(work: Callable[[int], None], device: Any) -> tuple[float, int]:  # noq
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return float(slowest.item())
 
-    return _best(exchange, device)
+    return _best_rate(exchange, device)
 
 
-def _best(exchange: Callable[[int], float], device: Any) -> tuple[float, int]:  # noqa: ANN401
-    """Bytes a second of `exchange`, which takes a size and returns seconds: of the first size that takes long enough to
-    be measured.
+def _best_rate(exchange: Callable[[int], float], device: Any) -> tuple[float, int]:  # noqa: ANN401
+    """The rate of `exchange`, a function from bytes to seconds, in bytes a second, and the size it was measured with.
+
+    That is the first size whose exchange takes long enough to be measured.
     """
     sizes = iter(_SIZES if device.type == "cuda" else _SIZES[:-1])
     size, seconds = next(sizes), exchange(_SIZES[0])
     for larger in sizes:
-        if seconds > _LONG:
+        if seconds > _LONG_ENOUGH_SECONDS:
             break
         size, seconds = larger, exchange(larger)
-    for _ in range(_REPEATS if seconds < 1 else 0):
+    for _ in range(_NUM_REPEATS if seconds < 1 else 0):
         seconds = min(seconds, exchange(size))
     return size / seconds, size
 
 
 def _first_line(error: BaseException) -> str:
-    """Without the place in gloo's source that its messages begin with."""
+    """The first line of an error, without the source location that gloo's messages begin with."""
     return re.sub(r"^\[\S+\] *", "", str(error).strip().splitlines()[0])

@@ -5,12 +5,12 @@ from statistics import median
 
 from ds_finetune.doctor.messages import ChildLost, ChildReply, NetworkMeasured, RequestRefused
 from ds_finetune.doctor.network import JOIN_SECONDS
-from ds_finetune.hosts.check import Check, State
+from ds_finetune.hosts.check_result import Check, State
 from ds_finetune.units import MIB
 
-_SLOW, _BROKEN = 3, 10
-"""Factors by which other hosts or links are faster than a slow one, and than a broken one."""
-_FEW = 3
+_SLOW_FACTOR, _BROKEN_FACTOR = 3, 10
+"""A host or link is slow, or broken, where others are this many times as fast."""
+_MIN_HOSTS_TO_COMPARE = 3
 _UNREACHED = (
     "look at firewalls between the hosts (all ports are needed), and at GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
 )
@@ -52,7 +52,7 @@ def slow_checks(links: Links) -> Iterator[Check]:
     hosts = list(dict.fromkeys(host for pair in links for host in pair))
     for side, verb in enumerate(("sends", "receives")):
         best = {host: max((rate for pair, rate in links.items() if pair[side] == host), default=0.0) for host in hosts}
-        for host in hosts if len(hosts) >= _FEW else ():
+        for host in hosts if len(hosts) >= _MIN_HOSTS_TO_COMPARE else ():
             others = median(rate for other, rate in best.items() if other != host)
             state = _state(best[host], others)
             if state != "ok":
@@ -64,7 +64,7 @@ def slow_checks(links: Links) -> Iterator[Check]:
                     f"{verb} {_speed(best[host])} at most, other hosts {_speed(others)}",
                     _SLOW_HINT,
                 )
-    usual = median(links.values()) if len(hosts) >= _FEW else max(links.values(), default=0.0)
+    usual = median(links.values()) if len(hosts) >= _MIN_HOSTS_TO_COMPARE else max(links.values(), default=0.0)
     for (a, b), rate in links.items():
         state = _state(rate, usual)
         if state != "ok" and (0, a) not in named and (1, b) not in named:
@@ -72,7 +72,7 @@ def slow_checks(links: Links) -> Iterator[Check]:
 
 
 def _hosts_at_fault(hosts: Sequence[str], replies: Sequence[ChildReply]) -> dict[str, str]:
-    """Hosts that caused a failure of the measurement, with the reason: those that others miss or that failed first."""
+    """Hosts that caused a failure of the measurement, by name, with the reason."""
     at_fault: dict[str, str] = {}
     problems: dict[str, str] = {}
     for host, reply in zip(hosts, replies, strict=True):
@@ -92,13 +92,13 @@ def _hosts_at_fault(hosts: Sequence[str], replies: Sequence[ChildReply]) -> dict
         elif isinstance(reply, ChildLost):
             last = (reply.stderr.splitlines() or ["no output"])[-1]
             at_fault[host] = f"ended with exit code {reply.code}: {last}"
-    # What other hosts report follows from a missing host, whose own report is the better one.
+    # Other hosts' errors are consequences of a missing host; where that host reported an error, it is the cause.
     named = {host: problems.get(host, text) for host, text in at_fault.items()}
     return named or problems
 
 
 def _state(rate: float, usual: float) -> State:
-    return "fail" if rate * _BROKEN < usual else "warn" if rate * _SLOW < usual else "ok"
+    return "fail" if rate * _BROKEN_FACTOR < usual else "warn" if rate * _SLOW_FACTOR < usual else "ok"
 
 
 def _speed(rate: float) -> str:

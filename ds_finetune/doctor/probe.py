@@ -1,4 +1,4 @@
-"""The program that the doctor starts on each host, and again as a child for what may crash or hang."""
+"""The program that the doctor starts on each host, and again as a child for each request that may crash or hang."""
 
 import contextlib
 import os
@@ -40,14 +40,14 @@ from ds_finetune.trainer.run_dir import nearest_existing
 
 MODULE = "ds_finetune.doctor.probe"
 LIFE_SECONDS = 1800
-"""A probe ends after this time, also where its host can no longer be reached."""
+"""A probe ends after this time even where its host can no longer be reached."""
 _MARKER = ".ds_finetune-doctor-"
 _markers: list[Path] = []
 
 
 def _report_details(request: DetailsRequest) -> DetailsReply:
     os.environ.update(request.query.environ)
-    # ssh sets no PATH with ninja, which compiles DeepSpeed's operators and is installed beside Python.
+    # ninja compiles DeepSpeed's operators. It is installed beside Python, and ssh leaves that folder out of PATH.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     return DetailsReply(gather_details(request.query))
 
@@ -55,7 +55,7 @@ def _report_details(request: DetailsRequest) -> DetailsReply:
 def _place_markers(request: PlaceMarkers) -> MarkersPlaced:
     for folder in request.folders:
         path = nearest_existing(Path(folder)) / f"{_MARKER}{request.token}"
-        # A folder that is not writable shows by the absence of the marker.
+        # A missing marker shows that the folder is not writable.
         with contextlib.suppress(OSError):
             path.touch()
             _markers.append(path)

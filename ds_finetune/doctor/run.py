@@ -30,13 +30,13 @@ from ds_finetune.doctor.messages import (
     RunInChildren,
 )
 from ds_finetune.doctor.need import Need, files_of, folders_of, need_of
-from ds_finetune.doctor.network import JOIN_SECONDS, TALK_SECONDS, NetworkRank
+from ds_finetune.doctor.network import EXCHANGE_SECONDS, JOIN_SECONDS, NetworkRank
 from ds_finetune.doctor.network_checks import network_checks
 from ds_finetune.doctor.storage_checks import disk_checks, file_checks, folder_checks
 from ds_finetune.doctor.system_checks import clock_checks, gpu_checks, limit_checks, memory_checks, name_checks
 from ds_finetune.hostfile import Host
-from ds_finetune.hosts.check import Check
-from ds_finetune.hosts.checks import host_checks, port_check, rank_device
+from ds_finetune.hosts.check_result import Check
+from ds_finetune.hosts.host_checks import host_checks, port_check, rank_device
 from ds_finetune.hosts.info import HostInfo
 from ds_finetune.launch.environment import carried_variables, environment_files
 from ds_finetune.launch.preflight import meeting_address
@@ -45,18 +45,18 @@ from ds_finetune.launch.remote import Remote, address_of
 _START_SECONDS = 45.0
 _QUICK_SECONDS = 20.0
 _BUILD_SECONDS = 1200.0
-_NETWORK_SECONDS = float(JOIN_SECONDS + 2 * TALK_SECONDS)
+_NETWORK_SECONDS = float(JOIN_SECONDS + 2 * EXCHANGE_SECONDS)
 _MARGIN = 10.0
-_STOPS_NETWORK = ("address", "interface", "devices")
-"""Checks without which the network cannot be measured."""
-_ILLEGAL = -4
+_NEEDED_BY_NETWORK = ("address", "interface", "devices")
+"""Checks that must pass before the network can be measured."""
+_SIGILL_EXIT_CODE = -4
 """Exit code of a process that an illegal instruction ended (SIGILL)."""
 _AGAIN = "correct that and run doctor again"
 
 
 @dataclass(frozen=True)
 class DoctorRequest:
-    """What is examined: the hosts, how to reach them, the run if one is given, and the port where ranks will meet."""
+    """What `examine` checks: the hosts, how to reach them, the run if one is given, and the port of rank 0."""
 
     hosts: tuple[Host, ...]
     remote: Remote
@@ -78,7 +78,7 @@ def examine(request: DoctorRequest, say: Say) -> list[Check]:
         hosts = _ask_details(cluster, query, request.port)
         if not hosts:
             return cluster.lost
-        # Long before they are looked for: a network file system shows other hosts' files late.
+        # Placed long before they are searched: a network file system shows other hosts' files with a delay.
         token = secrets.token_hex(4)
         markers = {name: PlaceMarkers(list(folders), f"{token}-{name}") for name in hosts}
         cluster.ask(markers, MarkersPlaced, seconds=_QUICK_SECONDS)
@@ -101,7 +101,7 @@ def _ask_details(cluster: Cluster, query: HostQuery, port: int) -> dict[str, Hos
 def _detail_checks(
     request: DoctorRequest, cluster: Cluster, hosts: Mapping[str, HostDetails], here: HostDetails
 ) -> Iterator[Check]:
-    """What the facts of the hosts say without the run's plan."""
+    """The checks that need only the facts of the hosts, not the plan of the run."""
     first, name = next(iter(cluster.hosts)), request.hosts[0].name
     yield from clock_checks(cluster.clocks())
     yield from shared_checks(cluster.hosts, hosts, here=here, environ=request.environ)
@@ -116,15 +116,15 @@ def _detail_checks(
 
 
 def shared_checks(
-    lines: Mapping[str, Host], infos: Mapping[str, HostInfo], *, here: HostInfo, environ: Mapping[str, str]
+    hostfile_hosts: Mapping[str, Host], infos: Mapping[str, HostInfo], *, here: HostInfo, environ: Mapping[str, str]
 ) -> list[Check]:
     """The checks that `launch` runs as well, before it starts ranks."""
-    addresses = {name: address_of(host) for name, host in lines.items()}
-    return host_checks(lines, infos, here=here, environ=environ, addresses=addresses)
+    addresses = {name: address_of(host) for name, host in hostfile_hosts.items()}
+    return host_checks(hostfile_hosts, infos, here=here, environ=environ, addresses=addresses)
 
 
 def _run_checks(request: DoctorRequest, cluster: Cluster, hosts: Mapping[str, HostDetails]) -> Iterator[Check]:
-    """What the run needs of the hosts, and the limits, which depend on it."""
+    """The checks that depend on the plan: limits, disk, memory and operators."""
     need = None
     if request.config is not None:
         need, planned = need_of(request.config, request.hosts, rank_device(hosts, request.environ))
@@ -174,7 +174,7 @@ def op_check(host: str, name: str, reply: ChildReply, settings: Mapping[str, Any
         f"remove {name} below TORCH_EXTENSIONS_DIR (~/.cache/torch_extensions), which another kind of CPU may "
         "have built; do not share it"
     )
-    what = "an illegal instruction" if reply.code == _ILLEGAL else f"exit code {reply.code}: {last}"
+    what = "an illegal instruction" if reply.code == _SIGILL_EXIT_CODE else f"exit code {reply.code}: {last}"
     return Check(name, host, "fail", f"ended by {what}", hint)
 
 
@@ -186,7 +186,7 @@ def _network_checks(
     counts = {name: cluster.hosts[name].slots if device == "cuda" else 1 for name in names}
     if sum(counts.values()) < 2:
         return []
-    wrong = [check for check in checks if check.state == "fail" and check.name in _STOPS_NETWORK]
+    wrong = [check for check in checks if check.state == "fail" and check.name in _NEEDED_BY_NETWORK]
     if wrong:
         found = f"not measured: the check `{wrong[0].name}` of {wrong[0].host} fails"
         return [Check("network", "", "warn", found, _AGAIN)]

@@ -1,6 +1,6 @@
-"""A session with a program on a host, which answers many requests for one start of Python.
+"""A session with a program on a host: one started Python process answers many requests.
 
-The lines of its replies begin with a token, which tells them from the output of a login shell.
+The lines of its replies begin with a token, so that the output of a login shell is not mistaken for a reply.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ Reply = TypeVar("Reply", bound=ProcessMessage)
 
 @dataclass(frozen=True)
 class OpenSession(ProcessMessage, kind="open-session"):
-    """The first message of the asking side."""
+    """The first message of the requesting side: the token with which replies begin."""
 
     token: str
 
@@ -50,9 +50,9 @@ class RefusedError(Exception):
 
 
 class Session:
-    """The asking side of a session with `peer`, which may reply with messages of the types `replies`.
+    """The requesting side of a session with `peer`, which may reply with messages of the types `replies`.
 
-    `start` gets a file for the standard error of the process it returns, which has pipes for input and output.
+    `start` gets a file for standard error, and returns a process with pipes for standard input and output.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Session:
         return self._stderr.read().decode(errors="replace").strip()
 
     def end(self) -> None:
-        """Close the session, which ends the other side; what runs after some seconds is killed."""
+        """Close the session, which ends the other side; kill its process if it still runs after some seconds."""
         assert self.process.stdin
         assert self.process.stdout
         with contextlib.suppress(OSError):
@@ -124,16 +124,16 @@ Handlers = Mapping[type[ProcessMessage], Callable[[Any], ProcessMessage]]
 def answer_requests(handlers: Handlers, *, seconds: int, at_end: Callable[[], None] = lambda: None) -> None:
     """The answering side: reply to each request on standard input until input ends; then `at_end`.
 
-    The process and what it started end with the input, whatever they do, and after `seconds` in any case. Output of
-    libraries goes to standard error. A FinetuneError is a reply; another exception ends the process, and the asking
-    side gets its text.
+    The process and its children end when the input ends, and after `seconds` in any case. Output of
+    libraries goes to standard error. A FinetuneError is a reply; another exception ends the process, and the
+    requesting side gets its text.
     """
     with contextlib.suppress(PermissionError):
         os.setsid()
     signal.alarm(seconds)
     output = os.dup(1)
     os.dup2(2, 1)
-    # A line of its own, whatever a login shell has printed before without an end.
+    # Start a new line: a login shell may have printed text without a newline.
     os.write(output, b"\n")
     lines: queue.Queue[bytes] = queue.Queue()
     threading.Thread(target=_read_lines, args=(lines, at_end), daemon=True).start()
@@ -148,7 +148,7 @@ def answer_requests(handlers: Handlers, *, seconds: int, at_end: Callable[[], No
 
 
 def _read_lines(lines: "queue.Queue[bytes]", at_end: Callable[[], None]) -> None:
-    # Without sys.stdin, whose lock a thread that reads holds while the interpreter ends, which then aborts.
+    # Not sys.stdin: a reading thread holds its lock, and an interpreter that ends meanwhile aborts.
     buffer = LineBuffer(peer=_PEER)
     while piece := os.read(0, _READ_BYTES):
         for line in buffer.feed(piece):

@@ -1,4 +1,4 @@
-"""`doctor --simulate`: the plan of a run, the ranks of each host, and groups that cross hosts, by arithmetic."""
+"""`doctor --simulate`: computes the plan of a run, the ranks of each host, and the groups that cross hosts."""
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -7,7 +7,7 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.doctor.need import need_of, plan_of
 from ds_finetune.errors import FinetuneError
 from ds_finetune.hostfile import Host
-from ds_finetune.hosts.check import Check, State, label
+from ds_finetune.hosts.check_result import Check, State, label
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.units import GIB
 
@@ -16,7 +16,7 @@ _EVERY_LAYER = ("tp", "sp")
 
 
 def simulate(hosts: Sequence[Host], config: RunConfig | None) -> list[Check]:
-    """The checks of `config` on `hosts` with GPUs that need no host; without a config only the layout of the ranks."""
+    """The checks of `config` on `hosts` with GPUs, without contacting any; without a config only the ranks."""
     counts = sorted({host.slots for host in hosts})
     world = sum(host.slots for host in hosts)
     checks = [Check("hosts", "", "ok", f"{world} ranks on {len(hosts)} hosts"), *_unequal(hosts, counts)]
@@ -49,13 +49,13 @@ def ranks_of(hosts: Sequence[Host]) -> list[range]:
 
 
 def group_checks(mesh: Mesh, hosts: Sequence[Host]) -> Iterator[Check]:
-    """For each axis longer than one, the number of hosts that its widest group of ranks spans."""
-    home = [place for place, ranks in enumerate(ranks_of(hosts)) for _ in ranks]
+    """For each parallel axis, the number of hosts that its most spread group of ranks spans."""
+    host_of_rank = [number for number, ranks in enumerate(ranks_of(hosts)) for _ in ranks]
     groups = {axis: mesh.lines(axis) for axis in ("tp", "sp", "pp", "dp") if getattr(mesh, axis) > 1}  # type: ignore[arg-type]
     groups |= {"ep": mesh.expert_lines()} if mesh.ep > 1 else {}
     for axis, lines in groups.items():
-        widest = max(lines, key=lambda line: len({home[rank] for rank in line}))
-        span = len({home[rank] for rank in widest})
+        widest = max(lines, key=lambda line: len({host_of_rank[rank] for rank in line}))
+        span = len({host_of_rank[rank] for rank in widest})
         is_slow = span > 1 and axis in _EVERY_LAYER
         state: State = "warn" if is_slow else "ok"
         where = (

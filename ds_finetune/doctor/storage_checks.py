@@ -3,16 +3,16 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from ds_finetune.doctor.host_details import HostDetails
-from ds_finetune.hosts.check import Check
+from ds_finetune.hosts.check_result import Check
 from ds_finetune.units import GIB
 
 
 def folder_checks(
     name: str, path: str, visible: Mapping[str, Sequence[str]], *, node_local: bool | None = None
 ) -> Iterator[Check]:
-    """Whether a folder is shared by all hosts; `visible` has, for each host, the hosts whose marker file it sees there.
+    """Check which hosts share a folder; `visible` has, for each host, the hosts whose marker file it sees there.
 
-    `node_local` is checkpoint.node_local where the folder must agree with it.
+    `node_local` is checkpoint.node_local, None for a folder that this key does not concern.
     """
     for host in (host for host, others in visible.items() if host not in others):
         found = f"{name} {path} is not writable there"
@@ -39,7 +39,7 @@ def folder_checks(
 
 
 def file_checks(here: HostDetails, hosts: Mapping[str, HostDetails]) -> Iterator[Check]:
-    """Model folder and data files of each host, compared with those of the machine that asks."""
+    """Model folder and data files of each host, compared with those of the machine that runs `doctor`."""
     for path, mine in here.files.items():
         absent = [host for host, details in hosts.items() if details.files.get(path) is None]
         other = [host for host, details in hosts.items() if host not in absent and details.files[path] != mine]
@@ -54,7 +54,7 @@ def file_checks(here: HostDetails, hosts: Mapping[str, HostDetails]) -> Iterator
 
 
 def disk_checks(hosts: Mapping[str, HostDetails], output: str, needed: Mapping[str, int]) -> Iterator[Check]:
-    """Free space and permission on each host for what it will write to `output`; `needed` has bytes by host."""
+    """Check that each host may write to `output` and has the space; `needed` has bytes by host."""
     for host, details in hosts.items():
         folder, size = details.folders[output], needed.get(host, 0)
         room = folder.free_bytes + folder.held_bytes

@@ -6,12 +6,12 @@ from itertools import combinations
 
 from ds_finetune.doctor.host_details import HostDetails
 from ds_finetune.hostfile import Host
-from ds_finetune.hosts.check import Check, State
+from ds_finetune.hosts.check_result import Check, State
 from ds_finetune.units import GIB, MIB
 
-_CLOCK_SECONDS = 1.0
-_CLOCK_WRONG_SECONDS = 60.0
-_FEW_FILES, _FILES_OF_A_RANK = 1024, 8
+_CLOCK_WARN_SECONDS = 1.0
+_CLOCK_FAIL_SECONDS = 60.0
+_BASE_FILES, _FILES_PER_RANK = 1024, 8
 _MEMORY_MARGIN = 0.8
 _UNLIMITED = -1
 _LOOPBACK = ("127.", "::1")
@@ -19,30 +19,35 @@ _LOOPBACK = ("127.", "::1")
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """How far a host's clock is ahead of ours, and how long question and answer took, in seconds."""
+    """Seconds by which a host's clock is ahead of that of the machine that runs `doctor`, and of the round trip."""
 
     ahead: float
     round_trip: float
 
 
 def clock_checks(clocks: Mapping[str, ClockOffset]) -> Iterator[Check]:
-    """Differences between the clocks of the hosts and ours, as far as the round trip allows to tell."""
+    """Compare the clocks of the hosts with that of the machine that runs `doctor`.
+
+    Half the round trip is the error of the measurement.
+    """
     for host, clock in clocks.items():
         error = clock.round_trip / 2
         difference = abs(clock.ahead) - error
-        state: State = "fail" if difference > _CLOCK_WRONG_SECONDS else "warn" if difference > _CLOCK_SECONDS else "ok"
+        state: State = (
+            "fail" if difference > _CLOCK_FAIL_SECONDS else "warn" if difference > _CLOCK_WARN_SECONDS else "ok"
+        )
         # Adding zero turns minus zero into zero.
         found = f"{round(clock.ahead, 2) + 0.0:+.2f} s"
         if state == "ok":
             yield Check("clock", host, state, found)
             continue
         hint = "start a time service (chrony, systemd-timesyncd) on every host"
-        yield Check("clock", host, state, f"{found}, to {error * 1000:.0f} ms", hint)
+        yield Check("clock", host, state, f"{found} +- {error * 1000:.0f} ms", hint)
 
 
 def limit_checks(hosts: Mapping[str, HostDetails], *, world_size: int, locks_memory: bool) -> Iterator[Check]:
     """Open files, locked memory and /dev/shm of each host; InfiniBand and NVMe offload lock memory."""
-    needed_files = _FEW_FILES + _FILES_OF_A_RANK * world_size
+    needed_files = _BASE_FILES + _FILES_PER_RANK * world_size
     for host, details in hosts.items():
         wrong = []
         if details.open_files != _UNLIMITED and details.open_files < needed_files:
@@ -72,41 +77,45 @@ def gpu_checks(hosts: Mapping[str, HostDetails]) -> Iterator[Check]:
             yield Check("gpus", host, "warn", found, "find the process with nvidia-smi")
     for a, b in combinations(hosts, 2):
         shared = {gpu.uuid for gpu in hosts[a].gpu_memory} & {gpu.uuid for gpu in hosts[b].gpu_memory}
-        if shared and hosts[a].machine != hosts[b].machine:
+        if shared and hosts[a].network_identity != hosts[b].network_identity:
             yield Check("gpus", b, "fail", f"the same GPUs as {a}", "give each container GPUs of its own")
 
 
 def name_checks(first: str, hosts: Mapping[str, HostDetails]) -> Iterator[Check]:
-    """Whether the other hosts resolve the name of the first one to its address."""
+    """Check that the other hosts resolve the name of the first host to one of its addresses."""
     known = hosts[first].interfaces.values() if first in hosts else ()
     own = {address for addresses in known for address in addresses}
     for host, details in hosts.items():
-        is_loopback_alone = bool(details.first) and all(address.startswith(_LOOPBACK) for address in details.first)
+        is_loopback_alone = bool(details.first_host_addresses) and all(
+            address.startswith(_LOOPBACK) for address in details.first_host_addresses
+        )
         if host == first:
             if len(hosts) > 1 and is_loopback_alone:
-                found = f"{first} resolves to {details.first[0]} on that host itself"
+                found = f"{first} resolves to {details.first_host_addresses[0]} on that host itself"
                 hint = "take its name off the 127.* line of its /etc/hosts, or write its address into the hostfile"
                 yield Check("name", host, "warn", found, hint)
-        elif not details.first:
+        elif not details.first_host_addresses:
             hint = f"add {first} to /etc/hosts, or write its address into the hostfile"
             yield Check("name", host, "warn", f"{first} does not resolve there", hint)
-        elif own and not own & {address for address in details.first if not address.startswith(_LOOPBACK)}:
-            found = f"{first} resolves to {', '.join(details.first)} there, which is not that host"
+        elif own and not own & {
+            address for address in details.first_host_addresses if not address.startswith(_LOOPBACK)
+        }:
+            found = f"{first} resolves to {', '.join(details.first_host_addresses)} there, which is not that host"
             hint = "correct /etc/hosts there, or write its address into the hostfile"
             yield Check("name", host, "fail", found, hint)
         else:
-            yield Check("name", host, "ok", f"{first} resolves to {details.first[0]}")
+            yield Check("name", host, "ok", f"{first} resolves to {details.first_host_addresses[0]}")
 
 
 def memory_checks(
-    lines: Mapping[str, Host], hosts: Mapping[str, HostDetails], *, rank_bytes: int, gpu_bytes: int
+    hostfile_hosts: Mapping[str, Host], hosts: Mapping[str, HostDetails], *, rank_bytes: int, gpu_bytes: int
 ) -> Iterator[Check]:
     """Available memory compared with the plan: bytes that a rank keeps in host memory and on its GPU.
 
-    Activations need memory on top. `lines` has the hostfile's line of each host.
+    Activations need more memory besides. `hostfile_hosts` has the hostfile entry of each host.
     """
     for host, details in hosts.items():
-        rows = [("host", lines[host].slots * rank_bytes, details.memory_bytes)]
+        rows = [("host", hostfile_hosts[host].slots * rank_bytes, details.memory_bytes)]
         if details.gpu_memory and gpu_bytes:
             rows.append(("GPU", gpu_bytes, min(gpu.total_bytes for gpu in details.gpu_memory)))
         for what, needed, available in rows:

@@ -90,7 +90,7 @@ class _ReportedBaton(FileBaton):
         report_at = time.monotonic() + FIRST_REPORT_SECONDS
         while (holder := holder_of(self._path)) is not None:
             if holder.is_dead:
-                _remove_of_dead(self._path, self._say)
+                _remove_if_dead(self._path, self._say)
                 return True
             if time.monotonic() >= report_at and os.environ.get("LOCAL_RANK", "0") == "0":
                 self._say(f"waiting for DeepSpeed's {self._op}, which {holder.name} compiles; it holds {self._path}")
@@ -106,7 +106,7 @@ class _ReportedBaton(FileBaton):
         return False
 
 
-def _remove_of_dead(path: Path, say: Say) -> None:
+def _remove_if_dead(path: Path, say: Say) -> None:
     """Remove the lock, unless another process of this machine has removed it and perhaps holds a new one."""
     name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
     with (Path(tempfile.gettempdir()) / f"ds_finetune-{os.getuid()}-{name}").open("w") as removal:

@@ -97,9 +97,9 @@ def build_op(name: str, say: Say = _nothing) -> None:
     import deepspeed.ops.op_builder as builders
 
     if not _library(name).exists():
-        _refuse_without_compiler(name)
+        _check_compiler(name)
         if name == "async_io":
-            _refuse_without_libaio()
+            _check_libaio()
     # A build fails in the compiler, the linker, on a full disk, in CUDA, or in DeepSpeed's own checks.
     causes: tuple[type[Exception], ...] = (RuntimeError, OSError, ImportError, AssertionError)
     try:
@@ -147,7 +147,7 @@ def _compiler() -> str:
     return os.environ.get("CXX", "c++")
 
 
-def _refuse_without_compiler(name: str) -> None:
+def _check_compiler(name: str) -> None:
     program = shlex.split(_compiler())[0]
     if not shutil.which(program):
         raise ConfigError(
@@ -156,7 +156,7 @@ def _refuse_without_compiler(name: str) -> None:
         )
 
 
-def _refuse_without_libaio() -> None:
+def _check_libaio() -> None:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "libaio.cpp"
         source.write_text(_LIBAIO)

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from ds_finetune.engine.devices import (
+    check_same_devices,
     deepspeed_local_rank,
     exchange,
     own_device,
-    refuse_different_devices,
     visible_device,
 )
 from ds_finetune.errors import ConfigError, RunError
@@ -64,7 +64,7 @@ def process_group(
     """
     import deepspeed
 
-    _refuse_other_accelerator(device)
+    _check_accelerator(device)
     world.set_environment(os.environ)
     index = visible_device(world.local_rank) if device == "cuda" else world.local_rank
     if device == "cuda":
@@ -73,7 +73,7 @@ def process_group(
     # Bound to its device, as DeepSpeed 0.19.8 does where it opens the group itself (comm/torch.py:262-276).
     bound = torch.device("cuda", index) if device == "cuda" and world.world_size > 1 else None
     met = store or meet(world)
-    refuse_different_devices(exchange(met, world, "device", own_device(world, device), timeout=timeout))
+    check_same_devices(exchange(met, world, "device", own_device(world, device), timeout=timeout))
     place = dist.PrefixStore("default_pg", met)
     with default_timeout(timeout):
         dist.init_process_group(
@@ -96,7 +96,7 @@ def process_group(
     gc.collect()
 
 
-def _refuse_other_accelerator(device: str) -> None:
+def _check_accelerator(device: str) -> None:
     """DeepSpeed 0.19.8 chooses its accelerator once for the life of a process (accelerator/real_accelerator.py:53)."""
     from deepspeed.accelerator import get_accelerator
 

@@ -106,12 +106,12 @@ def exchange(store: dist.Store, world: World, topic: str, mine: str, *, timeout:
 
 
 def own_device(world: World, device: str) -> str:
-    """Kind, GPU and host of this process as JSON, for `refuse_different_devices`."""
+    """Kind, GPU and host of this process as JSON, for `check_same_devices`."""
     gpu = str(torch.cuda.get_device_properties(visible_device(world.local_rank)).uuid) if device == "cuda" else ""
     return json.dumps({"device": device, "gpu": gpu, "host": socket.gethostname()})
 
 
-def refuse_different_devices(found: list[str]) -> None:
+def check_same_devices(found: list[str]) -> None:
     """LaunchError where ranks use different accelerators or two of them one GPU; `found` has their `own_device` by
     rank.
     """

@@ -38,7 +38,7 @@ def run_1f1b(stage: PipelineGroup, micros: Sequence[MicroBatch], forward: Forwar
     """
     from deepspeed.runtime.pipe import schedule
 
-    turns = schedule.TrainSchedule(len(micros), stage.size, stage.rank)
+    turns = schedule.TrainSchedule(len(micros), stage.size, stage.group_rank)
     waiting = iter(micros)
     arrived: dict[int, torch.Tensor | None] = {}
     done: dict[int, torch.Tensor] = {}
@@ -50,14 +50,14 @@ def run_1f1b(stage: PipelineGroup, micros: Sequence[MicroBatch], forward: Forwar
             done.update({slot: forward(next(waiting))}),
             arrived.update({slot: stage.input_hidden_states}),
         ),
-        schedule.SendActivation: lambda slot: stage.send(done[slot], to=stage.rank + 1),
+        schedule.SendActivation: lambda slot: stage.send(done[slot], to=stage.group_rank + 1),
         schedule.RecvGrad: lambda slot: grads.update(
-            {slot: stage.receive(torch.empty_like(done[slot]), source=stage.rank + 1)}
+            {slot: stage.receive(torch.empty_like(done[slot]), source=stage.group_rank + 1)}
         ),
         schedule.BackwardPass: lambda slot: backward(
             done.pop(slot) if stage.is_last else _WithGradient.apply(done.pop(slot), grads.pop(slot))
         ),
-        schedule.SendGrad: lambda slot: stage.send(_grad_of(arrived.pop(slot)), to=stage.rank - 1),
+        schedule.SendGrad: lambda slot: stage.send(_grad_of(arrived.pop(slot)), to=stage.group_rank - 1),
     }
     for commands in turns.steps():
         for command in commands:

@@ -92,15 +92,16 @@ class EngineState:
         """
         found = {part.name: self._steps(master) for master in self._masters for part in master.parts}
         if self._plan.mesh.pp > 1:
-            found = {name: steps for others in all_gather_object(found) for name, steps in others.items()}
+            found = {name: steps for of_stage in all_gather_object(found) for name, steps in of_stage.items()}
         common = max(found.values(), default=0)
+        others = {name: steps for name, steps in found.items() if steps != common}
         return {
             "steps": common,
-            "steps_of": {name: steps for name, steps in found.items() if steps != common} if self._counts_apart else {},
+            "steps_of": others if self._counts_each_parameter else {},
             "loss_scale": loss_scale(self._scaler) if self._is_fp16 else {},
         }
 
-    def make_room(self, kinds_of: Mapping[str, set[str]]) -> None:
+    def create_optimizer_state(self, kinds_of: Mapping[str, set[str]]) -> None:
         """Create the optimizer state for parameters by name and kind, by a step with zero gradient and learning
         rate.
         """
@@ -138,7 +139,7 @@ class EngineState:
                 group["step"] = scalars["steps"]
         if self._is_fp16:
             restore_loss_scale(self._scaler, scalars["loss_scale"])
-        self._refresh()
+        self._update_model_weights()
 
     def first_moment(self, param: nn.Parameter) -> torch.Tensor:
         """Adam's first moment of a parameter as this rank computes with it, fp32; collective among ranks that
@@ -158,7 +159,7 @@ class EngineState:
         return scaler_of(self._ds.optimizer)
 
     @property
-    def _counts_apart(self) -> bool:
+    def _counts_each_parameter(self) -> bool:
         """Whether each parameter has a count of its own; DeepSpeed's fused kernels count in a group's last one alone
         (ops/adam/fused_adam.py).
         """
@@ -295,7 +296,7 @@ class EngineState:
         elif "step" in state:
             state["step"] = steps
 
-    def _refresh(self) -> None:
+    def _update_model_weights(self) -> None:
         optimizer, stage = self._ds.optimizer, self._plan.zero_stage
         if stage == 3:
             for master in self._masters:
@@ -306,9 +307,9 @@ class EngineState:
         elif stage:
             optimizer.update_lp_params()
         elif not self._is_plain:
-            self._copy_down()
+            self._copy_masters_to_model()
 
-    def _copy_down(self) -> None:
+    def _copy_masters_to_model(self) -> None:
         params = {name.removeprefix("lm."): param for name, param in self._ds.module.named_parameters()}
         for master in self._masters:
             for part in master.parts:

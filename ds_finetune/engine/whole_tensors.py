@@ -113,6 +113,6 @@ def _gather_on_first(
 ) -> torch.Tensor:
     """The parts of a group's ranks, joined along `dim` on the device `end` of its first rank; a part elsewhere."""
     part = part.contiguous()
-    parts = [torch.empty_like(part) for _ in range(group.size)] if group.rank == 0 else None
+    parts = [torch.empty_like(part) for _ in range(group.size)] if group.group_rank == 0 else None
     dist.gather(part, parts, group=group.group, group_dst=0)
     return part if parts is None else torch.cat([each.to(end) for each in parts], dim=dim)

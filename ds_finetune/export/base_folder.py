@@ -1,4 +1,6 @@
-"""The folder of the base model: an export takes from it the tensors that are not built, and bytes of FP8 blocks."""
+"""The folder of the base model. An export copies from it tensors that transformers' class has no module for, and
+unchanged FP8 blocks.
+"""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -26,13 +28,13 @@ class BaseFolder:
 
     hub: HubFolder
     unbuilt: tuple[str, ...]
-    """Names of tensors that the model does not build, in order."""
+    """Names of tensors for which transformers' class has no module, e.g. of multi-token prediction layers, in order."""
     embeddings: tuple[str, ...]
     """Names of the model's embedding and head."""
 
     @classmethod
     def read(cls, folder: Path, spec: ModelSpec) -> "BaseFolder":
-        """Read the headers of `folder`; ModelError where its weights are not those of the model in `spec`."""
+        """Read the headers of `folder`; ModelError where names or shapes do not fit `spec`."""
         hub, published = HubFolder(folder), spec.published_shapes()
         extra = hub.left_over(
             published, model=spec.architecture, may_be=lambda key: key in spec.tied or spec.may_skip(key)
@@ -41,7 +43,7 @@ class BaseFolder:
 
     @classmethod
     def from_hub(cls, hub: HubFolder, spec: ModelSpec) -> "BaseFolder":
-        """The folder that adapters are added to, which may also have its experts under their fused names."""
+        """The folder `hub` that adapters are added to; its experts may be stored one by one or fused."""
         published = spec.published_shapes()
         return cls(
             hub,
@@ -50,10 +52,10 @@ class BaseFolder:
         )
 
     def with_base_tensors(self, parts: FolderParts, *, without: Collection[str] = ()) -> tuple[FolderParts, list[str]]:
-        """`parts` with the base's unbuilt tensors, except those in `without`, and notes for the user.
+        """Return `parts` with the base's `unbuilt` tensors added, except those in `without`, and notes for the user.
 
-        Tensors that repeat the base's embedding or head become `copies` of the trained one. In an FP8 folder, blocks
-        keep this base's bytes where `parts` names no other folder for that.
+        Tensors that equal the base's embedding or head become `copies` of the trained one. In an FP8 folder, unchanged
+        blocks are copied from this base, unless `parts` already names another `fp8_base`.
         """
         parts, notes = self.with_copies(parts, [key for key in self.unbuilt if key not in without])
         shapes = {key: self.hub.shapes[key] for key in self.unbuilt if key not in without and key not in parts.copies}
@@ -62,7 +64,7 @@ class BaseFolder:
         if not shapes:
             return parts, notes
         line = (
-            f"carried over from {self.hub.folder}, since the model does not build them: {len(shapes)} tensors, "
+            f"copied from {self.hub.folder}, since transformers' class has no module for them: {len(shapes)} tensors, "
             f"{_first_names([*shapes])}"
         )
         return replace(
@@ -71,20 +73,22 @@ class BaseFolder:
         ), [line, *notes]
 
     def with_copies(self, parts: FolderParts, keys: Iterable[str]) -> tuple[FolderParts, list[str]]:
-        """`parts` with those of `keys` that repeat the base's embedding or head as `copies`, and notes for the user.
+        """Return `parts` with those of `keys` that equal the base's embedding or head as `copies`, and notes for the
+        user.
 
-        vLLM drafts with a prediction layer's own embedding and head wherever they differ from the model's (vLLM PR
-        42538). With copies from the base, the drafts of a trained model would be those of its base.
+        A multi-token prediction layer stores copies of embedding and head, and vLLM drafts tokens with them wherever
+        they differ from the model's (vLLM PR 42538). Were they copied from the base, a trained model would draft with
+        untrained weights.
         """
         copies = {key: original for key in keys if (original := self._original(key))}
         line = (
-            f"written from the trained tensor that they repeat in {self.hub.folder}: "
+            f"written as copies of the trained tensor, as they are in {self.hub.folder}: "
             f"{_first_names([f'{k} from {v}' for k, v in copies.items()])}"
         )
         return replace(parts, copies=copies), [line] if copies else []
 
     def _original(self, key: str) -> str | None:
-        """The embedding or head whose numbers `key` repeats, if any; where both are equal, the one of its kind."""
+        """The embedding or head that `key` equals, if any; where both are equal, an embedding for an embedding."""
         equal = (
             name
             for name in self.embeddings
@@ -105,7 +109,7 @@ def _first_names(names: list[str]) -> str:
 def with_stored_weights(
     tensors: Iterable[tuple[str, torch.Tensor | None]], names: Collection[str], folder: Path
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """`tensors`, where those in `names` are replaced by the ones of `folder`, in the same dtype.
+    """Yield `tensors`, with those in `names` replaced by the published ones of `folder`, cast to the same dtype.
 
     Tensors are whole and on the CPU; None on other ranks than zero.
     """

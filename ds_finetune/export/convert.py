@@ -27,7 +27,7 @@ CHUNK_NUMEL = 2**20
 _COLUMNS = 16 * BLOCK
 """Columns that are quantised at a time."""
 
-_WORKERS_PER_CORE, _MOST_WORKERS = 2, 16
+_WORKERS_PER_CORE, _MAX_WORKERS = 2, 16
 """Threads that each hold a piece. While some wait for the disk, others cast; more than the limit do not make one disk
 faster.
 """
@@ -35,7 +35,7 @@ faster.
 
 def num_workers() -> int:
     """Threads of a conversion on this machine."""
-    return min(_WORKERS_PER_CORE * len(os.sched_getaffinity(0)), _MOST_WORKERS)
+    return min(_WORKERS_PER_CORE * len(os.sched_getaffinity(0)), _MAX_WORKERS)
 
 
 class BlockCounts:

@@ -159,7 +159,7 @@ def folder_writer(
                 copied.copy_to(writer)
             writer.finish()
         with as_output_errors(partial):
-            _write_beside(partial, parts, [tensor.key for tensor in hub])
+            _write_config_and_files(partial, parts, [tensor.key for tensor in hub])
             if parts.record is not None:
                 parts.record.with_digests(writer.digests()).write(partial)
                 mark_unverified(partial)
@@ -205,7 +205,7 @@ def has_same_weights(folder: Path, other: Path) -> bool:
     return all(file.samefile(others[name]) for name, file in mine.items())
 
 
-def _write_beside(folder: Path, parts: FolderParts, keys: Collection[str]) -> None:
+def _write_config_and_files(folder: Path, parts: FolderParts, keys: Collection[str]) -> None:
     config = served_config(parts.config, parts.family, keys)
     config.setdefault("architectures", [parts.architecture])
     key = "dtype" if "dtype" in config and "torch_dtype" not in config else "torch_dtype"

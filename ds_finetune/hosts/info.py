@@ -1,4 +1,4 @@
-"""What a host reports about itself: versions, GPUs, network interfaces and the port where ranks meet.
+"""What a host reports about itself: versions, GPUs, network interfaces and the port where rank 0 listens.
 
 This module imports no torch, so that a host answers in a fraction of a second.
 """
@@ -32,7 +32,7 @@ class HostInfo:
     """The facts of a host that decide whether a run can start on it."""
 
     hostname: str
-    machine: str
+    network_identity: str
     """Boot id and network namespace: equal for two names of one host, different for two containers of one machine."""
     versions: dict[str, str]
     """Python, this program with a hash of its source, packages, CUDA of torch, NCCL and driver; "" where not installed.
@@ -43,9 +43,9 @@ class HostInfo:
     interfaces: dict[str, list[str]]
     """Addresses of each network interface that is up."""
     ssh_client: str
-    """Address that the ssh connection came from; empty without ssh."""
-    ssh_address: str
-    """Address of this host that the ssh connection came in by; empty without ssh."""
+    """Address of the ssh client; empty without ssh."""
+    ssh_server_address: str
+    """Address of this host at which the ssh connection arrived; empty without ssh."""
     port: int
     """The requested port, or any free port where none was requested; 0 where the requested port is taken."""
     port_holder: str | None
@@ -63,18 +63,18 @@ class Gpu:
 
 
 def gather_host_info(port: int = 0) -> HostInfo:
-    """The facts of this host; `port` is the port that is tried, 0 for none."""
+    """The facts of this host; `port` is the requested port, 0 for none."""
     client, _, address = (os.environ.get("SSH_CONNECTION", "").split() + [""] * 3)[:3]
     holder = _port_holder(port) if port else None
     return HostInfo(
         hostname=socket.gethostname(),
-        machine=f"{_read('/proc/sys/kernel/random/boot_id')} {_link('/proc/self/ns/net')}",
+        network_identity=f"{_read('/proc/sys/kernel/random/boot_id')} {_link('/proc/self/ns/net')}",
         versions=_versions(),
         gpus=gpu_models(),
         cores=len(os.sched_getaffinity(0)),
         interfaces=interfaces(),
         ssh_client=client,
-        ssh_address=address,
+        ssh_server_address=address,
         port=0 if holder else port or free_port(),
         port_holder=holder,
     )
@@ -113,19 +113,19 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def interface_towards(address: str) -> str:
-    """Name of the interface by which this host reaches `address`, or that has it; empty where there is no route.
+    """Name of the interface by which this host reaches `address`, or that owns `address`; empty without a route.
 
     Nothing is sent.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as connection:
         try:
-            # Connecting a datagram socket chooses the own address, without a packet.
+            # Connecting a datagram socket chooses the source address and sends no packet.
             connection.connect((address, 9))
         except OSError:
             return ""
         own = str(connection.getsockname()[0])
-    # The kernel gives packets to an own address to the loopback interface, and the own address as their source.
+    # For an address of this host, the kernel uses the loopback interface and that same address as the source.
     return next((name for name, addresses in interfaces().items() if own in addresses), "")
 
 
@@ -137,7 +137,7 @@ def free_port() -> int:
 
 
 def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "ds_finetune": _source()}
+    versions = {"python": platform.python_version(), "ds_finetune": _source_version()}
     for package in PACKAGES:
         try:
             versions[package] = version(package)
@@ -154,8 +154,8 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _source() -> str:
-    """Version and a hash of this program's own files, which may differ between hosts under one version."""
+def _source_version() -> str:
+    """The version of ds_finetune and a hash of its files, because hosts may have one version with different files."""
     folder = Path(ds_finetune.__file__).parent
     content = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py"))))
     return f"{ds_finetune.__version__} (source {content.hexdigest()[:_DIGITS]})"
@@ -163,7 +163,7 @@ def _source() -> str:
 
 def _port_holder(port: int) -> str | None:
     with socket.socket() as listening:
-        # As TCPStore listens: a port on which only an earlier connection lingers is free.
+        # As TCPStore listens: a port with connections in TIME_WAIT alone is free.
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listening.bind(("", port))

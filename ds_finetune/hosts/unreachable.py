@@ -2,7 +2,7 @@
 
 import re
 
-from ds_finetune.hosts.check import Check
+from ds_finetune.hosts.check_result import Check
 
 _SSH_FAILED = 255
 _NO_COMMAND = (126, 127)

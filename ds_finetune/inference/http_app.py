@@ -1,4 +1,7 @@
-"""The HTTP application over one folder: checks each request and passes it to the handlers of `transformers serve`."""
+"""The HTTP application that serves the model in one folder.
+
+It checks each request and passes it to the handlers of `transformers serve`.
+"""
 
 import asyncio
 import inspect
@@ -34,14 +37,18 @@ from ds_finetune.quiet import show_loading_as_phase
 from ds_finetune.units import MIB
 
 MAX_NEW_TOKENS = 1024
-"""Most tokens of an answer where neither request nor generation_config.json sets it, as in transformers 5.23
-(cli/serving/utils.py:1178)."""
+"""Maximum number of tokens of an answer where neither request nor generation_config.json sets it, as in transformers
+5.23 (cli/serving/utils.py:1178).
+"""
 _BODY_BYTES, _BYTES_PER_TOKEN = MIB, 64
-"""A request's body may have `_BODY_BYTES`, and `_BYTES_PER_TOKEN` more for each token of the model's context."""
+"""Maximum size of a request's body: `_BODY_BYTES`, and `_BYTES_PER_TOKEN` for each token of the model's context."""
 
 
 class ServedModel(ModelManager):
-    """The model of the server, in the form that the handlers of `transformers serve` expect; they load no other."""
+    """The model of the server, in the form that the handlers of `transformers serve` expect.
+
+    The handlers load no other model.
+    """
 
     def __init__(self, folder: Path, device: str) -> None:
         self._folder = folder
@@ -85,7 +92,7 @@ class ServedModel(ModelManager):
 
     @property
     def body_bytes(self) -> int:
-        """Most bytes of a request's body."""
+        """Maximum number of bytes of a request's body."""
         return _BODY_BYTES + _BYTES_PER_TOKEN * (self.context or 0)
 
     def prompt_tokens(self, request: AnswerRequest) -> int:
@@ -151,10 +158,10 @@ class AnswerRoute:
         try:
             self._queue.check_room()
             body = await self._body(Request(scope, receive))
-            number = str(uuid.uuid4())
+            request_id = str(uuid.uuid4())
 
             async def answer() -> None:
-                response = await self._handler.handle_request(body, number)
+                response = await self._handler.handle_request(body, request_id)
                 await response(scope, _never, send)
 
             await self._queue.run(answer, lambda: _disconnected(receive))
@@ -162,12 +169,12 @@ class AnswerRoute:
             await refused.response()(scope, receive, send)
 
     async def _body(self, http_request: Request) -> dict[str, Any]:
-        """The request body for transformers, checked, and with the most tokens of its answer."""
+        """The checked request body in the form that transformers expects, with `max_tokens` filled in."""
         request = parse_request(self._kind, await self._read(http_request))
         if request.model != self._served.name:
             raise RequestError(
                 404,
-                f"the model `{request.model}` is not served, `{self._served.name}` is",
+                f"the model `{request.model}` was not found; this server serves `{self._served.name}`",
                 param="model",
                 code="model_not_found",
             )
@@ -189,7 +196,7 @@ class AnswerRoute:
             # Lone surrogates (`"\\ud800"`) are valid JSON, but no tokenizer accepts them.
             json.dumps(body, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as broken:
-            raise RequestError(400, f"the body is not JSON of whole characters: {broken}") from broken
+            raise RequestError(400, f"the body is not valid JSON, or has a lone surrogate: {broken}") from broken
         return body
 
     def _check_bias(self, request: AnswerRequest) -> None:
@@ -199,7 +206,9 @@ class AnswerRoute:
             raise RequestError(400, f"token {beyond[0]} is not in the vocabulary of {size}", param="logit_bias")
 
     def _max_tokens(self, request: AnswerRequest, prompt: int) -> int:
-        """Most tokens of the answer; RequestError where prompt and answer do not fit into the model's context."""
+        """Maximum number of tokens of the answer; RequestError where prompt and answer do not fit into the model's
+        context.
+        """
         if not prompt:
             raise RequestError(400, "the prompt has no tokens", param="prompt")
         context, requested = self._served.context, request.max_new_tokens
@@ -213,8 +222,8 @@ class AnswerRoute:
                 param="messages" if isinstance(request, ChatRequest) else "prompt",
                 code="context_length_exceeded",
             )
-        most = requested or self._served.model.generation_config.max_new_tokens or MAX_NEW_TOKENS
-        return most if context is None else min(most, context - prompt)
+        limit = requested or self._served.model.generation_config.max_new_tokens or MAX_NEW_TOKENS
+        return limit if context is None else min(limit, context - prompt)
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -223,7 +232,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def _never() -> Message:
-    """Takes the place of `receive` for a handler, because `RequestQueue` already reads the client's messages."""
+    """Wait forever: given to handlers as `receive`, because `RequestQueue` already reads the client's messages."""
     return await asyncio.get_running_loop().create_future()
 
 

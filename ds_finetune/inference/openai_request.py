@@ -6,7 +6,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from starlette.responses import JSONResponse
 
 R = TypeVar("R", bound="AnswerRequest")
-COLDEST = 0.01
+MIN_TEMP = 0.01
 """Lowest temperature above 0; logits divided by less overflow."""
 
 
@@ -103,9 +103,9 @@ class AnswerRequest(_Strict):
 
     @model_validator(mode="after")
     def _is_computable(self) -> Self:
-        if self.temperature is not None and 0 < self.temperature < COLDEST:
+        if self.temperature is not None and 0 < self.temperature < MIN_TEMP:
             raise ValueError(
-                f"temperature {self.temperature} is not supported: give 0 for greedy answers, or at least {COLDEST}"
+                f"temperature {self.temperature} is not supported: give 0 for greedy answers, or at least {MIN_TEMP}"
             )
         return self
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from ds_finetune.errors import INTERRUPTED_EXIT_CODE, RUN_ERROR_EXIT_CODE
 from ds_finetune.hostfile import Host
-from ds_finetune.hosts.check import label
+from ds_finetune.hosts.check_result import label
 from ds_finetune.hosts.unreachable import other_program_check, unreachable_check
 from ds_finetune.launch.messages import (
     FROM_SUPERVISOR,
@@ -183,7 +183,7 @@ class Attempt:
         until = time.monotonic() + self._timeouts.greeting
         while any(each.ready is None and not each.is_over for each in self._hosts) and time.monotonic() < until:
             with contextlib.suppress(queue.Empty):
-                self._take(*self._events.get(timeout=0.25))
+                self._handle_event(*self._events.get(timeout=0.25))
         return {each.host: each.answer(self._python) for each in self._hosts}
 
     def run(self, orders: Mapping[Host, StartRanks], say: Callable[[str], None]) -> AttemptOutcome:
@@ -209,7 +209,7 @@ class Attempt:
         killed_at, last_beat, passed_on = None, 0.0, 0
         while not all(each.is_over for each in self._hosts):
             with contextlib.suppress(queue.Empty):
-                self._take(*self._events.get(timeout=HEARTBEAT_SECONDS / 4))
+                self._handle_event(*self._events.get(timeout=HEARTBEAT_SECONDS / 4))
             now = time.monotonic()
             if now - last_beat >= HEARTBEAT_SECONDS:
                 last_beat = now
@@ -260,7 +260,7 @@ class Attempt:
             self._events.put((supervised, event))
         self._events.put((supervised, None))
 
-    def _take(self, supervised: _SupervisedHost, event: _Event) -> None:
+    def _handle_event(self, supervised: _SupervisedHost, event: _Event) -> None:
         if supervised.is_lost:
             return
         match event:
@@ -286,7 +286,7 @@ class Attempt:
         supervised.is_over = True
         supervised.launcher_code, supervised.num_remaining = done.launcher_code, done.num_remaining
         if done.launcher_code and not any(failure.host == supervised.host for _, failure in self._failures):
-            text = f"its node launcher {_end_of(done.launcher_code)}"
+            text = f"its node launcher {_exit_text(done.launcher_code)}"
             self._fail_host(supervised, text, tail=done.launcher_tail)
 
     def _end_messages(self, supervised: _SupervisedHost) -> None:
@@ -331,10 +331,10 @@ class Attempt:
         """
         reported = self._codes.get((failure.host, failure.pid))
         if reported is not None:
-            return exit_code_of(reported), _end_of(reported)
+            return exit_code_of(reported), _exit_text(reported)
         launcher_code = next(each.launcher_code for each in self._hosts if each.host == failure.host)
         if launcher_code < 0:
-            return exit_code_of(launcher_code), f"ended with its node launcher, which {_end_of(launcher_code)}"
+            return exit_code_of(launcher_code), f"ended with its node launcher, which {_exit_text(launcher_code)}"
         return 128 + signal.SIGKILL, "ended without reporting an exit code"
 
     def _outcome(self) -> AttemptOutcome:
@@ -372,5 +372,5 @@ def exit_code_of(code: int) -> int:
     return 128 - code if code < 0 else code or RUN_ERROR_EXIT_CODE
 
 
-def _end_of(code: int) -> str:
+def _exit_text(code: int) -> str:
     return f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"

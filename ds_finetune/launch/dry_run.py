@@ -1,4 +1,4 @@
-"""What `launch --dry-run` prints: the commands, and the place of each rank among hosts, devices and parallel groups."""
+"""What `launch --dry-run` prints: the commands, and the host, devices and parallel groups of each rank."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from ds_finetune.launch.schedulers import Job, deepspeed_command, mpirun_command
 from ds_finetune.plan.mesh import Axis, Mesh
 
 _COMMANDS = 2
-"""Of commands that differ only in the host, this many at each end are printed."""
+"""Commands per host that are printed from the start of the list, and from its end."""
 _AXES: tuple[Axis, ...] = ("pp", "sp", "tp")
 
 
@@ -19,8 +19,8 @@ def dry_run_lines(
 ) -> list[str]:
     """Lines with the number of ranks, the address where they meet, and the commands.
 
-    For mpirun and slurm the command is the one that runs; for the others it is what a person would type. `environ`
-    are the variables of this process, which describe Slurm's allocation.
+    For mpirun and slurm this is the command that `launch` runs; for the others it is what a person would type.
+    `environ` has the variables of this process, which describe Slurm's allocation.
     """
     where = f"{job.master_addr}:{job.master_port}" if job.master_addr else "the first node of the allocation"
     head = [
@@ -53,20 +53,19 @@ def rank_map(hosts: Sequence[Host], mesh: Mesh) -> list[str]:
     assert mesh.world_size == sum(host.slots for host in hosts)
     width = max(len(host.name) for host in hosts)
     lines, first = [], 0
-    home: list[int] = []
+    host_of_rank: list[int] = []
     for number, host in enumerate(hosts):
         ranks = range(first, first + host.slots)
         devices = host.devices or range(host.slots)
-        lines.append(
-            f"{host.name:{width}}  ranks {_spans(ranks)}  devices {_spans(devices)}  {_places(mesh, ranks)}".rstrip()
-        )
-        home += [number] * host.slots
+        indices = _axis_indices(mesh, ranks)
+        lines.append(f"{host.name:{width}}  ranks {_spans(ranks)}  devices {_spans(devices)}  {indices}".rstrip())
+        host_of_rank += [number] * host.slots
         first += host.slots
     groups = {axis: mesh.lines(axis) for axis in _AXES if getattr(mesh, axis) > 1} | (
         {"ep": mesh.expert_lines()} if mesh.ep > 1 else {}
     )
     for axis, found in groups.items():
-        across = sum(len({home[rank] for rank in line}) > 1 for line in found)
+        across = sum(len({host_of_rank[rank] for rank in line}) > 1 for line in found)
         lines.append(
             f"{axis}: {len(found)} groups of {len(found[0])}, "
             f"{f'{across} of them across hosts' if across else 'each within a host'}"
@@ -78,8 +77,8 @@ def _typed(argv: Sequence[str]) -> str:
     return shlex.join(redacted(argv))
 
 
-def _places(mesh: Mesh, ranks: Sequence[int]) -> str:
-    """`dp 0-1  tp 0-3` of some ranks."""
+def _axis_indices(mesh: Mesh, ranks: Sequence[int]) -> str:
+    """The indices of some ranks on each axis, as `dp 0-1  tp 0-3`."""
     axes: tuple[Axis, ...] = ("pp", "dp", "sp", "tp")
     found = [
         f"{axis} {_spans(sorted({mesh.place(axis, rank) for rank in ranks}))}"

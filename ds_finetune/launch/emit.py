@@ -29,7 +29,7 @@ _CONTAINER_ENTRY = ("-m", "ds_finetune", "train")
 _CONTAINER_RUNS = "/workspace/runs"
 """The folder `runs` in the working directory of the container file."""
 _LABEL = re.compile(r"[a-z](?:[-a-z0-9]*[a-z0-9])?$")
-_LABEL_LETTERS = 50
+_LABEL_CHARACTERS = 50
 """A label has at most 63, and that of a pod is the job's name and a number."""
 _TIME = re.compile(r"(?:\d+-)?\d{1,2}:\d{2}:\d{2}$")
 
@@ -61,7 +61,7 @@ class EmitRequest:
 
 def render_file(kind: str, request: EmitRequest) -> str:
     """The text of a file of `kind` (slurm, k8s, docker); LaunchError for hosts or names that it does not support."""
-    _refuse_secret_overrides(request.job)
+    _check_no_secret_overrides(request.job)
     return {"slurm": sbatch_script, "k8s": kubernetes_manifests, "docker": lambda _: container_file()}[kind](request)
 
 
@@ -77,7 +77,7 @@ def sbatch_script(request: EmitRequest) -> str:
     therefore receives SIGUSR1 and remembers it: a run that ends with an error after the signal is queued again, and one
     that fails without the signal is not. Secrets are not written: the script needs them where it is submitted.
     """
-    nodes, slots = _equal(
+    nodes, slots = _equal_slots(
         request, "sbatch's --gpus-per-node", "run `ds-finetune launch --launcher slurm --hostfile HOSTS` under salloc"
     )
     if not _TIME.match(request.time):
@@ -87,7 +87,7 @@ def sbatch_script(request: EmitRequest) -> str:
     options |= {"time": request.time, "signal": f"B:USR1@{SAVE_SECONDS}", "output": "%x-%j.log", "open-mode": "append"}
     # Variables that the script sets must have a value here, because srun's --export lists their names.
     job = replace(request.job, master_addr="first-node", master_port=DEFAULT_PORT, hosts=(), secret="set in the script")
-    placed = [
+    placement = [
         f"--nodes={nodes}",
         f"--ntasks={nodes * slots}",
         "--distribution=block",
@@ -102,7 +102,7 @@ def sbatch_script(request: EmitRequest) -> str:
         name=request.name,
         run_id=RUN_ID,
         secret=VARIABLE,
-        srun=shlex.join([*srun_options(placed, job), *job.rank_command]),
+        srun=shlex.join([*srun_options(placement, job), *job.rank_command]),
         interrupted=INTERRUPTED_EXIT_CODE,
     )
 
@@ -147,11 +147,11 @@ def kubernetes_manifests(request: EmitRequest) -> str:
     Kubernetes ends the others; the same command resumes from the last checkpoint. Variables that are paths of this
     machine are left out unless they are in `request.named`; secrets come from a Secret that is not written.
     """
-    nodes, slots = _equal(request, "a Job's pods", "write one hostfile for hosts of one kind")
-    if not _LABEL.match(request.name) or len(request.name) > _LABEL_LETTERS:
+    nodes, slots = _equal_slots(request, "a Job's pods", "write one hostfile for hosts of one kind")
+    if not _LABEL.match(request.name) or len(request.name) > _LABEL_CHARACTERS:
         raise LaunchError(
             f"`{request.name}` cannot name a Kubernetes job: it has to be lower-case letters, digits and `-`, "
-            f"{_LABEL_LETTERS} at most",
+            f"{_LABEL_CHARACTERS} at most",
             hint="give another with --name",
         )
     # torchrun (torch 2.13, distributed/launcher/api.py:146) kills ranks 30 s after SIGTERM otherwise, in the middle of
@@ -238,7 +238,7 @@ def _exported(variables: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _refuse_secret_overrides(job: Job) -> None:
+def _check_no_secret_overrides(job: Job) -> None:
     """Overrides would be in the emitted file, and on the command line of every rank."""
     pairs = zip(job.overrides, redacted(job.overrides), strict=True)
     secret = [hidden for override, hidden in pairs if override != hidden]
@@ -249,7 +249,7 @@ def _refuse_secret_overrides(job: Job) -> None:
         )
 
 
-def _equal(request: EmitRequest, what: str, hint: str) -> tuple[int, int]:
+def _equal_slots(request: EmitRequest, what: str, hint: str) -> tuple[int, int]:
     """The number of hosts, and their slots, which must be equal."""
     slots = {host.slots: host.name for host in request.job.hosts}
     chosen = [host for host in request.job.hosts if host.devices]

@@ -204,7 +204,7 @@ def _why_withheld(name: str) -> str:
 
 def _named(text: str, environ: Mapping[str, str]) -> tuple[str, str]:
     name, equals, value = text.partition("=")
-    _refuse_name(name, "--env")
+    _check_variable_name(name, "--env")
     if equals:
         return name, value
     if name not in environ:
@@ -213,7 +213,7 @@ def _named(text: str, environ: Mapping[str, str]) -> tuple[str, str]:
     return name, environ[name]
 
 
-def _refuse_name(name: str, where: str) -> None:
+def _check_variable_name(name: str, where: str) -> None:
     if not _NAME.match(name):
         raise LaunchError(f"{where}: `{_redacted(name)}` is not the name of a variable", hint="write NAME=VALUE")
     if _PER_RANK.match(name):
@@ -233,7 +233,7 @@ def _read_line(line: str, where: str) -> tuple[str, str]:
             f"{where}: `{shown}` is not `NAME=VALUE`", hint="write e.g. `NCCL_DEBUG=INFO`; `#` begins a comment"
         )
     name, text = found["name"], found["value"]
-    _refuse_name(name, where)
+    _check_variable_name(name, where)
     quoted = _QUOTED.match(text)
     if not quoted and (text[:1] in ("'", '"') or re.search(r"\s#", text)):
         raise LaunchError(

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 
 from ds_finetune.hostfile import Host
-from ds_finetune.hosts.check import Check, label
-from ds_finetune.hosts.checks import host_checks
+from ds_finetune.hosts.check_result import Check, label
+from ds_finetune.hosts.host_checks import host_checks
 from ds_finetune.hosts.info import HostInfo
 from ds_finetune.launch.remote import address_of, is_here
 
@@ -42,7 +42,7 @@ def meeting_address(hosts: Sequence[Host], infos: Mapping[Host, HostInfo]) -> st
         return "127.0.0.1"
     # Where the first host is this machine, the others know the address that their ssh connection came from.
     clients = [infos[host].ssh_client for host in hosts[1:] if is_here(first)]
-    candidates = [address_of(first), info.ssh_address, *clients, *chain.from_iterable(info.interfaces.values())]
+    candidates = [address_of(first), info.ssh_server_address, *clients, *chain.from_iterable(info.interfaces.values())]
     return next((address for address in candidates if _is_for_others(address)), "")
 
 

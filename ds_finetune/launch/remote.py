@@ -112,7 +112,7 @@ def is_here(host: Host) -> bool:
         entries = socket.getaddrinfo(host.name, 0, type=socket.SOCK_STREAM)
     except OSError:
         return False
-    return any(_is_ours(family, address) for family, _, _, _, address in entries)
+    return any(_is_own_address(family, address) for family, _, _, _, address in entries)
 
 
 def address_of(host: Host) -> str:
@@ -123,7 +123,7 @@ def address_of(host: Host) -> str:
         return ""
 
 
-def _is_ours(family: int, address: tuple[object, ...]) -> bool:
+def _is_own_address(family: int, address: tuple[object, ...]) -> bool:
     """Whether a socket can be bound to the address, as only to an own one."""
     with socket.socket(family, socket.SOCK_STREAM) as listening:
         try:

@@ -20,8 +20,8 @@ from ds_finetune.errors import (
     LaunchError,
 )
 from ds_finetune.hostfile import Host
-from ds_finetune.hosts.check import label
-from ds_finetune.hosts.checks import port_check, rank_device
+from ds_finetune.hosts.check_result import label
+from ds_finetune.hosts.host_checks import port_check, rank_device
 from ds_finetune.hosts.info import HostInfo, gather_host_info
 from ds_finetune.launch.attempt import (
     KILL_NOTICE,
@@ -85,7 +85,7 @@ def launch(config: RunConfig, request: LaunchRequest, say: Say) -> int:
     else the first failing rank's own exit code, or 128 + N where signal N killed it. LaunchError and ConfigError
     before the first start.
     """
-    _refuse_unrestartable(config)
+    _check_restartable(config)
     logs = logs_folder(config.output_dir, request.run_id)
     say(f"run {request.run_id}: logs in {logs} on each host")
     tags: dict[Host, list[str]] = {host: [] for host in request.hosts}
@@ -120,7 +120,7 @@ def plan_for(config: RunConfig, hosts: Sequence[Host], *, device: str) -> None:
     make_plan(config, world=World(0, sum(slots), 0, slots[0], "launch"), device=device)
 
 
-def _refuse_unrestartable(config: RunConfig) -> None:
+def _check_restartable(config: RunConfig) -> None:
     restarts, checkpoint = config.launch.restarts, config.checkpoint
     if restarts and checkpoint.resume != "auto":
         raise ConfigError(

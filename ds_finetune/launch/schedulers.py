@@ -15,16 +15,16 @@ from ds_finetune.watchdog.run_secret import VARIABLE
 
 ENTRY = ("-m", "ds_finetune.worker")
 """Python's arguments in every rank, before the run file and the overrides."""
-_STARTING = re.compile(
+_NEEDED_TO_START = re.compile(
     r"(?:HOME|USER|LOGNAME|SHELL|LANG|TERM|TMPDIR|KRB5CCNAME|SSH_AUTH_SOCK|PATH|LD_LIBRARY_PATH|OMPI_MCA_\w+)$"
 )
 """Variables that ssh, mpirun and srun themselves need; OMPI_MCA_* are the user's settings of Open MPI."""
-_OF_SLURM = re.compile(r"(?:SLURM|SRUN|SLURMD)_\w+$")
-_SILENT = {"oob_tcp_keepalive_time": "5", "oob_tcp_keepalive_intvl": "5", "oob_tcp_keepalive_probes": "2"}
+_SLURM_VARIABLE = re.compile(r"(?:SLURM|SRUN|SLURMD)_\w+$")
+_KEEPALIVE_SETTINGS = {"oob_tcp_keepalive_time": "5", "oob_tcp_keepalive_intvl": "5", "oob_tcp_keepalive_probes": "2"}
 """Seconds, seconds and a count: mpirun and the daemon of a silent host give each other up after 15 s instead of eight
 minutes [ran].
 """
-_HOME = ("HOME", "USER", "LOGNAME")
+_LOGIN_VARIABLES = ("HOME", "USER", "LOGNAME")
 """srun --export passes only the variables it names, Slurm's own and TMPDIR to a rank [Slurm 22.05, ran]."""
 
 
@@ -97,14 +97,14 @@ def mpirun_command(job: Job, ssh_args: Sequence[str] = ()) -> list[str]:
     LaunchError for hosts that Open MPI has no options for.
     """
     for host in job.hosts:
-        _refuse_for_mpi(host)
+        _check_host_for_mpi(host)
     bad = [word for word in ssh_args if re.search(r"\s", word)]
     if bad:
         raise LaunchError(
             f"mpirun splits the arguments of ssh at blanks, so `{bad[0]}` cannot be one",
             hint="write it into a file for `ssh -F`",
         )
-    settings = {"plm_rsh_agent": " ".join(["ssh", *ssh_args]), "plm_rsh_no_tree_spawn": "1", **_SILENT}
+    settings = {"plm_rsh_agent": " ".join(["ssh", *ssh_args]), "plm_rsh_no_tree_spawn": "1", **_KEEPALIVE_SETTINGS}
     settings |= {"oob_tcp_if_include": job.interface} if job.interface else {}
     chosen = [word for name, value in settings.items() for word in ("--mca", name, value)]
     names = [word for name in job.environment for word in ("-x", name)]
@@ -139,21 +139,21 @@ def srun_command(job: Job, environ: Mapping[str, str]) -> list[str]:
         )
     nodes = allocated_nodes(environ)
     for host in job.hosts:
-        _refuse_for_slurm(host, nodes)
-    placed = (
+        _check_host_for_slurm(host, nodes)
+    placement = (
         [f"--ntasks={job.world_size}", f"--nodelist={','.join(job.names)}", "--distribution=arbitrary"]
         if job.hosts
         else ["--distribution=block"]
     )
     # Since 22.05 srun does not take this from the job; without it each rank has one core where Slurm binds them.
     cpus = [f"--cpus-per-task={environ['SLURM_CPUS_PER_TASK']}"] if "SLURM_CPUS_PER_TASK" in environ else []
-    return [*srun_options(placed + cpus, job), *job.rank_command]
+    return [*srun_options(placement + cpus, job), *job.rank_command]
 
 
-def srun_options(placed: Sequence[str], job: Job) -> list[str]:
-    """`srun` with the options of every use here, and `placed`."""
+def srun_options(placement: Sequence[str], job: Job) -> list[str]:
+    """`srun` with the options of every use here, and `placement`."""
     # `--overlap`: a shell of `srun --pty` in the allocation holds its cores, and a second step would wait forever.
-    names = dict.fromkeys([*_HOME, *job.environment])
+    names = dict.fromkeys([*_LOGIN_VARIABLES, *job.environment])
     fixed = [
         "--kill-on-bad-exit=1",
         "--overlap",
@@ -162,7 +162,7 @@ def srun_options(placed: Sequence[str], job: Job) -> list[str]:
         f"--chdir={job.directory}",
         f"--export={','.join(names)}",
     ]
-    return ["srun", *placed, *fixed]
+    return ["srun", *placement, *fixed]
 
 
 def starting_environment(job: Job, environ: Mapping[str, str], *, slurm: bool = False) -> dict[str, str]:
@@ -172,7 +172,9 @@ def starting_environment(job: Job, environ: Mapping[str, str], *, slurm: bool = 
     more than this. Slurm's variables are left out for mpirun, which would start its daemons by srun with them.
     """
     kept = {
-        name: value for name, value in environ.items() if _STARTING.match(name) or (slurm and _OF_SLURM.match(name))
+        name: value
+        for name, value in environ.items()
+        if _NEEDED_TO_START.match(name) or (slurm and _SLURM_VARIABLE.match(name))
     }
     return kept | job.environment
 
@@ -237,7 +239,7 @@ def _numbers(text: str) -> list[str]:
     return found
 
 
-def _refuse_for_mpi(host: Host) -> None:
+def _check_host_for_mpi(host: Host) -> None:
     if host.user or host.port:
         raise LaunchError(
             f"mpirun cannot be told to reach `{host.target}` with user `{host.user}` and port {host.port} (line "
@@ -257,7 +259,7 @@ def _refuse_for_mpi(host: Host) -> None:
         )
 
 
-def _refuse_for_slurm(host: Host, nodes: Sequence[str]) -> None:
+def _check_host_for_slurm(host: Host, nodes: Sequence[str]) -> None:
     if host.user or host.port or host.devices:
         raise LaunchError(
             f"Slurm starts ranks as the job's user on the job's devices, and cannot be told line {host.line} of the "

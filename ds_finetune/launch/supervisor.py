@@ -94,9 +94,9 @@ class Supervisor:
             listening.bind(f"\0{name}")
             listening.listen(1024)
             self._selector.register(listening, selectors.EVENT_READ, lambda: self._accept(listening))
-            self._listen(0, self._obey, self._stop_alone)
+            self._listen(0, self._handle_order, self._kill_without_order)
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                signal.signal(number, self._leave)
+                signal.signal(number, self._exit_on_signal)
             launcher = self._start(name)
             self._serve(launcher)
         num_remaining = self._kill_ranks()
@@ -136,7 +136,7 @@ class Supervisor:
                 _report(Heartbeat())
                 last_beat = now
             if now - self._last_heard > self._order.silent_seconds:
-                self._stop_alone()
+                self._kill_without_order()
             if launcher.poll() is not None and ended_since is None:
                 ended_since = now
             self._kill_lingering(now)
@@ -239,7 +239,7 @@ class Supervisor:
         for code, pid, other in _EXIT_CODE.findall(text):
             _report(ExitCodeReported(int(pid or 0), int(code or other)))
 
-    def _obey(self, line: bytes) -> None:
+    def _handle_order(self, line: bytes) -> None:
         self._last_heard = time.monotonic()
         order = decode(line, FROM_LAUNCHER, peer="the launching program")
         if isinstance(order, SaveAndStop):
@@ -249,12 +249,12 @@ class Supervisor:
         elif isinstance(order, KillRanks):
             self._kill_ranks()
 
-    def _stop_alone(self) -> None:
+    def _kill_without_order(self) -> None:
         """Kill the ranks because the launching program is gone or silent, and nothing else would end them."""
         kill_tagged([self._order.tag])
         self._is_over = True
 
-    def _leave(self, number: int, _: object) -> None:
+    def _exit_on_signal(self, number: int, _: object) -> None:
         kill_tagged([self._order.tag])
         os._exit(128 + number)
 

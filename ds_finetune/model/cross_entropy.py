@@ -110,7 +110,7 @@ def _softmax_minus_one_hot_parallel(
 ) -> torch.Tensor:
     """The same for `logits` of this rank's shard of the vocabulary."""
     size = logits.shape[1]
-    start = tp_group.rank * size
+    start = tp_group.group_rank * size
     top, most_likely = logits.max(-1)
     top, most_likely = tp_group.all_reduce_argmax(top, most_likely + start)
     result.num_correct.add_((most_likely == labels).sum())

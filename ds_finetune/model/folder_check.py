@@ -11,11 +11,11 @@ from ds_finetune.errors import ModelError
 from ds_finetune.model.safetensors_header import header_bytes
 from ds_finetune.units import MIB
 
-MOST_LAYERS = 1000
+MAX_LAYERS = 1000
 """Maximum number of layers of a model: each is built as Python objects before its weights are read. The deepest
 published models have 126.
 """
-MOST_CONFIG_BYTES = 16 * MIB
+MAX_CONFIG_BYTES = 16 * MIB
 """Maximum size of a config.json; published ones have a few KiB."""
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers", "num_nextn_predict_layers")
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
@@ -63,9 +63,9 @@ def _is_inside(file: Path, folder: Path) -> bool:
 
 def _check_layers(file: Path) -> None:
     size = file.stat().st_size
-    if size > MOST_CONFIG_BYTES:
+    if size > MAX_CONFIG_BYTES:
         raise ModelError(
-            f"{file} has {size:,} bytes, more than {MOST_CONFIG_BYTES:,}",
+            f"{file} has {size:,} bytes, more than {MAX_CONFIG_BYTES:,}",
             hint="take the config.json published with the model",
         )
     try:
@@ -75,9 +75,9 @@ def _check_layers(file: Path) -> None:
         return
     for key, value in _counts(tree):
         least = 0 if key.endswith("num_nextn_predict_layers") else 1
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST_LAYERS:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_LAYERS:
             raise ModelError(
-                f"{file}: {key} is {value!r}, not a number from {least} to {MOST_LAYERS}",
+                f"{file}: {key} is {value!r}, not a number from {least} to {MAX_LAYERS}",
                 hint="take the config.json published with the model",
             )
 

@@ -39,7 +39,7 @@ _HEADS = (4, 2, 1, 8)
 _MORE_LAYERS = (1, 3)
 """Multiples of the layers that include one of each kind; some models share weights between layers and need more."""
 _NOISE, _HEAD_GAIN = 0.1, 8.0
-_MOST_PARAMETERS = 60_000_000
+_MAX_PARAMETERS = 60_000_000
 """Parameters of a tiny model; with more the trial takes longer than it is worth."""
 _EXPERTS = re.compile(r"\.experts\.(gate_up_proj|up_proj|gate_proj|down_proj)$")
 _FAILURES = (
@@ -81,7 +81,7 @@ def check_generic_type(
         return ()
     trial = try_model_type(hf_config, attention=attention, row_tokens=row_tokens)
     _check_expert_widths(hf_config, precision)
-    refuse_failed_trial(kind, trial, packing=packing)
+    check_trial(kind, trial, packing=packing)
     if trial.untried:
         return (
             f"model_type {kind} could not be tried on a tiny copy ({trial.untried}): its loss is not known to be right",
@@ -104,7 +104,7 @@ def _check_expert_widths(hf_config: PretrainedConfig, precision: str) -> None:
             )
 
 
-def refuse_failed_trial(kind: str, trial: Trial, *, packing: bool) -> None:
+def check_trial(kind: str, trial: Trial, *, packing: bool) -> None:
     """ModelError where `trial` shows that such rows are trained wrongly, or where packed rows could not be tested."""
     subject = f"model_type `{kind}`"
     if trial.loss > LIMIT:
@@ -161,7 +161,7 @@ def try_model_type(hf_config: PretrainedConfig, *, attention: str, row_tokens: i
             outline = _build(tiny, attention, device="meta")
             if (
                 layer_kinds(outline) == kinds
-                and sum(param.numel() for param in outline.parameters()) <= _MOST_PARAMETERS
+                and sum(param.numel() for param in outline.parameters()) <= _MAX_PARAMETERS
             ):
                 return _compare(_build_initialised(tiny, attention), _build_initialised(tiny, "eager"))
         except _FAILURES as broken:
@@ -215,7 +215,7 @@ def _compare(lm: PreTrainedModel, eager: PreTrainedModel) -> Trial:
             f"{_first_line(broken)}",
             hint="train a model of another type",
         ) from broken
-    _check_sight(model, first, second)
+    _check_earlier_tokens_matter(model, first, second)
     packed, padded = _packed_hidden(model, first, second), _padded_hidden(model, first, second)
     return Trial(
         packed=_difference(packed, torch.stack([torch.cat(alone), torch.cat(alone[::-1])])),
@@ -224,7 +224,7 @@ def _compare(lm: PreTrainedModel, eager: PreTrainedModel) -> Trial:
     )
 
 
-def _check_sight(model: TrainedModel, first: torch.Tensor, second: torch.Tensor) -> None:
+def _check_earlier_tokens_matter(model: TrainedModel, first: torch.Tensor, second: torch.Tensor) -> None:
     """ArithmeticError where earlier tokens hardly change later ones, so that comparisons would detect nothing."""
     same_end = [torch.cat([document[:, :_LAST], first[:, -_LAST:]], dim=1) for document in (first, second)]
     ends = [model.hidden(ids, _positions(ids), None)[0, -_LAST:] for ids in same_end]

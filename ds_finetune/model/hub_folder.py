@@ -164,10 +164,10 @@ class HubFolder:
                 f"{self.folder} does not fit {model}: {wrong}",
                 hint="it is incomplete or belongs to another model; download it again, or name the right folder",
             )
-        self.check_kinds()
+        self.check_dtypes()
         return left
 
-    def check_kinds(self) -> None:
+    def check_dtypes(self) -> None:
         """ModelError where a tensor has a dtype that weights do not have."""
         others = [
             f"`{key}` is {self._stored[key].dtype}" for key in self.shapes if self._stored[key].dtype not in _WEIGHTS

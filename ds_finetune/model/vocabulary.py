@@ -72,13 +72,15 @@ class GrownFolder(HubFolder):
         return HubFolder(self.folder).is_same(key, other)
 
     def check_left(self, keys: Iterable[str]) -> None:
-        """ModelError where a tensor of `keys`, which the model does not build, has a row for each published token."""
+        """ModelError where one of `keys`, for which transformers' class has no module, has a row per published
+        token.
+        """
         stuck = [key for key in keys if self.shapes[key][:1] == (self._growth.before,)]
         if stuck:
             raise ModelError(
                 f"model.resize_vocabulary makes {self._growth.after} rows of {self._growth.before}, and "
-                f"{self.folder} has {len(stuck)} tensors of {self._growth.before} rows that the model does not build "
-                f"and an export would copy: {', '.join(stuck)}",
+                f"{self.folder} has {len(stuck)} tensors of {self._growth.before} rows for which transformers' class "
+                f"has no module and which an export would copy: {', '.join(stuck)}",
                 hint="train a copy of the model without its multi-token prediction layers",
             )
 

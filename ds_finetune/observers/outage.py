@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-MOST_WAITING = 10_000
+MAX_WAITING = 10_000
 """Records that wait at most; older ones are lost."""
 _LONGEST_PAUSE = 16
 
@@ -25,7 +25,7 @@ class Outage(Generic[T]):
     def put(self, record: T) -> None:
         """Write the record and those that wait, or let it wait."""
         self._waiting.append(record)
-        if len(self._waiting) > MOST_WAITING:
+        if len(self._waiting) > MAX_WAITING:
             self._waiting.popleft()
             self._lost += 1
         self._until_next -= 1
@@ -56,6 +56,6 @@ class Outage(Generic[T]):
             self._until_next = self._pause
             return
         if self._pause:
-            lost = f"; {self._lost} were lost before, because at most {MOST_WAITING} wait" if self._lost else ""
+            lost = f"; {self._lost} were lost before, because at most {MAX_WAITING} wait" if self._lost else ""
             self._say(f"{self._name} is written again, with {waited} records that had waited{lost}")
         self._pause = 0

@@ -21,15 +21,15 @@ TESTED = {
 
 @dataclass(frozen=True)
 class Foreign:
-    """Code of `package` at `place`, its file and lines in the tested version."""
+    """Code of `package` at `location`, its file and lines in the tested version."""
 
     package: str
-    place: str
+    location: str
 
     def attribute(self, owner: object, name: str) -> Any:  # noqa: ANN401 - whatever it is
         """The attribute `name` of `owner`; DependencyError where there is none."""
         if not hasattr(owner, name):
-            self._refuse(f"`{getattr(owner, '__name__', type(owner).__name__)}` has no `{name}`")
+            self._raise_changed(f"`{getattr(owner, '__name__', type(owner).__name__)}` has no `{name}`")
         return getattr(owner, name)
 
     def parameters(self, function: Callable[..., Any], *names: str) -> None:
@@ -37,18 +37,18 @@ class Foreign:
         known = inspect.signature(function).parameters
         for name in names:
             if name not in known:
-                self._refuse(f"`{function.__qualname__}` takes no `{name}`")
+                self._raise_changed(f"`{function.__qualname__}` takes no `{name}`")
 
     def source(self, function: Callable[..., Any], text: str) -> None:
         """DependencyError where the source of `function` does not contain `text`."""
         if text not in inspect.getsource(function):
-            self._refuse(f"`{function.__qualname__}` no longer contains `{text}`")
+            self._raise_changed(f"`{function.__qualname__}` no longer contains `{text}`")
 
-    def _refuse(self, problem: str) -> None:
+    def _raise_changed(self, problem: str) -> None:
         tested = TESTED[self.package]
         raise DependencyError(
             f"{self.package} {installed_version(self.package)}: {problem}, which ds-finetune changes as it is in "
-            f"{self.package} {tested} ({self.place})",
+            f"{self.package} {tested} ({self.location})",
             hint=f"pip install {self.package}=={tested} (constraints.txt names every tested version)",
         )
 

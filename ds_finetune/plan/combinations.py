@@ -1,4 +1,7 @@
-"""The layouts that may be trained: those that tests compare with a plain PyTorch loop, where sizes divide the model."""
+"""The parallel layouts that a run may use: those that tests compare with a plain PyTorch loop.
+
+The parallel sizes also have to divide the dimensions of the model.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +18,7 @@ AXES = ("pp", "sp", "tp", "ep")
 """Parallel axes besides data parallelism."""
 
 ROW_BYTES = 16
-"""A row of an expert's matrix has to be a multiple of this in torch's grouped product."""
+"""torch's grouped matrix product needs rows of an expert's matrix that are a multiple of this."""
 WEIGHT_BYTES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of a weight by precision."""
 
@@ -48,7 +51,7 @@ TESTED_LAYOUTS = (
 """tests/parity/test_parallel.py compares each row with a plain PyTorch loop."""
 _OPTIMIZERS = ("adam", "adamw")
 """Optimizers that the layouts are tested with; Muon and Lamb depend on whole matrices."""
-_OPTIONS: Mapping[str, tuple[object, ...]] = {
+_TESTED_OPTIONS: Mapping[str, tuple[object, ...]] = {
     "reduce_scatter": (True,),
     "contiguous_gradients": (True,),
     "zero_quantized_gradients": (False,),
@@ -56,20 +59,22 @@ _OPTIONS: Mapping[str, tuple[object, ...]] = {
     "gradient_predivide_factor": (1, 1.0),
     "prescale_gradients": (False,),
 }
-"""DeepSpeed options and the values that the layouts are tested with. With other values, some fail after weights are
-read, and some confuse the experts of ranks.
+"""DeepSpeed options and the values that the layouts are tested with.
+
+With other values, some layouts fail after weights are read, and some compute with another rank's experts.
 """
 
 
-_STAGE_OF_PARTITIONED_WEIGHTS = 3
+STAGE_WITH_PARTITIONED_WEIGHTS = 3
 _QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 
 
 def check_layout(
     mesh: Mesh, config: RunConfig, *, stage: int, offloads: Sequence[str] = (), tree: Mapping[str, Any] | None = None
 ) -> None:
-    """ConfigError where a run's layout, with these offload devices and DeepSpeed's `tree`, is in no row of
-    `TESTED_LAYOUTS`; its hint names the nearest row.
+    """ConfigError where no row of `TESTED_LAYOUTS` has a run's layout; the hint names the nearest row.
+
+    `offloads` are its offload devices, and `tree` is its DeepSpeed configuration.
     """
     axes = _axes(mesh)
     if not axes:
@@ -98,7 +103,7 @@ def check_layout(
 
 
 def check_lora(mesh: Mesh, config: RunConfig, *, stage: int, offloads: Sequence[str], tree: Mapping[str, Any]) -> None:
-    """ConfigError where adapters would be trained in a way that no test compares with peft."""
+    """ConfigError where LoRA adapters would be trained with options that no test compares with peft."""
     if config.lora is None:
         return
     for what, is_set, hint in (
@@ -129,9 +134,9 @@ def check_lora(mesh: Mesh, config: RunConfig, *, stage: int, offloads: Sequence[
 
 
 def _check_quantized(kind: str, *, stage: int, offloads: Sequence[str]) -> None:
-    away = [device for device in offloads if device != "none"]
-    if stage == _STAGE_OF_PARTITIONED_WEIGHTS or away:
-        what = f"offload to {away[0]}" if away else f"zero stage {stage}"
+    offload_devices = [device for device in offloads if device != "none"]
+    if stage == STAGE_WITH_PARTITIONED_WEIGHTS or offload_devices:
+        what = f"offload to {offload_devices[0]}" if offload_devices else f"zero stage {stage}"
         # ZeRO-3 partitions parameters, and the scales of four-bit blocks are not parameters.
         raise ConfigError(
             f"lora.quantize {kind} with {what} is not tested", hint="use zero stage 0, 1 or 2 without offload"
@@ -158,7 +163,7 @@ def _untested(mesh: Mesh, config: RunConfig, offloads: Sequence[str]) -> Iterato
 
 def _untested_options(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     given = {**tree, **(tree.get("zero_optimization") or {})}
-    for name, tested in _OPTIONS.items():
+    for name, tested in _TESTED_OPTIONS.items():
         if name in given and given[name] not in tested:
             yield f"{name} {given[name]}", "leave it out"
 
@@ -189,8 +194,9 @@ def _nearest(axes: frozenset[str], stage: int) -> str:
 
 
 def check_divides(mesh: Mesh, model: Mapping[str, Any], *, pp_layers: Sequence[int] = ()) -> None:
-    """ConfigError where a parallel size does not divide what it splits in the `model` (its config.json); the hint names
-    the sizes that do.
+    """ConfigError where a parallel size does not divide the dimensions that it splits; the hint names sizes that do.
+
+    `model` is the model's config.json.
     """
     axes = _axes(mesh)
     if pp_layers and mesh.pp == 1:
@@ -206,8 +212,8 @@ def check_divides(mesh: Mesh, model: Mapping[str, Any], *, pp_layers: Sequence[i
     _check_stages(mesh.pp, int(model["num_hidden_layers"]), pp_layers)
     scaling = model.get("rope_parameters") or model.get("rope_scaling") or {}
     if mesh.sp > 1 and scaling.get("rope_type", scaling.get("type")) == "longrope":
-        # transformers 5.23 chooses its factors by the positions in a call (modeling_rope_utils.py:47), of which a
-        # rank has only a part.
+        # transformers 5.23 chooses its factors by the positions in a call (modeling_rope_utils.py:47), and a call
+        # on one rank has only a part of the positions.
         raise ConfigError(
             f"parallel {mesh} of a model with rope_type longrope is not tested", hint="set parallel.sp to 1"
         )
@@ -227,30 +233,37 @@ def check_divides(mesh: Mesh, model: Mapping[str, Any], *, pp_layers: Sequence[i
 
 
 def check_expert_widths(mesh: Mesh, model: Mapping[str, Any], *, precision: str) -> None:
-    """ConfigError where torch's grouped product rejects the experts of the model whose config.json is given.
+    """ConfigError where torch's grouped matrix product rejects the widths of the experts.
+
+    `model` is the model's config.json.
 
     torch 2.13 needs each row of their matrices to be a multiple of 16 bytes ("strides should be multiple of 16 bytes").
     """
     if not family_of(str(model.get("model_type"))).fused_experts:
         return
-    whole, hidden, each = int(model["moe_intermediate_size"]), int(model["hidden_size"]), WEIGHT_BYTES[precision]
-    if whole // mesh.tp * each % ROW_BYTES:
-        legal = [n for n in range(1, mesh.tp) if whole % n == 0 and whole // n * each % ROW_BYTES == 0]
+    width, hidden, weight_bytes = (
+        int(model["moe_intermediate_size"]),
+        int(model["hidden_size"]),
+        WEIGHT_BYTES[precision],
+    )
+    if width // mesh.tp * weight_bytes % ROW_BYTES:
+        legal = [n for n in range(1, mesh.tp) if width % n == 0 and width // n * weight_bytes % ROW_BYTES == 0]
         raise ConfigError(
-            f"moe_intermediate_size {whole} / parallel.tp {mesh.tp} = {whole // mesh.tp} columns of an expert x "
-            f"{each} bytes in {precision} is no multiple of {ROW_BYTES} bytes, which torch's grouped product needs",
+            f"moe_intermediate_size {width} / parallel.tp {mesh.tp} = {width // mesh.tp} columns of an expert x "
+            f"{weight_bytes} bytes in {precision} is no multiple of {ROW_BYTES} bytes, "
+            "which torch's grouped product needs",
             hint=f"set parallel.tp to {' or '.join(map(str, legal))}" if legal else wider(precision),
         )
-    if hidden * each % ROW_BYTES:
+    if hidden * weight_bytes % ROW_BYTES:
         raise ConfigError(
-            f"hidden_size {hidden} x {each} bytes in {precision} is no multiple of {ROW_BYTES} bytes, "
+            f"hidden_size {hidden} x {weight_bytes} bytes in {precision} is no multiple of {ROW_BYTES} bytes, "
             "which torch's grouped product of experts needs",
             hint=wider(precision),
         )
 
 
 def wider(precision: str) -> str:
-    """The hint where rows of experts are not a multiple of 16 bytes."""
+    """The hint for experts whose rows are not a multiple of 16 bytes."""
     other = "train a model of other widths"
     return other if precision == "fp32" else f"set train.precision to fp32, or {other}"
 
@@ -268,7 +281,7 @@ def _check_stages(stages: int, layers: int, given: Sequence[int]) -> None:
 
 
 def _divided_dimensions(mesh: Mesh, model: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
-    """For each axis, what it divides into equal parts, and how many of these the model has."""
+    """Each axis with a dimension of the model that it divides, and the size of this dimension."""
     heads = int(model["num_attention_heads"])
     yield "tp", "attention heads", heads
     yield "sp", f"attention heads{' of a tensor parallel rank' if mesh.tp > 1 else ''}", heads // mesh.tp

@@ -1,4 +1,4 @@
-"""Whose DeepSpeed choices count: the run file's or those of `accelerate launch`, which must agree where both exist."""
+"""Chooses the DeepSpeed configuration of the run file or of `accelerate launch`; where both exist they must agree."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -30,7 +30,7 @@ def choose_deepspeed(config: RunConfig, accelerate: AccelerateChoices | None) ->
 
 
 def _check_same_file(given: str | Mapping[str, Any] | None, file: str) -> None:
-    """A key that is "auto" counts as absent."""
+    """ConfigError where the two configurations differ; a key that is "auto" counts as absent."""
     ours, source = read_choices(given)
     theirs, _ = read_choices(file)
     left, right = dict(_leaves(ours)), dict(_leaves(theirs))
@@ -52,9 +52,7 @@ def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, obj
             yield f"{above}{key}", value
 
 
-def refuse_accelerate_contradictions(
-    accelerate: AccelerateChoices, config: RunConfig, finished: Mapping[str, Any]
-) -> None:
+def check_accelerate_agrees(accelerate: AccelerateChoices, config: RunConfig, finished: Mapping[str, Any]) -> None:
     """ConfigError where `accelerate launch` and the run file give different values, naming both."""
     zero = finished["zero_optimization"]
     pairs = (

@@ -1,6 +1,4 @@
-"""From the user's DeepSpeed choices and the run file to the finished configuration: derived numbers in, contradictions
-out.
-"""
+"""Completes the user's DeepSpeed choices: adds the numbers of the run file, and rejects contradictions to it."""
 
 import copy
 import json
@@ -15,7 +13,7 @@ from ds_finetune.plan.options import Tree, offload_device
 from ds_finetune.shipped import DS_CONFIGS, shipped_file, shipped_names
 
 DEFAULT_CHOICES: Tree = {"zero_optimization": {"stage": 2}}
-"""Used when neither the run file nor a launcher chooses: optimizer states and gradients sharded, weights whole."""
+"""Used when neither the run file nor a launcher chooses: ZeRO-2 shards optimizer states and gradients, not weights."""
 
 _ADAM_FIELDS = {"lr": "lr", "betas": "betas", "eps": "eps", "weight_decay": "weight_decay"}
 _OPTIMIZER_FIELDS = {
@@ -27,15 +25,15 @@ _OPTIMIZER_FIELDS = {
     "muon": _ADAM_FIELDS,
     "sgd": {"lr": "lr", "weight_decay": "weight_decay"},
 }
-"""Which numbers of `optim` each optimizer of DeepSpeed 0.19.8 takes (runtime/config.py:63; SGD is torch.optim's)."""
+"""The keys of `optim` that each optimizer of DeepSpeed 0.19.8 takes (runtime/config.py:63; SGD is torch.optim's)."""
 MOMENTS = {"adamw": 2, "adam": 2, "lamb": 2, "lion": 1, "adagrad": 1, "muon": 2, "sgd": 0}
-"""Numbers of each parameter's size that an optimizer remembers, at most (Muon: one of matrices, two of the rest)."""
+"""Moments that an optimizer keeps of each parameter, at most (Muon: one of matrices, two of other parameters)."""
 _UNTESTED = frozenset({"sgd"})
 HAS_TORCH_ADAM = ("adam", "adamw", "muon")
 """Optimizers whose Adam is DeepSpeed's FusedAdam without `torch_adam` (0.19.8, runtime/engine.py,
 get_optimizer_configuration)."""
 TORCH_ADAM: Tree = {"torch_adam": True, "fused": True}
-"""What makes DeepSpeed take torch's fused AdamW."""
+"""Parameters with which DeepSpeed uses torch's fused AdamW."""
 
 
 def read_choices(given: str | Mapping[str, Any] | None) -> tuple[Tree, str]:
@@ -115,8 +113,8 @@ def optimizer_section(optim: OptimConfig, *, on_cpu: bool, offloaded: bool, torc
             hint="set optim.weight_decay to 0, or take AdamW",
         )
     if optim.name.lower() in HAS_TORCH_ADAM and not offloaded and (on_cpu or torch_adam):
-        # On CPUs DeepSpeed 0.19.8's FusedAdam would be compiled for minutes there, and torch's fused kernel takes a
-        # fifteenth of its plain loop's time.
+        # On CPUs compiling DeepSpeed 0.19.8's FusedAdam takes minutes, and torch's fused kernel takes a fifteenth of
+        # the time of torch's plain loop.
         params |= TORCH_ADAM
     elif torch_adam is False:
         params |= {"torch_adam": False}
@@ -148,8 +146,9 @@ def _check_torch_adam(tree: Tree, optim: OptimConfig, source: str, *, on_cpu: bo
 
 
 def finish(tree: Tree, config: RunConfig, *, accumulation: int, source: str, on_cpu: bool) -> Tree:
-    """The configuration `deepspeed.initialize` gets; ConfigError where `tree` contradicts the run file, naming both
-    values.
+    """The configuration for `deepspeed.initialize`; ConfigError where `tree` contradicts the run file.
+
+    The error names both values.
     """
     zero = dict(tree.get("zero_optimization") or {})
     offloaded = offload_device(zero, "offload_optimizer") != "none"
@@ -162,7 +161,7 @@ def finish(tree: Tree, config: RunConfig, *, accumulation: int, source: str, on_
         "fp16": {"enabled": config.train.precision == "fp16"},
         "optimizer": optimizer_section(config.optim, on_cpu=on_cpu, offloaded=offloaded),
     }
-    _refuse_contradictions(tree, config, derived, source)
+    _check_agrees_with_run_file(tree, config, derived, source)
     torch_adam = _check_torch_adam(tree, config.optim, source, on_cpu=on_cpu, offloaded=offloaded)
     derived["optimizer"] = optimizer_section(config.optim, on_cpu=on_cpu, offloaded=offloaded, torch_adam=torch_adam)
     finished = {key: value for key, value in copy.deepcopy(tree).items() if value != "auto"}
@@ -179,7 +178,7 @@ def _without_auto(tree: Mapping[str, Any]) -> Tree:
     return {k: _without_auto(v) if isinstance(v, dict) else v for k, v in tree.items() if v != "auto"}
 
 
-def _refuse_contradictions(tree: Tree, config: RunConfig, derived: Tree, source: str) -> None:
+def _check_agrees_with_run_file(tree: Tree, config: RunConfig, derived: Tree, source: str) -> None:
     for name, given, own, ours in _pairs(tree, config, derived):
         if given in (None, "auto") or given == ours or (isinstance(given, list) and tuple(given) == ours):
             continue

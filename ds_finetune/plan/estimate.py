@@ -1,4 +1,4 @@
-"""What a run needs, by arithmetic on plain numbers: parameters, memory of a rank, and disk.
+"""Estimates what a run needs, from plain numbers: parameters, memory of a rank, and disk.
 
 `train` checks the disk with it, `plan --dry-run` prints it, and `doctor` compares it with the hosts.
 """
@@ -13,12 +13,12 @@ from ds_finetune.plan.deepspeed_config import MOMENTS
 from ds_finetune.plan.plan import Plan
 
 _MASTER_BYTES = 4
-_STAGE_OF_PARTITIONED_WEIGHTS = 3
+STAGE_WITH_PARTITIONED_WEIGHTS = 3
 
 
 @dataclass(frozen=True)
 class TensorKind:
-    """Tensors of one shape: the name with `N` for the layer, how many there are, and the ranks that share each."""
+    """Tensors of one shape: name with `N` for the layer, count, and number of ranks among which ZeRO shards each."""
 
     name: str
     count: int
@@ -30,24 +30,24 @@ class TensorKind:
 
     @property
     def numel(self) -> int:
-        """Elements on a rank, of all of them, before ZeRO shards them."""
+        """Elements of all these tensors on a rank, before ZeRO shards them."""
         return self.count * math.prod(self.local)
 
     @property
     def sharded(self) -> int:
-        """Elements on a rank where ZeRO shards them."""
+        """Elements of all these tensors on a rank, after ZeRO shards them."""
         return self.count * -(-math.prod(self.local) // self.sharers)
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Parameters of a model and of the rank that holds most of it, without adapters."""
+    """Parameters of a model, and of the rank that holds most parameters; adapters are counted apart."""
 
     total: int
     rank: int
-    """Elements of the fullest rank, before ZeRO shards them."""
+    """Elements of the rank that holds most, before ZeRO shards them."""
     rank_sharded: int
-    """Its elements where ZeRO shards them."""
+    """Elements of that rank, after ZeRO shards them."""
     adapters: int | None = None
     """Parameters of LoRA adapters; None where every weight is trained."""
     quantised: int = 0
@@ -62,7 +62,7 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class DiskNeed:
-    """Files of a run that lie on the disk of a host at one time, at most; bytes are those of one file."""
+    """The largest number of exports and checkpoints on the disk of a host at one time, and the bytes of each."""
 
     exports: int
     export_bytes: int
@@ -71,7 +71,7 @@ class DiskNeed:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all of them."""
+        """Bytes of all exports and checkpoints."""
         return self.exports * self.export_bytes + self.checkpoints * self.checkpoint_bytes
 
 
@@ -81,13 +81,13 @@ class RunEstimate:
 
     sizes: ModelSizes
     state_bytes: Mapping[str, int]
-    """Bytes of `weights`, `gradients` and `optimizer` (fp32 weights and moments) on the fullest rank."""
+    """Bytes of `weights`, `gradients` and `optimizer` (fp32 weights and moments) on the rank that holds most."""
     places: Mapping[str, str]
     """Where a rank keeps each of them: `cuda`, `cpu` or `nvme`."""
     staging_bytes: int
     """Host memory of a rank for its part of a checkpoint that is written while training continues."""
     files: DiskNeed
-    """Files of the whole run, were they all on one disk."""
+    """Files of the run, counted as if all were on one disk."""
     world_size: int
     is_node_local: bool
 
@@ -102,7 +102,7 @@ class RunEstimate:
         return self.staging_bytes + sum(size for name, size in self.state_bytes.items() if self.places[name] == "cpu")
 
     def disk(self, *, ranks: int, is_first_host: bool) -> DiskNeed:
-        """What a host with `ranks` ranks writes to its disk.
+        """The files that a host with `ranks` ranks writes to its disk.
 
         The first host writes the exports, and the checkpoints too where all hosts share the folder.
         """
@@ -149,11 +149,13 @@ def _copied(stages: Sequence[Sequence[TensorKind]]) -> int:
 
 
 def _state_bytes(plan: Plan, sizes: ModelSizes) -> dict[str, int]:
-    """By ZeRO stage; with LoRA adapters alone have gradients and moments, and quantised weights are in four bits."""
+    """Bytes of weights, gradients and optimizer states on a rank.
+
+    With LoRA only the adapters have gradients and moments."""
     width, stage = WEIGHT_BYTES[plan.precision], plan.zero_stage
     adapters = sizes.adapters or 0
     adapter_share = -(-adapters // plan.zero_ranks)
-    partitions_weights = stage >= _STAGE_OF_PARTITIONED_WEIGHTS
+    partitions_weights = stage >= STAGE_WITH_PARTITIONED_WEIGHTS
     weights = sizes.rank_sharded + adapter_share if partitions_weights else sizes.rank + adapters
     trained, trained_share = (sizes.rank, sizes.rank_sharded) if sizes.adapters is None else (adapters, adapter_share)
     # DeepSpeed 0.19.8 keeps a second fp32 copy of fp32 weights under ZeRO (zero/stage_1_and_2.py:560).

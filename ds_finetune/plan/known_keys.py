@@ -1,4 +1,4 @@
-"""Which keys a DeepSpeed JSON may have, at the top and in `zero_optimization`."""
+"""The keys that a DeepSpeed JSON may have, at the top and in its sections, and the types of their values."""
 
 import difflib
 import math
@@ -37,8 +37,8 @@ KNOWN_KEYS = frozenset(
         "timers",
     ]
 )
-"""Top-level keys that are passed on. DeepSpeed 0.19.8 ignores unknown ones without a word (runtime/config.py), so they
-are refused here.
+"""Top-level keys that are passed on. DeepSpeed 0.19.8 silently ignores unknown ones (runtime/config.py), so unknown
+keys are an error here.
 """
 
 OWNED_ELSEWHERE = {
@@ -76,8 +76,9 @@ RENAMED = {
     "cpu_offload_use_pin_memory": "offload_optimizer.pin_memory and offload_param.pin_memory",
     "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
 }
-"""Deprecated keys of `zero_optimization`, which DeepSpeed 0.19.8 turns into others that nothing here would see, and
-what to write.
+"""Deprecated keys of `zero_optimization`, with what to write instead.
+
+DeepSpeed 0.19.8 would replace them only after this program has read the configuration.
 """
 _STAGE3_ALIASES = (
     "prefetch_bucket_size",
@@ -168,13 +169,13 @@ COUNTS = frozenset(
 )
 """Keys of `KNOWN_IN_SECTIONS` that DeepSpeed reads as whole numbers."""
 NUMBERS = frozenset(["loss_scale", "ratio", "cpuadam_cores_perc"])
-OTHERS = frozenset(
+OTHER_TYPES = frozenset(
     [
         *("stage", "offload_param", "offload_optimizer", "zenflow", "leaf_module"),
         *("device", "nvme_path", "classes", "names", "name_suffixes"),
     ]
 )
-"""Neither numbers nor switches, which all others are."""
+"""Keys that are neither numbers nor true or false; all other keys are true or false."""
 _DEVICES = ("none", "cpu", "nvme")
 
 
@@ -196,14 +197,14 @@ def check_keys(tree: Mapping[str, Any], source: str) -> None:
                     hint=f"write {RENAMED[key]}",
                 )
             _check_key(f"{source}: in {section}: ", key, value, known)
-            if wanted := _wrong_value(key, value):
+            if wanted := _expected_value(key, value):
                 raise ConfigError(f"{source}: `{section}.{key}` is {value!r}", hint=f"write {wanted}")
     for section in _SECTIONS:
         _section(tree, section.split("."), source)
 
 
-def _wrong_value(key: str, value: object) -> str:
-    """What DeepSpeed would take for `key` instead of `value`; empty where it takes that."""
+def _expected_value(key: str, value: object) -> str:
+    """A description of the values that DeepSpeed takes for `key`; empty where it takes `value`."""
     if value == "auto" or (value is None and key in ("overlap_comm", "device", "nvme_path")):
         return ""
     number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else -1.0
@@ -215,11 +216,11 @@ def _wrong_value(key: str, value: object) -> str:
         return "" if value in _DEVICES else f"one of {', '.join(_DEVICES)}"
     if key == "nvme_path":
         return "" if isinstance(value, str) else "a folder"
-    return "" if key in OTHERS or isinstance(value, bool) else "true or false"
+    return "" if key in OTHER_TYPES or isinstance(value, bool) else "true or false"
 
 
 def _section(tree: Mapping[str, Any], path: Sequence[str], source: str) -> Mapping[str, Any]:
-    """The section at `path`, empty where it is not given; ConfigError where something else than a section is
+    """The section at `path`, empty where it is not given; ConfigError where another value than a section is
     there.
     """
     for depth, name in enumerate(path, start=1):

@@ -1,4 +1,4 @@
-"""Ranks as a grid: which rank holds which part of the model, of a row and of the batch."""
+"""The grid of ranks: which part of the model, of a row and of the batch each rank has."""
 
 import math
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ AXES: tuple[Axis, ...] = get_args(Axis)
 class Mesh:
     """Sizes of pipeline, data, sequence and tensor parallelism; ranks are numbered row-major over `AXES`.
 
-    Ranks that differ in `pp`, `sp` or `tp` alone work on the same rows: parts of the rows, or parts of the model.
-    Of the dp x sp ranks that would hold the same experts each `ep` in a row share them out.
+    Ranks that differ in `pp`, `sp` or `tp` alone work on the same rows: each has a part of the rows or of the model.
+    Each `ep` consecutive ranks of the dp x sp ranks divide the experts.
     """
 
     rank: int
@@ -29,7 +29,7 @@ class Mesh:
 
     @classmethod
     def of(cls, parallel: ParallelConfig, *, world_size: int, rank: int) -> Self:
-        """The grid of `world_size` ranks, data parallelism being what is left; ConfigError where they do not factor."""
+        """The grid of `world_size` ranks, with `dp` = ranks / other sizes; ConfigError where that is no integer."""
         inner = {"tp": parallel.tp, "pp": parallel.pp, "sp": parallel.sp}
         size = math.prod(inner.values())
         dp, rest = divmod(world_size, size)
@@ -49,23 +49,23 @@ class Mesh:
         return cls(rank, dp, **inner, ep=parallel.ep)
 
     def __str__(self) -> str:
-        """`dp 4 x sp 2`, sizes of one left out."""
+        """The sizes above one, as `dp 4 x sp 2`."""
         sizes = ("dp", "pp", "sp", "tp", "ep")
         return " x ".join(f"{axis} {getattr(self, axis)}" for axis in sizes if axis == "dp" or getattr(self, axis) > 1)
 
     @property
     def expert_place(self) -> int:
-        """This rank's part of the experts."""
+        """Index of this rank in its expert parallel group, and so of the experts that it holds."""
         return (self.place("dp") * self.sp + self.place("sp")) % self.ep
 
     def expert_lines(self) -> list[list[int]]:
-        """Groups of ranks that share out the experts; every rank is in one."""
+        """The expert parallel groups: the ranks of each divide the experts; every rank is in one."""
         return [
             line[start : start + self.ep] for line in self.lines("dp", "sp") for start in range(0, len(line), self.ep)
         ]
 
     def expert_part_lines(self) -> list[list[int]]:
-        """Groups of ranks that together hold every part of every expert once: `expert_lines` of all tensor parallel
+        """Groups of ranks that together hold every expert once: an expert parallel group and its tensor parallel
         ranks.
         """
         found: dict[tuple[int, int], list[int]] = {}
@@ -79,7 +79,7 @@ class Mesh:
         return self.place("pp") * self.dp * self.sp * self.tp
 
     def parts_of_leader(self) -> list[int]:
-        """Ranks that with the leader hold every part of the stage and of its experts once."""
+        """The ranks, with the leader, that together hold the parameters of its pipeline stage once."""
         return next(line for line in self.expert_part_lines() if self.leader in line)
 
     def same_expert_lines(self) -> list[list[int]]:
@@ -88,21 +88,21 @@ class Mesh:
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """Number of all ranks."""
         return math.prod(self._sizes)
 
     @property
     def sharing(self) -> int:
-        """Ranks that work on the same rows."""
+        """Number of ranks that work on the same rows."""
         return self.sp * self.tp * self.pp
 
     def place(self, axis: Axis, rank: int | None = None) -> int:
-        """Number of a rank (this one by default) along an axis."""
+        """Index of a rank (this one by default) along an axis."""
         inner = math.prod(self._sizes[AXES.index(axis) + 1 :])
         return (self.rank if rank is None else rank) // inner % self._sizes[AXES.index(axis)]
 
     def lines(self, *axes: Axis) -> list[list[int]]:
-        """The groups of ranks that differ along `axes` alone, each in order; every rank is in one."""
+        """The groups of ranks whose indices differ along `axes` alone, in ascending order; every rank is in one."""
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             found.setdefault(tuple(self.place(axis, rank) for axis in AXES if axis not in axes), []).append(rank)

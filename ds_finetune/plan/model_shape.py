@@ -88,7 +88,7 @@ class Shape:
 
     @property
     def active_params(self) -> int:
-        """Parameters that take part in computing one token, with embedding and head."""
+        """Parameters used to compute one token, with embedding and head."""
         return self._always + self.active_routed_experts
 
     def flops_per_token(self, seq_len: int, *, mean_attended: float | None = None) -> float:
@@ -117,7 +117,7 @@ class Shape:
 
 
 def _mlps(c: ModelConfig, sparse: int, rules: ParameterRules) -> dict[str, int]:
-    """Parameters of dense and expert MLPs over all layers, of which `sparse` have routed experts."""
+    """Parameters of dense and expert MLPs over all layers; `sparse` is the number of layers with routed experts."""
     hidden, biased = c["hidden_size"], rules.mlp_bias and bool(c.get("mlp_bias"))
     counts = dict.fromkeys(("shared_experts", "routed_experts", "active_routed_experts", "router"), 0)
     counts["dense_mlp"] = (c["num_hidden_layers"] - sparse) * _mlp(hidden, c["intermediate_size"], biased=biased)

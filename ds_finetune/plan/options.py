@@ -1,4 +1,4 @@
-"""Options of a DeepSpeed JSON that are known to be wrong, with version and evidence."""
+"""Options of a DeepSpeed JSON that are known to give errors or wrong results, with version and evidence."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,8 +22,9 @@ class Situation:
 
 @dataclass(frozen=True)
 class OptionRule:
-    """An option known to be wrong: where, why (version and evidence), and either the value written instead or a
-    refusal.
+    """An option known to be wrong: when the rule applies, the evidence, and how to rewrite the option.
+
+    Without `rewrite` the option is an error, with `hint`.
     """
 
     name: str
@@ -44,7 +45,7 @@ def _set(*path: str, value: object) -> Callable[[Tree], None]:
 
 
 def offload_device(zero: Mapping[str, Any], what: str) -> str:
-    """`none`, `cpu` or `nvme`: where `offload_optimizer` or `offload_param` of a ZeRO section goes."""
+    """The device of `offload_optimizer` or `offload_param` in a ZeRO section: `none`, `cpu` or `nvme`."""
     section = zero.get(what) or {}
     return str(section.get("device") or "none")
 

@@ -1,4 +1,4 @@
-"""The plan of a run: what is decided by arithmetic before anything is loaded."""
+"""The plan of a run: what is computed from the run file before anything is loaded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -9,15 +9,15 @@ from ds_finetune.config.schema import CheckpointConfig, RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.batch import accumulation_steps
 from ds_finetune.plan.combinations import check_layout, check_lora
-from ds_finetune.plan.deepspeed_choice import choose_deepspeed, refuse_accelerate_contradictions
+from ds_finetune.plan.deepspeed_choice import check_accelerate_agrees, choose_deepspeed
 from ds_finetune.plan.deepspeed_config import HAS_TORCH_ADAM, MOMENTS, TORCH_ADAM, finish, read_choices, stage_of
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.options import Situation, apply_rules, offload_device
-from ds_finetune.plan.timeouts import collective_seconds, refuse_late_watchdog
+from ds_finetune.plan.timeouts import check_watchdog_before_torch_timeout, collective_seconds
 from ds_finetune.world import AccelerateChoices, World
 
 LIGER = "0.8.5"
-"""Version of liger-kernel whose fused loss is called as model/cross_entropy.py does; a private function that may
+"""Version of liger-kernel whose fused loss is called in model/cross_entropy.py; the function is private and may
 change.
 """
 
@@ -68,23 +68,23 @@ class Plan:
     decisions: tuple[tuple[str, str], ...] = field(repr=False)
     """Name and text of each decision, for people and for plan.json."""
     notes: tuple[str, ...] = ()
-    """What a user might not expect, a line each."""
+    """Lines about decisions that a user might not expect."""
     frozen: tuple[str, ...] = ()
     """Parameters that are not trained, because no loss reaches them; checkpoints and exports keep them."""
 
     @property
     def dp(self) -> int:
-        """Parts that the global batch is divided into."""
+        """Data parallel size: the number of parts that the global batch is divided into."""
         return self.mesh.dp
 
     @property
     def zero_ranks(self) -> int:
-        """Ranks that DeepSpeed averages gradients over and shards among: all that hold the same part of the model."""
+        """Number of ranks with one part of the model, over which DeepSpeed averages gradients and shards states."""
         return self.mesh.dp * self.mesh.sp
 
     @property
     def is_engine_clipping(self) -> bool:
-        """Whether the engine clips the gradient and skips bad steps itself: without ZeRO in fp32 DeepSpeed does not."""
+        """Whether the engine clips the gradient and skips bad steps: DeepSpeed does not without ZeRO in fp32."""
         return self.zero_stage == 0 and self.precision == "fp32"
 
     @property
@@ -106,22 +106,23 @@ class Plan:
         return self.needs_fused_adam and "torch_adam" not in self.deepspeed["optimizer"]["params"]
 
     def with_torch_adam(self, why: str) -> "Plan":
-        """The same with torch's fused AdamW instead of DeepSpeed's FusedAdam, and a note that gives the reason."""
+        """This plan with torch's fused AdamW instead of DeepSpeed's FusedAdam, and a note that gives the reason."""
         optimizer = self.deepspeed["optimizer"]
         deepspeed = self.deepspeed | {"optimizer": optimizer | {"params": optimizer["params"] | TORCH_ADAM}}
         note = f"rewritten: torch's fused AdamW takes the place of DeepSpeed's FusedAdam, with the same numbers. {why}"
         return replace(self, deepspeed=deepspeed, notes=(*self.notes, note))
 
     def stage_lines(self, stages: Sequence[range | None]) -> list[tuple[str, str]]:
-        """Layers of each pipeline stage, and the share of a step that a stage is idle when all turns take as long."""
+        """Layers of each pipeline stage, and the idle share of a step if all stages take the same time."""
         layers = [f"{part[0]}-{part[-1]}" for part in stages if part is not None]
         idle = (self.mesh.pp - 1) / (self.batch.gradient_accumulation_steps + self.mesh.pp - 1)
         return [("stages", f"layers {', '.join(layers)}; each waits {idle:.0%} of a step")] if layers else []
 
 
 def loss_kernel(name: str, *, device: str, tp: int = 1) -> str:
-    """`chunked` or `liger`; ConfigError where Liger's is asked for and cannot run, or has another version than
-    `LIGER`.
+    """The loss kernel, `chunked` or `liger`.
+
+    ConfigError where `liger` is requested and cannot run, or is installed in another version than `LIGER`.
     """
     found = _liger_version()
     if tp > 1:
@@ -156,8 +157,9 @@ def _liger_version() -> str:
 
 
 def _check_grad_accum_dtype(tree: dict[str, Any], stage: int, precision: str) -> None:
-    """DeepSpeed 0.19.8 then takes its BF16_Optimizer (runtime/engine.py:2305), whose state nothing here knows or has
-    compared.
+    """ConfigError for a `grad_accum_dtype` in bf16 below ZeRO-2.
+
+    DeepSpeed 0.19.8 then uses its BF16_Optimizer (runtime/engine.py:2305), whose state is not supported here.
     """
     given = (tree.get("data_types") or {}).get("grad_accum_dtype")
     if given not in (None, "auto") and stage < 2 and precision == "bf16":
@@ -171,7 +173,7 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
     """Decide the layout of `config` on `world` with accelerator `device` (`cpu` or `cuda`); ConfigError where values
     contradict.
     """
-    refuse_late_watchdog(config.watchdog)
+    check_watchdog_before_torch_timeout(config.watchdog)
     mesh = Mesh.of(config.parallel, world_size=world.world_size, rank=world.rank)
     accumulation = accumulation_steps(
         global_batch_size=config.train.global_batch_size, micro_batch_size=config.train.micro_batch_size, dp=mesh.dp
@@ -181,13 +183,13 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
     _check_grad_accum_dtype(tree, stage, config.train.precision)
     finished = finish(tree, config, accumulation=accumulation, source=source, on_cpu=device == "cpu")
     if accelerate:
-        refuse_accelerate_contradictions(accelerate, config, finished)
-    # Ranks that share rows are data parallel ranks to DeepSpeed (runtime/config.py, _batch_assertion), and the global
-    # batch so much larger.
+        check_accelerate_agrees(accelerate, config, finished)
+    # DeepSpeed counts sequence parallel ranks as data parallel (runtime/config.py, _batch_assertion), so its global
+    # batch is larger by that factor.
     finished["train_batch_size"] = config.train.micro_batch_size * accumulation * mesh.dp * mesh.sp
     if stage == 0 and config.train.precision == "fp32":
-        # The engine clips itself: DeepSpeed 0.19.8 counts copies of tied weights twice there (runtime/utils.py:393) and
-        # parts of experts apart.
+        # The engine clips the gradient itself: DeepSpeed 0.19.8 counts tied weights twice in the norm
+        # (runtime/utils.py:393), and takes the norm of each rank's experts separately.
         finished["gradient_clipping"] = 0.0
     zero = finished["zero_optimization"]
     offloads = offload_device(zero, "offload_optimizer"), offload_device(zero, "offload_param")

@@ -1,4 +1,4 @@
-"""Settings that do not fit the length of a run, which is known once its rows are counted."""
+"""Checks settings against the length of a run, once its rows are counted."""
 
 import math
 
@@ -8,8 +8,8 @@ from ds_finetune.schedule import Duration
 
 
 def check_run_length(config: RunConfig, *, steps: int, warmup: int, rows: int | None) -> list[str]:
-    """ConfigError for a warm-up, a patience or a batch larger than the run; lines for people. `rows` is None for a
-    stream.
+    """ConfigError for a warm-up, a patience or a batch larger than the run; returns notes to print. `rows` is None for
+    streamed data.
     """
     if warmup > steps:
         raise ConfigError(

@@ -1,17 +1,19 @@
-"""Limits of the watchdog and of torch's collectives, of which the watchdog's must come first."""
+"""The time limits of the watchdog and of torch's collectives: the watchdog must expire before torch's timeout."""
 
 from ds_finetune.config.schema import WatchdogConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.schedule import seconds_of
 
 REPORT_SECONDS = 60.0
-"""From a limit of the watchdog until every rank has answered, on a lossy network too, and the run is ended."""
+"""Time the watchdog needs after a limit expires to ask all ranks and end the run, on a lossy network too."""
 _SPARE_SECONDS = 300.0
+"""Added to the longest limit of the watchdog where `watchdog.collective` is `auto`."""
 
 
 def longest_limit(watchdog: WatchdogConfig) -> float:
-    """Seconds of the longest limit that the run file gives; one that follows from measured steps is cut off by
-    itself.
+    """Seconds of the longest limit that the run file gives.
+
+    An `auto` limit is not counted: `ProgressLimits` caps it `REPORT_SECONDS` below `collective_seconds`.
     """
     given = [watchdog.start, watchdog.other]
     given += [watchdog.limit] if watchdog.limit not in ("auto", "never") else []
@@ -25,8 +27,8 @@ def collective_seconds(watchdog: WatchdogConfig) -> float:
     return seconds_of(watchdog.collective)
 
 
-def refuse_late_watchdog(watchdog: WatchdogConfig) -> None:
-    """ConfigError where torch would abort a collective before the watchdog can report which rank it waits for."""
+def check_watchdog_before_torch_timeout(watchdog: WatchdogConfig) -> None:
+    """ConfigError where torch would abort a collective before the watchdog can report which rank is at fault."""
     longest, timeout = longest_limit(watchdog), collective_seconds(watchdog)
     if watchdog.limit != "never" and timeout < longest + REPORT_SECONDS:
         raise ConfigError(

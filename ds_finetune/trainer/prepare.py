@@ -17,7 +17,7 @@ from ds_finetune.plan.run_length import check_run_length
 from ds_finetune.schedule import Duration, LrSchedule, warmup_steps
 from ds_finetune.trainer.inputs import RunInputs, make_model_plan, read_inputs, try_generic_type
 from ds_finetune.trainer.rank_tensors import rank_tensors, sizes_of
-from ds_finetune.trainer.run_dir import check_disk, check_output
+from ds_finetune.trainer.run_dir import check_run_disk, check_run_folder
 from ds_finetune.world import World, accelerate_choices
 
 
@@ -46,8 +46,8 @@ def prepare_run(config: RunConfig, world: World) -> PreparedRun:
     plan = freeze_unreached(plan, model)
     inputs = read_inputs(config, model)
     estimate = estimate_model(config, plan, model)
-    check_output(config)
-    check_disk(Path(config.output_dir), _disk_need(estimate, world))
+    check_run_folder(config)
+    check_run_disk(Path(config.output_dir), _disk_need(estimate, world))
     schedule = make_schedule(config, inputs)
     rows = None if isinstance(inputs.train, StreamedRows) else len(inputs.train)
     notes = check_run_length(config, steps=schedule.steps, warmup=schedule.warmup_steps, rows=rows)

@@ -54,7 +54,7 @@ class ResumePoint:
     `lock` keeps other runs out of the folder, on the rank that leads.
     """
 
-    place: CheckpointFolder | None
+    checkpoints: CheckpointFolder | None
     lock: TextIO | None = None
     found: UsableCheckpoint | None = None
 
@@ -77,13 +77,15 @@ def find_resume_point(run: PreparedRun, say: Say) -> ResumePoint:
     if not policy.every_steps:
         return ResumePoint(None)
     folder = run.output_dir / CHECKPOINTS
-    place = open_checkpoint_folder(folder, rank=run.plan.world.rank, node_local=policy.node_local)
-    folder_lock = _lock_folder(place, say)
-    try_saving(place, is_asynchronous=run.plan.saves_asynchronously)
+    checkpoints = open_checkpoint_folder(folder, rank=run.plan.world.rank, node_local=policy.node_local)
+    folder_lock = _lock_folder(checkpoints, say)
+    try_saving(checkpoints, is_asynchronous=run.plan.saves_asynchronously)
     if policy.resume == "never":
-        return _remove_leftovers(ResumePoint(place, folder_lock), say)
+        return _remove_leftovers(ResumePoint(checkpoints, folder_lock), say)
     found = (
-        newest_checkpoint(place, folder) if policy.resume == "auto" else named_checkpoint(place, Path(policy.resume))
+        newest_checkpoint(checkpoints, folder)
+        if policy.resume == "auto"
+        else named_checkpoint(checkpoints, Path(policy.resume))
     )
     if found is None:
         if (run.output_dir / "metrics.jsonl").exists():
@@ -91,7 +93,7 @@ def find_resume_point(run: PreparedRun, say: Say) -> ResumePoint:
                 f"{run.output_dir} holds a run that ended before its first checkpoint: it begins again, and its "
                 "records are removed"
             )
-        return _remove_leftovers(ResumePoint(place, folder_lock), say)
+        return _remove_leftovers(ResumePoint(checkpoints, folder_lock), say)
     later = [step_name(step) for step in complete_steps(folder) if step > found.state.step]
     raise_on_every_rank(_later_checkpoints_error(folder, later, found) if later and policy.resume != "auto" else None)
     raise_on_every_rank(model_mismatch(found.folder / BASE, CONFIG, run.inputs.config_tree))
@@ -100,38 +102,38 @@ def find_resume_point(run: PreparedRun, say: Say) -> ResumePoint:
         *_random_state_changes(found, run),
         *_rows_left_out(found, run),
     ]
-    for line in (*found.passed_over, *_rename_later(place, later)):
+    for line in (*found.passed_over, *_rename_later(checkpoints, later)):
         say(line)
     for line in (f"resuming from {found.folder}, step {found.state.step} of {found.state.layout}", *lines):
         say(line)
-    return _remove_leftovers(ResumePoint(place, folder_lock, found), say)
+    return _remove_leftovers(ResumePoint(checkpoints, folder_lock, found), say)
 
 
 def _remove_leftovers(point: ResumePoint, say: Say) -> ResumePoint:
     """Remove what an earlier start did not finish; done last, when nothing can be refused any more."""
-    if point.place is not None and point.place.is_leader:
-        for left in unfinished_folders(point.place.path):
+    if point.checkpoints is not None and point.checkpoints.is_leader:
+        for left in unfinished_folders(point.checkpoints.path):
             say(f"removed: {left}, never completed")
             remove_checkpoint(left)
     return point
 
 
-def _lock_folder(place: CheckpointFolder, say: Say) -> TextIO | None:
+def _lock_folder(checkpoints: CheckpointFolder, say: Say) -> TextIO | None:
     folder_lock, error = None, None
-    if place.is_leader:
+    if checkpoints.is_leader:
         try:
-            folder_lock = lock_folder(place.path, seconds=LOCK_SECONDS, say=say)
+            folder_lock = lock_folder(checkpoints.path, seconds=LOCK_SECONDS, say=say)
         except OutputError as taken:
             error = taken
     raise_on_every_rank(error)
     return folder_lock
 
 
-def _rename_later(place: CheckpointFolder, names: list[str]) -> list[str]:
+def _rename_later(checkpoints: CheckpointFolder, names: list[str]) -> list[str]:
     """Rename checkpoints later than the one resumed from, so that they do not count among those that are kept."""
     return (
-        [f"{place.path / name} is now {rename_unusable(place.path / name).name}" for name in names]
-        if place.is_leader
+        [f"{checkpoints.path / name} is now {rename_unusable(checkpoints.path / name).name}" for name in names]
+        if checkpoints.is_leader
         else []
     )
 
@@ -143,15 +145,15 @@ def _later_checkpoints_error(folder: Path, later: list[str], found: UsableCheckp
     )
 
 
-def try_saving(place: CheckpointFolder, *, is_asynchronous: bool) -> None:
+def try_saving(checkpoints: CheckpointFolder, *, is_asynchronous: bool) -> None:
     """Save a few numbers in the way that checkpoints are saved, read them back and remove them; collective.
 
     OutputError on every rank with the first one's reason where that fails.
     """
-    trial = replace(place, path=place.path / f".rehearsal-{place.token}")
-    numbers = torch.arange(_TEST_NUMBERS, dtype=torch.float32) + place.rank
-    group = _group_of(numbers, place)
-    raise_on_every_rank(try_in_folder(place.path, lambda: trial.path.mkdir(exist_ok=True)))
+    trial = replace(checkpoints, path=checkpoints.path / f".rehearsal-{checkpoints.token}")
+    numbers = torch.arange(_TEST_NUMBERS, dtype=torch.float32) + checkpoints.rank
+    group = _group_of(numbers, checkpoints)
+    raise_on_every_rank(try_in_folder(checkpoints.path, lambda: trial.path.mkdir(exist_ok=True)))
     saver = Saver(lambda: [group], trial, is_asynchronous, {})
     saver.start(0)
     saver.save(0, "{}", rank_state={})
@@ -161,12 +163,12 @@ def try_saving(place: CheckpointFolder, *, is_asynchronous: bool) -> None:
     error: FinetuneError | None = None
     if outcome.errors:
         error = OutputError(
-            f"checkpoint folder {place.path}, rank {place.rank}: {'; '.join(outcome.errors)}",
+            f"checkpoint folder {checkpoints.path}, rank {checkpoints.rank}: {'; '.join(outcome.errors)}",
             hint="repair it before training",
         )
     raise_on_every_rank(error)
     raise_on_every_rank(_read_back_error(trial, numbers))
-    if place.is_leader:
+    if checkpoints.is_leader:
         shutil.rmtree(trial.path)
 
 
@@ -182,9 +184,9 @@ def _read_back_error(trial: CheckpointFolder, numbers: torch.Tensor) -> OutputEr
     )
 
 
-def _group_of(numbers: torch.Tensor, place: CheckpointFolder) -> StateGroup:
-    shape = (place.world_size, _TEST_NUMBERS)
-    part = Slice("weight/rehearsal", shape, place.rank * _TEST_NUMBERS, _TEST_NUMBERS, torch.float32)
+def _group_of(numbers: torch.Tensor, checkpoints: CheckpointFolder) -> StateGroup:
+    shape = (checkpoints.world_size, _TEST_NUMBERS)
+    part = Slice("weight/rehearsal", shape, checkpoints.rank * _TEST_NUMBERS, _TEST_NUMBERS, torch.float32)
     return StateGroup((part,), lambda write: nullcontext(lambda key: numbers))
 
 
@@ -193,9 +195,9 @@ def resume_engine(run: PreparedRun, engine: Engine, point: ResumePoint) -> Posit
 
     CheckpointError where a stream was divided among another number of ranks.
     """
-    if point.found is None or point.place is None:
+    if point.found is None or point.checkpoints is None:
         return START
-    own = restore_engine(engine, point.place, point.found)
+    own = restore_engine(engine, point.checkpoints, point.found)
     if own:
         restore_random_state(own["random"])
     is_stream = isinstance(run.inputs.train, StreamedRows)
@@ -212,18 +214,20 @@ def resume_engine(run: PreparedRun, engine: Engine, point: ResumePoint) -> Posit
 @contextmanager
 def start_saver(run: PreparedRun, engine: Engine, point: ResumePoint) -> Iterator[Saver | None]:
     """A saver of the engine's state whose process is running, None where nothing is saved."""
-    place = point.place
-    if place is None:
+    checkpoints = point.checkpoints
+    if checkpoints is None:
         yield None
         return
     base = run.output_dir / BASE
     sources = files_beside(run.config.data.template, run.inputs)
-    if place.is_leader:
+    if checkpoints.is_leader:
         _write_base(base, sources, run.inputs.config_text)
     beside = {f"{BASE}/{name}": base / name for name in (CONFIG, *sources)}
     locks = [point.lock] if point.lock else []
-    saver = Saver(engine.state.groups, place, run.plan.saves_asynchronously, beside, locks)
-    num_bytes = num_weights(engine.state.groups(), share=place.share) * run.plan.checkpoint_bytes_per_parameter
+    saver = Saver(engine.state.groups, checkpoints, run.plan.saves_asynchronously, beside, locks)
+    num_bytes = (
+        num_weights(engine.state.groups(), share=checkpoints.share) * run.plan.checkpoint_bytes_per_parameter
+    )
     raise_on_every_rank(_memory_error(num_bytes, run.plan))
     saver.start(num_bytes)
     try:
@@ -287,7 +291,7 @@ def restore_observers(observers: Mapping[str, Resumable], point: ResumePoint) ->
         observers[name].restore(states[name])
 
 
-def refuse_past_end(point: ResumePoint, *, steps: int, duration: str) -> None:
+def check_not_past_end(point: ResumePoint, *, steps: int, duration: str) -> None:
     """CheckpointError where the checkpoint is of a step past the run's end: it would export other weights."""
     if point.found is not None and point.progress.step > steps:
         raise CheckpointError(

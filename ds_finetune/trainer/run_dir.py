@@ -1,6 +1,4 @@
-"""The run directory: checked before anything is loaded, then the resolved configuration and the plan are written into
-it.
-"""
+"""The run folder: checks it before anything is loaded, then writes the resolved configuration and the plan into it."""
 
 import json
 import os
@@ -22,10 +20,10 @@ from ds_finetune.plan.plan import Plan
 from ds_finetune.units import GIB
 
 
-def check_output(config: RunConfig) -> None:
+def check_run_folder(config: RunConfig) -> None:
     """OutputError where `output_dir` cannot be written, is a file, or holds a run that cannot be resumed.
 
-    Leaves nothing behind.
+    Creates no file or folder that remains.
     """
     folder = Path(config.output_dir)
     existing = nearest_existing(folder)
@@ -43,11 +41,11 @@ def check_output(config: RunConfig) -> None:
             f"output_dir `{folder}`: no permission to write in `{existing}`",
             hint="change the permissions or name another output_dir",
         )
-    _check_takes_folders(existing, folder)
+    _check_can_create_folder(existing, folder)
 
 
-def check_disk(output_dir: Path, need: DiskNeed) -> None:
-    """OutputError where the disk of `output_dir` has no room for the files that this host writes."""
+def check_run_disk(output_dir: Path, need: DiskNeed) -> None:
+    """OutputError where the disk of `output_dir` is too small for the files that this host will write."""
     free = shutil.disk_usage(nearest_existing(output_dir)).free + bytes_of(output_dir)
     if need.num_bytes > free:
         raise OutputError(
@@ -57,8 +55,10 @@ def check_disk(output_dir: Path, need: DiskNeed) -> None:
         )
 
 
-def _check_takes_folders(existing: Path, folder: Path) -> None:
-    """OutputError where no folder can be made in `existing`, whatever its permissions: in /proc, on a full disk."""
+def _check_can_create_folder(existing: Path, folder: Path) -> None:
+    """OutputError where no folder can be created in `existing` although permissions allow it: in /proc, on a full
+    disk.
+    """
     try:
         Path(tempfile.mkdtemp(prefix=".trial-", dir=existing)).rmdir()
     except OSError as refused:
@@ -77,7 +77,7 @@ def _is_resumable(folder: Path, config: RunConfig) -> bool:
 
 
 def bytes_of(folder: Path) -> int:
-    """Bytes that a run in `folder` takes already, which its next files replace."""
+    """Bytes of the files of an earlier start in `folder`, which this run replaces."""
     total = 0
     # Another rank may remove a folder or a file meanwhile; os.walk passes over folders that are gone, rglob raises.
     for parent, _, names in os.walk(folder):
@@ -89,30 +89,30 @@ def bytes_of(folder: Path) -> int:
 
 
 def available_bytes() -> int | None:
-    """Memory that this process may still take: of the host, or of its control group where that has less; None on no
-    Linux.
+    """Memory that is still free for this process: the host's, or its control group's where that is less; None except
+    on Linux.
     """
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return None
     host = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    return min([host, *_left_in_groups()])
+    return min([host, *_left_in_cgroups()])
 
 
-def _left_in_groups() -> Iterator[int]:
-    """What the limits of control groups leave, version 2 and version 1, of this process's own group and of a
-    container's root.
+def _left_in_cgroups() -> Iterator[int]:
+    """Free bytes of memory below the limits of control groups (cgroup versions 2 and 1): of this process's own group
+    and of the container's root group.
     """
     own = [line.rpartition(":")[2].lstrip("/") for line in Path("/proc/self/cgroup").read_text().splitlines()]
-    for root, limit, used in (
+    for root, limit_file, used_file in (
         ("/sys/fs/cgroup", "memory.max", "memory.current"),
         ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
     ):
         for group in {Path(root), *(Path(root) / name for name in own)}:
             with suppress(OSError, ValueError):
-                wanted, taken = (int((group / name).read_text()) for name in (limit, used))
-                yield wanted - taken + _page_cache(group)
+                limit, used = (int((group / name).read_text()) for name in (limit_file, used_file))
+                yield limit - used + _page_cache(group)
 
 
 def _page_cache(group: Path) -> int:
@@ -122,7 +122,7 @@ def _page_cache(group: Path) -> int:
 
 @contextmanager
 def remove_empty_on_failure(folder: Path) -> Iterator[None]:
-    """After a failure before the first step, remove the empty folders that testing the save path has made."""
+    """After a failure before the first step, remove the empty folders that the test of saving created."""
     try:
         yield
     except BaseException:
@@ -138,12 +138,13 @@ def _remove_empty(folder: Path) -> None:
             made.rmdir()
 
 
-def write_run_files(config: RunConfig, plan: Plan, *, after_step: int = 0, last: StepRecord | None = None) -> Path:
-    """The run folder; rank zero creates it with `config.yaml` (alone enough to run again), `plan.json` and
+def prepare_run_folder(config: RunConfig, plan: Plan, *, after_step: int = 0, last: StepRecord | None = None) -> Path:
+    """Return the run folder, which rank zero creates with `config.yaml` (alone enough to run again), `plan.json` and
     `deepspeed.json`.
 
-    Records of steps past `after_step`, which are done again, leave `metrics.jsonl`; `last`, the record of that
-    step, joins it where the run was killed after the step was saved and before its line was written.
+    Records of steps after `after_step` are removed from `metrics.jsonl`, because these steps are done again. `last`
+    is the record of step `after_step`. It is added where it is absent: the run was killed after that step's checkpoint
+    was saved and before its line was written.
     """
     folder = Path(config.output_dir)
     if plan.world.rank:
@@ -171,7 +172,7 @@ def _write_settings(config: RunConfig, plan: Plan, folder: Path) -> None:
 def _remove_records(metrics: Path, after_step: int, last: StepRecord | None) -> None:
     if not metrics.exists():
         return
-    kept = [line for line in metrics.read_text(encoding="utf-8").splitlines() if _is_before(line, after_step)]
+    kept = [line for line in metrics.read_text(encoding="utf-8").splitlines() if _is_kept(line, after_step)]
     if last is not None and all(json.loads(line)["step"] != last.step for line in kept):
         kept.append(line_of(last).rstrip("\n"))
     rewritten = metrics.with_name("metrics.jsonl.aside")
@@ -179,10 +180,8 @@ def _remove_records(metrics: Path, after_step: int, last: StepRecord | None) -> 
     rewritten.rename(metrics)
 
 
-def _is_before(line: str, after_step: int) -> bool:
-    """Whether the record is whole, which the last one of a killed run need not be, and of a step that is not done
-    again.
-    """
+def _is_kept(line: str, after_step: int) -> bool:
+    """Whether the line is valid JSON and its step is not done again; a killed run may leave a partial last line."""
     try:
         return int(json.loads(line)["step"]) <= after_step
     except json.JSONDecodeError:

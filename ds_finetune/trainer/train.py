@@ -21,18 +21,18 @@ from ds_finetune.trainer.loop import run_steps, training_steps
 from ds_finetune.trainer.observers import StartedRun, make_observers
 from ds_finetune.trainer.prepare import PreparedRun, prepare_run
 from ds_finetune.trainer.resume import (
+    check_not_past_end,
     ended_early,
     find_resume_point,
     interrupted_evaluation,
-    refuse_past_end,
     resume_engine,
     saved_record,
     start_saver,
 )
-from ds_finetune.trainer.run_dir import write_run_files
+from ds_finetune.trainer.run_dir import prepare_run_folder
 from ds_finetune.trainer.startup import compile_operators, open_process_group, start_watchdog
 from ds_finetune.watchdog.monitor import Monitor
-from ds_finetune.world import World, refuse_missing_hostfile
+from ds_finetune.world import World, check_deepspeed_hostfile
 
 Announce = Callable[[PreparedRun], None]
 
@@ -60,7 +60,7 @@ def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
     began = time.monotonic()
     world = World.from_environment(os.environ)
     world.set_environment(os.environ)
-    refuse_missing_hostfile()
+    check_deepspeed_hostfile()
     with SignalInterruption(signal.SIGINT) as interruption:
         with start_watchdog(config.watchdog, world, Path(config.output_dir)) as (monitor, store):
             run = prepare_run(config, world)
@@ -77,7 +77,7 @@ def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
 
 def _train_and_export(run: PreparedRun, monitor: Monitor, say: Say) -> Report:
     resume_point = find_resume_point(run, say if run.plan.world.rank == 0 else _print_nothing)
-    refuse_past_end(resume_point, steps=run.schedule.steps, duration=run.config.train.duration)
+    check_not_past_end(resume_point, steps=run.schedule.steps, duration=run.config.train.duration)
     engine_context = start_engine(run.plan, run.inputs.model, loads_weights=resume_point.found is None)
     # Errors are reported first, by the innermost context: closing the others may wait for ranks that are gone.
     with engine_context as engine, start_saver(run, engine, resume_point) as saver, monitor.report_errors():
@@ -105,7 +105,7 @@ def train_steps(started: StartedRun) -> tuple[StepRecord | None, str]:
     run, engine, resume_point = started.run, started.engine, started.resume_point
     stream_position = resume_engine(run, engine, resume_point)
     due = interrupted_evaluation(resume_point, stream_position, steps=run.schedule.steps)
-    write_run_files(
+    prepare_run_folder(
         run.config,
         run.plan,
         after_step=resume_point.progress.step - len(due),

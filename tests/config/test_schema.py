@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from ds_finetune.config.invalid_keys import WORDS_OF_OTHERS, _field_names, explain
+from ds_finetune.config.invalid_keys import KEYS_OF_OTHER_PROGRAMS, _field_names, explain
 from ds_finetune.config.schema import RunConfig, dump_config, read_config
 from ds_finetune.errors import ConfigError
 
@@ -133,9 +133,9 @@ def test_words_of_other_programs_find_their_key(key: str, meant: str, section: t
 
 
 def test_the_words_of_other_programs_name_keys_that_exist() -> None:
-    words = [word for text in WORDS_OF_OTHERS.values() for word in text.split()]
+    words = [word for text in KEYS_OF_OTHER_PROGRAMS.values() for word in text.split()]
     assert len(words) == len(set(words)), "one word means one key"
-    for key in WORDS_OF_OTHERS:
+    for key in KEYS_OF_OTHER_PROGRAMS:
         section, _, name = key.rpartition(".")
         assert name in _field_names(RunConfig, (section,) if section else ())
 

@@ -28,7 +28,7 @@ HOSTS = {"a": Host("a", 8, 1), "b": Host("b", 4, 2)}
 
 @pytest.fixture(scope="module")
 def here() -> HostDetails:
-    return gather_details(HostQuery(first="localhost"))
+    return gather_details(HostQuery(first_host="localhost"))
 
 
 def _states(found: Any) -> dict[str, str]:
@@ -52,9 +52,9 @@ def test_limits(here: HostDetails) -> None:
 
 def test_gpus_beside_what_nvidia_smi_lists(here: HostDetails) -> None:
     good = replace(here, gpus=["H100"], gpu_memory=[GPU])
-    busy = replace(good, machine="m", gpu_memory=[replace(GPU, uuid="GPU-2", used_bytes=9 << 30)])
-    silent = replace(good, machine="n", gpu_memory=[])
-    shared = replace(good, machine="o")
+    busy = replace(good, network_identity="m", gpu_memory=[replace(GPU, uuid="GPU-2", used_bytes=9 << 30)])
+    silent = replace(good, network_identity="n", gpu_memory=[])
+    shared = replace(good, network_identity="o")
     found = list(gpu_checks({"a": good, "b": busy, "c": silent, "d": shared}))
     assert [(check.host, check.state, check.found) for check in found] == [
         ("b", "warn", "GPU 0 has more than 1 GiB in use"),
@@ -73,13 +73,13 @@ def test_clocks_are_blamed_for_no_more_than_the_round_trip_leaves() -> None:
     found = list(clock_checks(clocks))
     assert _states(found) == {"a": "ok", "b": "warn", "c": "ok", "d": "fail"}
     assert found[0].found == "+0.00 s"
-    assert found[3].found == "-3600.00 s, to 100 ms"
+    assert found[3].found == "-3600.00 s +- 100 ms"
 
 
 def test_the_first_host_is_found_by_name(here: HostDetails) -> None:
-    first = replace(here, interfaces={"e0": ["10.0.0.1"], "lo": ["127.0.0.1"]}, first=["127.0.1.1"])
+    first = replace(here, interfaces={"e0": ["10.0.0.1"], "lo": ["127.0.0.1"]}, first_host_addresses=["127.0.1.1"])
     there = {
-        name: replace(here, first=addresses)
+        name: replace(here, first_host_addresses=addresses)
         for name, addresses in {"b": ["10.0.0.1"], "c": [], "d": ["127.0.0.1"], "e": ["10.0.0.9"]}.items()
     }
     found = list(name_checks("a", {"a": first, **there}))

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from ds_finetune.engine import devices
 from ds_finetune.engine.default_group import process_group
 from ds_finetune.engine.devices import (
+    check_same_devices,
     choose_device,
     deepspeed_local_rank,
     exchange,
     present_gpus,
-    refuse_different_devices,
     visible_device,
 )
 from ds_finetune.errors import ConfigError, LaunchError, RunError
@@ -136,13 +136,13 @@ def _rank(device: str, gpu: str = "", host: str = "a") -> str:
 )
 def test_ranks_that_cannot_work_together_are_named(ranks: list[str], message: str) -> None:
     with pytest.raises(LaunchError) as caught:
-        refuse_different_devices(ranks)
+        check_same_devices(ranks)
     assert caught.value.message == message
 
 
 def test_ranks_that_can_work_together_are_not_refused() -> None:
-    refuse_different_devices([_rank("cpu"), _rank("cpu")])
-    refuse_different_devices([_rank("cuda", "x"), _rank("cuda", "y"), _rank("cuda", "z", "b")])
+    check_same_devices([_rank("cpu"), _rank("cpu")])
+    check_same_devices([_rank("cuda", "x"), _rank("cuda", "y"), _rank("cuda", "z", "b")])
 
 
 def test_ranks_exchange_texts_through_the_store() -> None:

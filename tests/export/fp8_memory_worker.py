@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from ds_finetune.export.offline import export_checkpoint
+from ds_finetune.export.from_checkpoint import export_checkpoint
 
 HIDDEN, INNER, VOCAB = 1024, 3072, 4096
 SHAPES = {

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from ds_finetune.config.schema import LoraConfig
 from ds_finetune.errors import ExportError, ModelError
 from ds_finetune.export.adapter import CONFIG, WEIGHTS
-from ds_finetune.export.offline import export_checkpoint
+from ds_finetune.export.from_checkpoint import export_checkpoint
 from ds_finetune.model.weights import weights_digest
 from tests.lora_twin import NAMED, adapted, base_model, write_adapter_of
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from ds_finetune.export.offline import export_checkpoint
+from ds_finetune.export.from_checkpoint import export_checkpoint
 from ds_finetune.export.verify import plain_transformers
 from ds_finetune.export.verify.record import UNVERIFIED, ExportRecord, sampled_logits
 from ds_finetune.export.verify.tensors import digest_of, read_tensor_table

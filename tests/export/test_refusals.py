@@ -155,7 +155,7 @@ def test_an_output_that_is_not_empty_and_an_unknown_dtype(
 def test_fp8_of_a_format_that_is_not_written(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _config(source, quantization_config=V3["quantization_config"] | {"scale_fmt": "ue8m0"})
     assert main(["export", "--no-verify", str(source), str(tmp_path / "out"), "--dtype", "fp8"]) == 2
-    assert "'scale_fmt': 'ue8m0'} is not the one that is written" in capsys.readouterr().err
+    assert "'scale_fmt': 'ue8m0'} differs from the only one that can be written" in capsys.readouterr().err
     assert main(["export", "--no-verify", str(source), str(tmp_path / "out"), "--dtype", "bf16"]) == 0
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ds_finetune.hostfile import Host
-from ds_finetune.hosts.check import Check
+from ds_finetune.hosts.check_result import Check
 from ds_finetune.launch.attempt import Attempt, AttemptOutcome, HostTimeouts, exit_code_of
 from ds_finetune.launch.messages import StartRanks
 from ds_finetune.launch.process_tags import TAG_VARIABLE, kill_tagged, tagged_processes

@@ -9,7 +9,7 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.doctor.run import shared_checks
 from ds_finetune.errors import LaunchError
 from ds_finetune.hostfile import Host, read_hostfile
-from ds_finetune.hosts.check import Check, label
+from ds_finetune.hosts.check_result import Check, label
 from ds_finetune.hosts.info import HostInfo
 from ds_finetune.hosts.unreachable import unreachable_check
 from ds_finetune.launch.node_launchers import NODE_LAUNCHERS, Rendezvous, torchrun
@@ -23,20 +23,20 @@ A, B, C = Host("a", 4, 1), Host("b", 4, 2), Host("c", 2, 3)
 
 HERE = HostInfo(
     hostname="here",
-    machine="here",
+    network_identity="here",
     versions={"torch": "2.13.0", "deepspeed": "0.19.8"},
     gpus=[],
     cores=8,
     interfaces={"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"]},
     ssh_client="",
-    ssh_address="",
+    ssh_server_address="",
     port=1,
     port_holder=None,
 )
 
 
 def _info(machine: str, **other: Any) -> HostInfo:
-    return replace(HERE, **({"hostname": machine, "machine": machine} | other))
+    return replace(HERE, **({"hostname": machine, "network_identity": machine} | other))
 
 
 UNREACHABLE = unreachable_check("b", 255, "ssh: connect to host b port 22: No route to host", "python")
@@ -104,7 +104,7 @@ def test_the_meeting_address_is_one_that_others_reach() -> None:
     named = Host("10.9.9.9", 2, 1)
     assert meeting_address((named, B), {named: _info("a"), B: _info("b")}) == "10.9.9.9"
     alias = Host("an-alias.invalid", 2, 1)
-    assert meeting_address((alias, B), {alias: _info("a", ssh_address="10.5.5.5"), B: _info("b")}) == "10.5.5.5"
+    assert meeting_address((alias, B), {alias: _info("a", ssh_server_address="10.5.5.5"), B: _info("b")}) == "10.5.5.5"
 
 
 def _config(**sections: Any) -> RunConfig:

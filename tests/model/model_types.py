@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 from ds_finetune.errors import ModelError
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.model.build import check_logits, check_vocabulary, model_class
-from ds_finetune.model.generic_check import refuse_failed_trial, try_model_type
+from ds_finetune.model.generic_check import check_trial, try_model_type
 
 ROW_TOKENS = 2048
 """`train.max_seq_len` of the table."""
@@ -128,11 +128,11 @@ def row_of(kind: str) -> Row:
         check_vocabulary(config, "config.json")
         check_logits(config, "config.json")
         trial = try_model_type(config, attention=attention, row_tokens=ROW_TOKENS)
-        refuse_failed_trial(kind, trial, packing=False)
+        check_trial(kind, trial, packing=False)
     except ModelError as refused:
         return Row(kind, attention, "refused", _short(refused, kind))
     try:
-        refuse_failed_trial(kind, trial, packing=True)
+        check_trial(kind, trial, packing=True)
     except ModelError as refused:
         return Row(kind, attention, "refuses packing", _short(refused, kind))
     return Row(kind, attention, "packs", "")

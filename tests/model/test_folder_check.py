@@ -13,7 +13,7 @@ import pytest
 from ds_finetune.cli.main import main
 from ds_finetune.errors import ModelError
 from ds_finetune.model.build import read_hf_config
-from ds_finetune.model.folder_check import MOST_LAYERS, check_folder
+from ds_finetune.model.folder_check import MAX_LAYERS, check_folder
 from ds_finetune.model.hub_folder import HubFolder
 from tests.model.fp8_folder import V3, in_fp8, master, publish
 
@@ -61,7 +61,7 @@ def _linked(folder: Path) -> None:
 
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "a pipe": (_pipe, "which is no regular file but a pipe, socket or device"),
-    "layers": (_layers(10**9), f"num_hidden_layers is 1000000000, not a number from 1 to {MOST_LAYERS}"),
+    "layers": (_layers(10**9), f"num_hidden_layers is 1000000000, not a number from 1 to {MAX_LAYERS}"),
     "a header": (_header, "its header has 600,000,000 bytes, more than the 100,000,000 that safetensors allows"),
     "a link": (_linked, "secret, outside its folder"),
 }

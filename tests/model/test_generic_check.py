@@ -14,7 +14,7 @@ from ds_finetune.errors import ModelError
 from ds_finetune.families.tiny import DENSE, GROUPED_ROUTING
 from ds_finetune.model.attention import BY_LENGTHS, FLASH
 from ds_finetune.model.build import build_skeleton, read_hf_config
-from ds_finetune.model.generic_check import LIMIT, Trial, check_generic_type, refuse_failed_trial, try_model_type
+from ds_finetune.model.generic_check import LIMIT, Trial, check_generic_type, check_trial, try_model_type
 from ds_finetune.model.parallel.pipeline import build_meta_model
 from ds_finetune.model.tiny_config import Size, layer_kinds, layers_of_each_kind, tiny_config
 from tests.model import model_types
@@ -39,7 +39,7 @@ def test_a_type_that_keeps_documents_apart_is_trained_packed_and_padded(kind: st
     assert not trial.untried
     assert max(trial.packed, trial.padded, trial.loss) < LIMIT / 5
     for packing in (True, False):
-        refuse_failed_trial(kind, trial, packing=packing)
+        check_trial(kind, trial, packing=packing)
 
 
 LEAKING = [
@@ -65,9 +65,9 @@ def test_a_type_whose_packed_documents_see_each_other_is_refused_packing(kind: s
     with pytest.raises(
         ModelError, match=f"model_type `{kind}`: documents of a packed row see each other, relative difference"
     ) as caught:
-        refuse_failed_trial(kind, trial, packing=True)
+        check_trial(kind, trial, packing=True)
     assert caught.value.hint == "set data.packing: false"
-    refuse_failed_trial(kind, trial, packing=False)
+    check_trial(kind, trial, packing=False)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_caps_multipliers_and_unpadded_vocabularies_are_found_by_the_logits(
     trial = _trial(kind, **settings)
     assert trial.loss > 10 * LIMIT
     with pytest.raises(ModelError, match="the loss is not that of the model's own logits"):
-        refuse_failed_trial(kind, trial, packing=False)
+        check_trial(kind, trial, packing=False)
 
 
 def test_ties_of_an_indexer_with_few_heads_show_in_packing_and_padding() -> None:
@@ -94,7 +94,7 @@ def test_ties_of_an_indexer_with_few_heads_show_in_packing_and_padding() -> None
     )
     assert min(trial.packed, trial.padded) > LIMIT
     with pytest.raises(ModelError, match=r"see each other, .*, and padding changes a document"):
-        refuse_failed_trial("deepseek_v32", trial, packing=False)
+        check_trial("deepseek_v32", trial, packing=False)
 
 
 def test_a_window_counts_where_rows_are_longer() -> None:
@@ -105,13 +105,13 @@ def test_what_a_trial_refuses() -> None:
     with pytest.raises(
         ModelError, match="padding changes a document, relative difference 3e-01 on a tiny copy, limit 1e-04"
     ) as caught:
-        refuse_failed_trial("x", Trial(padded=0.3), packing=False)
+        check_trial("x", Trial(padded=0.3), packing=False)
     assert caught.value.hint == "set data.packing: true"
-    refuse_failed_trial("x", Trial(padded=0.3), packing=True)
+    check_trial("x", Trial(padded=0.3), packing=True)
     with pytest.raises(ModelError, match="packing could not be tried, a tiny copy fails with KeyError: 1") as caught:
-        refuse_failed_trial("x", Trial(untried="a tiny copy fails with KeyError: 1"), packing=True)
+        check_trial("x", Trial(untried="a tiny copy fails with KeyError: 1"), packing=True)
     assert caught.value.hint == "set data.packing: false"
-    refuse_failed_trial("x", Trial(untried="not built"), packing=False)
+    check_trial("x", Trial(untried="not built"), packing=False)
 
 
 @pytest.mark.parametrize("kind", ["bamba", "gemma3_text", "glm4_moe", "qwen3_next", "jamba"])

@@ -52,7 +52,7 @@ def test_metrics_wait_for_room_and_lines_stay_whole(tmp_path: Path) -> None:
 
 
 def test_records_that_are_lost_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outage, "MOST_WAITING", 5)
+    monkeypatch.setattr(outage, "MAX_WAITING", 5)
     said: list[str] = []
     written: list[int] = []
 

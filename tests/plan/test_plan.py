@@ -12,7 +12,7 @@ from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.demo import write_demo
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan import plan as layout
-from ds_finetune.plan.known_keys import COUNTS, KNOWN_IN_SECTIONS, NUMBERS, OTHERS, RENAMED
+from ds_finetune.plan.known_keys import COUNTS, KNOWN_IN_SECTIONS, NUMBERS, OTHER_TYPES, RENAMED
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.world import AccelerateChoices, World
 from tests.conftest import ROOT
@@ -328,7 +328,7 @@ def _assert_kinds(kind: Any) -> None:
     for name, field in kind.model_fields.items():
         if name in RENAMED:
             continue
-        found = int if name in COUNTS else float if name in NUMBERS else None if name in OTHERS else bool
+        found = int if name in COUNTS else float if name in NUMBERS else None if name in OTHER_TYPES else bool
         declared = {int, float, bool} & {field.annotation, *get_args(field.annotation)}
         assert declared == ({found} if found else set()), name
         assert not field.alias or (field.alias in COUNTS) == (name in COUNTS), name

@@ -9,7 +9,7 @@ from ds_finetune.errors import OutputError
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.plan.estimate import DiskNeed, ModelSizes, estimate_run
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.trainer.run_dir import check_disk, check_output, write_run_files
+from ds_finetune.trainer.run_dir import check_run_disk, check_run_folder, prepare_run_folder
 from ds_finetune.world import World
 
 
@@ -28,33 +28,33 @@ def need_of(folder: Path, total: int, **sections: object) -> DiskNeed:
 def test_a_disk_that_is_too_small_is_named_with_both_sizes(tmp_path: Path) -> None:
     never = {"checkpoint": {"every": "never"}}
     with pytest.raises(OutputError) as caught:
-        check_disk(tmp_path / "run", need_of(tmp_path / "run", 10**15, **never))
+        check_run_disk(tmp_path / "run", need_of(tmp_path / "run", 10**15, **never))
     assert "2 export(s) and 0 checkpoints need 3725290.30 GiB and the disk has" in caught.value.message
     assert "eval.keep_best false" in caught.value.hint
     one = {"train": {"precision": "fp32"}, "eval": {"keep_best": False}} | never
     with pytest.raises(OutputError, match=r"1 export\(s\) and 0 checkpoints need 3725290\.30 GiB"):
-        check_disk(tmp_path / "run", need_of(tmp_path / "run", 10**15, **one))
+        check_run_disk(tmp_path / "run", need_of(tmp_path / "run", 10**15, **one))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_not_written_needs_no_room(tmp_path: Path) -> None:
     nothing = {"export": {"at_end": False}, "eval": {"keep_best": False}, "checkpoint": {"every": "never"}}
     assert need_of(tmp_path / "run", 10**15, **nothing).num_bytes == 0
-    check_output(config_of(tmp_path / "run"))
+    check_run_folder(config_of(tmp_path / "run"))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_no_permission_to_write() -> None:
     """/proc takes no files, not even root's."""
     with pytest.raises(OutputError, match="output_dir `/proc/sys/run`"):
-        check_output(config_of(Path("/proc/sys/run")))
+        check_run_folder(config_of(Path("/proc/sys/run")))
 
 
 @pytest.mark.parametrize("folder", ["/proc/run", "/proc/self/run/deeper", "/sys/run"])
 def test_where_no_folder_can_be_made(folder: str) -> None:
     """The permissions of /proc let root write, and no folder can be made there all the same."""
     with pytest.raises(OutputError, match=rf"output_dir `{folder}`: no"):
-        check_output(config_of(Path(folder)))
+        check_run_folder(config_of(Path(folder)))
 
 
 def test_run_files_that_cannot_be_written_are_an_error(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_run_files_that_cannot_be_written_are_an_error(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     plan = make_plan(config, world=World(0, 1, 0, 1, "python"), device="cpu")
     with pytest.raises(OutputError, match="cannot be written: Is a directory"):
-        write_run_files(config, plan)
+        prepare_run_folder(config, plan)
 
 
 def test_checkpoints_need_room_for_one_more_than_are_kept(tmp_path: Path) -> None:
@@ -71,8 +71,8 @@ def test_checkpoints_need_room_for_one_more_than_are_kept(tmp_path: Path) -> Non
     need = need_of(tmp_path / "run", 10**15, **wanted)
     assert (need.checkpoints, need.checkpoint_bytes) == (5, 12 * 10**15)
     with pytest.raises(OutputError, match=r"0 export\(s\) and 5 checkpoints need 55879354\.48 GiB"):
-        check_disk(tmp_path / "run", need)
-    check_disk(tmp_path / "run", need_of(tmp_path / "run", 10, **wanted))
+        check_run_disk(tmp_path / "run", need)
+    check_run_disk(tmp_path / "run", need_of(tmp_path / "run", 10, **wanted))
 
 
 def test_a_folder_that_holds_a_run_is_resumed_or_refused(tmp_path: Path) -> None:
@@ -80,17 +80,17 @@ def test_a_folder_that_holds_a_run_is_resumed_or_refused(tmp_path: Path) -> None
     run.mkdir()
     (run / "metrics.jsonl").touch()
     with pytest.raises(OutputError, match="already holds a run"):
-        check_output(config_of(run))
+        check_run_folder(config_of(run))
     (run / "checkpoints").mkdir()
-    check_output(config_of(run))
+    check_run_folder(config_of(run))
     (run / "export").mkdir()
     for sections in ({}, {"checkpoint": {"resume": "never"}}, {"checkpoint": {"every": "never"}}):
         with pytest.raises(OutputError, match="already holds a run"):
-            check_output(config_of(run, **sections))
+            check_run_folder(config_of(run, **sections))
     (run / "checkpoints" / "step-000003").mkdir()
-    check_output(config_of(run))
+    check_run_folder(config_of(run))
     with pytest.raises(OutputError, match="already holds a run"):
-        check_output(config_of(run, checkpoint={"resume": "never"}))
+        check_run_folder(config_of(run, checkpoint={"resume": "never"}))
 
 
 def test_records_of_steps_that_are_done_again_go(tmp_path: Path) -> None:
@@ -98,9 +98,9 @@ def test_records_of_steps_that_are_done_again_go(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 4, "tra']))
     config = config_of(tmp_path)
     plan = make_plan(config, world=World(0, 1, 0, 1, "python"), device="cpu")
-    write_run_files(config, plan, after_step=2, last=StepRecord(2, {"train/loss": 9.0}))
+    prepare_run_folder(config, plan, after_step=2, last=StepRecord(2, {"train/loss": 9.0}))
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == lines[:2]
-    write_run_files(config, plan, after_step=3, last=StepRecord(3, {"train/loss": 1.0}))
+    prepare_run_folder(config, plan, after_step=3, last=StepRecord(3, {"train/loss": 1.0}))
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == lines, (
         "the record of a step that was saved, and not written before the kill"
     )

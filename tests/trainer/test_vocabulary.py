@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ds_finetune.config.schema import DataConfig
 from ds_finetune.errors import DataError
 from ds_finetune.evaluation.evaluate import EvalRequest, evaluate_model
-from ds_finetune.export.offline import export_checkpoint
+from ds_finetune.export.from_checkpoint import export_checkpoint
 from ds_finetune.export.onnx.folder import export_onnx
 from tests.model.test_vocabulary import loaded
 from tests.model.test_weights import published

@@ -17,8 +17,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ds_finetune.errors import ExportError, OutputError, VerificationError
+from ds_finetune.export.from_checkpoint import COPIED_FILES, check_free_space, check_out_empty, export_checkpoint
 from ds_finetune.export.model_config import remove_code
-from ds_finetune.export.offline import COPIED_FILES, check_disk, check_out, export_checkpoint
 from ds_finetune.export.verify.record import UNVERIFIED
 from ds_finetune.families.table import family_of
 from ds_finetune.model.folder_check import check_folder
@@ -77,7 +77,7 @@ def export_onnx(source: Path, out: Path, *, dtype: str, with_cache: bool, base: 
         raise ExportError(
             f"ONNX Runtime cannot run a model in {dtype} on a CPU", hint="export with --dtype fp32 or fp16"
         )
-    check_out(out)
+    check_out_empty(out)
     with _hub_folder(source, out, base) as folder:
         comparison = _write_and_compare(folder, out, dtype, with_cache)
     size = sum(file.stat().st_size for file in out.iterdir())
@@ -183,7 +183,7 @@ def _write_graph(model: PreTrainedModel, folder: Path, out: Path, dtype: str, wi
     if hub.has_fp8:
         raise ExportError(f"{folder} holds FP8 tensors and its config.json does not say so", hint=_PLAIN_COPY)
     graph, ends = decoder_graph(model, hub.whole, dtype=np.dtype(ONNX_DTYPES[dtype]), with_cache=with_cache)
-    check_disk(out, sum(weight.num_bytes for weight in graph.weights.values()))
+    check_free_space(out, sum(weight.num_bytes for weight in graph.weights.values()))
     write_model(graph, ends, out, inline_bytes=INLINE_BYTES)
     for name in ("config.json", *COPIED_FILES):
         if (folder / name).is_file():

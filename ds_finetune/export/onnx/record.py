@@ -17,7 +17,7 @@ from ds_finetune.export.verify.record import MODEL, ONNX_FORMAT, RECORD, UNVERIF
 from ds_finetune.export.verify.verify import VerificationResult, mark_folder
 from ds_finetune.units import GIB, MIB
 
-_STRETCH = MIB
+_SEGMENT_BYTES = MIB
 """Bytes with a digest of their own, so that a message can name the bytes that changed."""
 _SAMPLED_LOGITS = 1024
 """Logits of a position that are recorded at least; more where the longest case would miss rows of the head."""
@@ -25,25 +25,25 @@ _SAMPLED_LOGITS = 1024
 
 @dataclass(frozen=True)
 class FileSums:
-    """Size of a file in bytes, and xxh3 of each `_STRETCH` of it."""
+    """Size of a file in bytes, and xxh3 of each `_SEGMENT_BYTES` of it."""
 
     size: int
     sums: tuple[str, ...]
 
     @classmethod
     def of(cls, path: Path) -> "FileSums":
-        """The digests of the file at `path`; one stretch at a time is in memory."""
+        """The digests of the file at `path`; one segment at a time is in memory."""
         with path.open("rb") as file:
-            sums = tuple(xxhash.xxh3_64_hexdigest(piece) for piece in iter(lambda: file.read(_STRETCH), b""))
+            sums = tuple(xxhash.xxh3_64_hexdigest(piece) for piece in iter(lambda: file.read(_SEGMENT_BYTES), b""))
         return cls(path.stat().st_size, sums)
 
     def differences(self, other: "FileSums") -> list[tuple[int, int]]:
-        """First and last byte of each run of stretches in which `other` differs, or which only one of both has."""
+        """First and last byte of each run of segments in which `other` differs, or which only one of both has."""
         count = max(len(self.sums), len(other.sums))
         changed = [n for n in range(count) if self.sums[n : n + 1] != other.sums[n : n + 1]]
         runs: list[tuple[int, int]] = []
         for number in changed:
-            begin, end = number * _STRETCH, min((number + 1) * _STRETCH, max(self.size, other.size)) - 1
+            begin, end = number * _SEGMENT_BYTES, min((number + 1) * _SEGMENT_BYTES, max(self.size, other.size)) - 1
             runs[-1:] = [(runs[-1][0], end)] if runs and runs[-1][1] == begin - 1 else [*runs[-1:], (begin, end)]
         return runs
 

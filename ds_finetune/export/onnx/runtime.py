@@ -46,11 +46,14 @@ class OnnxModel:
         feeds = {"input_ids": ids, "attention_mask": mask, "position_ids": positions} | dict(
             zip(self._caches, cache, strict=True)
         )
-        logits, *grown = self._session.run(None, feeds, self.run_options)
-        return logits, grown
+        logits, *new_cache = self._session.run(None, feeds, self.run_options)
+        return logits, new_cache
 
     def logits(self, ids: np.ndarray, mask: np.ndarray, chunks: tuple[int, ...]) -> np.ndarray:
-        """Logits [rows, length, vocabulary] of `ids`, given `chunks` tokens at a time with the cache between them."""
+        """Logits [rows, length, vocabulary] of `ids`, fed in pieces of `chunks` tokens.
+
+        The cache carries over from one piece to the next.
+        """
         cache, parts, end = self.empty_cache(len(ids)), [], 0
         for size in chunks:
             part, cache = self.run(ids[:, end : end + size], mask[:, : end + size], cache)
@@ -112,9 +115,9 @@ class OnnxCausalLM(PreTrainedModel, GenerationMixin):
             if past_key_values is None or not past
             else _cache_arrays(past_key_values)
         )
-        logits, grown = self._runtime.run(input_ids.numpy(), mask.numpy(), cache)
-        if past_key_values is not None and grown:
-            _replace_states(past_key_values, grown)
+        logits, new_cache = self._runtime.run(input_ids.numpy(), mask.numpy(), cache)
+        if past_key_values is not None and new_cache:
+            _replace_states(past_key_values, new_cache)
         return CausalLMOutputWithPast(logits=torch.from_numpy(logits).float(), past_key_values=past_key_values)
 
 
@@ -122,9 +125,9 @@ def _cache_arrays(cache: DynamicCache) -> list[np.ndarray]:
     return [states.numpy() for layer in cache.layers for states in (layer.keys, layer.values)]
 
 
-def _replace_states(cache: DynamicCache, grown: list[np.ndarray]) -> None:
-    """Replace the keys and values in `cache` by those of all tokens."""
-    for layer, (keys, values) in zip(cache.layers, zip(grown[::2], grown[1::2], strict=True), strict=True):
+def _replace_states(cache: DynamicCache, new_cache: list[np.ndarray]) -> None:
+    """Replace the keys and values in `cache` by `new_cache`, which holds those of all tokens."""
+    for layer, (keys, values) in zip(cache.layers, zip(new_cache[::2], new_cache[1::2], strict=True), strict=True):
         states = torch.from_numpy(keys), torch.from_numpy(values)
         layer.lazy_initialization(*states)
         layer.keys, layer.values = states

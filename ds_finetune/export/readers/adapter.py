@@ -20,7 +20,7 @@ from ds_finetune.model.lora import Factors
 from ds_finetune.model.names import hub_pieces
 
 _KEY = re.compile(rf"^{re.escape(KEY_PREFIX)}(?P<module>.+?)(?P<inner>\.base_layer)?\.lora_(?P<side>[AB])\.weight$")
-_REFUSED = {
+_ONLY_SUPPORTED = {
     "use_dora": False,
     "bias": "none",
     "modules_to_save": None,
@@ -55,7 +55,7 @@ class PeftAdapter:
                 f"{folder} cannot be read as an adapter: {broken}", hint="save it again with peft's save_pretrained"
             ) from broken
         refused = [
-            f"{key} {config[key]!r}" for key, plain in _REFUSED.items() if key in config and config[key] != plain
+            f"{key} {config[key]!r}" for key, plain in _ONLY_SUPPORTED.items() if key in config and config[key] != plain
         ]
         refused += [f"peft_type {config.get('peft_type')!r}"] if config.get("peft_type") != "LORA" else []
         refused += [f"tensor {key}" for key, match in matches.items() if match is None][:5]

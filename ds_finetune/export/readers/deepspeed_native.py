@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ds_finetune.errors import ExportError
-from ds_finetune.export.readers.pickles import FlatVector, Inert, InertInt, Run, Slices, load_values, run_of
+from ds_finetune.export.readers.pickles import FileSpan, FlatVector, Inert, InertInt, Slices, load_values, span_of
 from ds_finetune.model.data_file import DataFile
 from ds_finetune.model.folder_check import check_folder
 from ds_finetune.model.hub_folder import Scratch
@@ -32,7 +32,7 @@ _RANK_FILE = re.compile(
 )
 _MODEL_FILE = re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt")
 _ELSEWHERE = "load it in the program that wrote it and save a Hugging Face folder there (engine.save_16bit_model)"
-_REFUSED = (
+_UNSUPPORTED_LAYOUTS = (
     (re.compile(r"(layer_\d+_)?expert_\d+_.*|expp_rank_\d+_.*"), "experts are spread over ranks (expert parallelism)"),
     (re.compile(r"layer_\d+-.*model_states\.pt"), "layers are spread over ranks (pipeline parallelism)"),
     (
@@ -79,7 +79,7 @@ def read_deepspeed_checkpoint(folder: Path) -> DeepSpeedCheckpoint:
     """
     step = _step_folder(folder)
     check_folder(step)
-    _refuse_layouts(step)
+    _check_layout(step)
     model = _read_model_states(step)
     optim = _read_optim_states(step, model)
     slices, shapes = dict[str, Slices](), dict[str, tuple[int, ...]]()
@@ -115,8 +115,8 @@ class _States:
             )
         return cls(DataFile(path), values)
 
-    def run(self, tensor: torch.Tensor) -> Run:
-        return run_of(tensor, self.file)
+    def span(self, tensor: torch.Tensor) -> FileSpan:
+        return span_of(tensor, self.file)
 
 
 def _step_folder(folder: Path) -> Path:
@@ -131,9 +131,9 @@ def _step_folder(folder: Path) -> Path:
     return step
 
 
-def _refuse_layouts(step: Path) -> None:
+def _check_layout(step: Path) -> None:
     for path in sorted(step.iterdir()):
-        for pattern, meaning in _REFUSED:
+        for pattern, meaning in _UNSUPPORTED_LAYOUTS:
             if pattern.fullmatch(path.name):
                 raise ExportError(f"{step} holds `{path.name}`: {meaning}, which is not supported", hint=_ELSEWHERE)
 
@@ -201,7 +201,7 @@ def _trained_weights(step: Path, model: Sequence[_States], optim: Sequence[_Stat
         return iter(())
     zero = _zero(optim[0])
     if "ds_zero_partition_groups" in zero or any(model[0].values.get(key) for key in _AUTOEP_KEYS):
-        raise ExportError(f"{step}: {_REFUSED[0][1]}, which is not supported", hint=_ELSEWHERE)
+        raise ExportError(f"{step}: {_UNSUPPORTED_LAYOUTS[0][1]}, which is not supported", hint=_ELSEWHERE)
     if "fp32_flat_groups" in zero:
         return _stage_3_weights(step, model[0].values["param_shapes"], optim)
     return _stage_1_and_2_weights(step, model[0].values["param_shapes"], optim)
@@ -211,7 +211,7 @@ def _stage_3_weights(
     step: Path, groups: Sequence[Mapping[str, Sequence[int]]], optim: Sequence[_States]
 ) -> Iterator[_NamedSlices]:
     """Each rank has one slice of every parameter; all are in order in its flat vector, which is cut into sub-groups."""
-    vectors = [FlatVector([states.run(flat) for flat in _zero(states)["fp32_flat_groups"]]) for states in optim]
+    vectors = [FlatVector([states.span(flat) for flat in _zero(states)["fp32_flat_groups"]]) for states in optim]
     offset = 0
     for name, shape in ((name, tuple(shape)) for group in groups for name, shape in group.items()):
         share = math.ceil(math.prod(shape) / len(optim))
@@ -233,7 +233,7 @@ def _stage_1_and_2_weights(
         "parameter groups",
     )
     for index, group in enumerate(groups):
-        vector = FlatVector([states.run(flat[index]) for states, flat in zip(optim, flats, strict=True)])
+        vector = FlatVector([states.span(flat[index]) for states, flat in zip(optim, flats, strict=True)])
         _check_count(step, [len(paddings[index])], [len(group)], "parameters")
         offset = 0
         for (name, shape), padding in zip(group.items(), paddings[index], strict=True):
@@ -263,7 +263,7 @@ def _frozen_weights(model: Sequence[_States]) -> Iterator[_NamedSlices]:
     sliced = values.get("frozen_param_fragments") or {}
     known = {name for group in values.get("param_shapes") or () for name in group}
     for name, shape in (values.get("frozen_param_shapes") or {}).items():
-        vectors = [FlatVector([states.run(states.values["frozen_param_fragments"][name])]) for states in model]
+        vectors = [FlatVector([states.span(states.values["frozen_param_fragments"][name])]) for states in model]
         yield name, tuple(shape), Slices(vectors, 0, math.ceil(math.prod(shape) / len(model)), math.prod(shape))
     left_out = known | sliced.keys() | (values.get("shared_params") or {}).keys() | set(values["buffer_names"])
     for name, tensor in values["module"].items():
@@ -277,7 +277,7 @@ def _buffers(model: Sequence[_States]) -> Iterator[_NamedSlices]:
 
 
 def _whole(states: _States, tensor: torch.Tensor) -> tuple[tuple[int, ...], Slices]:
-    return tuple(tensor.shape), Slices([FlatVector([states.run(tensor)])], 0, tensor.numel(), tensor.numel())
+    return tuple(tensor.shape), Slices([FlatVector([states.span(tensor)])], 0, tensor.numel(), tensor.numel())
 
 
 def _common_prefix(names: Collection[str]) -> str:

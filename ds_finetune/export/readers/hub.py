@@ -20,7 +20,7 @@ class HubSource:
     family: Family
 
     def __post_init__(self) -> None:
-        self.hub.check_kinds()
+        self.hub.check_dtypes()
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

@@ -32,7 +32,7 @@ class InertInt(int):
 
 
 def load_values(path: Path, stand_ins: Sequence[tuple[Any, str]]) -> dict[str, Any]:
-    """The dictionary in the file `path`, with tensors on the meta device; `run_of` finds their data, which is not read.
+    """The dictionary in the file `path`, with tensors on the meta device; `span_of` finds their data in the file.
 
     Only classes of torch's own allow-list are made, and those of `stand_ins`: pairs of an inert class and the name in
     the pickle that it is made for. ExportError for any other name; nothing of the pickle is executed then.
@@ -60,7 +60,7 @@ def load_values(path: Path, stand_ins: Sequence[tuple[Any, str]]) -> dict[str, A
 
 
 @dataclass(frozen=True)
-class Run:
+class FileSpan:
     """`numel` consecutive elements of `dtype` in a file, from byte `offset`."""
 
     file: DataFile
@@ -76,7 +76,7 @@ class Run:
             raise ExportError(f"{short}", hint="the file is damaged; use an older checkpoint") from short
 
 
-def run_of(tensor: torch.Tensor, file: DataFile) -> Run:
+def span_of(tensor: torch.Tensor, file: DataFile) -> FileSpan:
     """The data, in `file`, of a tensor that `load_values(file.path)` gave; ExportError where it is not contiguous.
 
     The storage of a tensor loaded to the meta device has its offset in the file (torch 2.13, serialization.py:2098).
@@ -88,13 +88,13 @@ def run_of(tensor: torch.Tensor, file: DataFile) -> Run:
         )
     offset = tensor.untyped_storage()._checkpoint_offset
     assert offset is not None, file.path
-    return Run(file, offset + int(tensor.storage_offset()) * tensor.itemsize, tensor.numel(), tensor.dtype)
+    return FileSpan(file, offset + int(tensor.storage_offset()) * tensor.itemsize, tensor.numel(), tensor.dtype)
 
 
 class FlatVector:
     """Runs of one dtype, also of several files, joined to one vector of `numel` elements."""
 
-    def __init__(self, runs: Sequence[Run]) -> None:
+    def __init__(self, runs: Sequence[FileSpan]) -> None:
         self._runs = [run for run in runs if run.numel]
         self._starts = list(accumulate((run.numel for run in self._runs), initial=0))
         self.numel = self._starts[-1]

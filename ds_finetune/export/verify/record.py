@@ -46,25 +46,25 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Digest:
-    """Digest of a tensor's bytes, made of the digests of the stretches in which it was written."""
+    """Digest of a tensor's bytes, made of the digests of the segments in which it was written."""
 
     runs: tuple[tuple[int, int], ...]
-    """Lengths of the stretches in order: (elements, number of consecutive stretches of that length)."""
+    """Lengths of the segments in order: (elements, number of consecutive segments of that length)."""
     value: str
-    """xxh3 of the stretches' own xxh3."""
+    """xxh3 of the segments' own xxh3."""
 
     @classmethod
-    def of(cls, stretches: Iterable[tuple[int, int]]) -> "Digest":
-        """From (elements, xxh3 of their bytes) of each stretch, in order."""
+    def of(cls, segments: Iterable[tuple[int, int]]) -> "Digest":
+        """From (elements, xxh3 of their bytes) of each segment, in order."""
         runs: list[tuple[int, int]] = []
         total = xxhash.xxh3_64()
-        for numel, value in stretches:
+        for numel, value in segments:
             runs[-1:] = [(numel, runs[-1][1] + 1)] if runs and runs[-1][0] == numel else [*runs[-1:], (numel, 1)]
             total.update(value.to_bytes(8, "little"))
         return cls(tuple(runs), total.hexdigest())
 
     def lengths(self) -> list[int]:
-        """Elements of each stretch."""
+        """Elements of each segment."""
         return [numel for numel, times in self.runs for _ in range(times)]
 
 

@@ -67,16 +67,16 @@ def changed_tensors(tensors: Mapping[str, TensorInFile], record: ExportRecord) -
 
 
 def digest_of(data: NDArray[np.uint8], tensor: TensorInFile, *, like: Digest) -> Digest:
-    """The digest of a tensor whose file holds the bytes `data`, over the same stretches as `like`.
+    """The digest of a tensor whose file holds the bytes `data`, over the same segments as `like`.
 
     Where the file is too short, the bytes that are there are summed.
     """
-    begin, stretches = tensor.begin, []
+    begin, segments = tensor.begin, []
     for numel in like.lengths():
         end = begin + numel * tensor.dtype.itemsize
-        stretches.append((numel, xxhash.xxh3_64_intdigest(data[begin:end].data)))
+        segments.append((numel, xxhash.xxh3_64_intdigest(data[begin:end].data)))
         begin = end
-    return Digest.of(stretches)
+    return Digest.of(segments)
 
 
 def compare_with_base(

@@ -46,12 +46,12 @@ class PipelineGroup(RankGroup):
     @property
     def is_first(self) -> bool:
         """Whether this stage embeds the tokens."""
-        return self.rank == 0
+        return self.group_rank == 0
 
     @property
     def is_last(self) -> bool:
         """Whether this stage has the head."""
-        return self.rank == self.size - 1
+        return self.group_rank == self.size - 1
 
     def send(self, tensor: torch.Tensor, *, to: int) -> None:
         """Send to stage `to`, which receives it."""
@@ -118,7 +118,7 @@ class ReceiveHiddenStates(nn.Embedding):
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[batch, tokens] -> [batch, tokens, width]."""
         buffer = torch.empty(*input_ids.shape, self.embedding_dim, dtype=self.dtype, device=input_ids.device)
-        hidden = self.pp_group.receive(buffer, source=self.pp_group.rank - 1)
+        hidden = self.pp_group.receive(buffer, source=self.pp_group.group_rank - 1)
         self.pp_group.input_hidden_states = hidden.requires_grad_(torch.is_grad_enabled())
         return self.pp_group.input_hidden_states
 
@@ -136,7 +136,7 @@ class SendHiddenStates(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the hidden states unchanged."""
         if not torch.is_grad_enabled():
-            self.pp_group.send(hidden, to=self.pp_group.rank + 1)
+            self.pp_group.send(hidden, to=self.pp_group.group_rank + 1)
         return hidden
 
 

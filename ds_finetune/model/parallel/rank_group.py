@@ -1,4 +1,4 @@
-"""A process group, as the modules of a parallel model use it."""
+"""The process-group handle that parallel modules hold."""
 
 from dataclasses import dataclass
 
@@ -7,13 +7,13 @@ import torch.distributed as dist
 
 @dataclass
 class RankGroup:
-    """The ranks that hold equal shards of something; this one holds shard number `rank` of `size`."""
+    """The ranks that hold equal shards of a tensor, of layers or of rows; this one holds shard `group_rank`."""
 
     group: dist.ProcessGroup | None
     """None after `close`."""
     size: int
-    rank: int
-    """Rank within the group."""
+    group_rank: int
+    """Rank of this process within the group."""
 
     def close(self) -> None:
         """Drop the reference to the process group; modules may still refer to this object."""

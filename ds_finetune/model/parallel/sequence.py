@@ -37,7 +37,7 @@ class SequenceParallelGroup(RankGroup):
 
     def shard(self, rows: torch.Tensor) -> torch.Tensor:
         """This rank's tokens of `rows` [batch, tokens]."""
-        return rows.chunk(self.size, dim=1)[self.rank]
+        return rows.chunk(self.size, dim=1)[self.group_rank]
 
     def gather_tokens_scatter_heads(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """From this rank's tokens of all heads [batch, heads, tokens, width] to all tokens of this rank's heads, in one

@@ -117,7 +117,7 @@ class VocabParallelEmbedding(nn.Embedding):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Ids of the whole vocabulary [...] -> [..., width], the same on every rank."""
-        start = self.tp_group.rank * self.num_embeddings
+        start = self.tp_group.group_rank * self.num_embeddings
         local_ids = input_ids - start
         is_local = (local_ids >= 0) & (local_ids < self.num_embeddings)
         pad = self.padding_idx - start if self.padding_idx is not None else -1

@@ -111,7 +111,7 @@ def test_a_changed_weight_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch
         if tensor.external_data
     ]
     name = names[len(names) // 2]
-    monkeypatch.setattr(onnx_record, "_STRETCH", 4096)
+    monkeypatch.setattr(onnx_record, "_SEGMENT_BYTES", 4096)
     record = onnx_record.OnnxRecord.read(folder)
     onnx_record.OnnxRecord.of(folder, record.reference, {}).write(folder)
     place = _place_of(folder, name)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 
 from ds_finetune.hostfile import Host
-from ds_finetune.hosts.check import Check, State
+from ds_finetune.hosts.check_result import Check, State
 from ds_finetune.hosts.info import PACKAGES, HostInfo
 
 
@@ -18,8 +18,8 @@ def host_checks(
 ) -> list[Check]:
     """Every check that `launch` and `doctor` share.
 
-    `infos` has the facts of the hosts that answered, `here` those of the machine that asks. `environ` has the
-    variables that ranks get, and `addresses` what the names of `hosts` resolve to here.
+    `infos` has the facts of the hosts that answered, `here` those of the machine that runs `launch` or `doctor`.
+    `environ` has the variables that ranks get, and `addresses` the address that each host's name resolves to here.
     """
     return [
         *version_checks(here, infos),
@@ -63,7 +63,7 @@ def version_checks(here: HostInfo, infos: Mapping[str, HostInfo]) -> Iterator[Ch
 def identity_checks(
     hosts: Mapping[str, Host], infos: Mapping[str, HostInfo], *, addresses: Mapping[str, str]
 ) -> Iterator[Check]:
-    """Two lines of the hostfile that lead to one address or one machine.
+    """Report two hostfile lines that name one address or one machine.
 
     Containers of one machine share its address and differ in the ports of their sshd.
     """
@@ -71,7 +71,7 @@ def identity_checks(
         hint = "write each host once, with all its slots in one line"
         if addresses[a] and (addresses[a], hosts[a].port) == (addresses[b], hosts[b].port):
             yield Check("address", b, "fail", f"the same address as {a}: {addresses[a]}", hint)
-        elif a in infos and b in infos and infos[a].machine == infos[b].machine:
+        elif a in infos and b in infos and infos[a].network_identity == infos[b].network_identity:
             yield Check("address", b, "fail", f"the same machine as {a}: {infos[a].hostname}", hint)
 
 
@@ -95,7 +95,7 @@ def device_checks(hosts: Mapping[str, Host], infos: Mapping[str, HostInfo], *, d
 
 
 def interface_checks(infos: Mapping[str, HostInfo], environ: Mapping[str, str]) -> Iterator[Check]:
-    """Whether the interfaces exist that GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name.
+    """Check that the interfaces exist that GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name.
 
     Gloo takes exact names. NCCL takes prefixes, exact names after `=`, and with `^` every interface but those.
     """
@@ -117,7 +117,7 @@ def interface_checks(infos: Mapping[str, HostInfo], environ: Mapping[str, str]) 
 
 
 def port_check(first: str, info: HostInfo, port: int) -> Check:
-    """Whether `port`, where all ranks meet on the first host, is free."""
+    """Check that `port` of the first host, at which rank 0 listens for the other ranks, is free."""
     if info.port_holder is None:
         return Check("port", first, "ok", f"port {port} is free")
     found = f"port {port} is taken: {info.port_holder}"

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from ds_finetune.hostfile import Host
-from ds_finetune.hosts import checks
-from ds_finetune.hosts.check import Check
+from ds_finetune.hosts import host_checks
+from ds_finetune.hosts.check_result import Check
 from ds_finetune.hosts.info import HostInfo, gather_host_info
 from ds_finetune.hosts.unreachable import unreachable_check
 
@@ -56,22 +56,22 @@ def test_versions(here: HostInfo) -> None:
     other = replace(here, versions=here.versions | {"torch": "9.9", "NCCL": "2.99"})
     patch = replace(here, versions=here.versions | {"python": here.versions["python"] + "9"})
     driver = replace(here, versions=here.versions | {"driver": "570.1"})
-    found = list(checks.version_checks(here, {"a": here, "b": other, "c": patch, "d": driver}))
+    found = list(host_checks.version_checks(here, {"a": here, "b": other, "c": patch, "d": driver}))
     assert _states(found) == {"a": "ok", "b": "fail", "c": "warn", "d": "ok", "": "warn"}
     assert f"torch 9.9 (here {here.versions['torch']}), NCCL 2.99 (here missing)" in found[1].found
     assert found[-1].found == "NVIDIA drivers 570.1, none"
     absent = replace(here, versions=here.versions | {"deepspeed": ""})
-    assert "deepspeed missing" in next(checks.version_checks(here, {"a": absent})).found
+    assert "deepspeed missing" in next(host_checks.version_checks(here, {"a": absent})).found
 
 
 def test_two_lines_for_one_host(here: HostInfo) -> None:
-    elsewhere = replace(here, machine="other")
+    elsewhere = replace(here, network_identity="other")
 
     def found(infos: dict[str, HostInfo], *addresses: str, port: int = 0) -> list[str]:
         hosts = {"a": HOSTS["a"], "b": replace(HOSTS["b"], port=port)}
         return [
             check.found
-            for check in checks.identity_checks(hosts, infos, addresses=dict(zip("ab", addresses, strict=True)))
+            for check in host_checks.identity_checks(hosts, infos, addresses=dict(zip("ab", addresses, strict=True)))
         ]
 
     assert not found({"a": here, "b": elsewhere}, "10.0.0.1", "10.0.0.2")
@@ -83,15 +83,15 @@ def test_two_lines_for_one_host(here: HostInfo) -> None:
 
 def test_slots_beside_devices(here: HostInfo) -> None:
     infos = {"a": replace(here, gpus=["H100"] * 4, cores=64), "b": replace(here, gpus=["H100"] * 4, cores=2)}
-    found = list(checks.device_checks(HOSTS, infos, device="cuda"))
+    found = list(host_checks.device_checks(HOSTS, infos, device="cuda"))
     assert found[0] == Check("devices", "a", "fail", "slots=8, 4 H100", "write slots=4, or find the missing GPUs")
     assert found[1] == Check("devices", "b", "ok", "slots=4, 4 H100")
-    assert _states(checks.device_checks(HOSTS, infos, device="cpu")) == {"a": "ok", "b": "warn"}
+    assert _states(host_checks.device_checks(HOSTS, infos, device="cpu")) == {"a": "ok", "b": "warn"}
     chosen = {"a": Host("a", 1, 1, devices=(7,))}
-    assert _states(checks.device_checks(chosen, {"a": infos["a"]}, device="cuda")) == {"a": "fail"}
-    assert checks.rank_device(infos, {}) == "cuda"
-    assert checks.rank_device(infos, {"DS_ACCELERATOR": "cpu"}) == "cpu"
-    assert checks.rank_device({"a": replace(here, gpus=[])}, {}) == "cpu"
+    assert _states(host_checks.device_checks(chosen, {"a": infos["a"]}, device="cuda")) == {"a": "fail"}
+    assert host_checks.rank_device(infos, {}) == "cuda"
+    assert host_checks.rank_device(infos, {"DS_ACCELERATOR": "cpu"}) == "cpu"
+    assert host_checks.rank_device({"a": replace(here, gpus=[])}, {}) == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -109,10 +109,10 @@ def test_slots_beside_devices(here: HostInfo) -> None:
 )
 def test_interfaces_that_variables_name(here: HostInfo, variable: str, value: str, state: str) -> None:
     facts = replace(here, interfaces={"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"], "down0": []})
-    assert [check.state for check in checks.interface_checks({"a": facts}, {variable: value})] == [state]
+    assert [check.state for check in host_checks.interface_checks({"a": facts}, {variable: value})] == [state]
 
 
 def test_ports(here: HostInfo) -> None:
-    assert checks.port_check("a", here, 1).state == "ok"
-    taken = checks.port_check("a", replace(here, port_holder="process 7, python"), 29_500)
+    assert host_checks.port_check("a", here, 1).state == "ok"
+    taken = host_checks.port_check("a", replace(here, port_holder="process 7, python"), 29_500)
     assert (taken.state, taken.found) == ("fail", "port 29500 is taken: process 7, python")

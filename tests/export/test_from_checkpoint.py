@@ -1,4 +1,6 @@
-"""From a model folder to another, in FP8 and out of it: numbers equal numpy's, published bytes return, nothing is lost."""
+"""From a model folder to another, in FP8 and out of it: numbers equal numpy's, published bytes return, nothing is
+lost.
+"""
 
 import json
 import re
@@ -16,8 +18,8 @@ from ds_finetune.errors import ExportError
 from ds_finetune.export.adapter import write_adapter
 from ds_finetune.export.base_folder import BaseFolder
 from ds_finetune.export.folder import FolderParts, write_folder
+from ds_finetune.export.from_checkpoint import ExportResult, export_checkpoint
 from ds_finetune.export.model_config import remove_code, served_config
-from ds_finetune.export.offline import ExportResult, export_checkpoint
 from ds_finetune.export.source import read_model_spec
 from ds_finetune.export.verify.record import UNVERIFIED, ExportRecord
 from ds_finetune.export.verify.tensors import read_tensor_table
@@ -86,7 +88,7 @@ def test_out_of_fp8(dtype: str, base: Path, tmp_path: Path) -> None:
         assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
     assert (exported.num_tensors, exported.num_bytes) == (len(wanted), sum(tensor.nbytes for tensor in wanted.values()))
     assert exported.notes[0].startswith(
-        f"{sum('layers.2.' in key for key in wanted)} tensors of {base} that the model does not build are kept"
+        f"{sum('layers.2.' in key for key in wanted)} tensors of {base} for which transformers' class has no module are kept"
     )
     publish(
         tmp_path / "plain", wanted, config={key: value for key, value in V3.items() if key != "quantization_config"}
@@ -109,7 +111,9 @@ def test_out_of_fp8_and_back_are_the_published_bytes(dtype: str, base: Path, tmp
     assert config["torch_dtype"] == "bfloat16"
     blocks = sum(tensor.numel() for key, tensor in read_all(base).items() if key.endswith("_scale_inv"))
     kept = tmp_path / "between" if dtype == "fp8" else base
-    assert exported.notes[-1] == f"{blocks:,} of {blocks:,} FP8 blocks hold the numbers of {kept} and keep its bytes"
+    assert (
+        exported.notes[-1] == f"{blocks:,} of {blocks:,} FP8 blocks equal those of {kept} and were copied byte for byte"
+    )
 
 
 def test_back_from_fp16_keeps_the_bytes_of_fp8_weights(base: Path, tmp_path: Path) -> None:
@@ -204,7 +208,9 @@ def test_a_type_without_a_row_takes_from_its_base_which_weights_are_in_fp8(tmp_p
         config=saved | {"quantization_config": V3["quantization_config"]},
     )
     export(base, tmp_path / "bf16", "bf16")
-    with pytest.raises(ExportError, match="which weights of model_type deepseek_v32 are published in FP8 is not known"):
+    with pytest.raises(
+        ExportError, match="model_type deepseek_v32: it is not known which of its weights are published in FP8"
+    ):
         export(tmp_path / "bf16", tmp_path / "none", "fp8")
     export(tmp_path / "bf16", tmp_path / "out", "fp8", base)
     assert_same(read_all(tmp_path / "out"), read_all(base))
@@ -245,8 +251,8 @@ def test_tensors_that_only_the_base_has_are_carried_over(base: Path, tmp_path: P
     exported = export(tuned, tmp_path / "with", "bf16", base)
     assert_same(read_all(tmp_path / "with"), plain)
     assert (
-        f"carried over from {base}, since the model does not build them: {len(plain) - len(built) - len(COPIES)} tensors"
-        in exported.notes[0]
+        f"copied from {base}, since transformers' class has no module for them: "
+        f"{len(plain) - len(built) - len(COPIES)} tensors" in exported.notes[0]
     )
     exported = export(tuned, tmp_path / "without", "bf16")
     assert_same(read_all(tmp_path / "without"), built)
@@ -276,7 +282,7 @@ def test_copies_of_embedding_and_head_are_the_trained_ones_where_the_bases_were_
         assert torch.equal(found[copy], found[original]), copy
         assert not torch.equal(found[copy].float(), published[copy].float()), copy
     said = ", ".join(f"{copy} from {original}" for copy, original in COPIES.items())
-    assert f"written from the trained tensor that they repeat in {base}: {said}" in exported.notes
+    assert f"written as copies of the trained tensor, as they are in {base}: {said}" in exported.notes
 
 
 def test_a_prediction_layer_with_a_head_of_its_own_keeps_it(tmp_path: Path) -> None:
@@ -400,7 +406,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_from_fp8_carries_the_prediction_layer_to_its_export(run: Path) -> None:
     assert [record["step"] for record in metrics(run)] == [1, 2, 3]
     assert_same(read_all(run / "run" / "export"), dequantised(read_all(run / "fp8"), torch.bfloat16))
-    assert f"carried over from {run / 'fp8'}, since the model does not build them: " in (run / "said").read_text()
+    assert (
+        f"copied from {run / 'fp8'}, since transformers' class has no module for them: " in (run / "said").read_text()
+    )
     config = json.loads((run / "run" / "export" / "config.json").read_text())
     assert config["num_nextn_predict_layers"] == 1
     assert "quantization_config" not in config
@@ -483,8 +491,8 @@ def test_adapters_are_merged_into_an_fp8_base_and_the_rest_is_as_published(
         # Half a step of E4M3's three bits of mantissa, of bf16's seven.
         assert torch.allclose(ours, wanted, rtol=2**-4 if dtype == "fp8" else 2**-8, atol=1e-3), key
         assert (wanted - plain[key]).abs().max() > 1
-    assert not any("nothing was carried over" in note for note in exported.notes)
-    assert f"tensors of {base} that the model does not build are kept" in exported.notes[0]
+    assert not any("nothing was copied" in note for note in exported.notes)
+    assert f"tensors of {base} for which transformers' class has no module are kept" in exported.notes[0]
     export(base, tmp_path / "copy", "bf16")
     assert weights_digest(tmp_path / "copy") == digest
 
@@ -512,7 +520,7 @@ def test_an_export_without_the_base_says_what_is_missing(
         assert main(["export", "--no-verify", str(run / "run"), str(tmp_path / "named"), "--base", str(moved)]) == 0
     finally:
         moved.rename(run / "fp8")
-    assert f"nothing was carried over from a base: the weights of {run / 'fp8'} are not here" in said
+    assert f"nothing was copied from a base: the weights of {run / 'fp8'} are not here" in said
     assert "num_nextn_predict_layers 1 -> 0" in said
     assert not any("layers.2." in key for key in read_all(tmp_path / "out"))
     assert_same(read_all(tmp_path / "named"), read_all(run / "run" / "export"))

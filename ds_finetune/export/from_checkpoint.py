@@ -1,4 +1,4 @@
-"""`ds-finetune export`: convert a checkpoint, an adapter or a model to a Hugging Face folder, without a run."""
+"""`ds-finetune export`: convert a checkpoint, an adapter or a model on disk to a Hugging Face folder."""
 
 import json
 import shutil
@@ -39,16 +39,16 @@ EXPORT_DTYPES = (*PRECISION_DTYPES, FP8)
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What was written."""
+    """What `export_checkpoint` wrote."""
 
     folder: Path
     num_tensors: int
     num_bytes: int
     seconds: float
     notes: tuple[str, ...] = ()
-    """Lines on what a user may not expect, e.g. tensors taken from the base."""
+    """Lines on what a user may not expect, e.g. tensors copied from the base."""
     verdict: "VerificationResult | None" = None
-    """The result of its verification; None where it was not verified."""
+    """The result of verifying the folder; None where it was not verified."""
 
     def lines(self) -> list[str]:
         """Lines for the terminal."""
@@ -60,12 +60,13 @@ def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int
     """Convert the checkpoint or model in `path` to the Hugging Face folder `out` in `dtype`, one of `EXPORT_DTYPES`.
 
     config.json and tokenizer are taken from `base`, else from beside the checkpoint; a model, and a checkpoint whose
-    vocabulary was resized, have their own. Tensors of the base that the model does not build are carried over.
+    vocabulary was resized, have their own. Tensors of the base for which
+    transformers' class has no module are copied.
     ExportError or ModelError where the source cannot be read or does not fit the config's model class; OutputError
     where `out` is not empty or larger than the free space of the disk.
     """
     began = time.monotonic()
-    check_out(out)
+    check_out_empty(out)
     named = _base_folders(base)
     opened = open_source(path, base)
     folders = (*opened.folders, *named) if opened.is_model or opened.is_resized else (*named, *opened.folders)
@@ -82,7 +83,7 @@ def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int
     ]
     if parts.is_fp8 and parts.family.fp8_linear is None and parts.fp8_base is None:
         raise ExportError(
-            f"which weights of model_type {spec.model_type} are published in FP8 is not known",
+            f"model_type {spec.model_type}: it is not known which of its weights are published in FP8",
             hint="name a folder of it in FP8 by --base, or export with --dtype bf16",
         )
     if parts.is_fp8 and all(tensor.dtype != FP8_DTYPE for tensor in tensors):
@@ -91,12 +92,12 @@ def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int
             hint="export with --dtype bf16",
         )
     size = sum(tensor.num_bytes for tensor in tensors)
-    check_disk(out, size)
+    check_free_space(out, size)
     blocks = convert_source(source, out, parts, max_shard_bytes=max_shard_bytes, workers=num_workers())
     if parts.fp8_base:
         notes.append(
-            f"{blocks.kept:,} of {blocks.written:,} FP8 blocks hold the numbers of {parts.fp8_base.folder} and keep "
-            "its bytes"
+            f"{blocks.kept:,} of {blocks.written:,} FP8 blocks equal those of {parts.fp8_base.folder} and were "
+            "copied byte for byte"
         )
     return ExportResult(out, len(tensors), size, time.monotonic() - began, tuple(notes))
 
@@ -104,12 +105,12 @@ def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int
 def _with_base(
     parts: FolderParts, spec: ModelSpec, opened: OpenedSource, named: Path | None, *, without: Collection[str]
 ) -> tuple[FolderParts, list[str]]:
-    """`parts` with the tensors that only the base has, except those in `without`, and its FP8 bytes; and notes."""
+    """Return `parts` with the tensors that only the base has, except `without`, and its FP8 blocks; and notes."""
     folder = named or opened.base
     if parts.is_fp8 and opened.hub and opened.hub.has_fp8:
         parts = replace(parts, fp8_base=opened.hub)
     if opened.hub and folder in (None, opened.hub.folder):
-        # Adapters of embedding or head change the tensors that a prediction layer repeats.
+        # Adapters may change embedding and head; copies of these in a multi-token prediction layer must follow.
         base = None if opened.is_model else BaseFolder.from_hub(opened.hub, spec)
         return base.with_copies(parts, base.unbuilt) if base else (parts, [])
     if folder is not None and has_weights(folder):
@@ -117,21 +118,25 @@ def _with_base(
             parts, without=without
         )
     why = opened.why_no_base if folder is None else f"{folder} has no safetensors"
-    return parts, [] if opened.is_model else [f"nothing was carried over from a base: {why}"]
+    return parts, [] if opened.is_model else [f"nothing was copied from a base: {why}"]
 
 
 def _unbuilt_notes(path: Path, names: list[str]) -> list[str]:
-    return [f"{len(names)} tensors of {path} that the model does not build are kept, e.g. {names[0]}"] if names else []
+    return (
+        [f"{len(names)} tensors of {path} for which transformers' class has no module are kept, e.g. {names[0]}"]
+        if names
+        else []
+    )
 
 
-def check_out(out: Path) -> None:
+def check_out_empty(out: Path) -> None:
     """OutputError where `out` is a file, or a folder that is not empty."""
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         content = ", ".join(sorted(entry.name for entry in out.iterdir())[:5]) if out.is_dir() else "it is a file"
         raise OutputError(f"`{out}` is not empty: {content}", hint="name a new folder, or move that one away")
 
 
-def check_disk(out: Path, size: int) -> None:
+def check_free_space(out: Path, size: int) -> None:
     """OutputError where the disk of `out` has less than `size` bytes free."""
     existing = next(folder for folder in out.absolute().parents if folder.exists())
     free = shutil.disk_usage(existing).free
@@ -170,8 +175,8 @@ def _parts(folders: tuple[Path, ...], spec: ModelSpec, opened: OpenedSource, dty
     config = json.loads(file.read_text(encoding="utf-8"))
     if dtype == FP8 and config.get("quantization_config") not in (None, QUANTIZATION_CONFIG):
         raise ExportError(
-            f"{file}: quantization_config {config['quantization_config']} is not the one that is written, "
-            f"{dict(QUANTIZATION_CONFIG)}",
+            f"{file}: quantization_config {config['quantization_config']} differs from the "
+            f"only one that can be written, {dict(QUANTIZATION_CONFIG)}",
             hint="export with --dtype bf16",
         )
     plain = torch.bfloat16 if dtype == FP8 else PRECISION_DTYPES[dtype]
@@ -188,7 +193,7 @@ def _parts(folders: tuple[Path, ...], spec: ModelSpec, opened: OpenedSource, dty
 
 
 def _record_without_logits(folder: Path, opened: OpenedSource, dtype: torch.dtype) -> ExportRecord:
-    """A record for weights of which no run recorded logits.
+    """A record without logits, for weights whose logits no run has recorded.
 
     The folder is verified against the digests of its tensors; it must load and give finite logits.
     """

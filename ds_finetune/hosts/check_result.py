@@ -20,5 +20,5 @@ class Check:
 
 
 def label(host: Host) -> str:
-    """The name of a host in reports: the name of its hostfile line, with the port where the line has one."""
+    """The name of a host in reports: the host name of its hostfile line, with the port where the line has one."""
     return f"{host.name}:{host.port}" if host.port else host.name
