@@ -225,9 +225,7 @@ def start_saver(run: PreparedRun, engine: Engine, point: ResumePoint) -> Iterato
     beside = {f"{BASE}/{name}": base / name for name in (CONFIG, *sources)}
     locks = [point.lock] if point.lock else []
     saver = Saver(engine.state.groups, checkpoints, run.plan.saves_asynchronously, beside, locks)
-    num_bytes = (
-        num_weights(engine.state.groups(), share=checkpoints.share) * run.plan.checkpoint_bytes_per_parameter
-    )
+    num_bytes = num_weights(engine.state.groups(), share=checkpoints.share) * run.plan.checkpoint_bytes_per_parameter
     raise_on_every_rank(_memory_error(num_bytes, run.plan))
     saver.start(num_bytes)
     try:
