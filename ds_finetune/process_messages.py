@@ -1,17 +1,17 @@
-"""Messages between processes: one JSON object per line, whose kind and fields are checked where it is read.
+"""Messages between processes: one JSON object per line. The reader checks its kind and the types of its fields.
 
-A message is a frozen dataclass that names its kind:
+A message is a frozen dataclass with a kind:
 
     @dataclass(frozen=True)
     class WriteJob(ProcessMessage, kind="write"):
         part: str
         num_bytes: int
 
-`encode` makes the line, `decode` the message; `send` and `MessageReader` do both over a file descriptor, which may be
-that of a pipe, a socket or a file. Fields are plain values: None, bool, int, float, str, Any, unions, lists, tuples,
-dictionaries with text as keys, named tuples and other dataclasses.
+`encode` turns a message into a line, and `decode` a line into a message. `send` and `MessageReader` do this over a file
+descriptor of a pipe, a socket or a file. Fields are plain values: None, bool, int, float, str, Any, unions, lists,
+tuples, dictionaries with text as keys, named tuples and other dataclasses.
 
-The module needs the standard library alone, because programs that must start within a fraction of a second use it.
+The module imports only the standard library, because programs that must start within a fraction of a second use it.
 """
 
 import functools
@@ -26,13 +26,13 @@ from types import UnionType
 from typing import Any, ClassVar, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
 
 MAX_LINE_BYTES = 2**22
-"""Bytes of the longest line that is read, unless the reader sets another limit."""
+"""Maximum bytes of a line, unless the reader sets another limit."""
 _READ_BYTES = 2**16
 
 
 @dataclass(frozen=True)
 class ProcessMessage:
-    """What one process tells another; each subclass names its `kind`, which is sent with its fields."""
+    """Base class of messages. Each subclass has a `kind`, which is sent with its fields."""
 
     kind: ClassVar[str]
 
@@ -45,7 +45,7 @@ M = TypeVar("M", bound=ProcessMessage)
 
 
 class MessageError(Exception):
-    """`peer` sent a line that is no message of this program, or one longer than the limit; `reason` says why."""
+    """`peer` sent a line that is not a message of this program or exceeds the limit; `reason` says which."""
 
     def __init__(self, peer: str, reason: str) -> None:
         super().__init__(f"{peer} sent a message that cannot be read: {reason}")
@@ -53,13 +53,13 @@ class MessageError(Exception):
 
 
 def encode(message: ProcessMessage, *, token: str = "") -> bytes:
-    """The line of a message, with its end; a `token` before it tells it from other text in the same stream."""
+    """The line of a message, including the newline. A `token` before it marks it among other text in the stream."""
     body = json.dumps({"kind": message.kind, **asdict(message)})
     return f"{token} {body}\n".lstrip(" ").encode()
 
 
 def decode(line: bytes, types: Sequence[type[M]], *, peer: str) -> M:
-    """The message of a line without a token, which must be one of `types`; MessageError names `peer` otherwise."""
+    """The message in a line without a token; MessageError, which names `peer`, if it is not one of `types`."""
     try:
         return _message(json.loads(line), types)
     except (ValueError, OverflowError, RecursionError) as error:
@@ -67,13 +67,13 @@ def decode(line: bytes, types: Sequence[type[M]], *, peer: str) -> M:
 
 
 def without_token(line: bytes, token: str) -> bytes | None:
-    """The rest of a line that begins with `token`; None for other text, such as what a login shell prints."""
+    """The line after its `token`; None for other text, such as the output of a login shell."""
     prefix = f"{token} ".encode() if token else b""
     return line[len(prefix) :] if line.startswith(prefix) else None
 
 
 def send(file: int, message: ProcessMessage, *, token: str = "") -> bool:
-    """Write a message whole to a blocking file descriptor; False where the peer has closed its end."""
+    """Write a whole message to a blocking file descriptor; False if the peer has closed its end."""
     rest = memoryview(encode(message, token=token))
     try:
         while rest:
@@ -84,9 +84,9 @@ def send(file: int, message: ProcessMessage, *, token: str = "") -> bool:
 
 
 class LineBuffer:
-    """Bytes as they arrive, cut into lines; a line may arrive in many pieces, and many lines in one.
+    """Cuts arriving bytes into lines; a piece of bytes may hold a fraction of a line, or several lines.
 
-    MessageError, which names `peer`, once a line is longer than `max_bytes`.
+    MessageError, which names `peer`, if a line is longer than `max_bytes`.
     """
 
     def __init__(self, *, peer: str, max_bytes: int = MAX_LINE_BYTES) -> None:
@@ -95,13 +95,13 @@ class LineBuffer:
         self._searched = 0
 
     def feed(self, piece: bytes) -> Iterator[bytes]:
-        """The lines that are complete now, without their ends; those not taken are yielded by the next call."""
+        """Add `piece`, and yield complete lines without newlines; the next call yields those not taken."""
         self._bytes += piece
         return self._lines()
 
     @property
     def rest(self) -> bytes:
-        """What followed the last line that was taken."""
+        """The bytes after the last line that was taken."""
         return bytes(self._bytes)
 
     def _lines(self) -> Iterator[bytes]:
@@ -122,7 +122,7 @@ class LineBuffer:
 
 
 class MessageReader(Generic[M]):
-    """Messages of `types` that arrive at a file descriptor; `is_closed` once `peer` has closed its end.
+    """Reads messages of `types` from a file descriptor; `is_closed` becomes true once `peer` has closed its end.
 
     With a `token`, lines that do not begin with it are skipped; without one, every line must be a message.
     """
@@ -138,9 +138,9 @@ class MessageReader(Generic[M]):
         return self._file
 
     def next(self, seconds: float | None = None) -> M | None:
-        """The next message; None after `seconds`, where given, or once the peer has closed its end.
+        """The next message; None if none arrives within `seconds` (None: no limit) or the peer has closed its end.
 
-        MessageError for a line that is no message of `types`; the line is dropped.
+        MessageError for a line that is not a message of `types`; the line is dropped.
         """
         until = None if seconds is None else time.monotonic() + seconds
         while (message := self._next_buffered()) is None and not self.is_closed:
@@ -177,7 +177,7 @@ def _message(tree: Any, types: Sequence[type[M]]) -> M:  # noqa: ANN401 - any JS
 
 
 def _fields_of(expected: type, tree: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Values of a dataclass's fields from JSON; ValueError says which is missing, unknown or of another type."""
+    """Values of a dataclass's fields from JSON; ValueError names a missing or unknown field, or one of a wrong type."""
     types = _hints(expected)
     known = {field.name: field for field in fields(expected)}
     unknown = sorted(tree.keys() - known.keys())
@@ -197,7 +197,7 @@ def _hints(expected: type) -> dict[str, Any]:
 
 
 def _value(expected: Any, value: Any, where: str) -> Any:  # noqa: ANN401 - a type as it is annotated, and plain values
-    """`value` of JSON as a `expected`; ValueError where it is none."""
+    """Convert the JSON value `value` to the type `expected`; ValueError where it does not fit."""
     if expected is Any or type(value) is expected:
         return value
     if get_origin(expected) is not None or hasattr(expected, "_fields"):
@@ -210,7 +210,7 @@ def _value(expected: Any, value: Any, where: str) -> Any:  # noqa: ANN401 - a ty
 
 
 def _collection(expected: Any, value: Any, where: str) -> Any:  # noqa: ANN401
-    """The same for unions, tuples, lists and dictionaries, each value in them converted."""
+    """`_value` for unions, tuples, lists and dictionaries; converts each value in them."""
     origin, arguments = get_origin(expected), get_args(expected)
     if origin in (Union, UnionType):
         return _first_fit(expected, value, where)
@@ -224,7 +224,7 @@ def _collection(expected: Any, value: Any, where: str) -> Any:  # noqa: ANN401
 
 
 def _first_fit(union: Any, value: Any, where: str) -> Any:  # noqa: ANN401
-    """`value` as the first type of a union that it fits."""
+    """Convert `value` to the first type of a union that it fits."""
     for expected in get_args(union):
         with suppress(ValueError):
             return _value(expected, value, where)
@@ -232,7 +232,7 @@ def _first_fit(union: Any, value: Any, where: str) -> Any:  # noqa: ANN401
 
 
 def _tuple(expected: Any, values: list[Any], where: str) -> Any:  # noqa: ANN401
-    """A list of JSON as a tuple: of any length, of a fixed one, or a named one."""
+    """Convert a JSON list to a tuple: of any length, of fixed length, or a named tuple."""
     is_named = hasattr(expected, "_fields")
     item_types = tuple(_hints(expected).values()) if is_named else get_args(expected)
     if len(item_types) == 2 and item_types[1] is Ellipsis:

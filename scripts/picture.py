@@ -3,8 +3,8 @@
     COLUMNS=104 bash scripts/quickstart.sh runs/quickstart 2>&1 | tee quickstart.log
     python scripts/picture.py quickstart.log docs/images/run.svg
 
-Every line of the picture is a line of that file. Left out are torch's warnings, the log of DeepSpeed's launcher,
-the details of the verified export, and notes of more than 180 characters.
+Every line of the picture is a line of that file. Left out are the log of DeepSpeed's launcher, the progress of answers
+during evaluation, the details of the verified export, and notes of more than 180 characters.
 """
 
 import io
@@ -17,10 +17,8 @@ from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
 WIDTH, LONGEST = 104, 180
-OTHERS = re.compile(
-    r"^\[\d{4}-|^\[rank\d+\]|Warning:|^  return func\(|^using |^Loading weights|^  91 tensors|^  names are|^  the files"
-)
-"""Lines of other programs and of the installation, and what an export was compared with."""
+OTHERS = re.compile(r"^\[\d{4}-|^using |^answers\b|^  91 tensors|^  names are|^  the files")
+"""Lines of the launcher and the installation, progress, and what an export was compared with."""
 FONTS = re.compile(r"@font-face \{\{.*?\}\}\s*", re.DOTALL)
 """Rich's template loads fonts from another host; a picture needs none but the viewer's own."""
 

@@ -1,3 +1,4 @@
-"""Checkpoints that know no topology: state by parameter name and global index, written by every rank, complete or
-absent.
+"""Checkpoints that any layout of ranks can read: every rank writes its part of the state, by parameter name and index.
+
+A checkpoint is complete once its folder has its final name (files.py); saver.py writes it, and restore.py reads it.
 """

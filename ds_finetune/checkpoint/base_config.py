@@ -1,4 +1,4 @@
-"""The model's config.json in a checkpoint, against the one a start reads: keys that change numbers must be the same."""
+"""Compares the config.json kept in a checkpoint with the model's at resume: keys that change results must be equal."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -15,15 +15,15 @@ _WITHOUT_EFFECT = frozenset(
         "_name_or_path",
         "architectures",
         "auto_map",
-        # The run's own: train.precision, model.attention, and a cache that is off.
+        # Keys that the run sets itself: train.precision, model.attention, and a cache that is off.
         "dtype",
         "torch_dtype",
         "_attn_implementation",
         "use_cache",
-        # Weights come from the checkpoint; adapters know theirs by a digest.
+        # Weights come from the checkpoint; adapters identify their base weights by a digest.
         "quantization_config",
         "initializer_range",
-        # What a forward returns, and tasks that are not trained.
+        # Outputs of a forward, and settings of tasks other than language modelling.
         "output_hidden_states",
         "output_attentions",
         "return_dict",
@@ -31,21 +31,21 @@ _WITHOUT_EFFECT = frozenset(
         "label2id",
         "problem_type",
         "bos_token_id",
-        # Layers that are not built.
+        # Layers that this program does not build.
         "num_nextn_predict_layers",
     ]
 )
-"""Keys of a config.json that change no number of a run that is resumed."""
+"""Keys of a config.json that do not change the results of a resumed run."""
 
 
 def model_mismatch(folder: Path, file: str, config: Mapping[str, Any]) -> CheckpointError | None:
-    """What is wrong where `file` in the checkpoint `folder` describes another model than `config`, the run's own.
+    """An error if `file` in the checkpoint `folder` describes another model than `config`, that of the run; else None.
 
-    Both are read by the same transformers, so that an older spelling and a default that is left out are no difference.
+    Both are read by the same transformers, so that older spellings and omitted defaults make no difference.
     """
     try:
         kept = json.loads((folder / file).read_text(encoding="utf-8"))
-        then, now = dict(_numbers(_resolved(kept))), dict(_numbers(_resolved(config)))
+        then, now = dict(_leaves(_resolved(kept))), dict(_leaves(_resolved(config)))
     except (OSError, ValueError, KeyError) as unreadable:
         return CheckpointError(
             f"{folder / file} cannot be compared with the model's config.json: {unreadable!r}",
@@ -68,12 +68,12 @@ def _resolved(config: Mapping[str, Any]) -> dict[str, Any]:
     return CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)).to_dict()  # type: ignore[no-any-return]
 
 
-def _numbers(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values; None counts as left out, and a tuple as a list."""
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys that change results, with values; None counts as absent, and a tuple as a list."""
     for key, value in tree.items():
         if str(key) in _WITHOUT_EFFECT:
             continue
         if isinstance(value, Mapping):
-            yield from _numbers(value, f"{prefix}{key}.")
+            yield from _leaves(value, f"{prefix}{key}.")
         elif value is not None:
             yield f"{prefix}{key}", list(value) if isinstance(value, tuple) else value

@@ -1,4 +1,4 @@
-"""Flat ranges of row-major tensors as n-dimensional chunks, the form in which state is stored."""
+"""Chunks: n-dimensional boxes of tensors, in which checkpoints store the flat ranges that a rank holds."""
 
 import math
 from collections.abc import Iterator
@@ -9,14 +9,14 @@ Ints = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Chunk:
-    """The part of a tensor from index `offsets`, `sizes` elements along each dimension."""
+    """The box of a tensor that begins at index `offsets` and has `sizes` elements along each dimension."""
 
     offsets: Ints
     sizes: Ints
 
     @property
     def numel(self) -> int:
-        """Elements of the chunk."""
+        """Number of elements of the chunk."""
         return math.prod(self.sizes)
 
     def moved(self, by: Ints) -> "Chunk":
@@ -27,7 +27,7 @@ class Chunk:
 def flat_range_chunks(shape: Ints, start: int, numel: int) -> Iterator[Chunk]:
     """The chunks that make up elements [start, start + numel) of a row-major tensor of `shape`, in order.
 
-    There are at most 2 x dimensions - 1. Each is a contiguous piece of the range.
+    There are at most 2 x dimensions - 1 chunks. Each is a contiguous piece of the range.
     """
     if numel == 0:
         return
@@ -50,7 +50,7 @@ def flat_range_chunks(shape: Ints, start: int, numel: int) -> Iterator[Chunk]:
 
 
 def overlap(one: Chunk, other: Chunk) -> Chunk | None:
-    """The chunk that lies in both, if any."""
+    """The intersection of two chunks; None where it is empty."""
     first = tuple(map(max, one.offsets, other.offsets))
     last = tuple(
         min(a + n, b + m) for a, n, b, m in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)

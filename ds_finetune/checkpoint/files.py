@@ -1,4 +1,7 @@
-"""Files of a checkpoint: written with checksums, listed in a manifest, and made complete by one rename. No torch."""
+"""Files of a checkpoint: written with checksums, listed in a manifest, and made complete by one rename.
+
+The writer process imports this module, so it does not import torch.
+"""
 
 import errno
 import json
@@ -25,9 +28,9 @@ _CHUNK_BYTES = 16 * MIB
 _POLL_SECONDS = 0.05
 _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.EACCES, errno.ENOSYS)
 _LEFT = re.compile(r"step-\d+\.(partial-[0-9a-f-]+|replaced-[0-9a-f-]+|removing)|\.rehearsal-[0-9a-f-]+")
-"""Names of unfinished folders that this program makes; every other folder is the user's."""
+"""Names of unfinished folders that this program makes; every other folder belongs to the user."""
 _FINAL = re.compile(r"step-(\d+)")
-"""Name of a complete checkpoint, which holds its step; a copy may have any other name."""
+"""Name of a complete checkpoint, with its step; the user may give a copy any other name."""
 
 
 def step_name(step: int) -> str:
@@ -36,12 +39,12 @@ def step_name(step: int) -> str:
 
 
 def partial_name(step: int, token: str) -> str:
-    """Folder name while it is being written; `token` keeps files of another start of the run out of it."""
+    """Folder name while a checkpoint is being written; `token` tells starts of the run apart."""
     return f"{step_name(step)}.partial-{token}"
 
 
 class RenamedCheckpointError(CheckpointError):
-    """A checkpoint folder is named after another step than the one in it."""
+    """The name of a checkpoint folder has another step than the checkpoint in it."""
 
 
 def find_renamed_checkpoint(checkpoints: Path) -> RenamedCheckpointError | None:
@@ -58,7 +61,7 @@ def find_renamed_checkpoint(checkpoints: Path) -> RenamedCheckpointError | None:
 
 @dataclass(frozen=True)
 class FileChecksum:
-    """Size of a file and xxh3-128 of its bytes."""
+    """Size of a file and the xxh3-128 digest of its bytes."""
 
     num_bytes: int
     xxh3_128: str
@@ -66,9 +69,9 @@ class FileChecksum:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a complete checkpoint folder holds.
+    """The contents of a complete checkpoint folder.
 
-    `ranks` are those whose parts are in it: all ranks, unless each node has a folder of its own.
+    `ranks` are the ranks whose parts are in it: all ranks, unless each node has a separate folder.
     """
 
     step: int
@@ -81,11 +84,11 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files."""
+        """Total bytes of all files."""
         return sum(file.num_bytes for file in self.files.values())
 
     def text(self) -> str:
-        """The file's exact text, which ends with its own checksum."""
+        """The text of the manifest file, which ends with a checksum of the rest."""
         body = json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
         return f"{body}\n{xxhash.xxh3_128_hexdigest(body.encode())}\n"
 
@@ -143,14 +146,14 @@ class ChecksummedFile:
             view = view[self._file.write(view) :]
 
     def close(self) -> FileChecksum:
-        """Flush to disk."""
+        """Flush the file to disk, and return its checksum."""
         os.fsync(self._file.fileno())
         self._file.close()
         return FileChecksum(self._total, self._digest.hexdigest())
 
 
 def write_checksummed(path: Path, chunks: Iterable[memoryview | bytes]) -> FileChecksum:
-    """Write `chunks` to a new file, on disk when this returns."""
+    """Write `chunks` to a new file and flush it to disk."""
     file = ChecksummedFile(path)
     for chunk in chunks:
         file.write(chunk)
@@ -158,12 +161,12 @@ def write_checksummed(path: Path, chunks: Iterable[memoryview | bytes]) -> FileC
 
 
 def byte_pieces(data: memoryview) -> Iterable[memoryview]:
-    """Bytes in pieces of bounded size."""
+    """Split `data` into pieces of bounded size."""
     return (data[start : start + _CHUNK_BYTES] for start in range(0, len(data), _CHUNK_BYTES))
 
 
 def checksum_of(path: Path) -> FileChecksum:
-    """Size and checksum of a file, read in bounded pieces; its pages do not stay in the cache."""
+    """Size and checksum of a file, which is read in pieces of bounded size."""
     total, digest = 0, xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -173,7 +176,7 @@ def checksum_of(path: Path) -> FileChecksum:
 
 
 def mark_part_written(part: Path, checksum: FileChecksum) -> None:
-    """Write a file beside `part` that says it is whole, with its checksum."""
+    """Write the checksum of `part` to a file beside it, whose existence says that the part is complete."""
     unnamed = part.with_name(part.name + ".aside")
     write_checksummed(unnamed, [json.dumps(asdict(checksum)).encode()])
     unnamed.rename(part.with_name(part.name + _STATUS))
@@ -186,11 +189,10 @@ def commit(
     beside: Mapping[str, str],
     keep_waiting: Callable[[], bool],
 ) -> Path:
-    """Make `partial` the complete checkpoint `step-N` once every part named in `manifest.files` is written; returns the
-    new folder.
+    """Wait until every part named in `manifest.files` is written, then rename `partial` to `step-N`; returns that path.
 
-    `texts` are written and `beside` (name to source) linked first. TimeoutError where `keep_waiting` says no before all
-    parts are there. An older folder of the same step goes away once the new one has its name.
+    The files `texts` (name to content) are written, and `beside` (name to source) linked, before that. TimeoutError if
+    `keep_waiting` returns false while parts are missing. An older folder of the same step is removed at the end.
     """
     sums = _small_files(partial, texts, beside)
     sums |= _wait_for_parts(partial, list(manifest.files), keep_waiting)
@@ -210,11 +212,11 @@ def commit(
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint; it is renamed first, so that a half removed one never looks complete."""
-    going = folder if ".removing" in folder.name else folder.with_name(folder.name + ".removing")
+    """Remove a checkpoint; it is renamed first, so that a half-removed one never looks complete."""
+    removing = folder if ".removing" in folder.name else folder.with_name(folder.name + ".removing")
     if folder.exists():
-        folder.rename(going)
-    shutil.rmtree(going, ignore_errors=True)
+        folder.rename(removing)
+    shutil.rmtree(removing, ignore_errors=True)
 
 
 def rename_unusable(folder: Path) -> Path:
@@ -228,7 +230,7 @@ def rename_unusable(folder: Path) -> Path:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Link a file that is never changed to the new path `target`, or copy it where the file system has no links."""
+    """Hard-link an unchanging file to the new path `target`, or copy it where the file system has no links."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(source, target)
@@ -261,8 +263,8 @@ def _small_files(partial: Path, texts: Mapping[str, str], beside: Mapping[str, s
 def _wait_for_parts(partial: Path, names: list[str], keep_waiting: Callable[[], bool]) -> dict[str, FileChecksum]:
     sums: dict[str, FileChecksum] = {}
     while True:
-        # A listing sees what other hosts have made; asking for one name again and again would be answered from a cache
-        # of absent names (NFS).
+        # List the folder to see files of other hosts: NFS answers repeated look-ups of one name from a cache of absent
+        # names.
         seen = {entry.name for entry in os.scandir(partial)}
         for name in [name for name in names if name not in sums and name + _STATUS in seen]:
             sums[name] = FileChecksum(**json.loads((partial / (name + _STATUS)).read_bytes()))
@@ -274,9 +276,7 @@ def _wait_for_parts(partial: Path, names: list[str], keep_waiting: Callable[[], 
 
 
 def damage_of(folder: Path, manifest: Manifest, names: Iterable[str], *, sums: bool) -> list[str]:
-    """What is wrong with files of a complete checkpoint: missing, of another size, or (with `sums`) with another
-    checksum.
-    """
+    """A line for each damaged file of a complete checkpoint: missing, or another size or (with `sums`) checksum."""
     found = []
     for name in names:
         path, wanted = folder / name, manifest.files[name]

@@ -1,4 +1,4 @@
-"""The checkpoint folder as a rank sees it, and which ranks share it: all of them, or those of a node."""
+"""The checkpoint folder of a rank, and the ranks that see the same folder: all ranks, or the ranks of one node."""
 
 import os
 import socket
@@ -16,7 +16,7 @@ _SEEN_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """The folder `path` for the checkpoints of `rank`, and the `ranks` that share it, the first of which leads.
+    """The folder `path` for the checkpoints of `rank`, and the `ranks` that share it; the first of them is the leader.
 
     `token` is unique to this start of the run, so that files of another start are never mixed in.
     """
@@ -29,12 +29,12 @@ class CheckpointFolder:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank commits and removes."""
+        """Whether this rank commits and removes checkpoints."""
         return self.rank == self.ranks[0]
 
     @property
-    def writer_share(self) -> tuple[int, int]:
-        """(index, count) of this rank among those that divide up what all of them hold."""
+    def share(self) -> tuple[int, int]:
+        """This rank's (index, count) among `ranks`, which divide the writing of replicated tensors among them."""
         return self.ranks.index(self.rank), len(self.ranks)
 
 
@@ -48,10 +48,9 @@ def open_checkpoint_folder(folder: Path, *, rank: int, node_local: bool) -> Chec
     token = tokens[0]
     if node_local:
         status = folder.stat()
-        homes = all_gather_object((socket.gethostname(), status.st_dev, status.st_ino))
-        return CheckpointFolder(
-            folder, tuple(other for other, home in enumerate(homes) if home == homes[rank]), rank, len(homes), token
-        )
+        folders = all_gather_object((socket.gethostname(), status.st_dev, status.st_ino))
+        ranks = tuple(other for other, seen in enumerate(folders) if seen == folders[rank])
+        return CheckpointFolder(folder, ranks, rank, len(folders), token)
     mark = folder / f".seen-{token}"
     raise_on_every_rank(try_in_folder(folder, mark.touch) if rank == 0 else None)
     is_seen = _is_seen(mark)
@@ -83,7 +82,7 @@ def try_in_folder(folder: Path, work: Callable[[], object]) -> OutputError | Non
 
 def _is_seen(mark: Path) -> bool:
     until = time.monotonic() + _SEEN_SECONDS
-    # By a listing: NFS may cache that a name is absent, if it is looked up too early.
+    # List the folder instead of looking up the file: NFS caches that a name is absent if it is looked up too early.
     while mark not in set(mark.parent.iterdir()):
         if time.monotonic() > until:
             return False

@@ -1,4 +1,4 @@
-"""One run per checkpoint folder: a lock that ends with the run's processes, including the checkpoint writer."""
+"""Locks a checkpoint folder for one run, until the run's processes have exited, including its writer processes."""
 
 import fcntl
 import os
@@ -13,18 +13,18 @@ from typing import TextIO
 from ds_finetune.errors import OutputError
 
 LOCK = ".lock"
-"""File that the run which writes a checkpoint folder holds locked."""
+"""Name of the file in a checkpoint folder that the run which writes there keeps locked."""
 LOCK_SECONDS = 60.0
-"""How long to wait for another run, which may be about to end."""
+"""How long to wait for another run, which may be ending."""
 DEAD_SECONDS = 1800.0
-"""How long the writers of a run that is known to be dead may take for its last checkpoint (part_writer.py)."""
+"""How long to wait for the writer processes of a dead run, which finish its last checkpoint."""
 _POLL_SECONDS = 0.05
 
 
 def lock_folder(folder: Path, *, seconds: float, say: Callable[[str], None]) -> TextIO:
-    """Keep other runs out of a checkpoint folder until the file is closed, also by the end of this process.
+    """Lock a checkpoint folder against other runs until the returned file is closed or this process exits.
 
-    Waits `seconds` for the one that is there, longer where it is dead and only its writer is left; then OutputError.
+    Waits `seconds` for a run that has the lock, or DEAD_SECONDS if only its writer process is alive; then OutputError.
     """
     began, is_said = time.monotonic(), False
     while True:
@@ -73,6 +73,6 @@ def _owner() -> str:
 
 
 def _is_dead(holder: str) -> bool:
-    """Whether the process named in the lock file was on this host and is gone."""
+    """Whether the process named in the lock file was on this host and has exited."""
     found = re.fullmatch(r"process (\d+) on (.*)", holder)
     return bool(found) and found[2] == socket.gethostname() and not Path(f"/proc/{found[1]}").exists()  # type: ignore[index]

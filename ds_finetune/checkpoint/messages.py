@@ -1,4 +1,7 @@
-"""Jobs that a rank sends to the process that writes its parts (part_writer.py), and the answer to each. No torch."""
+"""Jobs that a rank sends to its writer process (part_writer_process.py), and the answer to each.
+
+The writer process imports this module, so it does not import torch.
+"""
 
 from dataclasses import dataclass
 
@@ -8,9 +11,9 @@ from ds_finetune.process_messages import ProcessMessage
 
 @dataclass(frozen=True)
 class CommitJob:
-    """What makes the folder `partial` a complete checkpoint once each of `parts` is written (files.py).
+    """Make the folder `partial` a complete checkpoint once each of `parts` is written (`files.commit`).
 
-    `manifest` names no files yet. `texts` are contents by file name, `linked` source paths by file name.
+    `manifest` has no files yet. `texts` maps names of new files to contents, and `linked` to paths of existing files.
     """
 
     partial: str
@@ -22,7 +25,7 @@ class CommitJob:
 
 @dataclass(frozen=True)
 class ReserveJob(ProcessMessage, kind="reserve"):
-    """Take `num_bytes` of shared memory in advance."""
+    """Allocate `num_bytes` of shared memory in advance."""
 
     num_bytes: int
 

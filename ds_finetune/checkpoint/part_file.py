@@ -1,4 +1,7 @@
-"""A part: the file that one rank writes. It is a safetensors file whose tensors are chunks of global tensors."""
+"""A part: the file that one rank writes of a checkpoint.
+
+It is a safetensors file. Its tensors are chunks (chunks.py) of global tensors.
+"""
 
 import json
 import mmap
@@ -14,7 +17,7 @@ from ds_finetune.errors import CheckpointError
 from ds_finetune.model.safetensors_header import HeaderEntry, encode_header, read_header
 
 _MAP_NORESERVE = 0x4000
-"""Linux's; Python names it from 3.13 on."""
+"""Linux's flag; Python 3.13 and later define it in `mmap`."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +42,13 @@ def part_name(rank: int, world_size: int) -> str:
 
 
 def part_header(stored: Sequence[StoredChunk], extra: Mapping[str, Any]) -> bytes:
-    """The header of a part whose chunks follow in order; `begin` is not used. `extra` is kept as JSON."""
+    """The header of a part whose chunks follow in order, with `extra` as JSON. `begin` of the chunks is ignored."""
     shapes = {item.key: item.shape for item in stored}
-    boxes = ((f"{item.key}@{','.join(map(str, item.chunk.offsets))}", item.dtype, item.chunk.sizes) for item in stored)
+    tensors = (
+        (f"{item.key}@{','.join(map(str, item.chunk.offsets))}", item.dtype, item.chunk.sizes) for item in stored
+    )
     metadata = {"format": "pt", "shapes": json.dumps(shapes), "extra": json.dumps(dict(extra))}
-    return encode_header(boxes, metadata)[0]
+    return encode_header(tensors, metadata)[0]
 
 
 class PartFile:
@@ -67,8 +72,8 @@ class PartFile:
             ) from broken
 
     @property
-    def home(self) -> int:
-        """The first of the ranks that share a folder with the rank that wrote this."""
+    def node(self) -> int:
+        """The node that wrote this part, given as the lowest of the ranks that share its folder."""
         return int(self.extra.get("home", 0))
 
     def tensor(self, item: StoredChunk) -> torch.Tensor:

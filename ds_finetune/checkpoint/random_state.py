@@ -1,4 +1,4 @@
-"""The random number generators of a process as plain values."""
+"""Saves and restores the states of a process's random number generators, as plain values."""
 
 import base64
 import random
@@ -11,22 +11,22 @@ import torch
 def random_state() -> dict[str, Any]:
     """States of torch's (CPU and current GPU), numpy's and Python's global generators."""
     version, numbers, gauss = random.getstate()
-    kind, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
         "torch": _text(torch.get_rng_state()),
         "cuda": _text(torch.cuda.get_rng_state()) if torch.cuda.is_available() else None,
-        "numpy": [kind, base64.b64encode(np.asarray(keys).tobytes()).decode(), place, has_gauss, cached],
+        "numpy": [kind, base64.b64encode(np.asarray(keys).tobytes()).decode(), position, has_gauss, cached],
         "python": [version, list(numbers), gauss],
     }
 
 
 def restore_random_state(tree: dict[str, Any]) -> None:
-    """Set the generators to what `random_state` gave."""
+    """Set the generators to the states that `random_state` returned."""
     torch.set_rng_state(_tensor(tree["torch"]))
     if tree["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(_tensor(tree["cuda"]))
-    kind, keys, place, has_gauss, cached = tree["numpy"]
-    np.random.set_state((kind, np.frombuffer(base64.b64decode(keys), dtype=np.uint32), place, has_gauss, cached))
+    kind, keys, position, has_gauss, cached = tree["numpy"]
+    np.random.set_state((kind, np.frombuffer(base64.b64decode(keys), dtype=np.uint32), position, has_gauss, cached))
     version, numbers, gauss = tree["python"]
     random.setstate((version, tuple(numbers), gauss))
 

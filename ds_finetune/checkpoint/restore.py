@@ -1,4 +1,4 @@
-"""Find the checkpoint to resume from, and restore it in an engine of any layout."""
+"""Finds the checkpoint to resume from, and restores it in an engine of any layout."""
 
 import socket
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from ds_finetune.checkpoint.files import (
 )
 from ds_finetune.checkpoint.folder import CheckpointFolder, raise_on_every_rank
 from ds_finetune.checkpoint.part_file import part_name
+from ds_finetune.checkpoint.part_storage import PartStorageReader, read_state_groups
 from ds_finetune.checkpoint.run_state import RunState
-from ds_finetune.checkpoint.storage import PartsReader, read_state_groups
 from ds_finetune.checkpoint.tools import CHECKPOINTS
 from ds_finetune.engine.collectives import all_gather_object
 from ds_finetune.engine.engine import Engine
@@ -27,7 +27,7 @@ from ds_finetune.errors import CheckpointError
 
 @dataclass(frozen=True)
 class UsableCheckpoint:
-    """A checkpoint whose files are whole, the run's state in it, and why newer ones were passed over."""
+    """An undamaged checkpoint, the run's state in it, and a line for each newer checkpoint that cannot be used."""
 
     folder: Path
     manifest: Manifest
@@ -36,10 +36,10 @@ class UsableCheckpoint:
 
 
 def newest_checkpoint(place: CheckpointFolder, folder: Path) -> UsableCheckpoint | None:
-    """The newest checkpoint in `folder` that is complete on every node and undamaged, checked by all ranks together;
-    collective.
+    """The newest checkpoint in `folder` that is complete on every node and undamaged; collective.
 
-    None where there is none at all; CheckpointError where there are some and none can be used, or one was renamed.
+    The ranks divide the check of its files among them. None if there are no checkpoints; CheckpointError if there are
+    some but none can be used, or if one was renamed.
     """
     raise_on_every_rank(find_renamed_checkpoint(folder))
     everywhere = all_gather_object((socket.gethostname(), set(complete_steps(folder))))
@@ -65,9 +65,7 @@ def newest_checkpoint(place: CheckpointFolder, folder: Path) -> UsableCheckpoint
 
 
 def named_checkpoint(place: CheckpointFolder, path: Path) -> UsableCheckpoint:
-    """The checkpoint at `path`, which is one itself, or a run (or its folder of checkpoints) whose newest is taken;
-    collective.
-    """
+    """The checkpoint at `path`, or the newest one where `path` is a run or its folder of checkpoints; collective."""
     for folder in (path / CHECKPOINTS, path):
         if any(all_gather_object(bool(complete_steps(folder)))):
             found = newest_checkpoint(place, folder)
@@ -82,15 +80,15 @@ def named_checkpoint(place: CheckpointFolder, path: Path) -> UsableCheckpoint:
 
 
 def restore_engine(engine: Engine, place: CheckpointFolder, found: UsableCheckpoint) -> dict[str, Any]:
-    """Fill `engine` from the checkpoint and return what this rank itself had saved, empty where it had saved nothing;
-    collective.
+    """Fill `engine` from the checkpoint; collective. Returns the state that this rank alone had saved, e.g. its random
+    state; empty if there is none.
 
-    CheckpointError on every rank where a tensor is missing, of another shape, or in a part that is not here.
+    CheckpointError on every rank if a tensor is missing, has another shape, or is in a part that is not here.
     """
     names = [part_name(rank, found.manifest.world_size) for rank in found.manifest.ranks]
     error, state = None, engine.state
     try:
-        reader = PartsReader(found.folder / name for name in names)
+        reader = PartStorageReader(found.folder / name for name in names)
         state.create_optimizer_state(_kinds(reader))
         read_state_groups(state.groups(restoring=True), reader, absent=_absent(found.manifest))
     except CheckpointError as failed:
@@ -116,13 +114,13 @@ def _found(folder: Path, passed: tuple[str, ...]) -> UsableCheckpoint:
 
 
 def _problems(place: CheckpointFolder, folder: Path) -> list[str]:
-    """What is wrong with a checkpoint, found by all ranks together; each checks its share of the files."""
+    """Problems of a checkpoint that any rank finds; each rank checks its share of the files."""
     try:
         manifest = Manifest.read(folder)
     except CheckpointError as error:
         mine, token = [error.message], None
     else:
-        index, count = place.writer_share
+        index, count = place.share
         mine, token = damage_of(folder, manifest, sorted(manifest.files)[index::count], sums=True), manifest.token
     found = all_gather_object((mine, token))
     problems = [problem for others, _ in found for problem in others]
@@ -146,8 +144,8 @@ def _unfinished(folder: Path, *, newer_than: int) -> list[str]:
     ]
 
 
-def _kinds(reader: PartsReader) -> dict[str, set[str]]:
-    """Kinds of optimizer state by parameter name."""
+def _kinds(reader: PartStorageReader) -> dict[str, set[str]]:
+    """Kinds of optimizer state in the checkpoint, by parameter name."""
     found: dict[str, set[str]] = {}
     for key in reader.read_metadata().state_dict_metadata:
         kind, _, name = key.partition("/")

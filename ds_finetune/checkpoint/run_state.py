@@ -1,4 +1,4 @@
-"""The state of a run beside its tensors: its position, configuration and layout."""
+"""The state of a run without its tensors: its position, configuration and layout, kept as JSON in each checkpoint."""
 
 import json
 from collections.abc import Mapping
@@ -15,8 +15,11 @@ _PACKAGES = ("ds_finetune", "torch", "deepspeed", "transformers")
 
 @dataclass(frozen=True)
 class RunState:
-    """Plain values alone. `position` is (epoch, next row) of the data, `engine` counters of optimizer and loss scale,
-    `observers` what each remembers by name, `values` the step's own record, `data` a fingerprint of the rows."""
+    """The state of a run in plain values.
+
+    `position` is (epoch, next row) in the data. `engine` has the counters of optimizer and loss scale, `observers` the
+    state of each observer by name, and `values` the metrics of the step. `data` is a fingerprint of the training rows.
+    """
 
     step: int
     skipped_steps: int
@@ -37,18 +40,18 @@ class RunState:
     """The finished DeepSpeed configuration."""
 
     def text(self) -> str:
-        """JSON that `read` turns into the same value."""
+        """The JSON text from which `read` makes the same state."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """The state in a checkpoint folder whose files are known to be whole."""
+        """The state in a checkpoint folder, whose files must be undamaged."""
         tree = json.loads((folder / STATE).read_text(encoding="utf-8"))
         return cls(**{**tree, "position": tuple(tree["position"])})
 
 
 def layout_of(plan: Plan) -> dict[str, Any]:
-    """The layout of the run that saved, for people. Only a rank's own state depends on it: it needs the same `mesh`."""
+    """The layout of a run, for people. Resume uses only `mesh`: a rank's random state is restored on the same mesh."""
     return {
         "world_size": plan.world.world_size,
         "mesh": str(plan.mesh),
@@ -60,7 +63,7 @@ def layout_of(plan: Plan) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that the numbers depend on."""
+    """Versions of the packages that affect the results of training."""
     found = {}
     for name in _PACKAGES:
         try:

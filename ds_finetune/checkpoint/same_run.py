@@ -1,4 +1,4 @@
-"""What a resumed run must have in common with its checkpoint: keys of the run file, data and versions."""
+"""Checks that a resumed run is the run of its checkpoint: compares keys of the run file, data and versions."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,7 @@ from ds_finetune.errors import CheckpointError
 
 
 class OnResume(StrEnum):
-    """What happens where a key has another value than in the checkpoint."""
+    """The action on a key whose value differs from that in the checkpoint."""
 
     REFUSED = "refused"
     ROWS = "refused if it changes the training rows"
@@ -103,7 +103,7 @@ ON_RESUME: Mapping[str, OnResume] = {
     "export.verify": FREE,
     "output_dir": FREE,
 }
-"""Every key of the run file. Free keys do not reach the numbers of the training."""
+"""Every key of the run file. Free keys do not affect the results of training."""
 _DERIVED = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -113,12 +113,12 @@ _DERIVED = (
     "bf16.enabled",
     "fp16.enabled",
 )
-"""Keys of the finished DeepSpeed configuration that follow from the run file's own."""
+"""Keys of the finished DeepSpeed configuration that are derived from keys of the run file."""
 
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What identifies a run: the run file as plain values, and the fields of the same names in `RunState`."""
+    """The values that identify a run: its run file as plain values, and fields with the same names in `RunState`."""
 
     config: Mapping[str, Any]
     data: str
@@ -128,7 +128,7 @@ class RunIdentity:
 
 
 def changes_since_checkpoint(state: RunState, now: RunIdentity) -> list[str]:
-    """Differences from the checkpoint that are allowed, one line each; CheckpointError where one is not."""
+    """A line for each allowed difference from the checkpoint; CheckpointError for differences that are not allowed."""
     then, here = _keys(state.config), _keys(now.config)
     differ = {
         key: f"{key} {then.get(key)!r} -> {here.get(key)!r}"
@@ -153,25 +153,25 @@ def changes_since_checkpoint(state: RunState, now: RunIdentity) -> list[str]:
 
 
 def on_resume(key: str) -> OnResume:
-    """What happens where `key` differs, also inside a free-form section; for a key that is no longer known, PRINTED."""
+    """The action where `key` differs. A free-form section's action holds for its keys; unknown keys are PRINTED."""
     while key not in ON_RESUME and "." in key:
         key = key.rpartition(".")[0]
     return ON_RESUME.get(key, PRINTED)
 
 
 def _keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by dotted key; keys that the version which wrote them did not have are at their defaults."""
+    """Values by dotted key; keys that are missing, as in files of older versions, have their defaults."""
     defaults = RunConfig.model_validate({"model": "", "data": {"train": ""}, "output_dir": ""}).model_dump(
         mode="json", by_alias=True
     )
     found = dict(_leaves(defaults)) | dict(_leaves(config))
-    # Adam and AdamW are one optimizer here, with decoupled decay.
+    # Here Adam and AdamW are the same optimizer, with decoupled weight decay.
     name = str(found["optim.name"]).lower()
     return found | {"optim.name": "adamw" if name == "adam" else name}
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values; what is None or empty counts as left out."""
+    """Dotted keys and values; None and empty sections count as absent."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{prefix}{key}.")
@@ -180,7 +180,7 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _other_choices(state: RunState, now: RunIdentity) -> list[str]:
-    """DeepSpeed's keys that differ; a file that is still named the same may hold others than it did."""
+    """DeepSpeed's keys that differ: the DeepSpeed file may have changed although its name has not."""
     if not state.deepspeed:
         return []
     then, here = dict(_leaves(state.deepspeed)), dict(_leaves(now.deepspeed))
@@ -191,7 +191,7 @@ def _other_choices(state: RunState, now: RunIdentity) -> list[str]:
 
 
 def _other_evaluation(state: RunState, now: RunIdentity) -> list[str]:
-    """CheckpointError where a loss on evaluation rows would be compared with the best one on others."""
+    """A line if the evaluation rows differ; CheckpointError if their loss would be compared with that of old rows."""
     if not (state.held_out and now.held_out) or state.held_out == now.held_out:
         return []
     best = float(state.observers.get("best", {}).get("best_loss", math.inf))

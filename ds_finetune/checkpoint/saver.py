@@ -1,4 +1,8 @@
-"""Saving: each rank copies its part and continues; a process writes it, and one rank of each folder commits."""
+"""Saves checkpoints: each rank writes its part, then the leader of each folder commits the checkpoint.
+
+In an asynchronous save the rank only copies its part to shared memory and continues; its writer process
+(part_writer_process.py) writes the part. In a synchronous save the rank itself writes it (`FilePartSink`).
+"""
 
 import math
 import socket
@@ -21,20 +25,20 @@ from ds_finetune.checkpoint.files import (
 from ds_finetune.checkpoint.folder import CheckpointFolder
 from ds_finetune.checkpoint.messages import CommitJob, RemoveJob, ReserveJob, WriteJob
 from ds_finetune.checkpoint.part_file import part_name
-from ds_finetune.checkpoint.staging import FilePartSink, WriterProcess
-from ds_finetune.checkpoint.storage import write_part
+from ds_finetune.checkpoint.part_sinks import FilePartSink, WriterProcess
+from ds_finetune.checkpoint.part_storage import serialise_part
 from ds_finetune.engine.collectives import all_reduce_max
 from ds_finetune.engine.state import StateGroup
 from ds_finetune.errors import CheckpointError
 
 _POLL_SECONDS = 0.005
 _COMMIT_SECONDS = 600.0
-"""How long the leader of a synchronous save waits to see the parts of the other ranks, which are already written."""
+"""How long the leader of a synchronous save waits until it sees the parts that the other ranks have written."""
 
 
 @dataclass
 class SaveResult:
-    """The step of a save, its errors on this rank, and whether it has failed on any."""
+    """The step of a save, its errors on this rank, and whether it has failed on any rank."""
 
     step: int
     errors: list[str] = field(default_factory=list)
@@ -43,10 +47,11 @@ class SaveResult:
 
 @dataclass
 class Saver:
-    """Saves the state that `groups` returns, one checkpoint at a time, with the files `linked` by name.
+    """Saves the state that `groups` returns, one checkpoint at a time.
 
-    `inherited` files stay open in the writer process, which may live a little longer than this one.
-    All ranks must call every method but `start`, `remove` and `close` alike.
+    The files `linked` are added to each checkpoint under their keys. The files `inherited` stay open in the writer
+    process, which may exit a little later than this one. Only `start`, `remove` and `close` may be called on a single
+    rank; all ranks must call the other methods together.
     """
 
     groups: Callable[[], list[StateGroup]]
@@ -59,7 +64,7 @@ class Saver:
     _pending: SaveResult | None = None
 
     def __post_init__(self) -> None:
-        """Make the process, which `start` starts."""
+        """Prepare the writer process; `start` starts it."""
         self._process = WriterProcess([file.fileno() for file in self.inherited])
 
     def start(self, num_bytes: int) -> None:
@@ -69,7 +74,7 @@ class Saver:
             self._process.send(ReserveJob(num_bytes))
 
     def save(self, step: int, state: str, *, rank_state: Mapping[str, Any], eval_loss: float | None = None) -> float:
-        """Begin to save; returns the seconds this rank was blocked. The previous save must have been settled."""
+        """Begin a save, and return the seconds this rank was blocked; `settle` must have returned the previous one."""
         assert self._pending is None
         began = time.perf_counter()
         groups = self.groups()
@@ -81,12 +86,12 @@ class Saver:
             partial.mkdir(exist_ok=True)
             part = partial / part_name(self.folder.rank, self.folder.world_size)
             if self.is_asynchronous:
-                write_part(groups, self._process, extra, writer=self.folder.writer_share)
+                serialise_part(groups, self._process, extra, share=self.folder.share)
                 commit_job = job if self.folder.is_leader else None
                 self._process.send(WriteJob(str(part), self._process.num_bytes, commit_job))
             else:
                 sink = FilePartSink(part)
-                write_part(groups, sink, extra, writer=self.folder.writer_share)
+                serialise_part(groups, sink, extra, share=self.folder.share)
                 sink.finish()
         except OSError as failed:
             self._pending.errors.append(f"OSError: {failed}")
@@ -95,7 +100,7 @@ class Saver:
         return time.perf_counter() - began
 
     def settle(self, *, wait: bool = False) -> SaveResult | None:
-        """The result of the pending save once it is known on every rank, else None; `wait` waits for it."""
+        """The result of the pending save once every rank has finished, else None; with `wait`, wait until then."""
         while (pending := self._pending) is not None:
             pending.errors += self._process.errors() if self.is_asynchronous else []
             is_busy, has_failed = all_reduce_max(
@@ -114,7 +119,7 @@ class Saver:
         return None
 
     def remove(self, folders: list[Path]) -> None:
-        """Remove folders, on ranks that lead; in the writer process where there is one, after its other jobs."""
+        """Remove folders, on the leader only; its writer process, if any, does so after its other jobs."""
         if not self.folder.is_leader or not folders:
             return
         if self.is_asynchronous:
@@ -124,7 +129,7 @@ class Saver:
             remove_checkpoint(folder)
 
     def remove_partial(self, pending: SaveResult) -> None:
-        """Remove what a failed save left."""
+        """Remove the files of a failed save."""
         self.remove([self.folder.path / partial_name(pending.step, self.folder.token)])
 
     def close(self) -> None:
@@ -142,7 +147,7 @@ class Saver:
         )
 
     def _commit_synchronously(self, job: CommitJob) -> None:
-        """Commit on the leader, once every rank has written its part; not where one has failed."""
+        """Commit on the leader once every rank has written its part, unless one has failed."""
         assert self._pending is not None
         (failed,) = all_reduce_max(bool(self._pending.errors))
         if failed or not self.folder.is_leader:
@@ -158,8 +163,8 @@ class Saver:
 def superseded_checkpoints(folder: Path, *, keep: int, keep_best: bool) -> list[Path]:
     """Complete checkpoints of `folder` that need not be kept.
 
-    The last `keep` are kept, and with `keep_best` the one with the lowest eval loss. One that cannot be read, or is
-    just being removed, is left alone.
+    The last `keep` are kept, and with `keep_best` the one with the lowest eval loss. A checkpoint that cannot be read
+    is never the best one.
     """
     steps = complete_steps(folder)
     losses: dict[int, float] = {}

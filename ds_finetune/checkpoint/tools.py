@@ -1,4 +1,4 @@
-"""Commands for checkpoints on disk: list, show, verify, and gather one from the folders of several nodes."""
+"""Commands for checkpoints on disk: list, show, verify, and gather one checkpoint from the folders of several nodes."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ from ds_finetune.units import GIB
 CHECKPOINTS = "checkpoints"
 """Folder of a run that holds its checkpoints."""
 BASE = "base"
-"""Folder, in a run and in each checkpoint, of the files that an export needs beside the weights."""
+"""Folder with the files that an export needs beside the weights, in a run and in each of its checkpoints."""
 Pair = tuple[str, str]
 
 
@@ -42,7 +42,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def list_checkpoints(path: Path) -> Iterator[Pair]:
-    """Name and description of every checkpoint of a run, oldest first, and of unfinished ones."""
+    """Name and description of every complete checkpoint of a run, oldest first, then of unfinished ones."""
     folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
     steps = complete_steps(folder)
     if not steps and not unfinished_folders(folder):
@@ -56,7 +56,7 @@ def list_checkpoints(path: Path) -> Iterator[Pair]:
 
 
 def describe_checkpoint(path: Path) -> Iterator[Pair]:
-    """What a checkpoint holds, as names and texts."""
+    """The contents of a checkpoint as pairs of a name and a text."""
     folder = find_checkpoint(path)
     manifest, state = Manifest.read(folder), RunState.read(folder)
     yield "folder", str(folder)
@@ -90,10 +90,9 @@ def verify_checkpoint(path: Path, *, workers: int) -> str:
 
 
 def gather_checkpoint(folders: Sequence[Path], out: Path) -> str:
-    """Make one whole checkpoint `out` from those of every node, by links where the file system has them.
+    """Make one whole checkpoint `out` from those of every node, by hard links where the file system has them.
 
-    CheckpointError where a rank's part is in none of `folders`, names it and who would have it, or where they are not
-    of one save.
+    CheckpointError if `folders` are not of one save, or none of them has the part of some rank.
     """
     found = [(folder, Manifest.read(folder)) for folder in map(find_checkpoint, folders)]
     kinds = {(manifest.step, manifest.world_size, manifest.token) for _, manifest in found}

@@ -22,10 +22,10 @@ _PAD_MULTIPLE = 8
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows of one forward: `input_ids`, `position_ids`, `labels` (already shifted), int64 [rows, tokens] each.
+    """The rows of one forward: `input_ids`, `position_ids` and `labels` (already shifted), int64 [rows, tokens] each.
 
-    `documents` are the lengths of the documents of each packed row, with padding as the last one; None where a row is
-    one document.
+    `documents` has, for each packed row, the lengths of its documents; padding counts as the last one. It is None where
+    each row is one document.
     """
 
     input_ids: torch.Tensor
@@ -48,7 +48,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's share of one optimizer step; token counts are those of this rank, without padding."""
+    """One rank's share of the batch of an optimizer step; token counts are this rank's, without padding."""
 
     micro: tuple[MicroBatch, ...]
     position: Position
@@ -62,7 +62,7 @@ class BatchPlan:
     """How rows are distributed to ranks and padded.
 
     `rank` of `dp` is the data parallel rank: ranks that work on the same rows have the same one. Packed rows are padded
-    to `row_len` tokens; where it is None, rows are padded to the longest one of a forward.
+    to `row_len` tokens. A `row_len` of None stands for unpacked rows, which are padded to the longest row of a forward.
     """
 
     global_batch_size: int
@@ -94,7 +94,7 @@ def training_batches(rows: Rows, plan: BatchPlan, *, start_step: int, total_rows
 
 
 def eval_batches(rows: Rows, plan: BatchPlan, *, limit: int = 0) -> Iterator[Batch]:
-    """All rows once, in order, or the first `limit` ones.
+    """Batches of all rows once, in order, or of the first `limit` rows (0: no limit).
 
     The last batch is filled with empty rows, so that all ranks run the same number of forwards.
     """
@@ -107,12 +107,12 @@ def eval_batches(rows: Rows, plan: BatchPlan, *, limit: int = 0) -> Iterator[Bat
 
 
 def num_eval_rows(rows: Rows, limit: int) -> int:
-    """Number of rows that an evaluation reads; a limit of 0 is none."""
+    """Number of rows that an evaluation reads; a `limit` of 0 stands for no limit."""
     return min(len(rows), limit or len(rows))
 
 
 def _rank_indices(plan: BatchPlan) -> range:
-    """Indices of this rank's rows in the global batch: a contiguous part, so that the batch does not depend on dp."""
+    """Indices of this rank's rows in the global batch: a contiguous range, so that the batch does not depend on dp."""
     share = plan.global_batch_size // plan.dp
     return range(plan.rank * share, (plan.rank + 1) * share)
 
@@ -128,8 +128,8 @@ def _order(seed: int, epoch: int, num_rows: int) -> NDArray[np.int64]:
 
 
 def _batch(rows: Rows, ids: Sequence[int | None], plan: BatchPlan, position: Position) -> Batch:
-    of_rank = [rows[i] if i is not None else None for i in ids]
-    return make_batch(of_rank, plan, position, tuple(i for i in ids if i is not None))
+    rank_rows = [rows[i] if i is not None else None for i in ids]
+    return make_batch(rank_rows, plan, position, tuple(i for i in ids if i is not None))
 
 
 def make_batch(rows: Sequence[Row | None], plan: BatchPlan, position: Position, row_ids: tuple[int, ...]) -> Batch:
@@ -174,8 +174,8 @@ def _pad(parts: Sequence[Ints], length: int, value: int) -> torch.Tensor:
 def _positions(rows: Sequence[Row], length: int, *, restarts: bool) -> NDArray[np.int64]:
     """Position ids, int64 [rows, length].
 
-    Padding of a packed row is a separate document that starts at 0. Behind a single document positions continue, for
-    which attention needs no mask but the causal one.
+    In a packed row (`restarts`), padding is a separate document that starts at position 0. After a single document the
+    positions continue, so that attention needs only the causal mask.
     """
     out = np.empty((len(rows), length), dtype=np.int64)
     for line, row in zip(out, rows, strict=True):

@@ -36,7 +36,7 @@ class ArrayParts:
         return cls(array.dtype, len(array), [array])
 
     def chunks(self) -> Iterator[memoryview | bytes]:
-        """The bytes of the .npy file, the same for the same numbers on any machine."""
+        """The bytes of the .npy file; they are the same on any machine."""
         dtype = np.dtype(self.dtype).newbyteorder("<")
         yield _npy_header(dtype, self.length)
         for part in self.parts:
@@ -45,7 +45,7 @@ class ArrayParts:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Make `folder` and lock it against other processes of the host; OutputError where it cannot be written."""
+    """Create `folder` and lock it against other processes of the host; OutputError where it cannot be written."""
     lock = FileLock(folder / "lock")
     with _write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -59,8 +59,8 @@ def lock_folder(folder: Path) -> Iterator[None]:
 def write_folder(folder: Path, arrays: Mapping[str, ArrayParts], texts: Mapping[str, str]) -> None:
     """Write arrays, as `NAME.npy`, and texts to the new folder `folder`.
 
-    They are written to another folder that is renamed at the end, so that `folder` is complete and on disk as soon as
-    it exists. OutputError where that fails, e.g. on a full disk; the unfinished folder is then removed.
+    They are written to a temporary folder that is renamed at the end, so that `folder` is complete and on disk as soon
+    as it exists. OutputError where writing fails, e.g. on a full disk; the unfinished folder is then removed.
     """
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -81,14 +81,14 @@ def write_folder(folder: Path, arrays: Mapping[str, ArrayParts], texts: Mapping[
 
 
 def content_hash(folder: Path) -> str:
-    """A hash of all arrays of a folder, made of the checksums that were recorded when they were written."""
+    """A hash of all arrays of a folder, computed from the checksums that were recorded when they were written."""
     sums = json.loads((folder / _SUMS).read_bytes())
     arrays = {name: checksum for name, checksum in sums.items() if name.endswith(".npy")}
     return xxhash.xxh3_64_hexdigest(json.dumps(arrays, sort_keys=True).encode())
 
 
 def find_damage(folder: Path) -> str:
-    """How a folder differs from its checksums; empty where it does not."""
+    """A text that says which file of a folder differs from its checksum, and how; empty where none does."""
     try:
         sums = json.loads((folder / _SUMS).read_bytes())
         files = {str(name): (int(size), str(digest)) for name, (size, digest) in sums.items()}
@@ -109,9 +109,9 @@ def find_damage(folder: Path) -> str:
 
 
 def remove_damaged(folders: Sequence[Path], *, since: float) -> list[str]:
-    """Remove those of `folders` that are damaged, and return a line for each. Their parent has to be locked.
+    """Remove damaged folders among `folders`, and return a line for each. The parent folder must be locked.
 
-    Where another process of this host verified them after `since`, its lines are returned and nothing is read.
+    If another process of this host has verified them after `since`, return its lines without reading the folders.
     """
     checked = folders[0].with_name(_CHECKED)
     if checked.is_file() and checked.stat().st_mtime >= since:

@@ -1,4 +1,4 @@
-"""A chat template, and which fields of a message it renders; found out by rendering probe messages."""
+"""A chat template, and the fields of a message that it renders, which are found by rendering probe messages."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,11 +14,11 @@ from ds_finetune.errors import DataError
 
 Messages = Sequence[Mapping[str, Any]]
 _PLACEHOLDER = "\ue0f1{name}\ue0f2"
-"""No template writes these private-use characters, and rows with them are refused (`messages.RESERVED_CHARACTERS`)."""
+"""No template writes these private-use characters. Rows with them are refused (`messages.RESERVED_CHARACTERS`)."""
 
 
 def placeholder(name: object) -> str:
-    """A text that occurs nowhere else, to be rendered in place of another text."""
+    """A text that occurs nowhere else, to be rendered in place of a text of the row."""
     return _PLACEHOLDER.format(name=name)
 
 
@@ -33,7 +33,7 @@ class RenderingError(Exception):
 
 
 class ChatTemplate:
-    """A template with the special tokens of a tokenizer; `probes` says what it renders."""
+    """A template with the special tokens of a tokenizer; `probes` says which fields it renders."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str) -> None:
         self.source = source
@@ -42,7 +42,7 @@ class ChatTemplate:
         self.probes = _probes(self)
 
     def render(self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None, *, opens: bool = False) -> str:
-        """The messages as text, followed by the header of an answer if `opens`; RenderingError where that fails."""
+        """The messages as text; with `opens`, the header of an answer follows. RenderingError if the template fails."""
         from jinja2 import TemplateError
 
         try:
@@ -68,16 +68,16 @@ class ChatTemplate:
 
 @dataclass(frozen=True)
 class Probes:
-    """What a template does with tools, tool calls and reasoning."""
+    """Findings about a template: how it renders tools, tool calls and reasoning."""
 
     turn_end: str
     """The special token that ends an answer."""
     object_arguments: bool
-    """Whether it expects arguments of calls as an object, rather than as JSON text."""
+    """Whether it expects the arguments of a tool call as an object, not as JSON text."""
     calls: bool
     """Whether it renders tool calls."""
     no_content: str | None
-    """The content that it expects in a message with tool calls alone."""
+    """The content that it expects in a message that has only tool calls."""
     tools: bool
     """Whether it renders the list of tools."""
     reasoning: str
@@ -106,10 +106,10 @@ def _probes(template: ChatTemplate) -> Probes:
 
 
 def _call_probes(template: ChatTemplate) -> tuple[str, bool, str | None]:
-    """A rendering of a tool call, whether its arguments were an object, and the content given beside it.
+    """A rendering of a tool call, whether its arguments were an object, and the content of its message.
 
-    Forms are tried until one is rendered well; the rendering is empty where none is. Some templates write a content
-    of None as `None`, and Mistral's fail on an id that has not nine letters.
+    Several forms of the call are tried until one is rendered well; if none is, the rendering is empty. Some templates
+    write a content of None as `None`, and Mistral's templates fail on an id that does not have nine characters.
     """
     objects: dict[str, int] = {placeholder("key"): 1}
     for no_content, arguments, call_id in product((None, ""), (objects, json.dumps(objects, ensure_ascii=False)), _IDS):
@@ -130,7 +130,7 @@ def _call_probes(template: ChatTemplate) -> tuple[str, bool, str | None]:
 
 
 def _try_render(template: ChatTemplate, messages: Messages, *, with_tool: bool = False) -> str:
-    """The rendering; where it fails without tools it is tried with one, and where that fails it is empty."""
+    """The rendering; empty where it fails. A rendering that fails without tools is tried again with one."""
     try:
         return template.render(messages, [_TOOL] if with_tool else None)
     except RenderingError:
@@ -161,7 +161,7 @@ def _adapt_message(message: Mapping[str, Any], probes: Probes, reasoning: str) -
 
 
 def strip_reasoning(content: str) -> str:
-    """The part of a content behind its last `</think>`."""
+    """The text after the last `</think>` of a content."""
     return content.rpartition("</think>")[2].lstrip("\n") if "</think>" in content else content
 
 

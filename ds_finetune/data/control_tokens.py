@@ -1,7 +1,7 @@
 """Control tokens (special tokens such as `<|eos|>`) inside the texts of a row.
 
 A row can bring its own `<|eos|>` in a text. By default it is tokenised as plain text, so that only the chat template
-writes real control tokens: `protect` puts such texts in brackets, and `ids` tokenises what is in brackets as text.
+writes real control tokens: `protect` puts such texts in brackets, and `ids` tokenises bracketed texts as plain text.
 """
 
 import re
@@ -13,12 +13,12 @@ from ds_finetune.data.messages import Conversation, map_texts
 from ds_finetune.errors import DataError
 
 _OPEN, _CLOSE = "\ue0f3", "\ue0f4"
-"""Brackets around a control token that is text; rows that contain them are refused (`messages.RESERVED_CHARACTERS`)."""
+"""Brackets around a control token in a row's text. Rows with them are refused (`messages.RESERVED_CHARACTERS`)."""
 _THINK = ("<think>", "</think>")
 
 
 class ControlTokens:
-    """Finds the control tokens of a tokenizer in texts, and tokenises them as text.
+    """Finds the control tokens of a tokenizer in texts, and tokenises them as plain text.
 
     In texts of users and tools, added tokens that the template writes count as control tokens too.
     `choice` is data.control_tokens: `text`, `keep` or `refuse`.
@@ -39,13 +39,13 @@ class ControlTokens:
         self._as_text: dict[str, list[int]] = {}
 
     def has_control_token(self, text: str) -> bool:
-        """Whether a text contains a special token, where no template is applied to it."""
+        """Whether a text contains a special token; for texts to which no template is applied."""
         return bool(self._patterns["system"].search(text))
 
     def protect(self, conversation: Conversation, where: str) -> tuple[Conversation, str]:
-        """The conversation with its control tokens in brackets, and a key of `row_report.NOTED` or nothing.
+        """The conversation with its control tokens in brackets, and a key of `row_report.NOTED`, empty if it has none.
 
-        With `keep` the conversation stays as it is; with `refuse` a control token is a DataError.
+        With the choice `keep` the conversation is not changed; with `refuse` a control token is a DataError.
         """
         present: list[str] = []
 
@@ -101,7 +101,7 @@ def strip_brackets(text: str) -> str:
 
 
 def find_token(token: str, text: str) -> list[int]:
-    """Positions at which `text` has the token outside brackets, i.e. written by the template."""
+    """Positions of the token in `text` outside brackets: those that the template has written."""
     return [match.start() for match in re.finditer(f"(?<!{_OPEN}){re.escape(token)}", text)] if token else []
 
 
@@ -113,7 +113,7 @@ def _pattern(tokens: Sequence[str]) -> re.Pattern[str]:
 def _character_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Ids of a text without added tokens.
 
-    It is tokenised behind a newline, so that SentencePiece does not add a space before it.
+    It is tokenised after a newline, so that SentencePiece does not add a space before it.
     """
     core = tokenizer.backend_tokenizer
 

@@ -28,7 +28,7 @@ _ARRAYS = {
 
 @dataclass(frozen=True)
 class Counts:
-    """How many rows were read, dropped, truncated and split, and what was made of them."""
+    """Numbers of rows that were read, dropped, truncated and split, and of the documents and tokens made from them."""
 
     read: int = 0
     nothing_supervised: int = 0
@@ -37,7 +37,7 @@ class Counts:
     truncated_tokens: int = 0
     split: int = 0
     server_prompt_differs: int = 0
-    """Rows with a prompt that differs from what a server would send."""
+    """Rows whose prompt differs from the one that a server would send."""
     documents: int = 0
     tokens: int = 0
     supervised: int = 0
@@ -62,13 +62,13 @@ class Counts:
 
 @dataclass(frozen=True)
 class LengthLimit:
-    """The most tokens of a document, and data.long_rows: `auto` splits plain text and truncates dialogue."""
+    """The maximum tokens of a document, and data.long_rows: `auto` splits plain text and truncates dialogue."""
 
     max_seq_len: int
     long_rows: str
 
     def rule(self, *, is_text: bool) -> str:
-        """What happens to a longer document: `truncate`, `drop` or `split`."""
+        """The action on a longer document: `truncate`, `drop` or `split`."""
         if self.long_rows == "auto":
             return "split" if is_text else "truncate"
         return self.long_rows
@@ -130,7 +130,7 @@ def read_counts(folder: Path) -> Counts:
 def make_documents(tokens: Sequence[Tokens], rules: Sequence[str], *, max_seq_len: int) -> tuple[Documents, Counts]:
     """Documents of at most `max_seq_len` tokens that have supervised tokens, and the counts of all samples.
 
-    `rules` say what happens to each sample that is longer: `truncate`, `drop` or `split`.
+    `rules` has the action on each sample if it is longer: `truncate`, `drop` or `split`.
     """
     kept: list[tuple[list[int], list[bool]]] = []
     counts = Counts(read=len(tokens), server_prompt_differs=sum(t.server_prompt_differs for t in tokens))
@@ -166,7 +166,7 @@ def _fit(document: Tokens, rule: str, size: int) -> tuple[list[tuple[list[int], 
         return [], Counts(too_long_dropped=1)
     if rule == "truncate":
         return [(ids[:size], mask[:size])], Counts(truncated=1, truncated_tokens=len(ids) - size)
-    # A piece of a single token has nothing to predict it from.
+    # A piece of one token is left out: there is no earlier token to predict it from.
     end = len(ids) - (len(ids) % size == 1)
     pieces = [(ids[s : min(s + size, end)], mask[s : min(s + size, end)]) for s in range(0, end, size)]
     return pieces, Counts(split=1, truncated_tokens=len(ids) - end)

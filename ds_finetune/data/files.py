@@ -1,4 +1,4 @@
-"""Reads the records of data files of several kinds, compressed or not; errors name the line, row or byte."""
+"""Reads the records of data files of several formats, compressed or not; errors name the line, row or byte."""
 
 import csv
 import gzip
@@ -16,8 +16,8 @@ from typing import IO, Any, cast
 from ds_finetune.errors import DataError
 
 Record = Mapping[str, Any]
-KINDS = {".json": "json", ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
-"""Kinds of files by ending; endings may be in upper case."""
+FORMATS = {".json": "json", ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+"""Formats of files by ending; endings may be in upper case."""
 _COMPRESSED = (".gz", ".zst")
 _BOM = b"\xef\xbb\xbf"
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
@@ -26,38 +26,38 @@ _PARQUET_ROWS = 1000
 
 
 @dataclass(frozen=True)
-class FileKind:
-    """The kind of a file, and the ending of its compression or an empty text."""
+class FileFormat:
+    """The format of a file: a value of FORMATS, and the ending of its compression, empty for none."""
 
-    kind: str
+    name: str
     compression: str
 
     @classmethod
-    def of(cls, path: Path) -> "FileKind | None":
-        """The kind of a file by its name; None where the ending is not known."""
+    def of(cls, path: Path) -> "FileFormat | None":
+        """The format of a file by its name; None where the ending is not known."""
         endings = [ending.lower() for ending in path.suffixes]
         compression = endings.pop() if endings and endings[-1] in _COMPRESSED else ""
-        kind = KINDS.get(endings[-1]) if endings else None
-        if kind is None or (compression and kind == "parquet"):
+        name = FORMATS.get(endings[-1]) if endings else None
+        if name is None or (compression and name == "parquet"):
             return None
-        return cls(kind, compression)
+        return cls(name, compression)
 
 
 def known_endings() -> str:
     """The known endings, for messages."""
-    return f"{', '.join(KINDS)}; all but .parquet also with {' or '.join(_COMPRESSED)}"
+    return f"{', '.join(FORMATS)}; all but .parquet also with {' or '.join(_COMPRESSED)}"
 
 
-def read_file(path: str, kind: str) -> Iterator[tuple[str, Record]]:
-    """Records of a file, each with its place (`file line 7`); DataError names the place of what cannot be read."""
-    yield from _READERS[kind](path)
+def read_file(path: str, file_format: str) -> Iterator[tuple[str, Record]]:
+    """Records of a file, each with its location (`file line 7`); DataError names the location of unreadable data."""
+    yield from _READERS[file_format](path)
 
 
 @contextmanager
 def _open(path: str) -> Iterator[IO[bytes]]:
     """The file's bytes, decompressed; DataError where the compressed data is damaged or ends early."""
-    kind = FileKind.of(Path(path))
-    compression = kind.compression if kind else ""
+    file_format = FileFormat.of(Path(path))
+    compression = file_format.compression if file_format else ""
     if not compression:
         with Path(path).open("rb") as plain:
             yield plain
@@ -154,12 +154,12 @@ def _as_record(record: object, where: str) -> Record:
 
 
 def _read_text(path: str) -> Iterator[tuple[str, Record]]:
-    """A text file is one document."""
+    """The whole text of the file as one document."""
     yield path, {"text": _whole_text(path)}
 
 
 def _read_csv(path: str) -> Iterator[tuple[str, Record]]:
-    """Records whose values are the texts of the file, also `NA`, `null` and `007`."""
+    """Records of CSV rows. All values stay texts, even `NA`, `null` and `007`."""
     csv.field_size_limit(sys.maxsize)
     rows = csv.reader((line for _, line in _lines(path)), strict=True)
     try:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def read_hub(path: str, subset: str, split: str, *, purpose: str) -> Iterator[tuple[str, Record]]:
-    """Rows of a hub data set; without `split`, of the split for `purpose` (`train` or `eval`)."""
+    """Rows of one split of a hub data set; an empty `split` stands for that of `purpose` (`train` or `eval`)."""
     splits = _load(path, subset)
     name = split or default_split(list(splits), path, purpose=purpose)
     if name not in splits:
@@ -25,7 +25,7 @@ def read_hub(path: str, subset: str, split: str, *, purpose: str) -> Iterator[tu
 
 
 def default_split(names: Collection[str], path: str, *, purpose: str) -> str:
-    """The split for `purpose`: the training split, or validation, else test; DataError for none or several."""
+    """The split for `purpose`: the training split, or validation, else test; DataError if none or several match."""
     for split in DEFAULT_SPLITS[purpose]:
         fitting = [name for name in names if name == split] or [name for name in names if splits_of(name) == {split}]
         if len(fitting) == 1:

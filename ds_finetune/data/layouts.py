@@ -20,7 +20,7 @@ ALPACA_PROMPT_WITH_INPUT = (
 
 @dataclass(frozen=True)
 class Completion:
-    """A prompt and its completion; `conversation` is both as messages, for tokenizers with a chat template."""
+    """A prompt and its completion; `conversation` has both as messages, for tokenizers with a chat template."""
 
     prompt: str
     completion: str
@@ -38,7 +38,7 @@ Sample = Conversation | Completion | PlainText
 
 
 def recognise_layout(record: Record, columns: Mapping[str, str], where: str) -> str:
-    """The first layout whose columns the record has; DataError names its columns and those of the layouts."""
+    """The first layout whose columns the record has; DataError where no layout fits."""
     names = set(record) | {key for key, column in columns.items() if column in record}
     for name, layout in LAYOUTS.items():
         if layout.needed <= names:
@@ -53,7 +53,7 @@ def recognise_layout(record: Record, columns: Mapping[str, str], where: str) -> 
 def read_sample(record: Record, layout: str, columns: Mapping[str, str], where: str) -> Sample:
     """A record of `layout` as a sample; DataError for a missing column, a wrong type or an unknown role."""
     needed, read = LAYOUTS[layout].needed, LAYOUTS[layout].read
-    _refuse_other_rows(record, columns, where)
+    _check_objective(record, columns, where)
     view = {**record, **{key: record[column] for key, column in columns.items() if column in record}}
     absent = sorted(needed - view.keys())
     if absent:
@@ -72,8 +72,8 @@ def unread_columns(record: Record, layout: str, columns: Mapping[str, str]) -> l
     return [name for name, value in record.items() if name not in used and value is not None]
 
 
-def _refuse_other_rows(record: Record, columns: Mapping[str, str], where: str) -> None:
-    """DataError for rows with media, and for rows of other objectives, whose answers are not all to be imitated."""
+def _check_objective(record: Record, columns: Mapping[str, str], where: str) -> None:
+    """DataError for rows of other objectives, with answers that must not be imitated, and for rows with media."""
     present = {name for name, value in record.items() if value is not None} - set(columns.values())
     if {"chosen", "rejected"} <= present:
         raise DataError(

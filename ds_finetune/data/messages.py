@@ -15,7 +15,7 @@ from ds_finetune.errors import DataError
 Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
 ROLES = ("system", "user", "assistant", "tool")
 RESERVED_CHARACTERS = "\ue0f1\ue0f2\ue0f3\ue0f4"
-"""Private-use characters of the placeholders that templates are rendered with; rows that contain one are refused."""
+"""Private-use characters of placeholders and brackets in rendered templates; rows that contain one are refused."""
 _ROLE_NAMES = {
     **{role: role for role in ROLES},
     "developer": "system",
@@ -28,7 +28,7 @@ _ROLE_NAMES = {
     "function_call": "call",
     "tool_call": "call",
 }
-"""Roles of OpenAI's form and of ShareGPT's; the content of a `call` is a tool call in JSON."""
+"""Roles of OpenAI's and of ShareGPT's messages; the content of a `call` is a tool call in JSON."""
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _MESSAGE_KEYS = {"role", "from", "content", "value", "tool_calls", "function_call", "weight", "name", "tool_call_id"}
@@ -47,7 +47,7 @@ class Conversation:
 
 
 def read_conversation(messages: object, tools: object, column: str, where: str) -> Conversation:
-    """The messages of `column` in one form; DataError names what cannot be read or trained."""
+    """The messages of `column` in OpenAI's form; DataError names a message that cannot be read or trained."""
     if not isinstance(messages, list | tuple) or not messages:
         raise DataError(f"{where}: `{column}` is {_shown(messages)}", hint="give a list of {role, content}")
     turns: list[dict[str, Any]] = []
@@ -60,7 +60,7 @@ def read_conversation(messages: object, tools: object, column: str, where: str) 
 
 
 def read_tools(tools: object, where: str) -> tuple[Mapping[str, Any], ...] | None:
-    """The tools of a row, which are a list or that list as JSON text; None where there are none.
+    """The tools of a row, from a list or its JSON text; None where there are none.
 
     Each is wrapped as `{type: function, function: ...}`, the form in which servers pass tools to templates.
     """
@@ -74,7 +74,7 @@ def read_tools(tools: object, where: str) -> tuple[Mapping[str, Any], ...] | Non
 
 
 def check_text(value: object, what: str) -> str:
-    """Return `value`; DataError where it is no text that a tokenizer accepts. `what` names it in the message."""
+    """Return `value`; DataError where it is not a text that a tokenizer accepts. `what` names it in the error."""
     if not isinstance(value, str):
         raise DataError(f"{what} is {_shown(value)}, not text", hint="correct the row, or name another column")
     try:
@@ -109,7 +109,7 @@ def _tool(tool: object, what: str) -> Mapping[str, Any]:
 
 
 def _message(message: object, what: str, where: str) -> tuple[dict[str, Any], list[str]]:
-    """A message in one form, and its fields that are not used."""
+    """A message in OpenAI's form, and the names of its unused fields."""
     if not isinstance(message, dict):
         raise DataError(f"{what} is {_shown(message)}, not an object", hint="give a list of {role, content}")
     fields = {key: value for key, value in message.items() if value is not None}
@@ -214,7 +214,7 @@ def _call(call: object, what: str) -> dict[str, Any]:
 
 
 def _arguments(inner: Mapping[str, Any], what: str) -> str:
-    """The arguments as the JSON text of an object; a text in the row is kept as it is."""
+    """The arguments as the JSON text of an object; a text in the row is not changed."""
     value = inner.get("arguments", inner.get("parameters"))
     name = f"{what}: `arguments` of {inner['name']}"
     text = value if isinstance(value, str) else _json({} if value is None else value, name)
@@ -226,7 +226,7 @@ def _arguments(inner: Mapping[str, Any], what: str) -> str:
 
 
 def parse_json(text: str) -> Json:
-    """Parse JSON; ValueError for what cannot be written again: repeated keys, NaN and numbers out of range."""
+    """Parse JSON; ValueError for values that cannot be written as JSON: repeated keys, NaN, numbers out of range."""
     return json.loads(text, object_pairs_hook=_unique, parse_float=_finite, parse_constant=_finite)
 
 

@@ -1,4 +1,4 @@
-"""Counts of rows by name, each with the place of the first such row."""
+"""Counts of rows by name, each with the location of the first such row."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Any, Self
 
 @dataclass(frozen=True)
 class NamedCounts:
-    """For each name, the number of rows to which it applies and the place of the first (`file line 7`)."""
+    """For each name, the number of rows to which it applies and the location of the first (`file line 7`)."""
 
     entries: Mapping[str, tuple[int, str]] = field(default_factory=dict)
 
@@ -18,7 +18,7 @@ class NamedCounts:
 
     @classmethod
     def sum(cls, counts: Iterable[Self]) -> Self:
-        """The sum; the first place of a name is that of the first of `counts` that has it."""
+        """The sum; the location of a name is taken from the first of `counts` that has the name."""
         entries: dict[str, tuple[int, str]] = {}
         for one in counts:
             for name, (rows, where) in one.entries.items():

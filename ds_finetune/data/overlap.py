@@ -13,18 +13,18 @@ from ds_finetune.data.stream import StreamedRows
 def overlap_notes(train: PreparedRows | StreamedRows, held_out: PreparedRows) -> list[str]:
     """A line with the number of held-out documents that have the same tokens as a training document.
 
-    A stream is not read before training; for it, files that are in both are named.
+    A stream is not read before training; for a stream, the line names files that are in both.
     """
     if isinstance(train, StreamedRows):
         held_out_files = {
             Path(source.path).resolve()
             for source in find_sources(train.config.eval, purpose="eval")
-            if source.kind != "hub"
+            if source.format != "hub"
         }
         both = [
             source.path
             for source in train.sources
-            if source.kind != "hub" and Path(source.path).resolve() in held_out_files
+            if source.format != "hub" and Path(source.path).resolve() in held_out_files
         ]
         return [f"data.eval has training files: {', '.join(both)}"] if both else []
     repeated = _num_repeated(held_out.documents.digests, train.documents.digests)
@@ -38,10 +38,10 @@ def overlap_notes(train: PreparedRows | StreamedRows, held_out: PreparedRows) ->
 
 
 def _num_repeated(held_out: NDArray[np.uint64], train: NDArray[np.uint64]) -> int:
-    """How many of `held_out` are in `train`.
+    """Number of `held_out` digests that are in `train`.
 
-    numpy's `isin` sorts both, which takes far longer for millions of rows.
+    It does not use numpy's `isin`, which sorts both and takes far longer for millions of rows.
     """
     values, numbers = np.unique(held_out, return_counts=True)
-    places = np.minimum(np.searchsorted(values, train), len(values) - 1)
-    return int(numbers[np.unique(places[values[places] == train])].sum())
+    indices = np.minimum(np.searchsorted(values, train), len(values) - 1)
+    return int(numbers[np.unique(indices[values[indices] == train])].sum())

@@ -9,8 +9,8 @@ Numbers = NDArray[np.int64]
 def pack(lengths: Numbers, capacity: int) -> list[Numbers]:
     """The document indices of each row, for rows of at most `capacity` tokens; the same lengths give the same rows.
 
-    Rows are in buckets by their free space. The smallest space that fits is the lowest set bit of an integer with one
-    bit for each occupied bucket, so that a document costs at most capacity / 64 machine words.
+    Rows with free space are grouped by that space. An integer has one bit for each space for which there are rows. The
+    smallest space that fits is its lowest set bit from `length` on, so a document costs capacity / 64 machine words.
     """
     assert int(lengths.max(initial=0)) <= capacity
     order = np.argsort(-lengths, kind="stable")
@@ -37,7 +37,7 @@ def pack(lengths: Numbers, capacity: int) -> list[Numbers]:
 
 
 class _FreeSpaces:
-    """A set of small numbers as the bits of one integer, which finds its smallest member above a bound."""
+    """A set of small numbers, kept as the bits of one integer; finds its smallest member from a bound on."""
 
     def __init__(self, largest: int) -> None:
         self._bits = 0

@@ -34,15 +34,15 @@ from ds_finetune.errors import ConfigError, DataError, RunError
 from ds_finetune.phase_line import PhaseLine
 
 FORMAT_VERSION = 3
-"""Raised when the format of the cache changes, so that an older one is not read."""
+"""Increased when the format of the cache changes, so that an older cache is not read."""
 ROWS_PER_PART = 2000
 _Task = tuple[Path, list[tuple[str, Record]]]
-"""The folder of a part, and its records, each with its place (`file line 7`)."""
+"""The folder of a part, and its records, each with its location (`file line 7`)."""
 
 
 @dataclass(frozen=True)
 class TokenLimits:
-    """Limits on rows: most tokens of a row, number of token ids of the model, and of its positions (None: no limit)."""
+    """Limits on rows: maximum tokens of a row, the model's vocabulary size, and its positions (None: no limit)."""
 
     max_seq_len: int
     vocab_size: int
@@ -51,7 +51,7 @@ class TokenLimits:
 
 @dataclass(frozen=True)
 class Tokenisation:
-    """All that a process needs to turn records into documents."""
+    """Everything that a process needs to turn records into documents."""
 
     tokenizer: PreTrainedTokenizerBase
     settings: TemplateSettings
@@ -130,7 +130,7 @@ def tokenise_records(records: Sequence[tuple[str, Record]], tokenisation: Tokeni
 
 
 def _named_counts(tokens: Sequence[Tokens], unread: Sequence[Sequence[str]], places: Sequence[str]) -> Counts:
-    """Dropped, noted and unread rows by name; `places` names each row for messages."""
+    """Numbers of dropped, noted and unread rows by name; `places` has the location of each row."""
     rows = list(zip(tokens, unread, places, strict=True))
     return Counts(
         dropped=NamedCounts.sum(NamedCounts.of([row.dropped], where) for row, _, where in rows if row.dropped),
@@ -220,7 +220,7 @@ def _tokenise(sources: Sequence[Source], tokenisation: Tokenisation, folder: Pat
 
 
 def _open_parts(sources: Sequence[Source], folder: Path, parts: list[Path]) -> Iterator[_Task]:
-    """Parts that are still to be written; appends all parts to `parts`, in order."""
+    """Yield tasks for parts that are not written yet; append the folders of all parts to `parts`, in order."""
     for source in sources:
         records = read_records(source)
         while chunk := list(islice(records, ROWS_PER_PART)):
@@ -233,14 +233,15 @@ def _open_parts(sources: Sequence[Source], folder: Path, parts: list[Path]) -> I
 
 
 def _is_large(sources: Sequence[Source]) -> bool:
-    """Whether there is more than 2 MB of raw data, which is worth the seconds that starting processes takes."""
+    """Whether there is more than 2 MB of raw data; for less, starting processes takes longer than it saves."""
     return (
-        any(source.kind == "hub" for source in sources) or sum(source.fingerprint[1] for source in sources) > 2_000_000
+        any(source.format == "hub" for source in sources)
+        or sum(source.fingerprint[1] for source in sources) > 2_000_000
     )
 
 
 _worker: list[Tokenisation] = []
-"""How this worker process tokenises; set once, when it starts."""
+"""The tokenisation of this worker process; set once, when it starts."""
 
 
 def _start_worker(tokenisation: Tokenisation) -> None:

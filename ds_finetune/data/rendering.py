@@ -1,10 +1,10 @@
 """Renders a conversation with a chat template and finds the assistant turns in the result.
 
 The texts of a turn (content, reasoning, names of called functions) are replaced by placeholders that cannot occur
-otherwise, and the conversation is rendered. Text before the placeholders is prompt; text behind them ends the turn.
-The placeholders are then replaced by the texts as they are in the row. A template that removes reasoning from past
-turns (R1's `content.split('</think>')`) or strips white space thus does not change what is supervised. The row is
-dropped where a placeholder is missing in the rendering.
+otherwise, and the conversation is rendered. Text before the placeholders is prompt; text after them ends the turn.
+The placeholders are then replaced by the texts of the row. So a template that removes reasoning from past turns (R1's
+`content.split('</think>')`) or strips white space does not change which tokens are supervised. If a placeholder is
+missing in the rendering, the row is dropped.
 """
 
 import json
@@ -61,9 +61,9 @@ class RenderedConversation:
         ]
 
     def turns(self) -> list[Turn]:
-        """The assistant turns in order; the prompt of each is everything behind the turn before.
+        """The assistant turns in order; the prompt of each is all text after the turn before it.
 
-        Without an assistant message it is one turn with a prompt alone.
+        A conversation without an assistant message is one turn that has only a prompt.
 
         UnrenderedTextError where the template leaves out a text; DataError where it fails, or changes an earlier turn.
         """
@@ -104,7 +104,7 @@ class RenderedConversation:
             raise UnrenderedTextError("text")
 
     def server_prompt(self, number: int) -> str | None:
-        """What `apply_chat_template` gives a server for the messages before `number`; None where it fails."""
+        """A server's prompt from `apply_chat_template` for the messages before `number`; None where that fails."""
         try:
             # It drops keys whose value is None: transformers 5.23, tokenization_utils_base.py:3144.
             messages = [
@@ -139,7 +139,7 @@ class RenderedConversation:
             raise template_error(self._where, broken) from broken
 
     def _after(self, done: str, rendered: str) -> str:
-        """The text of a rendering behind the turns that are done."""
+        """The text of `rendered` after `done`, the text of the turns so far."""
         _, separator, rest = rendered.partition(done) if done else ("", "", rendered)
         if separator == done:
             return rest
@@ -175,16 +175,16 @@ class RenderedConversation:
         return (ends[0], False) if ends else (len(tail.rstrip("\n")), True)
 
     def _split(self, number: int, done: str, header: str, rest: str) -> tuple[str, str]:
-        """The prompt of a turn and its body, from the rendering before the texts of the turn and the rest with them.
+        """The prompt and the body of a turn; `header` is the rendering before its texts, and `rest` what follows.
 
-        The prompt is what a server would send where the turn begins with that, and `header` elsewhere.
+        The prompt is the one that a server would send if the turn begins with that, else `header`.
         """
         message = self._messages[number]
         opened = self._after(done, self._render(self._with_placeholders[:number], opens=True)) if number else None
         is_call = not message["content"] and not message.get("reasoning_content") and message.get("tool_calls")
         written = header[len(opened) :] if opened is not None and header.startswith(opened) else ""
         if opened is not None and _THINK_END in written and _THINK_END in (message["content"] or ""):
-            # The template writes empty reasoning before an answer without any; this answer has its own.
+            # The template writes empty reasoning before an answer that has none; this answer's content has reasoning.
             header = opened
         whole = header + rest
         for prompt in (opened, *(self._call_prompts(number, done) if is_call else [header])):

@@ -1,4 +1,4 @@
-"""About how many rows data files hold, for the time left of their tokenisation."""
+"""Estimates the number of rows in data files, to show the time left of their tokenisation."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -7,30 +7,30 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ds_finetune.data.files import FileKind
+from ds_finetune.data.files import FileFormat
 from ds_finetune.data.sources import Source
 from ds_finetune.units import MIB
 
 _BY_LINE = ("jsonl", "csv")
-"""Kinds of files with a row on each line, or nearly so."""
+"""Formats with about one row per line."""
 
 
 def estimate_rows(sources: Sequence[Source]) -> int:
-    """About how many rows `sources` hold; 0 where one of them does not tell (a hub data set, a compressed file)."""
+    """Estimated number of rows in `sources`; 0 if one of them is unknown (a hub data set, a compressed file)."""
     numbers = [_estimate(source) for source in sources]
     return sum(numbers) if all(numbers) else 0
 
 
 def _estimate(source: Source) -> int:
-    """By the number of lines in the first MiB of a file, or by a Parquet file's footer."""
+    """Estimate from the lines in the first MiB of a file, or read the number in a Parquet file's footer."""
     path = Path(source.path)
-    if source.kind == "parquet":
-        # A damaged file is reported where it is read.
+    if source.format == "parquet":
+        # A damaged file is reported when its rows are read.
         with suppress(OSError, pa.ArrowException):
             return int(pq.read_metadata(path).num_rows)
         return 0
-    kind = None if source.kind == "hub" else FileKind.of(path)
-    if kind is None or kind.compression or source.kind not in _BY_LINE:
+    file_format = None if source.format == "hub" else FileFormat.of(path)
+    if file_format is None or file_format.compression or source.format not in _BY_LINE:
         return 0
     with path.open("rb") as file:
         start = file.read(MIB)

@@ -1,4 +1,4 @@
-"""Reports on the rows of a preparation, as lines: how many were dropped and why, and what to know of the others."""
+"""Reports on prepared rows, as lines: how many were dropped and why, and remarks on the others."""
 
 from collections.abc import Iterator
 
@@ -22,7 +22,7 @@ DROPPED = {
         "set data.reasoning to strip, or give a data.template that renders reasoning_content",
     ),
 }
-"""Reasons to drop a row, by name: how such rows are described, and what to do."""
+"""By name of a reason to drop a row: a description of such rows, and a hint what to do."""
 NOTED = {
     "tools": "name tools that the prompt does not contain, so the model does not see them",
     "tools_partly": "name tools of which the chat template renders only a part",
@@ -34,11 +34,11 @@ NOTED = {
     "control_keep": "contain control tokens, which stay control tokens (data.control_tokens keep)",
     "control_plain": "contain control tokens, which stay control tokens because no chat template is used",
 }
-"""Remarks on rows that are trained nevertheless, by name."""
+"""Remarks on rows that are trained, by name."""
 
 
 def dropped_row_lines(counts: Counts) -> list[str]:
-    """Reasons for which rows were dropped, with their numbers; the first two are listed even with no such row."""
+    """The reasons for which rows were dropped, with numbers of rows; the first two are listed even at zero."""
     reasons = [f"{rows:,} {DROPPED[name][0]}" for name, (rows, _) in counts.dropped.entries.items()]
     return [
         f"{counts.nothing_supervised:,} without supervised tokens",
@@ -48,7 +48,7 @@ def dropped_row_lines(counts: Counts) -> list[str]:
 
 
 def dropped_rows_hint(counts: Counts) -> str:
-    """What to do about the reason for which most rows were dropped."""
+    """A hint about the reason for which most rows were dropped."""
     entries = counts.dropped.entries
     worst = max(entries, key=lambda name: entries[name][0], default=None)
     if worst is None or entries[worst][0] < counts.nothing_supervised + counts.too_long_dropped:
@@ -57,7 +57,7 @@ def dropped_rows_hint(counts: Counts) -> str:
 
 
 def row_notes(counts: Counts) -> Iterator[str]:
-    """What a user should know of the rows before they are trained, one line each."""
+    """Lines about dropped rows, remarks and unused columns, for the user to see before training."""
     for name, (rows, first) in counts.dropped.entries.items():
         yield f"{rows:,} of {counts.read:,} rows are dropped: rows {DROPPED[name][0]}; the first is {first}"
     for name, (rows, first) in counts.noted.entries.items():
@@ -68,7 +68,7 @@ def row_notes(counts: Counts) -> Iterator[str]:
 
 
 def server_prompt_line(counts: Counts) -> str:
-    """How many rows have a prompt that differs from what a server would send.
+    """A line with the number of rows whose prompt differs from the one that a server would send.
 
     A server calls `apply_chat_template` with the messages before the answer.
     """

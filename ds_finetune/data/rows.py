@@ -15,7 +15,7 @@ Ints = NDArray[np.int32]
 class Row:
     """One row: `input_ids`, `position_ids` (0 at the start of each document) and `labels`, int32 [tokens] each.
 
-    `labels[t]` is the token after `input_ids[t]` in the same document where that is supervised, else IGNORE_INDEX.
+    `labels[t]` is the token after `input_ids[t]` in the same document if that token is supervised, else IGNORE_INDEX.
     """
 
     input_ids: Ints

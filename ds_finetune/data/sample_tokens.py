@@ -1,7 +1,7 @@
-"""Tokenises samples, with the mask of supervised tokens; `rendering` finds the turns of a conversation.
+"""Tokenises samples, with the mask of supervised tokens; rendering.py finds the turns of a conversation.
 
-Prompt and completion are tokenised separately, as a server does, so that the ids of the prompt are those that the
-model gets when it is served.
+Prompt and completion are tokenised separately, so that the ids of the prompt are those that the model gets from a
+server, which tokenises the prompt alone.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,14 +17,14 @@ from ds_finetune.data.rendering import RenderedConversation, Turn, UnrenderedTex
 from ds_finetune.errors import DataError
 
 RULES_VERSION = 2
-"""Raised when the same row becomes other tokens, so that tokens cached before are not used."""
+"""Increased when the same row would become other tokens, so that tokens in older caches are not used."""
 
 
 @dataclass(frozen=True)
 class Segment:
     """A text that is tokenised separately.
 
-    `supervised` says which of its tokens carry loss: `none`, `all`, or `turn_end` (up to its first special token).
+    `supervised` says which of its tokens carry loss: `none`, `all`, or `turn_end` (up to the first special token).
     """
 
     text: str
@@ -35,9 +35,9 @@ class Segment:
 class Tokens:
     """Token ids of a document and which of them carry loss.
 
-    `server_prompt_differs` where a prompt is not what a server would send. `dropped` is the reason for which the row
-    is left out and `notes` are its remarks, both by their names in `row_report`; `unread` are fields that nothing
-    reads.
+    `server_prompt_differs` is true if a prompt is not the one that a server would send. `dropped` is the reason for
+    which the row is left out, and `notes` are remarks on it; both are names in `row_report`. `unread` are unused
+    fields.
     """
 
     ids: list[int]
@@ -50,7 +50,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class TemplateSettings:
-    """Keys of the data section that decide about tokens; `chat_template` is None where dialogue is plain text."""
+    """Keys of the data section that affect tokens; `chat_template` is None if dialogue is tokenised as plain text."""
 
     chat_template: str | None
     train_on: str
@@ -63,8 +63,8 @@ class TemplateSettings:
 class _SampleText:
     """A sample as text: its segments, and its `Tokens` without ids and mask.
 
-    `server_prompt` is what a server would send for the last supervised answer; the segments before that answer are the
-    first `prompt_segments`. It is empty where no ids have to be compared.
+    `server_prompt` is the prompt that a server would send for the last supervised answer; empty where its ids need no
+    comparison. The first `prompt_segments` segments are those before that answer.
     """
 
     segments: tuple[Segment, ...]
@@ -191,7 +191,7 @@ class SampleTokeniser:
                 _ending(turn, is_supervised=is_supervised),
             ]
             text += turn.body + turn.ending
-        # A prompt without an answer before it is tokenised as a server does; the ids of others are compared.
+        # A prompt without an earlier answer is one segment, tokenised as by a server. The ids of others are compared.
         compared = server_prompt if not differs and prompt_segments > 1 else ""
         return _SampleText(tuple(segments), Tokens([], [], server_prompt_differs=differs), compared, prompt_segments)
 
@@ -219,13 +219,13 @@ class SampleTokeniser:
     def _supervised_mask(self, segment: Segment, ids: list[int], where: str) -> list[bool]:
         if segment.supervised != "turn_end":
             return [segment.supervised == "all"] * len(ids)
-        end = next((place for place, token in enumerate(ids) if token in self._special), None)
+        end = next((index for index, token in enumerate(ids) if token in self._special), None)
         if segment.text and end is None:
             raise DataError(
                 f"{where}: the chat template ends an assistant turn with {segment.text!r}, which has no special token",
                 hint="a model trained on it would never stop; give a template that ends turns with the eos token",
             )
-        return [end is not None and place <= end for place in range(len(ids))]
+        return [end is not None and index <= end for index in range(len(ids))]
 
 
 def _ending(turn: Turn, *, is_supervised: bool) -> Segment:
@@ -233,7 +233,7 @@ def _ending(turn: Turn, *, is_supervised: bool) -> Segment:
 
 
 def _unread_fields(conversation: Conversation, template: ChatTemplate) -> list[str]:
-    """Fields of messages that the template does not render, as lines; the template gets them nevertheless."""
+    """Fields of messages that the template gets but does not render, as texts for the report."""
     present = {
         f"{message['role']}.{key}"
         for message in conversation.messages

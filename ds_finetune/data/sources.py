@@ -1,10 +1,10 @@
-"""Finds the files and hub data sets that a run file names, and the split of each that is read."""
+"""Finds the files and hub data sets that a run file names, and chooses the split to read of each."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_finetune.data.files import FileKind, Record, known_endings, read_file
+from ds_finetune.data.files import FileFormat, Record, known_endings, read_file
 from ds_finetune.data.hub import read_hub
 from ds_finetune.data.splits import DEFAULT_SPLITS, split_of_file
 from ds_finetune.errors import DataError
@@ -14,13 +14,15 @@ __all__ = ["Record", "Source", "find_sources", "read_records"]
 
 @dataclass(frozen=True)
 class Source:
-    """One file of a known kind, or a hub data set with its subset and split; `purpose` is `train` or `eval`.
+    """One file, or a hub data set with its subset and split; `purpose` is `train` or `eval`.
+
+    `format` is a value of `files.FORMATS`, or `hub`.
 
     `note` says which split of a folder is read and how many of its files; it is the same for all files of the folder.
     """
 
     path: str
-    kind: str
+    format: str
     subset: str = ""
     split: str = ""
     purpose: str = "train"
@@ -28,8 +30,8 @@ class Source:
 
     @property
     def fingerprint(self) -> tuple[str, int, int]:
-        """Path, size in bytes and modification time of a file, which change with its content."""
-        if self.kind == "hub":
+        """Path, size and modification time of a file; for the hub: id, subset and split, then 0, 0."""
+        if self.format == "hub":
             return f"{self.path}:{self.subset}:{self.split or DEFAULT_SPLITS[self.purpose]}", 0, 0
         stat = Path(self.path).stat()
         return str(Path(self.path).resolve()), stat.st_size, stat.st_mtime_ns
@@ -38,22 +40,22 @@ class Source:
 def find_sources(paths: Sequence[str], *, purpose: str = "train") -> list[Source]:
     """The sources that `paths` name, in a stable order; folders are searched.
 
-    A path may end in `:split`, and a hub id in `:subset:split`. Where no split is named, it is the training split or
-    the held-out one, by `purpose`. DataError for what is missing, empty or of no known kind.
+    A path may end in `:split`, and a hub id in `:subset:split`. Where no split is named, the training
+    or the held-out one is read, by `purpose`. DataError for files that are missing, empty or of an unknown format.
     """
     sources = [source for path in paths for source in _expand(path, purpose)]
     for source in sources:
-        if source.kind != "hub" and Path(source.path).stat().st_size == 0:
+        if source.format != "hub" and Path(source.path).stat().st_size == 0:
             raise DataError(f"data file `{source.path}` is empty", hint="write at least one row, or leave it out")
     return sources
 
 
 def read_records(source: Source) -> Iterator[tuple[str, Record]]:
-    """Records of a source, each with its place (`file line 7`) for messages."""
-    if source.kind == "hub":
+    """Records of a source, each with its location (`file line 7`) for messages."""
+    if source.format == "hub":
         yield from read_hub(source.path, source.subset, source.split, purpose=source.purpose)
     else:
-        yield from read_file(source.path, source.kind)
+        yield from read_file(source.path, source.format)
 
 
 def _expand(path: str, purpose: str) -> Iterator[Source]:
@@ -62,15 +64,15 @@ def _expand(path: str, purpose: str) -> Iterator[Source]:
     if file.is_dir():
         yield from _files_of(base, _single_split(names, path), purpose)
     elif file.is_file():
-        kind = FileKind.of(file)
+        file_format = FileFormat.of(file)
         if names:
             raise DataError(f"data file `{base}` has no split `{':'.join(names)}`", hint="name the file alone")
-        if kind is None:
+        if file_format is None:
             raise DataError(
                 f"data file `{path}` ends in `{''.join(file.suffixes[-2:])}`", hint=f"known endings: {known_endings()}"
             )
-        yield Source(path, kind.kind, purpose=purpose)
-    elif FileKind.of(file) or base.startswith((".", "/", "~")) or base.count("/") != 1:
+        yield Source(path, file_format.name, purpose=purpose)
+    elif FileFormat.of(file) or base.startswith((".", "/", "~")) or base.count("/") != 1:
         raise DataError(
             f"data file `{base}` does not exist",
             hint="check data.train and data.eval; paths are relative to the working directory",
@@ -90,47 +92,54 @@ def _single_split(names: Sequence[str], path: str) -> str:
 def _hub_source(path: str, names: Sequence[str], purpose: str) -> Source:
     if len(names) > 2 or not all(names):
         raise DataError(
-            f"data `{':'.join((path, *names))}` is not a data set", hint="write `id`, `id:split` or `id:subset:split`"
+            f"data `{':'.join((path, *names))}` is not a valid data set name",
+            hint="write `id`, `id:split` or `id:subset:split`",
         )
     subset, split = ("", *names)[-2:] if names else ("", "")
     return Source(path, "hub", subset, split, purpose)
 
 
 def _files_of(path: str, split: str, purpose: str) -> Iterator[Source]:
-    """The files of a folder; those of one split where file names name splits."""
+    """The files of a folder; only those of one split if file names contain splits."""
     folder = Path(path)
-    kinds = {
-        file: kind for file in sorted(folder.rglob("*")) if (kind := FileKind.of(file)) is not None and file.is_file()
+    formats = {
+        file: found
+        for file in sorted(folder.rglob("*"))
+        if (found := FileFormat.of(file)) is not None and file.is_file()
     }
-    if not kinds:
+    if not formats:
         raise DataError(
             f"data folder `{path}` has no file that ends in {known_endings()}", hint="name a folder with data files"
         )
-    splits = {file: split_of_file(file.relative_to(folder)) for file in kinds}
+    splits = {file: split_of_file(file.relative_to(folder)) for file in formats}
     chosen = split or _choose_split(purpose, list(splits.values()), path)
-    files = [file for file in kinds if not chosen or splits[file] == chosen]
+    files = [file for file in formats if not chosen or splits[file] == chosen]
     if not files:
         raise DataError(
-            f"data folder `{path}` has no split `{chosen}`", hint=f"its splits are {_split_names(splits.values())}"
+            f"data folder `{path}` has no split `{chosen}`", hint=f"its splits: {_split_names(splits.values())}"
         )
-    named = {kinds[file].kind for file in files}
-    if len(named) > 1:
+    mixed = {formats[file].name for file in files}
+    if len(mixed) > 1:
         raise DataError(
-            f"data folder `{path}` mixes {' and '.join(sorted(named))} files", hint="name the files themselves"
+            f"data folder `{path}` mixes {' and '.join(sorted(mixed))} files", hint="name the files themselves"
         )
-    is_part = len(files) < len(kinds)
-    note = f"data.{purpose} `{path}`: split {chosen} is read, {len(files)} of {len(kinds)} files" if is_part else ""
-    yield from (Source(str(file), kinds[file].kind, split=chosen, purpose=purpose, note=note) for file in files)
+    is_part = len(files) < len(formats)
+    note = f"data.{purpose} `{path}`: split {chosen} is read, {len(files)} of {len(formats)} files" if is_part else ""
+    yield from (Source(str(file), formats[file].name, split=chosen, purpose=purpose, note=note) for file in files)
 
 
 def _choose_split(purpose: str, splits: Sequence[str], path: str) -> str:
-    """The split to read for `purpose`; empty for all files, where no name names a split, or all name that one."""
+    """The split to read for `purpose`.
+
+    Empty: read all files, since no file name contains a split or all contain the wanted one.
+    """
     named, fitting = {split for split in splits if split}, DEFAULT_SPLITS[purpose]
     if not named or named == {fitting[0]} or ("" in splits and len(named) == 1 and named <= set(fitting)):
         return ""
     if "" in splits:
         raise DataError(
-            f"data folder `{path}` has files of {_split_names(named)}, and {splits.count('')} files of no split",
+            f"data folder `{path}` has files of {_split_names(named)}, "
+            f"and {splits.count('')} files whose names contain no split",
             hint="name the files themselves, or one split after a colon",
         )
     chosen = next((split for split in fitting if split in named), "")
@@ -144,4 +153,4 @@ def _choose_split(purpose: str, splits: Sequence[str], path: str) -> str:
 
 
 def _split_names(splits: Iterable[str]) -> str:
-    return ", ".join(sorted({split for split in splits if split})) or "not named"
+    return ", ".join(sorted({split for split in splits if split})) or "none, since no file name contains a split"

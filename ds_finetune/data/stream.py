@@ -1,4 +1,4 @@
-"""Streaming: rows are read and tokenised while training, and nothing is prepared before it."""
+"""Streaming: reads and tokenises rows during training, instead of preparing them before it."""
 
 import json
 from collections.abc import Iterator
@@ -23,14 +23,14 @@ from ds_finetune.errors import DataError
 START = Position(0, 0)
 """The position before the first row."""
 RECORDS_AT_A_TIME = 1000
-"""Size of a chunk: records that are tokenised, packed and shuffled together, and that a rank has in memory."""
+"""Size of a chunk: the records that a rank holds in memory, and tokenises, packs and shuffles together."""
 SAMPLED_RECORDS = 16
-"""Records that are tokenised before the run, for its report."""
+"""Number of records that are tokenised before the run, for its report."""
 
 
 @dataclass(frozen=True)
 class StreamedRows:
-    """Sources, and how their records are tokenised."""
+    """Training rows that are streamed from `sources`, and how their records are tokenised."""
 
     sources: list[Source]
     tokenisation: Tokenisation
@@ -56,7 +56,7 @@ class StreamedRows:
         return f"{json.dumps(sources)}, {xxhash.xxh3_64_hexdigest(text.encode())}"
 
     def summary(self) -> str:
-        """What is streamed, as one line."""
+        """One line about the stream."""
         return f"streamed from {len(self.sources)} sources, {RECORDS_AT_A_TIME:,} records at a time on each rank"
 
     @property
@@ -81,7 +81,7 @@ def streaming_batches(
 
     Rank r takes records r, r + dp, ... of each pass over the sources, and shuffles the rows of each chunk of
     `RECORDS_AT_A_TIME` records by (seed, pass, chunk). Unlike batches of prepared rows, these depend on dp. `start` is
-    the position after the last batch of the run that is resumed; records before it are read again, but not tokenised.
+    the position after the last batch before a resume; records before it are read again, but not tokenised.
     """
     mine = _my_rows(rows, plan, start)
     share = plan.global_batch_size // plan.dp

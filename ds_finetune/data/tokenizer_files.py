@@ -1,4 +1,4 @@
-"""Loads the tokenizer of a folder, and checks that it makes the tokens of its tokenizer.json."""
+"""Loads the tokenizer of a folder, and checks that it makes the same tokens as its tokenizer.json."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ _PROBES = {
     "white space": " a  b   c\t\td\r\n\r\n\n\n e \u00a0\u3000f  ",
     "emoji": "🙂👩‍👩‍👧‍👦🇩🇪 ok👍🏽",
 }
-"""Texts that two tokenizers encode differently if their normalisation or their splitting into words differs."""
+"""Texts that two tokenizers encode differently if they normalise text or split it into words differently."""
 _SHOWN_TOKENS = 12
 
 
@@ -39,7 +39,7 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     _check_tokens(tokenizer, Path(folder) / "tokenizer.json")
     settings = Path(folder) / "tokenizer_config.json"
     if settings.is_file() and json.loads(settings.read_text(encoding="utf-8")).get("add_bos_token"):
-        # transformers 5.23 ignores `add_bos_token` beside a plain tokenizer.json and would put no BOS before a prompt.
+        # transformers 5.23 ignores `add_bos_token` next to a plain tokenizer.json, and would add no BOS to a prompt.
         tokenizer.add_bos_token = True
     return tokenizer
 
@@ -47,7 +47,7 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
 def _check_tokens(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
     """DataError where the class that transformers chose makes other tokens than `tokenizer.json`.
 
-    Beside a qwen2 config, transformers 5.23 uses Qwen2Tokenizer whatever class tokenizer_config.json names
+    For a qwen2 config, transformers 5.23 uses Qwen2Tokenizer whatever class tokenizer_config.json names
     (models/auto/tokenization_auto.py:421, 863-897), and only the vocabulary and merges of tokenizer.json.
     """
     if not path.is_file():

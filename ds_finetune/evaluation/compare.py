@@ -11,7 +11,7 @@ from ds_finetune.evaluation.model_scores import Scores
 RESAMPLES = 2000
 METHOD = f"paired bootstrap over documents: {RESAMPLES} resamples with seed 0, 2.5th and 97.5th percentile"
 _CELLS_AT_ONCE = 2**24
-"""Most documents x resamples whose counts are in memory at a time."""
+"""Largest number of documents x resamples whose counts are in memory at a time."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Metric:
 def compare(scores: Scores, baseline: Scores | None) -> dict[str, Metric]:
     """Metrics by name: `loss` (nats per supervised token), `perplexity`, `token_accuracy` and `exact_match`.
 
-    `exact_match` is there only where answers were generated.
+    `exact_match` is included only if answers were generated.
     """
     if baseline is not None:
         assert np.array_equal(scores.tokens, baseline.tokens), "not the same documents"
@@ -64,7 +64,7 @@ def _resample(scores: Scores, baseline: Scores | None) -> Mapping[str, NDArray[n
 
 
 def _draws(documents: int) -> Iterator[NDArray[np.float64]]:
-    """How often each resample draws each document, [resamples, documents], a part of the resamples at a time."""
+    """How often each resample draws each document, [resamples, documents]; yields some resamples at a time."""
     rng = np.random.default_rng(0)
     left, most = RESAMPLES, max(1, _CELLS_AT_ONCE // documents)
     while left:

@@ -23,9 +23,10 @@ from ds_finetune.model.build import resolve_folder
 
 @dataclass(frozen=True)
 class EvalRequest:
-    """What is scored and how.
+    """The models and data to score, and how.
 
-    With `extract`, the name of an extractor, answers of at most `max_new_tokens` are generated and compared.
+    `extract` is the name of an extractor. With it, answers of at most `max_new_tokens` tokens are generated, and their
+    extracts compared with those of the rows' answers.
     """
 
     model: str
@@ -40,7 +41,7 @@ class EvalRequest:
 
 @dataclass(frozen=True)
 class EvalReport:
-    """Metrics by name, and the models, documents and supervised tokens that they are of."""
+    """Metrics by name, with the models and the numbers of documents and supervised tokens behind them."""
 
     model: str
     baseline: str | None
@@ -106,7 +107,7 @@ def _documents(
 def _check_same_tokens(
     folder: Path, base: Path, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document]
 ) -> list[str]:
-    """DataError where token ids have another meaning for the baseline; a line where it has no tokenizer to compare."""
+    """Check that token ids mean the same to the baseline, else DataError; a note where it has no tokenizer."""
     size = int(AutoConfig.from_pretrained(base, trust_remote_code=False).vocab_size)
     largest = max(max(document.ids) for document in documents)
     if largest >= size:
@@ -130,7 +131,7 @@ def _check_same_tokens(
 
 
 def _references(extract: str, documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase) -> list[object]:
-    """What `extract` extracts from the answers of the rows; DataError where it extracts nothing."""
+    """The answers that `extract` finds in the rows' own answers; DataError where it finds none in a row."""
     references = [
         EXTRACTORS[extract](tokenizer.decode(document.answer, skip_special_tokens=True)) for document in documents
     ]

@@ -1,4 +1,4 @@
-"""Extractors: functions that find the answer in a text, or return None where there is none."""
+"""Extractors: functions that return the answer in a text, or None if there is none."""
 
 import json
 import re
@@ -12,28 +12,31 @@ _CHOICE_FIRST = re.compile(r"[*(\[]*([A-Z])(?:[)\].:*,\s]|$)")
 
 
 def gsm8k(text: str) -> str | None:
-    """The number behind the last `####`, the form of answers in GSM8K (Cobbe et al., arXiv 2110.14168).
+    """The number after the last `####`, the form of answers in GSM8K (Cobbe et al., arXiv 2110.14168).
 
     `$`, commas and zeros at the end of decimals are removed.
     """
     matches = _GSM8K.findall(text)
     if not matches:
         return None
-    before, behind, digits = matches[-1]
-    whole, _, fraction = digits.replace(",", "").partition(".")
-    sign = "-" if "-" in (before, behind) else ""
-    return sign + (whole.lstrip("0") or "0") + (f".{fraction.rstrip('0')}" if fraction.rstrip("0") else "")
+    sign_before, sign_after, digits = matches[-1]
+    integer, _, fraction = digits.replace(",", "").partition(".")
+    sign = "-" if "-" in (sign_before, sign_after) else ""
+    return sign + (integer.lstrip("0") or "0") + (f".{fraction.rstrip('0')}" if fraction.rstrip("0") else "")
 
 
 def choice(text: str) -> str | None:
-    """A capital letter: behind the last `answer`, `answer is` or `answer:`, else at the beginning of the text."""
+    """The letter of a multiple-choice answer.
+
+    It follows the last `answer`, `answer is` or `answer:`; without one, the text begins with it.
+    """
     stated = _CHOICE_STATED.findall(text)
     first = _CHOICE_FIRST.match(text.strip())
     return stated[-1] if stated else first[1] if first else None
 
 
 def json_value(text: str) -> str | None:
-    """The first JSON object or array of the text, written with sorted keys and one kind of white space."""
+    """The first JSON object or array of the text, with sorted keys and normalised white space."""
     decoder = json.JSONDecoder()
     for begin in (match.start() for match in re.finditer(r"[{\[]", text)):
         try:
@@ -45,7 +48,7 @@ def json_value(text: str) -> str | None:
 
 
 def plain_text(text: str) -> str:
-    """The text, with each run of white space as one space."""
+    """The text, with each run of white space replaced by one space."""
     return " ".join(text.split())
 
 

@@ -1,4 +1,4 @@
-"""Runs tasks of lm-evaluation-harness, which is optional, on a model and its baseline."""
+"""Runs tasks of lm-evaluation-harness, an optional package, on a model and its baseline."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
@@ -17,7 +17,7 @@ def run_tasks(
 ) -> dict[str, Metric]:
     """The metrics that have a standard error, by the name `task/metric,filter`; ConfigError without lm_eval.
 
-    A task is the name of one in lm_eval, or the configuration of one.
+    Each of `tasks` is the name of an lm_eval task, or the configuration of a task.
     """
     if find_spec("lm_eval") is None:
         raise ConfigError(
@@ -38,7 +38,7 @@ def _results(model: str, tasks: Sequence[str | dict[str, Any]], limit: int | Non
     import torch
     from lm_eval import simple_evaluate
 
-    # Without a device lm_eval 0.4.13 takes `cuda`, also on a host without GPUs.
+    # If no device is named, lm_eval 0.4.13 takes `cuda`, even on a host without GPUs.
     device = "cuda" if torch.cuda.is_available() else "cpu"
     arguments = {"pretrained": str(resolve_folder(model)), "dtype": "auto"}
     results = simple_evaluate(
@@ -59,6 +59,6 @@ def _with_errors(values: Mapping[str, Any]) -> Iterator[tuple[str, tuple[float, 
 
 
 def _metric(value: float, error: float, baseline: tuple[float, float] | None) -> Metric:
-    middle, wide = (value, error) if baseline is None else (value - baseline[0], (error**2 + baseline[1] ** 2) ** 0.5)
-    interval = (middle - _Z * wide, middle + _Z * wide)
-    return Metric(value, None if baseline is None else baseline[0], None if baseline is None else middle, interval)
+    center, spread = (value, error) if baseline is None else (value - baseline[0], (error**2 + baseline[1] ** 2) ** 0.5)
+    interval = (center - _Z * spread, center + _Z * spread)
+    return Metric(value, None if baseline is None else baseline[0], None if baseline is None else center, interval)

@@ -18,9 +18,9 @@ Sums = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Document:
-    """Token ids of a document, and the mask of supervised ones.
+    """Token ids of a document, with a mask that is true for supervised tokens.
 
-    `answer` are the ids of its last supervised span, `prompt` those before it.
+    `answer` has the ids of its last supervised span, and `prompt` all ids before that span.
     """
 
     ids: list[int]
@@ -33,8 +33,8 @@ class Document:
 class Scores:
     """Sums over the supervised tokens of each document, [documents] each.
 
-    `loss` is in nats, `tokens` are counted, `correct` are tokens that the model predicts. `exact` is 1 where the
-    generated answer is right; None where no answers were generated.
+    `loss` is in nats, `tokens` is the number of tokens, and `correct` the number that the model predicts. `exact` is 1
+    where the generated answer is right, else 0; None if no answers were generated.
     """
 
     loss: Sums
@@ -51,7 +51,7 @@ def load_model(folder: Path) -> PreTrainedModel:
 
 
 def score_documents(model: PreTrainedModel, documents: Sequence[Document], *, batch_tokens: int) -> Scores:
-    """Scores of each document, from forwards of at most `batch_tokens` tokens; a longer document is alone in one.
+    """Scores of each document, from forwards of at most `batch_tokens` tokens; a longer document has a forward alone.
 
     Documents are padded on the right.
     """
@@ -112,9 +112,9 @@ def generate_answers(
 
 
 def length_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Indices of sequences of similar lengths, longest first, with rows x longest at most `batch_tokens`.
+    """Batches of indices of sequences of similar length, longest first; rows x longest is at most `batch_tokens`.
 
-    A sequence that is longer is alone.
+    A sequence that is longer than `batch_tokens` has a batch alone.
     """
     batch: list[int] = []
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):

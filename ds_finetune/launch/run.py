@@ -39,7 +39,7 @@ from ds_finetune.launch.process_tags import log_name, logs_folder
 from ds_finetune.launch.remote import Remote
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.process_messages import decode, without_token
-from ds_finetune.watchdog.process_death import FOLDER
+from ds_finetune.watchdog.death_cause import FOLDER
 from ds_finetune.world import World
 
 Say = Callable[[str], None]

@@ -1,1 +1,1 @@
-"""Compares the layouts of this program with a plain PyTorch loop, on tiny models, these machines and these versions."""
+"""Compares this program's layouts of ranks with a plain PyTorch loop, on tiny models and the machines it runs on."""

@@ -1,5 +1,6 @@
-"""Ways of taking the same optimizer step, the tiny models and samples that they train on, and the rows that each layout
-makes of the samples.
+"""Cells: settings under which the same optimizer step is taken; with the tiny models and samples that they train on.
+
+A cell names a model family, ZeRO stage, precision, parallel sizes and so on. All cells must give the same results.
 """
 
 import math
@@ -24,12 +25,12 @@ TINY_MODELS: Mapping[str, dict[str, Any]] = {
     if family.tiny_models is not None
     for name, config in {family.model_type: family.tiny_models.config, **family.tiny_models.variants}.items()
 }
-"""Trees of config.json by name: a model type, or a variant of one."""
+"""The contents of config.json by name: a model type, or a variant of one."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One way of taking the same optimizer step."""
+    """The settings of one way to take the optimizer step."""
 
     family: str
     stage: int
@@ -50,7 +51,7 @@ class Cell:
 
     @property
     def layout(self) -> str:
-        """Axes beside data parallelism."""
+        """A text of the parallel sizes other than data parallelism, e.g. `pp 2 x tp 2`; `dp` for none."""
         return (
             " x ".join(f"{axis} {getattr(self, axis)}" for axis in ("pp", "sp", "tp", "ep") if getattr(self, axis) > 1)
             or "dp"
@@ -104,7 +105,7 @@ def samples() -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def rows(packing: bool) -> list[Row]:
-    """The samples one to a row, or several to a row with positions that start again."""
+    """One sample per row, or with `packing` several samples per row, each of which starts at position 0."""
     bins: list[list[tuple[np.ndarray, np.ndarray]]] = []
     for document in samples():
         if not packing or not bins or sum(len(ids) for ids, _ in bins[-1]) + len(document[0]) > ROW_LEN:
@@ -120,8 +121,9 @@ def _row(documents: list[tuple[np.ndarray, np.ndarray]]) -> Row:
 
 
 def run_tree(cell: Cell, model: Path, out: Path, *, dp: int) -> dict[str, Any]:
-    """The run file of a cell on ranks that split the batch into `dp` parts; one optimizer step has all samples, and
-    empty rows to fill it.
+    """The run file of a cell with data parallel size `dp`.
+
+    One optimizer step has all samples, and empty rows where the batch is larger.
     """
     share = dp * cell.accumulation
     size = -(-(PACKED_ROWS if cell.packing else SAMPLES) // share)

@@ -35,7 +35,7 @@ from ds_finetune.world import World
 
 _FEW_STEPS = 3
 _LONG_RUN = 2e-4
-"""Limit of the difference in loss over more than a few steps, in which rounding errors grow."""
+"""Limit of the difference in loss over more than _FEW_STEPS steps, because rounding errors grow."""
 _EXACT = {"loss": 1e-5, "gradient": 1e-4, "norm": 1e-4, "resume": 1e-5, "export": 1e-5, "answers": 0.0}
 _ROUNDED = {"loss": 1.5e-2, "norm": 2e-2, "resume": 1e-3, "export": 1.5e-2}
 """In 16 bits, rounding of weights changes the third digit of a loss; a missing gradient would change the second."""
@@ -43,10 +43,10 @@ _ROUNDED = {"loss": 1.5e-2, "norm": 2e-2, "resume": 1e-3, "export": 1.5e-2}
 
 @dataclass(frozen=True)
 class LayoutComparison:
-    """How far a layout differs from the reference loop, and the limits.
+    """The differences between a layout and the reference loop, and their limits, by name.
 
-    `loss` (the largest of all steps), `resume` and `export` are in nats, `gradient` and `norm` are relative, `answers`
-    is the number that differ.
+    `loss` (the largest of all steps), `resume` and `export` are in nats. `gradient` and `norm` are relative. `answers`
+    is the number of answers that differ.
     """
 
     differences: dict[str, float]
@@ -54,11 +54,11 @@ class LayoutComparison:
 
     @property
     def is_equal(self) -> bool:
-        """Whether no difference is above its limit; NaN is above any."""
+        """Whether no difference is above its limit; NaN counts as above."""
         return all(self.differences[name] <= limit for name, limit in self.limits.items())
 
     def text(self) -> str:
-        """All differences in one line, with the limits that are exceeded."""
+        """All differences in one line, with limits where they are exceeded."""
         limits = {
             name: "" if self.differences[name] <= limit else f" (limit {limit:.0e})"
             for name, limit in self.limits.items()
@@ -67,7 +67,7 @@ class LayoutComparison:
 
 
 def write_model(config: PretrainedConfig, folder: Path) -> None:
-    """Write a model of `config` with random weights to `folder`, the same on every machine."""
+    """Write a model of `config` to `folder`; its random weights are the same on every machine."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
         AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
@@ -101,12 +101,13 @@ def compare_layout(
 
 
 def _ignore(_: str) -> None:
-    """Notes on compiled ops, which were printed before the first layout."""
+    """Drop notes on compiled ops, which were printed before the first layout."""
 
 
 def compare_steps(reference: Steps, steps: Steps, resumed: Steps, export: float) -> LayoutComparison:
-    """The differences between `steps` and the `reference`, between steps `resumed` after the first and the same steps
-    uninterrupted; `export` is the difference between the losses of model and export.
+    """Compare `steps` with the `reference`, and the steps `resumed` after the first with the same uninterrupted steps.
+
+    `export` is the difference between the losses of the model and of its export.
     """
     differences = {
         "loss": _largest_difference(steps.losses, reference.losses),
@@ -138,7 +139,7 @@ def _largest_difference(values: list[float], reference: list[float]) -> float:
 
 
 def _largest(values: Iterable[float]) -> float:
-    """The largest value, NaN where there is one."""
+    """The largest value; NaN if any value is NaN."""
     return float(torch.tensor([*values], dtype=torch.float64).max())
 
 
@@ -162,7 +163,7 @@ def _steps_with_checkpoint(engine: Engine, folder: Path, steps: int) -> Steps:
 
 
 def _steps_after_resume(engine: Engine, folder: Path, steps: int) -> Steps:
-    """Take the steps after the first from the checkpoint."""
+    """Restore the checkpoint after the first step, and take the steps that follow."""
     place = open_checkpoint_folder(folder, rank=engine.plan.world.rank, node_local=False)
     checkpoint = newest_checkpoint(place, folder)
     assert checkpoint is not None

@@ -21,8 +21,10 @@ LIMITS = GenerationLimits(max_new_tokens=6, stop_ids=[1], pad_id=0)
 
 @dataclass
 class Steps:
-    """Results of some optimizer steps: the loss and the gradient norm before clipping of each, the clipped gradients
-    of the first (fp32 on the CPU), and greedy answers to `PROMPTS` after the last.
+    """Results of some optimizer steps.
+
+    Each step has a loss and a gradient norm before clipping. `gradients` are those of the first step after clipping
+    (fp32 on the CPU), and `answers` greedy answers to `PROMPTS` after the last step.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -39,7 +41,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 def reference_loop(
     folder: Path, *, steps: int, max_grad_norm: float = 0.0, optimizer: Callable[[nn.Module], Any] = adamw
 ) -> Steps:
-    """Steps on all samples with the model that transformers loads from `folder`."""
+    """Take steps on all samples with the model that transformers loads from `folder`."""
     return reference_steps(
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False),
         steps,
@@ -49,7 +51,7 @@ def reference_loop(
 
 
 def reference_steps(model: nn.Module, steps: int, max_grad_norm: float, optimizer: Callable[[nn.Module], Any]) -> Steps:
-    """Steps on all samples, one unpadded sample at a time, with the logits of transformers and the loss of torch."""
+    """Take steps on all samples, one unpadded sample per forward, with transformers' logits and torch's loss."""
     model.train()
     optim = optimizer(model)
     supervised = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in samples())

@@ -1,5 +1,6 @@
-"""`ds-finetune selftest`: compares the layouts of a run, or a standard set, with a plain PyTorch loop on the ranks it
-runs on, or starts these ranks first.
+"""`ds-finetune selftest`: compares the layout of a run, or a standard set of layouts, with a plain PyTorch loop.
+
+`start_world` starts the ranks, and `selftest` runs on each of them.
 """
 
 import copy
@@ -49,9 +50,9 @@ _DERIVED = (
     "bf16",
     "fp16",
 )
-"""Keys of a DeepSpeed configuration that follow from the run file's numbers; the tiny run has other numbers."""
+"""Keys of a DeepSpeed configuration that are derived from the run file; the tiny run derives its own values."""
 _ROUNDING = ("communication_data_type", "data_types")
-"""Keys that change rounding on purpose."""
+"""Keys whose purpose is to change rounding; they are left out."""
 _SMALL = {
     "stage3_param_persistence_threshold": 40,
     "reduce_bucket_size": 20_000,
@@ -72,8 +73,10 @@ _ACCUMULATION = 2
 
 @dataclass(frozen=True)
 class LayoutCase:
-    """A layout to compare with the reference loop: its tiny model, before it is enlarged for the parallel sizes, and
-    the run file without the model's path.
+    """A layout to compare with the reference loop.
+
+    `model` is its tiny model before it is enlarged for the parallel sizes, and `tree` the run file without the model's
+    path.
     """
 
     name: str
@@ -83,8 +86,9 @@ class LayoutCase:
 
 @dataclass(frozen=True)
 class Extent:
-    """How much is compared: optimizer steps of each layout, and the families of the standard set, of which the first
-    is compared in every layout.
+    """How much to compare: the optimizer steps per layout, and the families of the standard set.
+
+    The first family is compared in every layout.
     """
 
     steps: int = 3
@@ -97,10 +101,9 @@ class Extent:
 
 
 def start_world(arguments: list[str], config: RunConfig | None, *, nproc: int, hostfile: str | None) -> int:
-    """Run `ds-finetune selftest` with `arguments` in `nproc` processes here, or on the hosts of `hostfile`; returns the
-    exit code.
+    """Run `ds-finetune selftest` with `arguments` in `nproc` processes on this machine, or on the hosts of `hostfile`.
 
-    Errors in the run file are reported before anything is started.
+    Returns the exit code. Without a hostfile, errors in the run file are reported before a process is started.
     """
     if hostfile is not None:
         if not Path(hostfile).is_file():
@@ -155,7 +158,7 @@ def selftest(config: RunConfig | None, extent: Extent, *, say: Say) -> None:
         for number, case in enumerate(cases):
             wrong += not _is_equal(case, world, device, folder / str(number), extent.steps, say)
             if number == 0:
-                # ZeRO-3 collects garbage at each start; this excludes everything imported so far.
+                # ZeRO-3 collects garbage at each start. Exclude all objects so far, to make that faster.
                 gc.freeze()
     if world.rank == 0:
         right, seconds = len(cases) - wrong, time.monotonic() - began
@@ -196,8 +199,10 @@ def _run_file(case: LayoutCase, model_folder: Path, folder: Path) -> RunConfig:
 
 
 def _standard_cases(world_size: int, families: Sequence[str], device: str) -> list[LayoutCase]:
-    """Data parallelism at every ZeRO stage, and the tested combinations that fit `world_size` ranks with two ranks per
-    axis, in fp32; two stages also in bf16, and on GPUs in fp16.
+    """The standard set: data parallelism at every ZeRO stage, and the tested combinations of parallel axes, in fp32.
+
+    Each axis of a combination has two ranks; combinations that do not fit `world_size` ranks are left out. Two ZeRO
+    stages are compared in bf16 too, and on GPUs in fp16.
     """
     unknown = [family for family in families if family not in TINY_MODELS]
     if unknown:
@@ -226,8 +231,9 @@ def _case(cell: Cell, world_size: int) -> LayoutCase:
 
 
 def _cases_of_run(config: RunConfig, world: World) -> list[LayoutCase]:
-    """The layout of a run, with a tiny model of its family and structure: in fp32, in which gradients can be compared,
-    and in its own precision.
+    """The layout of a run with a tiny model of its family and structure, in fp32 and in the run's precision.
+
+    Gradients can only be compared in fp32.
     """
     if config.lora is not None:
         raise ConfigError(
@@ -266,9 +272,7 @@ def _cases_of_run(config: RunConfig, world: World) -> list[LayoutCase]:
 
 
 def _tiny_model_like(hub: PretrainedConfig, family: str) -> PretrainedConfig:
-    """The tiny model of a family with the structure of `hub`: tied or not, biases, latent queries, routing, a padding
-    row.
-    """
+    """The tiny model of a family, with the structure of `hub`: ties, biases, latent queries, routing, padding."""
     tiny = hf_config(family)
     for name in _STRUCTURE:
         if hasattr(hub, name):
@@ -280,8 +284,9 @@ def _tiny_model_like(hub: PretrainedConfig, family: str) -> PretrainedConfig:
 
 
 def _scale_choices(choices: dict[str, Any]) -> dict[str, Any]:
-    """A run's DeepSpeed choices with buckets and thresholds of the tiny model's size: with those of a real model all
-    tensors would fit in one bucket.
+    """A run's DeepSpeed choices, with small buckets and thresholds.
+
+    With those of a real model, all tensors of the tiny model would fit in one bucket.
     """
     zero = (choices.get("zero_optimization") or {}) | _SMALL
     return {key: value for key, value in choices.items() if key not in _ROUNDING} | {"zero_optimization": zero}
@@ -289,7 +294,7 @@ def _scale_choices(choices: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _shared_folder(world: World) -> Iterator[Path]:
-    """A new folder for all ranks: with several hosts it lies in the working directory, which they have to share."""
+    """A new folder for all ranks; with several hosts it is in the working directory, which the hosts must share."""
     is_one_host = world.local_world_size == world.world_size
     mine = tempfile.mkdtemp(prefix="selftest-", dir=None if is_one_host else Path.cwd()) if world.rank == 0 else ""
     folder = Path(all_gather_object(mine)[0])

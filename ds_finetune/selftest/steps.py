@@ -1,4 +1,4 @@
-"""Optimizer steps of an engine on the samples, and their gradients."""
+"""Takes optimizer steps of an engine on the samples, and reads their gradients."""
 
 import itertools
 from collections.abc import Iterator
@@ -30,8 +30,9 @@ def batch_plan(plan: Plan) -> BatchPlan:
 
 
 def take_steps(engine: Engine, steps: int) -> Iterator[Steps]:
-    """Take steps on all samples; yields the results so far after each. Gradients of the first step are read for AdamW
-    in fp32, answers are generated after the last.
+    """Take steps on all samples, and yield the results so far after each step.
+
+    Gradients of the first step are read only for AdamW in fp32. Answers are generated after the last step.
     """
     plan, results = engine.plan, Steps()
     for step in range(steps):
@@ -60,8 +61,9 @@ def _whole_batch(plan: Plan) -> Batch:
 
 
 def first_moments(engine: Engine) -> dict[str, torch.Tensor]:
-    """Adam's first moment of each trained parameter by name, fp32 on the CPU; complete on the first rank of each
-    pipeline stage.
+    """Adam's first moment of each trained parameter by name, in fp32 on the CPU.
+
+    Only the first rank of each pipeline stage has all moments of its stage.
     """
     moments = {}
     for name, param in engine.lm.named_parameters():
@@ -72,8 +74,9 @@ def first_moments(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def _gradients(engine: Engine) -> dict[str, torch.Tensor]:
-    """Gradient of the first step by parameter name, on the first rank of each pipeline stage: Adam's first moment is (1
-    - beta1) times it.
+    """The gradients of the first step by parameter name, computed from Adam's first moments.
+
+    After one step, a first moment is (1 - beta1) times the gradient.
     """
     gradients = {name: moment / (1 - BETAS[0]) for name, moment in first_moments(engine).items()}
     mesh = engine.plan.mesh

@@ -21,12 +21,12 @@ from ds_finetune.checkpoint.files import (
 from ds_finetune.checkpoint.folder import CheckpointFolder, open_checkpoint_folder, raise_on_every_rank, try_in_folder
 from ds_finetune.checkpoint.locking import LOCK_SECONDS, lock_folder
 from ds_finetune.checkpoint.part_file import part_name
+from ds_finetune.checkpoint.part_storage import PartStorageReader, num_weights, read_state_groups
 from ds_finetune.checkpoint.random_state import restore_random_state
 from ds_finetune.checkpoint.restore import UsableCheckpoint, named_checkpoint, newest_checkpoint, restore_engine
 from ds_finetune.checkpoint.run_state import RunState, layout_of, versions
 from ds_finetune.checkpoint.same_run import RunIdentity, changes_since_checkpoint
 from ds_finetune.checkpoint.saver import Saver
-from ds_finetune.checkpoint.storage import PartsReader, num_weights, read_state_groups
 from ds_finetune.checkpoint.tools import BASE, CHECKPOINTS
 from ds_finetune.data.batches import Position
 from ds_finetune.data.stream import START, StreamedRows
@@ -174,7 +174,7 @@ def try_saving(checkpoints: CheckpointFolder, *, is_asynchronous: bool) -> None:
 
 def _read_back_error(trial: CheckpointFolder, numbers: torch.Tensor) -> OutputError | None:
     again = torch.full_like(numbers, float("nan"))
-    reader = PartsReader(trial.path / step_name(0) / part_name(rank, trial.world_size) for rank in trial.ranks)
+    reader = PartStorageReader(trial.path / step_name(0) / part_name(rank, trial.world_size) for rank in trial.ranks)
     read_state_groups([_group_of(again, trial)], reader, absent="")
     if torch.equal(again, numbers):
         return None
@@ -225,9 +225,7 @@ def start_saver(run: PreparedRun, engine: Engine, point: ResumePoint) -> Iterato
     beside = {f"{BASE}/{name}": base / name for name in (CONFIG, *sources)}
     locks = [point.lock] if point.lock else []
     saver = Saver(engine.state.groups, checkpoints, run.plan.saves_asynchronously, beside, locks)
-    num_bytes = (
-        num_weights(engine.state.groups(), writer=checkpoints.writer_share) * run.plan.checkpoint_bytes_per_parameter
-    )
+    num_bytes = num_weights(engine.state.groups(), share=checkpoints.share) * run.plan.checkpoint_bytes_per_parameter
     raise_on_every_rank(_memory_error(num_bytes, run.plan))
     saver.start(num_bytes)
     try:

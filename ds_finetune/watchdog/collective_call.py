@@ -1,11 +1,12 @@
-"""One call of a collective, numbered alike on every rank that shares it."""
+"""One call of a collective; the ranks that take part give it the same number."""
 
 from typing import NamedTuple
 
 
 class CollectiveCall(NamedTuple):
-    """Name of the function, elements that the rank passes in (0: objects, or none), the ranks that share it, and the
-    number of the call among those ranks, from 1.
+    """A call of the function `name` with `size` elements as input (0: objects, or no input).
+
+    `ranks` are the ranks that take part. `number` counts the calls among these ranks, from 1.
     """
 
     name: str

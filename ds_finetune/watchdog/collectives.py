@@ -1,4 +1,4 @@
-"""Record every collective of a rank: the functions of torch.distributed are wrapped while it trains."""
+"""Records every collective of a rank, by wrapping functions of torch.distributed while the rank trains."""
 
 import functools
 import inspect
@@ -36,18 +36,18 @@ _COLLECTIVES = (
     "scatter_object_list",
 )
 _SEND_RECEIVE = ("send", "recv", "batch_isend_irecv")
-"""Recorded, and not compared with other ranks. `isend` and `irecv` alone are not wrapped: `P2POp` compares them
-by identity (torch 2.13, distributed_c10d.py).
+"""Functions that are recorded but not compared with other ranks. `isend` and `irecv` are not wrapped, because `P2POp`
+compares them by identity (torch 2.13, distributed_c10d.py).
 """
 _INPUT_NAMES = ("input", "input_tensor", "tensor", "input_list", "input_tensor_list", "tensors")
-"""Names of the parameter that a rank passes its tensors in; objects have no size."""
+"""Names of the parameter that takes a rank's input tensors; inputs that are objects have no size."""
 POINT_TO_POINT = "point to point"
-"""Stands for the ranks of a send or a receive."""
+"""The text in place of `ranks` for a send or a receive."""
 
 
 @contextmanager
 def observe_collectives(progress: RankProgress) -> Iterator[None]:
-    """While it is open, `progress` records every collective that this process calls through torch.distributed.
+    """While open, let `progress` record every collective that this process calls through torch.distributed.
 
     Open it before `deepspeed.init_distributed`. Functions that torch.distributed calls itself are not counted twice.
     """

@@ -1,11 +1,12 @@
 """Authenticated messages over TCP between a rank and the coordinator.
 
-The kernel closes the connection at once when the process at its other end dies, and within seconds when its machine
-does; `Connection.is_lost` is how a dead rank is detected.
+The kernel closes the connection at once when the process at its other end dies, and within seconds when that machine
+dies. `Connection.is_lost` then becomes true, and the coordinator takes the rank for dead (`_detect_dead_ranks`).
 
-Each side begins with a line that holds a random number. Every later line is a message (`process_messages.py`) behind an
-HMAC over the message, its number and the direction. The key is made of the run's secret and both random numbers. So
-nothing is parsed that does not come from a rank of this run, and nothing can be replayed. Messages are not encrypted.
+Each side begins with a line that holds a random number. Every later line is an HMAC and a message
+(`process_messages.py`). The HMAC covers the message, its number and the direction. Its key is derived from the run's
+secret and both random numbers. So only messages of this run's ranks are parsed, and none can be replayed. Messages are
+not encrypted.
 """
 
 import contextlib
@@ -27,8 +28,8 @@ from ds_finetune.process_messages import MAX_LINE_BYTES, LineBuffer, MessageErro
 from ds_finetune.watchdog.messages import FROM_COORDINATOR, FROM_RANK
 
 UNREACHABLE_SECONDS = 12
-"""Seconds without an answer from the other machine's kernel after which a connection is lost. The kernel answers also
-for a process that is stopped or busy.
+"""Seconds without an answer from the other machine's kernel after which a connection is lost. The kernel answers even
+while the process is stopped or busy.
 """
 CLOSED = "ended without a message: its process was killed by a signal, or crashed in native code"
 UNREACHABLE = "cannot be reached over the network: its machine is down, or packets to it are lost"
@@ -54,7 +55,7 @@ tcpi_total_retrans, tcpi_dsack_dups, tcpi_rcv_ooopack.
 
 @dataclass(frozen=True)
 class PacketLoss:
-    """Packets of a connection that are not acknowledged in time now, and how many were lost so far."""
+    """Packets of a connection: how many are overdue for an acknowledgement, and how many were lost so far."""
 
     unacknowledged: int = 0
     lost: int = 0
@@ -63,9 +64,9 @@ class PacketLoss:
 class Connection:
     """One connection between two ends that know `secret`.
 
-    `is_authenticated` once the other end has shown that it knows the secret. `is_lost` once the other end has closed
-    the connection or cannot be reached, with the reason in `why_lost`. `rank` is that of the other end, once the
-    coordinator has accepted it.
+    `is_authenticated` becomes true once the other end has shown that it knows the secret. `is_lost` becomes true once
+    the other end has closed the connection or cannot be reached; `why_lost` is the reason. The coordinator sets `rank`
+    when it accepts the rank at the other end.
     """
 
     def __init__(self, connected: socket.socket, secret: bytes, *, is_coordinator: bool) -> None:
@@ -113,7 +114,7 @@ class Connection:
             self._write(tag + b" " + body)
 
     def receive(self) -> list[ProcessMessage]:
-        """The messages that one read completes; waits where nothing has arrived."""
+        """Read once, and return the messages that are complete; waits if nothing has arrived."""
         try:
             piece = self._socket.recv(_READ_BYTES)
         except OSError as error:
@@ -125,7 +126,7 @@ class Connection:
         return list(self._messages(piece))
 
     def packet_loss(self) -> PacketLoss:
-        """What the kernel has counted; zeros where it does not tell."""
+        """The packet loss that the kernel has counted; zeros where it does not tell."""
         if sys.platform != "linux" or self._socket.fileno() < 0:
             return PacketLoss()
         info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
@@ -152,7 +153,7 @@ class Connection:
         self.close()
 
     def close(self) -> None:
-        """Close it at once."""
+        """Close the connection at once."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -164,7 +165,7 @@ class Connection:
             self._lose(error)
 
     def _messages(self, piece: bytes) -> Iterator[ProcessMessage]:
-        """Messages of the lines that are complete; the first line holds none."""
+        """Messages of the lines that are complete; the first line is the random number, not a message."""
         try:
             for line in self._lines.feed(piece):
                 if not self._their_nonce:
@@ -172,7 +173,7 @@ class Connection:
                 else:
                     yield self._authenticated(line)
         except MessageError as error:
-            # What a stranger has sent is not repeated in a report.
+            # A report does not repeat what a stranger has sent.
             self._refuse(f"{MALFORMED} ({error.reason})" if self.is_authenticated else MALFORMED)
 
     def _authenticated(self, line: bytes) -> ProcessMessage:

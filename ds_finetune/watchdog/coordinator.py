@@ -1,4 +1,7 @@
-"""Rank zero's side of the watchdog: it has a connection to each rank, detects dead and hung ranks, and ends the run."""
+"""Rank zero's side of the watchdog: a thread that is connected to each rank, detects dead ranks and ends the run.
+
+Each rank detects its own hang (monitor.py) and reports it here; the coordinator then asks all ranks for their status.
+"""
 
 import contextlib
 import math
@@ -12,6 +15,14 @@ from pathlib import Path
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, USER_ERROR_EXIT_CODE
 from ds_finetune.process_messages import ProcessMessage
 from ds_finetune.watchdog.connection import CLOSED, UNREACHABLE, Connection, wait_readable
+from ds_finetune.watchdog.death_cause import (
+    FOLDER,
+    file_bytes,
+    oom_kills,
+    stacks_path,
+    was_ended_by_timer,
+    why_killed,
+)
 from ds_finetune.watchdog.diagnosis import diagnose
 from ds_finetune.watchdog.messages import (
     HangReport,
@@ -22,26 +33,18 @@ from ds_finetune.watchdog.messages import (
     RankRefused,
     StatusRequest,
 )
-from ds_finetune.watchdog.process_death import (
-    FOLDER,
-    file_bytes,
-    oom_kills,
-    stacks_path,
-    was_ended_by_timer,
-    why_killed,
-)
 from ds_finetune.watchdog.progress import RankStatus
 from ds_finetune.watchdog.report import FailureReport, RankProcess, RunEnding, hosts_text, status_lines
 
 REPORT = "report.txt"
 SECONDARY_ERROR_SECONDS = 2.0
-"""How long the coordinator waits for the first error after one that may follow from another rank's end."""
+"""How long the coordinator waits for the original error after one that may only be a consequence of it."""
 STATUS_SECONDS = 5.0
 """How long ranks have to answer a status request."""
 LOSSY_SECONDS = 15.0
-"""How much longer they have where packets are lost, which the kernel sends again at growing intervals."""
+"""How much longer ranks have where packets are lost: the kernel sends those again at growing intervals."""
 LEAVING_SECONDS = 15.0
-"""How long the coordinator stays once the run is ending."""
+"""How long the coordinator keeps serving after it has ended the run."""
 UNIDENTIFIED_SECONDS = 10.0
 """How long a connection may take to show that it knows the secret."""
 _SPARE_CONNECTIONS = 128
@@ -50,19 +53,19 @@ _TICK_SECONDS = 0.2
 
 @dataclass
 class StatusRound:
-    """Every rank was asked for its status: why, until when they may answer, and the answers."""
+    """A request for the status of every rank: why it was made, until when ranks may answer, and their answers."""
 
     why: str
     until: float
     failure: FailureReport | None = None
     statuses: dict[int, RankStatus] = field(default_factory=dict)
     lost_packets: dict[int, int] = field(default_factory=dict)
-    """Packets that each connection had lost when its rank was asked."""
+    """By rank, the packets that its connection had lost when it was asked."""
     is_extended: bool = False
 
 
 class Coordinator(threading.Thread):
-    """Serves `size` ranks that know `secret`, until each has said goodbye, or for some seconds after the run's end."""
+    """Serves `size` ranks that know `secret`, until each has left or some seconds after the end of the run."""
 
     def __init__(self, listener: socket.socket, secret: bytes, size: int, output_dir: Path) -> None:
         super().__init__(name="watchdog-coordinator", daemon=True)
@@ -71,7 +74,7 @@ class Coordinator(threading.Thread):
         self._size = size
         self._folder = output_dir / FOLDER
         self._unidentified: list[Connection] = []
-        # The files that a process may open are limited, and the run needs most of them.
+        # A process may open a limited number of files, and the run needs most of them.
         most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._max_unidentified = min(size + _SPARE_CONNECTIONS, most_files // 4)
         self._connections: dict[int, Connection] = {}
@@ -99,14 +102,18 @@ class Coordinator(threading.Thread):
         sources = [self._listener, *self._unidentified, *self._connections.values()]
         for source in wait_readable(sources, _TICK_SECONDS):
             self._read(source)
-        for rank, connection in list(self._connections.items()):
-            if connection.is_lost:
-                self._handle_dead_rank(rank)
+        self._detect_dead_ranks()
         now = time.monotonic()
         for connection in list(self._unidentified):
             if connection.is_lost or now > connection.opened_at + UNIDENTIFIED_SECONDS:
                 self._dismiss(connection)
-        self._check_time(now)
+        self._act_on_time(now)
+
+    def _detect_dead_ranks(self) -> None:
+        """Handle ranks whose connection is lost: the kernel closes it when their process dies (connection.py)."""
+        for rank, connection in list(self._connections.items()):
+            if connection.is_lost:
+                self._handle_dead_rank(rank)
 
     def _read(self, source: socket.socket | Connection) -> None:
         if isinstance(source, socket.socket):
@@ -120,13 +127,13 @@ class Coordinator(threading.Thread):
 
     def _open_connection(self) -> None:
         if len(self._unidentified) >= self._max_unidentified:
-            # A rank shows the secret within milliseconds, so the connection that has waited longest is not one.
+            # A rank shows the secret within milliseconds, so the connection that has waited longest is no rank's.
             self._dismiss(self._unidentified[0])
         try:
             connected = self._listener.accept()[0]
             self._unidentified.append(Connection(connected, self._secret, is_coordinator=True))
         except OSError:
-            # Without a file to spare this would be tried again at once.
+            # The process may have no file descriptor left; without a pause this would be tried again at once.
             time.sleep(_TICK_SECONDS)
 
     def _dismiss(self, connection: Connection) -> None:
@@ -134,7 +141,7 @@ class Coordinator(threading.Thread):
         connection.close()
 
     def _admit(self, connection: Connection, message: ProcessMessage) -> None:
-        """Accept or refuse a rank by its first message, which has shown the secret."""
+        """Accept or refuse a rank by its first message, whose HMAC proves that it knows the secret."""
         why = self._why_refused(message) if isinstance(message, RankProcess) else "it did not begin with hello"
         if not isinstance(message, RankProcess) or why:
             connection.send(RankRefused(why))
@@ -172,11 +179,11 @@ class Coordinator(threading.Thread):
         self._connections.pop(rank).close()
 
     def _handle_dead_rank(self, rank: int) -> None:
-        """End the run, because a rank's connection is lost; a little later where the network may be the reason."""
+        """End the run because a rank's connection is lost; wait for more losses where the network may be at fault."""
         why = self._connections[rank].why_lost
         self._remove(rank)
         if rank in self._secondary_failures:
-            # It has reported an error that follows from another rank's end.
+            # It has reported an error that may only be a consequence of another rank's exit.
             return
         if why == UNREACHABLE:
             self._cut_off[rank] = time.monotonic()
@@ -184,14 +191,14 @@ class Coordinator(threading.Thread):
         self._end((rank,), f"{self._processes[rank]} {self._why_dead(rank, why)}", code=RUN_ERROR_EXIT_CODE)
 
     def _why_dead(self, rank: int, why: str) -> str:
-        """What is known of the death of a rank that gave no reason; memory only where the kernel has counted a kill."""
+        """The cause of death of a rank that reported none; lack of memory only where the kernel has counted a kill."""
         process = self._processes[rank]
         if killed := why_killed(self._folder, process.pid, process.began):
             return f"was ended by the watchdog: {killed}"
         if was_ended_by_timer(stacks_path(self._folder, rank), self._stacks_bytes[rank]):
             return "was ended by its own watchdog, because native code held Python's lock beyond the limit"
         count = oom_kills() - self._oom_kills
-        is_beside = 0 in self._processes and process.id_space == self._processes[0].id_space
+        is_beside = 0 in self._processes and process.pid_namespace == self._processes[0].pid_namespace
         if why == CLOSED and is_beside and count > 0:
             return f"{why}; the kernel has killed {count} processes of its machine for lack of memory since the start"
         return why
@@ -208,7 +215,7 @@ class Coordinator(threading.Thread):
         self._status_round = StatusRound(why, time.monotonic() + STATUS_SECONDS, failure, lost_packets=lost)
         self._send_to_all(StatusRequest())
 
-    def _check_time(self, now: float) -> None:
+    def _act_on_time(self, now: float) -> None:
         """Do what is due: conclude a status round, or end the run for ranks that are cut off or have failed."""
         if self._ended_at < math.inf:
             return
@@ -247,7 +254,7 @@ class Coordinator(threading.Thread):
     def _conclude(self, status_round: StatusRound, cut_off: list[int]) -> None:
         """End the run with a diagnosis of the statuses."""
         statuses: dict[int, RankStatus | None] = dict.fromkeys(self._unanswered(status_round))
-        # A rank that met an error because of another rank was in the collective that failed.
+        # A rank with a secondary error was in its last collective when that failed.
         statuses |= {
             rank: replace(status, inside=status.last) if rank in self._secondary_failures else status
             for rank, status in status_round.statuses.items()
@@ -265,7 +272,7 @@ class Coordinator(threading.Thread):
         self._end(at_fault, f"{who}: {why}", "\n".join(lines), code=RUN_ERROR_EXIT_CODE, silent=silent)
 
     def _end_cut_off(self) -> None:
-        """End the run because connections timed out. If all other hosts are cut off, this one is the likely cause."""
+        """End the run because connections timed out. If all other hosts are cut off, this host is the likely cause."""
         ranks = sorted(self._cut_off)
         host = self._processes[0].host if 0 in self._processes else socket.gethostname()
         elsewhere = {process.host for process in self._processes.values()} - {host}
@@ -283,7 +290,7 @@ class Coordinator(threading.Thread):
     def _end(
         self, at_fault: tuple[int, ...], line: str, text: str = "", *, code: int, silent: list[int] | None = None
     ) -> None:
-        """End the run; `silent` is given after a hang, and names ranks that do not answer and are killed by others."""
+        """End the run. After a hang, `silent` are the ranks that do not answer; ranks on their machines kill them."""
         if self._ended_at < math.inf:
             return
         self._ended_at = time.monotonic()
@@ -297,18 +304,18 @@ class Coordinator(threading.Thread):
             is_hang=silent is not None,
             killers=self._killers(silent or [], answering),
         )
-        # Rank zero, in whose process this runs, is told last.
+        # Rank zero is told last, because this thread ends with its process.
         for rank in sorted(self._connections, reverse=True):
             if rank == 0 and code != USER_ERROR_EXIT_CODE:
                 self._write_report(ending.report)
             self._connections[rank].send(ending)
 
     def _killers(self, silent: list[int], answering: list[int]) -> dict[str, list[tuple[int, str]]]:
-        """Which ranks kill the silent ones: for each, the first rank that sees its process id."""
+        """The ranks that kill silent ones: for each silent rank, the lowest answering one that sees its process id."""
         killers: dict[str, list[tuple[int, str]]] = {}
         for process in (self._processes[rank] for rank in silent if rank in self._processes):
-            beside = [rank for rank in answering if self._processes[rank].id_space == process.id_space]
-            if beside and process.id_space:
+            beside = [rank for rank in answering if self._processes[rank].pid_namespace == process.pid_namespace]
+            if beside and process.pid_namespace:
                 killers.setdefault(str(min(beside)), []).append((process.pid, process.began))
         return killers
 
@@ -317,7 +324,7 @@ class Coordinator(threading.Thread):
             connection.send(message)
 
     def _write_report(self, report: str) -> None:
-        """Write the report, which gets its name only once it is whole: others wait for the file."""
+        """Write the report under another name, then rename it: readers that wait for the file never see half of it."""
         with contextlib.suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
             partial = self._folder / f".{REPORT}.partial"

@@ -21,7 +21,7 @@ def coordinator_address(world: World, environ: Mapping[str, str]) -> str:
     if world.local_world_size == world.world_size:
         return "127.0.0.1"
     for variable in _INTERFACES:
-        # NCCL's may begin with `^` (not these) or `=` (exactly these).
+        # NCCL's variable may begin with `^` (all but these interfaces) or `=` (exactly these names).
         for name in environ.get(variable, "").removeprefix("=").split(","):
             if address := _address_of_interface(name):
                 return address
@@ -44,8 +44,8 @@ def _own_address(name: str) -> str:
     except OSError:
         return ""
     for address in addresses:
-        # A name that is the loopback here may be this machine's address on other machines. A literal address is the
-        # same everywhere.
+        # On other machines a name that resolves to the loopback here may resolve to this machine. A literal address is
+        # the same everywhere.
         is_usable = address == name or not ipaddress.ip_address(address.partition("%")[0]).is_loopback
         if is_usable and _is_local(address):
             return address
@@ -53,7 +53,7 @@ def _own_address(name: str) -> str:
 
 
 def _is_local(address: str) -> bool:
-    """Whether `address` can be bound, as only a machine's own addresses can."""
+    """Whether `address` belongs to this machine: only those can be bound."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as probe:
         try:
             probe.bind((address, 0))

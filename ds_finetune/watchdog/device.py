@@ -1,7 +1,7 @@
-"""How far a device is with its collectives, because NCCL's calls return once they are enqueued.
+"""Records how far a device is with its collectives, because NCCL's calls return as soon as they are enqueued.
 
-A mark is put into the device's queue before and after each collective. Everything before a mark that is reached is
-done. So a rank whose device waits for others differs from one whose device still does its own work.
+A mark is put into the device's queue before and after each collective. When the device has reached a mark, everything
+before it is done. So one can tell whether a device waits for other ranks in a collective or still computes.
 """
 
 from collections import deque
@@ -26,24 +26,24 @@ class DeviceMarks(Protocol):
         """Seconds between two marks that are both reached."""
 
     def is_computing(self) -> bool:
-        """Whether the current queue is the one in which the model computes."""
+        """Whether the model computes in the current queue."""
 
 
 class CudaMarks:
     """CUDA events in the current stream."""
 
     def mark(self) -> torch.cuda.Event:
-        """Record an event that has a time."""
+        """Record an event with a time."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def is_reached(self, mark: torch.cuda.Event) -> bool:
-        """Without waiting."""
+        """Query the event, without waiting."""
         return mark.query()
 
     def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """Seconds; CUDA returns milliseconds."""
+        """CUDA's elapsed milliseconds in seconds."""
         return begin.elapsed_time(end) / 1000
 
     def is_computing(self) -> bool:
@@ -53,7 +53,7 @@ class CudaMarks:
 
 @dataclass(frozen=True)
 class DevicePosition:
-    """The collective in which the device waits, and those that it has not reached."""
+    """The collective in which the device waits, and the queued collectives that it has not reached."""
 
     inside: CollectiveCall | None
     queued: tuple[CollectiveCall, ...]
@@ -72,7 +72,7 @@ class _MarkedCall:
 
 @dataclass
 class DeviceProgress:
-    """Written by the threads that train, read by the monitor's."""
+    """The progress of a device: the training threads write it, and the monitor's thread reads it."""
 
     marks: DeviceMarks
     _pending: deque[_MarkedCall] = field(default_factory=deque)
@@ -86,27 +86,27 @@ class DeviceProgress:
         self._pending.append(self._open)
 
     def end(self) -> None:
-        """Mark that it is enqueued."""
+        """Mark that the collective of the last `begin` is enqueued."""
         if self._open is not None:
             self._open.end = self.marks.mark()
             self._open = None
 
     def take_waited(self) -> float:
-        """Seconds for which the device's computation has waited in collectives since the last call of this."""
+        """Seconds that the device's computation has waited in collectives since this was last called."""
         self._settle()
         waited, self._waited_seconds = self._waited_seconds, 0.0
         return waited
 
     def position(self) -> DevicePosition:
-        """Where the device is now; does not wait."""
+        """The device's current position; does not wait."""
         pending = [each for each in tuple(self._pending) if each.end is None or not self.marks.is_reached(each.end)]
         queued = [each for each in pending if not self.marks.is_reached(each.begin)]
         inside = [each.call for each in pending if each not in queued]
-        # Of several in different queues, the one that was enqueued first.
+        # Where several queues wait, take the collective that was enqueued first.
         return DevicePosition(inside[0] if inside else None, tuple(each.call for each in queued if not each.is_wait))
 
     def _settle(self) -> None:
-        """Drop what the device has finished, in order, and add up the time it took."""
+        """Drop the collectives that the device has finished, in order, and add up their time."""
         while self._pending and self._pending[0].end is not None and self.marks.is_reached(self._pending[0].end):
             done = self._pending.popleft()
             if done.is_computing:
@@ -114,5 +114,5 @@ class DeviceProgress:
 
 
 def device_progress(device: str) -> DeviceProgress | None:
-    """For `cuda`; None for the CPU, where a collective that has returned is done, or the program waits for it."""
+    """Progress of a `cuda` device. None for the CPU, where a collective is done once its call or wait returns."""
     return DeviceProgress(CudaMarks()) if device == "cuda" else None

@@ -1,4 +1,4 @@
-"""Which rank is at fault when a run hangs, from the status of every rank."""
+"""Finds the ranks at fault in a run that hangs, from the status of every rank."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -18,7 +18,7 @@ LOSSY = (
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The ranks at fault, none where none differs from the others, and why."""
+    """The ranks at fault and why; no ranks where none differs from the others."""
 
     at_fault: tuple[int, ...]
     why: str
@@ -27,10 +27,10 @@ class Diagnosis:
 def diagnose(statuses: Mapping[int, RankStatus | None], *, cut_off: Collection[int] = ()) -> Diagnosis:
     """The ranks at fault in a run that hangs; None is the status of a rank that did not answer.
 
-    These are looked for in this order:
-    1. ranks that do not answer; those that are `cut_off` by the network only where there are no others;
-    2. ranks that have entered fewer collectives than others that share them. Those in no collective come first,
-       because the rest may wait for them;
+    The first of these rules that finds a rank decides:
+    1. ranks that do not answer; ranks that the network has `cut_off` only where there are no others;
+    2. ranks that have entered fewer collectives than other ranks of the same group; of these, only the ones in no
+       collective if there are any, because the rest may wait for them;
     3. ranks in another collective than most ranks;
     4. ranks in no collective while others are in one.
     """
@@ -55,7 +55,7 @@ def diagnose(statuses: Mapping[int, RankStatus | None], *, cut_off: Collection[i
 
 
 def _lag(status: RankStatus, known: Mapping[int, RankStatus]) -> str:
-    """By how many collectives a rank is behind the others, in words; empty where it is not."""
+    """A text that says in how many collectives a rank is behind others of a group; empty where it is not behind."""
     for ranks, count in status.counts.items():
         most = max(other.counts.get(ranks, 0) for other in known.values())
         if ranks != POINT_TO_POINT and count < most:
@@ -64,7 +64,7 @@ def _lag(status: RankStatus, known: Mapping[int, RankStatus]) -> str:
 
 
 def _first_mismatch(known: Mapping[int, RankStatus]) -> Diagnosis | None:
-    """Ranks whose collective is not that of most ranks, at the first number where they differ."""
+    """Ranks whose collective differs from that of most ranks, at the first number where collectives differ."""
     calls: dict[tuple[str, int], dict[int, CollectiveCall]] = {}
     for rank, call in _collectives(known):
         calls.setdefault((call.ranks, call.number), {})[rank] = call
@@ -74,7 +74,7 @@ def _first_mismatch(known: Mapping[int, RankStatus]) -> Diagnosis | None:
             continue
         (common, num_votes), (_, next_votes) = votes.most_common(2)
         expected = common if num_votes > next_votes else _expected(known[next(iter(by_rank))], ranks, number)
-        # Where nothing tells which side is right, both are at fault.
+        # If the expected collective is unknown, all sides are at fault.
         at_fault = tuple(rank for rank, call in by_rank.items() if expected not in votes or call.signature != expected)
         calls_text = "; ".join(
             f"rank {rank} {by_rank[rank].name} of {by_rank[rank].size:,}" for rank in list(by_rank)[:_MAX_NAMED_RANKS]
@@ -86,9 +86,10 @@ def _first_mismatch(known: Mapping[int, RankStatus]) -> Diagnosis | None:
 
 
 def _expected(status: RankStatus, ranks: str, number: int) -> tuple[str, int] | None:
-    """The signature of collective `number`, predicted from those before it: steps repeat the same collectives.
+    """The signature of collective `number`, predicted from those before it: every step repeats the same collectives.
 
-    It is what followed the last earlier occurrence of the longest series of collectives that ends before `number`.
+    Takes the longest series of collectives just before `number` that has occurred earlier, and returns the signature
+    that followed it then.
     """
     before = [call.signature for call in status.recent if call.ranks == ranks and call.number < number]
     for length in range(min(len(before) - 1, _LONGEST_PATTERN), 0, -1):

@@ -9,7 +9,7 @@ from ds_finetune.watchdog.report import FailureReport, RankProcess, RunEnding
 
 @dataclass(frozen=True)
 class CoordinatorLocation(ProcessMessage, kind="coordinator"):
-    """Where the coordinator listens and the process it runs in, kept in the store; no `address` means MASTER_ADDR."""
+    """The coordinator's address and process, kept in the store; an empty `address` stands for MASTER_ADDR."""
 
     address: str
     port: int
@@ -18,19 +18,19 @@ class CoordinatorLocation(ProcessMessage, kind="coordinator"):
 
 @dataclass(frozen=True)
 class RankAccepted(ProcessMessage, kind="accepted"):
-    """The coordinator's answer to the `RankProcess` with which a connection begins."""
+    """The coordinator's answer to the `RankProcess` of a rank that it accepts."""
 
 
 @dataclass(frozen=True)
 class RankRefused(ProcessMessage, kind="refused"):
-    """The other answer, with the reason."""
+    """The coordinator's answer to a rank that it does not accept, with the reason."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class StatusRequest(ProcessMessage, kind="status_request"):
-    """The coordinator wants a `RankStatus` from every rank, because one has hung or failed."""
+    """The coordinator asks every rank for a `RankStatus`, because one has hung or failed."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,14 @@ class HangReport(ProcessMessage, kind="hang"):
 
 @dataclass(frozen=True)
 class RankLeaving(ProcessMessage, kind="leaving"):
-    """A rank ends its process for the reason `why`, which ends the run."""
+    """A rank is about to end its process for the reason `why`; this ends the run."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class RankGoodbye(ProcessMessage, kind="goodbye"):
-    """A rank is done, without an error."""
+    """A rank has finished without an error."""
 
 
 FROM_RANK: tuple[type[ProcessMessage], ...] = (

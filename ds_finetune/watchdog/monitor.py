@@ -1,4 +1,4 @@
-"""The thread of each rank that detects a hang of its own rank, and ends the process when another rank fails."""
+"""Each rank's side of the watchdog: a thread that detects a hang of its rank, and ends it when another rank fails."""
 
 import math
 import os
@@ -25,6 +25,7 @@ from ds_finetune.watchdog.coordinator import (
     Coordinator,
 )
 from ds_finetune.watchdog.coordinator_address import coordinator_address
+from ds_finetune.watchdog.death_cause import FOLDER, began_at, why_killed
 from ds_finetune.watchdog.diagnosis import SILENT
 from ds_finetune.watchdog.messages import (
     CoordinatorLocation,
@@ -36,11 +37,10 @@ from ds_finetune.watchdog.messages import (
     RankRefused,
     StatusRequest,
 )
-from ds_finetune.watchdog.process_death import FOLDER, began_at, why_killed
 from ds_finetune.watchdog.progress import RankProgress
 from ds_finetune.watchdog.report import FailureReport, RankProcess, RunEnding
 from ds_finetune.watchdog.run_secret import VARIABLE, agree_on_secret
-from ds_finetune.watchdog.stacks import StackFile, kill_process, process_id_space
+from ds_finetune.watchdog.stacks import StackFile, kill_process, own_pid_namespace
 from ds_finetune.world import World
 
 _COORDINATOR_KEY, _PREPARED_KEY = "watchdog/coordinator", "watchdog/prepared"
@@ -50,16 +50,16 @@ _CONNECT_SECONDS, _CONNECT_TRIES = 60.0, 3
 _TICK_SECONDS = 0.2
 _FROZEN_SECONDS = 5.0
 _GRACE_SECONDS = 2.0
-"""How long a rank that hears of another's end has to end by itself, with an error of its own."""
+"""How long a rank that is told of the run's end has to end with an error of its own, before it is ended."""
 _COORDINATOR_SECONDS = STATUS_SECONDS + SECONDARY_ERROR_SECONDS + 3.0
-"""How long the coordinator has to answer before it is taken for hung itself."""
+"""How long the coordinator has to answer before the rank takes the coordinator for hung."""
 _LEAVING_SECONDS = 20.0
-"""How long a rank that has failed has to end; what it closes may wait for ranks that are gone."""
+"""How long a rank that has failed has to end: its cleanup may wait for ranks that have exited."""
 _STDERR = 2
 
 
 class Monitor(threading.Thread):
-    """Answers the coordinator for this rank, and ends its process when the run ends elsewhere or hangs."""
+    """Answers the coordinator for this rank, and ends its process when another rank fails or the run hangs."""
 
     def __init__(
         self, progress: RankProgress, world: World, connection: Connection, zero: RankProcess, output_dir: Path
@@ -69,7 +69,7 @@ class Monitor(threading.Thread):
         self._world = world
         self._connection = connection
         self._zero = zero
-        self._id_space = process_id_space()
+        self._pid_namespace = own_pid_namespace()
         self._folder = output_dir / FOLDER
         self._output_dir = output_dir
         self._stacks: StackFile | None = None
@@ -92,7 +92,7 @@ class Monitor(threading.Thread):
     def report_errors(self) -> Iterator[None]:
         """Report an error inside to the other ranks at once.
 
-        Where it only follows from the failure of another rank, a RunError that names that rank is raised instead.
+        An error that is only a consequence of another rank's failure is replaced by a RunError that names that rank.
         """
         try:
             yield
@@ -102,21 +102,21 @@ class Monitor(threading.Thread):
             cause = self._report_failure(FailureReport.of(error))
             if cause is None:
                 raise
-            # torchrun takes the rank that ends first for the cause.
+            # torchrun reports the rank that exits first as the cause, so let the other rank exit first.
             time.sleep(_GRACE_SECONDS)
             secondary = RunError(
                 f"{cause.line}; rank {self._world.rank} then met {FailureReport.of(error).line}",
                 hint=f"see {self._folder / REPORT} for more",
             )
-            # A user's mistake is one on every rank.
+            # Every rank exits with the same code, e.g. the one for a user's mistake.
             secondary.exit_code = cause.code or RUN_ERROR_EXIT_CODE
             raise secondary from None
 
     @contextmanager
     def detect_hangs(self, store: dist.Store) -> Iterator[None]:
-        """Wait until every rank has come here, however long that takes; inside, hangs are detected and stacks written.
+        """Wait for every rank, without a limit; then detect hangs and write stacks while it is open.
 
-        The wait ends with the process where another rank fails.
+        If another rank fails meanwhile, this thread ends the process and with it the wait.
         """
         store.set(f"{_PREPARED_KEY}/{self._world.rank}", "")
         while missing := self._ranks_preparing(store):
@@ -131,7 +131,7 @@ class Monitor(threading.Thread):
             stacks.close()
 
     def _ranks_preparing(self, store: dist.Store) -> list[int]:
-        """Ranks that do not finish their preparation within a minute; of many, the first."""
+        """Ranks that do not finish their preparation within a minute, at most _MAX_NAMED_RANKS of them."""
         keys = {rank: f"{_PREPARED_KEY}/{rank}" for rank in range(self._world.world_size)}
         try:
             store.wait(list(keys.values()), _PREPARED_WAIT)
@@ -141,7 +141,7 @@ class Monitor(threading.Thread):
 
     def close(self) -> None:
         """Say goodbye to the coordinator, unless this rank has failed, and stop."""
-        # Before the goodbye, at which the coordinator closes the connection.
+        # Stop this thread before the goodbye: the coordinator then closes the connection, which would look like a loss.
         self._closed.set()
         self.join(_LEAVING_SECONDS)
         if not self._is_failing:
@@ -150,11 +150,11 @@ class Monitor(threading.Thread):
 
     @contextmanager
     def announce_exits(self) -> Iterator[None]:
-        """Inside, a call of `os._exit` is announced to the coordinator, which would take it for a death by a signal."""
+        """While open, announce calls of `os._exit` to the coordinator, which would take them for deaths by a signal."""
         leave, pid = os._exit, os.getpid()
 
         def announce_and_leave(code: int) -> NoReturn:
-            # A process that was forked from this one shares the connection, and is no rank.
+            # A forked process shares the connection but is not a rank.
             if os.getpid() == pid and not self._closed.is_set():
                 caller = sys._getframe(1)
                 self._announce_exit(f"called os._exit({code}) at {caller.f_code.co_filename}:{caller.f_lineno}")
@@ -167,14 +167,14 @@ class Monitor(threading.Thread):
             os._exit = leave
 
     def _announce_exit(self, why: str) -> None:
-        """Tell the coordinator why this rank ends, and wait until it has read that."""
+        """Tell the coordinator why this rank ends, and wait until it has read the message."""
         if self._ending is None:
             self._connection.send(RankLeaving(why))
         self._closed.set()
         self._connection.close_after_reading()
 
     def _report_failure(self, failure: FailureReport) -> RunEnding | None:
-        """Report a failure; returns the run's ending where another rank is at fault and this only follows from it."""
+        """Report a failure; return the run's ending where this failure is only a consequence of another rank's."""
         self._is_failing = True
         self._ends_at = time.monotonic() + _LEAVING_SECONDS
         if self._ending is None:
@@ -185,7 +185,7 @@ class Monitor(threading.Thread):
         return ending if is_others else None
 
     def _read(self) -> None:
-        """Handle what has arrived; a lost connection means that the coordinator's process is dead."""
+        """Handle messages that have arrived; a lost connection means that the coordinator's process is dead."""
         if self._connection.is_lost:
             time.sleep(_TICK_SECONDS)
         elif wait_readable([self._connection], _TICK_SECONDS):
@@ -217,7 +217,7 @@ class Monitor(threading.Thread):
     def _check_time(self, now: float) -> None:
         """Do what is due: report a hang of this rank, or end the process."""
         if now - self._checked_at > _FROZEN_SECONDS:
-            # The whole process was stopped, as by a suspended job or machine, and the others perhaps with it.
+            # The whole process was stopped for a while, e.g. by a suspended job or machine. That is not a hang.
             self.progress.restart_limit()
         self._checked_at = now
         limit = self.progress.limit_seconds()
@@ -250,17 +250,17 @@ class Monitor(threading.Thread):
         self._ending_known.set()
 
     def _ending_without_coordinator(self, why: str) -> RunEnding:
-        """The ending that rank zero would have sent if it were there; the first rank to make it writes the report."""
+        """The ending for a dead or hung coordinator, made by each rank itself; the first to do so writes the report."""
         line = f"{self._zero} {why}"
         with suppress(OSError), (self._folder / REPORT).open("x", encoding="utf-8") as report:
             report.write(f"{line}\n")
-        # Each rank that sees rank zero's process kills it: none knows of the others.
-        is_beside = self._zero.id_space == self._id_space and why != UNREACHABLE
+        # Each rank that sees rank zero's process kills it, because the ranks cannot agree on one of them.
+        is_beside = self._zero.pid_namespace == self._pid_namespace and why != UNREACHABLE
         killers = {str(self._world.rank): [(self._zero.pid, self._zero.began)]} if is_beside else {}
         return RunEnding((0,), line, line, RUN_ERROR_EXIT_CODE, reporter=-1, is_hang=False, killers=killers)
 
     def _leave(self, ending: RunEnding) -> NoReturn:
-        """End the process: its other threads wait for something that does not come."""
+        """End the process from this thread: the other threads may wait in a collective forever."""
         rank = str(self._world.rank)
         if self._world.local_rank == 0 or rank in ending.killers:
             _print(f"watchdog: rank {rank} ends: {ending.line}\n")
@@ -271,7 +271,7 @@ class Monitor(threading.Thread):
         for pid, began in ending.killers.get(rank, []):
             kill_process(pid, began, folder=self._folder, why=ending.line)
         if ending.killers:
-            # A launcher that sees one rank end may signal those that are killing others.
+            # Do not exit at once: a launcher that sees one rank exit may signal the others, which are still killing.
             time.sleep(1.5)
         self._announce_exit(f"left: {ending.line}")
         os._exit(ending.code or RUN_ERROR_EXIT_CODE)
@@ -284,11 +284,11 @@ class Monitor(threading.Thread):
 
 @contextmanager
 def start_monitor(progress: RankProgress, world: World, store: dist.Store, output_dir: Path) -> Iterator[Monitor]:
-    """Monitor this rank while it is open, and coordinate all ranks on rank zero.
+    """While open, run this rank's monitor and, on rank zero, the coordinator.
 
-    Every rank opens it, with the store the ranks met at. RunError where rank zero does not accept this rank.
+    Every rank opens it, with the store of the process group. RunError where rank zero does not accept this rank.
     """
-    process = RankProcess(world.rank, socket.gethostname(), os.getpid(), began_at(os.getpid()), process_id_space())
+    process = RankProcess(world.rank, socket.gethostname(), os.getpid(), began_at(os.getpid()), own_pid_namespace())
     secret = agree_on_secret(store, world, folder=output_dir, environ=os.environ, say=lambda line: _print(f"{line}\n"))
     coordinator = _start_coordinator(process, world, store, secret, output_dir) if world.rank == 0 else None
     location = decode(store.get(_COORDINATOR_KEY), [CoordinatorLocation], peer="rank 0")
@@ -301,7 +301,7 @@ def start_monitor(progress: RankProgress, world: World, store: dist.Store, outpu
     finally:
         monitor.close()
         if coordinator is not None:
-            # Other ranks may take longer to leave, and would take this rank for dead.
+            # Keep serving while other ranks take longer to leave: they would take this rank for dead.
             coordinator.join()
 
 
@@ -317,7 +317,7 @@ def _start_coordinator(
 
 
 def _join(process: RankProcess, address: tuple[str, int], secret: bytes) -> Connection:
-    """The connection of a rank that the coordinator has accepted."""
+    """Connect to the coordinator until it accepts this rank; RunError where it does not."""
     why = ""
     for _ in range(_CONNECT_TRIES):
         try:
@@ -349,7 +349,7 @@ def _why_refused(connection: Connection) -> str:
 
 
 def _print(text: str) -> None:
-    """Write to standard error's file: the thread that trains may hold the lock of Python's own stream."""
-    # A full disk or a closed pipe behind it must not end this thread, which ends the run.
+    """Write to the file descriptor of standard error: the training thread may hold the lock of `sys.stderr`."""
+    # A full disk or a closed pipe must not end this thread, because it has to end the run.
     with suppress(OSError):
         os.write(_STDERR, text.encode())

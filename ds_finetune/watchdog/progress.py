@@ -1,6 +1,6 @@
-"""What this rank is doing (its phase, optimizer step and last collectives), and how long it may go without progress.
+"""Records what a rank is doing: its phase, optimizer step and last collectives; and limits its time without progress.
 
-A collective costs about a microsecond more.
+Recording adds about a microsecond to each collective.
 """
 
 import math
@@ -25,20 +25,21 @@ STEP_FACTOR, LEAST_SECONDS, RECENT_STEPS = 10, 60.0, 25
 _RECENT_CALLS = 128
 _INSIDE_COLLECTIVE = -1.0
 PREPARING = "preparation"
-"""The phase without a limit: its time depends on the data, and no rank waits in a collective."""
+"""The phase that has no limit: its time depends on the data, and no rank waits in a collective."""
 
 
 @dataclass(frozen=True)
 class HangLimits:
-    """Seconds without progress after which a rank hangs: in a step (None: from measured steps), at the start, and in
-    other phases.
+    """Seconds without progress after which a rank counts as hung, by phase.
+
+    A `step` of None stands for a limit that follows from measured steps (`auto`).
     """
 
     step: float | None
     start: float
     other: float
     longest_step: float = math.inf
-    """The highest limit that follows from measured steps: torch must not abort a collective before."""
+    """The highest limit of `auto`: the watchdog must report a hang before torch aborts the collective."""
 
     @classmethod
     def of(cls, config: WatchdogConfig) -> Self:
@@ -52,9 +53,9 @@ class HangLimits:
 
 @dataclass(frozen=True)
 class RankStatus(ProcessMessage, kind="status"):
-    """What a rank is doing: `seconds` since its last progress, `inside` the collective it waits in.
+    """What a rank is doing: `seconds` have passed since its last progress, and it waits in the collective `inside`.
 
-    `counts` has the number of collectives by the ranks that share them, `recent` the last ones.
+    `counts` maps groups of ranks to the number of collectives entered. `recent` are the last collectives.
     """
 
     rank: int
@@ -66,7 +67,7 @@ class RankStatus(ProcessMessage, kind="status"):
     counts: dict[str, int]
     recent: tuple[CollectiveCall, ...]
     queued: CollectiveCall | None = None
-    """The first collective that the program has enqueued and the device has not reached."""
+    """The first collective that the program has enqueued and the device has not yet reached."""
 
     def __str__(self) -> str:
         """For people."""
@@ -78,7 +79,7 @@ class RankStatus(ProcessMessage, kind="status"):
 
 
 class RankProgress:
-    """Written by the threads that train, read by the monitor's."""
+    """The progress of this rank: the training threads write it, and the monitor's thread reads it."""
 
     def __init__(self, rank: int, limits: HangLimits) -> None:
         self.rank = rank
@@ -91,7 +92,7 @@ class RankProgress:
         """Seconds of each recent step but the first, without those in collectives."""
         self.last: CollectiveCall | None = None
         self.device: DeviceProgress | None = None
-        """How far the device is, where collectives are asynchronous."""
+        """Progress of the device, where collectives are asynchronous."""
         self._inside: CollectiveCall | None = None
         self._counts: Counter[str] = Counter()
         self._recent: deque[CollectiveCall] = deque(maxlen=_RECENT_CALLS)
@@ -130,7 +131,7 @@ class RankProgress:
         return time.monotonic()
 
     def count_steps(self, steps: Iterable[StepRecord]) -> Iterator[StepRecord]:
-        """Pass on the records of steps; each is progress, and its time is kept."""
+        """Yield the records of `steps`; each counts as progress, and its time is kept for the limit."""
         self._waited_before = self.waited_seconds
         for record in steps:
             seconds = record.values["perf/step_seconds"]
@@ -146,7 +147,7 @@ class RankProgress:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Set the phase while it is open: evaluation, saving or export, which take longer than a step."""
+        """Set the phase while open: evaluation, saving or export, which may take longer than a step."""
         before, self.phase = self.phase, phase
         self.restart_limit()
         try:
@@ -156,12 +157,12 @@ class RankProgress:
             self.restart_limit()
 
     def finish_steps(self) -> None:
-        """No step follows: the limit of other phases applies."""
+        """Enter the last phase: no step follows, so the limit of other phases applies."""
         self.phase = "closing"
         self.restart_limit()
 
     def restart_limit(self) -> None:
-        """Note progress: the time without it begins anew."""
+        """Note progress: the time without progress begins at zero again."""
         self._progress_at = time.monotonic()
 
     def limit_seconds(self) -> float:
@@ -179,8 +180,8 @@ class RankProgress:
     def last_progress_at(self) -> float:
         """Time (monotonic) of the last progress: a step or a change of phase, in some phases also a collective.
 
-        Evaluation and export pass tensors one by one, so each collective is progress. A save asks every few
-        milliseconds whether it is done, so its collectives are not.
+        Evaluation and export run collectives as they advance, so each collective is progress. A save runs one every few
+        milliseconds to ask whether it is done, so its collectives are not.
         """
         if self.phase in ("step", "save", "closing"):
             return self._progress_at
@@ -203,19 +204,19 @@ class RankProgress:
         try:
             return _on_device(on_host, self.device)
         except RuntimeError:
-            # The device has failed; the thread that trains meets the same error.
+            # The device has failed; the training thread meets the same error and reports it.
             return on_host
 
 
 def _on_device(on_host: RankStatus, device: DeviceProgress) -> RankStatus:
-    """The status without the collectives that are enqueued and that the device has not reached."""
+    """The status without collectives that are enqueued but not yet reached by the device."""
     position = device.position()
     counts = on_host.counts | {call.ranks: call.number - 1 for call in reversed(position.queued)}
     queued = set(position.queued)
     recent = tuple(call for call in on_host.recent if call not in queued)
     return replace(
         on_host,
-        # A call that blocks on the host although nothing is queued before it waits in its own collective.
+        # If nothing is queued, a call that blocks on the host waits in its own collective.
         inside=position.inside or (None if position.queued else on_host.inside),
         last=recent[-1] if recent else None,
         counts=counts,

@@ -1,4 +1,4 @@
-"""Why a run is ended: the failing rank, its error, and the text that the report and the screen show."""
+"""Messages about a rank's failure and the end of a run, and the text of the report."""
 
 import traceback
 from collections.abc import Mapping, Sequence
@@ -13,26 +13,26 @@ from ds_finetune.watchdog.diagnosis import Diagnosis
 from ds_finetune.watchdog.progress import RankStatus
 
 _MAX_LINES = 50
-_MAX_TEXT_LETTERS, _MAX_LINE_LETTERS = 200_000, 2_000
+_MAX_TEXT_CHARACTERS, _MAX_LINE_CHARACTERS = 200_000, 2_000
 _MAX_RANKS = 16
 _PEER_LOST_WORDS = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "TCPStore")
-"""In errors that torch raises where another rank is gone (torch 2.13: RuntimeError from gloo, DistBackendError from
-NCCL).
+"""Words in errors that torch raises when another rank has exited (torch 2.13: RuntimeError from gloo, DistBackendError
+from NCCL).
 """
 
 
 @dataclass(frozen=True)
 class RankProcess(ProcessMessage, kind="hello"):
-    """The process of a rank, with which its connection begins.
+    """The first message of a connection: which rank's process opened it.
 
-    `began` is the kernel's start time of the process, and `id_space` where its process id is valid (stacks.py).
+    `began` is the kernel's start time of the process. Its process id is valid in `pid_namespace` (stacks.py).
     """
 
     rank: int
     host: str
     pid: int
     began: str
-    id_space: str
+    pid_namespace: str
 
     def __str__(self) -> str:
         """For people."""
@@ -41,9 +41,9 @@ class RankProcess(ProcessMessage, kind="hello"):
 
 @dataclass(frozen=True)
 class FailureReport(ProcessMessage, kind="failed"):
-    """An error of a rank in one `line`, with its last lines as `text` and the exit code.
+    """An error of a rank: one `line` about it, the last lines of its traceback as `text`, and the exit code.
 
-    `is_secondary` says that the error may follow from the end of another rank.
+    `is_secondary` is true where the error may only be a consequence of another rank's exit.
     """
 
     line: str
@@ -53,23 +53,23 @@ class FailureReport(ProcessMessage, kind="failed"):
 
     @classmethod
     def of(cls, error: BaseException) -> Self:
-        """What the other ranks are told of `error`."""
-        is_own = isinstance(error, FinetuneError)
-        lines = (str(error) if is_own else "".join(traceback.format_exception(error))).splitlines()
+        """The report of `error`."""
+        is_framework_error = isinstance(error, FinetuneError)
+        lines = (str(error) if is_framework_error else "".join(traceback.format_exception(error))).splitlines()
         code = error.exit_code if isinstance(error, FinetuneError) else RUN_ERROR_EXIT_CODE
         if isinstance(error, SystemExit) and isinstance(error.code, int):
             code = error.code
         line = next((line for line in str(error).splitlines() if line.strip()), "")
-        text = "\n".join(lines[-_MAX_LINES:])[-_MAX_TEXT_LETTERS:]
-        return cls(f"{type(error).__name__}: {line[:_MAX_LINE_LETTERS]}", text, code, is_secondary(error))
+        text = "\n".join(lines[-_MAX_LINES:])[-_MAX_TEXT_CHARACTERS:]
+        return cls(f"{type(error).__name__}: {line[:_MAX_LINE_CHARACTERS]}", text, code, is_secondary(error))
 
 
 @dataclass(frozen=True)
 class RunEnding(ProcessMessage, kind="end"):
     """Why a run ends: the ranks at fault, the reason in one line, the report, and the exit code.
 
-    `reporter` is the rank that prints the report, and `killers` names the ranks that kill others, each with the
-    process ids and start times of those. `is_hang` where a hang ended the run.
+    `reporter` is the rank that prints the report. `killers` maps ranks to the hung processes on their machine that they
+    must kill, as process ids and start times. `is_hang` is true where a hang ended the run.
     """
 
     at_fault: tuple[int, ...]
@@ -82,7 +82,7 @@ class RunEnding(ProcessMessage, kind="end"):
 
 
 def is_secondary(error: BaseException) -> bool:
-    """Whether `error` is one that a rank meets when another rank is gone, so that the cause may lie there."""
+    """Whether torch raises `error` on a rank when another rank has exited, so that the cause may be there."""
     if isinstance(error, FinetuneError):
         return False
     names_peer = isinstance(error, RuntimeError) and any(word in str(error) for word in _PEER_LOST_WORDS)

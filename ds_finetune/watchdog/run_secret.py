@@ -1,9 +1,9 @@
-"""The secret of a run, which authenticates its ranks to each other. It is in no store and on no command line.
+"""The secret of a run, with which its ranks authenticate each other. No store or command line contains it.
 
 `ds-finetune launch` passes it to every rank in the environment. Otherwise rank zero writes it to a file that only its
 user can read: in the folder for temporary files where all ranks are on one machine, else in the output folder or the
-nearest folder above it that exists. Where a rank cannot read that file, there is no private channel: the key is then
-derived from a value in the store, and rank zero prints a line about it.
+nearest folder above it that exists. If a rank cannot read that file, the ranks have no private channel: the secret is
+then derived from a value in the store, and rank zero prints a warning.
 """
 
 import contextlib
@@ -98,7 +98,7 @@ def _share_secret(store: "dist.Store", world: World, *, folder: Path, environ: M
 
 
 def _shared_folder(world: World, folder: Path) -> Path:
-    """A folder that every rank should see."""
+    """The folder for the secret's file, which every rank should see."""
     if world.local_world_size == world.world_size:
         return Path(tempfile.gettempdir())
     folder = folder.absolute()
@@ -106,7 +106,7 @@ def _shared_folder(world: World, folder: Path) -> Path:
 
 
 def _write(path: Path, secret: bytes) -> bool:
-    """Write the secret to a file that no other user can read; returns whether that was possible."""
+    """Write the secret to a file that no other user can read; false where that is not possible."""
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     except OSError:
@@ -116,7 +116,7 @@ def _write(path: Path, secret: bytes) -> bool:
         if is_private:
             opened.write(secret)
             opened.flush()
-            # So that other hosts see it.
+            # Other hosts then see the content.
             with contextlib.suppress(OSError):
                 os.fsync(opened.fileno())
     if not is_private:

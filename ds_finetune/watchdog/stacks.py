@@ -1,4 +1,4 @@
-"""The stacks of a rank's threads, written to a file by C code where Python cannot run; and killing hung ranks."""
+"""Writes the stacks of a rank's threads to a file, by C code where Python cannot run, and kills hung ranks."""
 
 import contextlib
 import faulthandler
@@ -11,19 +11,19 @@ from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
-from ds_finetune.watchdog.process_death import FOLDER, began_at, record_kill, stacks_path
+from ds_finetune.watchdog.death_cause import FOLDER, began_at, record_kill, stacks_path
 from ds_finetune.watchdog.progress import RankStatus
 
 _CALLS = 10
 BACKSTOP_SECONDS = 20.0
-"""How long after its limit a rank is ended by its own timer, where native code holds Python's lock."""
+"""How long after its limit a rank's own timer ends it, where native code holds Python's lock."""
 
 
 class StackFile:
-    """`FOLDER/rank-00003.txt` in the run directory, removed at the end where it is empty.
+    """The file `FOLDER/rank-00003.txt` in the run directory; it is removed at the end if it is empty.
 
-    SIGQUIT writes to it too, also where native code holds Python's lock. It does not end the process, so it leaves no
-    core file of a rank's size.
+    SIGQUIT makes the process append its stacks, even while native code holds Python's lock. The signal does not end
+    the process, so no core file is written.
     """
 
     def __init__(self, output_dir: Path, rank: int) -> None:
@@ -48,9 +48,10 @@ class StackFile:
             faulthandler.dump_traceback(file=self._file, all_threads=True)
 
     def arm(self, until: float) -> None:
-        """End this process, with its stacks written, BACKSTOP_SECONDS after `until` (monotonic) unless called again.
+        """Set a timer that writes the stacks and ends this process BACKSTOP_SECONDS after `until` (monotonic).
 
-        A thread in C does it (Python 3.11, Modules/faulthandler.c), so it works where native code holds Python's lock.
+        A later call replaces the timer. It is a thread in C (Python 3.11, Modules/faulthandler.c), so it works even
+        while native code holds Python's lock.
         """
         with self._lock:
             if until == self._armed_until or self._is_closed:
@@ -72,12 +73,12 @@ class StackFile:
         with contextlib.suppress(OSError):
             if not self.path.stat().st_size:
                 self.path.unlink()
-            # Empty once no rank has written to it.
+            # This fails, and is ignored, while files of other ranks are in the folder.
             self.path.parent.rmdir()
 
 
-def process_id_space() -> str:
-    """Where this process's id is valid: the start of this machine and the namespace of process ids.
+def own_pid_namespace() -> str:
+    """Identifies the PID namespace in which this process's id is valid: the machine's boot id and the namespace.
 
     Two ranks with the same text can signal each other. Empty where there is no /proc.
     """
@@ -86,10 +87,10 @@ def process_id_space() -> str:
 
 
 def kill_process(pid: int, began: str, *, folder: Path, why: str) -> None:
-    """Kill a rank on this machine that does not answer, after a signal that lets it write its stacks.
+    """Kill a hung rank on this machine, after a signal that makes it write its stacks.
 
-    `why` is recorded in `folder` for programs that see the process die. Nothing is killed where the process id
-    belongs to another process than the one that began at `began`.
+    `why` is recorded in `folder` for programs that see the process die. Nothing is killed if the process id now belongs
+    to a process with another start time than `began`.
     """
     if began and began_at(pid) == began:
         record_kill(folder, pid, began, why)

@@ -1,4 +1,4 @@
-"""Name a rank that takes longer than the others on the progress line."""
+"""Finds a rank that takes longer than the others, and names it on the progress line."""
 
 import socket
 import statistics
@@ -10,18 +10,18 @@ from ds_finetune.observers.record import StepRecord
 from ds_finetune.watchdog.progress import RECENT_STEPS, RankProgress
 
 _NOTICEABLE_SECONDS = 0.05
-"""Smaller differences between ranks are the noise of small models."""
+"""Smaller differences between ranks are noise, which small models show."""
 _LEAST_STEPS = 5
-"""A rank that pauses in one step alone is not slow."""
+"""A median needs this many steps: a rank that pauses in a single step is not slow."""
 
 
 @dataclass
 class Stragglers:
     """Every `every` steps, adds `perf/straggler_ratio`: the step time of the slowest rank over the median of all ranks.
 
-    A rank's step time is the median of its last `every` steps, at least five, without the time in collectives: a step
-    takes equally long on all ranks, because the others wait for the slow one there. The times are gathered from all
-    ranks at these steps. From `ratio` on, the slow rank is named in `record.slow`.
+    A rank's step time is the median over its last `every` steps, at least five, without the time in collectives. With
+    that time a step takes equally long on all ranks, because the others wait for the slow one in collectives. The times
+    are gathered from all ranks at these steps. `record.slow` names a rank whose ratio is `ratio` or more.
     """
 
     progress: RankProgress
@@ -43,11 +43,11 @@ class Stragglers:
         return replace(record, slow=f"rank {slowest} (host {self.hosts[slowest]}) {ratio:.1f}x the median")
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
 
 def straggler(seconds: Sequence[float]) -> tuple[int, float]:
-    """The slowest rank, and its seconds over the median (of two ranks, the faster one's)."""
+    """The slowest rank, and the ratio of its seconds to the median of all ranks (of two ranks, to the faster one's)."""
     slowest = max(range(len(seconds)), key=seconds.__getitem__)
     median = statistics.median_low(seconds)
     return slowest, seconds[slowest] / median if median else 1.0

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 from ds_finetune.checkpoint.folder import open_checkpoint_folder
+from ds_finetune.checkpoint.part_storage import num_weights
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.saver import Saver
-from ds_finetune.checkpoint.storage import num_weights
 from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.default_group import process_group
@@ -64,9 +64,7 @@ def _contest(engine: Engine, folder: Path) -> dict[str, Any]:
     state = RunState(1, 0, 0, (0, 0), engine.state.scalars(), {}, {}, "", {}, {}, {}).text()
     ours, whole, theirs = [], [], []
     with closing(saver):
-        saver.start(
-            num_weights(engine.state.groups(), writer=place.writer_share) * engine.plan.checkpoint_bytes_per_parameter
-        )
+        saver.start(num_weights(engine.state.groups(), share=place.share) * engine.plan.checkpoint_bytes_per_parameter)
         for number in range(ROUNDS):
             dist.barrier()
             began = time.monotonic()

@@ -34,12 +34,12 @@ from ds_finetune.checkpoint.files import (
 from ds_finetune.checkpoint.folder import CheckpointFolder
 from ds_finetune.checkpoint.messages import CommitJob, RemoveJob, ReserveJob, WriteJob
 from ds_finetune.checkpoint.part_file import PartFile, part_name
-from ds_finetune.checkpoint.planners import writer_share
+from ds_finetune.checkpoint.part_sinks import FilePartSink, WriterProcess
+from ds_finetune.checkpoint.part_storage import PartStorageReader, read_state_groups, serialise_part
+from ds_finetune.checkpoint.planners import share_of_slice
 from ds_finetune.checkpoint.random_state import random_state, restore_random_state
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.saver import superseded_checkpoints
-from ds_finetune.checkpoint.staging import FilePartSink, WriterProcess
-from ds_finetune.checkpoint.storage import PartsReader, read_state_groups, write_part
 from ds_finetune.checkpoint.tools import (
     describe_checkpoint,
     find_checkpoint,
@@ -155,7 +155,7 @@ def written(folder: Path, groups: list[StateGroup]) -> list[Path]:
     for rank, group in enumerate(groups):
         paths.append(folder / part_name(rank, len(groups)))
         sink = FilePartSink(paths[-1])
-        write_part([group], sink, {"rank": rank}, writer=(rank, len(groups)))
+        serialise_part([group], sink, {"rank": rank}, share=(rank, len(groups)))
         sink.finish()
     return paths
 
@@ -180,7 +180,7 @@ def test_any_cut_is_read_by_any_other(dtype: torch.dtype, tmp_path: Path) -> Non
     shape, total = (5, 3, 4), 60
     whole = torch.arange(total).to(dtype)
     groups = [group_of({"m/w": (whole[a:b], shape, a)}) for a, b in itertools.pairwise((0, 17, 17, 40, 60))]
-    reader = PartsReader(written(tmp_path, groups))
+    reader = PartStorageReader(written(tmp_path, groups))
     for a, b in ((0, 60), (1, 2), (16, 41), (60, 60)):
         found = torch.zeros(b - a, dtype=dtype)
         read_state_groups([group_of({"m/w": (found, shape, a)})], reader, absent="")
@@ -196,7 +196,7 @@ def test_slices_of_tensor_parallel_ranks_are_boxes_of_the_whole(tmp_path: Path) 
         for a, b in ((0, 13), (13, 24)):
             part = Slice("weight/w", (6, 8), a, b - a, torch.float32, origin=(0, column), local_shape=(6, 4))
             groups.append(reading({part: local[a:b]}))
-    reader = PartsReader(written(tmp_path, groups))
+    reader = PartStorageReader(written(tmp_path, groups))
     found = torch.zeros(48)
     read_state_groups([group_of({"weight/w": (found, (6, 8), 0)})], reader, absent="")
     assert torch.equal(found.view(6, 8), whole)
@@ -208,7 +208,7 @@ def test_slices_of_tensor_parallel_ranks_are_boxes_of_the_whole(tmp_path: Path) 
 
 def test_what_all_ranks_hold_is_shared_out(tmp_path: Path) -> None:
     part = Slice("weight/w", (7,), 0, 7, torch.float32, is_replicated=True)
-    shares = [writer_share(part, index, 3) for index in range(3)]
+    shares = [share_of_slice(part, index, 3) for index in range(3)]
     assert [(piece.start, piece.numel) for piece in shares] == [(0, 2), (2, 2), (4, 3)]
     numbers = torch.arange(7.0)
     paths = written(tmp_path, [reading({part: numbers})] * 3)
@@ -219,19 +219,19 @@ def test_what_two_nodes_both_hold_is_taken_from_one(tmp_path: Path) -> None:
     """One node cut it among two ranks, the other gave it to its only one."""
     part, numbers = Slice("buffer/b", (9,), 0, 9, torch.float32, is_replicated=True), torch.arange(9.0)
     paths = []
-    for rank, (home, writer) in enumerate(((0, (0, 2)), (0, (1, 2)), (2, (0, 1)))):
+    for rank, (node, share) in enumerate(((0, (0, 2)), (0, (1, 2)), (2, (0, 1)))):
         paths.append(tmp_path / part_name(rank, 3))
         sink = FilePartSink(paths[-1])
-        write_part([reading({part: numbers})], sink, {"rank": rank, "home": home}, writer=writer)
+        serialise_part([reading({part: numbers})], sink, {"rank": rank, "home": node}, share=share)
         sink.finish()
     for some in (paths, paths[2:], paths[:2]):
         found = torch.zeros(9)
-        read_state_groups([reading({part: found})], PartsReader(some), absent="")
+        read_state_groups([reading({part: found})], PartStorageReader(some), absent="")
         assert torch.equal(found, numbers)
 
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
-    reader = PartsReader(written(tmp_path, [group_of({"weight/w": (torch.zeros(6), (3, 4), 0)})]))
+    reader = PartStorageReader(written(tmp_path, [group_of({"weight/w": (torch.zeros(6), (3, 4), 0)})]))
     with pytest.raises(CheckpointError, match=r"6 elements of `weight/w` are in parts that are not here: part-x"):
         read_state_groups([group_of({"weight/w": (torch.zeros(12), (3, 4), 0)})], reader, absent="part-x")
     with pytest.raises(
@@ -246,7 +246,7 @@ def test_plain_tensors_are_read_by_torch_itself(tmp_path: Path) -> None:
     """The reader is one of torch.distributed.checkpoint's: its own planner resolves whole tensors from our parts."""
     whole = torch.arange(60.0).view(5, 3, 4)
     flat = whole.view(-1)
-    reader = PartsReader(
+    reader = PartStorageReader(
         written(tmp_path, [group_of({"weight/w": (flat[a:b], (5, 3, 4), a)}) for a, b in ((0, 23), (23, 60))])
     )
     state = {"weight/w": torch.zeros(5, 3, 4)}
@@ -260,7 +260,7 @@ def test_nodes_keep_their_parts_and_gather_makes_them_whole(tmp_path: Path) -> N
         group = group_of({"weight/w": (whole[rank * 6 : rank * 6 + 6], (3, 4), rank * 6)})
         home = place(tmp_path / node / "checkpoints", rank, (rank,), 2)
         sink = FilePartSink(_aside(home, rank))
-        write_part([group], sink, {"rank": rank, "host": node}, writer=home.writer_share)
+        serialise_part([group], sink, {"rank": rank, "host": node}, share=home.share)
         sink.finish()
         commit(_aside(home, rank).parent, _of_node(rank, node), {"state.json": _state().text()}, {}, lambda: False)
     a, b = tmp_path / "a", tmp_path / "b"
@@ -269,7 +269,7 @@ def test_nodes_keep_their_parts_and_gather_makes_them_whole(tmp_path: Path) -> N
     assert "2 parts of step 5" in gather_checkpoint([a, b], tmp_path / "whole")
     assert "3 files" in verify_checkpoint(tmp_path / "whole", workers=2)
     found = torch.zeros(12)
-    reader = PartsReader(tmp_path / "whole" / part_name(rank, 2) for rank in range(2))
+    reader = PartStorageReader(tmp_path / "whole" / part_name(rank, 2) for rank in range(2))
     read_state_groups([group_of({"weight/w": (found, (3, 4), 0)})], reader, absent="")
     assert torch.equal(found, whole)
     with pytest.raises(CheckpointError, match="exists already"):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ds_finetune.checkpoint.messages import RemoveJob, WriteJob
-from ds_finetune.checkpoint.staging import WriterProcess
+from ds_finetune.checkpoint.part_sinks import WriterProcess
 
 SECONDS = 60.0
 

@@ -64,7 +64,7 @@ def test_a_folder_gives_the_files_of_one_split(
             ("train.jsonl", "test.jsonl", "more.jsonl"),
             "train",
             "",
-            "has files of test, train, and 1 files of no split",
+            "has files of test, train, and 1 files whose names contain no split",
         ),
         (("train.jsonl", "test.jsonl"), "eval", ":validation", "has no split `validation`"),
         (("train.jsonl", "test.jsonl"), "eval", ":main:test", "has no subsets"),
@@ -116,7 +116,7 @@ def test_a_hub_data_set_gives_the_split_that_fits(place: str, purpose: str, spli
     [
         ("org/one", "data set `org/one` has no held-out split: its splits are train"),
         ("org/one:test", "data set `org/one` has no split `test`"),
-        ("org/one:a:b:c", "is not a data set"),
+        ("org/one:a:b:c", "is not a valid data set name"),
         ("org/none", "is neither a file nor in the cache of `datasets`, and HF_HUB_OFFLINE is set"),
     ],
 )

@@ -21,9 +21,9 @@ from ds_finetune.watchdog.connection import (
     wait_readable,
 )
 from ds_finetune.watchdog.coordinator import REPORT, SECONDARY_ERROR_SECONDS, Coordinator
+from ds_finetune.watchdog.death_cause import FOLDER, record_kill, stacks_path
 from ds_finetune.watchdog.diagnosis import LOSSY
 from ds_finetune.watchdog.messages import HangReport, MoreTime, RankGoodbye, RankLeaving, RankRefused, StatusRequest
-from ds_finetune.watchdog.process_death import FOLDER, record_kill, stacks_path
 from ds_finetune.watchdog.progress import HangLimits, RankProgress
 from ds_finetune.watchdog.report import FailureReport, RankProcess, RunEnding
 

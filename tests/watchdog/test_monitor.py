@@ -14,9 +14,9 @@ from ds_finetune.process_messages import encode
 from ds_finetune.watchdog import monitor as module
 from ds_finetune.watchdog.connection import UNREACHABLE, Connection, PacketLoss
 from ds_finetune.watchdog.coordinator import REPORT
+from ds_finetune.watchdog.death_cause import FOLDER, record_kill
 from ds_finetune.watchdog.messages import CoordinatorLocation, RankLeaving
 from ds_finetune.watchdog.monitor import Monitor, start_monitor
-from ds_finetune.watchdog.process_death import FOLDER, record_kill
 from ds_finetune.watchdog.progress import HangLimits, RankProgress
 from ds_finetune.watchdog.report import RankProcess
 from ds_finetune.world import World

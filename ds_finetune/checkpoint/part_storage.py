@@ -1,4 +1,8 @@
-"""Storage of torch.distributed.checkpoint in parts: one file for each rank, with a JSON header."""
+"""Storage classes for torch.distributed.checkpoint: each rank's part is one file (part_file.py).
+
+`serialise_part` turns a rank's state into the bytes of its part and gives them to a `PartSink` (part_sinks.py), which
+writes them. `read_state_groups` reads state from parts.
+"""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,44 +25,44 @@ from torch.futures import Future
 
 from ds_finetune.checkpoint.chunks import Chunk
 from ds_finetune.checkpoint.part_file import PartFile, StoredChunk, part_header
-from ds_finetune.checkpoint.planners import RestorePlanner, StatePlanner, writer_share
+from ds_finetune.checkpoint.planners import RestorePlanner, StatePlanner, share_of_slice
 from ds_finetune.engine.state import WEIGHT, StateGroup
 from ds_finetune.quiet import quiet_packages
 
-# Each rank saves and loads by itself, on purpose, of which torch warns.
+# Each rank saves and loads without the others. torch warns of this; its warning is silenced.
 quiet_packages()
 
 
 class PartSink(Protocol):
-    """Where the bytes of a part go, in order."""
+    """Receives the bytes of a part, in order."""
 
     def begin(self, num_bytes: int) -> None:
-        """Make room for a part of `num_bytes`."""
+        """Prepare for a part of `num_bytes`."""
         ...
 
     def write(self, values: torch.Tensor) -> None:
-        """Take the bytes of a contiguous 1-D tensor, on any device."""
+        """Append the bytes of a contiguous 1-D tensor on any device."""
         ...
 
 
-class PartWriter(StorageWriter):
-    """Writes the header, which holds `extra`, and one rank's chunks to `sink`."""
+class PartStorageWriter(StorageWriter):
+    """Gives one rank's part to `sink`: a header that holds `extra`, then the rank's chunks."""
 
     def __init__(self, sink: PartSink, extra: Mapping[str, Any]) -> None:
         self._sink, self._extra = sink, extra
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing is kept from one save to the next."""
+        """Do nothing: no state is kept from one save to the next."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        """Nothing to set up: the sink is given."""
+        """Do nothing: the sink was given at the start."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan as it is."""
+        """The plan, unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The plans as they are."""
+        """The plans, unchanged."""
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -78,53 +82,53 @@ class PartWriter(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """The header describes the part; there is no file of metadata."""
+        """Do nothing: the header of each part takes the place of torch's metadata file."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Never chosen by a path."""
+        """False: this object is passed to torch, never selected by a path."""
         return False
 
 
-class PartsReader(StorageReader):
-    """Reads chunks from parts; those that are wanted may be cut differently from those that are stored."""
+class PartStorageReader(StorageReader):
+    """Reads chunks from parts. The wanted chunks may be cut differently from the stored ones."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self.parts = [PartFile(path) for path in paths]
-        # Each node keeps all of what every rank holds, divided among its own ranks; one node's is used.
-        homes: dict[str, int] = {}
+        # Replicated tensors are stored once per node, split over its ranks. Those of one node are read.
+        nodes: dict[str, int] = {}
         for part in self.parts:
             for key in part.extra["replicated"]:
-                homes[key] = min(homes.get(key, part.home), part.home)
+                nodes[key] = min(nodes.get(key, part.node), part.node)
         self.held: dict[str, list[tuple[PartFile, StoredChunk]]] = {}
         for part in self.parts:
             for item in part.stored:
-                if homes.get(item.key, part.home) == part.home:
+                if nodes.get(item.key, part.node) == part.node:
                     self.held.setdefault(item.key, []).append((part, item))
         every = [pair for held in self.held.values() for pair in held if pair[1].chunk.numel]
         self._metadata = _metadata(item for held in self.held.values() for _, item in held)
         self._where = {MetadataIndex(item.key, torch.Size(item.chunk.offsets)): (part, item) for part, item in every}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """The parts were given at the start."""
+        """Do nothing: the parts were given at the start."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ANN401
         """Every tensor of the parts with its chunks."""
         return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        """Nothing to set up."""
+        """Do nothing."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
+        """The plan, unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
+        """The plans, unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy the wanted part of each chunk to the planner's target."""
+        """Copy the wanted range of each stored chunk to the planner's target."""
         for item in plan.items:
             part, stored = self._where[item.storage_index]
             source = part.tensor(stored)
@@ -141,49 +145,49 @@ class PartsReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Never chosen by a path."""
+        """False: this object is passed to torch, never selected by a path."""
         return False
 
 
-def write_part(
-    groups: Sequence[StateGroup], sink: PartSink, extra: Mapping[str, Any], *, writer: tuple[int, int]
+def serialise_part(
+    groups: Sequence[StateGroup], sink: PartSink, extra: Mapping[str, Any], *, share: tuple[int, int]
 ) -> None:
-    """Save this rank's part of `groups` through torch.distributed.checkpoint; `writer` (index, count) is its place
-    among those that hold the same.
+    """Give this rank's part of `groups` to `sink`, through torch.distributed.checkpoint.
+
+    Of a replicated tensor the part holds share `index` of `count`, where `share` is (index, count).
     """
     slices = [
-        [writer_share(part, *writer) if part.is_replicated else part for part in group.slices] for group in groups
+        [share_of_slice(piece, *share) if piece.is_replicated else piece for piece in group.slices] for group in groups
     ]
     planner = StatePlanner(groups, slices)
     extra = {
         **extra,
-        "replicated": sorted({part.key for group in groups for part in group.slices if part.is_replicated}),
+        "replicated": sorted({piece.key for group in groups for piece in group.slices if piece.is_replicated}),
     }
     try:
         with _plain_errors():
-            save({}, storage_writer=PartWriter(sink, extra), planner=planner, no_dist=True)
+            save({}, storage_writer=PartStorageWriter(sink, extra), planner=planner, no_dist=True)
     finally:
         planner.close()
 
 
-def read_state_groups(groups: Sequence[StateGroup], reader: PartsReader, *, absent: str) -> None:
-    """Fill the slices of `groups` from the parts of `reader`; `absent` names parts that are not here, for the error."""
+def read_state_groups(groups: Sequence[StateGroup], reader: PartStorageReader, *, absent: str) -> None:
+    """Fill the slices of `groups` from the parts of `reader`; `absent` names missing parts, for the error message."""
     for group in groups:
         with group.opened(True) as read, _plain_errors():
             load({}, storage_reader=reader, planner=RestorePlanner(group.slices, read, absent=absent), no_dist=True)
 
 
-def num_weights(groups: Sequence[StateGroup], *, writer: tuple[int, int]) -> int:
-    """Parameters whose weights are in this rank's part."""
-    slices = (writer_share(part, *writer) if part.is_replicated else part for group in groups for part in group.slices)
-    return sum(part.numel for part in slices if part.key.startswith(f"{WEIGHT}/"))
+def num_weights(groups: Sequence[StateGroup], *, share: tuple[int, int]) -> int:
+    """Number of weights in this rank's part; `share` as for `serialise_part`."""
+    pieces = (piece for group in groups for piece in group.slices)
+    written = (share_of_slice(piece, *share) if piece.is_replicated else piece for piece in pieces)
+    return sum(piece.numel for piece in written if piece.key.startswith(f"{WEIGHT}/"))
 
 
 @contextmanager
 def _plain_errors() -> Iterator[None]:
-    """torch.distributed.checkpoint wraps every error in a BaseException of its own; what went wrong is raised
-    instead.
-    """
+    """Raise the original error where torch.distributed.checkpoint wraps it in a BaseException of its own."""
     try:
         yield
     except CheckpointException as wrapped:

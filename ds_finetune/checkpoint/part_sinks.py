@@ -1,4 +1,8 @@
-"""A rank's side of writing a part: its bytes go to shared memory for the writer process, or straight to the file."""
+"""Sinks that take the bytes of a rank's part from `part_storage.serialise_part`.
+
+`WriterProcess` copies them to shared memory, from which a process writes the file while training continues.
+`FilePartSink` writes them to the file before training continues.
+"""
 
 import mmap
 import os
@@ -21,11 +25,11 @@ _CLOSE_SECONDS = 5.0
 
 
 class WriterProcess:
-    """The process of `part_writer.py` and the memory it reads from; it answers jobs in order."""
+    """Starts the process of `part_writer_process.py` and shares memory with it; it answers jobs in order."""
 
     def __init__(self, inherited: Sequence[int] = ()) -> None:
         self._inherited = tuple(inherited)
-        # Not in /dev/shm, which containers keep small: an anonymous file is limited by memory alone.
+        # Not a file in /dev/shm, which is small in containers. Only the size of memory limits a memfd.
         self._memory = os.memfd_create("checkpoint")
         self._map: mmap.mmap | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -36,7 +40,7 @@ class WriterProcess:
         """Start the process."""
         package = str(Path(ds_finetune.__file__).parents[1])
         environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))}
-        command = [sys.executable, "-m", "ds_finetune.checkpoint.part_writer", str(self._memory)]
+        command = [sys.executable, "-m", "ds_finetune.checkpoint.part_writer_process", str(self._memory)]
         self._process = subprocess.Popen(
             command,
             env=environ,
@@ -48,12 +52,12 @@ class WriterProcess:
         self._answers = MessageReader(self._process.stdout.fileno(), [JobDone], peer="the checkpoint writer")
 
     def send(self, job: ProcessMessage) -> None:
-        """Send a job; `errors` notices a process that is gone."""
+        """Send a job; a process that has exited is noticed by `errors`, not here."""
         self._num_sent += 1
         self._send(job)
 
     def stop_waiting(self) -> None:
-        """Let a commit that waits for the parts of other ranks end with an error."""
+        """End a commit that waits for the parts of other ranks, with an error."""
         self._send(StopWaiting())
 
     def _send(self, message: ProcessMessage) -> None:
@@ -63,13 +67,13 @@ class WriterProcess:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a job is not answered yet."""
+        """Whether there is a job without an answer."""
         return self._num_answered < self._num_sent
 
     def errors(self) -> list[str]:
-        """Take the answers that have arrived; returns errors of writing and reserving, and the end of the process.
+        """Read the answers that have arrived, and return their errors; a process that has exited is an error too.
 
-        A checkpoint that could not be removed is not an error of a save. Removing it is tried again after the next one.
+        A checkpoint that could not be removed is no error of a save: its removal is tried again after the next save.
         """
         assert self._process is not None
         assert self._answers is not None
@@ -85,7 +89,7 @@ class WriterProcess:
         return errors
 
     def begin(self, num_bytes: int) -> None:
-        """PartSink: make room for a part."""
+        """PartSink: prepare shared memory for a part."""
         if self._map is None or len(self._map) < num_bytes:
             os.ftruncate(self._memory, num_bytes)
             self._map = mmap.mmap(self._memory, num_bytes)
@@ -114,17 +118,17 @@ class WriterProcess:
 
 
 class FilePartSink:
-    """Writes a part synchronously, from where the values are, with one buffer: for states too large to copy."""
+    """Writes a part synchronously through a small buffer, for states that are too large to copy."""
 
     def __init__(self, part: Path) -> None:
         self._part = part
         self._file = ChecksummedFile(part)
 
     def begin(self, num_bytes: int) -> None:
-        """Nothing to reserve: the file grows."""
+        """PartSink: do nothing, because the file grows."""
 
     def write(self, values: torch.Tensor) -> None:
-        """Write the bytes of a 1-D tensor."""
+        """PartSink: write the bytes of a 1-D tensor."""
         for piece in values.split(_BUFFER_BYTES // values.element_size()):
             self._file.write(memoryview(piece.cpu().view(torch.uint8).numpy()))
 

@@ -1,4 +1,7 @@
-"""Why a process died that gave no reason itself. The module imports little: launch's supervisor must start quickly."""
+"""Finds out why a process died that reported no error: killed by this program, by its own timer, or for memory.
+
+The module imports little, because the supervisor of `ds-finetune launch` imports it and must start quickly.
+"""
 
 import json
 import re
@@ -11,7 +14,7 @@ _OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
 def began_at(pid: int) -> str:
-    """When a process began, in the kernel's ticks; empty where there is none of that id, or no /proc."""
+    """Start time of a process in the kernel's ticks; empty where no process has that id, or there is no /proc."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
@@ -19,14 +22,14 @@ def began_at(pid: int) -> str:
 
 
 def record_kill(folder: Path, pid: int, began: str, why: str) -> None:
-    """Record that this program kills a process, before it does; `folder` is FOLDER in the run directory."""
+    """Record that this program is about to kill a process; `folder` is FOLDER in the run directory."""
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         _kill_record(folder, pid).write_text(json.dumps({"began": began, "why": why}), encoding="utf-8")
 
 
 def why_killed(folder: Path, pid: int, began: str) -> str:
-    """Why this program killed a process; empty where it did not, or where the record cannot be read here."""
+    """The reason that `record_kill` recorded for a process; empty where there is no record that can be read."""
     try:
         record = json.loads(_kill_record(folder, pid).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -48,7 +51,7 @@ def file_bytes(path: Path) -> int:
 
 
 def was_ended_by_timer(stacks: Path, after: int) -> bool:
-    """Whether a rank was ended by its own timer (stacks.py), which runs out where native code holds Python's lock.
+    """Whether a rank was ended by its own timer (`StackFile.arm`), as happens when native code holds Python's lock.
 
     The timer writes `Timeout (` before the stacks (Python 3.11, Modules/faulthandler.c). This run's stacks begin at
     byte `after` of the file.
@@ -60,7 +63,7 @@ def was_ended_by_timer(stacks: Path, after: int) -> bool:
 
 
 def oom_kills(path: Path = Path("/proc/vmstat")) -> int:
-    """How many processes the kernel of this machine has killed for lack of memory (Linux 4.13 and later; else 0)."""
+    """Number of processes that this machine's kernel has killed for lack of memory (Linux 4.13 and later; else 0)."""
     try:
         match = _OOM_KILLS.search(path.read_text())
     except OSError:

@@ -1,8 +1,9 @@
-"""The process that writes a rank's part of each checkpoint while training continues.
+"""The process that writes a rank's part of each checkpoint to disk while training continues.
 
-It is started as `python -m ds_finetune.checkpoint.part_writer FD`. Jobs (messages.py) arrive on standard input, and the
-answer to each goes to standard output. It needs no torch: it reads bytes from shared memory (file descriptor FD) and
-writes them. On the rank that leads, it also waits for the parts of the other ranks and commits the checkpoint.
+It is started as `python -m ds_finetune.checkpoint.part_writer_process FD`. Jobs (messages.py) arrive on standard input,
+and the answer to each goes to standard output. It does not import torch: it copies bytes from shared memory (file
+descriptor FD) to the file. On the leader (folder.py) it also waits for the parts of the other ranks and commits the
+checkpoint.
 """
 
 import mmap
@@ -20,11 +21,11 @@ from ds_finetune.checkpoint.messages import JOBS, CommitJob, JobDone, RemoveJob,
 from ds_finetune.process_messages import MessageReader, ProcessMessage, send
 
 ORPHAN_SECONDS = 10.0
-"""How long a writer whose rank is gone waits for the parts of other ranks while none of them grows."""
+"""How long this process, once its rank has exited, waits for parts of other ranks that do not grow."""
 
 
 class _JobQueue:
-    """Jobs in the order they arrive; `is_closed` once the rank is gone."""
+    """Jobs in the order they arrive; `is_closed` is true once the rank has exited."""
 
     def __init__(self) -> None:
         self._reader = MessageReader(0, JOBS, peer="the rank")
@@ -35,11 +36,11 @@ class _JobQueue:
         return self._reader.is_closed
 
     def next(self) -> ProcessMessage | None:
-        """The next job, once there is one; None when there will be none."""
+        """Wait for the next job; None once the rank has exited."""
         return self._deferred.popleft() if self._deferred else self._reader.next()
 
     def is_told_to_stop(self) -> bool:
-        """Whether a StopWaiting has arrived; another job that has is kept for later."""
+        """Whether a StopWaiting has arrived; any other job that has arrived is kept for later."""
         job = self._reader.next(0)
         if job is not None and not isinstance(job, StopWaiting):
             self._deferred.append(job)
@@ -47,15 +48,15 @@ class _JobQueue:
 
 
 def main() -> None:
-    """Do jobs until the rank is gone."""
+    """Do jobs until the rank has exited."""
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        # Launchers, schedulers and a terminal that closes signal every process of a job. The rank decides when this one
-        # ends.
+        # Launchers, schedulers and a closing terminal send signals to every process of a job. Only the rank decides
+        # when this process ends.
         signal.signal(name, signal.SIG_IGN)
     memory, jobs = int(sys.argv[1]), _JobQueue()
     while (job := jobs.next()) is not None:
         if isinstance(job, StopWaiting):
-            # The commit that it was meant for has just ended.
+            # It was meant for a commit that has just ended.
             continue
         error = ""
         try:
@@ -68,10 +69,10 @@ def main() -> None:
 def _do(job: ProcessMessage, memory: int, jobs: _JobQueue) -> None:
     match job:
         case ReserveJob():
-            # In advance, because writing to a new page costs training three times as much as to a known one.
+            # In advance: the rank's first write to a page of shared memory takes three times as long as later ones.
             os.posix_fallocate(memory, 0, max(1, job.num_bytes))
         case WriteJob():
-            _write_part(Path(job.part), job.num_bytes, memory)
+            _write_part_file(Path(job.part), job.num_bytes, memory)
             if job.commit is not None:
                 _commit(job.commit, jobs)
         case RemoveJob():
@@ -79,8 +80,8 @@ def _do(job: ProcessMessage, memory: int, jobs: _JobQueue) -> None:
                 remove_checkpoint(Path(folder))
 
 
-def _write_part(part: Path, num_bytes: int, memory: int) -> None:
-    # Not closed here: after a failure the traceback still holds views of it, and closing would hide the reason.
+def _write_part_file(part: Path, num_bytes: int, memory: int) -> None:
+    # The map is not closed: after a failure the traceback still refers to it, and close() would raise another error.
     staged = mmap.mmap(memory, num_bytes, access=mmap.ACCESS_READ)
     mark_part_written(part, write_checksummed(part, byte_pieces(memoryview(staged))))
 
@@ -92,7 +93,10 @@ def _commit(job: CommitJob, jobs: _JobQueue) -> None:
 
 
 def _wait_condition(jobs: _JobQueue, partial: Path) -> Callable[[], bool]:
-    """Whether to wait longer for parts: until the rank says stop, or, once it is gone, while other parts grow."""
+    """A function that tells whether to wait longer for parts of other ranks.
+
+    It does until the rank sends StopWaiting or, once the rank has exited, while other parts grow.
+    """
     size, since = -1, time.monotonic()
 
     def keep_waiting() -> bool:
