@@ -97,8 +97,8 @@ MUTANTS = (
     Mutant(
         "window one too wide",
         "model/attention.py",
-        "(behind < (self.window or keys))",
-        "(behind <= (self.window or keys))",
+        "(distance < (self.window or keys))",
+        "(distance <= (self.window or keys))",
         "tests/model/test_attention.py",
     ),
     Mutant(

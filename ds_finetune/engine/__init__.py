@@ -1,1 +1,1 @@
-"""The only place that imports DeepSpeed: start, step, evaluate, and the parts of the state."""
+"""The engine, which drives DeepSpeed: start, step, evaluation, generation, and the state for checkpoints."""

@@ -33,7 +33,9 @@ _ENDED = "ZX"
 _LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay"})
 """File systems that only this machine writes to."""
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"
-"""The machine's own (Linux, include/linux/proc_ns.h), in which the processes of all containers are visible."""
+"""The PID namespace of the machine itself (Linux, include/linux/proc_ns.h), in which the processes of all containers
+are visible.
+"""
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,7 @@ class _ReportedBaton(FileBaton):
             if not holder.is_alive and _unchanged_seconds(self._path.parent) > QUIET_SECONDS:
                 raise ConfigError(
                     f"DeepSpeed's {self._op} cannot be used: {self._path} is held by {holder.name}, and nothing has "
-                    "changed "
-                    f"beside it for {QUIET_SECONDS / 60:.0f} minutes",
+                    f"changed beside it for {QUIET_SECONDS / 60:.0f} minutes",
                     hint=f"remove {self._path} if nothing compiles there any more",
                 )
             time.sleep(_PAUSE)
@@ -141,7 +142,7 @@ def _own_record() -> str:
 
 
 def _machine() -> str:
-    """The same for two processes that see each other in /proc."""
+    """An identifier that is equal for two processes that see each other in /proc."""
     namespace = Path("/proc/self/ns/pid")
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{boot.read_text().strip()} {namespace.readlink()}" if namespace.is_symlink() else socket.gethostname()

@@ -85,8 +85,8 @@ def process_group(
             with deepspeed_local_rank(index):
                 yield
         except BaseException:
-            # Other ranks may never answer, so nothing here may wait for them, and the end of a group that DeepSpeed
-            # keeps may. A process without others can run again.
+            # Nothing here may wait for other ranks, which may never answer; releasing the groups that DeepSpeed keeps
+            # may wait. A run of one rank has no others to wait for, and its process can start another run.
             dist.destroy_process_group()
             if world.world_size == 1:
                 forget_groups()

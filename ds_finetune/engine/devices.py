@@ -1,4 +1,4 @@
-"""Which accelerator this process uses, and whether all ranks use the same kind and none the same GPU."""
+"""Chooses this process's accelerator, and checks that all ranks use the same kind and no two ranks the same GPU."""
 
 import json
 import os
@@ -19,14 +19,14 @@ _HIDDEN = ("", "-1", "NoDevFiles")
 
 
 def present_gpus(devices: Path = Path("/dev")) -> int:
-    """GPUs that this process may open, and that CUDA_VISIBLE_DEVICES does not hide on purpose."""
+    """Number of GPUs in `devices`; 0 where CUDA_VISIBLE_DEVICES hides all of them on purpose."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in _HIDDEN:
         return 0
     return len(list(devices.glob("nvidia[0-9]*")))
 
 
 def why_no_gpu() -> str:
-    """Why torch can use no GPU, in CUDA's words."""
+    """CUDA's own reason why torch can use no GPU."""
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as why:

@@ -32,8 +32,8 @@ from ds_finetune.plan.plan import Plan
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did, the same on every rank: loss is a mean in nats per supervised token of the global
-    batch.
+    """Result of one optimizer step, the same on every rank. The loss is the mean in nats per supervised token of the
+    global batch; `culprit` names the parameter and the rank of a non-finite gradient.
     """
 
     loss: float
@@ -55,7 +55,7 @@ class HeldOutScores:
 
 
 Normalise = Callable[[torch.Tensor], torch.Tensor]
-"""From a micro-batch's summed loss to its part of the mean over the global batch."""
+"""Turns a micro-batch's summed loss into its contribution to the mean over the global batch."""
 
 
 def _never() -> bool:
@@ -120,7 +120,8 @@ class Engine:
     def evaluate(self, batches: Iterable[Batch], *, is_over: Callable[[], bool] = _never) -> HeldOutScores | None:
         """Mean loss and token accuracy over `batches`, which hold every row of the data once over all ranks.
 
-        None where `is_over` ends it, which is called before each batch and is the same on every rank.
+        `is_over` is called before each batch and must return the same on every rank; where it is true, the result is
+        None.
         """
         self._ds.eval()
         sums, counted = torch.zeros(2, dtype=torch.float64, device=self._device), 0
@@ -141,7 +142,8 @@ class Engine:
         """Greedy answers (token ids without the prompt and the stop token) to `prompts`, which are distributed over
         the ranks.
 
-        None where `is_over` ends it, which is called before each answer and is the same on every rank.
+        `is_over` is called before each answer and must return the same on every rank; where it is true, the result is
+        None.
         """
         self._ds.eval()
         mine = {}
@@ -182,7 +184,7 @@ class Engine:
         return {name: spec for name, spec in self._whole.specs().items() if not is_adapter(name)}
 
     def gather_shards(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """The whole of a tensor that is distributed as parameter `name` is, on the first rank of its stage."""
+        """The whole tensor of which `part` is sharded like parameter `name`, on the first rank of its stage."""
         return self._whole.gather_shards(name, part)
 
     def _forward(self, micro: MicroBatch) -> TokenLoss | torch.Tensor:
@@ -268,7 +270,7 @@ class Engine:
         return culprits[0] if culprits else "no single gradient; the reduction overflowed"
 
     def _sum_over_ranks(self, *values: float, copies: int) -> list[float]:
-        """Sums over all ranks of values that `copies` ranks each have in common."""
+        """Sums over all ranks, where each value is held by `copies` ranks and counts once."""
         summed = torch.tensor(values, dtype=torch.float64, device=self._device)
         dist.all_reduce(summed)
         return (summed / copies).tolist()

@@ -11,7 +11,7 @@ from ds_finetune.plan.plan import Plan
 
 @dataclass(frozen=True)
 class GenerationLimits:
-    """Where an answer ends: after `max_new_tokens`, or at one of `stop_ids`; `pad_id` is the padding token."""
+    """An answer ends after `max_new_tokens` tokens, or at one of `stop_ids`; `pad_id` is the padding token."""
 
     max_new_tokens: int
     stop_ids: list[int]

@@ -13,11 +13,11 @@ from ds_finetune.engine.process_groups import Groups
 
 
 def global_gradient_norm(params: Sequence[nn.Parameter], groups: Groups, device: torch.device) -> float:
-    """Norm over all ranks of reduced gradients, of which this rank holds a part along every axis but the data's;
-    collective.
+    """Norm of the whole gradient, after its reduction over data parallel ranks; this rank holds a shard of it.
+    Collective.
 
-    Each element counts once: tensor parallel shards are summed over their group, experts over theirs, everything over
-    the pipeline's stages.
+    Each element counts once: tensor parallel shards are summed over their group, experts over theirs, everything
+    over the pipeline's stages.
     """
     square = torch.zeros((), device=device)
     for has_shards, has_experts in itertools.product((False, True), repeat=2):

@@ -1,4 +1,4 @@
-"""Where the loss is normalised: the mean over the supervised tokens of the global batch, in every layout."""
+"""Normalises the loss: it is the mean over the supervised tokens of the global batch, in every layout."""
 
 import torch
 
@@ -6,8 +6,8 @@ from ds_finetune.model.loss import TokenLoss
 
 
 def normalise_loss(loss_sum: torch.Tensor, num_supervised: float, *, zero_ranks: int) -> torch.Tensor:
-    """A micro-batch's summed loss (fp32 scalar) as its part of the mean over the `num_supervised` tokens of the global
-    batch, for backward.
+    """A micro-batch's summed loss (fp32 scalar) as its contribution to the mean over the `num_supervised` tokens of
+    the global batch, for backward.
 
     DeepSpeed divides gradients by its `zero_ranks` ranks when it reduces them (0.19.8, zero/stage_1_and_2.py,
     engine.allreduce_bucket). The sum over ranks is a mean already, so the loss is multiplied by that number.

@@ -26,9 +26,8 @@ class Part:
 class Master:
     """A tensor an optimizer steps on, the parameter parts in it, and its number; on NVMe it is empty until swapped in.
 
-    `wholes` are the places of the same parameters in a buffer that holds each of them whole, as Muon's momentum does
-    below
-    stage 3 (zero/stage_1_and_2.py:2805): one that two ranks share is there on both.
+    `wholes` are the positions of the same parameters in a buffer that holds each of them whole, as Muon's momentum does
+    below stage 3 (zero/stage_1_and_2.py:2805). A parameter that two ranks share is then whole on both.
     """
 
     flat: torch.Tensor
@@ -107,7 +106,7 @@ def _master_of_group(optimizer: Any, number: int, names: dict[int, str]) -> Mast
 
 
 def _masters_of_stage_3(optimizer: Any, names: dict[int, str], plan: Plan) -> Iterator[Master]:  # noqa: ANN401
-    """Stage 3: equal flat parts of each parameter, one behind the other in sub-groups (zero/stage3.py,
+    """Stage 3: equal flat parts of each parameter, one after the other in sub-groups (zero/stage3.py,
     grad_position).
     """
     for number, group in enumerate(optimizer.fp16_groups):

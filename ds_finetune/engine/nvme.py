@@ -1,4 +1,4 @@
-"""Checks of disks for NVMe offload: some return from a direct read without having read."""
+"""Checks of disks for NVMe offload: on some, a direct read returns without an error and has read nothing."""
 
 import copy
 import os
@@ -52,7 +52,8 @@ def check_nvme(plan: Plan) -> None:
 def check_buffers(plan: Plan, model: "ModelPlan") -> None:
     """ConfigError where a rank's slice of the largest tensor does not fit a buffer of `offload_param` to NVMe.
 
-    DeepSpeed 0.19.8 asserts so in the middle of building the model (swap_tensor/partitioned_param_swapper.py:352).
+    DeepSpeed 0.19.8 fails an assertion for this while it builds the model
+    (swap_tensor/partitioned_param_swapper.py:352).
     """
     # Imported here, since the doctor's probes measure disks without ever needing a model.
     from ds_finetune.model.build import build_skeleton

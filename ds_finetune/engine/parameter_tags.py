@@ -1,4 +1,4 @@
-"""Attributes and groups by which DeepSpeed knows parameters: experts, and weight decay."""
+"""Attributes and optimizer groups by which DeepSpeed recognises experts and the parameters without weight decay."""
 
 from typing import Any
 
@@ -51,7 +51,7 @@ def experts_marker(parts: int) -> nn.Module:
 
 
 def parameter_groups(model: nn.Module, plan: Plan, groups: Groups) -> list[dict[str, Any]]:
-    """Optimizer groups: matrices with weight decay, norms and biases without, experts apart.
+    """Optimizer groups: matrices with weight decay, norms and biases without, experts in a group of their own.
 
     The optimizer's other settings come from the DeepSpeed section.
     """

@@ -21,8 +21,8 @@ from ds_finetune.plan.mesh import Axis, Mesh
 
 
 class ModelParallel:
-    """The model parallel unit (`mpu`) that DeepSpeed asks for groups: of ranks with other parts of the model, and with
-    the same part.
+    """The model parallel unit (`mpu`) that DeepSpeed asks for two groups: the ranks that together hold a model, and the
+    ranks that hold the same part of it.
     """
 
     def __init__(self, made: "_GroupMaker") -> None:
@@ -52,11 +52,11 @@ class ModelParallel:
         return self._data
 
     def get_data_parallel_rank(self) -> int:
-        """This rank's number among them."""
+        """This rank's index in the data parallel group."""
         return dist.get_rank(self._data)
 
     def get_data_parallel_world_size(self) -> int:
-        """How many they are."""
+        """Size of the data parallel group."""
         return self._mesh.dp * self._mesh.sp
 
 
@@ -95,7 +95,7 @@ class _GroupMaker:
         return self.own(self.mesh.lines(*axes))
 
     def own(self, lines: list[list[int]]) -> dist.ProcessGroup:
-        """The group of this rank; every rank makes every group."""
+        """Make one group for each list of ranks, as every rank must, and return the one of this rank."""
         made = [(ranks, dist.new_group(ranks, timeout=self._timeout)) for ranks in lines]
         self._groups += [group for ranks, group in made if self.mesh.rank in ranks]
         return self._groups[-1]

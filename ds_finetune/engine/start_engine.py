@@ -1,4 +1,4 @@
-"""From a plan to a running engine: skeleton, weights where they live, optimizer, DeepSpeed."""
+"""Starts the engine of a plan: builds the modules, fills in the weights, and passes the model to DeepSpeed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -102,12 +102,12 @@ def _build_modules(plan: Plan, model: ModelPlan, groups: Groups) -> PreTrainedMo
     """The modules of this rank's layers and experts, without weights, partitioned already under ZeRO-3."""
     hf_config, kind = model.hf_config, model_class(model.hf_config)
     device = "cpu" if plan.device == "cpu" else f"cuda:{visible_device(plan.world.local_rank)}"
-    few = build_local_experts(
+    local_experts = build_local_experts(
         kind, family_of(hf_config.model_type), ep_size=plan.mesh.ep, mark=partial(tag_expert, groups=groups)
     )
     partitioned = zero_init(plan.deepspeed, data_parallel_group=groups.same_part, mpu=groups.mpu)
     without_linears = linears_without_memory() if model.quantised else nullcontext()
-    with few, build_only_layers(kind, model.stages[plan.mesh.place("pp")]):
+    with local_experts, build_only_layers(kind, model.stages[plan.mesh.place("pp")]):
         lm = build_skeleton(
             local_config(hf_config, plan.mesh.tp),
             attention=model.attention,
@@ -153,13 +153,13 @@ def _fill_weights(lm: PreTrainedModel, plan: Plan, model: ModelPlan, *, where: W
 
 
 def _growth(model: ModelPlan, seed: int) -> Growth | None:
-    """How the vocabulary is larger than the published one; None where it is not."""
+    """Sizes of the published and of the enlarged vocabulary; None where it is not enlarged."""
     before, after = model.published_vocab_size, model.hf_config.vocab_size
     return Growth(before, after, partial(seed_of, seed)) if before < after else None
 
 
 def _partition_like_model(lm: PreTrainedModel, params: list[nn.Parameter]) -> None:
-    """Partition new parameters like the others of `lm`, by the context that made those (DeepSpeed 0.19.8,
+    """Partition new parameters like the others of `lm`, with the `zero.Init` context that made those (DeepSpeed 0.19.8,
     zero/partition_parameters.py:1660).
     """
     partitioned: Any = next(param for param in lm.parameters() if hasattr(param, "ds_tensor"))

@@ -160,8 +160,8 @@ class EngineState:
 
     @property
     def _counts_each_parameter(self) -> bool:
-        """Whether each parameter has a count of its own; DeepSpeed's fused kernels count in a group's last one alone
-        (ops/adam/fused_adam.py).
+        """Whether the optimizer counts steps per parameter; DeepSpeed's fused kernels count only in a group's last
+        parameter (ops/adam/fused_adam.py).
         """
         return type(self._optimizers[0]).__module__.startswith("torch.")
 

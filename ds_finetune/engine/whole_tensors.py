@@ -52,8 +52,8 @@ class WholeTensors:
                     yield name, self._send_to_rank_zero(whole, spec, stage)
 
     def gather_shards(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """The whole of a tensor that is distributed as parameter `name` is, on the stage's first rank, perhaps on the
-        CPU. Other ranks return a part.
+        """The whole tensor of which `part` is sharded like parameter `name`, on the stage's first rank, perhaps on
+        the CPU. Other ranks return a part.
         """
         shard = self._model_shard.tensor_shard(name, tuple(part.shape))
         box = part.reshape(shard.local_shape)

@@ -1,1 +1,1 @@
-"""The end of training: a Hugging Face folder that plain transformers loads."""
+"""Exports: Hugging Face and ONNX folders, and their verification."""

@@ -1,9 +1,9 @@
 """Adapters written in peft's format.
 
-peft 0.21 keeps adapters of fused experts [experts, out, in] as A [rank x experts, in] and B [out, rank x experts],
-expert e being rows e x rank .. of A and columns e, e + experts, .. of B (tuners/lora/layer.py,
-ParamWrapper.get_delta_weight). Of a module's two weights the first is named `base_layer` (_inject_parameters nests
-them).
+peft 0.21 stores adapters of fused experts [experts, out, in] as A [rank x experts, in] and B [out, rank x experts].
+Expert e owns the rows e x rank to (e + 1) x rank of A, and the columns e, e + experts, e + 2 x experts, ... of B
+(tuners/lora/layer.py, ParamWrapper.get_delta_weight). Fused experts have two weights in one module: peft names the
+first `base_layer` (_inject_parameters nests them).
 """
 
 import errno
@@ -24,10 +24,10 @@ from ds_finetune.model.lora import Factors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 KEY_PREFIX = "base_model.model."
-"""What peft puts before the name of a module."""
+"""Prefix that peft adds to the name of a module."""
 _REWRITTEN = ("gate_proj", "up_proj", "down_proj")
-"""Last names in `target_modules` that peft takes for routed experts in models that have fused ones
-(utils/transformers_weight_conversion.py:411).
+"""Last parts of module names. In a model with fused experts, peft applies `target_modules` of these names to the
+experts (utils/transformers_weight_conversion.py:411).
 """
 BASE_DIGEST = "base_weights"
 """Key, in the metadata of the adapter's file, of the digest of the weights that it was trained on."""
@@ -38,10 +38,11 @@ DOWN, GATE_UP = "down_proj", "gate_up_proj"
 def write_adapter(  # noqa: PLR0913
     factors: Mapping[str, Factors], lora: LoraConfig, out: Path, *, base: str, digest: str, family: Family
 ) -> None:
-    """Write adapters, by the weight that they adapt, to the folder `out`, which appears only when complete.
+    """Write the adapters `factors`, by name of the adapted weight, to the folder `out`, which appears only when
+    complete.
 
-    `base` names the model that they belong to, `digest` is the digest of its weights. OutputError where the disk is
-    full; nothing of the folder remains then.
+    `base` names the model that they adapt, `digest` is the digest of its weights. OutputError where the disk is
+    full; the incomplete folder is then removed.
     """
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -83,9 +84,10 @@ def _peft_tensors(name: str, adapter: Factors) -> list[tuple[str, torch.Tensor]]
 
 
 def _peft_config(factors: Mapping[str, Factors], lora: LoraConfig, base: str, family: Family) -> dict[str, Any]:
-    """peft's configuration with full names of modules.
+    """The contents of adapter_config.json, with full names of modules.
 
-    Weights that peft would take for routed experts, or would not find as modules, are `target_parameters`.
+    A weight is listed in `target_parameters` where peft would take its module for routed experts, or where it is not
+    the `weight` of a module.
     """
     modules = [name.removesuffix(".weight") for name in factors if name.endswith(".weight")]
     as_parameter = {

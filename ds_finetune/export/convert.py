@@ -39,14 +39,14 @@ def num_workers() -> int:
 
 
 class BlockCounts:
-    """Numbers of FP8 blocks that were written, and of those that keep the bytes of a base; counted from any thread."""
+    """Counts the FP8 blocks that were written, and those of them copied from a base byte for byte; threads share it."""
 
     def __init__(self) -> None:
         self.written = self.kept = 0
         self._lock = threading.Lock()
 
     def count(self, written: int, kept: int) -> None:
-        """Add to both."""
+        """Add to both counts."""
         with self._lock:
             self.written, self.kept = self.written + written, self.kept + kept
 
@@ -56,7 +56,7 @@ class Conversion:
     """All tensors of `source` in the dtypes of `parts`, converted by `workers` threads.
 
     Tensors are written in `parts.dtype`; those among the source's `fp32_names` in fp32, and linear weights in FP8
-    blocks where `parts.is_fp8`. A block whose numbers are still those of `parts.fp8_base` keeps its bytes there.
+    blocks where `parts.is_fp8`. A block that equals the one in `parts.fp8_base` is copied byte for byte.
     """
 
     source: TensorSource
@@ -66,11 +66,11 @@ class Conversion:
 
     @cached_property
     def tensors(self) -> tuple[HubTensor, ...]:
-        """What will be written, in order."""
+        """Names, shapes and dtypes of what will be written, in order."""
         return tuple(tensor for name, shape in self.source.shapes.items() for tensor in self._hub_tensors(name, shape))
 
     def copy_to(self, writer: ShardWriter) -> None:
-        """Write all of them; each thread holds one chunk or one row of blocks at a time.
+        """Write all tensors; each thread holds one chunk or one row of blocks at a time.
 
         ExportError names a tensor that holds NaN or infinity, also where the cast makes one.
         """

@@ -45,24 +45,26 @@ Specs = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class FolderParts:
-    """The content of a folder beside the model's own tensors."""
+    """What an exported folder contains besides the model's own tensors, and how the tensors are stored."""
 
     family: Family
     config: dict[str, Any]
-    """The base's own config.json as read, so that its schema stays."""
+    """The base's config.json as it was read, so that the exported one has the same schema."""
     architecture: str
     dtype: torch.dtype
-    """Of every tensor, except those that stay in fp32 and, where `is_fp8`, the linear weights."""
+    """Dtype of every tensor, except those that stay in fp32 and, where `is_fp8`, the linear weights."""
     files: tuple[Path, ...]
-    """Files that are copied; only a tokenizer_config.json that names code, which is not exported, is changed."""
+    """Files that are copied. Only a tokenizer_config.json that names Python code is changed, since code is not
+    exported.
+    """
     is_fp8: bool = False
     """Whether linear weights are in FP8 blocks."""
     fp8_base: HubFolder | None = None
-    """A folder in FP8: blocks whose numbers are still those of this folder keep its bytes."""
+    """A folder in FP8: blocks that equal those of this folder are copied byte for byte."""
     base_tensors: Iterable["CopiedTensors"] = ()
-    """Tensors of the base that the model does not build, which are copied after the model's own."""
+    """Tensors of the base for which transformers' class has no module; they are copied after the model's own."""
     copies: Mapping[str, str] = field(default_factory=dict)
-    """Further tensors that repeat one of the model's: their names, with the name of that one."""
+    """Further tensors that are copies of a model tensor: their names, with the name of the original."""
     record: ExportRecord | None = None
     """What the folder is verified against later; None writes no record."""
     texts: dict[str, str] = field(default_factory=dict)
@@ -84,7 +86,7 @@ class CopiedTensors(Protocol):
         ...
 
     def copy_to(self, writer: ShardWriter) -> None:
-        """Write all of them."""
+        """Write all of the tensors."""
         ...
 
 
@@ -144,22 +146,22 @@ def folder_writer(
     """A writer of `tensors` to `out`, which is complete when the context ends without an error.
 
     The tensors and files of `parts` are added at the end. Everything is written to `out`.partial and flushed to the
-    disk before it replaces an older `out`. After an error, e.g. OutputError where the disk is full, nothing of it
-    remains.
+    disk before it replaces an older `out`. After an error, e.g. OutputError where the disk is full, `out`.partial is
+    removed.
     """
-    hub = [*tensors, *(tensor for copied in parts.base_tensors for tensor in copied.tensors)]
+    all_tensors = [*tensors, *(tensor for copied in parts.base_tensors for tensor in copied.tensors)]
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     with as_output_errors(partial):
         partial.mkdir(parents=True)
     try:
-        with closing(ShardWriter(partial, plan_shards(hub, max_shard_bytes))) as writer:
+        with closing(ShardWriter(partial, plan_shards(all_tensors, max_shard_bytes))) as writer:
             yield writer
             for copied in parts.base_tensors:
                 copied.copy_to(writer)
             writer.finish()
         with as_output_errors(partial):
-            _write_config_and_files(partial, parts, [tensor.key for tensor in hub])
+            _write_config_and_files(partial, parts, [tensor.key for tensor in all_tensors])
             if parts.record is not None:
                 parts.record.with_digests(writer.digests()).write(partial)
                 mark_unverified(partial)
@@ -175,7 +177,7 @@ def folder_writer(
 def link_folder(source: Path, out: Path) -> bool:
     """Make `out` a folder like `source`, with hard links to its weights; False where links are not possible.
 
-    Other files are copied, because they may change later, e.g. the mark of an unverified folder.
+    Other files are copied, because they may change later, e.g. the file UNVERIFIED.
     """
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -198,7 +200,7 @@ def link_folder(source: Path, out: Path) -> bool:
 
 
 def has_same_weights(folder: Path, other: Path) -> bool:
-    """Whether the weights of two folders are the same files, as `link_folder` makes them."""
+    """Whether the weight files of two folders are hard links to the same files, as `link_folder` makes them."""
     mine, others = ({file.name: file for file in each.glob(f"*{_WEIGHTS}")} for each in (folder, other))
     if not mine or mine.keys() != others.keys():
         return False

@@ -36,7 +36,7 @@ class SignalInterruption:
             raise KeyboardInterrupt
 
     def check(self, unverified: Sequence[Path]) -> None:
-        """Raise VerificationError, which names the `unverified` folders, where a signal has come and there are some."""
+        """Raise VerificationError if a signal has arrived and `unverified` names folders; the error lists them."""
         if self.name and unverified:
             raise VerificationError(
                 f"{self.name} ended the verification; written but not verified: {', '.join(map(str, unverified))}",

@@ -1,4 +1,4 @@
-"""The configuration files of an exported folder: the base's own keys, and those that other programs read."""
+"""The configuration files of an exported folder: the base's keys, and further ones for vLLM and SGLang."""
 
 import json
 from collections.abc import Collection, Iterable, Mapping
@@ -15,15 +15,16 @@ CODE = "auto_map"
 """Key that names classes in Python files of the same folder, which are not exported."""
 TOKENIZER_CONFIG = "tokenizer_config.json"
 _UNSCALED_KEYS = ("rope_theta", "partial_rotary_factor")
-"""Keys of `rope_parameters` that the older schema has beside `rope_scaling`."""
+"""Keys of `rope_parameters` that the older schema has outside of `rope_scaling`."""
 
 
 def served_config(config: Mapping[str, Any], family: Family, keys: Collection[str]) -> dict[str, Any]:
     """The config.json of a folder that holds the tensors `keys` in an unquantised dtype; `config` is the base's.
 
-    It has no `auto_map`, because transformers has the class, and programs would look for the code. Keys that `family`
-    needs are added where they are absent. Rotary settings are written in both schemas. The number of prediction
-    layers is that of the tensors, where there are any or `config` has the key.
+    It has no `auto_map`: transformers has the class, and the code that `auto_map` names is not exported. Keys that
+    `family` needs are added where they are absent. Rotary settings are written in both schemas.
+    `num_nextn_predict_layers` is the number of multi-token prediction layers among `keys`, where there are any or
+    `config` has the key.
     """
     served = dict(config)
     served.pop("quantization_config", None)
@@ -50,7 +51,8 @@ def served_tokenizer(file: Path) -> str | None:
 
 
 def config_changes(config: Mapping[str, Any], files: Iterable[Path], keys: Collection[str]) -> list[str]:
-    """Notes on how configuration files will differ from the base's: in the number of prediction layers, and in code.
+    """Notes on how configuration files will differ from the base's: in the number of multi-token prediction layers,
+    and in `auto_map`.
 
     `config` and `files` are the base's config.json and other files; `keys` are the tensors that will be written.
     """

@@ -87,7 +87,7 @@ def plan_shards(tensors: Iterable[HubTensor], max_shard_bytes: int) -> tuple[Sha
 
 @dataclass
 class _TensorProgress:
-    """A tensor's place in its file, and the ranges of its elements that have been written."""
+    """A tensor's position in its file, and the ranges of its elements that have been written."""
 
     tensor: HubTensor
     file: "_ShardFile"
@@ -225,7 +225,7 @@ class _ShardFile:
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def count(self, num_bytes: int) -> bool:
-        """Count `num_bytes` of written data; true when they were the last."""
+        """Count `num_bytes` of written data; true when the file is complete."""
         self._missing -= num_bytes
         return self._missing == 0
 

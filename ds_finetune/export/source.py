@@ -96,12 +96,12 @@ def read_model_spec(folder: Path) -> ModelSpec:
 
 @dataclass(frozen=True)
 class SelectedTensors:
-    """Some tensors of a source, in an order of their own."""
+    """Some tensors of a source, in the order of `shapes`."""
 
     source: TensorSource
     shapes: Mapping[str, tuple[int, ...]]
     copies: Mapping[str, str] = field(default_factory=dict)
-    """Tensors that repeat another tensor: their names, with the name of the one they are read from."""
+    """Tensors that are copies of another: their names, with the name of the tensor they are read from."""
 
     @property
     def fp32_names(self) -> Collection[str]:

@@ -1,1 +1,1 @@
-"""What the program knows of each model family: one row of a table, with optional capabilities."""
+"""The table of model families: one row for each model type, with its optional capabilities."""

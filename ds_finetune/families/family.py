@@ -1,4 +1,4 @@
-"""What a row of the table of model families holds."""
+"""A row of the table of model families."""
 
 import re
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from ds_finetune.families.parameters import ParameterRules
 
 @dataclass(frozen=True)
 class OnnxGraph:
-    """Which parts the ONNX graph of a family consists of (`export/onnx` has them)."""
+    """The kinds of attention, router and rotary embedding in a family's ONNX graph (built by `export/onnx`)."""
 
     attention: Literal["latent", "grouped_query"]
     router: Literal["sigmoid", "softmax"] | None = None

@@ -7,7 +7,7 @@ from starlette.responses import JSONResponse
 
 R = TypeVar("R", bound="AnswerRequest")
 MIN_TEMP = 0.01
-"""Lowest temperature above 0; logits divided by less overflow."""
+"""Minimum temperature above 0; logits divided by a smaller one would overflow."""
 
 
 class RequestError(Exception):
@@ -111,7 +111,7 @@ class AnswerRequest(_Strict):
 
     @property
     def max_new_tokens(self) -> int | None:
-        """Most tokens of the answer; None where the request does not limit them."""
+        """Maximum number of tokens of the answer; None where the request does not limit them."""
         return self.max_tokens
 
     def body(self) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class ChatRequest(AnswerRequest):
 
     @property
     def max_new_tokens(self) -> int | None:
-        """Most tokens of the answer, by the new name of the parameter or the old one."""
+        """Maximum number of tokens of the answer, by the new name of the parameter or the old one."""
         return self.max_completion_tokens or self.max_tokens
 
     def body(self) -> dict[str, Any]:

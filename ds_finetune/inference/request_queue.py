@@ -58,7 +58,7 @@ class QueueLimits:
 
 
 class RequestQueue:
-    """Answers one request after another, in the order of arrival; `idle` returns when the model is idle."""
+    """Answers one request after another, in the order of arrival; awaiting `idle()` waits until the model is idle."""
 
     def __init__(self, limits: QueueLimits, stopper: GenerationStopper, idle: Callable[[], Awaitable[Any]]) -> None:
         self._limits, self._stopper, self._idle = limits, stopper, idle

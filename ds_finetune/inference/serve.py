@@ -1,4 +1,4 @@
-"""Starts a server over an exported folder, waits until it is healthy, and stops it.
+"""Starts a server of the model in an exported folder, waits until it is healthy, and stops it.
 
 The server is vLLM, or this package's own (`server_process`, with the request handling in `http_app`).
 """

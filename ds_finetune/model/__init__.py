@@ -1,1 +1,1 @@
-"""Model families, loading and fresh weights where each tensor lives, and the loss that never builds the logits."""
+"""Models: their modules, weights, adapters and shards, and the loss, which is computed chunk by chunk."""

@@ -39,7 +39,7 @@ class _Causal:
 
     scaling: float
     window: int | None
-    """Most tokens that a query attends to, itself included; None for all."""
+    """Maximum number of tokens that a query attends to, itself included; None for all."""
     dropout: float
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -49,9 +49,9 @@ class _Causal:
             value = functional.pad(value, (0, key.shape[3] - width))
         mask, is_whole = None, queries == keys
         if (self.window is not None and keys > self.window) or not (is_whole or queries == 1):
-            places = torch.arange(keys, device=query.device)
-            behind = places[keys - queries :, None] - places
-            mask = (behind >= 0) & (behind < (self.window or keys))
+            positions = torch.arange(keys, device=query.device)
+            distance = positions[keys - queries :, None] - positions
+            mask = (distance >= 0) & (distance < (self.window or keys))
         out = functional.scaled_dot_product_attention(
             query,
             key,
@@ -116,7 +116,7 @@ def _unknown(others: Mapping[str, Any]) -> list[str]:
 
 
 def flash_arguments(documents: Sequence[Documents], device: torch.device) -> dict[str, Any]:
-    """Arguments that tell FlashAttention where the documents of a batch begin, whose rows it concatenates.
+    """Arguments that tell FlashAttention where documents begin; it concatenates the rows of a batch.
 
     transformers 5.23 derives them only for batches of one row (modeling_flash_attention_utils.py:574). The bounds are
     int32, and the maximum lengths plain numbers, as torch's kernels need them.

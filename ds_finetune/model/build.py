@@ -56,7 +56,7 @@ class Fragment:
 
 
 Where = Callable[[torch.Tensor], Fragment]
-"""From a tensor of the model to the fragment of it on this rank."""
+"""Returns, for a tensor of the model, the fragment that this rank holds."""
 
 
 def in_memory(flat: torch.Tensor, *, start: int, shape: tuple[int, ...]) -> Fragment:

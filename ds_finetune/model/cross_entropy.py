@@ -176,4 +176,4 @@ def liger_cross_entropy(
 
 
 KERNELS: Mapping[str, Kernel] = {"chunked": chunked_cross_entropy, "liger": liger_cross_entropy}
-"""Kernels by the name a plan gives them."""
+"""Kernels by their name in a plan (`loss_kernel`)."""

@@ -32,7 +32,7 @@ _LENGTHS = (27, 21)
 """Tokens of the two documents; more than the attention window of a tiny model."""
 _PADDING, _LAST = 11, 4
 _SEEN = 1e-3
-"""Minimum relative difference that other earlier tokens must make."""
+"""Minimum relative difference of hidden states after different earlier tokens."""
 _SEED = 5
 _HEADS = (4, 2, 1, 8)
 """Numbers of attention heads that a tiny model may have, the likeliest to fit first."""
@@ -105,7 +105,9 @@ def _check_expert_widths(hf_config: PretrainedConfig, precision: str) -> None:
 
 
 def check_trial(kind: str, trial: Trial, *, packing: bool) -> None:
-    """ModelError where `trial` shows that such rows are trained wrongly, or where packed rows could not be tested."""
+    """ModelError where `trial` shows that rows (packed or padded) are trained wrongly, or where packed rows could
+    not be tested.
+    """
     subject = f"model_type `{kind}`"
     if trial.loss > LIMIT:
         raise ModelError(

@@ -153,7 +153,7 @@ class HubFolder:
         )
 
     def left_over(self, expected: Mapping[str, Shape], *, model: str, may_be: Callable[[str], bool]) -> list[str]:
-        """Names of tensors that are not `expected` and `may_be` left over, sorted.
+        """Names of tensors that are not `expected` and that `may_be` allows to be left over, sorted.
 
         ModelError lists what is missing, unexpected, of another shape, or not of a floating dtype.
         """

@@ -79,10 +79,10 @@ class LossHead(nn.Linear):
             logits = super().forward(hidden)
             logits = logits if self.tp_group is None else self.tp_group.all_gather_last_dim(logits)
             return logits if self.pp_group is None else self.pp_group.broadcast_from_last(logits)
-        places = (labels.reshape(-1) != IGNORE_INDEX).nonzero().squeeze(1)
-        part = hidden.reshape(-1, hidden.shape[-1]).index_select(0, places)
+        supervised = (labels.reshape(-1) != IGNORE_INDEX).nonzero().squeeze(1)
+        part = hidden.reshape(-1, hidden.shape[-1]).index_select(0, supervised)
         part = part if self.tp_group is None else copy_to_tensor_parallel_region(part, self.tp_group)
-        targets = labels.reshape(-1).index_select(0, places)
+        targets = labels.reshape(-1).index_select(0, supervised)
         is_on = torch.is_grad_enabled()
         needed = NeededGradients(
             *(is_on and tensor is not None and tensor.requires_grad for tensor in (part, self.weight, self.bias))

@@ -1,1 +1,1 @@
-"""What happens on steps: each observer takes the record of a step and returns it, perhaps with more values."""
+"""Observers, which are called after each step: they take its record and return it, perhaps with more values."""

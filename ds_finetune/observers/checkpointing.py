@@ -1,4 +1,6 @@
-"""Save checkpoints every so many steps, at the last step and after a signal; failures are reported at the next step."""
+"""Save checkpoints every `every_steps` steps, at the last step and after a signal; failures are reported at the next
+step.
+"""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -77,18 +79,18 @@ class Checkpointing:
         """
         if outcome is None:
             return False
-        place = self.saver.folder
+        folder = self.saver.folder
         if not outcome.has_failed:
             self._failed, self.saver.last_error = 0, ""
-            if place.is_leader:
+            if folder.is_leader:
                 self.saver.remove(
-                    superseded_checkpoints(place.path, keep=self.policy.keep, keep_best=self.policy.keep_best)
+                    superseded_checkpoints(folder.path, keep=self.policy.keep, keep_best=self.policy.keep_best)
                 )
             return True
         self._failed += 1
-        mine = [f"rank {place.rank}, {place.path}: {error}" for error in outcome.errors]
+        mine = [f"rank {folder.rank}, {folder.path}: {error}" for error in outcome.errors]
         errors = [error for rank in all_gather_object(mine) for error in rank]
-        if place.rank == 0:
+        if folder.rank == 0:
             for error in errors:
                 self.say(f"CHECKPOINT OF STEP {outcome.step} WAS NOT WRITTEN: {error}; the ones before are untouched")
         self.saver.remove_partial(outcome)

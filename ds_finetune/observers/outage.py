@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 MAX_WAITING = 10_000
-"""Records that wait at most; older ones are lost."""
+"""Maximum number of queued records; older ones are lost."""
 _LONGEST_PAUSE = 16
 
 

@@ -1,5 +1,5 @@
 """Signals that ask a run to save and end: SIGTERM of launchers and clusters, SIGUSR1 that Slurm can send some time
-before.
+before it ends a job.
 """
 
 import os

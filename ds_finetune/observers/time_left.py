@@ -11,7 +11,7 @@ R = TypeVar("R")
 EVALUATION, ANSWERS, SAVE, EXPORT = "evaluation", "answers", "save", "export"
 _RECENT_STEPS = 50
 _BYTES_PER_SECOND = 200e6
-"""Of an export that was never measured, and of its verification: a disk or a conversion that is not fast."""
+"""Assumed speed of an export before one is measured, and of its verification; cautious, for slow disks."""
 _LOADING_SECONDS = 15.0
 """The fresh process that verifies imports torch and transformers first."""
 
@@ -44,13 +44,13 @@ class TimeLeft:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Measure what is done inside."""
+        """Measure the time of the code in this context."""
         began = time.monotonic()
         yield
         self._measured.setdefault(phase, []).append(time.monotonic() - began)
 
     def measure(self, phase: str, function: Callable[P, R]) -> Callable[P, R]:
-        """The same function, measured."""
+        """The same function, whose calls are measured."""
 
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             with self.during(phase):
@@ -82,7 +82,7 @@ class TimeLeft:
 
 
 def _times(*, after: int, steps: int, every: int) -> int:
-    """How often something is still due that happens every `every` steps and at the last one."""
+    """How often, after step `after`, an event still happens that comes every `every` steps and at the last one."""
     if after >= steps:
         return 0
     return steps // every - after // every + bool(steps % every) if every else 1

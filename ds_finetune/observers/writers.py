@@ -16,7 +16,7 @@ from ds_finetune.units import MIB
 
 Say = Callable[[str], None]
 _ROOM_BYTES = MIB
-"""Free bytes of a disk from which TensorBoard's records are written."""
+"""Minimum number of free bytes on a disk for TensorBoard's records to be written."""
 
 
 class MetricsFile:
@@ -54,9 +54,11 @@ class MetricsFile:
 def line_of(record: StepRecord) -> str:
     """The line of a record."""
     finite = {name: value if math.isfinite(value) else None for name, value in record.values.items()}
-    odd = {"non_finite": [name for name, value in finite.items() if value is None]} if None in finite.values() else {}
+    non_finite = (
+        {"non_finite": [name for name, value in finite.items() if value is None]} if None in finite.values() else {}
+    )
     notice = {"notice": record.notice} if record.notice else {}
-    return json.dumps({"step": record.step, **finite, **odd, **notice}) + "\n"
+    return json.dumps({"step": record.step, **finite, **non_finite, **notice}) + "\n"
 
 
 def check_trackers(names: Sequence[str]) -> None:

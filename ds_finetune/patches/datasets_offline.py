@@ -1,4 +1,4 @@
-"""datasets: whether it asks the hub."""
+"""datasets: reads data sets from its cache without asking the hub."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ _OFFLINE = Foreign("datasets", "config.py (HF_HUB_OFFLINE), load.py")
 
 @contextmanager
 def offline() -> Iterator[None]:
-    """While this is open datasets takes what its cache holds without asking the hub; it offers no argument for that."""
+    """While this is open, datasets uses only its cache and does not ask the hub; it has no argument for that."""
     from datasets import config
 
     _OFFLINE.attribute(config, "HF_HUB_OFFLINE")

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine and optimizers: when gradients are reduced, and what a constructor leaves behind."""
+"""DeepSpeed's engine and optimizers: when gradients are reduced, and the state that a constructor leaves."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ _LINKED_STATES = Foreign("deepspeed", "runtime/zero/stage_1_and_2.py:744, 852-85
 
 @contextmanager
 def gradients_reduced_at_end(engine: Any, *, zero_stage: int) -> Iterator[None]:  # noqa: ANN401 - a DeepSpeedEngine
-    """Gradients of all backwards inside stay on this rank until the end and are reduced there; the next `step` is the
+    """While this is open, gradients stay on this rank. They are reduced when it closes, and the next `step` is the
     optimizer's.
 
     DeepSpeed would reduce in every backward, but pipeline stages run different backwards at a time. After an error

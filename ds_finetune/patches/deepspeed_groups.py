@@ -15,7 +15,7 @@ Registered = tuple[dist.ProcessGroup | None, Sequence[Sequence[int]]]
 
 
 def register_expert_groups(name: str, *, parts: Registered, same_part: Registered) -> None:
-    """Enter the groups of experts where DeepSpeed looks for them by name.
+    """Register the groups of experts where DeepSpeed looks for them by name.
 
     DeepSpeed's own functions make groups only for its own layouts. `parts` are ranks that together hold all experts,
     `same_part` ranks that hold the same ones.
@@ -28,7 +28,7 @@ def register_expert_groups(name: str, *, parts: Registered, same_part: Registere
 
 
 def unregister_expert_groups(name: str) -> None:
-    """Remove them, so that the groups can end with the engine.
+    """Remove the groups of experts, so that they can end with the engine.
 
     Not after an error: a group ends with its last reference, and its end waits for ranks that may be gone.
     """
@@ -47,7 +47,7 @@ def forget_model_parallel_unit() -> None:
 
 
 def forget_groups() -> None:
-    """Drop every process group that DeepSpeed keeps: it would be used again by the next run of this process."""
+    """Drop every process group that DeepSpeed keeps, which the next run of this process would otherwise use."""
     from deepspeed.utils import groups
 
     _REGISTRY.attribute(groups, "mesh_device")

@@ -1,4 +1,4 @@
-"""What DeepSpeed changes or compiles when it starts."""
+"""DeepSpeed's start: an operator that it would compile, and a torch function that it would replace."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

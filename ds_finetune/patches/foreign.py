@@ -1,4 +1,4 @@
-"""Foreign code: where it is, what a patch expects of it, and how an attribute is replaced for a while."""
+"""Foreign code that patches change: its location, checks of what a patch expects, and temporary replacements."""
 
 import inspect
 from collections.abc import Callable, Iterator

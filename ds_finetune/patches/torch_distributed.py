@@ -30,7 +30,7 @@ def default_timeout(timeout: timedelta) -> Iterator[None]:
 
 @contextmanager
 def wrapped_collectives(names: Sequence[str], wrap: Wrap) -> Iterator[None]:
-    """While this is open the functions `names` of torch.distributed, and `Work.wait`, are what `wrap` makes of them.
+    """While this is open, `wrap(name, function)` replaces the functions `names` of torch.distributed, and `Work.wait`.
 
     torch offers no hook that is called before a collective starts and after it ends on every backend. DeepSpeed 0.19.8
     looks the functions up when it calls them, two of them when its backend is made (comm/torch.py:248-257), so this

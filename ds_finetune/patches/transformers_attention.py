@@ -12,7 +12,7 @@ _REGISTRY = Foreign("transformers", "modeling_utils.py (AttentionInterface), mas
 
 
 def register_attention(name: str, attend: Callable[..., Any]) -> None:
-    """Let models choose `attend` by `name`, for the life of the process.
+    """Register `attend` as the attention `name`, for the life of the process.
 
     Its mask is FlashAttention's: none for rows without masked tokens, and the mask itself otherwise.
     """

@@ -1,4 +1,4 @@
-"""The layout of a run on machines that are not here: who holds what, from config.json alone."""
+"""Plans a run on GPUs that this machine does not have: its layout and each rank's tensors, from config.json alone."""
 
 import json
 from collections import Counter
@@ -25,7 +25,7 @@ _SHOWN_NODES = 4
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run on GPUs that are not here; `rich.print` shows it as `ds-finetune plan` does."""
+    """A planned run on GPUs that need not be here; `rich.print` shows it as `ds-finetune plan` does."""
 
     plan: Plan = field(repr=False)
     """What was decided: mesh, ZeRO stage, offload, the DeepSpeed JSON (`plan.deepspeed`)."""
@@ -34,7 +34,7 @@ class PlannedRun:
     estimate: RunEstimate
     """Parameters, bytes of a rank of the stage that holds most, and files on disk."""
     lines: tuple[tuple[str, str], ...]
-    """Names and texts for a person."""
+    """Names and texts of the decisions, for people."""
     notes: tuple[str, ...] = ()
     """What a user might not expect."""
 

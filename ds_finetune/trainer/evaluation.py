@@ -1,4 +1,4 @@
-"""What is evaluated on held-out rows: their loss, and greedy answers to their prompts."""
+"""Evaluates held-out rows: their loss, and greedy answers to their prompts."""
 
 import math
 from collections.abc import Callable

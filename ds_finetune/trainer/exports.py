@@ -1,4 +1,4 @@
-"""The exports of a run: what is written from the live engine, and how it is verified."""
+"""Writes the exports of a run from its running engine, and verifies them."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -52,7 +52,7 @@ def verify_run_exports(
 ) -> tuple[VerificationResult, ...]:
     """Compare the exported folders, and the best weights', with what the run recorded, in one fresh process.
 
-    VerificationError names them where a signal has come.
+    VerificationError names the folders where a signal has arrived.
     """
     best = Path(config.output_dir) / "export-best"
     folders = [*exports, *([best] if (best / RECORD).is_file() and (best / UNVERIFIED).is_file() else [])]
@@ -74,7 +74,7 @@ def verify_run_exports(
 def record_logits(run: PreparedRun, engine: Engine, *, step: int) -> ExportRecord:
     """Logits of the fixed prompts from the weights as they are now, after `step` steps; every rank takes part.
 
-    Without logits where weights are in four bits: those that are exported differ from them.
+    The record has no logits where weights are in four bits, because the exported weights are not quantised.
     """
     inputs = run.inputs
     vocab_size = int(inputs.hf_config.vocab_size)
@@ -131,9 +131,10 @@ class Exports:
 def export(run: PreparedRun, engine: Engine, out: Path, *, step: int) -> list[str]:
     """Write the weights as they are now, after `step` steps, to the Hugging Face folder `out`, and return notes.
 
-    Every rank takes part, and rank zero writes. Tensors of the model's folder that are not built, e.g. of multi-token
-    prediction, are copied to it. Adapters are added to the weights, and written in peft's format to a folder beside
-    `out`: `adapter` or `adapter-best`. Weights that the engine has in four bits are read from the model's folder again.
+    Every rank takes part, and rank zero writes. Tensors of the model's folder for which transformers' class has no
+    module, e.g. of multi-token prediction, are copied to it. Adapters are added to the weights, and written in
+    peft's format to a folder beside `out`: `adapter` or `adapter-best`. Weights that the engine has in four bits are
+    read from the model's folder again.
     """
     model, folder = run.inputs.model, run.inputs.folder
     parts = _folder_parts(run, engine, step=step)
@@ -177,7 +178,7 @@ def _write_adapters(run: PreparedRun, engine: Engine, out: Path) -> dict[str, Fa
     lora, inputs = run.config.lora, run.inputs
     if lora is None:
         return {}
-    # Cloned, because what is gathered is released, and a live tensor on the CPU changes with the next step.
+    # Cloned: gathered tensors are released, and a tensor of the model itself (on the CPU) changes with the next step.
     whole = {name: tensor.clone() for name, tensor in engine.adapters() if tensor is not None}
     factors = factors_of(whole, lora.alpha / lora.rank)
     if engine.is_rank_zero:

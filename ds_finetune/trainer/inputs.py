@@ -1,4 +1,4 @@
-"""What a run reads on every process before a process group exists: model config, tokenizer, tokenised rows."""
+"""Reads a run's inputs, on every process, before a process group exists: model config, tokenizer, tokenised rows."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -78,7 +78,7 @@ class RunInputs:
         return sorted({int(i) for i in (*ids, self.tokenizer.eos_token_id) if i is not None})
 
     def data_notes(self) -> Iterator[str]:
-        """What a person should know of the rows before they are trained, a line each."""
+        """Lines that a user should read about the rows before they are trained."""
         for name, rows in (("train", self.train), ("eval", self.held_out)):
             yield from (f"data.{name}: {note}" for note in (row_notes(rows.counts) if rows is not None else ()))
 
@@ -114,7 +114,7 @@ def read_inputs(config: RunConfig, model: ModelPlan) -> RunInputs:
 def make_model_plan(config: RunConfig, mesh: Mesh, *, is_config_alone: bool = False) -> ModelPlan:
     """The model that `config` trains, checked against `mesh`; ConfigError or ModelError where it cannot be built so.
 
-    `is_config_alone`: of a model on the hub nothing is downloaded but what configuration and tokenizer are read from.
+    With `is_config_alone`, only configuration and tokenizer files of a model on the hub are downloaded.
     """
     hf_config = model_config(config, is_config_alone=is_config_alone)
     tree = hf_config.to_dict()
@@ -150,7 +150,7 @@ def token_limits(config: RunConfig, hf_config: PretrainedConfig) -> TokenLimits:
 def model_config(config: RunConfig, *, is_config_alone: bool = False) -> PretrainedConfig:
     """The configuration of the model as it is trained, with the vocabulary that `model.resize_vocabulary` gives it.
 
-    `is_config_alone`: of a model on the hub nothing is downloaded but what configuration and tokenizer are read from.
+    With `is_config_alone`, only configuration and tokenizer files of a model on the hub are downloaded.
     """
     hf_config = read_hf_config(config.model.path, **({"files": ("*.json",)} if is_config_alone else {}))
     if config.model.resize_vocabulary:

@@ -36,7 +36,9 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class StartedRun:
-    """A run whose engine is running, what it resumes from, and what writes its files; `saver` is None if none saves."""
+    """A run whose engine is running, what it resumes from, and what writes its files; `saver` is None where the run
+    saves no checkpoints.
+    """
 
     run: PreparedRun
     engine: Engine
@@ -67,7 +69,7 @@ def make_observers(started: StartedRun, signals: StopSignals) -> list[Observer]:
 
 
 def make_time_left(run: PreparedRun) -> TimeLeft:
-    """What is known of the run's length before its first step."""
+    """The estimate of the remaining time, with what is known before the first step."""
     config, held_out = run.config, run.inputs.held_out
     every = {SAVE: config.checkpoint.every_steps} if config.checkpoint.every_steps else {}
     steps = 0.0
@@ -137,7 +139,7 @@ def _evaluates_every(config: RunConfig) -> int:
 def _utilisation(run: PreparedRun) -> list[Observer]:
     plan, shape, rows = run.plan, run.inputs.shape, run.inputs.train
     peak = peak_flops(torch.cuda.get_device_name()) if plan.device == "cuda" else None
-    # The count of FLOPs is that of training every weight.
+    # The formula counts the FLOPs of training every weight.
     if shape is None or peak is None or run.config.lora is not None:
         return []
     attended = None if isinstance(rows, StreamedRows) else rows.mean_attended

@@ -1,4 +1,4 @@
-"""From the configuration to a run that can start: plan, model, rows and learning rate, before any process group."""
+"""Prepares a run from its configuration, before any process group: plan, model, rows and learning rate."""
 
 import os
 from dataclasses import dataclass, replace
@@ -55,7 +55,7 @@ def prepare_run(config: RunConfig, world: World) -> PreparedRun:
 
 
 def freeze_unreached(plan: Plan, model: ModelPlan) -> Plan:
-    """The plan with parameters frozen that no loss reaches, which weight decay would shrink, and a note naming them.
+    """Freeze parameters that get no gradient from the loss, since weight decay would shrink them; a note names them.
 
     The model types of the family table have none.
     """

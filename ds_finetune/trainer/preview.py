@@ -1,4 +1,4 @@
-"""What exactly is trained: samples with the supervised tokens mark_supervised, and the counts."""
+"""Preview of the training data: samples with their supervised tokens marked, and counts of rows and tokens."""
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -18,7 +18,9 @@ OPEN, CLOSE = "⟦", "⟧"
 
 
 def preview_of(config: RunConfig, *, samples: int) -> RenderableType:
-    """The first `samples` documents of the training data and what became of its rows."""
+    """The first `samples` documents of the training data and a table of how many rows were read, dropped, truncated
+    and split.
+    """
     tokenizer = load_tokenizer(str(resolve_folder(config.model.tokenizer or config.model.path)))
     rows = prepare_rows(config.data, "train", tokenizer=tokenizer, limits=token_limits(config, model_config(config)))
     number = min(samples, rows.counts.documents)
@@ -41,7 +43,7 @@ def mark_supervised(ids: list[int], mask: list[bool], tokenizer: PreTrainedToken
 
 
 def counts_table(rows: PreparedRows, config: RunConfig) -> Table:
-    """What became of the rows that were read."""
+    """A table of how many rows were read, dropped, truncated and split, and of documents and tokens."""
     table = Table(title="counts", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     counts = rows.counts
     lines = [

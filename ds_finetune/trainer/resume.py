@@ -1,4 +1,4 @@
-"""Where a run resumes from, and what saves it: the folder is tested, the newest checkpoint found, the saver started."""
+"""Resumes and saves a run: tests the checkpoint folder, finds the newest checkpoint, restores it, starts the saver."""
 
 import shutil
 import socket
@@ -51,7 +51,7 @@ _TEST_NUMBERS = 4096
 class ResumePoint:
     """What a run resumes from: the checkpoint folder of this rank and what was found there, None where it begins anew.
 
-    `lock` keeps other runs out of the folder, on the rank that leads.
+    `lock`, which the folder's leading rank holds, keeps other runs out of the folder.
     """
 
     checkpoints: CheckpointFolder | None
@@ -148,7 +148,7 @@ def _later_checkpoints_error(folder: Path, later: list[str], found: UsableCheckp
 def try_saving(checkpoints: CheckpointFolder, *, is_asynchronous: bool) -> None:
     """Save a few numbers in the way that checkpoints are saved, read them back and remove them; collective.
 
-    OutputError on every rank with the first one's reason where that fails.
+    OutputError on every rank, with the reason of the first rank that fails.
     """
     trial = replace(checkpoints, path=checkpoints.path / f".rehearsal-{checkpoints.token}")
     numbers = torch.arange(_TEST_NUMBERS, dtype=torch.float32) + checkpoints.rank
@@ -319,7 +319,7 @@ def saved_record(point: ResumePoint) -> StepRecord | None:
 
 
 def inputs_of(run: PreparedRun) -> RunIdentity:
-    """What this start is made of, as a checkpoint remembers it."""
+    """The configuration and the fingerprints of this start's inputs, as a checkpoint stores them."""
     held_out = run.inputs.held_out
     return RunIdentity(
         config=run.config.model_dump(mode="json", by_alias=True),

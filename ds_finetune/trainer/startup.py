@@ -1,4 +1,4 @@
-"""What starts before the engine: the watchdog, the operators that have to be compiled, and the process group."""
+"""Starts what the engine needs first: the watchdog, the operators that have to be compiled, and the process group."""
 
 import os
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def start_watchdog(watchdog: WatchdogConfig, world: World, output_dir: Path) -> 
 
 
 def compile_operators(run: PreparedRun, store: dist.Store, say: Say) -> PreparedRun:
-    """Compile what the optimizer needs; the ranks agree through `store` on what follows from it."""
+    """Compile what the optimizer needs; the ranks agree through `store` on the resulting plan."""
     timeout = timedelta(seconds=run.plan.collective_seconds)
     agree = partial(exchange, store, run.plan.world, "operators", timeout=timeout)
     return replace(run, plan=build_ops(use_cores(run.plan, os.environ), agree, say))

@@ -15,7 +15,9 @@ from ds_finetune.export.onnx.runtime import OnnxModel
 TOLERANCES = {np.dtype(np.float32): 1e-4, np.dtype(np.float16): 2e-2}
 """Difference of logits, divided by the largest logit of the case, up to which they count as equal; by graph dtype."""
 FLIPPED_SHARE = 0.1
-"""Share of positions that may differ by more, where fp16 activations choose routed experts."""
+"""Share of positions that may exceed the tolerance in fp16 models with routed experts, whose choice rounding may
+change.
+"""
 NEW_TOKENS = 16
 
 
@@ -26,14 +28,14 @@ class InputCase:
     pads: tuple[int, ...]
     """Number of padding tokens at the start of each row."""
     length: int
-    """Of every row, with padding."""
+    """Tokens of every row, with padding."""
     chunks: tuple[int, ...]
-    """Numbers of tokens that are given at a time, with the cache between them."""
+    """Sizes of the pieces in which the tokens are fed; the cache carries over from piece to piece."""
 
     @property
     def name(self) -> str:
         """The case in messages."""
-        return f"{len(self.pads)} rows of {self.length} with {self.pads} pads, {self.chunks} at a time"
+        return f"{len(self.pads)} rows of {self.length} with {self.pads} pads, fed in pieces of {self.chunks}"
 
     def mask(self) -> np.ndarray:
         """Attention mask [rows, length] in int64, with padding first."""
@@ -41,9 +43,9 @@ class InputCase:
 
 
 WHOLE = (InputCase((0,), 1, (1,)), InputCase((0, 3), 9, (9,)), InputCase((0, 11, 5), 33, (33,)))
-"""Cases whose tokens are given at once."""
+"""Cases whose tokens are fed in one piece."""
 STEPS = (InputCase((0,), 12, (8, 1, 1, 1, 1)), InputCase((2, 0), 21, (1, 9, 1, 1, 4, 1, 4)))
-"""Cases whose tokens are given in chunks, onto a growing cache."""
+"""Cases whose tokens are fed in several pieces, with a growing cache."""
 PROMPTS = InputCase((0, 4), 11, (11,))
 """The prompts of greedy decoding."""
 
@@ -75,7 +77,7 @@ class OnnxComparison:
     positions: int
     """Tokens whose logits were compared."""
     beyond: int
-    """Those farther away than `tolerance`."""
+    """Positions whose distance exceeds `tolerance`."""
     largest: float
     """Largest distance."""
     tolerance: float
@@ -95,7 +97,7 @@ def tokens_of(case: InputCase, vocab: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def is_sampled(shape: tuple[int, ...], stride: int) -> np.ndarray:
-    """Which logits of `shape` [tokens, vocabulary] are sampled: n % stride, n % stride + stride, .. of token n."""
+    """Mask of `shape` [tokens, vocabulary]; of token n, the logits n % stride, n % stride + stride, ... are sampled."""
     tokens, vocab = shape
     return (np.arange(vocab) - np.arange(tokens)[:, None]) % stride == 0  # type: ignore[no-any-return]
 
@@ -157,10 +159,10 @@ def _distances(model: OnnxModel, case: InputCase, reference: Reference) -> np.nd
 
 
 def _differing_tokens(model: OnnxModel, reference: Reference, tolerance: float) -> int:
-    """Number of the reference's new tokens that are not the best ones here, given the tokens before them.
+    """Number of the reference's new tokens that ONNX Runtime would not choose greedily after the same tokens.
 
     0 means that greedy decoding gives the same tokens. A token whose lead over the second best is within the tolerance
-    is not counted. With a cache, tokens are given one at a time.
+    is not counted. With a cache, tokens are fed one at a time.
     """
     ids = reference.tokens[:, :-1]
     mask = np.concatenate([PROMPTS.mask(), np.ones((len(ids), NEW_TOKENS - 1), dtype=np.int64)], axis=1)

@@ -102,7 +102,7 @@ def write_model(
     """Write `graph` with its inputs and outputs `ends` to `folder`/model.onnx.
 
     Weights of more than `inline_bytes` together are written to model.onnx.data, one piece at a time, since a protobuf
-    message ends at 2 GiB. Returns whether they were.
+    message must stay below 2 GiB. Returns whether they were.
     """
     is_external = sum(weight.num_bytes for weight in graph.weights.values()) > inline_bytes
     weights = list(graph.weights.values())

@@ -20,7 +20,7 @@ _LAST = -1
 
 
 def parts_of(config: PretrainedConfig) -> OnnxGraph:
-    """The parts of this model's graph; ExportError where its family has none."""
+    """The `OnnxGraph` of this model's family; ExportError where it has none."""
     parts = family_of(config.model_type).onnx
     if parts is None:
         raise ExportError(

@@ -20,7 +20,7 @@ from ds_finetune.units import GIB, MIB
 _SEGMENT_BYTES = MIB
 """Bytes with a digest of their own, so that a message can name the bytes that changed."""
 _SAMPLED_LOGITS = 1024
-"""Logits of a position that are recorded at least; more where the longest case would miss rows of the head."""
+"""Minimum number of logits recorded for each position; more where the longest case would leave out rows of the head."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class OnnxRecord:
     """The record of an ONNX folder."""
 
     about: Mapping[str, Any]
-    """The result of the comparison, and versions of packages, for a reader."""
+    """The result of the comparison, and versions of packages, for people who read the file."""
     files: Mapping[str, FileSums]
     """The files that were written, by name."""
     reference: Reference

@@ -1,1 +1,1 @@
-"""Where weights to export come from: checkpoints, DeepSpeed folders, model folders."""
+"""Readers of the weights to export: from checkpoints, DeepSpeed folders, adapters and model folders."""

@@ -118,9 +118,10 @@ class PeftAdapter:
 
 
 def _leaf(module: str, inner: str | None, outer: str) -> str:
-    """The last part of the name of the weight that a key adapts.
+    """Name, within its module, of the weight that a key adapts.
 
-    Of fused experts, `base_layer` is the first of two weights and `outer` the other; elsewhere it is `weight`.
+    It is `weight`, except for the two weights of fused experts: a key with `base_layer` (`inner`) adapts the first, any
+    other key the one named `outer`.
     """
     if inner:
         return GATE_UP

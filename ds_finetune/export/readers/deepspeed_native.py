@@ -26,7 +26,7 @@ _STAND_INS = (
     (Inert, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
     (InertInt, "deepspeed.runtime.zero.config.ZeroStageEnum"),
 )
-"""Classes of DeepSpeed that its files name, with the inert class that is made in place of each."""
+"""Classes of DeepSpeed that its files name, each with the inert class that replaces it."""
 _RANK_FILE = re.compile(
     r"(?P<bf16>bf16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_?(?P<kind>model|optim)_states\.pt"
 )
@@ -68,7 +68,7 @@ class DeepSpeedCheckpoint:
 
 
 def is_deepspeed_checkpoint(folder: Path) -> bool:
-    """Whether `folder` is a checkpoint that DeepSpeed wrote: it has `latest`, or the state files themselves."""
+    """Whether `folder` is a checkpoint that DeepSpeed wrote: it has the file `latest`, or state files."""
     return (folder / "latest").is_file() or any(folder.glob("*_states.pt"))
 
 

@@ -1,5 +1,5 @@
-"""Files of `torch.save` read without running what is in them: values through an allow-list, tensors as places in the
-file.
+"""Reads files of `torch.save` without running code in them: values through an allow-list, tensors as byte offsets in
+the file.
 """
 
 import pickle
@@ -18,7 +18,7 @@ from ds_finetune.model.data_file import DataFile
 
 
 class Inert:
-    """Made in place of an object of another program's class; ignores its state."""
+    """Replaces an object of another program's class; ignores its state."""
 
     def __init__(self, *_: object) -> None:
         pass
@@ -28,7 +28,7 @@ class Inert:
 
 
 class InertInt(int):
-    """Made in place of a member of an integer enumeration, e.g. `ZeroStageEnum`."""
+    """Replaces a member of an integer enumeration, e.g. `ZeroStageEnum`."""
 
 
 def load_values(path: Path, stand_ins: Sequence[tuple[Any, str]]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class OpenedSource:
 
     source: TensorSource
     folders: tuple[Path, ...]
-    """Folders with its config.json and tokenizer; the first that has a file is used."""
+    """Folders that are searched in this order for config.json and tokenizer files."""
     texts: Mapping[str, str] = field(default_factory=dict)
     """Further files as text, by name."""
     record: ExportRecord | None = None
@@ -43,7 +43,7 @@ class OpenedSource:
     hub: HubFolder | None = None
     """The folder of the model itself, or of the model that adapters are added to; None for other sources."""
     base: Path | None = None
-    """The folder of the model that it was trained from, where that is known and on this machine."""
+    """The folder of the model that the source was trained from, where it is known and on this machine."""
     why_no_base: str = "no --base was given"
     is_resized: bool = False
     """Whether its vocabulary may be larger than the base's, so that only its own config.json and tokenizer fit."""

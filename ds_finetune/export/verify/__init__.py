@@ -1,1 +1,1 @@
-"""Whether an exported folder is the model that was trained."""
+"""Verifies that an exported folder is the model that was trained."""

@@ -24,9 +24,9 @@ UNVERIFIED = "UNVERIFIED"
 MODEL, DATA = "model.onnx", "model.onnx.data"
 """Files of an ONNX folder: its graph, and its weights where they are not in it."""
 PROMPT_TOKENS = 32
-"""Tokens of a prompt at most."""
+"""Maximum number of tokens of a prompt."""
 _SAMPLED_LOGITS = 512
-"""Logits of a position that are recorded, about. 512 positions then reach every row of a head of 260,000."""
+"""Approximate number of logits recorded for each position. 512 positions then reach every row of a head of 260,000."""
 _FORMAT = 1
 ONNX_FORMAT = "onnx 1"
 """Format of the record of an ONNX folder (export/onnx/record.py)."""
@@ -105,7 +105,7 @@ class ExportRecord:
         return [len(range(number % self.stride, self.vocab_size, self.stride)) for number in range(self.num_positions)]
 
     def with_digests(self, digests: Mapping[str, Digest]) -> "ExportRecord":
-        """The same with the digests of what was written."""
+        """The same record with the digests of what was written."""
         return replace(self, digests=digests)
 
     def write(self, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The tensors of an exported folder compared with the sums of what was written, and with the tensors of its base."""
+"""The tensors of an exported folder compared with the digests of what was written, and with the tensors of its base."""
 
 import os
 import re
@@ -35,7 +35,7 @@ class TensorInFile:
 def read_tensor_table(folder: Path) -> dict[str, TensorInFile]:
     """Every tensor of a folder's safetensors files by name; ExportError where a header is damaged.
 
-    A file may be shorter than its header says: then the sums of its tensors differ.
+    A file may be shorter than its header says: then the digests of its tensors differ.
     """
     return {key: tensor for file in sorted(folder.glob("*.safetensors")) for key, tensor in _tensors_in(file)}
 
@@ -69,7 +69,7 @@ def changed_tensors(tensors: Mapping[str, TensorInFile], record: ExportRecord) -
 def digest_of(data: NDArray[np.uint8], tensor: TensorInFile, *, like: Digest) -> Digest:
     """The digest of a tensor whose file holds the bytes `data`, over the same segments as `like`.
 
-    Where the file is too short, the bytes that are there are summed.
+    Where the file is too short, only the bytes that it has are digested.
     """
     begin, segments = tensor.begin, []
     for numel in like.lengths():

@@ -1,4 +1,6 @@
-"""Whether an exported folder is what was trained: its bytes, its names beside the base's, and its logits."""
+"""Verifies that an exported folder is what was trained: compares its bytes, its names with the base's, and its
+logits.
+"""
 
 import json
 import signal
@@ -22,15 +24,15 @@ _MEMORY_FP8, _MEMORY_FP32, _MEMORY_16_BIT = 6.0, 1.2, 2.4
 
 @dataclass(frozen=True)
 class VerificationResult:
-    """What verifying `folder` gave."""
+    """The result of verifying `folder`."""
 
     folder: Path
     problems: tuple[str, ...] = ()
-    """Why it is not what was trained."""
+    """Differences from what was trained."""
     lines: tuple[str, ...] = ()
     """What was compared."""
     skipped: str = ""
-    """Why it could not be loaded here; empty where it was."""
+    """Why the folder could not be loaded here; empty where it was."""
 
     @property
     def is_verified(self) -> bool:
@@ -41,17 +43,18 @@ class VerificationResult:
 def verify_exports(
     folders: Sequence[Path], *, base: Path | None = None, available_bytes: int | None = None
 ) -> list[VerificationResult]:
-    """Compare each exported folder with its record and mark it: the file UNVERIFIED is removed, or says what is wrong.
+    """Compare each exported folder with its record and mark it: the file UNVERIFIED is removed, or says what is
+    wrong.
 
-    The bytes of its tensors are compared with the sums of what was written; names, shapes and dtypes with those of
-    `base` (by default the base in the record). Then one process without ds_finetune loads each folder with plain
+    The bytes of its tensors are compared with the digests of what was written; names, shapes and dtypes with those
+    of `base` (by default the base in the record). Then one process without ds_finetune loads each folder with plain
     transformers, and its logits are compared with the recorded ones.
 
     A position's deviation is the root mean square of the difference over its sampled logits, divided by the largest
-    recorded logit of all positions. Nine tenths of the positions must be within the limit; a tenth is left to
-    routers, whose near ties fall differently with every rounding. The limit in fp32 is 1e-5. In bf16 and fp16 it is
-    1e-3, or three times what the logits of plain transformers in that dtype deviate from its logits in fp32 where
-    that is more, at most 0.05.
+    recorded logit of all positions. Nine tenths of the positions must be within the limit; the other tenth allows
+    for routers, which rounding can make choose another of two experts with nearly equal scores. The limit in fp32 is
+    1e-5. In bf16 and fp16 it is 1e-3, or three times what the logits of plain transformers in that dtype deviate
+    from its logits in fp32 where that is more, at most 0.05.
 
     Weights in FP8 are dequantised by that process, and its logits in fp32 are compared. The limit is twice what
     rounding explains: the deviation of bf16 from fp32, plus that of the model whose FP8 numbers are each moved at

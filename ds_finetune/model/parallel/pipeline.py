@@ -35,8 +35,8 @@ class PipelineGroup(RankGroup):
     """Ranks that hold a model's layers, in order; rank i is stage i."""
 
     embedding_group: dist.ProcessGroup | None = None
-    """The ranks that hold the same shard of the first and of the last stage, whatever rows they read; None on stages
-    between.
+    """Ranks of the first and of the last stage that hold the same tensor parallel shard, with all their data and
+    sequence parallel copies; None on other stages.
     """
     input_hidden_states: torch.Tensor | None = None
     """Hidden states that the previous stage sent for the latest forward; a leaf that requires a gradient where
@@ -76,7 +76,7 @@ class PipelineGroup(RankGroup):
 
     def all_reduce_embedding_grad(self, grad: torch.Tensor) -> None:
         """Replace the gradient of a weight that the first and the last stage hold by the sum of both stages, averaged
-        over the ranks that read other rows.
+        over the ranks that process other rows.
 
         The result is the same on all of them bit by bit, so that a later reduction is too, in whatever order it adds.
         Otherwise the two copies would drift apart, as the position of an element in a bucket decides the order.
@@ -91,7 +91,7 @@ class PipelineGroup(RankGroup):
 
 
 class MissingLayer(nn.Module):
-    """Takes the place of a layer that another stage holds."""
+    """Replaces a layer that another stage holds."""
 
     def __init__(self, layer: int) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class MissingLayer(nn.Module):
 
 
 class ReceiveHiddenStates(nn.Embedding):
-    """Takes the place of the embedding on later stages: receives hidden states from the previous stage.
+    """Replaces the embedding on later stages: receives hidden states from the previous stage.
 
     It keeps the weight where a tied head uses it.
     """
@@ -124,7 +124,7 @@ class ReceiveHiddenStates(nn.Embedding):
 
 
 class SendHiddenStates(nn.Module):
-    """Takes the place of the last norm on earlier stages.
+    """Replaces the last norm on earlier stages.
 
     It sends hidden states to the next stage where gradients are disabled; otherwise the schedule sends them.
     """
@@ -141,7 +141,7 @@ class SendHiddenStates(nn.Module):
 
 
 class ReceiveLogits(nn.Linear):
-    """Takes the place of the head on earlier stages: receives the logits of the last stage, so that all stages generate
+    """Replaces the head on earlier stages: receives the logits of the last stage, so that all stages generate
     the same next token.
     """
 
