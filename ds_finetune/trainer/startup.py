@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -34,10 +33,17 @@ def start_watchdog(watchdog: WatchdogConfig, world: World, output_dir: Path) -> 
         yield monitor, store
 
 
-def compile_operators(run: PreparedRun, store: dist.Store, say: Say) -> PreparedRun:
-    """Compile what the optimizer needs; the ranks agree through `store` on the resulting plan."""
+def compile_operators(run: PreparedRun, store: dist.Store, monitor: Monitor, say: Say) -> PreparedRun:
+    """Compile what the optimizer needs; the ranks agree through `store` on what follows from the results.
+
+    There is no limit on how long the ranks wait for one that prepares or compiles longer than the others.
+    """
     timeout = timedelta(seconds=run.plan.collective_seconds)
-    agree = partial(exchange, store, run.plan.world, "operators", timeout=timeout)
+
+    def agree(problems: str) -> list[str]:
+        monitor.wait_until_prepared(store)
+        return exchange(store, run.plan.world, "operators", problems, timeout=timeout)
+
     return replace(run, plan=build_ops(use_cores(run.plan, os.environ), agree, say))
 
 

@@ -64,7 +64,7 @@ def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
     with SignalInterruption(signal.SIGINT) as interruption:
         with start_watchdog(config.watchdog, world, Path(config.output_dir)) as (monitor, store):
             run = prepare_run(config, world)
-            run = compile_operators(run, store, say)
+            run = compile_operators(run, store, monitor, say)
             if world.rank == 0:
                 announce(run)
             with open_process_group(run, store, monitor):

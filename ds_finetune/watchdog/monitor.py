@@ -114,14 +114,8 @@ class Monitor(threading.Thread):
 
     @contextmanager
     def detect_hangs(self, store: dist.Store) -> Iterator[None]:
-        """Wait for every rank, without a limit; then detect hangs and write stacks while it is open.
-
-        If another rank fails meanwhile, this thread ends the process and with it the wait.
-        """
-        store.set(f"{_PREPARED_KEY}/{self._world.rank}", "")
-        while missing := self._ranks_preparing(store):
-            if self._world.rank == 0:
-                _print(f"watchdog: ranks {', '.join(map(str, missing))} are still preparing\n")
+        """Wait for every rank, without a limit; then detect hangs and write stacks while it is open."""
+        self.wait_until_prepared(store)
         self._stacks = stacks = StackFile(self._output_dir, self._world.rank)
         try:
             with self.progress.during("start"):
@@ -129,6 +123,16 @@ class Monitor(threading.Thread):
         finally:
             self._stacks = None
             stacks.close()
+
+    def wait_until_prepared(self, store: dist.Store) -> None:
+        """Wait, without a limit, until every rank has called this; rank zero prints each minute who has not.
+
+        If another rank fails meanwhile, this thread ends the process and with it the wait.
+        """
+        store.set(f"{_PREPARED_KEY}/{self._world.rank}", "")
+        while missing := self._ranks_preparing(store):
+            if self._world.rank == 0:
+                _print(f"watchdog: ranks {', '.join(map(str, missing))} are still preparing\n")
 
     def _ranks_preparing(self, store: dist.Store) -> list[int]:
         """Ranks that do not finish their preparation within a minute, at most _MAX_NAMED_RANKS of them."""
