@@ -18,6 +18,7 @@ RUN_ID = "DS_FINETUNE_RUN_ID"
 """Environment variable with the id of a run that mpirun or Slurm supervises, and of its logs folder."""
 _KILLING_SECONDS = 10.0
 _POLL_SECONDS = 0.02
+_EMPTY_SCANS = 2
 _SET_PARENT_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
 
@@ -50,16 +51,20 @@ def kill_tagged(tags: Iterable[str]) -> int:
     """Send SIGKILL to processes with one of `tags` until none is left; returns how many are left after some seconds.
 
     A killed process ends once the kernel has freed its memory. This takes a while for a large process, and does not
-    happen while the process waits for a disk that hangs.
+    happen while the process waits for a disk that hangs. None is left once two scans in a row have found none: while a
+    process executes a new program, its environment reads as empty.
     """
     known, until = set(tags), time.monotonic() + _KILLING_SECONDS
     killed: set[int] = set()
-    while remaining := {*tagged_processes(known), *filter(_has_not_ended, killed)}:
+    empty_scans = 0
+    while empty_scans < _EMPTY_SCANS:
+        remaining = {*tagged_processes(known), *filter(_has_not_ended, killed)}
         for pid in remaining:
             _kill(pid)
         killed.update(remaining)
-        if time.monotonic() > until:
+        if remaining and time.monotonic() > until:
             return len(remaining)
+        empty_scans = 0 if remaining else empty_scans + 1
         time.sleep(_POLL_SECONDS)
     return 0
 

@@ -150,6 +150,10 @@ def test_every_process_with_a_tag_has_ended_when_that_is_reported() -> None:
     assert started.stdout is not None
     assert started.stdout.readline() == b"up\n"
     subprocess.run(["sh", "-c", "setsid sleep 100 & exit"], env=beside, check=True)
+    until = time.monotonic() + 10
+    # The environment of a process reads as empty while it executes a new program.
+    while len(tagged_processes([tag])) < 2 and time.monotonic() < until:
+        time.sleep(0.01)
     assert len(tagged_processes([tag])) == 2
     assert kill_tagged(["another", tag]) == 0
     assert (
