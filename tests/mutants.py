@@ -33,15 +33,15 @@ MUTANTS = (
     Mutant(
         "scale of the loss",
         "engine/loss_normalisation.py",
-        "(zero_ranks / max(num_supervised, 1))",
-        "(1 / max(num_supervised, 1))",
+        "loss * float(zero_ranks)",
+        "loss * 1.0",
         PARITY,
     ),
     Mutant(
         "local count of tokens",
         "engine/engine.py",
-        "        tokens, supervised = self._sum_over_ranks(",
-        "        _, supervised = 0, batch.num_supervised_tokens\n        tokens, _ = self._sum_over_ranks(",
+        "        counts = self._global_counts(batch.counts)",
+        "        counts = dict(batch.counts)",
         PARITY,
     ),
     Mutant(

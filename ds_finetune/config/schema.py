@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from ds_finetune.config.ineffective_keys import check_keys_have_effect
 from ds_finetune.config.invalid_keys import explain
+from ds_finetune.config.objectives import ObjectiveField, SftObjective
 from ds_finetune.config.run_file import apply_override, read_yaml
+from ds_finetune.config.section import Section
 from ds_finetune.schedule import Duration, SchedulerName, seconds_of, warmup_steps
 
 Precision = Literal["bf16", "fp16", "fp32"]
@@ -55,12 +57,6 @@ def _check_time(text: object) -> str:
 TimeText = Annotated[str, BeforeValidator(_check_time)]
 StepsText = Annotated[str, BeforeValidator(_check_steps)]
 EveryText = Annotated[str, BeforeValidator(_check_every)]
-
-
-class Section(BaseModel):
-    """A part of the run file: frozen, and an unknown key is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class ModelConfig(Section):
@@ -340,6 +336,8 @@ class RunConfig(Section):
     """DeepSpeed choices (ZeRO stage, offload): a JSON file, a name of ds_configs/ such as `zero3`, or a section;
     derived numbers stay "auto".
     """
+    objective: ObjectiveField = SftObjective()
+    """What is trained: a name such as `dpo`, or a section `{name: dpo, beta: 0.1}`."""
     train: TrainConfig = TrainConfig()
     """Length, batch and precision."""
     optim: OptimConfig = OptimConfig()

@@ -5,7 +5,7 @@ before it.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from ds_finetune.data.rows import Ints, Row, Rows, empty_row
 from ds_finetune.labels import IGNORE_INDEX
+from ds_finetune.objectives.examples import Examples
 
 _PAD_MULTIPLE = 8
 """Unpacked rows are padded to a multiple of this, so that fewer shapes occur."""
@@ -24,14 +25,16 @@ _PAD_MULTIPLE = 8
 class MicroBatch:
     """The rows of one forward: `input_ids`, `position_ids` and `labels` (already shifted), int64 [rows, tokens] each.
 
-    `documents` has, for each packed row, the lengths of its documents; padding counts as the last one. It is None where
-    each row is one document.
+    `documents` has, for each row, the lengths of its documents; padding counts as the last one. It is None where each
+    row is one document. `token_types` int64 [rows, tokens] is 1 in the second text of a pair of texts, for encoders.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     labels: torch.Tensor
     documents: tuple[tuple[int, ...], ...] | None = None
+    examples: Examples | None = None
+    token_types: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,13 @@ class Batch:
     position: Position
     row_ids: tuple[int, ...]
     num_tokens: int
-    num_supervised_tokens: int
+    counts: Mapping[str, int]
+    """Number of each unit of `objectives.objective.Unit`."""
+
+    @property
+    def num_supervised_tokens(self) -> int:
+        """Tokens that carry loss."""
+        return self.counts["supervised_tokens"]
 
 
 @dataclass(frozen=True)
@@ -75,6 +84,8 @@ class BatchPlan:
     row_len: int | None
     multiple: int = 1
     """The length of every forward is a multiple of this, so that ranks can share its tokens."""
+    documents_per_unit: int = 0
+    """Consecutive documents that are one unit: 2 for pairs; 0 where the loss is a sum over tokens."""
 
 
 def training_batches(rows: Rows, plan: BatchPlan, *, start_step: int, total_rows: int) -> Iterator[Batch]:
@@ -142,22 +153,80 @@ def make_batch(rows: Sequence[Row | None], plan: BatchPlan, position: Position, 
         position=position,
         row_ids=row_ids,
         num_tokens=sum(len(row.input_ids) for row in real),
-        num_supervised_tokens=sum(row.supervised for row in real),
+        counts=_counts(real, plan.documents_per_unit),
     )
+
+
+def _counts(rows: Sequence[Row], documents_per_unit: int) -> dict[str, int]:
+    """Number of each unit; rows without documents have supervised tokens alone."""
+    lengths = [row.documents.lengths for row in rows if row.documents is not None]
+    examples = sum(map(len, lengths)) // max(documents_per_unit, 1)
+    return {
+        "supervised_tokens": sum(row.supervised for row in rows),
+        "chosen_tokens": sum(map(_chosen_tokens, rows)) if documents_per_unit == 2 else 0,
+        "pairs": examples if documents_per_unit == 2 else 0,
+        "examples": examples,
+    }
+
+
+def _chosen_tokens(row: Row) -> int:
+    """Supervised tokens of every other document, from the first on."""
+    if row.documents is None:
+        return 0
+    is_chosen = np.repeat(np.arange(len(row.documents.lengths)) % 2 == 0, row.documents.lengths)
+    return int((row.labels[is_chosen] != IGNORE_INDEX).sum())
 
 
 def _stack(rows: Sequence[Row], plan: BatchPlan) -> MicroBatch:
     longest = max(len(row.input_ids) for row in rows)
     multiple = math.lcm(_PAD_MULTIPLE, plan.multiple)
     length = plan.row_len or -(-longest // multiple) * multiple
-    is_packed = plan.row_len is not None
-    positions = _positions(rows, length, restarts=is_packed)
+    restarts = plan.row_len is not None or plan.documents_per_unit > 1
+    positions = _positions(rows, length, restarts=restarts)
+    examples = _examples(rows, length) if plan.documents_per_unit else None
     return MicroBatch(
         input_ids=_pad([row.input_ids for row in rows], length, plan.pad_token_id),
         position_ids=torch.from_numpy(positions),
         labels=_pad([row.labels for row in rows], length, IGNORE_INDEX),
-        documents=tuple(_document_lengths(row) for row in positions) if is_packed else None,
+        documents=tuple(_document_lengths(row) for row in positions) if restarts else None,
+        examples=examples,
+        token_types=None if examples is None else _token_types(rows, length),
     )
+
+
+def _examples(rows: Sequence[Row], length: int) -> Examples:
+    """The documents of rows that are padded to `length`; an empty row has none."""
+    parts = [(number, row.documents) for number, row in enumerate(rows) if row.documents is not None]
+    index = np.full((len(rows), length), -1, dtype=np.int64)
+    starts, done = [np.zeros(0, dtype=np.int64)], 0
+    for number, documents in parts:
+        tokens = int(documents.lengths.sum())
+        index[number, :tokens] = np.repeat(np.arange(done, done + len(documents.lengths)), documents.lengths)
+        starts.append(number * length + np.cumsum(documents.lengths) - documents.lengths)
+        done += len(documents.lengths)
+    lengths, numbers, targets = (
+        np.concatenate([np.zeros(0, dtype=kind), *(getattr(documents, name) for _, documents in parts)]).astype(kind)
+        for name, kind in (("lengths", np.int64), ("numbers", np.int64), ("targets", np.float64))
+    )
+    begins = np.concatenate(starts)
+    return Examples(
+        index=torch.from_numpy(index),
+        starts=torch.from_numpy(begins),
+        ends=torch.from_numpy(begins + lengths - 1),
+        numbers=torch.from_numpy(numbers),
+        targets=torch.from_numpy(targets),
+        reference=torch.zeros(len(numbers), dtype=torch.float64),
+    )
+
+
+def _token_types(rows: Sequence[Row], length: int) -> torch.Tensor:
+    """1 in the second text of each document that has two, int64 [rows, length]."""
+    types = np.zeros((len(rows), length), dtype=np.int64)
+    for line, row in zip(types, rows, strict=True):
+        if row.documents is not None:
+            lengths, end = row.documents.lengths, int(row.documents.lengths.sum())
+            line[:end] = row.position_ids >= np.repeat(row.documents.second, lengths)
+    return torch.from_numpy(types)
 
 
 def _document_lengths(positions: NDArray[np.int64]) -> tuple[int, ...]:

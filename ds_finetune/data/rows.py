@@ -12,6 +12,22 @@ Ints = NDArray[np.int32]
 
 
 @dataclass(frozen=True, eq=False)
+class RowDocuments:
+    """The documents of a row one after the other, for objectives whose loss is not a sum over tokens.
+
+    Each array has one number for each document; `numbers` int64 count the documents of the data.
+    """
+
+    lengths: NDArray[np.int64]
+    """Tokens of the document."""
+    numbers: NDArray[np.int64]
+    targets: NDArray[np.float64]
+    """Class, rating, margin, or 1 and 0 for good and bad answers; 0 where the row has none."""
+    second: NDArray[np.int64]
+    """First token of the second text of a pair of texts; the length where there is none."""
+
+
+@dataclass(frozen=True, eq=False)
 class Row:
     """One row: `input_ids`, `position_ids` (0 at the start of each document) and `labels`, int32 [tokens] each.
 
@@ -22,6 +38,8 @@ class Row:
     position_ids: Ints
     labels: Ints
     supervised: int
+    documents: RowDocuments | None = None
+    """None where the objective is a sum over tokens."""
 
 
 class Rows(Protocol):

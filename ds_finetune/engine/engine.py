@@ -1,12 +1,13 @@
-"""The engine: one `step` is one optimizer step, and its loss is the mean over the supervised tokens of the global
-batch.
+"""The engine: one `step` is one optimizer step, and its loss is the mean over the units of the global batch.
+
+It knows the terms, sums and metrics of an objective, and nothing else about it.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -17,45 +18,54 @@ from ds_finetune.engine.collectives import all_gather_object
 from ds_finetune.engine.finite_gradients import FiniteProbe
 from ds_finetune.engine.generation import GenerationLimits, answer_prompt, prompts_of_rank
 from ds_finetune.engine.gradient_norm import global_gradient_norm
-from ds_finetune.engine.loss_normalisation import loss_and_correct, mean_per_token, normalise_loss
+from ds_finetune.engine.loss_normalisation import detached_sums, scale_for_deepspeed, term_weights
 from ds_finetune.engine.pipeline_schedule import run_1f1b
 from ds_finetune.engine.process_groups import Groups
 from ds_finetune.engine.state import EngineState
 from ds_finetune.engine.whole_tensors import WholeTensors, named_parameters
 from ds_finetune.errors import RunError
 from ds_finetune.model.lora import is_adapter
-from ds_finetune.model.loss import TokenLoss
+from ds_finetune.model.loss import StepNumbers
 from ds_finetune.model.parallel.pipeline import PipelineGroup
+from ds_finetune.objectives.objective import LossAndSums, Objective, Unit
 from ds_finetune.patches.deepspeed_engine import gradients_reduced_at_end
 from ds_finetune.plan.plan import Plan
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of one optimizer step, the same on every rank. The loss is the mean in nats per supervised token of the
-    global batch; `culprit` names the parameter and the rank of a non-finite gradient.
+    """Result of one optimizer step, the same on every rank.
+
+    `metrics` are those of the objective, `loss` first; `culprit` names the parameter and the rank of a non-finite
+    gradient.
     """
 
-    loss: float
-    accuracy: float
+    metrics: Mapping[str, float]
     grad_norm: float
     num_tokens: int
     num_supervised_tokens: int
     skipped: bool
     culprit: str
 
+    @property
+    def loss(self) -> float:
+        """The loss of the global batch."""
+        return self.metrics["loss"]
+
 
 @dataclass(frozen=True)
 class HeldOutScores:
-    """Mean loss in nats per supervised token and share of tokens predicted correctly, over every row once."""
+    """Metrics of the objective over every held-out row once, and their number of units."""
 
-    loss: float
-    accuracy: float
-    num_supervised_tokens: int
+    metrics: Mapping[str, float]
+    counts: Mapping[str, float]
+    is_per_token: bool = True
+    """Whether the loss is a mean over tokens, so that it has a perplexity."""
 
-
-Normalise = Callable[[torch.Tensor], torch.Tensor]
-"""Turns a micro-batch's summed loss into its contribution to the mean over the global batch."""
+    @property
+    def loss(self) -> float:
+        """The loss over all held-out rows."""
+        return self.metrics["loss"]
 
 
 def _never() -> bool:
@@ -65,8 +75,9 @@ def _never() -> bool:
 class Engine:
     """A model under DeepSpeed: `step`, `evaluate`, `generate`, `logits`, and its whole `tensors`."""
 
-    def __init__(self, wrapped: Any, plan: Plan, groups: Groups) -> None:  # noqa: ANN401 - a DeepSpeedEngine
+    def __init__(self, wrapped: Any, plan: Plan, groups: Groups, objective: Objective) -> None:  # noqa: ANN401 - a DeepSpeedEngine
         self.plan = plan
+        self.objective = objective
         self._groups = groups
         self._stage = groups.stage
         self._ds = wrapped
@@ -92,49 +103,46 @@ class Engine:
     def step(self, batch: Batch, *, lr: float) -> StepResult:
         """Do one optimizer step with learning rate `lr` on the global batch of which `batch` is this rank's share."""
         self._ds.train()
-        tokens, supervised = self._sum_over_ranks(
-            batch.num_tokens, batch.num_supervised_tokens, copies=self.plan.mesh.sharing
-        )
+        counts = self._global_counts(batch.counts)
+        (tokens,) = self._sum_over_ranks(batch.num_tokens, copies=self.plan.mesh.sharing)
         for group in self._ds.optimizer.param_groups:
             group["lr"] = lr
         self._probe.reset()
-        normalise = partial(normalise_loss, num_supervised=supervised, zero_ranks=self.plan.zero_ranks)
+        numbers = self._step_numbers(counts)
         if self._stage is None:
-            sums = self._run_micro_batches(batch, normalise)
+            sums = self._run_micro_batches(batch, numbers)
         else:
-            sums = self._run_pipeline(batch, normalise, self._stage)
-        loss_sum, correct, bad = self._sum_over_ranks(
-            *sums.tolist(), float(self._probe.is_bad()), copies=self.plan.mesh.tp
-        )
+            sums = self._run_pipeline(batch, numbers, self._stage)
+        *totals, bad = self._sum_over_ranks(*sums.tolist(), float(self._probe.is_bad()), copies=self.plan.mesh.tp)
         grad_norm, skipped = self._step_optimizer(bad > 0)
         return StepResult(
-            loss=mean_per_token(loss_sum, supervised),
-            accuracy=mean_per_token(correct, supervised),
+            metrics=self._metrics(totals, counts),
             grad_norm=grad_norm,
             num_tokens=int(tokens),
-            num_supervised_tokens=int(supervised),
+            num_supervised_tokens=int(counts["supervised_tokens"]),
             skipped=skipped,
             culprit=self._culprit() if skipped else "",
         )
 
     def evaluate(self, batches: Iterable[Batch], *, is_over: Callable[[], bool] = _never) -> HeldOutScores | None:
-        """Mean loss and token accuracy over `batches`, which hold every row of the data once over all ranks.
+        """Metrics over `batches`, which hold every row of the data once over all ranks.
 
         `is_over` is called before each batch and must return the same on every rank; where it is true, the result is
         None.
         """
         self._ds.eval()
-        sums, counted = torch.zeros(2, dtype=torch.float64, device=self._device), 0
+        sums, counts = self._no_sums(), Counter[str]()
+        numbers = self._step_numbers({term.unit: 1 for term in self.objective.terms})
         with torch.no_grad():
             for batch in batches:
                 if is_over():
                     return None
-                for out in map(self._forward, batch.micro):
-                    sums += loss_and_correct(out)
-                counted += batch.num_supervised_tokens
-        (supervised,) = self._sum_over_ranks(counted, copies=self.plan.mesh.sharing)
-        loss_sum, correct = self._sum_over_ranks(*sums.tolist(), copies=self.plan.mesh.tp)
-        return HeldOutScores(mean_per_token(loss_sum, supervised), mean_per_token(correct, supervised), int(supervised))
+                for micro in batch.micro:
+                    sums += detached_sums(self._forward(micro, numbers), len(sums))
+                counts.update(batch.counts)
+        totals = self._sum_over_ranks(*sums.tolist(), copies=self.plan.mesh.tp)
+        everywhere = self._global_counts(counts)
+        return HeldOutScores(self._metrics(totals, everywhere), everywhere, self.objective.is_per_token)
 
     def generate(
         self, prompts: list[list[int]], limits: GenerationLimits, *, is_over: Callable[[], bool] = _never
@@ -187,42 +195,59 @@ class Engine:
         """The whole tensor of which `part` is sharded like parameter `name`, on the first rank of its stage."""
         return self._whole.gather_shards(name, part)
 
-    def _forward(self, micro: MicroBatch) -> TokenLoss | torch.Tensor:
+    def _forward(self, micro: MicroBatch, numbers: StepNumbers | None) -> LossAndSums | torch.Tensor:
         """The loss of a micro-batch, or hidden states on a pipeline stage before the last."""
         sequence = self._ds.module.sp_group
         rows = (micro.input_ids, micro.position_ids, micro.labels)
         parts = ((sequence.shard(part) if sequence else part).to(self._device, non_blocking=True) for part in rows)
-        out: TokenLoss | torch.Tensor = self._ds(*parts, micro.documents)
+        out: LossAndSums | torch.Tensor = self._ds(*parts, micro.documents, numbers, micro.examples)
         return out
 
-    def _run_micro_batches(self, batch: Batch, normalise: Normalise) -> torch.Tensor:
-        """Forward and backward of every micro-batch; returns summed loss and number of correct predictions of this
-        rank, fp64 [2].
-        """
-        sums = torch.zeros(2, dtype=torch.float64, device=self._device)
+    def _run_micro_batches(self, batch: Batch, numbers: StepNumbers) -> torch.Tensor:
+        """Forward and backward of every micro-batch; returns this rank's sums of the objective, fp64."""
+        sums = self._no_sums()
         for index, micro in enumerate(batch.micro, start=1):
-            loss = self._forward(micro)
-            assert isinstance(loss, TokenLoss)
-            self._ds.backward(normalise(loss.loss_sum), scale_wrt_gas=False)
-            sums += loss_and_correct(loss)
+            out = self._forward(micro, numbers)
+            assert isinstance(out, LossAndSums)
+            self._ds.backward(self._scaled(out.loss), scale_wrt_gas=False)
+            sums += out.sums
             if index < len(batch.micro):
                 self._ds.step()
         return sums
 
-    def _run_pipeline(self, batch: Batch, normalise: Normalise, stage: PipelineGroup) -> torch.Tensor:
+    def _run_pipeline(self, batch: Batch, numbers: StepNumbers, stage: PipelineGroup) -> torch.Tensor:
         """The same on a pipeline stage; only the last stage has sums other than zeros."""
-        sums = torch.zeros(2, dtype=torch.float64, device=self._device)
+        sums = self._no_sums()
 
         def forward(micro: MicroBatch) -> torch.Tensor:
-            out = self._forward(micro)
-            sums.add_(loss_and_correct(out))
-            return normalise(out.loss_sum) if isinstance(out, TokenLoss) else out
+            out = self._forward(micro, numbers)
+            sums.add_(detached_sums(out, len(sums)))
+            return self._scaled(out.loss) if isinstance(out, LossAndSums) else out
 
         with gradients_reduced_at_end(self._ds, zero_stage=self.plan.zero_stage):
             run_1f1b(stage, batch.micro, forward, lambda scalar: self._ds.backward(scalar, scale_wrt_gas=False))
             if self._is_tied:
                 stage.all_reduce_embedding_grad(self._ds.module.lm.get_input_embeddings().weight.grad)
         return sums
+
+    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        return scale_for_deepspeed(loss, zero_ranks=self.plan.zero_ranks)
+
+    def _no_sums(self) -> torch.Tensor:
+        return torch.zeros(len(self.objective.sum_names), dtype=torch.float64, device=self._device)
+
+    def _step_numbers(self, counts: Mapping[str, float]) -> StepNumbers:
+        weights = term_weights(self.objective.terms, counts)
+        return StepNumbers(weights.to(self._device), weights.new_zeros((), device=self._device))
+
+    def _metrics(self, totals: Sequence[float], counts: Mapping[str, float]) -> dict[str, float]:
+        return self.objective.metrics(dict(zip(self.objective.sum_names, totals, strict=True)), counts)
+
+    def _global_counts(self, counts: Mapping[str, float]) -> dict[str, float]:
+        """The numbers of units of all ranks, each of which counts its own rows."""
+        values = [counts.get(unit, 0) for unit in get_args(Unit)]
+        summed = self._sum_over_ranks(*values, copies=self.plan.mesh.sharing)
+        return dict(zip(get_args(Unit), summed, strict=True))
 
     def _step_optimizer(self, has_bad_gradient: bool) -> tuple[float, bool]:
         """Take the optimizer step of a whole batch; returns the gradient norm before clipping and whether the step was

@@ -1,29 +1,35 @@
-"""Normalises the loss: it is the mean over the supervised tokens of the global batch, in every layout."""
+"""Normalises the loss: each of its terms is the mean over its units of the global batch, in every layout."""
+
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from ds_finetune.model.loss import TokenLoss
+from ds_finetune.objectives.objective import LossAndSums, Term
 
 
-def normalise_loss(loss_sum: torch.Tensor, num_supervised: float, *, zero_ranks: int) -> torch.Tensor:
-    """A micro-batch's summed loss (fp32 scalar) as its contribution to the mean over the `num_supervised` tokens of
-    the global batch, for backward.
+def term_weights(terms: Sequence[Term], counts: Mapping[str, float]) -> torch.Tensor:
+    """What the sum of each term over the units of a micro-batch is multiplied by, fp64 [terms].
+
+    `counts` are the numbers of units of the global batch, so that the sum over all micro-batches is the mean.
+    """
+    return torch.tensor([term.weight / max(counts[term.unit], 1) for term in terms], dtype=torch.float64)
+
+
+def scale_for_deepspeed(loss: torch.Tensor, *, zero_ranks: int) -> torch.Tensor:
+    """A micro-batch's contribution to the loss of the global batch (scalar), as DeepSpeed's backward needs it.
 
     DeepSpeed divides gradients by its `zero_ranks` ranks when it reduces them (0.19.8, zero/stage_1_and_2.py,
-    engine.allreduce_bucket). The sum over ranks is a mean already, so the loss is multiplied by that number.
+    engine.allreduce_bucket). The sum over ranks is the mean already, so the loss is multiplied by that number.
+
+    The result must not be the tensor that the module returned: at stage 0, the gradient of that one would be divided by
+    the accumulation steps (runtime/engine.py:3179), because the hook of the module's output runs before the one that
+    marks the backward as DeepSpeed's own.
     """
-    return loss_sum * (zero_ranks / max(num_supervised, 1))
+    return loss * float(zero_ranks)
 
 
-def mean_per_token(total: float, num_supervised: float) -> float:
-    """The mean over supervised tokens; 0 where there are none."""
-    return total / max(num_supervised, 1)
-
-
-def loss_and_correct(out: TokenLoss | torch.Tensor) -> torch.Tensor:
-    """Summed loss in nats and number of correct predictions, fp64 [2]; zeros of hidden states, the output of a pipeline
-    stage before the last.
-    """
-    if not isinstance(out, TokenLoss):
-        return torch.zeros(2, dtype=torch.float64, device=out.device)
-    return torch.stack([out.loss_sum.detach().double(), out.num_correct.double()])
+def detached_sums(out: LossAndSums | torch.Tensor, number: int) -> torch.Tensor:
+    """The `number` sums of a forward, fp64; zeros of hidden states, the output of a pipeline stage before the last."""
+    if not isinstance(out, LossAndSums):
+        return torch.zeros(number, dtype=torch.float64, device=out.device)
+    return out.sums

@@ -70,7 +70,7 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         )
         if plan.zero_stage == 0 and plan.precision != "fp32":
             undo_constructor_step(optimizer)
-        engine = Engine(wrapped, plan, groups)
+        engine = Engine(wrapped, plan, groups, model.objective)
         try:
             yield engine
         finally:

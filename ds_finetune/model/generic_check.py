@@ -209,7 +209,8 @@ def _compare(lm: PreTrainedModel, eager: PreTrainedModel) -> Trial:
     install_loss_head(lm)
     model = TrainedModel(lm)
     try:
-        loss = model(first, _positions(first), functional.pad(first[:, 1:], (0, 1), value=IGNORE_INDEX), None).loss_sum
+        labels = functional.pad(first[:, 1:], (0, 1), value=IGNORE_INDEX)
+        loss = model(first, _positions(first), labels, None).loss
         alone = [model.hidden(ids, _positions(ids), None)[0] for ids in (first, second)]
     except _FAILURES as broken:
         raise ModelError(

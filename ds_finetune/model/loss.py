@@ -13,15 +13,17 @@ from ds_finetune.model.cross_entropy import Kernel, NeededGradients, chunked_cro
 from ds_finetune.model.parallel.pipeline import PipelineGroup
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 from ds_finetune.model.parallel.tensor import TensorParallelGroup, copy_to_tensor_parallel_region
+from ds_finetune.objectives.examples import Examples
+from ds_finetune.objectives.objective import LossAndSums
 
 
-class TokenLoss(NamedTuple):
-    """Summed cross entropy in nats (fp32 scalar) and number of tokens whose most likely prediction is right (int64
-    scalar).
-    """
+class StepNumbers(NamedTuple):
+    """Numbers of the global batch that a forward needs; without them a forward returns plain sums."""
 
-    loss_sum: torch.Tensor
-    num_correct: torch.Tensor
+    weights: torch.Tensor
+    """Factors of the objective's terms, fp64 [terms]."""
+    baseline: torch.Tensor
+    """z0 of KTO, else 0; fp64 scalar."""
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -63,14 +65,21 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class LossHead(nn.Linear):
-    """A language-model head that returns logits, or with `labels` the summed loss without building all logits."""
+    """A language-model head that returns logits, or with `labels` the loss without building all logits."""
 
     kernel: Kernel = staticmethod(chunked_cross_entropy)
     tp_group: TensorParallelGroup | None = None
     pp_group: PipelineGroup | None = None
 
-    def forward(self, hidden: torch.Tensor, labels: torch.Tensor | None = None) -> Any:  # noqa: ANN401 - logits or TokenLoss
-        """`hidden` [..., width] -> logits [..., vocabulary]; with `labels` [...] (already shifted, int64) -> TokenLoss.
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        numbers: StepNumbers | None = None,
+        examples: Examples | None = None,
+    ) -> Any:  # noqa: ANN401 - logits or LossAndSums
+        """`hidden` [..., width] -> logits [..., vocabulary]; with `labels` [...] (already shifted, int64) -> the
+        LossAndSums of the cross entropy.
 
         Positions whose label is IGNORE_INDEX are not computed. Without a supervised position the loss is 0 and its
         gradients are zeros, so that every rank takes part in the reductions.
@@ -87,7 +96,9 @@ class LossHead(nn.Linear):
         needed = NeededGradients(
             *(is_on and tensor is not None and tensor.requires_grad for tensor in (part, self.weight, self.bias))
         )
-        return TokenLoss(*_CrossEntropy.apply(part, self.weight, self.bias, targets, self.kernel, needed))
+        loss_sum, num_correct = _CrossEntropy.apply(part, self.weight, self.bias, targets, self.kernel, needed)
+        sums = torch.stack([loss_sum.detach().double(), num_correct.double()])
+        return LossAndSums(loss_sum if numbers is None else loss_sum * numbers.weights[0].to(loss_sum.dtype), sums)
 
 
 def install_loss_head(
@@ -130,13 +141,15 @@ class TrainedModel(nn.Module):
         """The model's configuration, where DeepSpeed looks for it."""
         return self.lm.config
 
-    def forward(
+    def forward(  # noqa: PLR0913 - the parts of a MicroBatch
         self,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
         labels: torch.Tensor,
         documents: tuple[Documents, ...] | None,
-    ) -> TokenLoss | torch.Tensor:
+        numbers: StepNumbers | None = None,
+        examples: Examples | None = None,
+    ) -> LossAndSums | torch.Tensor:
         """Loss of rows [batch, tokens] (int64 each) whose documents have the lengths `documents`; None where each row
         is one document.
 
@@ -144,7 +157,7 @@ class TrainedModel(nn.Module):
         stages before the last return hidden states.
         """
         hidden = self.hidden(input_ids, position_ids, documents)
-        return self.lm.get_output_embeddings()(hidden, labels) if self.has_head else hidden
+        return self.lm.get_output_embeddings()(hidden, labels, numbers, examples) if self.has_head else hidden
 
     def hidden(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, documents: tuple[Documents, ...] | None

@@ -4,10 +4,15 @@ from dataclasses import dataclass, field
 
 from transformers import PretrainedConfig
 
+from ds_finetune.config.objectives import ObjectiveConfig, SftObjective
 from ds_finetune.config.schema import LoraConfig, ModelConfig, ParallelConfig
 from ds_finetune.model.build import read_hf_config
 from ds_finetune.model.lora_plan import LoraPlan, plan_lora
 from ds_finetune.model.parallel.pipeline import layers_of_stages
+from ds_finetune.objectives.objective import Objective
+from ds_finetune.objectives.table import make_objective
+
+_SFT = SftObjective()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +31,7 @@ class ModelPlan:
     stages: tuple[range | None, ...]
     """Layers of each pipeline stage; one None where a rank holds all."""
     lora: LoraPlan | None
+    objective: Objective
 
     @property
     def quantised(self) -> tuple[str, ...]:
@@ -34,7 +40,11 @@ class ModelPlan:
 
 
 def plan_model(
-    hf_config: PretrainedConfig, model: ModelConfig, parallel: ParallelConfig, lora: LoraConfig | None
+    hf_config: PretrainedConfig,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    lora: LoraConfig | None,
+    objective: ObjectiveConfig = _SFT,
 ) -> ModelPlan:
     """The model of `hf_config` as the sections of the run file say; ConfigError where they do not fit it."""
     resized = model.resize_vocabulary
@@ -47,4 +57,5 @@ def plan_model(
         published_vocab_size=int((read_hf_config(model.path, files=("*.json",)) if resized else hf_config).vocab_size),
         stages=tuple(layers_of_stages(hf_config, parallel)),
         lora=plan_lora(hf_config, lora) if lora is not None else None,
+        objective=make_objective(objective),
     )

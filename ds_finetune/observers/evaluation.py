@@ -33,11 +33,9 @@ class Evaluation:
         self.is_due = result is None
         if result is None:
             return record
-        values = {
-            "eval/loss": result.loss,
-            "eval/perplexity": math.exp(min(result.loss, _OVERFLOW_NATS)),
-            "eval/accuracy": result.accuracy,
-        }
+        values = {f"eval/{name}": value for name, value in result.metrics.items()}
+        if result.is_per_token:
+            values["eval/perplexity"] = math.exp(min(result.loss, _OVERFLOW_NATS))
         share = self.exact_match() if self.exact_match else None
         self.is_due = self.exact_match is not None and share is None
         if self.is_due:

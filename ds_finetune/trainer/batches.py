@@ -33,4 +33,5 @@ def batch_plan(run: PreparedRun) -> BatchPlan:
         pad_token_id=run.inputs.pad_token_id,
         row_len=plan.batch.max_seq_len if plan.batch.is_packed else None,
         multiple=plan.mesh.sp,
+        documents_per_unit=run.inputs.model.objective.documents_per_unit,
     )

@@ -120,7 +120,7 @@ def make_model_plan(config: RunConfig, mesh: Mesh, *, is_config_alone: bool = Fa
     tree = hf_config.to_dict()
     check_divides(mesh, tree, pp_layers=config.parallel.pp_layers)
     check_expert_widths(mesh, tree, precision=config.train.precision)
-    return plan_model(hf_config, config.model, config.parallel, config.lora)
+    return plan_model(hf_config, config.model, config.parallel, config.lora, config.objective)
 
 
 def try_generic_type(config: RunConfig, hf_config: PretrainedConfig) -> tuple[str, ...]:

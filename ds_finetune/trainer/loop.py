@@ -66,8 +66,7 @@ def run_steps(steps: Iterable[StepRecord], observers: Sequence[Observer]) -> Ste
 def step_values(result: StepResult, *, seconds: float, waited: float) -> dict[str, float]:
     """Metric values of one step; `seconds` is the whole step with its wait for data, `waited` that wait alone."""
     return {
-        "train/loss": result.loss,
-        "train/accuracy": result.accuracy,
+        **{f"train/{name}": value for name, value in result.metrics.items()},
         "train/grad_norm": result.grad_norm,
         "train/skipped": float(result.skipped),
         "data/supervised_tokens": result.num_supervised_tokens,

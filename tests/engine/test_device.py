@@ -110,7 +110,7 @@ def engine_on_device(
             enlarged_config(hf_config(family), config.parallel), config.model, config.parallel, config.lora
         )
         lm = start._build(plan, model, groups, loads_weights=True)
-        engine = Engine(_Ranks(TrainedModel(lm, groups.sequence, groups.stage)), plan, groups)
+        engine = Engine(_Ranks(TrainedModel(lm, groups.sequence, groups.stage)), plan, groups, model.objective)
         assert all(isinstance(param, OnDevice) for param in engine.lm.parameters())
         yield engine, calls
 

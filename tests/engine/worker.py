@@ -119,8 +119,8 @@ def _error_on_one_rank(engine: Engine, rank: int) -> bool:
         return False
     try:
         with gradients_reduced_at_end(engine._ds, zero_stage=1):
-            loss = engine._forward(next(_batches(engine)).micro[0])
-            engine._ds.backward(loss.loss_sum, scale_wrt_gas=False)
+            out = engine._forward(next(_batches(engine)).micro[0], None)
+            engine._ds.backward(out.loss, scale_wrt_gas=False)
             raise MemoryError  # noqa: TRY301
     except MemoryError:
         return True

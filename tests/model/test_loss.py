@@ -33,7 +33,7 @@ def test_loss_and_gradients_equal_cross_entropy(chunk: int, bias: bool) -> None:
     labels = torch.randint(0, 50, (3, 11))
     labels[0, :6] = IGNORE_INDEX
     found = head(hidden, labels)
-    (found.loss_sum / 7).backward()
+    (found.loss / 7).backward()
     ours = [hidden.grad.clone(), *(p.grad.clone() for p in head.parameters())]  # type: ignore[union-attr]
     hidden.grad = None
     head.zero_grad()
@@ -42,18 +42,18 @@ def test_loss_and_gradients_equal_cross_entropy(chunk: int, bias: bool) -> None:
         logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
     )
     (wanted / 7).backward()
-    assert found.loss_sum.item() == pytest.approx(wanted.item(), rel=1e-6)
+    assert found.loss.item() == pytest.approx(wanted.item(), rel=1e-6)
     for mine, theirs in zip(ours, [hidden.grad, *(p.grad for p in head.parameters())], strict=True):
         assert torch.linalg.norm(mine - theirs) / torch.linalg.norm(theirs) < 1e-5
-    assert found.num_correct.item() == (logits.argmax(-1) == labels).sum().item()
+    assert found.sums[1].item() == (logits.argmax(-1) == labels).sum().item()
 
 
 def test_nothing_supervised_gives_zero_and_zero_gradients() -> None:
     head = head_of(8, 20, bias=False, chunk=4)
     hidden = torch.randn(2, 3, 8, requires_grad=True)
     found = head(hidden, torch.full((2, 3), IGNORE_INDEX))
-    found.loss_sum.backward()
-    assert found.loss_sum.item() == found.num_correct.item() == 0
+    found.loss.backward()
+    assert found.loss.item() == found.sums[1].item() == 0
     assert torch.equal(hidden.grad, torch.zeros_like(hidden))  # type: ignore[arg-type]
     assert torch.equal(head.weight.grad, torch.zeros_like(head.weight))  # type: ignore[arg-type]
 
@@ -62,7 +62,7 @@ def test_a_frozen_head_gets_no_gradient_and_hidden_still_does() -> None:
     head = head_of(8, 20, bias=False, chunk=4)
     head.weight.requires_grad_(requires_grad=False)
     hidden = torch.randn(5, 8, requires_grad=True)
-    head(hidden, torch.randint(0, 20, (5,))).loss_sum.backward()
+    head(hidden, torch.randint(0, 20, (5,))).loss.backward()
     assert head.weight.grad is None
     assert hidden.grad is not None
     assert hidden.grad.abs().sum() > 0
@@ -103,11 +103,11 @@ def test_packed_documents_do_not_see_each_other(family: str, attention: str) -> 
 def test_packed_gradient_is_the_sum_of_separate_ones(family: str) -> None:
     first, second, positions, labels = documents()
     packed, apart = tiny_model(family, "sdpa"), tiny_model(family, "sdpa")
-    together = packed(torch.cat([first, second])[None], positions, labels, ((9, 6),)).loss_sum
+    together = packed(torch.cat([first, second])[None], positions, labels, ((9, 6),)).loss
     together.backward()
     total = 0.0
     for ids, own in ((first, labels[:, :9]), (second, labels[:, 9:])):
-        loss = apart(ids[None], torch.arange(len(ids))[None], own, None).loss_sum
+        loss = apart(ids[None], torch.arange(len(ids))[None], own, None).loss
         loss.backward()
         total += loss.item()
     assert together.item() == pytest.approx(total, rel=1e-6)

@@ -16,6 +16,7 @@ from ds_finetune.data.batches import Batch, BatchPlan, eval_batches
 from ds_finetune.data.rows import Row
 from ds_finetune.engine.engine import HeldOutScores, StepResult
 from ds_finetune.errors import ConfigError
+from ds_finetune.objectives.objective import TokenObjective
 from ds_finetune.observers.evaluation import BestAndPatience, Evaluation, matches
 from ds_finetune.observers.progress import ProgressLine
 from ds_finetune.observers.record import StepRecord
@@ -29,7 +30,9 @@ from ds_finetune.world import World
 
 
 def values(**more: float) -> dict[str, float]:
-    result = StepResult(2.5, 0.5, 1.25, num_tokens=1000, num_supervised_tokens=600, skipped=False, culprit="")
+    result = StepResult(
+        {"loss": 2.5, "accuracy": 0.5}, 1.25, num_tokens=1000, num_supervised_tokens=600, skipped=False, culprit=""
+    )
     return (
         step_values(result, seconds=2.0, waited=0.5)
         | {"optim/lr": 1e-3, "data/tokens_seen": 1000, "train/skipped_steps": 0}
@@ -53,7 +56,9 @@ def test_values_of_a_step_are_rates_over_the_whole_step() -> None:
 
 def test_evaluation_comes_every_so_often_and_at_the_end() -> None:
     losses = iter([3.0, 2.0, 1.0])
-    observer = Evaluation(2, lambda: HeldOutScores(next(losses), 0.5, 10), lambda: 0.25)
+    observer = Evaluation(
+        2, lambda: HeldOutScores({"loss": next(losses), "accuracy": 0.5}, {"supervised_tokens": 10}), lambda: 0.25
+    )
     found = [observer.after_step(record(step, last=step == 5)) for step in range(1, 6)]
     assert [r.values.get("eval/loss") for r in found] == [None, 3.0, None, 2.0, 1.0]
     assert found[1].values["eval/perplexity"] == pytest.approx(math.exp(3))
@@ -62,7 +67,7 @@ def test_evaluation_comes_every_so_often_and_at_the_end() -> None:
 
 
 def test_evaluation_without_an_interval_comes_only_at_the_end() -> None:
-    observer = Evaluation(0, lambda: HeldOutScores(1000.0, 0.0, 10))
+    observer = Evaluation(0, lambda: HeldOutScores({"loss": 1000.0, "accuracy": 0.0}, {"supervised_tokens": 10}))
     found = [observer.after_step(record(step, last=step == 3)) for step in range(1, 4)]
     assert ["eval/loss" in r.values for r in found] == [False, False, True]
     assert math.isfinite(found[-1].values["eval/perplexity"])
@@ -187,7 +192,8 @@ def test_a_runs_evaluation_takes_the_limit() -> None:
         return [batch.row_ids for batch in batches if not is_over()]
 
     engine = SimpleNamespace(plan=plan, is_rank_zero=True, evaluate=evaluated)
-    inputs = SimpleNamespace(held_out=rows, stop_ids=[], pad_token_id=0)
+    model = SimpleNamespace(objective=TokenObjective("sft"))
+    inputs = SimpleNamespace(held_out=rows, stop_ids=[], pad_token_id=0, model=model)
     evaluate, exact_match = evaluation_functions(
         SimpleNamespace(config=config, plan=plan, inputs=inputs),
         engine,

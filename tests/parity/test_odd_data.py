@@ -22,8 +22,9 @@ from ds_finetune.data.sample_tokens import Tokens
 from ds_finetune.families.table import family_of
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.model.build import build_skeleton, read_hf_config
-from ds_finetune.model.loss import TokenLoss, TrainedModel, install_loss_head
+from ds_finetune.model.loss import TrainedModel, install_loss_head
 from ds_finetune.model.weights import load_weights
+from ds_finetune.objectives.objective import LossAndSums
 from tests.model.test_weights import published
 from tests.parity.odd_worker import LAYOUTS, SHAPES, name_of
 from tests.running import start, torchrun
@@ -75,9 +76,9 @@ def ours(model: TrainedModel, batches: Iterator[Batch]) -> tuple[float, int]:
         number += batch.num_supervised_tokens
         for micro in batch.micro:
             found = model(micro.input_ids, micro.position_ids, micro.labels, micro.documents)
-            assert isinstance(found, TokenLoss)
-            found.loss_sum.backward()
-            total += found.loss_sum.item()
+            assert isinstance(found, LossAndSums)
+            found.loss.backward()
+            total += found.loss.item()
     return total, number
 
 

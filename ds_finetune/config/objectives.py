@@ -1,0 +1,149 @@
+"""Sections of the run file for the training objective: which loss is minimised, and its numbers."""
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from ds_finetune.config.section import Section
+
+Reference = Literal["cache", "adapters_off"]
+
+
+class SftObjective(Section):
+    """Supervised fine-tuning: the cross entropy of supervised tokens."""
+
+    name: Literal["sft"] = "sft"
+    """Cross entropy of the supervised tokens of dialogue, prompts with completions, or plain text."""
+
+
+class PretrainObjective(Section):
+    """Continued pre-training: the cross entropy of every token of plain text."""
+
+    name: Literal["pretrain"]
+    """Cross entropy of every token of plain text."""
+
+
+class ClassificationObjective(Section):
+    """Classification or regression of texts and pairs of texts."""
+
+    name: Literal["classification"]
+    """Cross entropy of the classes of texts, or with one label the squared error of a number."""
+    num_labels: int | None = Field(default=None, ge=1)
+    """Number of classes; 1 is regression. Left out, it is counted in the training rows."""
+    labels: tuple[str, ...] = ()
+    """Names of the classes, in the order of their numbers; left out, those of the data or of the model."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the target that is spread over all classes."""
+
+
+class RewardObjective(Section):
+    """A reward model, trained on pairs of answers."""
+
+    name: Literal["reward"]
+    """-log sigmoid(difference of the rewards - margin) of pairs; rows may have a column `margin`."""
+    center_weight: float = Field(default=0.0, ge=0)
+    """Weight of the squared sum of both rewards, which keeps rewards centred at zero; 0.01 is usual."""
+
+
+class DpoObjective(Section):
+    """Direct preference optimisation (Rafailov et al., arXiv 2305.18290) and its variants."""
+
+    name: Literal["dpo"]
+    """Preference loss of pairs with a reference model, which is the model before training."""
+    beta: float = Field(default=0.1, gt=0)
+    """Strength of the tie to the reference."""
+    loss: Literal["sigmoid", "robust", "hinge", "ipo", "apo_zero", "apo_down", "sigmoid_norm"] = "sigmoid"
+    """Variant of the loss."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """Assumed share of pairs whose answers are swapped; for `sigmoid` (conservative DPO) and `robust`."""
+    nll_weight: float = Field(default=0.0, ge=0)
+    """Weight of the cross entropy of the chosen answers, its mean over their tokens in the global batch."""
+    reference: Reference = "cache"
+    """Log-probabilities of the reference: computed once and cached, or with the adapters off at each step."""
+
+
+class SimpoObjective(Section):
+    """SimPO (Meng et al., arXiv 2405.14734)."""
+
+    name: Literal["simpo"]
+    """Preference loss of mean log-probabilities, without a reference."""
+    beta: float = Field(default=2.0, gt=0)
+    """Scale of the difference of the mean log-probabilities."""
+    gamma: float = Field(default=0.5, ge=0)
+    """Margin by which the scaled difference should be larger."""
+
+
+class CpoObjective(Section):
+    """Contrastive preference optimisation (Xu et al., arXiv 2401.08417)."""
+
+    name: Literal["cpo"]
+    """Preference loss without a reference, plus the cross entropy of the chosen answers."""
+    beta: float = Field(default=0.1, gt=0)
+    """Scale of the difference of the log-probabilities."""
+    loss: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
+    """Variant of the loss."""
+    nll_weight: float = Field(default=1.0, ge=0)
+    """Weight of the cross entropy of the chosen answers, its mean over their tokens in the global batch."""
+
+
+class OrpoObjective(Section):
+    """Odds ratio preference optimisation (Hong et al., arXiv 2403.07691)."""
+
+    name: Literal["orpo"]
+    """Cross entropy of the chosen answers plus the log odds ratio of both answers, without a reference."""
+    beta: float = Field(default=0.1, gt=0)
+    """Weight of the odds ratio term."""
+
+
+class KtoObjective(Section):
+    """Kahneman-Tversky optimisation (Ethayarajh et al., arXiv 2402.01306)."""
+
+    name: Literal["kto"]
+    """Loss of single answers that are marked as good or bad, with a reference model."""
+    beta: float = Field(default=0.1, gt=0)
+    """Strength of the tie to the reference."""
+    desirable_weight: float = Field(default=1.0, gt=0)
+    """Weight of good answers."""
+    undesirable_weight: float = Field(default=1.0, gt=0)
+    """Weight of bad answers."""
+    reference: Reference = "cache"
+    """Log-probabilities of the reference: computed once and cached, or with the adapters off at each step."""
+
+
+class DistillObjective(Section):
+    """Distillation: forward KL divergence from a teacher's distribution of the next token."""
+
+    name: Literal["distill"]
+    """KL divergence from a teacher's distribution, optionally mixed with the cross entropy of the labels."""
+    teacher: str | None = None
+    """Folder or hub id of a teacher that runs beside the model."""
+    scores: str | None = None
+    """Folder of stored top-k log-probabilities, written by `ds-finetune teach`."""
+    teacher_offload: Literal["none", "cpu"] = "none"
+    """Where the teacher's weights are held."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Divides the logits of teacher and model before the softmax."""
+    label_weight: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the cross entropy of the labels in the loss; the rest is the divergence."""
+
+
+ObjectiveConfig = (
+    SftObjective
+    | PretrainObjective
+    | ClassificationObjective
+    | RewardObjective
+    | DpoObjective
+    | SimpoObjective
+    | CpoObjective
+    | OrpoObjective
+    | KtoObjective
+    | DistillObjective
+)
+
+
+def _as_objective(value: object) -> object:
+    return {"name": value} if isinstance(value, str) else value
+
+
+ObjectiveField = Annotated[ObjectiveConfig, Field(discriminator="name"), BeforeValidator(_as_objective)]
+"""The objective as its name, or a section with the name and its numbers."""

@@ -1,0 +1,112 @@
+"""The interface of a training objective.
+
+One law holds for all of them: a loss is a sum of terms, and each term is the mean over its units (supervised tokens,
+pairs, examples) of the *global* batch, however the batch is split over ranks and micro-batches. The number of units is
+known before the first forward, so a forward returns its contribution to these means.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+Unit = Literal["supervised_tokens", "chosen_tokens", "pairs", "examples"]
+"""What a term is a mean over. `chosen_tokens` are the supervised tokens of the chosen answers of pairs."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """One term of a loss: the mean over a unit of the global batch, times `weight`."""
+
+    unit: Unit
+    weight: float = 1.0
+
+
+class LossAndSums(NamedTuple):
+    """Result of one forward: its contribution to the loss of the step, and sums for the metrics.
+
+    `loss` is a scalar, the weighted sum of the terms. `sums` is fp64, without a gradient, in the order of `sum_names`.
+    """
+
+    loss: torch.Tensor
+    sums: torch.Tensor
+
+
+class DocumentLogProbs(NamedTuple):
+    """Log-probabilities of the documents of a forward, fp64 [documents] each; padding is no document.
+
+    Pairs are consecutive documents: the chosen answer, then the rejected one, each with its prompt.
+    """
+
+    logp: torch.Tensor
+    """Sum of the log-probabilities of its supervised tokens in nats; has a gradient."""
+    num_tokens: torch.Tensor
+    """Number of its supervised tokens."""
+    target: torch.Tensor
+    """1 or 0 for a good or bad answer (KTO), else the objective's number of the row."""
+    reference: torch.Tensor
+    """The same sums of the reference model; zeros where the objective has none."""
+
+
+class Objective(ABC):
+    """What the engine knows of an objective: its terms, and the metrics that follow from its sums."""
+
+    name: str
+    terms: tuple[Term, ...]
+    sum_names: tuple[str, ...]
+    """Names of the numbers that a forward adds up, for `metrics`."""
+    documents_per_unit: int = 1
+    """Documents that are packed together: 2 for pairs; 0 where documents do not matter."""
+    is_per_token: bool = False
+    """Whether the loss is the mean cross entropy of tokens."""
+    needs_reference: bool = False
+    """Whether its loss compares with the log-probabilities of a reference model."""
+
+    @abstractmethod
+    def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
+        """Metrics by name, `loss` first, from the sums and the numbers of units of a global batch, or of all held-out
+        rows. The keys of `counts` are units. Without a unit every metric is 0.
+        """
+
+
+class TokenObjective(Objective):
+    """The cross entropy of supervised tokens, computed by a fused kernel."""
+
+    terms = (Term("supervised_tokens"),)
+    sum_names = ("loss", "correct")
+    documents_per_unit = 0
+    is_per_token = True
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
+        """Mean loss in nats per supervised token, and share of tokens that are predicted right."""
+        tokens = max(counts["supervised_tokens"], 1)
+        return {"loss": sums["loss"] / tokens, "accuracy": sums["correct"] / tokens}
+
+
+class DocumentObjective(Objective):
+    """A loss of the log-probabilities of whole documents: preferences and marked answers."""
+
+    @abstractmethod
+    def loss(self, documents: DocumentLogProbs, weights: torch.Tensor, baseline: torch.Tensor) -> LossAndSums:
+        """The contribution of these documents to the loss of the step.
+
+        `weights` fp64 [terms] multiply the sums of the terms over their units. `baseline` is a number of the global
+        batch, fp64 scalar: z0 of KTO, 0 for other objectives.
+        """
+
+
+class ScoreObjective(Objective):
+    """A loss of the outputs of a classification head, one row of outputs for each document."""
+
+    num_outputs: int
+
+    @abstractmethod
+    def loss(self, scores: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> LossAndSums:
+        """The contribution of `scores` fp32 [documents, num_outputs] with `targets` fp64 [documents] to the loss of the
+        step; `weights` fp64 [terms] multiply the sums of the terms over their units.
+        """
