@@ -9,6 +9,7 @@ from ds_finetune.config.schema import LoraConfig, ModelConfig, ParallelConfig
 from ds_finetune.model.build import read_hf_config
 from ds_finetune.model.lora_plan import LoraPlan, plan_lora
 from ds_finetune.model.parallel.pipeline import layers_of_stages
+from ds_finetune.model.teacher_plan import TeacherPlan, plan_teacher
 from ds_finetune.objectives.objective import Objective
 from ds_finetune.objectives.table import make_objective
 
@@ -32,6 +33,7 @@ class ModelPlan:
     """Layers of each pipeline stage; one None where a rank holds all."""
     lora: LoraPlan | None
     objective: Objective
+    teacher: TeacherPlan | None = None
 
     @property
     def quantised(self) -> tuple[str, ...]:
@@ -58,4 +60,5 @@ def plan_model(
         stages=tuple(layers_of_stages(hf_config, parallel)),
         lora=plan_lora(hf_config, lora) if lora is not None else None,
         objective=make_objective(objective),
+        teacher=plan_teacher(objective, hf_config),
     )

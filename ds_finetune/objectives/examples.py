@@ -1,8 +1,18 @@
 """The documents of one forward."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+
+
+class TopLogProbs(NamedTuple):
+    """A teacher's distributions of the next token, of rows [rows, tokens]; zeros where a token is not supervised."""
+
+    ids: torch.Tensor
+    """Its k most likely token ids, int32 [rows, tokens, k]."""
+    log_probs: torch.Tensor
+    """Their log-probabilities and, last, that of all other tokens together, fp16 [rows, tokens, k + 1]."""
 
 
 @dataclass(frozen=True)
@@ -23,3 +33,5 @@ class Examples:
     """Target of each document, fp64 [documents]."""
     reference: torch.Tensor
     """Log-probability of each document under the reference model, fp64 [documents]; zeros where there is none."""
+    top: TopLogProbs | None = None
+    """Stored distributions of a teacher; None where there are none."""

@@ -1,0 +1,46 @@
+"""Which distillations may be run: those that tests compare with a plain PyTorch loop."""
+
+from collections.abc import Iterator
+
+from ds_finetune.config.objectives import DistillObjective
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.errors import ConfigError
+from ds_finetune.plan.mesh import Mesh
+
+
+def check_distillation(config: RunConfig, mesh: Mesh) -> None:
+    """ConfigError where `objective` asks for a distillation that contradicts itself or is not tested."""
+    section = config.objective
+    if not isinstance(section, DistillObjective):
+        return
+    if (section.teacher is None) == (section.scores is None):
+        given = "neither" if section.teacher is None else "both"
+        raise ConfigError(
+            f"objective distill has {given} of `teacher` and `scores`",
+            hint="name a teacher, or a folder that `ds-finetune teach` has written",
+        )
+    for what, hint in (*_contradictions(config, section), *_untested(config, mesh, section)):
+        raise ConfigError(f"objective distill with {what}", hint=hint)
+
+
+def _contradictions(config: RunConfig, section: DistillObjective) -> Iterator[tuple[str, str]]:
+    if section.scores is not None and section.temperature != 1:
+        yield (
+            f"scores and temperature {section.temperature:g}: how the probability of the tokens that are not stored "
+            "changes with the temperature is not known",
+            "set temperature to 1, or name a teacher",
+        )
+    if section.scores is not None and section.teacher_offload != "none":
+        yield f"scores and teacher_offload {section.teacher_offload}: no teacher runs", "leave teacher_offload out"
+    if section.scores is not None and config.data.streaming:
+        yield (
+            "scores and data.streaming true: rows of a stream have no numbers by which scores are found",
+            "set data.streaming to false, or name a teacher",
+        )
+    if config.model.loss == "liger":
+        yield "model.loss liger, whose kernel has no soft targets", "set model.loss to auto"
+
+
+def _untested(config: RunConfig, mesh: Mesh, section: DistillObjective) -> Iterator[tuple[str, str]]:
+    if mesh.pp > 1:
+        yield f"parallel {mesh} is not tested", "set parallel.pp to 1"
