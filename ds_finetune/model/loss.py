@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 from ds_finetune.errors import ModelError
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.model.attention import BY_DOCUMENT, BY_LENGTHS, FLASH, Documents, flash_arguments
-from ds_finetune.model.cross_entropy import Kernel, NeededGradients, chunked_cross_entropy
+from ds_finetune.model.cross_entropy import Kernel, chunked_cross_entropy
+from ds_finetune.model.head_chunks import NeededGradients
 from ds_finetune.model.parallel.pipeline import PipelineGroup
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 from ds_finetune.model.parallel.tensor import TensorParallelGroup, copy_to_tensor_parallel_region
