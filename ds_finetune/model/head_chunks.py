@@ -20,6 +20,12 @@ class NeededGradients(NamedTuple):
     bias: bool
 
 
+def needed_gradients(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> NeededGradients:
+    """Those that autograd asks for now."""
+    is_on = torch.is_grad_enabled()
+    return NeededGradients(*(is_on and given is not None and given.requires_grad for given in (hidden, weight, bias)))
+
+
 class HeadGradients(NamedTuple):
     """Gradients with the shapes of `hidden`, `weight` and `bias`, filled chunk by chunk; None where not needed.
 
