@@ -141,7 +141,7 @@ def _sections(schema: Mapping[str, Any]) -> Iterator[str]:
     sections = {name: _target(schema, key) for name, key in schema["properties"].items()}
     yield "\n## Top level\n"
     for name, key in schema["properties"].items():
-        if not sections[name]:
+        if not sections[name] and "oneOf" not in key:
             yield _key(name, key, is_required=name in schema["required"])
     for name, section in sections.items():
         if section:
@@ -150,6 +150,23 @@ def _sections(schema: Mapping[str, Any]) -> Iterator[str]:
             if "anyOf" in key:
                 yield "\nThe section may be left out.\n"
             yield from _keys(schema, section, prefix=f"{name}.")
+        elif "oneOf" in schema["properties"][name]:
+            yield from _choices(schema, name)
+
+
+def _choices(schema: Mapping[str, Any], name: str) -> Iterator[str]:
+    """A heading for a key that is a name or one of several sections, and for each section, whose keys are a list."""
+    key = schema["properties"][name]
+    facts = f"default `{key['default']['name']}` · on resume: {RESUME[on_resume(name)]}"
+    yield f"\n## {name}\n\n{_wrapped(facts)}\n\n{_wrapped(key['description'])}\n"
+    for choice in key["oneOf"]:
+        section = _target(schema, choice)
+        keys = dict(section["properties"])
+        yield f"\n### `{name}: {keys.pop('name')['const']}`\n\n{_wrapped(section['description'])}\n"
+        yield "\n" if keys else ""
+        for word, inner in keys.items():
+            text = f"- `{word}`: {_type(inner)} · default {_value(inner.get('default'))}. {inner['description']}"
+            yield f"{_wrapped(text, indent='  ')}\n"
 
 
 def _keys(schema: Mapping[str, Any], section: Mapping[str, Any], *, prefix: str) -> Iterator[str]:
@@ -196,6 +213,8 @@ def _value(value: object) -> str:
         return "none"
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
+    if isinstance(value, int | float):
+        return f"`{value}`"
     if isinstance(value, str):
         return f"`{value}`" if value.strip() else f'`"{value.encode("unicode_escape").decode()}"`'
     return f"`{value}`".replace("(", "[").replace(")", "]").replace("'", "") if value else "empty"

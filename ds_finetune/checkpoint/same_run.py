@@ -46,6 +46,7 @@ ON_RESUME: Mapping[str, OnResume] = {
     "data.workers": FREE,
     "data.cache_dir": FREE,
     "deepspeed": PRINTED,
+    "objective": REFUSED,
     "train.for": PRINTED,
     "train.global_batch_size": REFUSED,
     "train.micro_batch_size": PRINTED,
