@@ -28,9 +28,7 @@ def overlap_notes(train: PreparedRows | StreamedRows, held_out: Mapping[str, Pre
             if source.format != "hub" and Path(source.path).resolve() in held_out_files
         ]
         return [f"data.eval has training files: {', '.join(both)}"] if both else []
-    repeated = {
-        name: _num_repeated(rows.documents.digests, train.documents.digests) for name, rows in held_out.items()
-    }
+    repeated = {name: _num_repeated(rows.documents.digests, train.documents.digests) for name, rows in held_out.items()}
     return [
         f"data.{name.replace('/', '.')} repeats training data: {number:,} of {held_out[name].counts.documents:,} "
         "held-out documents have the tokens of a training document"
