@@ -18,7 +18,8 @@ class Evaluation:
     """Calls `evaluate`, and `exact_match` where eval.generate.prompts is set, every `every_steps` and at the last step.
 
     Their results are by the first part of metric names: `eval` for all held-out rows, and `eval/NAME` for each set that
-    has a name. Either returns None where a signal asks the run to end. The evaluation `is_due` then when the run resumes.
+    has a name. Either returns None where a signal asks the run to end. The evaluation `is_due` then when the run
+    resumes.
     """
 
     every_steps: int
