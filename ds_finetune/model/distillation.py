@@ -11,13 +11,13 @@ from torch import nn
 
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.model.attention import Documents
-from ds_finetune.model.cross_entropy import NeededGradients
-from ds_finetune.model.loss import LossHead, StepNumbers, TrainedModel
+from ds_finetune.model.head_chunks import NeededGradients, needed_gradients
+from ds_finetune.model.loss import LossHead, TrainedModel
 from ds_finetune.model.parallel.tensor import copy_to_tensor_parallel_region
 from ds_finetune.model.soft_targets import Mix, MixedLoss, SoftTargets, TeacherStates, TopTargets, chunked_mixed_loss
 from ds_finetune.objectives.distill import Distillation
 from ds_finetune.objectives.examples import Examples
-from ds_finetune.objectives.objective import LossAndSums
+from ds_finetune.objectives.objective import LossAndSums, StepNumbers
 
 
 class HiddenStates(TrainedModel):
@@ -72,7 +72,7 @@ class _MixedLoss(torch.autograd.Function):
         needed: NeededGradients,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         found = compute(hidden, weight, bias, needed=needed)
-        ctx.save_for_backward(found.d_hidden, found.d_weight, found.d_bias)
+        ctx.save_for_backward(*found.gradients)
         ctx.dtypes = (weight.dtype, bias.dtype if bias is not None else None)
         sums = torch.stack([found.loss_sum, found.divergence_sum, found.label_loss_sum, found.num_correct])
         ctx.mark_non_differentiable(sums)
@@ -110,19 +110,16 @@ class DistillationHead(LossHead):
             return super().forward(hidden, labels, numbers)
         supervised = find_supervised(labels)
         part = hidden.flatten(0, -2).index_select(0, supervised)
-        part = part if self.tp_group is None else copy_to_tensor_parallel_region(part, self.tp_group)
+        part = part if self.groups.tp is None else copy_to_tensor_parallel_region(part, self.groups.tp)
         wanted = labels.flatten().index_select(0, supervised)
-        is_on = torch.is_grad_enabled()
-        needed = NeededGradients(
-            *(is_on and tensor is not None and tensor.requires_grad for tensor in (part, self.weight, self.bias))
-        )
+        needed = needed_gradients(part, self.weight, self.bias)
         with open_targets() as targets:
 
             def compute(
                 hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, needed: NeededGradients
             ) -> MixedLoss:
                 return chunked_mixed_loss(
-                    hidden, weight, bias, wanted, targets, needed, mix=self.mix, tp_group=self.tp_group
+                    hidden, weight, bias, wanted, targets, needed, mix=self.mix, tp_group=self.groups.tp
                 )
 
             loss_sum, sums = _MixedLoss.apply(part, self.weight, self.bias, compute, needed)
@@ -155,8 +152,11 @@ class DistilledModel(TrainedModel):
         documents: tuple[Documents, ...] | None,
         numbers: StepNumbers | None = None,
         examples: Examples | None = None,
+        *,
+        wants_log_probs: bool = False,
     ) -> LossAndSums | torch.Tensor:
         """The loss of rows as in `TrainedModel`, whose targets are the teacher's."""
+        assert not wants_log_probs
         head: Any = self.lm.get_output_embeddings()
         # The teacher runs first, while no activations are kept for backward.
         open_targets = self._targets(input_ids, position_ids, labels, documents, examples)
@@ -184,6 +184,6 @@ class DistilledModel(TrainedModel):
             return None
         ids, log_probs = (
             (part if self.sp_group is None else self.sp_group.shard(part)).flatten(0, 1).to(supervised.device)
-            for part in examples.top
+            for part in (examples.top.ids, examples.top.log_probs)
         )
         return TopTargets(ids.index_select(0, supervised), log_probs.index_select(0, supervised))

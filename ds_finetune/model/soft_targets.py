@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ds_finetune.model.cross_entropy import NeededGradients
+from ds_finetune.model.head_chunks import HeadGradients, NeededGradients, logits_of_chunk
 from ds_finetune.model.parallel.tensor import TensorParallelGroup
 
 CHUNK_TOKENS = 512
@@ -129,19 +129,16 @@ class TopTargets:
 
 
 class MixedLoss(NamedTuple):
-    """Sums over tokens, fp64 scalars, and the gradients of `loss_sum`; None where they are not needed.
+    """Sums over tokens, fp64 scalars, and the gradients of `loss_sum`.
 
-    `divergence_sum` and `label_loss_sum` are in nats, without the weights of `Mix`. Gradients have the shapes of
-    `hidden`, `weight` and `bias`.
+    `divergence_sum` and `label_loss_sum` are in nats, without the weights of `Mix`.
     """
 
     loss_sum: torch.Tensor
     divergence_sum: torch.Tensor
     label_loss_sum: torch.Tensor
     num_correct: torch.Tensor
-    d_hidden: torch.Tensor | None
-    d_weight: torch.Tensor | None
-    d_bias: torch.Tensor | None
+    gradients: HeadGradients
 
 
 def chunked_mixed_loss(  # noqa: PLR0913 - a head, its targets, and how they are mixed
@@ -165,26 +162,18 @@ def chunked_mixed_loss(  # noqa: PLR0913 - a head, its targets, and how they are
     shard = VocabularyShard(0 if tp_group is None else tp_group.group_rank * weight.shape[0], tp_group)
     mix = mix if targets is not None else Mix(label_weight=1.0)
     sums = torch.zeros(3, dtype=torch.float64, device=hidden.device)
-    d_hidden = torch.zeros_like(hidden) if needed.hidden else None
-    d_weight = torch.zeros_like(weight, dtype=torch.float32) if needed.weight else None
-    d_bias = torch.zeros_like(bias, dtype=torch.float32) if needed.bias and bias is not None else None
+    gradients = HeadGradients.zeros(hidden, weight, bias, needed)
+    buffer = hidden.new_empty(min(chunk, len(hidden)), weight.shape[0])
     for start in range(0, len(hidden), chunk):
         tokens = slice(start, start + chunk)
         part = hidden[tokens]
-        logits = (part @ weight.T).float()
-        logits = logits if bias is None else logits.add_(bias)
+        logits = logits_of_chunk(part, weight, bias, buffer[: len(part)])
         found, d_logits = _chunk_loss(logits, labels[tokens], targets, tokens, shard=shard, mix=mix)
         sums += found
-        if d_bias is not None:
-            d_bias += d_logits.sum(0)
-        d_logits = d_logits.to(hidden.dtype)
-        if d_hidden is not None:
-            torch.mm(d_logits, weight, out=d_hidden[tokens])
-        if d_weight is not None:
-            d_weight += d_logits.T @ part
+        gradients.add_chunk(d_logits, part, weight, start)
     divergence, label_loss, correct = sums
     loss = mix.label_weight * label_loss + (1 - mix.label_weight) * mix.temperature**2 * divergence
-    return MixedLoss(loss, divergence, label_loss, correct, d_hidden, d_weight, d_bias)
+    return MixedLoss(loss, divergence, label_loss, correct, gradients)
 
 
 def _chunk_loss(  # noqa: PLR0913 - the values of one chunk

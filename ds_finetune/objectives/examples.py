@@ -1,18 +1,22 @@
 """The documents of one forward."""
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, fields, replace
 
 import torch
 
 
-class TopLogProbs(NamedTuple):
+@dataclass(frozen=True)
+class TopLogProbs:
     """A teacher's distributions of the next token, of rows [rows, tokens]; zeros where a token is not supervised."""
 
     ids: torch.Tensor
     """Its k most likely token ids, int32 [rows, tokens, k]."""
     log_probs: torch.Tensor
     """Their log-probabilities and, last, that of all other tokens together, fp16 [rows, tokens, k + 1]."""
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> "TopLogProbs":
+        """The same on `device`."""
+        return TopLogProbs(*(part.to(device, non_blocking=non_blocking) for part in (self.ids, self.log_probs)))
 
 
 @dataclass(frozen=True)
@@ -35,3 +39,9 @@ class Examples:
     """Log-probability of each document under the reference model, fp64 [documents]; zeros where there is none."""
     top: TopLogProbs | None = None
     """Stored distributions of a teacher; None where there are none."""
+
+    def to(self, device: torch.device) -> "Examples":
+        """The same on `device`; copies from pinned memory do not wait."""
+        parts = {each.name: getattr(self, each.name) for each in fields(self)}
+        given = {name: part for name, part in parts.items() if part is not None}
+        return replace(self, **{name: part.to(device, non_blocking=True) for name, part in given.items()})

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ds_finetune.model.cross_entropy import NeededGradients
+from ds_finetune.model.head_chunks import NeededGradients
 from ds_finetune.model.soft_targets import Mix, SoftTargets, TeacherStates, TopTargets, chunked_mixed_loss
 
 TOKENS, WIDTH, TEACHER_WIDTH, VOCABULARY = 23, 16, 24, 50
@@ -71,7 +71,7 @@ def assert_equal(
 ) -> None:
     found = chunked_mixed_loss(*head(WIDTH, 0), labels(), targets, EVERY, mix=mix, chunk=chunk)
     assert found.loss_sum.item() == pytest.approx(wanted[0].item(), rel=1e-6)
-    for mine, theirs in zip((found.d_hidden, found.d_weight, found.d_bias), wanted[1], strict=True):
+    for mine, theirs in zip(found.gradients, wanted[1], strict=True):
         assert mine is not None
         assert (mine - theirs).norm() / theirs.norm() < 1e-5
 
@@ -120,13 +120,13 @@ def test_a_model_that_is_sure_of_the_top_tokens_keeps_finite_gradients() -> None
     one = replace(targets, ids=targets.ids[:1], log_probs=targets.log_probs[:1])
     found = chunked_mixed_loss(hidden[:1], weight, bias, labels()[:1], one, EVERY, mix=Mix())
     assert found.loss_sum.isfinite()
-    assert found.d_bias is not None
-    assert found.d_bias.isfinite().all()
-    assert found.d_bias.sum().item() == pytest.approx(0, abs=1e-6)
+    assert found.gradients.d_bias is not None
+    assert found.gradients.d_bias.isfinite().all()
+    assert found.gradients.d_bias.sum().item() == pytest.approx(0, abs=1e-6)
 
 
 def test_only_what_is_needed_is_computed() -> None:
     needed = NeededGradients(hidden=True, weight=False, bias=False)
     found = chunked_mixed_loss(*head(WIDTH, 0), labels(), teacher_states(), needed, mix=Mix())
-    assert found.d_hidden is not None
-    assert found.d_weight is found.d_bias is None
+    assert found.gradients.d_hidden is not None
+    assert found.gradients.d_weight is found.gradients.d_bias is None
