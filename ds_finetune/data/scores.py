@@ -5,6 +5,8 @@ A folder has a manifest, which is written last, and one folder for each shard of
 
 import hashlib
 import json
+import os
+import shutil
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -68,10 +70,8 @@ class StoredScores:
         self._firsts = [number * identity.shard_documents for number in range(num_shards)]
 
     @classmethod
-    def open(cls, folder: Path, *, is_verifying: bool = True) -> Self:
-        """The scores of `folder`; DataError where it is not complete or, with `is_verifying`, differs from its
-        checksums.
-        """
+    def open(cls, folder: Path) -> Self:
+        """The scores of `folder`; DataError where it is not complete or differs from its checksums."""
         try:
             manifest = json.loads((folder / _MANIFEST).read_bytes())
             identity, num_shards = ScoreIdentity(**manifest["identity"]), int(manifest["shards"])
@@ -82,7 +82,7 @@ class StoredScores:
             ) from None
         except (ValueError, TypeError, KeyError) as wrong:
             raise DataError(f"{folder / _MANIFEST} cannot be read: {wrong}", hint="write the scores again") from wrong
-        for number in range(num_shards) if is_verifying else ():
+        for number in range(num_shards):
             if damage := find_damage(folder / shard_name(number)):
                 raise DataError(
                     f"scores are damaged: {damage}",
@@ -144,17 +144,17 @@ def write_shard(folder: Path, number: int, scores: Sequence[DocumentScores], ide
 
 
 def is_shard_complete(folder: Path, number: int, identity: ScoreIdentity) -> bool:
-    """Whether a shard is there and undamaged; OutputError where it belongs to something else than `identity`."""
+    """Whether a shard is there; one that is damaged is removed. OutputError where its identity is another."""
     shard = folder / shard_name(number)
-    if not shard.is_dir() or find_damage(shard):
+    if not shard.is_dir():
         return False
-    found = ScoreIdentity(**json.loads((shard / _IDENTITY).read_bytes()))
-    if found != identity:
-        changed = [
-            f"{name} {value!r} there, {getattr(identity, name)!r} now"
-            for name, value in asdict(found).items()
-            if value != getattr(identity, name)
-        ]
+    if find_damage(shard):
+        shutil.rmtree(shard)
+        return False
+    found = json.loads((shard / _IDENTITY).read_bytes())
+    if found != asdict(identity):
+        names = [name for name, value in asdict(identity).items() if found.get(name) != value]
+        changed = [f"{name} {found.get(name)!r} there, {getattr(identity, name)!r} now" for name in names]
         raise OutputError(
             f"{folder} holds other scores: {'; '.join(changed)}", hint="name another folder, or remove it"
         )
@@ -164,7 +164,7 @@ def is_shard_complete(folder: Path, number: int, identity: ScoreIdentity) -> boo
 def write_manifest(folder: Path, identity: ScoreIdentity, num_shards: int, remarks: Mapping[str, object]) -> None:
     """Mark the scores as complete; `remarks` are for people."""
     text = json.dumps({"identity": asdict(identity), "shards": num_shards, **remarks}, indent=1)
-    partial = folder / f"{_MANIFEST}.partial"
+    partial = folder / f"{_MANIFEST}.{os.getpid()}"
     try:
         partial.write_text(text + "\n", encoding="utf-8")
         partial.replace(folder / _MANIFEST)

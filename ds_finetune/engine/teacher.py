@@ -7,13 +7,12 @@ from typing import Any
 from ds_finetune.engine.devices import visible_device
 from ds_finetune.engine.process_groups import Groups
 from ds_finetune.engine.zero3_partition import partition
-from ds_finetune.families.table import family_of
-from ds_finetune.model.build import build_skeleton, resolve_folder, whole
-from ds_finetune.model.distillation import HiddenStates, Teacher
+from ds_finetune.model.build import whole
 from ds_finetune.model.dtypes import PRECISION_DTYPES
 from ds_finetune.model.model_plan import ModelPlan
-from ds_finetune.model.weights import load_weights
+from ds_finetune.model.teacher import HiddenStates, Teacher, load_teacher
 from ds_finetune.patches.deepspeed_init import zero_init
+from ds_finetune.plan.distillation import is_teacher_partitioned
 from ds_finetune.plan.plan import Plan
 
 
@@ -27,19 +26,16 @@ def start_teacher(plan: Plan, model: ModelPlan, groups: Groups) -> Iterator[Teac
     if model.teacher is None:
         yield None
         return
-    is_partitioned = is_teacher_partitioned(plan, model.teacher.offload)
-    tree = teacher_tree(plan, model.teacher.offload)
-    lm = build_skeleton(
-        model.teacher.hf_config,
+    is_partitioned = is_teacher_partitioned(plan.zero_stage, model.teacher.offload)
+    tree = _partitioned_tree(plan, model.teacher.offload)
+    lm = load_teacher(
+        model.teacher,
         attention=model.attention,
         dtype=PRECISION_DTYPES[plan.precision],
         device="cpu" if plan.device == "cpu" else f"cuda:{visible_device(plan.world.local_rank)}",
+        where=partition if is_partitioned else whole,
         init_context=zero_init(tree) if is_partitioned else None,
     )
-    family = family_of(lm.config.model_type)
-    where = partition if is_partitioned else whole
-    load_weights(lm, resolve_folder(model.teacher.path), family=family, where=where)
-    lm.requires_grad_(requires_grad=False).eval()
     states = HiddenStates(lm, groups.sequence)
     head: Any = lm.get_output_embeddings()
     if not is_partitioned:
@@ -55,12 +51,7 @@ def start_teacher(plan: Plan, model: ModelPlan, groups: Groups) -> Iterator[Teac
         engine.destroy()
 
 
-def is_teacher_partitioned(plan: Plan, offload: str) -> bool:
-    """Whether the teacher's weights are partitioned over the ranks."""
-    return plan.zero_stage == 3 or offload != "none"
-
-
-def teacher_tree(plan: Plan, offload: str) -> dict[str, Any]:
+def _partitioned_tree(plan: Plan, offload: str) -> dict[str, Any]:
     """The DeepSpeed configuration of a partitioned teacher: ZeRO-3 without an optimizer."""
     zero: dict[str, Any] = {"stage": 3}
     if offload != "none":

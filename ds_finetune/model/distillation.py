@@ -1,62 +1,22 @@
 """A model that is trained towards the distributions of a teacher, which runs beside it or whose numbers are stored."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.model.attention import Documents
 from ds_finetune.model.head_chunks import NeededGradients, needed_gradients
 from ds_finetune.model.loss import LossHead, TrainedModel
 from ds_finetune.model.parallel.tensor import copy_to_tensor_parallel_region
-from ds_finetune.model.soft_targets import Mix, MixedLoss, SoftTargets, TeacherStates, TopTargets, chunked_mixed_loss
+from ds_finetune.model.soft_targets import Mix, MixedLoss, SoftTargets, TopTargets, chunked_mixed_loss
+from ds_finetune.model.teacher import Teacher
 from ds_finetune.objectives.distill import Distillation
 from ds_finetune.objectives.examples import Examples
 from ds_finetune.objectives.objective import LossAndSums, StepNumbers
-
-
-class HiddenStates(TrainedModel):
-    """A causal LM whose forward returns hidden states."""
-
-    def forward(  # type: ignore[override]
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, documents: tuple[Documents, ...] | None
-    ) -> torch.Tensor:
-        """Hidden states before the head, [batch, tokens, width]."""
-        return self.hidden(input_ids, position_ids, documents)
-
-
-@dataclass(frozen=True)
-class Teacher:
-    """A model in evaluation mode without gradients. It is no part of the module that is trained."""
-
-    run: Callable[..., torch.Tensor]
-    """`HiddenStates`, or the engine that runs it."""
-    head: nn.Linear
-    open_weights: Callable[[list[nn.Parameter]], AbstractContextManager[Any]]
-    """Makes parameters whole while the context is open."""
-
-    @torch.no_grad()
-    def hidden(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        documents: tuple[Documents, ...] | None,
-        supervised: torch.Tensor,
-    ) -> torch.Tensor:
-        """Hidden states of the `supervised` positions of the flattened rows, [supervised tokens, width]."""
-        return self.run(input_ids, position_ids, documents).flatten(0, 1).index_select(0, supervised)
-
-    @contextmanager
-    def targets(self, hidden: torch.Tensor, temperature: float) -> Iterator[TeacherStates]:
-        """The targets that follow from `hidden`, with the head's weights whole while the context is open."""
-        bias: nn.Parameter | None = self.head.bias
-        with self.open_weights(list(self.head.parameters())):
-            yield TeacherStates(hidden, self.head.weight.detach(), None if bias is None else bias.detach(), temperature)
 
 
 class _MixedLoss(torch.autograd.Function):

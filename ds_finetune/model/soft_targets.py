@@ -201,3 +201,27 @@ def _chunk_loss(  # noqa: PLR0913 - the values of one chunk
         gradient.add_(log_probs.exp_(), alpha=mix.label_weight)
         gradient.scatter_add_(1, column, -mix.label_weight * is_here.to(gradient.dtype))
     return torch.stack([divergence.double(), label_loss.double(), correct.double()]), gradient
+
+
+@torch.no_grad()
+def top_log_probs(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, top_k: int, *, chunk: int = CHUNK_TOKENS
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `top_k` most likely token ids, int32 [tokens, top_k], with their log-probabilities and, last, that of all
+    other tokens together, fp16 [tokens, top_k + 1].
+
+    `hidden` [tokens, width], `weight` [vocabulary, width], `bias` [vocabulary] or None; softmax in fp32.
+    """
+    assert top_k < len(weight)
+    ids = torch.zeros(len(hidden), top_k, dtype=torch.int32, device=hidden.device)
+    log_probs = torch.zeros(len(hidden), top_k + 1, dtype=torch.float16, device=hidden.device)
+    buffer = hidden.new_empty(min(chunk, len(hidden)), weight.shape[0])
+    for start in range(0, len(hidden), chunk):
+        tokens = slice(start, start + chunk)
+        part = hidden[tokens]
+        logits = logits_of_chunk(part, weight, bias, buffer[: len(part)])
+        top, best = logits.topk(top_k, dim=-1)
+        others = logits.scatter_(1, best, float("-inf")).logsumexp(-1, keepdim=True)
+        buckets = torch.cat([top, others], dim=-1)
+        ids[tokens], log_probs[tokens] = best.int(), torch.log_softmax(buckets, dim=-1).half()
+    return ids, log_probs

@@ -22,9 +22,8 @@ class TeacherPlan:
     offload: str
     """`cpu` where its weights are held in host memory, else `none`."""
 
-    @property
-    def num_params(self) -> int:
-        """Parameters of the whole model."""
+    def count_params(self) -> int:
+        """Parameters of the whole model, which is built without memory."""
         lm = build_skeleton(self.hf_config, attention="eager", dtype=torch.bfloat16, device="meta")
         return sum(math.prod(param.shape) for param in lm.parameters())
 

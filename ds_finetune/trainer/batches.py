@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from ds_finetune.data.batches import Batch, BatchPlan, Position, training_batches
+from ds_finetune.data.scores import with_scores
 from ds_finetune.data.stream import START, StreamedRows, streaming_batches
 from ds_finetune.schedule import Duration
 from ds_finetune.trainer.loop import BEGINNING, Progress
@@ -17,7 +18,9 @@ def run_batches(run: PreparedRun, *, after: Progress = BEGINNING, stream_positio
     length = Duration.parse(run.config.train.duration)
     is_epochs = length.unit == "epochs"
     total_rows = length.in_rows(len(rows)) if is_epochs else run.schedule.steps * plan.global_batch_size
-    return training_batches(rows, plan, start_step=after.step, total_rows=total_rows)
+    batches = training_batches(rows, plan, start_step=after.step, total_rows=total_rows)
+    scores = run.inputs.scores
+    return batches if scores is None else with_scores(batches, scores)
 
 
 def batch_plan(run: PreparedRun) -> BatchPlan:

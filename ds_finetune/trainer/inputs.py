@@ -14,6 +14,7 @@ from ds_finetune.data.overlap import overlap_notes
 from ds_finetune.data.prepare import TokenLimits, prepare_rows
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.row_report import row_notes
+from ds_finetune.data.scores import StoredScores
 from ds_finetune.data.stream import StreamedRows, open_stream
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.errors import ConfigError
@@ -23,10 +24,12 @@ from ds_finetune.model.model_plan import ModelPlan, plan_model
 from ds_finetune.model.vocabulary import grow_vocabulary
 from ds_finetune.model.weights import weights_digest
 from ds_finetune.plan.combinations import check_divides, check_expert_widths
+from ds_finetune.plan.distillation import check_teacher
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.model_shape import Shape
 from ds_finetune.plan.plan import Plan
 from ds_finetune.schedule import Duration
+from ds_finetune.trainer.distillation import check_teacher_tokens, open_scores, teacher_lines
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ class RunInputs:
     train: PreparedRows | StreamedRows
     held_out: Mapping[str, PreparedRows]
     """Held-out sets by the first part of their metric names: `eval`, or `eval/NAME` for named ones."""
+    scores: StoredScores | None = None
+    """Stored distributions of a teacher for the training rows."""
     base: str = ""
     """Digest of the weights that adapters are trained on; empty where there are none."""
     notes: tuple[str, ...] = ()
@@ -90,6 +95,7 @@ def read_inputs(config: RunConfig, model: ModelPlan) -> RunInputs:
     tokenizer_folder = resolve_folder(config.model.tokenizer) if config.model.tokenizer else folder
     tokenizer = load_tokenizer(str(tokenizer_folder))
     limits = token_limits(config, model.hf_config)
+    check_teacher_tokens(model, tokenizer)
     if config.data.streaming and Duration.parse(config.train.duration).unit != "steps":
         raise ConfigError(
             f"data.streaming does not know how long `{config.train.duration}` is", hint="give train.for in steps"
@@ -111,6 +117,7 @@ def read_inputs(config: RunConfig, model: ModelPlan) -> RunInputs:
         tokenizer_folder=tokenizer_folder,
         train=train,
         held_out=held_out,
+        scores=open_scores(config, model, tokenizer, train),
         base=weights_digest(folder) if config.lora is not None else "",
         notes=(*train.notes, *held_out_notes),
     )
@@ -125,18 +132,29 @@ def make_model_plan(config: RunConfig, mesh: Mesh, *, is_config_alone: bool = Fa
     tree = hf_config.to_dict()
     check_divides(mesh, tree, pp_layers=config.parallel.pp_layers)
     check_expert_widths(mesh, tree, precision=config.train.precision)
-    return plan_model(hf_config, config.model, config.parallel, config.lora, config.objective)
+    model = plan_model(hf_config, config.model, config.parallel, config.lora, config.objective)
+    if model.teacher is not None:
+        teacher = model.teacher.hf_config.to_dict()
+        check_teacher(mesh, model.teacher.path, teacher, max_seq_len=config.train.max_seq_len)
+    return model
 
 
-def try_generic_type(config: RunConfig, hf_config: PretrainedConfig) -> tuple[str, ...]:
-    """Lines on what a generic model type did on a tiny copy; ModelError where it would be trained wrongly."""
-    return check_generic_type(
-        hf_config,
-        attention=config.model.attention,
-        packing=config.data.packing,
-        row_tokens=config.train.max_seq_len,
-        precision=config.train.precision,
-    )
+def try_generic_types(config: RunConfig, model: ModelPlan) -> tuple[str, ...]:
+    """Lines on what generic model types did on a tiny copy; ModelError where a model would be trained wrongly, or a
+    teacher would not keep documents apart.
+    """
+    teachers = [model.teacher.hf_config] if model.teacher is not None else []
+    found = [
+        check_generic_type(
+            hf_config,
+            attention=config.model.attention,
+            packing=config.data.packing,
+            row_tokens=config.train.max_seq_len,
+            precision=config.train.precision,
+        )
+        for hf_config in (model.hf_config, *teachers)
+    ]
+    return tuple(dict.fromkeys(line for lines in found for line in lines))
 
 
 def token_limits(config: RunConfig, hf_config: PretrainedConfig) -> TokenLimits:
@@ -166,9 +184,9 @@ def model_config(config: RunConfig, *, is_config_alone: bool = False) -> Pretrai
 
 
 def model_lines(model: ModelPlan, plan: Plan) -> list[tuple[str, str]]:
-    """Name and text of what is decided about the model: added vocabulary, pipeline stages and LoRA, for people."""
+    """Name and text of what is decided about model and teacher: added vocabulary, pipeline stages, LoRA and so on."""
     lora = model.lora.lines() if model.lora is not None else []
-    return [*_vocabulary_lines(model), *plan.stage_lines(model.stages), *lora]
+    return [*_vocabulary_lines(model), *plan.stage_lines(model.stages), *lora, *teacher_lines(model, plan)]
 
 
 def _vocabulary_lines(model: ModelPlan) -> list[tuple[str, str]]:

@@ -15,7 +15,7 @@ from ds_finetune.plan.estimate import DiskNeed, RunEstimate, estimate_run
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.run_length import check_run_length
 from ds_finetune.schedule import Duration, LrSchedule, warmup_steps
-from ds_finetune.trainer.inputs import RunInputs, make_model_plan, read_inputs, try_generic_type
+from ds_finetune.trainer.inputs import RunInputs, make_model_plan, read_inputs, try_generic_types
 from ds_finetune.trainer.rank_tensors import rank_tensors, sizes_of
 from ds_finetune.trainer.run_dir import check_run_disk, check_run_folder
 from ds_finetune.world import World, accelerate_choices
@@ -42,7 +42,7 @@ def prepare_run(config: RunConfig, world: World) -> PreparedRun:
     plan = make_plan(config, world=world, device=choose_device(), accelerate=accelerate_choices(os.environ))
     check_trackers(config.log.trackers)
     model = make_model_plan(config, plan.mesh)
-    plan = replace(plan, notes=(*plan.notes, *try_generic_type(config, model.hf_config)))
+    plan = replace(plan, notes=(*plan.notes, *try_generic_types(config, model)))
     plan = freeze_unreached(plan, model)
     inputs = read_inputs(config, model)
     estimate = estimate_model(config, plan, model)
@@ -79,7 +79,7 @@ def freeze_unreached(plan: Plan, model: ModelPlan) -> Plan:
 
 def estimate_model(config: RunConfig, plan: Plan, model: ModelPlan) -> RunEstimate:
     """What the run needs, from the shapes of the tensors that its ranks hold."""
-    return estimate_run(config, plan, sizes_of(rank_tensors(plan, model), model.lora))
+    return estimate_run(config, plan, sizes_of(rank_tensors(plan, model), model.lora, model.teacher))
 
 
 def _disk_need(estimate: RunEstimate, world: World) -> DiskNeed:
