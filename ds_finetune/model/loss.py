@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from ds_finetune.errors import ModelError
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.model.attention import BY_DOCUMENT, BY_LENGTHS, FLASH, Documents, flash_arguments
+from ds_finetune.model.build import head_of
 from ds_finetune.model.cross_entropy import Kernel, NeededGradients, chunked_cross_entropy
 from ds_finetune.model.parallel.pipeline import PipelineGroup
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
@@ -126,7 +127,7 @@ def install_loss_head(
 
 
 class TrainedModel(nn.Module):
-    """A causal LM whose forward is the loss; the Hugging Face model is `lm`, or a stage of it."""
+    """A model whose forward is the loss; the Hugging Face model is `lm`, or a stage of it."""
 
     def __init__(
         self, lm: PreTrainedModel, sp_group: SequenceParallelGroup | None = None, pp_group: PipelineGroup | None = None
@@ -157,7 +158,7 @@ class TrainedModel(nn.Module):
         stages before the last return hidden states.
         """
         hidden = self.hidden(input_ids, position_ids, documents)
-        return self.lm.get_output_embeddings()(hidden, labels, numbers, examples) if self.has_head else hidden
+        return head_of(self.lm)(hidden, labels, numbers, examples) if self.has_head else hidden
 
     def hidden(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, documents: tuple[Documents, ...] | None
