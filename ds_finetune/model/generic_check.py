@@ -178,8 +178,8 @@ def try_model_type(
                 layer_kinds(outline) == kinds
                 and sum(param.numel() for param in outline.parameters()) <= _MAX_PARAMETERS
             ):
-                models = (_build_initialised(tiny, kind, task) for kind in (attention, "eager"))
-                return _compare(*models, objective)
+                lm, eager = (_build_initialised(tiny, kind, task) for kind in (attention, "eager"))
+                return _compare(lm, eager, objective)
         except _FAILURES as broken:
             reason = f"a tiny copy fails with {_first_line(broken)}"
     return Trial(untried=reason)

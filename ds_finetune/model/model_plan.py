@@ -7,6 +7,7 @@ from transformers import PretrainedConfig
 from ds_finetune.config.objectives import ObjectiveConfig, SftObjective
 from ds_finetune.config.schema import LoraConfig, ModelConfig, ParallelConfig
 from ds_finetune.model.build import Task, read_hf_config
+from ds_finetune.model.encoder import check_encoder
 from ds_finetune.model.lora_plan import LoraPlan, plan_lora
 from ds_finetune.model.parallel.pipeline import layers_of_stages
 from ds_finetune.objectives.objective import Objective, ScoreObjective
@@ -43,8 +44,9 @@ class ModelPlan:
     @property
     def head_outputs(self) -> int:
         """Outputs of the head: scores of a document, or the tokens of the vocabulary."""
-        is_scored = isinstance(self.objective, ScoreObjective)
-        return self.objective.num_outputs if is_scored else int(self.hf_config.vocab_size)
+        if isinstance(self.objective, ScoreObjective):
+            return self.objective.num_outputs
+        return int(self.hf_config.vocab_size)
 
     @property
     def quantised(self) -> tuple[str, ...]:
@@ -64,7 +66,10 @@ def plan_model(
     lora: LoraConfig | None,
     objective: ObjectiveConfig = _SFT,
 ) -> ModelPlan:
-    """The model of `hf_config` as the sections of the run file say; ConfigError where they do not fit it."""
+    """The model of `hf_config` as the sections of the run file say; ConfigError or ModelError where they do not fit
+    it.
+    """
+    check_encoder(hf_config, attention=model.attention, objective=objective.name)
     resized = model.resize_vocabulary
     runtime = make_objective(objective)
     task = task_of(runtime)

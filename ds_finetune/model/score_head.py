@@ -126,9 +126,9 @@ def install_score_head(
     """Turn the head `score` of `lm` into a ScoreHead in place: same module, same parameters, same name."""
     head = getattr(lm, SCORE_HEAD, None)
     if type(head) is not nn.Linear:
+        kind = "none" if head is None else f"a {type(head).__name__}"
         raise ModelError(
-            f"{type(lm).__name__} has no linear head `{SCORE_HEAD}`"
-            + (f" but a {type(head).__name__}" if head else ""),
+            f"{type(lm).__name__} needs a linear head `{SCORE_HEAD}` and has {kind}",
             hint="train a classifier of another model type, such as llama, qwen3 or deepseek_v3",
         )
     assert head.out_features == objective.num_outputs, (head.out_features, objective.num_outputs)

@@ -123,7 +123,8 @@ def initialise_weights(
     model_shard: ModelShard = UNSHARDED,
     names: Collection[str] | None = None,
 ) -> None:
-    """Initialise weights (those in `names`, or all) by the model's own rule (`_init_weights`), the same for any world size, ZeRO stage and shard.
+    """Initialise weights (those in `names`, or all) by the model's own rule (`_init_weights`), the same for any world
+    size, ZeRO stage and shard.
 
     One module at a time is initialised in fp32 on the CPU, with a seed of (seed, module name), and its fragment kept.
     """

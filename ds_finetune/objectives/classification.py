@@ -11,6 +11,9 @@ from torch.nn import functional
 from ds_finetune.objectives.objective import LossAndSums, ScoreObjective, Term
 
 Floats = NDArray[np.float64]
+_BINARY = 2
+_ROUNDING = 1e-13
+"""Relative to a sum of squares in fp64, what is left of equal numbers after subtracting their mean."""
 
 
 class Classification(ScoreObjective):
@@ -37,10 +40,10 @@ class Classification(ScoreObjective):
             scores.double(), classes, reduction="sum", label_smoothing=self.label_smoothing
         )
         found = scores.detach().argmax(dim=1)
-        counts = [
+        counted = [
             torch.bincount(some, minlength=self.num_outputs) for some in (found[found == classes], found, classes)
         ]
-        sums = torch.cat([total.detach().view(1), *(count.double() for count in counts)])
+        sums = torch.cat([total.detach().view(1), *(count.double() for count in counted)])
         return LossAndSums((total * weights[0]).to(scores.dtype), sums)
 
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
@@ -53,16 +56,13 @@ class Classification(ScoreObjective):
         )
         examples = max(counts["examples"], 1)
         both = found + true
-        scores = 2 * hits / np.maximum(both, 1)
-        f1 = (
-            {"f1": float(scores[1])}
-            if len(hits) == 2
-            else {"f1_macro": float(scores[both > 0].sum()) / max((both > 0).sum(), 1)}
-        )
+        f1 = 2 * hits / np.maximum(both, 1)
+        is_binary = self.num_outputs == _BINARY
+        mean = {"f1": float(f1[1])} if is_binary else {"f1_macro": float(f1.sum() / max((both > 0).sum(), 1))}
         return {
             "loss": sums["loss"] / examples,
             "accuracy": float(hits.sum()) / examples,
-            **f1,
+            **mean,
             "matthews": _matthews(hits, found, true),
         }
 
@@ -95,17 +95,17 @@ class Regression(ScoreObjective):
         """Mean squared error, and Pearson's correlation of scores and targets, 0 where it is not defined."""
         number = max(counts["examples"], 1)
         covariance = sums["product"] - sums["score"] * sums["target"] / number
-        spreads = [sums[f"{name}_squared"] - sums[name] ** 2 / number for name in ("score", "target")]
-        is_defined = min(spreads) > 0
-        pearson = covariance / math.sqrt(spreads[0] * spreads[1]) if is_defined else 0.0
+        spreads = {name: sums[f"{name}_squared"] - sums[name] ** 2 / number for name in ("score", "target")}
+        is_defined = all(spread > _ROUNDING * sums[f"{name}_squared"] for name, spread in spreads.items())
+        pearson = covariance / math.sqrt(math.prod(spreads.values())) if is_defined else 0.0
         return {"loss": sums["loss"] / number, "pearson": pearson}
 
     def score_metrics(self, scores: Floats, targets: Floats) -> dict[str, float]:
         """Spearman's correlation of `scores` and `targets` [documents], 0 where it is not defined."""
         ranks = [_ranks(scores), _ranks(targets)]
-        if len(scores) < 2 or any(rank.std() == 0 for rank in ranks):
+        if not all(len(set(rank)) > 1 for rank in ranks):
             return {"spearman": 0.0}
-        return {"spearman": float(np.corrcoef(*ranks)[0, 1])}
+        return {"spearman": float(np.corrcoef(ranks[0], ranks[1])[0, 1])}
 
 
 def _ranks(values: Floats) -> Floats:

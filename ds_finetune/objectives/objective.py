@@ -67,6 +67,15 @@ class Objective(ABC):
     """Whether the loss is the mean cross entropy of tokens."""
     needs_reference: bool = False
     """Whether its loss compares with the log-probabilities of a reference model."""
+    needs_baseline: bool = False
+    """Whether its loss needs a number of the global batch that is computed first, from documents of their own."""
+
+    def baseline(self, log_ratio_sum: float, count: float) -> float:
+        """The number of the global batch that the loss needs, from the sum and the number of the log-ratios to the
+        reference of `Batch.baseline` over all ranks.
+        """
+        assert not self.needs_baseline, f"{self.name} does not say how its baseline is computed"
+        return 0.0
 
     @abstractmethod
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
