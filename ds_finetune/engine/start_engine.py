@@ -22,7 +22,7 @@ from ds_finetune.model.cross_entropy import KERNELS, Kernel, chunked_cross_entro
 from ds_finetune.model.dtypes import PRECISION_DTYPES
 from ds_finetune.model.four_bit import four_bit_or_whole, install_four_bit
 from ds_finetune.model.lora import install_lora
-from ds_finetune.model.loss import TrainedModel, install_loss_head
+from ds_finetune.model.loss import HeadGroups, TrainedModel, install_loss_head
 from ds_finetune.model.model_plan import ModelPlan
 from ds_finetune.model.parallel.expert import build_local_experts, install_expert_parallel
 from ds_finetune.model.parallel.pipeline import (
@@ -104,10 +104,11 @@ def _build(plan: Plan, model: ModelPlan, groups: Groups, *, loads_weights: bool)
 
 
 def _install_head(lm: PreTrainedModel, model: ModelPlan, groups: Groups, kernel: Kernel) -> None:
+    head_groups = HeadGroups(tp=groups.tensor, sp=groups.sequence, pp=groups.stage)
     if isinstance(model.objective, ScoreObjective):
-        install_score_head(lm, model.objective, sp_group=groups.sequence, pp_group=groups.stage)
+        install_score_head(lm, model.objective, head_groups)
     else:
-        install_loss_head(lm, kernel=kernel, tp_group=groups.tensor, pp_group=groups.stage)
+        install_loss_head(lm, kernel=kernel, objective=model.objective, groups=head_groups)
 
 
 def _build_modules(plan: Plan, model: ModelPlan, groups: Groups) -> PreTrainedModel:

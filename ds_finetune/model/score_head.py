@@ -15,12 +15,11 @@ from transformers import PreTrainedModel
 
 from ds_finetune.errors import ModelError
 from ds_finetune.model.build import Where, has_score_head
-from ds_finetune.model.loss import StepNumbers
-from ds_finetune.model.parallel.pipeline import PipelineGroup
+from ds_finetune.model.loss import HeadGroups
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 from ds_finetune.model.weights import draw_normal, initialise_weights, seed_of
 from ds_finetune.objectives.examples import Examples
-from ds_finetune.objectives.objective import LossAndSums, Objective, ScoreObjective
+from ds_finetune.objectives.objective import LossAndSums, Objective, ScoreObjective, StepNumbers
 from ds_finetune.objectives.reward import Reward
 
 SCORE_HEAD = "score"
@@ -43,6 +42,18 @@ class _SumOverRanks(torch.autograd.Function):
         return grad, None
 
 
+def loss_of_scores(
+    objective: ScoreObjective, scores: torch.Tensor, examples: Examples, numbers: StepNumbers | None
+) -> LossAndSums:
+    """The contribution of all documents of a forward to the loss of the step, from their scores fp32 [documents,
+    outputs]; without `numbers` plain sums.
+    """
+    device = scores.device
+    weights = torch.ones(len(objective.terms), dtype=torch.float64) if numbers is None else numbers.weights
+    found = objective.loss(scores, examples.targets.to(device), weights.to(device))
+    return LossAndSums(found.loss, found.sums, scores.detach())
+
+
 class ScoreHead(nn.Linear):
     """A head that returns logits, or with `examples` the loss of the scores of their last tokens.
 
@@ -51,8 +62,7 @@ class ScoreHead(nn.Linear):
     """
 
     objective: ScoreObjective
-    sp_group: SequenceParallelGroup | None = None
-    pp_group: PipelineGroup | None = None
+    groups = HeadGroups()
 
     def forward(
         self,
@@ -65,34 +75,32 @@ class ScoreHead(nn.Linear):
         scores in fp32. `labels` are not used.
 
         Without a document the loss is 0 and its gradients are zeros, so that every rank takes part in the reductions.
-        With sequence parallelism `hidden` has this rank's tokens of each row, and only the first rank has sums other
-        than zeros.
+        With sequence parallelism `hidden` has this rank's tokens of each row, and sums are zeros on all ranks but the
+        first, so that each document counts once.
         """
         if examples is None:
             logits = super().forward(hidden)
-            return logits if self.pp_group is None else self.pp_group.broadcast_from_last(logits)
-        scores = self.scores(hidden, examples.ends)
-        terms = len(self.objective.terms)
-        weights = torch.ones(terms, dtype=torch.float64) if numbers is None else numbers.weights
-        found = self.objective.loss(scores, examples.targets.to(scores.device), weights.to(scores.device))
-        is_first = self.sp_group is None or self.sp_group.group_rank == 0
-        return LossAndSums(found.loss, found.sums * float(is_first), scores.detach())
+            return logits if self.groups.pp is None else self.groups.pp.broadcast_from_last(logits)
+        found = loss_of_scores(self.objective, self.scores(hidden, examples.ends), examples, numbers)
+        is_first = self.groups.sp is None or self.groups.sp.group_rank == 0
+        return found if is_first else found._replace(sums=torch.zeros_like(found.sums))
 
     def scores(self, hidden: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Scores of documents whose last tokens are at `ends` (int64 [documents]) of the flattened rows, fp32
         [documents, outputs].
         """
-        ranks, rank = (1, 0) if self.sp_group is None else (self.sp_group.size, self.sp_group.group_rank)
+        sp_group = self.groups.sp
+        ranks, rank = (1, 0) if sp_group is None else (sp_group.size, sp_group.group_rank)
         ends, tokens = ends.to(hidden.device), hidden.shape[1]
         row, place = ends // (tokens * ranks), ends % (tokens * ranks) - tokens * rank
         own = ((place >= 0) & (place < tokens)).nonzero().squeeze(1)
         pooled = hidden.reshape(-1, hidden.shape[-1]).index_select(0, (row * tokens + place)[own])
         bias = None if self.bias is None else self.bias.float()
         scores = functional.linear(pooled.float(), self.weight.float(), bias)
-        if self.sp_group is None:
+        if sp_group is None:
             return scores
         partial = scores.new_zeros(len(ends), self.out_features).index_copy(0, own, scores)
-        return _SumOverRanks.apply(partial, self.sp_group)  # type: ignore[no-any-return]
+        return _SumOverRanks.apply(partial, sp_group)  # type: ignore[no-any-return]
 
 
 def head_parameters(lm: PreTrainedModel) -> list[str]:
@@ -119,9 +127,7 @@ def initialise_score_head(
 def install_score_head(
     lm: PreTrainedModel,
     objective: ScoreObjective,
-    *,
-    sp_group: SequenceParallelGroup | None = None,
-    pp_group: PipelineGroup | None = None,
+    groups: HeadGroups = ScoreHead.groups,
 ) -> ScoreHead:
     """Turn the head `score` of `lm` into a ScoreHead in place: same module, same parameters, same name."""
     head = getattr(lm, SCORE_HEAD, None)
@@ -134,5 +140,5 @@ def install_score_head(
     assert head.out_features == objective.num_outputs, (head.out_features, objective.num_outputs)
     head.__class__ = ScoreHead
     assert isinstance(head, ScoreHead)
-    head.objective, head.sp_group, head.pp_group = objective, sp_group, pp_group
+    head.objective, head.groups = objective, groups
     return head
