@@ -98,7 +98,7 @@ def plan_tokenisation(
     DataError or ConfigError where sources, template or vocabulary do not fit.
     """
     _check_vocabulary(tokenizer, limits)
-    sources = find_sources(config.train if purpose == "train" else config.eval, purpose=purpose)
+    sources = find_sources(config.paths(purpose), purpose=purpose)
     template = _chat_template(config, tokenizer)
     settings = TemplateSettings(template, config.train_on, config.reasoning, config.control_tokens, config.separator)
     if config.long_rows == "split" and config.layout not in ("auto", "text"):
