@@ -33,7 +33,7 @@ from ds_finetune.data.sources import Record, Source, find_sources, read_records
 from ds_finetune.errors import ConfigError, DataError, RunError
 from ds_finetune.phase_line import PhaseLine
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """Increased when the format of the cache changes, so that an older cache is not read."""
 ROWS_PER_PART = 2000
 _Task = tuple[Path, list[tuple[str, Record]]]
