@@ -134,7 +134,8 @@ def _located(root: type[BaseModel], parts: Sequence[str]) -> tuple[tuple[str, ..
 
     pydantic adds the tag of a section that is one of several.
     """
-    path, section, rest = (), root, list(parts)
+    path: tuple[str, ...] = ()
+    section, rest = root, list(parts)
     while len(rest) > 1:
         key = rest.pop(0)
         path, choices = (*path, key), _sections(section, key)
