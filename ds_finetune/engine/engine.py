@@ -25,9 +25,8 @@ from ds_finetune.engine.state import EngineState
 from ds_finetune.engine.whole_tensors import WholeTensors, named_parameters
 from ds_finetune.errors import RunError
 from ds_finetune.model.lora import is_adapter
-from ds_finetune.model.loss import StepNumbers
 from ds_finetune.model.parallel.pipeline import PipelineGroup
-from ds_finetune.objectives.objective import LossAndSums, Objective, Unit
+from ds_finetune.objectives.objective import LossAndSums, Objective, StepNumbers, Unit
 from ds_finetune.patches.deepspeed_engine import gradients_reduced_at_end
 from ds_finetune.plan.plan import Plan
 
