@@ -50,7 +50,7 @@ def _check_reference(config: RunConfig) -> None:
         return
     if objective.reference == "adapters_off" and config.lora is None:
         raise ConfigError(
-            "objective.reference adapters_off without lora: there are no adapters to turn off",
+            f"objective.reference {objective.reference} without lora: there are no adapters to turn off",
             hint="add `lora`, or set objective.reference to cache",
         )
     if objective.reference == "cache" and config.data.streaming:
@@ -64,12 +64,12 @@ def _check_reference(config: RunConfig) -> None:
 def _check_kto(config: RunConfig) -> None:
     if config.data.streaming:
         raise ConfigError(
-            "objective kto with data.streaming true: z0 needs the answer of another example for each prompt",
+            f"objective {config.objective.name} with data.streaming true: z0 needs the answer of another example for each prompt",
             hint="set data.streaming to false",
         )
     if config.train.global_batch_size == 1:
         raise ConfigError(
-            "objective kto with train.global_batch_size 1: z0, a mean over the examples of the global batch, needs "
+            f"objective kto with train.global_batch_size {config.train.global_batch_size}: z0, a mean over the examples of the global batch, needs "
             "more than one row",
             hint="set train.global_batch_size to 8 or more",
         )
