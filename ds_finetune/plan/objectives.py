@@ -62,15 +62,15 @@ def _check_reference(config: RunConfig) -> None:
 
 
 def _check_kto(config: RunConfig) -> None:
+    name, rows = config.objective.name, config.train.global_batch_size
     if config.data.streaming:
         raise ConfigError(
-            f"objective {config.objective.name} with data.streaming true: z0 needs the answer of another example for each prompt",
+            f"objective {name} with data.streaming true: z0 needs the answer of another example for each prompt",
             hint="set data.streaming to false",
         )
-    if config.train.global_batch_size == 1:
+    if rows == 1:
         raise ConfigError(
-            f"objective kto with train.global_batch_size {config.train.global_batch_size}: z0, a mean over the examples of the global batch, needs "
-            "more than one row",
+            f"objective {name} with train.global_batch_size {rows}: z0 is a mean over the examples of the global batch",
             hint="set train.global_batch_size to 8 or more",
         )
 
