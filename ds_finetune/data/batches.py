@@ -245,7 +245,7 @@ def _pad(parts: Sequence[Ints], length: int, value: int) -> torch.Tensor:
 def _positions(rows: Sequence[Row], length: int, *, restarts: bool) -> NDArray[np.int64]:
     """Position ids, int64 [rows, length].
 
-    With `restarts`, as in a packed row, padding is a separate document that starts at position 0. Without, the positions
+    With `restarts`, as in a packed row, padding is a separate document that starts at position 0. Otherwise positions
     continue after a single document, so that attention needs only the causal mask.
     """
     out = np.empty((len(rows), length), dtype=np.int64)

@@ -52,9 +52,10 @@ def max_positions(hf_config: PretrainedConfig) -> int | None:
 
 
 def published_name(key: str, expected: Collection[str], prefix: str) -> str:
-    """The name in the model of the checkpoint tensor `key`, as transformers 5.23 finds it: `prefix` is missing where the
-    checkpoint was saved without a head (core_model_loading.py:1567), and old checkpoints call the parameters of norms
-    gamma and beta (conversion_mapping.py:1777). `expected` are the names in the model.
+    """The name in the model of the checkpoint tensor `key`, as transformers 5.23 finds it.
+
+    `prefix` is missing where the checkpoint was saved without a head (core_model_loading.py:1567), and old checkpoints
+    call the parameters of norms gamma and beta (conversion_mapping.py:1777). `expected` are the names in the model.
     """
     name = key.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
     whole = f"{prefix}.{name}"

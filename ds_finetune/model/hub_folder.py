@@ -68,8 +68,8 @@ class StoredTensor:
 class HubFolder:
     """The tensors of a folder of published weights by name. `shapes` does not contain the scales of FP8 weights.
 
-    `rename` gives the names that the model has for them. ModelError where the folder has no safetensors, a file is missing, incomplete or outside the folder, and where a
-    weight in FP8 has no scale, or a scale has no weight.
+    `rename` gives the names that the model has for them. ModelError where the folder has no safetensors, a file is
+    missing, incomplete or outside the folder, and where a weight in FP8 has no scale, or a scale has no weight.
     """
 
     def __init__(self, folder: Path, *, rename: Callable[[str], str] | None = None) -> None:
