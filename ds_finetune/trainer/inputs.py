@@ -18,6 +18,7 @@ from ds_finetune.data.stream import StreamedRows, open_stream
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.errors import ConfigError
 from ds_finetune.model.build import TOKENIZER_PATTERNS, Task, model_class, read_hf_config, resolve_folder
+from ds_finetune.model.encoder import encoder_of, max_positions
 from ds_finetune.model.generic_check import check_generic_type
 from ds_finetune.model.model_plan import ModelPlan, plan_model, task_of
 from ds_finetune.model.score_config import set_classes, set_padding_token, with_base_classes
@@ -135,13 +136,14 @@ def make_model_plan(config: RunConfig, mesh: Mesh, *, is_config_alone: bool = Fa
 
 def _set_up_scores(config: RunConfig, hf_config: PretrainedConfig) -> str:
     """Write classes and padding token into the configuration of a classifier or reward model; returns a text on the
-    padding token, empty for a causal LM.
+    padding token, empty where it does not matter.
     """
     objective = make_objective(config.objective)
     if not isinstance(objective, ScoreObjective):
         return ""
     set_classes(hf_config, config.objective, outputs=objective.num_outputs)
-    return set_padding_token(hf_config, _tokenizer_alone(config))
+    is_encoder = encoder_of(hf_config) is not None
+    return "" if is_encoder else set_padding_token(hf_config, _tokenizer_alone(config))
 
 
 def with_classes(config: RunConfig) -> RunConfig:
@@ -168,7 +170,7 @@ def token_limits(config: RunConfig, hf_config: PretrainedConfig) -> TokenLimits:
     """The numbers of the model that rows must respect; ConfigError where `max_seq_len` is more than the model
     allows.
     """
-    allowed = getattr(hf_config, "max_position_embeddings", None)
+    allowed = max_positions(hf_config)
     if allowed and config.train.max_seq_len > allowed:
         raise ConfigError(
             f"train.max_seq_len {config.train.max_seq_len} is more than the {allowed} positions of {config.model.path}",
@@ -205,7 +207,7 @@ def _score_lines(model: ModelPlan) -> list[tuple[str, str]]:
         return []
     names = model.hf_config.id2label.values()
     text = f"{len(names)}: {', '.join(names)}" if model.objective.name == "classification" else "1, the reward"
-    return [("scores", text), ("padding token", model.padding)]
+    return [("scores", text), *([("padding token", model.padding)] if model.padding else [])]
 
 
 def _vocabulary_lines(model: ModelPlan) -> list[tuple[str, str]]:
