@@ -67,7 +67,7 @@ class DistillationHead(LossHead):
         targets -> LossAndSums.
         """
         if labels is None or open_targets is None:
-            return super().forward(hidden, labels, numbers)
+            return super().forward(hidden)
         supervised = find_supervised(labels)
         part = hidden.flatten(0, -2).index_select(0, supervised)
         part = part if self.groups.tp is None else copy_to_tensor_parallel_region(part, self.groups.tp)

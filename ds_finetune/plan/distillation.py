@@ -16,12 +16,6 @@ def check_distillation(config: RunConfig, mesh: Mesh) -> None:
     section = config.objective
     if not isinstance(section, DistillObjective):
         return
-    if (section.teacher is None) == (section.scores is None):
-        given = "neither" if section.teacher is None else "both"
-        raise ConfigError(
-            f"objective distill has {given} of `teacher` and `scores`",
-            hint="name a teacher, or a folder that `ds-finetune teach` has written",
-        )
     for what, hint in (*_contradictions(config, section), *_untested(config, mesh, section)):
         raise ConfigError(f"objective distill with {what}", hint=hint)
 
@@ -61,8 +55,6 @@ def _contradictions(config: RunConfig, section: DistillObjective) -> Iterator[tu
             "scores and data.streaming true: rows of a stream have no numbers by which scores are found",
             "set data.streaming to false, or name a teacher",
         )
-    if config.model.loss == "liger":
-        yield "model.loss liger, whose kernel has no soft targets", "set model.loss to auto"
 
 
 def _untested(config: RunConfig, mesh: Mesh, section: DistillObjective) -> Iterator[tuple[str, str]]:

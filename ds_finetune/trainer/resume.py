@@ -336,7 +336,7 @@ def _rows_left_out(found: UsableCheckpoint, run: PreparedRun) -> list[str]:
     if isinstance(rows, StreamedRows) or found.state.config["train"]["for"] == train.duration:
         return []
     epoch, index = found.state.position[:2]
-    missed = found.state.step * train.global_batch_size - (epoch * len(rows) + index)
+    missed = found.state.step * train.global_batch_size - (epoch * rows.rows_per_epoch + index)
     text = f"{missed} rows of epoch {epoch + 1} are left out: step {found.state.step} was the last one, and not full"
     return [text] if missed > 0 else []
 
@@ -344,7 +344,7 @@ def _rows_left_out(found: UsableCheckpoint, run: PreparedRun) -> list[str]:
 def _random_state_changes(found: UsableCheckpoint, run: PreparedRun) -> list[str]:
     """Random states belong to ranks, and nothing but dropout depends on them."""
     tree = run.inputs.hf_config.to_dict()
-    ratios = {key: value for key, value in tree.items() if key.endswith(("dropout", "_pdrop"))}
+    ratios = {key: value for key, value in tree.items() if key.endswith(("dropout", "_pdrop", "_dropout_prob"))}
     drops = [f"{key} {value}" for key, value in ratios.items() if isinstance(value, float) and value]
     then, now = found.state.layout.get("mesh"), str(run.plan.mesh)
     if not drops or then == now:

@@ -35,7 +35,7 @@ from ds_finetune.model.weights import weights_digest
 from ds_finetune.phase_line import PhaseLine
 from ds_finetune.plan.distillation import check_teacher
 from ds_finetune.plan.mesh import Mesh
-from ds_finetune.trainer.inputs import RunInputs, model_config, read_inputs, try_generic_types
+from ds_finetune.trainer.inputs import RunInputs, model_config, read_inputs, try_generic_type
 from ds_finetune.world import World
 
 SHARD_DOCUMENTS = 256
@@ -105,7 +105,7 @@ def _prepare(config: RunConfig) -> tuple[ModelPlan, RunInputs]:
     assert model.teacher is not None
     tree, alone = model.teacher.hf_config.to_dict(), Mesh.of(config.parallel, world_size=1, rank=0)
     check_teacher(alone, model.teacher.path, tree, max_seq_len=config.train.max_seq_len)
-    try_generic_types(config, model)
+    try_generic_type(config, model)
     return model, read_inputs(config, model)
 
 
