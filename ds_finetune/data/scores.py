@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 from ds_finetune.data.batches import Batch, MicroBatch
 from ds_finetune.data.cache import ArrayParts, find_damage, write_folder
 from ds_finetune.data.documents import Documents
+from ds_finetune.data.prepared_rows import PreparedRows
+from ds_finetune.data.rows import Row, RowDocuments
 from ds_finetune.errors import DataError, OutputError
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.objectives.examples import TopLogProbs
@@ -173,6 +175,25 @@ def write_manifest(folder: Path, identity: ScoreIdentity, num_shards: int, remar
             f"{folder / _MANIFEST} cannot be written: {failed.strerror}",
             hint="free space there, or name another folder",
         ) from failed
+
+
+@dataclass(frozen=True, eq=False)
+class NumberedRows:
+    """The same rows, each with the numbers of its documents, by which their scores are found."""
+
+    rows: PreparedRows
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Row:
+        """Row `index`."""
+        rows = self.rows
+        numbers = np.asarray(rows.order[rows.offsets[index] : rows.offsets[index + 1]], dtype=np.int64)
+        lengths = rows.documents.offsets[numbers + 1] - rows.documents.offsets[numbers]
+        documents = RowDocuments(lengths, numbers, targets=np.zeros(len(numbers)), second=lengths)
+        return replace(rows[index], documents=documents)
 
 
 def with_scores(batches: Iterator[Batch], scores: StoredScores) -> Iterator[Batch]:

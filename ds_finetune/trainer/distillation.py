@@ -47,5 +47,5 @@ def teacher_lines(model: ModelPlan, plan: Plan) -> list[tuple[str, str]]:
     held = f"whole in {where} of each rank"
     if is_teacher_partitioned(plan.zero_stage, offload):
         held = f"partitioned by ZeRO-3 over {plan.world.world_size} ranks, in {where}"
-    params = model.teacher.count_params() / 1e9
-    return [("teacher", f"{model.teacher.path}, {params:,.3f} B parameters in {plan.precision}, {held}")]
+    params = model.teacher.count_params() / 1e6
+    return [("teacher", f"{model.teacher.path}, {params:,.3f} M parameters in {plan.precision}, {held}")]
