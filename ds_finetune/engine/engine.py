@@ -25,7 +25,7 @@ from ds_finetune.engine.state import EngineState
 from ds_finetune.engine.whole_tensors import WholeTensors, named_parameters
 from ds_finetune.errors import RunError
 from ds_finetune.model.lora import is_adapter
-from ds_finetune.model.parallel.pipeline import PipelineGroup
+from ds_finetune.model.parallel.pipeline import PipelineGroup, has_tied_head
 from ds_finetune.objectives.objective import LossAndSums, Objective, StepNumbers, Unit
 from ds_finetune.patches.deepspeed_engine import gradients_reduced_at_end
 from ds_finetune.plan.plan import Plan
@@ -294,9 +294,7 @@ class Engine:
     def _is_tied(self) -> bool:
         """Whether this stage holds an embedding whose weight is the head's as well."""
         stage = self._stage
-        return (
-            stage is not None and (stage.is_first or stage.is_last) and bool(self._ds.module.config.tie_word_embeddings)
-        )
+        return stage is not None and (stage.is_first or stage.is_last) and has_tied_head(self._ds.module.lm)
 
     def _culprit(self) -> str:
         """The parameter with the first non-finite gradient, and its rank; collective."""
