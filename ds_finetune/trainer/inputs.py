@@ -136,13 +136,14 @@ def make_model_plan(config: RunConfig, mesh: Mesh, *, is_config_alone: bool = Fa
 
 def _set_up_scores(config: RunConfig, hf_config: PretrainedConfig) -> str:
     """Write classes and padding token into the configuration of a classifier or reward model; returns a text on the
-    padding token, empty for a causal LM.
+    padding token, empty where it does not matter.
     """
     objective = make_objective(config.objective)
     if not isinstance(objective, ScoreObjective):
         return ""
     set_classes(hf_config, config.objective, outputs=objective.num_outputs)
-    return set_padding_token(hf_config, _tokenizer_alone(config))
+    is_encoder = encoder_of(hf_config) is not None
+    return "" if is_encoder else set_padding_token(hf_config, _tokenizer_alone(config))
 
 
 def with_classes(config: RunConfig) -> RunConfig:
@@ -206,7 +207,7 @@ def _score_lines(model: ModelPlan) -> list[tuple[str, str]]:
         return []
     names = model.hf_config.id2label.values()
     text = f"{len(names)}: {', '.join(names)}" if model.objective.name == "classification" else "1, the reward"
-    return [("scores", text), ("padding token", model.padding)]
+    return [("scores", text), *([("padding token", model.padding)] if model.padding else [])]
 
 
 def _vocabulary_lines(model: ModelPlan) -> list[tuple[str, str]]:
