@@ -209,7 +209,8 @@ class Engine:
         sequence = self._ds.module.sp_group
         rows = (micro.input_ids, micro.position_ids, micro.labels)
         parts = ((sequence.shard(part) if sequence else part).to(self._device, non_blocking=True) for part in rows)
-        out: LossAndSums | torch.Tensor = self._ds(*parts, micro.documents, numbers, micro.examples)
+        types = {} if micro.token_types is None else {"token_types": micro.token_types.to(self._device)}
+        out: LossAndSums | torch.Tensor = self._ds(*parts, micro.documents, numbers, micro.examples, **types)
         return out
 
     def _run_micro_batches(self, batch: Batch, numbers: StepNumbers) -> torch.Tensor:

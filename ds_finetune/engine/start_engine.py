@@ -176,7 +176,7 @@ def _fill_weights(lm: PreTrainedModel, plan: Plan, model: ModelPlan, *, where: W
             model_shard=model_shard,
             skeleton=skeleton,
             growth=growth,
-            may_be_missing=fresh_parameters(model.hf_config, model.task),
+            may_be_missing=fresh_parameters(model.hf_config, model.task, head_parameters(lm)),
         )
         initialise_score_head(lm, model.objective, report.missing, seed=plan.seed, where=where)
 

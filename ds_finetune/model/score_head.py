@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from ds_finetune.errors import ModelError
 from ds_finetune.model.build import Where, has_score_head
+from ds_finetune.model.encoder import encoder_of, encoder_scores
 from ds_finetune.model.loss import HeadGroups
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 from ds_finetune.model.weights import draw_normal, initialise_weights, seed_of
@@ -105,7 +106,10 @@ class ScoreHead(nn.Linear):
 
 def head_parameters(lm: PreTrainedModel) -> list[str]:
     """Names of the parameters of a score head on this rank; none of a language model."""
-    return [name for name, _ in lm.named_parameters() if has_score_head(lm) and name.startswith(f"{SCORE_HEAD}.")]
+    encoder = encoder_of(lm.config)
+    modules = (SCORE_HEAD,) if encoder is None else encoder.head
+    prefixes = tuple(f"{module}." for module in modules)
+    return [name for name, _ in lm.named_parameters() if has_score_head(lm) and name.startswith(prefixes)]
 
 
 def initialise_score_head(
@@ -124,12 +128,41 @@ def initialise_score_head(
         draw_normal(param, deviation=deviation, seed=seed_of(seed, name), where=where)
 
 
+class EncoderHead:
+    """The modules of an encoder that score documents, with the interface of a ScoreHead; it has no parameters of its
+    own.
+    """
+
+    def __init__(self, lm: PreTrainedModel, objective: ScoreObjective) -> None:
+        self.lm = lm
+        self.objective = objective
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        labels: torch.Tensor | None,
+        numbers: StepNumbers | None = None,
+        examples: Examples | None = None,
+    ) -> LossAndSums:
+        """The LossAndSums of `examples` from `hidden` [rows, tokens, width]; `labels` are not used.
+
+        Without a document the loss is 0 and its gradients are zeros, so that every rank takes part in the reductions.
+        """
+        assert examples is not None
+        return loss_of_scores(self.objective, encoder_scores(self.lm, hidden, examples), examples, numbers)
+
+
 def install_score_head(
     lm: PreTrainedModel,
     objective: ScoreObjective,
     groups: HeadGroups = ScoreHead.groups,
-) -> ScoreHead:
-    """Turn the head `score` of `lm` into a ScoreHead in place: same module, same parameters, same name."""
+) -> ScoreHead | EncoderHead:
+    """Turn the head `score` of `lm` into a ScoreHead in place: same module, same parameters, same name. An encoder
+    keeps its modules and gets an EncoderHead, `encoder_head`.
+    """
+    if encoder_of(lm.config) is not None:
+        lm.encoder_head = EncoderHead(lm, objective)
+        return lm.encoder_head
     head = getattr(lm, SCORE_HEAD, None)
     if type(head) is not nn.Linear:
         kind = "none" if head is None else f"a {type(head).__name__}"
