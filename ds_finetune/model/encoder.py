@@ -93,15 +93,15 @@ def encoder_scores(lm: PreTrainedModel, hidden: torch.Tensor, examples: Examples
 
 def _first_states(hidden: torch.Tensor, examples: Examples) -> torch.Tensor:
     """Hidden state of the first token of each document, [documents, width]."""
-    return hidden.flatten(0, 1).index_select(0, examples.starts.to(hidden.device))
+    return hidden.flatten(0, 1).index_select(0, examples.starts)
 
 
 def _mean_states(hidden: torch.Tensor, examples: Examples) -> torch.Tensor:
     """Mean hidden state of each document, [documents, width], summed in fp32."""
-    index = examples.index.to(hidden.device).flatten()
+    index = examples.index.flatten()
     tokens = (index >= 0).nonzero().squeeze(1)
     documents = index.index_select(0, tokens)
     zeros = hidden.new_zeros(len(examples.starts), hidden.shape[-1], dtype=torch.float32)
     sums = zeros.index_add(0, documents, hidden.flatten(0, 1).index_select(0, tokens).float())
-    lengths = (examples.ends - examples.starts + 1).to(hidden.device)
+    lengths = examples.ends - examples.starts + 1
     return (sums / lengths[:, None]).to(hidden.dtype)
