@@ -156,13 +156,8 @@ def install_score_head(
     lm: PreTrainedModel,
     objective: ScoreObjective,
     groups: HeadGroups = ScoreHead.groups,
-) -> ScoreHead | EncoderHead:
-    """Turn the head `score` of `lm` into a ScoreHead in place: same module, same parameters, same name. An encoder
-    keeps its modules and gets an EncoderHead, `encoder_head`.
-    """
-    if encoder_of(lm.config) is not None:
-        lm.encoder_head = EncoderHead(lm, objective)
-        return lm.encoder_head
+) -> ScoreHead:
+    """Turn the head `score` of `lm` into a ScoreHead in place: same module, same parameters, same name."""
     head = getattr(lm, SCORE_HEAD, None)
     if type(head) is not nn.Linear:
         kind = "none" if head is None else f"a {type(head).__name__}"
@@ -174,4 +169,11 @@ def install_score_head(
     head.__class__ = ScoreHead
     assert isinstance(head, ScoreHead)
     head.objective, head.groups = objective, groups
+    return head
+
+
+def install_encoder_head(lm: PreTrainedModel, objective: ScoreObjective) -> EncoderHead:
+    """Give the encoder `lm` an EncoderHead, `encoder_head`; its modules stay as they are."""
+    head = EncoderHead(lm, objective)
+    lm.encoder_head = head
     return head
