@@ -68,7 +68,7 @@ class StoredScores:
 
     def __init__(self, folder: Path, identity: ScoreIdentity, num_shards: int) -> None:
         self.folder, self.identity = folder, identity
-        self._shards = [_Shard.open(folder / shard_name(number), identity.top_k) for number in range(num_shards)]
+        self._shards = [_ScoreShard.open(folder / shard_name(number), identity.top_k) for number in range(num_shards)]
         self._firsts = [number * identity.shard_documents for number in range(num_shards)]
 
     @classmethod
@@ -113,7 +113,7 @@ class StoredScores:
 
 
 @dataclass(frozen=True)
-class _Shard:
+class _ScoreShard:
     ids: NDArray[np.int32]
     log_probs: NDArray[np.float16]
     offsets: NDArray[np.int64]

@@ -18,12 +18,12 @@ from ds_finetune.plan.plan import Plan
 
 @contextmanager
 def start_teacher(plan: Plan, model: ModelPlan, groups: Groups) -> Iterator[Teacher | None]:
-    """The live teacher of `model`, None where it has none.
+    """The live teacher of `model`, None where it has none, and on pipeline stages before the last.
 
     At ZeRO stage 3, and where it is offloaded, its weights are partitioned over all ranks by a second DeepSpeed engine,
     which gathers them module by module. Otherwise each rank holds them whole.
     """
-    if model.teacher is None:
+    if model.teacher is None or not (groups.stage is None or groups.stage.is_last):
         yield None
         return
     is_partitioned = is_teacher_partitioned(plan.zero_stage, model.teacher.offload)

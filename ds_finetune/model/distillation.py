@@ -19,7 +19,7 @@ from ds_finetune.objectives.examples import Examples
 from ds_finetune.objectives.objective import LossAndSums, StepNumbers
 
 
-class _MixedLoss(torch.autograd.Function):
+class _ScaleGradients(torch.autograd.Function):
     """The result of a function that computes loss and gradients at once; backward only scales the gradients."""
 
     @staticmethod
@@ -82,7 +82,7 @@ class DistillationHead(LossHead):
                     hidden, weight, bias, wanted, targets, needed, mix=self.mix, tp_group=self.groups.tp
                 )
 
-            loss_sum, sums = _MixedLoss.apply(part, self.weight, self.bias, compute, needed)
+            loss_sum, sums = _ScaleGradients.apply(part, self.weight, self.bias, compute, needed)
         sums = torch.cat([sums, sums.new_full((1,), len(wanted) if targets is not None else 0)])
         return LossAndSums(loss_sum if numbers is None else loss_sum * numbers.weights[0].to(loss_sum.dtype), sums)
 
@@ -97,6 +97,7 @@ class DistilledModel(TrainedModel):
 
     def __init__(self, trained: TrainedModel, objective: Distillation, teacher: Teacher | None) -> None:
         super().__init__(trained.lm, trained.sp_group)
+        self.has_head = trained.has_head
         self.teacher = teacher
         self.temperature = objective.section.temperature
         if self.has_head:
@@ -113,14 +114,18 @@ class DistilledModel(TrainedModel):
         numbers: StepNumbers | None = None,
         examples: Examples | None = None,
         *,
+        token_types: torch.Tensor | None = None,
         wants_log_probs: bool = False,
     ) -> LossAndSums | torch.Tensor:
         """The loss of rows as in `TrainedModel`, whose targets are the teacher's."""
         assert not wants_log_probs
-        head: Any = self.lm.get_output_embeddings()
+        if not self.has_head:
+            return self.hidden(input_ids, position_ids, documents, token_types)
         # The teacher runs first, while no activations are kept for backward.
         open_targets = self._targets(input_ids, position_ids, labels, documents, examples)
-        return head(self.hidden(input_ids, position_ids, documents), labels, numbers, open_targets)  # type: ignore[no-any-return]
+        hidden = self.hidden(input_ids, position_ids, documents, token_types)
+        out: LossAndSums = self.lm.get_output_embeddings()(hidden, labels, numbers, open_targets)
+        return out
 
     def _targets(
         self,

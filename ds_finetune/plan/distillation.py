@@ -58,5 +58,9 @@ def _contradictions(config: RunConfig, section: DistillObjective) -> Iterator[tu
 
 
 def _untested(config: RunConfig, mesh: Mesh, section: DistillObjective) -> Iterator[tuple[str, str]]:
-    if mesh.pp > 1:
-        yield f"parallel {mesh} is not tested", "set parallel.pp to 1"
+    if mesh.pp > 1 and section.teacher_offload != "none":
+        # Only the ranks of the last stage run the teacher, and its weights would be on all ranks.
+        yield (
+            f"teacher_offload {section.teacher_offload} and parallel {mesh} is not tested",
+            "set parallel.pp to 1, or teacher_offload to none",
+        )

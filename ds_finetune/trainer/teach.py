@@ -91,7 +91,7 @@ def _of_teacher(config: RunConfig, teacher: str) -> RunConfig:
     """The run with `teacher` beside its model, and without what has nothing to do with its training rows."""
     if config.data.streaming:
         raise ConfigError(
-            "teach with data.streaming true: rows of a stream have no numbers by which scores are found",
+            f"data.streaming is {config.data.streaming}: rows of a stream have no numbers by which scores are found",
             hint="set data.streaming to false",
         )
     objective = DistillObjective(name="distill", teacher=teacher)

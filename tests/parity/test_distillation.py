@@ -28,6 +28,12 @@ SHARED: list[Run] = [
     for source, temperature in (("live", 2.0), ("stored", 1.0))
 ]
 """Vocabulary, tokens or experts divided among two ranks."""
+SHARED += [
+    (Distilled(Cell("qwen2", stage, accumulation, stage == 0, pp=2), source, temperature, 0.3), 2)
+    for stage, accumulation in ((0, 4), (1, 1))
+    for source, temperature in (("live", 2.0), ("stored", 1.0))
+]
+"""Layers too."""
 
 
 def _axes(run: Run) -> tuple[Hashable, ...]:

@@ -157,7 +157,7 @@ def test_other_rows_and_vocabularies_are_refused_with_both_values(task: Path, tm
     [
         ({"scores": "x", "temperature": 2.0}, {}, "scores and temperature 2"),
         ({"scores": "x"}, {"data": {"streaming": True}}, "scores and data.streaming true"),
-        ({"teacher": "x"}, {"parallel": {"pp": 2}, "deepspeed": "zero1"}, "pp 2"),
+        ({"teacher": "x", "teacher_offload": "cpu"}, {"parallel": {"pp": 2}, "deepspeed": "zero1"}, "pp 2"),
     ],
 )
 def test_what_is_not_possible_or_not_tested_is_refused(
