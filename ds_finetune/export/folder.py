@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from ds_finetune.errors import ExportError
+from ds_finetune.export.classifiers import is_classifier
 from ds_finetune.export.model_config import TOKENIZER_CONFIG, served_config, served_tokenizer
 from ds_finetune.export.shards import HubTensor, ShardWriter, as_output_errors, plan_shards, synchronise
 from ds_finetune.export.verify.record import ExportRecord, mark_unverified
@@ -209,6 +210,8 @@ def has_same_weights(folder: Path, other: Path) -> bool:
 
 def _write_config_and_files(folder: Path, parts: FolderParts, keys: Collection[str]) -> None:
     config = served_config(parts.config, parts.family, keys)
+    if is_classifier({"architectures": [parts.architecture]}):
+        config["architectures"] = [parts.architecture]
     config.setdefault("architectures", [parts.architecture])
     key = "dtype" if "dtype" in config and "torch_dtype" not in config else "torch_dtype"
     config[key] = dtype_name(parts.dtype)
