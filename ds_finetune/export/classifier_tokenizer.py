@@ -5,11 +5,12 @@ Training ends each text of a decoder with EOS, which few tokenizers add themselv
 is, so the post-processor is replaced.
 """
 
+import itertools
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +27,19 @@ _ADDED = ("add_bos_token", "add_eos_token")
 """Keys of tokenizer_config.json that make some classes of transformers replace the post-processor."""
 _PROBE = "x"
 _SINGLE = [(text, None) for text in TEXTS]
-_PAIRS = list(zip(TEXTS, TEXTS[1:], strict=False))
+_PAIRS = list(itertools.pairwise(TEXTS))
 
 
 @dataclass(frozen=True)
 class ClassifierTokenizer:
-    """How the tokenizer of an export differs from the one of training, and what it makes of texts."""
+    """How the tokenizer files of an export differ from those of training, and what they make of texts."""
 
-    pad_token_id: int | None
-    """The padding token, which never ends a text; None where the tokenizer has no such token."""
-    changed: Mapping[str, str] = field(default_factory=dict)
+    changed: Mapping[str, str]
     """Files in place of those of the same names, as text."""
     texts: tuple[str, ...] = ()
     """Texts for which a pipeline gives the tokens of training."""
     notes: tuple[str, ...] = ()
-    """Lines for the user where a pipeline gives other tokens, or cannot pad."""
+    """Lines for the user where a pipeline gives other tokens."""
 
 
 def fit_tokenizer(
@@ -49,21 +48,18 @@ def fit_tokenizer(
     encode: Encode,
     *,
     config: Mapping[str, Any],
-    endings: Collection[int],
 ) -> ClassifierTokenizer:
-    """The tokenizer files `files` (by name) of a decoder, changed so that a pipeline tokenises as `encode` does.
-
-    `endings` are tokens that texts end with in training. `config` is the model's config.json, by which transformers
-    chooses the tokenizer's class.
+    """The tokenizer files `files` (by name) of a decoder, changed so that a pipeline tokenises as `encode` does, and
+    pads with the `pad_token_id` of the model's config.json `config`.
     """
-    pad = choose_padding(tokenizer, endings, int(config["vocab_size"]))
-    changed = {CONFIG: json.dumps(config), TOKENIZER_CONFIG: _with_padding(files, tokenizer, pad)}
+    # transformers chooses the tokenizer's class by config.json.
+    changed = {CONFIG: json.dumps(config), TOKENIZER_CONFIG: with_padding(files, tokenizer, config["pad_token_id"])}
     texts = _agreeing(files, changed, encode, _SINGLE)
     template = None if texts else _template(tokenizer, encode)
     if template is not None:
         changed[_TOKENIZER] = _with_template(files, tokenizer, template)
         texts = _agreeing(files, changed, encode, _SINGLE)
-    notes = [] if pad is not None else ["the tokenizer has no token to pad with: the export classifies one text a time"]
+    notes = []
     if len(texts) < len(_SINGLE):
         ending = tokenizer.convert_ids_to_tokens(encode(_PROBE, None)[-1])
         notes.append(
@@ -75,25 +71,15 @@ def fit_tokenizer(
             "the exported tokenizer joins a text and its text_pair otherwise than training: join them yourself"
         )
     del changed[CONFIG]
-    return ClassifierTokenizer(pad, changed, tuple(text for text, _ in texts), tuple(notes))
+    return ClassifierTokenizer(changed, tuple(text for text, _ in texts), tuple(notes))
 
 
-def choose_padding(tokenizer: PreTrainedTokenizerBase, endings: Collection[int], vocab_size: int) -> int | None:
-    """A token to pad with that ends no text: the padding token, another one named so, the unknown token, or BOS."""
-    special = [(number, str(token)) for number, token in tokenizer.added_tokens_decoder.items() if token.special]
-    named = [number for number, token in special if "pad" in token.lower()]
-    candidates = (tokenizer.pad_token_id, *named, tokenizer.unk_token_id, tokenizer.bos_token_id)
-    legal = (number for number in candidates if number is not None and number < vocab_size)
-    return next((int(number) for number in legal if number not in endings), None)
-
-
-def _with_padding(files: Mapping[str, Path], tokenizer: PreTrainedTokenizerBase, pad: int | None) -> str:
+def with_padding(files: Mapping[str, Path], tokenizer: PreTrainedTokenizerBase, pad: int) -> str:
     """tokenizer_config.json with the padding token, on the right, where it changes nothing of a causal model."""
     file = files.get(TOKENIZER_CONFIG)
     config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file else {}
     config = {key: value for key, value in config.items() if key not in _ADDED}
-    token = None if pad is None else tokenizer.convert_ids_to_tokens(pad)
-    config |= {"pad_token": token, "padding_side": "right"}
+    config |= {"pad_token": tokenizer.convert_ids_to_tokens(pad), "padding_side": "right"}
     return json.dumps(config, indent=2, ensure_ascii=False) + "\n"
 
 

@@ -6,23 +6,17 @@ attention mask says. So the padding token must never be the one that ends a text
 """
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 
+from ds_finetune.model.score_config import is_classifier
+
 CONFIG = "config.json"
 SETTINGS = "ds_finetune"
 """Key of config.json under which a run says what transformers has no key for: `objective`, and `pooled_token`, which is
 the token of a text that is scored, `last` or `first`."""
-_CLASS_SUFFIX = "ForSequenceClassification"
-
-
-def is_classifier(config: PretrainedConfig | Mapping[str, Any]) -> bool:
-    """Whether a config.json names a class for sequence classification."""
-    names = config.get("architectures") if isinstance(config, Mapping) else config.architectures
-    return any(str(name).endswith(_CLASS_SUFFIX) for name in names or ())
 
 
 def holds_classifier(folder: Path) -> bool:

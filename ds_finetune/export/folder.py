@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import torch
 
 from ds_finetune.errors import ExportError
-from ds_finetune.export.classifiers import is_classifier
 from ds_finetune.export.model_config import TOKENIZER_CONFIG, served_config, served_tokenizer
 from ds_finetune.export.shards import HubTensor, ShardWriter, as_output_errors, plan_shards, synchronise
 from ds_finetune.export.verify.record import ExportRecord, mark_unverified
@@ -25,6 +24,7 @@ from ds_finetune.model.dtypes import dtype_name
 from ds_finetune.model.fp8 import QUANTIZATION_CONFIG, is_quantised
 from ds_finetune.model.hub_folder import HubFolder
 from ds_finetune.model.names import hub_pieces
+from ds_finetune.model.score_config import is_classifier
 from ds_finetune.phase_line import PhaseLine
 
 TOKENIZER_FILES = (

@@ -13,7 +13,6 @@ from transformers import AutoConfig
 
 from ds_finetune.errors import ExportError, OutputError
 from ds_finetune.export.base_folder import BaseFolder
-from ds_finetune.export.classifiers import is_classifier
 from ds_finetune.export.convert import Conversion, convert_source, num_workers
 from ds_finetune.export.folder import TOKENIZER_FILES, FolderParts
 from ds_finetune.export.model_config import config_changes
@@ -26,6 +25,7 @@ from ds_finetune.model.folder_check import check_folder
 from ds_finetune.model.fp8 import FP8 as FP8_DTYPE
 from ds_finetune.model.fp8 import QUANTIZATION_CONFIG
 from ds_finetune.model.hub_folder import has_weights
+from ds_finetune.model.score_config import is_classifier
 from ds_finetune.units import GIB
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 from tests.model.tiny import CONFIGS
@@ -52,15 +52,19 @@ def classifier(family: str, **changes: Any) -> PreTrainedModel:
     return model
 
 
-def write_tokenizer(folder: Path, **config: Any) -> Path:
-    """A tokenizer of words that adds no token of its own, as most decoders' add no EOS."""
+def write_tokenizer(folder: Path, *, adds_eos: bool = False) -> Path:
+    """A tokenizer of words; most decoders' add no EOS."""
     folder.mkdir(parents=True, exist_ok=True)
     vocab = {"<s>": BOS, "</s>": EOS, "<pad>": PAD, "<unk>": 3}
     vocab |= {word: number for number, word in enumerate(WORDS, start=len(vocab))}
     core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
     core.add_special_tokens(["<s>", "</s>", "<pad>", "<unk>"])
+    if adds_eos:
+        core.post_processor = processors.TemplateProcessing(
+            single="$A </s>", pair="$A $B </s>", special_tokens=[("</s>", EOS)]
+        )
     core.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "unk_token": "<unk>"} | config
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "unk_token": "<unk>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
