@@ -1,6 +1,7 @@
 """This rank's batches of a run: from prepared rows or from a stream, from the beginning or from where it resumes."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ds_finetune.data.batches import Batch, BatchPlan, Position, training_batches
 from ds_finetune.data.stream import START, StreamedRows, streaming_batches
@@ -20,6 +21,11 @@ def run_batches(run: PreparedRun, *, after: Progress = BEGINNING, stream_positio
     return training_batches(rows, plan, start_step=after.step, total_rows=total_rows)
 
 
+def eval_plan(run: PreparedRun) -> BatchPlan:
+    """The same for held-out rows."""
+    return replace(batch_plan(run), reference=run.reference.get("eval"))
+
+
 def batch_plan(run: PreparedRun) -> BatchPlan:
     """How rows are divided over ranks and micro-batches."""
     plan = run.plan
@@ -34,4 +40,5 @@ def batch_plan(run: PreparedRun) -> BatchPlan:
         row_len=plan.batch.max_seq_len if plan.batch.is_packed else None,
         multiple=plan.mesh.sp,
         documents_per_unit=run.inputs.model.objective.documents_per_unit,
+        reference=run.reference.get("train"),
     )

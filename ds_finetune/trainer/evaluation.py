@@ -9,7 +9,7 @@ from ds_finetune.engine.generation import GenerationLimits
 from ds_finetune.observers.evaluation import matches
 from ds_finetune.observers.stop_signals import StopSignals
 from ds_finetune.phase_line import PhaseLine
-from ds_finetune.trainer.batches import batch_plan
+from ds_finetune.trainer.batches import eval_plan
 from ds_finetune.trainer.prepare import PreparedRun
 
 
@@ -24,7 +24,7 @@ def evaluation_functions(
     assert held_out is not None
     generate, limit = run.config.eval.generate, run.config.eval.limit
     limits = GenerationLimits(generate.max_new_tokens, inputs.stop_ids, inputs.pad_token_id)
-    rows = batch_plan(run)
+    rows = eval_plan(run)
 
     def phase(what: str, number: int, per_round: int) -> PhaseLine:
         return PhaseLine(what, math.ceil(number / per_round), is_rank_zero=engine.is_rank_zero)
