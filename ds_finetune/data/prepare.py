@@ -33,7 +33,7 @@ from ds_finetune.data.sources import Record, Source, find_sources, read_records
 from ds_finetune.errors import ConfigError, DataError, RunError
 from ds_finetune.phase_line import PhaseLine
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """Increased when the format of the cache changes, so that an older cache is not read."""
 ROWS_PER_PART = 2000
 _Task = tuple[Path, list[tuple[str, Record]]]
@@ -98,7 +98,7 @@ def plan_tokenisation(
     DataError or ConfigError where sources, template or vocabulary do not fit.
     """
     _check_vocabulary(tokenizer, limits)
-    sources = find_sources(config.train if purpose == "train" else config.eval, purpose=purpose)
+    sources = find_sources(config.paths(purpose), purpose=purpose)
     template = _chat_template(config, tokenizer)
     settings = TemplateSettings(template, config.train_on, config.reasoning, config.control_tokens, config.separator)
     if config.long_rows == "split" and config.layout not in ("auto", "text"):

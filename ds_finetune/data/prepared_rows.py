@@ -52,7 +52,10 @@ class PreparedRows:
         share = self.num_supervised_tokens / max(self.num_tokens, 1)
         text = f"{len(self):,} rows, {self.num_tokens:,} tokens, {share:.1%} of them supervised"
         if self.counts.split:
-            text += f"; {self.counts.split:,} long texts split"
+            text += (
+                f"; {self.counts.split:,} long texts are cut: each piece begins with the last token before the cut and "
+                "does not see what is before that"
+            )
         if self.counts.truncated:
             text += (
                 f"; {self.counts.truncated:,} rows truncated, which cuts off {self.counts.truncated_ratio:.2%} of "

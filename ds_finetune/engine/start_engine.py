@@ -22,7 +22,7 @@ from ds_finetune.model.cross_entropy import KERNELS, Kernel, chunked_cross_entro
 from ds_finetune.model.dtypes import PRECISION_DTYPES
 from ds_finetune.model.four_bit import four_bit_or_whole, install_four_bit
 from ds_finetune.model.lora import install_lora
-from ds_finetune.model.loss import TrainedModel, install_loss_head
+from ds_finetune.model.loss import HeadGroups, TrainedModel, install_loss_head
 from ds_finetune.model.model_plan import ModelPlan
 from ds_finetune.model.parallel.expert import build_local_experts, install_expert_parallel
 from ds_finetune.model.parallel.pipeline import (
@@ -92,7 +92,8 @@ def _build(plan: Plan, model: ModelPlan, groups: Groups, *, loads_weights: bool)
     if groups.stage is not None and is_tied_copy(lm, groups.stage):
         mark_copy(lm.get_input_embeddings().weight)
     if groups.stage is None or groups.stage.is_last:
-        install_loss_head(lm, kernel=kernel, tp_group=groups.tensor, pp_group=groups.stage)
+        head_groups = HeadGroups(tp=groups.tensor, sp=groups.sequence, pp=groups.stage)
+        install_loss_head(lm, kernel=kernel, objective=model.objective, groups=head_groups)
     if plan.activation_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     return lm

@@ -7,6 +7,7 @@ from transformers import PretrainedConfig
 from ds_finetune.config.objectives import ObjectiveConfig, SftObjective
 from ds_finetune.config.schema import LoraConfig, ModelConfig, ParallelConfig
 from ds_finetune.model.build import read_hf_config
+from ds_finetune.model.encoder import check_encoder
 from ds_finetune.model.lora_plan import LoraPlan, plan_lora
 from ds_finetune.model.parallel.pipeline import layers_of_stages
 from ds_finetune.objectives.objective import Objective
@@ -46,7 +47,10 @@ def plan_model(
     lora: LoraConfig | None,
     objective: ObjectiveConfig = _SFT,
 ) -> ModelPlan:
-    """The model of `hf_config` as the sections of the run file say; ConfigError where they do not fit it."""
+    """The model of `hf_config` as the sections of the run file say; ConfigError or ModelError where they do not fit
+    it.
+    """
+    check_encoder(hf_config, attention=model.attention, objective=objective.name)
     resized = model.resize_vocabulary
     return ModelPlan(
         path=model.path,

@@ -34,6 +34,15 @@ class LossAndSums(NamedTuple):
     sums: torch.Tensor
 
 
+class StepNumbers(NamedTuple):
+    """Numbers of the global batch that a forward needs; without them a forward returns plain sums."""
+
+    weights: torch.Tensor
+    """Factors of the objective's terms, fp64 [terms]."""
+    baseline: torch.Tensor
+    """z0 of KTO, else 0; fp64 scalar."""
+
+
 class DocumentLogProbs(NamedTuple):
     """Log-probabilities of the documents of a forward, fp64 [documents] each; padding is no document.
 
@@ -63,6 +72,17 @@ class Objective(ABC):
     """Whether the loss is the mean cross entropy of tokens."""
     needs_reference: bool = False
     """Whether its loss compares with the log-probabilities of a reference model."""
+    reference_from_adapters: bool = False
+    """Whether the reference is the model with its adapters off, computed in each step."""
+    needs_baseline: bool = False
+    """Whether its loss needs a number of the global batch that is computed first, from documents of their own."""
+
+    def baseline(self, log_ratio_sum: float, count: float) -> float:
+        """The number of the global batch that the loss needs, from the sum and the number of the log-ratios to the
+        reference of `Batch.baseline` over all ranks.
+        """
+        assert not self.needs_baseline, f"{self.name} does not say how its baseline is computed"
+        return 0.0
 
     @abstractmethod
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:

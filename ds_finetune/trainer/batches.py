@@ -21,9 +21,9 @@ def run_batches(run: PreparedRun, *, after: Progress = BEGINNING, stream_positio
     return training_batches(rows, plan, start_step=after.step, total_rows=total_rows)
 
 
-def eval_plan(run: PreparedRun) -> BatchPlan:
-    """The same for held-out rows."""
-    return replace(batch_plan(run), reference=run.reference.get("eval"))
+def eval_plan(run: PreparedRun, name: str) -> BatchPlan:
+    """The same for the held-out set `name`."""
+    return replace(batch_plan(run), reference=run.reference.get(name))
 
 
 def batch_plan(run: PreparedRun) -> BatchPlan:

@@ -42,7 +42,8 @@ class RunInputs:
     tokenizer: PreTrainedTokenizerBase
     tokenizer_folder: Path
     train: PreparedRows | StreamedRows
-    held_out: PreparedRows | None
+    held_out: Mapping[str, PreparedRows]
+    """Held-out sets by the first part of their metric names: `eval`, or `eval/NAME` for named ones."""
     base: str = ""
     """Digest of the weights that adapters are trained on, or that the reference model has; empty where neither is."""
     notes: tuple[str, ...] = ()
@@ -79,8 +80,8 @@ class RunInputs:
 
     def data_notes(self) -> Iterator[str]:
         """Lines that a user should read about the rows before they are trained."""
-        for name, rows in (("train", self.train), ("eval", self.held_out)):
-            yield from (f"data.{name}: {note}" for note in (row_notes(rows.counts) if rows is not None else ()))
+        for name, rows in {"train": self.train, **self.held_out}.items():
+            yield from (f"data.{name.replace('/', '.')}: {note}" for note in row_notes(rows.counts))
 
 
 def read_inputs(config: RunConfig, model: ModelPlan) -> RunInputs:
@@ -96,8 +97,12 @@ def read_inputs(config: RunConfig, model: ModelPlan) -> RunInputs:
     train = (open_stream if config.data.streaming else prepare_rows)(
         config.data, "train", tokenizer=tokenizer, limits=limits
     )
-    held_out = prepare_rows(config.data, "eval", tokenizer=tokenizer, limits=limits) if config.data.eval else None
-    held_out_notes = (*held_out.notes, *overlap_notes(train, held_out)) if held_out else ()
+    held_out = {
+        name: prepare_rows(config.data.model_copy(update={"eval": paths}), "eval", tokenizer=tokenizer, limits=limits)
+        for name, paths in config.data.held_out_sets.items()
+    }
+    held_out_notes = [note for rows in held_out.values() for note in rows.notes]
+    held_out_notes += overlap_notes(train, held_out) if held_out else []
     return RunInputs(
         folder=folder,
         model=model,

@@ -35,7 +35,7 @@ class PreparedRun:
     schedule: LrSchedule
     estimate: RunEstimate
     reference: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
-    """Log-probabilities of the reference model by `train` and `eval`, one for each document; empty where the objective
+    """Log-probabilities of the reference model by `train` and the names of held-out sets, one for each document; empty where the objective
     has no cached reference."""
 
     @property

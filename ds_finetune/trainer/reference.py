@@ -32,12 +32,13 @@ LogProbs = NDArray[np.float64]
 """One number for each document, by its number in the data; nats."""
 _FORMAT = 1
 """Increased when the same rows would get other numbers."""
+_TRAIN = "train"
 _PACKAGES = ("torch", "transformers")
 
 
 @dataclass(frozen=True)
 class CachedReference:
-    """Reference log-probabilities of the rows of a run: `found` by name (`train`, `eval`), None where not computed."""
+    """Reference log-probabilities of the rows of a run: `found` by name of the rows, None where not computed."""
 
     found: Mapping[str, LogProbs | None]
 
@@ -77,19 +78,19 @@ def _rows(run: PreparedRun) -> dict[str, PreparedRows]:
     """The rows by name for which a cached reference is needed."""
     if getattr(run.config.objective, "reference", "") != "cache":
         return {}
-    named = {"train": run.inputs.train, "eval": run.inputs.held_out}
-    return {name: rows for name, rows in named.items() if isinstance(rows, PreparedRows)}
+    assert isinstance(run.inputs.train, PreparedRows), "a stream has no cached reference"
+    return {_TRAIN: run.inputs.train, **run.inputs.held_out}
 
 
 def _compute(run: PreparedRun, engine: Engine, name: str, rows: PreparedRows) -> LogProbs:
     plan, limit = batch_plan(run), run.config.eval.limit
-    if name == "train":
+    if name == _TRAIN:
         batches = training_batches(rows, plan, start_step=0, total_rows=len(rows))
         num_batches = -(-len(rows) // plan.global_batch_size)
     else:
         batches = eval_batches(rows, plan, limit=limit)
         num_batches = -(-num_eval_rows(rows, limit) // (plan.micro_batch_size * plan.dp))
-    what = f"reference log-probabilities of data.{name}"
+    what = f"reference log-probabilities of data.{name.replace('/', '.')}"
     with PhaseLine(what, num_batches, is_rank_zero=engine.is_rank_zero) as line:
         numbers, logps = engine.document_log_probs(_counted(batches, line))
     if not np.isfinite(logps).all():
@@ -130,7 +131,7 @@ def _fingerprint(run: PreparedRun, name: str, rows: PreparedRows) -> str:
         "quantize": config.lora.quantize if config.lora is not None else None,
         "layout": sizes,
         "forward": [plan.batch.micro_batch_size, plan.batch.max_seq_len, order],
-        "limit": config.eval.limit if name == "eval" else 0,
+        "limit": config.eval.limit if name != _TRAIN else 0,
         "packages": {name: version(name) for name in _PACKAGES},
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]

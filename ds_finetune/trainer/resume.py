@@ -320,12 +320,12 @@ def saved_record(point: ResumePoint) -> StepRecord | None:
 
 def inputs_of(run: PreparedRun) -> RunIdentity:
     """The configuration and the fingerprints of this start's inputs, as a checkpoint stores them."""
-    held_out = run.inputs.held_out
+    held_out = {name: rows.fingerprint() for name, rows in run.inputs.held_out.items()}
     return RunIdentity(
         config=run.config.model_dump(mode="json", by_alias=True),
         data=run.inputs.train.fingerprint(),
         base=run.inputs.base,
-        held_out=held_out.fingerprint() if held_out is not None else "",
+        held_out="; ".join(text if name == "eval" else f"{name}: {text}" for name, text in held_out.items()),
         deepspeed=run.plan.deepspeed,
     )
 
