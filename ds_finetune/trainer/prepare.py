@@ -35,8 +35,8 @@ class PreparedRun:
     schedule: LrSchedule
     estimate: RunEstimate
     reference: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
-    """Log-probabilities of the reference model by `train` and the names of held-out sets, one for each document; empty where the objective
-    has no cached reference."""
+    """Log-probabilities of the reference model, one for each document, by `train` and the names of held-out sets; empty
+    where the objective has no cached reference."""
 
     @property
     def output_dir(self) -> Path:
