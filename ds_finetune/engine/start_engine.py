@@ -6,6 +6,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -71,6 +72,9 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         if plan.zero_stage == 0 and plan.precision != "fp32":
             undo_constructor_step(optimizer)
         engine = Engine(wrapped, plan, groups, model.objective)
+        # Dropout draws from torch's own generator: other numbers on ranks with other rows, the same on ranks that share
+        # them. A resumed run restores its state.
+        torch.manual_seed(seed_of(plan.seed, f"dropout.{plan.mesh.place('dp')}"))
         try:
             yield engine
         finally:

@@ -16,7 +16,7 @@ _DENSE_AXES = frozenset({"tp", "sp", "pp"})
 _ALL_AXES = _DENSE_AXES | {"ep"}
 _ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")
 """Buffers added to the scores of experts to choose them: published values lie closer together than bf16's steps."""
-_POSITION_IDS = r"\.embeddings\.position_ids$"
+_POSITION_IDS = r"(^|\.)embeddings\.position_ids$"
 """A constant that older versions of transformers saved."""
 
 _ROWS = (
@@ -91,7 +91,7 @@ _ROWS = (
     ),
     Family(
         "roberta",
-        may_be_unexpected=(r"^lm_head\.", r"^roberta\.pooler\.", _POSITION_IDS),
+        may_be_unexpected=(r"^lm_head\.", r"^(roberta\.)?pooler\.", _POSITION_IDS),
         fp8_linear=None,
         encoder=Encoder(("classifier",), positions_follow_padding=True),
     ),

@@ -1,5 +1,7 @@
 """Encoders: positions and token types of their rows, and the scores of documents by transformers' own heads."""
 
+from collections.abc import Collection
+
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -47,6 +49,17 @@ def max_positions(hf_config: PretrainedConfig) -> int | None:
     """Maximum number of tokens of a document; None where the configuration names none."""
     positions = getattr(hf_config, "max_position_embeddings", None)
     return positions - first_position(hf_config) if positions else None
+
+
+def published_name(key: str, expected: Collection[str], prefix: str) -> str:
+    """The name in the model of the checkpoint tensor `key`, as transformers 5.23 finds it.
+
+    `prefix` is missing where the checkpoint was saved without a head (core_model_loading.py:1567), and old checkpoints
+    call the parameters of norms gamma and beta (conversion_mapping.py:1777). `expected` are the names in the model.
+    """
+    name = key.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+    whole = f"{prefix}.{name}"
+    return whole if name not in expected and whole in expected else name
 
 
 def encoder_inputs(

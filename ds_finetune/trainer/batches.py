@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from ds_finetune.data.batches import Batch, BatchPlan, Position, training_batches
 from ds_finetune.data.stream import START, StreamedRows, streaming_batches
+from ds_finetune.model.encoder import encoder_of
 from ds_finetune.schedule import Duration
 from ds_finetune.trainer.loop import BEGINNING, Progress
 from ds_finetune.trainer.prepare import PreparedRun
@@ -41,4 +42,5 @@ def batch_plan(run: PreparedRun) -> BatchPlan:
         multiple=plan.mesh.sp,
         documents_per_unit=run.inputs.model.objective.documents_per_unit,
         reference=run.reference.get("train"),
+        separates_padding=encoder_of(run.inputs.hf_config) is not None,
     )

@@ -18,6 +18,7 @@ from ds_finetune.data.stream import StreamedRows, open_stream
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.errors import ConfigError
 from ds_finetune.model.build import TOKENIZER_PATTERNS, read_hf_config, resolve_folder
+from ds_finetune.model.encoder import max_positions
 from ds_finetune.model.generic_check import check_generic_type
 from ds_finetune.model.model_plan import ModelPlan, plan_model
 from ds_finetune.model.vocabulary import grow_vocabulary
@@ -148,7 +149,7 @@ def token_limits(config: RunConfig, hf_config: PretrainedConfig) -> TokenLimits:
     """The numbers of the model that rows must respect; ConfigError where `max_seq_len` is more than the model
     allows.
     """
-    allowed = getattr(hf_config, "max_position_embeddings", None)
+    allowed = max_positions(hf_config)
     if allowed and config.train.max_seq_len > allowed:
         raise ConfigError(
             f"train.max_seq_len {config.train.max_seq_len} is more than the {allowed} positions of {config.model.path}",

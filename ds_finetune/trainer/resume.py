@@ -344,7 +344,7 @@ def _rows_left_out(found: UsableCheckpoint, run: PreparedRun) -> list[str]:
 def _random_state_changes(found: UsableCheckpoint, run: PreparedRun) -> list[str]:
     """Random states belong to ranks, and nothing but dropout depends on them."""
     tree = run.inputs.hf_config.to_dict()
-    ratios = {key: value for key, value in tree.items() if key.endswith(("dropout", "_pdrop"))}
+    ratios = {key: value for key, value in tree.items() if key.endswith(("dropout", "_pdrop", "_dropout_prob"))}
     drops = [f"{key} {value}" for key, value in ratios.items() if isinstance(value, float) and value]
     then, now = found.state.layout.get("mesh"), str(run.plan.mesh)
     if not drops or then == now:

@@ -19,6 +19,7 @@ from ds_finetune.data.documents import Counts
 from ds_finetune.data.packing import pack
 from ds_finetune.data.prepare import Tokenisation, TokenLimits, _write_parts, prepare_rows
 from ds_finetune.data.prepared_rows import PreparedRows
+from ds_finetune.data.rows import Row
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.demo import write_demo
 from ds_finetune.errors import ConfigError, DataError, RunError
@@ -310,3 +311,16 @@ def test_rows_without_anything_to_learn_are_counted_and_too_many_refused(
         prepare_rows(config, "train", tokenizer=tokenizer, limits=LIMITS)
     assert "2 of 12 rows of" in caught.value.message
     assert "more than data.max_dropped_ratio 0.1" in caught.value.message
+
+
+def test_padding_is_a_document_of_its_own_for_attention_in_both_directions() -> None:
+    ids = np.arange(5, dtype=np.int32)
+    row = Row(input_ids=ids, position_ids=ids, labels=np.full(5, IGNORE_INDEX, dtype=np.int32), supervised=0)
+    (joined,), (separate,) = (
+        next(eval_batches(cast(Any, [row]), plan(micro=1, separates_padding=separates))).micro
+        for separates in (False, True)
+    )
+    assert joined.documents is None
+    assert joined.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    assert separate.documents == ((5, 3),)
+    assert separate.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2]]
