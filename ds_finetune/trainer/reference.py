@@ -83,7 +83,8 @@ def _rows(run: PreparedRun) -> dict[str, PreparedRows]:
 
 
 def _compute(run: PreparedRun, engine: Engine, name: str, rows: PreparedRows) -> LogProbs:
-    plan, limit = batch_plan(run), run.config.eval.limit
+    # Without shares of sources, which repeat some rows and leave others out of the first pass.
+    plan, limit = replace(batch_plan(run), mixture=None), run.config.eval.limit
     if name == _TRAIN:
         batches = training_batches(rows, plan, start_step=0, total_rows=len(rows))
         num_batches = -(-len(rows) // plan.global_batch_size)
