@@ -55,7 +55,7 @@ class RunInputs:
     scores: StoredScores | None = None
     """Stored distributions of a teacher for the training rows."""
     base: str = ""
-    """Digest of the weights that adapters are trained on; empty where there are none."""
+    """Digest of the weights that adapters are trained on, or that the reference model has; empty where neither is."""
     notes: tuple[str, ...] = ()
     """Lines about the data for people, shown at the start."""
 
@@ -128,9 +128,14 @@ def read_inputs(config: RunConfig, model: ModelPlan) -> RunInputs:
         train=train,
         held_out=held_out,
         scores=open_scores(config, model, tokenizer, train),
-        base=weights_digest(folder) if config.lora is not None else "",
+        base=weights_digest(folder) if _has_base(model) else "",
         notes=(*train.notes, *held_out_notes),
     )
+
+
+def _has_base(model: ModelPlan) -> bool:
+    """Whether a run depends on the weights of its model beyond its beginning."""
+    return model.lora is not None or (model.objective.needs_reference and not model.has_random_weights)
 
 
 def make_model_plan(config: RunConfig, mesh: Mesh, *, is_config_alone: bool = False) -> ModelPlan:
