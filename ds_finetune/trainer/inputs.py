@@ -3,16 +3,18 @@
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.data.classes import find_classes
 from ds_finetune.data.overlap import overlap_notes
 from ds_finetune.data.prepare import TokenLimits, prepare_rows
 from ds_finetune.data.prepared_rows import PreparedRows
+from ds_finetune.data.row_kind import RowKind
 from ds_finetune.data.row_report import row_notes
 from ds_finetune.data.stream import StreamedRows, open_stream
 from ds_finetune.data.tokenizer_files import load_tokenizer
@@ -93,10 +95,11 @@ def read_inputs(config: RunConfig, model: ModelPlan) -> RunInputs:
         raise ConfigError(
             f"data.streaming does not know how long `{config.train.duration}` is", hint="give train.for in steps"
         )
-    train = (open_stream if config.data.streaming else prepare_rows)(
-        config.data, "train", tokenizer=tokenizer, limits=limits
-    )
-    held_out = prepare_rows(config.data, "eval", tokenizer=tokenizer, limits=limits) if config.data.eval else None
+    kind = find_classes(config.data, RowKind.of(config.objective))
+    prepare = partial(prepare_rows, config.data, tokenizer=tokenizer, limits=limits, kind=kind)
+    stream = partial(open_stream, config.data, tokenizer=tokenizer, limits=limits, kind=kind)
+    train = (stream if config.data.streaming else prepare)("train")
+    held_out = prepare("eval") if config.data.eval else None
     held_out_notes = (*held_out.notes, *overlap_notes(train, held_out)) if held_out else ()
     return RunInputs(
         folder=folder,
