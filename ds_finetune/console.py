@@ -45,11 +45,11 @@ def show_plan(run: "PreparedRun") -> None:
         )
     rows += model_lines(inputs.model, run.plan)
     rows.append(("data", inputs.train.summary()))
-    if inputs.held_out is not None:
-        rows.append(("held-out data", inputs.held_out.summary()))
     limit = run.config.eval.limit
-    if limit and inputs.held_out is not None and limit < len(inputs.held_out):
-        rows.append(("evaluation", f"the first {limit:,} of {len(inputs.held_out):,} rows (eval.limit)"))
+    for name, held_out in inputs.held_out.items():
+        rows.append((f"held-out data{name.removeprefix('eval').replace('/', ' ')}", held_out.summary()))
+        if limit and limit < len(held_out):
+            rows.append(("evaluation", f"the first {limit:,} of {len(held_out):,} rows (eval.limit)"))
     rows.append(("prompts", server_prompt_line(inputs.train.counts)))
     OUT.print(pairs("plan", rows))
     if inputs.model.has_random_weights:
@@ -81,8 +81,7 @@ def show_report(report: "Report") -> None:
         rows += [("steps", f"{report.last.step} ({values['train/skipped_steps']:.0f} skipped)")]
         rows += [
             (name, f"{values[name]:.4f}")
-            for name in ("train/loss", "eval/loss", "eval/perplexity", "eval/accuracy", "eval/exact_match")
-            if name in values
+            for name in ("train/loss", *(name for name in values if name.startswith("eval/")))
         ]
         rows += [("best", f"step {report.last.best_step}")] if report.last.best_step else []
         rows += [("stopped", report.last.stop)] if report.last.stop and not report.interrupted else []

@@ -8,7 +8,7 @@ tests/test_docs.py fails where a page differs from what this script would write.
 import argparse
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +141,7 @@ def _sections(schema: Mapping[str, Any]) -> Iterator[str]:
     sections = {name: _target(schema, key) for name, key in schema["properties"].items()}
     yield "\n## Top level\n"
     for name, key in schema["properties"].items():
-        if not sections[name]:
+        if not sections[name] and not _objectives(schema, key):
             yield _key(name, key, is_required=name in schema["required"])
     for name, section in sections.items():
         if section:
@@ -150,6 +150,42 @@ def _sections(schema: Mapping[str, Any]) -> Iterator[str]:
             if "anyOf" in key:
                 yield "\nThe section may be left out.\n"
             yield from _keys(schema, section, prefix=f"{name}.")
+        elif objectives := _objectives(schema, schema["properties"][name]):
+            yield from _objective_section(name, schema["properties"][name], objectives)
+
+
+def _objectives(schema: Mapping[str, Any], key: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The sections that a key has one of; none for other keys."""
+    union = next((choice for choice in key.get("anyOf", ()) if "oneOf" in choice), {})
+    return [_target(schema, choice) for choice in union.get("oneOf", ())]
+
+
+def _objective_section(name: str, key: Mapping[str, Any], objectives: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A list of the objectives, and a heading for each of their keys, which several may have."""
+    keys: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
+    yield f"\n## {name}\n\n{_wrapped(key['description'])}\n\n"
+    for section in objectives:
+        fields = section["properties"]
+        title, *others = fields["name"]["const"], *(field for field in fields if field != "name")
+        for field in others:
+            keys.setdefault(field, []).append((title, fields[field]))
+        names = f" Keys: {', '.join(f'`{field}`' for field in others)}." if others else ""
+        default = " (default)" if key["default"] == {"name": title} else ""
+        text = f"- `{title}`{default}: {section['description']} {fields['name']['description']}{names}"
+        yield f"{_wrapped(text, indent='  ')}\n"
+    yield f"\nOn resume, another objective is {RESUME[on_resume(f'{name}.name')].removesuffix(' if changed')}.\n"
+    for field, uses in keys.items():
+        yield _objective_key(f"{name}.{field}", uses)
+
+
+def _objective_key(name: str, uses: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    """A heading for a key, and a line for each meaning that it has in objectives."""
+    meanings: dict[str, list[str]] = {}
+    for objective, key in uses:
+        text = f"{_type(key)} · default {_value(key['default'])}. {key['description']}"
+        meanings.setdefault(text, []).append(f"`{objective}`")
+    lines = [_wrapped(f"- {', '.join(names)}: {text}", indent="  ") for text, names in meanings.items()]
+    return f"\n### `{name}`\n\non resume: {RESUME[on_resume(name)]}\n\n{chr(10).join(lines)}\n"
 
 
 def _keys(schema: Mapping[str, Any], section: Mapping[str, Any], *, prefix: str) -> Iterator[str]:
@@ -198,7 +234,7 @@ def _value(value: object) -> str:
         return f"`{str(value).lower()}`"
     if isinstance(value, str):
         return f"`{value}`" if value.strip() else f'`"{value.encode("unicode_escape").decode()}"`'
-    return f"`{value}`".replace("(", "[").replace(")", "]").replace("'", "") if value else "empty"
+    return f"`{value}`".replace("(", "[").replace(")", "]").replace("'", "") if value not in ([], {}) else "empty"
 
 
 def _commands(parser: argparse.ArgumentParser, name: str = "ds-finetune", text: str = "") -> Iterator[str]:

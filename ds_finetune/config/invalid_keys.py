@@ -1,11 +1,12 @@
 """Errors for a run file whose keys or values do not fit the schema."""
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from ds_finetune.config.invalid_objectives import explain_objective, objectives_with
 from ds_finetune.config.run_file import Lines
 from ds_finetune.errors import ConfigError
 
@@ -33,7 +34,7 @@ KEYS_OF_OTHER_PROGRAMS = {
     "train.micro_batch_size": "per_device_train_batch_size per_device_eval_batch_size per_gpu_train_batch_size "
     "micro_batch_size_per_gpu",
     "train.max_seq_len": "max_length max_seq_length max_sequence_length cutoff_len sequence_len "
-    "seq_len seq_length model_max_length block_size",
+    "seq_len seq_length model_max_length block_size max_prompt_length max_completion_length",
     "train.precision": "bf16 fp16 fp32 bfloat16 float16 tf32 pure_bf16 torch_dtype dtype mixed_precision",
     "train.seed": "data_seed random_seed",
     "train.max_grad_norm": "gradient_clipping grad_clip clip_grad max_norm gradient_clip_val",
@@ -65,6 +66,20 @@ KEYS_OF_OTHER_PROGRAMS = {
     "parallel.pp": "pipeline_parallel_size pipeline_model_parallel_size pp_size",
     "parallel.ep": "expert_parallel_size expert_model_parallel_size ep_size",
     "parallel.sp": "sequence_parallel_degree sequence_parallel_size context_parallel_size context_parallel sp_size cp",
+    "objective": "stage rl rlhf_type task_type problem_type training_type",
+    "objective.beta": "dpo_beta pref_beta kto_beta orpo_beta orpo_alpha simpo_beta rl_beta",
+    "objective.loss": "loss_type pref_loss dpo_loss preference_loss cpo_loss",
+    "objective.label_smoothing": "dpo_label_smoothing label_smoothing_factor cdpo_alpha",
+    "objective.nll_weight": "rpo_alpha pref_ftx cpo_alpha dpo_ftx nll_loss_coef sft_loss_weight",
+    "objective.gamma": "simpo_gamma cpo_simpo_gamma gamma_beta_ratio",
+    "objective.desirable_weight": "kto_chosen_weight kto_desirable_weight chosen_weight",
+    "objective.undesirable_weight": "kto_rejected_weight kto_undesirable_weight rejected_weight",
+    "objective.reference": "ref_model ref_model_init_kwargs reference_model precompute_ref_log_probs "
+    "precompute_ref_batch_size reference_free disable_reference",
+    "objective.center_weight": "center_rewards_coefficient center_rewards_coef",
+    "objective.teacher": "teacher_model teacher_model_name_or_path teacher_model_init_kwargs",
+    "objective.temperature": "kd_temperature distill_temperature",
+    "objective.label_weight": "kd_ce_alpha kd_alpha",
     "deepspeed": "deepspeed_config deepspeed_config_file ds_config zero_stage zero_optimization fsdp fsdp_config",
     "output_dir": "output out_dir save_dir run_dir checkpoint_dir",
     "export.max_shard_size": "save_max_shard_size shard_size",
@@ -80,6 +95,10 @@ _MEANINGS = {
     "eval.every": "`200 steps`",
     "checkpoint.every": "`500 steps`",
     "lora.quantize": "nf4",
+    "objective": "a name such as dpo, or a section with `name`",
+    "objective.nll_weight": "a key of dpo and cpo",
+    "objective.loss": "a key of dpo and cpo",
+    "objective.reference": "`cache` or `adapters_off`: the reference is the model before training",
 }
 _KEY_OF = {word: key for key, words in KEYS_OF_OTHER_PROGRAMS.items() for word in words.split()}
 
@@ -95,21 +114,57 @@ def explain(invalid: ValidationError, root: type[BaseModel], source: str, lines:
 
 
 def _explain_one(error: Any, root: type[BaseModel], source: str, lines: Lines) -> tuple[str, str]:  # noqa: ANN401 - pydantic's ErrorDetails
-    path = tuple(str(part) for part in error["loc"] if not isinstance(part, int))
+    path, section = _located(root, [str(part) for part in error["loc"] if not isinstance(part, int)])
     line = lines.get(path)
     where = f"{source} line {line}" if line else source
     name = ".".join(path)
+    objective = explain_objective(error)
+    if objective is not None:
+        return f"{where}: {objective[0]}", objective[1]
     if error["type"] == "extra_forbidden":
-        known = list(_field_names(root, path[:-1]))
-        return f"{where}: unknown key `{name}`", _suggestion(path[-1], known, root)
+        return f"{where}: unknown key `{name}`{_of_objective(path, section)}", _suggestion(path, section, root)
     if error["type"] == "missing":
         return f"{where}: `{name}` is missing", f"add `{name}` to the run file"
     hint = f"give `{name}` a value, or leave it out" if error["input"] is None else "see `ds-finetune config schema`"
     return f"{where}: `{name}` is {error['input']!r}: {_plain_message(error['msg'])}", hint
 
 
-def _suggestion(word: str, known: list[str], root: type[BaseModel]) -> str:
-    """A hint with the key that `word` probably means: another program's, another section's, or a similar one."""
+def _located(root: type[BaseModel], parts: Sequence[str]) -> tuple[tuple[str, ...], type[BaseModel]]:
+    """The keys from the top of the run file, and the section that has the last one.
+
+    pydantic adds the tag of a section that is one of several.
+    """
+    path: tuple[str, ...] = ()
+    section, rest = root, list(parts)
+    while len(rest) > 1:
+        key = rest.pop(0)
+        path, choices = (*path, key), _sections(section, key)
+        if not choices:
+            break
+        section = next((part for part in choices if _tag(part) == rest[0]), choices[0])
+        rest = rest[1:] if len(choices) > 1 else rest
+    return (*path, *rest), section
+
+
+def _tag(section: type[BaseModel]) -> str:
+    """The value of `name` by which a section is one of several; empty for other sections."""
+    field = section.model_fields.get("name")
+    values = get_args(field.annotation) if field is not None else ()
+    return str(values[0]) if values else ""
+
+
+def _of_objective(path: Sequence[str], section: type[BaseModel]) -> str:
+    return f" of objective {_tag(section)}" if path[0] == "objective" else ""
+
+
+def _suggestion(path: Sequence[str], section: type[BaseModel], root: type[BaseModel]) -> str:
+    """A hint with the key that the last of `path` probably means: another program's, another section's, or a similar
+    one.
+    """
+    word, known = path[-1], _own_names(section)
+    owners = objectives_with(word) if path[0] == "objective" else []
+    if owners:
+        return f"`{word}` is a key of {', '.join(owners)}; known here: {', '.join(known)}"
     key = _KEY_OF.get(word.lower()) or next(
         (name for name in _all_names(root) if name.rpartition(".")[2] == word), None
     )
@@ -120,16 +175,25 @@ def _suggestion(word: str, known: list[str], root: type[BaseModel]) -> str:
 
 
 def _all_names(root: type[BaseModel]) -> Iterator[str]:
-    for section in _field_names(root, ()):
-        yield section
-        if _section(root, section) is not None:
-            yield from (f"{section}.{name}" for name in _field_names(root, (section,)))
+    for key in _own_names(root):
+        yield key
+        yield from (f"{key}.{name}" for name in section_keys(root, key))
 
 
-def _section(parent: type[BaseModel], key: str) -> type[BaseModel] | None:
-    field = next(f for n, f in parent.model_fields.items() if key in (n, f.alias))
-    kinds = (field.annotation, *get_args(field.annotation))
-    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+def section_keys(root: type[BaseModel], key: str) -> list[str]:
+    """Names of the keys of section `key`, of all kinds of it where there are several; none where it is a value."""
+    return list(dict.fromkeys(name for section in _sections(root, key) for name in _own_names(section)))
+
+
+def _sections(parent: type[BaseModel], key: str) -> list[type[BaseModel]]:
+    """The sections that `key` has one of; empty where it is a value, or no key of `parent`."""
+    field = next((f for n, f in parent.model_fields.items() if key in (n, f.alias)), None)
+    kinds = (field.annotation, *get_args(field.annotation)) if field is not None else ()
+    return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+
+
+def _own_names(section: type[BaseModel]) -> list[str]:
+    return [field.alias or name for name, field in section.model_fields.items()]
 
 
 def _plain_message(message: str) -> str:
@@ -138,13 +202,3 @@ def _plain_message(message: str) -> str:
         .replace("Input should be a valid tuple", "it should be a list")
         .replace("Input should", "it should")
     )
-
-
-def _field_names(root: type[BaseModel], path: tuple[str, ...]) -> Iterator[str]:
-    section = root
-    for key in path:
-        inner = _section(section, key)
-        assert inner is not None, path
-        section = inner
-    for name, field in section.model_fields.items():
-        yield field.alias or name

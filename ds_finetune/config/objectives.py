@@ -10,14 +10,14 @@ Reference = Literal["cache", "adapters_off"]
 
 
 class SftObjective(Section):
-    """Supervised fine-tuning: the cross entropy of supervised tokens."""
+    """Supervised fine-tuning."""
 
     name: Literal["sft"] = "sft"
     """Cross entropy of the supervised tokens of dialogue, prompts with completions, or plain text."""
 
 
 class PretrainObjective(Section):
-    """Continued pre-training: the cross entropy of every token of plain text."""
+    """Continued pre-training."""
 
     name: Literal["pretrain"]
     """Cross entropy of every token of plain text."""
@@ -145,5 +145,9 @@ def _as_objective(value: object) -> object:
     return {"name": value} if isinstance(value, str) else value
 
 
-ObjectiveField = Annotated[ObjectiveConfig, Field(discriminator="name"), BeforeValidator(_as_objective)]
+ObjectiveName = Literal[
+    "sft", "pretrain", "classification", "reward", "dpo", "simpo", "cpo", "orpo", "kto", "distill"
+]  # fmt: skip
+_Section = Annotated[ObjectiveConfig, Field(discriminator="name")]
+ObjectiveField = Annotated[_Section, BeforeValidator(_as_objective, json_schema_input_type=ObjectiveName | _Section)]
 """The objective as its name, or a section with the name and its numbers."""

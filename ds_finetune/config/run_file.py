@@ -11,6 +11,8 @@ from ds_finetune.shipped import shipped_file
 
 Lines = dict[tuple[str, ...], int]
 """Line of each key, by its path from the top."""
+_SHORT_FORMS = {"model": "path", "objective": "name"}
+"""Sections that may be written as the value of one of their keys."""
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], Lines]:
@@ -64,8 +66,8 @@ def apply_override(tree: dict[str, Any], lines: Lines, override: str) -> None:
     branch = tree
     for depth, key in enumerate(keys[:-1]):
         value = branch.setdefault(key, {})
-        if isinstance(value, str) and keys[: depth + 1] == ("model",):
-            value = branch[key] = {"path": value}
+        if isinstance(value, str) and depth == 0 and key in _SHORT_FORMS:
+            value = branch[key] = {_SHORT_FORMS[key]: value}
         if not isinstance(value, dict):
             raise ConfigError(
                 f"override `{override}`: `{'.'.join(keys[: depth + 1])}` is `{value}`, not a section",

@@ -1,5 +1,6 @@
 """The schema of the run file: frozen pydantic models, in which an unknown key is an error, and `read_config`."""
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -31,6 +32,7 @@ Layout = Literal[
     "pair",
     "labelled",
 ]
+_SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 def _as_list(value: object) -> object:
@@ -39,6 +41,20 @@ def _as_list(value: object) -> object:
 
 def _as_model(value: object) -> object:
     return {"path": value} if isinstance(value, str) else value
+
+
+def _as_sets(value: object) -> object:
+    sets = value if isinstance(value, dict) else {"": value}
+    sets = {name: _as_list(paths) for name, paths in sets.items()}
+    if not sets:
+        raise ValueError("a mapping names at least one held-out set, as in `{new: a.txt, old: b.txt}`")
+    for name, paths in sets.items():
+        if isinstance(value, dict) and not (isinstance(name, str) and _SET_NAME.fullmatch(name)):
+            raise ValueError(f"the name `{name}` of a held-out set has more than letters, digits, `_`, `-` and `.`")
+        is_list = isinstance(paths, list | tuple) and all(isinstance(path, str) for path in paths)
+        if not is_list or (isinstance(value, dict) and not paths):
+            raise ValueError("it should be files, or a mapping of names to files")
+    return sets if isinstance(value, dict) else sets[""]
 
 
 def _check_duration(text: object) -> object:
@@ -51,6 +67,7 @@ def _check_warmup(text: object) -> object:
 
 
 Paths = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
+HeldOutPaths = Annotated[tuple[str, ...] | dict[str, tuple[str, ...]], BeforeValidator(_as_sets)]
 DurationText = Annotated[str, BeforeValidator(_check_duration)]
 
 
@@ -97,8 +114,10 @@ class DataConfig(Section):
     train: Paths
     """Training files, folders or hub ids (JSON, JSONL, CSV, Parquet, text); a split is named after a colon, as in
     `org/name:train` or `org/name:subset:train`. Left out, it is the training split."""
-    eval: Paths = ()
-    """Held-out files, folders or hub ids; where no split is named, it is the validation split, else the test split."""
+    eval: HeldOutPaths = ()
+    """Held-out files, folders or hub ids; where no split is named, it is the validation split, else the test split.
+    Several sets are given by name, as in `{new: a.txt, old: b.txt}`; each has its own metrics, `eval/new/loss`.
+    """
     layout: Layout = "auto"
     """Layout of a row; `auto` recognises it by its columns."""
     columns: dict[str, str] = Field(default_factory=dict)
@@ -132,6 +151,19 @@ class DataConfig(Section):
     """Processes that tokenise; 0 takes every core of the machine."""
     cache_dir: str = ".cache/ds_finetune"
     """Folder of tokenised data, found again by fingerprint."""
+
+    def paths(self, purpose: str) -> tuple[str, ...]:
+        """All paths of `train` or `eval`, whatever form they are given in."""
+        if purpose == "train":
+            return self.train
+        return tuple(path for paths in self.held_out_sets.values() for path in paths)
+
+    @property
+    def held_out_sets(self) -> dict[str, tuple[str, ...]]:
+        """Paths of each held-out set by the first part of its metric names: `eval`, or `eval/NAME` for named sets."""
+        if isinstance(self.eval, dict):
+            return {f"eval/{name}": paths for name, paths in self.eval.items()}
+        return {"eval": self.eval} if self.eval else {}
 
 
 class TrainConfig(Section):

@@ -86,6 +86,8 @@ class BatchPlan:
     """The length of every forward is a multiple of this, so that ranks can share its tokens."""
     documents_per_unit: int = 0
     """Consecutive documents that are one unit: 2 for pairs; 0 where the loss is a sum over tokens."""
+    separates_padding: bool = False
+    """Whether padding behind a single document is a document of its own, as attention in both directions needs it."""
 
 
 def training_batches(rows: Rows, plan: BatchPlan, *, start_step: int, total_rows: int) -> Iterator[Batch]:
@@ -181,7 +183,7 @@ def _stack(rows: Sequence[Row], plan: BatchPlan) -> MicroBatch:
     longest = max(len(row.input_ids) for row in rows)
     multiple = math.lcm(_PAD_MULTIPLE, plan.multiple)
     length = plan.row_len or -(-longest // multiple) * multiple
-    restarts = plan.row_len is not None or plan.documents_per_unit > 1
+    restarts = plan.row_len is not None or plan.documents_per_unit > 1 or plan.separates_padding
     positions = _positions(rows, length, restarts=restarts)
     examples = _examples(rows, length) if plan.documents_per_unit else None
     return MicroBatch(
@@ -243,8 +245,8 @@ def _pad(parts: Sequence[Ints], length: int, value: int) -> torch.Tensor:
 def _positions(rows: Sequence[Row], length: int, *, restarts: bool) -> NDArray[np.int64]:
     """Position ids, int64 [rows, length].
 
-    In a packed row (`restarts`), padding is a separate document that starts at position 0. After a single document the
-    positions continue, so that attention needs only the causal mask.
+    With `restarts`, as in a packed row, padding is a separate document that starts at position 0. Otherwise positions
+    continue after a single document, so that attention needs only the causal mask.
     """
     out = np.empty((len(rows), length), dtype=np.int64)
     for line, row in zip(out, rows, strict=True):

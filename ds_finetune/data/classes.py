@@ -32,7 +32,7 @@ def find_classes(config: DataConfig, kind: RowKind) -> RowKind:
             f"data.streaming reads no row before the run, and objective.labels is {list(kind.labels)}",
             hint="name the classes in objective.labels, or set data.streaming to false",
         )
-    sources = find_sources(config.train)
+    sources = find_sources(config.paths("train"))
     parts = [[source.fingerprint for source in sources], dict(config.columns), kind.fingerprint]
     name = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
     folder = Path(config.cache_dir) / name / "classes"

@@ -1,5 +1,6 @@
 """Finds held-out rows that are training rows too."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -10,15 +11,15 @@ from ds_finetune.data.sources import find_sources
 from ds_finetune.data.stream import StreamedRows
 
 
-def overlap_notes(train: PreparedRows | StreamedRows, held_out: PreparedRows) -> list[str]:
-    """A line with the number of held-out documents that have the same tokens as a training document.
+def overlap_notes(train: PreparedRows | StreamedRows, held_out: Mapping[str, PreparedRows]) -> list[str]:
+    """A line for each held-out set with the number of its documents that have the same tokens as a training document.
 
     A stream is not read before training; for a stream, the line names files that are in both.
     """
     if isinstance(train, StreamedRows):
         held_out_files = {
             Path(source.path).resolve()
-            for source in find_sources(train.config.eval, purpose="eval")
+            for source in find_sources(train.config.paths("eval"), purpose="eval")
             if source.format != "hub"
         }
         both = [
@@ -27,13 +28,12 @@ def overlap_notes(train: PreparedRows | StreamedRows, held_out: PreparedRows) ->
             if source.format != "hub" and Path(source.path).resolve() in held_out_files
         ]
         return [f"data.eval has training files: {', '.join(both)}"] if both else []
-    repeated = _num_repeated(held_out.documents.digests, train.documents.digests)
-    if not repeated:
-        return []
-    total = held_out.counts.documents
+    repeated = {name: _num_repeated(rows.documents.digests, train.documents.digests) for name, rows in held_out.items()}
     return [
-        f"data.eval repeats training data: {repeated:,} of {total:,} held-out documents have the tokens of a "
-        "training document"
+        f"data.{name.replace('/', '.')} repeats training data: {number:,} of {held_out[name].counts.documents:,} "
+        "held-out documents have the tokens of a training document"
+        for name, number in repeated.items()
+        if number
     ]
 
 

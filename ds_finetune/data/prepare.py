@@ -126,7 +126,7 @@ def plan_tokenisation(
     """
     _check_tokenizer(tokenizer, limits, kind)
     check_layout_name(config.layout, kind)
-    sources = find_sources(config.train if purpose == "train" else config.eval, purpose=purpose)
+    sources = find_sources(config.paths(purpose), purpose=purpose)
     template = _chat_template(config, tokenizer)
     settings = TemplateSettings(template, config.train_on, config.reasoning, config.control_tokens, config.separator)
     if config.long_rows == "split" and (config.layout not in ("auto", "text") or kind.documents_per_unit):

@@ -92,7 +92,10 @@ class PreparedRows:
         text = f"{len(self):,} rows, {units}{self.num_tokens:,} tokens"
         text += f" of {self._labels_text()}" if self.kind.name == "labelled" else f", {share:.1%} of them supervised"
         if self.counts.split:
-            text += f"; {self.counts.split:,} long texts split"
+            text += (
+                f"; {self.counts.split:,} long texts are cut: each piece begins with the last token before the cut and "
+                "does not see what is before that"
+            )
         if self.counts.truncated:
             text += (
                 f"; {self.counts.truncated:,} rows truncated, which cuts off {self.counts.truncated_ratio:.2%} of "

@@ -34,7 +34,7 @@ def files_of(config: RunConfig | None) -> tuple[str, ...]:
     """Files and folders that every host must have; files on the Hugging Face hub are not among them."""
     if config is None:
         return ()
-    named = [config.model.path, config.model.tokenizer, *config.data.train, *config.data.eval]
+    named = [config.model.path, config.model.tokenizer, *config.data.paths("train"), *config.data.paths("eval")]
     named += [config.deepspeed] if isinstance(config.deepspeed, str) else []
     return tuple(path for path in named if path and Path(path).exists())
 

@@ -6,7 +6,7 @@ It knows the terms, sums and metrics of an objective, and nothing else about it.
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import torch
@@ -25,9 +25,8 @@ from ds_finetune.engine.state import EngineState
 from ds_finetune.engine.whole_tensors import WholeTensors, named_parameters
 from ds_finetune.errors import RunError
 from ds_finetune.model.lora import is_adapter
-from ds_finetune.model.loss import StepNumbers
-from ds_finetune.model.parallel.pipeline import PipelineGroup
-from ds_finetune.objectives.objective import LossAndSums, Objective, Unit
+from ds_finetune.model.parallel.pipeline import PipelineGroup, has_tied_head
+from ds_finetune.objectives.objective import LossAndSums, Objective, StepNumbers, Unit
 from ds_finetune.patches.deepspeed_engine import gradients_reduced_at_end
 from ds_finetune.plan.plan import Plan
 
@@ -61,6 +60,8 @@ class HeldOutScores:
     counts: Mapping[str, float]
     is_per_token: bool = True
     """Whether the loss is a mean over tokens, so that it has a perplexity."""
+    sums: Mapping[str, float] = field(default_factory=dict)
+    """The sums from which the metrics are computed."""
 
     @property
     def loss(self) -> float:
@@ -142,7 +143,15 @@ class Engine:
                 counts.update(batch.counts)
         totals = self._sum_over_ranks(*sums.tolist(), copies=self.plan.mesh.tp)
         everywhere = self._global_counts(counts)
-        return HeldOutScores(self._metrics(totals, everywhere), everywhere, self.objective.is_per_token)
+        return self._scores(dict(zip(self.objective.sum_names, totals, strict=True)), everywhere)
+
+    def pool(self, scores: Iterable[HeldOutScores]) -> HeldOutScores:
+        """Scores over all rows of several evaluations together."""
+        sums, counts = Counter[str](), Counter[str]()
+        for part in scores:
+            sums.update(part.sums)
+            counts.update(part.counts)
+        return self._scores(sums, counts)
 
     def generate(
         self, prompts: list[list[int]], limits: GenerationLimits, *, is_over: Callable[[], bool] = _never
@@ -240,6 +249,9 @@ class Engine:
         weights = term_weights(self.objective.terms, counts)
         return StepNumbers(weights.to(self._device), weights.new_zeros((), device=self._device))
 
+    def _scores(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> HeldOutScores:
+        return HeldOutScores(self.objective.metrics(sums, counts), counts, self.objective.is_per_token, sums)
+
     def _metrics(self, totals: Sequence[float], counts: Mapping[str, float]) -> dict[str, float]:
         return self.objective.metrics(dict(zip(self.objective.sum_names, totals, strict=True)), counts)
 
@@ -282,9 +294,7 @@ class Engine:
     def _is_tied(self) -> bool:
         """Whether this stage holds an embedding whose weight is the head's as well."""
         stage = self._stage
-        return (
-            stage is not None and (stage.is_first or stage.is_last) and bool(self._ds.module.config.tie_word_embeddings)
-        )
+        return stage is not None and (stage.is_first or stage.is_last) and has_tied_head(self._ds.module.lm)
 
     def _culprit(self) -> str:
         """The parameter with the first non-finite gradient, and its rank; collective."""

@@ -31,6 +31,22 @@ class TinyModels:
 
 
 @dataclass(frozen=True)
+class Encoder:
+    """How a model that attends in both directions numbers its positions and classifies a document."""
+
+    head: tuple[str, ...]
+    """Modules that turn the vector of a document into its scores, in order, by their names in transformers' class for
+    classification. Those that a model folder does not have are drawn."""
+    has_token_types: bool = False
+    """Whether the second text of a pair has another type of token than the first."""
+    positions_follow_padding: bool = False
+    """Positions begin one after `pad_token_id` of the config instead of at 0, and there are as many fewer of them."""
+    pooling_key: str | None = None
+    """Key of the config that says which hidden states become the vector of a document: `cls`, the first token's, or
+    `mean`, the mean of all. None where it is always the first token's."""
+
+
+@dataclass(frozen=True)
 class Family:
     """One model type. A capability that is None, empty or False is not available for it."""
 
@@ -65,6 +81,9 @@ class Family:
     """Class of its routed experts in transformers; expert parallelism needs it."""
     has_lora: bool = False
     """Whether LoRA is tested with it."""
+
+    encoder: Encoder | None = None
+    """None for causal models."""
 
     onnx: OnnxGraph | None = None
     tiny_models: TinyModels | None = None

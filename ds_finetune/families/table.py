@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from ds_finetune.families.family import Family, OnnxGraph, TinyModels
+from ds_finetune.families.family import Encoder, Family, OnnxGraph, TinyModels
 from ds_finetune.families.parameters import (
     ParameterRules,
     grouped_query_attention,
@@ -16,6 +16,8 @@ _DENSE_AXES = frozenset({"tp", "sp", "pp"})
 _ALL_AXES = _DENSE_AXES | {"ep"}
 _ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")
 """Buffers added to the scores of experts to choose them: published values lie closer together than bf16's steps."""
+_POSITION_IDS = r"(^|\.)embeddings\.position_ids$"
+"""A constant that older versions of transformers saved."""
 
 _ROWS = (
     Family(
@@ -80,6 +82,24 @@ _ROWS = (
         has_lora=True,
         onnx=OnnxGraph("grouped_query"),
         tiny_models=TinyModels(DENSE, {"llama_deep": {**DENSE, "num_hidden_layers": 5}}, in_standard_selftest=True),
+    ),
+    Family(
+        "bert",
+        may_be_unexpected=(r"^cls\.", _POSITION_IDS),
+        fp8_linear=None,
+        encoder=Encoder(("bert.pooler", "dropout", "classifier"), has_token_types=True),
+    ),
+    Family(
+        "roberta",
+        may_be_unexpected=(r"^lm_head\.", r"^(roberta\.)?pooler\.", _POSITION_IDS),
+        fp8_linear=None,
+        encoder=Encoder(("classifier",), positions_follow_padding=True),
+    ),
+    Family(
+        "modernbert",
+        may_be_unexpected=(r"^decoder\.",),
+        fp8_linear=None,
+        encoder=Encoder(("head", "drop", "classifier"), pooling_key="classifier_pooling"),
     ),
 )
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ROWS}

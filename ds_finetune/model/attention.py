@@ -1,4 +1,4 @@
-"""Causal attention over each document of a packed row, without a mask over the whole row."""
+"""Attention over each document of a packed row, without a mask over the whole row: causal, or in both directions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,23 +34,29 @@ _WITHOUT_EFFECT = ("position_ids", "cache_position")
 
 
 @dataclass(frozen=True)
-class _Causal:
-    """Causal attention within one document."""
+class _DocumentAttention:
+    """Attention within one document."""
 
     scaling: float
     window: int | None
-    """Maximum number of tokens that a query attends to, itself included; None for all."""
+    """A query attends to tokens that are fewer than this number of positions away; None for all."""
     dropout: float
+    is_causal: bool = True
+    """Whether a query attends to no later tokens."""
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """The queries are the last tokens of the document whose keys and values are given."""
+        """The queries are the last tokens of the document whose keys and values are given, all of them where attention
+        is not causal.
+        """
         queries, keys, width = query.shape[2], key.shape[2], value.shape[3]
         if query.device.type == "cpu" and keys >= _PAD_FROM and width < key.shape[3]:
             value = functional.pad(value, (0, key.shape[3] - width))
         mask, is_whole = None, queries == keys
+        assert is_whole or self.is_causal, (queries, keys)
         if (self.window is not None and keys > self.window) or not (is_whole or queries == 1):
             positions = torch.arange(keys, device=query.device)
             distance = positions[keys - queries :, None] - positions
+            distance = distance if self.is_causal else distance.abs()
             mask = (distance >= 0) & (distance < (self.window or keys))
         out = functional.scaled_dot_product_attention(
             query,
@@ -59,7 +65,7 @@ class _Causal:
             attn_mask=mask,
             dropout_p=self.dropout,
             scale=self.scaling,
-            is_causal=mask is None and is_whole,
+            is_causal=self.is_causal and mask is None and is_whole,
         )
         return out[..., :width]
 
@@ -84,7 +90,9 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
     Returns [rows, tokens, heads, value width]. `documents` has one entry for each row; with None each row is one
     document, and with fewer queries than keys the queries are its last tokens (decoding with a cache). With `sp_group`
     the tensors have this rank's tokens, and `documents` describes whole rows. Without `sliding_window` the module's
-    own applies. ModelError where another argument would change the result.
+    own applies; in encoders it reaches as far in both directions. A module whose `is_causal` is false attends in both
+    directions, as in transformers 5.23 (integrations/sdpa_attention.py:143). ModelError where another argument would
+    change the result.
     """
     if unknown := _unknown(others):
         raise ModelError(
@@ -98,12 +106,13 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
     groups = query.shape[1] // key.shape[1]
     parts = (query, repeat_kv(key, groups), repeat_kv(value, groups))
     # transformers 5.23, qwen2_moe/modeling_qwen2_moe.py:226,254: the model applies its window only in the mask.
-    causal = _Causal(scaling, sliding_window or getattr(module, "sliding_window", None), dropout)
+    window = sliding_window or getattr(module, "sliding_window", None)
+    attend = _DocumentAttention(scaling, window, dropout, getattr(module, "is_causal", True))
     if documents is None:
-        out = causal(*parts)
+        out = attend(*parts)
     else:
         rows = zip(*(tensor.split(1) for tensor in parts), documents, strict=True)
-        out = torch.cat([_row(causal, row, lengths) for *row, lengths in rows])
+        out = torch.cat([_row(attend, row, lengths) for *row, lengths in rows])
     out = out.transpose(1, 2).contiguous()
     return out if sp_group is None else sp_group.gather_heads_scatter_tokens(out), None
 
@@ -148,13 +157,14 @@ def attend_by_lengths(  # noqa: PLR0913 - transformers' interface
     flat = [part.transpose(0, 1).flatten(1, 2)[None] for part in parts]
     if unknown := [name for name in _unknown(others) if name != "cu_seq_lens_k"]:
         raise TypeError(f"{type(module).__name__} passes `{unknown[0]}` to its attention")
-    out = _row(_Causal(width**-0.5 if scaling is None else scaling, sliding_window, 0.0), flat, tuple(lengths))
+    attend = _DocumentAttention(width**-0.5 if scaling is None else scaling, sliding_window, 0.0)
+    out = _row(attend, flat, tuple(lengths))
     return out[0].unflatten(1, (rows, tokens)).permute(1, 2, 0, 3).contiguous(), None
 
 
-def _row(causal: _Causal, parts: Sequence[torch.Tensor], lengths: Documents) -> torch.Tensor:
+def _row(attend: _DocumentAttention, parts: Sequence[torch.Tensor], lengths: Documents) -> torch.Tensor:
     documents = zip(*(tensor.split(lengths, dim=2) for tensor in parts), strict=True)
-    return torch.cat([causal(*document) for document in documents], dim=2)
+    return torch.cat([attend(*document) for document in documents], dim=2)
 
 
 register_attention(BY_DOCUMENT, attend_by_document)

@@ -68,14 +68,15 @@ class StoredTensor:
 class HubFolder:
     """The tensors of a folder of published weights by name. `shapes` does not contain the scales of FP8 weights.
 
-    ModelError where the folder has no safetensors, a file is missing, incomplete or outside the folder, and where a
-    weight in FP8 has no scale, or a scale has no weight.
+    `rename` gives the names that the model has for them. ModelError where the folder has no safetensors, a file is
+    missing, incomplete or outside the folder, and where a weight in FP8 has no scale, or a scale has no weight.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, rename: Callable[[str], str] | None = None) -> None:
         self.folder = folder
         self._scratch = Scratch()
-        self._stored = _read_tensors(folder)
+        stored = _read_tensors(folder)
+        self._stored = stored if rename is None else _renamed(stored, rename, folder)
         fp8 = [key for key, stored in self._stored.items() if stored.dtype == FP8]
         _check_scales(folder, self._stored, fp8)
         self._scaled = frozenset(fp8)
@@ -164,14 +165,13 @@ class HubFolder:
                 f"{self.folder} does not fit {model}: {wrong}",
                 hint="it is incomplete or belongs to another model; download it again, or name the right folder",
             )
-        self.check_dtypes()
+        self.check_dtypes(besides=left)
         return left
 
-    def check_dtypes(self) -> None:
-        """ModelError where a tensor has a dtype that weights do not have."""
-        others = [
-            f"`{key}` is {self._stored[key].dtype}" for key in self.shapes if self._stored[key].dtype not in _WEIGHTS
-        ]
+    def check_dtypes(self, *, besides: Iterable[str] = ()) -> None:
+        """ModelError where a tensor has a dtype that weights do not have; tensors in `besides` may have any."""
+        read = self.shapes.keys() - set(besides)
+        others = [f"`{key}` is {self._stored[key].dtype}" for key in read if self._stored[key].dtype not in _WEIGHTS]
         if others:
             raise ModelError(
                 f"{self.folder} holds {len(others)} tensors of another kind: {', '.join(others[:_SHOWN])}",
@@ -191,6 +191,21 @@ class HubFolder:
 def has_weights(folder: Path) -> bool:
     """Whether `folder` has published weights."""
     return (folder / INDEX).is_file() or any(folder.glob("*.safetensors"))
+
+
+def _renamed(stored: Mapping[str, StoredTensor], rename: Callable[[str], str], folder: Path) -> dict[str, StoredTensor]:
+    """The tensors by their new names; ModelError where two have the same."""
+    tensors: dict[str, StoredTensor] = {}
+    for key, tensor in stored.items():
+        name = rename(key)
+        if name in tensors:
+            both = sorted(other for other in stored if rename(other) == name)
+            raise ModelError(
+                f"{folder} has the tensors `{both[0]}` and `{both[1]}`, which are both `{name}` of the model",
+                hint="remove one of them",
+            )
+        tensors[name] = tensor
+    return tensors
 
 
 def _read_tensors(folder: Path) -> dict[str, StoredTensor]:

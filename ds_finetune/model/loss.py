@@ -1,6 +1,7 @@
 """The loss over supervised positions, chunk by chunk: the [tokens, vocabulary] logits are never built."""
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -9,21 +10,27 @@ from transformers import PreTrainedModel
 from ds_finetune.errors import ModelError
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.model.attention import BY_DOCUMENT, BY_LENGTHS, FLASH, Documents, flash_arguments
-from ds_finetune.model.cross_entropy import Kernel, NeededGradients, chunked_cross_entropy
+from ds_finetune.model.build import head_of
+from ds_finetune.model.cross_entropy import Kernel, chunked_cross_entropy
+from ds_finetune.model.head_chunks import NeededGradients, needed_gradients
+from ds_finetune.model.log_probs import (
+    DocumentTokens,
+    HeadInputs,
+    LossOfDocuments,
+    document_log_probs,
+    document_loss,
+)
 from ds_finetune.model.parallel.pipeline import PipelineGroup
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 from ds_finetune.model.parallel.tensor import TensorParallelGroup, copy_to_tensor_parallel_region
 from ds_finetune.objectives.examples import Examples
-from ds_finetune.objectives.objective import LossAndSums
-
-
-class StepNumbers(NamedTuple):
-    """Numbers of the global batch that a forward needs; without them a forward returns plain sums."""
-
-    weights: torch.Tensor
-    """Factors of the objective's terms, fp64 [terms]."""
-    baseline: torch.Tensor
-    """z0 of KTO, else 0; fp64 scalar."""
+from ds_finetune.objectives.objective import (
+    DocumentObjective,
+    LossAndSums,
+    Objective,
+    StepNumbers,
+    TokenObjective,
+)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -64,12 +71,24 @@ class _CrossEntropy(torch.autograd.Function):
         )
 
 
+@dataclass(frozen=True)
+class HeadGroups:
+    """The ranks with which a head computes its loss; None along an axis of one rank."""
+
+    tp: TensorParallelGroup | None = None
+    """Ranks that hold the other shards of the vocabulary."""
+    sp: SequenceParallelGroup | None = None
+    """Ranks that hold the other tokens of the documents."""
+    pp: PipelineGroup | None = None
+    """Stages; the head is on the last one, which sends its logits to the others."""
+
+
 class LossHead(nn.Linear):
     """A language-model head that returns logits, or with `labels` the loss without building all logits."""
 
     kernel: Kernel = staticmethod(chunked_cross_entropy)
-    tp_group: TensorParallelGroup | None = None
-    pp_group: PipelineGroup | None = None
+    objective: Objective = TokenObjective("sft")
+    groups = HeadGroups()
 
     def forward(
         self,
@@ -77,26 +96,43 @@ class LossHead(nn.Linear):
         labels: torch.Tensor | None = None,
         numbers: StepNumbers | None = None,
         examples: Examples | None = None,
-    ) -> Any:  # noqa: ANN401 - logits or LossAndSums
+        *,
+        wants_log_probs: bool = False,
+    ) -> Any:  # noqa: ANN401 - logits, LossAndSums or log-probabilities
         """`hidden` [..., width] -> logits [..., vocabulary]; with `labels` [...] (already shifted, int64) -> the
-        LossAndSums of the cross entropy.
+        LossAndSums of the objective.
+
+        With `wants_log_probs`: the sum of the log-probabilities of the supervised tokens of each document in `examples`
+        instead, fp64 [documents], without a gradient; the same on every tensor and sequence parallel rank.
 
         Positions whose label is IGNORE_INDEX are not computed. Without a supervised position the loss is 0 and its
         gradients are zeros, so that every rank takes part in the reductions.
         """
         if labels is None:
-            logits = super().forward(hidden)
-            logits = logits if self.tp_group is None else self.tp_group.all_gather_last_dim(logits)
-            return logits if self.pp_group is None else self.pp_group.broadcast_from_last(logits)
+            return self._logits(hidden)
         supervised = (labels.reshape(-1) != IGNORE_INDEX).nonzero().squeeze(1)
         part = hidden.reshape(-1, hidden.shape[-1]).index_select(0, supervised)
-        part = part if self.tp_group is None else copy_to_tensor_parallel_region(part, self.tp_group)
-        targets = labels.reshape(-1).index_select(0, supervised)
-        is_on = torch.is_grad_enabled()
-        needed = NeededGradients(
-            *(is_on and tensor is not None and tensor.requires_grad for tensor in (part, self.weight, self.bias))
-        )
-        loss_sum, num_correct = _CrossEntropy.apply(part, self.weight, self.bias, targets, self.kernel, needed)
+        part = part if self.groups.tp is None else copy_to_tensor_parallel_region(part, self.groups.tp)
+        inputs = HeadInputs(part, self.weight, self.bias, labels.reshape(-1).index_select(0, supervised))
+        if not wants_log_probs and isinstance(self.objective, TokenObjective):
+            return self._cross_entropy(inputs, numbers)
+        assert examples is not None, "the batch has no examples; set documents_per_unit in its BatchPlan"
+        index = examples.index.reshape(-1).index_select(0, supervised)
+        tokens = DocumentTokens(index, examples, self.groups.sp)
+        if wants_log_probs:
+            return document_log_probs(inputs, tokens, tp_group=self.groups.tp)
+        assert isinstance(self.objective, DocumentObjective), type(self.objective)
+        return document_loss(inputs, LossOfDocuments(self.objective, tokens, numbers), tp_group=self.groups.tp)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(hidden)
+        logits = logits if self.groups.tp is None else self.groups.tp.all_gather_last_dim(logits)
+        return logits if self.groups.pp is None else self.groups.pp.broadcast_from_last(logits)
+
+    def _cross_entropy(self, inputs: HeadInputs, numbers: StepNumbers | None) -> LossAndSums:
+        hidden, weight, bias, targets = inputs
+        needed = needed_gradients(hidden, weight, bias)
+        loss_sum, num_correct = _CrossEntropy.apply(hidden, weight, bias, targets, self.kernel, needed)
         sums = torch.stack([loss_sum.detach().double(), num_correct.double()])
         return LossAndSums(loss_sum if numbers is None else loss_sum * numbers.weights[0].to(loss_sum.dtype), sums)
 
@@ -105,13 +141,12 @@ def install_loss_head(
     lm: PreTrainedModel,
     *,
     kernel: Kernel = chunked_cross_entropy,
-    tp_group: TensorParallelGroup | None = None,
-    pp_group: PipelineGroup | None = None,
+    objective: Objective = LossHead.objective,
+    groups: HeadGroups = LossHead.groups,
 ) -> LossHead:
     """Turn the head of `lm` into a LossHead in place: same module, same parameters, same name.
 
-    With `tp_group` it holds a shard of the vocabulary, which `kernel` must handle. With `pp_group` it is the head of
-    the last stage, which sends its logits to the others.
+    `kernel` computes the cross entropy; with a tensor parallel group it must handle a shard of the vocabulary.
     """
     head = lm.get_output_embeddings()
     if type(head) is not nn.Linear:
@@ -121,12 +156,12 @@ def install_loss_head(
         )
     head.__class__ = LossHead
     assert isinstance(head, LossHead)
-    head.kernel, head.tp_group, head.pp_group = kernel, tp_group, pp_group
+    head.kernel, head.objective, head.groups = kernel, objective, groups
     return head
 
 
 class TrainedModel(nn.Module):
-    """A causal LM whose forward is the loss; the Hugging Face model is `lm`, or a stage of it."""
+    """A model whose forward is the loss; the Hugging Face model is `lm`, or a stage of it."""
 
     def __init__(
         self, lm: PreTrainedModel, sp_group: SequenceParallelGroup | None = None, pp_group: PipelineGroup | None = None
@@ -149,15 +184,23 @@ class TrainedModel(nn.Module):
         documents: tuple[Documents, ...] | None,
         numbers: StepNumbers | None = None,
         examples: Examples | None = None,
+        *,
+        wants_log_probs: bool = False,
     ) -> LossAndSums | torch.Tensor:
         """Loss of rows [batch, tokens] (int64 each) whose documents have the lengths `documents`; None where each row
         is one document.
 
-        With `sp_group` the tensors have this rank's tokens of the rows, and `documents` describes whole rows. Pipeline
-        stages before the last return hidden states.
+        With `sp_group` the tensors and `examples.index` have this rank's tokens of the rows, and `documents` describes
+        whole rows. With `wants_log_probs` the result is that of the examples, fp64 [documents]. Pipeline stages before
+        the last return hidden states.
         """
         hidden = self.hidden(input_ids, position_ids, documents)
-        return self.lm.get_output_embeddings()(hidden, labels, numbers, examples) if self.has_head else hidden
+        if not self.has_head:
+            return hidden
+        # Score heads have no log-probabilities.
+        wanted = {"wants_log_probs": True} if wants_log_probs else {}
+        out: LossAndSums | torch.Tensor = head_of(self.lm)(hidden, labels, numbers, examples, **wanted)
+        return out
 
     def hidden(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, documents: tuple[Documents, ...] | None

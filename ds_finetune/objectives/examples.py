@@ -1,6 +1,6 @@
 """The documents of one forward."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -23,3 +23,8 @@ class Examples:
     """Target of each document, fp64 [documents]."""
     reference: torch.Tensor
     """Log-probability of each document under the reference model, fp64 [documents]; zeros where there is none."""
+
+    def to(self, device: torch.device) -> "Examples":
+        """The same on `device`; copies from pinned memory do not wait."""
+        moved = {each.name: getattr(self, each.name).to(device, non_blocking=True) for each in fields(self)}
+        return replace(self, **moved)

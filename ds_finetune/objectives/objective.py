@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 Unit = Literal["supervised_tokens", "chosen_tokens", "pairs", "examples"]
 """What a term is a mean over. `chosen_tokens` are the supervised tokens of the chosen answers of pairs."""
@@ -32,6 +34,17 @@ class LossAndSums(NamedTuple):
 
     loss: torch.Tensor
     sums: torch.Tensor
+    scores: torch.Tensor | None = None
+    """Outputs of a classification head, fp32 [documents, outputs] without a gradient; None for other objectives."""
+
+
+class StepNumbers(NamedTuple):
+    """Numbers of the global batch that a forward needs; without them a forward returns plain sums."""
+
+    weights: torch.Tensor
+    """Factors of the objective's terms, fp64 [terms]."""
+    baseline: torch.Tensor
+    """z0 of KTO, else 0; fp64 scalar."""
 
 
 class DocumentLogProbs(NamedTuple):
@@ -63,6 +76,17 @@ class Objective(ABC):
     """Whether the loss is the mean cross entropy of tokens."""
     needs_reference: bool = False
     """Whether its loss compares with the log-probabilities of a reference model."""
+    reference_from_adapters: bool = False
+    """Whether the reference is the model with its adapters off, computed in each step."""
+    needs_baseline: bool = False
+    """Whether its loss needs a number of the global batch that is computed first, from documents of their own."""
+
+    def baseline(self, log_ratio_sum: float, count: float) -> float:
+        """The number of the global batch that the loss needs, from the sum and the number of the log-ratios to the
+        reference of `Batch.baseline` over all ranks.
+        """
+        assert not self.needs_baseline, f"{self.name} does not say how its baseline is computed"
+        return 0.0
 
     @abstractmethod
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
@@ -104,6 +128,16 @@ class ScoreObjective(Objective):
     """A loss of the outputs of a classification head, one row of outputs for each document."""
 
     num_outputs: int
+    gathers_scores: bool = False
+    """Whether some metric of an evaluation needs the scores of all documents together."""
+
+    def score_metrics(
+        self,
+        scores: NDArray[np.float64],
+        targets: NDArray[np.float64],
+    ) -> dict[str, float]:
+        """Metrics by name that need the first score of every document, and its target, together: fp64 [documents]."""
+        return {}
 
     @abstractmethod
     def loss(self, scores: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> LossAndSums:

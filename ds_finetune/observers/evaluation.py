@@ -17,30 +17,33 @@ _OVERFLOW_NATS = 700.0
 class Evaluation:
     """Calls `evaluate`, and `exact_match` where eval.generate.prompts is set, every `every_steps` and at the last step.
 
-    Either returns None where a signal asks the run to end. The evaluation `is_due` then when the run resumes.
+    Their results are by the first part of metric names: `eval` for all held-out rows, and `eval/NAME` for each set that
+    has a name. Either returns None where a signal asks the run to end. The evaluation `is_due` then when the run
+    resumes.
     """
 
     every_steps: int
-    evaluate: Callable[[], HeldOutScores | None]
-    exact_match: Callable[[], float | None] | None = None
+    evaluate: Callable[[], Mapping[str, HeldOutScores] | None]
+    exact_match: Callable[[], Mapping[str, float] | None] | None = None
     is_due: bool = False
 
     def after_step(self, record: StepRecord) -> StepRecord:
         """Add `eval/*` values when it is time."""
         if not (record.is_last or record.stop or (self.every_steps and record.step % self.every_steps == 0)):
             return record
-        result = self.evaluate()
-        self.is_due = result is None
-        if result is None:
+        results = self.evaluate()
+        shares = self.exact_match() if results is not None and self.exact_match else {}
+        self.is_due = results is None or shares is None
+        if results is None or shares is None:
             return record
-        values = {f"eval/{name}": value for name, value in result.metrics.items()}
-        if result.is_per_token:
-            values["eval/perplexity"] = math.exp(min(result.loss, _OVERFLOW_NATS))
-        share = self.exact_match() if self.exact_match else None
-        self.is_due = self.exact_match is not None and share is None
-        if self.is_due:
-            return record
-        return record.with_values(values if share is None else values | {"eval/exact_match": share})
+        values: dict[str, float] = {}
+        for place, scores in results.items():
+            values |= {f"{place}/{name}": value for name, value in scores.metrics.items()}
+            if scores.is_per_token:
+                values[f"{place}/perplexity"] = math.exp(min(scores.loss, _OVERFLOW_NATS))
+            if place in shares:
+                values[f"{place}/exact_match"] = shares[place]
+        return record.with_values(values)
 
     def state(self) -> dict[str, Any]:
         """Whether the evaluation of the last step was cut short."""

@@ -43,9 +43,14 @@ class ProgressLine:
         parts += [f"mfu {v['perf/mfu']:.1%}"] if "perf/mfu" in v else []
         parts += [f"mem {v['memory/peak_gib']:.2f} GiB", f"eta {time_text(self._left.seconds(record.step))}"]
         parts += [f"skipped {v['train/skipped_steps']:.0f}"] if v["train/skipped_steps"] else []
-        for name in ("eval/loss", "eval/accuracy", "eval/exact_match"):
-            parts += [f"{name} {v[name]:.4f}"] if name in v else []
+        parts += [f"{name} {v[name]:.4f}" for name in v if _is_shown(name)]
         parts += [f"SKIPPED: {record.notice}"] if record.notice else []
         parts += [f"SLOW: {record.slow}"] if record.slow else []
         parts += [f"STOP: {record.stop}"] if record.stop else []
         return "  ".join(parts)
+
+
+def _is_shown(name: str) -> bool:
+    """Whether the line has this metric: those of all held-out rows, and the loss of each set that has a name."""
+    part, *of_set, metric = name.split("/")
+    return part == "eval" and (metric == "loss" if of_set else metric != "perplexity")

@@ -12,6 +12,7 @@ from ds_finetune.plan.combinations import check_layout, check_lora
 from ds_finetune.plan.deepspeed_choice import check_accelerate_agrees, choose_deepspeed
 from ds_finetune.plan.deepspeed_config import HAS_TORCH_ADAM, MOMENTS, TORCH_ADAM, finish, read_choices, stage_of
 from ds_finetune.plan.mesh import Mesh
+from ds_finetune.plan.objectives import CROSS_ENTROPY, check_objective, loss_text, objective_lines
 from ds_finetune.plan.options import Situation, apply_rules, offload_device
 from ds_finetune.plan.timeouts import check_watchdog_before_torch_timeout, collective_seconds
 from ds_finetune.world import AccelerateChoices, World
@@ -119,8 +120,8 @@ class Plan:
         return [("stages", f"layers {', '.join(layers)}; each waits {idle:.0%} of a step")] if layers else []
 
 
-def loss_kernel(name: str, *, device: str, tp: int = 1) -> str:
-    """The loss kernel, `chunked` or `liger`.
+def loss_kernel(name: str, *, device: str, tp: int = 1, is_cross_entropy: bool = True) -> str:
+    """The loss kernel, `chunked` or `liger`; Liger's computes nothing but the cross entropy of tokens.
 
     ConfigError where `liger` is requested and cannot run, or is installed in another version than `LIGER`.
     """
@@ -138,7 +139,7 @@ def loss_kernel(name: str, *, device: str, tp: int = 1) -> str:
             f"model.loss liger needs a GPU and liger-kernel: {given}",
             hint="install the extra `gpu`, or set model.loss to auto",
         )
-    if not found or device != "cuda" or name == "chunked":
+    if not found or device != "cuda" or name == "chunked" or not is_cross_entropy:
         return "chunked"
     if found != LIGER:
         raise ConfigError(
@@ -174,6 +175,7 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
     contradict.
     """
     check_watchdog_before_torch_timeout(config.watchdog)
+    check_objective(config)
     mesh = Mesh.of(config.parallel, world_size=world.world_size, rank=world.rank)
     accumulation = accumulation_steps(
         global_batch_size=config.train.global_batch_size, micro_batch_size=config.train.micro_batch_size, dp=mesh.dp
@@ -212,7 +214,12 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
         zero_stage=stage,
         offload_optimizer=offloads[0],
         offload_param=offloads[1],
-        loss_kernel=loss_kernel(config.model.loss, device=device, tp=mesh.tp),
+        loss_kernel=loss_kernel(
+            config.model.loss,
+            device=device,
+            tp=mesh.tp,
+            is_cross_entropy=config.objective.name in CROSS_ENTROPY,
+        ),
         activation_checkpointing=train.activation_checkpointing,
         collective_seconds=collective_seconds(config.watchdog),
         # A state on NVMe may be larger than the host's memory.
@@ -235,7 +242,8 @@ def _decisions(plan: Plan, config: RunConfig) -> tuple[tuple[str, str], ...]:
         ("ranks", f"{plan.world.world_size} on {plan.device}, started by {plan.world.launcher}"),
         ("layout", f"{plan.mesh}, ZeRO-{plan.zero_stage}, {offloads}"),
         ("batch", f"{rows}, {batch.max_seq_len} tokens a row at most{', packed' if batch.is_packed else ''}"),
-        ("loss", f"{plan.loss_kernel} kernel, mean over the supervised tokens of the global batch"),
+        *objective_lines(config),
+        ("loss", loss_text(config, kernel=plan.loss_kernel)),
         ("length", config.train.duration),
         ("checkpoints", _checkpoints(config.checkpoint, is_asynchronous=plan.saves_asynchronously)),
     )

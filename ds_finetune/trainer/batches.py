@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from ds_finetune.data.batches import Batch, BatchPlan, Position, training_batches
 from ds_finetune.data.stream import START, StreamedRows, streaming_batches
+from ds_finetune.model.encoder import encoder_of
 from ds_finetune.schedule import Duration
 from ds_finetune.trainer.loop import BEGINNING, Progress
 from ds_finetune.trainer.prepare import PreparedRun
@@ -34,4 +35,5 @@ def batch_plan(run: PreparedRun) -> BatchPlan:
         row_len=plan.batch.max_seq_len if plan.batch.is_packed else None,
         multiple=plan.mesh.sp,
         documents_per_unit=run.inputs.model.objective.documents_per_unit,
+        separates_padding=encoder_of(run.inputs.hf_config) is not None,
     )

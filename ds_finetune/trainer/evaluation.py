@@ -1,7 +1,9 @@
 """Evaluates held-out rows: their loss, and greedy answers to their prompts."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 
 from ds_finetune.data.batches import eval_batches, num_eval_rows
 from ds_finetune.engine.engine import Engine, HeldOutScores
@@ -12,40 +14,66 @@ from ds_finetune.phase_line import PhaseLine
 from ds_finetune.trainer.batches import batch_plan
 from ds_finetune.trainer.prepare import PreparedRun
 
+Scored = Callable[[], Mapping[str, HeldOutScores] | None]
+Answered = Callable[[], Mapping[str, float] | None]
+_ALL = "eval"
+"""First part of the names of metrics over all held-out sets together."""
 
-def evaluation_functions(
-    run: PreparedRun, engine: Engine, signals: StopSignals
-) -> tuple[Callable[[], HeldOutScores | None], Callable[[], float | None] | None]:
+
+def evaluation_functions(run: PreparedRun, engine: Engine, signals: StopSignals) -> tuple[Scored, Answered | None]:
     """A function that evaluates the loss, and one that scores answers by exact match, or None without `eval.generate`.
 
-    Each returns None where a signal ended it.
+    Their results are by the first part of metric names: `eval` for all rows together, and `eval/NAME` for each set that
+    has a name. Each function returns None where a signal ended it.
     """
-    held_out, inputs = run.inputs.held_out, run.inputs
-    assert held_out is not None
-    generate, limit = run.config.eval.generate, run.config.eval.limit
-    limits = GenerationLimits(generate.max_new_tokens, inputs.stop_ids, inputs.pad_token_id)
-    rows = batch_plan(run)
+    evaluation = _HeldOutEvaluation(run, engine, signals)
+    return evaluation.scores, evaluation.exact_match if run.config.eval.generate.prompts else None
 
-    def phase(what: str, number: int, per_round: int) -> PhaseLine:
-        return PhaseLine(what, math.ceil(number / per_round), is_rank_zero=engine.is_rank_zero)
 
-    def evaluate() -> HeldOutScores | None:
-        number = num_eval_rows(held_out, limit)
-        with phase("evaluation", number, rows.micro_batch_size * rows.dp) as line:
-            is_over = line.before_each(signals.is_stop_requested)
-            return engine.evaluate(eval_batches(held_out, rows, limit=limit), is_over=is_over)
+@dataclass(frozen=True)
+class _HeldOutEvaluation:
+    run: PreparedRun
+    engine: Engine
+    signals: StopSignals
 
-    def exact_match() -> float | None:
-        prompts = held_out.prompts_and_answers(generate.prompts)
-        with phase("answers", len(prompts), rows.dp) as line:
-            is_over = line.before_each(signals.is_stop_requested)
-            ids = engine.generate([prompt for prompt, _ in prompts], limits, is_over=is_over)
-        if ids is None:
-            return None
-        answers, expected = (
-            [inputs.tokenizer.decode(part, skip_special_tokens=True) for part in parts]
-            for parts in (ids, [answer for _, answer in prompts])
-        )
-        return matches(answers, expected)
+    def scores(self) -> Mapping[str, HeldOutScores] | None:
+        """Scores of each set, and of the rows of all sets together: each unit counts the same whatever its set."""
+        plan, sets, limit = batch_plan(self.run), self.run.inputs.held_out, self.run.config.eval.limit
+        per_round = plan.micro_batch_size * plan.dp
+        rounds = sum(math.ceil(num_eval_rows(rows, limit) / per_round) for rows in sets.values())
+        found: dict[str, HeldOutScores] = {}
+        with self._phase("evaluation", rounds) as line:
+            is_over = line.before_each(self.signals.is_stop_requested)
+            for name, rows in sets.items():
+                scores = self.engine.evaluate(eval_batches(rows, plan, limit=limit), is_over=is_over)
+                if scores is None:
+                    return None
+                found[name] = scores
+        return found if _ALL in found else {_ALL: self.engine.pool(found.values()), **found}
 
-    return evaluate, exact_match if generate.prompts else None
+    def exact_match(self) -> Mapping[str, float] | None:
+        """Share of right answers to the first prompts of each set, and to those of all sets together."""
+        generate, dp = self.run.config.eval.generate, batch_plan(self.run).dp
+        pairs = {name: rows.prompts_and_answers(generate.prompts) for name, rows in self.run.inputs.held_out.items()}
+        answers: dict[str, tuple[list[str], list[str]]] = {}
+        with self._phase("answers", sum(math.ceil(len(of_set) / dp) for of_set in pairs.values())) as line:
+            is_over = line.before_each(self.signals.is_stop_requested)
+            for name, of_set in pairs.items():
+                ids = self.engine.generate([prompt for prompt, _ in of_set], self._limits, is_over=is_over)
+                if ids is None:
+                    return None
+                answers[name] = (self._texts(ids), self._texts([answer for _, answer in of_set]))
+        shares = {name: matches(*of_set) for name, of_set in answers.items()}
+        given, expected = ([text for of_set in answers.values() for text in of_set[side]] for side in (0, 1))
+        return {_ALL: matches(given, expected), **shares}
+
+    @cached_property
+    def _limits(self) -> GenerationLimits:
+        inputs, generate = self.run.inputs, self.run.config.eval.generate
+        return GenerationLimits(generate.max_new_tokens, inputs.stop_ids, inputs.pad_token_id)
+
+    def _texts(self, answers: list[list[int]]) -> list[str]:
+        return [self.run.inputs.tokenizer.decode(ids, skip_special_tokens=True) for ids in answers]
+
+    def _phase(self, what: str, rounds: int) -> PhaseLine:
+        return PhaseLine(what, rounds, is_rank_zero=self.engine.is_rank_zero)

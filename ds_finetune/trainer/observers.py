@@ -58,7 +58,7 @@ def make_observers(started: StartedRun, signals: StopSignals) -> list[Observer]:
         observers.append(Stragglers(started.rank_progress, config.log.every, config.watchdog.straggler_ratio))
     observers += [skipped, *_utilisation(started.run)]
     resumable: dict[str, Resumable] = {"skipped": skipped}
-    if started.run.inputs.held_out is not None:
+    if started.run.inputs.held_out:
         evaluation, best = _evaluation(started, left, signals)
         observers += [evaluation, best]
         resumable |= {"evaluation": evaluation, "best": best}
@@ -73,10 +73,11 @@ def make_time_left(run: PreparedRun) -> TimeLeft:
     config, held_out = run.config, run.inputs.held_out
     every = {SAVE: config.checkpoint.every_steps} if config.checkpoint.every_steps else {}
     steps = 0.0
-    if held_out is not None:
+    if held_out:
         every |= {EVALUATION: _evaluates_every(config), ANSWERS: _evaluates_every(config)}
         # A forward is about a third of a step's work on a row.
-        steps = num_eval_rows(held_out, config.eval.limit) / config.train.global_batch_size / 3
+        num_rows = sum(num_eval_rows(rows, config.eval.limit) for rows in held_out.values())
+        steps = num_rows / config.train.global_batch_size / 3
     exported = run.estimate.files.exports * run.estimate.files.export_bytes
     return TimeLeft(
         run.schedule.steps, every, evaluation_steps=steps, export_bytes=exported, verifies=config.export.verify

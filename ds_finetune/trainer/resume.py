@@ -320,12 +320,12 @@ def saved_record(point: ResumePoint) -> StepRecord | None:
 
 def inputs_of(run: PreparedRun) -> RunIdentity:
     """The configuration and the fingerprints of this start's inputs, as a checkpoint stores them."""
-    held_out = run.inputs.held_out
+    held_out = {name: rows.fingerprint() for name, rows in run.inputs.held_out.items()}
     return RunIdentity(
         config=run.config.model_dump(mode="json", by_alias=True),
         data=run.inputs.train.fingerprint(),
         base=run.inputs.base,
-        held_out=held_out.fingerprint() if held_out is not None else "",
+        held_out="; ".join(text if name == "eval" else f"{name}: {text}" for name, text in held_out.items()),
         deepspeed=run.plan.deepspeed,
     )
 
@@ -344,7 +344,7 @@ def _rows_left_out(found: UsableCheckpoint, run: PreparedRun) -> list[str]:
 def _random_state_changes(found: UsableCheckpoint, run: PreparedRun) -> list[str]:
     """Random states belong to ranks, and nothing but dropout depends on them."""
     tree = run.inputs.hf_config.to_dict()
-    ratios = {key: value for key, value in tree.items() if key.endswith(("dropout", "_pdrop"))}
+    ratios = {key: value for key, value in tree.items() if key.endswith(("dropout", "_pdrop", "_dropout_prob"))}
     drops = [f"{key} {value}" for key, value in ratios.items() if isinstance(value, float) and value]
     then, now = found.state.layout.get("mesh"), str(run.plan.mesh)
     if not drops or then == now:

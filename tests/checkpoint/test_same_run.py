@@ -39,10 +39,11 @@ def keys_of(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Dotted name of every key of the run file."""
     for name, field in section.model_fields.items():
         key = f"{prefix}{field.alias or name}"
-        inner = next(
-            (kind for kind in (field.annotation, *getattr(field.annotation, "__args__", ())) if _is_section(kind)), None
-        )
-        yield from [key] if inner is None else keys_of(inner, f"{key}.")
+        kinds = (field.annotation, *getattr(field.annotation, "__args__", ()))
+        sections = [kind for kind in kinds if _is_section(kind)]
+        yield from [] if sections else [key]
+        for inner in sections:
+            yield from keys_of(inner, f"{key}.")
 
 
 def _is_section(kind: Any) -> bool:

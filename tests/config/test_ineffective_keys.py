@@ -20,6 +20,11 @@ def read(folder: Path, tree: dict[str, Any], *overrides: str) -> RunConfig:
     return read_config(folder / "run.yaml", overrides)
 
 
+def objective(name: str, *, train_on: str | None = None, **keys: object) -> dict[str, Any]:
+    data = {"train": "a", **({"train_on": train_on} if train_on else {})}
+    return {"objective": {"name": name, **keys}, "data": data}
+
+
 CASES: list[tuple[dict[str, Any], str, str]] = [
     ({"eval": {"every": "5 steps"}}, "eval.every", "there is no data.eval"),
     ({"eval": {"patience": 2}}, "eval.patience", "there is no data.eval"),
@@ -43,6 +48,14 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
         "nothing is truncated",
     ),
     ({"export": {"at_end": False, "max_shard_size": "1GB"}}, "export.max_shard_size", "nothing is exported"),
+    (objective("dpo", loss="hinge", label_smoothing=0.1), "objective.label_smoothing", "objective.loss has none"),
+    (objective("dpo", loss="robust"), "objective.loss", "the same as sigmoid"),
+    (objective("classification", num_labels=1, label_smoothing=0.1), "objective.label_smoothing", "a regression"),
+    (objective("distill", scores="s", teacher_offload="cpu"), "objective.teacher_offload", "no objective.teacher"),
+    (objective("dpo", train_on="all"), "data.train_on", "the last turn of the assistant"),
+    (objective("reward", train_on="all"), "data.train_on", "no token is supervised"),
+    (objective("pretrain", train_on="last_assistant"), "data.train_on", "every token of plain text"),
+    (EVAL | {"objective": "kto", "eval": {"generate": {"prompts": 4}}}, "eval.generate.prompts", "sft and distill"),
 ]
 
 
@@ -73,6 +86,10 @@ def _line(path: Path, key: str) -> int:
         EVAL | {"eval": {"every": "5 steps", "patience": 2, "generate": {"prompts": 2, "max_new_tokens": 5}}},
         EVAL | {"export": {"at_end": False, "max_shard_size": "1GB"}},
         {"data": {"train": "a", "layout": "text", "train_on": "all", "template": "plain"}},
+        objective("dpo", loss="robust", label_smoothing=0.1, train_on="last_assistant"),
+        objective("dpo", label_smoothing=0.1),
+        objective("classification", label_smoothing=0.1),
+        objective("pretrain", train_on="all"),
     ],
 )
 def test_what_has_an_effect_or_asks_for_what_happens_anyway_is_taken(tmp_path: Path, tree: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from ds_finetune.config.invalid_keys import KEYS_OF_OTHER_PROGRAMS, _field_names, explain
+from ds_finetune.config.invalid_keys import KEYS_OF_OTHER_PROGRAMS, explain, section_keys
 from ds_finetune.config.schema import RunConfig, dump_config, read_config
 from ds_finetune.errors import ConfigError
 
@@ -137,7 +137,7 @@ def test_the_words_of_other_programs_name_keys_that_exist() -> None:
     assert len(words) == len(set(words)), "one word means one key"
     for key in KEYS_OF_OTHER_PROGRAMS:
         section, _, name = key.rpartition(".")
-        assert name in _field_names(RunConfig, (section,) if section else ())
+        assert name in (section_keys(RunConfig, section) if section else RunConfig.model_fields)
 
 
 def test_infinity_is_no_value(tmp_path: Path) -> None:

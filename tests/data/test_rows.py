@@ -19,6 +19,7 @@ from ds_finetune.data.documents import Counts
 from ds_finetune.data.packing import pack
 from ds_finetune.data.prepare import Tokenisation, TokenLimits, _write_parts, prepare_rows
 from ds_finetune.data.prepared_rows import PreparedRows
+from ds_finetune.data.rows import Row
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.demo import write_demo
 from ds_finetune.errors import ConfigError, DataError, RunError
@@ -264,19 +265,33 @@ def test_long_dialogue_is_truncated_or_dropped_and_never_split(
 
 
 @pytest.mark.parametrize(
-    ("characters", "lengths", "lost"),
-    [(55, [20, 20, 16], 0), (1_000_000, [20] * 50_000, 1), (19, [20], 0), (20, [20], 1)],
+    ("characters", "lengths"),
+    [
+        (55, [20, 20, 18]),
+        (1_000_000, [20] * 52_631 + [12]),
+        (19, [20]),
+        (20, [20, 2]),
+        (38, [20, 20]),
+        (39, [20, 20, 2]),
+    ],
 )
-def test_a_long_plain_text_keeps_all_its_rows(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, characters: int, lengths: list[int], lost: int
+def test_every_token_of_a_long_plain_text_is_predicted_once(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, characters: int, lengths: list[int]
 ) -> None:
-    """With the end of sequence a token more; a single token left over has nothing before it that predicts it."""
+    """With the end of sequence a token more; each piece begins with the last token of the one before, as an input."""
     text = tmp_path / "book.txt"
     text.write_text(("abcde" * (characters // 5 + 1))[:characters])
     config = DataConfig.model_validate({"train": str(text), "cache_dir": str(tmp_path)})
     found = prepare_rows(config, "train", tokenizer=tokenizer, limits=SHORT)
     assert np.diff(found.documents.offsets).tolist() == lengths
-    assert (found.counts.truncated_tokens, found.counts.split) == (lost, int(characters > 19))
+    assert (found.counts.truncated_tokens, found.counts.split) == (0, int(characters > 19))
+    assert found.num_supervised_tokens == characters
+    pieces = [found.document(number) for number in range(found.counts.documents)]
+    assert pieces[0][0] + [token for ids, _ in pieces[1:] for token in ids[1:]] == [
+        *tokenizer(text.read_text(), add_special_tokens=False)["input_ids"],
+        tokenizer.eos_token_id,
+    ]
+    assert all(before[0][-1] == after[0][0] for before, after in itertools.pairwise(pieces))
     assert "truncat" not in found.summary()
 
 
@@ -296,3 +311,16 @@ def test_rows_without_anything_to_learn_are_counted_and_too_many_refused(
         prepare_rows(config, "train", tokenizer=tokenizer, limits=LIMITS)
     assert "2 of 12 rows of" in caught.value.message
     assert "more than data.max_dropped_ratio 0.1" in caught.value.message
+
+
+def test_padding_is_a_document_of_its_own_for_attention_in_both_directions() -> None:
+    ids = np.arange(5, dtype=np.int32)
+    row = Row(input_ids=ids, position_ids=ids, labels=np.full(5, IGNORE_INDEX, dtype=np.int32), supervised=0)
+    (joined,), (separate,) = (
+        next(eval_batches(cast(Any, [row]), plan(micro=1, separates_padding=separates))).micro
+        for separates in (False, True)
+    )
+    assert joined.documents is None
+    assert joined.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    assert separate.documents == ((5, 3),)
+    assert separate.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2]]

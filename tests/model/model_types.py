@@ -61,6 +61,10 @@ windows shorter than `train.max_seq_len` become so short that tiny documents exc
 rows of that length and stay. Where no such copy can be built, packing is refused; without packing, a line under the
 plan says that the loss is not known to be right.
 
+The encoders `{encoders}` have rows too. They attend in both directions and are trained with
+`objective: classification` alone; tests compare documents of packed rows with each document alone in plain
+transformers.
+
 The trial sees what a tiny copy shows. DeepSeek-V3.2's indexer picks tokens by scores that may be equal (all its heads
 at zero), and transformers then picks by the place in the row. With at most 4 index heads packing and padding are
 refused; with the 64 of the published model no such tie was met.
@@ -155,7 +159,8 @@ def rows() -> list[Row]:
 
 def page(found: list[Row]) -> str:
     head = _HEAD.format(
-        families="`, `".join(FAMILIES),
+        families="`, `".join(kind for kind, family in FAMILIES.items() if family.encoder is None),
+        encoders="`, `".join(kind for kind, family in FAMILIES.items() if family.encoder is not None),
         version=transformers.__version__,
         settings=f"{len(SETTINGS)} exceptions",
         row_tokens=ROW_TOKENS,

@@ -96,3 +96,13 @@ def test_random_bytes_and_flipped_ones_never_do_more_than_be_refused(folder: Pat
     path.write_bytes(struct.pack("<Q", 200000) + b"[" * 200000)
     with pytest.raises(ModelError, match="is not a whole safetensors file"):
         HubFolder(folder)
+
+
+def test_tensors_may_have_other_names_in_the_model(folder: Path) -> None:
+    hub = HubFolder(folder, rename=lambda key: f"base.{key}" if key in "ab" else key)
+    assert dict(hub.shapes) == {"base.a": (2, 3), "base.b": (2,), "c": (), "d": (1,)}
+    assert torch.equal(hub.read("base.a", 1, 4), torch.arange(1.0, 5.0))
+    weights = {name: shape for name, shape in hub.shapes.items() if name != "d"}
+    assert hub.left_over(weights, model="it", may_be=lambda key: key == "d") == ["d"]
+    with pytest.raises(ModelError, match="the tensors `a` and `b`, which are both `same` of the model"):
+        HubFolder(folder, rename=lambda key: "same" if key in "ab" else key)

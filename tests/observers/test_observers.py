@@ -57,7 +57,9 @@ def test_values_of_a_step_are_rates_over_the_whole_step() -> None:
 def test_evaluation_comes_every_so_often_and_at_the_end() -> None:
     losses = iter([3.0, 2.0, 1.0])
     observer = Evaluation(
-        2, lambda: HeldOutScores({"loss": next(losses), "accuracy": 0.5}, {"supervised_tokens": 10}), lambda: 0.25
+        2,
+        lambda: {"eval": HeldOutScores({"loss": next(losses), "accuracy": 0.5}, {"supervised_tokens": 10})},
+        lambda: {"eval": 0.25},
     )
     found = [observer.after_step(record(step, last=step == 5)) for step in range(1, 6)]
     assert [r.values.get("eval/loss") for r in found] == [None, 3.0, None, 2.0, 1.0]
@@ -66,8 +68,32 @@ def test_evaluation_comes_every_so_often_and_at_the_end() -> None:
     assert "train/loss" in found[1].values
 
 
+def test_named_sets_have_metrics_and_lines_of_their_own() -> None:
+    scores = {
+        "eval": HeldOutScores({"loss": 2.0, "accuracy": 0.5}, {"supervised_tokens": 30}),
+        "eval/new": HeldOutScores({"loss": 3.0, "accuracy": 0.25}, {"supervised_tokens": 10}),
+    }
+    found = Evaluation(1, lambda: scores, lambda: {"eval": 0.5, "eval/new": 1.0}).after_step(record(1, last=True))
+    added = {name: value for name, value in found.values.items() if name.startswith("eval/")}
+    assert added == {
+        "eval/loss": 2.0,
+        "eval/accuracy": 0.5,
+        "eval/perplexity": math.exp(2),
+        "eval/exact_match": 0.5,
+        "eval/new/loss": 3.0,
+        "eval/new/accuracy": 0.25,
+        "eval/new/perplexity": math.exp(3),
+        "eval/new/exact_match": 1.0,
+    }
+    out = io.StringIO()
+    ProgressLine(steps=1, every=1, left=TimeLeft(1, {}), out=out).after_step(found)
+    shown = [word for word in out.getvalue().split() if word.startswith("eval/")]
+    assert shown == ["eval/loss", "eval/accuracy", "eval/exact_match", "eval/new/loss"]
+
+
 def test_evaluation_without_an_interval_comes_only_at_the_end() -> None:
-    observer = Evaluation(0, lambda: HeldOutScores({"loss": 1000.0, "accuracy": 0.0}, {"supervised_tokens": 10}))
+    scores = {"eval": HeldOutScores({"loss": 1000.0, "accuracy": 0.0}, {"supervised_tokens": 10})}
+    observer = Evaluation(0, lambda: scores)
     found = [observer.after_step(record(step, last=step == 3)) for step in range(1, 4)]
     assert ["eval/loss" in r.values for r in found] == [False, False, True]
     assert math.isfinite(found[-1].values["eval/perplexity"])
@@ -193,13 +219,13 @@ def test_a_runs_evaluation_takes_the_limit() -> None:
 
     engine = SimpleNamespace(plan=plan, is_rank_zero=True, evaluate=evaluated)
     model = SimpleNamespace(objective=TokenObjective("sft"))
-    inputs = SimpleNamespace(held_out=rows, stop_ids=[], pad_token_id=0, model=model)
+    inputs = SimpleNamespace(held_out={"eval": rows}, stop_ids=[], pad_token_id=0, model=model)
     evaluate, exact_match = evaluation_functions(
         SimpleNamespace(config=config, plan=plan, inputs=inputs),
         engine,
         SimpleNamespace(is_stop_requested=lambda: bool(asked.append(True))),
     )  # type: ignore[arg-type]
-    assert evaluate() == [(0, 1), (2,)]
+    assert evaluate() == {"eval": [(0, 1), (2,)]}
     assert asked == [True, True], "each batch asks whether the run is to end"
     assert exact_match is None
 

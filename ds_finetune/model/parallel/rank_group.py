@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
 
@@ -14,6 +15,12 @@ class RankGroup:
     size: int
     group_rank: int
     """Rank of this process within the group."""
+
+    def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, in a new tensor; no gradient."""
+        total = partial.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=self.group)
+        return total
 
     def close(self) -> None:
         """Drop the reference to the process group; modules may still refer to this object."""

@@ -29,12 +29,6 @@ _SHARDED_SIZES = (
 class TensorParallelGroup(RankGroup):
     """Ranks that hold the shards of each sharded tensor."""
 
-    def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks, in a new tensor; no gradient."""
-        total = partial.detach().clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=self.group)
-        return total
-
     def all_reduce_argmax(self, values: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The maximum of each value over ranks, and the smallest of its `indices` (int64) on the ranks that have it."""
         maximum = values.detach().clone()

@@ -1,0 +1,106 @@
+"""Encoders: positions and token types of their rows, and the scores of documents by transformers' own heads."""
+
+from collections.abc import Collection
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from ds_finetune.errors import ModelError
+from ds_finetune.families.family import Encoder
+from ds_finetune.families.table import family_of
+from ds_finetune.objectives.examples import Examples
+
+
+def encoder_of(hf_config: PretrainedConfig) -> Encoder | None:
+    """How the encoder of a configuration works; None for causal models."""
+    return family_of(hf_config.model_type).encoder
+
+
+def check_encoder(hf_config: PretrainedConfig, *, attention: str, objective: str) -> None:
+    """ModelError where an encoder would not be trained as one: with another `objective` than classification, with an
+    `attention` that does not separate documents and padding, or with causal attention.
+
+    transformers 5.23 makes the masks of encoders without positions (masking_utils.py:1076), so that with its own
+    attention packed documents would see each other.
+    """
+    if encoder_of(hf_config) is None:
+        return
+    kind = hf_config.model_type
+    for what, is_set, hint in (
+        (f"objective {objective}", objective != "classification", "set objective: classification"),
+        (f"model.attention {attention}", attention != "sdpa", "set model.attention: sdpa"),
+        (
+            "is_decoder true in config.json",
+            getattr(hf_config, "is_decoder", False),
+            "set it to false, or train a causal model type",
+        ),
+    ):
+        if is_set:
+            raise ModelError(f"{what} with model_type `{kind}`, an encoder, is not supported", hint=hint)
+
+
+def first_position(hf_config: PretrainedConfig) -> int:
+    """Position id of the first token of a document (transformers 5.23, roberta/modeling_roberta.py:142-156)."""
+    encoder = encoder_of(hf_config)
+    return hf_config.pad_token_id + 1 if encoder is not None and encoder.positions_follow_padding else 0
+
+
+def max_positions(hf_config: PretrainedConfig) -> int | None:
+    """Maximum number of tokens of a document; None where the configuration names none."""
+    positions = getattr(hf_config, "max_position_embeddings", None)
+    return positions - first_position(hf_config) if positions else None
+
+
+def published_name(key: str, expected: Collection[str], prefix: str) -> str:
+    """The name in the model of the checkpoint tensor `key`, as transformers 5.23 finds it.
+
+    `prefix` is missing where the checkpoint was saved without a head (core_model_loading.py:1567), and old checkpoints
+    call the parameters of norms gamma and beta (conversion_mapping.py:1777). `expected` are the names in the model.
+    """
+    name = key.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+    whole = f"{prefix}.{name}"
+    return whole if name not in expected and whole in expected else name
+
+
+def encoder_inputs(
+    hf_config: PretrainedConfig, position_ids: torch.Tensor, token_types: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """The arguments of an encoder besides its token ids: `position_ids` (0 at the start of each document) and
+    `token_types`, int64 [rows, tokens] each, as its model type wants them.
+    """
+    encoder = encoder_of(hf_config)
+    assert encoder is not None
+    inputs = {"position_ids": position_ids + first_position(hf_config)}
+    if encoder.has_token_types and token_types is not None:
+        inputs["token_type_ids"] = token_types
+    return inputs
+
+
+def encoder_scores(lm: PreTrainedModel, hidden: torch.Tensor, examples: Examples) -> torch.Tensor:
+    """Outputs of the classification head for each document, fp32 [documents, outputs].
+
+    `hidden` [rows, tokens, width] are the last hidden states. The modules of the head take the first of some tokens, so
+    each document is given to them as one token.
+    """
+    encoder = encoder_of(lm.config)
+    assert encoder is not None
+    is_mean = encoder.pooling_key is not None and getattr(lm.config, encoder.pooling_key) == "mean"
+    vectors = (_mean_states(hidden, examples) if is_mean else _first_states(hidden, examples)).unsqueeze(1)
+    for name in encoder.head:
+        vectors = lm.get_submodule(name)(vectors)
+    return vectors.flatten(1).float()
+
+
+def _first_states(hidden: torch.Tensor, examples: Examples) -> torch.Tensor:
+    """Hidden state of the first token of each document, [documents, width]."""
+    return hidden.flatten(0, 1).index_select(0, examples.starts)
+
+
+def _mean_states(hidden: torch.Tensor, examples: Examples) -> torch.Tensor:
+    """Mean hidden state of each document, [documents, width], summed in fp32."""
+    tokens = (examples.index.flatten() >= 0).nonzero().squeeze(1)
+    documents = examples.index.flatten().index_select(0, tokens)
+    zeros = hidden.new_zeros(len(examples.starts), hidden.shape[-1], dtype=torch.float32)
+    sums = zeros.index_add(0, documents, hidden.flatten(0, 1).index_select(0, tokens).float())
+    lengths = examples.ends - examples.starts + 1
+    return (sums / lengths[:, None]).to(hidden.dtype)

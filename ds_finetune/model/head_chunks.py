@@ -1,0 +1,135 @@
+"""A language-model head on a chunk of tokens: logits, softmax and gradients, for every loss that builds no logits of
+all tokens. The vocabulary may be sharded over tensor parallel ranks.
+"""
+
+from typing import NamedTuple, Self
+
+import torch
+
+from ds_finetune.model.parallel.tensor import TensorParallelGroup
+
+CHUNK_TOKENS = 1024
+"""Supervised positions whose logits exist at a time."""
+
+
+class NeededGradients(NamedTuple):
+    """Which gradients are computed."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+
+def needed_gradients(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> NeededGradients:
+    """Those that autograd asks for now."""
+    is_on = torch.is_grad_enabled()
+    return NeededGradients(*(is_on and given is not None and given.requires_grad for given in (hidden, weight, bias)))
+
+
+class HeadGradients(NamedTuple):
+    """Gradients with the shapes of `hidden`, `weight` and `bias`, filled chunk by chunk; None where not needed.
+
+    `d_weight` and `d_bias` are fp32. With a sharded vocabulary, `d_hidden` is this rank's partial sum.
+    """
+
+    d_hidden: torch.Tensor | None
+    d_weight: torch.Tensor | None
+    d_bias: torch.Tensor | None
+
+    @classmethod
+    def zeros(
+        cls, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, needed: NeededGradients
+    ) -> Self:
+        """Zeros for the gradients that are needed."""
+        return cls(
+            d_hidden=torch.zeros_like(hidden) if needed.hidden else None,
+            d_weight=torch.zeros_like(weight, dtype=torch.float32) if needed.weight else None,
+            d_bias=torch.zeros_like(bias, dtype=torch.float32) if needed.bias and bias is not None else None,
+        )
+
+    def add_chunk(self, d_logits: torch.Tensor, part: torch.Tensor, weight: torch.Tensor, start: int) -> None:
+        """Add what follows from `d_logits` fp32 of the chunk `part` of `hidden`, whose tokens begin at `start`."""
+        if self.d_bias is not None:
+            self.d_bias.add_(d_logits.sum(0))
+        d_logits = d_logits.to(part.dtype)
+        if self.d_hidden is not None:
+            torch.mm(d_logits, weight, out=self.d_hidden[start : start + len(part)])
+        if self.d_weight is not None:
+            _add_product(self.d_weight, d_logits.T, part)
+
+
+class ChunkSoftmax(NamedTuple):
+    """The softmax of the logits of a chunk and what it says of the labels; fp32.
+
+    With a tensor parallel group, `exps` is this rank's shard of the vocabulary and the rest is of the whole vocabulary.
+    """
+
+    exps: torch.Tensor
+    """exp(logit - largest logit), [tokens, vocabulary]; the memory of the logits."""
+    norm: torch.Tensor
+    """Sum of `exps` over the vocabulary, [tokens]."""
+    log_sum: torch.Tensor
+    """Logarithm of the sum of exp(logit) over the vocabulary, [tokens]."""
+    logp: torch.Tensor
+    """Log-probability of the label in nats, [tokens]."""
+    num_correct: torch.Tensor
+    """Number of tokens whose label has the largest logit, int64 scalar."""
+
+
+def logits_of_chunk(
+    part: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, buffer: torch.Tensor
+) -> torch.Tensor:
+    """`part @ weight.T + bias` in fp32, in `buffer` where that is fp32."""
+    torch.mm(part, weight.T, out=buffer)
+    logits = buffer.float()
+    return logits if bias is None else logits.add_(bias)
+
+
+def softmax_of_chunk(
+    logits: torch.Tensor, labels: torch.Tensor, tp_group: TensorParallelGroup | None = None
+) -> ChunkSoftmax:
+    """The softmax of `logits` fp32 [tokens, vocabulary], which are overwritten, and `labels` int64 [tokens].
+
+    With `tp_group` the logits are this rank's shard of the vocabulary. Only a few numbers per token are reduced over
+    ranks, never the logits.
+    """
+    top, most_likely = logits.max(-1)
+    if tp_group is not None:
+        first = tp_group.group_rank * logits.shape[1]
+        top, most_likely = tp_group.all_reduce_argmax(top, most_likely + first)
+    rows, columns = _labels_of_shard(labels, logits.shape[1], tp_group)
+    sums = logits.new_zeros(2, len(labels))
+    sums[0, rows] = logits[rows, columns] - top[rows]
+    exps = logits.sub_(top[:, None]).exp_()
+    sums[1] = exps.sum(-1)
+    below_top, norm = sums if tp_group is None else tp_group.all_reduce(sums)
+    log_norm = norm.log()
+    return ChunkSoftmax(exps, norm, top + log_norm, below_top - log_norm, (most_likely == labels).sum())
+
+
+def subtract_one_hot(
+    probabilities: torch.Tensor, labels: torch.Tensor, tp_group: TensorParallelGroup | None = None
+) -> torch.Tensor:
+    """`probabilities` [tokens, vocabulary] minus 1 at each label, in place; with `tp_group` a shard of them."""
+    rows, columns = _labels_of_shard(labels, probabilities.shape[1], tp_group)
+    probabilities[rows, columns] -= 1
+    return probabilities
+
+
+def _labels_of_shard(
+    labels: torch.Tensor, size: int, tp_group: TensorParallelGroup | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens whose label is in this rank's shard of `size` columns, and its column there."""
+    if tp_group is None:
+        return torch.arange(len(labels), device=labels.device), labels
+    local = labels - tp_group.group_rank * size
+    rows = ((local >= 0) & (local < size)).nonzero().squeeze(1)
+    return rows, local[rows]
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add `left @ right` to the fp32 `total`."""
+    if left.dtype == total.dtype:
+        torch.addmm(total, left, right, out=total)
+    else:
+        total += left @ right

@@ -1,0 +1,104 @@
+"""The section `objective`: its short form, and the errors for names and keys that it does not have."""
+
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from ds_finetune.config.invalid_keys import explain
+from ds_finetune.config.invalid_objectives import NAMES_OF_OTHER_PROGRAMS
+from ds_finetune.config.objectives import ObjectiveConfig, ObjectiveName
+from ds_finetune.config.schema import RunConfig, dump_config, read_config
+from ds_finetune.errors import ConfigError
+
+MINIMAL = {"model": "m", "data": {"train": "a.jsonl"}, "output_dir": "o"}
+
+
+def read(folder: Path, objective: object, *overrides: str) -> RunConfig:
+    (folder / "run.yaml").write_text(yaml.safe_dump(MINIMAL | {"objective": objective}))
+    return read_config(folder / "run.yaml", overrides)
+
+
+def test_a_name_alone_is_a_section_with_defaults(tmp_path: Path) -> None:
+    config = read(tmp_path, "dpo")
+    assert config.objective == read(tmp_path, {"name": "dpo", "beta": 0.1}).objective
+    (tmp_path / "again.yaml").write_text(dump_config(config))
+    assert read_config(tmp_path / "again.yaml") == config
+    assert read(tmp_path, "dpo", "objective.beta=0.3").objective.model_dump()["beta"] == 0.3
+    assert read(tmp_path, "dpo", "objective=kto").objective.name == "kto"
+
+
+def test_every_section_has_its_name_in_the_schema() -> None:
+    names = [get_args(part.model_fields["name"].annotation)[0] for part in get_args(ObjectiveConfig)]
+    assert names == list(get_args(ObjectiveName))
+
+
+@pytest.mark.parametrize(
+    ("objective", "message", "hint"),
+    [
+        ("dpoo", "`objective` is 'dpoo', which is no objective", "did you mean `dpo`? objectives are sft, pre"),
+        ("IPO", "`objective` is 'IPO'", "did you mean `{name: dpo, loss: ipo}`?"),
+        ("apo-zero", "`objective` is 'apo-zero'", "did you mean `{name: dpo, loss: apo_zero}`?"),
+        ("rm", "`objective` is 'rm'", "did you mean `reward`?"),
+        ("poetry", "`objective` is 'poetry'", "objectives are sft, pretrain, classification, reward, dpo, simpo"),
+        (5, "`objective` is 5: it should be a name or a section", "objectives are sft"),
+        (None, "`objective` is None: it should be a name or a section", "objectives are sft"),
+        ({"beta": 0.1}, "`objective` has no `name`", "write e.g. `objective: {name: dpo, beta: 0.1}`"),
+        ({"name": "dpo", "bta": 1}, "unknown key `objective.bta` of objective dpo", "did you mean `beta`?"),
+        (
+            {"name": "simpo", "nll_weight": 1},
+            "unknown key `objective.nll_weight` of objective simpo",
+            "`nll_weight` is a key of dpo, cpo; known here: name, beta, gamma",
+        ),
+        ({"name": "dpo", "rpo_alpha": 1}, "unknown key `objective.rpo_alpha`", "did you mean `objective.nll_weight`?"),
+        ({"name": "dpo", "lr": 1}, "unknown key `objective.lr` of objective dpo", "did you mean `optim.lr`?"),
+        ({"name": "dpo", "beta": 0}, "`objective.beta` is 0: it should be greater than 0", "config schema"),
+        ({"name": "dpo", "loss": "bco"}, "`objective.loss` is 'bco': it should be 'sigmoid', 'robust'", "schema"),
+        ({"name": "dpo", "beta": None}, "`objective.beta` is None: it should be a valid number", "or leave it out"),
+    ],
+)  # fmt: skip
+def test_mistakes_name_line_and_hint(tmp_path: Path, objective: object, message: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, objective)
+    lines = (tmp_path / "run.yaml").read_text().splitlines()
+    assert hint in caught.value.hint
+    key = "objective" if "`objective`" in message else message.split("`")[1].rpartition(".")[2]
+    (number,) = (number for number, line in enumerate(lines, start=1) if line.strip().startswith(f"{key}:"))
+    assert f"run.yaml line {number}: {message}" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("beta", "objective.beta"),
+        ("dpo_beta", "objective.beta"),
+        ("loss_type", "objective.loss"),
+        ("pref_loss", "objective.loss"),
+        ("pref_ftx", "objective.nll_weight"),
+        ("simpo_gamma", "objective.gamma"),
+        ("kto_chosen_weight", "objective.desirable_weight"),
+        ("undesirable_weight", "objective.undesirable_weight"),
+        ("ref_model", "objective.reference"),
+        ("num_labels", "objective.num_labels"),
+        ("rlhf_type", "objective"),
+    ],
+)
+def test_words_of_other_programs_find_their_key(key: str, meant: str) -> None:
+    for tree in ({key: 1}, {"train": {key: 1}}):
+        with pytest.raises(ValidationError) as invalid:
+            RunConfig.model_validate(MINIMAL | tree)
+        assert f"did you mean `{meant}`?" in explain(invalid.value, RunConfig, "run.yaml", {}).hint
+
+
+def test_the_names_of_other_programs_mean_objectives_that_exist(tmp_path: Path) -> None:
+    words = [word for text in NAMES_OF_OTHER_PROGRAMS.values() for word in text.split()]
+    assert len(words) == len(set(words))
+    for meant in NAMES_OF_OTHER_PROGRAMS:
+        read(tmp_path, yaml.safe_load(meant))
+
+
+def test_an_editor_accepts_the_short_form() -> None:
+    schema = RunConfig.model_json_schema(by_alias=True)["properties"]["objective"]
+    assert schema["anyOf"][0]["enum"] == list(get_args(ObjectiveName))

@@ -1,0 +1,123 @@
+"""Documents of packed rows get the scores that transformers gives each of them alone, for every family of encoders."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+
+from ds_finetune.errors import ModelError
+from ds_finetune.families.table import FAMILIES
+from ds_finetune.model.attention import BY_DOCUMENT
+from ds_finetune.model.encoder import check_encoder, encoder_inputs, encoder_of, encoder_scores, max_positions
+from tests.model.encoders import ENCODERS, LENGTHS, encoder_config, packed_rows
+
+
+def _model(name: str, attention: str, **extra: Any) -> PreTrainedModel:
+    torch.manual_seed(3)
+    model = AutoModelForSequenceClassification.from_config(encoder_config(name, **extra)).train()
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.dim() == 1:
+                param.add_(0.1 * torch.randn(param.shape))
+    model.set_attn_implementation(attention)
+    return model
+
+
+def _packed_scores(model: PreTrainedModel) -> torch.Tensor:
+    ids, positions, types, examples = packed_rows()
+    inputs = encoder_inputs(model.config, positions, types)
+    hidden = model.base_model(input_ids=ids, use_cache=False, documents=LENGTHS, sp_group=None, **inputs)
+    return encoder_scores(model, hidden.last_hidden_state, examples)
+
+
+def _scores_alone(model: PreTrainedModel) -> torch.Tensor:
+    """What transformers computes from each document without padding."""
+    ids, _, types, examples = packed_rows()
+    has_types = encoder_of(model.config).has_token_types
+    scores = []
+    for start, end in zip(examples.starts.tolist(), examples.ends.tolist(), strict=True):
+        parts = [part.flatten()[None, start : end + 1] for part in (ids, types)]
+        extra = {"token_type_ids": parts[1]} if has_types else {}
+        scores.append(model(input_ids=parts[0], attention_mask=torch.ones_like(parts[0]), **extra).logits)
+    return torch.cat(scores)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", ENCODERS)
+def test_a_document_of_a_packed_row_has_the_scores_and_gradients_it_has_alone(name: str, checkpointing: bool) -> None:
+    packed, alone = _model(name, BY_DOCUMENT), _model(name, "eager")
+    if checkpointing:
+        packed.gradient_checkpointing_enable({"use_reentrant": False})
+    found, wanted = _packed_scores(packed), _scores_alone(alone)
+    assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    assert wanted.std(dim=0).min() > 0.01, "different documents should have different scores"
+    for scores in (found, wanted):
+        scores.square().sum().backward()
+    gradients = {key: param.grad for key, param in packed.named_parameters()}
+    for key, param in alone.named_parameters():
+        # The gradient of a key's bias is 0 but for rounding: it adds the same to all logits of a query.
+        floor = 1e-6 + 1e-4 * float(param.grad.abs().max())
+        assert torch.allclose(gradients[key], param.grad, rtol=1e-3, atol=floor), key
+
+
+def test_every_encoder_of_the_table_is_compared() -> None:
+    kinds = {config["model_type"] for config in ENCODERS.values()}
+    assert kinds == {name for name, family in FAMILIES.items() if family.encoder is not None}
+
+
+def test_a_window_of_modernbert_changes_the_scores() -> None:
+    narrow, wide = (_scores_alone(_model("modernbert", "eager", local_attention=width)) for width in (6, 60))
+    assert not torch.allclose(narrow, wide, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_a_forward_without_documents_has_zero_gradients_everywhere(name: str) -> None:
+    model = _model(name, BY_DOCUMENT)
+    ids, positions, types, examples = packed_rows()
+    nothing = {key: getattr(examples, key)[:0] for key in ("starts", "ends", "numbers", "targets", "reference")}
+    none = type(examples)(index=torch.full_like(ids, -1), **nothing)
+    hidden = model.base_model(input_ids=ids, documents=LENGTHS, **encoder_inputs(model.config, positions, types))
+    scores = encoder_scores(model, hidden.last_hidden_state, none)
+    assert scores.shape == (0, 3)
+    scores.sum().backward()
+    assert all(param.grad is not None and not param.grad.any() for param in model.parameters())
+
+
+@pytest.mark.parametrize(("name", "most"), [("bert", 40), ("roberta", 40), ("modernbert", 8192)])
+def test_documents_may_be_as_long_as_the_model_has_positions(name: str, most: int) -> None:
+    assert max_positions(encoder_config(name)) == most
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"objective": "sft"}, "objective sft with model_type `bert`, an encoder"),
+        ({"attention": "eager"}, "model.attention eager with model_type `bert`"),
+        ({"is_decoder": True}, "is_decoder true in config.json with model_type `bert`"),
+    ],
+)
+def test_an_encoder_is_not_trained_as_another_model(changed: dict[str, Any], text: str) -> None:
+    config = encoder_config("bert", is_decoder=changed.pop("is_decoder", False))
+    with pytest.raises(ModelError, match=text):
+        check_encoder(config, **{"attention": "sdpa", "objective": "classification", **changed})
+
+
+def test_dropout_in_training_draws_and_evaluation_does_not() -> None:
+    model = _model("bert", BY_DOCUMENT, hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.3)
+    first, second = _packed_scores(model), _packed_scores(model)
+    assert not torch.allclose(first, second)
+    model.eval()
+    assert torch.equal(_packed_scores(model), _packed_scores(model))
+
+
+def test_recomputed_activations_drop_the_same_numbers() -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        model = _model("bert", BY_DOCUMENT, hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.3)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        torch.manual_seed(9)
+        _packed_scores(model).square().sum().backward()
+        gradients.append({key: param.grad for key, param in model.named_parameters()})
+    assert all(torch.equal(gradients[0][key], gradients[1][key]) for key in gradients[0])
