@@ -31,7 +31,7 @@ TOKEN_ARRAYS = ("ids", "mask", "offsets", "digests")
 """The arrays that decide what is trained where the loss is a sum over tokens."""
 
 
-class Document(NamedTuple):
+class KeptDocument(NamedTuple):
     """One document that is kept; see `Documents`. A `second` of None stands for the length."""
 
     ids: Sequence[int]
@@ -105,7 +105,7 @@ class Documents:
     second: NDArray[np.int32]
 
     @classmethod
-    def of(cls, documents: Sequence[Document]) -> Self:
+    def of(cls, documents: Sequence[KeptDocument]) -> Self:
         """Concatenate `documents`."""
         lengths = [len(document.ids) for document in documents]
         ids = np.array([i for document in documents for i in document.ids], dtype=np.int32)
@@ -170,13 +170,13 @@ def make_documents(tokens: Sequence[Tokens], rules: Sequence[str], *, max_seq_le
 
     `rules` has the action on each sample if it is longer: `truncate`, `drop` or `split`.
     """
-    kept: list[Document] = []
+    kept: list[KeptDocument] = []
     counts = Counts(read=len(tokens), server_prompt_differs=sum(t.server_prompt_differs for t in tokens))
     for document, rule in zip(tokens, rules, strict=True):
         if document.dropped:
             continue
         pieces, change = _fit(document, rule, max_seq_len)
-        kept_pieces = [Document(ids, mask) for ids, mask in pieces if any(mask[1:])]
+        kept_pieces = [KeptDocument(ids, mask) for ids, mask in pieces if any(mask[1:])]
         change += Counts(nothing_supervised=len(pieces) - len(kept_pieces))
         kept += kept_pieces
         counts += change

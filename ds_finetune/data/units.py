@@ -10,7 +10,7 @@ from dataclasses import replace
 from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.data.control_tokens import ControlTokens
-from ds_finetune.data.documents import Counts, Document, Documents, LengthLimit
+from ds_finetune.data.documents import Counts, KeptDocument, Documents, LengthLimit
 from ds_finetune.data.labelled import LabelledText, MarkedAnswer
 from ds_finetune.data.layouts import Completion, Sample
 from ds_finetune.data.preferences import Preference
@@ -38,12 +38,12 @@ def make_pairs(
         chosen, rejected = _join_alike(pair, settings.separator)
         sides += [(f"{where} (chosen)", chosen), (f"{where} (rejected)", rejected)]
     tokens = SampleTokeniser(tokenizer, replace(settings, train_on="last_assistant")).tokenise(sides)
-    kept: list[Document] = []
+    kept: list[KeptDocument] = []
     remarks: list[Tokens] = []
     counts = Counts(read=len(samples))
     for (_, pair), chosen_tokens, rejected_tokens in zip(samples, tokens[::2], tokens[1::2], strict=True):
         unit, dropped, change = _fit_pair(chosen_tokens, rejected_tokens, limit)
-        kept += [Document(ids, mask, pair.margin) for ids, mask in unit]
+        kept += [KeptDocument(ids, mask, pair.margin) for ids, mask in unit]
         merged = _merge_remarks(chosen_tokens, rejected_tokens, dropped)
         remarks.append(merged)
         counts += change + Counts(server_prompt_differs=int(merged.server_prompt_differs))
@@ -121,7 +121,7 @@ def make_marked_answers(
     """One document for each answer, with the target 1 if it is good and 0 if bad; only the last answer carries loss."""
     tokeniser = SampleTokeniser(tokenizer, replace(settings, train_on="last_assistant"))
     tokens = tokeniser.tokenise([(where, marked.sample) for where, marked in samples])
-    kept: list[Document] = []
+    kept: list[KeptDocument] = []
     remarks: list[Tokens] = []
     counts = Counts(read=len(samples))
     for (_, marked), document in zip(samples, tokens, strict=True):
@@ -135,7 +135,7 @@ def make_marked_answers(
         elif not reason and not any(mask[1:]):
             reason = "no_answer_left"
         elif not reason:
-            kept.append(Document(ids, mask, float(marked.is_good)))
+            kept.append(KeptDocument(ids, mask, float(marked.is_good)))
             counts += Counts(truncated=int(lost > 0), truncated_tokens=lost)
         remarks.append(replace(document, dropped=reason))
     counts += Counts(server_prompt_differs=sum(document.server_prompt_differs for document in tokens))
@@ -157,7 +157,7 @@ def make_labelled_texts(
     """
     control = ControlTokens(tokenizer, None, settings.control_tokens)
     encode = _encode_for_encoder if is_encoder_tokenizer(tokenizer) else _encode_for_decoder
-    kept: list[Document] = []
+    kept: list[KeptDocument] = []
     remarks: list[Tokens] = []
     counts = Counts(read=len(samples))
     for where, sample in samples:
@@ -166,7 +166,7 @@ def make_labelled_texts(
         if lost and limit.rule(is_text=False) == "drop":
             counts += Counts(too_long_dropped=1)
             continue
-        kept.append(Document(ids, [False] * len(ids), sample.target, second))
+        kept.append(KeptDocument(ids, [False] * len(ids), sample.target, second))
         counts += Counts(truncated=int(lost > 0), truncated_tokens=lost)
     documents = Documents.of(kept)
     return documents, counts + documents.counts, remarks
