@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ds_finetune.data.mixture import Mixture
 from ds_finetune.data.rows import Ints, Row, Rows, empty_row
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.objectives.examples import Examples
@@ -86,6 +87,8 @@ class BatchPlan:
     """The length of every forward is a multiple of this, so that ranks can share its tokens."""
     documents_per_unit: int = 0
     """Consecutive documents that are one unit: 2 for pairs; 0 where the loss is a sum over tokens."""
+    mixture: Mixture | None = None
+    """Shares of the sources of training rows; None where an epoch has every row once."""
     separates_padding: bool = False
     """Whether padding behind a single document is a document of its own, as attention in both directions needs it."""
 
@@ -94,16 +97,21 @@ def training_batches(rows: Rows, plan: BatchPlan, *, start_step: int, total_rows
     """Batches of the steps from `start_step` (0-based) on, until `total_rows` rows were used.
 
     Step s has the rows [s x global_batch_size, (s + 1) x global_batch_size) of the sequence of epochs, each of which is
-    a permutation of all rows. The last batch is filled with empty rows, so that every row is used equally often and
-    all ranks run the same number of forwards.
+    a permutation of all rows, or of those that a mixture draws. The last batch is filled with empty rows, so that every
+    row is used equally often and all ranks run the same number of forwards.
     """
-    steps = -(-total_rows // plan.global_batch_size)
+    steps, per_epoch = -(-total_rows // plan.global_batch_size), rows_per_epoch(rows, plan)
     for step in range(start_step, steps):
         first = step * plan.global_batch_size
         numbers = [first + index for index in _rank_indices(plan)]
-        ids = [_row_id(number, len(rows), plan) if number < total_rows else None for number in numbers]
+        ids = [_row_id(number, per_epoch, plan) if number < total_rows else None for number in numbers]
         after = min(first + plan.global_batch_size, total_rows)
-        yield _batch(rows, ids, plan, Position(*divmod(after, len(rows))))
+        yield _batch(rows, ids, plan, Position(*divmod(after, per_epoch)))
+
+
+def rows_per_epoch(rows: Rows, plan: BatchPlan) -> int:
+    """Number of rows in an epoch."""
+    return len(rows) if plan.mixture is None else plan.mixture.rows_per_epoch
 
 
 def eval_batches(rows: Rows, plan: BatchPlan, *, limit: int = 0) -> Iterator[Batch]:
@@ -132,12 +140,19 @@ def _rank_indices(plan: BatchPlan) -> range:
 
 def _row_id(number: int, num_rows: int, plan: BatchPlan) -> int:
     epoch, index = divmod(number, num_rows)
+    if plan.mixture is not None:
+        return int(_mixed_order(plan.mixture, plan.seed, epoch, shuffle=plan.shuffle)[index])
     return int(_order(plan.seed, epoch, num_rows)[index]) if plan.shuffle else index
 
 
 @lru_cache(maxsize=2)
 def _order(seed: int, epoch: int, num_rows: int) -> NDArray[np.int64]:
     return np.random.default_rng([seed, epoch]).permutation(num_rows)
+
+
+@lru_cache(maxsize=2)
+def _mixed_order(mixture: Mixture, seed: int, epoch: int, *, shuffle: bool) -> NDArray[np.int64]:
+    return mixture.order(seed=seed, epoch=epoch, shuffle=shuffle)
 
 
 def _batch(rows: Rows, ids: Sequence[int | None], plan: BatchPlan, position: Position) -> Batch:

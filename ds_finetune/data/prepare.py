@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -35,19 +35,21 @@ from ds_finetune.data.documents import (
     read_counts,
 )
 from ds_finetune.data.layouts import PlainText, Sample
+from ds_finetune.data.mixture import Mixture
 from ds_finetune.data.named_counts import NamedCounts
-from ds_finetune.data.prepared_rows import PreparedRows, one_unit_a_row, pack_units
+from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.row_estimate import estimate_rows
 from ds_finetune.data.row_kind import DIALOGUE, KindName, RowKind
 from ds_finetune.data.row_report import dropped_row_lines, dropped_rows_hint
 from ds_finetune.data.sample_tokens import RULES_VERSION, SampleTokeniser, TemplateSettings, Tokens
 from ds_finetune.data.samples import check_layout_name, read_row
 from ds_finetune.data.sources import Record, Source, find_sources, read_records
+from ds_finetune.data.unit_packing import one_unit_a_row, pack_units
 from ds_finetune.data.units import Made, make_labelled_texts, make_marked_answers, make_pairs
 from ds_finetune.errors import ConfigError, DataError, RunError
 from ds_finetune.phase_line import PhaseLine
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """Increased when the format of the cache changes, so that an older cache is not read."""
 ROWS_PER_PART = 2000
 _Task = tuple[Path, list[tuple[str, Record]]]
@@ -93,7 +95,8 @@ def prepare_rows(
     kind = find_classes(config, kind)
     sources, tokenisation = plan_tokenisation(config, purpose, tokenizer=tokenizer, limits=limits, kind=kind)
     folder = Path(config.cache_dir) / _fingerprint(sources, tokenisation)
-    whole, packed = folder / "whole", folder / "packed"
+    weights = config.weights if purpose == "train" else {}
+    whole, packed = folder / "whole", folder / ("packed-by-path" if weights else "packed")
     began = time.time()
     with lock_folder(folder):
         notes = remove_damaged([whole, packed], since=began)
@@ -102,14 +105,40 @@ def prepare_rows(
         counts = read_counts(whole)
         check_dropped_rows(counts, config, sources)
         documents = Documents.read(whole)
+        parts = _units_of_paths(counts, weights, sources, kind)
         if config.packing and not packed.is_dir():
-            _write_packing(packed, pack_units(documents, kind, limits.max_seq_len))
+            _write_packing(packed, pack_units(documents, kind, limits.max_seq_len, parts))
     notes = [*dict.fromkeys(source.note for source in sources if source.note), *notes]
     order, offsets = one_unit_a_row(documents, kind)
     if config.packing:
         order, offsets = np.load(packed / "order.npy"), np.load(packed / "offsets.npy")
+    mixture = Mixture.of(weights, _rows_of_paths(order, offsets, parts)) if weights else None
     content = content_hash(whole, DOCUMENT_ARRAYS if kind.documents_per_unit else TOKEN_ARRAYS)
-    return PreparedRows(documents, order, offsets, counts, content=content, notes=tuple(notes), kind=kind)
+    return PreparedRows(documents, order, offsets, counts, content, tuple(notes), mixture, kind)
+
+
+def _units_of_paths(
+    counts: Counts, weights: Mapping[str, float], sources: Sequence[Source], kind: RowKind
+) -> list[int]:
+    """Number of units of each path that has a weight, or of all; DataError where a path has none."""
+    size = max(kind.documents_per_unit, 1)
+    if len(weights) < 2:
+        return [counts.documents // size]
+    numbers = [counts.by_path.entries.get(str(entry), (0, ""))[0] // size for entry in range(len(weights))]
+    for entry, (path, number) in enumerate(zip(weights, numbers, strict=True)):
+        if not number:
+            files = [source.path for source in sources if source.entry == entry]
+            raise DataError(
+                f"data.train gives `{path}` ({len(files)} files) a weight, and none of its rows is left",
+                hint="look at them with `ds-finetune data show`, or leave it out",
+            )
+    return numbers
+
+
+def _rows_of_paths(order: NDArray[np.int64], offsets: NDArray[np.int64], units: Sequence[int]) -> list[int]:
+    """Number of rows of each path, given its number of units."""
+    path = np.searchsorted(np.cumsum(units), order[offsets[:-1]], side="right")
+    return np.bincount(path, minlength=len(units)).tolist()
 
 
 def plan_tokenisation(
@@ -247,15 +276,17 @@ def _fingerprint(sources: Sequence[Source], tokenisation: Tokenisation) -> str:
 
 def _tokenise(sources: Sequence[Source], tokenisation: Tokenisation, folder: Path, *, workers: int) -> None:
     """Write one part for every `ROWS_PER_PART` rows unless it exists, then join the parts."""
-    parts: list[Path] = []
+    parts: dict[Path, int] = {}
     tasks = _open_parts(sources, folder, parts)
     # The process that has the lock writes, whatever its rank.
     with PhaseLine("tokenising rows", estimate_rows(sources), is_rank_zero=True) as line:
         for _ in _write_parts(tasks, tokenisation, workers) if _is_large(sources) else _write_here(tasks, tokenisation):
             line.advance(ROWS_PER_PART)
     counts = sum((read_counts(part) for part in parts), Counts())
+    if len(set(parts.values())) > 1:
+        counts = replace(counts, by_path=_count_by_path(parts))
     if counts.read:
-        join_parts(parts, folder / "whole", counts)
+        join_parts(list(parts), folder / "whole", counts)
     for part in parts:
         shutil.rmtree(part)
     if not counts.read:
@@ -264,13 +295,23 @@ def _tokenise(sources: Sequence[Source], tokenisation: Tokenisation, folder: Pat
         )
 
 
-def _open_parts(sources: Sequence[Source], folder: Path, parts: list[Path]) -> Iterator[_Task]:
-    """Yield tasks for parts that are not written yet; append the folders of all parts to `parts`, in order."""
+def _count_by_path(parts: Mapping[Path, int]) -> NamedCounts:
+    """Documents by the number of their path; a part has records of one path."""
+    return NamedCounts.sum(
+        NamedCounts({str(entry): (read_counts(part).documents, "")}) for part, entry in parts.items()
+    )
+
+
+def _open_parts(sources: Sequence[Source], folder: Path, parts: dict[Path, int]) -> Iterator[_Task]:
+    """Yield tasks for parts that are not written yet.
+
+    The folders of all parts are added to `parts`, in order, with the number of the path that names their file.
+    """
     for source in sources:
         records = read_records(source)
         while chunk := list(islice(records, ROWS_PER_PART)):
             part = folder / f"part-{len(parts):06d}"
-            parts.append(part)
+            parts[part] = source.entry
             if part.is_dir() and find_damage(part):
                 shutil.rmtree(part)
             if not part.is_dir():

@@ -8,25 +8,12 @@ import xxhash
 from numpy.typing import NDArray
 
 from ds_finetune.data.documents import Counts, Documents
-from ds_finetune.data.packing import pack
+from ds_finetune.data.mixture import Mixture
 from ds_finetune.data.row_kind import DIALOGUE, RowKind
 from ds_finetune.data.rows import Row, RowDocuments
 from ds_finetune.labels import IGNORE_INDEX
 
 _SHOWN_CLASSES = 8
-
-
-def one_unit_a_row(documents: Documents, kind: RowKind) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """`order` and `offsets` of `PreparedRows` where each unit is a row."""
-    units = len(documents.targets) // max(kind.documents_per_unit, 1)
-    return np.arange(units), np.arange(units + 1)
-
-
-def pack_units(documents: Documents, kind: RowKind, max_seq_len: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """`order` and `offsets` of `PreparedRows` where rows of at most `max_seq_len` tokens are filled with units."""
-    lengths = np.diff(documents.offsets).reshape(-1, max(kind.documents_per_unit, 1)).sum(axis=1)
-    rows = pack(lengths, max_seq_len)
-    return np.concatenate(rows), np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +32,8 @@ class PreparedRows:
     """Hash of all tokens and masks, from when they were written; empty for rows of a stream."""
     notes: tuple[str, ...] = ()
     """Remarks for the user: splits that were not read, a cache that was built again."""
+    mixture: Mixture | None = None
+    """Shares of the sources, whose rows are consecutive; None where an epoch has every row once."""
     kind: RowKind = DIALOGUE
     """The kind of rows; of labelled texts with the classes that were found."""
 
@@ -85,6 +74,21 @@ class PreparedRows:
         """Tokens that carry loss."""
         return self.counts.supervised
 
+    @property
+    def rows_per_epoch(self) -> int:
+        """Rows of an epoch."""
+        return len(self) if self.mixture is None else self.mixture.rows_per_epoch
+
+    @property
+    def tokens_per_epoch(self) -> float:
+        """Tokens of an epoch without padding; of a mixture, the expected number."""
+        return self.num_tokens if self.mixture is None else self.mixture.per_epoch(self.tokens_of_sources)
+
+    @property
+    def tokens_of_sources(self) -> list[int]:
+        """Tokens of all rows of each source of the mixture."""
+        return [int(lengths.sum()) for lengths in self._lengths_by_source()]
+
     def summary(self) -> str:
         """Rows, pairs or examples, tokens, the share of supervised tokens and what truncation cut off, as one line."""
         share = self.num_supervised_tokens / max(self.num_tokens, 1)
@@ -106,8 +110,8 @@ class PreparedRows:
     @property
     def mean_attended(self) -> float:
         """Mean number of positions to which a token attends, with causal attention within its document."""
-        lengths = np.diff(self.documents.offsets)[self._documents_of(self.order)].astype(np.float64)
-        return float((lengths**2).sum() / 2 / lengths.sum())
+        squares = [float((lengths.astype(np.float64) ** 2).sum()) for lengths in self._lengths_by_source()]
+        return (squares[0] if self.mixture is None else self.mixture.per_epoch(squares)) / 2 / self.tokens_per_epoch
 
     def fingerprint(self) -> str:
         """A hash of all tokens, masks and of the documents in each row; the same on any machine."""
@@ -115,7 +119,8 @@ class PreparedRows:
         digest = xxhash.xxh3_64()
         for numbers in (self.order, self.offsets):
             digest.update(np.ascontiguousarray(numbers, dtype=np.int64).tobytes())
-        return f"{len(self)} rows, {self.num_tokens} tokens, content {self.content}, order {digest.hexdigest()}"
+        text = f"{len(self)} rows, {self.num_tokens} tokens, content {self.content}, order {digest.hexdigest()}"
+        return text if self.mixture is None else f"{text}, mixed {self.mixture.fingerprint}"
 
     def fill_ratio(self, max_seq_len: int) -> float:
         """Number of tokens divided by `max_seq_len` x rows."""
@@ -171,6 +176,13 @@ class PreparedRows:
         labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int32)
         labels[:-1] = np.where(mask[1:], ids[1:], IGNORE_INDEX)
         return ids, np.arange(len(ids)), labels
+
+    def _lengths_by_source(self) -> list[NDArray[np.int64]]:
+        """Lengths of the documents of each source of the mixture, or of all."""
+        lengths = np.diff(self.documents.offsets)[self._documents_of(self.order)]
+        sizes = (len(self),) if self.mixture is None else self.mixture.sizes
+        ends = self.offsets[np.cumsum(sizes)] * max(self.kind.documents_per_unit, 1)
+        return np.split(lengths, ends[:-1])
 
     def _last_answer(self, number: int) -> tuple[list[int], list[int]]:
         ids, mask = self.document(number)

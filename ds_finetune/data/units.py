@@ -10,7 +10,7 @@ from dataclasses import replace
 from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.data.control_tokens import ControlTokens
-from ds_finetune.data.documents import Counts, KeptDocument, Documents, LengthLimit
+from ds_finetune.data.documents import Counts, Documents, KeptDocument, LengthLimit
 from ds_finetune.data.labelled import LabelledText, MarkedAnswer
 from ds_finetune.data.layouts import Completion, Sample
 from ds_finetune.data.preferences import Preference

@@ -100,6 +100,11 @@ def read_inputs(config: RunConfig, model: ModelPlan) -> RunInputs:
         raise ConfigError(
             f"data.streaming does not know how long `{config.train.duration}` is", hint="give train.for in steps"
         )
+    if config.data.streaming and config.data.weights:
+        raise ConfigError(
+            f"data.train gives weights to {', '.join(config.data.weights)}, whose rows data.streaming does not count",
+            hint="set data.streaming to false, or write the rows of a mixture to one file",
+        )
     kind = find_classes(config.data, RowKind.of(config.objective))
     prepare = partial(prepare_rows, tokenizer=tokenizer, limits=limits, kind=kind)
     stream = partial(open_stream, tokenizer=tokenizer, limits=limits, kind=kind)
@@ -145,6 +150,8 @@ def _set_up_scores(config: RunConfig, hf_config: PretrainedConfig) -> str:
     if not isinstance(objective, ScoreObjective):
         return ""
     set_classes(hf_config, config.objective, outputs=objective.num_outputs)
+    if encoder_of(hf_config) is not None:
+        return f"{hf_config.pad_token_id}, as published"
     is_encoder = encoder_of(hf_config) is not None
     return "" if is_encoder else set_padding_token(hf_config, _tokenizer_alone(config))
 

@@ -50,7 +50,7 @@ def prepare_run(config: RunConfig, world: World) -> PreparedRun:
     check_run_folder(config)
     check_run_disk(Path(config.output_dir), _disk_need(estimate, world))
     schedule = make_schedule(config, inputs)
-    rows = None if isinstance(inputs.train, StreamedRows) else len(inputs.train)
+    rows = None if isinstance(inputs.train, StreamedRows) else inputs.train.rows_per_epoch
     notes = check_run_length(config, steps=schedule.steps, warmup=schedule.warmup_steps, rows=rows)
     return PreparedRun(config, plan, replace(inputs, notes=(*inputs.notes, *notes)), schedule, estimate)
 
@@ -92,7 +92,7 @@ def _disk_need(estimate: RunEstimate, world: World) -> DiskNeed:
 def make_schedule(config: RunConfig, inputs: RunInputs) -> LrSchedule:
     """Learning rate over the run, whose length in steps is known once the rows are."""
     length, rows = Duration.parse(config.train.duration), inputs.train
-    number, tokens = (0, 0) if isinstance(rows, StreamedRows) else (len(rows), rows.num_tokens)
+    number, tokens = (0, 0.0) if isinstance(rows, StreamedRows) else (rows.rows_per_epoch, rows.tokens_per_epoch)
     steps = length.in_steps(rows=number, tokens=tokens, global_batch_size=config.train.global_batch_size)
     optim = config.optim
     return LrSchedule(
