@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from ds_finetune.config.objectives import ClassificationObjective
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.classes import find_classes
 from ds_finetune.data.overlap import overlap_notes
@@ -178,6 +179,16 @@ def with_classes(config: RunConfig) -> RunConfig:
         return config
     base = read_hf_config(config.model.path, task="sequence_classification")
     return config.model_copy(update={"objective": with_base_classes(config.objective, base)})
+
+
+def with_classes_of_rows(config: RunConfig) -> RunConfig:
+    """The run file with number and names of the classes filled in, from the labels of the training rows."""
+    objective = config.objective
+    if not isinstance(objective, ClassificationObjective):
+        return config
+    kind = find_classes(config.data, RowKind.of(objective))
+    classes = {"labels": kind.labels, "num_labels": kind.num_labels}
+    return config.model_copy(update={"objective": objective.model_copy(update=classes)})
 
 
 def try_generic_type(config: RunConfig, model: ModelPlan) -> tuple[str, ...]:
