@@ -135,6 +135,19 @@ _RULES = (
         "set objective.teacher",
     ),
     _KeyRule(
+        ("data.train_on", "data.reasoning", "data.template", "data.separator"),
+        lambda run: run["objective.name"] == "pretrain",
+        "objective pretrain trains every token of plain text",
+        "set objective to sft",
+        harmless=("all", "plain"),
+    ),
+    _KeyRule(
+        ("eval.generate.",),
+        lambda run: run["objective.name"] == "pretrain",
+        "plain text has no prompts with answers",
+        "set objective to sft",
+    ),
+    _KeyRule(
         ("data.max_truncated_ratio",),
         lambda run: run["data.long_rows"] == "drop",
         "data.long_rows is drop: nothing is truncated",
