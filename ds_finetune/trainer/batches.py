@@ -1,6 +1,7 @@
 """This rank's batches of a run: from prepared rows or from a stream, from the beginning or from where it resumes."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ds_finetune.data.batches import Batch, BatchPlan, Position, training_batches
 from ds_finetune.data.prepared_rows import PreparedRows
@@ -45,6 +46,11 @@ def mixture_lines(run: PreparedRun) -> list[str]:
     ]
 
 
+def eval_plan(run: PreparedRun, name: str) -> BatchPlan:
+    """The same for the held-out set `name`."""
+    return replace(batch_plan(run), reference=run.reference.get(name))
+
+
 def batch_plan(run: PreparedRun) -> BatchPlan:
     """How rows are divided over ranks and micro-batches."""
     plan, rows = run.plan, run.inputs.train
@@ -59,6 +65,7 @@ def batch_plan(run: PreparedRun) -> BatchPlan:
         row_len=plan.batch.max_seq_len if plan.batch.is_packed else None,
         multiple=plan.mesh.sp,
         documents_per_unit=run.inputs.model.objective.documents_per_unit,
+        reference=run.reference.get("train"),
         mixture=rows.mixture if isinstance(rows, PreparedRows) else None,
         separates_padding=encoder_of(run.inputs.hf_config) is not None,
     )

@@ -51,7 +51,7 @@ class RunInputs:
     held_out: Mapping[str, PreparedRows]
     """Held-out sets by the first part of their metric names: `eval`, or `eval/NAME` for named ones."""
     base: str = ""
-    """Digest of the weights that adapters are trained on; empty where there are none."""
+    """Digest of the weights that adapters are trained on, or that the reference model has; empty where neither is."""
     notes: tuple[str, ...] = ()
     """Lines about the data for people, shown at the start."""
 
@@ -123,9 +123,14 @@ def read_inputs(config: RunConfig, model: ModelPlan) -> RunInputs:
         tokenizer_folder=tokenizer_folder,
         train=train,
         held_out=held_out,
-        base=weights_digest(folder) if config.lora is not None else "",
+        base=weights_digest(folder) if _has_base(model) else "",
         notes=(*train.notes, *held_out_notes),
     )
+
+
+def _has_base(model: ModelPlan) -> bool:
+    """Whether a run depends on the weights of its model beyond its beginning."""
+    return model.lora is not None or (model.objective.needs_reference and not model.has_random_weights)
 
 
 def make_model_plan(config: RunConfig, mesh: Mesh, *, is_config_alone: bool = False) -> ModelPlan:
