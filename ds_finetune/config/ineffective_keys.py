@@ -85,7 +85,7 @@ _RULES = (
         harmless=("all", "plain"),
     ),
     _KeyRule(
-        ("data.train_on", "data.reasoning", "data.template"),
+        ("data.train_on", "data.reasoning", "data.template", "data.separator"),
         lambda run: run["objective.name"] == "pretrain",
         "objective is pretrain: every token of plain text is supervised, and no template is used",
         "set objective to sft",
@@ -133,19 +133,6 @@ _RULES = (
         lambda run: not run["objective.teacher"],
         "there is no objective.teacher",
         "set objective.teacher",
-    ),
-    _KeyRule(
-        ("data.train_on", "data.reasoning", "data.template", "data.separator"),
-        lambda run: run["objective.name"] == "pretrain",
-        "objective pretrain trains every token of plain text",
-        "set objective to sft",
-        harmless=("all", "plain"),
-    ),
-    _KeyRule(
-        ("eval.generate.",),
-        lambda run: run["objective.name"] == "pretrain",
-        "plain text has no prompts with answers",
-        "set objective to sft",
     ),
     _KeyRule(
         ("data.max_truncated_ratio",),
