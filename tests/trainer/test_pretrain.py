@@ -174,7 +174,10 @@ def test_rows_that_are_no_plain_text_are_refused(
     ("data", "text"),
     [
         ({"layout": "messages"}, "data.layout is messages, and objective pretrain is trained on plain text"),
-        ({"train_on": "last_assistant"}, "`data.train_on` is 'last_assistant' and has no effect: objective is pretrain"),
+        (
+            {"train_on": "last_assistant"},
+            "`data.train_on` is 'last_assistant' and has no effect: objective is pretrain",
+        ),
     ],
 )
 def test_keys_of_dialogue_are_refused(
