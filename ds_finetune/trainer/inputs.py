@@ -151,11 +151,26 @@ def _set_up_scores(config: RunConfig, hf_config: PretrainedConfig) -> str:
     objective = make_objective(config.objective)
     if not isinstance(objective, ScoreObjective):
         return ""
+    _check_keys_of_scores(config)
     set_classes(hf_config, config.objective, outputs=objective.num_outputs)
     if encoder_of(hf_config) is not None:
         return f"{hf_config.pad_token_id}, as published"
     is_encoder = encoder_of(hf_config) is not None
     return "" if is_encoder else set_padding_token(hf_config, _tokenizer_alone(config))
+
+
+def _check_keys_of_scores(config: RunConfig) -> None:
+    """ConfigError for keys that need a language model, and for Muon, which orthogonalises the score head: DeepSpeed
+    0.19.8 knows heads by the name `lm_head` (__init__.py:369).
+    """
+    name = config.objective.name
+    if config.eval.generate.prompts:
+        raise ConfigError(
+            f"eval.generate.prompts {config.eval.generate.prompts} with objective {name}: scores are no text",
+            hint="leave eval.generate out",
+        )
+    if config.optim.name.lower() == "muon":
+        raise ConfigError(f"optim.name muon with objective {name} is not tested", hint="set optim.name: AdamW")
 
 
 def with_classes(config: RunConfig) -> RunConfig:
