@@ -36,7 +36,7 @@ from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.model_shape import Shape
 from ds_finetune.plan.plan import Plan
 from ds_finetune.schedule import Duration
-from ds_finetune.trainer.distillation import check_teacher_tokens, open_scores, teacher_lines
+from ds_finetune.trainer.distillation import check_teacher_tokens, open_scores, teacher_digest, teacher_lines
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,8 @@ class RunInputs:
     """Held-out sets by the first part of their metric names: `eval`, or `eval/NAME` for named ones."""
     scores: StoredScores | None = None
     """Stored distributions of a teacher for the training rows."""
+    teacher: str = ""
+    """Digest of the weights of the teacher of a distillation."""
     base: str = ""
     """Digest of the weights that adapters are trained on, or that the reference model has; empty where neither is."""
     notes: tuple[str, ...] = ()
@@ -122,6 +124,7 @@ def read_inputs(config: RunConfig, model: ModelPlan) -> RunInputs:
     }
     held_out_notes = [note for rows in held_out.values() for note in rows.notes]
     held_out_notes += overlap_notes(train, held_out) if held_out else []
+    scores = open_scores(config, model, tokenizer, train)
     return RunInputs(
         folder=folder,
         model=model,
@@ -130,7 +133,8 @@ def read_inputs(config: RunConfig, model: ModelPlan) -> RunInputs:
         tokenizer_folder=tokenizer_folder,
         train=train,
         held_out=held_out,
-        scores=open_scores(config, model, tokenizer, train),
+        scores=scores,
+        teacher=teacher_digest(model, scores),
         base=weights_digest(folder) if _has_base(model) else "",
         notes=(*train.notes, *held_out_notes),
     )
