@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ds_finetune.errors import ExportError
 from ds_finetune.export.onnx.graph import Graph
@@ -25,7 +24,8 @@ def parts_of(config: PretrainedConfig) -> OnnxGraph:
     if parts is None:
         raise ExportError(
             f"model_type `{config.model_type}` has no ONNX graph",
-            hint=f"there are graphs for {', '.join(sorted(name for name, row in FAMILIES.items() if row.onnx))}",
+            hint=f"there are graphs for {', '.join(sorted(name for name, row in FAMILIES.items() if row.onnx))}, "
+            f"and of classifiers for {', '.join(sorted(name for name, row in FAMILIES.items() if row.encoder))}",
         )
     return parts
 
@@ -38,7 +38,7 @@ class Layers:
     """
 
     graph: Graph
-    model: nn.Module
+    model: PreTrainedModel
     read: Read
 
     def module(self, name: str) -> Any:  # noqa: ANN401 - each class of transformers has attributes of its own
