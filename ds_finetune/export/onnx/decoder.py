@@ -97,6 +97,11 @@ def _last_hidden_states(layers: Layers, positions: str, *, with_cache: bool) -> 
 def check_config(config: PretrainedConfig) -> None:
     """ExportError where the type, activation, rotary embedding or attention of the model has no graph."""
     parts = parts_of(config)
+    if parts.attention not in ATTENTION:
+        raise ExportError(
+            f"model_type `{config.model_type}` is an encoder, and config.json names the class {config.architectures}",
+            hint="only classifiers of this type have an ONNX graph (...ForSequenceClassification)",
+        )
     kind = config.rope_parameters["rope_type"]
     if kind not in _STATIC_ROPE:
         raise ExportError(

@@ -1,4 +1,4 @@
-"""The ONNX graphs of encoders that classify texts: BERT, RoBERTa and ModernBERT."""
+"""The ONNX graphs of encoders that classify texts: those of BERT's layers, and those of ModernBERT's."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -10,7 +10,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ds_finetune.errors import ExportError
 from ds_finetune.export.onnx.graph import Graph, value
-from ds_finetune.export.onnx.layers import Layers, Mask, Read, Rotary
+from ds_finetune.export.onnx.layers import Layers, Mask, Read, Rotary, parts_of
+from ds_finetune.families.family import Encoder
+from ds_finetune.families.table import family_of
 
 BATCH, LENGTH = "batch_size", "sequence_length"
 TOKEN_TYPES = "token_type_ids"
@@ -24,11 +26,12 @@ def encoder_graph(model: PreTrainedModel, read: Read, *, dtype: np.dtype) -> tup
     Inputs, all int64 [batch, length]: input_ids, attention_mask with 0 for padding, and for BERT token_type_ids.
     Output: logits [batch, labels]. Weights are read by `read` when the file is written.
     """
-    graph = Graph(dtype)
-    layers, config = Layers(graph, model, read), model.config
-    scores = ENCODERS[config.model_type].build(_Encoder(layers, config))
-    graph.op("Identity", scores, name="logits")
-    names = ["input_ids", "attention_mask", *([TOKEN_TYPES] if ENCODERS[config.model_type].has_token_types else [])]
+    graph, config = Graph(dtype), model.config
+    kind = family_of(config.model_type).encoder
+    assert kind is not None
+    build = _GRAPHS[parts_of(config).attention]
+    graph.op("Identity", build(_EncoderModules(Layers(graph, model, read), config, kind)), name="logits")
+    names = ["input_ids", "attention_mask", *([TOKEN_TYPES] if kind.has_token_types else [])]
     inputs = [value(name, np.int64, (BATCH, LENGTH)) for name in names]
     return graph, (inputs, [value("logits", dtype, (BATCH, config.num_labels))])
 
@@ -47,11 +50,12 @@ def check_encoder_config(config: PretrainedConfig) -> None:
 
 
 @dataclass(frozen=True)
-class _Encoder:
+class _EncoderModules:
     """The modules of an encoder and its configuration."""
 
     layers: Layers
     config: PretrainedConfig
+    kind: Encoder
 
     @property
     def graph(self) -> Graph:
@@ -115,26 +119,28 @@ class _Encoder:
         return self.graph.op("Gather", x, self.graph.scalar(0, np.int64), axis=1)
 
 
-def _bert(encoder: _Encoder) -> str:
-    hidden = _bert_layers(encoder, "bert", encoder.positions(), TOKEN_TYPES)
-    pooled = encoder.graph.op("Tanh", encoder.layers.linear(encoder.first(hidden), "bert.pooler.dense"))
-    return encoder.layers.linear(pooled, "classifier")
-
-
-def _roberta(encoder: _Encoder) -> str:
-    graph, pad = encoder.graph, encoder.graph.scalar(encoder.config.pad_token_id, np.int64)
-    # Positions count tokens that are not the padding token (transformers 5.23, roberta/modeling_roberta.py:142-156).
-    is_token = graph.cast(graph.op("Not", graph.op("Equal", "input_ids", pad)), np.int64)
-    counted = graph.op("Mul", graph.op("CumSum", is_token, graph.scalar(1, np.int64)), is_token)
-    zeros = graph.op("Sub", "input_ids", "input_ids")
-    hidden = _bert_layers(encoder, "roberta", graph.op("Add", counted, pad), zeros)
-    dense = graph.op("Tanh", encoder.layers.linear(encoder.first(hidden), "classifier.dense"))
-    return encoder.layers.linear(dense, "classifier.out_proj")
-
-
-def _bert_layers(encoder: _Encoder, prefix: str, positions: str, token_types: str) -> str:
-    """Last hidden states [batch, length, width] of BERT's modules."""
+def _post_norm(encoder: _EncoderModules) -> str:
+    """Scores by layers that normalise after attention and MLP (Devlin et al., BERT, arXiv 1810.04805)."""
     graph, layers = encoder.graph, encoder.layers
+    if encoder.kind.positions_follow_padding:
+        # Positions count tokens that are not the padding token (transformers 5.23, roberta/modeling_roberta.py:142-156).
+        pad = graph.scalar(encoder.config.pad_token_id, np.int64)
+        is_token = graph.cast(graph.op("Not", graph.op("Equal", "input_ids", pad)), np.int64)
+        counted = graph.op("Mul", graph.op("CumSum", is_token, graph.scalar(1, np.int64)), is_token)
+        positions = graph.op("Add", counted, pad)
+    else:
+        positions = encoder.positions()
+    types = TOKEN_TYPES if encoder.kind.has_token_types else graph.op("Sub", "input_ids", "input_ids")
+    first = encoder.first(_post_norm_states(encoder, positions, types))
+    pooler = next((name for name in encoder.kind.head if name.endswith(".pooler")), None)
+    inner, outer = (f"{pooler}.dense", "classifier") if pooler else ("classifier.dense", "classifier.out_proj")
+    return layers.linear(graph.op("Tanh", layers.linear(first, inner)), outer)
+
+
+def _post_norm_states(encoder: _EncoderModules, positions: str, token_types: str) -> str:
+    """Last hidden states, [batch, length, width]."""
+    graph, layers = encoder.graph, encoder.layers
+    prefix = encoder.layers.model.base_model_prefix
     mask = encoder.mask()
     places = (("word", "input_ids"), ("token_type", token_types), ("position", positions))
     words, types, at = (encoder.embed(f"{prefix}.embeddings.{name}_embeddings", ids) for name, ids in places)
@@ -152,12 +158,13 @@ def _bert_layers(encoder: _Encoder, prefix: str, positions: str, token_types: st
     return hidden
 
 
-def _modernbert(encoder: _Encoder) -> str:
+def _pre_norm(encoder: _EncoderModules) -> str:
+    """Scores by layers that normalise before attention and MLP, some with a window (ModernBERT, arXiv 2412.13663)."""
     graph, layers, config = encoder.graph, encoder.layers, encoder.config
     kinds = sorted(set(config.layer_types))
     windows = {"full_attention": None, "sliding_attention": config.sliding_window}
     masks = {kind: encoder.mask(window=windows[kind]) for kind in kinds}
-    rotary = {kind: _modernbert_rotary(encoder, kind) for kind in kinds}
+    rotary = {kind: _layer_rotary(encoder, kind) for kind in kinds}
     hidden = encoder.norm(encoder.embed("model.embeddings.tok_embeddings", "input_ids"), "model.embeddings.norm")
     for number, kind in enumerate(config.layer_types):
         name = f"model.layers.{number}"
@@ -175,12 +182,14 @@ def _modernbert(encoder: _Encoder) -> str:
         outer = layers.linear(graph.op("Mul", encoder.gelu(inner), gate), f"{name}.mlp.Wo")
         hidden = graph.op("Add", hidden, outer)
     hidden = encoder.norm(hidden, "model.final_norm")
-    pooled = encoder.first(hidden) if config.classifier_pooling == "cls" else _mean(encoder, hidden)
+    pooled = (
+        encoder.first(hidden) if getattr(config, str(encoder.kind.pooling_key)) == "cls" else _mean(encoder, hidden)
+    )
     dense = encoder.gelu(layers.linear(pooled, "head.dense"))
     return layers.linear(encoder.norm(dense, "head.norm"), "classifier")
 
 
-def _mean(encoder: _Encoder, hidden: str) -> str:
+def _mean(encoder: _EncoderModules, hidden: str) -> str:
     """Mean of the tokens that are not padding, in fp32, [batch, width]."""
     graph = encoder.graph
     wide = graph.cast(hidden, np.float32) if graph.is_half() else hidden
@@ -190,7 +199,7 @@ def _mean(encoder: _Encoder, hidden: str) -> str:
     return graph.cast(mean, graph.dtype) if graph.is_half() else mean
 
 
-def _modernbert_rotary(encoder: _Encoder, kind: str) -> Rotary:
+def _layer_rotary(encoder: _EncoderModules, kind: str) -> Rotary:
     """Cosines and sines of one kind of layer, from transformers' frequencies."""
     graph, config = encoder.graph, encoder.config
     embedding = type(encoder.layers.module("model.rotary_emb"))(config)
@@ -202,17 +211,5 @@ def _modernbert_rotary(encoder: _Encoder, kind: str) -> Rotary:
     return Rotary(graph, cos, sin, 2 * len(frequencies), pairs_in=False, pairs_out=False)
 
 
-@dataclass(frozen=True)
-class EncoderGraph:
-    """How the graph of a model type is built."""
-
-    build: Callable[[_Encoder], str]
-    has_token_types: bool = False
-
-
-ENCODERS: Mapping[str, EncoderGraph] = {
-    "bert": EncoderGraph(_bert, has_token_types=True),
-    "roberta": EncoderGraph(_roberta),
-    "modernbert": EncoderGraph(_modernbert),
-}
-"""Encoders with a graph, by model type."""
+_GRAPHS: Mapping[str, Callable[[_EncoderModules], str]] = {"post_norm": _post_norm, "pre_norm": _pre_norm}
+"""Graphs by the kind of layers that a family's `OnnxGraph` names."""

@@ -164,7 +164,7 @@ def _new_folder(folder: Path) -> Iterator[None]:
 def _meta_model(folder: Path) -> PreTrainedModel:
     """The model of `folder` on the meta device, without code of the folder; ExportError where it has no graph."""
     from ds_finetune.export.onnx.decoder import check_config
-    from ds_finetune.export.onnx.encoders import ENCODERS, check_encoder_config
+    from ds_finetune.export.onnx.encoders import check_encoder_config
 
     check_folder(folder)
     try:
@@ -177,7 +177,7 @@ def _meta_model(folder: Path) -> PreTrainedModel:
     quantized = getattr(config, "quantization_config", None)
     if quantized:
         raise ExportError(f"{folder} is quantized ({quantized.get('quant_method')})", hint=_PLAIN_COPY)
-    is_encoder = is_classifier(config) and config.model_type in ENCODERS
+    is_encoder = is_classifier(config) and family_of(config.model_type).encoder is not None
     (check_encoder_config if is_encoder else check_config)(config)
     with torch.device("meta"):
         model: PreTrainedModel = auto_class(config).from_config(config, trust_remote_code=False)
@@ -188,7 +188,7 @@ def _write_graph(model: PreTrainedModel, folder: Path, out: Path, dtype: str, wi
     import numpy as np
 
     from ds_finetune.export.onnx.decoder import decoder_graph, scoring_graph
-    from ds_finetune.export.onnx.encoders import ENCODERS, encoder_graph
+    from ds_finetune.export.onnx.encoders import encoder_graph
     from ds_finetune.export.onnx.graph import write_model
 
     hub = open_weights(model, folder, family=family_of(model.config.model_type))
@@ -196,7 +196,7 @@ def _write_graph(model: PreTrainedModel, folder: Path, out: Path, dtype: str, wi
         raise ExportError(f"{folder} holds FP8 tensors and its config.json does not say so", hint=_PLAIN_COPY)
     numbers = np.dtype(ONNX_DTYPES[dtype])
     if is_classifier(model.config):
-        build = encoder_graph if model.config.model_type in ENCODERS else scoring_graph
+        build = encoder_graph if family_of(model.config.model_type).encoder else scoring_graph
         graph, ends = build(model, hub.whole, dtype=numbers)
     else:
         graph, ends = decoder_graph(model, hub.whole, dtype=numbers, with_cache=with_cache)

@@ -24,10 +24,14 @@ def parts_of(config: PretrainedConfig) -> OnnxGraph:
     if parts is None:
         raise ExportError(
             f"model_type `{config.model_type}` has no ONNX graph",
-            hint=f"there are graphs for {', '.join(sorted(name for name, row in FAMILIES.items() if row.onnx))}, "
-            f"and of classifiers for {', '.join(sorted(name for name, row in FAMILIES.items() if row.encoder))}",
+            hint=f"there are graphs for {_names_of(is_encoder=False)}, and of classifiers also for {_names_of(is_encoder=True)}",
         )
     return parts
+
+
+def _names_of(*, is_encoder: bool) -> str:
+    rows = FAMILIES.items()
+    return ", ".join(sorted(name for name, row in rows if row.onnx and (row.encoder is not None) == is_encoder))
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from transformers import AutoModelForSequenceClassification, PretrainedConfig
 
 from ds_finetune.export.onnx.comparison import FLIPPED_SHARE, TOLERANCES, OnnxComparison, record_experts
-from ds_finetune.export.onnx.encoders import ENCODERS
 from ds_finetune.export.verify.record import MODEL
+from ds_finetune.families.table import family_of
 
 Ints = NDArray[np.int64]
 SHAPES = (
@@ -78,7 +78,7 @@ def make_score_reference(folder: Path) -> ScoreReference:
     """Run every batch through the classifier of `folder`, loaded with plain transformers in fp32 on the CPU."""
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     # An encoder scores the first token, which must not be padding.
-    is_encoder = model.config.model_type in ENCODERS
+    is_encoder = family_of(model.config.model_type).encoder is not None
     batches = tuple(_batch(model.config, *shape) for shape in SHAPES if not (is_encoder and shape[-1] == "left"))
     names = ["input_ids", "attention_mask", *(["token_type_ids"] if _has_types(model.config) else [])]
     with torch.no_grad(), record_experts(model.eval()) as reached:

@@ -119,4 +119,4 @@ def test_a_classifier_of_another_type_is_refused_by_name(tmp_path: Path) -> None
     (tmp_path / "model" / "config.json").write_text(json.dumps(tree))
     with pytest.raises(ExportError, match="model_type `gemma` has no ONNX graph") as refused:
         export_onnx(tmp_path / "model", tmp_path / "onnx", dtype="fp32", with_cache=True)
-    assert "of classifiers for bert, modernbert, roberta" in refused.value.hint
+    assert "of classifiers also for bert, modernbert, roberta" in refused.value.hint
