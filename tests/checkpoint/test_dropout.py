@@ -37,6 +37,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sections = {
         "train": {"for": f"{STEPS} steps", "activation_checkpointing": True},
         "checkpoint": {"every": "1 steps", "keep": STEPS},
+        "eval": {"every": f"{STEPS} steps"},
         "export": {"at_end": False},
     }
     run_file = encoder_task(tmp_path_factory.mktemp("dropout"), dropout=0.2, **sections)
@@ -50,18 +51,16 @@ def _copy(run_file: Path, folder: Path) -> Path:
     return folder
 
 
-def test_a_resumed_run_draws_the_same_numbers(whole: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_draws_the_same_numbers_and_evaluation_none(whole: Path, tmp_path: Path) -> None:
+    """The resumed run evaluates after each step, the whole one at its end."""
     wanted, run = _numbers(whole.parent / "run"), _copy(whole, tmp_path / "run")
     _without_last_steps(run, after=2)
-    assert "resuming from" in _run(whole, f"output_dir={run}")
-    assert _numbers(run) == wanted
-
-
-def test_evaluation_draws_no_numbers(whole: Path, tmp_path: Path) -> None:
-    _run(whole, f"output_dir={tmp_path / 'run'}", "eval.every=1 steps", "checkpoint.every=never")
-    found, wanted = _numbers(tmp_path / "run"), _numbers(whole.parent / "run")
-    assert [record["eval/loss"] is not None for record in found] == [True] * STEPS
+    assert "resuming from" in _run(whole, f"output_dir={run}", "eval.every=1 steps")
+    found = _numbers(run)
+    assert [record["eval/loss"] is not None for record in found] == [False] * 2 + [True] * 3
+    assert found[-1] == wanted[-1]
     assert [record["train/loss"] for record in found] == [record["train/loss"] for record in wanted]
+    assert [record["train/grad_norm"] for record in found] == [record["train/grad_norm"] for record in wanted]
 
 
 def test_other_ranks_draw_other_numbers_and_a_line_says_so(whole: Path, tmp_path: Path) -> None:
