@@ -11,7 +11,7 @@ from ds_finetune.engine.generation import GenerationLimits
 from ds_finetune.observers.evaluation import matches
 from ds_finetune.observers.stop_signals import StopSignals
 from ds_finetune.phase_line import PhaseLine
-from ds_finetune.trainer.batches import batch_plan
+from ds_finetune.trainer.batches import batch_plan, eval_plan
 from ds_finetune.trainer.prepare import PreparedRun
 
 Scored = Callable[[], Mapping[str, HeldOutScores] | None]
@@ -45,7 +45,8 @@ class _HeldOutEvaluation:
         with self._phase("evaluation", rounds) as line:
             is_over = line.before_each(self.signals.is_stop_requested)
             for name, rows in sets.items():
-                scores = self.engine.evaluate(eval_batches(rows, plan, limit=limit), is_over=is_over)
+                batches = eval_batches(rows, eval_plan(self.run, name), limit=limit)
+                scores = self.engine.evaluate(batches, is_over=is_over)
                 if scores is None:
                     return None
                 found[name] = scores
