@@ -29,7 +29,7 @@ def encoder_graph(model: PreTrainedModel, read: Read, *, dtype: np.dtype) -> tup
     graph, config = Graph(dtype), model.config
     kind = family_of(config.model_type).encoder
     assert kind is not None
-    build = _GRAPHS[parts_of(config).attention]
+    build = ENCODER_GRAPHS[parts_of(config).attention]
     graph.op("Identity", build(_EncoderModules(Layers(graph, model, read), config, kind)), name="logits")
     names = ["input_ids", "attention_mask", *([TOKEN_TYPES] if kind.has_token_types else [])]
     inputs = [value(name, np.int64, (BATCH, LENGTH)) for name in names]
@@ -123,7 +123,7 @@ def _post_norm(encoder: _EncoderModules) -> str:
     """Scores by layers that normalise after attention and MLP (Devlin et al., BERT, arXiv 1810.04805)."""
     graph, layers = encoder.graph, encoder.layers
     if encoder.kind.positions_follow_padding:
-        # Positions count tokens that are not the padding token (transformers 5.23, roberta/modeling_roberta.py:142-156).
+        # They count tokens other than the padding token (transformers 5.23, roberta/modeling_roberta.py:142-156).
         pad = graph.scalar(encoder.config.pad_token_id, np.int64)
         is_token = graph.cast(graph.op("Not", graph.op("Equal", "input_ids", pad)), np.int64)
         counted = graph.op("Mul", graph.op("CumSum", is_token, graph.scalar(1, np.int64)), is_token)
@@ -211,5 +211,5 @@ def _layer_rotary(encoder: _EncoderModules, kind: str) -> Rotary:
     return Rotary(graph, cos, sin, 2 * len(frequencies), pairs_in=False, pairs_out=False)
 
 
-_GRAPHS: Mapping[str, Callable[[_EncoderModules], str]] = {"post_norm": _post_norm, "pre_norm": _pre_norm}
+ENCODER_GRAPHS: Mapping[str, Callable[[_EncoderModules], str]] = {"post_norm": _post_norm, "pre_norm": _pre_norm}
 """Graphs by the kind of layers that a family's `OnnxGraph` names."""

@@ -24,7 +24,8 @@ def parts_of(config: PretrainedConfig) -> OnnxGraph:
     if parts is None:
         raise ExportError(
             f"model_type `{config.model_type}` has no ONNX graph",
-            hint=f"there are graphs for {_names_of(is_encoder=False)}, and of classifiers also for {_names_of(is_encoder=True)}",
+            hint=f"there are graphs for {_names_of(is_encoder=False)}, and of classifiers also for "
+            f"{_names_of(is_encoder=True)}",
         )
     return parts
 
