@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from ds_finetune.data.batches import Batch, BatchPlan, Position, training_batches
 from ds_finetune.data.prepared_rows import PreparedRows
+from ds_finetune.data.scores import NumberedRows, with_scores
 from ds_finetune.data.stream import START, StreamedRows, streaming_batches
 from ds_finetune.model.encoder import encoder_of
 from ds_finetune.schedule import Duration
@@ -17,7 +18,11 @@ def run_batches(run: PreparedRun, *, after: Progress = BEGINNING, stream_positio
     rows, plan = run.inputs.train, batch_plan(run)
     if isinstance(rows, StreamedRows):
         return streaming_batches(rows, plan, steps=run.schedule.steps, start_step=after.step, start=stream_position)
-    return training_batches(rows, plan, start_step=after.step, total_rows=total_rows(run, rows))
+    scores, total = run.inputs.scores, total_rows(run, rows)
+    if scores is not None:
+        numbered = training_batches(NumberedRows(rows), plan, start_step=after.step, total_rows=total)
+        return with_scores(numbered, scores)
+    return training_batches(rows, plan, start_step=after.step, total_rows=total)
 
 
 def total_rows(run: PreparedRun, rows: PreparedRows) -> int:

@@ -87,7 +87,7 @@ def freeze_unreached(plan: Plan, model: ModelPlan) -> Plan:
 
 def estimate_model(config: RunConfig, plan: Plan, model: ModelPlan) -> RunEstimate:
     """What the run needs, from the shapes of the tensors that its ranks hold."""
-    return estimate_run(config, plan, sizes_of(rank_tensors(plan, model), model.lora))
+    return estimate_run(config, plan, sizes_of(rank_tensors(plan, model), model.lora, model.teacher))
 
 
 def _disk_need(estimate: RunEstimate, world: World) -> DiskNeed:
