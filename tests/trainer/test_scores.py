@@ -47,7 +47,9 @@ def test_a_classifier_learns_and_resumes_on_more_ranks(tmp_path: Path) -> None:
         "train": {"for": "4 steps", "global_batch_size": 6, "micro_batch_size": 1},
         "optim": {"lr": 1e-3, "warmup": 0},
     }
-    run_file = classification_task(tmp_path, eval={"every": "2 steps", "keep_best": True}, checkpoint={"every": "2 steps"}, **sections)
+    run_file = classification_task(
+        tmp_path, eval={"every": "2 steps", "keep_best": True}, checkpoint={"every": "2 steps"}, **sections
+    )
     done = train(run_file)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "away, home, work" in done.stdout + done.stderr
