@@ -19,7 +19,13 @@ from ds_finetune.plan.estimate import DiskNeed, RunEstimate, estimate_run
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.run_length import check_run_length
 from ds_finetune.schedule import Duration, LrSchedule, warmup_steps
-from ds_finetune.trainer.inputs import RunInputs, make_model_plan, read_inputs, try_generic_type, with_classes
+from ds_finetune.trainer.inputs import (
+    RunInputs,
+    make_model_plan,
+    read_inputs,
+    try_generic_type,
+    with_classes,
+)
 from ds_finetune.trainer.rank_tensors import rank_tensors, sizes_of
 from ds_finetune.trainer.run_dir import check_run_disk, check_run_folder
 from ds_finetune.world import World, accelerate_choices
@@ -46,9 +52,9 @@ class PreparedRun:
 
 def prepare_run(config: RunConfig, world: World) -> PreparedRun:
     """Plan the run, read its model's config and tokenise its data, which takes as long as the data is large."""
-    config = with_classes(config)
     plan = make_plan(config, world=world, device=choose_device(), accelerate=accelerate_choices(os.environ))
     check_trackers(config.log.trackers)
+    config = with_classes(config)
     model = make_model_plan(config, plan.mesh)
     plan = replace(plan, notes=(*plan.notes, *try_generic_type(config, model)))
     plan = freeze_unreached(plan, model)
