@@ -20,7 +20,11 @@ from tests.running import start, torchrun
 def test_a_run_is_exported_for_plain_transformers(name: str, tmp_path: Path) -> None:
     ranks = 2 if name == "bert" else 1
     run_file = encoder_task(
-        tmp_path, name=name, export={"verify": False}, data={"packing": name != "roberta"}, checkpoint={"every": "never"}
+        tmp_path,
+        name=name,
+        export={"verify": False},
+        data={"packing": name != "roberta"},
+        checkpoint={"every": "never"},
     )
     done = start(torchrun("ds_finetune/train.py", str(run_file), ranks=ranks))
     assert done.returncode == 0, done.stderr[-4000:]
