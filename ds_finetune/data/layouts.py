@@ -96,8 +96,8 @@ def check_supervised(record: Record, columns: Mapping[str, str], where: str) -> 
     if {"chosen", "rejected"} <= present:
         raise DataError(
             f"{where} is a preference row (columns {', '.join(sorted(record))}), and fine-tuning is supervised",
-            hint="train them with objective dpo, simpo, cpo, orpo or reward, or name the answer to imitate: data.columns "
-            "{completion: chosen}",
+            hint="train them with objective dpo, simpo, cpo, orpo or reward, or name the answer to imitate: "
+            "data.columns {completion: chosen}",
         )
     if "kto_tag" in present or ("label" in present and isinstance(record["label"], bool)):
         raise DataError(
