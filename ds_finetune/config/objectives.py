@@ -116,13 +116,15 @@ class DistillObjective(Section):
     name: Literal["distill"]
     """KL divergence from a teacher's distribution, optionally mixed with the cross entropy of the labels."""
     teacher: str | None = None
-    """Folder or hub id of a teacher that runs beside the model."""
+    """Folder or hub id of a teacher that runs beside the model; it needs the model's tokenizer and vocabulary."""
     scores: str | None = None
     """Folder of stored top-k log-probabilities, written by `ds-finetune teach`."""
     teacher_offload: Literal["none", "cpu"] = "none"
-    """Where the teacher's weights are held."""
+    """`cpu` holds the teacher's weights in host memory, partitioned over the ranks; `none` on the GPUs, whole on each
+    rank, or with ZeRO-3 partitioned.
+    """
     temperature: float = Field(default=1.0, gt=0)
-    """Divides the logits of teacher and model before the softmax."""
+    """Divides the logits of teacher and model in the divergence, which is multiplied by its square; 1 with `scores`."""
     label_weight: float = Field(default=0.0, ge=0, lt=1)
     """Share of the cross entropy of the labels in the loss; the rest is the divergence."""
 
