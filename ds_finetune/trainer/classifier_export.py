@@ -2,6 +2,7 @@
 the tokens of training, and scores to verify it by.
 """
 
+import sys
 from functools import partial
 
 import torch
@@ -57,9 +58,9 @@ def _encode_of(run: PreparedRun) -> Encode | None:
 
 
 def _encode(run: PreparedRun, text: str, pair: str | None) -> list[int]:
-    separator, limit = run.config.data.separator, run.config.train.max_seq_len
-    ids, _, _ = encode_labelled(LabelledText(text, pair, 0.0), run.inputs.tokenizer, separator, limit)
-    return ids
+    """The ids of a text without a limit, which a pipeline does not know."""
+    sample = LabelledText(text, pair, 0.0)
+    return encode_labelled(sample, run.inputs.tokenizer, run.config.data.separator, sys.maxsize)[0]
 
 
 def record_scores(run: PreparedRun, engine: Engine, tokenizer: ClassifierTokenizer, *, step: int) -> ExportRecord:
