@@ -36,10 +36,8 @@ class Duration:
             )
         return cls(value, unit)  # type: ignore[arg-type]
 
-    def in_steps(self, *, rows: int, tokens: int, global_batch_size: int) -> int:
-        """Optimizer steps of this duration over a data set of `rows` rows holding `tokens` tokens an epoch,
-        rounded up.
-        """
+    def in_steps(self, *, rows: int, tokens: float, global_batch_size: int) -> int:
+        """Optimizer steps of this duration, rounded up, where an epoch is `rows` rows with `tokens` tokens."""
         if self.unit == "steps":
             return int(self.value)
         if self.unit == "epochs":

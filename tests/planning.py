@@ -9,7 +9,8 @@ from ds_finetune.trainer.prepare import PreparedRun, estimate_model, make_schedu
 
 
 def model_of(config: RunConfig) -> ModelPlan:
-    return plan_model(read_hf_config(config.model.path), config.model, config.parallel, config.lora)
+    hf_config = read_hf_config(config.model.path)
+    return plan_model(hf_config, config.model, config.parallel, config.lora, config.objective)
 
 
 def prepared_run(config: RunConfig, plan: Plan) -> PreparedRun:

@@ -1,5 +1,6 @@
 """The schema of the run file: frozen pydantic models, in which an unknown key is an error, and `read_config`."""
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,6 +29,20 @@ def _as_model(value: object) -> object:
     return {"path": value} if isinstance(value, str) else value
 
 
+def _as_weighted(value: object) -> object:
+    if not isinstance(value, dict):
+        return _as_list(value)
+    for path, weight in value.items():
+        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not (isinstance(path, str) and is_number and 0 < weight < math.inf):
+            raise ValueError(
+                f"it should be files, or a mapping of files to weights above 0, and `{path}` has {weight!r}"
+            )
+    if not value:
+        raise ValueError("a mapping names at least one file with its weight, as in `{new.txt: 0.9, old.txt: 0.1}`")
+    return value
+
+
 def _as_sets(value: object) -> object:
     sets = value if isinstance(value, dict) else {"": value}
     sets = {name: _as_list(paths) for name, paths in sets.items()}
@@ -52,6 +67,7 @@ def _check_warmup(text: object) -> object:
 
 
 Paths = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
+WeightedPaths = Annotated[tuple[str, ...] | dict[str, float], BeforeValidator(_as_weighted)]
 HeldOutPaths = Annotated[tuple[str, ...] | dict[str, tuple[str, ...]], BeforeValidator(_as_sets)]
 DurationText = Annotated[str, BeforeValidator(_check_duration)]
 
@@ -96,9 +112,11 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """What is trained on and how rows become tokens."""
 
-    train: Paths
+    train: WeightedPaths
     """Training files, folders or hub ids (JSON, JSONL, CSV, Parquet, text); a split is named after a colon, as in
-    `org/name:train` or `org/name:subset:train`. Left out, it is the training split."""
+    `org/name:train` or `org/name:subset:train`. Left out, it is the training split. A mapping of them to weights, as in
+    `{new.txt: 0.9, old.txt: 0.1}`, mixes their rows in these shares.
+    """
     eval: HeldOutPaths = ()
     """Held-out files, folders or hub ids; where no split is named, it is the validation split, else the test split.
     Several sets are given by name, as in `{new: a.txt, old: b.txt}`; each has its own metrics, `eval/new/loss`.
@@ -140,8 +158,13 @@ class DataConfig(Section):
     def paths(self, purpose: str) -> tuple[str, ...]:
         """All paths of `train` or `eval`, whatever form they are given in."""
         if purpose == "train":
-            return self.train
+            return tuple(self.train)
         return tuple(path for paths in self.held_out_sets.values() for path in paths)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weight of each path of `train`; empty where all rows of all paths are used alike."""
+        return self.train if isinstance(self.train, dict) else {}
 
     @property
     def held_out_sets(self) -> dict[str, tuple[str, ...]]:

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from ds_finetune.data.mismatched import MismatchedAnswers
+from ds_finetune.data.mixture import Mixture
 from ds_finetune.data.rows import Ints, Row, Rows, empty_row
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.objectives.examples import Examples
@@ -89,6 +90,8 @@ class BatchPlan:
     """The length of every forward is a multiple of this, so that ranks can share its tokens."""
     documents_per_unit: int = 0
     """Consecutive documents that are one unit: 2 for pairs; 0 where the loss is a sum over tokens."""
+    mixture: Mixture | None = None
+    """Shares of the sources of training rows; None where an epoch has every row once."""
     separates_padding: bool = False
     """Whether padding behind a single document is a document of its own, as attention in both directions needs it."""
 
@@ -99,17 +102,22 @@ def training_batches(
     """Batches of the steps from `start_step` (0-based) on, until `total_rows` rows were used.
 
     Step s has the rows [s x global_batch_size, (s + 1) x global_batch_size) of the sequence of epochs, each of which is
-    a permutation of all rows. The last batch is filled with empty rows, so that every row is used equally often and
-    all ranks run the same number of forwards. With `mismatched`, batches have a baseline.
+    a permutation of all rows, or of those that a mixture draws. The last batch is filled with empty rows, so that every
+    row is used equally often and all ranks run the same number of forwards. With `mismatched`, batches have a baseline.
     """
-    steps = -(-total_rows // plan.global_batch_size)
+    steps, per_epoch = -(-total_rows // plan.global_batch_size), rows_per_epoch(rows, plan)
     for step in range(start_step, steps):
         first = step * plan.global_batch_size
         after = min(first + plan.global_batch_size, total_rows)
-        every = [_row_id(number, len(rows), plan) for number in range(first, after)]
+        every = [_row_id(number, per_epoch, plan) for number in range(first, after)]
         ids = [every[index] if index < len(every) else None for index in _rank_indices(plan)]
-        batch = _batch(rows, ids, plan, Position(*divmod(after, len(rows))))
+        batch = _batch(rows, ids, plan, Position(*divmod(after, per_epoch)))
         yield batch if mismatched is None else replace(batch, baseline=_baseline(mismatched, every, plan))
+
+
+def rows_per_epoch(rows: Rows, plan: BatchPlan) -> int:
+    """Number of rows in an epoch."""
+    return len(rows) if plan.mixture is None else plan.mixture.rows_per_epoch
 
 
 def eval_batches(rows: Rows, plan: BatchPlan, *, limit: int = 0) -> Iterator[Batch]:
@@ -157,12 +165,19 @@ def _rank_indices(plan: BatchPlan) -> range:
 
 def _row_id(number: int, num_rows: int, plan: BatchPlan) -> int:
     epoch, index = divmod(number, num_rows)
+    if plan.mixture is not None:
+        return int(_mixed_order(plan.mixture, plan.seed, epoch, shuffle=plan.shuffle)[index])
     return int(_order(plan.seed, epoch, num_rows)[index]) if plan.shuffle else index
 
 
 @lru_cache(maxsize=2)
 def _order(seed: int, epoch: int, num_rows: int) -> NDArray[np.int64]:
     return np.random.default_rng([seed, epoch]).permutation(num_rows)
+
+
+@lru_cache(maxsize=2)
+def _mixed_order(mixture: Mixture, seed: int, epoch: int, *, shuffle: bool) -> NDArray[np.int64]:
+    return mixture.order(seed=seed, epoch=epoch, shuffle=shuffle)
 
 
 def _batch(rows: Rows, ids: Sequence[int | None], plan: BatchPlan, position: Position) -> Batch:

@@ -47,6 +47,8 @@ class Counts:
     """Other rows by remark, a key of `row_report.NOTED`."""
     unread: NamedCounts = field(default_factory=NamedCounts)
     """Columns and fields that are not used, with the number of rows that have them."""
+    by_path: NamedCounts = field(default_factory=NamedCounts)
+    """Documents by the number of the path that names their files, where there are several paths."""
 
     def __add__(self, other: Self) -> Self:
         """The sum of both."""
@@ -123,7 +125,10 @@ def read_counts(folder: Path) -> Counts:
     """The counts that were written with a folder of documents."""
     written = json.loads((folder / "counts.json").read_text(encoding="utf-8"))
     return Counts(
-        **{**written, **{name: NamedCounts.from_json(written[name]) for name in ("dropped", "noted", "unread")}}
+        **{
+            **written,
+            **{name: NamedCounts.from_json(written[name]) for name in ("dropped", "noted", "unread", "by_path")},
+        }
     )
 
 

@@ -9,20 +9,22 @@ import multiprocessing
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
-from itertools import islice
+from dataclasses import asdict, dataclass, replace
+from itertools import islice, pairwise
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.config.schema import DataConfig
 from ds_finetune.data.cache import ArrayParts, content_hash, find_damage, lock_folder, remove_damaged, write_folder
 from ds_finetune.data.documents import Counts, Documents, LengthLimit, join_parts, make_documents, read_counts
 from ds_finetune.data.layouts import PlainText, Sample, read_sample, recognise_layout, unread_columns
+from ds_finetune.data.mixture import Mixture
 from ds_finetune.data.named_counts import NamedCounts
 from ds_finetune.data.packing import pack
 from ds_finetune.data.prepared_rows import PreparedRows
@@ -72,7 +74,8 @@ def prepare_rows(
     """
     sources, tokenisation = plan_tokenisation(config, purpose, tokenizer=tokenizer, limits=limits)
     folder = Path(config.cache_dir) / _fingerprint(sources, tokenisation)
-    whole, packed = folder / "whole", folder / "packed"
+    weights = config.weights if purpose == "train" else {}
+    whole, packed = folder / "whole", folder / ("packed-by-path" if weights else "packed")
     began = time.time()
     with lock_folder(folder):
         notes = remove_damaged([whole, packed], since=began)
@@ -81,13 +84,36 @@ def prepare_rows(
         counts = read_counts(whole)
         check_dropped_rows(counts, config, sources)
         documents = Documents.read(whole)
+        parts = _documents_of_paths(counts, weights, sources)
         if config.packing and not packed.is_dir():
-            _write_packing(packed, documents, limits)
+            _write_packing(packed, documents, parts, limits)
     notes = [*dict.fromkeys(source.note for source in sources if source.note), *notes]
     order, offsets = np.arange(counts.documents), np.arange(counts.documents + 1)
     if config.packing:
         order, offsets = np.load(packed / "order.npy"), np.load(packed / "offsets.npy")
-    return PreparedRows(documents, order, offsets, counts, content=content_hash(whole), notes=tuple(notes))
+    mixture = Mixture.of(weights, _rows_of_paths(order, offsets, parts)) if weights else None
+    return PreparedRows(documents, order, offsets, counts, content_hash(whole), tuple(notes), mixture)
+
+
+def _documents_of_paths(counts: Counts, weights: Mapping[str, float], sources: Sequence[Source]) -> list[int]:
+    """Number of documents of each path that has a weight, or of all; DataError where a path has none."""
+    if len(weights) < 2:
+        return [counts.documents]
+    numbers = [counts.by_path.entries.get(str(entry), (0, ""))[0] for entry in range(len(weights))]
+    for entry, (path, number) in enumerate(zip(weights, numbers, strict=True)):
+        if not number:
+            files = [source.path for source in sources if source.entry == entry]
+            raise DataError(
+                f"data.train gives `{path}` ({len(files)} files) a weight, and none of its rows is left",
+                hint="look at them with `ds-finetune data show`, or leave it out",
+            )
+    return numbers
+
+
+def _rows_of_paths(order: NDArray[np.int64], offsets: NDArray[np.int64], documents: Sequence[int]) -> list[int]:
+    """Number of rows of each path, given its number of documents."""
+    path = np.searchsorted(np.cumsum(documents), order[offsets[:-1]], side="right")
+    return np.bincount(path, minlength=len(documents)).tolist()
 
 
 def plan_tokenisation(
@@ -149,8 +175,12 @@ def _rule(where: str, sample: Sample, limits: LengthLimit) -> str:
     return limits.rule(is_text=is_text)
 
 
-def _write_packing(folder: Path, documents: Documents, limits: TokenLimits) -> None:
-    rows = pack(np.diff(documents.offsets), limits.max_seq_len)
+def _write_packing(folder: Path, documents: Documents, parts: Sequence[int], limits: TokenLimits) -> None:
+    """Write which documents each row has; a row has documents of one of `parts`, which are numbers of documents."""
+    lengths, starts = np.diff(documents.offsets), np.cumsum([0, *parts])
+    rows = [
+        row + start for start, end in pairwise(starts.tolist()) for row in pack(lengths[start:end], limits.max_seq_len)
+    ]
     offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)
     write_folder(folder, {"order": ArrayParts.of(np.concatenate(rows)), "offsets": ArrayParts.of(offsets)}, {})
 
@@ -202,15 +232,17 @@ def _fingerprint(sources: Sequence[Source], tokenisation: Tokenisation) -> str:
 
 def _tokenise(sources: Sequence[Source], tokenisation: Tokenisation, folder: Path, *, workers: int) -> None:
     """Write one part for every `ROWS_PER_PART` rows unless it exists, then join the parts."""
-    parts: list[Path] = []
+    parts: dict[Path, int] = {}
     tasks = _open_parts(sources, folder, parts)
     # The process that has the lock writes, whatever its rank.
     with PhaseLine("tokenising rows", estimate_rows(sources), is_rank_zero=True) as line:
         for _ in _write_parts(tasks, tokenisation, workers) if _is_large(sources) else _write_here(tasks, tokenisation):
             line.advance(ROWS_PER_PART)
     counts = sum((read_counts(part) for part in parts), Counts())
+    if len(set(parts.values())) > 1:
+        counts = replace(counts, by_path=_count_by_path(parts))
     if counts.read:
-        join_parts(parts, folder / "whole", counts)
+        join_parts(list(parts), folder / "whole", counts)
     for part in parts:
         shutil.rmtree(part)
     if not counts.read:
@@ -219,13 +251,23 @@ def _tokenise(sources: Sequence[Source], tokenisation: Tokenisation, folder: Pat
         )
 
 
-def _open_parts(sources: Sequence[Source], folder: Path, parts: list[Path]) -> Iterator[_Task]:
-    """Yield tasks for parts that are not written yet; append the folders of all parts to `parts`, in order."""
+def _count_by_path(parts: Mapping[Path, int]) -> NamedCounts:
+    """Documents by the number of their path; a part has records of one path."""
+    return NamedCounts.sum(
+        NamedCounts({str(entry): (read_counts(part).documents, "")}) for part, entry in parts.items()
+    )
+
+
+def _open_parts(sources: Sequence[Source], folder: Path, parts: dict[Path, int]) -> Iterator[_Task]:
+    """Yield tasks for parts that are not written yet.
+
+    The folders of all parts are added to `parts`, in order, with the number of the path that names their file.
+    """
     for source in sources:
         records = read_records(source)
         while chunk := list(islice(records, ROWS_PER_PART)):
             part = folder / f"part-{len(parts):06d}"
-            parts.append(part)
+            parts[part] = source.entry
             if part.is_dir() and find_damage(part):
                 shutil.rmtree(part)
             if not part.is_dir():

@@ -7,6 +7,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from ds_finetune.data.documents import Counts, Documents
+from ds_finetune.data.mixture import Mixture
 from ds_finetune.data.rows import Row
 from ds_finetune.labels import IGNORE_INDEX
 
@@ -26,6 +27,8 @@ class PreparedRows:
     """Hash of all tokens and masks, from when they were written; empty for rows of a stream."""
     notes: tuple[str, ...] = ()
     """Remarks for the user: splits that were not read, a cache that was built again."""
+    mixture: Mixture | None = None
+    """Shares of the sources, whose rows are consecutive; None where an epoch has every row once."""
 
     def __len__(self) -> int:
         """How many rows there are."""
@@ -47,6 +50,21 @@ class PreparedRows:
         """Tokens that carry loss."""
         return self.counts.supervised
 
+    @property
+    def rows_per_epoch(self) -> int:
+        """Rows of an epoch."""
+        return len(self) if self.mixture is None else self.mixture.rows_per_epoch
+
+    @property
+    def tokens_per_epoch(self) -> float:
+        """Tokens of an epoch without padding; of a mixture, the expected number."""
+        return self.num_tokens if self.mixture is None else self.mixture.per_epoch(self.tokens_of_sources)
+
+    @property
+    def tokens_of_sources(self) -> list[int]:
+        """Tokens of all rows of each source of the mixture."""
+        return [int(lengths.sum()) for lengths in self._lengths_by_source()]
+
     def summary(self) -> str:
         """Rows, tokens, the share of supervised tokens and what truncation cut off, as one line."""
         share = self.num_supervised_tokens / max(self.num_tokens, 1)
@@ -66,8 +84,8 @@ class PreparedRows:
     @property
     def mean_attended(self) -> float:
         """Mean number of positions to which a token attends, with causal attention within its document."""
-        lengths = np.diff(self.documents.offsets)[self.order].astype(np.float64)
-        return float((lengths**2).sum() / 2 / lengths.sum())
+        squares = [float((lengths.astype(np.float64) ** 2).sum()) for lengths in self._lengths_by_source()]
+        return (squares[0] if self.mixture is None else self.mixture.per_epoch(squares)) / 2 / self.tokens_per_epoch
 
     def fingerprint(self) -> str:
         """A hash of all tokens, masks and of the documents in each row; the same on any machine."""
@@ -75,7 +93,8 @@ class PreparedRows:
         digest = xxhash.xxh3_64()
         for numbers in (self.order, self.offsets):
             digest.update(np.ascontiguousarray(numbers, dtype=np.int64).tobytes())
-        return f"{len(self)} rows, {self.num_tokens} tokens, content {self.content}, order {digest.hexdigest()}"
+        text = f"{len(self)} rows, {self.num_tokens} tokens, content {self.content}, order {digest.hexdigest()}"
+        return text if self.mixture is None else f"{text}, mixed {self.mixture.fingerprint}"
 
     def fill_ratio(self, max_seq_len: int) -> float:
         """Number of tokens divided by `max_seq_len` x rows."""
@@ -99,6 +118,12 @@ class PreparedRows:
         labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int32)
         labels[:-1] = np.where(mask[1:], ids[1:], IGNORE_INDEX)
         return ids, np.arange(len(ids)), labels
+
+    def _lengths_by_source(self) -> list[NDArray[np.int64]]:
+        """Lengths of the documents of each source of the mixture, or of all."""
+        lengths = np.diff(self.documents.offsets)[self.order]
+        sizes = (len(self),) if self.mixture is None else self.mixture.sizes
+        return np.split(lengths, self.offsets[np.cumsum(sizes)][:-1])
 
     def _last_answer(self, number: int) -> tuple[list[int], list[int]]:
         ids, mask = self.document(number)

@@ -1,7 +1,7 @@
 """Finds the files and hub data sets that a run file names, and chooses the split to read of each."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ds_finetune.data.files import FileFormat, Record, known_endings, read_file
@@ -27,6 +27,8 @@ class Source:
     split: str = ""
     purpose: str = "train"
     note: str = ""
+    entry: int = 0
+    """Number of the path that names it."""
 
     @property
     def fingerprint(self) -> tuple[str, int, int]:
@@ -43,7 +45,7 @@ def find_sources(paths: Sequence[str], *, purpose: str = "train") -> list[Source
     A path may end in `:split`, and a hub id in `:subset:split`. Where no split is named, the training
     or the held-out one is read, by `purpose`. DataError for files that are missing, empty or of an unknown format.
     """
-    sources = [source for path in paths for source in _expand(path, purpose)]
+    sources = [replace(source, entry=entry) for entry, path in enumerate(paths) for source in _expand(path, purpose)]
     for source in sources:
         if source.format != "hub" and Path(source.path).stat().st_size == 0:
             raise DataError(f"data file `{source.path}` is empty", hint="write at least one row, or leave it out")

@@ -6,11 +6,13 @@ It knows the terms, sums and metrics of an objective, and nothing else about it.
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import nn
 
 from ds_finetune.data.batches import Batch, MicroBatch
@@ -24,8 +26,9 @@ from ds_finetune.engine.process_groups import Groups
 from ds_finetune.engine.state import EngineState
 from ds_finetune.engine.whole_tensors import WholeTensors, named_parameters
 from ds_finetune.errors import RunError
-from ds_finetune.model.lora import is_adapter
-from ds_finetune.model.parallel.pipeline import PipelineGroup
+from ds_finetune.model.lora import adapters_off, is_adapter
+from ds_finetune.model.parallel.pipeline import PipelineGroup, has_tied_head
+from ds_finetune.objectives.examples import Examples
 from ds_finetune.objectives.objective import LossAndSums, Objective, StepNumbers, Unit
 from ds_finetune.patches.deepspeed_engine import gradients_reduced_at_end
 from ds_finetune.plan.plan import Plan
@@ -69,12 +72,19 @@ class HeldOutScores:
         return self.metrics["loss"]
 
 
+def _examples_of(micro: MicroBatch) -> Examples:
+    assert micro.examples is not None, "the batch has no examples; set documents_per_unit in its BatchPlan"
+    return micro.examples
+
+
 def _never() -> bool:
     return False
 
 
 class Engine:
-    """A model under DeepSpeed: `step`, `evaluate`, `generate`, `logits`, and its whole `tensors`."""
+    """A model under DeepSpeed: `step`, `evaluate`, `document_log_probs`, `generate`, `logits`, and its whole
+    `tensors`.
+    """
 
     def __init__(self, wrapped: Any, plan: Plan, groups: Groups, objective: Objective) -> None:  # noqa: ANN401 - a DeepSpeedEngine
         self.plan = plan
@@ -103,6 +113,7 @@ class Engine:
 
     def step(self, batch: Batch, *, lr: float) -> StepResult:
         """Do one optimizer step with learning rate `lr` on the global batch of which `batch` is this rank's share."""
+        batch = self._with_reference(batch)
         self._ds.train()
         counts = self._global_counts(batch.counts)
         (tokens,) = self._sum_over_ranks(batch.num_tokens, copies=self.plan.mesh.sharing)
@@ -138,7 +149,7 @@ class Engine:
             for batch in batches:
                 if is_over():
                     return None
-                for micro in batch.micro:
+                for micro in self._with_reference(batch).micro:
                     sums += detached_sums(self._forward(micro, numbers), len(sums))
                 counts.update(batch.counts)
         totals = self._sum_over_ranks(*sums.tolist(), copies=self.plan.mesh.tp)
@@ -152,6 +163,26 @@ class Engine:
             sums.update(part.sums)
             counts.update(part.counts)
         return self._scores(sums, counts)
+
+    def document_log_probs(self, batches: Iterable[Batch]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Numbers [n] of all documents of `batches`, ascending, and their log-probabilities [n] in nats: the sum over
+        the supervised tokens of each.
+
+        The batches of all ranks hold each document once, and every rank gets all documents. They are the numbers that
+        `step` computes, bit by bit, where the forwards have the same rows.
+        """
+        self._ds.eval()
+        numbers, logps = [np.zeros(0, dtype=np.int64)], [np.zeros(0)]
+        for batch in batches:
+            for micro in batch.micro:
+                logps.append(self._log_probs(micro).cpu().numpy())
+                numbers.append(_examples_of(micro).numbers.numpy())
+        mesh = self.plan.mesh
+        is_first = mesh.place("tp") == mesh.place("sp") == mesh.place("pp") == 0
+        mine = (np.concatenate(numbers), np.concatenate(logps)) if is_first else (numbers[0], logps[0])
+        every = [np.concatenate(parts) for parts in zip(*all_gather_object(mine), strict=True)]
+        order = np.argsort(every[0], kind="stable")
+        return every[0][order], every[1][order]
 
     def generate(
         self, prompts: list[list[int]], limits: GenerationLimits, *, is_over: Callable[[], bool] = _never
@@ -204,13 +235,45 @@ class Engine:
         """The whole tensor of which `part` is sharded like parameter `name`, on the first rank of its stage."""
         return self._whole.gather_shards(name, part)
 
-    def _forward(self, micro: MicroBatch, numbers: StepNumbers | None) -> LossAndSums | torch.Tensor:
-        """The loss of a micro-batch, or hidden states on a pipeline stage before the last."""
+    def _forward(
+        self, micro: MicroBatch, numbers: StepNumbers | None, *, wants_log_probs: bool = False
+    ) -> LossAndSums | torch.Tensor:
+        """The loss of a micro-batch or the log-probabilities of its documents, or hidden states on a pipeline stage
+        before the last.
+        """
         sequence = self._ds.module.sp_group
         rows = (micro.input_ids, micro.position_ids, micro.labels)
         parts = ((sequence.shard(part) if sequence else part).to(self._device, non_blocking=True) for part in rows)
-        out: LossAndSums | torch.Tensor = self._ds(*parts, micro.documents, numbers, micro.examples)
+        examples = micro.examples
+        if examples is not None:
+            index = sequence.shard(examples.index) if sequence else examples.index
+            examples = replace(examples, index=index).to(self._device)
+        out: LossAndSums | torch.Tensor = self._ds(
+            *parts, micro.documents, numbers, examples, wants_log_probs=wants_log_probs
+        )
         return out
+
+    def _log_probs(self, micro: MicroBatch) -> torch.Tensor:
+        """Log-probabilities of the documents of a micro-batch, fp64 [documents], the same on all its ranks."""
+        with torch.no_grad():
+            out = self._forward(micro, None, wants_log_probs=True)
+        if self._stage is None:
+            assert isinstance(out, torch.Tensor)
+            return out
+        logps = torch.zeros(len(_examples_of(micro).numbers), dtype=torch.float64, device=self._device)
+        return self._stage.broadcast_from_last(out if self._stage.is_last else logps)  # type: ignore[arg-type]
+
+    def _with_reference(self, batch: Batch) -> Batch:
+        """The batch with the log-probabilities of its reference, where that is the model without its adapters."""
+        if not self.objective.reference_from_adapters:
+            return batch
+        self._ds.eval()
+        with adapters_off(self.lm):
+            micros = [
+                replace(micro, examples=replace(_examples_of(micro), reference=self._log_probs(micro)))
+                for micro in batch.micro
+            ]
+        return replace(batch, micro=tuple(micros))
 
     def _run_micro_batches(self, batch: Batch, numbers: StepNumbers) -> torch.Tensor:
         """Forward and backward of every micro-batch; returns this rank's sums of the objective, fp64."""
@@ -294,9 +357,7 @@ class Engine:
     def _is_tied(self) -> bool:
         """Whether this stage holds an embedding whose weight is the head's as well."""
         stage = self._stage
-        return (
-            stage is not None and (stage.is_first or stage.is_last) and bool(self._ds.module.config.tie_word_embeddings)
-        )
+        return stage is not None and (stage.is_first or stage.is_last) and has_tied_head(self._ds.module.lm)
 
     def _culprit(self) -> str:
         """The parameter with the first non-finite gradient, and its rank; collective."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ds_finetune.engine.devices import visible_device
 from ds_finetune.engine.engine import Engine
@@ -34,8 +34,11 @@ from ds_finetune.model.parallel.pipeline import (
 )
 from ds_finetune.model.parallel.sharding import ModelShard
 from ds_finetune.model.parallel.tensor import install_tensor_parallel, local_config
+from ds_finetune.model.score_config import fresh_parameters
+from ds_finetune.model.score_head import head_parameters, initialise_score_head, install_score_head
 from ds_finetune.model.vocabulary import Growth
 from ds_finetune.model.weights import clear_weights, initialise_weights, load_weights, seed_of
+from ds_finetune.objectives.objective import ScoreObjective
 from ds_finetune.patches.deepspeed_engine import undo_constructor_step
 from ds_finetune.patches.deepspeed_init import zero_init
 from ds_finetune.patches.torch_nn import linears_without_memory
@@ -84,28 +87,37 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
 def _build(plan: Plan, model: ModelPlan, groups: Groups, *, loads_weights: bool) -> PreTrainedModel:
     """The part of the model that this rank holds, with its weights, adapters and loss head."""
     lm = _build_modules(plan, model, groups)
-    kernel = _install_groups(lm, plan, model.hf_config, groups)
+    kernel = _install_groups(lm, plan, model, groups)
     where, lora = partition if plan.zero_stage == 3 else four_bit_or_whole, model.lora
     _fill_weights(lm, plan, model, where=where, loads_weights=loads_weights or lora is not None)
     if lora is not None:
         # After the weights, because loading checks every parameter against the files.
         share = partial(_partition_like_model, lm) if plan.zero_stage == 3 else _leave_whole
         install_lora(lm, lora.targets, lora.section, seed=plan.seed, where=where, share=share)
+        for name in head_parameters(lm):
+            lm.get_parameter(name).requires_grad_(True)
     for name in plan.frozen:
         lm.get_parameter(name).requires_grad_(False)
     if groups.stage is not None and is_tied_copy(lm, groups.stage):
         mark_copy(lm.get_input_embeddings().weight)
     if groups.stage is None or groups.stage.is_last:
-        head_groups = HeadGroups(tp=groups.tensor, sp=groups.sequence, pp=groups.stage)
-        install_loss_head(lm, kernel=kernel, objective=model.objective, groups=head_groups)
+        _install_head(lm, model, groups, kernel)
     if plan.activation_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     return lm
 
 
+def _install_head(lm: PreTrainedModel, model: ModelPlan, groups: Groups, kernel: Kernel) -> None:
+    head_groups = HeadGroups(tp=groups.tensor, sp=groups.sequence, pp=groups.stage)
+    if isinstance(model.objective, ScoreObjective):
+        install_score_head(lm, model.objective, head_groups)
+    else:
+        install_loss_head(lm, kernel=kernel, objective=model.objective, groups=head_groups)
+
+
 def _build_modules(plan: Plan, model: ModelPlan, groups: Groups) -> PreTrainedModel:
     """The modules of this rank's layers and experts, without weights, partitioned already under ZeRO-3."""
-    hf_config, kind = model.hf_config, model_class(model.hf_config)
+    hf_config, kind = model.hf_config, model_class(model.hf_config, model.task)
     device = "cpu" if plan.device == "cpu" else f"cuda:{visible_device(plan.world.local_rank)}"
     local_experts = build_local_experts(
         kind, family_of(hf_config.model_type), ep_size=plan.mesh.ep, mark=partial(tag_expert, groups=groups)
@@ -118,6 +130,7 @@ def _build_modules(plan: Plan, model: ModelPlan, groups: Groups) -> PreTrainedMo
             attention=model.attention,
             dtype=PRECISION_DTYPES[plan.precision],
             device=device,
+            task=model.task,
             init_context=partitioned if plan.zero_stage == 3 else without_linears,
         )
     if model.quantised:
@@ -125,11 +138,11 @@ def _build_modules(plan: Plan, model: ModelPlan, groups: Groups) -> PreTrainedMo
     return lm
 
 
-def _install_groups(lm: PreTrainedModel, plan: Plan, hf_config: PretrainedConfig, groups: Groups) -> Kernel:
+def _install_groups(lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: Groups) -> Kernel:
     """Make `lm` communicate in its stage, tensor and expert parallel groups; returns the loss kernel that fits."""
-    kernel = KERNELS[plan.loss_kernel]
+    kernel, hf_config = KERNELS[plan.loss_kernel], model.hf_config
     if groups.stage is not None:
-        install_pipeline_stage(lm, groups.stage, vocabulary=hf_config.vocab_size)
+        install_pipeline_stage(lm, groups.stage, outputs=model.head_outputs)
     if groups.tensor is not None:
         pad = hf_config.pad_token_id
         # nn.Embedding counts a negative index from the end of the whole vocabulary.
@@ -150,11 +163,22 @@ def _fill_weights(lm: PreTrainedModel, plan: Plan, model: ModelPlan, *, where: W
         clear_weights(lm, where=where)
     elif model.has_random_weights:
         initialise_weights(lm, seed=plan.seed, where=where, model_shard=model_shard)
+        initialise_score_head(lm, model.objective, head_parameters(lm), seed=plan.seed, where=where)
     else:
-        skeleton = build_meta_model(model.hf_config) if plan.mesh.pp > 1 else None
+        skeleton = build_meta_model(model.hf_config, model.task) if plan.mesh.pp > 1 else None
         folder, family = resolve_folder(model.path), family_of(lm.config.model_type)
         growth = _growth(model, plan.seed)
-        load_weights(lm, folder, family=family, where=where, model_shard=model_shard, skeleton=skeleton, growth=growth)
+        report = load_weights(
+            lm,
+            folder,
+            family=family,
+            where=where,
+            model_shard=model_shard,
+            skeleton=skeleton,
+            growth=growth,
+            may_be_missing=fresh_parameters(model.hf_config, model.task),
+        )
+        initialise_score_head(lm, model.objective, report.missing, seed=plan.seed, where=where)
 
 
 def _growth(model: ModelPlan, seed: int) -> Growth | None:

@@ -6,10 +6,18 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.initialization import no_init_weights
 
 from ds_finetune.errors import ModelError
@@ -20,6 +28,8 @@ from ds_finetune.model.folder_check import check_folder
 from ds_finetune.model.fp8 import check_readable
 from ds_finetune.patches.transformers_models import keep_in_fp32
 
+Task = Literal["causal_lm", "sequence_classification"]
+"""What a model computes: the logits of the next token, or scores of a document."""
 TOKENIZER_PATTERNS = ("*.json", "*.model", "*.jinja", "merges.txt")
 """Files of a hub repository that a tokenizer is read from."""
 _HUB_FILES = (*TOKENIZER_PATTERNS, "*.safetensors")
@@ -33,6 +43,7 @@ _LOGIT_TRANSFORMS = (
 """Config keys that change the logits after `lm_head`; the chunked loss does not apply them."""
 _BALANCE_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
 """Config keys of the weight of the load balancing loss of experts."""
+_FACTORIES = {"causal_lm": AutoModelForCausalLM, "sequence_classification": AutoModelForSequenceClassification}
 
 
 @dataclass(frozen=True)
@@ -99,9 +110,9 @@ def resolve_folder(path: str, *, files: Sequence[str] = _HUB_FILES) -> Path:
     return folder
 
 
-def read_hf_config(path: str, *, files: Sequence[str] = _HUB_FILES) -> PretrainedConfig:
-    """The transformers configuration of a model folder or hub id; ModelError where there is none, or it is not that of
-    a causal LM.
+def read_hf_config(path: str, *, files: Sequence[str] = _HUB_FILES, task: Task = "causal_lm") -> PretrainedConfig:
+    """The transformers configuration of a model folder or hub id; ModelError where there is none, or transformers has
+    no model of its type for the `task`.
 
     `quantization_config` is removed, since weights in FP8 are dequantised when they are read. ModelError where it is of
     a kind that cannot be read.
@@ -122,18 +133,31 @@ def read_hf_config(path: str, *, files: Sequence[str] = _HUB_FILES) -> Pretraine
         raise ModelError(
             f"{folder}/config.json cannot be read: {reason}", hint="correct it, or get the published one"
         ) from wrong
-    if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise ModelError(
-            f"{folder}/config.json: model_type `{config.model_type}` is not a causal LM",
-            hint="use a model with a language-model head",
-        )
+    _check_task(config, task, f"{folder}/config.json")
     check_vocabulary(config, f"{folder}/config.json")
-    check_logits(config, f"{folder}/config.json")
-    _check_balance_loss(config, f"{folder}/config.json")
+    if task == "causal_lm":
+        check_logits(config, f"{folder}/config.json")
+    _check_balance_loss(config, task, f"{folder}/config.json")
     if getattr(config, "quantization_config", None) is not None:
         check_readable(config.quantization_config, f"{folder}/config.json", ModelError)
         del config.quantization_config
     return config
+
+
+def _check_task(config: PretrainedConfig, task: Task, label: str) -> None:
+    """ModelError where transformers has no model of this type for the task."""
+    if type(config) in _FACTORIES[task]._model_mapping:
+        return
+    if task == "causal_lm":
+        raise ModelError(
+            f"{label}: model_type `{config.model_type}` is not a causal LM",
+            hint="use a model with a language-model head",
+        )
+    raise ModelError(
+        f"{label}: transformers {transformers.__version__} has no class of model_type `{config.model_type}` for "
+        "sequence classification",
+        hint="train a model of another type, such as llama, qwen3 or deepseek_v3",
+    )
 
 
 def check_vocabulary(config: PretrainedConfig, label: str) -> None:
@@ -157,10 +181,10 @@ def check_logits(config: PretrainedConfig, label: str) -> None:
         )
 
 
-def _check_balance_loss(config: PretrainedConfig, label: str) -> None:
+def _check_balance_loss(config: PretrainedConfig, task: Task, label: str) -> None:
     """ModelError where the model would add a load balancing loss of its experts, which is not implemented here."""
     weight = next((getattr(config, key) for key in _BALANCE_WEIGHTS if hasattr(config, key)), 1.0)
-    has_loss = hasattr(sys.modules[model_class(config).__module__], "load_balancing_loss_func")
+    has_loss = hasattr(sys.modules[model_class(config, task).__module__], "load_balancing_loss_func")
     if getattr(config, "output_router_logits", False) and weight and has_loss:
         raise ModelError(
             f"{label}: `output_router_logits` = true asks for a balance loss of the experts, weight {weight}, "
@@ -169,14 +193,25 @@ def _check_balance_loss(config: PretrainedConfig, label: str) -> None:
         )
 
 
-def model_class(hf_config: PretrainedConfig) -> type[PreTrainedModel]:
-    """The causal LM that transformers builds from a configuration."""
-    return AutoModelForCausalLM._model_mapping[type(hf_config)]  # type: ignore[no-any-return]
+def model_class(hf_config: PretrainedConfig, task: Task = "causal_lm") -> type[PreTrainedModel]:
+    """The model that transformers builds from a configuration for the task."""
+    return _FACTORIES[task]._model_mapping[type(hf_config)]  # type: ignore[no-any-return]
 
 
-def check_attention(hf_config: PretrainedConfig, attention: str) -> None:
+def head_of(lm: PreTrainedModel) -> Any:  # noqa: ANN401 - a linear layer, whose class its users change
+    """The module after the last hidden states: the language-model head, or the score head of a classifier."""
+    head = lm.get_output_embeddings()
+    return lm.score if head is None else head
+
+
+def has_score_head(lm: PreTrainedModel) -> bool:
+    """Whether the model scores documents instead of next tokens."""
+    return lm.get_output_embeddings() is None
+
+
+def check_attention(hf_config: PretrainedConfig, attention: str, task: Task = "causal_lm") -> None:
     """ModelError where transformers has no such attention for the model type."""
-    kind = model_class(hf_config)
+    kind = model_class(hf_config, task)
     legal = [*(["sdpa"] if kind._supports_sdpa else []), "eager", *([FLASH] if kind._supports_flash_attn else [])]
     if attention in ("sdpa", "eager", FLASH) and attention not in legal:
         raise ModelError(
@@ -193,29 +228,30 @@ def check_attention(hf_config: PretrainedConfig, attention: str) -> None:
         )
 
 
-def build_skeleton(
+def build_skeleton(  # noqa: PLR0913
     hf_config: PretrainedConfig,
     *,
     attention: str,
     dtype: torch.dtype,
     device: str,
+    task: Task = "causal_lm",
     init_context: AbstractContextManager[object] | None = None,
 ) -> PreTrainedModel:
-    """The modules of a causal LM with uninitialised parameters in `dtype` on `device`; buffers have their values.
+    """The modules of a model with uninitialised parameters in `dtype` on `device`; buffers have their values.
 
     The model is constructed inside `init_context`, e.g. one that partitions each parameter as it is made. With
     `attention` "sdpa", the families of the table use attention by document. Experts use the grouped implementation. The
     cache is off, since transformers separates packed documents only without it (transformers 5.23,
     masking_utils.py:873).
     """
-    check_attention(hf_config, attention)
+    check_attention(hf_config, attention, task)
     hf_config.use_cache = False
     is_by_document = attention == "sdpa" and not family_of(hf_config.model_type).is_generic
     hf_config._attn_implementation = BY_DOCUMENT if is_by_document else attention
     hf_config.dtype = dtype
     # Imported before the context: DeepSpeed 0.19.8 drops decorators of classes that are defined inside zero.Init
     # (partition_parameters.py:581-622).
-    kind = model_class(hf_config)
+    kind = model_class(hf_config, task)
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

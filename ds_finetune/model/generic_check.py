@@ -19,13 +19,17 @@ from ds_finetune.errors import ModelError
 from ds_finetune.families.table import family_of
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.model.attention import BY_LENGTHS, FLASH
-from ds_finetune.model.build import build_skeleton, check_attention
+from ds_finetune.model.build import Task, build_skeleton, check_attention
 from ds_finetune.model.loss import TrainedModel, install_loss_head
+from ds_finetune.model.model_plan import task_of
 from ds_finetune.model.parallel.pipeline import build_meta_model
+from ds_finetune.model.score_head import install_score_head
 from ds_finetune.model.tiny_config import Size, layer_kinds, layers_of_each_kind, tiny_config
 from ds_finetune.model.weights import initialise_weights
+from ds_finetune.objectives.objective import Objective, ScoreObjective, TokenObjective
 from ds_finetune.plan.combinations import ROW_BYTES, WEIGHT_BYTES, wider
 
+_LANGUAGE_MODEL = TokenObjective("sft")
 LIMIT = 1e-4
 """Relative difference above which two results disagree; rounding errors are a hundredth of it."""
 _LENGTHS = (27, 21)
@@ -69,8 +73,14 @@ class Trial:
     untried: str = ""
 
 
-def check_generic_type(
-    hf_config: PretrainedConfig, *, attention: str, packing: bool, row_tokens: int, precision: str
+def check_generic_type(  # noqa: PLR0913
+    hf_config: PretrainedConfig,
+    *,
+    attention: str,
+    packing: bool,
+    row_tokens: int,
+    precision: str,
+    objective: Objective = _LANGUAGE_MODEL,
 ) -> tuple[str, ...]:
     """ModelError where a generic model type would be trained wrongly on such rows; otherwise lines on what was tested.
 
@@ -79,8 +89,8 @@ def check_generic_type(
     kind = hf_config.model_type
     if not family_of(kind).is_generic:
         return ()
-    trial = try_model_type(hf_config, attention=attention, row_tokens=row_tokens)
-    _check_expert_widths(hf_config, precision)
+    trial = try_model_type(hf_config, attention=attention, row_tokens=row_tokens, objective=objective)
+    _check_expert_widths(hf_config, precision, task_of(objective))
     check_trial(kind, trial, packing=packing)
     if trial.untried:
         return (
@@ -90,9 +100,9 @@ def check_generic_type(
     return (f"model_type {kind} was tried on a tiny copy, relative differences: loss {trial.loss:.0e}, {layout}",)
 
 
-def _check_expert_widths(hf_config: PretrainedConfig, precision: str) -> None:
+def _check_expert_widths(hf_config: PretrainedConfig, precision: str, task: Task) -> None:
     """ModelError where torch's grouped product rejects widths of experts; `plan.combinations` checks the families."""
-    lm = build_meta_model(hf_config)
+    lm = build_meta_model(hf_config, task)
     if lm.config._experts_implementation != "grouped_mm":
         return
     for name, param in lm.named_parameters():
@@ -137,16 +147,19 @@ def _difference_text(difference: float) -> str:
     return f"relative difference {difference:.0e} on a tiny copy, limit {LIMIT:.0e}"
 
 
-def try_model_type(hf_config: PretrainedConfig, *, attention: str, row_tokens: int) -> Trial:
+def try_model_type(
+    hf_config: PretrainedConfig, *, attention: str, row_tokens: int, objective: Objective = _LANGUAGE_MODEL
+) -> Trial:
     """Build a small model with a layer of each kind of the configured one, and compare results that should be equal.
 
     ModelError where transformers cannot build the configured model.
     """
-    check_attention(hf_config, attention)
+    task = task_of(objective)
+    check_attention(hf_config, attention, task)
     # FlashAttention does not run on CPUs.
     attention = BY_LENGTHS if attention == FLASH else attention
     try:
-        whole = _build(hf_config, attention, device="meta")
+        whole = _build(hf_config, attention, task, device="meta")
         layers, kinds = layers_of_each_kind(whole), layer_kinds(whole)
     except _FAILURES as broken:
         if attention == BY_LENGTHS:
@@ -160,12 +173,13 @@ def try_model_type(hf_config: PretrainedConfig, *, attention: str, row_tokens: i
     for more, heads in product(_MORE_LAYERS, _HEADS):
         try:
             tiny = tiny_config(hf_config, Size(heads, layers * more, row_tokens))
-            outline = _build(tiny, attention, device="meta")
+            outline = _build(tiny, attention, task, device="meta")
             if (
                 layer_kinds(outline) == kinds
                 and sum(param.numel() for param in outline.parameters()) <= _MAX_PARAMETERS
             ):
-                return _compare(_build_initialised(tiny, attention), _build_initialised(tiny, "eager"))
+                lm, eager = (_build_initialised(tiny, kind, task) for kind in (attention, "eager"))
+                return _compare(lm, eager, objective)
         except _FAILURES as broken:
             reason = f"a tiny copy fails with {_first_line(broken)}"
     return Trial(untried=reason)
@@ -176,13 +190,13 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}{f': {lines[0]}' if lines else ''}"
 
 
-def _build(config: PretrainedConfig, attention: str, *, device: str) -> PreTrainedModel:
-    return build_skeleton(copy.deepcopy(config), attention=attention, dtype=torch.float32, device=device)
+def _build(config: PretrainedConfig, attention: str, task: Task, *, device: str) -> PreTrainedModel:
+    return build_skeleton(copy.deepcopy(config), attention=attention, dtype=torch.float32, device=device, task=task)
 
 
-def _build_initialised(config: PretrainedConfig, attention: str) -> PreTrainedModel:
+def _build_initialised(config: PretrainedConfig, attention: str, task: Task) -> PreTrainedModel:
     """A model with initial weights, enlarged so that differences show: most initial values are small or zero."""
-    lm = _build(config, attention, device="cpu")
+    lm = _build(config, attention, task, device="cpu")
     initialise_weights(lm, seed=_SEED)
     generator = torch.Generator().manual_seed(_SEED)
     with torch.no_grad():
@@ -198,19 +212,20 @@ def _build_initialised(config: PretrainedConfig, attention: str) -> PreTrainedMo
 
 
 @torch.no_grad()
-def _compare(lm: PreTrainedModel, eager: PreTrainedModel) -> Trial:
+def _compare(lm: PreTrainedModel, eager: PreTrainedModel, objective: Objective) -> Trial:
     """Compare results of `lm`, and its loss with that of the logits of the same model with eager attention.
 
     ModelError where `lm` does not run in the way it is trained.
     """
     first, second = _documents(lm)
-    logits = eager(input_ids=first, position_ids=_positions(first), use_cache=False).logits[0, :-1].float()
-    wanted = functional.cross_entropy(logits, first[0, 1:], reduction="sum")
-    install_loss_head(lm)
+    logits = eager(input_ids=first, position_ids=_positions(first), use_cache=False).logits[0].float()
     model = TrainedModel(lm)
     try:
-        labels = functional.pad(first[:, 1:], (0, 1), value=IGNORE_INDEX)
-        loss = model(first, _positions(first), labels, None).loss
+        if isinstance(objective, ScoreObjective):
+            found, wanted = _score(model, objective, first), logits
+        else:
+            wanted = functional.cross_entropy(logits[:-1], first[0, 1:], reduction="sum")
+            found = _token_loss(model, first)
         alone = [model.hidden(ids, _positions(ids), None)[0] for ids in (first, second)]
     except _FAILURES as broken:
         raise ModelError(
@@ -223,8 +238,20 @@ def _compare(lm: PreTrainedModel, eager: PreTrainedModel) -> Trial:
     return Trial(
         packed=_difference(packed, torch.stack([torch.cat(alone), torch.cat(alone[::-1])])),
         padded=max(_difference(row[: len(hidden)], hidden) for row, hidden in zip(padded, alone, strict=True)),
-        loss=_difference(loss, wanted),
+        loss=_difference(found, wanted),
     )
+
+
+def _token_loss(model: TrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    install_loss_head(model.lm)
+    labels = functional.pad(ids[:, 1:], (0, 1), value=IGNORE_INDEX)
+    return model(ids, _positions(ids), labels, None).loss  # type: ignore[no-any-return]
+
+
+def _score(model: TrainedModel, objective: ScoreObjective, ids: torch.Tensor) -> torch.Tensor:
+    """The scores [outputs] of one document."""
+    head = install_score_head(model.lm, objective)
+    return head.scores(model.hidden(ids, _positions(ids), None), torch.tensor([ids.shape[1] - 1]))[0]
 
 
 def _check_earlier_tokens_matter(model: TrainedModel, first: torch.Tensor, second: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ writes adapters in peft's format.
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,6 +135,24 @@ def _initial_factors(name: str, shape: Shape, rank: int, seed: int) -> dict[str,
         "A": torch.empty(*experts, rank, width).uniform_(-bound, bound, generator=generator),
         "B": torch.zeros(*experts, out, rank),
     }
+
+
+@contextmanager
+def adapters_off(lm: nn.Module) -> Iterator[None]:
+    """While this is open, `lm` computes what it would without its adapters, exactly.
+
+    Their scale is 0. All modules still run, so ZeRO-3 fetches the same parameters in the same order.
+    """
+    adapted = [module for module in lm.modules() if isinstance(module, _Adapted)]
+    assert adapted, "the model has no adapters"
+    scales = [module.lora_scale for module in adapted]
+    for module in adapted:
+        module.lora_scale = 0.0
+    try:
+        yield
+    finally:
+        for module, scale in zip(adapted, scales, strict=True):
+            module.lora_scale = scale
 
 
 def is_adapter(name: str) -> bool:

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 from ds_finetune.config.schema import LoraConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import FAMILIES, family_of
+from ds_finetune.model.build import Task
 from ds_finetune.model.four_bit import fits_four_bit, nf4_bytes
 from ds_finetune.model.parallel.pipeline import build_meta_model
 
@@ -114,7 +115,7 @@ class LoraPlan:
         return f"  frozen in {self.section.quantize}", f"{text}; {rest}"
 
 
-def plan_lora(hf_config: PretrainedConfig, lora: LoraConfig) -> LoraPlan:
+def plan_lora(hf_config: PretrainedConfig, lora: LoraConfig, task: Task = "causal_lm") -> LoraPlan:
     """The modules that `lora` adapts (those that its patterns name, or all but routers) and quantises.
 
     ConfigError where the model type is not tested with LoRA, a pattern names no module (with the legal names), experts
@@ -123,7 +124,7 @@ def plan_lora(hf_config: PretrainedConfig, lora: LoraConfig) -> LoraPlan:
     if not family_of(hf_config.model_type).has_lora:
         tested = ", ".join(name for name, family in FAMILIES.items() if family.has_lora)
         raise ConfigError(f"lora of model_type {hf_config.model_type} is not tested", hint=f"tested: {tested}")
-    lm = build_meta_model(hf_config)
+    lm = build_meta_model(hf_config, task)
     every = tuple(adaptable_modules(lm))
     return LoraPlan(lora, every, _adapted_targets(every, lora), _quantised_targets(every, lora), lm.num_parameters())
 

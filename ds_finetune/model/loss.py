@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from ds_finetune.errors import ModelError
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.model.attention import BY_DOCUMENT, BY_LENGTHS, FLASH, Documents, flash_arguments
+from ds_finetune.model.build import head_of
 from ds_finetune.model.cross_entropy import Kernel, chunked_cross_entropy
 from ds_finetune.model.head_chunks import NeededGradients, needed_gradients
 from ds_finetune.model.log_probs import (
@@ -160,7 +161,7 @@ def install_loss_head(
 
 
 class TrainedModel(nn.Module):
-    """A causal LM whose forward is the loss; the Hugging Face model is `lm`, or a stage of it."""
+    """A model whose forward is the loss; the Hugging Face model is `lm`, or a stage of it."""
 
     def __init__(
         self, lm: PreTrainedModel, sp_group: SequenceParallelGroup | None = None, pp_group: PipelineGroup | None = None
@@ -196,8 +197,9 @@ class TrainedModel(nn.Module):
         hidden = self.hidden(input_ids, position_ids, documents)
         if not self.has_head:
             return hidden
-        head = self.lm.get_output_embeddings()
-        out: LossAndSums | torch.Tensor = head(hidden, labels, numbers, examples, wants_log_probs=wants_log_probs)
+        # Score heads have no log-probabilities.
+        wanted = {"wants_log_probs": True} if wants_log_probs else {}
+        out: LossAndSums | torch.Tensor = head_of(self.lm)(hidden, labels, numbers, examples, **wanted)
         return out
 
     def hidden(

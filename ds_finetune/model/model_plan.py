@@ -6,11 +6,11 @@ from transformers import PretrainedConfig
 
 from ds_finetune.config.objectives import ObjectiveConfig, SftObjective
 from ds_finetune.config.schema import LoraConfig, ModelConfig, ParallelConfig
-from ds_finetune.model.build import read_hf_config
+from ds_finetune.model.build import Task, read_hf_config
 from ds_finetune.model.encoder import check_encoder
 from ds_finetune.model.lora_plan import LoraPlan, plan_lora
 from ds_finetune.model.parallel.pipeline import layers_of_stages
-from ds_finetune.objectives.objective import Objective
+from ds_finetune.objectives.objective import Objective, ScoreObjective
 from ds_finetune.objectives.table import make_objective
 
 _SFT = SftObjective()
@@ -33,11 +33,30 @@ class ModelPlan:
     """Layers of each pipeline stage; one None where a rank holds all."""
     lora: LoraPlan | None
     objective: Objective
+    padding: str = ""
+    """A text on the padding token of a classifier, for people."""
+
+    @property
+    def task(self) -> Task:
+        """What the model computes."""
+        return task_of(self.objective)
+
+    @property
+    def head_outputs(self) -> int:
+        """Outputs of the head: scores of a document, or the tokens of the vocabulary."""
+        if isinstance(self.objective, ScoreObjective):
+            return self.objective.num_outputs
+        return int(self.hf_config.vocab_size)
 
     @property
     def quantised(self) -> tuple[str, ...]:
         """Full names of the modules whose weights are held in four bits."""
         return tuple(target.name for target in self.lora.quantised) if self.lora is not None else ()
+
+
+def task_of(objective: Objective) -> Task:
+    """What a model that is trained for the objective computes."""
+    return "sequence_classification" if isinstance(objective, ScoreObjective) else "causal_lm"
 
 
 def plan_model(
@@ -52,14 +71,17 @@ def plan_model(
     """
     check_encoder(hf_config, attention=model.attention, objective=objective.name)
     resized = model.resize_vocabulary
+    runtime = make_objective(objective)
+    task = task_of(runtime)
+    published = read_hf_config(model.path, files=("*.json",), task=task) if resized else hf_config
     return ModelPlan(
         path=model.path,
         hf_config=hf_config,
         attention=model.attention,
         has_random_weights=model.weights == "random",
         resizes_vocabulary=resized,
-        published_vocab_size=int((read_hf_config(model.path, files=("*.json",)) if resized else hf_config).vocab_size),
-        stages=tuple(layers_of_stages(hf_config, parallel)),
-        lora=plan_lora(hf_config, lora) if lora is not None else None,
-        objective=make_objective(objective),
+        published_vocab_size=int(published.vocab_size),
+        stages=tuple(layers_of_stages(hf_config, parallel, task)),
+        lora=plan_lora(hf_config, lora, task) if lora is not None else None,
+        objective=runtime,
     )

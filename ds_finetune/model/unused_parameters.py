@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
 from transformers.initialization import no_init_weights
 
-from ds_finetune.model.build import model_class
+from ds_finetune.model.build import Task, model_class
 
 _FEW_TOKENS = 16
 _NO_MEMORY_EXPERTS = "batched_mm"
@@ -19,22 +19,22 @@ tensors do not have.
 """
 
 
-def unused_parameters(hf_config: PretrainedConfig, *, tokens: int) -> tuple[str, ...]:
+def unused_parameters(hf_config: PretrainedConfig, *, tokens: int, task: Task = "causal_lm") -> tuple[str, ...]:
     """Names of the parameters that get no gradient from a row of `tokens` tokens, in the model's order.
 
     The whole model is built without memory, which takes some seconds. NotImplementedError where the model's code needs
     the values of tensors.
     """
     # A long row uses every parameter that a short row uses, and may use more: some layers act from many tokens on.
-    names = _without_gradient(hf_config, _FEW_TOKENS)
+    names = _without_gradient(hf_config, _FEW_TOKENS, task)
     if not names:
         return ()
     longest = getattr(hf_config, "max_position_embeddings", None) or tokens
-    used_later = set(names) - set(_without_gradient(hf_config, min(tokens, longest)))
+    used_later = set(names) - set(_without_gradient(hf_config, min(tokens, longest), task))
     return tuple(name for name in names if name not in used_later)
 
 
-def _without_gradient(hf_config: PretrainedConfig, tokens: int) -> list[str]:
+def _without_gradient(hf_config: PretrainedConfig, tokens: int, task: Task) -> list[str]:
     config = copy.deepcopy(hf_config)
     config.use_cache = False
     config._attn_implementation = "eager"
@@ -42,7 +42,7 @@ def _without_gradient(hf_config: PretrainedConfig, tokens: int) -> list[str]:
         with FakeTensorMode():
             with no_init_weights():
                 # In evaluation mode: some model types drop layers at random in training mode.
-                model = model_class(config)(config).eval()
+                model = model_class(config, task)(config).eval()
             if getattr(model.config, "_experts_implementation", None):
                 model.config._experts_implementation = _NO_MEMORY_EXPERTS
             logits = model(input_ids=torch.zeros(1, tokens, dtype=torch.long), use_cache=False).logits

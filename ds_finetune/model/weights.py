@@ -5,7 +5,7 @@ left over, or initialises new ones.
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ds_finetune.errors import ModelError
 from ds_finetune.families.family import Family
 from ds_finetune.families.table import FAMILIES
-from ds_finetune.model.build import Fragment, Where, whole
+from ds_finetune.model.build import Fragment, Where, has_score_head, whole
 from ds_finetune.model.hub_folder import HubFolder
 from ds_finetune.model.names import Piece, hub_pieces
 from ds_finetune.model.parallel.sharding import UNSHARDED, ModelShard, TensorShard, shard_dim
@@ -27,16 +27,20 @@ _STRIP_NUMEL = 2**20
 """Elements of a checkpoint tensor that are in memory at a time, in whole rows."""
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 _FUSED_EXPERTS = re.compile(r"\.experts\.\w+$")
+_LANGUAGE_MODEL_HEAD = re.compile(r"^(lm_head|embed_out|output)\.(weight|bias)$")
 _DIGESTED = 256
 """Approximate number of tensors in a digest."""
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Number of checkpoint tensors that were loaded, and the keys of those that the model does not have."""
+    """Number of checkpoint tensors that were loaded, the keys of those that the model does not have, and the names of
+    this rank's parameters that the checkpoint does not have.
+    """
 
     num_tensors: int
     skipped: tuple[str, ...]
+    missing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -57,12 +61,13 @@ def load_weights(  # noqa: PLR0913
     model_shard: ModelShard = UNSHARDED,
     skeleton: PreTrainedModel | None = None,
     growth: Growth | None = None,
+    may_be_missing: Collection[str] = (),
 ) -> LoadReport:
     """Copy the safetensors of `folder` into the fragments of `model` that `where` names, a bounded piece at a time.
 
     Only the `model_shard` of each tensor is read. For a pipeline stage, `skeleton` is the whole model without memory,
     which the checkpoint has to match. With `growth` the model has more tokens than the folder, and the missing rows are
-    initialised.
+    initialised. Parameters that `may_be_missing` names are left as they are where the folder does not have them.
 
     Keys and shapes are compared from the headers before anything is written; ModelError lists what is missing,
     unexpected or of another shape. Weights in FP8 blocks are dequantised in fp32, only the needed rows and columns.
@@ -75,10 +80,16 @@ def load_weights(  # noqa: PLR0913
         else _expected_tensors(skeleton, family, whole, UNSHARDED)
     )
     hub = HubFolder(folder) if growth is None else GrownFolder(folder, growth, expected)
-    skipped = _check_tensors(hub, expected, model, family)
-    for target in count_parts("loading weights", targets, len(targets)):
+    missing = {name for name in may_be_missing if name not in hub.shapes}
+    skipped = _check_tensors(hub, {key: expected[key] for key in expected if key not in missing}, model, family)
+    stored = [target for target in targets if target.name not in missing]
+    for target in count_parts("loading weights", stored, len(stored)):
         _load_tensor(hub, target, model_shard)
-    return LoadReport(num_tensors=sum(len(t.pieces) for t in targets), skipped=tuple(skipped))
+    return LoadReport(
+        num_tensors=sum(len(target.pieces) for target in stored),
+        skipped=tuple(skipped),
+        missing=tuple(target.name for target in targets if target.name in missing),
+    )
 
 
 def open_weights(model: PreTrainedModel, folder: Path, *, family: Family) -> HubFolder:
@@ -105,20 +116,38 @@ def weights_digest(folder: Path) -> str:
 
 
 def initialise_weights(
-    model: PreTrainedModel, *, seed: int, where: Where = whole, model_shard: ModelShard = UNSHARDED
+    model: PreTrainedModel,
+    *,
+    seed: int,
+    where: Where = whole,
+    model_shard: ModelShard = UNSHARDED,
+    names: Collection[str] | None = None,
 ) -> None:
-    """Initialise weights by the model's own rule (`_init_weights`), the same for any world size, ZeRO stage and shard.
+    """Initialise weights (those in `names`, or all) by the model's own rule (`_init_weights`), the same for any world
+    size, ZeRO stage and shard.
 
     One module at a time is initialised in fp32 on the CPU, with a seed of (seed, module name), and its fragment kept.
     """
     tied = {name for name in (model.all_tied_weights_keys or {}) if model.config.tie_word_embeddings}
     for name, module in model.named_modules():
+        full = {leaf: f"{name}.{leaf}".lstrip(".") for leaf in module._parameters}
         own = [
-            (leaf, p) for leaf, p in module.named_parameters(recurse=False) if f"{name}.{leaf}".lstrip(".") not in tied
+            (leaf, param)
+            for leaf, param in module.named_parameters(recurse=False)
+            if full[leaf] not in tied and (names is None or full[leaf] in names)
         ]
         if own:
             shards = {leaf: model_shard.tensor_shard(f"{name}.{leaf}", where(param).shape) for leaf, param in own}
             _initialise_module(model, module, own, seed_of(seed, name), where, shards)
+
+
+def draw_normal(param: nn.Parameter, *, deviation: float, seed: int, where: Where = whole) -> None:
+    """Fill a parameter that no rank shards with normally distributed values of `seed`, the same for any layout."""
+    fragment = where(param)
+    values = torch.randn(math.prod(fragment.shape), generator=torch.Generator().manual_seed(seed)) * deviation
+    if fragment.end > fragment.start:
+        with fragment.opened() as flat:
+            flat[: fragment.end - fragment.start].copy_(values[fragment.start : fragment.end])
 
 
 def clear_weights(model: PreTrainedModel, *, where: Where = whole) -> None:
@@ -198,16 +227,19 @@ def _check_tensors(
     hub: HubFolder, expected: Mapping[str, tuple[int, ...]], model: PreTrainedModel, family: Family
 ) -> list[str]:
     """Compare the checkpoint with the `expected` tensors; returns the names of tensors that are not loaded: those that
-    the family's row allows, a tied head, and layers past the last one.
+    the family's row allows, a tied head, the language-model head of a classifier's base, and layers past the last
+    one.
     """
     _check_layout_of_experts(hub, expected, model, family)
     tied = dict(model.all_tied_weights_keys or {}) if model.config.tie_word_embeddings else {}
+    heads = {key for key in hub.shapes if _LANGUAGE_MODEL_HEAD.match(key)} if has_score_head(model) else set()
+    unused = tied.keys() | heads
     layers = model.config.num_hidden_layers
     left = hub.left_over(
-        expected, model=type(model).__name__, may_be=lambda key: key in tied or family.may_skip(key, layers=layers)
+        expected, model=type(model).__name__, may_be=lambda key: key in unused or family.may_skip(key, layers=layers)
     )
     if isinstance(hub, GrownFolder):
-        hub.check_left(set(left) - tied.keys())
+        hub.check_left(set(left) - unused)
     for key in tied.keys() & set(left):
         if not hub.is_same(key, tied[key]):
             raise ModelError(

@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 Unit = Literal["supervised_tokens", "chosen_tokens", "pairs", "examples"]
 """What a term is a mean over. `chosen_tokens` are the supervised tokens of the chosen answers of pairs."""
@@ -32,6 +34,8 @@ class LossAndSums(NamedTuple):
 
     loss: torch.Tensor
     sums: torch.Tensor
+    scores: torch.Tensor | None = None
+    """Outputs of a classification head, fp32 [documents, outputs] without a gradient; None for other objectives."""
 
 
 class StepNumbers(NamedTuple):
@@ -124,6 +128,16 @@ class ScoreObjective(Objective):
     """A loss of the outputs of a classification head, one row of outputs for each document."""
 
     num_outputs: int
+    gathers_scores: bool = False
+    """Whether some metric of an evaluation needs the scores of all documents together."""
+
+    def score_metrics(
+        self,
+        scores: NDArray[np.float64],
+        targets: NDArray[np.float64],
+    ) -> dict[str, float]:
+        """Metrics by name that need the first score of every document, and its target, together: fp64 [documents]."""
+        return {}
 
     @abstractmethod
     def loss(self, scores: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> LossAndSums:

@@ -38,7 +38,7 @@ def _batch_notes(config: RunConfig, rows: int) -> list[str]:
     batch, kind = config.train.global_batch_size, "packed rows" if config.data.packing else "rows"
     if batch <= rows:
         return []
-    text = f"train.global_batch_size {batch} is more than the {rows} {kind} of data.train"
+    text = f"train.global_batch_size {batch} is more than the {rows} {kind} of an epoch"
     if Duration.parse(config.train.duration).unit == "steps":
         return [f"{text}: each step sees rows more than once"]
     raise ConfigError(

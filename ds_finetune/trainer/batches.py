@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from ds_finetune.data.batches import Batch, BatchPlan, Position, training_batches
+from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.stream import START, StreamedRows, streaming_batches
 from ds_finetune.model.encoder import encoder_of
 from ds_finetune.schedule import Duration
@@ -15,15 +16,38 @@ def run_batches(run: PreparedRun, *, after: Progress = BEGINNING, stream_positio
     rows, plan = run.inputs.train, batch_plan(run)
     if isinstance(rows, StreamedRows):
         return streaming_batches(rows, plan, steps=run.schedule.steps, start_step=after.step, start=stream_position)
+    return training_batches(rows, plan, start_step=after.step, total_rows=total_rows(run, rows))
+
+
+def total_rows(run: PreparedRun, rows: PreparedRows) -> int:
+    """Rows of the whole run; a run given in epochs has no row more than its epochs have."""
     length = Duration.parse(run.config.train.duration)
-    is_epochs = length.unit == "epochs"
-    total_rows = length.in_rows(len(rows)) if is_epochs else run.schedule.steps * plan.global_batch_size
-    return training_batches(rows, plan, start_step=after.step, total_rows=total_rows)
+    if length.unit == "epochs":
+        return length.in_rows(rows.rows_per_epoch)
+    return run.schedule.steps * run.plan.batch.global_batch_size
+
+
+def mixture_lines(run: PreparedRun) -> list[str]:
+    """For each source of a mixture: its share of rows and tokens, and how often the run passes over it."""
+    rows = run.inputs.train
+    if isinstance(rows, StreamedRows) or rows.mixture is None:
+        return []
+    mixture, total = rows.mixture, total_rows(run, rows)
+    drawn = mixture.count_rows(total, seed=run.plan.seed, shuffle=run.config.data.shuffle)
+    passes = [number / size for number, size in zip(drawn, mixture.sizes, strict=True)]
+    tokens = [number * times for number, times in zip(rows.tokens_of_sources, passes, strict=True)]
+    return [
+        f"{name}: {number / total:.1%} of the rows and {of_source / sum(tokens):.1%} of the tokens of the run, "
+        f"{times:.2f} passes over {size:,} rows"
+        for name, number, of_source, times, size in zip(
+            mixture.names, drawn, tokens, passes, mixture.sizes, strict=True
+        )
+    ]
 
 
 def batch_plan(run: PreparedRun) -> BatchPlan:
     """How rows are divided over ranks and micro-batches."""
-    plan = run.plan
+    plan, rows = run.plan, run.inputs.train
     return BatchPlan(
         global_batch_size=plan.batch.global_batch_size,
         micro_batch_size=plan.batch.micro_batch_size,
@@ -35,5 +59,6 @@ def batch_plan(run: PreparedRun) -> BatchPlan:
         row_len=plan.batch.max_seq_len if plan.batch.is_packed else None,
         multiple=plan.mesh.sp,
         documents_per_unit=run.inputs.model.objective.documents_per_unit,
+        mixture=rows.mixture if isinstance(rows, PreparedRows) else None,
         separates_padding=encoder_of(run.inputs.hf_config) is not None,
     )

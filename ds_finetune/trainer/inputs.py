@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,15 @@ from ds_finetune.data.row_report import row_notes
 from ds_finetune.data.stream import StreamedRows, open_stream
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.errors import ConfigError
-from ds_finetune.model.build import TOKENIZER_PATTERNS, read_hf_config, resolve_folder
-from ds_finetune.model.encoder import max_positions
+from ds_finetune.model.build import TOKENIZER_PATTERNS, Task, model_class, read_hf_config, resolve_folder
+from ds_finetune.model.encoder import encoder_of, max_positions
 from ds_finetune.model.generic_check import check_generic_type
-from ds_finetune.model.model_plan import ModelPlan, plan_model
+from ds_finetune.model.model_plan import ModelPlan, plan_model, task_of
+from ds_finetune.model.score_config import set_classes, set_padding_token, with_base_classes
 from ds_finetune.model.vocabulary import grow_vocabulary
 from ds_finetune.model.weights import weights_digest
+from ds_finetune.objectives.objective import ScoreObjective
+from ds_finetune.objectives.table import make_objective
 from ds_finetune.plan.combinations import check_divides, check_expert_widths
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.model_shape import Shape
@@ -58,7 +61,7 @@ class RunInputs:
     @cached_property
     def config_tree(self) -> dict[str, Any]:
         """The model's config.json, for exports and checkpoints of this run."""
-        return config_tree(self.folder, self.hf_config)
+        return config_tree(self.folder, self.hf_config, self.model.task)
 
     @property
     def config_text(self) -> str:
@@ -95,6 +98,11 @@ def read_inputs(config: RunConfig, model: ModelPlan) -> RunInputs:
         raise ConfigError(
             f"data.streaming does not know how long `{config.train.duration}` is", hint="give train.for in steps"
         )
+    if config.data.streaming and config.data.weights:
+        raise ConfigError(
+            f"data.train gives weights to {', '.join(config.data.weights)}, whose rows data.streaming does not count",
+            hint="set data.streaming to false, or write the rows of a mixture to one file",
+        )
     train = (open_stream if config.data.streaming else prepare_rows)(
         config.data, "train", tokenizer=tokenizer, limits=limits
     )
@@ -107,7 +115,7 @@ def read_inputs(config: RunConfig, model: ModelPlan) -> RunInputs:
     return RunInputs(
         folder=folder,
         model=model,
-        shape=_shape(config_tree(folder, model.hf_config)),
+        shape=_shape(config_tree(folder, model.hf_config)) if model.task == "causal_lm" else None,
         tokenizer=tokenizer,
         tokenizer_folder=tokenizer_folder,
         train=train,
@@ -123,16 +131,39 @@ def make_model_plan(config: RunConfig, mesh: Mesh, *, is_config_alone: bool = Fa
     With `is_config_alone`, only configuration and tokenizer files of a model on the hub are downloaded.
     """
     hf_config = model_config(config, is_config_alone=is_config_alone)
+    padding = _set_up_scores(config, hf_config)
     tree = hf_config.to_dict()
     check_divides(mesh, tree, pp_layers=config.parallel.pp_layers)
     check_expert_widths(mesh, tree, precision=config.train.precision)
-    return plan_model(hf_config, config.model, config.parallel, config.lora, config.objective)
+    planned = plan_model(hf_config, config.model, config.parallel, config.lora, config.objective)
+    return replace(planned, padding=padding)
 
 
-def try_generic_type(config: RunConfig, hf_config: PretrainedConfig) -> tuple[str, ...]:
+def _set_up_scores(config: RunConfig, hf_config: PretrainedConfig) -> str:
+    """Write classes and padding token into the configuration of a classifier or reward model; returns a text on the
+    padding token, empty where it does not matter.
+    """
+    objective = make_objective(config.objective)
+    if not isinstance(objective, ScoreObjective):
+        return ""
+    set_classes(hf_config, config.objective, outputs=objective.num_outputs)
+    is_encoder = encoder_of(hf_config) is not None
+    return "" if is_encoder else set_padding_token(hf_config, _tokenizer_alone(config))
+
+
+def with_classes(config: RunConfig) -> RunConfig:
+    """The run file with number and names of the classes filled in, from a base model that is a classifier."""
+    if config.objective.name != "classification":
+        return config
+    base = read_hf_config(config.model.path, task="sequence_classification")
+    return config.model_copy(update={"objective": with_base_classes(config.objective, base)})
+
+
+def try_generic_type(config: RunConfig, model: ModelPlan) -> tuple[str, ...]:
     """Lines on what a generic model type did on a tiny copy; ModelError where it would be trained wrongly."""
     return check_generic_type(
-        hf_config,
+        model.hf_config,
+        objective=model.objective,
         attention=config.model.attention,
         packing=config.data.packing,
         row_tokens=config.train.max_seq_len,
@@ -158,18 +189,30 @@ def model_config(config: RunConfig, *, is_config_alone: bool = False) -> Pretrai
 
     With `is_config_alone`, only configuration and tokenizer files of a model on the hub are downloaded.
     """
-    hf_config = read_hf_config(config.model.path, **({"files": ("*.json",)} if is_config_alone else {}))
+    task = task_of(make_objective(config.objective))
+    hf_config = read_hf_config(config.model.path, **({"files": ("*.json",)} if is_config_alone else {}), task=task)
     if config.model.resize_vocabulary:
-        folder = resolve_folder(config.model.tokenizer or config.model.path, files=TOKENIZER_PATTERNS)
-        tokenizer = load_tokenizer(str(folder))
-        grow_vocabulary(hf_config, max(tokenizer.get_vocab().values()) + 1)
+        grow_vocabulary(hf_config, max(_tokenizer_alone(config).get_vocab().values()) + 1)
     return hf_config
 
 
+def _tokenizer_alone(config: RunConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer, for which only its own files are downloaded."""
+    return load_tokenizer(str(resolve_folder(config.model.tokenizer or config.model.path, files=TOKENIZER_PATTERNS)))
+
+
 def model_lines(model: ModelPlan, plan: Plan) -> list[tuple[str, str]]:
-    """Name and text of what is decided about the model: added vocabulary, pipeline stages and LoRA, for people."""
+    """Name and text of what is decided about the model, for people: vocabulary, scores, pipeline stages and LoRA."""
     lora = model.lora.lines() if model.lora is not None else []
-    return [*_vocabulary_lines(model), *plan.stage_lines(model.stages), *lora]
+    return [*_vocabulary_lines(model), *_score_lines(model), *plan.stage_lines(model.stages), *lora]
+
+
+def _score_lines(model: ModelPlan) -> list[tuple[str, str]]:
+    if model.task == "causal_lm":
+        return []
+    names = model.hf_config.id2label.values()
+    text = f"{len(names)}: {', '.join(names)}" if model.objective.name == "classification" else "1, the reward"
+    return [("scores", text), *([("padding token", model.padding)] if model.padding else [])]
 
 
 def _vocabulary_lines(model: ModelPlan) -> list[tuple[str, str]]:
@@ -181,11 +224,18 @@ def _vocabulary_lines(model: ModelPlan) -> list[tuple[str, str]]:
     return [("vocabulary", drawn if after > before else fits)]
 
 
-def config_tree(folder: Path, hf_config: PretrainedConfig) -> dict[str, Any]:
-    """config.json of the model folder as published, but for the vocabulary of `hf_config` where that is another."""
+def config_tree(folder: Path, hf_config: PretrainedConfig, task: Task = "causal_lm") -> dict[str, Any]:
+    """config.json of the model folder as published, but for the vocabulary of `hf_config` where that is another, and
+    for classes, padding token and name of the class where the model is trained as a classifier.
+    """
     tree: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    published = read_hf_config(str(folder)).vocab_size
-    return tree if hf_config.vocab_size == published else {**tree, "vocab_size": int(hf_config.vocab_size)}
+    if hf_config.vocab_size != read_hf_config(str(folder), task=task).vocab_size:
+        tree["vocab_size"] = int(hf_config.vocab_size)
+    if task == "sequence_classification":
+        tree["architectures"] = [model_class(hf_config, task).__name__]
+        tree |= {key: getattr(hf_config, key) for key in ("id2label", "label2id", "problem_type", "pad_token_id")}
+        tree["id2label"] = {str(number): name for number, name in hf_config.id2label.items()}
+    return tree
 
 
 def _shape(tree: Mapping[str, Any]) -> Shape | None:

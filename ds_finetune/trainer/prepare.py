@@ -15,7 +15,7 @@ from ds_finetune.plan.estimate import DiskNeed, RunEstimate, estimate_run
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.run_length import check_run_length
 from ds_finetune.schedule import Duration, LrSchedule, warmup_steps
-from ds_finetune.trainer.inputs import RunInputs, make_model_plan, read_inputs, try_generic_type
+from ds_finetune.trainer.inputs import RunInputs, make_model_plan, read_inputs, try_generic_type, with_classes
 from ds_finetune.trainer.rank_tensors import rank_tensors, sizes_of
 from ds_finetune.trainer.run_dir import check_run_disk, check_run_folder
 from ds_finetune.world import World, accelerate_choices
@@ -39,17 +39,18 @@ class PreparedRun:
 
 def prepare_run(config: RunConfig, world: World) -> PreparedRun:
     """Plan the run, read its model's config and tokenise its data, which takes as long as the data is large."""
+    config = with_classes(config)
     plan = make_plan(config, world=world, device=choose_device(), accelerate=accelerate_choices(os.environ))
     check_trackers(config.log.trackers)
     model = make_model_plan(config, plan.mesh)
-    plan = replace(plan, notes=(*plan.notes, *try_generic_type(config, model.hf_config)))
+    plan = replace(plan, notes=(*plan.notes, *try_generic_type(config, model)))
     plan = freeze_unreached(plan, model)
     inputs = read_inputs(config, model)
     estimate = estimate_model(config, plan, model)
     check_run_folder(config)
     check_run_disk(Path(config.output_dir), _disk_need(estimate, world))
     schedule = make_schedule(config, inputs)
-    rows = None if isinstance(inputs.train, StreamedRows) else len(inputs.train)
+    rows = None if isinstance(inputs.train, StreamedRows) else inputs.train.rows_per_epoch
     notes = check_run_length(config, steps=schedule.steps, warmup=schedule.warmup_steps, rows=rows)
     return PreparedRun(config, plan, replace(inputs, notes=(*inputs.notes, *notes)), schedule, estimate)
 
@@ -64,7 +65,7 @@ def freeze_unreached(plan: Plan, model: ModelPlan) -> Plan:
         return plan
     decay = plan.optimizer.weight_decay
     try:
-        names = unused_parameters(hf_config, tokens=plan.batch.max_seq_len)
+        names = unused_parameters(hf_config, tokens=plan.batch.max_seq_len, task=model.task)
     except NotImplementedError as unknown:
         note = (
             f"not examined: whether the loss reaches every parameter of model_type {hf_config.model_type} ({unknown}); "
@@ -91,7 +92,7 @@ def _disk_need(estimate: RunEstimate, world: World) -> DiskNeed:
 def make_schedule(config: RunConfig, inputs: RunInputs) -> LrSchedule:
     """Learning rate over the run, whose length in steps is known once the rows are."""
     length, rows = Duration.parse(config.train.duration), inputs.train
-    number, tokens = (0, 0) if isinstance(rows, StreamedRows) else (len(rows), rows.num_tokens)
+    number, tokens = (0, 0.0) if isinstance(rows, StreamedRows) else (rows.rows_per_epoch, rows.tokens_per_epoch)
     steps = length.in_steps(rows=number, tokens=tokens, global_batch_size=config.train.global_batch_size)
     optim = config.optim
     return LrSchedule(

@@ -41,15 +41,15 @@ def sizes_of(stages: Stages, lora: LoraPlan | None) -> ModelSizes:
 
 def _stage_tensors(plan: Plan, model: ModelPlan, stage: int) -> list[TensorKind]:
     hf_config, mesh = model.hf_config, plan.mesh
-    family, kind = family_of(hf_config.model_type), model_class(hf_config)
+    family, kind = family_of(hf_config.model_type), model_class(hf_config, model.task)
     with (
         build_local_experts(kind, family, ep_size=mesh.ep, mark=lambda _: None),
         build_only_layers(kind, model.stages[stage]),
     ):
         local = local_config(hf_config, mesh.tp)
-        lm = build_skeleton(local, attention=model.attention, dtype=torch.bfloat16, device="meta")
+        lm = build_skeleton(local, attention=model.attention, dtype=torch.bfloat16, device="meta", task=model.task)
     if mesh.pp > 1:
-        install_pipeline_stage(lm, PipelineGroup(None, mesh.pp, stage), vocabulary=hf_config.vocab_size)
+        install_pipeline_stage(lm, PipelineGroup(None, mesh.pp, stage), outputs=model.head_outputs)
     model_shard = ModelShard.of(mesh)
     kinds: Counter[tuple[str, tuple[int, ...], tuple[int, ...], int]] = Counter()
     for name, param in lm.named_parameters():

@@ -336,7 +336,7 @@ def _rows_left_out(found: UsableCheckpoint, run: PreparedRun) -> list[str]:
     if isinstance(rows, StreamedRows) or found.state.config["train"]["for"] == train.duration:
         return []
     epoch, index = found.state.position[:2]
-    missed = found.state.step * train.global_batch_size - (epoch * len(rows) + index)
+    missed = found.state.step * train.global_batch_size - (epoch * rows.rows_per_epoch + index)
     text = f"{missed} rows of epoch {epoch + 1} are left out: step {found.state.step} was the last one, and not full"
     return [text] if missed > 0 else []
 

@@ -129,7 +129,7 @@ def _checked(tree: dict[str, Any], *, steps: int = 100, warmup: int = 3, rows: i
         (
             {"train": {"for": "3 epochs"}},
             {"rows": 10},
-            "train.global_batch_size 32 is more than the 10 packed rows of data.train",
+            "train.global_batch_size 32 is more than the 10 packed rows of an epoch",
         ),
         ({"train": {"for": "1e6 tokens"}}, {"rows": 10}, "the epochs of `1000000 tokens` would be joined"),
     ],
@@ -148,5 +148,5 @@ def test_what_fits_the_run() -> None:
     (line,) = _checked({"train": {"for": "9 steps"}}, rows=10)
     assert (
         line
-        == "train.global_batch_size 32 is more than the 10 packed rows of data.train: each step sees rows more than once"
+        == "train.global_batch_size 32 is more than the 10 packed rows of an epoch: each step sees rows more than once"
     )

@@ -27,6 +27,20 @@ def test_minimal_file_has_defaults_and_survives_a_round_trip(run_file: Path, tmp
     assert read_config(again) == config
 
 
+def test_files_have_names_or_weights(run_file: Path, tmp_path: Path) -> None:
+    run_file.write_text(
+        "model: m\ndata: {train: {org/name:train: 3, b.txt: 1}, eval: {old: a.txt, new: [b.txt, c.txt]}}\noutput_dir: o\n"
+    )
+    config = read_config(run_file)
+    assert config.data.weights == {"org/name:train": 3, "b.txt": 1}
+    assert config.data.paths("train") == ("org/name:train", "b.txt")
+    assert config.data.held_out_sets == {"eval/old": ("a.txt",), "eval/new": ("b.txt", "c.txt")}
+    assert config.data.paths("eval") == ("a.txt", "b.txt", "c.txt")
+    again = tmp_path / "again.yaml"
+    again.write_text(dump_config(config))
+    assert read_config(again) == config
+
+
 def test_override_replaces_and_creates(run_file: Path) -> None:
     config = read_config(
         run_file, ["optim.lr=1e-3", "model.weights=random", "train.for=3 epochs", "data.train=[a.json,b.json]"]
@@ -55,6 +69,17 @@ def test_override_replaces_and_creates(run_file: Path) -> None:
             "config schema",
         ),
         ("train: {for: 3 weeks}\n", "`train.for` is '3 weeks': `3 weeks` is not a duration", "config schema"),
+        (
+            "data: {train: t, eval: {a b: x}}\n",
+            "the name `a b` of a held-out set has more than letters, digits,",
+            "schema",
+        ),
+        ("data: {train: t, eval: {}}\n", "a mapping names at least one held-out set", "config schema"),
+        ("data: {train: t, eval: {a: []}}\n", "it should be files, or a mapping of names to files", "config schema"),
+        ("data: {train: t, eval: 5}\n", "it should be files, or a mapping of names to files", "config schema"),
+        ("data: {train: {t: 0}}\n", "a mapping of files to weights above 0, and `t` has 0", "config schema"),
+        ("data: {train: {t: .nan}}\n", "a mapping of files to weights above 0, and `t` has nan", "config schema"),
+        ("data: {train: {}}\n", "a mapping names at least one file with its weight", "config schema"),
         ("model: again\n", "`model` is given twice, in lines 1 and 4", "keep one"),
         ("data: [\n", "is not YAML", "indentation"),
     ],

@@ -199,7 +199,7 @@ def test_stages_of_a_pipeline(published: Path, reference: torch.nn.Module) -> No
     for place in range(2):
         with build_only_layers(model_class(config), range(place, place + 1)):
             model = build_skeleton(config, attention="sdpa", dtype=torch.bfloat16, device="cpu")
-        install_pipeline_stage(model, PipelineGroup(None, 2, place), vocabulary=config.vocab_size)
+        install_pipeline_stage(model, PipelineGroup(None, 2, place), outputs=config.vocab_size)
         load_weights(
             model, published, family=FAMILY, where=whole, model_shard=UNSHARDED, skeleton=build_meta_model(config)
         )

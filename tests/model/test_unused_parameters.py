@@ -36,7 +36,7 @@ def test_a_layer_that_begins_at_many_tokens_is_reached(monkeypatch: pytest.Monke
     """Judged by a short row alone it would be frozen."""
     lengths = []
 
-    def without_gradient(config: object, tokens: int) -> list[str]:
+    def without_gradient(_: object, tokens: int, __: str) -> list[str]:
         lengths.append(tokens)
         return ["never", "late"] if tokens < 64 else ["never"]
 

@@ -219,7 +219,14 @@ def test_a_runs_evaluation_takes_the_limit() -> None:
 
     engine = SimpleNamespace(plan=plan, is_rank_zero=True, evaluate=evaluated)
     model = SimpleNamespace(objective=TokenObjective("sft"))
-    inputs = SimpleNamespace(held_out={"eval": rows}, stop_ids=[], pad_token_id=0, model=model)
+    inputs = SimpleNamespace(
+        train=rows,
+        hf_config=SimpleNamespace(model_type="llama"),
+        held_out={"eval": rows},
+        stop_ids=[],
+        pad_token_id=0,
+        model=model,
+    )
     evaluate, exact_match = evaluation_functions(
         SimpleNamespace(config=config, plan=plan, inputs=inputs),
         engine,

@@ -4,19 +4,29 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ds_finetune.config.schema import read_config
 from ds_finetune.console import OUT, show_plan
+from ds_finetune.errors import ConfigError, DataError
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.trainer.batches import mixture_lines
 from ds_finetune.trainer.inputs import RunInputs
+from ds_finetune.trainer.prepare import PreparedRun
 from ds_finetune.world import World
 from tests.planning import prepared_run
 from tests.running import ROWS, tiny_task
 
 
+def run_of(folder: Path, **data: Any) -> PreparedRun:
+    """The tiny task with other data."""
+    config = read_config(tiny_task(folder, data=data))
+    return prepared_run(config, make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cpu"))
+
+
 def inputs_of(folder: Path, **data: Any) -> tuple[RunInputs, str]:
     """The inputs of the tiny task, and what is printed of them."""
-    config = read_config(tiny_task(folder, data=data))
-    run = prepared_run(config, make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cpu"))
+    run = run_of(folder, **data)
     with OUT.capture() as shown:
         show_plan(run)
     return run.inputs, shown.get()
@@ -56,3 +66,27 @@ def test_splits_that_are_left_out_are_named(tmp_path: Path) -> None:
     assert f"data.train `{folder}`: split train is read, 1 of 2 files" in shown
     assert f"data.eval `{folder}`: split test is read, 1 of 2 files" in shown
     assert inputs.held_out is not None
+
+
+def test_sources_with_weights_are_named_with_their_passes(tmp_path: Path) -> None:
+    tiny_task(tmp_path)
+    train, held_out = (str(tmp_path / f"{name}.jsonl") for name in ("train", "eval"))
+    run = run_of(tmp_path, train={train: 3, held_out: 1}, eval={"old": train, "new": held_out})
+    # Three steps of eight rows.
+    less, more = mixture_lines(run)
+    assert more.startswith(f"{train}: 75.0% of the rows and ")
+    assert more.endswith(f"of the run, 0.56 passes over {ROWS} rows")
+    assert less.endswith(f"of the run, 0.19 passes over {ROWS} rows")
+    with OUT.capture() as shown:
+        show_plan(run)
+    named = [line.split("  ")[0] for line in shown.get().splitlines()]
+    assert named.count("data.train") == 2
+    assert {"held-out data old", "held-out data new"} <= {*named}
+    assert f"data.eval.new repeats training data: {ROWS} of {ROWS} held-out" in shown.get()
+    assert run.inputs.held_out.keys() == {"eval/old", "eval/new"}
+    with pytest.raises(ConfigError, match=r"gives weights to .*, whose rows data\.streaming does not count"):
+        inputs_of(tmp_path, train={train: 3, held_out: 1}, streaming=True)
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    with pytest.raises(DataError, match=r"gives `.*empty\.jsonl` \(1 files\) a weight, and none of its rows is left"):
+        inputs_of(tmp_path, train={train: 3, str(empty): 1})

@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache
 
 from ds_finetune.config.schema import ParallelConfig
 from ds_finetune.errors import ConfigError
-from ds_finetune.model.build import build_skeleton
+from ds_finetune.model.build import Task, build_skeleton, has_score_head, head_of
 from ds_finetune.model.parallel.rank_group import RankGroup
 from ds_finetune.patches.transformers_models import replaced_layers
 
@@ -146,11 +146,11 @@ class ReceiveLogits(nn.Linear):
     """
 
     pp_group: PipelineGroup
-    vocabulary: int
+    outputs: int
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., width] -> logits [..., vocabulary]."""
-        return self.pp_group.broadcast_from_last(hidden.new_empty(*hidden.shape[:-1], self.vocabulary))
+        """[..., width] -> logits [..., outputs]."""
+        return self.pp_group.broadcast_from_last(hidden.new_empty(*hidden.shape[:-1], self.outputs))
 
 
 def balance_layers(weights: Sequence[int], stages: int) -> list[range]:
@@ -177,12 +177,15 @@ def balance_layers(weights: Sequence[int], stages: int) -> list[range]:
     return [range(first, last) for first, last in pairwise(ends)]
 
 
-def build_meta_model(hf_config: PretrainedConfig) -> PreTrainedModel:
+def build_meta_model(hf_config: PretrainedConfig, task: Task = "causal_lm") -> PreTrainedModel:
     """The whole model on the meta device, without memory for its tensors."""
-    return build_skeleton(copy.deepcopy(hf_config), attention="eager", dtype=torch.bfloat16, device="meta")
+    config = copy.deepcopy(hf_config)
+    return build_skeleton(config, attention="eager", dtype=torch.bfloat16, device="meta", task=task)
 
 
-def layers_of_stages(hf_config: PretrainedConfig, parallel: ParallelConfig) -> list[range | None]:
+def layers_of_stages(
+    hf_config: PretrainedConfig, parallel: ParallelConfig, task: Task = "causal_lm"
+) -> list[range | None]:
     """Layers of each pipeline stage: those of `pp_layers`, or balanced by parameters; [None] without pipeline
     parallelism.
 
@@ -191,7 +194,7 @@ def layers_of_stages(hf_config: PretrainedConfig, parallel: ParallelConfig) -> l
     """
     if parallel.pp == 1:
         return [None]
-    lm = build_meta_model(hf_config)
+    lm = build_meta_model(hf_config, task)
     if parallel.pp_layers:
         stages = [range(first, last) for first, last in pairwise(accumulate(parallel.pp_layers, initial=0))]
     else:
@@ -218,7 +221,7 @@ def _layer_parameters(lm: PreTrainedModel, ep_size: int) -> list[int]:
     """
     counts = [_numel(layer, ep_size) for layer in lm.base_model.layers]
     counts[0] += _numel(lm.get_input_embeddings())
-    counts[-1] += _numel(lm.base_model.norm) + _numel(lm.get_output_embeddings())
+    counts[-1] += _numel(lm.base_model.norm) + _numel(head_of(lm))
     return counts
 
 
@@ -236,12 +239,12 @@ def build_only_layers(model_class: type[PreTrainedModel], layers: range | None) 
         yield
 
 
-def install_pipeline_stage(lm: PreTrainedModel, pp_group: PipelineGroup, *, vocabulary: int) -> None:
+def install_pipeline_stage(lm: PreTrainedModel, pp_group: PipelineGroup, *, outputs: int) -> None:
     """Replace embedding, norm and head of other stages in a model built under `build_only_layers`, in place.
 
-    `vocabulary` is the number of tokens of the whole model.
+    `outputs` is the number of outputs of the whole model's head: tokens of its vocabulary, or scores.
     """
-    embedding, head = lm.get_input_embeddings(), lm.get_output_embeddings()
+    embedding, head = lm.get_input_embeddings(), head_of(lm)
     is_tied = head.weight is embedding.weight
     if not pp_group.is_first:
         dtype = embedding.weight.dtype
@@ -252,8 +255,13 @@ def install_pipeline_stage(lm: PreTrainedModel, pp_group: PipelineGroup, *, voca
     if not pp_group.is_last:
         lm.base_model.norm = SendHiddenStates(pp_group)
         head.__class__ = ReceiveLogits
-        head.pp_group, head.vocabulary = pp_group, vocabulary
+        head.pp_group, head.outputs = pp_group, outputs
         head.weight = head.bias = None
+
+
+def has_tied_head(lm: PreTrainedModel) -> bool:
+    """Whether the head's weight is the embedding's; a score head has its own, whatever the config says."""
+    return bool(lm.config.tie_word_embeddings) and not has_score_head(lm)
 
 
 def is_tied_copy(lm: PreTrainedModel, pp_group: PipelineGroup) -> bool:

@@ -48,7 +48,7 @@ def test_stages_hold_every_tensor_once_by_its_own_name(family: str) -> None:
         stage = PipelineGroup(None, 2, place)
         with build_only_layers(model_class(config), part):
             lm = build_skeleton(hf_config(family), attention="sdpa", dtype=torch.float32, device="cpu")
-        install_pipeline_stage(lm, stage, vocabulary=config.vocab_size)
+        install_pipeline_stage(lm, stage, outputs=config.vocab_size)
         own = {name: param.shape for name, param in lm.named_parameters()}
         copies += [name for name in own if name in found]
         found |= own
@@ -88,7 +88,7 @@ def test_a_stage_without_experts_to_share_out_is_refused() -> None:
 def test_what_is_not_trained_on_a_stage_takes_no_memory() -> None:
     with build_only_layers(model_class(hf_config("llama")), range(1)):
         lm = build_skeleton(hf_config("llama"), attention="sdpa", dtype=torch.float32, device="cpu")
-    install_pipeline_stage(lm, PipelineGroup(None, 2, 0), vocabulary=96)
+    install_pipeline_stage(lm, PipelineGroup(None, 2, 0), outputs=96)
     assert not list(lm.base_model.layers[1].parameters())
     assert isinstance(lm.get_output_embeddings(), nn.Linear)
     assert lm.get_output_embeddings().weight is None

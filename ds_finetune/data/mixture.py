@@ -1,0 +1,91 @@
+"""Rows of several sources in given shares, in an order that is a pure function of (seed, epoch)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds_finetune.errors import DataError
+
+Numbers = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Sources with a weight each, whose rows are consecutive in the data.
+
+    An epoch is one pass over the main source, which is the one with the largest weight; among several, the one with
+    the most rows. Every other source gives as many rows as its weight demands, rounded: fewer than it has, which the
+    next epoch continues, or more, which begins it again.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    """Rows of each source."""
+    draws: tuple[int, ...]
+    """Rows of each source in an epoch."""
+
+    @classmethod
+    def of(cls, weights: Mapping[str, float], sizes: Sequence[int]) -> Self:
+        """The mixture of sources by name; DataError where an epoch would have no row of a source."""
+        shares = np.array(list(weights.values())) / sum(weights.values())
+        main = max(range(len(sizes)), key=lambda source: (shares[source], sizes[source]))
+        draws = tuple(int(share / shares[main] * sizes[main] + 0.5) for share in shares)
+        for name, draw, share in zip(weights, draws, shares, strict=True):
+            if not draw:
+                raise DataError(
+                    f"data.train gives `{name}` a share of {share:.3%}, which is no row in an epoch of "
+                    f"{sum(draws):,} rows",
+                    hint="give it a larger weight, or leave it out",
+                )
+        return cls(tuple(weights), tuple(sizes), draws)
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """Rows of an epoch."""
+        return sum(self.draws)
+
+    @property
+    def fingerprint(self) -> str:
+        """The sizes and draws as a text."""
+        return " + ".join(f"{draw} of {size}" for draw, size in zip(self.draws, self.sizes, strict=True))
+
+    def per_epoch(self, sums: Sequence[float]) -> float:
+        """Expected sum over the rows of an epoch of a number whose sum over all rows of each source is given."""
+        return sum(part / size * draw for part, size, draw in zip(sums, self.sizes, self.draws, strict=True))
+
+    def order(self, *, seed: int, epoch: int, shuffle: bool) -> Numbers:
+        """Row numbers of an epoch, int64 [rows_per_epoch].
+
+        Each source is spread evenly: among the first n rows it has its share of n, to less than one row for two
+        sources. Its own rows come in passes, each of which has every row once, shuffled or in the order of its files.
+        """
+        jitter = np.random.default_rng([seed, epoch]).random(self.rows_per_epoch) if shuffle else 0.5
+        numbers = np.concatenate([np.arange(draw) for draw in self.draws])
+        place = np.argsort((numbers + jitter) / np.repeat(self.draws, self.draws), kind="stable")
+        drawn = [self._drawn(source, seed=seed, epoch=epoch, shuffle=shuffle) for source in range(len(self.draws))]
+        return np.concatenate(drawn)[place]
+
+    def count_rows(self, total_rows: int, *, seed: int, shuffle: bool) -> list[int]:
+        """Rows of each source among the first `total_rows` rows of the sequence of epochs."""
+        epochs, rest = divmod(total_rows, self.rows_per_epoch)
+        last = self.order(seed=seed, epoch=epochs, shuffle=shuffle)[:rest]
+        of_last = np.bincount(np.searchsorted(self._ends, last, side="right"), minlength=len(self.sizes))
+        return [epochs * draw + int(more) for draw, more in zip(self.draws, of_last, strict=True)]
+
+    @property
+    def _ends(self) -> Numbers:
+        """Row number after the last row of each source."""
+        return np.cumsum(self.sizes)
+
+    def _drawn(self, source: int, *, seed: int, epoch: int, shuffle: bool) -> Numbers:
+        """The rows of a source in an epoch, in the order in which they are drawn."""
+        size, draw = self.sizes[source], self.draws[source]
+        passes, index = np.divmod(np.arange(epoch * draw, (epoch + 1) * draw), size)
+        if shuffle:
+            # One more than the source, since numpy's seeds [a, b] and [a, b, 0] are the same.
+            orders = {p: np.random.default_rng([seed, p, source + 1]).permutation(size) for p in set(passes.tolist())}
+            index = np.concatenate([orders[p][index[passes == p]] for p in sorted(orders)])
+        return index + self._ends[source] - size

@@ -1,0 +1,91 @@
+"""The parts of a model's configuration that belong to its scores: names of the classes, and the padding token."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from ds_finetune.config.objectives import ClassificationObjective, ObjectiveConfig
+from ds_finetune.errors import ModelError
+from ds_finetune.model.build import Task
+
+_CLASS_SUFFIX = "ForSequenceClassification"
+_SPARE = re.compile(r"pad|reserved|unused|placeholder|fim", re.IGNORECASE)
+"""Names of added tokens that no text contains and no template of dialogues ends in."""
+_UNNAMED = re.compile(r"LABEL_\d+")
+_FRESH = ("score.weight", "score.bias")
+
+
+def is_classifier(config: PretrainedConfig | Mapping[str, Any]) -> bool:
+    """Whether a config.json names a class for sequence classification."""
+    names = config.get("architectures") if isinstance(config, Mapping) else config.architectures
+    return any(str(name).endswith(_CLASS_SUFFIX) for name in names or ())
+
+
+def fresh_parameters(base: PretrainedConfig, task: Task) -> tuple[str, ...]:
+    """Names of the parameters that the base model of a training need not have: the head of a new classifier."""
+    return _FRESH if task == "sequence_classification" and not is_classifier(base) else ()
+
+
+def with_base_classes(section: ObjectiveConfig, base: PretrainedConfig) -> ObjectiveConfig:
+    """The section of a classification with number and names of the classes of `base`, where that is a classifier and
+    the section names none; other sections as they are. ModelError where the numbers differ.
+    """
+    if not isinstance(section, ClassificationObjective) or not is_classifier(base):
+        return section
+    _check_number(base, section.num_labels or len(section.labels) or base.num_labels)
+    names = tuple(str(base.id2label[number]) for number in range(base.num_labels))
+    has_names = base.num_labels > 1 and not any(map(_UNNAMED.fullmatch, names))
+    labels = section.labels or (names if has_names else ())
+    return section.model_copy(update={"labels": labels, "num_labels": base.num_labels})
+
+
+def _check_number(base: PretrainedConfig, outputs: int) -> None:
+    if is_classifier(base) and base.num_labels != outputs:
+        raise ModelError(
+            f"the base model is a classifier with {base.num_labels} labels, and {outputs} are trained",
+            hint="take its language model as model.path, or data with the same labels",
+        )
+
+
+def set_classes(hf_config: PretrainedConfig, section: ObjectiveConfig, *, outputs: int) -> None:
+    """Write number and names of the scores into `hf_config`; ModelError where it is that of a classifier with another
+    number.
+    """
+    _check_number(hf_config, outputs)
+    names = section.labels if isinstance(section, ClassificationObjective) else ()
+    hf_config.num_labels = outputs
+    hf_config.id2label = dict(enumerate(names or (f"LABEL_{number}" for number in range(outputs))))
+    hf_config.label2id = {name: number for number, name in hf_config.id2label.items()}
+    if isinstance(section, ClassificationObjective):
+        hf_config.problem_type = "regression" if outputs == 1 else "single_label_classification"
+
+
+def set_padding_token(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Choose the padding token of a classifier and write it into `hf_config`; returns a text on it for people.
+
+    transformers 5.23 scores the last token that is not this one (modeling_layers.py:186), so it must never end a
+    document. It is the tokenizer's or the model's own where that is not an end of sequence, else an added token that
+    texts do not contain. ModelError where there is none.
+    """
+    given = hf_config.eos_token_id
+    ends = {*(given if isinstance(given, list) else [given]), tokenizer.eos_token_id, tokenizer.bos_token_id}
+    added = tokenizer.get_added_vocab()
+    template = str(tokenizer.chat_template or "")
+    spare = sorted(number for text, number in added.items() if _SPARE.search(text) and text not in template)
+    own = [tokenizer.pad_token_id, hf_config.pad_token_id]
+    fitting = [
+        number
+        for number in [*own, *spare, tokenizer.unk_token_id]
+        if number is not None and number not in ends and 0 <= number < hf_config.vocab_size
+    ]
+    if not fitting:
+        raise ModelError(
+            f"the tokenizer has no padding token but {tokenizer.pad_token!r}, which ends documents: transformers would "
+            "score the token before it",
+            hint="name another pad_token in tokenizer_config.json, and set model.resize_vocabulary if it is new",
+        )
+    hf_config.pad_token_id = int(fitting[0])
+    text = f"{tokenizer.convert_ids_to_tokens(fitting[0])} ({fitting[0]})"
+    return text if fitting[0] == own[0] else f"{text}, since the tokenizer's own, {tokenizer.pad_token}, ends documents"

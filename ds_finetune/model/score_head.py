@@ -1,0 +1,144 @@
+"""The head of a classifier or reward model: it scores the last token of each document.
+
+Documents are known by their ends, never by padding tokens: transformers' own classes find the last token that is not
+`pad_token_id`, which gives one score for a packed row, and drops the end of a document that ends in the padding token.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from ds_finetune.errors import ModelError
+from ds_finetune.model.build import Where, has_score_head
+from ds_finetune.model.loss import HeadGroups
+from ds_finetune.model.parallel.sequence import SequenceParallelGroup
+from ds_finetune.model.weights import draw_normal, initialise_weights, seed_of
+from ds_finetune.objectives.examples import Examples
+from ds_finetune.objectives.objective import LossAndSums, Objective, ScoreObjective, StepNumbers
+from ds_finetune.objectives.reward import Reward
+
+SCORE_HEAD = "score"
+"""Name of the head in transformers' classes for sequence classification of causal models."""
+INITIAL_REWARD = 1e-4
+"""Standard deviation of the first rewards where hidden states have a mean square of 1: the first loss is then ln 2 to
+less than 1e-3, and hidden states still get a gradient, which they would not from a head of zeros.
+"""
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """All-reduce in forward, identity in backward: each rank has the gradient of its own summands."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: torch.Tensor, sp_group: SequenceParallelGroup) -> torch.Tensor:  # noqa: ANN401
+        return sp_group.all_reduce(partial)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ANN401
+        return grad, None
+
+
+def loss_of_scores(
+    objective: ScoreObjective, scores: torch.Tensor, examples: Examples, numbers: StepNumbers | None
+) -> LossAndSums:
+    """The contribution of all documents of a forward to the loss of the step, from their scores fp32 [documents,
+    outputs]; without `numbers` plain sums.
+    """
+    device = scores.device
+    weights = torch.ones(len(objective.terms), dtype=torch.float64) if numbers is None else numbers.weights
+    found = objective.loss(scores, examples.targets.to(device), weights.to(device))
+    return LossAndSums(found.loss, found.sums, scores.detach())
+
+
+class ScoreHead(nn.Linear):
+    """A head that returns logits, or with `examples` the loss of the scores of their last tokens.
+
+    Tensor parallel ranks hold the same head and get the same hidden states; sequence parallel ranks score the documents
+    that end in their tokens, and share the scores.
+    """
+
+    objective: ScoreObjective
+    groups = HeadGroups()
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        numbers: StepNumbers | None = None,
+        examples: Examples | None = None,
+    ) -> Any:  # noqa: ANN401 - logits or LossAndSums
+        """`hidden` [rows, tokens, width] -> logits [rows, tokens, outputs]; with `examples` -> their LossAndSums, from
+        scores in fp32. `labels` are not used.
+
+        Without a document the loss is 0 and its gradients are zeros, so that every rank takes part in the reductions.
+        With sequence parallelism `hidden` has this rank's tokens of each row, and sums are zeros on all ranks but the
+        first, so that each document counts once.
+        """
+        if examples is None:
+            logits = super().forward(hidden)
+            return logits if self.groups.pp is None else self.groups.pp.broadcast_from_last(logits)
+        found = loss_of_scores(self.objective, self.scores(hidden, examples.ends), examples, numbers)
+        is_first = self.groups.sp is None or self.groups.sp.group_rank == 0
+        return found if is_first else found._replace(sums=torch.zeros_like(found.sums))
+
+    def scores(self, hidden: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """Scores of documents whose last tokens are at `ends` (int64 [documents]) of the flattened rows, fp32
+        [documents, outputs].
+        """
+        sp_group = self.groups.sp
+        ranks, rank = (1, 0) if sp_group is None else (sp_group.size, sp_group.group_rank)
+        ends, tokens = ends.to(hidden.device), hidden.shape[1]
+        row, place = ends // (tokens * ranks), ends % (tokens * ranks) - tokens * rank
+        own = ((place >= 0) & (place < tokens)).nonzero().squeeze(1)
+        pooled = hidden.reshape(-1, hidden.shape[-1]).index_select(0, (row * tokens + place)[own])
+        bias = None if self.bias is None else self.bias.float()
+        scores = functional.linear(pooled.float(), self.weight.float(), bias)
+        if sp_group is None:
+            return scores
+        partial = scores.new_zeros(len(ends), self.out_features).index_copy(0, own, scores)
+        return _SumOverRanks.apply(partial, sp_group)  # type: ignore[no-any-return]
+
+
+def head_parameters(lm: PreTrainedModel) -> list[str]:
+    """Names of the parameters of a score head on this rank; none of a language model."""
+    return [name for name, _ in lm.named_parameters() if has_score_head(lm) and name.startswith(f"{SCORE_HEAD}.")]
+
+
+def initialise_score_head(
+    lm: PreTrainedModel, objective: Objective, names: Sequence[str], *, seed: int, where: Where
+) -> None:
+    """Draw the parameters `names` of the score head: by the model's own rule for classes, and small for rewards.
+
+    The values depend on the seed and the parameter's name alone.
+    """
+    if not isinstance(objective, Reward):
+        initialise_weights(lm, seed=seed, where=where, names=names)
+        return
+    for name in names:
+        param = lm.get_parameter(name)
+        deviation = INITIAL_REWARD / math.sqrt(where(param).shape[-1])
+        draw_normal(param, deviation=deviation, seed=seed_of(seed, name), where=where)
+
+
+def install_score_head(
+    lm: PreTrainedModel,
+    objective: ScoreObjective,
+    groups: HeadGroups = ScoreHead.groups,
+) -> ScoreHead:
+    """Turn the head `score` of `lm` into a ScoreHead in place: same module, same parameters, same name."""
+    head = getattr(lm, SCORE_HEAD, None)
+    if type(head) is not nn.Linear:
+        kind = "none" if head is None else f"a {type(head).__name__}"
+        raise ModelError(
+            f"{type(lm).__name__} needs a linear head `{SCORE_HEAD}` and has {kind}",
+            hint="train a classifier of another model type, such as llama, qwen3 or deepseek_v3",
+        )
+    assert head.out_features == objective.num_outputs, (head.out_features, objective.num_outputs)
+    head.__class__ = ScoreHead
+    assert isinstance(head, ScoreHead)
+    head.objective, head.groups = objective, groups
+    return head

@@ -1,0 +1,115 @@
+"""Cross entropy of classes, and the squared error of numbers, with metrics from sums over all examples."""
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional
+
+from ds_finetune.objectives.objective import LossAndSums, ScoreObjective, Term
+
+Floats = NDArray[np.float64]
+_BINARY = 2
+_ROUNDING = 1e-13
+"""Relative to a sum of squares in fp64, what is left of equal numbers after subtracting their mean."""
+
+
+class Classification(ScoreObjective):
+    """The cross entropy of classes, the mean over the examples of the global batch."""
+
+    name = "classification"
+    terms = (Term("examples"),)
+
+    def __init__(self, num_labels: int, *, label_smoothing: float = 0.0) -> None:
+        assert num_labels > 1, num_labels
+        self.num_outputs = num_labels
+        self.label_smoothing = label_smoothing
+        self.sum_names = ("loss", *(f"{kind}_{k}" for kind in ("hits", "found", "true") for k in range(num_labels)))
+
+    def loss(self, scores: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> LossAndSums:
+        """The contribution of these documents to the loss of the step; `targets` are numbers of classes.
+
+        The sums are the loss in nats and, for each class, the documents that are rightly given it (`hits`), those that
+        are given it (`found`) and those that have it (`true`). These margins of the confusion matrix suffice for all
+        metrics. Of equal scores the first class is taken.
+        """
+        classes = targets.long()
+        total = functional.cross_entropy(
+            scores.double(), classes, reduction="sum", label_smoothing=self.label_smoothing
+        )
+        found = scores.detach().argmax(dim=1)
+        counted = [
+            torch.bincount(some, minlength=self.num_outputs) for some in (found[found == classes], found, classes)
+        ]
+        sums = torch.cat([total.detach().view(1), *(count.double() for count in counted)])
+        return LossAndSums((total * weights[0]).to(scores.dtype), sums)
+
+    def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
+        """Mean loss in nats, accuracy, F1 and Matthews' correlation.
+
+        With two classes `f1` is that of class 1. With more there is `f1_macro`, the mean over the classes that occur.
+        """
+        hits, found, true = (
+            np.array([sums[f"{kind}_{k}"] for k in range(self.num_outputs)]) for kind in ("hits", "found", "true")
+        )
+        examples = max(counts["examples"], 1)
+        both = found + true
+        f1 = 2 * hits / np.maximum(both, 1)
+        is_binary = self.num_outputs == _BINARY
+        mean = {"f1": float(f1[1])} if is_binary else {"f1_macro": float(f1.sum() / max((both > 0).sum(), 1))}
+        return {
+            "loss": sums["loss"] / examples,
+            "accuracy": float(hits.sum()) / examples,
+            **mean,
+            "matthews": _matthews(hits, found, true),
+        }
+
+
+def _matthews(hits: Floats, found: Floats, true: Floats) -> float:
+    """Matthews' correlation of several classes (Gorodkin 2004); 0 where it is not defined."""
+    total = true.sum()
+    spread = (total**2 - found @ found) * (total**2 - true @ true)
+    return float((hits.sum() * total - found @ true) / math.sqrt(spread)) if spread > 0 else 0.0
+
+
+class Regression(ScoreObjective):
+    """The squared error of one number, the mean over the examples of the global batch."""
+
+    name = "classification"
+    terms = (Term("examples"),)
+    sum_names = ("loss", "score", "target", "score_squared", "target_squared", "product")
+    num_outputs = 1
+    gathers_scores = True
+
+    def loss(self, scores: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> LossAndSums:
+        """The contribution of these documents to the loss of the step; the sums are those of a correlation."""
+        score = scores.double().squeeze(1)
+        total = (score - targets).square().sum()
+        x = score.detach()
+        sums = torch.stack([part.sum() for part in (total.detach(), x, targets, x * x, targets**2, x * targets)])
+        return LossAndSums((total * weights[0]).to(scores.dtype), sums)
+
+    def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
+        """Mean squared error, and Pearson's correlation of scores and targets, 0 where it is not defined."""
+        number = max(counts["examples"], 1)
+        covariance = sums["product"] - sums["score"] * sums["target"] / number
+        spreads = {name: sums[f"{name}_squared"] - sums[name] ** 2 / number for name in ("score", "target")}
+        is_defined = all(spread > _ROUNDING * sums[f"{name}_squared"] for name, spread in spreads.items())
+        pearson = covariance / math.sqrt(math.prod(spreads.values())) if is_defined else 0.0
+        return {"loss": sums["loss"] / number, "pearson": pearson}
+
+    def score_metrics(self, scores: Floats, targets: Floats) -> dict[str, float]:
+        """Spearman's correlation of `scores` and `targets` [documents], 0 where it is not defined."""
+        ranks = [_ranks(scores), _ranks(targets)]
+        if not all(len(set(rank)) > 1 for rank in ranks):
+            return {"spearman": 0.0}
+        return {"spearman": float(np.corrcoef(ranks[0], ranks[1])[0, 1])}
+
+
+def _ranks(values: Floats) -> Floats:
+    """The rank of each value; equal values have the mean of their ranks."""
+    _, where, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    return (ends - (counts - 1) / 2)[where]
