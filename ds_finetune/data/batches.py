@@ -133,13 +133,11 @@ def eval_batches(rows: Rows, plan: BatchPlan, *, limit: int = 0) -> Iterator[Bat
         )
 
 
-def eval_baselines(
-    mismatched: MismatchedAnswers, plan: BatchPlan, *, limit: int = 0
-) -> Iterator[tuple[MicroBatch, ...]]:
+def eval_baseline(mismatched: MismatchedAnswers, plan: BatchPlan, *, limit: int = 0) -> Iterator[MicroBatch]:
     """This rank's share of the mismatched documents of all rows, or of the first `limit` rows (0: no limit)."""
     end, size = num_eval_rows(mismatched.rows, limit), plan.global_batch_size
     for first in range(0, end, size):
-        yield _baseline(mismatched, range(first, min(first + size, end)), plan)
+        yield from _baseline(mismatched, range(first, min(first + size, end)), plan)
 
 
 def num_eval_rows(rows: Rows, limit: int) -> int:

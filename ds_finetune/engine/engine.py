@@ -113,14 +113,14 @@ class Engine:
 
     def step(self, batch: Batch, *, lr: float) -> StepResult:
         """Do one optimizer step with learning rate `lr` on the global batch of which `batch` is this rank's share."""
-        batch = self._with_reference(batch)
-        self._ds.train()
+        batch = replace(batch, micro=tuple(map(self._with_reference, batch.micro)))
         counts = self._global_counts(batch.counts)
+        numbers = self._step_numbers(counts, batch.baseline)
+        self._ds.train()
         (tokens,) = self._sum_over_ranks(batch.num_tokens, copies=self.plan.mesh.sharing)
         for group in self._ds.optimizer.param_groups:
             group["lr"] = lr
         self._probe.reset()
-        numbers = self._step_numbers(counts)
         if self._stage is None:
             sums = self._run_micro_batches(batch, numbers)
         else:
@@ -136,20 +136,23 @@ class Engine:
             culprit=self._culprit() if skipped else "",
         )
 
-    def evaluate(self, batches: Iterable[Batch], *, is_over: Callable[[], bool] = _never) -> HeldOutScores | None:
+    def evaluate(
+        self, batches: Iterable[Batch], *, baseline: Iterable[MicroBatch] = (), is_over: Callable[[], bool] = _never
+    ) -> HeldOutScores | None:
         """Metrics over `batches`, which hold every row of the data once over all ranks.
 
-        `is_over` is called before each batch and must return the same on every rank; where it is true, the result is
+        `baseline` has this rank's share of the documents from which an objective's number of the global batch is
+        computed; here it is a number of all the data. `is_over` is called before each batch and must return the same on every rank; where it is true, the result is
         None.
         """
         self._ds.eval()
         sums, counts = self._no_sums(), Counter[str]()
-        numbers = self._step_numbers({term.unit: 1 for term in self.objective.terms})
+        numbers = self._step_numbers({term.unit: 1 for term in self.objective.terms}, baseline)
         with torch.no_grad():
             for batch in batches:
                 if is_over():
                     return None
-                for micro in self._with_reference(batch).micro:
+                for micro in map(self._with_reference, batch.micro):
                     sums += detached_sums(self._forward(micro, numbers), len(sums))
                 counts.update(batch.counts)
         totals = self._sum_over_ranks(*sums.tolist(), copies=self.plan.mesh.tp)
@@ -263,17 +266,25 @@ class Engine:
         logps = torch.zeros(len(_examples_of(micro).numbers), dtype=torch.float64, device=self._device)
         return self._stage.broadcast_from_last(out if self._stage.is_last else logps)  # type: ignore[arg-type]
 
-    def _with_reference(self, batch: Batch) -> Batch:
-        """The batch with the log-probabilities of its reference, where that is the model without its adapters."""
+    def _with_reference(self, micro: MicroBatch) -> MicroBatch:
+        """The micro-batch with log-probabilities of the reference, where that is the model without its adapters."""
         if not self.objective.reference_from_adapters:
-            return batch
+            return micro
         self._ds.eval()
         with adapters_off(self.lm):
-            micros = [
-                replace(micro, examples=replace(_examples_of(micro), reference=self._log_probs(micro)))
-                for micro in batch.micro
-            ]
-        return replace(batch, micro=tuple(micros))
+            return replace(micro, examples=replace(_examples_of(micro), reference=self._log_probs(micro)))
+
+    def _baseline(self, micros: Iterable[MicroBatch]) -> float:
+        """The objective's number of the global batch, from the log-ratios of the documents of all ranks."""
+        if not self.objective.needs_baseline:
+            return 0.0
+        self._ds.eval()
+        total, count = torch.zeros((), dtype=torch.float64, device=self._device), 0
+        for micro in map(self._with_reference, micros):
+            reference = _examples_of(micro).reference.to(self._device)
+            total += (self._log_probs(micro) - reference).sum()
+            count += len(reference)
+        return self.objective.baseline(*self._sum_over_ranks(total.item(), count, copies=self.plan.mesh.sharing))
 
     def _run_micro_batches(self, batch: Batch, numbers: StepNumbers) -> torch.Tensor:
         """Forward and backward of every micro-batch; returns this rank's sums of the objective, fp64."""
@@ -308,9 +319,9 @@ class Engine:
     def _no_sums(self) -> torch.Tensor:
         return torch.zeros(len(self.objective.sum_names), dtype=torch.float64, device=self._device)
 
-    def _step_numbers(self, counts: Mapping[str, float]) -> StepNumbers:
+    def _step_numbers(self, counts: Mapping[str, float], baseline: Iterable[MicroBatch] = ()) -> StepNumbers:
         weights = term_weights(self.objective.terms, counts)
-        return StepNumbers(weights.to(self._device), weights.new_zeros((), device=self._device))
+        return StepNumbers(weights.to(self._device), weights.new_tensor(self._baseline(baseline), device=self._device))
 
     def _scores(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> HeldOutScores:
         return HeldOutScores(self.objective.metrics(sums, counts), counts, self.objective.is_per_token, sums)

@@ -20,6 +20,7 @@ class DirectPreference(PairObjective):
 
     def __init__(self, section: DpoObjective) -> None:
         super().__init__(section.name, beta=section.beta, nll_weight=section.nll_weight)
+        self.reference_from_adapters = section.reference == "adapters_off"
         self._section = section
 
     def scores(self, documents: DocumentLogProbs) -> torch.Tensor:

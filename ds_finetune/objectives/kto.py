@@ -23,6 +23,7 @@ class KahnemanTversky(DocumentObjective):
 
     def __init__(self, section: KtoObjective) -> None:
         self.name = section.name
+        self.reference_from_adapters = section.reference == "adapters_off"
         self._section = section
 
     def loss(self, documents: DocumentLogProbs, weights: torch.Tensor, baseline: torch.Tensor) -> LossAndSums:
