@@ -251,8 +251,9 @@ class Engine:
         if examples is not None:
             index = sequence.shard(examples.index) if sequence else examples.index
             examples = replace(examples, index=index).to(self._device)
+        types = {} if micro.token_types is None else {"token_types": micro.token_types.to(self._device)}
         out: LossAndSums | torch.Tensor = self._ds(
-            *parts, micro.documents, numbers, examples, wants_log_probs=wants_log_probs
+            *parts, micro.documents, numbers, examples, wants_log_probs=wants_log_probs, **types
         )
         return out
 

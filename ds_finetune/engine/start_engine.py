@@ -21,6 +21,7 @@ from ds_finetune.families.table import family_of
 from ds_finetune.model.build import Where, build_skeleton, model_class, resolve_folder
 from ds_finetune.model.cross_entropy import KERNELS, Kernel, chunked_cross_entropy
 from ds_finetune.model.dtypes import PRECISION_DTYPES
+from ds_finetune.model.encoder import encoder_of
 from ds_finetune.model.four_bit import four_bit_or_whole, install_four_bit
 from ds_finetune.model.lora import install_lora
 from ds_finetune.model.loss import HeadGroups, TrainedModel, install_loss_head
@@ -35,7 +36,12 @@ from ds_finetune.model.parallel.pipeline import (
 from ds_finetune.model.parallel.sharding import ModelShard
 from ds_finetune.model.parallel.tensor import install_tensor_parallel, local_config
 from ds_finetune.model.score_config import fresh_parameters
-from ds_finetune.model.score_head import head_parameters, initialise_score_head, install_score_head
+from ds_finetune.model.score_head import (
+    head_parameters,
+    initialise_score_head,
+    install_encoder_head,
+    install_score_head,
+)
 from ds_finetune.model.vocabulary import Growth
 from ds_finetune.model.weights import clear_weights, initialise_weights, load_weights, seed_of
 from ds_finetune.objectives.objective import ScoreObjective
@@ -109,7 +115,9 @@ def _build(plan: Plan, model: ModelPlan, groups: Groups, *, loads_weights: bool)
 
 def _install_head(lm: PreTrainedModel, model: ModelPlan, groups: Groups, kernel: Kernel) -> None:
     head_groups = HeadGroups(tp=groups.tensor, sp=groups.sequence, pp=groups.stage)
-    if isinstance(model.objective, ScoreObjective):
+    if isinstance(model.objective, ScoreObjective) and encoder_of(model.hf_config) is not None:
+        install_encoder_head(lm, model.objective)
+    elif isinstance(model.objective, ScoreObjective):
         install_score_head(lm, model.objective, head_groups)
     else:
         install_loss_head(lm, kernel=kernel, objective=model.objective, groups=head_groups)
@@ -176,7 +184,7 @@ def _fill_weights(lm: PreTrainedModel, plan: Plan, model: ModelPlan, *, where: W
             model_shard=model_shard,
             skeleton=skeleton,
             growth=growth,
-            may_be_missing=fresh_parameters(model.hf_config, model.task),
+            may_be_missing=fresh_parameters(model.hf_config, model.task, head_parameters(lm)),
         )
         initialise_score_head(lm, model.objective, report.missing, seed=plan.seed, where=where)
 

@@ -198,10 +198,12 @@ def model_class(hf_config: PretrainedConfig, task: Task = "causal_lm") -> type[P
     return _FACTORIES[task]._model_mapping[type(hf_config)]  # type: ignore[no-any-return]
 
 
-def head_of(lm: PreTrainedModel) -> Any:  # noqa: ANN401 - a linear layer, whose class its users change
-    """The module after the last hidden states: the language-model head, or the score head of a classifier."""
+def head_of(lm: PreTrainedModel) -> Any:  # noqa: ANN401 - mostly a linear layer, whose class its users change
+    """What comes after the last hidden states: the language-model head, or the score head of a classifier."""
     head = lm.get_output_embeddings()
-    return lm.score if head is None else head
+    if head is not None:
+        return head
+    return lm.encoder_head if hasattr(lm, "encoder_head") else lm.score
 
 
 def has_score_head(lm: PreTrainedModel) -> bool:

@@ -98,8 +98,9 @@ def _first_states(hidden: torch.Tensor, examples: Examples) -> torch.Tensor:
 
 def _mean_states(hidden: torch.Tensor, examples: Examples) -> torch.Tensor:
     """Mean hidden state of each document, [documents, width], summed in fp32."""
-    tokens = (examples.index.flatten() >= 0).nonzero().squeeze(1)
-    documents = examples.index.flatten().index_select(0, tokens)
+    index = examples.index.flatten()
+    tokens = (index >= 0).nonzero().squeeze(1)
+    documents = index.index_select(0, tokens)
     zeros = hidden.new_zeros(len(examples.starts), hidden.shape[-1], dtype=torch.float32)
     sums = zeros.index_add(0, documents, hidden.flatten(0, 1).index_select(0, tokens).float())
     lengths = examples.ends - examples.starts + 1

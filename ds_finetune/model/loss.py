@@ -12,6 +12,7 @@ from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.model.attention import BY_DOCUMENT, BY_LENGTHS, FLASH, Documents, flash_arguments
 from ds_finetune.model.build import head_of
 from ds_finetune.model.cross_entropy import Kernel, chunked_cross_entropy
+from ds_finetune.model.encoder import encoder_inputs, encoder_of
 from ds_finetune.model.head_chunks import NeededGradients, needed_gradients
 from ds_finetune.model.log_probs import (
     DocumentTokens,
@@ -185,16 +186,17 @@ class TrainedModel(nn.Module):
         numbers: StepNumbers | None = None,
         examples: Examples | None = None,
         *,
+        token_types: torch.Tensor | None = None,
         wants_log_probs: bool = False,
     ) -> LossAndSums | torch.Tensor:
         """Loss of rows [batch, tokens] (int64 each) whose documents have the lengths `documents`; None where each row
-        is one document.
+        is one document. Encoders take `token_types`.
 
         With `sp_group` the tensors and `examples.index` have this rank's tokens of the rows, and `documents` describes
         whole rows. With `wants_log_probs` the result is that of the examples, fp64 [documents]. Pipeline stages before
         the last return hidden states.
         """
-        hidden = self.hidden(input_ids, position_ids, documents)
+        hidden = self.hidden(input_ids, position_ids, documents, token_types)
         if not self.has_head:
             return hidden
         # Score heads have no log-probabilities.
@@ -203,7 +205,11 @@ class TrainedModel(nn.Module):
         return out
 
     def hidden(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, documents: tuple[Documents, ...] | None
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        documents: tuple[Documents, ...] | None,
+        token_types: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Hidden states before the head, [batch, tokens, width].
 
@@ -217,6 +223,7 @@ class TrainedModel(nn.Module):
             lengths = {"documents": documents, "sp_group": self.sp_group}
         elif attention in (FLASH, BY_LENGTHS) and documents is not None:
             lengths = flash_arguments(documents, input_ids.device)
-        return self.lm.base_model(
-            input_ids=input_ids, position_ids=position_ids, use_cache=False, **lengths
-        ).last_hidden_state
+        inputs = {"position_ids": position_ids}
+        if encoder_of(self.lm.config) is not None:
+            inputs = encoder_inputs(self.lm.config, position_ids, token_types)
+        return self.lm.base_model(input_ids=input_ids, use_cache=False, **inputs, **lengths).last_hidden_state

@@ -1,7 +1,7 @@
 """The parts of a model's configuration that belong to its scores: names of the classes, and the padding token."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -23,9 +23,11 @@ def is_classifier(config: PretrainedConfig | Mapping[str, Any]) -> bool:
     return any(str(name).endswith(_CLASS_SUFFIX) for name in names or ())
 
 
-def fresh_parameters(base: PretrainedConfig, task: Task) -> tuple[str, ...]:
-    """Names of the parameters that the base model of a training need not have: the head of a new classifier."""
-    return _FRESH if task == "sequence_classification" and not is_classifier(base) else ()
+def fresh_parameters(base: PretrainedConfig, task: Task, head: Sequence[str] = ()) -> tuple[str, ...]:
+    """Names of the parameters that the base model of a training need not have: the head of a new classifier, with
+    the parameters `head` of this rank's.
+    """
+    return (*_FRESH, *head) if task == "sequence_classification" and not is_classifier(base) else ()
 
 
 def with_base_classes(section: ObjectiveConfig, base: PretrainedConfig) -> ObjectiveConfig:

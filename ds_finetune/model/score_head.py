@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from ds_finetune.errors import ModelError
 from ds_finetune.model.build import Where, has_score_head
+from ds_finetune.model.encoder import encoder_of, encoder_scores
 from ds_finetune.model.loss import HeadGroups
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 from ds_finetune.model.weights import draw_normal, initialise_weights, seed_of
@@ -105,7 +106,10 @@ class ScoreHead(nn.Linear):
 
 def head_parameters(lm: PreTrainedModel) -> list[str]:
     """Names of the parameters of a score head on this rank; none of a language model."""
-    return [name for name, _ in lm.named_parameters() if has_score_head(lm) and name.startswith(f"{SCORE_HEAD}.")]
+    encoder = encoder_of(lm.config)
+    modules = (SCORE_HEAD,) if encoder is None else encoder.head
+    prefixes = tuple(f"{module}." for module in modules)
+    return [name for name, _ in lm.named_parameters() if has_score_head(lm) and name.startswith(prefixes)]
 
 
 def initialise_score_head(
@@ -122,6 +126,30 @@ def initialise_score_head(
         param = lm.get_parameter(name)
         deviation = INITIAL_REWARD / math.sqrt(where(param).shape[-1])
         draw_normal(param, deviation=deviation, seed=seed_of(seed, name), where=where)
+
+
+class EncoderHead:
+    """The modules of an encoder that score documents, with the interface of a ScoreHead; it has no parameters of its
+    own.
+    """
+
+    def __init__(self, lm: PreTrainedModel, objective: ScoreObjective) -> None:
+        self.lm = lm
+        self.objective = objective
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        labels: torch.Tensor | None,
+        numbers: StepNumbers | None = None,
+        examples: Examples | None = None,
+    ) -> LossAndSums:
+        """The LossAndSums of `examples` from `hidden` [rows, tokens, width]; `labels` are not used.
+
+        Without a document the loss is 0 and its gradients are zeros, so that every rank takes part in the reductions.
+        """
+        assert examples is not None
+        return loss_of_scores(self.objective, encoder_scores(self.lm, hidden, examples), examples, numbers)
 
 
 def install_score_head(
@@ -141,4 +169,11 @@ def install_score_head(
     head.__class__ = ScoreHead
     assert isinstance(head, ScoreHead)
     head.objective, head.groups = objective, groups
+    return head
+
+
+def install_encoder_head(lm: PreTrainedModel, objective: ScoreObjective) -> EncoderHead:
+    """Give the encoder `lm` an EncoderHead, `encoder_head`; its modules stay as they are."""
+    head = EncoderHead(lm, objective)
+    lm.encoder_head = head
     return head

@@ -46,8 +46,15 @@ class GrownFolder(HubFolder):
     tensors that grow are recognised by their shapes.
     """
 
-    def __init__(self, folder: Path, growth: Growth, wanted: Mapping[str, Shape]) -> None:
-        super().__init__(folder)
+    def __init__(
+        self,
+        folder: Path,
+        growth: Growth,
+        wanted: Mapping[str, Shape],
+        *,
+        rename: Callable[[str], str] | None = None,
+    ) -> None:
+        super().__init__(folder, rename=rename)
         self._growth = growth
         self._new_rows: dict[str, torch.Tensor] = {}
         grown = {

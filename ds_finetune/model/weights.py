@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from ds_finetune.errors import ModelError
 from ds_finetune.families.family import Family
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.model.build import Fragment, Where, has_score_head, whole
+from ds_finetune.model.encoder import published_name
 from ds_finetune.model.hub_folder import HubFolder
 from ds_finetune.model.names import Piece, hub_pieces
 from ds_finetune.model.parallel.sharding import UNSHARDED, ModelShard, TensorShard, shard_dim
@@ -67,7 +69,7 @@ def load_weights(  # noqa: PLR0913
 
     Only the `model_shard` of each tensor is read. For a pipeline stage, `skeleton` is the whole model without memory,
     which the checkpoint has to match. With `growth` the model has more tokens than the folder, and the missing rows are
-    initialised. Parameters that `may_be_missing` names are left as they are where the folder does not have them.
+    initialised. Parameters that `may_be_missing` names are left as they are where the folder has none of their module.
 
     Keys and shapes are compared from the headers before anything is written; ModelError lists what is missing,
     unexpected or of another shape. Weights in FP8 blocks are dequantised in fp32, only the needed rows and columns.
@@ -79,8 +81,9 @@ def load_weights(  # noqa: PLR0913
         if skeleton is None
         else _expected_tensors(skeleton, family, whole, UNSHARDED)
     )
-    hub = HubFolder(folder) if growth is None else GrownFolder(folder, growth, expected)
-    missing = {name for name in may_be_missing if name not in hub.shapes}
+    rename = partial(published_name, expected=expected, prefix=model.base_model_prefix) if family.encoder else None
+    hub = HubFolder(folder, rename=rename) if growth is None else GrownFolder(folder, growth, expected, rename=rename)
+    missing = _missing_modules(may_be_missing, hub.shapes)
     skipped = _check_tensors(hub, {key: expected[key] for key in expected if key not in missing}, model, family)
     stored = [target for target in targets if target.name not in missing]
     for target in count_parts("loading weights", stored, len(stored)):
@@ -90,6 +93,12 @@ def load_weights(  # noqa: PLR0913
         skipped=tuple(skipped),
         missing=tuple(target.name for target in targets if target.name in missing),
     )
+
+
+def _missing_modules(names: Collection[str], stored: Collection[str]) -> set[str]:
+    """Those of `names` that belong to modules of which nothing is stored."""
+    present = {name.rpartition(".")[0] for name in names if name in stored}
+    return {name for name in names if name.rpartition(".")[0] not in present}
 
 
 def open_weights(model: PreTrainedModel, folder: Path, *, family: Family) -> HubFolder:

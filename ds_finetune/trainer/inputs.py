@@ -147,6 +147,8 @@ def _set_up_scores(config: RunConfig, hf_config: PretrainedConfig) -> str:
     if not isinstance(objective, ScoreObjective):
         return ""
     set_classes(hf_config, config.objective, outputs=objective.num_outputs)
+    if encoder_of(hf_config) is not None:
+        return f"{hf_config.pad_token_id}, as published"
     is_encoder = encoder_of(hf_config) is not None
     return "" if is_encoder else set_padding_token(hf_config, _tokenizer_alone(config))
 

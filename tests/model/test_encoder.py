@@ -1,16 +1,23 @@
 """Documents of packed rows get the scores that transformers gives each of them alone, for every family of encoders."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from safetensors.torch import save_file
+from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
 from ds_finetune.errors import ModelError
-from ds_finetune.families.table import FAMILIES
+from ds_finetune.families.table import FAMILIES, family_of
 from ds_finetune.model.attention import BY_DOCUMENT
+from ds_finetune.model.build import build_skeleton, read_hf_config, whole
 from ds_finetune.model.encoder import check_encoder, encoder_inputs, encoder_of, encoder_scores, max_positions
-from tests.model.encoders import ENCODERS, LENGTHS, encoder_config, packed_rows
+from ds_finetune.model.score_config import fresh_parameters
+from ds_finetune.model.score_head import head_parameters, initialise_score_head
+from ds_finetune.model.weights import LoadReport, load_weights
+from ds_finetune.objectives.classification import Classification
+from tests.model.encoders import ENCODERS, LENGTHS, encoder_config, packed_rows, save_encoder
 
 
 def _model(name: str, attention: str, **extra: Any) -> PreTrainedModel:
@@ -121,3 +128,84 @@ def test_recomputed_activations_drop_the_same_numbers() -> None:
         _packed_scores(model).square().sum().backward()
         gradients.append({key: param.grad for key, param in model.named_parameters()})
     assert all(torch.equal(gradients[0][key], gradients[1][key]) for key in gradients[0])
+
+
+def _bare_names(state: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    """The tensors of a base model as its own class saves them."""
+    return {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
+
+
+def _save(folder: Path, config: PretrainedConfig, tensors: dict[str, torch.Tensor], *, architecture: str) -> None:
+    config.architectures = [architecture]
+    config.save_pretrained(folder)
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+def _load(name: str, folder: Path) -> tuple[PreTrainedModel, LoadReport]:
+    hf_config = read_hf_config(str(folder), task="sequence_classification")
+    lm = build_skeleton(hf_config, attention="sdpa", dtype=torch.float32, device="cpu", task="sequence_classification")
+    fresh = fresh_parameters(hf_config, "sequence_classification", head_parameters(lm))
+    family = family_of(ENCODERS[name]["model_type"])
+    report = load_weights(lm, folder, family=family, may_be_missing=fresh)
+    initialise_score_head(lm, Classification(3), report.missing, seed=1, where=whole)
+    return lm, report
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_a_saved_classifier_is_loaded_whole(name: str, tmp_path: Path) -> None:
+    wanted = save_encoder(name, tmp_path).state_dict()
+    lm, report = _load(name, tmp_path)
+    assert report.missing == ()
+    assert all(torch.equal(tensor, wanted[key]) for key, tensor in lm.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "modernbert"])
+def test_a_base_model_is_loaded_with_or_without_prefix_and_its_head_is_drawn(name: str, tmp_path: Path) -> None:
+    model = _model(name, "eager")
+    prefix, state = f"{model.base_model_prefix}.", model.state_dict()
+    position_ids = torch.arange(40)[None]
+    with_prefix = {key: tensor for key, tensor in state.items() if key.startswith(prefix) and "pooler" not in key}
+    unused = {"roberta": {"pooler.dense.weight": torch.ones(32, 32)}, "bert": {"embeddings.position_ids": position_ids}}
+    bare = _bare_names(with_prefix, prefix) | unused.get(name, {})
+    reports = []
+    for number, tensors in enumerate((with_prefix, bare)):
+        folder = tmp_path / str(number)
+        _save(folder, encoder_config(name), tensors, architecture=type(model.base_model).__name__)
+        lm, report = _load(name, folder)
+        assert all(torch.equal(lm.state_dict()[key], tensor) for key, tensor in with_prefix.items())
+        assert all(torch.isfinite(tensor).all() for tensor in lm.state_dict().values())
+        reports.append(report.missing)
+    assert reports[0] == reports[1] == tuple(head_parameters(lm))
+    matrices = [lm.get_parameter(key) for key in reports[0] if key.endswith("weight") and "norm" not in key]
+    assert all(0.01 < matrix.detach().std() < 0.4 for matrix in matrices)
+
+
+def test_what_a_language_model_head_leaves_over_is_not_loaded_and_norms_may_have_old_names(tmp_path: Path) -> None:
+    model = _model("bert", "eager")
+    old = {
+        key.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor
+        for key, tensor in model.state_dict().items()
+        if not key.startswith("classifier.")
+    }
+    others = {"cls.predictions.bias": torch.zeros(96), "bert.embeddings.position_ids": torch.arange(40)[None]}
+    _save(tmp_path, encoder_config("bert"), old | others, architecture="BertForPreTraining")
+    lm, report = _load("bert", tmp_path)
+    assert report.missing == ("classifier.weight", "classifier.bias")
+    assert report.skipped == tuple(sorted(others))
+    wanted = model.state_dict()
+    assert all(torch.equal(lm.state_dict()[key], wanted[key]) for key in wanted if not key.startswith("classifier."))
+
+
+@pytest.mark.parametrize(
+    ("lost", "text"),
+    [
+        ("bert.pooler.dense.bias", "1 missing: bert.pooler.dense.bias"),
+        ("bert.encoder.layer.1.output.dense.weight", "1 missing: bert.encoder.layer.1.output.dense.weight"),
+    ],
+)
+def test_half_a_head_or_a_lost_layer_is_an_error(lost: str, text: str, tmp_path: Path) -> None:
+    model = _model("bert", "eager")
+    kept = {key: tensor for key, tensor in model.state_dict().items() if key != lost and "classifier" not in key}
+    _save(tmp_path, encoder_config("bert"), kept, architecture="BertModel")
+    with pytest.raises(ModelError, match=text):
+        _load("bert", tmp_path)

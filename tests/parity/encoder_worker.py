@@ -1,0 +1,173 @@
+"""Started by the tests as `torchrun --nproc-per-node N encoder_worker.py MODELS_DIR OUT_DIR CELLS.json`: some optimizer
+steps of encoders on labelled texts, in each cell.
+"""
+
+import gc
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import numpy as np
+import torch
+
+from ds_finetune.cli.main import exit_process
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.data.batches import Batch, BatchPlan, eval_batches, training_batches
+from ds_finetune.data.rows import Row, RowDocuments
+from ds_finetune.engine.default_group import process_group
+from ds_finetune.engine.devices import choose_device
+from ds_finetune.engine.engine import Engine
+from ds_finetune.engine.start_engine import start_engine
+from ds_finetune.labels import IGNORE_INDEX
+from ds_finetune.model.build import read_hf_config
+from ds_finetune.model.model_plan import plan_model
+from ds_finetune.plan.plan import Plan, make_plan
+from ds_finetune.selftest.steps import first_moments
+from ds_finetune.world import World
+
+STEPS, LR, BETAS = 3, 1e-3, (0.9, 0.95)
+ROW_LEN, LABELS, TEXTS = 36, 3, 14
+"""Fourteen texts are no multiple of three ranks, nor of their micro-batches."""
+
+
+@dataclass(frozen=True)
+class EncoderCell:
+    """The settings of one way to take the optimizer steps."""
+
+    model: str
+    stage: int
+    accumulation: int
+    packing: bool
+    checkpointing: bool = False
+
+    @property
+    def name(self) -> str:
+        """A name for files and test ids."""
+        return "-".join(f"{key}={value}" for key, value in asdict(self).items())
+
+
+@dataclass(frozen=True)
+class Text:
+    """Token ids of a pair of texts, the first token of the second one, and the class."""
+
+    ids: np.ndarray
+    second: int
+    target: int
+
+
+def texts() -> list[Text]:
+    """Texts of 2 to 30 tokens."""
+    rng = np.random.default_rng(5)
+    lengths = rng.integers(2, 31, size=TEXTS)
+    return [
+        Text(rng.integers(5, 90, size=length).astype(np.int32), int(rng.integers(1, length)), int(rng.integers(LABELS)))
+        for length in lengths
+    ]
+
+
+def rows(*, packing: bool) -> list[Row]:
+    """One text a row, or as many of the next ones as fit."""
+    bins: list[list[int]] = []
+    for number, text in enumerate(texts()):
+        used = sum(len(texts()[other].ids) for other in bins[-1]) if bins else ROW_LEN
+        if not packing or used + len(text.ids) > ROW_LEN:
+            bins.append([])
+        bins[-1].append(number)
+    return [_row(numbers) for numbers in bins]
+
+
+def _row(numbers: list[int]) -> Row:
+    some = [texts()[number] for number in numbers]
+    ids = np.concatenate([text.ids for text in some])
+    documents = RowDocuments(
+        lengths=np.array([len(text.ids) for text in some], dtype=np.int64),
+        numbers=np.array(numbers, dtype=np.int64),
+        targets=np.array([text.target for text in some], dtype=np.float64),
+        second=np.array([text.second for text in some], dtype=np.int64),
+    )
+    positions = np.concatenate([np.arange(len(text.ids)) for text in some]).astype(np.int32)
+    return Row(ids, positions, np.full(len(ids), IGNORE_INDEX, dtype=np.int32), 0, documents)
+
+
+def run_cell(cell: EncoderCell, models: Path, out: Path, world: World) -> dict[str, Any]:
+    """Losses, norms, gradients of the first step, and scores of the texts after the last step."""
+    every, share = rows(packing=cell.packing), world.world_size * cell.accumulation
+    size = -(-len(every) // share)
+    tree = {
+        "model": str(models / cell.model),
+        "objective": {"name": "classification", "num_labels": LABELS},
+        "data": {"train": "none.jsonl", "packing": cell.packing, "shuffle": False},
+        "deepspeed": {"zero_optimization": {"stage": cell.stage, "stage3_param_persistence_threshold": 40}},
+        "train": {
+            "for": "1 steps",
+            "global_batch_size": size * share,
+            "micro_batch_size": size,
+            "max_seq_len": ROW_LEN,
+            "precision": "fp32",
+            "max_grad_norm": 0.0,
+            "activation_checkpointing": cell.checkpointing,
+        },
+        "optim": {"name": "AdamW", "lr": LR, "betas": list(BETAS), "weight_decay": 0.0},
+        "output_dir": str(out),
+    }
+    config = RunConfig.model_validate(tree)
+    hf_config = read_hf_config(config.model.path, task="sequence_classification")
+    model = plan_model(hf_config, config.model, config.parallel, None, config.objective)
+    plan = make_plan(config, world=world, device=choose_device())
+    with start_engine(plan, model) as engine:
+        return _take_steps(engine, plan, every)
+
+
+def _take_steps(engine: Engine, plan: Plan, every: list[Row]) -> dict[str, Any]:
+    found: dict[str, Any] = {"losses": [], "norms": []}
+    for step in range(STEPS):
+        result = engine.step(_batch(every, plan), lr=LR)
+        found["losses"].append(result.loss)
+        found["norms"].append(result.grad_norm)
+        if step == 0:
+            found["gradients"] = {name: moment / (1 - BETAS[0]) for name, moment in first_moments(engine).items()}
+    scores = engine.evaluate(eval_batches(every, _batch_plan(plan)))
+    assert scores is not None
+    return found | {"metrics": dict(scores.metrics)}
+
+
+def _batch(every: list[Row], plan: Plan) -> Batch:
+    return next(iter(training_batches(every, _batch_plan(plan), start_step=0, total_rows=len(every))))
+
+
+def _batch_plan(plan: Plan) -> BatchPlan:
+    return BatchPlan(
+        global_batch_size=plan.batch.global_batch_size,
+        micro_batch_size=plan.batch.micro_batch_size,
+        rank=plan.mesh.place("dp"),
+        dp=plan.dp,
+        seed=0,
+        shuffle=False,
+        pad_token_id=1,
+        row_len=ROW_LEN if plan.batch.is_packed else None,
+        documents_per_unit=1,
+        separates_padding=True,
+    )
+
+
+def main() -> None:
+    """Run every cell; rank zero writes the results."""
+    models, out, cells = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(Path(sys.argv[3]).read_text())
+    world, device = World.from_environment(os.environ), choose_device()
+    with process_group(world, device):
+        for number, cell in enumerate(EncoderCell(**tree) for tree in cells):
+            found = run_cell(cell, models, out, world)
+            if world.rank == 0:
+                torch.save(found, out / f"{cell.name}-world={world.world_size}.pt")
+            if number == 0:
+                gc.freeze()
+
+
+if __name__ == "__main__":
+    main()
+    exit_process()

@@ -1,0 +1,152 @@
+"""Documents with targets and a made-up reference, the layouts in which objectives are compared with a plain loop, and
+the run file of a layout.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import TypeAdapter
+
+from ds_finetune.config.objectives import ObjectiveConfig, ObjectiveField
+from ds_finetune.data.rows import Row, RowDocuments
+from ds_finetune.families.tiny import VOCAB
+from ds_finetune.labels import IGNORE_INDEX
+from ds_finetune.plan.combinations import TESTED_LAYOUTS
+from ds_finetune.selftest.cells import ROW_LEN, Cell, run_tree
+
+LENGTHS = ((2, 3), (5, 4), (3, 30), (31, 9), (12, 12), (33, 31), (7, 2), (20, 24), (9, 16), (2, 2), (26, 6))
+"""Tokens of the two documents of each pair, with the prompt; 11 pairs leave the last forwards short or empty."""
+LR = 1e-2
+OBJECTIVES: tuple[dict[str, Any], ...] = (
+    {"name": "dpo", "nll_weight": 0.3},
+    {"name": "dpo", "loss": "ipo"},
+    {"name": "simpo"},
+    {"name": "cpo"},
+    {"name": "orpo"},
+)
+"""Sections of the run file; each is compared in every layout."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """Token ids, the number of those that are the prompt, the target, and a made-up reference log-probability."""
+
+    ids: np.ndarray
+    prompt: int
+    target: float
+    reference: float
+
+    @property
+    def labels(self) -> np.ndarray:
+        """The next token at each position if it is in the answer, int32 [tokens]."""
+        labels = np.concatenate([self.ids[1:], [IGNORE_INDEX]]).astype(np.int32)
+        labels[: self.prompt - 1] = IGNORE_INDEX
+        return labels
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where objectives are compared: a cell, its number of ranks, and whether adapters are trained."""
+
+    cell: Cell
+    world: int
+    has_lora: bool = False
+
+    @property
+    def name(self) -> str:
+        """A name for files and test ids."""
+        cell = self.cell
+        rows = "packed" if cell.packing else "padded"
+        kind = f"{cell.family}{'-lora' if self.has_lora else ''}"
+        return f"{cell.layout}-z{cell.stage}-{kind}-{rows}-acc{cell.accumulation}-{self.world}".replace(" ", "")
+
+
+def section(tree: dict[str, Any]) -> ObjectiveConfig:
+    """An objective's section of the run file."""
+    found: ObjectiveConfig = TypeAdapter(ObjectiveField).validate_python(tree)
+    return found
+
+
+@cache
+def documents() -> tuple[Document, ...]:
+    """Documents by their number; each two are a pair. Both begin with the same prompt."""
+    rng = np.random.default_rng(5)
+    found = []
+    for number, pair in enumerate(LENGTHS):
+        prompt = int(rng.integers(1, min(pair)))
+        shared = rng.integers(3, VOCAB, size=prompt)
+        for side, length in enumerate(pair):
+            ids = np.concatenate([shared, rng.integers(3, VOCAB, size=length - prompt)]).astype(np.int32)
+            reference = -4.6 * (length - prompt) + float(rng.normal())
+            found.append(Document(ids, prompt, float((number + side) % 3 == 0), reference))
+    return tuple(found)
+
+
+def rows(documents_per_unit: int, *, packing: bool) -> list[Row]:
+    """Rows of units of consecutive documents: one unit a row, or as many as fit."""
+    numbers = range(len(documents()))
+    units = [numbers[start : start + documents_per_unit] for start in numbers[::documents_per_unit]]
+    bins: list[list[int]] = []
+    for unit in units:
+        tokens = sum(len(documents()[number].ids) for number in (*(bins[-1] if bins else ()), *unit))
+        if not packing or not bins or tokens > ROW_LEN:
+            bins.append([])
+        bins[-1] += unit
+    return [_row(numbers) for numbers in bins]
+
+
+def _row(numbers: Sequence[int]) -> Row:
+    held = [documents()[number] for number in numbers]
+    lengths = np.array([len(document.ids) for document in held])
+    labels = np.concatenate([document.labels for document in held])
+    return Row(
+        input_ids=np.concatenate([document.ids for document in held]),
+        position_ids=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
+        labels=labels,
+        supervised=int((labels != IGNORE_INDEX).sum()),
+        documents=RowDocuments(
+            lengths=lengths,
+            numbers=np.array(numbers, dtype=np.int64),
+            targets=np.array([document.target for document in held]),
+            second=lengths,
+        ),
+    )
+
+
+def layout_tree(layout: Layout, model: Path, out: Path) -> dict[str, Any]:
+    """The run file of a layout; its batch has all pairs, and empty rows where it is larger."""
+    cell = layout.cell
+    dp = layout.world // cell.sharing
+    share = dp * cell.accumulation
+    size = -(-len(rows(2, packing=cell.packing)) // share)
+    tree = run_tree(cell, model, out, dp=dp)
+    tree["train"] |= {"global_batch_size": size * share, "micro_batch_size": size}
+    return tree | ({"lora": {"rank": 4, "alpha": 8}} if layout.has_lora else {})
+
+
+def layouts(worlds: Sequence[int]) -> list[Layout]:
+    """Every layout on these numbers of ranks."""
+    plain = [
+        Layout(Cell(family, stage, accumulation, packing=packing, checkpointing=packing), world, has_lora)
+        for family, stage, accumulation, packing in product(("llama", "deepseek_v3"), range(4), (1, 2), (True, False))
+        for world in worlds
+        for has_lora in ((False, True) if family == "llama" else (False,))
+    ]
+    shared = [
+        Layout(Cell(family, stage, accumulation, packing=packing, **dict.fromkeys(row.axes, 2)), world)
+        for row in TESTED_LAYOUTS
+        for family in ("llama", "deepseek_v3_deep" if {"pp", "ep"} <= row.axes else "deepseek_v3", "qwen2")
+        if family.removesuffix("_deep") in row.families
+        for stage, accumulation, packing in product(row.stages, (1, 2), (True, False))
+        for world in worlds
+    ]
+    return [*plain, *(layout for layout in shared if _runs(layout.cell, layout.world))]
+
+
+def _runs(cell: Cell, world: int) -> bool:
+    return world % cell.sharing == 0 and world // (cell.tp * cell.pp) % cell.ep == 0

@@ -1,0 +1,118 @@
+"""Run every objective in many layouts inside one launched world: an evaluation and a step each.
+
+Started by the tests as `torchrun --nproc-per-node N objective_worker.py MODELS_DIR OUT_DIR LAYOUTS.json`.
+"""
+
+import gc
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+
+from ds_finetune.cli.main import exit_process
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.data.batches import Batch, MicroBatch, eval_batches, training_batches
+from ds_finetune.engine.default_group import process_group
+from ds_finetune.engine.devices import choose_device
+from ds_finetune.engine.engine import Engine
+from ds_finetune.engine.start_engine import start_engine
+from ds_finetune.model.loss import LossHead
+from ds_finetune.objectives.objective import Objective
+from ds_finetune.objectives.table import make_objective
+from ds_finetune.plan.plan import make_plan
+from ds_finetune.selftest.cells import Cell
+from ds_finetune.selftest.reference_loop import BETAS
+from ds_finetune.selftest.steps import _gradients, batch_plan
+from ds_finetune.world import World
+from tests.parity.objective_cells import LR, OBJECTIVES, Layout, documents, layout_tree, rows, section
+from tests.planning import model_of
+
+
+def main() -> None:
+    """Run every layout; rank zero writes the results."""
+    models, out, given = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(Path(sys.argv[3]).read_text())
+    world, device = World.from_environment(os.environ), choose_device()
+    with process_group(world, device):
+        for number, tree in enumerate(given):
+            layout = Layout(**tree | {"cell": Cell(**tree["cell"])})
+            config = RunConfig.model_validate(layout_tree(layout, models / layout.cell.family, out))
+            with start_engine(make_plan(config, world=world, device=device), model_of(config)) as engine:
+                found = _run(engine, layout)
+            if world.rank == 0:
+                torch.save(found, out / f"{layout.name}.pt")
+            if number == 0:
+                # What was imported is looked through no more: ZeRO-3 collects garbage at each start.
+                gc.freeze()
+
+
+def _run(engine: Engine, layout: Layout) -> dict[str, Any]:
+    objective, moments = make_objective(section(OBJECTIVES[0])), dict[str, torch.Tensor]()
+    found: dict[str, Any] = {"objectives": []}
+    if layout.has_lora:
+        # After one step the second factors are no longer zeros.
+        _set_objective(engine, objective)
+        engine.step(_batch(engine, objective), lr=LR)
+        moments = _gradients(engine)
+        found["adapters"] = {name: tensor.clone() for name, tensor in engine.adapters() if tensor is not None}
+    for tree in OBJECTIVES:
+        objective = make_objective(section(tree))
+        if layout.has_lora and objective.needs_reference:
+            objective.reference_from_adapters = True
+        _set_objective(engine, objective)
+        results = _results(engine, objective)
+        # Adam's first moment is the running mean of the gradients of all steps.
+        moments, before = _gradients(engine), moments
+        gradients = {name: moment - BETAS[0] * before.get(name, 0) for name, moment in moments.items()}
+        found["objectives"].append(results | {"gradients": gradients})
+    plan = replace(batch_plan(engine.plan), documents_per_unit=2)
+    every = rows(2, packing=engine.plan.batch.is_packed)
+    numbers, logps = engine.document_log_probs(eval_batches(every, plan))
+    return found | {"numbers": numbers.tolist(), "logps": logps.tolist()}
+
+
+def _set_objective(engine: Engine, objective: Objective) -> None:
+    """Let the engine and the head, where this stage has it, compute another objective from now on."""
+    engine.objective = objective
+    head = engine.lm.get_output_embeddings()
+    if isinstance(head, LossHead):
+        head.objective = objective
+
+
+def _results(engine: Engine, objective: Objective) -> dict[str, Any]:
+    """Loss, metrics and norm of a step that leaves the weights as they are, and the held-out loss of all rows."""
+    plan = replace(batch_plan(engine.plan), documents_per_unit=objective.documents_per_unit)
+    every = rows(objective.documents_per_unit, packing=engine.plan.batch.is_packed)
+    evaluated = engine.evaluate(_with_reference(batch) for batch in eval_batches(every, plan))
+    assert evaluated is not None
+    result = engine.step(_batch(engine, objective), lr=0.0)
+    return {"loss": result.loss, "metrics": dict(result.metrics), "norm": result.grad_norm, "eval": evaluated.loss}
+
+
+def _batch(engine: Engine, objective: Objective) -> Batch:
+    """This rank's share of a batch of all documents."""
+    plan = replace(batch_plan(engine.plan), documents_per_unit=objective.documents_per_unit)
+    every = rows(objective.documents_per_unit, packing=engine.plan.batch.is_packed)
+    assert len(every) <= plan.global_batch_size
+    (batch,) = training_batches(every, plan, start_step=0, total_rows=len(every))
+    return _with_reference(batch)
+
+
+def _with_reference(batch: Batch) -> Batch:
+    return replace(batch, micro=tuple(map(_refer, batch.micro)))
+
+
+def _refer(micro: MicroBatch) -> MicroBatch:
+    assert micro.examples is not None
+    made_up = [documents()[number].reference for number in micro.examples.numbers.tolist()]
+    return replace(micro, examples=replace(micro.examples, reference=torch.tensor(made_up, dtype=torch.float64)))
+
+
+if __name__ == "__main__":
+    main()
+    exit_process()
