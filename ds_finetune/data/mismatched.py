@@ -34,12 +34,12 @@ class MismatchedAnswers:
     is_packed: bool
     """Whether rows hold several documents."""
 
-    def check(self) -> None:
-        """DataError where all examples have the same prompt."""
+    def check(self, name: str) -> None:
+        """DataError where all examples of `name`, a key of the run file, have the same prompt."""
         first = self._prompt(0)
         if all(np.array_equal(self._prompt(number), first) for number in range(1, len(self))):
             raise DataError(
-                f"the {len(self)} examples of data.train have one prompt, and z0 of objective kto compares each prompt "
+                f"the {len(self)} examples of {name} have one prompt, and z0 of objective kto compares each prompt "
                 "with the answer to another one",
                 hint="add examples of other prompts, or use objective dpo with pairs of answers",
             )

@@ -144,6 +144,6 @@ def micros(rows: PreparedRows, rank: int, dp: int, *, limit: int) -> Iterator[Mi
 def test_one_prompt_alone_is_refused() -> None:
     rows = prepared([([7, 8], [9]), ([7, 8], [10]), ([7, 8], [11])])
     with pytest.raises(DataError, match="the 3 examples of data\\.train have one prompt") as caught:
-        mismatched(rows).check()
+        mismatched(rows).check("data.train")
     assert "dpo" in caught.value.hint
-    mismatched(prepared([([7, 8], [9]), ([7, 9], [10])])).check()
+    mismatched(prepared([([7, 8], [9]), ([7, 9], [10])])).check("data.train")
