@@ -141,9 +141,9 @@ class Engine:
     ) -> HeldOutScores | None:
         """Metrics over `batches`, which hold every row of the data once over all ranks.
 
-        `baseline` has this rank's share of the documents from which an objective's number of the global batch is
-        computed; here it is a number of all the data. `is_over` is called before each batch and must return the same on every rank; where it is true, the result is
-        None.
+        `baseline` has this rank's share of the documents from which the objective's number of the global batch is
+        computed, here of all the data. `is_over` is called before each batch and must return the same on every rank;
+        where it is true, the result is None.
         """
         self._ds.eval()
         sums, counts = self._no_sums(), Counter[str]()

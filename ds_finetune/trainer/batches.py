@@ -3,13 +3,12 @@
 from collections.abc import Iterator
 
 from ds_finetune.data.batches import Batch, BatchPlan, Position, training_batches
-from ds_finetune.data.mismatched import MismatchedAnswers
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.stream import START, StreamedRows, streaming_batches
 from ds_finetune.model.encoder import encoder_of
 from ds_finetune.schedule import Duration
 from ds_finetune.trainer.loop import BEGINNING, Progress
-from ds_finetune.trainer.prepare import PreparedRun
+from ds_finetune.trainer.prepare import PreparedRun, mismatched_answers
 
 
 def run_batches(run: PreparedRun, *, after: Progress = BEGINNING, stream_position: Position = START) -> Iterator[Batch]:
@@ -17,17 +16,8 @@ def run_batches(run: PreparedRun, *, after: Progress = BEGINNING, stream_positio
     rows, plan = run.inputs.train, batch_plan(run)
     if isinstance(rows, StreamedRows):
         return streaming_batches(rows, plan, steps=run.schedule.steps, start_step=after.step, start=stream_position)
-    return training_batches(
-        rows, plan, start_step=after.step, total_rows=total_rows(run, rows), mismatched=mismatched_answers(run, rows)
-    )
-
-
-def mismatched_answers(run: PreparedRun, rows: PreparedRows) -> MismatchedAnswers | None:
-    """The documents of `rows` from which the objective's baseline is computed; None where it has no baseline."""
-    batch = run.plan.batch
-    if not run.inputs.model.objective.needs_baseline:
-        return None
-    return MismatchedAnswers(rows, seed=run.plan.seed, max_seq_len=batch.max_seq_len, is_packed=batch.is_packed)
+    mismatched = mismatched_answers(run.plan, run.inputs.model.objective, rows)
+    return training_batches(rows, plan, start_step=after.step, total_rows=total_rows(run, rows), mismatched=mismatched)
 
 
 def total_rows(run: PreparedRun, rows: PreparedRows) -> int:

@@ -12,8 +12,8 @@ from ds_finetune.engine.generation import GenerationLimits
 from ds_finetune.observers.evaluation import matches
 from ds_finetune.observers.stop_signals import StopSignals
 from ds_finetune.phase_line import PhaseLine
-from ds_finetune.trainer.batches import batch_plan, mismatched_answers
-from ds_finetune.trainer.prepare import PreparedRun
+from ds_finetune.trainer.batches import batch_plan
+from ds_finetune.trainer.prepare import PreparedRun, mismatched_answers
 
 Scored = Callable[[], Mapping[str, HeldOutScores] | None]
 Answered = Callable[[], Mapping[str, float] | None]
@@ -71,7 +71,7 @@ class _HeldOutEvaluation:
         return {_ALL: matches(given, expected), **shares}
 
     def _baseline(self, rows: PreparedRows, plan: BatchPlan) -> Iterator[MicroBatch]:
-        mismatched = mismatched_answers(self.run, rows)
+        mismatched = mismatched_answers(self.run.plan, self.engine.objective, rows)
         return iter(()) if mismatched is None else eval_baseline(mismatched, plan, limit=self.run.config.eval.limit)
 
     @cached_property
