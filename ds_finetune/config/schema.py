@@ -17,7 +17,22 @@ from ds_finetune.config.section import Section
 from ds_finetune.schedule import Duration, SchedulerName, seconds_of, warmup_steps
 
 Precision = Literal["bf16", "fp16", "fp32"]
-Layout = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
+Layout = Literal[
+    "auto",
+    "messages",
+    "sharegpt",
+    "alpaca",
+    "prompt_completion",
+    "text",
+    "messages_pair",
+    "response_pair",
+    "prompt_pair",
+    "question_pair",
+    "alpaca_pair",
+    "sharegpt_pair",
+    "pair",
+    "labelled",
+]
 _SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 

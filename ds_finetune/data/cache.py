@@ -80,10 +80,10 @@ def write_folder(folder: Path, arrays: Mapping[str, ArrayParts], texts: Mapping[
         raise
 
 
-def content_hash(folder: Path) -> str:
-    """A hash of all arrays of a folder, computed from the checksums that were recorded when they were written."""
+def content_hash(folder: Path, names: Iterable[str]) -> str:
+    """A hash of arrays of a folder, computed from the checksums that were recorded when they were written."""
     sums = json.loads((folder / _SUMS).read_bytes())
-    arrays = {name: checksum for name, checksum in sums.items() if name.endswith(".npy")}
+    arrays = {f"{name}.npy": sums[f"{name}.npy"] for name in names}
     return xxhash.xxh3_64_hexdigest(json.dumps(arrays, sort_keys=True).encode())
 
 

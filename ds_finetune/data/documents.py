@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import xxhash
@@ -23,7 +23,21 @@ _ARRAYS = {
     "mask": np.dtype(np.bool_),
     "offsets": np.dtype(np.int64),
     "digests": np.dtype(np.uint64),
+    "targets": np.dtype(np.float64),
+    "second": np.dtype(np.int32),
 }
+DOCUMENT_ARRAYS = tuple(_ARRAYS)
+TOKEN_ARRAYS = ("ids", "mask", "offsets", "digests")
+"""The arrays that decide what is trained where the loss is a sum over tokens."""
+
+
+class KeptDocument(NamedTuple):
+    """One document that is kept; see `Documents`. A `second` of None stands for the length."""
+
+    ids: Sequence[int]
+    mask: Sequence[bool]
+    target: float = 0.0
+    second: int | None = None
 
 
 @dataclass(frozen=True)
@@ -80,13 +94,34 @@ class LengthLimit:
 class Documents:
     """Concatenated documents: `ids` int32 and `mask` bool [tokens], `offsets` int64 [documents + 1].
 
-    `digests` uint64 [documents] are hashes of each document's ids.
+    `digests` uint64 [documents] are hashes of each document's ids. `targets` float64 [documents] are classes, ratings,
+    margins, or 1 and 0 for good and bad answers, and `second` int32 [documents] is the first token of the second text
+    of a pair of texts; see `rows.RowDocuments`.
     """
 
     ids: NDArray[np.int32]
     mask: NDArray[np.bool_]
     offsets: NDArray[np.int64]
     digests: NDArray[np.uint64]
+    targets: NDArray[np.float64]
+    second: NDArray[np.int32]
+
+    @classmethod
+    def of(cls, documents: Sequence[KeptDocument]) -> Self:
+        """Concatenate `documents`."""
+        lengths = [len(document.ids) for document in documents]
+        ids = np.array([i for document in documents for i in document.ids], dtype=np.int32)
+        mask = np.array([m for document in documents for m in document.mask], dtype=np.bool_)
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        targets = np.array([document.target for document in documents], dtype=np.float64)
+        second = [length if d.second is None else d.second for d, length in zip(documents, lengths, strict=True)]
+        return cls(ids, mask, offsets, _digests(ids, offsets), targets, np.array(second, dtype=np.int32))
+
+    @property
+    def counts(self) -> Counts:
+        """The numbers of documents, tokens and tokens that carry loss; the first token of a document never does."""
+        supervised = int(self.mask.sum()) - int(self.mask[self.offsets[:-1]].sum())
+        return Counts(documents=len(self.targets), tokens=len(self.ids), supervised=supervised)
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -100,8 +135,11 @@ class Documents:
 
 def join_parts(parts: Sequence[Path], folder: Path, counts: Counts) -> None:
     """Write the documents of all `parts`, in order, to `folder`, with one part in memory at a time."""
-    sizes = {"ids": counts.tokens, "mask": counts.tokens, "offsets": counts.documents + 1, "digests": counts.documents}
-    arrays = {name: ArrayParts(dtype, sizes[name], _concatenate(parts, name)) for name, dtype in _ARRAYS.items()}
+    sizes = {"ids": counts.tokens, "mask": counts.tokens, "offsets": counts.documents + 1}
+    arrays = {
+        name: ArrayParts(dtype, sizes.get(name, counts.documents), _concatenate(parts, name))
+        for name, dtype in _ARRAYS.items()
+    }
     write_folder(folder, arrays, _texts(counts))
 
 
@@ -137,24 +175,18 @@ def make_documents(tokens: Sequence[Tokens], rules: Sequence[str], *, max_seq_le
 
     `rules` has the action on each sample if it is longer: `truncate`, `drop` or `split`.
     """
-    kept: list[tuple[list[int], list[bool]]] = []
+    kept: list[KeptDocument] = []
     counts = Counts(read=len(tokens), server_prompt_differs=sum(t.server_prompt_differs for t in tokens))
     for document, rule in zip(tokens, rules, strict=True):
         if document.dropped:
             continue
         pieces, change = _fit(document, rule, max_seq_len)
-        kept_pieces = [(ids, mask) for ids, mask in pieces if any(mask[1:])]
+        kept_pieces = [KeptDocument(ids, mask) for ids, mask in pieces if any(mask[1:])]
         change += Counts(nothing_supervised=len(pieces) - len(kept_pieces))
         kept += kept_pieces
         counts += change
-    lengths = [len(ids) for ids, _ in kept]
-    ids = np.array([i for ids, _ in kept for i in ids], dtype=np.int32)
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    documents = Documents(
-        ids, np.array([m for _, mask in kept for m in mask], dtype=np.bool_), offsets, _digests(ids, offsets)
-    )
-    supervised = sum(sum(mask[1:]) for _, mask in kept)
-    return documents, counts + Counts(documents=len(kept), tokens=len(documents.ids), supervised=supervised)
+    documents = Documents.of(kept)
+    return documents, counts + documents.counts
 
 
 def _digests(ids: NDArray[np.int32], offsets: NDArray[np.int64]) -> NDArray[np.uint64]:

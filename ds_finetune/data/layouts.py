@@ -25,6 +25,10 @@ class Completion:
     prompt: str
     completion: str
     conversation: Conversation
+    has_all_turns: bool = False
+    """Whether `prompt` has every message before the answer, even if there are several."""
+    is_joined: bool = False
+    """Whether `prompt` ends with the separator that it needs."""
 
 
 @dataclass(frozen=True)
@@ -37,44 +41,58 @@ class PlainText:
 Sample = Conversation | Completion | PlainText
 
 
+def find_layout(record: Record, columns: Mapping[str, str], layouts: Mapping[str, "LayoutColumns"]) -> str | None:
+    """The first of `layouts` whose columns the record has; None where no layout fits."""
+    names = set(record) | {key for key, column in columns.items() if column in record}
+    return next((name for name, layout in layouts.items() if layout.needed <= names), None)
+
+
 def recognise_layout(record: Record, columns: Mapping[str, str], where: str) -> str:
     """The first layout whose columns the record has; DataError where no layout fits."""
-    names = set(record) | {key for key, column in columns.items() if column in record}
-    for name, layout in LAYOUTS.items():
-        if layout.needed <= names:
-            return name
-    known = "; ".join(f"{name}: {', '.join(sorted(layout.needed))}" for name, layout in LAYOUTS.items())
+    found = find_layout(record, columns, LAYOUTS)
+    if found is not None:
+        return found
     raise DataError(
         f"{where} has columns {', '.join(sorted(record))}, which fit no layout",
-        hint=f"name them under data.columns; layouts are {known}",
+        hint=f"name them under data.columns; layouts are {known_layouts(LAYOUTS)}",
     )
+
+
+def known_layouts(layouts: Mapping[str, "LayoutColumns"]) -> str:
+    """The layouts with their columns, for messages."""
+    return "; ".join(f"{name}: {', '.join(sorted(layout.needed))}" for name, layout in layouts.items())
 
 
 def read_sample(record: Record, layout: str, columns: Mapping[str, str], where: str) -> Sample:
     """A record of `layout` as a sample; DataError for a missing column, a wrong type or an unknown role."""
-    needed, read = LAYOUTS[layout].needed, LAYOUTS[layout].read
-    _check_objective(record, columns, where)
+    check_supervised(record, columns, where)
+    check_media(record, columns, where)
+    sample: Sample = LAYOUTS[layout].read(view_columns(record, LAYOUTS[layout], columns, where), where)
+    return sample
+
+
+def view_columns(record: Record, layout: "LayoutColumns", columns: Mapping[str, str], where: str) -> Mapping[str, Any]:
+    """The record with the layout's own names of its columns; DataError where one is missing."""
     view = {**record, **{key: record[column] for key, column in columns.items() if column in record}}
-    absent = sorted(needed - view.keys())
+    absent = sorted(layout.needed - view.keys())
     if absent:
         names = [columns.get(name, name) for name in absent]
         raise DataError(
             f"{where} has no column `{names[0]}` (columns: {', '.join(sorted(record))})",
-            hint=f"layout {layout} needs {', '.join(sorted(needed))}",
+            hint=f"layout {layout.name} needs {', '.join(sorted(layout.needed))}",
         )
-    return read(view, where)
+    return view
 
 
-def unread_columns(record: Record, layout: str, columns: Mapping[str, str]) -> list[str]:
+def unread_columns(record: Record, layout: "LayoutColumns", columns: Mapping[str, str]) -> list[str]:
     """Columns with a value that `layout` does not use."""
-    read = LAYOUTS[layout].needed | LAYOUTS[layout].optional
-    used = {columns[name] if columns.get(name) in record else name for name in read}
+    used = {columns[name] if columns.get(name) in record else name for name in layout.needed | layout.optional}
     return [name for name, value in record.items() if name not in used and value is not None]
 
 
-def _check_objective(record: Record, columns: Mapping[str, str], where: str) -> None:
-    """DataError for rows of other objectives, with answers that must not be imitated, and for rows with media."""
-    present = {name for name, value in record.items() if value is not None} - set(columns.values())
+def check_supervised(record: Record, columns: Mapping[str, str], where: str) -> None:
+    """DataError for rows of other objectives, with answers that must not be imitated."""
+    present = _present(record, columns)
     if {"chosen", "rejected"} <= present:
         raise DataError(
             f"{where} is a preference row (columns {', '.join(sorted(record))}), and fine-tuning is supervised",
@@ -86,7 +104,11 @@ def _check_objective(record: Record, columns: Mapping[str, str], where: str) -> 
             "and fine-tuning is supervised",
             hint="keep the rows whose answer is to be imitated, and remove the column with the labels",
         )
-    media = [name for name in _MEDIA if name in present and record[name]]
+
+
+def check_media(record: Record, columns: Mapping[str, str], where: str) -> None:
+    """DataError for rows with images, videos or audio."""
+    media = [name for name in _MEDIA if name in _present(record, columns) and record[name]]
     if media:
         raise DataError(
             f"{where} has media in column `{media[0]}`, and only text is trained",
@@ -94,12 +116,19 @@ def _check_objective(record: Record, columns: Mapping[str, str], where: str) -> 
         )
 
 
-def _text(view: Mapping[str, Any], key: str, where: str) -> str:
+def _present(record: Record, columns: Mapping[str, str]) -> set[str]:
+    """Columns with a value, without those that data.columns names."""
+    return {name for name, value in record.items() if value is not None} - set(columns.values())
+
+
+def read_text(view: Mapping[str, Any], key: str, where: str) -> str:
+    """The text of a column; DataError where it is none."""
     return check_text(view.get(key), f"{where}: column `{key}`")
 
 
-def _optional(view: Mapping[str, Any], key: str, where: str) -> str:
-    return _text(view, key, where) if view.get(key) is not None else ""
+def read_optional_text(view: Mapping[str, Any], key: str, where: str) -> str:
+    """The text of a column; empty where there is none."""
+    return read_text(view, key, where) if view.get(key) is not None else ""
 
 
 def _messages(view: Mapping[str, Any], where: str) -> Sample:
@@ -107,16 +136,17 @@ def _messages(view: Mapping[str, Any], where: str) -> Sample:
 
 
 def _sharegpt(view: Mapping[str, Any], where: str) -> Sample:
-    system = _optional(view, "system", where)
+    system = read_optional_text(view, "system", where)
     turns = view["conversations"]
     if system and isinstance(turns, list | tuple):
         turns = [{"role": "system", "content": system}, *turns]
     return read_conversation(turns, view.get("tools"), "conversations", where)
 
 
-def _alpaca(view: Mapping[str, Any], where: str) -> Sample:
-    instruction, answer = _text(view, "instruction", where), _text(view, "output", where)
-    context = _optional(view, "input", where)
+def read_alpaca(view: Mapping[str, Any], where: str) -> Completion:
+    """Alpaca's columns `instruction`, `output`, and optionally `input`, `system` and `history`."""
+    instruction, answer = read_text(view, "instruction", where), read_text(view, "output", where)
+    context = read_optional_text(view, "input", where)
     intro = ALPACA_PROMPT_WITH_INPUT if context else ALPACA_PROMPT
     prompt = (
         f"{intro}### Instruction:\n{instruction}\n\n"
@@ -126,7 +156,7 @@ def _alpaca(view: Mapping[str, Any], where: str) -> Sample:
     history: list[dict[str, str]] = []
     for question, reply in _history(view, where):
         history += [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
-    system = [{"role": "system", "content": _text(view, "system", where)}] if view.get("system") else []
+    system = [{"role": "system", "content": read_text(view, "system", where)}] if view.get("system") else []
     request = f"{instruction}\n{context}" if context else instruction
     turns = [*system, *history, {"role": "user", "content": request}, {"role": "assistant", "content": answer}]
     return Completion(prompt, answer, Conversation(tuple(turns)))
@@ -147,29 +177,38 @@ def _prompt_completion(view: Mapping[str, Any], where: str) -> Sample:
     prompt, completion = view["prompt"], view["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
         return read_conversation([*prompt, *completion], view.get("tools"), "prompt, completion", where)
-    question, answer = _text(view, "prompt", where), _text(view, "completion", where)
+    question, answer = read_text(view, "prompt", where), read_text(view, "completion", where)
     turns = ({"role": "user", "content": question}, {"role": "assistant", "content": answer})
     return Completion(question, answer, Conversation(turns, read_tools(view.get("tools"), where)))
 
 
 def _plain(view: Mapping[str, Any], where: str) -> Sample:
-    return PlainText(_text(view, "text", where))
+    return PlainText(read_text(view, "text", where))
 
 
 @dataclass(frozen=True)
 class LayoutColumns:
-    """Columns that a layout needs, optional ones, and the function that reads a record."""
+    """A layout: its name, columns that it needs, optional ones, and the function that reads a record."""
 
+    name: str
     needed: frozenset[str]
     optional: frozenset[str]
-    read: Callable[[Mapping[str, Any], str], Sample]
+    read: Callable[[Mapping[str, Any], str], Any]
 
 
-LAYOUTS: Mapping[str, LayoutColumns] = {
-    "messages": LayoutColumns(frozenset({"messages"}), frozenset({"tools", "functions"}), _messages),
-    "sharegpt": LayoutColumns(frozenset({"conversations"}), frozenset({"system", "tools"}), _sharegpt),
-    "alpaca": LayoutColumns(frozenset({"instruction", "output"}), frozenset({"input", "system", "history"}), _alpaca),
-    "prompt_completion": LayoutColumns(frozenset({"prompt", "completion"}), frozenset({"tools"}), _prompt_completion),
-    "text": LayoutColumns(frozenset({"text"}), frozenset(), _plain),
-}
+def by_name(*layouts: tuple[str, str, str, Callable[[Mapping[str, Any], str], Any]]) -> Mapping[str, LayoutColumns]:
+    """Layouts from their names, needed and optional columns (separated by spaces), and functions."""
+    return {
+        name: LayoutColumns(name, frozenset(needed.split()), frozenset(optional.split()), read)
+        for name, needed, optional, read in layouts
+    }
+
+
+LAYOUTS = by_name(
+    ("messages", "messages", "tools functions", _messages),
+    ("sharegpt", "conversations", "system tools", _sharegpt),
+    ("alpaca", "instruction output", "input system history", read_alpaca),
+    ("prompt_completion", "prompt completion", "tools", _prompt_completion),
+    ("text", "text", "", _plain),
+)
 """Layouts by name, in the order in which they are tried."""

@@ -9,12 +9,13 @@ import multiprocessing
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,20 +23,33 @@ from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.config.schema import DataConfig
 from ds_finetune.data.cache import ArrayParts, content_hash, find_damage, lock_folder, remove_damaged, write_folder
-from ds_finetune.data.documents import Counts, Documents, LengthLimit, join_parts, make_documents, read_counts
-from ds_finetune.data.layouts import PlainText, Sample, read_sample, recognise_layout, unread_columns
+from ds_finetune.data.classes import find_classes
+from ds_finetune.data.documents import (
+    DOCUMENT_ARRAYS,
+    TOKEN_ARRAYS,
+    Counts,
+    Documents,
+    LengthLimit,
+    join_parts,
+    make_documents,
+    read_counts,
+)
+from ds_finetune.data.layouts import PlainText, Sample
 from ds_finetune.data.mixture import Mixture
 from ds_finetune.data.named_counts import NamedCounts
-from ds_finetune.data.packing import pack
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.row_estimate import estimate_rows
+from ds_finetune.data.row_kind import DIALOGUE, KindName, RowKind
 from ds_finetune.data.row_report import dropped_row_lines, dropped_rows_hint
 from ds_finetune.data.sample_tokens import RULES_VERSION, SampleTokeniser, TemplateSettings, Tokens
+from ds_finetune.data.samples import check_layout_name, read_row
 from ds_finetune.data.sources import Record, Source, find_sources, read_records
+from ds_finetune.data.unit_packing import one_unit_a_row, pack_units
+from ds_finetune.data.units import Made, make_labelled_texts, make_marked_answers, make_pairs
 from ds_finetune.errors import ConfigError, DataError, RunError
 from ds_finetune.phase_line import PhaseLine
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """Increased when the format of the cache changes, so that an older cache is not read."""
 ROWS_PER_PART = 2000
 _Task = tuple[Path, list[tuple[str, Record]]]
@@ -60,19 +74,26 @@ class Tokenisation:
     layout: str
     columns: dict[str, str]
     limits: LengthLimit
+    kind: RowKind = DIALOGUE
 
 
 def prepare_rows(
-    config: DataConfig, purpose: str, *, tokenizer: PreTrainedTokenizerBase, limits: TokenLimits
+    config: DataConfig,
+    purpose: str,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    limits: TokenLimits,
+    kind: RowKind = DIALOGUE,
 ) -> PreparedRows:
-    """Rows of `config.train` or `config.eval`, tokenised and packed.
+    """Rows of `config.train` or `config.eval` for an objective with rows of `kind`, tokenised and packed.
 
     Every process of a host calls this; one of them prepares the rows and the others wait. The cache is found by the
     paths, sizes and modification times of the files, the tokenizer, the template and the settings. A second start
     reads no raw data, and a preparation that was killed resumes after its last complete part. DataError where rows
     cannot be read or too many are dropped, OutputError where the cache cannot be written.
     """
-    sources, tokenisation = plan_tokenisation(config, purpose, tokenizer=tokenizer, limits=limits)
+    kind = find_classes(config, kind)
+    sources, tokenisation = plan_tokenisation(config, purpose, tokenizer=tokenizer, limits=limits, kind=kind)
     folder = Path(config.cache_dir) / _fingerprint(sources, tokenisation)
     weights = config.weights if purpose == "train" else {}
     whole, packed = folder / "whole", folder / ("packed-by-path" if weights else "packed")
@@ -84,22 +105,26 @@ def prepare_rows(
         counts = read_counts(whole)
         check_dropped_rows(counts, config, sources)
         documents = Documents.read(whole)
-        parts = _documents_of_paths(counts, weights, sources)
+        parts = _units_of_paths(counts, weights, sources, kind)
         if config.packing and not packed.is_dir():
-            _write_packing(packed, documents, parts, limits)
+            _write_packing(packed, pack_units(documents, kind, limits.max_seq_len, parts))
     notes = [*dict.fromkeys(source.note for source in sources if source.note), *notes]
-    order, offsets = np.arange(counts.documents), np.arange(counts.documents + 1)
+    order, offsets = one_unit_a_row(documents, kind)
     if config.packing:
         order, offsets = np.load(packed / "order.npy"), np.load(packed / "offsets.npy")
     mixture = Mixture.of(weights, _rows_of_paths(order, offsets, parts)) if weights else None
-    return PreparedRows(documents, order, offsets, counts, content_hash(whole), tuple(notes), mixture)
+    content = content_hash(whole, DOCUMENT_ARRAYS if kind.documents_per_unit else TOKEN_ARRAYS)
+    return PreparedRows(documents, order, offsets, counts, content, tuple(notes), mixture, kind)
 
 
-def _documents_of_paths(counts: Counts, weights: Mapping[str, float], sources: Sequence[Source]) -> list[int]:
-    """Number of documents of each path that has a weight, or of all; DataError where a path has none."""
+def _units_of_paths(
+    counts: Counts, weights: Mapping[str, float], sources: Sequence[Source], kind: RowKind
+) -> list[int]:
+    """Number of units of each path that has a weight, or of all; DataError where a path has none."""
+    size = max(kind.documents_per_unit, 1)
     if len(weights) < 2:
-        return [counts.documents]
-    numbers = [counts.by_path.entries.get(str(entry), (0, ""))[0] for entry in range(len(weights))]
+        return [counts.documents // size]
+    numbers = [counts.by_path.entries.get(str(entry), (0, ""))[0] // size for entry in range(len(weights))]
     for entry, (path, number) in enumerate(zip(weights, numbers, strict=True)):
         if not number:
             files = [source.path for source in sources if source.entry == entry]
@@ -110,49 +135,66 @@ def _documents_of_paths(counts: Counts, weights: Mapping[str, float], sources: S
     return numbers
 
 
-def _rows_of_paths(order: NDArray[np.int64], offsets: NDArray[np.int64], documents: Sequence[int]) -> list[int]:
-    """Number of rows of each path, given its number of documents."""
-    path = np.searchsorted(np.cumsum(documents), order[offsets[:-1]], side="right")
-    return np.bincount(path, minlength=len(documents)).tolist()
+def _rows_of_paths(order: NDArray[np.int64], offsets: NDArray[np.int64], units: Sequence[int]) -> list[int]:
+    """Number of rows of each path, given its number of units."""
+    path = np.searchsorted(np.cumsum(units), order[offsets[:-1]], side="right")
+    return np.bincount(path, minlength=len(units)).tolist()
 
 
 def plan_tokenisation(
-    config: DataConfig, purpose: str, *, tokenizer: PreTrainedTokenizerBase, limits: TokenLimits
+    config: DataConfig,
+    purpose: str,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    limits: TokenLimits,
+    kind: RowKind = DIALOGUE,
 ) -> tuple[list[Source], Tokenisation]:
     """The sources of `config.train` or `config.eval`, checked but not read, and how to tokenise their records.
 
     DataError or ConfigError where sources, template or vocabulary do not fit.
     """
-    _check_vocabulary(tokenizer, limits)
+    _check_tokenizer(tokenizer, limits, kind)
+    check_layout_name(config.layout, kind)
     sources = find_sources(config.paths(purpose), purpose=purpose)
     template = _chat_template(config, tokenizer)
     settings = TemplateSettings(template, config.train_on, config.reasoning, config.control_tokens, config.separator)
-    if config.long_rows == "split" and config.layout not in ("auto", "text"):
-        raise ConfigError(
-            f"data.long_rows split is for plain text, and data.layout is {config.layout}", hint="use truncate or drop"
-        )
-    return sources, Tokenisation(
-        tokenizer, settings, config.layout, dict(config.columns), LengthLimit(limits.max_seq_len, config.long_rows)
-    )
+    if config.long_rows == "split" and (config.layout not in ("auto", "text") or kind.documents_per_unit):
+        what = kind.description if kind.documents_per_unit else f"data.layout is {config.layout}"
+        raise ConfigError(f"data.long_rows split is for plain text, and {what}", hint="use truncate or drop")
+    limit = LengthLimit(limits.max_seq_len, config.long_rows)
+    return sources, Tokenisation(tokenizer, settings, config.layout, dict(config.columns), limit, kind)
 
 
 def tokenise_records(records: Sequence[tuple[str, Record]], tokenisation: Tokenisation) -> tuple[Documents, Counts]:
     """Documents of records, from one call of the tokenizer, and the counts of the records."""
-    samples: list[tuple[str, Sample]] = []
-    unread: list[list[str]] = []
-    for where, record in records:
-        layout = (
-            recognise_layout(record, tokenisation.columns, where)
-            if tokenisation.layout == "auto"
-            else tokenisation.layout
-        )
-        samples.append((where, read_sample(record, layout, tokenisation.columns, where)))
-        unread.append(unread_columns(record, layout, tokenisation.columns))
+    layout, columns = tokenisation.layout, tokenisation.columns
+    rows = [
+        read_row(record, tokenisation.kind, layout=layout, columns=columns, where=where) for where, record in records
+    ]
+    places = [where for where, _ in records]
+    samples: list[tuple[str, Any]] = [(where, sample) for where, (sample, _) in zip(places, rows, strict=True)]
+    documents, counts, remarks = _MAKERS[tokenisation.kind.name](samples, tokenisation)
+    return documents, counts + _named_counts(remarks, [unread for _, unread in rows], places)
+
+
+def _make_token_documents(samples: Sequence[tuple[str, Sample]], tokenisation: Tokenisation) -> Made:
     tokens = SampleTokeniser(tokenisation.tokenizer, tokenisation.settings).tokenise(samples)
     rules = [_rule(*sample, tokenisation.limits) for sample in samples]
     documents, counts = make_documents(tokens, rules, max_seq_len=tokenisation.limits.max_seq_len)
-    places = [where for where, _ in records]
-    return documents, counts + _named_counts(tokens, unread, places)
+    return documents, counts, tokens
+
+
+_MAKERS: Mapping[KindName, Callable[[Sequence[tuple[str, Any]], Tokenisation], Made]] = {
+    "dialogue": _make_token_documents,
+    "text": _make_token_documents,
+    "pairs": lambda samples, how: make_pairs(samples, tokenizer=how.tokenizer, settings=how.settings, limit=how.limits),
+    "marked": lambda samples, how: make_marked_answers(
+        samples, tokenizer=how.tokenizer, settings=how.settings, limit=how.limits
+    ),
+    "labelled": lambda samples, how: make_labelled_texts(
+        samples, tokenizer=how.tokenizer, settings=how.settings, limit=how.limits
+    ),
+}
 
 
 def _named_counts(tokens: Sequence[Tokens], unread: Sequence[Sequence[str]], places: Sequence[str]) -> Counts:
@@ -175,17 +217,18 @@ def _rule(where: str, sample: Sample, limits: LengthLimit) -> str:
     return limits.rule(is_text=is_text)
 
 
-def _write_packing(folder: Path, documents: Documents, parts: Sequence[int], limits: TokenLimits) -> None:
-    """Write which documents each row has; a row has documents of one of `parts`, which are numbers of documents."""
-    lengths, starts = np.diff(documents.offsets), np.cumsum([0, *parts])
-    rows = [
-        row + start for start, end in pairwise(starts.tolist()) for row in pack(lengths[start:end], limits.max_seq_len)
-    ]
-    offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)
-    write_folder(folder, {"order": ArrayParts.of(np.concatenate(rows)), "offsets": ArrayParts.of(offsets)}, {})
+def _write_packing(folder: Path, packing: tuple[NDArray[np.int64], NDArray[np.int64]]) -> None:
+    order, offsets = packing
+    write_folder(folder, {"order": ArrayParts.of(order), "offsets": ArrayParts.of(offsets)}, {})
 
 
-def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, limits: TokenLimits) -> None:
+def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, limits: TokenLimits, kind: RowKind) -> None:
+    if tokenizer.eos_token_id is None and kind.name != "labelled":
+        raise DataError(
+            f"the tokenizer of `{tokenizer.name_or_path}` has no eos_token, and {kind.description}",
+            hint="encoders are trained with objective classification; for other models add eos_token to "
+            "tokenizer_config.json",
+        )
     largest = max(tokenizer.get_vocab().values())
     if largest >= limits.vocab_size:
         raise DataError(
@@ -226,6 +269,7 @@ def _fingerprint(sources: Sequence[Source], tokenisation: Tokenisation) -> str:
         "settings": asdict(tokenisation.settings),
         "layout": [tokenisation.layout, tokenisation.columns],
         "limits": asdict(tokenisation.limits),
+        "kind": tokenisation.kind.fingerprint,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 

@@ -1,5 +1,6 @@
 """Rows that were tokenised before the run, read from a memory map by their index."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,15 +9,19 @@ from numpy.typing import NDArray
 
 from ds_finetune.data.documents import Counts, Documents
 from ds_finetune.data.mixture import Mixture
-from ds_finetune.data.rows import Row
+from ds_finetune.data.row_kind import DIALOGUE, RowKind
+from ds_finetune.data.rows import Row, RowDocuments
 from ds_finetune.labels import IGNORE_INDEX
+
+_SHOWN_CLASSES = 8
 
 
 @dataclass(frozen=True, eq=False)
 class PreparedRows:
-    """Rows made of documents: row i consists of the documents `order[offsets[i] : offsets[i + 1]]`.
+    """Rows made of units: row i consists of the units `order[offsets[i] : offsets[i + 1]]`.
 
-    Only `order` and `offsets`, a few bytes for each document, are in memory.
+    A unit is one document, or for pairs the two documents from twice its number on. Only `order` and `offsets`, a few
+    bytes for each unit, are in memory.
     """
 
     documents: Documents
@@ -29,6 +34,8 @@ class PreparedRows:
     """Remarks for the user: splits that were not read, a cache that was built again."""
     mixture: Mixture | None = None
     """Shares of the sources, whose rows are consecutive; None where an epoch has every row once."""
+    kind: RowKind = DIALOGUE
+    """The kind of rows; of labelled texts with the classes that were found."""
 
     def __len__(self) -> int:
         """How many rows there are."""
@@ -36,9 +43,26 @@ class PreparedRows:
 
     def __getitem__(self, index: int) -> Row:
         """Row `index`: its documents, concatenated."""
-        parts = [self._document(int(number)) for number in self.order[self.offsets[index] : self.offsets[index + 1]]]
+        numbers = self._documents_of(self.order[self.offsets[index] : self.offsets[index + 1]])
+        parts = [self._document(int(number)) for number in numbers]
         ids, positions, labels = (np.concatenate(arrays).astype(np.int32) for arrays in zip(*parts, strict=True))
-        return Row(ids, positions, labels, supervised=int((labels != IGNORE_INDEX).sum()))
+        supervised = int((labels != IGNORE_INDEX).sum())
+        return Row(ids, positions, labels, supervised=supervised, documents=self._row_documents(numbers))
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Names of the classes in the order of their numbers; empty where rows have numbers alone, or no classes."""
+        return self.kind.labels
+
+    @property
+    def num_labels(self) -> int:
+        """Number of classes; 1 for regression, 0 where rows have no labels."""
+        return self.kind.num_labels or 0 if self.kind.name == "labelled" else 0
+
+    @property
+    def num_units(self) -> int:
+        """Pairs or examples; documents where the loss is a sum over tokens."""
+        return self.counts.documents // max(self.kind.documents_per_unit, 1)
 
     @property
     def num_tokens(self) -> int:
@@ -66,9 +90,11 @@ class PreparedRows:
         return [int(lengths.sum()) for lengths in self._lengths_by_source()]
 
     def summary(self) -> str:
-        """Rows, tokens, the share of supervised tokens and what truncation cut off, as one line."""
+        """Rows, pairs or examples, tokens, the share of supervised tokens and what truncation cut off, as one line."""
         share = self.num_supervised_tokens / max(self.num_tokens, 1)
-        text = f"{len(self):,} rows, {self.num_tokens:,} tokens, {share:.1%} of them supervised"
+        units = f"{self.num_units:,} {self.kind.unit}, " if self.kind.documents_per_unit else ""
+        text = f"{len(self):,} rows, {units}{self.num_tokens:,} tokens"
+        text += f" of {self._labels_text()}" if self.kind.name == "labelled" else f", {share:.1%} of them supervised"
         if self.counts.split:
             text += (
                 f"; {self.counts.split:,} long texts are cut: each piece begins with the last token before the cut and "
@@ -103,14 +129,46 @@ class PreparedRows:
     def prompts_and_answers(self, number: int) -> list[tuple[list[int], list[int]]]:
         """The first `number` documents, each as the ids before its last supervised span, and those of the span.
 
-        They are prompts and reference answers, with which generated answers are compared.
+        They are prompts and reference answers, with which generated answers are compared. Rejected and bad answers are
+        left out.
         """
-        return [self._last_answer(i) for i in range(min(number, self.counts.documents))]
+        assert self.kind.name != "labelled"
+        wanted: Sequence[int] = range(0, self.counts.documents, max(self.kind.documents_per_unit, 1))
+        if self.kind.name == "marked":
+            wanted = np.flatnonzero(self.documents.targets).tolist()
+        return [self._last_answer(i) for i in wanted[:number]]
 
     def document(self, number: int) -> tuple[list[int], list[bool]]:
         """Ids of a document, and which of them are supervised."""
         span = slice(self.documents.offsets[number], self.documents.offsets[number + 1])
         return self.documents.ids[span].tolist(), self.documents.mask[span].tolist()
+
+    def _documents_of(self, units: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Numbers of the documents of units, in order."""
+        size = max(self.kind.documents_per_unit, 1)
+        return (units[:, None] * size + np.arange(size)).reshape(-1)
+
+    def _row_documents(self, numbers: NDArray[np.int64]) -> RowDocuments | None:
+        if not self.kind.documents_per_unit:
+            return None
+        documents = self.documents
+        return RowDocuments(
+            lengths=documents.offsets[numbers + 1] - documents.offsets[numbers],
+            numbers=numbers.astype(np.int64),
+            targets=documents.targets[numbers],
+            second=documents.second[numbers].astype(np.int64),
+        )
+
+    def _labels_text(self) -> str:
+        """The classes with their numbers of examples, or the range of numbers on a scale."""
+        targets = self.documents.targets
+        if self.kind.is_regression:
+            return f"texts with labels from {targets.min():g} to {targets.max():g}"
+        shares = np.bincount(targets.astype(np.int64), minlength=self.num_labels) / max(len(targets), 1)
+        names = self.class_names or tuple(map(str, range(self.num_labels)))
+        shown = [f"{name} {share:.1%}" for name, share in zip(names, shares.tolist(), strict=True)]
+        more = f" and {len(shown) - _SHOWN_CLASSES} more" if len(shown) > _SHOWN_CLASSES else ""
+        return f"{len(shown)} classes ({', '.join(shown[:_SHOWN_CLASSES])}{more})"
 
     def _document(self, number: int) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]:
         span = slice(self.documents.offsets[number], self.documents.offsets[number + 1])
@@ -121,9 +179,10 @@ class PreparedRows:
 
     def _lengths_by_source(self) -> list[NDArray[np.int64]]:
         """Lengths of the documents of each source of the mixture, or of all."""
-        lengths = np.diff(self.documents.offsets)[self.order]
+        lengths = np.diff(self.documents.offsets)[self._documents_of(self.order)]
         sizes = (len(self),) if self.mixture is None else self.mixture.sizes
-        return np.split(lengths, self.offsets[np.cumsum(sizes)][:-1])
+        ends = self.offsets[np.cumsum(sizes)] * max(self.kind.documents_per_unit, 1)
+        return np.split(lengths, ends[:-1])
 
     def _last_answer(self, number: int) -> tuple[list[int], list[int]]:
         ids, mask = self.document(number)

@@ -21,6 +21,15 @@ DROPPED = {
         "with reasoning that the chat template does not render",
         "set data.reasoning to strip, or give a data.template that renders reasoning_content",
     ),
+    "equal_sides": ("whose chosen and rejected answers have the same tokens", "remove such rows: they teach nothing"),
+    "no_answer_left": (
+        "whose prompt leaves no room for an answer",
+        "raise train.max_seq_len, which bounds both sides of a pair together",
+    ),
+    "prompts": (
+        "whose prompt the chat template writes in another way before the rejected answer",
+        "give a data.template that renders the prompt without looking at the answer",
+    ),
 }
 """By name of a reason to drop a row: a description of such rows, and a hint what to do."""
 NOTED = {

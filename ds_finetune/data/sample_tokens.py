@@ -126,7 +126,7 @@ class SampleTokeniser:
                 f"{where}: a text contains a control token of the tokenizer: {texts[0]!r:.60}",
                 hint="set data.control_tokens to keep",
             )
-        if isinstance(sample, Completion) and sample.conversation.messages[:-2]:
+        if isinstance(sample, Completion) and sample.conversation.messages[:-2] and not sample.has_all_turns:
             return _SampleText((), Tokens([], [], dropped="plain"))
         has_tools = isinstance(sample, Completion) and sample.conversation.tools
         notes = tuple(name for name, applies in (("control_plain", has_control), ("tools", has_tools)) if applies)
@@ -136,7 +136,7 @@ class SampleTokeniser:
     def _completion_segments(self, sample: Completion) -> list[Segment]:
         completion = strip_reasoning(sample.completion) if self._settings.reasoning == "strip" else sample.completion
         prompt = sample.prompt
-        if not (prompt[-1:].isspace() or completion[:1].isspace()):
+        if not (sample.is_joined or prompt[-1:].isspace() or completion[:1].isspace()):
             prompt += self._settings.separator
         supervised = "all" if self._settings.train_on == "all" else "none"
         return [

@@ -12,12 +12,14 @@ from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.config.schema import DataConfig
 from ds_finetune.data.batches import Batch, BatchPlan, Position, make_batch
+from ds_finetune.data.classes import find_classes
 from ds_finetune.data.documents import Counts, Documents
-from ds_finetune.data.packing import pack
 from ds_finetune.data.prepare import Tokenisation, TokenLimits, check_dropped_rows, plan_tokenisation, tokenise_records
 from ds_finetune.data.prepared_rows import PreparedRows
+from ds_finetune.data.row_kind import DIALOGUE, RowKind
 from ds_finetune.data.rows import Row
 from ds_finetune.data.sources import Record, Source, read_records
+from ds_finetune.data.unit_packing import one_unit_a_row, pack_units
 from ds_finetune.errors import DataError
 
 START = Position(0, 0)
@@ -50,6 +52,7 @@ class StreamedRows:
             asdict(tokenisation.settings),
             tokenisation.layout,
             tokenisation.columns,
+            *([tokenisation.kind.fingerprint] if tokenisation.kind.fingerprint != DIALOGUE.fingerprint else []),
         ]
         text = json.dumps([*parts, asdict(tokenisation.limits), self.config.packing], sort_keys=True)
         sources = [[source.path, source.subset, source.split, source.fingerprint[1]] for source in self.sources]
@@ -66,10 +69,16 @@ class StreamedRows:
 
 
 def open_stream(
-    config: DataConfig, purpose: str, *, tokenizer: PreTrainedTokenizerBase, limits: TokenLimits
+    config: DataConfig,
+    purpose: str,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    limits: TokenLimits,
+    kind: RowKind = DIALOGUE,
 ) -> StreamedRows:
     """The training data of `config` as a stream; DataError where sources, template or vocabulary do not fit."""
-    sources, tokenisation = plan_tokenisation(config, purpose, tokenizer=tokenizer, limits=limits)
+    kind = find_classes(config, kind)
+    sources, tokenisation = plan_tokenisation(config, purpose, tokenizer=tokenizer, limits=limits, kind=kind)
     _, counts = tokenise_records(list(islice(_all_records(sources), SAMPLED_RECORDS)), tokenisation)
     return StreamedRows(sources, tokenisation, config, counts)
 
@@ -123,15 +132,11 @@ def _all_records(sources: list[Source]) -> Iterator[tuple[str, Record]]:
 def _rows_of(chunk: list[tuple[str, Record]], rows: StreamedRows, plan: BatchPlan, *, seed: list[int]) -> Iterator[Row]:
     documents, counts = tokenise_records(chunk, rows.tokenisation)
     check_dropped_rows(counts, rows.config, rows.sources)
-    prepared = _pack_rows(documents, counts, plan.row_len)
+    prepared = _pack_rows(documents, counts, rows.tokenisation.kind, plan.row_len)
     order = np.random.default_rng(seed).permutation(len(prepared)) if plan.shuffle else range(len(prepared))
     yield from (prepared[int(number)] for number in order)
 
 
-def _pack_rows(documents: Documents, counts: Counts, row_len: int | None) -> PreparedRows:
-    if row_len is None:
-        return PreparedRows(documents, np.arange(counts.documents), np.arange(counts.documents + 1), counts)
-    bins = pack(np.diff(documents.offsets), row_len)
-    return PreparedRows(
-        documents, np.concatenate(bins), np.concatenate([[0], np.cumsum([len(row) for row in bins])]), counts
-    )
+def _pack_rows(documents: Documents, counts: Counts, kind: RowKind, row_len: int | None) -> PreparedRows:
+    packing = one_unit_a_row(documents, kind) if row_len is None else pack_units(documents, kind, row_len)
+    return PreparedRows(documents, *packing, counts, kind=kind)

@@ -24,7 +24,8 @@ _SHOWN_TOKENS = 12
 def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     """The fast tokenizer of a folder.
 
-    DataError where there is none, it has no end-of-sequence token, or it makes other tokens than its tokenizer.json.
+    DataError where there is none, it has no end-of-sequence token and is no encoder's, or it makes other tokens than
+    its tokenizer.json.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, use_fast=True, trust_remote_code=False)
@@ -32,7 +33,7 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
         raise DataError(
             f"no tokenizer in `{folder}`: {missing}", hint="set model.tokenizer to a folder with tokenizer.json"
         ) from missing
-    if tokenizer.eos_token_id is None:
+    if tokenizer.eos_token_id is None and not is_encoder_tokenizer(tokenizer):
         raise DataError(
             f"the tokenizer of `{folder}` has no eos_token", hint="add eos_token to its tokenizer_config.json"
         )
@@ -42,6 +43,14 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
         # transformers 5.23 ignores `add_bos_token` next to a plain tokenizer.json, and would add no BOS to a prompt.
         tokenizer.add_bos_token = True
     return tokenizer
+
+
+def is_encoder_tokenizer(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer puts a text between a class token and a separator, as encoders such as BERT expect it."""
+    if tokenizer.cls_token_id is None or tokenizer.sep_token_id is None:
+        return False
+    ids = tokenizer("x")["input_ids"]
+    return bool(ids[0] == tokenizer.cls_token_id and ids[-1] == tokenizer.sep_token_id)
 
 
 def _check_tokens(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:

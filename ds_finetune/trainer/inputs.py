@@ -3,16 +3,18 @@
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.data.classes import find_classes
 from ds_finetune.data.overlap import overlap_notes
 from ds_finetune.data.prepare import TokenLimits, prepare_rows
 from ds_finetune.data.prepared_rows import PreparedRows
+from ds_finetune.data.row_kind import RowKind
 from ds_finetune.data.row_report import row_notes
 from ds_finetune.data.stream import StreamedRows, open_stream
 from ds_finetune.data.tokenizer_files import load_tokenizer
@@ -103,11 +105,12 @@ def read_inputs(config: RunConfig, model: ModelPlan) -> RunInputs:
             f"data.train gives weights to {', '.join(config.data.weights)}, whose rows data.streaming does not count",
             hint="set data.streaming to false, or write the rows of a mixture to one file",
         )
-    train = (open_stream if config.data.streaming else prepare_rows)(
-        config.data, "train", tokenizer=tokenizer, limits=limits
-    )
+    kind = find_classes(config.data, RowKind.of(config.objective))
+    prepare = partial(prepare_rows, tokenizer=tokenizer, limits=limits, kind=kind)
+    stream = partial(open_stream, tokenizer=tokenizer, limits=limits, kind=kind)
+    train = (stream if config.data.streaming else prepare)(config.data, "train")
     held_out = {
-        name: prepare_rows(config.data.model_copy(update={"eval": paths}), "eval", tokenizer=tokenizer, limits=limits)
+        name: prepare(config.data.model_copy(update={"eval": paths}), "eval")
         for name, paths in config.data.held_out_sets.items()
     }
     held_out_notes = [note for rows in held_out.values() for note in rows.notes]

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.prepare import prepare_rows
 from ds_finetune.data.prepared_rows import PreparedRows
+from ds_finetune.data.row_kind import RowKind
 from ds_finetune.data.row_report import row_notes, server_prompt_line
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.model.build import resolve_folder
@@ -22,7 +23,8 @@ def preview_of(config: RunConfig, *, samples: int) -> RenderableType:
     and split.
     """
     tokenizer = load_tokenizer(str(resolve_folder(config.model.tokenizer or config.model.path)))
-    rows = prepare_rows(config.data, "train", tokenizer=tokenizer, limits=token_limits(config, model_config(config)))
+    limits = token_limits(config, model_config(config))
+    rows = prepare_rows(config.data, "train", tokenizer=tokenizer, limits=limits, kind=RowKind.of(config.objective))
     number = min(samples, rows.counts.documents)
     shown = [mark_supervised(*rows.document(index), tokenizer) for index in range(number)]
     notes = (*rows.notes, *row_notes(rows.counts))

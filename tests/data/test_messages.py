@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ds_finetune.data.layouts import Conversation, read_sample, recognise_layout, unread_columns
+from ds_finetune.data.layouts import LAYOUTS, Conversation, read_sample, recognise_layout, unread_columns
 from ds_finetune.errors import DataError
 
 ASKED = {"role": "user", "content": "2+2?"}
@@ -130,13 +130,12 @@ def test_one_answer_of_a_preference_row_is_imitated_where_it_is_named() -> None:
     record = {"prompt": "p", "chosen": "c", "rejected": "r"}
     columns = {"completion": "chosen"}
     read_sample(record, recognise_layout(record, columns, "row 1"), columns, "row 1")
-    assert unread_columns(record, "prompt_completion", columns) == ["rejected"]
+    assert unread_columns(record, LAYOUTS["prompt_completion"], columns) == ["rejected"]
 
 
 def test_columns_and_fields_that_are_not_used() -> None:
     record = {"messages": [{**ASKED, "likes": 3}, {**SAID, "name": "bot"}], "source": "x", "split": None, "tools": []}
-    assert unread_columns(record, "messages", {}) == ["source"]
+    assert unread_columns(record, LAYOUTS["messages"], {}) == ["source"]
     assert conversation_of(record).unread == ("messages[].likes", "messages[].name")
-    assert unread_columns(
-        {"q": "x", "answer": "y", "prompt": "z"}, "prompt_completion", {"prompt": "q", "completion": "answer"}
-    ) == ["prompt"]
+    record, columns = {"q": "x", "answer": "y", "prompt": "z"}, {"prompt": "q", "completion": "answer"}
+    assert unread_columns(record, LAYOUTS["prompt_completion"], columns) == ["prompt"]

@@ -1,0 +1,136 @@
+"""Classes of labelled texts: their names and number, and the target of a label."""
+
+import hashlib
+import json
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from ds_finetune.config.schema import DataConfig
+from ds_finetune.data.cache import lock_folder, remove_damaged, write_folder
+from ds_finetune.data.labelled import LABELLED_LAYOUTS, default_columns, read_number, whole_number
+from ds_finetune.data.layouts import Record, view_columns
+from ds_finetune.data.row_kind import RowKind
+from ds_finetune.data.sources import find_sources, read_records
+from ds_finetune.errors import ConfigError, DataError
+
+
+def find_classes(config: DataConfig, kind: RowKind) -> RowKind:
+    """`kind` with the names and the number of the classes, from the labels of all training rows where necessary.
+
+    Every process of a host calls this; one of them reads the rows, and the result is cached. Texts are classes in the
+    order of their names; whole numbers are classes from 0 on. DataError names the row of a label that does not fit.
+    """
+    if kind.name != "labelled" or kind.has_known_classes:
+        return kind
+    if kind.labels or kind.num_labels == 1:
+        return replace(kind, num_labels=len(kind.labels) or 1, has_known_classes=True)
+    if config.streaming:
+        raise ConfigError(
+            f"data.streaming reads no row before the run, and objective.labels is {list(kind.labels)}",
+            hint="name the classes in objective.labels, or set data.streaming to false",
+        )
+    sources = find_sources(config.paths("train"))
+    parts = [[source.fingerprint for source in sources], dict(config.columns), kind.fingerprint]
+    name = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
+    folder = Path(config.cache_dir) / name / "classes"
+    began = time.time()
+    with lock_folder(folder.parent):
+        remove_damaged([folder], since=began)
+        if not folder.is_dir():
+            records = (record for source in sources for record in read_records(source))
+            found = _count_classes(records, config.columns, kind)
+            write_folder(folder, {}, {"kind.json": json.dumps(asdict(found))})
+        written = json.loads((folder / "kind.json").read_text(encoding="utf-8"))
+    return RowKind(**{**written, "labels": tuple(written["labels"])})
+
+
+def _count_classes(records: Iterable[tuple[str, Record]], columns: Mapping[str, str], kind: RowKind) -> RowKind:
+    """The classes of all labels; `first` has, for each label, the location of its first row."""
+    names: dict[str, str] = {}
+    numbers: dict[int, str] = {}
+    for where, record in records:
+        own = default_columns(record, columns)
+        label = view_columns(record, LABELLED_LAYOUTS["labelled"], own, where)["label"]
+        number = whole_number(label)
+        if number is not None:
+            numbers.setdefault(number, where)
+        elif isinstance(label, str):
+            names.setdefault(label, where)
+        else:
+            raise _bad_label(label, own, where, hint="give a whole number or a name")
+    if names and numbers:
+        number, where = next(iter(numbers.items()))
+        name, other = next(iter(names.items()))
+        raise DataError(
+            f"{where} has the label {number}, and {other} has the label {name!r}: a number and a name",
+            hint="give all classes by number, or all by name",
+        )
+    if names:
+        return _by_name(names, kind)
+    return _by_number(numbers, kind)
+
+
+def _by_name(names: Mapping[str, str], kind: RowKind) -> RowKind:
+    labels = tuple(sorted(names))
+    if kind.num_labels not in (None, len(labels)):
+        last = labels[-1]
+        raise DataError(
+            f"objective.num_labels is {kind.num_labels}, and column `label` has {len(labels)} classes: "
+            f"{', '.join(labels[:10])} (the first {last!r} is in {names[last]})",
+            hint="correct one of them, or name all classes in objective.labels",
+        )
+    return replace(kind, labels=labels, num_labels=len(labels), has_known_classes=True)
+
+
+def _by_number(numbers: Mapping[int, str], kind: RowKind) -> RowKind:
+    count = kind.num_labels or max(numbers, default=0) + 1
+    for number, where in numbers.items():
+        if not 0 <= number < count:
+            raise _outside(number, "label", where, count)
+    absent = sorted(set(range(count)) - set(numbers))
+    if absent and kind.num_labels is None:
+        largest = max(numbers, default=0)
+        raise DataError(
+            f"no row has the class {absent[0]}, and {numbers.get(largest, 'no row')} has the class {largest}",
+            hint="number the classes from 0 on without gaps, or set objective.num_labels",
+        )
+    if count == 1:
+        raise DataError(
+            f"all {len(numbers)} labels are the class 0",
+            hint="give rows of two classes at least; for regression set objective.num_labels to 1",
+        )
+    return replace(kind, num_labels=count, has_known_classes=True)
+
+
+def target_of(label: object, kind: RowKind, column: str, where: str) -> float:
+    """The number of a label's class, or for regression the label; DataError where it is neither."""
+    assert kind.has_known_classes
+    if kind.is_regression:
+        return read_number(label, column, where)
+    if str(label) in kind.labels and isinstance(label, str | int):
+        return float(kind.labels.index(str(label)))
+    number = whole_number(label)
+    if number is None:
+        known = f"the classes are {', '.join(kind.labels[:10])}" if kind.labels else "classes are whole numbers"
+        raise _bad_label(label, {"label": column}, where, hint=known)
+    count = kind.num_labels or 0
+    if not 0 <= number < count:
+        raise _outside(number, column, where, count)
+    return float(number)
+
+
+def _outside(number: int, column: str, where: str, count: int) -> DataError:
+    return DataError(
+        f"{where}: column `{column}` is {number}, and the classes are 0 to {count - 1}",
+        hint="number the classes from 0 on, and correct objective.num_labels or objective.labels",
+    )
+
+
+def _bad_label(label: object, columns: Mapping[str, Any], where: str, *, hint: str) -> DataError:
+    return DataError(
+        f"{where}: column `{columns.get('label', 'label')}` is {type(label).__name__} {label!r:.60}, which is no class",
+        hint=f"{hint}; for regression set objective.num_labels to 1",
+    )

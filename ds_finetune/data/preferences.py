@@ -1,0 +1,216 @@
+"""Layouts of preference data: how the columns of a record become a chosen and a rejected answer.
+
+A dialogue is split by turns: its last assistant turn is the answer, and all before it must be equal on both sides.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ds_finetune.data.layouts import Completion, Sample, by_name, read_alpaca, read_optional_text, read_text
+from ds_finetune.data.messages import Conversation, check_text, read_conversation, read_tools
+from ds_finetune.errors import DataError
+
+_SIDES = ("chosen", "rejected")
+_HH_TURN = re.compile(r"\n\n(Human|Assistant):")
+_HH_ROLES = {"Human": "user", "Assistant": "assistant"}
+
+
+@dataclass(frozen=True)
+class Preference:
+    """Two answers to the same turns, of which the first is preferred. `margin` is 0 where the row has none."""
+
+    chosen: Sample
+    rejected: Sample
+    margin: float = 0.0
+
+
+def _preference(sides: Sequence[Sample], view: Mapping[str, Any], where: str) -> Preference:
+    chosen, rejected = sides
+    margin = view.get("margin")
+    if margin is None:
+        return Preference(chosen, rejected)
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise DataError(
+            f"{where}: column `margin` is {type(margin).__name__} {margin!r:.60}", hint="give a finite number"
+        )
+    return Preference(chosen, rejected, float(margin))
+
+
+def _of_turns(dialogues: Sequence[object], view: Mapping[str, Any], where: str) -> Preference:
+    """Both sides as whole dialogues."""
+    tools = view.get("tools")
+    sides = [read_conversation(turns, tools, column, where) for column, turns in zip(_SIDES, dialogues, strict=True)]
+    for column, side in zip(_SIDES, sides, strict=True):
+        role = side.messages[-1]["role"]
+        if role != "assistant":
+            raise DataError(
+                f"{where}: the last turn of `{column}` has the role {role}, not assistant",
+                hint="end both sides with the answer, or remove the row",
+            )
+    _check_same_turns(*sides, where=where)
+    return _preference(sides, view, where)
+
+
+def _check_same_turns(chosen: Conversation, rejected: Conversation, *, where: str) -> None:
+    """DataError where the turns before the answers differ."""
+    ours, theirs = chosen.messages[:-1], rejected.messages[:-1]
+    if ours == theirs:
+        return
+    number = next(
+        (n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
+    )
+    shown = [_shown_turn(side, number) for side in (ours, theirs)]
+    raise DataError(
+        f"{where}: turn {number + 1} of `rejected` is {shown[1]}, and of `chosen` {shown[0]}; the turns before the "
+        "answers have to be equal",
+        hint="give both answers to the same prompt, or remove the row",
+    )
+
+
+def _shown_turn(turns: Sequence[Mapping[str, Any]], number: int) -> str:
+    return f"{turns[number]['role']} {turns[number]['content']!r:.60}" if number < len(turns) else "the answer"
+
+
+def _as_turns(answer: object, column: str, where: str) -> list[Any]:
+    """An answer as turns: a text, one message, or a list of messages."""
+    if isinstance(answer, list | tuple):
+        return list(answer)
+    if isinstance(answer, Mapping):
+        return [answer]
+    return [{"role": "assistant", "content": check_text(answer, f"{where}: column `{column}`")}]
+
+
+def _role(turn: object) -> object:
+    return turn.get("role", turn.get("from")) if isinstance(turn, Mapping) else None
+
+
+def _content(turn: object) -> object:
+    return turn.get("content", turn.get("value")) if isinstance(turn, Mapping) else None
+
+
+def _prompt_pair(view: Mapping[str, Any], where: str) -> Preference:
+    """A prompt and two answers; either may also repeat the prompt as its first turns."""
+    prompt, sides = view["prompt"], (view["chosen"], view["rejected"])
+    if all(isinstance(value, str) for value in (prompt, *sides)):
+        tools = read_tools(view.get("tools"), where)
+        samples = [_completion(read_text(view, "prompt", where), read_text(view, side, where)) for side in _SIDES]
+        return _preference([_with_tools(sample, tools) for sample in samples], view, where)
+    whole = [
+        _with_prompt(prompt, _as_turns(side, column, where), column, where)
+        for column, side in zip(_SIDES, sides, strict=True)
+    ]
+    return _of_turns(whole, view, where)
+
+
+def _completion(prompt: str, answer: str) -> Completion:
+    turns = ({"role": "user", "content": prompt}, {"role": "assistant", "content": answer})
+    return Completion(prompt, answer, Conversation(turns))
+
+
+def _with_tools(sample: Completion, tools: tuple[Mapping[str, Any], ...] | None) -> Completion:
+    return Completion(sample.prompt, sample.completion, Conversation(sample.conversation.messages, tools))
+
+
+def _with_prompt(prompt: object, turns: list[Any], column: str, where: str) -> list[Any]:
+    """The turns of a side with the prompt before them, unless they begin with it."""
+    is_text = isinstance(prompt, str)
+    first = [{"role": "user", "content": prompt}] if is_text else _as_turns(prompt, "prompt", where)
+    if len(turns) == 1 or _role(turns[0]) in ("assistant", "gpt", "model"):
+        return [*first, *turns]
+    repeats = (
+        any(_content(turn) == prompt for turn in turns[:-1]) if is_text else list(turns[: len(first)]) == list(first)
+    )
+    if not repeats:
+        raise DataError(
+            f"{where}: `{column}` begins with the turn {turns[0]!r:.60}, and `prompt` is {prompt!r:.60}",
+            hint=f"give the answers alone in `{column}`, or whole dialogues that contain the prompt",
+        )
+    return turns
+
+
+def _pair(view: Mapping[str, Any], where: str) -> Preference:
+    """Whole dialogues as lists of messages, or as texts with `Human:` and `Assistant:` before each turn."""
+    chosen, rejected = view["chosen"], view["rejected"]
+    if not (isinstance(chosen, str) and isinstance(rejected, str)):
+        return _of_turns([chosen, rejected], view, where)
+    ours, theirs = (_hh_dialogue(read_text(view, column, where), column, where) for column in _SIDES)
+    _check_same_turns(ours.conversation, theirs.conversation, where=where)
+    return _preference([ours, theirs], view, where)
+
+
+def _hh_dialogue(text: str, column: str, where: str) -> Completion:
+    """A dialogue of Anthropic's HH-RLHF; the prompt is the text up to and with its last `Assistant:`."""
+    before, *parts = _HH_TURN.split(text)
+    turns = [
+        {"role": _HH_ROLES[name], "content": content.removeprefix(" ")}
+        for name, content in zip(parts[::2], parts[1::2], strict=True)
+    ]
+    if before or len(turns) < 2 or turns[-1]["role"] != "assistant":
+        raise DataError(
+            f"{where}: `{column}` has no turns that end with an answer: {text!r:.60}",
+            hint="give the prompt in a column `prompt`, or turns as lists of {role, content}, or as text after "
+            "`\\n\\nHuman:` and `\\n\\nAssistant:`",
+        )
+    answer = parts[-1]
+    conversation = Conversation(tuple(turns))
+    return Completion(text[: len(text) - len(answer)], answer, conversation, has_all_turns=True)
+
+
+def _question_pair(view: Mapping[str, Any], where: str) -> Preference:
+    system = read_optional_text(view, "system", where)
+    prompt = [
+        *([{"role": "system", "content": system}] if system else []),
+        {"role": "user", "content": read_text(view, "question", where)},
+    ]
+    sides = [
+        Completion(
+            read_text(view, "question", where),
+            read_text(view, column, where),
+            Conversation((*prompt, {"role": "assistant", "content": read_text(view, column, where)})),
+        )
+        for column in _SIDES
+    ]
+    return _preference(sides, view, where)
+
+
+def _alpaca_pair(view: Mapping[str, Any], where: str) -> Preference:
+    sides = [read_alpaca({**view, "output": read_text(view, column, where)}, where) for column in _SIDES]
+    return _preference(sides, view, where)
+
+
+def _sharegpt_pair(view: Mapping[str, Any], where: str) -> Preference:
+    system = read_optional_text(view, "system", where)
+    before = [
+        *([{"role": "system", "content": system}] if system else []),
+        *_as_turns(view["conversations"], "conversations", where),
+    ]
+    sides = [[*before, *_as_turns(view[column], column, where)] for column in _SIDES]
+    return _of_turns(sides, view, where)
+
+
+def _messages_pair(view: Mapping[str, Any], where: str) -> Preference:
+    return _of_turns([view["messages"], view["rejected_messages"]], view, where)
+
+
+def _response_pair(view: Mapping[str, Any], where: str) -> Preference:
+    """The rejected answer stands for the last turn, or as messages for all turns after the user's last."""
+    chosen, rejected = _as_turns(view["messages"], "messages", where), view["rejected_response"]
+    if isinstance(rejected, list | tuple):
+        after_user = [number for number, turn in enumerate(chosen, start=1) if _role(turn) in ("user", "human")]
+        return _of_turns([chosen, [*chosen[: max(after_user, default=0)], *rejected]], view, where)
+    return _of_turns([chosen, [*chosen[:-1], *_as_turns(rejected, "rejected_response", where)]], view, where)
+
+
+PAIR_LAYOUTS = by_name(
+    ("messages_pair", "messages rejected_messages", "tools margin", _messages_pair),
+    ("response_pair", "messages rejected_response", "tools margin", _response_pair),
+    ("prompt_pair", "prompt chosen rejected", "tools margin", _prompt_pair),
+    ("question_pair", "question chosen rejected", "system margin", _question_pair),
+    ("alpaca_pair", "instruction chosen rejected", "input system history margin", _alpaca_pair),
+    ("sharegpt_pair", "conversations chosen rejected", "system tools margin", _sharegpt_pair),
+    ("pair", "chosen rejected", "tools margin", _pair),
+)
+"""Layouts of preference data by name, in the order in which they are tried."""

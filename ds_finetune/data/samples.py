@@ -1,0 +1,96 @@
+"""Reads records as the samples of an objective: dialogue, plain text, pairs, marked answers or labelled texts."""
+
+from collections.abc import Mapping
+
+from ds_finetune.data.classes import target_of
+from ds_finetune.data.labelled import (
+    LABELLED_LAYOUTS,
+    MARKED_LAYOUTS,
+    LabelledText,
+    MarkedAnswer,
+    default_columns,
+    read_mark,
+)
+from ds_finetune.data.layouts import (
+    LAYOUTS,
+    LayoutColumns,
+    Record,
+    Sample,
+    check_media,
+    check_supervised,
+    find_layout,
+    known_layouts,
+    recognise_layout,
+    unread_columns,
+    view_columns,
+)
+from ds_finetune.data.preferences import PAIR_LAYOUTS, Preference
+from ds_finetune.data.row_kind import KindName, RowKind, objectives_of
+from ds_finetune.errors import ConfigError, DataError
+
+RowSample = Sample | Preference | MarkedAnswer | LabelledText
+LAYOUTS_OF: Mapping[KindName, Mapping[str, LayoutColumns]] = {
+    "pairs": PAIR_LAYOUTS,
+    "marked": MARKED_LAYOUTS,
+    "labelled": LABELLED_LAYOUTS,
+    "dialogue": LAYOUTS,
+    "text": {"text": LAYOUTS["text"]},
+}
+"""The layouts that are tried for each kind of rows."""
+
+
+def check_layout_name(layout: str, kind: RowKind) -> None:
+    """ConfigError where `data.layout` is none of the kind's."""
+    known = LAYOUTS_OF[kind.name]
+    if layout != "auto" and layout not in known:
+        raise ConfigError(
+            f"data.layout is {layout}, and {kind.description}", hint=f"set data.layout to auto, or {', '.join(known)}"
+        )
+
+
+def read_row(
+    record: Record, kind: RowKind, *, layout: str, columns: Mapping[str, str], where: str
+) -> tuple[RowSample, list[str]]:
+    """A record as a sample, and the columns that are not used.
+
+    `layout` is `auto` or a name of the kind's layouts. DataError where no layout fits, or a column cannot be read.
+    """
+    check_media(record, columns, where)
+    if kind.name in ("dialogue", "text"):
+        check_supervised(record, columns, where)
+    else:
+        columns = default_columns(record, columns)
+    chosen = LAYOUTS_OF[kind.name][_recognise(record, kind, columns, where) if layout == "auto" else layout]
+    view = view_columns(record, chosen, columns, where)
+    unread = unread_columns(record, chosen, columns)
+    if kind.name == "marked":
+        good = read_mark(view["label"], columns.get("label", "label"), where)
+        return MarkedAnswer(chosen.read(view, where), good), unread
+    if kind.name == "labelled":
+        target = target_of(view["label"], kind, columns.get("label", "label"), where)
+        text, text_pair = chosen.read(view, where)
+        return LabelledText(text, text_pair, target), unread
+    if kind.name == "pairs" and not kind.has_margin:
+        margin = columns.get("margin", "margin")
+        return chosen.read({**view, "margin": None}, where), unread + [margin] * (record.get(margin) is not None)
+    return chosen.read(view, where), unread
+
+
+def _recognise(record: Record, kind: RowKind, columns: Mapping[str, str], where: str) -> str:
+    if kind.name == "dialogue":
+        return recognise_layout(record, columns, where)
+    found = find_layout(record, columns, LAYOUTS_OF[kind.name])
+    if found is not None:
+        return found
+    raise DataError(
+        f"{where} has columns {', '.join(sorted(record))}, and {kind.description}",
+        hint=_other_objective(record, columns)
+        or f"name them under data.columns; layouts are {known_layouts(LAYOUTS_OF[kind.name])}",
+    )
+
+
+def _other_objective(record: Record, columns: Mapping[str, str]) -> str:
+    """A hint with the objectives that are trained on such rows; empty where there are none."""
+    names = default_columns(record, columns)
+    fitting = next((kind for kind, layouts in LAYOUTS_OF.items() if find_layout(record, names, layouts)), None)
+    return f"such rows are for objective {objectives_of(fitting)}" if fitting else ""

@@ -1,0 +1,301 @@
+"""Preference data and marked answers: layouts, splitting by turns, lengths, and the counts of dropped rows."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from ds_finetune.config.objectives import DpoObjective, KtoObjective, RewardObjective, SftObjective
+from ds_finetune.config.schema import DataConfig
+from ds_finetune.data.documents import Counts
+from ds_finetune.data.prepare import TokenLimits, prepare_rows
+from ds_finetune.data.prepared_rows import PreparedRows
+from ds_finetune.data.row_kind import RowKind
+from ds_finetune.data.samples import read_row
+from ds_finetune.data.tokenizer_files import load_tokenizer
+from ds_finetune.demo import write_demo
+from ds_finetune.errors import DataError
+from ds_finetune.labels import IGNORE_INDEX
+
+PAIRS, MARKED = RowKind.of(RewardObjective(name="reward")), RowKind.of(KtoObjective(name="kto"))
+ASKED, GOOD, BAD = (
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "4"},
+    {"role": "assistant", "content": "5"},
+)
+SYSTEM = {"role": "system", "content": "Count."}
+HH = "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: 2+2?\n\nAssistant:"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    folder = tmp_path_factory.mktemp("demo")
+    write_demo(folder)
+    return load_tokenizer(str(folder / "model"))
+
+
+def rows_of(
+    records: list[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    *,
+    kind: RowKind = PAIRS,
+    max_seq_len: int = 64,
+    **options: object,
+) -> PreparedRows:
+    path = folder / "rows.json"
+    path.write_text(json.dumps(records))
+    given = {"train": str(path), "cache_dir": str(folder / "cache"), "max_dropped_ratio": 1, "max_truncated_ratio": 1}
+    config = DataConfig.model_validate({**given, **options})
+    return prepare_rows(config, "train", tokenizer=tokenizer, limits=TokenLimits(max_seq_len, 128, 512), kind=kind)
+
+
+def shown(rows: PreparedRows, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Each document as text, with what is supervised in brackets."""
+    texts = []
+    for number in range(rows.counts.documents):
+        ids, mask = rows.document(number)
+        start = mask.index(True)
+        assert all(mask[start:])
+        texts.append(f"{tokenizer.decode(ids[:start])}[{tokenizer.decode(ids[start:])}]")
+    return texts
+
+
+LAYOUTS = {
+    "standard": {"prompt": "2+2?", "chosen": "4", "rejected": "5"},
+    "conversational": {"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD]},
+    "implicit prompt": {"chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},
+    "UltraFeedback": {
+        "prompt": "2+2?",
+        "prompt_id": "f00",
+        "chosen": [ASKED, GOOD],
+        "rejected": [ASKED, BAD],
+        "messages": [ASKED, GOOD],
+        "score_chosen": 8.0,
+        "score_rejected": 2.0,
+    },
+    "HH-RLHF": {"chosen": "\n\nHuman: 2+2?\n\nAssistant: 4", "rejected": "\n\nHuman: 2+2?\n\nAssistant: 5"},
+    "LLaMA-Factory sharegpt": {
+        "conversations": [{"from": "human", "value": "2+2?"}],
+        "chosen": {"from": "gpt", "value": "4"},
+        "rejected": {"from": "gpt", "value": "5"},
+    },
+    "ms-swift response": {"messages": [ASKED, GOOD], "rejected_response": "5"},
+    "ms-swift response as messages": {"messages": [ASKED, GOOD], "rejected_response": [BAD]},
+    "ms-swift messages": {"messages": [ASKED, GOOD], "rejected_messages": [ASKED, BAD]},
+    "OpenRLHF": {"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD], "margin": 1.5},
+    "OpenRLHF without prompt": {"chosen": [ASKED, GOOD], "rejected": [ASKED, BAD], "margin": 1.5},
+    "Orca": {"system": "", "question": "2+2?", "chosen": "4", "rejected": "5"},
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_of_pairs_give_the_same_documents(
+    name: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    rows = rows_of([LAYOUTS[name]], tokenizer, tmp_path)
+    prompt = "<|bos|><|user|>2+2?<|assistant|>"
+    assert shown(rows, tokenizer) == [f"{prompt}[4<|eos|>]", f"{prompt}[5<|eos|>]"]
+    documents = rows[0].documents
+    assert documents is not None
+    assert documents.numbers.tolist() == [0, 1]
+    assert documents.lengths.sum() == len(rows[0].input_ids)
+    assert documents.targets.tolist() == [LAYOUTS[name].get("margin", 0.0)] * 2
+
+
+def test_alpaca_pairs_have_the_prompt_of_alpaca(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    record = {"instruction": "Add", "input": "2+2", "chosen": "4", "rejected": "5"}
+    plain = rows_of([record], tokenizer, tmp_path, template="plain", max_seq_len=1024)
+    chosen, rejected = shown(plain, tokenizer)
+    assert chosen.partition("[")[0].endswith("Response:<|unk|>")
+    assert chosen.endswith("[4<|eos|>]")
+    assert rejected == chosen.replace("[4", "[5")
+
+
+def test_hh_dialogues_are_split_at_the_last_answer(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    """Also where both answers begin alike, where one is empty, and where one is the beginning of the other."""
+    records = [
+        {"chosen": HH + a, "rejected": HH + b} for a, b in ((" It is 4", " It is 5"), (" 4", ""), (" 4 x", " 4"))
+    ]
+    turns = "<|bos|><|user|>Hi<|assistant|>Hello<|eos|><|user|>2+2?<|assistant|>"
+    answers = ["It is 4", "It is 5", "4", "", "4 x", "4"]
+    assert shown(rows_of(records, tokenizer, tmp_path, max_seq_len=256), tokenizer) == [
+        f"{turns}[{answer}<|eos|>]" for answer in answers
+    ]
+    plain = rows_of(records, tokenizer, tmp_path, max_seq_len=256, template="plain")
+    prompts = [text.partition("[")[0] for text in shown(plain, tokenizer)]
+    assert prompts == [HH.replace("\n", "<|unk|>")] * 6
+    assert not plain.counts.dropped.rows
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"chosen": [ASKED, GOOD], "rejected": [{"role": "user", "content": "3+3?"}, BAD]}, "turn 1 of `rejected`"),
+        ({"chosen": [ASKED, GOOD], "rejected": [SYSTEM, ASKED, BAD]}, "turn 1 of `rejected`"),
+        ({"chosen": [ASKED, GOOD], "rejected": [BAD]}, "turn 1 of `rejected` is the answer"),
+        ({"chosen": [ASKED, GOOD], "rejected": [ASKED]}, "the last turn of `rejected` has the role user"),
+        ({"chosen": "yes", "rejected": "yes and no"}, "`chosen` has no turns"),
+        ({"chosen": HH + " a\n\nHuman: b", "rejected": HH + " c"}, "`chosen` has no turns that end with an answer"),
+        ({"prompt": "p", "chosen": None, "rejected": "x"}, "column `chosen` is NoneType"),
+        ({"prompt": "other", "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}, "`chosen` begins with the turn"),
+        ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": float("nan")}, "column `margin` is float nan"),
+        ({"prompt": "p", "chosen": "a", "rejected": "b", "images": ["x.png"]}, "media in column `images`"),
+    ],
+)
+def test_rows_that_are_no_pair_are_refused_by_name(record: dict[str, Any], said: str) -> None:
+    with pytest.raises(DataError) as caught:
+        read_row(record, PAIRS, layout="auto", columns={}, where="rows.json item 7")
+    assert said in caught.value.message
+    assert "rows.json item 7" in caught.value.message
+    assert caught.value.hint
+
+
+def test_a_margin_belongs_to_reward_models_alone(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    record = {"prompt": "2+2?", "chosen": "4", "rejected": "5", "margin": 2}
+    kind = RowKind.of(DpoObjective(name="dpo"))
+    rows = rows_of([record], tokenizer, tmp_path, kind=kind)
+    assert rows.documents.targets.tolist() == [0, 0]
+    assert rows.counts.unread.entries["margin"][0] == 1
+
+
+def test_equal_empty_and_long_sides_follow_the_rules(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    """A character is a token; the template adds 4, so a pair that just fits into 40 has texts of 32 together."""
+
+    def pair(prompt: int, chosen: str, rejected: str) -> dict[str, str]:
+        return {"prompt": "p" * prompt, "chosen": chosen, "rejected": rejected}
+
+    records = [
+        pair(6, "same", "same"),
+        pair(6, "", "a"),
+        pair(6, "a" * 10, "b" * 10),
+        pair(6, "a" * 30, "b" * 5),
+        pair(6, "a" * 20, "b" * 20),
+        pair(20, "a", "b"),
+        pair(6, "a" * 30, "a" * 40),
+    ]
+    rows = rows_of(records, tokenizer, tmp_path, max_seq_len=40, packing=False)
+    texts = [text.partition("[")[2] for text in shown(rows, tokenizer)]
+    assert texts == [
+        "<|eos|>]",
+        "a<|eos|>]",
+        "a" * 10 + "<|eos|>]",
+        "b" * 10 + "<|eos|>]",
+        "a" * 16 + "]",
+        "b" * 5 + "<|eos|>]",
+        "a" * 11 + "]",
+        "b" * 11 + "]",
+    ]
+    assert {name: number for name, (number, _) in rows.counts.dropped.entries.items()} == {
+        "equal_sides": 2,
+        "no_answer_left": 1,
+    }
+    assert rows.counts.truncated == 2
+    assert rows.counts.truncated_tokens == 15 + 2 * 10
+    assert rows.counts.read == rows.num_units + rows.counts.dropped.rows == 7
+    assert max(len(rows[number].input_ids) for number in range(len(rows))) <= 40
+    dropped = rows_of(records, tokenizer, tmp_path, max_seq_len=40, long_rows="drop")
+    assert dropped.counts.too_long_dropped == 4
+    assert dropped.num_units == 2
+
+
+def test_packing_keeps_the_sides_of_a_pair_together(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    records = [
+        {"prompt": "p", "chosen": "a" * int(draw.integers(1, 30)), "rejected": "b" * int(draw.integers(1, 30))}
+        for _ in range(200)
+    ]
+    rows = rows_of(records, tokenizer, tmp_path, max_seq_len=128)
+    found: list[int] = []
+    for row in (rows[number] for number in range(len(rows))):
+        documents = row.documents
+        assert documents is not None
+        assert len(row.input_ids) == documents.lengths.sum() <= 128
+        assert (documents.numbers[::2] % 2 == 0).all()
+        assert (documents.numbers[1::2] == documents.numbers[::2] + 1).all()
+        found += documents.numbers.tolist()
+        firsts = np.cumsum(documents.lengths) - documents.lengths
+        assert (row.position_ids[firsts] == 0).all()
+        assert (row.labels[firsts[1:] - 1] == IGNORE_INDEX).all()
+        assert row.supervised == (row.labels != IGNORE_INDEX).sum()
+    assert sorted(found) == list(range(400))
+    assert rows.counts.tokens == sum(len(rows[number].input_ids) for number in range(len(rows)))
+    assert rows.fill_ratio(128) > 0.9
+
+
+MARKED_ROWS = {
+    "messages": {"messages": [ASKED, GOOD], "label": True},
+    "conversations": {
+        "conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}],
+        "kto_tag": True,
+    },
+    "TRL": {"prompt": "2+2?", "completion": "4", "label": 1},
+    "TRL conversational": {"prompt": [ASKED], "completion": [GOOD], "label": True},
+}
+
+
+@pytest.mark.parametrize("name", MARKED_ROWS)
+def test_layouts_of_marked_answers(name: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    label = next(key for key in ("label", "kto_tag") if key in MARKED_ROWS[name])
+    records = [MARKED_ROWS[name], {**MARKED_ROWS[name], label: False}]
+    rows = rows_of(records, tokenizer, tmp_path, kind=MARKED)
+    assert shown(rows, tokenizer) == ["<|bos|><|user|>2+2?<|assistant|>[4<|eos|>]"] * 2
+    assert rows.documents.targets.tolist() == [1, 0]
+    assert not rows.counts.unread.entries
+
+
+@pytest.mark.parametrize("label", ["true", -1, 2, 1.0, None, float("nan")])
+def test_a_mark_that_is_none_is_refused(label: object) -> None:
+    with pytest.raises(DataError, match=r"row 3: column `kto_tag` is \w+ .*, which marks no answer"):
+        read_row({"messages": [ASKED, GOOD], "kto_tag": label}, MARKED, layout="auto", columns={}, where="row 3")
+
+
+@pytest.mark.parametrize(
+    ("record", "kind", "hint"),
+    [
+        ({"prompt": "p", "chosen": "a", "rejected": "b"}, MARKED, "objective dpo, simpo, cpo, orpo, reward"),
+        ({"messages": [ASKED, GOOD], "label": True}, PAIRS, "objective kto"),
+        ({"messages": [ASKED, GOOD]}, PAIRS, "objective sft, distill"),
+        ({"sentence1": "a", "sentence2": "b", "label": 0}, PAIRS, "objective classification"),
+        ({"a": 1}, PAIRS, "name them under data.columns"),
+    ],
+)
+def test_rows_of_another_objective_name_it(record: dict[str, Any], kind: RowKind, hint: str) -> None:
+    with pytest.raises(DataError, match="row 1 has columns") as caught:
+        read_row(record, kind, layout="auto", columns={}, where="row 1")
+    assert hint in (caught.value.hint or "")
+
+
+def test_pairs_are_refused_in_supervised_fine_tuning() -> None:
+    with pytest.raises(DataError, match="row 1 is a preference row"):
+        read_row(LAYOUTS["standard"], RowKind.of(SftObjective()), layout="auto", columns={}, where="row 1")
+
+
+def test_the_published_pairs_and_marks(shared_data: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(shared_data / "tokenizers" / "deepseek-llm"))
+    limits = TokenLimits(16_384, 102_400, None)
+    folder = shared_data / "instruct"
+
+    def prepared(name: str, kind: RowKind) -> PreparedRows:
+        config = DataConfig.model_validate({"train": str(folder / name), "cache_dir": str(tmp_path)})
+        return prepare_rows(config, "train", tokenizer=tokenizer, limits=limits, kind=kind)
+
+    pairs = prepared("dpo_en_demo.json", PAIRS)
+    assert pairs.counts == Counts(
+        read=300,
+        documents=600,
+        tokens=pairs.num_tokens,
+        supervised=pairs.num_supervised_tokens,
+        server_prompt_differs=pairs.counts.server_prompt_differs,
+    )
+    for number in range(0, 600, 2):
+        (chosen, is_chosen), (rejected, is_rejected) = pairs.document(number), pairs.document(number + 1)
+        start = is_chosen.index(True)
+        assert start == is_rejected.index(True)
+        assert chosen[:start] == rejected[:start]
+        assert chosen[-1] == rejected[-1] == tokenizer.eos_token_id
+    marked = prepared("kto_en_demo.json", MARKED)
+    assert np.bincount(marked.documents.targets.astype(int)).tolist() == [150, 150]
