@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from ds_finetune.data.batches import Batch, BatchPlan, MicroBatch, eval_baseline, training_batches
-from ds_finetune.data.documents import Counts, Documents
+from ds_finetune.data.documents import Documents, KeptDocument
 from ds_finetune.data.mismatched import MismatchedAnswers
 from ds_finetune.data.prepared_rows import PreparedRows
+from ds_finetune.data.row_kind import RowKind
 from ds_finetune.errors import DataError
 from ds_finetune.labels import IGNORE_INDEX
 
@@ -18,18 +19,21 @@ Example = tuple[list[int], list[int]]
 """Ids of a prompt, and of its answer."""
 
 
-def examples(number: int = 40, prompts: int = 20) -> list[Example]:
-    """Prompts of 1 to 9 ids, each with two answers of 1 to 7 ids; an id of an answer says whose it is."""
-    rng = np.random.default_rng(3)
-    every = [[900 + prompt, *rng.integers(1, 90, size=prompt % 9).tolist()] for prompt in range(prompts)]
-    answers = ([1000 + example] * (1 + int(rng.integers(7))) for example in range(number))
-    return [(every[example % prompts], answer) for example, answer in enumerate(answers)]
+def examples(per_row: int = 1, number: int = 40, prompts: int = 20) -> list[Example]:
+    """Prompts with two answers each, `per_row` of which fit a row; an id of an answer says whose it is."""
+    rng, longest = np.random.default_rng(3), MAX_SEQ_LEN // per_row
+    every = [[900 + prompt, *rng.integers(1, 90, size=prompt % (longest - 4)).tolist()] for prompt in range(prompts)]
+    found = []
+    for example in range(number):
+        prompt = every[example % prompts]
+        found.append((prompt, [1000 + example] * min(1 + int(rng.integers(9)), longest - len(prompt))))
+    return found
 
 
 def prepared(parts: Sequence[Example], per_row: int = 1) -> PreparedRows:
-    documents = Documents.of([Document([*p, *a], [False] * len(p) + [True] * len(a)) for p, a in parts])
+    documents = Documents.of([KeptDocument([*p, *a], [False] * len(p) + [True] * len(a)) for p, a in parts])
     offsets = np.arange(0, len(parts) + per_row, per_row).clip(max=len(parts))
-    return PreparedRows(documents, np.arange(len(parts)), offsets, Counts(documents=len(parts)), kind=MARKED)
+    return PreparedRows(documents, np.arange(len(parts)), offsets, documents.counts, kind=RowKind("marked", "kto"))
 
 
 def mismatched(rows: PreparedRows, seed: int = 5) -> MismatchedAnswers:
@@ -86,7 +90,7 @@ def first_batches(rows: PreparedRows, dp: int, micro: int, *, step: int = 0, see
 
 @pytest.mark.parametrize("per_row", [1, 2])
 def test_each_prompt_gets_the_answer_to_another_one(per_row: int) -> None:
-    parts = examples()
+    parts = examples(per_row)
     (batch,) = first_batches(prepared(parts, per_row), dp=1, micro=4)
     trained = sorted(found(batch.micro))
     baseline = found(batch.baseline)
@@ -97,13 +101,15 @@ def test_each_prompt_gets_the_answer_to_another_one(per_row: int) -> None:
         assert parts[other][0] != prompt
         assert ids == [*prompt, *parts[other][1]][:MAX_SEQ_LEN]
         assert answer == ids[len(prompt) :]
+    lengths = [len(parts[number - 40][0]) + len(parts[ids[1][0] - 1000][1]) for number, ids in baseline.items()]
+    assert per_row == 2 or max(lengths) > MAX_SEQ_LEN, "some are cut"
 
 
 @pytest.mark.parametrize("per_row", [1, 2])
 @pytest.mark.parametrize("step", [0, 2])
 def test_the_baseline_is_the_same_for_every_split(per_row: int, step: int) -> None:
     """Also of the last, short batch."""
-    rows = prepared(examples(), per_row)
+    rows = prepared(examples(per_row), per_row)
     expected = found(first_batches(rows, dp=1, micro=8, step=step)[0].baseline)
     for dp, micro in ((1, 1), (2, 4), (2, 2), (4, 2), (8, 1)):
         ranks = first_batches(rows, dp=dp, micro=micro, step=step)
@@ -114,13 +120,13 @@ def test_the_baseline_is_the_same_for_every_split(per_row: int, step: int) -> No
 def test_partners_depend_on_the_seed_alone() -> None:
     rows = prepared(examples())
     partners = [mismatched(rows).partner(number) for number in range(40)]
-    assert partners == [mismatched(prepared(examples(), 2)).partner(number) for number in range(40)]
+    assert partners == [mismatched(prepared(examples(), 5)).partner(number) for number in range(40)]
     assert partners != [mismatched(rows, seed=6).partner(number) for number in range(40)]
     assert len(set(partners)) > 30, "answers are used about equally often"
 
 
 def test_rows_are_filled_first_fit() -> None:
-    rows = prepared(examples(), 2)
+    rows = prepared(examples(2), 2)
     filled = mismatched(rows).rows_for(range(20))
     lengths = [len(row.input_ids) for row in filled]
     assert max(lengths) <= MAX_SEQ_LEN
@@ -129,7 +135,7 @@ def test_rows_are_filled_first_fit() -> None:
 
 
 def test_held_out_rows_have_one_baseline_for_all() -> None:
-    rows = prepared(examples(), 2)
+    rows = prepared(examples(2), 2)
     expected = {number + 40 for number in range(40)}
     for dp in (1, 2):
         ranks = [found(list(micros(rows, rank, dp, limit=0))) for rank in range(dp)]

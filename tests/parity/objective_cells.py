@@ -13,8 +13,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from ds_finetune.config.objectives import ObjectiveConfig, ObjectiveField
-from ds_finetune.data.documents import Document as KeptDocument
-from ds_finetune.data.documents import Documents
+from ds_finetune.data.documents import Documents, KeptDocument
 from ds_finetune.data.mismatched import MismatchedAnswers
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.rows import Row, RowDocuments
