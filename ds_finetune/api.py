@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ds_finetune.config.schema import DataConfig, RunConfig
+from ds_finetune.config.value_types import SET_NAME
 from ds_finetune.console import show_line, show_next, show_plan, show_report, show_verifications
 from ds_finetune.errors import ConfigError, LaunchError, VerificationError
 from ds_finetune.quiet import quiet_packages
@@ -119,7 +120,7 @@ def check_verified(results: "Sequence[VerificationResult]") -> None:
 
 def evaluate(  # noqa: PLR0913 - each is an option of the command
     model: PathLike,
-    data: PathLike | Sequence[PathLike],
+    data: PathLike | Sequence[PathLike] | Mapping[str, PathLike | Sequence[PathLike]],
     *,
     baseline: PathLike | None = None,
     extract: str | None = None,
@@ -134,10 +135,11 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
 ) -> "EvalReport":
     """Score the exported folder `model`, and `baseline` on the same token ids, over the rows of `data`; prints nothing.
 
-    `EvalReport.metrics` holds each metric by name, with its confidence interval. With `extract` (gsm8k, choice, json
-    or text) the model generates answers, and the values extracted from them are compared with those extracted from
-    the rows. `columns`, `template`, `train_on` and `long_rows` are as in a run file. `limit` is the number of rows
-    scored at most. DataError or ExportError where the model cannot be scored.
+    `EvalReport.metrics` holds each metric by name, with its confidence interval. With a mapping of names to files,
+    `EvalReport.sets` also has the metrics of each of these sets. With `extract` (gsm8k, choice, json or text) the model
+    generates answers, and the values extracted from them are compared with those extracted from the rows. `columns`,
+    `template`, `train_on` and `long_rows` are as in a run file. `limit` is the number of rows of each set scored at
+    most. DataError or ExportError where the model cannot be scored.
     """
     least = {
         "max_seq_len": (max_seq_len, 2),
@@ -153,12 +155,11 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
 
     if extract is not None and extract not in EXTRACTORS:
         raise ConfigError(f"extract is `{extract}`", hint=f"name one of {', '.join(EXTRACTORS)}")
-    files = (data,) if isinstance(data, str | Path) else tuple(data)
-    if not files:
+    if not isinstance(data, str | Path) and not data:
         raise ConfigError(f"eval of `{model}` has nothing to score on", hint="give at least one file of rows")
     rows = DataConfig(
         train=(),
-        eval=tuple(map(str, files)),
+        eval=_held_out_paths(data),
         columns=dict(columns or {}),
         template=template,
         train_on=train_on,
@@ -170,6 +171,23 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
     return evaluate_model(
         EvalRequest(str(model), base, rows, extract, max_seq_len, max_new_tokens, batch_tokens, limit)
     )
+
+
+def _held_out_paths(
+    data: PathLike | Sequence[PathLike] | Mapping[str, PathLike | Sequence[PathLike]],
+) -> tuple[str, ...] | dict[str, tuple[str, ...]]:
+    """The value of `data.eval` in a run file; ConfigError for a name that is not valid."""
+    sets = data if isinstance(data, Mapping) else {"": data}
+    texts = {name: tuple(map(str, [files] if isinstance(files, str | Path) else files)) for name, files in sets.items()}
+    if not isinstance(data, Mapping):
+        return texts[""]
+    for name in texts:
+        if not SET_NAME.fullmatch(name):
+            raise ConfigError(
+                f"the name `{name}` of a held-out set has more than letters, digits, `_`, `-` and `.`",
+                hint="write e.g. old=a.txt new=b.txt",
+            )
+    return texts
 
 
 def _check_main_thread() -> None:

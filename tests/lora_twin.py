@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ds_finetune.config.schema import LoraConfig
-from ds_finetune.export.adapter import write_adapter
+from ds_finetune.export.adapter import AdapterBase, write_adapter
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build import whole
 from ds_finetune.model.lora import factors_of, install_lora, is_adapter
@@ -51,7 +51,9 @@ def write_adapter_of(model: PreTrainedModel, lora: LoraConfig, out: Path, *, bas
     """The adapters of a model as an adapter folder."""
     tensors = {name: param.detach() for name, param in model.named_parameters() if is_adapter(name)}
     family = family_of(model.config.model_type)
-    write_adapter(factors_of(tensors, lora.alpha / lora.rank), lora, out, base=str(base), digest="", family=family)
+    write_adapter(
+        factors_of(tensors, lora.alpha / lora.rank), lora, out, AdapterBase(name=str(base), digest="", family=family)
+    )
 
 
 def in_peft(base: PreTrainedModel, adapter: Path, *, trainable: bool = False) -> Any:

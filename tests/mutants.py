@@ -29,6 +29,7 @@ class Mutant:
 
 
 PARITY, PARALLEL, ROWS = "tests/parity/test_parity.py", "tests/parity/test_parallel.py", "tests/data/test_rows.py"
+OBJECTIVES = "tests/parity/test_objectives.py"
 MUTANTS = (
     Mutant(
         "scale of the loss",
@@ -43,6 +44,48 @@ MUTANTS = (
         "        counts = self._global_counts(batch.counts)",
         "        counts = dict(batch.counts)",
         PARITY,
+    ),
+    Mutant(
+        "local count of pairs",
+        "engine/engine.py",
+        "        counts = self._global_counts(batch.counts)",
+        '        counts = self._global_counts(batch.counts) | {"pairs": batch.counts["pairs"]}',
+        OBJECTIVES,
+    ),
+    Mutant(
+        "no all-reduce of documents in sequence parallelism",
+        "model/log_probs.py",
+        "sums = self.sp_group.all_reduce(sums)",
+        "pass",
+        OBJECTIVES,
+    ),
+    Mutant(
+        "documents counted by every sequence parallel rank",
+        "model/log_probs.py",
+        "sp_group.group_rank == 0",
+        "sp_group.size",
+        OBJECTIVES,
+    ),
+    Mutant(
+        "reference ignored",
+        "model/log_probs.py",
+        "self.examples.targets, self.examples.reference)",
+        "self.examples.targets, torch.zeros_like(sums[0]))",
+        OBJECTIVES,
+    ),
+    Mutant(
+        "adapters on in the reference",
+        "model/lora.py",
+        "module.lora_scale = 0.0",
+        "module.lora_scale *= 1.0",
+        OBJECTIVES,
+    ),
+    Mutant(
+        "second pass forwards",
+        "model/log_probs.py",
+        "for start in reversed(self._starts):",
+        "for start in self._starts:",
+        "tests/model/test_log_probs.py",
     ),
     Mutant(
         "clipping left out",

@@ -2,14 +2,20 @@
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.model.build import read_hf_config
-from ds_finetune.model.model_plan import ModelPlan, plan_model
+from ds_finetune.model.model_plan import ModelPlan, plan_model, task_of
+from ds_finetune.model.score_config import set_classes
+from ds_finetune.objectives.objective import ScoreObjective
+from ds_finetune.objectives.table import make_objective
 from ds_finetune.plan.plan import Plan
 from ds_finetune.trainer.inputs import read_inputs
 from ds_finetune.trainer.prepare import PreparedRun, estimate_model, make_schedule
 
 
 def model_of(config: RunConfig) -> ModelPlan:
-    hf_config = read_hf_config(config.model.path)
+    objective = make_objective(config.objective)
+    hf_config = read_hf_config(config.model.path, task=task_of(objective))
+    if isinstance(objective, ScoreObjective):
+        set_classes(hf_config, config.objective, outputs=objective.num_outputs)
     return plan_model(hf_config, config.model, config.parallel, config.lora, config.objective)
 
 

@@ -155,9 +155,7 @@ def changes_since_checkpoint(state: RunState, now: RunIdentity) -> list[str]:
     broken = [text for key, text in differ.items() if on_resume(key) is REFUSED]
     broken += [f"training rows {state.data} -> {now.data}"] if state.data != now.data else []
     broken += (
-        [f"weights that adapters belong to {state.base or 'none'} -> {now.base or 'none'}"]
-        if state.base != now.base
-        else []
+        [f"weights of the base model {state.base or 'none'} -> {now.base or 'none'}"] if state.base != now.base else []
     )
     if broken:
         raise CheckpointError(

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,7 +36,11 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
         "--baseline", metavar="BASE", help="folder of the base model, to be scored on the same token ids"
     )
     parser.add_argument(
-        "--data", nargs="+", default=[], metavar="FILE", help="held-out rows, in any layout that a run reads"
+        "--data",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="held-out rows, in any layout that a run reads; NAME=FILE gives each NAME metrics of its own",
     )
     parser.add_argument(
         "--column",
@@ -63,7 +67,7 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="what happens to longer rows (default auto: plain text is split, dialogues are truncated)",
     )
-    parser.add_argument("--limit", type=positive, help="most rows to score")
+    parser.add_argument("--limit", type=positive, help="most rows to score, of each set")
 
 
 def _add_scoring_options(parser: argparse.ArgumentParser) -> None:
@@ -102,9 +106,12 @@ def _evaluate(arguments: Arguments) -> None:
         scored = _scored(arguments)
         for note in scored.notes:
             show_line(note)
+        of_sets = {
+            f"{name}/{metric}": value for name, metrics in scored.sets.items() for metric, value in metrics.items()
+        }
         OUT.print(
             _table(
-                scored.metrics,
+                {**scored.metrics, **of_sets},
                 arguments,
                 f"{scored.tokens:,} supervised tokens of {scored.documents:,} documents; {scored.method}",
             )
@@ -134,7 +141,7 @@ def _scored(arguments: Arguments) -> "EvalReport":
         )
     return api.evaluate(
         arguments.model,
-        arguments.data,
+        _sets_of(arguments.data),
         baseline=arguments.baseline,
         extract=arguments.extract,
         columns=dict(column.split("=", 1) for column in arguments.column),
@@ -146,6 +153,20 @@ def _scored(arguments: Arguments) -> "EvalReport":
         batch_tokens=arguments.batch_tokens,
         limit=arguments.limit,
     )
+
+
+def _sets_of(files: Sequence[str]) -> Sequence[str] | Mapping[str, list[str]]:
+    """Files as they are given, or by their names where they are given as NAME=FILE; ConfigError where only some are."""
+    named = [file for file in files if "=" in file and not Path(file).exists()]
+    if not named:
+        return files
+    if len(named) < len(files):
+        without = next(file for file in files if file not in named)
+        raise ConfigError(f"--data `{without}` has no name, and `{named[0]}` has one", hint="write each as NAME=FILE")
+    sets: dict[str, list[str]] = {}
+    for name, _, file in (text.partition("=") for text in named):
+        sets.setdefault(name, []).append(file)
+    return sets
 
 
 def _table(metrics: Mapping[str, "Metric"], arguments: Arguments, caption: str) -> Table:

@@ -26,6 +26,7 @@ from ds_finetune.cli import (
     plan,
     selftest,
     serve,
+    teach,
     train,
 )
 from ds_finetune.console import show_error
@@ -33,7 +34,22 @@ from ds_finetune.errors import RUN_ERROR_EXIT_CODE, FinetuneError
 from ds_finetune.launch.process_tags import SUPERVISOR_VARIABLE
 from ds_finetune.quiet import quiet_packages
 
-_MODULES = (train, launch, plan, doctor, data, config, checkpoint, export, evaluate, serve, selftest, bench, demo)
+_MODULES = (
+    train,
+    launch,
+    plan,
+    doctor,
+    data,
+    config,
+    checkpoint,
+    export,
+    evaluate,
+    serve,
+    teach,
+    selftest,
+    bench,
+    demo,
+)
 """In the order in which `--help` lists their commands."""
 _QUIET_SECONDS = 5.0
 """Other ranks of a host exit this much later with the same error, so that a launcher lets local rank 0 print it."""

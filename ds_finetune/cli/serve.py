@@ -9,9 +9,11 @@ from ds_finetune.console import OUT, show_line, show_piece
 
 def add_commands(commands: Commands) -> None:
     """Add `ask`, `chat` and `serve`."""
-    ask = commands.add_parser("ask", help="complete prompts with an exported folder", allow_abbrev=False)
+    ask = commands.add_parser(
+        "ask", help="complete prompts, or classify texts, with an exported folder", allow_abbrev=False
+    )
     ask.add_argument("folder", metavar="OUT", help="an exported folder")
-    ask.add_argument("prompts", metavar="TEXT", nargs="+", help="prompts")
+    ask.add_argument("prompts", metavar="TEXT", nargs="+", help="prompts, or texts to classify")
     ask.add_argument("--max-new-tokens", type=positive, default=128, help="most tokens of an answer (default 128)")
     ask.set_defaults(command=_ask)
     chat = commands.add_parser("chat", help="talk to an exported folder in the terminal", allow_abbrev=False)
@@ -46,9 +48,17 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
 
 
 def _ask(arguments: Arguments) -> None:
+    from ds_finetune.export.classifiers import holds_classifier
     from ds_finetune.inference.ask import ask
+    from ds_finetune.inference.classify import classify
 
-    answers = ask(Path(arguments.folder), arguments.prompts, max_new_tokens=arguments.max_new_tokens)
+    folder = Path(arguments.folder)
+    if holds_classifier(folder):
+        for text, scores in zip(arguments.prompts, classify(folder, arguments.prompts), strict=True):
+            ranked = sorted(scores.items(), key=lambda entry: -entry[1])
+            OUT.print(f"> {text}\n{', '.join(f'{name} {score:.4f}' for name, score in ranked)}", markup=False)
+        return
+    answers = ask(folder, arguments.prompts, max_new_tokens=arguments.max_new_tokens)
     for prompt, answer in zip(arguments.prompts, answers, strict=True):
         OUT.print(f"> {prompt}\n{answer}", markup=False)
 

@@ -1,7 +1,5 @@
 """The schema of the run file: frozen pydantic models, in which an unknown key is an error, and `read_config`."""
 
-import math
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,7 +12,18 @@ from ds_finetune.config.invalid_keys import explain
 from ds_finetune.config.objectives import ObjectiveField, SftObjective
 from ds_finetune.config.run_file import apply_override, read_yaml
 from ds_finetune.config.section import Section
-from ds_finetune.schedule import Duration, SchedulerName, seconds_of, warmup_steps
+from ds_finetune.config.value_types import (
+    DurationText,
+    EveryText,
+    HeldOutPaths,
+    StepsText,
+    TimeText,
+    WarmupText,
+    WeightedPaths,
+    as_list,
+    check_time,
+)
+from ds_finetune.schedule import Duration, SchedulerName
 
 Precision = Literal["bf16", "fp16", "fp32"]
 Layout = Literal[
@@ -33,78 +42,10 @@ Layout = Literal[
     "pair",
     "labelled",
 ]
-_SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-
-
-def _as_list(value: object) -> object:
-    return [value] if isinstance(value, str) else value
 
 
 def _as_model(value: object) -> object:
     return {"path": value} if isinstance(value, str) else value
-
-
-def _as_weighted(value: object) -> object:
-    if not isinstance(value, dict):
-        return _as_list(value)
-    for path, weight in value.items():
-        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if not (isinstance(path, str) and is_number and 0 < weight < math.inf):
-            raise ValueError(
-                f"it should be files, or a mapping of files to weights above 0, and `{path}` has {weight!r}"
-            )
-    if not value:
-        raise ValueError("a mapping names at least one file with its weight, as in `{new.txt: 0.9, old.txt: 0.1}`")
-    return value
-
-
-def _as_sets(value: object) -> object:
-    sets = value if isinstance(value, dict) else {"": value}
-    sets = {name: _as_list(paths) for name, paths in sets.items()}
-    if not sets:
-        raise ValueError("a mapping names at least one held-out set, as in `{new: a.txt, old: b.txt}`")
-    for name, paths in sets.items():
-        if isinstance(value, dict) and not (isinstance(name, str) and _SET_NAME.fullmatch(name)):
-            raise ValueError(f"the name `{name}` of a held-out set has more than letters, digits, `_`, `-` and `.`")
-        is_list = isinstance(paths, list | tuple) and all(isinstance(path, str) for path in paths)
-        if not is_list or (isinstance(value, dict) and not paths):
-            raise ValueError("it should be files, or a mapping of names to files")
-    return sets if isinstance(value, dict) else sets[""]
-
-
-def _check_duration(text: object) -> object:
-    return str(Duration.parse(str(text)))
-
-
-def _check_warmup(text: object) -> object:
-    warmup_steps(str(text), 1)
-    return str(text)
-
-
-Paths = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
-WeightedPaths = Annotated[tuple[str, ...] | dict[str, float], BeforeValidator(_as_weighted)]
-HeldOutPaths = Annotated[tuple[str, ...] | dict[str, tuple[str, ...]], BeforeValidator(_as_sets)]
-DurationText = Annotated[str, BeforeValidator(_check_duration)]
-
-
-def _check_steps(text: object) -> object:
-    if Duration.parse(str(text)).unit != "steps":
-        raise ValueError(f"`{text}` is not a number of steps; write e.g. `100 steps`")
-    return _check_duration(text)
-
-
-def _check_every(text: object) -> object:
-    return "never" if text == "never" else _check_duration(text)
-
-
-def _check_time(text: object) -> str:
-    seconds_of(str(text))
-    return str(text)
-
-
-TimeText = Annotated[str, BeforeValidator(_check_time)]
-StepsText = Annotated[str, BeforeValidator(_check_steps)]
-EveryText = Annotated[str, BeforeValidator(_check_every)]
 
 
 class ModelConfig(Section):
@@ -231,7 +172,7 @@ class OptimConfig(Section):
     """Adam's denominator term."""
     lr_scheduler: SchedulerName = "cosine"
     """Shape after warm-up; `wsd` stays at `lr` and decays in the last tenth."""
-    warmup: Annotated[str, BeforeValidator(_check_warmup)] = "3%"
+    warmup: WarmupText = "3%"
     """Linear warm-up: `N steps`, or a share of the run such as `3%`."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """Learning rate at the end, as a share of `lr`."""
@@ -322,7 +263,7 @@ class LoraConfig(Section):
     """Rows of A and columns of B; of routed experts a multiple of 8."""
     alpha: float = Field(default=32, gt=0)
     """The product B A is added times alpha / rank."""
-    target_modules: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(_as_list)] | None = None
+    target_modules: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(as_list)] | None = None
     """Modules by last name such as `q_proj` or `experts`, or by regular expressions on full names; left out, all
     linear modules of attention, MLPs, shared and routed experts. The router is adapted where `gate` is named,
     embeddings and head never.
@@ -364,7 +305,7 @@ class LaunchConfig(Section):
 class WatchdogConfig(Section):
     """When a run that hangs is ended, and which rank counts as slow."""
 
-    limit: Annotated[str, BeforeValidator(lambda text: text if text in ("auto", "never") else _check_time(text))] = (
+    limit: Annotated[str, BeforeValidator(lambda text: text if text in ("auto", "never") else check_time(text))] = (
         "auto"
     )
     """Longest time of an optimizer step; `auto` is ten times the median of the last steps and a minute at least;
@@ -376,7 +317,7 @@ class WatchdogConfig(Section):
     """Longest time without a collective in evaluation and export, and of a save."""
     meet: TimeText = "2 hours"
     """How long a rank that has started waits for the others to start; preparing data has no limit."""
-    collective: Annotated[str, BeforeValidator(lambda text: text if text == "auto" else _check_time(text))] = "auto"
+    collective: Annotated[str, BeforeValidator(lambda text: text if text == "auto" else check_time(text))] = "auto"
     """How long torch lets a rank wait in a collective; `auto` is five minutes more than the longest limit above."""
     straggler_ratio: float = Field(default=1.5, gt=1)
     """Time of the slowest rank over the median from which the progress line names it."""

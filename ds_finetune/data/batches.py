@@ -90,6 +90,8 @@ class BatchPlan:
     """The length of every forward is a multiple of this, so that ranks can share its tokens."""
     documents_per_unit: int = 0
     """Consecutive documents that are one unit: 2 for pairs; 0 where the loss is a sum over tokens."""
+    reference: NDArray[np.float64] | None = None
+    """Log-probability of each document of the data under the reference model; None where there is none."""
     mixture: Mixture | None = None
     """Shares of the sources of training rows; None where an epoch has every row once."""
     separates_padding: bool = False
@@ -223,7 +225,7 @@ def _stack(rows: Sequence[Row], plan: BatchPlan) -> MicroBatch:
     length = plan.row_len or -(-longest // multiple) * multiple
     restarts = plan.row_len is not None or plan.documents_per_unit > 1 or plan.separates_padding
     positions = _positions(rows, length, restarts=restarts)
-    examples = _examples(rows, length) if plan.documents_per_unit else None
+    examples = _examples(rows, length, plan.reference) if plan.documents_per_unit else None
     return MicroBatch(
         input_ids=_pad([row.input_ids for row in rows], length, plan.pad_token_id),
         position_ids=torch.from_numpy(positions),
@@ -234,7 +236,7 @@ def _stack(rows: Sequence[Row], plan: BatchPlan) -> MicroBatch:
     )
 
 
-def _examples(rows: Sequence[Row], length: int) -> Examples:
+def _examples(rows: Sequence[Row], length: int, reference: NDArray[np.float64] | None) -> Examples:
     """The documents of rows that are padded to `length`; an empty row has none."""
     parts = [(number, row.documents) for number, row in enumerate(rows) if row.documents is not None]
     index = np.full((len(rows), length), -1, dtype=np.int64)
@@ -249,13 +251,15 @@ def _examples(rows: Sequence[Row], length: int) -> Examples:
         for name, kind in (("lengths", np.int64), ("numbers", np.int64), ("targets", np.float64))
     )
     begins = np.concatenate(starts)
+    logps = np.zeros(len(numbers)) if reference is None else reference[numbers]
+    assert np.isfinite(logps).all(), "a document has no reference log-probability"
     return Examples(
         index=torch.from_numpy(index),
         starts=torch.from_numpy(begins),
         ends=torch.from_numpy(begins + lengths - 1),
         numbers=torch.from_numpy(numbers),
         targets=torch.from_numpy(targets),
-        reference=torch.zeros(len(numbers), dtype=torch.float64),
+        reference=torch.from_numpy(logps),
     )
 
 

@@ -35,6 +35,7 @@ def files_of(config: RunConfig | None) -> tuple[str, ...]:
     if config is None:
         return ()
     named = [config.model.path, config.model.tokenizer, *config.data.paths("train"), *config.data.paths("eval")]
+    named += [getattr(config.objective, name, None) for name in ("teacher", "scores")]
     named += [config.deepspeed] if isinstance(config.deepspeed, str) else []
     return tuple(path for path in named if path and Path(path).exists())
 

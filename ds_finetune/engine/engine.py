@@ -6,7 +6,7 @@ It knows the terms, sums and metrics of an objective, and nothing else about it.
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, get_args
 
 import numpy as np
@@ -17,59 +17,23 @@ from torch import nn
 
 from ds_finetune.data.batches import Batch, MicroBatch
 from ds_finetune.engine.collectives import all_gather_object
+from ds_finetune.engine.document_scores import NO_SCORES, DocumentScores, gather_scores, scores_of
 from ds_finetune.engine.finite_gradients import FiniteProbe
 from ds_finetune.engine.generation import GenerationLimits, answer_prompt, prompts_of_rank
 from ds_finetune.engine.gradient_norm import global_gradient_norm
 from ds_finetune.engine.loss_normalisation import detached_sums, scale_for_deepspeed, term_weights
 from ds_finetune.engine.pipeline_schedule import run_1f1b
 from ds_finetune.engine.process_groups import Groups
+from ds_finetune.engine.results import HeldOutScores, StepResult
 from ds_finetune.engine.state import EngineState
 from ds_finetune.engine.whole_tensors import WholeTensors, named_parameters
 from ds_finetune.errors import RunError
 from ds_finetune.model.lora import adapters_off, is_adapter
 from ds_finetune.model.parallel.pipeline import PipelineGroup, has_tied_head
 from ds_finetune.objectives.examples import Examples
-from ds_finetune.objectives.objective import LossAndSums, Objective, StepNumbers, Unit
+from ds_finetune.objectives.objective import LossAndSums, Objective, ScoreObjective, StepNumbers, Unit
 from ds_finetune.patches.deepspeed_engine import gradients_reduced_at_end
 from ds_finetune.plan.plan import Plan
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Result of one optimizer step, the same on every rank.
-
-    `metrics` are those of the objective, `loss` first; `culprit` names the parameter and the rank of a non-finite
-    gradient.
-    """
-
-    metrics: Mapping[str, float]
-    grad_norm: float
-    num_tokens: int
-    num_supervised_tokens: int
-    skipped: bool
-    culprit: str
-
-    @property
-    def loss(self) -> float:
-        """The loss of the global batch."""
-        return self.metrics["loss"]
-
-
-@dataclass(frozen=True)
-class HeldOutScores:
-    """Metrics of the objective over every held-out row once, and their number of units."""
-
-    metrics: Mapping[str, float]
-    counts: Mapping[str, float]
-    is_per_token: bool = True
-    """Whether the loss is a mean over tokens, so that it has a perplexity."""
-    sums: Mapping[str, float] = field(default_factory=dict)
-    """The sums from which the metrics are computed."""
-
-    @property
-    def loss(self) -> float:
-        """The loss over all held-out rows."""
-        return self.metrics["loss"]
 
 
 def _examples_of(micro: MicroBatch) -> Examples:
@@ -146,26 +110,30 @@ class Engine:
         where it is true, the result is None.
         """
         self._ds.eval()
-        sums, counts = self._no_sums(), Counter[str]()
+        sums, counts, scores = self._no_sums(), Counter[str](), list[DocumentScores]()
         numbers = self._step_numbers({term.unit: 1 for term in self.objective.terms}, baseline)
         with torch.no_grad():
             for batch in batches:
                 if is_over():
                     return None
                 for micro in map(self._with_reference, batch.micro):
-                    sums += detached_sums(self._forward(micro, numbers), len(sums))
+                    out = self._forward(micro, numbers)
+                    sums += detached_sums(out, len(sums))
+                    scores.append(scores_of(out, micro) if self._gathers_scores else NO_SCORES)
                 counts.update(batch.counts)
         totals = self._sum_over_ranks(*sums.tolist(), copies=self.plan.mesh.tp)
         everywhere = self._global_counts(counts)
-        return self._scores(dict(zip(self.objective.sum_names, totals, strict=True)), everywhere)
+        together = gather_scores(scores, self.plan.mesh) if self._gathers_scores else NO_SCORES
+        return self._scores(dict(zip(self.objective.sum_names, totals, strict=True)), everywhere, together)
 
     def pool(self, scores: Iterable[HeldOutScores]) -> HeldOutScores:
         """Scores over all rows of several evaluations together."""
-        sums, counts = Counter[str](), Counter[str]()
+        sums, counts, together = Counter[str](), Counter[str](), NO_SCORES
         for part in scores:
             sums.update(part.sums)
             counts.update(part.counts)
-        return self._scores(sums, counts)
+            together = np.concatenate([together, part.scores])
+        return self._scores(sums, counts, together)
 
     def document_log_probs(self, batches: Iterable[Batch]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Numbers [n] of all documents of `batches`, ascending, and their log-probabilities [n] in nats: the sum over
@@ -324,8 +292,17 @@ class Engine:
         weights = term_weights(self.objective.terms, counts)
         return StepNumbers(weights.to(self._device), weights.new_tensor(self._baseline(baseline), device=self._device))
 
-    def _scores(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> HeldOutScores:
-        return HeldOutScores(self.objective.metrics(sums, counts), counts, self.objective.is_per_token, sums)
+    @property
+    def _gathers_scores(self) -> bool:
+        return isinstance(self.objective, ScoreObjective) and self.objective.gathers_scores
+
+    def _scores(
+        self, sums: Mapping[str, float], counts: Mapping[str, float], together: DocumentScores
+    ) -> HeldOutScores:
+        metrics = self.objective.metrics(sums, counts)
+        if isinstance(self.objective, ScoreObjective) and self.objective.gathers_scores:
+            metrics |= self.objective.score_metrics(together[:, 0], together[:, 1])
+        return HeldOutScores(metrics, counts, self.objective.is_per_token, sums, together)
 
     def _metrics(self, totals: Sequence[float], counts: Mapping[str, float]) -> dict[str, float]:
         return self.objective.metrics(dict(zip(self.objective.sum_names, totals, strict=True)), counts)

@@ -16,10 +16,12 @@ from ds_finetune.engine.nvme import check_buffers, check_nvme
 from ds_finetune.engine.parameter_tags import experts_marker, is_expert, local_shape, parameter_groups, tag_expert
 from ds_finetune.engine.pipeline_schedule import mark_copy
 from ds_finetune.engine.process_groups import Groups, open_groups
+from ds_finetune.engine.teacher import start_teacher
 from ds_finetune.engine.zero3_partition import partition
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build import Where, build_skeleton, model_class, resolve_folder
 from ds_finetune.model.cross_entropy import KERNELS, Kernel, chunked_cross_entropy
+from ds_finetune.model.distillation import DistilledModel
 from ds_finetune.model.dtypes import PRECISION_DTYPES
 from ds_finetune.model.encoder import encoder_of
 from ds_finetune.model.four_bit import four_bit_or_whole, install_four_bit
@@ -44,6 +46,7 @@ from ds_finetune.model.score_head import (
 )
 from ds_finetune.model.vocabulary import Growth
 from ds_finetune.model.weights import clear_weights, initialise_weights, load_weights, seed_of
+from ds_finetune.objectives.distill import Distillation
 from ds_finetune.objectives.objective import ScoreObjective
 from ds_finetune.patches.deepspeed_engine import undo_constructor_step
 from ds_finetune.patches.deepspeed_init import zero_init
@@ -66,9 +69,14 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
     set_log_level_from_string("warning" if level == "quiet" else level)
     check_nvme(plan)
     check_buffers(plan, model)
-    with open_groups(plan.mesh, timeout=timedelta(seconds=plan.collective_seconds)) as groups:
+    with (
+        open_groups(plan.mesh, timeout=timedelta(seconds=plan.collective_seconds)) as groups,
+        start_teacher(plan, model, groups) as teacher,
+    ):
         lm = _build(plan, model, groups, loads_weights=loads_weights)
         trained = TrainedModel(lm, groups.sequence, groups.stage)
+        if isinstance(model.objective, Distillation):
+            trained = DistilledModel(trained, model.objective, teacher)
         if groups.experts is not None and plan.zero_stage < 3 and any(map(is_expert, trained.parameters())):
             trained.has_experts = experts_marker(groups.experts.size)
         wrapped, optimizer, _, _ = deepspeed.initialize(

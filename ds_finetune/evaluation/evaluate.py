@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from ds_finetune.model.build import resolve_folder
 
 @dataclass(frozen=True)
 class EvalRequest:
-    """The models and data to score, and how.
+    """The models and data to score, and how; at most `limit` documents of each held-out set.
 
     `extract` is the name of an extractor. With it, answers of at most `max_new_tokens` tokens are generated, and their
     extracts compared with those of the rows' answers.
@@ -41,7 +42,10 @@ class EvalRequest:
 
 @dataclass(frozen=True)
 class EvalReport:
-    """Metrics by name, with the models and the numbers of documents and supervised tokens behind them."""
+    """Metrics by name, with the models and the numbers of documents and supervised tokens behind them.
+
+    `sets` has the metrics of each held-out set that has a name; `metrics` are those of all documents together.
+    """
 
     model: str
     baseline: str | None
@@ -49,6 +53,7 @@ class EvalReport:
     documents: int
     tokens: int
     notes: tuple[str, ...] = ()
+    sets: Mapping[str, Mapping[str, Metric]] = field(default_factory=dict)
     method: str = field(default=METHOD)
 
     def as_json(self) -> dict[str, Any]:
@@ -63,15 +68,36 @@ def evaluate_model(request: EvalRequest) -> EvalReport:
     """
     folder = _model_folder(request.model)
     tokenizer = load_tokenizer(str(folder))
-    documents, notes = _documents(request, folder, tokenizer)
+    sets, notes = _held_out_sets(request, folder, tokenizer)
+    documents = list(chain.from_iterable(sets.values()))
     base = None if request.baseline is None else _model_folder(request.baseline)
     if base is not None:
         notes += _check_same_tokens(folder, base, tokenizer, documents)
     references = None if request.extract is None else _references(request.extract, documents, tokenizer)
     scores = _score(folder, documents, request, tokenizer, references)
     baseline = None if base is None else _score(base, documents, request, tokenizer, references)
-    tokens = int(scores.tokens.sum())
-    return EvalReport(request.model, request.baseline, compare(scores, baseline), len(documents), tokens, tuple(notes))
+    return EvalReport(
+        request.model,
+        request.baseline,
+        compare(scores, baseline),
+        len(documents),
+        int(scores.tokens.sum()),
+        tuple(notes),
+        _compare_sets(sets, scores, baseline),
+    )
+
+
+def _compare_sets(
+    sets: Mapping[str, Sequence[Document]], scores: Scores, baseline: Scores | None
+) -> dict[str, Mapping[str, Metric]]:
+    """Metrics of each set that has a name; the scores are of the documents of all sets, in their order."""
+    ends = accumulate(len(documents) for documents in sets.values())
+    parts = {name: slice(end - len(documents), end) for (name, documents), end in zip(sets.items(), ends, strict=True)}
+    return {
+        name: compare(scores.part(part), None if baseline is None else baseline.part(part))
+        for name, part in parts.items()
+        if name
+    }
 
 
 def _model_folder(name: str) -> Path:
@@ -80,10 +106,23 @@ def _model_folder(name: str) -> Path:
     return folder
 
 
+def _held_out_sets(
+    request: EvalRequest, folder: Path, tokenizer: PreTrainedTokenizerBase
+) -> tuple[dict[str, list[Document]], list[str]]:
+    """The documents of each held-out set by its name (empty for files without one), and lines that report on rows."""
+    sets, notes = {}, []
+    for place, paths in request.data.held_out_sets.items():
+        name = place.removeprefix("eval").removeprefix("/")
+        of_set = replace(request, data=request.data.model_copy(update={"eval": paths}))
+        sets[name], lines = _documents(of_set, folder, tokenizer)
+        notes += [f"{name}: {line}" if name else line for line in lines]
+    return sets, notes
+
+
 def _documents(
     request: EvalRequest, folder: Path, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[Document], list[str]]:
-    """The documents, and lines that report on the rows."""
+    """The documents of one held-out set, and lines that report on the rows."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     allowed = getattr(config, "max_position_embeddings", None)
     length = min(request.max_seq_len, allowed or request.max_seq_len)

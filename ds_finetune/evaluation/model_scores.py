@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import torch
@@ -41,6 +42,11 @@ class Scores:
     tokens: Sums
     correct: Sums
     exact: Sums | None = None
+
+    def part(self, documents: slice) -> Self:
+        """The scores of some documents."""
+        exact = None if self.exact is None else self.exact[documents]
+        return type(self)(self.loss[documents], self.tokens[documents], self.correct[documents], exact)
 
 
 def load_model(folder: Path) -> PreTrainedModel:

@@ -10,6 +10,7 @@ import errno
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from ds_finetune.families.family import Family
 from ds_finetune.model.lora import Factors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MODEL_CONFIG = "config.json"
+"""The model's configuration, in an adapter folder of a classifier."""
 KEY_PREFIX = "base_model.model."
 """Prefix that peft adds to the name of a module."""
 _REWRITTEN = ("gate_proj", "up_proj", "down_proj")
@@ -35,23 +38,32 @@ DOWN, GATE_UP = "down_proj", "gate_up_proj"
 """The two weights of fused experts."""
 
 
-def write_adapter(  # noqa: PLR0913
-    factors: Mapping[str, Factors], lora: LoraConfig, out: Path, *, base: str, digest: str, family: Family
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class AdapterBase:
+    """The model that adapters belong to, and what an adapter folder holds besides them."""
+
+    name: str
+    digest: str
+    """Digest of its weights."""
+    family: Family
+    head: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Weights of a classifier's head by name, which are trained whole."""
+    classifier_config: Mapping[str, Any] = field(default_factory=dict)
+    """The config.json of a classifier, without which the names of its classes are unknown; empty for other models."""
+
+
+def write_adapter(factors: Mapping[str, Factors], lora: LoraConfig, out: Path, base: AdapterBase) -> None:
     """Write the adapters `factors`, by name of the adapted weight, to the folder `out`, which appears only when
     complete.
 
-    `base` names the model that they adapt, `digest` is the digest of its weights. OutputError where the disk is
-    full; the incomplete folder is then removed.
+    OutputError where the disk is full; the incomplete folder is then removed.
     """
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         with as_output_errors(partial):
             partial.mkdir(parents=True)
-            _write_files(
-                partial, factors, {"format": "pt", BASE_DIGEST: digest}, _peft_config(factors, lora, base, family)
-            )
+            _write_files(partial, factors, base, _peft_config(factors, lora, base))
         shutil.rmtree(out, ignore_errors=True)
         partial.rename(out)
         synchronise(out.parent)
@@ -59,16 +71,18 @@ def write_adapter(  # noqa: PLR0913
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write_files(
-    folder: Path, factors: Mapping[str, Factors], metadata: dict[str, str], config: Mapping[str, Any]
-) -> None:
+def _write_files(folder: Path, factors: Mapping[str, Factors], base: AdapterBase, config: Mapping[str, Any]) -> None:
     tensors = {key: tensor for name, adapter in factors.items() for key, tensor in _peft_tensors(name, adapter)}
+    tensors |= {KEY_PREFIX + name: tensor.contiguous() for name, tensor in base.head.items()}
     try:
-        save_file(tensors, folder / WEIGHTS, metadata=metadata)
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt", BASE_DIGEST: base.digest})
     except SafetensorError as refused:
         # safetensors 0.8 wraps the OSError of a write.
         raise OSError(errno.EIO, str(refused)) from refused
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if base.classifier_config:
+        text = json.dumps(base.classifier_config, indent=2, ensure_ascii=False)
+        (folder / MODEL_CONFIG).write_text(text + "\n", encoding="utf-8")
     for path in (*folder.iterdir(), folder):
         synchronise(path)
 
@@ -83,25 +97,27 @@ def _peft_tensors(name: str, adapter: Factors) -> list[tuple[str, torch.Tensor]]
     return [(f"{key}.lora_A.weight", a.contiguous()), (f"{key}.lora_B.weight", b.contiguous())]
 
 
-def _peft_config(factors: Mapping[str, Factors], lora: LoraConfig, base: str, family: Family) -> dict[str, Any]:
+def _peft_config(factors: Mapping[str, Factors], lora: LoraConfig, base: AdapterBase) -> dict[str, Any]:
     """The contents of adapter_config.json, with full names of modules.
 
     A weight is listed in `target_parameters` where peft would take its module for routed experts, or where it is not
     the `weight` of a module.
     """
+    saved = sorted({name.partition(".")[0] for name in base.head})
     modules = [name.removesuffix(".weight") for name in factors if name.endswith(".weight")]
     as_parameter = {
-        name for name in modules if family.fused_experts and name.rpartition(".")[2] in (*_REWRITTEN, "gate")
+        name for name in modules if base.family.fused_experts and name.rpartition(".")[2] in (*_REWRITTEN, "gate")
     }
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "task_type": "SEQ_CLS" if base.classifier_config else "CAUSAL_LM",
+        "base_model_name_or_path": base.name,
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,
+        "modules_to_save": saved or None,
         "target_modules": [name for name in modules if name not in as_parameter],
         "target_parameters": [
             name for name in factors if name.removesuffix(".weight") in as_parameter or not name.endswith(".weight")

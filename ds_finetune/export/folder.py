@@ -24,6 +24,7 @@ from ds_finetune.model.dtypes import dtype_name
 from ds_finetune.model.fp8 import QUANTIZATION_CONFIG, is_quantised
 from ds_finetune.model.hub_folder import HubFolder
 from ds_finetune.model.names import hub_pieces
+from ds_finetune.model.score_config import is_classifier
 from ds_finetune.phase_line import PhaseLine
 
 TOKENIZER_FILES = (
@@ -209,6 +210,8 @@ def has_same_weights(folder: Path, other: Path) -> bool:
 
 def _write_config_and_files(folder: Path, parts: FolderParts, keys: Collection[str]) -> None:
     config = served_config(parts.config, parts.family, keys)
+    if is_classifier({"architectures": [parts.architecture]}):
+        config["architectures"] = [parts.architecture]
     config.setdefault("architectures", [parts.architecture])
     key = "dtype" if "dtype" in config and "torch_dtype" not in config else "torch_dtype"
     config[key] = dtype_name(parts.dtype)

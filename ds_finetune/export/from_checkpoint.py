@@ -18,13 +18,14 @@ from ds_finetune.export.folder import TOKENIZER_FILES, FolderParts
 from ds_finetune.export.model_config import config_changes
 from ds_finetune.export.readers.sources import OpenedSource, open_source
 from ds_finetune.export.source import ModelSpec, fit_source, read_model_spec
-from ds_finetune.export.verify.record import ExportRecord, fixed_prompts
+from ds_finetune.export.verify.record import ExportRecord, classifier_prompts, fixed_prompts
 from ds_finetune.families.table import family_of
 from ds_finetune.model.dtypes import PRECISION_DTYPES, dtype_name
 from ds_finetune.model.folder_check import check_folder
 from ds_finetune.model.fp8 import FP8 as FP8_DTYPE
 from ds_finetune.model.fp8 import QUANTIZATION_CONFIG
 from ds_finetune.model.hub_folder import has_weights
+from ds_finetune.model.score_config import is_classifier
 from ds_finetune.units import GIB
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int
     check_out_empty(out)
     named = _base_folders(base)
     opened = open_source(path, base)
-    folders = (*opened.folders, *named) if opened.is_model or opened.is_resized else (*named, *opened.folders)
+    folders = (*opened.folders, *named) if opened.is_model or opened.has_own_config else (*named, *opened.folders)
     spec = read_model_spec(_config_file(folders).parent)
     source = fit_source(opened.source, spec, label=str(path))
     parts, notes = _with_base(_parts(folders, spec, opened, dtype), spec, opened, base, without=source.shapes)
@@ -109,12 +110,15 @@ def _with_base(
     folder = named or opened.base
     if parts.is_fp8 and opened.hub and opened.hub.has_fp8:
         parts = replace(parts, fp8_base=opened.hub)
+    if spec.is_classifier:
+        # What only the base has belongs to its language-model head, and to layers that predict tokens with it.
+        return parts, []
     if opened.hub and folder in (None, opened.hub.folder):
         # Adapters may change embedding and head; copies of these in a multi-token prediction layer must follow.
         base = None if opened.is_model else BaseFolder.from_hub(opened.hub, spec)
         return base.with_copies(parts, base.unbuilt) if base else (parts, [])
     if folder is not None and has_weights(folder):
-        return BaseFolder.read(folder, read_model_spec(folder) if opened.is_resized else spec).with_base_tensors(
+        return BaseFolder.read(folder, read_model_spec(folder) if opened.has_own_config else spec).with_base_tensors(
             parts, without=without
         )
     why = opened.why_no_base if folder is None else f"{folder} has no safetensors"
@@ -197,10 +201,15 @@ def _record_without_logits(folder: Path, opened: OpenedSource, dtype: torch.dtyp
 
     The folder is verified against the digests of its tensors; it must load and give finite logits.
     """
-    vocab_size = int(AutoConfig.from_pretrained(folder, trust_remote_code=False).vocab_size)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    vocab_size = int(config.vocab_size)
+    of_classifier = is_classifier(config)
     return ExportRecord(
         str((opened.base or folder).absolute()),
         dtype_name(dtype),
         vocab_size,
-        fixed_prompts(vocab_size, None),
+        classifier_prompts(vocab_size, pad=config.pad_token_id, ending=())
+        if of_classifier
+        else fixed_prompts(vocab_size, None),
+        num_labels=int(config.num_labels) if of_classifier else None,
     )

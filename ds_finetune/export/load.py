@@ -1,11 +1,13 @@
-"""Load an exported folder, of safetensors or ONNX, as a model that generates."""
+"""Load an exported folder, of safetensors or ONNX, as a model that generates or classifies."""
 
+import json
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from ds_finetune.errors import ExportError
+from ds_finetune.export.classifiers import holds_classifier
 from ds_finetune.export.onnx.folder import check_packages
 from ds_finetune.export.verify.record import is_onnx
 from ds_finetune.model.folder_check import check_folder
@@ -17,11 +19,10 @@ _HINT = "name an exported folder, e.g. runs/r1/export"
 def load_exported(folder: Path) -> PreTrainedModel:
     """The causal LM of `folder`: by plain transformers, on a GPU where there is one, or by ONNX Runtime on the CPU.
 
-    ExportError where the folder holds no config.json or no weights, and where the ONNX packages are not installed.
+    ExportError where the folder holds no config.json or no weights, or a classifier, and where the ONNX packages are
+    not installed.
     """
-    if folder.is_dir():
-        check_folder(folder)
-    check_loadable(folder)
+    check_generates(folder)
     if is_onnx(folder):
         check_packages()
         from ds_finetune.export.onnx.runtime import OnnxCausalLM
@@ -30,6 +31,28 @@ def load_exported(folder: Path) -> PreTrainedModel:
     show_loading_as_phase()
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False).eval()
     return model.cuda() if torch.cuda.is_available() else model
+
+
+def load_classifier(folder: Path) -> PreTrainedModel:
+    """The classifier of a folder of safetensors as transformers loads it, on the GPU if there is one."""
+    show_loading_as_phase()
+    model: PreTrainedModel = AutoModelForSequenceClassification.from_pretrained(
+        folder, dtype="auto", trust_remote_code=False
+    ).eval()
+    return model.cuda() if torch.cuda.is_available() else model
+
+
+def check_generates(folder: Path) -> None:
+    """ExportError where `folder` holds no model that can be loaded, or a classifier, which generates no text."""
+    if folder.is_dir():
+        check_folder(folder)
+    check_loadable(folder)
+    if holds_classifier(folder):
+        names = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
+        raise ExportError(
+            f"`{folder}` holds a {names[0]}, which scores texts and generates none",
+            hint="`ds-finetune ask` prints the classes of texts, `ds-finetune eval` scores it on held-out rows",
+        )
 
 
 def check_loadable(folder: Path) -> None:

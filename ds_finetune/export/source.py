@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from ds_finetune.errors import ExportError
+from ds_finetune.export.classifiers import auto_class
 from ds_finetune.families.table import family_of
 from ds_finetune.model.folder_check import check_folder
 from ds_finetune.model.fp8 import check_readable
 from ds_finetune.model.names import differences, hub_pieces
+from ds_finetune.model.score_config import is_classifier
 
 _COMPARED_NUMEL = 2**20
 """Elements of two tensors that are compared at a time."""
@@ -53,6 +55,8 @@ class ModelSpec:
     """Shapes of parameters, tied ones once, and of persistent buffers, in order."""
     tied: Mapping[str, str]
     """Names of tied parameters, with the name of the parameter whose tensor they share."""
+    is_classifier: bool = False
+    """Whether the class is one for sequence classification."""
 
     def published_shapes(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of its tensors in a published checkpoint."""
@@ -67,7 +71,8 @@ class ModelSpec:
 
 
 def read_model_spec(folder: Path) -> ModelSpec:
-    """The causal LM of `folder`/config.json, built on the meta device without running code of the folder.
+    """The class that `folder`/config.json names, else the causal LM of its model type, built on the meta device without
+    running code of the folder.
 
     ExportError where transformers has no such class.
     """
@@ -78,11 +83,12 @@ def read_model_spec(folder: Path) -> ModelSpec:
             check_readable(config.quantization_config, f"{folder}/config.json", ExportError)
             del config.quantization_config
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            model = auto_class(config).from_config(config, trust_remote_code=False)
     except (ValueError, OSError) as unknown:
         reason = str(unknown).splitlines()[0]
         raise ExportError(
-            f"{folder}/config.json: {reason}", hint="name a folder with the config.json of a causal LM by --base"
+            f"{folder}/config.json: {reason}",
+            hint="name a folder with the config.json of a language model or a classifier by --base",
         ) from unknown
     once = dict(model.named_parameters())
     owners = {id(param): name for name, param in once.items()}
@@ -91,7 +97,14 @@ def read_model_spec(folder: Path) -> ModelSpec:
     }
     state = model.state_dict().keys()
     shapes = {name: tuple(tensor.shape) for name, tensor in (*once.items(), *model.named_buffers()) if name in state}
-    return ModelSpec(type(model).__name__, str(config.model_type), int(config.num_hidden_layers), shapes, tied)
+    return ModelSpec(
+        type(model).__name__,
+        str(config.model_type),
+        int(config.num_hidden_layers),
+        shapes,
+        tied,
+        is_classifier=is_classifier(config),
+    )
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ds_finetune.errors import ServeError
+from ds_finetune.export.classifiers import holds_classifier
 from ds_finetune.export.verify.record import UNVERIFIED, is_onnx
 from ds_finetune.model.folder_check import check_folder
 
@@ -88,6 +89,11 @@ def serve(folder: Path, address: Address, options: ServeOptions, *, show: Callab
         from ds_finetune.export.load import check_loadable
 
         check_loadable(folder)
+    if holds_classifier(folder):
+        raise ServeError(
+            f"`{folder}` holds a classifier, which generates no text",
+            hint="`ds-finetune ask` prints the classes of texts; servers for classifiers are vLLM's and transformers'",
+        )
     _check_free(address)
     if (folder / UNVERIFIED).is_file():
         show(f"{folder} is UNVERIFIED: {(folder / UNVERIFIED).read_text(encoding='utf-8').strip()}")

@@ -10,6 +10,7 @@ from ds_finetune.model.build import Task, read_hf_config
 from ds_finetune.model.encoder import check_encoder
 from ds_finetune.model.lora_plan import LoraPlan, plan_lora
 from ds_finetune.model.parallel.pipeline import layers_of_stages
+from ds_finetune.model.teacher_plan import TeacherPlan, plan_teacher
 from ds_finetune.objectives.objective import Objective, ScoreObjective
 from ds_finetune.objectives.table import make_objective
 
@@ -33,6 +34,7 @@ class ModelPlan:
     """Layers of each pipeline stage; one None where a rank holds all."""
     lora: LoraPlan | None
     objective: Objective
+    teacher: TeacherPlan | None = None
     padding: str = ""
     """A text on the padding token of a classifier, for people."""
 
@@ -84,4 +86,5 @@ def plan_model(
         stages=tuple(layers_of_stages(hf_config, parallel, task)),
         lora=plan_lora(hf_config, lora, task) if lora is not None else None,
         objective=runtime,
+        teacher=plan_teacher(objective, hf_config),
     )

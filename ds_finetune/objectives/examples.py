@@ -6,6 +6,20 @@ import torch
 
 
 @dataclass(frozen=True)
+class TopLogProbs:
+    """A teacher's distributions of the next token, of rows [rows, tokens]; zeros where a token is not supervised."""
+
+    ids: torch.Tensor
+    """Its k most likely token ids, int32 [rows, tokens, k]."""
+    log_probs: torch.Tensor
+    """Their log-probabilities and, last, that of all other tokens together, fp16 [rows, tokens, k + 1]."""
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> "TopLogProbs":
+        """The same on `device`."""
+        return TopLogProbs(*(part.to(device, non_blocking=non_blocking) for part in (self.ids, self.log_probs)))
+
+
+@dataclass(frozen=True)
 class Examples:
     """The documents of one forward in the order of its rows, without padding, for objectives whose loss is not a sum
     over tokens.
@@ -23,8 +37,11 @@ class Examples:
     """Target of each document, fp64 [documents]."""
     reference: torch.Tensor
     """Log-probability of each document under the reference model, fp64 [documents]; zeros where there is none."""
+    top: TopLogProbs | None = None
+    """Stored distributions of a teacher; None where there are none."""
 
     def to(self, device: torch.device) -> "Examples":
         """The same on `device`; copies from pinned memory do not wait."""
-        moved = {each.name: getattr(self, each.name).to(device, non_blocking=True) for each in fields(self)}
-        return replace(self, **moved)
+        parts = {each.name: getattr(self, each.name) for each in fields(self)}
+        given = {name: part for name, part in parts.items() if part is not None}
+        return replace(self, **{name: part.to(device, non_blocking=True) for name, part in given.items()})

@@ -6,6 +6,7 @@ from typing import Any
 from ds_finetune.config.objectives import (
     ClassificationObjective,
     CpoObjective,
+    DistillObjective,
     DpoObjective,
     KtoObjective,
     ObjectiveConfig,
@@ -15,6 +16,7 @@ from ds_finetune.config.objectives import (
 )
 from ds_finetune.objectives.classification import Classification, Regression
 from ds_finetune.objectives.cpo import ContrastivePreference
+from ds_finetune.objectives.distill import Distillation
 from ds_finetune.objectives.dpo import DirectPreference
 from ds_finetune.objectives.kto import KahnemanTversky
 from ds_finetune.objectives.objective import Objective, TokenObjective
@@ -28,6 +30,7 @@ _MAKERS: Mapping[type, Callable[[Any], Objective]] = {
     CpoObjective: ContrastivePreference,
     OrpoObjective: OddsRatioPreference,
     KtoObjective: KahnemanTversky,
+    DistillObjective: Distillation,
     RewardObjective: lambda section: Reward(center_weight=section.center_weight),
     ClassificationObjective: lambda section: _make_classification(section),
 }

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.plan.combinations import WEIGHT_BYTES
 from ds_finetune.plan.deepspeed_config import MOMENTS
+from ds_finetune.plan.distillation import is_teacher_partitioned
 from ds_finetune.plan.plan import Plan
 
 _MASTER_BYTES = 4
@@ -53,6 +54,9 @@ class ModelSizes:
     quantised: int = 0
     """Elements held in four bits."""
     quantised_bytes: int = 0
+    teacher: int = 0
+    """Parameters of a teacher that runs beside the model."""
+    teacher_offload: str = "none"
 
     @property
     def trained(self) -> int:
@@ -81,7 +85,9 @@ class RunEstimate:
 
     sizes: ModelSizes
     state_bytes: Mapping[str, int]
-    """Bytes of `weights`, `gradients` and `optimizer` (fp32 weights and moments) on the rank that holds most."""
+    """Bytes of `weights`, `gradients` and `optimizer` (fp32 weights and moments) on the rank that holds most, and of
+    the weights of a `teacher` where there is one.
+    """
     places: Mapping[str, str]
     """Where a rank keeps each of them: `cuda`, `cpu` or `nvme`."""
     staging_bytes: int
@@ -118,6 +124,7 @@ def estimate_run(config: RunConfig, plan: Plan, sizes: ModelSizes) -> RunEstimat
     """What the run of `config` needs, with the layout of `plan` and a model of `sizes`."""
     home = "cpu" if plan.device == "cpu" else "cuda"
     devices = {"weights": plan.offload_param, "gradients": plan.offload_optimizer, "optimizer": plan.offload_optimizer}
+    devices |= {"teacher": sizes.teacher_offload} if sizes.teacher else {}
     files = _files(config, plan, sizes)
     return RunEstimate(
         sizes=sizes,
@@ -161,10 +168,12 @@ def _state_bytes(plan: Plan, sizes: ModelSizes) -> dict[str, int]:
     # DeepSpeed 0.19.8 keeps a second fp32 copy of fp32 weights under ZeRO (zero/stage_1_and_2.py:560).
     copies = 1 if stage or width < _MASTER_BYTES else 0
     master = _MASTER_BYTES * (MOMENTS[plan.optimizer.name] + copies)
+    teacher_parts = plan.world.world_size if is_teacher_partitioned(stage, sizes.teacher_offload) else 1
     return {
         "weights": width * (weights - sizes.quantised) + sizes.quantised_bytes,
         "gradients": width * (trained_share if stage >= 2 else trained),
         "optimizer": master * (trained_share if stage else trained),
+        **({"teacher": width * -(-sizes.teacher // teacher_parts)} if sizes.teacher else {}),
     }
 
 

@@ -11,6 +11,7 @@ from ds_finetune.plan.batch import accumulation_steps
 from ds_finetune.plan.combinations import check_layout, check_lora
 from ds_finetune.plan.deepspeed_choice import check_accelerate_agrees, choose_deepspeed
 from ds_finetune.plan.deepspeed_config import HAS_TORCH_ADAM, MOMENTS, TORCH_ADAM, finish, read_choices, stage_of
+from ds_finetune.plan.distillation import check_distillation
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.objectives import CROSS_ENTROPY, check_objective, loss_text, objective_lines
 from ds_finetune.plan.options import Situation, apply_rules, offload_device
@@ -197,6 +198,7 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
     offloads = offload_device(zero, "offload_optimizer"), offload_device(zero, "offload_param")
     check_layout(mesh, config, stage=stage, offloads=offloads, tree=finished)
     check_lora(mesh, config, stage=stage, offloads=offloads, tree=finished)
+    check_distillation(config, mesh)
     notes = apply_rules(
         zero, Situation(device, stage, config.train.precision, config.optim.name, config.train.max_grad_norm)
     )

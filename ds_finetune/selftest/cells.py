@@ -10,13 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 from transformers import AutoConfig, PretrainedConfig
 
+from ds_finetune.config.objectives import ObjectiveField
 from ds_finetune.config.schema import ParallelConfig
-from ds_finetune.data.rows import Row
+from ds_finetune.data.rows import Row, RowDocuments
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.families.tiny import VOCAB
 from ds_finetune.labels import IGNORE_INDEX
+from ds_finetune.objectives.objective import Objective
+from ds_finetune.objectives.table import make_objective
 
 SAMPLES, ROW_LEN, PACKED_ROWS = 64, 64, 32
 TINY_MODELS: Mapping[str, dict[str, Any]] = {
@@ -48,6 +52,7 @@ class Cell:
     tp: int = 1
     ep: int = 1
     pp_layers: str = ""
+    objective: str = "sft"
 
     @property
     def layout(self) -> str:
@@ -104,20 +109,53 @@ def samples() -> list[tuple[np.ndarray, np.ndarray]]:
     return documents
 
 
-def rows(packing: bool) -> list[Row]:
-    """One sample per row, or with `packing` several samples per row, each of which starts at position 0."""
-    bins: list[list[tuple[np.ndarray, np.ndarray]]] = []
-    for document in samples():
-        if not packing or not bins or sum(len(ids) for ids, _ in bins[-1]) + len(document[0]) > ROW_LEN:
+def units(documents_per_unit: int = 0) -> list[list[int]]:
+    """Numbers of the samples of each unit that stays in one row: single samples, or pairs."""
+    size = max(documents_per_unit, 1)
+    return [[*range(first, first + size)] for first in range(0, SAMPLES, size)]
+
+
+def targets() -> np.ndarray:
+    """A target of each sample, fp64: 1 for every other one, which KTO reads as a good answer."""
+    return (np.arange(SAMPLES) % 2).astype(np.float64)
+
+
+def reference_log_probs() -> np.ndarray:
+    """A log-probability of each sample under an imagined reference model, fp64; near that of random weights."""
+    noise = np.random.default_rng(13).normal(size=SAMPLES)
+    return np.array([-math.log(VOCAB) * int((labels != IGNORE_INDEX).sum()) for _, labels in samples()]) + noise
+
+
+def rows(packing: bool, documents_per_unit: int = 0) -> list[Row]:
+    """One unit per row, or with `packing` several units per row; each sample starts at position 0.
+
+    With `documents_per_unit`, rows know their documents.
+    """
+    documents = samples()
+    bins: list[list[int]] = []
+    for unit in units(documents_per_unit):
+        if not packing or not bins or sum(len(documents[n][0]) for n in [*bins[-1], *unit]) > ROW_LEN:
             bins.append([])
-        bins[-1].append(document)
-    return [_row(documents) for documents in bins]
+        bins[-1] += unit
+    return [_row(numbers, documents, has_documents=documents_per_unit > 0) for numbers in bins]
 
 
-def _row(documents: list[tuple[np.ndarray, np.ndarray]]) -> Row:
-    ids, labels = (np.concatenate(parts) for parts in zip(*documents, strict=True))
-    positions = np.concatenate([np.arange(len(i)) for i, _ in documents]).astype(np.int32)
-    return Row(input_ids=ids, position_ids=positions, labels=labels, supervised=int((labels != IGNORE_INDEX).sum()))
+def _row(numbers: list[int], documents: list[tuple[np.ndarray, np.ndarray]], *, has_documents: bool) -> Row:
+    ids, labels = (np.concatenate(parts) for parts in zip(*(documents[number] for number in numbers), strict=True))
+    lengths = np.array([len(documents[number][0]) for number in numbers])
+    of_row = RowDocuments(lengths, np.array(numbers), targets()[numbers], lengths) if has_documents else None
+    return Row(
+        input_ids=ids,
+        position_ids=np.concatenate([np.arange(length) for length in lengths]).astype(np.int32),
+        labels=labels,
+        supervised=int((labels != IGNORE_INDEX).sum()),
+        documents=of_row,
+    )
+
+
+def objective_of(cell: Cell) -> Objective:
+    """The objective of a cell, with the default numbers of its section."""
+    return make_objective(TypeAdapter(ObjectiveField).validate_python(cell.objective))
 
 
 def run_tree(cell: Cell, model: Path, out: Path, *, dp: int) -> dict[str, Any]:
@@ -126,7 +164,8 @@ def run_tree(cell: Cell, model: Path, out: Path, *, dp: int) -> dict[str, Any]:
     One optimizer step has all samples, and empty rows where the batch is larger.
     """
     share = dp * cell.accumulation
-    size = -(-(PACKED_ROWS if cell.packing else SAMPLES) // share)
+    per_unit = objective_of(cell).documents_per_unit
+    size = -(-(PACKED_ROWS if cell.packing else len(units(per_unit))) // share)
     zero: dict[str, Any] = {"stage": cell.stage, "stage3_param_persistence_threshold": 40}
     if cell.stage == 3 and cell.optimizer == "Muon":
         zero["reduce_scatter"] = False
@@ -138,6 +177,7 @@ def run_tree(cell: Cell, model: Path, out: Path, *, dp: int) -> dict[str, Any]:
         "model": str(model),
         "data": {"train": "none.jsonl", "packing": cell.packing, "shuffle": False},
         "deepspeed": {"zero_optimization": zero},
+        "objective": cell.objective,
         "parallel": {
             "pp": cell.pp,
             "pp_layers": [int(layers) for layers in cell.pp_layers.split()],

@@ -14,6 +14,7 @@ from ds_finetune.checkpoint.folder import open_checkpoint_folder
 from ds_finetune.checkpoint.restore import newest_checkpoint, restore_engine
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.saver import Saver
+from ds_finetune.config.objectives import ObjectiveConfig
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.collectives import all_gather_object
 from ds_finetune.engine.engine import Engine
@@ -25,6 +26,7 @@ from ds_finetune.families.table import family_of
 from ds_finetune.model.build import read_hf_config
 from ds_finetune.model.dtypes import PRECISION_DTYPES
 from ds_finetune.model.model_plan import plan_model
+from ds_finetune.objectives.table import make_objective
 from ds_finetune.plan.combinations import check_divides
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.selftest.reference_loop import Steps, mean_loss, reference_loop
@@ -86,8 +88,8 @@ def compare_layout(
     # Before any engine: the rotary frequencies of the first model that from_pretrained builds after DeepSpeed 0.19.8's
     # zero.Init are unset memory.
     is_leader = world.rank == 0
-    reference = _reference_steps(config.model.path, steps, config.train.max_grad_norm) if is_leader else Steps()
-    model = plan_model(hf_config, config.model, config.parallel, config.lora)
+    model = plan_model(hf_config, config.model, config.parallel, config.lora, config.objective)
+    reference = _reference_steps(config, steps) if is_leader else Steps()
     with start_engine(plan, model) as engine:
         taken = _steps_with_checkpoint(engine, folder, steps)
         loss = eval_loss(engine)
@@ -96,7 +98,7 @@ def compare_layout(
         resumed = _steps_after_resume(engine, folder, steps - 1)
     if world.rank:
         return None
-    reloaded = mean_loss(folder / "export", PRECISION_DTYPES[config.train.precision])
+    reloaded = mean_loss(folder / "export", PRECISION_DTYPES[config.train.precision], model.objective)
     return compare_steps(reference, taken, resumed, abs(reloaded - loss))
 
 
@@ -129,9 +131,13 @@ def compare_steps(reference: Steps, steps: Steps, resumed: Steps, export: float)
     return LayoutComparison(differences, limits)
 
 
+def _reference_steps(config: RunConfig, steps: int) -> Steps:
+    return _cached_steps(config.model.path, steps, config.train.max_grad_norm, config.objective)
+
+
 @cache
-def _reference_steps(model: str, steps: int, max_grad_norm: float) -> Steps:
-    return reference_loop(Path(model), steps=steps, max_grad_norm=max_grad_norm)
+def _cached_steps(model: str, steps: int, max_grad_norm: float, objective: ObjectiveConfig) -> Steps:
+    return reference_loop(Path(model), steps=steps, max_grad_norm=max_grad_norm, objective=make_objective(objective))
 
 
 def _largest_difference(values: list[float], reference: list[float]) -> float:

@@ -1,10 +1,11 @@
 """The reference for every layout: a plain PyTorch training loop in one process on the CPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -12,8 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from ds_finetune.engine.generation import GenerationLimits
 from ds_finetune.labels import IGNORE_INDEX
-from ds_finetune.selftest.cells import samples
+from ds_finetune.objectives.objective import DocumentLogProbs, DocumentObjective, Objective, TokenObjective
+from ds_finetune.selftest.cells import reference_log_probs, samples, targets, units
 
+SFT = TokenObjective("sft")
 LR, BETAS, EPS = 1e-3, (0.9, 0.95), 1e-8
 PROMPTS = [ids[: 3 + 2 * number].tolist() for number, (ids, _) in enumerate(samples()[:5])]
 LIMITS = GenerationLimits(max_new_tokens=6, stop_ids=[1], pad_id=0)
@@ -39,34 +42,38 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def reference_loop(
-    folder: Path, *, steps: int, max_grad_norm: float = 0.0, optimizer: Callable[[nn.Module], Any] = adamw
+    folder: Path,
+    *,
+    steps: int,
+    max_grad_norm: float = 0.0,
+    optimizer: Callable[[nn.Module], Any] = adamw,
+    objective: Objective = SFT,
 ) -> Steps:
     """Take steps on all samples with the model that transformers loads from `folder`."""
-    return reference_steps(
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False),
-        steps,
-        max_grad_norm,
-        optimizer,
-    )
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+    return reference_steps(model, steps, max_grad_norm, optimizer, objective=objective)
 
 
-def reference_steps(model: nn.Module, steps: int, max_grad_norm: float, optimizer: Callable[[nn.Module], Any]) -> Steps:
+def reference_steps(
+    model: nn.Module,
+    steps: int,
+    max_grad_norm: float,
+    optimizer: Callable[[nn.Module], Any],
+    *,
+    objective: Objective = SFT,
+) -> Steps:
     """Take steps on all samples, one unpadded sample per forward, with transformers' logits and torch's loss."""
     model.train()
     optim = optimizer(model)
-    supervised = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in samples())
-    results = Steps()
+    counts, results = _counts(objective), Steps()
     for _ in range(steps):
-        loss_sum = 0.0
-        for ids, labels in samples():
-            logits = model(input_ids=torch.from_numpy(ids).long()[None], use_cache=False).logits[0]
-            loss = functional.cross_entropy(
-                logits, torch.from_numpy(labels).long(), ignore_index=IGNORE_INDEX, reduction="sum"
-            )
-            (loss / supervised).backward()
-            loss_sum += loss.item()
+        loss = 0.0
+        for unit in units(objective.documents_per_unit):
+            out = _unit_loss(model, unit, objective, counts)
+            out.backward()
+            loss += out.item()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf"))
-        results.losses.append(loss_sum / supervised)
+        results.losses.append(loss)
         results.norms.append(float(norm))
         results.gradients = results.gradients or {
             name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
@@ -75,6 +82,41 @@ def reference_steps(model: nn.Module, steps: int, max_grad_norm: float, optimize
         optim.zero_grad()
     results.answers = [_answer(model, prompt) for prompt in PROMPTS]
     return results
+
+
+def _counts(objective: Objective) -> dict[str, int]:
+    """Units of all samples."""
+    tokens = [int((labels != IGNORE_INDEX).sum()) for _, labels in samples()]
+    whole = units(objective.documents_per_unit)
+    return {
+        "supervised_tokens": sum(tokens),
+        "chosen_tokens": sum(tokens[::2]),
+        "pairs": len(whole),
+        "examples": len(whole),
+    }
+
+
+def _unit_loss(model: nn.Module, unit: Sequence[int], objective: Objective, counts: Mapping[str, int]) -> torch.Tensor:
+    """The contribution of the samples of a unit to the mean loss over all samples (scalar)."""
+    logps = [_log_probs(model, *samples()[number]) for number in unit]
+    if not isinstance(objective, DocumentObjective):
+        return -torch.cat(logps).sum() / counts["supervised_tokens"]
+    documents = DocumentLogProbs(
+        logp=torch.stack([logp.double().sum() for logp in logps]),
+        num_tokens=torch.tensor([float(len(logp)) for logp in logps], dtype=torch.float64),
+        target=torch.from_numpy(targets()[[*unit]]),
+        reference=torch.from_numpy(reference_log_probs()[[*unit]]),
+    )
+    weights = torch.tensor([term.weight / counts[term.unit] for term in objective.terms], dtype=torch.float64)
+    return objective.loss(documents, weights, weights.new_zeros(())).loss
+
+
+def _log_probs(model: nn.Module, ids: np.ndarray, labels: np.ndarray) -> torch.Tensor:
+    """Log-probabilities of the supervised tokens of a sample in nats, fp32 [tokens]."""
+    logits = model(input_ids=torch.from_numpy(ids).long()[None], use_cache=False).logits[0].float()
+    targets = torch.from_numpy(labels).long()
+    logp = -functional.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="none")
+    return logp[targets != IGNORE_INDEX]
 
 
 def _answer(model: Any, prompt: list[int]) -> list[int]:  # noqa: ANN401 - a causal LM
@@ -87,15 +129,9 @@ def _answer(model: Any, prompt: list[int]) -> list[int]:  # noqa: ANN401 - a cau
     return [token for token in out[0, len(prompt) :].tolist() if token not in LIMITS.stop_ids]
 
 
-def mean_loss(folder: Path, dtype: torch.dtype) -> float:
-    """Mean loss over the samples of the model that plain transformers loads from `folder`."""
+def mean_loss(folder: Path, dtype: torch.dtype, objective: Objective = SFT) -> float:
+    """Loss over the samples of the model that plain transformers loads from `folder`."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False).eval()
-    total, supervised = 0.0, 0
+    counts = _counts(objective)
     with torch.no_grad():
-        for ids, labels in samples():
-            logits = model(input_ids=torch.from_numpy(ids).long()[None], use_cache=False).logits[0].float()
-            total += functional.cross_entropy(
-                logits, torch.from_numpy(labels).long(), ignore_index=IGNORE_INDEX, reduction="sum"
-            ).item()
-            supervised += int((labels != IGNORE_INDEX).sum())
-    return total / supervised
+        return sum(_unit_loss(model, unit, objective, counts).item() for unit in units(objective.documents_per_unit))

@@ -221,12 +221,17 @@ def _standard_cases(world_size: int, families: Sequence[str], device: str) -> li
             ]
     for precision in ("bf16", "fp16") if device == "cuda" else ("bf16",):
         cells += [Cell(families[0], stage, _ACCUMULATION, packing=True, precision=precision) for stage in (1, 3)]
+    cells += [
+        Cell(families[0], stage, _ACCUMULATION, packing=True, objective=name)
+        for stage, name in ((1, "dpo"), (3, "orpo"), (2, "kto"))
+    ]
     return [_case(cell, world_size) for cell in cells]
 
 
 def _case(cell: Cell, world_size: int) -> LayoutCase:
     tree = run_tree(cell, Path(), Path(), dp=world_size // cell.sharing) | {"model": {"path": ""}}
-    name = f"{cell.family} {cell.layout} ZeRO-{cell.stage} {cell.precision}"
+    objective = "" if cell.objective == "sft" else f" {cell.objective}"
+    name = f"{cell.family} {cell.layout} ZeRO-{cell.stage} {cell.precision}{objective}"
     return LayoutCase(name, hf_config(cell.family), tree)
 
 
@@ -260,11 +265,13 @@ def _cases_of_run(config: RunConfig, world: World) -> list[LayoutCase]:
             precision=precision,
             max_grad_norm=0.5,
             sp=config.parallel.sp,
+            objective=config.objective.name,
         )
         tree = run_tree(replace(cell, checkpointing=config.train.activation_checkpointing), Path(), Path(), dp=mesh.dp)
         tree["parallel"] = config.parallel.model_copy(update={"pp_layers": ()}).model_dump()
         attention = config.model.attention if precision == config.train.precision else "sdpa"
         tree |= {"model": {"path": "", "attention": attention, "loss": config.model.loss}, "deepspeed": choices}
+        tree |= {"objective": config.objective.model_dump()}
         found.append(
             LayoutCase(f"{hub.model_type} {mesh} ZeRO-{stage} {precision}", _tiny_model_like(hub, cell.family), tree)
         )

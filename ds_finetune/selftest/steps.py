@@ -9,13 +9,15 @@ from torch import nn
 from ds_finetune.data.batches import Batch, BatchPlan, eval_batches, training_batches
 from ds_finetune.engine.collectives import all_gather_object
 from ds_finetune.engine.engine import Engine
+from ds_finetune.objectives.objective import Objective
 from ds_finetune.plan.plan import Plan
-from ds_finetune.selftest.cells import rows
+from ds_finetune.selftest.cells import reference_log_probs, rows
 from ds_finetune.selftest.reference_loop import BETAS, LIMITS, LR, PROMPTS, Steps
 
 
-def batch_plan(plan: Plan) -> BatchPlan:
-    """How the samples are distributed over ranks."""
+def batch_plan(plan: Plan, objective: Objective | None = None) -> BatchPlan:
+    """How the samples are distributed over ranks, for `objective` or one whose loss is a sum over tokens."""
+    is_compared = objective is not None and objective.needs_reference
     return BatchPlan(
         global_batch_size=plan.batch.global_batch_size,
         micro_batch_size=plan.batch.micro_batch_size,
@@ -26,6 +28,8 @@ def batch_plan(plan: Plan) -> BatchPlan:
         pad_token_id=0,
         row_len=plan.batch.max_seq_len if plan.batch.is_packed else None,
         multiple=plan.mesh.sp,
+        documents_per_unit=objective.documents_per_unit if objective is not None else 0,
+        reference=reference_log_probs() if is_compared else None,
     )
 
 
@@ -36,7 +40,7 @@ def take_steps(engine: Engine, steps: int) -> Iterator[Steps]:
     """
     plan, results = engine.plan, Steps()
     for step in range(steps):
-        result = engine.step(_whole_batch(plan), lr=LR)
+        result = engine.step(_whole_batch(engine), lr=LR)
         results.losses.append(result.loss)
         results.norms.append(result.grad_norm)
         if step == 0 and plan.optimizer.name == "adamw" and plan.precision == "fp32":
@@ -50,14 +54,16 @@ def take_steps(engine: Engine, steps: int) -> Iterator[Steps]:
 
 def eval_loss(engine: Engine) -> float:
     """Mean loss over the samples."""
-    evaluation = engine.evaluate(eval_batches(rows(engine.plan.batch.is_packed), batch_plan(engine.plan)))
+    every = rows(engine.plan.batch.is_packed, engine.objective.documents_per_unit)
+    evaluation = engine.evaluate(eval_batches(every, batch_plan(engine.plan, engine.objective)))
     assert evaluation is not None
     return evaluation.loss
 
 
-def _whole_batch(plan: Plan) -> Batch:
-    every = rows(plan.batch.is_packed)
-    return next(iter(training_batches(every, batch_plan(plan), start_step=0, total_rows=len(every))))
+def _whole_batch(engine: Engine) -> Batch:
+    every = rows(engine.plan.batch.is_packed, engine.objective.documents_per_unit)
+    plan = batch_plan(engine.plan, engine.objective)
+    return next(iter(training_batches(every, plan, start_step=0, total_rows=len(every))))
 
 
 def first_moments(engine: Engine) -> dict[str, torch.Tensor]:

@@ -1,9 +1,11 @@
 """This rank's batches of a run: from prepared rows or from a stream, from the beginning or from where it resumes."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ds_finetune.data.batches import Batch, BatchPlan, Position, training_batches
 from ds_finetune.data.prepared_rows import PreparedRows
+from ds_finetune.data.scores import NumberedRows, with_scores
 from ds_finetune.data.stream import START, StreamedRows, streaming_batches
 from ds_finetune.model.encoder import encoder_of
 from ds_finetune.schedule import Duration
@@ -16,8 +18,12 @@ def run_batches(run: PreparedRun, *, after: Progress = BEGINNING, stream_positio
     rows, plan = run.inputs.train, batch_plan(run)
     if isinstance(rows, StreamedRows):
         return streaming_batches(rows, plan, steps=run.schedule.steps, start_step=after.step, start=stream_position)
+    scores, total = run.inputs.scores, total_rows(run, rows)
+    if scores is not None:
+        numbered = training_batches(NumberedRows(rows), plan, start_step=after.step, total_rows=total)
+        return with_scores(numbered, scores)
     mismatched = mismatched_answers(run.plan, run.inputs.model.objective, rows)
-    return training_batches(rows, plan, start_step=after.step, total_rows=total_rows(run, rows), mismatched=mismatched)
+    return training_batches(rows, plan, start_step=after.step, total_rows=total, mismatched=mismatched)
 
 
 def total_rows(run: PreparedRun, rows: PreparedRows) -> int:
@@ -46,6 +52,11 @@ def mixture_lines(run: PreparedRun) -> list[str]:
     ]
 
 
+def eval_plan(run: PreparedRun, name: str) -> BatchPlan:
+    """The same for the held-out set `name`."""
+    return replace(batch_plan(run), reference=run.reference.get(name))
+
+
 def batch_plan(run: PreparedRun) -> BatchPlan:
     """How rows are divided over ranks and micro-batches."""
     plan, rows = run.plan, run.inputs.train
@@ -60,6 +71,7 @@ def batch_plan(run: PreparedRun) -> BatchPlan:
         row_len=plan.batch.max_seq_len if plan.batch.is_packed else None,
         multiple=plan.mesh.sp,
         documents_per_unit=run.inputs.model.objective.documents_per_unit,
+        reference=run.reference.get("train"),
         mixture=rows.mixture if isinstance(rows, PreparedRows) else None,
         separates_padding=encoder_of(run.inputs.hf_config) is not None,
     )

@@ -67,7 +67,7 @@ def plan_run(config: RunConfig, *, gpus: int, gpus_per_node: int = 8) -> Planned
     token_limits(config, model.hf_config)
     tried = try_generic_type(config, model)
     stages = rank_tensors(plan, model)
-    estimate = estimate_run(config, plan, sizes_of(stages, model.lora))
+    estimate = estimate_run(config, plan, sizes_of(stages, model.lora, model.teacher))
     lines = (*plan.decisions, *model_lines(model, plan), *_totals(stages, estimate))
     return PlannedRun(plan, stages, estimate, lines, tuple(tried))
 

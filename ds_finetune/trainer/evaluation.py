@@ -7,12 +7,13 @@ from functools import cached_property
 
 from ds_finetune.data.batches import BatchPlan, MicroBatch, eval_baseline, eval_batches, num_eval_rows
 from ds_finetune.data.prepared_rows import PreparedRows
-from ds_finetune.engine.engine import Engine, HeldOutScores
+from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.generation import GenerationLimits
+from ds_finetune.engine.results import HeldOutScores
 from ds_finetune.observers.evaluation import matches
 from ds_finetune.observers.stop_signals import StopSignals
 from ds_finetune.phase_line import PhaseLine
-from ds_finetune.trainer.batches import batch_plan
+from ds_finetune.trainer.batches import batch_plan, eval_plan
 from ds_finetune.trainer.prepare import PreparedRun, mismatched_answers
 
 Scored = Callable[[], Mapping[str, HeldOutScores] | None]
@@ -46,6 +47,7 @@ class _HeldOutEvaluation:
         with self._phase("evaluation", rounds) as line:
             is_over = line.before_each(self.signals.is_stop_requested)
             for name, rows in sets.items():
+                plan = eval_plan(self.run, name)
                 scores = self.engine.evaluate(
                     eval_batches(rows, plan, limit=limit), baseline=self._baseline(rows, plan), is_over=is_over
                 )

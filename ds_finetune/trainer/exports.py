@@ -10,7 +10,7 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.collectives import all_gather_object
 from ds_finetune.engine.engine import Engine
 from ds_finetune.errors import OutputError, RunError
-from ds_finetune.export.adapter import write_adapter
+from ds_finetune.export.adapter import AdapterBase, write_adapter
 from ds_finetune.export.base_folder import BaseFolder, with_stored_weights
 from ds_finetune.export.folder import (
     TOKENIZER_FILES,
@@ -183,5 +183,5 @@ def _write_adapters(run: PreparedRun, engine: Engine, out: Path) -> dict[str, Fa
     factors = factors_of(whole, lora.alpha / lora.rank)
     if engine.is_rank_zero:
         family = family_of(inputs.hf_config.model_type)
-        write_adapter(factors, lora, out, base=inputs.model.path, digest=inputs.base, family=family)
+        write_adapter(factors, lora, out, AdapterBase(name=inputs.model.path, digest=inputs.base, family=family))
     return factors

@@ -16,6 +16,7 @@ from ds_finetune.data.prepare import TokenLimits, prepare_rows
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.row_kind import RowKind
 from ds_finetune.data.row_report import row_notes
+from ds_finetune.data.scores import StoredScores
 from ds_finetune.data.stream import StreamedRows, open_stream
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.errors import ConfigError
@@ -26,13 +27,16 @@ from ds_finetune.model.model_plan import ModelPlan, plan_model, task_of
 from ds_finetune.model.score_config import set_classes, set_padding_token, with_base_classes
 from ds_finetune.model.vocabulary import grow_vocabulary
 from ds_finetune.model.weights import weights_digest
-from ds_finetune.objectives.objective import ScoreObjective
+from ds_finetune.objectives.distill import Distillation
+from ds_finetune.objectives.objective import ScoreObjective, TokenObjective
 from ds_finetune.objectives.table import make_objective
 from ds_finetune.plan.combinations import check_divides, check_expert_widths
+from ds_finetune.plan.distillation import check_teacher
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.model_shape import Shape
 from ds_finetune.plan.plan import Plan
 from ds_finetune.schedule import Duration
+from ds_finetune.trainer.distillation import check_teacher_tokens, open_scores, teacher_lines
 
 
 @dataclass(frozen=True)
@@ -50,8 +54,10 @@ class RunInputs:
     train: PreparedRows | StreamedRows
     held_out: Mapping[str, PreparedRows]
     """Held-out sets by the first part of their metric names: `eval`, or `eval/NAME` for named ones."""
+    scores: StoredScores | None = None
+    """Stored distributions of a teacher for the training rows."""
     base: str = ""
-    """Digest of the weights that adapters are trained on; empty where there are none."""
+    """Digest of the weights that adapters are trained on, or that the reference model has; empty where neither is."""
     notes: tuple[str, ...] = ()
     """Lines about the data for people, shown at the start."""
 
@@ -96,6 +102,7 @@ def read_inputs(config: RunConfig, model: ModelPlan) -> RunInputs:
     tokenizer_folder = resolve_folder(config.model.tokenizer) if config.model.tokenizer else folder
     tokenizer = load_tokenizer(str(tokenizer_folder))
     limits = token_limits(config, model.hf_config)
+    check_teacher_tokens(model, tokenizer)
     if config.data.streaming and Duration.parse(config.train.duration).unit != "steps":
         raise ConfigError(
             f"data.streaming does not know how long `{config.train.duration}` is", hint="give train.for in steps"
@@ -123,9 +130,15 @@ def read_inputs(config: RunConfig, model: ModelPlan) -> RunInputs:
         tokenizer_folder=tokenizer_folder,
         train=train,
         held_out=held_out,
-        base=weights_digest(folder) if config.lora is not None else "",
+        scores=open_scores(config, model, tokenizer, train),
+        base=weights_digest(folder) if _has_base(model) else "",
         notes=(*train.notes, *held_out_notes),
     )
+
+
+def _has_base(model: ModelPlan) -> bool:
+    """Whether a run depends on the weights of its model beyond its beginning."""
+    return model.lora is not None or (model.objective.needs_reference and not model.has_random_weights)
 
 
 def make_model_plan(config: RunConfig, mesh: Mesh, *, is_config_alone: bool = False) -> ModelPlan:
@@ -139,6 +152,9 @@ def make_model_plan(config: RunConfig, mesh: Mesh, *, is_config_alone: bool = Fa
     check_divides(mesh, tree, pp_layers=config.parallel.pp_layers)
     check_expert_widths(mesh, tree, precision=config.train.precision)
     planned = plan_model(hf_config, config.model, config.parallel, config.lora, config.objective)
+    if planned.teacher is not None:
+        teacher = planned.teacher.hf_config.to_dict()
+        check_teacher(mesh, planned.teacher.path, teacher, max_seq_len=config.train.max_seq_len)
     return replace(planned, padding=padding)
 
 
@@ -165,15 +181,25 @@ def with_classes(config: RunConfig) -> RunConfig:
 
 
 def try_generic_type(config: RunConfig, model: ModelPlan) -> tuple[str, ...]:
-    """Lines on what a generic model type did on a tiny copy; ModelError where it would be trained wrongly."""
-    return check_generic_type(
-        model.hf_config,
-        objective=model.objective,
-        attention=config.model.attention,
-        packing=config.data.packing,
-        row_tokens=config.train.max_seq_len,
-        precision=config.train.precision,
-    )
+    """Lines on what a generic model type did on a tiny copy; ModelError where it would be trained wrongly, or where a
+    teacher would not keep documents apart.
+    """
+    # What is tried of a distillation is the model; its loss is that of targets beside the labels.
+    objective = TokenObjective("sft") if isinstance(model.objective, Distillation) else model.objective
+    tried = [(model.hf_config, objective)]
+    tried += [(model.teacher.hf_config, objective)] if model.teacher is not None else []
+    found = [
+        check_generic_type(
+            hf_config,
+            objective=objective,
+            attention=config.model.attention,
+            packing=config.data.packing,
+            row_tokens=config.train.max_seq_len,
+            precision=config.train.precision,
+        )
+        for hf_config, objective in tried
+    ]
+    return tuple(dict.fromkeys(line for lines in found for line in lines))
 
 
 def token_limits(config: RunConfig, hf_config: PretrainedConfig) -> TokenLimits:
@@ -207,9 +233,10 @@ def _tokenizer_alone(config: RunConfig) -> PreTrainedTokenizerBase:
 
 
 def model_lines(model: ModelPlan, plan: Plan) -> list[tuple[str, str]]:
-    """Name and text of what is decided about the model, for people: vocabulary, scores, pipeline stages and LoRA."""
+    """Name and text of what is decided about the model, for people: vocabulary, scores, stages, LoRA, teacher."""
     lora = model.lora.lines() if model.lora is not None else []
-    return [*_vocabulary_lines(model), *_score_lines(model), *plan.stage_lines(model.stages), *lora]
+    stages, teacher = plan.stage_lines(model.stages), teacher_lines(model, plan)
+    return [*_vocabulary_lines(model), *_score_lines(model), *stages, *lora, *teacher]
 
 
 def _score_lines(model: ModelPlan) -> list[tuple[str, str]]:

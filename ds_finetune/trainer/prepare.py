@@ -1,8 +1,12 @@
 """Prepares a run from its configuration, before any process group: plan, model, rows and learning rate."""
 
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.mismatched import MismatchedAnswers
@@ -33,6 +37,9 @@ class PreparedRun:
     inputs: RunInputs
     schedule: LrSchedule
     estimate: RunEstimate
+    reference: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    """Log-probabilities of the reference model, one for each document, by `train` and the names of held-out sets; empty
+    where the objective has no cached reference."""
 
     @property
     def output_dir(self) -> Path:
@@ -102,7 +109,7 @@ def freeze_unreached(plan: Plan, model: ModelPlan) -> Plan:
 
 def estimate_model(config: RunConfig, plan: Plan, model: ModelPlan) -> RunEstimate:
     """What the run needs, from the shapes of the tensors that its ranks hold."""
-    return estimate_run(config, plan, sizes_of(rank_tensors(plan, model), model.lora))
+    return estimate_run(config, plan, sizes_of(rank_tensors(plan, model), model.lora, model.teacher))
 
 
 def _disk_need(estimate: RunEstimate, world: World) -> DiskNeed:

@@ -16,6 +16,7 @@ from ds_finetune.model.parallel.expert import build_local_experts
 from ds_finetune.model.parallel.pipeline import PipelineGroup, build_only_layers, install_pipeline_stage
 from ds_finetune.model.parallel.sharding import ModelShard
 from ds_finetune.model.parallel.tensor import local_config
+from ds_finetune.model.teacher_plan import TeacherPlan
 from ds_finetune.plan.estimate import ModelSizes, TensorKind, model_sizes
 from ds_finetune.plan.plan import Plan
 
@@ -29,9 +30,11 @@ def rank_tensors(plan: Plan, model: ModelPlan) -> Stages:
     return tuple(tuple(_stage_tensors(plan, model, stage)) for stage in range(plan.mesh.pp))
 
 
-def sizes_of(stages: Stages, lora: LoraPlan | None) -> ModelSizes:
-    """The parameters of a model whose tensors are given, with its adapters."""
+def sizes_of(stages: Stages, lora: LoraPlan | None, teacher: TeacherPlan | None = None) -> ModelSizes:
+    """The parameters of a model whose tensors are given, with its adapters and its teacher."""
     sizes = model_sizes(stages)
+    if teacher is not None:
+        sizes = replace(sizes, teacher=teacher.count_params(), teacher_offload=teacher.offload)
     if lora is None:
         return sizes
     shapes = lora.quantised_shapes

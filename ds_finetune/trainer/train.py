@@ -20,6 +20,7 @@ from ds_finetune.trainer.exports import Exports, Say, verify_run_exports
 from ds_finetune.trainer.loop import run_steps, training_steps
 from ds_finetune.trainer.observers import StartedRun, make_observers
 from ds_finetune.trainer.prepare import PreparedRun, prepare_run
+from ds_finetune.trainer.reference import complete_reference, find_reference
 from ds_finetune.trainer.resume import (
     check_not_past_end,
     ended_early,
@@ -78,9 +79,13 @@ def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
 def _train_and_export(run: PreparedRun, monitor: Monitor, say: Say) -> Report:
     resume_point = find_resume_point(run, say if run.plan.world.rank == 0 else _print_nothing)
     check_not_past_end(resume_point, steps=run.schedule.steps, duration=run.config.train.duration)
-    engine_context = start_engine(run.plan, run.inputs.model, loads_weights=resume_point.found is None)
+    reference = find_reference(run)
+    loads_weights = resume_point.found is None or not reference.is_complete
+    engine_context = start_engine(run.plan, run.inputs.model, loads_weights=loads_weights)
     # Errors are reported first, by the innermost context: closing the others may wait for ranks that are gone.
     with engine_context as engine, start_saver(run, engine, resume_point) as saver, monitor.report_errors():
+        with monitor.progress.during("reference"):
+            run = complete_reference(run, engine, reference)
         exports = Exports(run, engine, say)
         started = StartedRun(run, engine, resume_point, saver, exports, monitor.progress, say)
         last, interrupted = train_steps(started)

@@ -65,7 +65,7 @@ def test_adapters_are_saved_alone_and_go_on_at_another_stage(folder: Path) -> No
         ({"rank": 8, "alpha": 8}, "b", "lora.alpha 32.0 -> 8.0"),
         ({"rank": 8, "target_modules": ["o_proj"]}, "b", r"lora.target_modules None -> \['o_proj'\]"),
         (None, "", "lora.rank 8 -> None"),
-        ({"rank": 8}, "other", "weights that adapters belong to b -> other"),
+        ({"rank": 8}, "other", "weights of the base model b -> other"),
     ],
 )
 def test_other_adapters_or_another_base_are_another_run(lora: dict[str, Any] | None, base: str, said: str) -> None:

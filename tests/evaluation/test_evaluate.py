@@ -176,6 +176,32 @@ def test_rows_that_are_too_long_are_cut_or_left_out(
     )
 
 
+def test_named_sets_have_metrics_of_their_own(
+    task: tuple[Path, dict[str, PreTrainedModel]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of all documents together are those of the same files without names."""
+    folder, _ = task
+    lines = (folder / "test.jsonl").read_text().splitlines(keepends=True)
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("old", "new")}
+    files["old"].write_text("".join(lines[:4]))
+    files["new"].write_text("".join(lines[4:]))
+
+    def scored(*data: str) -> dict[str, Any]:
+        out = tmp_path / "scores.json"
+        models = [str(folder / "tuned"), "--baseline", str(folder / "base")]
+        assert main(["eval", *models, "--data", *data, *COLUMNS, "--json", str(out)]) == 0
+        return dict(json.loads(out.read_text())["data"])
+
+    named = scored(*(f"{name}={file}" for name, file in files.items()))
+    assert "new/loss" in capsys.readouterr().out
+    assert named["metrics"] == scored(*map(str, files.values()))["metrics"]
+    for name, file in files.items():
+        assert named["sets"][name] == scored(str(file))["metrics"]
+    for data, text in ((["a b=x.jsonl"], "the name `a b`"), (["x.jsonl", "a=y.jsonl"], "--data `x.jsonl` has no name")):
+        assert main(["eval", str(folder / "tuned"), "--data", *data]) == 2
+        assert text in capsys.readouterr().err
+
+
 def test_eval_without_data_or_without_lm_eval_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", str(tmp_path)]) == 2
     assert "has nothing to score on" in capsys.readouterr().err

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from ds_finetune.cli.main import main
 from ds_finetune.config.schema import LoraConfig
 from ds_finetune.errors import OutputError
-from ds_finetune.export.adapter import write_adapter
+from ds_finetune.export.adapter import AdapterBase, write_adapter
 from ds_finetune.families.table import family_of
 from ds_finetune.model.lora import Factors
 from ds_finetune.model.weights import weights_digest
@@ -54,7 +54,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     lora = LoraConfig(rank=4, alpha=2, target_modules=("o_proj", "kv_a_proj_with_mqa"))
     write_adapter(
-        factors, lora, root / "adapter", base=str(model), digest=weights_digest(model), family=family_of("deepseek_v3")
+        factors,
+        lora,
+        root / "adapter",
+        AdapterBase(name=str(model), digest=weights_digest(model), family=family_of("deepseek_v3")),
     )
     return root
 
@@ -214,13 +217,13 @@ def test_an_adapter_on_a_disk_that_takes_no_more(tmp_path: Path) -> None:
     """As a run writes it at its end; the older adapter stays."""
     factors = {"model.layers.0.self_attn.o_proj.weight": Factors(torch.ones(4, 300), torch.ones(300, 4), 0.5)}
     lora, family = LoraConfig(rank=4, alpha=2, target_modules=("o_proj",)), family_of("deepseek_v3")
-    write_adapter(factors, lora, tmp_path / "adapter", base="x", digest="", family=family)
+    write_adapter(factors, lora, tmp_path / "adapter", AdapterBase(name="x", digest="", family=family))
     before = contents(tmp_path)
     with (
         _files_end_at(2**10),
         pytest.raises(OutputError, match=r"adapter\.partial cannot be written: .*File too large"),
     ):
-        write_adapter(factors, lora, tmp_path / "adapter", base="y", digest="", family=family)
+        write_adapter(factors, lora, tmp_path / "adapter", AdapterBase(name="y", digest="", family=family))
     assert contents(tmp_path) == before
 
 

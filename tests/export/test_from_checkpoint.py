@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ds_finetune.cli.main import main
 from ds_finetune.config.schema import LoraConfig
 from ds_finetune.errors import ExportError
-from ds_finetune.export.adapter import write_adapter
+from ds_finetune.export.adapter import AdapterBase, write_adapter
 from ds_finetune.export.base_folder import BaseFolder
 from ds_finetune.export.folder import FolderParts, write_folder
 from ds_finetune.export.from_checkpoint import ExportResult, export_checkpoint
@@ -322,9 +322,7 @@ def test_an_adapter_of_the_head_changes_its_copy(base: Path, tmp_path: Path) -> 
         factors,
         lora,
         tmp_path / "adapter",
-        base=str(base),
-        digest=weights_digest(base),
-        family=family_of("deepseek_v3"),
+        AdapterBase(name=str(base), digest=weights_digest(base), family=family_of("deepseek_v3")),
     )
     export(tmp_path / "adapter", tmp_path / "out", "bf16")
     found = read_all(tmp_path / "out")
@@ -476,7 +474,8 @@ def test_adapters_are_merged_into_an_fp8_base_and_the_rest_is_as_published(
     }
     lora = LoraConfig(rank=4, alpha=2, target_modules=("o_proj", "up_proj"))
     digest = weights_digest(base)
-    write_adapter(factors, lora, tmp_path / "adapter", base=str(base), digest=digest, family=family_of("deepseek_v3"))
+    adapted = AdapterBase(name=str(base), digest=digest, family=family_of("deepseek_v3"))
+    write_adapter(factors, lora, tmp_path / "adapter", adapted)
     exported = export(tmp_path / "adapter", tmp_path / "out", dtype)
     found = read_all(tmp_path / "out")
     untouched = published if dtype == "fp8" else dequantised(published, torch.bfloat16)

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_finetune.config.schema import LoraConfig
-from ds_finetune.export.adapter import write_adapter
+from ds_finetune.export.adapter import AdapterBase, write_adapter
 from ds_finetune.families.table import family_of
 from ds_finetune.model.lora import Factors
 from tests.running import start
@@ -74,7 +74,7 @@ def _adapter(folder: Path, layers: int) -> Path:
         for name, (outer, inner) in sides.items()
     }
     lora = LoraConfig(rank=16, target_modules=tuple(name.rpartition(".")[2] for name in sides))
-    write_adapter(factors, lora, folder, base="", digest="", family=family_of("llama"))
+    write_adapter(factors, lora, folder, AdapterBase(name="", digest="", family=family_of("llama")))
     return folder
 
 

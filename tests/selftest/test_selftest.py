@@ -81,8 +81,8 @@ def test_gradients_twice_as_large_are_found(tmp_path: Path) -> None:
         "import sys\n"
         "from ds_finetune.engine.engine import Engine\n"
         "from ds_finetune.cli.main import main\n"
-        "run = Engine._run_micro_batches\n"
-        "Engine._run_micro_batches = lambda engine, batch, norm: run(engine, batch, lambda loss: 2 * norm(loss))\n"
+        "scaled = Engine._scaled\n"
+        "Engine._scaled = lambda engine, loss: 2 * scaled(engine, loss)\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
     run_file = tiny_task(tmp_path, deepspeed={"zero_optimization": {"stage": 2}})

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -23,7 +23,6 @@ _KEY = re.compile(rf"^{re.escape(KEY_PREFIX)}(?P<module>.+?)(?P<inner>\.base_lay
 _ONLY_SUPPORTED = {
     "use_dora": False,
     "bias": "none",
-    "modules_to_save": None,
     "fan_in_fan_out": False,
     "lora_bias": False,
     "layer_replication": None,
@@ -41,6 +40,8 @@ class PeftAdapter:
     """Key in the file by weight and side."""
     base: str
     """Digest of the weights that it was trained on; empty where another program trained it."""
+    whole: Mapping[str, str]
+    """Key in the file by name of a weight that was trained whole (`modules_to_save`), such as a classifier's head."""
 
     @classmethod
     def open(cls, folder: Path) -> "PeftAdapter":
@@ -58,7 +59,10 @@ class PeftAdapter:
             f"{key} {config[key]!r}" for key, plain in _ONLY_SUPPORTED.items() if key in config and config[key] != plain
         ]
         refused += [f"peft_type {config.get('peft_type')!r}"] if config.get("peft_type") != "LORA" else []
-        refused += [f"tensor {key}" for key, match in matches.items() if match is None][:5]
+        whole = {
+            key.removeprefix(KEY_PREFIX): key for key in matches if _is_whole(key, config.get("modules_to_save") or ())
+        }
+        refused += [f"tensor {key}" for key, m in matches.items() if m is None and key not in whole.values()][:5]
         if refused:
             raise ExportError(
                 f"{folder} holds {', '.join(refused)}, which is not supported here",
@@ -75,7 +79,7 @@ class PeftAdapter:
                 f"{folder}/{WEIGHTS}: {len(keys)} tensors, without A or B for {len(unpaired)} adapters: {shown}",
                 hint="save it again",
             )
-        return cls(folder, config, keys, digest)
+        return cls(folder, config, keys, digest, whole)
 
     @property
     def names(self) -> list[str]:
@@ -117,6 +121,13 @@ class PeftAdapter:
         )
 
 
+def _is_whole(key: str, modules: Sequence[str]) -> bool:
+    """Whether `key` belongs to one of `modules`, named by the end of the module's name as peft does."""
+    module = key.removeprefix(KEY_PREFIX).rpartition(".")[0]
+    parts = [module[: match.start()] for match in re.finditer(r"\.|$", module)]
+    return any(part == name or part.endswith(f".{name}") for part in parts for name in modules)
+
+
 def _leaf(module: str, inner: str | None, outer: str) -> str:
     """Name, within its module, of the weight that a key adapts.
 
@@ -131,10 +142,11 @@ def _leaf(module: str, inner: str | None, outer: str) -> str:
 class MergedSource:
     """A base's tensors with adapters added in fp32, as a TensorSource.
 
-    `factors` gives the adapter of a weight; those of the last few weights are kept in memory.
+    `factors` gives the adapter of a weight; those of the last few weights are kept in memory. Tensors of `whole` take
+    the place of the base's; those of the base that are in `without` are left out.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         base: TensorSource,
         names: Collection[str],
@@ -142,8 +154,10 @@ class MergedSource:
         family: Family,
         *,
         label: str,
+        whole: TensorSource | None = None,
+        without: Collection[str] = (),
     ) -> None:
-        self._base = base
+        self._base, self._whole, self._without = base, whole, without
         self._factors = lru_cache(maxsize=8)(factors)
         self._adapted: dict[str, tuple[str, int]] = {}
         for name in names:
@@ -164,8 +178,9 @@ class MergedSource:
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Those of the base."""
-        return self._base.shapes
+        """Those of the base without the ones left out, and those that were trained whole."""
+        kept = {name: shape for name, shape in self._base.shapes.items() if name not in self._without}
+        return kept if self._whole is None else {**kept, **self._whole.shapes}
 
     @property
     def fp32_names(self) -> Collection[str]:
@@ -174,6 +189,8 @@ class MergedSource:
 
     def read(self, name: str, start: int, numel: int) -> torch.Tensor:
         """Elements of the base; where the tensor is adapted, in fp32 with the adapter added."""
+        if self._whole is not None and name in self._whole.shapes:
+            return self._whole.read(name, start, numel)
         flat = self._base.read(name, start, numel)
         if name not in self._adapted:
             return flat

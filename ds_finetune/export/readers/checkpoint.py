@@ -37,6 +37,13 @@ class CheckpointSource:
         return {name: shape_in_model(chunks[0][1].shape) for name, chunks in self._chunks.items()}
 
     @property
+    def weights(self) -> Mapping[str, tuple[int, ...]]:
+        """The same without buffers."""
+        return {
+            name: shape for name, shape in self.shapes.items() if self._chunks[name][0][1].key.startswith(f"{WEIGHT}/")
+        }
+
+    @property
     def fp32_names(self) -> Collection[str]:
         """Buffers that training kept in fp32."""
         return {

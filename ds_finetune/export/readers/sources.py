@@ -14,11 +14,12 @@ from ds_finetune.config.schema import LoraConfig
 from ds_finetune.errors import ExportError, ModelError
 from ds_finetune.export.adapter import CONFIG as ADAPTER_CONFIG
 from ds_finetune.export.base_folder import find_base
+from ds_finetune.export.classifiers import holds_classifier
 from ds_finetune.export.readers.adapter import MergedSource, PeftAdapter
 from ds_finetune.export.readers.checkpoint import CheckpointSource
 from ds_finetune.export.readers.deepspeed_native import is_deepspeed_checkpoint, read_deepspeed_checkpoint
 from ds_finetune.export.readers.hub import HubSource
-from ds_finetune.export.source import TensorSource, read_model_spec
+from ds_finetune.export.source import SelectedTensors, TensorSource, read_model_spec
 from ds_finetune.export.verify.record import RECORD, ExportRecord
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build import resolve_folder
@@ -45,8 +46,9 @@ class OpenedSource:
     base: Path | None = None
     """The folder of the model that the source was trained from, where it is known and on this machine."""
     why_no_base: str = "no --base was given"
-    is_resized: bool = False
-    """Whether its vocabulary may be larger than the base's, so that only its own config.json and tokenizer fit."""
+    has_own_config: bool = False
+    """Whether only its own config.json and tokenizer fit: its vocabulary may be larger than the base's, or it is a
+    classifier."""
 
     @property
     def is_model(self) -> bool:
@@ -82,10 +84,10 @@ def open_checkpoint(path: Path, base: Path | None) -> OpenedSource:
     sides = {weight_of(name): name for name in source.shapes if is_adapter(name)}
     if not sides:
         trained_from, why = _base_of_run(state)
-        is_resized = bool(state.config["model"].get("resize_vocabulary"))
+        is_own = bool(state.config["model"].get("resize_vocabulary")) or holds_classifier(folder / BASE)
         record = _record_of_run(folder)
         return OpenedSource(
-            source, (folder / BASE,), record=record, base=trained_from, why_no_base=why, is_resized=is_resized
+            source, (folder / BASE,), record=record, base=trained_from, why_no_base=why, has_own_config=is_own
         )
     lora, dtype = LoraConfig.model_validate(state.config["lora"]), PRECISION_DTYPES[state.config["train"]["precision"]]
 
@@ -99,9 +101,10 @@ def open_checkpoint(path: Path, base: Path | None) -> OpenedSource:
 
     base_folder = _resolve_base(str(base or state.config["model"]["path"]), path)
     check_base(state.base, base_folder, label=str(path))
-    return _open_merged(
-        base_folder, [weight for weight, side in sides if side == "A"], factors, beside=folder / BASE, label=str(path)
-    )
+    trained = [weight for weight, side in sides if side == "A"]
+    heads = {name: shape for name, shape in source.weights.items() if not is_adapter(name)}
+    adapters = _Adapters(trained, factors, SelectedTensors(source, heads) if heads else None)
+    return _open_merged(base_folder, adapters, beside=folder / BASE, label=str(path))
 
 
 def _base_of_run(state: RunState) -> tuple[Path | None, str]:
@@ -134,7 +137,22 @@ def open_adapter(path: Path, base: Path | None) -> OpenedSource:
     adapter = PeftAdapter.open(path)
     base_folder = _resolve_base(str(base or adapter.config.get("base_model_name_or_path") or ""), path)
     check_base(adapter.base, base_folder, label=str(path))
-    return _open_merged(base_folder, adapter.names, adapter.factors, beside=path, label=str(path))
+    is_classifier_known = holds_classifier(path)
+    if adapter.config.get("task_type") == "SEQ_CLS" and not is_classifier_known:
+        raise ExportError(
+            f"{path} adapts a classifier (task_type SEQ_CLS) and holds no config.json, which names its classes",
+            hint="put the config.json of the trained classifier there (peft: model.config.save_pretrained)",
+        )
+    adapters = _Adapters(adapter.names, adapter.factors, _saved_modules(adapter, base_folder))
+    return _open_merged(base_folder, adapters, beside=path, label=str(path))
+
+
+def _saved_modules(adapter: PeftAdapter, base: Path) -> SelectedTensors | None:
+    """The weights of an adapter folder that were trained whole."""
+    if not adapter.whole:
+        return None
+    source = HubSource(HubFolder(adapter.folder), family_of(read_model_spec(base).model_type))
+    return SelectedTensors(source, {name: source.shapes[key] for name, key in adapter.whole.items()}, adapter.whole)
 
 
 def _resolve_base(name: str, path: Path) -> Path:
@@ -159,13 +177,33 @@ def check_base(digest: str, folder: Path, *, label: str) -> None:
         )
 
 
-def _open_merged(
-    base: Path, names: Collection[str], factors: Callable[[str], Factors], *, beside: Path, label: str
-) -> OpenedSource:
+@dataclass(frozen=True)
+class _Adapters:
+    """The adapted weights of a model, their adapters, and the weights that were trained whole, if any."""
+
+    names: Collection[str]
+    factors: Callable[[str], Factors]
+    whole: TensorSource | None
+
+
+def _open_merged(base: Path, adapters: _Adapters, *, beside: Path, label: str) -> OpenedSource:
     family, hub = family_of(read_model_spec(base).model_type), HubFolder(base)
-    return OpenedSource(
-        MergedSource(HubSource(hub, family), names, factors, family, label=label), (beside, base), hub=hub, base=base
+    is_own = holds_classifier(beside)
+    without: set[str] = set()
+    if is_own:
+        # The language-model head, and layers that predict further tokens with it.
+        spec = read_model_spec(beside)
+        without = hub.shapes.keys() - spec.shapes.keys() - spec.published_shapes().keys()
+    source = MergedSource(
+        HubSource(hub, family),
+        adapters.names,
+        adapters.factors,
+        family,
+        label=label,
+        whole=adapters.whole,
+        without=without,
     )
+    return OpenedSource(source, (beside, base), hub=hub, base=base, has_own_config=is_own)
 
 
 def is_peft_adapter(path: Path) -> bool:

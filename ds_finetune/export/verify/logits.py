@@ -20,6 +20,8 @@ _LIMIT = {"float32": 1e-5}
 _LIMIT_16_BIT, _NOISE_FACTOR, _HIGHEST_LIMIT = 1e-3, 3.0, 0.05
 _NOISE_FACTOR_FP8, _HIGHEST_LIMIT_FP8 = 2.0, 0.15
 _QUANTILE = 0.9
+_PADDED_LIMIT = 1e-4
+"""Deviation in fp32 of one padded batch from the same texts alone, for classifiers."""
 _POLL_SECONDS = 0.5
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -35,6 +37,8 @@ class LoadedFolder:
     """Of the same weights in fp32, where the folder is not in fp32."""
     perturbed: Floats | None = None
     """Of an FP8 folder, in fp32, with each FP8 number moved within its rounding."""
+    padded: Floats | None = None
+    """Of a classifier, in fp32: from one padded batch of all prompts."""
     failure: str = ""
 
     @classmethod
@@ -42,7 +46,7 @@ class LoadedFolder:
         """The results for folder `number` in the folder `results`."""
         report = json.loads((results / f"{number}.json").read_text(encoding="utf-8"))
         assert not report["ours"], report["ours"]
-        files = {name: results / f"{number}.{name}.npy" for name in ("logits", "fp32", "perturbed")}
+        files = {name: results / f"{number}.{name}.npy" for name in ("logits", "fp32", "perturbed", "padded")}
         return cls(report, **{name: np.load(file) for name, file in files.items() if file.is_file()})
 
 
@@ -105,9 +109,40 @@ def compare_logits(record: ExportRecord, loaded: LoadedFolder) -> tuple[list[str
     if loaded.perturbed is None and record.dtype != report["dtype"]:
         return [], [f"{name}: loads; the run's logits are of its {record.dtype} weights and are not compared{reached}"]
     if logits.shape != record.logits.shape:
-        return [f"{logits.size} logits instead of {record.logits.size}: another vocabulary"], [name]
+        other = "labels" if record.num_labels else "vocabulary"
+        return [f"{logits.size} logits instead of {record.logits.size}: another number of {other}"], [name]
     is_within, text = _compare_with_run(record, record.logits, loaded, logits)
     return ([] if is_within else [text]), [f"{name}: {text}{reached}"]
+
+
+def compare_padding(record: ExportRecord, loaded: LoadedFolder) -> tuple[list[str], list[str]]:
+    """Problems of a classifier with padded batches, and lines that say what was compared.
+
+    transformers takes the last token that is not the padding token, so padding that may end a text gives other logits.
+    """
+    alone = loaded.logits if loaded.fp32 is None else loaded.fp32
+    assert alone is not None
+    if loaded.padded is None:
+        return [], ["config.json names no padding token: transformers classifies one text at a time"]
+    deviation = float(deviations(loaded.padded, alone, record.lengths()).max())
+    text = f"logits of a padded batch deviate by {deviation:.1e} from those of single texts (limit {_PADDED_LIMIT:.0e})"
+    return ([] if deviation <= _PADDED_LIMIT else [text]), [text]
+
+
+def compare_tokens(record: ExportRecord, loaded: LoadedFolder) -> tuple[list[str], list[str]]:
+    """Problems with the token ids that the folder's tokenizer gives for the record's texts, and what was compared."""
+    count = len(record.texts)
+    if not count:
+        return [], []
+    found, expected = loaded.report["tokenised"], [list(prompt) for prompt in record.prompts[-count:]]
+    wrong = [number for number, ids in enumerate(found) if ids != expected[number]]
+    if wrong:
+        first = wrong[0]
+        return [
+            f"the tokenizer gives other ids than the run for {len(wrong)} of {count} texts: "
+            f"{record.texts[first]!r:.60} ends with {found[first][-3:]}, in the run with {expected[first][-3:]}"
+        ], []
+    return [], [f"the tokenizer gives the ids of the run for {count} texts"]
 
 
 def _compare_with_run(record: ExportRecord, expected: Floats, loaded: LoadedFolder, logits: Floats) -> tuple[bool, str]:

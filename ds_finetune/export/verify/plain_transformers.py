@@ -7,6 +7,10 @@ verification.json (ds_finetune/export/verify/record.py) in the folder's dtype, `
 Weights in FP8 are dequantised here with plain torch, because transformers 5.23 fails on rows that 128 does not divide,
 and takes wrong blocks for other such sizes (integrations/finegrained_fp8.py:1130-1175). `OUT/i.perturbed.npy` holds
 logits in fp32 of the same model with every FP8 number moved at random within its rounding.
+
+A classifier, by `architectures` in config.json, has one row of logits for each prompt. `OUT/i.padded.npy` holds those
+of one batch of all prompts in fp32, padded on the right, where config.json names a padding token. The report has what
+the folder's tokenizer makes of the record's texts.
 """
 
 import ctypes
@@ -28,7 +32,16 @@ import numpy as np
 import torch
 import transformers
 from safetensors import safe_open
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 _GPU_FACTOR, _GPU_FACTOR_FP8 = 2.2, 4.4
 """Times the size of the files that a GPU must have free: the 16-bit weights, the model in fp32, some activations."""
@@ -57,17 +70,19 @@ def _inspect_folder(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]
     model.eval().to(_choose_device(folder, _GPU_FACTOR_FP8 if is_fp8 else _GPU_FACTOR))
     reached = _count_reached_experts(model)
     experts = _choose_experts(model, record)
-    arrays = {"logits": _sampled_logits(model, record)}
+    arrays = {"logits": _logits(model, record)}
     dtype = model.dtype
     if dtype != torch.float32:
-        arrays["fp32"] = _sampled_logits(model.float(), record)
+        arrays["fp32"] = _logits(model.float(), record)
+    if record.get("num_labels") and model.config.pad_token_id is not None:
+        arrays["padded"] = _padded_logits(model, record["prompts"])
     device = model.device
     if is_fp8:
         del model
         model = _load_dequantised(folder, perturbed=True)[0].eval().to(device).float()
         if experts:
             model.set_experts_implementation(_EAGER)
-        arrays["perturbed"] = _sampled_logits(model, record)
+        arrays["perturbed"] = _logits(model, record)
     report = {
         **{name: sorted(map(str, loading[name])) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")},
         "dtype": str(dtype).removeprefix("torch."),
@@ -76,6 +91,7 @@ def _inspect_folder(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]
         "versions": f"transformers {transformers.__version__}, torch {torch.__version__}",
         "experts": sum(size for _, size in reached),
         "experts_reached": sum(len(seen) for seen, _ in reached),
+        "tokenised": _tokenise(folder, record.get("texts") or []),
         "ours": sorted(name for name in sys.modules if name.partition(".")[0] == "ds_finetune"),
     }
     return report, arrays
@@ -90,7 +106,7 @@ def _choose_experts(model: PreTrainedModel, record: dict[str, Any]) -> str:
         return ""
     try:
         with torch.no_grad():
-            model(input_ids=torch.tensor([record["prompts"][0]], device=model.device), use_cache=False)
+            model(input_ids=torch.tensor([record["prompts"][0]], device=model.device))
     except RuntimeError as refused:
         model.set_experts_implementation(_EAGER)
         return str(refused).splitlines()[0]
@@ -99,7 +115,13 @@ def _choose_experts(model: PreTrainedModel, record: dict[str, Any]) -> str:
 
 def _load_plain(folder: Path) -> tuple[PreTrainedModel, dict[str, Any]]:
     settings = {"dtype": "auto", "local_files_only": True, "trust_remote_code": False}
-    return AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **settings)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    kind = AutoModelForSequenceClassification if _is_classifier(config) else AutoModelForCausalLM
+    return kind.from_pretrained(folder, output_loading_info=True, **settings)
+
+
+def _is_classifier(config: PretrainedConfig) -> bool:
+    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
 
 
 def _load_dequantised(folder: Path, *, perturbed: bool = False) -> tuple[PreTrainedModel, dict[str, Any]]:
@@ -118,7 +140,8 @@ def _load_dequantised(folder: Path, *, perturbed: bool = False) -> tuple[PreTrai
     for key in [key for key in stored if not key.endswith(_SCALE)]:
         tensor = stored.pop(key)
         weights[key] = _dequantise(tensor, stored[key + _SCALE], generator) if tensor.dtype == _FP8 else tensor
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    kinds = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING if _is_classifier(config) else MODEL_FOR_CAUSAL_LM_MAPPING
+    kind = kinds[type(config)]
     return kind.from_pretrained(None, config=config, state_dict=weights, dtype=torch.bfloat16, output_loading_info=True)
 
 
@@ -139,6 +162,35 @@ def _dequantise(values: torch.Tensor, scale: torch.Tensor, generator: torch.Gene
 def _choose_device(folder: Path, factor: float) -> str:
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     return "cuda" if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > factor * size else "cpu"
+
+
+def _tokenise(folder: Path, texts: list[str]) -> list[list[int]]:
+    """Ids that the folder's tokenizer gives for texts as a pipeline would call it."""
+    if not texts:
+        return []
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return [tokenizer(text)["input_ids"] for text in texts]
+
+
+def _logits(model: PreTrainedModel, record: dict[str, Any]) -> np.ndarray:
+    """The logits of the record's prompts that are compared, flat."""
+    if not record.get("num_labels"):
+        return _sampled_logits(model, record)
+    rows = [torch.tensor([prompt], device=model.device) for prompt in record["prompts"]]
+    with torch.no_grad():
+        parts = [model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0] for ids in rows]
+    return torch.cat(parts).float().cpu().numpy()
+
+
+def _padded_logits(model: PreTrainedModel, prompts: list[list[int]]) -> np.ndarray:
+    """The same of one batch of all prompts."""
+    longest = max(map(len, prompts))
+    ids = torch.full((len(prompts), longest), model.config.pad_token_id, device=model.device)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)], mask[row, : len(prompt)] = torch.tensor(prompt, device=model.device), 1
+    with torch.no_grad():
+        return model(input_ids=ids, attention_mask=mask).logits.flatten().float().cpu().numpy()
 
 
 def _sampled_logits(model: PreTrainedModel, record: dict[str, Any]) -> np.ndarray:

@@ -30,7 +30,7 @@ _SAMPLED_LOGITS = 512
 _FORMAT = 1
 ONNX_FORMAT = "onnx 1"
 """Format of the record of an ONNX folder (export/onnx/record.py)."""
-_TEXTS = (
+TEXTS = (
     "The capital of France is Paris, and the capital of Italy is",
     "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May.",
     "def fibonacci(n: int) -> int:\n    if n < 2:\n        return n\n    return",
@@ -40,6 +40,7 @@ _TEXTS = (
     "It was the best of times, it was the worst of times, it was the age of wisdom",
     "Человек должен верить, что непонятное можно понять; иначе он не стал бы",
 )
+"""The texts of the prompts."""
 
 Floats = NDArray[np.float32]
 
@@ -89,19 +90,25 @@ class ExportRecord:
     """Sampled logits of all positions, in order, flat; None where no running model gave them."""
     digests: Mapping[str, Digest] | None = None
     """By the name of the tensor in the files."""
+    num_labels: int | None = None
+    """Number of outputs of a classifier, whose logits are all recorded, once for each prompt; None for other models."""
+    texts: tuple[str, ...] = ()
+    """Texts of the last prompts of a classifier: the tokenizer of the folder must turn them into these prompts."""
 
     @property
     def stride(self) -> int:
         """Distance between the sampled logits of a position."""
-        return sampling_stride(self.vocab_size)
+        return 1 if self.num_labels else sampling_stride(self.vocab_size)
 
     @property
     def num_positions(self) -> int:
-        """Positions of all prompts."""
-        return sum(len(prompt) for prompt in self.prompts)
+        """Positions of all prompts that have logits: every token, or the one token that a classifier scores."""
+        return len(self.prompts) if self.num_labels else sum(len(prompt) for prompt in self.prompts)
 
     def lengths(self) -> list[int]:
         """Number of sampled logits of each position."""
+        if self.num_labels:
+            return [self.num_labels] * self.num_positions
         return [len(range(number % self.stride, self.vocab_size, self.stride)) for number in range(self.num_positions)]
 
     def with_digests(self, digests: Mapping[str, Digest]) -> "ExportRecord":
@@ -144,6 +151,8 @@ class ExportRecord:
                 key: Digest(tuple((numel, times) for numel, times in runs), value)
                 for key, (runs, value) in tree["digests"].items()
             },
+            num_labels=tree.get("num_labels"),
+            texts=tuple(tree.get("texts", ())),
         )
 
 
@@ -157,10 +166,21 @@ def fixed_prompts(vocab_size: int, tokenizer: PreTrainedTokenizerBase | None) ->
 
     A text that the tokenizer turns into no tokens, e.g. in a script that it does not know, is left out.
     """
+    texts = [] if tokenizer is None else tokenizer(list(TEXTS))["input_ids"]
+    return (*_drawn_prompts(vocab_size), *(tuple(ids[:PROMPT_TOKENS]) for ids in texts if ids))
+
+
+def _drawn_prompts(vocab_size: int) -> list[tuple[int, ...]]:
     draw = random.Random(0)
-    drawn = [tuple(draw.randrange(vocab_size) for _ in range(PROMPT_TOKENS)) for _ in range(8)]
-    texts = [] if tokenizer is None else tokenizer(list(_TEXTS))["input_ids"]
-    return (*drawn, *(tuple(ids[:PROMPT_TOKENS]) for ids in texts if ids))
+    return [tuple(draw.randrange(vocab_size) for _ in range(PROMPT_TOKENS)) for _ in range(8)]
+
+
+def classifier_prompts(vocab_size: int, *, pad: int | None, ending: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The same random prompts for a classifier: of different lengths, without `pad`, and with the tokens `ending` that
+    texts end with in training.
+    """
+    drawn = (prompt[: PROMPT_TOKENS - 3 * number] for number, prompt in enumerate(_drawn_prompts(vocab_size)))
+    return tuple((*(token for token in prompt if token != pad), *ending) for prompt in drawn)
 
 
 def sampled_logits(logits: Iterable[torch.Tensor], prompts: Sequence[Sequence[int]], vocab_size: int) -> Floats:

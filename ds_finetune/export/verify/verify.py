@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ds_finetune.export.interruption import SignalInterruption
-from ds_finetune.export.verify.logits import LoadedFolder, compare_logits, load_folders
+from ds_finetune.export.verify.logits import (
+    LoadedFolder,
+    compare_logits,
+    compare_padding,
+    compare_tokens,
+    load_folders,
+)
 from ds_finetune.export.verify.record import UNVERIFIED, ExportRecord
 from ds_finetune.export.verify.tensors import changed_tensors, compare_with_base, first_names, read_tensor_table
 from ds_finetune.families.table import family_of
@@ -141,8 +147,11 @@ def _compare(folder: Path, record: ExportRecord, loaded: LoadedFolder, base: Pat
         for verb, keys in differences.items()
         if keys
     ]
-    logit_problems, logit_lines = compare_logits(record, loaded)
-    return VerificationResult(folder, (*problems, *logit_problems), (*lines, *logit_lines))
+    kinds = (compare_logits, compare_padding, compare_tokens) if record.num_labels else (compare_logits,)
+    for compare_kind in kinds:
+        more_problems, more_lines = compare_kind(record, loaded)
+        problems, lines = [*problems, *more_problems], [*lines, *more_lines]
+    return VerificationResult(folder, tuple(problems), tuple(lines))
 
 
 def _may_leave(folder: Path, key: str) -> bool:

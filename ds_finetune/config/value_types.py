@@ -1,0 +1,81 @@
+"""Types of values in the run file that have more than one form: paths with names or weights, durations and times."""
+
+import math
+import re
+from typing import Annotated
+
+from pydantic import BeforeValidator
+
+from ds_finetune.schedule import Duration, seconds_of, warmup_steps
+
+SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+"""Names of held-out sets."""
+
+
+def as_list(value: object) -> object:
+    """A text alone as a list of one."""
+    return [value] if isinstance(value, str) else value
+
+
+def _as_weighted(value: object) -> object:
+    if not isinstance(value, dict):
+        return as_list(value)
+    for path, weight in value.items():
+        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not (isinstance(path, str) and is_number and 0 < weight < math.inf):
+            raise ValueError(
+                f"it should be files, or a mapping of files to weights above 0, and `{path}` has {weight!r}"
+            )
+    if not value:
+        raise ValueError("a mapping names at least one file with its weight, as in `{new.txt: 0.9, old.txt: 0.1}`")
+    return value
+
+
+def _as_sets(value: object) -> object:
+    sets = value if isinstance(value, dict) else {"": value}
+    sets = {name: as_list(paths) for name, paths in sets.items()}
+    if not sets:
+        raise ValueError("a mapping names at least one held-out set, as in `{new: a.txt, old: b.txt}`")
+    for name, paths in sets.items():
+        if isinstance(value, dict) and not (isinstance(name, str) and SET_NAME.fullmatch(name)):
+            raise ValueError(f"the name `{name}` of a held-out set has more than letters, digits, `_`, `-` and `.`")
+        is_list = isinstance(paths, list | tuple) and all(isinstance(path, str) for path in paths)
+        if not is_list or (isinstance(value, dict) and not paths):
+            raise ValueError("it should be files, or a mapping of names to files")
+    return sets if isinstance(value, dict) else sets[""]
+
+
+def _check_duration(text: object) -> object:
+    return str(Duration.parse(str(text)))
+
+
+def _check_warmup(text: object) -> object:
+    warmup_steps(str(text), 1)
+    return str(text)
+
+
+WeightedPaths = Annotated[tuple[str, ...] | dict[str, float], BeforeValidator(_as_weighted)]
+HeldOutPaths = Annotated[tuple[str, ...] | dict[str, tuple[str, ...]], BeforeValidator(_as_sets)]
+DurationText = Annotated[str, BeforeValidator(_check_duration)]
+
+
+def _check_steps(text: object) -> object:
+    if Duration.parse(str(text)).unit != "steps":
+        raise ValueError(f"`{text}` is not a number of steps; write e.g. `100 steps`")
+    return _check_duration(text)
+
+
+def _check_every(text: object) -> object:
+    return "never" if text == "never" else _check_duration(text)
+
+
+def check_time(text: object) -> str:
+    """A text such as `2 hours`; ValueError where it is no time."""
+    seconds_of(str(text))
+    return str(text)
+
+
+TimeText = Annotated[str, BeforeValidator(check_time)]
+StepsText = Annotated[str, BeforeValidator(_check_steps)]
+EveryText = Annotated[str, BeforeValidator(_check_every)]
+WarmupText = Annotated[str, BeforeValidator(_check_warmup)]

@@ -1,0 +1,232 @@
+"""Stored distributions of a teacher: for each supervised token its k most likely next tokens and what is left.
+
+A folder has a manifest, which is written last, and one folder for each shard of consecutive documents.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+
+from ds_finetune.data.batches import Batch, MicroBatch
+from ds_finetune.data.cache import ArrayParts, find_damage, write_folder
+from ds_finetune.data.documents import Documents
+from ds_finetune.data.prepared_rows import PreparedRows
+from ds_finetune.data.rows import Row, RowDocuments
+from ds_finetune.errors import DataError, OutputError
+from ds_finetune.labels import IGNORE_INDEX
+from ds_finetune.objectives.examples import TopLogProbs
+
+FORMAT_VERSION = 1
+_MANIFEST = "scores.json"
+_IDENTITY = "identity.json"
+_HASHED = 2**22
+
+
+@dataclass(frozen=True)
+class ScoreIdentity:
+    """What scores belong to; those of one folder have one."""
+
+    documents: str
+    """Hash of all documents: token ids and which of them are supervised, in order."""
+    tokenizer: str
+    """Hash of the vocabulary, id by token."""
+    vocabulary: int
+    """Tokens of the model's vocabulary, with unused ones."""
+    teacher: str
+    """Digest of the teacher's weights."""
+    precision: str
+    """Dtype in which the teacher computed."""
+    top_k: int
+    shard_documents: int
+    """Documents of a shard, but for the last one."""
+    format: int = FORMAT_VERSION
+
+
+@dataclass(frozen=True)
+class DocumentScores:
+    """The distributions of the supervised tokens of a document, in order."""
+
+    ids: NDArray[np.int32]
+    """[supervised tokens, k], the most likely first."""
+    log_probs: NDArray[np.float16]
+    """Of these ids, and last of all other tokens together, at temperature 1, [supervised tokens, k + 1]."""
+
+
+class StoredScores:
+    """The scores of a folder by document number, read from memory maps."""
+
+    def __init__(self, folder: Path, identity: ScoreIdentity, num_shards: int) -> None:
+        self.folder, self.identity = folder, identity
+        self._shards = [_ScoreShard.open(folder / shard_name(number), identity.top_k) for number in range(num_shards)]
+        self._firsts = [number * identity.shard_documents for number in range(num_shards)]
+
+    @classmethod
+    def open(cls, folder: Path) -> Self:
+        """The scores of `folder`; DataError where it is not complete or differs from its checksums."""
+        try:
+            manifest = json.loads((folder / _MANIFEST).read_bytes())
+            identity, num_shards = ScoreIdentity(**manifest["identity"]), int(manifest["shards"])
+        except FileNotFoundError:
+            raise DataError(
+                f"{folder} has no {_MANIFEST}: it holds no scores, or `ds-finetune teach` has not finished",
+                hint="run the same `ds-finetune teach` again; it continues where it stopped",
+            ) from None
+        except (ValueError, TypeError, KeyError) as wrong:
+            raise DataError(f"{folder / _MANIFEST} cannot be read: {wrong}", hint="write the scores again") from wrong
+        for number in range(num_shards):
+            if damage := find_damage(folder / shard_name(number)):
+                raise DataError(
+                    f"scores are damaged: {damage}",
+                    hint=f"remove {folder / shard_name(number)} and {folder / _MANIFEST}, and run `ds-finetune teach` "
+                    "again; it writes what is missing",
+                )
+        return cls(folder, identity, num_shards)
+
+    def __getitem__(self, number: int) -> DocumentScores:
+        shard = bisect_right(self._firsts, number) - 1
+        return self._shards[shard].document(number - self._firsts[shard])
+
+    def check(self, documents: Documents, tokens: Mapping[str, int], vocabulary: int) -> None:
+        """DataError where these are not the scores of `documents`, or of another tokenizer or vocabulary."""
+        own = self.identity
+        for what, theirs, ours in (
+            ("vocabulary size", own.vocabulary, vocabulary),
+            ("tokenizer", own.tokenizer, tokens_hash(tokens)),
+            ("training rows", own.documents, documents_hash(documents)),
+        ):
+            if theirs != ours:
+                raise DataError(
+                    f"the scores in {self.folder} are of another {what}: {theirs} there, {ours} in this run",
+                    hint="write scores with this run file: ds-finetune teach TEACHER RUN.yaml OUT",
+                )
+
+
+@dataclass(frozen=True)
+class _ScoreShard:
+    ids: NDArray[np.int32]
+    log_probs: NDArray[np.float16]
+    offsets: NDArray[np.int64]
+
+    @classmethod
+    def open(cls, folder: Path, top_k: int) -> Self:
+        ids, log_probs, offsets = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS)
+        return cls(ids.reshape(-1, top_k), log_probs.reshape(-1, top_k + 1), offsets)
+
+    def document(self, index: int) -> DocumentScores:
+        span = slice(self.offsets[index], self.offsets[index + 1])
+        return DocumentScores(self.ids[span], self.log_probs[span])
+
+
+_ARRAYS = ("ids", "log_probs", "offsets")
+
+
+def shard_name(number: int) -> str:
+    """The folder of a shard."""
+    return f"shard-{number:06d}"
+
+
+def write_shard(folder: Path, number: int, scores: Sequence[DocumentScores], identity: ScoreIdentity) -> None:
+    """Write the scores of consecutive documents; the shard is complete as soon as its folder exists."""
+    offsets = np.cumsum([0, *(len(part.ids) for part in scores)]).astype(np.int64)
+    flat = {name: [getattr(part, name).reshape(-1) for part in scores] for name in ("ids", "log_probs")}
+    arrays = {name: ArrayParts(parts[0].dtype, sum(map(len, parts)), parts) for name, parts in flat.items()}
+    text = json.dumps(asdict(identity), indent=1)
+    write_folder(folder / shard_name(number), arrays | {"offsets": ArrayParts.of(offsets)}, {_IDENTITY: text})
+
+
+def is_shard_complete(folder: Path, number: int, identity: ScoreIdentity) -> bool:
+    """Whether a shard is there; one that is damaged is removed. OutputError where its identity is another."""
+    shard = folder / shard_name(number)
+    if not shard.is_dir():
+        return False
+    if find_damage(shard):
+        shutil.rmtree(shard)
+        return False
+    found = json.loads((shard / _IDENTITY).read_bytes())
+    if found != asdict(identity):
+        names = [name for name, value in asdict(identity).items() if found.get(name) != value]
+        changed = [f"{name} {found.get(name)!r} there, {getattr(identity, name)!r} now" for name in names]
+        raise OutputError(
+            f"{folder} holds other scores: {'; '.join(changed)}", hint="name another folder, or remove it"
+        )
+    return True
+
+
+def write_manifest(folder: Path, identity: ScoreIdentity, num_shards: int, remarks: Mapping[str, object]) -> None:
+    """Mark the scores as complete; `remarks` are for people."""
+    text = json.dumps({"identity": asdict(identity), "shards": num_shards, **remarks}, indent=1)
+    partial = folder / f"{_MANIFEST}.{os.getpid()}"
+    try:
+        partial.write_text(text + "\n", encoding="utf-8")
+        partial.replace(folder / _MANIFEST)
+    except OSError as failed:
+        raise OutputError(
+            f"{folder / _MANIFEST} cannot be written: {failed.strerror}",
+            hint="free space there, or name another folder",
+        ) from failed
+
+
+@dataclass(frozen=True, eq=False)
+class NumberedRows:
+    """The same rows, each with the numbers of its documents, by which their scores are found."""
+
+    rows: PreparedRows
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Row:
+        """Row `index`."""
+        rows = self.rows
+        numbers = np.asarray(rows.order[rows.offsets[index] : rows.offsets[index + 1]], dtype=np.int64)
+        lengths = rows.documents.offsets[numbers + 1] - rows.documents.offsets[numbers]
+        documents = RowDocuments(lengths, numbers, targets=np.zeros(len(numbers)), second=lengths)
+        return replace(rows[index], documents=documents)
+
+
+def with_scores(batches: Iterator[Batch], scores: StoredScores) -> Iterator[Batch]:
+    """The batches with the distributions of their supervised tokens in `MicroBatch.examples`."""
+    for batch in batches:
+        yield replace(batch, micro=tuple(_with_scores(micro, scores) for micro in batch.micro))
+
+
+def _with_scores(micro: MicroBatch, scores: StoredScores) -> MicroBatch:
+    assert micro.examples is not None
+    top_k, rows = scores.identity.top_k, micro.labels.shape
+    ids, log_probs = np.zeros((*rows, top_k), np.int32), np.zeros((*rows, top_k + 1), np.float16)
+    # A document is whole in its row, and documents are numbered in the order of the rows.
+    found = [scores[number] for number in micro.examples.numbers.tolist()]
+    is_supervised = (micro.labels != IGNORE_INDEX).numpy()
+    if found:
+        ids[is_supervised] = np.concatenate([part.ids for part in found])
+        log_probs[is_supervised] = np.concatenate([part.log_probs for part in found])
+    top = TopLogProbs(torch.from_numpy(ids), torch.from_numpy(log_probs))
+    return replace(micro, examples=replace(micro.examples, top=top))
+
+
+def documents_hash(documents: Documents) -> str:
+    """A hash of the ids, masks and lengths of all documents; the same on any machine."""
+    digest = xxhash.xxh3_64()
+    for array in (documents.ids, documents.mask, documents.offsets):
+        for start in range(0, len(array), _HASHED):
+            part = array[start : start + _HASHED]
+            digest.update(np.ascontiguousarray(part, dtype=part.dtype.newbyteorder("<")).tobytes())
+    return digest.hexdigest()
+
+
+def tokens_hash(tokens: Mapping[str, int]) -> str:
+    """A hash of a vocabulary, id by token."""
+    text = json.dumps(sorted(tokens.items()), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,157 @@
+"""Tokenizer files of an exported classifier, with which a pipeline of transformers makes the tokens of training.
+
+Training ends each text of a decoder with EOS, which few tokenizers add themselves. transformers 5.23 ignores
+`add_eos_token` of tokenizer_config.json beside a tokenizer.json, and takes the post-processor of tokenizer.json as it
+is, so the post-processor is replaced.
+"""
+
+import itertools
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from ds_finetune.export.classifiers import CONFIG
+from ds_finetune.export.model_config import TOKENIZER_CONFIG
+from ds_finetune.export.verify.record import TEXTS
+
+Encode = Callable[[str, str | None], list[int]]
+"""Token ids that training makes of a text, or of a pair of texts."""
+_TOKENIZER = "tokenizer.json"
+_ADDED = ("add_bos_token", "add_eos_token")
+"""Keys of tokenizer_config.json that make some classes of transformers replace the post-processor."""
+_PROBE = "x"
+_SINGLE = [(text, None) for text in TEXTS]
+_PAIRS = list(itertools.pairwise(TEXTS))
+
+
+@dataclass(frozen=True)
+class ClassifierTokenizer:
+    """How the tokenizer files of an export differ from those of training, and what they make of texts."""
+
+    changed: Mapping[str, str]
+    """Files in place of those of the same names, as text."""
+    texts: tuple[str, ...] = ()
+    """Texts for which a pipeline gives the tokens of training."""
+    notes: tuple[str, ...] = ()
+    """Lines for the user where a pipeline gives other tokens."""
+
+
+def fit_tokenizer(
+    tokenizer: PreTrainedTokenizerBase,
+    files: Mapping[str, Path],
+    encode: Encode,
+    *,
+    config: Mapping[str, Any],
+) -> ClassifierTokenizer:
+    """The tokenizer files `files` (by name) of a decoder, changed so that a pipeline tokenises as `encode` does, and
+    pads with the `pad_token_id` of the model's config.json `config`.
+    """
+    # transformers chooses the tokenizer's class by config.json.
+    changed = {CONFIG: json.dumps(config), TOKENIZER_CONFIG: with_padding(files, tokenizer, config["pad_token_id"])}
+    texts = _agreeing(files, changed, encode, _SINGLE)
+    template = None if texts else _template(tokenizer, encode)
+    if template is not None:
+        changed[_TOKENIZER] = _with_template(files, tokenizer, template)
+        texts = _agreeing(files, changed, encode, _SINGLE)
+    notes = []
+    if len(texts) < len(_SINGLE):
+        ending = tokenizer.convert_ids_to_tokens(encode(_PROBE, None)[-1])
+        notes.append(
+            f"the exported tokenizer gives other tokens than training for {len(_SINGLE) - len(texts)} of "
+            f"{len(_SINGLE)} sample texts; training ends texts with {ending!r}"
+        )
+    elif len(_agreeing(files, changed, encode, _PAIRS)) < len(_PAIRS):
+        notes.append(
+            "the exported tokenizer joins a text and its text_pair otherwise than training: join them yourself"
+        )
+    del changed[CONFIG]
+    return ClassifierTokenizer(changed, tuple(text for text, _ in texts), tuple(notes))
+
+
+def with_padding(files: Mapping[str, Path], tokenizer: PreTrainedTokenizerBase, pad: int) -> str:
+    """tokenizer_config.json with the padding token, on the right, where it changes nothing of a causal model."""
+    file = files.get(TOKENIZER_CONFIG)
+    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file else {}
+    config = {key: value for key, value in config.items() if key not in _ADDED}
+    config |= {"pad_token": tokenizer.convert_ids_to_tokens(pad), "padding_side": "right"}
+    return json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+
+
+@dataclass(frozen=True)
+class _Template:
+    """Tokens that training puts before a text, between two texts, and after the last, by id."""
+
+    before: Sequence[int]
+    between: Sequence[int]
+    after: Sequence[int]
+
+
+def _template(tokenizer: PreTrainedTokenizerBase, encode: Encode) -> _Template | None:
+    """What `encode` adds to the tokens of texts; None where it does more than adding tokens."""
+    inner = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
+    single = _around(encode(_PROBE, None), inner)
+    if single is None:
+        return None
+    before, after = single
+    pair = encode(_PROBE, _PROBE)[len(before) + len(inner) :]
+    joined = _around(pair, [*inner, *after]) if pair else None
+    return _Template(before, joined[0] if joined else [], after)
+
+
+def _around(ids: Sequence[int], part: Sequence[int]) -> tuple[list[int], list[int]] | None:
+    """The ids before and after the first place of `part` in `ids`."""
+    starts = (start for start in range(len(ids) - len(part) + 1) if list(ids[start : start + len(part)]) == list(part))
+    begin = next(starts, None)
+    return None if begin is None else (list(ids[:begin]), list(ids[begin + len(part) :]))
+
+
+def _with_template(files: Mapping[str, Path], tokenizer: PreTrainedTokenizerBase, template: _Template) -> str:
+    """tokenizer.json with a post-processor that adds the tokens of `template`."""
+    file = files.get(_TOKENIZER)
+    text = file.read_text(encoding="utf-8") if file else tokenizer.backend_tokenizer.to_str()
+    tree: dict[str, Any] = json.loads(text)
+    old = tree.get("post_processor") or {"type": "Sequence", "processors": []}
+    # A byte-level post-processor adds no token; it corrects offsets.
+    kept = [part for part in old.get("processors", [old]) if part["type"] == "ByteLevel"]
+    named = {"before": template.before, "between": template.between, "after": template.after}
+
+    def added(name: str) -> list[dict[str, Any]]:
+        return [{"SpecialToken": {"id": name, "type_id": 0}}] if named[name] else []
+
+    first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+    tokens = {
+        name: {"id": name, "ids": list(ids), "tokens": tokenizer.convert_ids_to_tokens(list(ids))}
+        for name, ids in named.items()
+        if ids
+    }
+    processor = {
+        "type": "TemplateProcessing",
+        "single": [*added("before"), first, *added("after")],
+        "pair": [*added("before"), first, *added("between"), second, *added("after")],
+        "special_tokens": tokens,
+    }
+    tree["post_processor"] = {"type": "Sequence", "processors": [*kept, processor]}
+    return json.dumps(tree, ensure_ascii=False) + "\n"
+
+
+def _agreeing(
+    files: Mapping[str, Path],
+    changed: Mapping[str, str],
+    encode: Encode,
+    samples: Sequence[tuple[str, str | None]],
+) -> list[tuple[str, str | None]]:
+    """Those of `samples` for which plain transformers makes the tokens of `encode` with the changed files."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, path in files.items():
+            if "/" not in name:
+                shutil.copyfile(path, Path(folder) / name)
+        for name, text in changed.items():
+            (Path(folder) / name).write_text(text, encoding="utf-8")
+        plain = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        return [(text, pair) for text, pair in samples if plain(text, pair)["input_ids"] == encode(text, pair)]

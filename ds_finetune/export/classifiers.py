@@ -1,0 +1,30 @@
+"""Exported classifiers: models with a head of scores in place of a language-model head.
+
+A decoder scores a text at its last token, an encoder at its first (BERT) or by a rule of its own (ModernBERT).
+transformers 5.23 takes the last token of a decoder that is not `pad_token_id` (modeling_layers.py:186), whatever the
+attention mask says. So the padding token must never be the one that ends a text.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
+
+from ds_finetune.model.score_config import is_classifier
+
+CONFIG = "config.json"
+SETTINGS = "ds_finetune"
+"""Key of config.json under which a run says what transformers has no key for: `objective`, and `pooled_token`, which is
+the token of a text that is scored, `last` or `first`."""
+
+
+def holds_classifier(folder: Path) -> bool:
+    """Whether `folder` has the config.json of a classifier."""
+    file = folder / CONFIG
+    return file.is_file() and is_classifier(json.loads(file.read_text(encoding="utf-8")))
+
+
+def auto_class(config: PretrainedConfig) -> Any:  # noqa: ANN401 - transformers' factories share no type
+    """The factory of transformers that builds the class that `config` names."""
+    return AutoModelForSequenceClassification if is_classifier(config) else AutoModelForCausalLM

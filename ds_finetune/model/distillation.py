@@ -1,0 +1,154 @@
+"""A model that is trained towards the distributions of a teacher, which runs beside it or whose numbers are stored."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
+from ds_finetune.labels import IGNORE_INDEX
+from ds_finetune.model.attention import Documents
+from ds_finetune.model.head_chunks import NeededGradients, needed_gradients
+from ds_finetune.model.loss import LossHead, TrainedModel
+from ds_finetune.model.parallel.tensor import copy_to_tensor_parallel_region
+from ds_finetune.model.soft_targets import Mix, MixedLoss, SoftTargets, TopTargets, chunked_mixed_loss
+from ds_finetune.model.teacher import Teacher
+from ds_finetune.objectives.distill import Distillation
+from ds_finetune.objectives.examples import Examples
+from ds_finetune.objectives.objective import LossAndSums, StepNumbers
+
+
+class _ScaleGradients(torch.autograd.Function):
+    """The result of a function that computes loss and gradients at once; backward only scales the gradients."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0913 - autograd passes its inputs by position
+        ctx: Any,  # noqa: ANN401
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        compute: Callable[..., MixedLoss],
+        needed: NeededGradients,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        found = compute(hidden, weight, bias, needed=needed)
+        ctx.save_for_backward(*found.gradients)
+        ctx.dtypes = (weight.dtype, bias.dtype if bias is not None else None)
+        sums = torch.stack([found.loss_sum, found.divergence_sum, found.label_loss_sum, found.num_correct])
+        ctx.mark_non_differentiable(sums)
+        return found.loss_sum.float(), sums
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+        d_hidden, d_weight, d_bias = ctx.saved_tensors
+        weight_dtype, bias_dtype = ctx.dtypes
+        return (
+            None if d_hidden is None else d_hidden * d_loss,
+            None if d_weight is None else d_weight.mul_(d_loss).to(weight_dtype),
+            None if d_bias is None else d_bias.mul_(d_loss).to(bias_dtype),
+            None,
+            None,
+        )
+
+
+class DistillationHead(LossHead):
+    """A language-model head whose loss mixes the divergence from `targets` with the cross entropy of the labels."""
+
+    mix: Mix
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        numbers: StepNumbers | None = None,
+        open_targets: Callable[[], AbstractContextManager[SoftTargets | None]] | None = None,
+    ) -> Any:  # noqa: ANN401 - logits or LossAndSums
+        """`hidden` [..., width] -> logits [..., vocabulary], or with `labels` [...] (already shifted, int64) and their
+        targets -> LossAndSums.
+        """
+        if labels is None or open_targets is None:
+            return super().forward(hidden)
+        supervised = find_supervised(labels)
+        part = hidden.flatten(0, -2).index_select(0, supervised)
+        part = part if self.groups.tp is None else copy_to_tensor_parallel_region(part, self.groups.tp)
+        wanted = labels.flatten().index_select(0, supervised)
+        needed = needed_gradients(part, self.weight, self.bias)
+        with open_targets() as targets:
+
+            def compute(
+                hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, needed: NeededGradients
+            ) -> MixedLoss:
+                return chunked_mixed_loss(
+                    hidden, weight, bias, wanted, targets, needed, mix=self.mix, tp_group=self.groups.tp
+                )
+
+            loss_sum, sums = _ScaleGradients.apply(part, self.weight, self.bias, compute, needed)
+        sums = torch.cat([sums, sums.new_full((1,), len(wanted) if targets is not None else 0)])
+        return LossAndSums(loss_sum if numbers is None else loss_sum * numbers.weights[0].to(loss_sum.dtype), sums)
+
+
+def find_supervised(labels: torch.Tensor) -> torch.Tensor:
+    """Positions in the flattened rows of labels that count, int64 [supervised tokens]."""
+    return (labels.reshape(-1) != IGNORE_INDEX).nonzero().squeeze(1)
+
+
+class DistilledModel(TrainedModel):
+    """A causal LM whose forward is the loss of distillation, from a live `teacher` or from stored log-probabilities."""
+
+    def __init__(self, trained: TrainedModel, objective: Distillation, teacher: Teacher | None) -> None:
+        super().__init__(trained.lm, trained.sp_group)
+        self.has_head = trained.has_head
+        self.teacher = teacher
+        self.temperature = objective.section.temperature
+        if self.has_head:
+            head: Any = trained.lm.get_output_embeddings()
+            head.__class__ = DistillationHead
+            head.mix = Mix(objective.section.temperature, objective.section.label_weight)
+
+    def forward(  # noqa: PLR0913 - the parts of a MicroBatch
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        labels: torch.Tensor,
+        documents: tuple[Documents, ...] | None,
+        numbers: StepNumbers | None = None,
+        examples: Examples | None = None,
+        *,
+        token_types: torch.Tensor | None = None,
+        wants_log_probs: bool = False,
+    ) -> LossAndSums | torch.Tensor:
+        """The loss of rows as in `TrainedModel`, whose targets are the teacher's."""
+        assert not wants_log_probs
+        if not self.has_head:
+            return self.hidden(input_ids, position_ids, documents, token_types)
+        # The teacher runs first, while no activations are kept for backward.
+        open_targets = self._targets(input_ids, position_ids, labels, documents, examples)
+        hidden = self.hidden(input_ids, position_ids, documents, token_types)
+        out: LossAndSums = self.lm.get_output_embeddings()(hidden, labels, numbers, open_targets)
+        return out
+
+    def _targets(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        labels: torch.Tensor,
+        documents: tuple[Documents, ...] | None,
+        examples: Examples | None,
+    ) -> Callable[[], AbstractContextManager[SoftTargets | None]]:
+        """Opens the targets of the supervised tokens of these rows."""
+        supervised, teacher = find_supervised(labels), self.teacher
+        if teacher is None:
+            stored = None if examples is None else self._stored(examples, supervised)
+            return partial(nullcontext, stored)
+        hidden = teacher.hidden(input_ids, position_ids, documents, supervised)
+        return partial(teacher.targets, hidden, self.temperature)
+
+    def _stored(self, examples: Examples, supervised: torch.Tensor) -> TopTargets | None:
+        """The stored targets of the `supervised` positions of this rank's tokens."""
+        if examples.top is None:
+            return None
+        ids, log_probs = (
+            (part if self.sp_group is None else self.sp_group.shard(part)).flatten(0, 1).to(supervised.device)
+            for part in (examples.top.ids, examples.top.log_probs)
+        )
+        return TopTargets(ids.index_select(0, supervised), log_probs.index_select(0, supervised))

@@ -1,0 +1,51 @@
+"""What a distillation reads beside a run's model and rows: the teacher's tokenizer, or its stored scores."""
+
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from ds_finetune.config.objectives import DistillObjective
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.data.prepared_rows import PreparedRows
+from ds_finetune.data.scores import StoredScores
+from ds_finetune.data.stream import StreamedRows
+from ds_finetune.data.tokenizer_files import load_tokenizer
+from ds_finetune.model.build import TOKENIZER_PATTERNS, resolve_folder
+from ds_finetune.model.model_plan import ModelPlan
+from ds_finetune.model.teacher_plan import check_same_tokens
+from ds_finetune.plan.distillation import is_teacher_partitioned
+from ds_finetune.plan.plan import Plan
+
+
+def check_teacher_tokens(model: ModelPlan, tokenizer: PreTrainedTokenizerBase) -> None:
+    """ModelError where ids mean other tokens in the tokenizer of a live teacher; DataError where it has none."""
+    if model.teacher is not None:
+        folder = resolve_folder(model.teacher.path, files=TOKENIZER_PATTERNS)
+        theirs = load_tokenizer(str(folder))
+        check_same_tokens(model.teacher.path, theirs.get_vocab(), tokenizer.get_vocab())
+
+
+def open_scores(
+    config: RunConfig, model: ModelPlan, tokenizer: PreTrainedTokenizerBase, rows: PreparedRows | StreamedRows
+) -> StoredScores | None:
+    """The stored scores that the objective names; DataError where they are damaged or do not belong to `rows`."""
+    section = config.objective
+    if not isinstance(section, DistillObjective) or section.scores is None:
+        return None
+    assert isinstance(rows, PreparedRows)
+    scores = StoredScores.open(Path(section.scores))
+    scores.check(rows.documents, tokenizer.get_vocab(), int(model.hf_config.vocab_size))
+    return scores
+
+
+def teacher_lines(model: ModelPlan, plan: Plan) -> list[tuple[str, str]]:
+    """What is decided about the teacher of a distillation, for people."""
+    if model.teacher is None:
+        return []
+    offload = model.teacher.offload
+    where = "host memory" if offload == "cpu" or plan.device == "cpu" else "GPU memory"
+    held = f"whole in {where} of each rank"
+    if is_teacher_partitioned(plan.zero_stage, offload):
+        held = f"partitioned by ZeRO-3 over {plan.world.world_size} ranks, in {where}"
+    params = model.teacher.count_params() / 1e6
+    return [("teacher", f"{model.teacher.path}, {params:,.3f} M parameters in {plan.precision}, {held}")]

@@ -1,0 +1,160 @@
+"""Log-probabilities of a run's reference model, which is the model before training: computed once and cached.
+
+They are computed on the training rows, in the micro-batches that training has in its first epoch. A document's
+log-probability depends on the shapes of the forward by rounding: in bf16, one packed document and the same document
+alone differ by tenths of a nat. With the same rows and micro-batches the first loss of DPO is ln 2 in every precision.
+Rows that are not packed have other neighbours, and so another padding, in later epochs.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds_finetune.data.batches import Batch, eval_batches, num_eval_rows, training_batches
+from ds_finetune.data.cache import ArrayParts, lock_folder, remove_damaged, write_folder
+from ds_finetune.data.prepared_rows import PreparedRows
+from ds_finetune.engine.collectives import all_gather_object
+from ds_finetune.engine.engine import Engine
+from ds_finetune.errors import RunError
+from ds_finetune.model.weights import weights_digest
+from ds_finetune.phase_line import PhaseLine
+from ds_finetune.trainer.batches import batch_plan
+from ds_finetune.trainer.prepare import PreparedRun
+
+LogProbs = NDArray[np.float64]
+"""One number for each document, by its number in the data; nats."""
+_FORMAT = 1
+"""Increased when the same rows would get other numbers."""
+_TRAIN = "train"
+_PACKAGES = ("torch", "transformers")
+
+
+@dataclass(frozen=True)
+class CachedReference:
+    """Reference log-probabilities of the rows of a run: `found` by name of the rows, None where not computed."""
+
+    found: Mapping[str, LogProbs | None]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing has to be computed."""
+        return all(values is not None for values in self.found.values())
+
+
+def find_reference(run: PreparedRun) -> CachedReference:
+    """Read the cached log-probabilities of the reference; collective, so that all ranks compute what one lacks.
+
+    Empty where the objective has no cached reference.
+    """
+    found: dict[str, LogProbs | None] = {}
+    for name, rows in _rows(run).items():
+        mine = _read(_folder(run, name, rows))
+        found[name] = mine if all(all_gather_object(mine is not None)) else None
+    return CachedReference(found)
+
+
+def complete_reference(run: PreparedRun, engine: Engine, cached: CachedReference) -> PreparedRun:
+    """The run with the log-probabilities of its reference, computed where they are not cached; collective.
+
+    `engine` must hold the weights of the model before training where something is computed.
+    """
+    logps = dict(cached.found)
+    for name, rows in _rows(run).items():
+        if logps[name] is None:
+            logps[name] = _compute(run, engine, name, rows)
+            if run.plan.world.local_rank == 0:
+                _write(_folder(run, name, rows), logps[name])
+    return replace(run, reference={name: values for name, values in logps.items() if values is not None})
+
+
+def _rows(run: PreparedRun) -> dict[str, PreparedRows]:
+    """The rows by name for which a cached reference is needed."""
+    if getattr(run.config.objective, "reference", "") != "cache":
+        return {}
+    assert isinstance(run.inputs.train, PreparedRows), "a stream has no cached reference"
+    return {_TRAIN: run.inputs.train, **run.inputs.held_out}
+
+
+def _compute(run: PreparedRun, engine: Engine, name: str, rows: PreparedRows) -> LogProbs:
+    # Without shares of sources, which repeat some rows and leave others out of the first pass.
+    plan, limit = replace(batch_plan(run), mixture=None), run.config.eval.limit
+    if name == _TRAIN:
+        batches = training_batches(rows, plan, start_step=0, total_rows=len(rows))
+        num_batches = -(-len(rows) // plan.global_batch_size)
+    else:
+        batches = eval_batches(rows, plan, limit=limit)
+        num_batches = -(-num_eval_rows(rows, limit) // (plan.micro_batch_size * plan.dp))
+    what = f"reference log-probabilities of data.{name.replace('/', '.')}"
+    with PhaseLine(what, num_batches, is_rank_zero=engine.is_rank_zero) as line:
+        numbers, logps = engine.document_log_probs(_counted(batches, line))
+    if not np.isfinite(logps).all():
+        wrong = int(np.flatnonzero(~np.isfinite(logps))[0])
+        raise RunError(
+            f"the reference model gives document {numbers[wrong]} of data.{name} the log-probability {logps[wrong]}",
+            hint="look at the row with `ds-finetune data show`, and at the weights of model.path",
+        )
+    # NaN where eval.limit leaves documents out; batches never hold these.
+    values = np.full(int(numbers.max()) + 1, np.nan)
+    values[numbers] = logps
+    return values
+
+
+def _counted(batches: Iterable[Batch], line: PhaseLine) -> Iterable[Batch]:
+    for batch in batches:
+        yield batch
+        line.advance()
+
+
+def _folder(run: PreparedRun, name: str, rows: PreparedRows) -> Path:
+    return Path(run.config.data.cache_dir) / "reference" / _fingerprint(run, name, rows)
+
+
+def _fingerprint(run: PreparedRun, name: str, rows: PreparedRows) -> str:
+    """A hash of all that decides the log-probabilities: weights, rows, precision, kernels, layout, micro-batches."""
+    plan, config = run.plan, run.config
+    sizes = {axis: getattr(plan.mesh, axis) for axis in ("tp", "sp", "pp", "ep")}
+    # The order of rows decides their neighbours in a forward, and so the length that rows are padded to.
+    order = None if plan.batch.is_packed else [plan.seed, config.data.shuffle]
+    parts = {
+        "format": _FORMAT,
+        "weights": _weights(run),
+        "rows": rows.fingerprint(),
+        "objective": config.objective.name,
+        "precision": plan.precision,
+        "attention": [config.model.attention, plan.loss_kernel, plan.device],
+        "quantize": config.lora.quantize if config.lora is not None else None,
+        "layout": sizes,
+        "forward": [plan.batch.micro_batch_size, plan.batch.max_seq_len, order],
+        "limit": config.eval.limit if name != _TRAIN else 0,
+        "packages": {name: version(name) for name in _PACKAGES},
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def _weights(run: PreparedRun) -> str:
+    if run.inputs.model.has_random_weights:
+        return f"random, seed {run.plan.seed}: {run.inputs.config_text}"
+    return weights_digest(run.inputs.folder)
+
+
+def _read(folder: Path) -> LogProbs | None:
+    whole = folder / "logps"
+    if not whole.is_dir():
+        return None
+    with lock_folder(folder):
+        remove_damaged([whole], since=time.time())
+    return np.load(whole / "values.npy") if whole.is_dir() else None
+
+
+def _write(folder: Path, values: LogProbs | None) -> None:
+    assert values is not None
+    with lock_folder(folder):
+        if not (folder / "logps").is_dir():
+            write_folder(folder / "logps", {"values": ArrayParts.of(values)}, {})

@@ -1,0 +1,185 @@
+"""Writes the distributions that a teacher gives to the supervised tokens of a run's training rows."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ds_finetune.config.objectives import DistillObjective
+from ds_finetune.config.schema import ParallelConfig, RunConfig
+from ds_finetune.data.prepared_rows import PreparedRows
+from ds_finetune.data.rows import Row
+from ds_finetune.data.scores import (
+    DocumentScores,
+    ScoreIdentity,
+    documents_hash,
+    is_shard_complete,
+    tokens_hash,
+    write_manifest,
+    write_shard,
+)
+from ds_finetune.engine.devices import choose_device, visible_device
+from ds_finetune.errors import ConfigError
+from ds_finetune.labels import IGNORE_INDEX
+from ds_finetune.model.build import resolve_folder
+from ds_finetune.model.dtypes import PRECISION_DTYPES
+from ds_finetune.model.model_plan import ModelPlan, plan_model
+from ds_finetune.model.soft_targets import top_log_probs
+from ds_finetune.model.teacher import HiddenStates, Teacher, load_teacher
+from ds_finetune.model.weights import weights_digest
+from ds_finetune.phase_line import PhaseLine
+from ds_finetune.plan.distillation import check_teacher
+from ds_finetune.plan.mesh import Mesh
+from ds_finetune.trainer.inputs import RunInputs, model_config, read_inputs, try_generic_type
+from ds_finetune.world import World
+
+SHARD_DOCUMENTS = 256
+"""Documents of a shard, which is written at once."""
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """The documents to score and what the scores belong to."""
+
+    config: RunConfig
+    rows: PreparedRows
+    identity: ScoreIdentity
+    folder: Path
+
+    @property
+    def num_shards(self) -> int:
+        """Shards of the whole folder."""
+        return -(-self.rows.counts.documents // self.identity.shard_documents)
+
+    def documents_of(self, shard: int) -> range:
+        """Numbers of the documents of a shard."""
+        size = self.identity.shard_documents
+        return range(shard * size, min((shard + 1) * size, self.rows.counts.documents))
+
+
+def teach(config: RunConfig, teacher: str, out: Path, *, top_k: int, say: Callable[[str], None]) -> None:
+    """Write the `top_k` log-probabilities of `teacher` for the training rows of `config` to the folder `out`.
+
+    Under a launcher each rank holds the whole teacher and writes its share of the shards; the last rank to finish
+    marks the folder as complete. Shards that are there are kept, so that a call continues one that was killed.
+    ModelError where the vocabularies differ, OutputError where `out` holds scores of something else.
+    """
+    config, world = _of_teacher(config, teacher), World.from_environment(os.environ)
+    model, inputs = _prepare(config)
+    lesson = _plan_lesson(config, model, inputs, out, top_k=top_k)
+    rank_shards = range(world.rank, lesson.num_shards, world.world_size)
+    missing = [number for number in rank_shards if not is_shard_complete(out, number, lesson.identity)]
+    if missing:
+        _write_shards(lesson, model, missing, world)
+    everywhere = range(lesson.num_shards)
+    complete = sum(is_shard_complete(out, number, lesson.identity) for number in everywhere)
+    if complete == lesson.num_shards:
+        counts = lesson.rows.counts
+        remarks = {"teacher": teacher, "documents": counts.documents, "supervised_tokens": counts.supervised}
+        write_manifest(out, lesson.identity, lesson.num_shards, remarks)
+        say(f"{out}: the {top_k} most likely tokens after each of {counts.supervised:,} supervised tokens")
+    else:
+        say(f"{out}: {complete} of {lesson.num_shards} shards are written; the last rank to finish completes it")
+
+
+def _of_teacher(config: RunConfig, teacher: str) -> RunConfig:
+    """The run with `teacher` beside its model, and without what has nothing to do with its training rows."""
+    if config.data.streaming:
+        raise ConfigError(
+            f"data.streaming is {config.data.streaming}: rows of a stream have no numbers by which scores are found",
+            hint="set data.streaming to false",
+        )
+    objective = DistillObjective(name="distill", teacher=teacher)
+    data = config.data.model_copy(update={"eval": ()})
+    return config.model_copy(update={"objective": objective, "data": data, "lora": None, "parallel": ParallelConfig()})
+
+
+def _prepare(config: RunConfig) -> tuple[ModelPlan, RunInputs]:
+    """The model of the run with its teacher, and the rows, checked against both."""
+    model = plan_model(model_config(config), config.model, config.parallel, None, config.objective)
+    assert model.teacher is not None
+    tree, alone = model.teacher.hf_config.to_dict(), Mesh.of(config.parallel, world_size=1, rank=0)
+    check_teacher(alone, model.teacher.path, tree, max_seq_len=config.train.max_seq_len)
+    try_generic_type(config, model)
+    return model, read_inputs(config, model)
+
+
+def _plan_lesson(config: RunConfig, model: ModelPlan, inputs: RunInputs, out: Path, *, top_k: int) -> Lesson:
+    assert isinstance(inputs.train, PreparedRows)
+    assert model.teacher is not None
+    vocabulary = int(model.hf_config.vocab_size)
+    if top_k >= vocabulary:
+        raise ConfigError(
+            f"--top-k {top_k} is not less than the {vocabulary} tokens of the vocabulary",
+            hint=f"give {vocabulary - 1} or less",
+        )
+    identity = ScoreIdentity(
+        documents=documents_hash(inputs.train.documents),
+        tokenizer=tokens_hash(inputs.tokenizer.get_vocab()),
+        vocabulary=vocabulary,
+        teacher=weights_digest(resolve_folder(model.teacher.path)),
+        precision=config.train.precision,
+        top_k=top_k,
+        shard_documents=SHARD_DOCUMENTS,
+    )
+    number = inputs.train.counts.documents
+    one_by_one = replace(inputs.train, order=np.arange(number), offsets=np.arange(number + 1))
+    return Lesson(config, one_by_one, identity, out)
+
+
+def _write_shards(lesson: Lesson, model: ModelPlan, shards: Sequence[int], world: World) -> None:
+    assert model.teacher is not None
+    kind = choose_device()
+    device = torch.device("cpu" if kind == "cpu" else f"cuda:{visible_device(world.local_rank)}")
+    lm = load_teacher(
+        model.teacher,
+        attention=model.attention,
+        dtype=PRECISION_DTYPES[lesson.config.train.precision],
+        device=str(device),
+    )
+    head: Any = lm.get_output_embeddings()
+    teacher = Teacher(HiddenStates(lm), head, nullcontext)
+    documents = sum(len(lesson.documents_of(shard)) for shard in shards)
+    with PhaseLine("scoring documents", documents, is_rank_zero=world.rank == 0) as line:
+        for shard in shards:
+            scores: list[DocumentScores] = []
+            for rows in _forwards(lesson, lesson.documents_of(shard)):
+                scores += _scores(teacher, rows, lesson.identity.top_k, device)
+                line.advance(len(rows))
+            write_shard(lesson.folder, shard, scores, lesson.identity)
+
+
+def _forwards(lesson: Lesson, documents: range) -> Iterator[list[Row]]:
+    """Consecutive documents that are scored in one forward: as many as fit into a row, or each alone if rows are not
+    packed.
+    """
+    most, taken, tokens = lesson.config.train.max_seq_len, list[Row](), 0
+    for number in documents:
+        row = lesson.rows[number]
+        if taken and (not lesson.config.data.packing or tokens + len(row.input_ids) > most):
+            yield taken
+            taken, tokens = [], 0
+        taken.append(row)
+        tokens += len(row.input_ids)
+    yield taken
+
+
+def _scores(teacher: Teacher, rows: Sequence[Row], top_k: int, device: torch.device) -> list[DocumentScores]:
+    """The scores of documents that are concatenated to one row."""
+    ids, positions, labels = (
+        torch.from_numpy(np.concatenate([getattr(row, name) for row in rows])).long().to(device)
+        for name in ("input_ids", "position_ids", "labels")
+    )
+    supervised = (labels != IGNORE_INDEX).nonzero().squeeze(1)
+    lengths = (tuple(len(row.input_ids) for row in rows),)
+    hidden = teacher.hidden(ids[None], positions[None], lengths, supervised)
+    with teacher.targets(hidden, 1.0) as states:
+        best, log_probs = top_log_probs(states.hidden, states.weight, states.bias, top_k)
+    ends = np.cumsum([row.supervised for row in rows])[:-1]
+    parts = zip(np.split(best.cpu().numpy(), ends), np.split(log_probs.cpu().numpy(), ends), strict=True)
+    return [DocumentScores(*part) for part in parts]

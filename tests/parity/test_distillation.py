@@ -1,0 +1,115 @@
+"""Distillation from a live teacher and from stored scores equals a plain loop over unpadded rows, whatever the split."""
+
+import json
+from collections.abc import Hashable
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_finetune.selftest.cells import Cell
+from tests.pairwise import pairwise
+from tests.parity.distillation import Distilled, data_parallel, plain_distillation, write_models
+from tests.parity.reference import is_for, relative
+from tests.running import start, torchrun
+
+FAMILIES = ("qwen2", "deepseek_v3")
+WORKER = Path(__file__).with_name("distill_worker.py")
+Run = tuple[Distilled, int]
+
+ALL: list[Run] = [(distilled, world) for distilled in data_parallel(FAMILIES) for world in (1, 2, 3)]
+SHARED: list[Run] = [
+    (Distilled(Cell(family, stage, 1, packing, **{axis: 2}), source, temperature, 0.3), 2)
+    for family, axis in (("qwen2", "tp"), ("qwen2", "sp"), ("deepseek_v3", "ep"))
+    for stage, packing in ((1, True), (3, False))
+    for source, temperature in (("live", 2.0), ("stored", 1.0))
+]
+"""Vocabulary, tokens or experts divided among two ranks."""
+SHARED += [
+    (Distilled(Cell("qwen2", stage, accumulation, stage == 0, pp=2), source, temperature, 0.3), 2)
+    for stage, accumulation in ((0, 4), (1, 1))
+    for source, temperature in (("live", 2.0), ("stored", 1.0))
+]
+"""Layers too."""
+
+
+def _axes(run: Run) -> tuple[Hashable, ...]:
+    distilled, world = run
+    cell = distilled.cell
+    return cell.stage, cell.accumulation, cell.packing, distilled.source, distilled.temperature, world
+
+
+CHOSEN = [*pairwise(ALL, _axes), *SHARED[::3]]
+REST = [run for run in [*ALL, *SHARED] if run not in CHOSEN]
+
+
+def _ids(runs: list[Run]) -> list[str]:
+    return [f"{distilled.name}-{world}" for distilled, world in runs]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("distillation")
+    write_models(made, FAMILIES)
+    return made
+
+
+@pytest.fixture(scope="session")
+def results(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_cells(CHOSEN, folder, tmp_path_factory.mktemp("distilled"))
+
+
+@pytest.fixture(scope="session")
+def rest(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_cells(REST, folder, tmp_path_factory.mktemp("distilled-rest"))
+
+
+def run_cells(runs: list[Run], folder: Path, out: Path) -> Path:
+    """Run all cells, one launch for each number of ranks; returns the folder `out` of the results."""
+    for world in sorted({world for _, world in runs}):
+        cells = [asdict(distilled) for distilled, ranks in runs if ranks == world]
+        (out / "cells.json").write_text(json.dumps(cells))
+        command = torchrun(str(WORKER), str(folder), str(out), str(out / "cells.json"), ranks=world)
+        done = start(command, timeout=1500)
+        assert done.returncode == 0, done.stderr[-9000:]
+    return out
+
+
+@cache
+def _wanted(folder: Path, family: str, source: str, temperature: float, label_weight: float) -> dict[str, Any]:
+    return plain_distillation(folder, Distilled(Cell(family, 0, 1, False), source, temperature, label_weight))
+
+
+def assert_equals_plain_loop(run: Run, folder: Path, out: Path) -> None:
+    """Loss, its parts, norm and the gradient of every parameter in the first step, and the losses of the others."""
+    distilled, world = run
+    found = torch.load(out / f"{distilled.name}-world={world}.pt", weights_only=True)
+    source = "stored" if distilled.source == "stored" else "live"
+    wanted = _wanted(folder, distilled.cell.family, source, distilled.temperature, distilled.label_weight)
+    assert found["losses"][0] == pytest.approx(wanted["losses"][0], rel=1e-6, abs=1e-6)
+    for name, value in wanted["metrics"].items():
+        assert found["metrics"][name] == pytest.approx(value, rel=1e-6, abs=1e-6)
+        assert found["evaluated"][name] == pytest.approx(value, rel=1e-6, abs=1e-6)
+    assert found["norms"][0] == pytest.approx(wanted["norms"][0], rel=1e-4)
+    assert found["gradients"].keys() == wanted["gradients"].keys()
+    errors = {name: relative(found["gradients"][name], grad) for name, grad in wanted["gradients"].items()}
+    assert not {name: error for name, error in errors.items() if error > 1e-4}
+    assert found["losses"][1:] == pytest.approx(wanted["losses"][1:], rel=1e-4)
+
+
+@pytest.mark.parametrize("run", CHOSEN, ids=_ids(CHOSEN))
+def test_distillation_equals_plain_loop(run: Run, results: Path, folder: Path) -> None:
+    assert_equals_plain_loop(run, folder, results)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", REST, ids=_ids(REST))
+def test_other_distillation_equals_plain_loop(run: Run, rest: Path, folder: Path) -> None:
+    assert_equals_plain_loop(run, folder, rest)
+
+
+def test_every_number_of_ranks_shares_the_rows() -> None:
+    assert all(is_for(distilled.cell, world) for distilled, world in [*CHOSEN, *REST])

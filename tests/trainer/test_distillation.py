@@ -1,0 +1,195 @@
+"""Whole runs of distillation: a live teacher, stored scores and their files, resuming, and what is refused."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ds_finetune.config.schema import read_config
+from ds_finetune.data.prepared_rows import PreparedRows
+from ds_finetune.data.scores import StoredScores
+from ds_finetune.errors import FinetuneError
+from ds_finetune.labels import IGNORE_INDEX
+from ds_finetune.plan.plan import make_plan
+from ds_finetune.trainer.dry_run import plan_run
+from ds_finetune.trainer.prepare import PreparedRun, prepare_run
+from ds_finetune.trainer.teach import teach
+from ds_finetune.world import World
+from tests.running import start, tiny_task, torchrun
+
+ALONE = World(0, 1, 0, 1, "a test")
+TOP_K = 7
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the tiny task, a teacher of another family for it, and the teacher's scores."""
+    folder = tmp_path_factory.mktemp("task")
+    run_file = tiny_task(folder, eval={"every": "2 steps"}, export={"at_end": False})
+    _write_teacher(folder / "teacher", folder / "model")
+    teach(read_config(run_file), str(folder / "teacher"), folder / "scores", top_k=TOP_K, say=print)
+    return folder
+
+
+def _write_teacher(folder: Path, model: Path, **changes: Any) -> None:
+    vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+    sizes = {"vocab_size": vocabulary, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "initializer_range": 0.3} | changes
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes)).save_pretrained(folder)
+    for file in model.glob("tokenizer*"):
+        shutil.copy(file, folder)
+
+
+def _run_file(task: Path, name: str, objective: dict[str, Any] | None, **changes: Any) -> Path:
+    """A run of the task with another output folder."""
+    tree = yaml.safe_load((task / "run.yaml").read_text())
+    tree |= {"output_dir": str(task / name)} | ({"objective": {"name": "distill", **objective}} if objective else {})
+    for section, values in changes.items():
+        tree[section] = values if section == "deepspeed" else tree.get(section, {}) | values
+    (task / f"{name}.yaml").write_text(yaml.safe_dump(tree))
+    return task / f"{name}.yaml"
+
+
+def _prepared(run_file: Path) -> PreparedRun:
+    return prepare_run(read_config(run_file), ALONE)
+
+
+def test_scores_are_the_logits_of_plain_transformers(task: Path) -> None:
+    rows = _prepared(_run_file(task, "look", None)).inputs.train
+    assert isinstance(rows, PreparedRows)
+    scores = StoredScores.open(task / "scores")
+    teacher = AutoModelForCausalLM.from_pretrained(task / "teacher", dtype=torch.float32).eval()
+    for number in (0, 5, rows.counts.documents - 1):
+        ids, mask = rows.document(number)
+        with torch.no_grad():
+            logits = teacher(input_ids=torch.tensor([ids])).logits[0, :-1][torch.tensor(mask[1:])]
+        log_probs, best = torch.log_softmax(logits.double(), dim=-1).topk(TOP_K)
+        found = scores[number]
+        assert np.array_equal(found.ids, best.numpy())
+        others = np.log1p(-log_probs.exp().sum(-1).numpy())
+        assert np.allclose(found.log_probs[:, :-1], log_probs.numpy(), atol=1e-2, rtol=1e-3)
+        assert np.allclose(found.log_probs[:, -1], others, atol=1e-2, rtol=1e-3)
+
+
+def test_writing_continues_where_it_was_killed_and_ranks_share_it(task: Path, tmp_path: Path) -> None:
+    """The same bytes from two ranks, of which one was killed, and after damage."""
+    out, whole = tmp_path / "scores", task / "scores"
+    for rank in (1, 0):
+        _teach_as(rank, task, out)
+    (out / "scores.json").unlink()
+    damaged = next(out.glob("shard-*")) / "ids.npy"
+    damaged.write_bytes(damaged.read_bytes()[:-4] + b"1234")
+    with pytest.raises(FinetuneError, match=r"has no scores.json"):
+        StoredScores.open(out)
+    _teach_as(0, task, out)
+    for file in whole.rglob("*.*"):
+        assert (out / file.relative_to(whole)).read_bytes() == file.read_bytes()
+
+
+def _teach_as(rank: int, task: Path, out: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}.items():
+            patch.setenv(name, str(value))
+        teach(read_config(task / "run.yaml"), str(task / "teacher"), out, top_k=TOP_K, say=print)
+
+
+@pytest.mark.parametrize("source", ["teacher", "scores"])
+def test_a_run_of_two_ranks_resumes_with_the_same_numbers(task: Path, source: str) -> None:
+    objective = {source: str(task / source), "label_weight": 0.25}
+    whole = _run_file(task, f"whole-{source}", objective, checkpoint={"every": "2 steps", "keep": 3})
+    done = start(torchrun("ds_finetune/train.py", str(whole)))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (f"{task / 'teacher'}, " in done.stdout + done.stderr) == (source == "teacher")
+    again = _run_file(
+        task,
+        f"again-{source}",
+        objective,
+        checkpoint={"resume": str(task / f"whole-{source}/checkpoints/step-000002")},
+    )
+    resumed = start(torchrun("ds_finetune/train.py", str(again)))
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    first, second = (_records(task / f"{name}-{source}") for name in ("whole", "again"))
+    assert second[-1]["train/loss"] == pytest.approx(first[-1]["train/loss"], rel=1e-6)
+    for record in first:
+        parts = 0.75 * record["train/divergence"] + 0.25 * record["train/label_loss"]
+        assert record["train/loss"] == pytest.approx(parts, rel=1e-6)
+        assert 0 < record["train/divergence"] < math.inf
+    evaluated = [record for record in first if "eval/loss" in record][-1]
+    # Scores are those of training rows, so that of held-out rows the loss of the labels is left.
+    assert ("eval/divergence" in evaluated) == (source == "teacher")
+    if source == "scores":
+        assert evaluated["eval/loss"] == evaluated["eval/label_loss"]
+
+
+def _records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_other_rows_and_vocabularies_are_refused_with_both_values(task: Path, tmp_path: Path) -> None:
+    scores = {"scores": str(task / "scores")}
+    longer = _run_file(task, "longer", scores, data={"train": str(task / "eval.jsonl")})
+    with pytest.raises(FinetuneError, match=r"are of another training rows: \w{16} there, \w{16} in this run"):
+        _prepared(longer)
+    _write_teacher(tmp_path / "large", task / "model", vocab_size=4000)
+    with pytest.raises(FinetuneError, match="has a vocabulary of 4000 tokens, and the model one of"):
+        _prepared(_run_file(task, "large", {"teacher": str(tmp_path / "large")}))
+    _write_teacher(tmp_path / "renamed", task / "model")
+    file = tmp_path / "renamed" / "tokenizer.json"
+    tree = json.loads(file.read_text())
+    tokens = tree["model"]["vocab"]
+    first, second = sorted(tokens, key=tokens.get)[10:12]
+    tokens[first], tokens[second] = tokens[second], tokens[first]
+    file.write_text(json.dumps(tree))
+    with pytest.raises(FinetuneError, match=r"id 1\d is '.*' in the tokenizer of the teacher .*, and '.*' in that of"):
+        _prepared(_run_file(task, "renamed", {"teacher": str(tmp_path / "renamed")}))
+
+
+@pytest.mark.parametrize(
+    ("objective", "changes", "text"),
+    [
+        ({"scores": "x", "temperature": 2.0}, {}, "scores and temperature 2"),
+        ({"scores": "x"}, {"data": {"streaming": True}}, "scores and data.streaming true"),
+        ({"teacher": "x", "teacher_offload": "cpu"}, {"parallel": {"pp": 2}, "deepspeed": "zero1"}, "pp 2"),
+    ],
+)
+def test_what_is_not_possible_or_not_tested_is_refused(
+    task: Path, objective: dict[str, Any], changes: dict[str, Any], text: str
+) -> None:
+    config = read_config(_run_file(task, "refused", objective, **changes))
+    with pytest.raises(FinetuneError, match=f"objective distill with .*{text}"):
+        make_plan(config, world=World(0, 2, 0, 2, "a test"), device="cpu")
+
+
+def test_the_plan_counts_the_teacher(task: Path) -> None:
+    teacher = {"teacher": str(task / "teacher")}
+    sizes = {}
+    for stage, offload in ((2, "none"), (3, "none"), (2, "cpu")):
+        zero = {"zero_optimization": {"stage": stage}}
+        run_file = _run_file(task, "planned", teacher | {"teacher_offload": offload}, deepspeed=zero)
+        planned = plan_run(read_config(run_file), gpus=4)
+        sizes[stage, offload] = planned.estimate.state_bytes["teacher"], planned.estimate.places["teacher"]
+        held = "whole in GPU memory of each rank" if (stage, offload) == (2, "none") else "over 4 ranks"
+        assert held in dict(planned.lines)["teacher"]
+    model = AutoModelForCausalLM.from_pretrained(task / "teacher")
+    whole = 4 * model.num_parameters()
+    assert sizes == {
+        (2, "none"): (whole, "cuda"),
+        (3, "none"): (-(-whole // 4), "cuda"),
+        (2, "cpu"): (-(-whole // 4), "cpu"),
+    }
+
+
+def test_held_labels_are_those_of_the_rows(task: Path) -> None:
+    """As many scores as supervised tokens, document by document."""
+    rows, scores = _prepared(_run_file(task, "count", None)).inputs.train, StoredScores.open(task / "scores")
+    assert isinstance(rows, PreparedRows)
+    for number in range(rows.counts.documents):
+        assert len(scores[number].ids) == int((rows[number].labels != IGNORE_INDEX).sum())
