@@ -34,6 +34,8 @@ class RunState:
     versions: Mapping[str, str]
     base: str = ""
     """Digest of the weights that adapters belong to; empty where all weights are trained."""
+    teacher: str = ""
+    """Digest of the weights of the teacher of a distillation."""
     held_out: str = ""
     """A fingerprint of the evaluation rows; empty where there are none."""
     deepspeed: Mapping[str, Any] = field(default_factory=dict)

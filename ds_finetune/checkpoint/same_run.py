@@ -47,6 +47,8 @@ ON_RESUME: Mapping[str, OnResume] = {
     "data.cache_dir": FREE,
     "deepspeed": PRINTED,
     "objective.name": REFUSED,
+    "objective.bos": ROWS,
+    "objective.eos": ROWS,
     "objective.num_labels": REFUSED,
     "objective.labels": REFUSED,
     "objective.label_smoothing": REFUSED,
@@ -140,6 +142,7 @@ class RunIdentity:
     config: Mapping[str, Any]
     data: str
     base: str = ""
+    teacher: str = ""
     held_out: str = ""
     deepspeed: Mapping[str, Any] = field(default_factory=dict)
 
@@ -154,9 +157,8 @@ def changes_since_checkpoint(state: RunState, now: RunIdentity) -> list[str]:
     }
     broken = [text for key, text in differ.items() if on_resume(key) is REFUSED]
     broken += [f"training rows {state.data} -> {now.data}"] if state.data != now.data else []
-    broken += (
-        [f"weights of the base model {state.base or 'none'} -> {now.base or 'none'}"] if state.base != now.base else []
-    )
+    for what, old, new in (("base model", state.base, now.base), ("teacher", state.teacher, now.teacher)):
+        broken += [f"weights of the {what} {old or 'none'} -> {new or 'none'}"] if old != new else []
     if broken:
         raise CheckpointError(
             f"the checkpoint of step {state.step} was written with other values: {'; '.join(broken)}",

@@ -85,7 +85,7 @@ _RULES = (
         harmless=("all", "plain"),
     ),
     _KeyRule(
-        ("data.train_on", "data.reasoning", "data.template"),
+        ("data.train_on", "data.reasoning", "data.template", "data.separator"),
         lambda run: run["objective.name"] == "pretrain",
         "objective is pretrain: every token of plain text is supervised, and no template is used",
         "set objective to sft",

@@ -6,6 +6,7 @@ from pydantic import BeforeValidator, Field
 
 from ds_finetune.config.section import Section
 
+BosRule = Literal["auto", "always", "never"]
 Reference = Literal["cache", "adapters_off"]
 
 
@@ -21,6 +22,10 @@ class PretrainObjective(Section):
 
     name: Literal["pretrain"]
     """Cross entropy of every token of plain text."""
+    bos: BosRule = "auto"
+    """Token that begins each text: `auto` is what the tokenizer itself adds."""
+    eos: bool = True
+    """Whether each text ends with the end-of-sequence token, which is predicted too."""
 
 
 class ClassificationObjective(Section):
@@ -116,13 +121,15 @@ class DistillObjective(Section):
     name: Literal["distill"]
     """KL divergence from a teacher's distribution, optionally mixed with the cross entropy of the labels."""
     teacher: str | None = None
-    """Folder or hub id of a teacher that runs beside the model."""
+    """Folder or hub id of a teacher that runs beside the model; it needs the model's tokenizer and vocabulary."""
     scores: str | None = None
     """Folder of stored top-k log-probabilities, written by `ds-finetune teach`."""
     teacher_offload: Literal["none", "cpu"] = "none"
-    """Where the teacher's weights are held."""
+    """`cpu` holds the teacher's weights in host memory, partitioned over the ranks; `none` on the GPUs, whole on each
+    rank, or with ZeRO-3 partitioned.
+    """
     temperature: float = Field(default=1.0, gt=0)
-    """Divides the logits of teacher and model before the softmax."""
+    """Divides the logits of teacher and model in the divergence, which is multiplied by its square; 1 with `scores`."""
     label_weight: float = Field(default=0.0, ge=0, lt=1)
     """Share of the cross entropy of the labels in the loss; the rest is the divergence."""
 

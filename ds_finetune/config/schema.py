@@ -16,6 +16,7 @@ from ds_finetune.config.value_types import (
     DurationText,
     EveryText,
     HeldOutPaths,
+    Layout,
     StepsText,
     TimeText,
     WarmupText,
@@ -26,22 +27,6 @@ from ds_finetune.config.value_types import (
 from ds_finetune.schedule import Duration, SchedulerName
 
 Precision = Literal["bf16", "fp16", "fp32"]
-Layout = Literal[
-    "auto",
-    "messages",
-    "sharegpt",
-    "alpaca",
-    "prompt_completion",
-    "text",
-    "messages_pair",
-    "response_pair",
-    "prompt_pair",
-    "question_pair",
-    "alpaca_pair",
-    "sharegpt_pair",
-    "pair",
-    "labelled",
-]
 
 
 def _as_model(value: object) -> object:

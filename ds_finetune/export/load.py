@@ -1,6 +1,7 @@
 """Load an exported folder, of safetensors or ONNX, as a model that generates or classifies."""
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -33,13 +34,32 @@ def load_exported(folder: Path) -> PreTrainedModel:
     return model.cuda() if torch.cuda.is_available() else model
 
 
-def load_classifier(folder: Path) -> PreTrainedModel:
-    """The classifier of a folder of safetensors as transformers loads it, on the GPU if there is one."""
+Scorer = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
+"""From inputs of a tokenizer, int64 [rows, tokens], to logits fp32 [rows, labels] on the CPU."""
+
+
+def load_scorer(folder: Path) -> Scorer:
+    """The classifier of `folder`: by plain transformers, on a GPU where there is one, or by ONNX Runtime on the CPU.
+
+    ExportError where the folder holds no weights, and where the ONNX packages are not installed.
+    """
+    check_loadable(folder)
+    if is_onnx(folder):
+        check_packages()
+        from ds_finetune.export.onnx.scores import OnnxScorer
+
+        runtime = OnnxScorer(folder)
+        return lambda inputs: torch.from_numpy(runtime.logits({key: part.numpy() for key, part in inputs.items()}))
     show_loading_as_phase()
-    model: PreTrainedModel = AutoModelForSequenceClassification.from_pretrained(
-        folder, dtype="auto", trust_remote_code=False
-    ).eval()
-    return model.cuda() if torch.cuda.is_available() else model
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype="auto", trust_remote_code=False).eval()
+    model = model.cuda() if torch.cuda.is_available() else model
+
+    def score(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        with torch.no_grad():
+            logits: torch.Tensor = model(**{key: part.to(model.device) for key, part in inputs.items()}).logits
+        return logits.float().cpu()
+
+    return score
 
 
 def check_generates(folder: Path) -> None:

@@ -12,7 +12,8 @@ from ds_finetune.families.parameters import ParameterRules
 class OnnxGraph:
     """The kinds of attention, router and rotary embedding in a family's ONNX graph (built by `export/onnx`)."""
 
-    attention: Literal["latent", "grouped_query"]
+    attention: Literal["latent", "grouped_query", "post_norm", "pre_norm"]
+    """The last two are encoders, whose layers normalise after or before attention and MLP; they classify alone."""
     router: Literal["sigmoid", "softmax"] | None = None
     """How experts are chosen; None where a family has no routed experts."""
     is_rotary_interleaved: bool = False

@@ -88,18 +88,21 @@ _ROWS = (
         may_be_unexpected=(r"^cls\.", _POSITION_IDS),
         fp8_linear=None,
         encoder=Encoder(("bert.pooler", "dropout", "classifier"), has_token_types=True),
+        onnx=OnnxGraph("post_norm"),
     ),
     Family(
         "roberta",
         may_be_unexpected=(r"^lm_head\.", r"^(roberta\.)?pooler\.", _POSITION_IDS),
         fp8_linear=None,
         encoder=Encoder(("classifier",), positions_follow_padding=True),
+        onnx=OnnxGraph("post_norm"),
     ),
     Family(
         "modernbert",
         may_be_unexpected=(r"^decoder\.",),
         fp8_linear=None,
         encoder=Encoder(("head", "drop", "classifier"), pooling_key="classifier_pooling"),
+        onnx=OnnxGraph("pre_norm"),
     ),
 )
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ROWS}

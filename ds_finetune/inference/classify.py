@@ -12,23 +12,21 @@ def classify(folder: Path, texts: Sequence[str]) -> list[dict[str, float]]:
 
     ExportError for a reward model, whose input is a dialogue.
     """
-    import torch
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     from ds_finetune.export.classifiers import SETTINGS
-    from ds_finetune.export.load import load_classifier
+    from ds_finetune.export.load import load_scorer
 
-    model = load_classifier(folder)
-    if getattr(model.config, SETTINGS, {}).get("objective") == "reward":
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    if getattr(config, SETTINGS, {}).get("objective") == "reward":
         raise ExportError(
             f"`{folder}` holds a reward model, which scores answers to prompts and no single texts",
             hint="score it on pairs of answers with `ds-finetune eval`",
         )
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    names, results = model.config.id2label, []
+    tokenizer, score = AutoTokenizer.from_pretrained(folder, trust_remote_code=False), load_scorer(folder)
+    names, results = config.id2label, []
     for text in texts:
-        with torch.no_grad():
-            logits = model(**tokenizer(text, return_tensors="pt").to(model.device)).logits[0].float()
+        logits = score(dict(tokenizer(text, return_tensors="pt")))[0]
         scores = logits if len(logits) == 1 else logits.softmax(-1)
         results.append({str(names[number]): score for number, score in enumerate(scores.tolist())})
     return results

@@ -48,8 +48,6 @@ def _contradictions(config: RunConfig, section: DistillObjective) -> Iterator[tu
             "changes with the temperature is not known",
             "set temperature to 1, or name a teacher",
         )
-    if section.scores is not None and section.teacher_offload != "none":
-        yield f"scores and teacher_offload {section.teacher_offload}: no teacher runs", "leave teacher_offload out"
     if section.scores is not None and config.data.streaming:
         yield (
             "scores and data.streaming true: rows of a stream have no numbers by which scores are found",

@@ -13,6 +13,7 @@ from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.model.build import TOKENIZER_PATTERNS, resolve_folder
 from ds_finetune.model.model_plan import ModelPlan
 from ds_finetune.model.teacher_plan import check_same_tokens
+from ds_finetune.model.weights import weights_digest
 from ds_finetune.plan.distillation import is_teacher_partitioned
 from ds_finetune.plan.plan import Plan
 
@@ -36,6 +37,13 @@ def open_scores(
     scores = StoredScores.open(Path(section.scores))
     scores.check(rows.documents, tokenizer.get_vocab(), int(model.hf_config.vocab_size))
     return scores
+
+
+def teacher_digest(model: ModelPlan, scores: StoredScores | None) -> str:
+    """A digest of the teacher's weights, by which a resumed run knows it; empty where there is no teacher."""
+    if scores is not None:
+        return scores.identity.teacher
+    return weights_digest(resolve_folder(model.teacher.path)) if model.teacher is not None else ""
 
 
 def teacher_lines(model: ModelPlan, plan: Plan) -> list[tuple[str, str]]:

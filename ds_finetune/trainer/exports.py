@@ -139,7 +139,8 @@ def export(run: PreparedRun, engine: Engine, out: Path, *, step: int) -> list[st
     model, folder = run.inputs.model, run.inputs.folder
     parts = _folder_parts(run, engine, step=step)
     notes: list[str] = []
-    if not model.has_random_weights and has_weights(folder):
+    # What only the base of a classifier has belongs to its language-model head.
+    if model.task == "causal_lm" and not model.has_random_weights and has_weights(folder):
         base = BaseFolder.read(folder, read_model_spec(folder))
         # Rank zero writes: it alone compares embeddings and heads, which may take seconds.
         parts, notes = base.with_base_tensors(parts) if engine.is_rank_zero else (parts, [])

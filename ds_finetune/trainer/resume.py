@@ -325,6 +325,7 @@ def inputs_of(run: PreparedRun) -> RunIdentity:
         config=run.config.model_dump(mode="json", by_alias=True),
         data=run.inputs.train.fingerprint(),
         base=run.inputs.base,
+        teacher=run.inputs.teacher,
         held_out="; ".join(text if name == "eval" else f"{name}: {text}" for name, text in held_out.items()),
         deepspeed=run.plan.deepspeed,
     )

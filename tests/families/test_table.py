@@ -8,6 +8,7 @@ import transformers.models as models
 from transformers import AutoModelForCausalLM
 
 from ds_finetune.export.onnx.decoder import ATTENTION
+from ds_finetune.export.onnx.encoders import ENCODER_GRAPHS
 from ds_finetune.export.onnx.experts import ROUTERS
 from ds_finetune.families.family import Family
 from ds_finetune.families.table import FAMILIES, STANDARD_SELFTEST, family_of
@@ -21,7 +22,7 @@ def test_a_row_names_code_that_there_is(family: Family) -> None:
         modeling = getattr(getattr(models, family.model_type), f"modeling_{family.model_type}")
         assert inspect.isclass(getattr(modeling, family.experts_class))
     if family.onnx is not None:
-        assert family.onnx.attention in ATTENTION
+        assert family.onnx.attention in (ENCODER_GRAPHS if family.encoder else ATTENTION)
         assert family.onnx.router is None or family.onnx.router in ROUTERS
     if family.parallel_axes or family.has_lora:
         assert family.tiny_models is not None, "what is tested needs a tiny model"

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.trainer.dry_run import plan_run
 from ds_finetune.trainer.prepare import PreparedRun, prepare_run
+from ds_finetune.trainer.resume import find_resume_point
 from ds_finetune.trainer.teach import teach
 from ds_finetune.world import World
 from tests.running import start, tiny_task, torchrun
@@ -117,6 +119,10 @@ def test_a_run_of_two_ranks_resumes_with_the_same_numbers(task: Path, source: st
     resumed = start(torchrun("ds_finetune/train.py", str(again)))
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     first, second = (_records(task / f"{name}-{source}") for name in ("whole", "again"))
+    other = _prepared(again)
+    other = replace(other, inputs=replace(other.inputs, teacher="0" * 16))
+    with pytest.raises(FinetuneError, match=rf"weights of the teacher \w+ -> {'0' * 16}"):
+        find_resume_point(other, print)
     assert second[-1]["train/loss"] == pytest.approx(first[-1]["train/loss"], rel=1e-6)
     for record in first:
         parts = 0.75 * record["train/divergence"] + 0.25 * record["train/label_loss"]

@@ -75,7 +75,7 @@ class OnnxComparison:
     """How far ONNX Runtime is from the reference. Distances are divided by the largest logit of the case."""
 
     positions: int
-    """Tokens whose logits were compared."""
+    """Tokens whose logits were compared, or texts of a classifier."""
     beyond: int
     """Positions whose distance exceeds `tolerance`."""
     largest: float
@@ -83,10 +83,16 @@ class OnnxComparison:
     tolerance: float
     allowed_share: float
     """Share of positions, and of new tokens, that may be beyond the tolerance."""
-    new_tokens_differing: int
+    new_tokens_differing: int | None
+    """None for a classifier, which generates no tokens."""
     experts: str
     failures: tuple[str, ...]
     """Differences that are not allowed."""
+
+    @property
+    def compared(self) -> str:
+        """What was compared, in words."""
+        return f"{self.positions} {'texts' if self.new_tokens_differing is None else 'positions'}"
 
 
 def tokens_of(case: InputCase, vocab: int) -> tuple[np.ndarray, np.ndarray]:
@@ -106,7 +112,7 @@ def make_reference(folder: Path) -> Reference:
     """Run every case through the model of `folder`, loaded with plain transformers in fp32 on the CPU."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
     vocab = model.config.vocab_size
-    with torch.no_grad(), _record_experts(model) as reached:
+    with torch.no_grad(), record_experts(model) as reached:
         logits = {case: _plain_logits(model, *tokens_of(case, vocab)) for case in (*WHOLE, *STEPS)}
         tokens, leads = _plain_greedy(model, *tokens_of(PROMPTS, vocab))
     counts = [len(experts) for experts in reached.values()]
@@ -195,7 +201,7 @@ def _plain_greedy(model: PreTrainedModel, ids: np.ndarray, mask: np.ndarray) -> 
 
 
 @contextmanager
-def _record_experts(model: PreTrainedModel) -> Iterator[dict[str, set[int]]]:
+def record_experts(model: PreTrainedModel) -> Iterator[dict[str, set[int]]]:
     """The sets of experts that tokens choose within the context, by the name of the router."""
     routers = {name: module for name, module in model.named_modules() if name.endswith("mlp.gate")}
     experts: dict[str, set[int]] = {name: set() for name in routers}

@@ -1,4 +1,4 @@
-"""The ONNX graph of a causal LM: embedding, attention with a cache, MLP or experts, logits."""
+"""The ONNX graphs of a causal model: embedding, attention with a cache, MLP or experts, and logits or scores."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -42,8 +42,36 @@ def decoder_graph(model: PreTrainedModel, read: Read, *, dtype: np.dtype, with_c
     graph = Graph(dtype)
     layers = Layers(graph, model, read)
     config = model.config
-    attention, cache = ATTENTION[parts_of(config).attention](config)
-    mask, rotary = _mask(graph), _rotary(graph, model)
+    _, cache = ATTENTION[parts_of(config).attention](config)
+    _head(layers, _last_hidden_states(layers, "position_ids", with_cache=with_cache), config)
+    return graph, _inputs_and_outputs(config, dtype, cache if with_cache else None)
+
+
+def scoring_graph(model: PreTrainedModel, read: Read, *, dtype: np.dtype) -> tuple[Graph, GraphEnds]:
+    """The graph of the classifier `model`, which scores the last token that the attention mask has.
+
+    Inputs, int64 [batch, length]: input_ids, and attention_mask with 0 for padding. Output: logits [batch, labels].
+    """
+    graph = Graph(dtype)
+    layers, config = Layers(graph, model, read), model.config
+    counted = graph.op("CumSum", "attention_mask", graph.scalar(1, np.int64))
+    before = graph.op("Sub", counted, graph.scalar(1, np.int64))
+    positions = graph.op("Max", before, graph.scalar(0, np.int64))
+    hidden = _last_hidden_states(layers, positions, with_cache=False)
+    length = graph.op("Squeeze", graph.op("Shape", "input_ids", start=1, end=2), graph.ints(0))
+    places = graph.op("Range", graph.scalar(0, np.int64), length, graph.scalar(1, np.int64))
+    last = graph.op("ReduceMax", graph.op("Mul", places, "attention_mask"), graph.ints(1), keepdims=1)
+    pooled = graph.op("GatherND", hidden, last, batch_dims=1)
+    graph.op("Identity", layers.linear(pooled, "score"), name="logits")
+    inputs = [value(name, np.int64, (_BATCH, _LENGTH)) for name in ("input_ids", "attention_mask")]
+    return graph, (inputs, [value("logits", dtype, (_BATCH, config.num_labels))])
+
+
+def _last_hidden_states(layers: Layers, positions: str, *, with_cache: bool) -> str:
+    """Normed hidden states after the last layer, [batch, length, width], of tokens at `positions` [batch, length]."""
+    graph, config = layers.graph, layers.model.config
+    attention, _ = ATTENTION[parts_of(config).attention](config)
+    mask, rotary = _mask(graph), _rotary(graph, layers.model, positions)
     hidden = graph.op(
         "Gather",
         layers.weight("model.embed_tokens.weight", (config.vocab_size, config.hidden_size)),
@@ -63,13 +91,17 @@ def decoder_graph(model: PreTrainedModel, read: Read, *, dtype: np.dtype, with_c
             hidden,
             moe(layers, normed, f"{name}.mlp", config) if is_sparse else layers.mlp(normed, f"{name}.mlp"),
         )
-    _head(layers, layers.norm(hidden, "model.norm"), config)
-    return graph, _inputs_and_outputs(config, dtype, cache if with_cache else None)
+    return layers.norm(hidden, "model.norm")
 
 
 def check_config(config: PretrainedConfig) -> None:
     """ExportError where the type, activation, rotary embedding or attention of the model has no graph."""
     parts = parts_of(config)
+    if parts.attention not in ATTENTION:
+        raise ExportError(
+            f"model_type `{config.model_type}` is an encoder, and config.json names the class {config.architectures}",
+            hint="only classifiers of this type have an ONNX graph (...ForSequenceClassification)",
+        )
     kind = config.rope_parameters["rope_type"]
     if kind not in _STATIC_ROPE:
         raise ExportError(
@@ -214,13 +246,13 @@ def _mask(graph: Graph) -> Mask:
     return Mask(graph, graph.op("And", causal, is_token), total)
 
 
-def _rotary(graph: Graph, model: PreTrainedModel) -> Rotary:
+def _rotary(graph: Graph, model: PreTrainedModel, position_ids: str) -> Rotary:
     """Cosines and sines, in fp32, of transformers' frequencies for this config, with YaRN's scaling."""
     config = model.config
     # A new one from the config, since the model's may be on the meta device.
     embedding = type(model.model.rotary_emb)(config)
     frequencies = embedding.inv_freq.to(torch.float32).numpy()
-    positions = graph.cast(graph.op("Unsqueeze", "position_ids", graph.ints(1, 3)), np.float32)
+    positions = graph.cast(graph.op("Unsqueeze", position_ids, graph.ints(1, 3)), np.float32)
     angles = graph.op("Mul", positions, graph.constant(frequencies))
     scale = graph.scalar(embedding.attention_scaling, np.float32)
     tables = [graph.op("Mul", graph.op(kind, angles), scale) for kind in ("Cos", "Sin")]

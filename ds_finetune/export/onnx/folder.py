@@ -14,14 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from ds_finetune.errors import ExportError, OutputError, VerificationError
+from ds_finetune.export.classifiers import auto_class
 from ds_finetune.export.from_checkpoint import COPIED_FILES, check_free_space, check_out_empty, export_checkpoint
 from ds_finetune.export.model_config import remove_code
+from ds_finetune.export.readers.sources import is_model, is_peft_adapter
 from ds_finetune.export.verify.record import UNVERIFIED
 from ds_finetune.families.table import family_of
 from ds_finetune.model.folder_check import check_folder
+from ds_finetune.model.score_config import is_classifier
 from ds_finetune.model.weights import open_weights
 from ds_finetune.units import GIB, MIB
 
@@ -55,14 +58,14 @@ class OnnxExportResult:
         flipped = f", {comparison.beyond} of them by a router's near tie" if comparison.beyond else ""
         return [
             f"wrote {self.folder}: {self.num_bytes / GIB:.2f} GiB in {self.seconds:.1f} s",
-            f"verified in ONNX Runtime against transformers: {comparison.positions} positions{reached}, "
+            f"verified in ONNX Runtime against transformers: {comparison.compared}{reached}, "
             f"largest difference {comparison.largest:.1e} of the largest logit "
             f"(tolerance {comparison.tolerance:g}){flipped}",
         ]
 
 
 def export_onnx(source: Path, out: Path, *, dtype: str, with_cache: bool, base: Path | None = None) -> OnnxExportResult:
-    """Write the causal LM of `source` to `out` as model.onnx, with tokenizer and config beside it.
+    """Write the language model or classifier of `source` to `out` as model.onnx, with tokenizer and config beside it.
 
     `source` is a Hugging Face folder, or another folder that `export_checkpoint` reads: it is exported to a temporary
     folder beside `out` first, with `base`. `dtype` is a key of `ONNX_DTYPES`.
@@ -94,7 +97,7 @@ def check_packages() -> None:
 @contextmanager
 def _hub_folder(source: Path, out: Path, base: Path | None) -> Iterator[Path]:
     """`source` itself where it is a Hugging Face folder, else a temporary folder that it is exported to."""
-    if (source / "config.json").is_file() and any(source.glob("*.safetensors")):
+    if is_model(source) and not is_peft_adapter(source):
         if base is not None:
             raise ExportError(
                 f"--base {base} is not valid with the Hugging Face folder {source}",
@@ -110,17 +113,21 @@ def _hub_folder(source: Path, out: Path, base: Path | None) -> Iterator[Path]:
 
 
 def _write_and_compare(folder: Path, out: Path, dtype: str, with_cache: bool) -> "OnnxComparison":
-    from ds_finetune.export.onnx.comparison import compare, make_reference
-    from ds_finetune.export.onnx.record import OnnxRecord
+    from ds_finetune.export.onnx.record import OnnxRecord, compare_with, reference_of
 
     unverified = out.with_name(out.name + ".unverified")
     model = _meta_model(folder)
     with _new_folder(unverified):
         _write_graph(model, folder, unverified, dtype, with_cache)
-        reference = make_reference(folder)
-        comparison = compare(unverified, reference)
+        reference = reference_of(folder)
+        comparison = compare_with(unverified, reference)
         versions = {name: version(name) for name in (*_PACKAGES, "torch", "transformers")}
-        about = {"dtype": dtype, "cache": with_cache, **asdict(comparison), "versions": versions}
+        about = {
+            "dtype": dtype,
+            "cache": with_cache and not is_classifier(model.config),
+            **asdict(comparison),
+            "versions": versions,
+        }
         if comparison.failures:
             (unverified / UNVERIFIED).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
         else:
@@ -157,32 +164,42 @@ def _new_folder(folder: Path) -> Iterator[None]:
 def _meta_model(folder: Path) -> PreTrainedModel:
     """The model of `folder` on the meta device, without code of the folder; ExportError where it has no graph."""
     from ds_finetune.export.onnx.decoder import check_config
+    from ds_finetune.export.onnx.encoders import check_encoder_config
 
     check_folder(folder)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, OSError) as unknown:
         raise ExportError(
-            f"{folder}/config.json: {str(unknown).splitlines()[0]}", hint="name the folder of a causal LM"
+            f"{folder}/config.json: {str(unknown).splitlines()[0]}",
+            hint="name the folder of a causal LM or a classifier",
         ) from unknown
     quantized = getattr(config, "quantization_config", None)
     if quantized:
         raise ExportError(f"{folder} is quantized ({quantized.get('quant_method')})", hint=_PLAIN_COPY)
-    check_config(config)
+    is_encoder = is_classifier(config) and family_of(config.model_type).encoder is not None
+    (check_encoder_config if is_encoder else check_config)(config)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        model: PreTrainedModel = auto_class(config).from_config(config, trust_remote_code=False)
+    return model
 
 
 def _write_graph(model: PreTrainedModel, folder: Path, out: Path, dtype: str, with_cache: bool) -> None:
     import numpy as np
 
-    from ds_finetune.export.onnx.decoder import decoder_graph
+    from ds_finetune.export.onnx.decoder import decoder_graph, scoring_graph
+    from ds_finetune.export.onnx.encoders import encoder_graph
     from ds_finetune.export.onnx.graph import write_model
 
     hub = open_weights(model, folder, family=family_of(model.config.model_type))
     if hub.has_fp8:
         raise ExportError(f"{folder} holds FP8 tensors and its config.json does not say so", hint=_PLAIN_COPY)
-    graph, ends = decoder_graph(model, hub.whole, dtype=np.dtype(ONNX_DTYPES[dtype]), with_cache=with_cache)
+    numbers = np.dtype(ONNX_DTYPES[dtype])
+    if is_classifier(model.config):
+        build = encoder_graph if family_of(model.config.model_type).encoder else scoring_graph
+        graph, ends = build(model, hub.whole, dtype=numbers)
+    else:
+        graph, ends = decoder_graph(model, hub.whole, dtype=numbers, with_cache=with_cache)
     check_free_space(out, sum(weight.num_bytes for weight in graph.weights.values()))
     write_model(graph, ends, out, inline_bytes=INLINE_BYTES)
     for name in ("config.json", *COPIED_FILES):

@@ -107,7 +107,7 @@ def write_model(
     is_external = sum(weight.num_bytes for weight in graph.weights.values()) > inline_bytes
     weights = list(graph.weights.values())
     stored = _write_data(weights, folder / DATA) if is_external else [_inline(weight) for weight in weights]
-    proto = helper.make_graph(graph.nodes, "causal_lm", *ends, initializer=[*graph.constants.values(), *stored])
+    proto = helper.make_graph(graph.nodes, "model", *ends, initializer=[*graph.constants.values(), *stored])
     model: ModelProto = helper.make_model(
         proto, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION, producer_name="ds_finetune"
     )

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ds_finetune.errors import ExportError
 from ds_finetune.export.onnx.graph import Graph
@@ -25,9 +24,15 @@ def parts_of(config: PretrainedConfig) -> OnnxGraph:
     if parts is None:
         raise ExportError(
             f"model_type `{config.model_type}` has no ONNX graph",
-            hint=f"there are graphs for {', '.join(sorted(name for name, row in FAMILIES.items() if row.onnx))}",
+            hint=f"there are graphs for {_names_of(is_encoder=False)}, and of classifiers also for "
+            f"{_names_of(is_encoder=True)}",
         )
     return parts
+
+
+def _names_of(*, is_encoder: bool) -> str:
+    rows = FAMILIES.items()
+    return ", ".join(sorted(name for name, row in rows if row.onnx and (row.encoder is not None) == is_encoder))
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class Layers:
     """
 
     graph: Graph
-    model: nn.Module
+    model: PreTrainedModel
     read: Read
 
     def module(self, name: str) -> Any:  # noqa: ANN401 - each class of transformers has attributes of its own

@@ -12,7 +12,17 @@ import xxhash
 from numpy.typing import NDArray
 
 from ds_finetune.errors import ExportError
-from ds_finetune.export.onnx.comparison import WHOLE, InputCase, OnnxComparison, Reference, compare, is_sampled
+from ds_finetune.export.classifiers import holds_classifier
+from ds_finetune.export.onnx.comparison import (
+    WHOLE,
+    InputCase,
+    OnnxComparison,
+    Reference,
+    compare,
+    is_sampled,
+    make_reference,
+)
+from ds_finetune.export.onnx.scores import ScoreReference, compare_scores, make_score_reference
 from ds_finetune.export.verify.record import MODEL, ONNX_FORMAT, RECORD, UNVERIFIED
 from ds_finetune.export.verify.verify import VerificationResult, mark_folder
 from ds_finetune.units import GIB, MIB
@@ -56,32 +66,26 @@ class OnnxRecord:
     """The result of the comparison, and versions of packages, for people who read the file."""
     files: Mapping[str, FileSums]
     """The files that were written, by name."""
-    reference: Reference
-    """Has about `_SAMPLED_LOGITS` logits of each position, at different rows of the head."""
+    reference: Reference | ScoreReference
+    """Has about `_SAMPLED_LOGITS` logits of each position, at different rows of the head, or all of a classifier."""
 
     @classmethod
-    def of(cls, folder: Path, reference: Reference, about: Mapping[str, Any]) -> "OnnxRecord":
+    def of(cls, folder: Path, reference: Reference | ScoreReference, about: Mapping[str, Any]) -> "OnnxRecord":
         """The record of a folder that has just been written and compared."""
         return cls(about, {path.name: FileSums.of(path) for path in _files(folder)}, reference)
 
     def write(self, folder: Path) -> None:
         """Write the file RECORD into `folder`."""
-        cases = [_case_tree(case, self.reference, self._stride()) for case in self.reference.logits]
+        of_reference = (
+            self.reference.as_tree() if isinstance(self.reference, ScoreReference) else _reference_tree(self.reference)
+        )
         tree = {
             "format": ONNX_FORMAT,
             **self.about,
             "files": {name: asdict(sums) for name, sums in self.files.items()},
-            "cases": cases,
-            "tokens": self.reference.tokens.tolist(),
-            "leads": self.reference.leads.tolist(),
-            "experts": self.reference.experts,
+            **of_reference,
         }
         (folder / RECORD).write_text(json.dumps({**tree, "sum": _sum_of(tree)}) + "\n", encoding="utf-8")
-
-    def _stride(self) -> int:
-        """Distance between the sampled logits of a position."""
-        vocab = self.reference.logits[WHOLE[-1]].shape[-1]
-        return min(-(-vocab // _SAMPLED_LOGITS), int(WHOLE[-1].mask().sum()))
 
     @classmethod
     def read(cls, folder: Path) -> "OnnxRecord":
@@ -102,19 +106,22 @@ class OnnxRecord:
             raise ValueError(f"its format is {tree['format']}, not {ONNX_FORMAT}")
         if tree.pop("sum") != _sum_of(tree):
             raise ValueError("its own digest differs: it was changed")
-        cases = {InputCase(tuple(each["pads"]), each["length"], tuple(each["chunks"])): each for each in tree["cases"]}
-        reference = Reference(
-            logits={case: _logits_of(case, each) for case, each in cases.items()},
-            ids={case: np.array(each["ids"], dtype=np.int64) for case, each in cases.items()},
-            tokens=np.array(tree["tokens"], dtype=np.int64),
-            leads=np.array(tree["leads"], dtype=np.float32),
-            experts=tree["experts"],
-            strides={case: each["stride"] for case, each in cases.items()},
-            largest={case: each["largest"] for case, each in cases.items()},
-        )
+        reference = ScoreReference.from_tree(tree) if "texts" in tree else _reference_from(tree)
         return cls(
             tree, {name: FileSums(each["size"], tuple(each["sums"])) for name, each in tree["files"].items()}, reference
         )
+
+
+def reference_of(folder: Path) -> Reference | ScoreReference:
+    """What plain transformers computes with the model of `folder`."""
+    return make_score_reference(folder) if holds_classifier(folder) else make_reference(folder)
+
+
+def compare_with(folder: Path, reference: Reference | ScoreReference) -> OnnxComparison:
+    """ONNX Runtime's results of `folder` compared with `reference`."""
+    if isinstance(reference, ScoreReference):
+        return compare_scores(folder, reference)
+    return compare(folder, reference)
 
 
 def verify_onnx_folder(folder: Path) -> VerificationResult:
@@ -127,7 +134,7 @@ def verify_onnx_folder(folder: Path) -> VerificationResult:
     record = OnnxRecord.read(folder)
     problems, lines = _check_files(folder, record)
     if not problems:
-        comparison = compare(folder, record.reference)
+        comparison = compare_with(folder, record.reference)
         problems, lines = list(comparison.failures), [*lines, _comparison_line(comparison)]
     result = VerificationResult(folder, tuple(problems), tuple(lines))
     mark_folder(result)
@@ -137,10 +144,12 @@ def verify_onnx_folder(folder: Path) -> VerificationResult:
 def _comparison_line(comparison: OnnxComparison) -> str:
     reached = f", reaching {comparison.experts}" if comparison.experts else ""
     flipped = f", {comparison.beyond} beyond" if comparison.beyond else ""
+    differing = comparison.new_tokens_differing
+    greedy = "" if differing is None else f", {differing} greedy tokens differ"
     return (
-        f"ONNX Runtime on the CPU: {comparison.positions} positions{reached}, "
+        f"ONNX Runtime on the CPU: {comparison.compared}{reached}, "
         f"largest difference {comparison.largest:.1e} of the largest logit "
-        f"(tolerance {comparison.tolerance:g}){flipped}, {comparison.new_tokens_differing} greedy tokens differ"
+        f"(tolerance {comparison.tolerance:g}){flipped}{greedy}"
     )
 
 
@@ -180,6 +189,30 @@ def _weights_at(folder: Path, name: str, runs: list[tuple[int, int]]) -> list[st
 
 def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_file() and path.name not in (RECORD, UNVERIFIED))
+
+
+def _reference_tree(reference: Reference) -> dict[str, Any]:
+    vocab = reference.logits[WHOLE[-1]].shape[-1]
+    stride = min(-(-vocab // _SAMPLED_LOGITS), int(WHOLE[-1].mask().sum()))
+    return {
+        "cases": [_case_tree(case, reference, stride) for case in reference.logits],
+        "tokens": reference.tokens.tolist(),
+        "leads": reference.leads.tolist(),
+        "experts": reference.experts,
+    }
+
+
+def _reference_from(tree: Mapping[str, Any]) -> Reference:
+    cases = {InputCase(tuple(each["pads"]), each["length"], tuple(each["chunks"])): each for each in tree["cases"]}
+    return Reference(
+        logits={case: _logits_of(case, each) for case, each in cases.items()},
+        ids={case: np.array(each["ids"], dtype=np.int64) for case, each in cases.items()},
+        tokens=np.array(tree["tokens"], dtype=np.int64),
+        leads=np.array(tree["leads"], dtype=np.float32),
+        experts=tree["experts"],
+        strides={case: each["stride"] for case, each in cases.items()},
+        largest={case: each["largest"] for case, each in cases.items()},
+    )
 
 
 def _case_tree(case: InputCase, reference: Reference, stride: int) -> dict[str, Any]:
