@@ -52,7 +52,8 @@ def show_plan(run: "PreparedRun") -> None:
         rows.append((f"held-out data{name.removeprefix('eval').replace('/', ' ')}", held_out.summary()))
         if limit and limit < len(held_out):
             rows.append(("evaluation", f"the first {limit:,} of {len(held_out):,} rows (eval.limit)"))
-    rows.append(("prompts", server_prompt_line(inputs.train.counts)))
+    if run.config.objective.name != "classification":
+        rows.append(("prompts", server_prompt_line(inputs.train.counts)))
     OUT.print(pairs("plan", rows))
     if inputs.model.has_random_weights:
         OUT.print(

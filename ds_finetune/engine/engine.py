@@ -50,6 +50,9 @@ class Engine:
     `tensors`.
     """
 
+    drawn: tuple[str, ...] = ()
+    """Names of this rank's parameters that were drawn because the model's folder does not have them."""
+
     def __init__(self, wrapped: Any, plan: Plan, groups: Groups, objective: Objective) -> None:  # noqa: ANN401 - a DeepSpeedEngine
         self.plan = plan
         self.objective = objective

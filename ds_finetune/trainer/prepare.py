@@ -22,7 +22,13 @@ from ds_finetune.plan.estimate import DiskNeed, RunEstimate, estimate_run
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.run_length import check_run_length
 from ds_finetune.schedule import Duration, LrSchedule, warmup_steps
-from ds_finetune.trainer.inputs import RunInputs, make_model_plan, read_inputs, try_generic_type, with_classes
+from ds_finetune.trainer.inputs import (
+    RunInputs,
+    make_model_plan,
+    read_inputs,
+    try_generic_type,
+    with_classes,
+)
 from ds_finetune.trainer.rank_tensors import rank_tensors, sizes_of
 from ds_finetune.trainer.run_dir import check_run_disk, check_run_folder
 from ds_finetune.world import World, accelerate_choices
