@@ -22,7 +22,7 @@ from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.trainer.batches import run_batches
-from ds_finetune.trainer.inputs import make_model_plan, read_inputs
+from ds_finetune.trainer.inputs import make_model_plan, read_inputs, with_classes
 from ds_finetune.trainer.prepare import PreparedRun, estimate_model, freeze_unreached, make_schedule
 from ds_finetune.world import World
 
@@ -84,6 +84,7 @@ def compare_step_speed(config: RunConfig, *, steps: int, say: Say) -> SpeedCompa
             hint=f"leave `objective` out, or use another than {', '.join(_NOT_COMPARED)}",
         )
     plan = make_plan(config, world=world, device=choose_device())
+    config = with_classes(config)
     model = make_model_plan(config, plan.mesh)
     inputs = read_inputs(config, model)
     plan, schedule = freeze_unreached(plan, model), make_schedule(config, inputs)
