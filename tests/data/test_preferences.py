@@ -301,6 +301,17 @@ def test_units_are_those_of_the_objective(name: str) -> None:
     assert RowKind.of(section).documents_per_unit == make_objective(section).documents_per_unit
 
 
+def test_generation_answers_the_prompts_of_chosen_and_good_answers(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    pairs = rows_of([LAYOUTS["standard"], {"prompt": "p", "chosen": "x", "rejected": "y"}], tokenizer, tmp_path)
+    marks = [{"prompt": "p", "completion": answer, "label": answer == "good"} for answer in ("bad", "good", "good")]
+    marked = rows_of(marks, tokenizer, tmp_path, kind=MARKED)
+    for rows, expected in ((pairs, ["4<|eos|>", "x<|eos|>"]), (marked, ["good<|eos|>"] * 2)):
+        assert [tokenizer.decode(answer) for _, answer in rows.prompts_and_answers(5)] == expected
+    assert tokenizer.decode(pairs.prompts_and_answers(1)[0][0]) == "<|bos|><|user|>2+2?<|assistant|>"
+
+
 MARKED_ROWS = {
     "messages": {"messages": [ASKED, GOOD], "label": True},
     "conversations": {
