@@ -122,7 +122,7 @@ def _check_expert_widths(hf_config: PretrainedConfig, precision: str, task: Task
 
 def check_trial(kind: str, trial: Trial, *, packing: bool, hint: str = _NO_PACKING) -> None:
     """ModelError where `trial` shows that rows (packed or padded) are trained wrongly, or where packed rows could
-    not be tested; `hint` is the way out.
+    not be tested; `hint` is that of errors on packed rows.
     """
     subject = f"model_type `{kind}`"
     if trial.loss > LIMIT:
