@@ -30,7 +30,38 @@ class Mutant:
 
 PARITY, PARALLEL, ROWS = "tests/parity/test_parity.py", "tests/parity/test_parallel.py", "tests/data/test_rows.py"
 OBJECTIVES, SCORES = "tests/parity/test_objectives.py", "tests/parity/test_scores.py"
+PREFERENCES, LABELS = "tests/data/test_preferences.py", "tests/data/test_labelled_texts.py"
 MUTANTS = (
+    Mutant(
+        "separator by side",
+        "data/units.py",
+        "    if not (isinstance(chosen, Completion) and isinstance(rejected, Completion)):",
+        "    if chosen:",
+        PREFERENCES,
+    ),
+    Mutant(
+        "half a row for each side of a pair",
+        "data/units.py",
+        "max(limit.max_seq_len // 2, limit.max_seq_len - shorter)",
+        "limit.max_seq_len // 2",
+        PREFERENCES,
+    ),
+    Mutant(
+        "earlier answers of pairs supervised",
+        "data/units.py",
+        'tokens = SampleTokeniser(tokenizer, replace(settings, train_on="last_assistant")).tokenise(sides)',
+        "tokens = SampleTokeniser(tokenizer, settings).tokenise(sides)",
+        PREFERENCES,
+    ),
+    Mutant("earlier turns not compared", "data/preferences.py", "    if ours == theirs:", "    if True:", PREFERENCES),
+    Mutant(
+        "classes in the order of the rows",
+        "data/classes.py",
+        "tuple(sorted(found.names))",
+        "tuple(found.names)",
+        LABELS,
+    ),
+    Mutant("no end token after a cut text", "data/units.py", "[*ids[: limit - 1], eos]", "ids[:limit]", LABELS),
     Mutant(
         "scale of the loss",
         "engine/loss_normalisation.py",
@@ -160,9 +191,16 @@ MUTANTS = (
     Mutant(
         "last row lost",
         "data/batches.py",
-        "if number < total_rows else None",
-        "if number < total_rows - 1 else None",
+        "if index < len(every) else None",
+        "if index < len(every) - 1 else None",
         ROWS,
+    ),
+    Mutant(
+        "z0 of one rank",
+        "data/batches.py",
+        "_baseline(mismatched, every, plan)",
+        "_baseline(mismatched, [i for i in ids if i is not None], replace(plan, rank=0, dp=1))",
+        "tests/data/test_mismatched.py",
     ),
     Mutant("every epoch in one order", "data/batches.py", "default_rng([seed, epoch])", "default_rng([seed])", ROWS),
     Mutant(

@@ -106,8 +106,8 @@ _RULES = (
     ),
     _KeyRule(
         ("eval.generate.",),
-        lambda run: run["objective.name"] not in ("sft", "distill"),
-        "answers are generated and compared with the data for sft and distill alone",
+        lambda run: run["objective.name"] in ("classification", "reward"),
+        "the objective trains a model that scores texts and writes none",
         "set objective to sft",
     ),
     _KeyRule(

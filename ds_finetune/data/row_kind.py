@@ -8,13 +8,14 @@ from ds_finetune.config.objectives import BosRule, ClassificationObjective, Obje
 from ds_finetune.errors import ConfigError
 
 KindName = Literal["dialogue", "text", "pairs", "marked", "labelled"]
-_OBJECTIVES: Mapping[KindName, tuple[str, ...]] = {
+OBJECTIVES: Mapping[KindName, tuple[str, ...]] = {
     "dialogue": ("sft", "distill"),
     "text": ("pretrain",),
     "pairs": ("dpo", "simpo", "cpo", "orpo", "reward"),
     "marked": ("kto",),
     "labelled": ("classification",),
 }
+"""The objectives that are trained on each kind of rows."""
 _NAMES: Mapping[KindName, str] = {
     "dialogue": "dialogue, prompts with completions, or plain text",
     "text": "plain text",
@@ -47,7 +48,7 @@ class RowKind:
     @classmethod
     def of(cls, section: ObjectiveConfig) -> Self:
         """The kind of rows of an objective; ConfigError where numbers of the section contradict."""
-        name = next(kind for kind, objectives in _OBJECTIVES.items() if section.name in objectives)
+        name = next(kind for kind, objectives in OBJECTIVES.items() if section.name in objectives)
         if isinstance(section, PretrainObjective):
             return cls(name, section.name, bos=section.bos, has_eos=section.eos)
         if not isinstance(section, ClassificationObjective):
@@ -93,7 +94,7 @@ class RowKind:
 
 def objectives_of(kind: KindName) -> str:
     """The objectives that are trained on rows of this kind, for messages."""
-    return ", ".join(_OBJECTIVES[kind])
+    return ", ".join(OBJECTIVES[kind])
 
 
 DIALOGUE = RowKind()
