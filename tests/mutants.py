@@ -29,7 +29,7 @@ class Mutant:
 
 
 PARITY, PARALLEL, ROWS = "tests/parity/test_parity.py", "tests/parity/test_parallel.py", "tests/data/test_rows.py"
-OBJECTIVES = "tests/parity/test_objectives.py"
+OBJECTIVES, SCORES = "tests/parity/test_objectives.py", "tests/parity/test_scores.py"
 PREFERENCES, LABELS = "tests/data/test_preferences.py", "tests/data/test_labelled_texts.py"
 MUTANTS = (
     Mutant(
@@ -82,6 +82,41 @@ MUTANTS = (
         "        counts = self._global_counts(batch.counts)",
         '        counts = self._global_counts(batch.counts) | {"pairs": batch.counts["pairs"]}',
         OBJECTIVES,
+    ),
+    Mutant(
+        "documents scored on every sequence parallel rank's first tokens",
+        "model/score_head.py",
+        "ends % (tokens * ranks) - tokens * rank",
+        "ends % tokens",
+        SCORES,
+    ),
+    Mutant(
+        "scores counted by every sequence parallel rank",
+        "model/score_head.py",
+        "self.groups.sp.group_rank == 0",
+        "self.groups.sp.size > 0",
+        SCORES,
+    ),
+    Mutant(
+        "gradient of scores summed again over sequence parallel ranks",
+        "model/score_head.py",
+        "        return grad, None",
+        "        return grad * 2, None",
+        SCORES,
+    ),
+    Mutant(
+        "score head frozen beside adapters",
+        "engine/start_engine.py",
+        "lm.get_parameter(name).requires_grad_(True)",
+        "lm.get_parameter(name).requires_grad_(False)",
+        SCORES,
+    ),
+    Mutant(
+        "margin of pairs ignored",
+        "objectives/reward.py",
+        "chosen - rejected - targets.view(-1, 2)[:, 0]",
+        "chosen - rejected",
+        SCORES,
     ),
     Mutant(
         "no all-reduce of documents in sequence parallelism",

@@ -206,6 +206,18 @@ def test_equal_empty_and_long_sides_follow_the_rules(tokenizer: PreTrainedTokeni
     assert dropped.num_units == 2
 
 
+def test_sides_that_a_template_opens_differently_are_dropped(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """As R1's does: its prompt for generation begins the reasoning, which one answer has and the other has not."""
+    template = tmp_path / "reasoning.jinja"
+    template.write_text(str(tokenizer.chat_template).replace("{{ '<|assistant|>' }}", "{{ '<|assistant|>(' }}"))
+    records = [{"prompt": "2+2?", "chosen": "(sum) 4", "rejected": answer} for answer in ("(sum) 5", "5")]
+    rows = rows_of(records, tokenizer, tmp_path, template=str(template))
+    assert shown(rows, tokenizer) == [f"<|bos|><|user|>2+2?<|assistant|>([sum) {answer}<|eos|>]" for answer in "45"]
+    assert {name: number for name, (number, _) in rows.counts.dropped.entries.items()} == {"prompts": 1}
+
+
 def test_packing_keeps_the_sides_of_a_pair_together(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     draw = np.random.default_rng(0)
     records = [
