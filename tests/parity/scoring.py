@@ -58,7 +58,8 @@ class ScoreCell:
     def tree(self, folder: Path, out: Path, *, ranks: int) -> dict[str, Any]:
         """The run file on so many ranks."""
         dp = ranks // self.sharing
-        cell = Cell(self.family, self.stage, self.accumulation, self.packing, **({self.axis: 2} if self.axis else {}))
+        sizes = {self.axis: 2} if self.axis else {}
+        cell = Cell(self.family, self.stage, self.accumulation, self.packing, checkpointing=self.packing, **sizes)
         tree = run_tree(cell, folder, out, dp=dp)
         tree["train"] |= {
             "global_batch_size": GLOBAL_BATCH,
