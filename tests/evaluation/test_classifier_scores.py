@@ -48,7 +48,10 @@ def test_classes_are_scored_as_a_plain_loop_does(tmp_path: Path) -> None:
     texts = _texts(40)
     labels = [number % 3 > 0 for number in range(len(texts))]
     folder = _written(tmp_path / "model", model)
-    data = _data(tmp_path, [{"text": text, "label": "yes" if is_one else "no"} for text, is_one in zip(texts, labels, strict=True)])
+    data = _data(
+        tmp_path,
+        [{"text": text, "label": "yes" if is_one else "no"} for text, is_one in zip(texts, labels, strict=True)],
+    )
     report = api.evaluate(folder, data, batch_tokens=64)
     logits = [_alone(model, text) for text in texts]
     found = [scores[1] > scores[0] for scores in logits]
