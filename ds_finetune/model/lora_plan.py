@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from ds_finetune.config.schema import LoraConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import FAMILIES, family_of
-from ds_finetune.model.build import Task
+from ds_finetune.model.build import Task, has_score_head, head_of
 from ds_finetune.model.four_bit import fits_four_bit, nf4_bytes
 from ds_finetune.model.parallel.pipeline import build_meta_model
 
@@ -75,11 +75,13 @@ class LoraPlan:
     """Those whose frozen weights are held in four bits, adapted or not; none without `lora.quantize`."""
     model_params: int
     """Parameters of the model without adapters."""
+    head_params: int = 0
+    """Parameters of a score head, which is trained whole beside the adapters."""
 
     @property
     def num_params(self) -> int:
-        """Parameters of all adapters."""
-        return sum(target.num_params(self.section.rank) for target in self.targets)
+        """Parameters of all adapters, and of a score head."""
+        return sum(target.num_params(self.section.rank) for target in self.targets) + self.head_params
 
     @property
     def quantised_shapes(self) -> tuple[Shape, ...]:
@@ -98,6 +100,8 @@ class LoraPlan:
             numel = sum(target.num_params(lora.rank) for target in chosen)
             text = f"{len(chosen)} of {number} modules, {numel:,} parameters: {', '.join(names)}"
             rows.append((f"  {kind}", text if names else f"none of {number} modules"))
+        if self.head_params:
+            rows.append(("  score head", f"trained whole, {self.head_params:,} parameters"))
         return rows if lora.quantize is None else [*rows, self._quantised_line()]
 
     def _quantised_line(self) -> tuple[str, str]:
@@ -126,7 +130,14 @@ def plan_lora(hf_config: PretrainedConfig, lora: LoraConfig, task: Task = "causa
         raise ConfigError(f"lora of model_type {hf_config.model_type} is not tested", hint=f"tested: {tested}")
     lm = build_meta_model(hf_config, task)
     every = tuple(adaptable_modules(lm))
-    return LoraPlan(lora, every, _adapted_targets(every, lora), _quantised_targets(every, lora), lm.num_parameters())
+    return LoraPlan(
+        section=lora,
+        adaptable=every,
+        targets=_adapted_targets(every, lora),
+        quantised=_quantised_targets(every, lora),
+        model_params=lm.num_parameters(),
+        head_params=sum(param.numel() for param in head_of(lm).parameters()) if has_score_head(lm) else 0,
+    )
 
 
 def _adapted_targets(every: Sequence[LoraTarget], lora: LoraConfig) -> tuple[LoraTarget, ...]:

@@ -15,7 +15,7 @@ from ds_finetune.errors import ConfigError
 from ds_finetune.plan.estimate import RunEstimate, TensorKind, estimate_run, fullest_stage
 from ds_finetune.plan.mesh import AXES, Mesh
 from ds_finetune.plan.plan import Plan, make_plan
-from ds_finetune.trainer.inputs import make_model_plan, model_lines, token_limits, try_generic_type, with_classes
+from ds_finetune.trainer.inputs import known_classes, make_model_plan, model_lines, token_limits, try_generic_type
 from ds_finetune.trainer.rank_tensors import Stages, rank_tensors, sizes_of
 from ds_finetune.units import GIB
 from ds_finetune.world import World
@@ -61,7 +61,7 @@ def plan_run(config: RunConfig, *, gpus: int, gpus_per_node: int = 8) -> Planned
             f"{gpus} GPUs do not fill nodes of {gpus_per_node}", hint="give a multiple of --gpus-per-node"
         )
     world = World(0, gpus, 0, min(gpus, gpus_per_node), "a dry run")
-    config = with_classes(config)
+    config = known_classes(config, is_config_alone=True)
     plan = make_plan(config, world=world, device="cuda")
     model = make_model_plan(config, plan.mesh, is_config_alone=True)
     token_limits(config, model.hf_config)

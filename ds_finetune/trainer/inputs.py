@@ -7,8 +7,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from ds_finetune.config.objectives import ClassificationObjective
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.classes import find_classes
 from ds_finetune.data.overlap import overlap_notes
@@ -19,7 +21,7 @@ from ds_finetune.data.row_report import row_notes
 from ds_finetune.data.scores import StoredScores
 from ds_finetune.data.stream import StreamedRows, open_stream
 from ds_finetune.data.tokenizer_files import load_tokenizer
-from ds_finetune.errors import ConfigError
+from ds_finetune.errors import ConfigError, DataError
 from ds_finetune.model.build import TOKENIZER_PATTERNS, Task, model_class, read_hf_config, resolve_folder
 from ds_finetune.model.encoder import encoder_of, max_positions
 from ds_finetune.model.generic_check import check_generic_type
@@ -122,6 +124,8 @@ def read_inputs(config: RunConfig, model: ModelPlan) -> RunInputs:
         name: prepare(config.data.model_copy(update={"eval": paths}), "eval")
         for name, paths in config.data.held_out_sets.items()
     }
+    for rows in (train, *held_out.values()):
+        _check_padding(rows, model, tokenizer)
     held_out_notes = [note for rows in held_out.values() for note in rows.notes]
     held_out_notes += overlap_notes(train, held_out) if held_out else []
     scores = open_scores(config, model, tokenizer, train)
@@ -138,6 +142,26 @@ def read_inputs(config: RunConfig, model: ModelPlan) -> RunInputs:
         base=weights_digest(folder) if _has_base(model) else "",
         notes=(*train.notes, *held_out_notes),
     )
+
+
+def _check_padding(rows: PreparedRows | StreamedRows, model: ModelPlan, tokenizer: PreTrainedTokenizerBase) -> None:
+    """DataError where a document that a decoder scores ends in the padding token, which transformers would pass over.
+
+    A stream is not read before the run.
+    """
+    is_decoder = model.task == "sequence_classification" and encoder_of(model.hf_config) is None
+    if not is_decoder or isinstance(rows, StreamedRows):
+        return
+    pad, offsets = model.hf_config.pad_token_id, rows.documents.offsets
+    ends_in_padding = np.flatnonzero(rows.documents.ids[offsets[1:] - 1] == pad)
+    if len(ends_in_padding):
+        first = int(ends_in_padding[0])
+        text = tokenizer.decode(rows.documents.ids[offsets[first] : offsets[first + 1]])
+        raise DataError(
+            f"{len(ends_in_padding)} documents end in the padding token {model.padding}, the first is number {first}: "
+            f"...{text[-60:]!r}",
+            hint="name another pad_token in tokenizer_config.json; transformers would score the token before it",
+        )
 
 
 def _has_base(model: ModelPlan) -> bool:
@@ -164,23 +188,50 @@ def make_model_plan(config: RunConfig, mesh: Mesh, *, is_config_alone: bool = Fa
 
 def _set_up_scores(config: RunConfig, hf_config: PretrainedConfig) -> str:
     """Write classes and padding token into the configuration of a classifier or reward model; returns a text on the
-    padding token, empty where it does not matter.
+    padding token, empty for a causal LM.
     """
     objective = make_objective(config.objective)
     if not isinstance(objective, ScoreObjective):
         return ""
+    _check_keys_of_scores(config)
     set_classes(hf_config, config.objective, outputs=objective.num_outputs)
     if encoder_of(hf_config) is not None:
         return f"{hf_config.pad_token_id}, as published"
-    is_encoder = encoder_of(hf_config) is not None
-    return "" if is_encoder else set_padding_token(hf_config, _tokenizer_alone(config))
+    return set_padding_token(hf_config, _tokenizer_alone(config))
+
+
+def _check_keys_of_scores(config: RunConfig) -> None:
+    """ConfigError for keys that need a language model, and for Muon, which orthogonalises the score head: DeepSpeed
+    0.19.8 knows heads by the name `lm_head` (__init__.py:369).
+    """
+    name = config.objective.name
+    if config.eval.generate.prompts:
+        raise ConfigError(
+            f"eval.generate.prompts {config.eval.generate.prompts} with objective {name}: scores are no text",
+            hint="leave eval.generate out",
+        )
+    if config.optim.name.lower() == "muon":
+        raise ConfigError(f"optim.name muon with objective {name} is not tested", hint="set optim.name: AdamW")
 
 
 def with_classes(config: RunConfig) -> RunConfig:
-    """The run file with number and names of the classes filled in, from a base model that is a classifier."""
-    if config.objective.name != "classification":
+    """The run file with number and names of the classes filled in: those of a base model that is a classifier, else
+    those of the training rows, which are read where it is necessary.
+    """
+    section = known_classes(config).objective
+    if not isinstance(section, ClassificationObjective):
         return config
-    base = read_hf_config(config.model.path, task="sequence_classification")
+    kind = find_classes(config.data, RowKind.of(section))
+    named = section.model_copy(update={"labels": kind.labels, "num_labels": kind.num_labels})
+    return config.model_copy(update={"objective": named})
+
+
+def known_classes(config: RunConfig, *, is_config_alone: bool = False) -> RunConfig:
+    """The same without reading rows: from the base model alone."""
+    if not isinstance(config.objective, ClassificationObjective):
+        return config
+    files = {"files": ("*.json",)} if is_config_alone else {}
+    base = read_hf_config(config.model.path, **files, task="sequence_classification")
     return config.model_copy(update={"objective": with_base_classes(config.objective, base)})
 
 

@@ -46,9 +46,9 @@ class PreparedRun:
 
 def prepare_run(config: RunConfig, world: World) -> PreparedRun:
     """Plan the run, read its model's config and tokenise its data, which takes as long as the data is large."""
-    config = with_classes(config)
     plan = make_plan(config, world=world, device=choose_device(), accelerate=accelerate_choices(os.environ))
     check_trackers(config.log.trackers)
+    config = with_classes(config)
     model = make_model_plan(config, plan.mesh)
     plan = replace(plan, notes=(*plan.notes, *try_generic_type(config, model)))
     plan = freeze_unreached(plan, model)
