@@ -52,7 +52,8 @@ def show_plan(run: "PreparedRun") -> None:
         rows.append((f"held-out data{name.removeprefix('eval').replace('/', ' ')}", held_out.summary()))
         if limit and limit < len(held_out):
             rows.append(("evaluation", f"the first {limit:,} of {len(held_out):,} rows (eval.limit)"))
-    rows.append(("prompts", server_prompt_line(inputs.train.counts)))
+    if run.config.objective.name != "classification":
+        rows.append(("prompts", server_prompt_line(inputs.train.counts)))
     OUT.print(pairs("plan", rows))
     if inputs.model.has_random_weights:
         OUT.print(
@@ -93,13 +94,17 @@ def show_report(report: "Report") -> None:
 
 
 def show_next(report: "Report") -> None:
-    """Print the next command: to chat with the exported model, or to export the run."""
+    """Print the next command: to chat with the exported model or to score it, or to export the run."""
+    from ds_finetune.export.classifiers import holds_classifier
+
     if report.interrupted:
         return
     command = ["ds-finetune", "export", str(report.output_dir), "OUT"]
     for folder in report.exports:
         command = ["ds-finetune", "chat", str(folder)]
-        if not has_chat_template(folder):
+        if holds_classifier(folder):
+            command = ["ds-finetune", "eval", str(folder), "--data", "FILE"]
+        elif not has_chat_template(folder):
             command = ["ds-finetune", "ask", str(folder), "TEXT"]
     show_line(f"next: {shlex.join(command)}")
 

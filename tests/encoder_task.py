@@ -18,8 +18,8 @@ _SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "s
 def encoder_task(folder: Path, *, dropout: float = 0.0, name: str = "bert", **sections: Any) -> Path:
     """Write the task and return its run file: 32 pairs of texts in three classes, on two ranks or one."""
     ratios = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout} if name == "bert" else {}
-    save_encoder(name, folder / "model", **ratios)
-    _save_tokenizer(folder / "model")
+    model = save_encoder(name, folder / "model", **ratios)
+    _save_tokenizer(folder / "model", pad=model.config.pad_token_id)
     draw = random.Random(4)
     for split in ("train", "eval"):
         lines = [json.dumps(_row(draw)) for _ in range(32)]
@@ -61,8 +61,10 @@ def _row(draw: random.Random) -> dict[str, Any]:
     return {"sentence1": texts[0], "sentence2": texts[1], "label": draw.randrange(3)}
 
 
-def _save_tokenizer(folder: Path) -> None:
-    """A WordPiece tokenizer in BERT's form."""
-    vocabulary = {word: number for number, word in enumerate([*_SPECIAL.values(), *WORDS])}
+def _save_tokenizer(folder: Path, *, pad: int) -> None:
+    """A WordPiece tokenizer in BERT's form whose padding token has the number `pad`."""
+    special = [text for text in _SPECIAL.values() if text != "[PAD]"]
+    special.insert(pad, "[PAD]")
+    vocabulary = {word: number for number, word in enumerate([*special, *WORDS])}
     tokenizer = BertWordPieceTokenizer(vocabulary)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, **_SPECIAL).save_pretrained(folder)

@@ -149,7 +149,7 @@ _IMPORTED = (
     "transformers.models.auto.modeling_auto",
 )
 _IMPORTED += (
-    "ds_finetune.bench",
+    "ds_finetune.bench.step_speed",
     "ds_finetune.cli.main",
     "ds_finetune.console",
     "ds_finetune.trainer.train",

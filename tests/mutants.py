@@ -161,9 +161,16 @@ MUTANTS = (
     Mutant(
         "last row lost",
         "data/batches.py",
-        "if number < total_rows else None",
-        "if number < total_rows - 1 else None",
+        "if index < len(every) else None",
+        "if index < len(every) - 1 else None",
         ROWS,
+    ),
+    Mutant(
+        "z0 of one rank",
+        "data/batches.py",
+        "_baseline(mismatched, every, plan)",
+        "_baseline(mismatched, [i for i in ids if i is not None], replace(plan, rank=0, dp=1))",
+        "tests/data/test_mismatched.py",
     ),
     Mutant("every epoch in one order", "data/batches.py", "default_rng([seed, epoch])", "default_rng([seed])", ROWS),
     Mutant(

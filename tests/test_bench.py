@@ -1,5 +1,6 @@
 """The bench trains the same steps as the plain loops it is compared with."""
 
+import json
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ds_finetune.bench import SpeedComparison, time_by_turns
+from ds_finetune.bench.step_speed import SpeedComparison, time_by_turns
 from tests.running import start, tiny_task
 
 
@@ -38,7 +39,7 @@ def test_what_a_device_still_has_to_do_belongs_to_the_step_that_gave_it() -> Non
         pending = 0.05
         return 1.0
 
-    batches: Any = [SimpleNamespace(num_supervised_tokens=1)] * 3
+    batches: Any = [SimpleNamespace(num_supervised_tokens=1, num_tokens=1)] * 3
     seconds = time_by_turns({"gpu": asynchronous, "next": lambda _: 1.0}, iter(batches), finish=finish).seconds
     assert min(seconds["gpu"]) >= 0.05
     assert max(seconds["next"]) < 0.05
@@ -51,9 +52,7 @@ def test_the_faster_loop_has_the_larger_ratio() -> None:
 
 
 def test_ratios_are_of_medians_and_rates_of_sums() -> None:
-    contest = SpeedComparison(
-        {"a": [1.0, 1.0, 4.0], "b": [2.0, 2.0, 2.0]}, supervised_tokens=600, largest_loss_difference=0.0
-    )
+    contest = SpeedComparison({"a": [1.0, 1.0, 4.0], "b": [2.0, 2.0, 2.0]}, tokens=600, largest_loss_difference=0.0)
     assert dict(contest.lines())["a"] == "1.000 s/step, 100 tokens/s, 1.00 x"
     assert dict(contest.lines())["b"] == "2.000 s/step, 100 tokens/s, 0.50 x"
 
@@ -65,3 +64,24 @@ def test_several_ranks_are_refused(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert "rank 0 of 2" in done.stderr
+
+
+@pytest.mark.parametrize("objective", ["orpo", "reward", "classification"])
+def test_loops_of_other_objectives_have_the_same_losses(tmp_path: Path, objective: str) -> None:
+    """One language model with the log-probabilities of documents, and models with a score."""
+    rows = [
+        {"text": f"{word} {number}", "label": number % 2}
+        if objective == "classification"
+        else {"prompt": f"say {word}", "chosen": f"{word} {number}", "rejected": f"no {word}"}
+        for number, word in enumerate(
+            ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"] * 4
+        )
+    ]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run_file = tiny_task(
+        tmp_path, data={"train": str(data), "eval": []}, train={"for": "4 steps", "global_batch_size": 4}
+    )
+    done = start(["ds-finetune", "bench", str(run_file), f"objective={objective}", "--steps", "2"])
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split("differ by")[1].split(",")[0]) < 1e-5

@@ -47,6 +47,8 @@ ON_RESUME: Mapping[str, OnResume] = {
     "data.cache_dir": FREE,
     "deepspeed": PRINTED,
     "objective.name": REFUSED,
+    "objective.bos": ROWS,
+    "objective.eos": ROWS,
     "objective.num_labels": REFUSED,
     "objective.labels": REFUSED,
     "objective.label_smoothing": REFUSED,

@@ -14,7 +14,7 @@ def add_commands(commands: Commands) -> None:
 
 def _bench(arguments: Arguments) -> None:
     config = read_run(arguments)
-    from ds_finetune.bench import compare_step_speed
+    from ds_finetune.bench.step_speed import compare_step_speed
 
     contest = compare_step_speed(config, steps=arguments.steps, say=show_line)
     OUT.print(pairs("one optimizer step, supervised tokens a second", contest.lines()))

@@ -113,7 +113,7 @@ def _evaluate(arguments: Arguments) -> None:
             _table(
                 {**scored.metrics, **of_sets},
                 arguments,
-                f"{scored.tokens:,} supervised tokens of {scored.documents:,} documents; {scored.method}",
+                f"{scored.counted}; {scored.method}",
             )
         )
         results["data"] = scored.as_json()

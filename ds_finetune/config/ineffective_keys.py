@@ -85,7 +85,7 @@ _RULES = (
         harmless=("all", "plain"),
     ),
     _KeyRule(
-        ("data.train_on", "data.reasoning", "data.template"),
+        ("data.train_on", "data.reasoning", "data.template", "data.separator"),
         lambda run: run["objective.name"] == "pretrain",
         "objective is pretrain: every token of plain text is supervised, and no template is used",
         "set objective to sft",
@@ -106,8 +106,8 @@ _RULES = (
     ),
     _KeyRule(
         ("eval.generate.",),
-        lambda run: run["objective.name"] not in ("sft", "distill"),
-        "answers are generated and compared with the data for sft and distill alone",
+        lambda run: run["objective.name"] in ("classification", "reward"),
+        "the objective trains a model that scores texts and writes none",
         "set objective to sft",
     ),
     _KeyRule(

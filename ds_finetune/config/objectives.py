@@ -6,6 +6,7 @@ from pydantic import BeforeValidator, Field
 
 from ds_finetune.config.section import Section
 
+BosRule = Literal["auto", "always", "never"]
 Reference = Literal["cache", "adapters_off"]
 
 
@@ -21,6 +22,10 @@ class PretrainObjective(Section):
 
     name: Literal["pretrain"]
     """Cross entropy of every token of plain text."""
+    bos: BosRule = "auto"
+    """Token that begins each text: `auto` is what the tokenizer itself adds."""
+    eos: bool = True
+    """Whether each text ends with the end-of-sequence token, which is predicted too."""
 
 
 class ClassificationObjective(Section):

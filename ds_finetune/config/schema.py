@@ -16,6 +16,7 @@ from ds_finetune.config.value_types import (
     DurationText,
     EveryText,
     HeldOutPaths,
+    Layout,
     StepsText,
     TimeText,
     WarmupText,
@@ -26,22 +27,6 @@ from ds_finetune.config.value_types import (
 from ds_finetune.schedule import Duration, SchedulerName
 
 Precision = Literal["bf16", "fp16", "fp32"]
-Layout = Literal[
-    "auto",
-    "messages",
-    "sharegpt",
-    "alpaca",
-    "prompt_completion",
-    "text",
-    "messages_pair",
-    "response_pair",
-    "prompt_pair",
-    "question_pair",
-    "alpaca_pair",
-    "sharegpt_pair",
-    "pair",
-    "labelled",
-]
 
 
 def _as_model(value: object) -> object:
@@ -91,12 +76,13 @@ class DataConfig(Section):
     control_tokens: Literal["text", "keep", "refuse"] = "text"
     """Control tokens inside the texts of a conversation: tokenised as `text`, kept as control tokens, or refused."""
     separator: str = "\n"
-    """Text between prompt and completion without a chat template, unless there is white space already."""
+    """Text between prompt and completion without a chat template, unless there is white space already; and between two
+    texts with a label."""
     packing: bool = True
     """Fill rows of `max_seq_len` with several documents that cannot see each other; false pads each row instead."""
     long_rows: Literal["auto", "truncate", "drop", "split"] = "auto"
     """Rows longer than `max_seq_len`: cut at the end, leave out, or (plain text alone) continue in the next row;
-    `auto` splits plain text and truncates dialogue.
+    `auto` splits plain text and truncates all else. Both sides of a pair are cut to a common length.
     """
     max_dropped_ratio: float = Field(default=0.1, ge=0, le=1)
     """Share of rows without a supervised token, too long, or lost in the chat template, above which no run starts."""
@@ -142,7 +128,7 @@ class TrainConfig(Section):
     micro_batch_size: int = Field(default=1, ge=1)
     """Rows of one forward on one rank; accumulation is derived."""
     max_seq_len: int = Field(default=2048, ge=2)
-    """Tokens of a row at most."""
+    """Tokens of a row at most; a row has both sides of a pair of answers."""
     precision: Precision = "bf16"
     """Dtype of weights and activations; master weights and moments are fp32."""
     seed: int = Field(default=0, ge=0)

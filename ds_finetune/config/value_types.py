@@ -2,12 +2,28 @@
 
 import math
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
 from ds_finetune.schedule import Duration, seconds_of, warmup_steps
 
+Layout = Literal[
+    "auto",
+    "messages",
+    "sharegpt",
+    "alpaca",
+    "prompt_completion",
+    "text",
+    "messages_pair",
+    "response_pair",
+    "prompt_pair",
+    "question_pair",
+    "alpaca_pair",
+    "sharegpt_pair",
+    "pair",
+    "labelled",
+]
 SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 """Names of held-out sets."""
 

@@ -6,13 +6,14 @@ before it.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ds_finetune.data.mismatched import MismatchedAnswers
 from ds_finetune.data.mixture import Mixture
 from ds_finetune.data.rows import Ints, Row, Rows, empty_row
 from ds_finetune.labels import IGNORE_INDEX
@@ -60,6 +61,8 @@ class Batch:
     num_tokens: int
     counts: Mapping[str, int]
     """Number of each unit of `objectives.objective.Unit`."""
+    baseline: tuple[MicroBatch, ...] = ()
+    """This rank's share of the documents from which the objective's number of the global batch is computed first."""
 
     @property
     def num_supervised_tokens(self) -> int:
@@ -95,20 +98,23 @@ class BatchPlan:
     """Whether padding behind a single document is a document of its own, as attention in both directions needs it."""
 
 
-def training_batches(rows: Rows, plan: BatchPlan, *, start_step: int, total_rows: int) -> Iterator[Batch]:
+def training_batches(
+    rows: Rows, plan: BatchPlan, *, start_step: int, total_rows: int, mismatched: MismatchedAnswers | None = None
+) -> Iterator[Batch]:
     """Batches of the steps from `start_step` (0-based) on, until `total_rows` rows were used.
 
     Step s has the rows [s x global_batch_size, (s + 1) x global_batch_size) of the sequence of epochs, each of which is
     a permutation of all rows, or of those that a mixture draws. The last batch is filled with empty rows, so that every
-    row is used equally often and all ranks run the same number of forwards.
+    row is used equally often and all ranks run the same number of forwards. With `mismatched`, batches have a baseline.
     """
     steps, per_epoch = -(-total_rows // plan.global_batch_size), rows_per_epoch(rows, plan)
     for step in range(start_step, steps):
         first = step * plan.global_batch_size
-        numbers = [first + index for index in _rank_indices(plan)]
-        ids = [_row_id(number, per_epoch, plan) if number < total_rows else None for number in numbers]
         after = min(first + plan.global_batch_size, total_rows)
-        yield _batch(rows, ids, plan, Position(*divmod(after, per_epoch)))
+        every = [_row_id(number, per_epoch, plan) for number in range(first, after)]
+        ids = [every[index] if index < len(every) else None for index in _rank_indices(plan)]
+        batch = _batch(rows, ids, plan, Position(*divmod(after, per_epoch)))
+        yield batch if mismatched is None else replace(batch, baseline=_baseline(mismatched, every, plan))
 
 
 def rows_per_epoch(rows: Rows, plan: BatchPlan) -> int:
@@ -129,9 +135,26 @@ def eval_batches(rows: Rows, plan: BatchPlan, *, limit: int = 0) -> Iterator[Bat
         )
 
 
+def eval_baseline(mismatched: MismatchedAnswers, plan: BatchPlan, *, limit: int = 0) -> Iterator[MicroBatch]:
+    """This rank's share of the mismatched documents of all rows, or of the first `limit` rows (0: no limit)."""
+    end, size = num_eval_rows(mismatched.rows, limit), plan.global_batch_size
+    for first in range(0, end, size):
+        yield from _baseline(mismatched, range(first, min(first + size, end)), plan)
+
+
 def num_eval_rows(rows: Rows, limit: int) -> int:
     """Number of rows that an evaluation reads; a `limit` of 0 stands for no limit."""
     return min(len(rows), limit or len(rows))
+
+
+def _baseline(mismatched: MismatchedAnswers, row_ids: Sequence[int], plan: BatchPlan) -> tuple[MicroBatch, ...]:
+    """This rank's share of the mismatched documents of the rows of a global batch; every rank has as many forwards."""
+    rows: list[Row] = mismatched.rows_for(row_ids)
+    size = plan.micro_batch_size
+    rows += [empty_row(plan.pad_token_id)] * (-len(rows) % (size * plan.dp))
+    share = len(rows) // plan.dp
+    mine = rows[plan.rank * share : (plan.rank + 1) * share]
+    return tuple(_stack(mine[start : start + size], plan) for start in range(0, share, size))
 
 
 def _rank_indices(plan: BatchPlan) -> range:

@@ -4,9 +4,8 @@ import hashlib
 import json
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from ds_finetune.config.schema import DataConfig
 from ds_finetune.data.cache import lock_folder, remove_damaged, write_folder
@@ -16,12 +15,14 @@ from ds_finetune.data.row_kind import RowKind
 from ds_finetune.data.sources import find_sources, read_records
 from ds_finetune.errors import ConfigError, DataError
 
+_SHOWN_CLASSES = 10
+
 
 def find_classes(config: DataConfig, kind: RowKind) -> RowKind:
     """`kind` with the names and the number of the classes, from the labels of all training rows where necessary.
 
-    Every process of a host calls this; one of them reads the rows, and the result is cached. Texts are classes in the
-    order of their names; whole numbers are classes from 0 on. DataError names the row of a label that does not fit.
+    Every process of a host calls this; one of them reads the rows, and their labels are cached. Texts are classes in
+    the order of their names; whole numbers are classes from 0 on. DataError names the row of a label that does not fit.
     """
     if kind.name != "labelled" or kind.has_known_classes:
         return kind
@@ -33,73 +34,84 @@ def find_classes(config: DataConfig, kind: RowKind) -> RowKind:
             hint="name the classes in objective.labels, or set data.streaming to false",
         )
     sources = find_sources(config.paths("train"))
-    parts = [[source.fingerprint for source in sources], dict(config.columns), kind.fingerprint]
+    parts = [[source.fingerprint for source in sources], dict(config.columns)]
     name = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
-    folder = Path(config.cache_dir) / name / "classes"
+    folder = Path(config.cache_dir) / f"labels-{name}" / "labels"
     began = time.time()
     with lock_folder(folder.parent):
         remove_damaged([folder], since=began)
         if not folder.is_dir():
             records = (record for source in sources for record in read_records(source))
-            found = _count_classes(records, config.columns, kind)
-            write_folder(folder, {}, {"kind.json": json.dumps(asdict(found))})
-        written = json.loads((folder / "kind.json").read_text(encoding="utf-8"))
-    return RowKind(**{**written, "labels": tuple(written["labels"])})
+            write_folder(folder, {}, {"labels.json": json.dumps(asdict(_read_labels(records, config.columns)))})
+        written = json.loads((folder / "labels.json").read_text(encoding="utf-8"))
+    found = _Labels(**written)
+    return _by_name(found, kind) if found.names else _by_number(found, kind)
 
 
-def _count_classes(records: Iterable[tuple[str, Record]], columns: Mapping[str, str], kind: RowKind) -> RowKind:
-    """The classes of all labels; `first` has, for each label, the location of its first row."""
+@dataclass(frozen=True)
+class _Labels:
+    """The labels of all rows, each with the location of its first row; one of the two mappings is empty."""
+
+    column: str
+    names: Mapping[str, str]
+    numbers: Mapping[str, str]
+    """Whole numbers as texts, which JSON has as keys."""
+
+
+def _read_labels(records: Iterable[tuple[str, Record]], columns: Mapping[str, str]) -> _Labels:
     names: dict[str, str] = {}
-    numbers: dict[int, str] = {}
+    numbers: dict[str, str] = {}
+    column = "label"
     for where, record in records:
         own = default_columns(record, columns)
+        column = own.get("label", "label")
         label = view_columns(record, LABELLED_LAYOUTS["labelled"], own, where)["label"]
         number = whole_number(label)
         if number is not None:
-            numbers.setdefault(number, where)
+            numbers.setdefault(str(number), where)
         elif isinstance(label, str):
             names.setdefault(label, where)
         else:
-            raise _bad_label(label, own, where, hint="give a whole number or a name")
+            raise _bad_label(label, column, where, hint="give a whole number or a name")
     if names and numbers:
-        number, where = next(iter(numbers.items()))
+        number_text, where = next(iter(numbers.items()))
         name, other = next(iter(names.items()))
         raise DataError(
-            f"{where} has the label {number}, and {other} has the label {name!r}: a number and a name",
+            f"{where}: column `{column}` is the number {number_text}, and {other} has the name {name!r}",
             hint="give all classes by number, or all by name",
         )
-    if names:
-        return _by_name(names, kind)
-    return _by_number(numbers, kind)
+    return _Labels(column, names, numbers)
 
 
-def _by_name(names: Mapping[str, str], kind: RowKind) -> RowKind:
-    labels = tuple(sorted(names))
+def _by_name(found: _Labels, kind: RowKind) -> RowKind:
+    labels = tuple(sorted(found.names))
     if kind.num_labels not in (None, len(labels)):
-        last = labels[-1]
+        places = ", ".join(f"{label!r} in {found.names[label]}" for label in labels[:_SHOWN_CLASSES])
         raise DataError(
-            f"objective.num_labels is {kind.num_labels}, and column `label` has {len(labels)} classes: "
-            f"{', '.join(labels[:10])} (the first {last!r} is in {names[last]})",
+            f"objective.num_labels is {kind.num_labels}, and column `{found.column}` has {len(labels)} classes: "
+            f"{places}",
             hint="correct one of them, or name all classes in objective.labels",
         )
     return replace(kind, labels=labels, num_labels=len(labels), has_known_classes=True)
 
 
-def _by_number(numbers: Mapping[int, str], kind: RowKind) -> RowKind:
-    count = kind.num_labels or max(numbers, default=0) + 1
+def _by_number(found: _Labels, kind: RowKind) -> RowKind:
+    numbers = {int(number): where for number, where in found.numbers.items()}
+    largest = max(numbers, default=0)
+    count = kind.num_labels or largest + 1
     for number, where in numbers.items():
         if not 0 <= number < count:
-            raise _outside(number, "label", where, count)
+            raise _outside(number, found.column, where, count)
     absent = sorted(set(range(count)) - set(numbers))
     if absent and kind.num_labels is None:
-        largest = max(numbers, default=0)
         raise DataError(
-            f"no row has the class {absent[0]}, and {numbers.get(largest, 'no row')} has the class {largest}",
+            f"{numbers.get(largest, 'no row')}: column `{found.column}` is {largest}, and no row has the class "
+            f"{absent[0]}",
             hint="number the classes from 0 on without gaps, or set objective.num_labels",
         )
     if count == 1:
         raise DataError(
-            f"all {len(numbers)} labels are the class 0",
+            f"column `{found.column}` is 0 in all rows, the first of which is {numbers[0]}",
             hint="give rows of two classes at least; for regression set objective.num_labels to 1",
         )
     return replace(kind, num_labels=count, has_known_classes=True)
@@ -114,8 +126,10 @@ def target_of(label: object, kind: RowKind, column: str, where: str) -> float:
         return float(kind.labels.index(str(label)))
     number = whole_number(label)
     if number is None:
-        known = f"the classes are {', '.join(kind.labels[:10])}" if kind.labels else "classes are whole numbers"
-        raise _bad_label(label, {"label": column}, where, hint=known)
+        known = (
+            f"the classes are {', '.join(kind.labels[:_SHOWN_CLASSES])}" if kind.labels else "classes are whole numbers"
+        )
+        raise _bad_label(label, column, where, hint=known)
     count = kind.num_labels or 0
     if not 0 <= number < count:
         raise _outside(number, column, where, count)
@@ -129,8 +143,8 @@ def _outside(number: int, column: str, where: str, count: int) -> DataError:
     )
 
 
-def _bad_label(label: object, columns: Mapping[str, Any], where: str, *, hint: str) -> DataError:
+def _bad_label(label: object, column: str, where: str, *, hint: str) -> DataError:
     return DataError(
-        f"{where}: column `{columns.get('label', 'label')}` is {type(label).__name__} {label!r:.60}, which is no class",
+        f"{where}: column `{column}` is {type(label).__name__} {label!r:.60}, which is no class",
         hint=f"{hint}; for regression set objective.num_labels to 1",
     )

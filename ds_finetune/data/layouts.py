@@ -96,13 +96,15 @@ def check_supervised(record: Record, columns: Mapping[str, str], where: str) -> 
     if {"chosen", "rejected"} <= present:
         raise DataError(
             f"{where} is a preference row (columns {', '.join(sorted(record))}), and fine-tuning is supervised",
-            hint="give rows with one answer each, or name the one to imitate: data.columns {completion: chosen}",
+            hint="train them with objective dpo, simpo, cpo, orpo or reward, or name the answer to imitate: "
+            "data.columns {completion: chosen}",
         )
     if "kto_tag" in present or ("label" in present and isinstance(record["label"], bool)):
         raise DataError(
             f"{where} is a KTO row, whose answer is marked as good or bad (columns {', '.join(sorted(record))}), "
             "and fine-tuning is supervised",
-            hint="keep the rows whose answer is to be imitated, and remove the column with the labels",
+            hint="train them with objective kto, or keep the rows whose answer is to be imitated, and remove the "
+            "column with the labels",
         )
 
 

@@ -12,7 +12,8 @@ from ds_finetune.data.stream import StreamedRows
 
 
 def overlap_notes(train: PreparedRows | StreamedRows, held_out: Mapping[str, PreparedRows]) -> list[str]:
-    """A line for each held-out set with the number of its documents that have the same tokens as a training document.
+    """A line for each held-out set with the number of its documents that have the same tokens as a training document,
+    or of its pairs that have the same tokens on both sides.
 
     A stream is not read before training; for a stream, the line names files that are in both.
     """
@@ -28,10 +29,11 @@ def overlap_notes(train: PreparedRows | StreamedRows, held_out: Mapping[str, Pre
             if source.format != "hub" and Path(source.path).resolve() in held_out_files
         ]
         return [f"data.eval has training files: {', '.join(both)}"] if both else []
-    repeated = {name: _num_repeated(rows.documents.digests, train.documents.digests) for name, rows in held_out.items()}
+    known, unit = train.unit_digests(), train.kind.unit
+    repeated = {name: _num_repeated(rows.unit_digests(), known) for name, rows in held_out.items()}
     return [
-        f"data.{name.replace('/', '.')} repeats training data: {number:,} of {held_out[name].counts.documents:,} "
-        "held-out documents have the tokens of a training document"
+        f"data.{name.replace('/', '.')} repeats training data: {number:,} of {held_out[name].num_units:,} "
+        f"held-out {unit} have the tokens of a training {unit.removesuffix('s')}"
         for name, number in repeated.items()
         if number
     ]

@@ -178,7 +178,9 @@ def tokenise_records(records: Sequence[tuple[str, Record]], tokenisation: Tokeni
 
 
 def _make_token_documents(samples: Sequence[tuple[str, Sample]], tokenisation: Tokenisation) -> Made:
-    tokens = SampleTokeniser(tokenisation.tokenizer, tokenisation.settings).tokenise(samples)
+    kind = tokenisation.kind
+    tokeniser = SampleTokeniser(tokenisation.tokenizer, tokenisation.settings, bos=kind.bos, has_eos=kind.has_eos)
+    tokens = tokeniser.tokenise(samples)
     rules = [_rule(*sample, tokenisation.limits) for sample in samples]
     documents, counts = make_documents(tokens, rules, max_seq_len=tokenisation.limits.max_seq_len)
     return documents, counts, tokens
@@ -223,7 +225,12 @@ def _write_packing(folder: Path, packing: tuple[NDArray[np.int64], NDArray[np.in
 
 
 def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, limits: TokenLimits, kind: RowKind) -> None:
-    if tokenizer.eos_token_id is None and kind.name != "labelled":
+    if tokenizer.bos_token_id is None and kind.bos == "always":
+        raise DataError(
+            f"the tokenizer of `{tokenizer.name_or_path}` has no bos_token, and objective.bos is always",
+            hint="set objective.bos to auto, or add bos_token to tokenizer_config.json",
+        )
+    if tokenizer.eos_token_id is None and kind.name != "labelled" and kind.has_eos:
         raise DataError(
             f"the tokenizer of `{tokenizer.name_or_path}` has no eos_token, and {kind.description}",
             hint="encoders are trained with objective classification; for other models add eos_token to "

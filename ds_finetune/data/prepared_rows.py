@@ -14,6 +14,8 @@ from ds_finetune.data.rows import Row, RowDocuments
 from ds_finetune.labels import IGNORE_INDEX
 
 _SHOWN_CLASSES = 8
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+"""Makes the hash of a pair depend on which side is which."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +96,8 @@ class PreparedRows:
         share = self.num_supervised_tokens / max(self.num_tokens, 1)
         units = f"{self.num_units:,} {self.kind.unit}, " if self.kind.documents_per_unit else ""
         text = f"{len(self):,} rows, {units}{self.num_tokens:,} tokens"
-        text += f" of {self._labels_text()}" if self.kind.name == "labelled" else f", {share:.1%} of them supervised"
+        text += "" if self.kind.name == "labelled" else f", {share:.1%} of them supervised"
+        text += "".join(f"; {name} {line}" for name, line in self.label_lines())
         if self.counts.split:
             text += (
                 f"; {self.counts.split:,} long texts are cut: each piece begins with the last token before the cut and "
@@ -138,6 +141,11 @@ class PreparedRows:
             wanted = np.flatnonzero(self.documents.targets).tolist()
         return [self._last_answer(i) for i in wanted[:number]]
 
+    def unit_digests(self) -> NDArray[np.uint64]:
+        """A hash of the tokens of each unit, uint64 [units]."""
+        digests = np.asarray(self.documents.digests).reshape(-1, max(self.kind.documents_per_unit, 1))
+        return digests[:, 0] if digests.shape[1] == 1 else digests[:, 0] * _ODD + digests[:, 1]
+
     def document(self, number: int) -> tuple[list[int], list[bool]]:
         """Ids of a document, and which of them are supervised."""
         span = slice(self.documents.offsets[number], self.documents.offsets[number + 1])
@@ -159,16 +167,23 @@ class PreparedRows:
             second=documents.second[numbers].astype(np.int64),
         )
 
-    def _labels_text(self) -> str:
-        """The classes with their numbers of examples, or the range of numbers on a scale."""
+    def label_lines(self) -> list[tuple[str, str]]:
+        """Name and text of what is known about the labels: numbers of good and bad answers, shares of classes, or the
+        range of numbers on a scale; nothing for rows without labels.
+        """
         targets = self.documents.targets
+        if self.kind.name == "marked":
+            good = int(targets.sum())
+            return [("answers", f"{good:,} good, {len(targets) - good:,} bad")]
         if self.kind.is_regression:
-            return f"texts with labels from {targets.min():g} to {targets.max():g}"
+            return [("labels", f"from {targets.min():g} to {targets.max():g}")]
+        if self.kind.name != "labelled":
+            return []
         shares = np.bincount(targets.astype(np.int64), minlength=self.num_labels) / max(len(targets), 1)
         names = self.class_names or tuple(map(str, range(self.num_labels)))
         shown = [f"{name} {share:.1%}" for name, share in zip(names, shares.tolist(), strict=True)]
         more = f" and {len(shown) - _SHOWN_CLASSES} more" if len(shown) > _SHOWN_CLASSES else ""
-        return f"{len(shown)} classes ({', '.join(shown[:_SHOWN_CLASSES])}{more})"
+        return [("classes", f"{len(shown)} ({', '.join(shown[:_SHOWN_CLASSES])}{more})")]
 
     def _document(self, number: int) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]:
         span = slice(self.documents.offsets[number], self.documents.offsets[number + 1])

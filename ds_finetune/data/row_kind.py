@@ -4,17 +4,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from ds_finetune.config.objectives import ClassificationObjective, ObjectiveConfig
+from ds_finetune.config.objectives import BosRule, ClassificationObjective, ObjectiveConfig, PretrainObjective
 from ds_finetune.errors import ConfigError
 
 KindName = Literal["dialogue", "text", "pairs", "marked", "labelled"]
-_OBJECTIVES: Mapping[KindName, tuple[str, ...]] = {
+OBJECTIVES: Mapping[KindName, tuple[str, ...]] = {
     "dialogue": ("sft", "distill"),
     "text": ("pretrain",),
     "pairs": ("dpo", "simpo", "cpo", "orpo", "reward"),
     "marked": ("kto",),
     "labelled": ("classification",),
 }
+"""The objectives that are trained on each kind of rows."""
 _NAMES: Mapping[KindName, str] = {
     "dialogue": "dialogue, prompts with completions, or plain text",
     "text": "plain text",
@@ -39,11 +40,17 @@ class RowKind:
     labels: tuple[str, ...] = ()
     num_labels: int | None = None
     has_known_classes: bool = False
+    bos: BosRule = "auto"
+    """Token that begins a plain text."""
+    has_eos: bool = True
+    """Whether a plain text ends with the end-of-sequence token."""
 
     @classmethod
     def of(cls, section: ObjectiveConfig) -> Self:
         """The kind of rows of an objective; ConfigError where numbers of the section contradict."""
-        name = next(kind for kind, objectives in _OBJECTIVES.items() if section.name in objectives)
+        name = next(kind for kind, objectives in OBJECTIVES.items() if section.name in objectives)
+        if isinstance(section, PretrainObjective):
+            return cls(name, section.name, bos=section.bos, has_eos=section.eos)
         if not isinstance(section, ClassificationObjective):
             return cls(name, section.name, has_margin=section.name == "reward")
         if len(set(section.labels)) != len(section.labels):
@@ -81,12 +88,13 @@ class RowKind:
     @property
     def fingerprint(self) -> list[Any]:
         """All that affects documents, for the cache; the objective's name does not."""
-        return [self.name, self.has_margin, list(self.labels), self.num_labels]
+        ends = [self.bos, self.has_eos] if self.name == "text" else []
+        return [self.name, self.has_margin, list(self.labels), self.num_labels, *ends]
 
 
 def objectives_of(kind: KindName) -> str:
     """The objectives that are trained on rows of this kind, for messages."""
-    return ", ".join(_OBJECTIVES[kind])
+    return ", ".join(OBJECTIVES[kind])
 
 
 DIALOGUE = RowKind()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
+from ds_finetune.config.objectives import BosRule
 from ds_finetune.data.chat_template import ChatTemplate, adapt_messages, strip_reasoning
 from ds_finetune.data.control_tokens import ControlTokens, strip_brackets
 from ds_finetune.data.layouts import Completion, PlainText, Sample
@@ -16,7 +17,7 @@ from ds_finetune.data.messages import Conversation
 from ds_finetune.data.rendering import RenderedConversation, Turn, UnrenderedTextError
 from ds_finetune.errors import DataError
 
-RULES_VERSION = 2
+RULES_VERSION = 3
 """Increased when the same row would become other tokens, so that tokens in older caches are not used."""
 
 
@@ -74,9 +75,19 @@ class _SampleText:
 
 
 class SampleTokeniser:
-    """Tokenises samples with one tokenizer and one chat template."""
+    """Tokenises samples with one tokenizer and one chat template.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: TemplateSettings) -> None:
+    `bos` and `has_eos` say which tokens begin and end a sample without a template (`config.objectives`).
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: TemplateSettings,
+        *,
+        bos: BosRule = "auto",
+        has_eos: bool = True,
+    ) -> None:
         self._tokenizer = tokenizer
         self._settings = settings
         self._template = None if settings.chat_template is None else ChatTemplate(tokenizer, settings.chat_template)
@@ -84,8 +95,9 @@ class SampleTokeniser:
         self._special = set(tokenizer.all_special_ids) | {
             i for i, token in tokenizer.added_tokens_decoder.items() if token.special
         }
-        adds_bos = tokenizer("x")["input_ids"][:1] == [tokenizer.bos_token_id]
-        self._bos = [tokenizer.bos_token_id] if adds_bos and tokenizer.bos_token_id is not None else []
+        is_added = bos == "always" or (bos == "auto" and tokenizer("x")["input_ids"][:1] == [tokenizer.bos_token_id])
+        self._bos = [tokenizer.bos_token_id] if is_added and tokenizer.bos_token_id is not None else []
+        self._has_eos = has_eos
 
     def tokenise(self, samples: Sequence[tuple[str, Sample]]) -> list[Tokens]:
         """Tokens of each sample, from one call of the tokenizer.
@@ -203,7 +215,7 @@ class SampleTokeniser:
             ids += part
             mask += self._supervised_mask(segment, part, where)
             last = segment.supervised
-        if last == "all" and not is_chat:
+        if last == "all" and not is_chat and self._has_eos:
             ids, mask = [*ids, int(self._tokenizer.eos_token_id)], [*mask, True]
         bos = self._tokenizer.bos_token_id
         second_bos = (

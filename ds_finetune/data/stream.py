@@ -18,6 +18,7 @@ from ds_finetune.data.prepare import Tokenisation, TokenLimits, check_dropped_ro
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.row_kind import DIALOGUE, RowKind
 from ds_finetune.data.rows import Row
+from ds_finetune.data.sample_tokens import RULES_VERSION
 from ds_finetune.data.sources import Record, Source, read_records
 from ds_finetune.data.unit_packing import one_unit_a_row, pack_units
 from ds_finetune.errors import DataError
@@ -46,7 +47,7 @@ class StreamedRows:
         It is the same on any machine. The content of sources is not part of it, since nothing is read before training.
         """
         tokenisation, tokenizer = self.tokenisation, self.tokenisation.tokenizer
-        parts = [tokenizer.backend_tokenizer.to_str(), tokenizer.bos_token, tokenizer.eos_token]
+        parts = [RULES_VERSION, tokenizer.backend_tokenizer.to_str(), tokenizer.bos_token, tokenizer.eos_token]
         parts += [
             bool(getattr(tokenizer, "add_bos_token", False)),
             asdict(tokenisation.settings),

@@ -63,9 +63,10 @@ def need_of(config: RunConfig, hosts: Sequence[Host], device: str) -> tuple[Need
 
 def _need(config: RunConfig, plan: Plan, hosts: Sequence[Host]) -> Need:
     from ds_finetune.engine.deepspeed_ops import needed_ops
-    from ds_finetune.trainer.inputs import make_model_plan, token_limits
+    from ds_finetune.trainer.inputs import known_classes, make_model_plan, token_limits
     from ds_finetune.trainer.prepare import estimate_model
 
+    config = known_classes(config, is_config_alone=True)
     model = make_model_plan(config, plan.mesh, is_config_alone=True)
     token_limits(config, model.hf_config)
     estimate = estimate_model(config, plan, model)

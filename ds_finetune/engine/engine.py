@@ -6,7 +6,7 @@ It knows the terms, sums and metrics of an objective, and nothing else about it.
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, get_args
 
 import numpy as np
@@ -24,55 +24,17 @@ from ds_finetune.engine.gradient_norm import global_gradient_norm
 from ds_finetune.engine.loss_normalisation import detached_sums, scale_for_deepspeed, term_weights
 from ds_finetune.engine.pipeline_schedule import run_1f1b
 from ds_finetune.engine.process_groups import Groups
+from ds_finetune.engine.results import HeldOutScores, StepResult
 from ds_finetune.engine.state import EngineState
 from ds_finetune.engine.whole_tensors import WholeTensors, named_parameters
 from ds_finetune.errors import RunError
 from ds_finetune.model.lora import adapters_off, is_adapter
 from ds_finetune.model.parallel.pipeline import PipelineGroup, has_tied_head
+from ds_finetune.model.score_head import SCORE_HEAD, logits_of_prompt
 from ds_finetune.objectives.examples import Examples
 from ds_finetune.objectives.objective import LossAndSums, Objective, ScoreObjective, StepNumbers, Unit
 from ds_finetune.patches.deepspeed_engine import gradients_reduced_at_end
 from ds_finetune.plan.plan import Plan
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Result of one optimizer step, the same on every rank.
-
-    `metrics` are those of the objective, `loss` first; `culprit` names the parameter and the rank of a non-finite
-    gradient.
-    """
-
-    metrics: Mapping[str, float]
-    grad_norm: float
-    num_tokens: int
-    num_supervised_tokens: int
-    skipped: bool
-    culprit: str
-
-    @property
-    def loss(self) -> float:
-        """The loss of the global batch."""
-        return self.metrics["loss"]
-
-
-@dataclass(frozen=True)
-class HeldOutScores:
-    """Metrics of the objective over every held-out row once, and their number of units."""
-
-    metrics: Mapping[str, float]
-    counts: Mapping[str, float]
-    is_per_token: bool = True
-    """Whether the loss is a mean over tokens, so that it has a perplexity."""
-    sums: Mapping[str, float] = field(default_factory=dict)
-    """The sums from which the metrics are computed."""
-    scores: DocumentScores = field(default_factory=NO_SCORES.copy, repr=False)
-    """Scores and targets of all documents, where a metric needs them together."""
-
-    @property
-    def loss(self) -> float:
-        """The loss over all held-out rows."""
-        return self.metrics["loss"]
 
 
 def _examples_of(micro: MicroBatch) -> Examples:
@@ -88,6 +50,9 @@ class Engine:
     """A model under DeepSpeed: `step`, `evaluate`, `document_log_probs`, `generate`, `logits`, and its whole
     `tensors`.
     """
+
+    drawn: tuple[str, ...] = ()
+    """Names of this rank's parameters that were drawn because the model's folder does not have them."""
 
     def __init__(self, wrapped: Any, plan: Plan, groups: Groups, objective: Objective) -> None:  # noqa: ANN401 - a DeepSpeedEngine
         self.plan = plan
@@ -116,14 +81,14 @@ class Engine:
 
     def step(self, batch: Batch, *, lr: float) -> StepResult:
         """Do one optimizer step with learning rate `lr` on the global batch of which `batch` is this rank's share."""
-        batch = self._with_reference(batch)
-        self._ds.train()
+        batch = replace(batch, micro=tuple(map(self._with_reference, batch.micro)))
         counts = self._global_counts(batch.counts)
+        numbers = self._step_numbers(counts, batch.baseline)
+        self._ds.train()
         (tokens,) = self._sum_over_ranks(batch.num_tokens, copies=self.plan.mesh.sharing)
         for group in self._ds.optimizer.param_groups:
             group["lr"] = lr
         self._probe.reset()
-        numbers = self._step_numbers(counts)
         if self._stage is None:
             sums = self._run_micro_batches(batch, numbers)
         else:
@@ -139,20 +104,23 @@ class Engine:
             culprit=self._culprit() if skipped else "",
         )
 
-    def evaluate(self, batches: Iterable[Batch], *, is_over: Callable[[], bool] = _never) -> HeldOutScores | None:
+    def evaluate(
+        self, batches: Iterable[Batch], *, baseline: Iterable[MicroBatch] = (), is_over: Callable[[], bool] = _never
+    ) -> HeldOutScores | None:
         """Metrics over `batches`, which hold every row of the data once over all ranks.
 
-        `is_over` is called before each batch and must return the same on every rank; where it is true, the result is
-        None.
+        `baseline` has this rank's share of the documents from which the objective's number of the global batch is
+        computed, here of all the data. `is_over` is called before each batch and must return the same on every rank;
+        where it is true, the result is None.
         """
         self._ds.eval()
         sums, counts, scores = self._no_sums(), Counter[str](), list[DocumentScores]()
-        numbers = self._step_numbers({term.unit: 1 for term in self.objective.terms})
+        numbers = self._step_numbers({term.unit: 1 for term in self.objective.terms}, baseline)
         with torch.no_grad():
             for batch in batches:
                 if is_over():
                     return None
-                for micro in self._with_reference(batch).micro:
+                for micro in map(self._with_reference, batch.micro):
                     out = self._forward(micro, numbers)
                     sums += detached_sums(out, len(sums))
                     scores.append(scores_of(out, micro) if self._gathers_scores else NO_SCORES)
@@ -210,14 +178,15 @@ class Engine:
         return [merged[index] for index in range(len(prompts))]
 
     def logits(self, prompts: Sequence[Sequence[int]]) -> Iterator[torch.Tensor]:
-        """Logits of each prompt (token ids) in the run's precision, [tokens, vocabulary] as fp32, on every rank.
+        """Logits of each prompt (token ids) in the run's precision, [tokens, vocabulary] as fp32, on every rank; of a
+        classifier the scores of the prompt, [1, outputs].
 
         Every rank must run the iterator to its end.
         """
         self._ds.eval()
         for prompt in prompts:
             with torch.no_grad():
-                yield self.lm(input_ids=torch.tensor([prompt], device=self._device), use_cache=False).logits[0].float()
+                yield logits_of_prompt(self.lm, torch.tensor([prompt], device=self._device)).float()
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Every parameter and persistent buffer by its Hugging Face name: the whole tensor on rank zero's CPU, None
@@ -231,6 +200,10 @@ class Engine:
     def adapters(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """The parameters of adapters in the same way."""
         return self._whole.gather(is_adapter)
+
+    def score_head(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """The parameters of a score head in the same way; none of a language model."""
+        return self._whole.gather(lambda name: name.startswith(f"{SCORE_HEAD}."))
 
     def tensor_specs(self) -> dict[str, torch.Tensor]:
         """Shape and dtype of what `tensors` yields, in its order, as tensors on the meta device; nothing is
@@ -271,17 +244,25 @@ class Engine:
         logps = torch.zeros(len(_examples_of(micro).numbers), dtype=torch.float64, device=self._device)
         return self._stage.broadcast_from_last(out if self._stage.is_last else logps)  # type: ignore[arg-type]
 
-    def _with_reference(self, batch: Batch) -> Batch:
-        """The batch with the log-probabilities of its reference, where that is the model without its adapters."""
+    def _with_reference(self, micro: MicroBatch) -> MicroBatch:
+        """The micro-batch with log-probabilities of the reference, where that is the model without its adapters."""
         if not self.objective.reference_from_adapters:
-            return batch
+            return micro
         self._ds.eval()
         with adapters_off(self.lm):
-            micros = [
-                replace(micro, examples=replace(_examples_of(micro), reference=self._log_probs(micro)))
-                for micro in batch.micro
-            ]
-        return replace(batch, micro=tuple(micros))
+            return replace(micro, examples=replace(_examples_of(micro), reference=self._log_probs(micro)))
+
+    def _baseline(self, micros: Iterable[MicroBatch]) -> float:
+        """The objective's number of the global batch, from the log-ratios of the documents of all ranks."""
+        if not self.objective.needs_baseline:
+            return 0.0
+        self._ds.eval()
+        total, count = torch.zeros((), dtype=torch.float64, device=self._device), 0
+        for micro in map(self._with_reference, micros):
+            reference = _examples_of(micro).reference.to(self._device)
+            total += (self._log_probs(micro) - reference).sum()
+            count += len(reference)
+        return self.objective.baseline(*self._sum_over_ranks(total.item(), count, copies=self.plan.mesh.sharing))
 
     def _run_micro_batches(self, batch: Batch, numbers: StepNumbers) -> torch.Tensor:
         """Forward and backward of every micro-batch; returns this rank's sums of the objective, fp64."""
@@ -316,9 +297,9 @@ class Engine:
     def _no_sums(self) -> torch.Tensor:
         return torch.zeros(len(self.objective.sum_names), dtype=torch.float64, device=self._device)
 
-    def _step_numbers(self, counts: Mapping[str, float]) -> StepNumbers:
+    def _step_numbers(self, counts: Mapping[str, float], baseline: Iterable[MicroBatch] = ()) -> StepNumbers:
         weights = term_weights(self.objective.terms, counts)
-        return StepNumbers(weights.to(self._device), weights.new_zeros((), device=self._device))
+        return StepNumbers(weights.to(self._device), weights.new_tensor(self._baseline(baseline), device=self._device))
 
     @property
     def _gathers_scores(self) -> bool:

@@ -73,7 +73,7 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         open_groups(plan.mesh, timeout=timedelta(seconds=plan.collective_seconds)) as groups,
         start_teacher(plan, model, groups) as teacher,
     ):
-        lm = _build(plan, model, groups, loads_weights=loads_weights)
+        lm, drawn = _build(plan, model, groups, loads_weights=loads_weights)
         trained = TrainedModel(lm, groups.sequence, groups.stage)
         if isinstance(model.objective, Distillation):
             trained = DistilledModel(trained, model.objective, teacher)
@@ -89,6 +89,7 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         if plan.zero_stage == 0 and plan.precision != "fp32":
             undo_constructor_step(optimizer)
         engine = Engine(wrapped, plan, groups, model.objective)
+        engine.drawn = drawn
         # Dropout draws from torch's own generator: other numbers on ranks with other rows, the same on ranks that share
         # them. A resumed run restores its state.
         torch.manual_seed(seed_of(plan.seed, f"dropout.{plan.mesh.place('dp')}"))
@@ -98,12 +99,16 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
             wrapped.destroy()
 
 
-def _build(plan: Plan, model: ModelPlan, groups: Groups, *, loads_weights: bool) -> PreTrainedModel:
-    """The part of the model that this rank holds, with its weights, adapters and loss head."""
+def _build(
+    plan: Plan, model: ModelPlan, groups: Groups, *, loads_weights: bool
+) -> tuple[PreTrainedModel, tuple[str, ...]]:
+    """The part of the model that this rank holds, with its weights, adapters and loss head; and the names of parameters
+    that were drawn because the model's folder does not have them.
+    """
     lm = _build_modules(plan, model, groups)
     kernel = _install_groups(lm, plan, model, groups)
     where, lora = partition if plan.zero_stage == 3 else four_bit_or_whole, model.lora
-    _fill_weights(lm, plan, model, where=where, loads_weights=loads_weights or lora is not None)
+    drawn = _fill_weights(lm, plan, model, where=where, loads_weights=loads_weights or lora is not None)
     if lora is not None:
         # After the weights, because loading checks every parameter against the files.
         share = partial(_partition_like_model, lm) if plan.zero_stage == 3 else _leave_whole
@@ -118,7 +123,7 @@ def _build(plan: Plan, model: ModelPlan, groups: Groups, *, loads_weights: bool)
         _install_head(lm, model, groups, kernel)
     if plan.activation_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
-    return lm
+    return lm, drawn
 
 
 def _install_head(lm: PreTrainedModel, model: ModelPlan, groups: Groups, kernel: Kernel) -> None:
@@ -170,31 +175,38 @@ def _install_groups(lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: G
     return kernel
 
 
-def _fill_weights(lm: PreTrainedModel, plan: Plan, model: ModelPlan, *, where: Where, loads_weights: bool) -> None:
+def _fill_weights(
+    lm: PreTrainedModel, plan: Plan, model: ModelPlan, *, where: Where, loads_weights: bool
+) -> tuple[str, ...]:
+    """Load or draw the weights; returns the names of parameters that were drawn because the model's folder does not
+    have them.
+    """
     model_shard = ModelShard.of(plan.mesh)
     for name, param in lm.named_parameters():
         # DeepSpeed 0.19.8 counts other parameters once in norms (runtime/utils.py:134).
         param.model_parallel = model_shard.tensor_shard(name, tuple(local_shape(param))).dim is not None  # type: ignore[attr-defined]
     if not loads_weights and all(param.requires_grad for param in lm.parameters()):
         clear_weights(lm, where=where)
-    elif model.has_random_weights:
+        return ()
+    if model.has_random_weights:
         initialise_weights(lm, seed=plan.seed, where=where, model_shard=model_shard)
         initialise_score_head(lm, model.objective, head_parameters(lm), seed=plan.seed, where=where)
-    else:
-        skeleton = build_meta_model(model.hf_config, model.task) if plan.mesh.pp > 1 else None
-        folder, family = resolve_folder(model.path), family_of(lm.config.model_type)
-        growth = _growth(model, plan.seed)
-        report = load_weights(
-            lm,
-            folder,
-            family=family,
-            where=where,
-            model_shard=model_shard,
-            skeleton=skeleton,
-            growth=growth,
-            may_be_missing=fresh_parameters(model.hf_config, model.task, head_parameters(lm)),
-        )
-        initialise_score_head(lm, model.objective, report.missing, seed=plan.seed, where=where)
+        return ()
+    skeleton = build_meta_model(model.hf_config, model.task) if plan.mesh.pp > 1 else None
+    folder, family = resolve_folder(model.path), family_of(lm.config.model_type)
+    growth = _growth(model, plan.seed)
+    report = load_weights(
+        lm,
+        folder,
+        family=family,
+        where=where,
+        model_shard=model_shard,
+        skeleton=skeleton,
+        growth=growth,
+        may_be_missing=fresh_parameters(model.hf_config, model.task, head_parameters(lm)),
+    )
+    initialise_score_head(lm, model.objective, report.missing, seed=plan.seed, where=where)
+    return report.missing
 
 
 def _growth(model: ModelPlan, seed: int) -> Growth | None:

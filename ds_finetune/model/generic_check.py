@@ -32,6 +32,8 @@ from ds_finetune.plan.combinations import ROW_BYTES, WEIGHT_BYTES, wider
 _LANGUAGE_MODEL = TokenObjective("sft")
 LIMIT = 1e-4
 """Relative difference above which two results disagree; rounding errors are a hundredth of it."""
+_NO_PACKING = "set data.packing: false"
+_NO_PAIRS = "both answers of a pair are in one row; train pairs with a model of another type"
 _LENGTHS = (27, 21)
 """Tokens of the two documents; more than the attention window of a tiny model."""
 _PADDING, _LAST = 11, 4
@@ -84,6 +86,8 @@ def check_generic_type(  # noqa: PLR0913
 ) -> tuple[str, ...]:
     """ModelError where a generic model type would be trained wrongly on such rows; otherwise lines on what was tested.
 
+    A pair is two documents of one row also without packing.
+
     Families of the table are not tested here: the test suite compares their steps with plain loops.
     """
     kind = hf_config.model_type
@@ -91,7 +95,9 @@ def check_generic_type(  # noqa: PLR0913
         return ()
     trial = try_model_type(hf_config, attention=attention, row_tokens=row_tokens, objective=objective)
     _check_expert_widths(hf_config, precision, task_of(objective))
-    check_trial(kind, trial, packing=packing)
+    has_pairs = objective.documents_per_unit > 1
+    packing = packing or has_pairs
+    check_trial(kind, trial, packing=packing, hint=_NO_PAIRS if has_pairs else _NO_PACKING)
     if trial.untried:
         return (
             f"model_type {kind} could not be tried on a tiny copy ({trial.untried}): its loss is not known to be right",
@@ -114,9 +120,9 @@ def _check_expert_widths(hf_config: PretrainedConfig, precision: str, task: Task
             )
 
 
-def check_trial(kind: str, trial: Trial, *, packing: bool) -> None:
+def check_trial(kind: str, trial: Trial, *, packing: bool, hint: str = _NO_PACKING) -> None:
     """ModelError where `trial` shows that rows (packed or padded) are trained wrongly, or where packed rows could
-    not be tested.
+    not be tested; `hint` is that of errors on packed rows.
     """
     subject = f"model_type `{kind}`"
     if trial.loss > LIMIT:
@@ -125,7 +131,7 @@ def check_trial(kind: str, trial: Trial, *, packing: bool) -> None:
             hint="it changes logits after its head, which the chunked loss does not see; train a model of another type",
         )
     if trial.untried and packing:
-        raise ModelError(f"{subject}: packing could not be tried, {trial.untried}", hint="set data.packing: false")
+        raise ModelError(f"{subject}: packing could not be tried, {trial.untried}", hint=hint)
     if trial.packed > LIMIT and trial.padded > LIMIT:
         raise ModelError(
             f"{subject}: documents of a packed row see each other, {_difference_text(trial.packed)}, "
@@ -135,7 +141,7 @@ def check_trial(kind: str, trial: Trial, *, packing: bool) -> None:
     if packing and trial.packed > LIMIT:
         raise ModelError(
             f"{subject}: documents of a packed row see each other, {_difference_text(trial.packed)}",
-            hint="set data.packing: false",
+            hint=hint,
         )
     if not packing and trial.padded > LIMIT:
         raise ModelError(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ds_finetune.config.schema import EvalConfig
-from ds_finetune.engine.engine import HeldOutScores
+from ds_finetune.engine.results import HeldOutScores
 from ds_finetune.observers.record import StepRecord
 
 _OVERFLOW_NATS = 700.0

@@ -13,7 +13,7 @@ from ds_finetune.plan.deepspeed_choice import check_accelerate_agrees, choose_de
 from ds_finetune.plan.deepspeed_config import HAS_TORCH_ADAM, MOMENTS, TORCH_ADAM, finish, read_choices, stage_of
 from ds_finetune.plan.distillation import check_distillation
 from ds_finetune.plan.mesh import Mesh
-from ds_finetune.plan.objectives import CROSS_ENTROPY, check_objective, loss_text, objective_lines
+from ds_finetune.plan.objectives import CROSS_ENTROPY, UNITS, check_objective, loss_text, objective_lines
 from ds_finetune.plan.options import Situation, apply_rules, offload_device
 from ds_finetune.plan.timeouts import check_watchdog_before_torch_timeout, collective_seconds
 from ds_finetune.world import AccelerateChoices, World
@@ -239,11 +239,13 @@ def _decisions(plan: Plan, config: RunConfig) -> tuple[tuple[str, str], ...]:
     offloads = f"offload optimizer {plan.offload_optimizer}, param {plan.offload_param}"
     rows = f"{batch.global_batch_size} rows = micro {batch.micro_batch_size} x accumulation "
     rows += f"{batch.gradient_accumulation_steps} x dp {plan.dp}"
+    tokens = f"{batch.max_seq_len} tokens a row at most{', packed' if batch.is_packed else ''}"
+    tokens += ", for both sides of a pair together" if UNITS[config.objective.name] == "pairs" else ""
     return (
         ("model", f"{model.path} ({model.weights} weights, {plan.precision})"),
         ("ranks", f"{plan.world.world_size} on {plan.device}, started by {plan.world.launcher}"),
         ("layout", f"{plan.mesh}, ZeRO-{plan.zero_stage}, {offloads}"),
-        ("batch", f"{rows}, {batch.max_seq_len} tokens a row at most{', packed' if batch.is_packed else ''}"),
+        ("batch", f"{rows}, {tokens}"),
         *objective_lines(config),
         ("loss", loss_text(config, kernel=plan.loss_kernel)),
         ("length", config.train.duration),

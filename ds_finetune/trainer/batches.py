@@ -10,7 +10,7 @@ from ds_finetune.data.stream import START, StreamedRows, streaming_batches
 from ds_finetune.model.encoder import encoder_of
 from ds_finetune.schedule import Duration
 from ds_finetune.trainer.loop import BEGINNING, Progress
-from ds_finetune.trainer.prepare import PreparedRun
+from ds_finetune.trainer.prepare import PreparedRun, mismatched_answers
 
 
 def run_batches(run: PreparedRun, *, after: Progress = BEGINNING, stream_position: Position = START) -> Iterator[Batch]:
@@ -22,7 +22,8 @@ def run_batches(run: PreparedRun, *, after: Progress = BEGINNING, stream_positio
     if scores is not None:
         numbered = training_batches(NumberedRows(rows), plan, start_step=after.step, total_rows=total)
         return with_scores(numbered, scores)
-    return training_batches(rows, plan, start_step=after.step, total_rows=total)
+    mismatched = mismatched_answers(run.plan, run.inputs.model.objective, rows)
+    return training_batches(rows, plan, start_step=after.step, total_rows=total, mismatched=mismatched)
 
 
 def total_rows(run: PreparedRun, rows: PreparedRows) -> int:

@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ds_finetune.config.objectives import ClassificationObjective
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.estimate import RunEstimate, TensorKind, estimate_run, fullest_stage
@@ -69,7 +70,15 @@ def plan_run(config: RunConfig, *, gpus: int, gpus_per_node: int = 8) -> Planned
     stages = rank_tensors(plan, model)
     estimate = estimate_run(config, plan, sizes_of(stages, model.lora, model.teacher))
     lines = (*plan.decisions, *model_lines(model, plan), *_totals(stages, estimate))
-    return PlannedRun(plan, stages, estimate, lines, tuple(tried))
+    return PlannedRun(plan, stages, estimate, lines, (*tried, *_assumed_classes(config)))
+
+
+def _assumed_classes(config: RunConfig) -> list[str]:
+    """A note where the number of classes is that of the data, which a dry run does not read."""
+    objective = config.objective
+    if not isinstance(objective, ClassificationObjective) or objective.num_labels or objective.labels:
+        return []
+    return ["2 classes are assumed: their number is found in the training rows, which are not read here"]
 
 
 def _merged(stages: Stages) -> list[TensorKind]:

@@ -1,18 +1,20 @@
 """Evaluates held-out rows: their loss, and greedy answers to their prompts."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from ds_finetune.data.batches import eval_batches, num_eval_rows
-from ds_finetune.engine.engine import Engine, HeldOutScores
+from ds_finetune.data.batches import BatchPlan, MicroBatch, eval_baseline, eval_batches, num_eval_rows
+from ds_finetune.data.prepared_rows import PreparedRows
+from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.generation import GenerationLimits
+from ds_finetune.engine.results import HeldOutScores
 from ds_finetune.observers.evaluation import matches
 from ds_finetune.observers.stop_signals import StopSignals
 from ds_finetune.phase_line import PhaseLine
 from ds_finetune.trainer.batches import batch_plan, eval_plan
-from ds_finetune.trainer.prepare import PreparedRun
+from ds_finetune.trainer.prepare import PreparedRun, mismatched_answers
 
 Scored = Callable[[], Mapping[str, HeldOutScores] | None]
 Answered = Callable[[], Mapping[str, float] | None]
@@ -45,8 +47,10 @@ class _HeldOutEvaluation:
         with self._phase("evaluation", rounds) as line:
             is_over = line.before_each(self.signals.is_stop_requested)
             for name, rows in sets.items():
-                batches = eval_batches(rows, eval_plan(self.run, name), limit=limit)
-                scores = self.engine.evaluate(batches, is_over=is_over)
+                plan = eval_plan(self.run, name)
+                scores = self.engine.evaluate(
+                    eval_batches(rows, plan, limit=limit), baseline=self._baseline(rows, plan), is_over=is_over
+                )
                 if scores is None:
                     return None
                 found[name] = scores
@@ -67,6 +71,10 @@ class _HeldOutEvaluation:
         shares = {name: matches(*of_set) for name, of_set in answers.items()}
         given, expected = ([text for of_set in answers.values() for text in of_set[side]] for side in (0, 1))
         return {_ALL: matches(given, expected), **shares}
+
+    def _baseline(self, rows: PreparedRows, plan: BatchPlan) -> Iterator[MicroBatch]:
+        mismatched = mismatched_answers(self.run.plan, self.engine.objective, rows)
+        return iter(()) if mismatched is None else eval_baseline(mismatched, plan, limit=self.run.config.eval.limit)
 
     @cached_property
     def _limits(self) -> GenerationLimits:

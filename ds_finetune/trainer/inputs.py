@@ -26,7 +26,7 @@ from ds_finetune.model.build import TOKENIZER_PATTERNS, Task, model_class, read_
 from ds_finetune.model.encoder import encoder_of, max_positions
 from ds_finetune.model.generic_check import check_generic_type
 from ds_finetune.model.model_plan import ModelPlan, plan_model, task_of
-from ds_finetune.model.score_config import set_classes, set_padding_token, with_base_classes
+from ds_finetune.model.score_config import score_settings, set_classes, set_padding_token, with_base_classes
 from ds_finetune.model.vocabulary import grow_vocabulary
 from ds_finetune.model.weights import weights_digest
 from ds_finetune.objectives.distill import Distillation
@@ -73,7 +73,8 @@ class RunInputs:
     @cached_property
     def config_tree(self) -> dict[str, Any]:
         """The model's config.json, for exports and checkpoints of this run."""
-        return config_tree(self.folder, self.hf_config, self.model.task)
+        tree = config_tree(self.folder, self.hf_config, self.model.task)
+        return tree if self.model.task == "causal_lm" else tree | score_settings(self.hf_config, self.model.objective)
 
     @property
     def config_text(self) -> str:
@@ -125,7 +126,7 @@ def read_inputs(config: RunConfig, model: ModelPlan) -> RunInputs:
         for name, paths in config.data.held_out_sets.items()
     }
     for rows in (train, *held_out.values()):
-        _check_padding(rows, model, tokenizer)
+        check_padding(rows, model, tokenizer)
     held_out_notes = [note for rows in held_out.values() for note in rows.notes]
     held_out_notes += overlap_notes(train, held_out) if held_out else []
     scores = open_scores(config, model, tokenizer, train)
@@ -144,7 +145,7 @@ def read_inputs(config: RunConfig, model: ModelPlan) -> RunInputs:
     )
 
 
-def _check_padding(rows: PreparedRows | StreamedRows, model: ModelPlan, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_padding(rows: PreparedRows | StreamedRows, model: ModelPlan, tokenizer: PreTrainedTokenizerBase) -> None:
     """DataError where a document that a decoder scores ends in the padding token, which transformers would pass over.
 
     A stream is not read before the run.
@@ -193,25 +194,22 @@ def _set_up_scores(config: RunConfig, hf_config: PretrainedConfig) -> str:
     objective = make_objective(config.objective)
     if not isinstance(objective, ScoreObjective):
         return ""
-    _check_keys_of_scores(config)
+    _check_optimizer_of_scores(config)
     set_classes(hf_config, config.objective, outputs=objective.num_outputs)
     if encoder_of(hf_config) is not None:
         return f"{hf_config.pad_token_id}, as published"
     return set_padding_token(hf_config, _tokenizer_alone(config))
 
 
-def _check_keys_of_scores(config: RunConfig) -> None:
-    """ConfigError for keys that need a language model, and for Muon, which orthogonalises the score head: DeepSpeed
-    0.19.8 knows heads by the name `lm_head` (__init__.py:369).
+def _check_optimizer_of_scores(config: RunConfig) -> None:
+    """ConfigError for Muon, which would orthogonalise the score head: DeepSpeed 0.19.8 knows heads by the name
+    `lm_head` (__init__.py:369).
     """
-    name = config.objective.name
-    if config.eval.generate.prompts:
-        raise ConfigError(
-            f"eval.generate.prompts {config.eval.generate.prompts} with objective {name}: scores are no text",
-            hint="leave eval.generate out",
-        )
     if config.optim.name.lower() == "muon":
-        raise ConfigError(f"optim.name muon with objective {name} is not tested", hint="set optim.name: AdamW")
+        raise ConfigError(
+            f"optim.name {config.optim.name} with objective {config.objective.name} would orthogonalise the score head",
+            hint="set optim.name: AdamW",
+        )
 
 
 def with_classes(config: RunConfig) -> RunConfig:

@@ -9,7 +9,8 @@ from dataclasses import astuple, dataclass
 import torch
 
 from ds_finetune.data.batches import Batch
-from ds_finetune.engine.engine import Engine, StepResult
+from ds_finetune.engine.engine import Engine
+from ds_finetune.engine.results import StepResult
 from ds_finetune.observers.record import Observer, StepRecord
 from ds_finetune.schedule import LrSchedule
 from ds_finetune.units import GIB

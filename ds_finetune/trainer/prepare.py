@@ -9,17 +9,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.data.mismatched import MismatchedAnswers
+from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.stream import StreamedRows
 from ds_finetune.engine.devices import choose_device
 from ds_finetune.families.table import family_of
 from ds_finetune.model.model_plan import ModelPlan
 from ds_finetune.model.unused_parameters import patterns_of, unused_parameters
+from ds_finetune.objectives.objective import Objective
 from ds_finetune.observers.writers import check_trackers
 from ds_finetune.plan.estimate import DiskNeed, RunEstimate, estimate_run
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.run_length import check_run_length
 from ds_finetune.schedule import Duration, LrSchedule, warmup_steps
-from ds_finetune.trainer.inputs import RunInputs, make_model_plan, read_inputs, try_generic_type, with_classes
+from ds_finetune.trainer.inputs import (
+    RunInputs,
+    make_model_plan,
+    read_inputs,
+    try_generic_type,
+    with_classes,
+)
 from ds_finetune.trainer.rank_tensors import rank_tensors, sizes_of
 from ds_finetune.trainer.run_dir import check_run_disk, check_run_folder
 from ds_finetune.world import World, accelerate_choices
@@ -53,6 +62,7 @@ def prepare_run(config: RunConfig, world: World) -> PreparedRun:
     plan = replace(plan, notes=(*plan.notes, *try_generic_type(config, model)))
     plan = freeze_unreached(plan, model)
     inputs = read_inputs(config, model)
+    _check_baseline(plan, inputs)
     estimate = estimate_model(config, plan, model)
     check_run_folder(config)
     check_run_disk(Path(config.output_dir), _disk_need(estimate, world))
@@ -60,6 +70,24 @@ def prepare_run(config: RunConfig, world: World) -> PreparedRun:
     rows = None if isinstance(inputs.train, StreamedRows) else inputs.train.rows_per_epoch
     notes = check_run_length(config, steps=schedule.steps, warmup=schedule.warmup_steps, rows=rows)
     return PreparedRun(config, plan, replace(inputs, notes=(*inputs.notes, *notes)), schedule, estimate)
+
+
+def mismatched_answers(plan: Plan, objective: Objective, rows: PreparedRows) -> MismatchedAnswers | None:
+    """The documents of `rows` from which the objective's baseline is computed; None where it has no baseline."""
+    if not objective.needs_baseline:
+        return None
+    batch = plan.batch
+    return MismatchedAnswers(rows, seed=plan.seed, max_seq_len=batch.max_seq_len, is_packed=batch.is_packed)
+
+
+def _check_baseline(plan: Plan, inputs: RunInputs) -> None:
+    named = {"data.train": inputs.train, **{f"data.{name}": rows for name, rows in inputs.held_out.items()}}
+    for name, rows in named.items():
+        mismatched = None
+        if not isinstance(rows, StreamedRows):
+            mismatched = mismatched_answers(plan, inputs.model.objective, rows)
+        if mismatched is not None:
+            mismatched.check(name)
 
 
 def freeze_unreached(plan: Plan, model: ModelPlan) -> Plan:

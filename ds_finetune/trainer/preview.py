@@ -1,5 +1,8 @@
 """Preview of the training data: samples with their supervised tokens marked, and counts of rows and tokens."""
 
+from collections.abc import Iterator
+from itertools import chain
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -12,23 +15,47 @@ from ds_finetune.data.row_kind import RowKind
 from ds_finetune.data.row_report import row_notes, server_prompt_line
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.model.build import resolve_folder
-from ds_finetune.trainer.inputs import model_config, token_limits
+from ds_finetune.trainer.inputs import known_classes, model_config, token_limits
 
 OPEN, CLOSE = "⟦", "⟧"
 """Put around supervised text, also where there are no colours."""
 
 
 def preview_of(config: RunConfig, *, samples: int) -> RenderableType:
-    """The first `samples` documents of the training data and a table of how many rows were read, dropped, truncated
-    and split.
+    """The first `samples` documents, pairs or examples of the training data, and a table of how many rows were read,
+    dropped, truncated and split.
     """
+    config = known_classes(config, is_config_alone=True)
     tokenizer = load_tokenizer(str(resolve_folder(config.model.tokenizer or config.model.path)))
     limits = token_limits(config, model_config(config))
     rows = prepare_rows(config.data, "train", tokenizer=tokenizer, limits=limits, kind=RowKind.of(config.objective))
-    number = min(samples, rows.counts.documents)
-    shown = [mark_supervised(*rows.document(index), tokenizer) for index in range(number)]
+    shown = chain.from_iterable(_shown_unit(rows, number, tokenizer) for number in range(min(samples, rows.num_units)))
     notes = (*rows.notes, *row_notes(rows.counts))
     return Group(*shown, counts_table(rows, config), *(Text(note) for note in notes))
+
+
+def _shown_unit(rows: PreparedRows, number: int, tokenizer: PreTrainedTokenizerBase) -> Iterator[Text]:
+    """A document with its label, or both sides of a pair."""
+    size = max(rows.kind.documents_per_unit, 1)
+    for document in range(number * size, (number + 1) * size):
+        title = _title(rows, document)
+        if title:
+            yield Text(title, style="bold")
+        yield mark_supervised(*rows.document(document), tokenizer)
+
+
+def _title(rows: PreparedRows, document: int) -> str:
+    """The line above a document; empty where there is nothing to say about it."""
+    kind, target = rows.kind, float(rows.documents.targets[document])
+    if kind.name == "pairs":
+        margin = f", margin {target:g}" if kind.has_margin and target else ""
+        return f"pair {document // 2 + 1}{margin}: {'rejected' if document % 2 else 'chosen'}"
+    if kind.name == "marked":
+        return f"{'good' if target else 'bad'} answer"
+    if kind.is_regression:
+        return f"label {target:g}"
+    name = f" {rows.class_names[int(target)]}" if rows.class_names else ""
+    return f"class {int(target)}{name}" if kind.name == "labelled" else ""
 
 
 def mark_supervised(ids: list[int], mask: list[bool], tokenizer: PreTrainedTokenizerBase) -> Text:
@@ -45,25 +72,23 @@ def mark_supervised(ids: list[int], mask: list[bool], tokenizer: PreTrainedToken
 
 
 def counts_table(rows: PreparedRows, config: RunConfig) -> Table:
-    """A table of how many rows were read, dropped, truncated and split, and of documents and tokens."""
+    """A table of how many rows were read, dropped, truncated and split, and of documents, labels and tokens."""
     table = Table(title="counts", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     counts = rows.counts
+    has_answers = rows.kind.name != "labelled"
+    supervised = f", {counts.supervised / max(counts.tokens, 1):.1%} supervised" if has_answers else ""
+    filled = f", {rows.fill_ratio(config.train.max_seq_len):.2%} filled" if config.data.packing else ", padded"
+    cut = f"{counts.truncated:,} truncated, {counts.too_long_dropped:,} dropped, {counts.split:,} split"
     lines = [
         ("rows read", f"{counts.read:,}"),
-        ("dropped, no supervised tokens", f"{counts.nothing_supervised:,}"),
-        (
-            f"longer than {config.train.max_seq_len}",
-            f"{counts.truncated:,} truncated, {counts.too_long_dropped:,} dropped, {counts.split:,} split",
-        ),
+        *([("dropped, no supervised tokens", f"{counts.nothing_supervised:,}")] if has_answers else []),
+        (f"longer than {config.train.max_seq_len}", cut),
         ("tokens lost to truncation", f"{counts.truncated_tokens:,} ({counts.truncated_ratio:.2%})"),
-        ("prompts", server_prompt_line(counts)),
-        ("documents", f"{counts.documents:,}"),
-        ("tokens", f"{counts.tokens:,}, {counts.supervised / max(counts.tokens, 1):.1%} supervised"),
-        (
-            "training rows",
-            f"{len(rows):,}"
-            + (f", {rows.fill_ratio(config.train.max_seq_len):.2%} filled" if config.data.packing else ", padded"),
-        ),
+        *([("prompts", server_prompt_line(counts))] if has_answers else []),
+        (rows.kind.unit, f"{rows.num_units:,}"),
+        *rows.label_lines(),
+        ("tokens", f"{counts.tokens:,}{supervised}"),
+        ("training rows", f"{len(rows):,}{filled}"),
     ]
     for name, text in lines:
         table.add_row(name, text)

@@ -22,7 +22,7 @@ from ds_finetune.plan.plan import Plan
 
 Stages = tuple[tuple[TensorKind, ...], ...]
 """The tensors of a rank, by pipeline stage."""
-_LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
+_LAYER = re.compile(r"(?:(?<=\.layers\.)|(?<=\.layer\.))\d+(?=\.)")
 
 
 def rank_tensors(plan: Plan, model: ModelPlan) -> Stages:

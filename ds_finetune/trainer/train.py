@@ -13,6 +13,7 @@ from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.errors import RunError
 from ds_finetune.export.interruption import SignalInterruption
 from ds_finetune.export.verify.verify import VerificationResult
+from ds_finetune.model.unused_parameters import patterns_of
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.stop_signals import StopSignals
 from ds_finetune.trainer.batches import run_batches
@@ -84,6 +85,8 @@ def _train_and_export(run: PreparedRun, monitor: Monitor, say: Say) -> Report:
     engine_context = start_engine(run.plan, run.inputs.model, loads_weights=loads_weights)
     # Errors are reported first, by the innermost context: closing the others may wait for ranks that are gone.
     with engine_context as engine, start_saver(run, engine, resume_point) as saver, monitor.report_errors():
+        if engine.drawn and engine.is_rank_zero:
+            say(f"drawn from train.seed, since {run.inputs.model.path} lacks them: {patterns_of(engine.drawn)}")
         with monitor.progress.during("reference"):
             run = complete_reference(run, engine, reference)
         exports = Exports(run, engine, say)

@@ -55,7 +55,7 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     (objective("dpo", train_on="all"), "data.train_on", "the last turn of the assistant"),
     (objective("reward", train_on="all"), "data.train_on", "no token is supervised"),
     (objective("pretrain", train_on="last_assistant"), "data.train_on", "every token of plain text"),
-    (EVAL | {"objective": "kto", "eval": {"generate": {"prompts": 4}}}, "eval.generate.prompts", "sft and distill"),
+    (EVAL | {"objective": "reward", "eval": {"generate": {"prompts": 4}}}, "eval.generate.prompts", "scores texts"),
 ]
 
 

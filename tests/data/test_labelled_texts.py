@@ -96,7 +96,7 @@ def test_a_decoder_reads_one_text_that_ends_in_eos(decoder: PreTrainedTokenizerB
         documents = rows[number].documents
         assert documents is not None
         assert documents.second.tolist() == documents.lengths.tolist()
-    assert "2 classes (0 50.0%, 1 50.0%)" in rows.summary()
+    assert "classes 2 (0 50.0%, 1 50.0%)" in rows.summary()
 
 
 def test_an_encoder_gets_what_its_tokenizer_gives(encoder: PreTrainedTokenizerBase, tmp_path: Path) -> None:
@@ -187,13 +187,17 @@ def test_one_label_is_regression(decoder: PreTrainedTokenizerBase, tmp_path: Pat
     [
         ([0, None], {}, "item 2: column `label` is NoneType None, which is no class"),
         ([0, 0.5], {}, "item 2: column `label` is float 0.5, which is no class"),
-        ([1, 0, "a"], {}, "a number and a name"),
+        ([1, 0, "a"], {}, r"item 1: column `label` is the number 1, and .* item 3 has the name 'a'"),
         ([0, -1], {}, "item 2: column `label` is -1, and the classes are 0 to 0"),
-        ([0, 2], {}, "no row has the class 1, and .* item 2 has the class 2"),
-        ([1, 2], {}, "no row has the class 0"),
-        ([0, 0], {}, "all 1 labels are the class 0"),
+        ([0, 2], {}, "item 2: column `label` is 2, and no row has the class 1"),
+        ([1, 2], {}, "item 2: column `label` is 2, and no row has the class 0"),
+        ([0, 0], {}, "column `label` is 0 in all rows, the first of which is .* item 1"),
         ([0, 3], {"num_labels": 2}, "item 2: column `label` is 3, and the classes are 0 to 1"),
-        (["a", "b", "c"], {"num_labels": 2}, "objective.num_labels is 2, and column `label` has 3 classes"),
+        (
+            ["a", "b", "c"],
+            {"num_labels": 2},
+            "objective.num_labels is 2, and column `label` has 3 classes: 'a' in .* item 1",
+        ),
         (["a", "d"], {"labels": ["a", "b"]}, "item 2: column `label` is str 'd', which is no class"),
         ([0, 2], {"labels": ["a", "b"]}, "item 2: column `label` is 2, and the classes are 0 to 1"),
         ([0.5, float("nan")], {"num_labels": 1}, "item 2: column `label` is float nan, not a finite number"),

@@ -6,19 +6,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import TypeAdapter
 from transformers import PreTrainedTokenizerBase
 
-from ds_finetune.config.objectives import DpoObjective, KtoObjective, RewardObjective, SftObjective
+from ds_finetune.config.objectives import DpoObjective, KtoObjective, ObjectiveField, RewardObjective, SftObjective
 from ds_finetune.config.schema import DataConfig
+from ds_finetune.data.batches import BatchPlan
 from ds_finetune.data.documents import Counts
 from ds_finetune.data.prepare import TokenLimits, prepare_rows
 from ds_finetune.data.prepared_rows import PreparedRows
-from ds_finetune.data.row_kind import RowKind
+from ds_finetune.data.row_kind import OBJECTIVES, RowKind
 from ds_finetune.data.samples import read_row
+from ds_finetune.data.stream import open_stream, streaming_batches
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.demo import write_demo
 from ds_finetune.errors import DataError
 from ds_finetune.labels import IGNORE_INDEX
+from ds_finetune.objectives.table import make_objective
 
 PAIRS, MARKED = RowKind.of(RewardObjective(name="reward")), RowKind.of(KtoObjective(name="kto"))
 ASKED, GOOD, BAD = (
@@ -224,6 +228,77 @@ def test_packing_keeps_the_sides_of_a_pair_together(tokenizer: PreTrainedTokeniz
     assert sorted(found) == list(range(400))
     assert rows.counts.tokens == sum(len(rows[number].input_ids) for number in range(len(rows)))
     assert rows.fill_ratio(128) > 0.9
+
+
+def test_no_token_is_lost_and_all_rows_are_counted(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    """Random pairs against the rule itself: a common limit for both sides, so that they fit into a row together."""
+    draw, limit = np.random.default_rng(1), 41
+    sizes = [tuple(int(n) for n in draw.integers(0, 40, size=3)) for _ in range(300)]
+    records = [{"prompt": "p" * p, "chosen": "a" * a, "rejected": "ab"[b % 2] * b} for p, a, b in sizes]
+    rows = rows_of(records, tokenizer, tmp_path, max_seq_len=limit, packing=False)
+    expected, lost, reasons = [], 0, {"no_answer_left": 0, "equal_sides": 0}
+    for record in records:
+        prompt = [*tokenizer("<|bos|><|user|>" + record["prompt"] + "<|assistant|>")["input_ids"]]
+        sides = [[*prompt, *tokenizer(record[key] + "<|eos|>")["input_ids"]] for key in ("chosen", "rejected")]
+        shorter = min(map(len, sides))
+        end = limit if sum(map(len, sides)) <= limit else max(limit // 2, limit - shorter)
+        cut = [side[:end] for side in sides]
+        if min(map(len, cut)) <= len(prompt):
+            reasons["no_answer_left"] += 1
+        elif cut[0] == cut[1]:
+            reasons["equal_sides"] += 1
+        else:
+            expected += cut
+            lost += sum(map(len, sides)) - sum(map(len, cut))
+    assert [rows.document(number)[0] for number in range(rows.counts.documents)] == expected
+    assert {name: number for name, (number, _) in rows.counts.dropped.entries.items()} == reasons
+    assert rows.counts.truncated_tokens == lost
+    assert rows.counts.tokens == sum(map(len, expected))
+    assert rows.num_units + rows.counts.dropped.rows == rows.counts.read == 300
+    assert min(*reasons.values(), rows.counts.truncated, rows.num_units) > 10
+
+
+def test_sources_with_weights_have_rows_of_whole_pairs(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    paths = [tmp_path / f"{name}.json" for name in "ab"]
+    for path, number in zip(paths, (30, 10), strict=True):
+        pairs = [{"prompt": path.stem * (n % 9), "chosen": "1" * (n % 5 + 1), "rejected": "2"} for n in range(number)]
+        path.write_text(json.dumps(pairs))
+    given = {"train": {str(paths[0]): 3, str(paths[1]): 1}, "cache_dir": str(tmp_path / "cache")}
+    config, limits = DataConfig.model_validate(given), TokenLimits(64, 128, 512)
+    rows = prepare_rows(config, "train", tokenizer=tokenizer, limits=limits, kind=PAIRS)
+    assert rows.mixture is not None
+    first_of_b = rows.mixture.sizes[0]
+    assert sum(rows.tokens_of_sources) == rows.num_tokens
+    for number in range(len(rows)):
+        documents = rows[number].documents
+        assert documents is not None
+        assert {n < 60 for n in documents.numbers.tolist()} == {number < first_of_b}
+
+
+def test_a_stream_has_whole_pairs(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([{"prompt": "p" * n, "chosen": "a", "rejected": "b"} for n in range(20)]))
+    config = DataConfig.model_validate({"train": str(path), "streaming": True})
+    rows = open_stream(config, "train", tokenizer=tokenizer, limits=TokenLimits(64, 128, 512), kind=PAIRS)
+    plan = BatchPlan(2, 1, 0, 1, 0, shuffle=True, pad_token_id=2, row_len=64, documents_per_unit=2)
+    batches = list(streaming_batches(rows, plan, steps=4))
+    assert sum(batch.counts["pairs"] for batch in batches) >= 12
+    for batch in batches:
+        assert batch.counts["chosen_tokens"] == 2 * batch.counts["pairs"]
+        assert batch.counts["supervised_tokens"] == 4 * batch.counts["pairs"]
+    dialogue = open_stream(
+        config.model_copy(update={"columns": {"completion": "chosen"}}),
+        "train",
+        tokenizer=tokenizer,
+        limits=TokenLimits(64, 128, 512),
+    )
+    assert dialogue.fingerprint() != rows.fingerprint()
+
+
+@pytest.mark.parametrize("name", [name for names in OBJECTIVES.values() for name in names])
+def test_units_are_those_of_the_objective(name: str) -> None:
+    section: Any = TypeAdapter(ObjectiveField).validate_python(name)
+    assert RowKind.of(section).documents_per_unit == make_objective(section).documents_per_unit
 
 
 MARKED_ROWS = {

@@ -4,6 +4,7 @@ and under NCCL that are imagined.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +32,7 @@ from ds_finetune.selftest.cells import Cell, enlarged_config, hf_config, rows, r
 from ds_finetune.selftest.steps import batch_plan
 from ds_finetune.world import World
 from tests.device_checks import DEVICE, CpuTensor, ImaginaryGroup, OnDevice, on_device
+from tests.parity import objective_cells
 
 LAYOUTS = {
     "tp 2": (2, {"tp": 2}),
@@ -52,8 +54,8 @@ class _Ranks:
         self.optimizer = SimpleNamespace(param_groups=[])
         self._is_gradient_accumulation_boundary, self.enable_backward_allreduce = None, True
 
-    def __call__(self, *given: Any) -> Any:
-        return self.module(*given)
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        return self.module(*given, **named)
 
     def train(self) -> None:
         self.module.train()
@@ -95,20 +97,19 @@ def _groups(plan: Plan) -> Groups:
 
 @contextmanager
 def engine_on_device(
-    layout: str, rank: int = 0, *, family: str = "deepseek_v3_deep"
+    layout: str, rank: int = 0, *, family: str = "deepseek_v3_deep", objective: str = "sft"
 ) -> Iterator[tuple[Engine, list[str]]]:
     """The engine of a rank of a layout, as on a GPU, and the names of the collectives it has called."""
     world_size, sizes = LAYOUTS[layout]
     cell = Cell(family, 0, 2, packing=True, **sizes)
     tree = run_tree(cell, Path("model"), Path("out"), dp=world_size // cell.sharing)
-    tree["model"] = {"path": "model", "weights": "random"}
+    tree |= {"model": {"path": "model", "weights": "random"}, "objective": objective}
     config = RunConfig.model_validate(tree)
     plan = make_plan(config, world=World(rank, world_size, rank, world_size, "test"), device="cuda")
     with on_device(world_size, rank=rank) as calls:
         groups = _groups(plan)
-        model = plan_model(
-            enlarged_config(hf_config(family), config.parallel), config.model, config.parallel, config.lora
-        )
+        enlarged = enlarged_config(hf_config(family), config.parallel)
+        model = plan_model(enlarged, config.model, config.parallel, config.lora, config.objective)
         lm = start._build(plan, model, groups, loads_weights=True)
         engine = Engine(_Ranks(TrainedModel(lm, groups.sequence, groups.stage)), plan, groups, model.objective)
         assert all(isinstance(param, OnDevice) for param in engine.lm.parameters())
@@ -128,6 +129,20 @@ def test_a_step_and_an_evaluation(layout: str, rank: int) -> None:
     assert not result.skipped
     assert held_out is not None
     assert calls.count("all_reduce") > 3
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_on_pairs_and_their_log_probabilities(layout: str, rank: int) -> None:
+    every = objective_cells.rows(2, packing=True)
+    with engine_on_device(layout, rank, objective="dpo") as (engine, _):
+        plan = replace(batch_plan(engine.plan), documents_per_unit=2)
+        batch = next(iter(training_batches(every, plan, start_step=0, total_rows=len(every))))
+        result = engine.step(batch, lr=1e-3)
+        engine.evaluate([batch])
+        numbers, logps = engine.document_log_probs([batch])
+    assert not result.skipped
+    assert len(numbers) == len(logps)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

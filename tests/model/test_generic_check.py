@@ -17,6 +17,8 @@ from ds_finetune.model.build import build_skeleton, read_hf_config
 from ds_finetune.model.generic_check import LIMIT, Trial, check_generic_type, check_trial, try_model_type
 from ds_finetune.model.parallel.pipeline import build_meta_model
 from ds_finetune.model.tiny_config import Size, layer_kinds, layers_of_each_kind, tiny_config
+from ds_finetune.objectives.classification import Classification, Regression
+from ds_finetune.objectives.reward import Reward
 from tests.model import model_types
 from tests.model.model_types import attention_of, config_of
 from tests.running import start, tiny_task, torchrun
@@ -112,6 +114,23 @@ def test_what_a_trial_refuses() -> None:
         check_trial("x", Trial(untried="a tiny copy fails with KeyError: 1"), packing=True)
     assert caught.value.hint == "set data.packing: false"
     check_trial("x", Trial(untried="not built"), packing=False)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gpt2"])
+def test_a_classifier_scores_as_its_own_class_does(kind: str) -> None:
+    config = AutoConfig.for_model(kind, num_labels=3, pad_token_id=0)
+    trial = try_model_type(config, attention="sdpa", row_tokens=64, objective=Classification(3))
+    assert max(trial.packed, trial.padded, trial.loss) < LIMIT, trial
+    assert not trial.untried
+
+
+def test_pairs_need_documents_of_a_row_that_are_kept_apart() -> None:
+    config = AutoConfig.for_model("opt", num_labels=1, pad_token_id=0)
+    rows = {"attention": "sdpa", "packing": False, "row_tokens": 64, "precision": "fp32"}
+    assert "padded rows" in check_generic_type(config, **rows, objective=Regression())[0]
+    with pytest.raises(ModelError, match="documents of a packed row see each other") as refused:
+        check_generic_type(config, **rows, objective=Reward())
+    assert "both answers of a pair are in one row" in refused.value.hint
 
 
 @pytest.mark.parametrize("kind", ["bamba", "gemma3_text", "glm4_moe", "qwen3_next", "jamba"])

@@ -38,7 +38,7 @@ def evaluated(objective: DocumentObjective, docs: DocumentLogProbs, baseline: fl
     pairs, chosen = len(docs.logp) / 2, float(docs.num_tokens[::2].sum())
     counts = {"pairs": pairs, "examples": float(len(docs.logp)), "chosen_tokens": chosen, "supervised_tokens": math.nan}
     weights = torch.tensor([term.weight / counts[term.unit] for term in objective.terms], dtype=torch.float64)
-    loss, sums = objective.loss(docs, weights, torch.tensor(baseline, dtype=torch.float64))
+    loss, sums, _ = objective.loss(docs, weights, torch.tensor(baseline, dtype=torch.float64))
     metrics = objective.metrics(dict(zip(objective.sum_names, sums.tolist(), strict=True)), counts)
     assert not sums.requires_grad
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-12)
@@ -185,7 +185,7 @@ def test_a_forward_without_a_pair_gives_zeros() -> None:
     for case in CASES.values():
         objective, docs = make(**case[0]), documents(PAIRS)
         none = DocumentLogProbs(*(column[:0] for column in docs))
-        loss, sums = objective.loss(none, torch.ones(len(objective.terms), dtype=torch.float64), torch.zeros(()))
+        loss, sums, _ = objective.loss(none, torch.ones(len(objective.terms), dtype=torch.float64), torch.zeros(()))
         assert (loss.item(), sums.abs().sum().item()) == (0, 0)
         assert loss.requires_grad
         assert not any(objective.metrics(dict.fromkeys(objective.sum_names, 0.0), no_units()).values())

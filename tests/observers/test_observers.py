@@ -14,7 +14,7 @@ import pytest
 from ds_finetune.config.schema import EvalConfig, RunConfig
 from ds_finetune.data.batches import Batch, BatchPlan, eval_batches
 from ds_finetune.data.rows import Row
-from ds_finetune.engine.engine import HeldOutScores, StepResult
+from ds_finetune.engine.results import HeldOutScores, StepResult
 from ds_finetune.errors import ConfigError
 from ds_finetune.objectives.objective import TokenObjective
 from ds_finetune.observers.evaluation import BestAndPatience, Evaluation, matches

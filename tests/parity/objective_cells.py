@@ -13,6 +13,9 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from ds_finetune.config.objectives import ObjectiveConfig, ObjectiveField
+from ds_finetune.data.documents import Documents, KeptDocument
+from ds_finetune.data.mismatched import MismatchedAnswers
+from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.rows import Row, RowDocuments
 from ds_finetune.families.tiny import VOCAB
 from ds_finetune.labels import IGNORE_INDEX
@@ -28,6 +31,7 @@ OBJECTIVES: tuple[dict[str, Any], ...] = (
     {"name": "simpo"},
     {"name": "cpo"},
     {"name": "orpo"},
+    {"name": "kto", "beta": 0.2, "desirable_weight": 1.3},
 )
 """Sections of the run file; each is compared in every layout."""
 
@@ -87,8 +91,38 @@ def documents() -> tuple[Document, ...]:
     return tuple(found)
 
 
+@cache
+def mismatched_documents() -> tuple[Document, ...]:
+    """The prompt of each document with another one's answer, and made-up references that are mostly worse."""
+    found, every = [], mismatched(packing=False)
+    for number, document in enumerate(documents()):
+        other = documents()[every.partner(number)]
+        ids = np.concatenate([document.ids[: document.prompt], other.ids[other.prompt :]])[:ROW_LEN]
+        found.append(Document(ids, document.prompt, 0.0, -5.0 * (len(ids) - document.prompt) + number % 3))
+    return tuple(found)
+
+
+def mismatched(*, packing: bool) -> MismatchedAnswers:
+    """What the program makes of the documents, each of which is a unit."""
+    bins = _bins(1, packing=packing)
+    kept = Documents.of([KeptDocument(d.ids.tolist(), [n >= d.prompt for n in range(len(d.ids))]) for d in documents()])
+    order, offsets = np.concatenate(bins), np.cumsum([0, *map(len, bins)])
+    rows = PreparedRows(kept, order, offsets, kept.counts)
+    return MismatchedAnswers(rows, seed=0, max_seq_len=ROW_LEN, is_packed=packing)
+
+
+def reference_of(number: int) -> float:
+    """The made-up reference of a document, mismatched or not, by its number."""
+    return (*documents(), *mismatched_documents())[number].reference
+
+
 def rows(documents_per_unit: int, *, packing: bool) -> list[Row]:
     """Rows of units of consecutive documents: one unit a row, or as many as fit."""
+    return [_row(numbers) for numbers in _bins(documents_per_unit, packing=packing)]
+
+
+def _bins(documents_per_unit: int, *, packing: bool) -> list[list[int]]:
+    """Numbers of the documents of each row."""
     numbers = range(len(documents()))
     units = [numbers[start : start + documents_per_unit] for start in numbers[::documents_per_unit]]
     bins: list[list[int]] = []
@@ -97,7 +131,7 @@ def rows(documents_per_unit: int, *, packing: bool) -> list[Row]:
         if not packing or not bins or tokens > ROW_LEN:
             bins.append([])
         bins[-1] += unit
-    return [_row(numbers) for numbers in bins]
+    return bins
 
 
 def _row(numbers: Sequence[int]) -> Row:

@@ -17,7 +17,8 @@ import torch
 
 from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.data.batches import Batch, MicroBatch, eval_batches, training_batches
+from ds_finetune.data.batches import Batch, BatchPlan, MicroBatch, eval_baseline, eval_batches, training_batches
+from ds_finetune.data.rows import Row
 from ds_finetune.engine.default_group import process_group
 from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.engine import Engine
@@ -30,7 +31,7 @@ from ds_finetune.selftest.cells import Cell
 from ds_finetune.selftest.reference_loop import BETAS
 from ds_finetune.selftest.steps import _gradients, batch_plan
 from ds_finetune.world import World
-from tests.parity.objective_cells import LR, OBJECTIVES, Layout, documents, layout_tree, rows, section
+from tests.parity.objective_cells import LR, OBJECTIVES, Layout, layout_tree, mismatched, reference_of, rows, section
 from tests.planning import model_of
 
 
@@ -86,9 +87,9 @@ def _set_objective(engine: Engine, objective: Objective) -> None:
 
 def _results(engine: Engine, objective: Objective) -> dict[str, Any]:
     """Loss, metrics and norm of a step that leaves the weights as they are, and the held-out loss of all rows."""
-    plan = replace(batch_plan(engine.plan), documents_per_unit=objective.documents_per_unit)
-    every = rows(objective.documents_per_unit, packing=engine.plan.batch.is_packed)
-    evaluated = engine.evaluate(_with_reference(batch) for batch in eval_batches(every, plan))
+    every, plan = _rows_and_plan(engine, objective)
+    baseline = eval_baseline(mismatched(packing=engine.plan.batch.is_packed), plan) if objective.needs_baseline else ()
+    evaluated = engine.evaluate(map(_with_reference, eval_batches(every, plan)), baseline=map(_refer, baseline))
     assert evaluated is not None
     result = engine.step(_batch(engine, objective), lr=0.0)
     return {"loss": result.loss, "metrics": dict(result.metrics), "norm": result.grad_norm, "eval": evaluated.loss}
@@ -96,20 +97,28 @@ def _results(engine: Engine, objective: Objective) -> dict[str, Any]:
 
 def _batch(engine: Engine, objective: Objective) -> Batch:
     """This rank's share of a batch of all documents."""
-    plan = replace(batch_plan(engine.plan), documents_per_unit=objective.documents_per_unit)
-    every = rows(objective.documents_per_unit, packing=engine.plan.batch.is_packed)
-    assert len(every) <= plan.global_batch_size
-    (batch,) = training_batches(every, plan, start_step=0, total_rows=len(every))
+    every, plan = _rows_and_plan(engine, objective)
+    other = mismatched(packing=engine.plan.batch.is_packed) if objective.needs_baseline else None
+    (batch,) = training_batches(every, plan, start_step=0, total_rows=len(every), mismatched=other)
     return _with_reference(batch)
 
 
+def _rows_and_plan(engine: Engine, objective: Objective) -> tuple[list[Row], BatchPlan]:
+    """Rows of all documents, and a batch that holds them in as many forwards as the engine's plan has."""
+    every = rows(objective.documents_per_unit, packing=engine.plan.batch.is_packed)
+    plan = replace(batch_plan(engine.plan), documents_per_unit=objective.documents_per_unit)
+    share = plan.dp * engine.plan.batch.gradient_accumulation_steps
+    size = -(-len(every) // share)
+    return every, replace(plan, global_batch_size=size * share, micro_batch_size=size)
+
+
 def _with_reference(batch: Batch) -> Batch:
-    return replace(batch, micro=tuple(map(_refer, batch.micro)))
+    return replace(batch, micro=tuple(map(_refer, batch.micro)), baseline=tuple(map(_refer, batch.baseline)))
 
 
 def _refer(micro: MicroBatch) -> MicroBatch:
     assert micro.examples is not None
-    made_up = [documents()[number].reference for number in micro.examples.numbers.tolist()]
+    made_up = [reference_of(number) for number in micro.examples.numbers.tolist()]
     return replace(micro, examples=replace(micro.examples, reference=torch.tensor(made_up, dtype=torch.float64)))
 
 

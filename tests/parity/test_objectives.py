@@ -14,18 +14,19 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch.func import functional_call
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, sigmoid
 from transformers import AutoModelForCausalLM
 
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.model.lora import weight_of
 from tests.pairwise import pairwise
-from tests.parity.objective_cells import OBJECTIVES, Document, Layout, documents, layouts
+from tests.parity.objective_cells import OBJECTIVES, Document, Layout, documents, layouts, mismatched_documents
 from tests.parity.reference import GRADIENT_TOLERANCE, relative
 from tests.running import start, torchrun
 
 WORKER = Path(__file__).with_name("objective_worker.py")
 LORA_SCALE = 2.0
+ALL_DOCUMENTS = (*documents(), *mismatched_documents())
 
 
 class Answer(NamedTuple):
@@ -65,14 +66,25 @@ def _orpo(w: Answer, r: Answer) -> torch.Tensor:
 
 
 LOSSES: Sequence[Losses] = (Losses(_dpo, 0.3), Losses(_ipo), Losses(_simpo), Losses(_cpo, 1.0), Losses(_orpo, 1.0))
-"""In the order of OBJECTIVES."""
+"""In the order of OBJECTIVES, of which the last is KTO."""
+
+
+def _kto(answers: Sequence[Answer], z0: float) -> torch.Tensor:
+    """Of good and bad answers; z0 is a mean over prompts with other answers."""
+    losses = []
+    for answer, document in zip(answers, documents(), strict=True):
+        ratio = answer.logp - answer.reference
+        is_good = document.target == 1
+        losses.append(1.3 * (1 - sigmoid(0.2 * (ratio - z0))) if is_good else 1 - sigmoid(0.2 * (z0 - ratio)))
+    return torch.stack(losses).mean()
 
 
 class Plain(NamedTuple):
-    """Loss, accuracy of the rewards where pairs have them, and gradients of the plain loop."""
+    """Loss, gradients and z0 (KTO) of the plain loop."""
 
     loss: float
     gradients: Mapping[str, torch.Tensor]
+    z0: float = 0.0
 
 
 def _logp(model: Any, weights: Mapping[str, torch.Tensor], document: Document) -> torch.Tensor:
@@ -83,12 +95,11 @@ def _logp(model: Any, weights: Mapping[str, torch.Tensor], document: Document) -
     return logits.log_softmax(-1)[here].gather(1, labels[here, None]).double().sum()
 
 
-def _answers(logps: Sequence[torch.Tensor], references: Sequence[float]) -> list[tuple[Answer, Answer]]:
-    every = [
+def _answers(logps: Sequence[torch.Tensor], references: Sequence[float]) -> list[Answer]:
+    return [
         Answer(logp, len(document.ids) - document.prompt, torch.tensor(reference, dtype=torch.float64))
-        for logp, document, reference in zip(logps, documents(), references, strict=True)
+        for logp, document, reference in zip(logps, documents(), references, strict=False)
     ]
-    return list(zip(every[::2], every[1::2], strict=True))
 
 
 def _loss(losses: Losses, pairs: Sequence[tuple[Answer, Answer]]) -> torch.Tensor:
@@ -100,14 +111,22 @@ def _loss(losses: Losses, pairs: Sequence[tuple[Answer, Answer]]) -> torch.Tenso
 def _plain_loop(
     model: Any, trained: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor], references: Sequence[float]
 ) -> list[Plain]:
-    """Each objective's loss with its gradients of `trained`, of which `weights` are computed."""
+    """Each objective's loss with its gradients of `trained`, of which `weights` are computed.
+
+    `references` are those of all documents, and then of the mismatched ones.
+    """
     logps = [_logp(model, weights, document) for document in documents()]
+    with torch.no_grad():
+        mismatched = [_logp(model, weights, document).item() for document in mismatched_documents()]
+    answers = _answers(logps, references)
+    ratios = [logp - reference for logp, reference in zip(mismatched, references[len(answers) :], strict=True)]
+    z0 = max(0.0, sum(ratios) / len(ratios))
+    pairs = list(zip(answers[::2], answers[1::2], strict=True))
     found = []
-    for losses in LOSSES:
-        loss = _loss(losses, _answers(logps, references))
+    for loss in (*(_loss(losses, pairs) for losses in LOSSES), _kto(answers, z0)):
         gradients = torch.autograd.grad(loss, list(trained.values()), retain_graph=True, allow_unused=True)
         named = {name: grad for name, grad in zip(trained, gradients, strict=True) if grad is not None}
-        found.append(Plain(loss.item(), named))
+        found.append(Plain(loss.item(), named, z0))
     return found
 
 
@@ -120,7 +139,7 @@ def _plain_model(folder: Path) -> Any:
 def _full(folder: Path) -> list[Plain]:
     model = _plain_model(folder)
     trained = dict(model.named_parameters())
-    return _plain_loop(model, trained, trained, [document.reference for document in documents()])
+    return _plain_loop(model, trained, trained, [document.reference for document in ALL_DOCUMENTS])
 
 
 def _with_adapters(folder: Path, adapters: Mapping[str, torch.Tensor]) -> list[Plain]:
@@ -134,7 +153,7 @@ def _with_adapters(folder: Path, adapters: Mapping[str, torch.Tensor]) -> list[P
         by_weight.setdefault(weight, {})[side] = tensor
     merged = {name: base[name] + LORA_SCALE * sides["B"] @ sides["A"] for name, sides in by_weight.items()}
     with torch.no_grad():
-        references = [_logp(model, base, document).item() for document in documents()]
+        references = [_logp(model, base, document).item() for document in ALL_DOCUMENTS]
     return _plain_loop(model, trained, base | merged, references)
 
 
@@ -145,6 +164,7 @@ def _assert_equals_plain_loop(layout: Layout, folder: Path, models: Path) -> Non
     for tree, plain, found in zip(OBJECTIVES, wanted, result["objectives"], strict=True):
         assert found["loss"] == pytest.approx(plain.loss, rel=2e-6), tree
         assert found["eval"] == pytest.approx(plain.loss, rel=2e-6), tree
+        assert found["metrics"].get("kl", plain.z0) == pytest.approx(plain.z0, rel=2e-6, abs=1e-6), tree
         norm = torch.nn.utils.get_total_norm(list(plain.gradients.values()))
         assert found["norm"] == pytest.approx(float(norm), rel=GRADIENT_TOLERANCE), tree
         assert found["gradients"].keys() == plain.gradients.keys(), tree

@@ -1,0 +1,1 @@
+"""`ds-finetune bench`: times the training step beside ordinary PyTorch loops."""

@@ -1,0 +1,131 @@
+"""Times the training step beside plain PyTorch loops on the same documents, by turns in one process."""
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+
+from ds_finetune.bench.plain_loop import LR, Layout, PlainLoop, packed_forwards, padded_forwards
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.data.batches import Batch
+from ds_finetune.engine.build_lock import Say
+from ds_finetune.engine.collectives import all_gather_object
+from ds_finetune.engine.default_group import process_group
+from ds_finetune.engine.devices import choose_device
+from ds_finetune.engine.prepare_ops import build_ops, use_cores
+from ds_finetune.engine.start_engine import start_engine
+from ds_finetune.errors import ConfigError
+from ds_finetune.plan.plan import make_plan
+from ds_finetune.trainer.batches import run_batches
+from ds_finetune.trainer.inputs import make_model_plan, read_inputs, with_classes
+from ds_finetune.trainer.prepare import PreparedRun, estimate_model, freeze_unreached, make_schedule
+from ds_finetune.world import World
+
+_LAYOUTS: dict[str, Layout] = {"plain loop, padded": padded_forwards, "plain loop, packed": packed_forwards}
+_NOT_COMPARED = ("kto", "distill")
+"""Objectives without a plain loop here; `ds-finetune selftest` compares them."""
+
+
+@dataclass(frozen=True)
+class SpeedComparison:
+    """Seconds of each timed step of each candidate, tokens of these steps, and the difference of losses.
+
+    The tokens are the supervised ones, or all where an objective has none.
+    """
+
+    seconds: dict[str, list[float]]
+    tokens: int
+    largest_loss_difference: float
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Median seconds, tokens a second, and the speed relative to the first candidate: more is faster."""
+        first_name = next(iter(self.seconds))
+        first = statistics.median(next(iter(self.seconds.values())))
+        found = [
+            ("speed (x)", f"that of {first_name} is 1; more is faster"),
+            ("losses differ by", f"{self.largest_loss_difference:.1e}, relative"),
+        ]
+        for name, seconds in self.seconds.items():
+            median = statistics.median(seconds)
+            rate = self.tokens / sum(seconds)
+            found.append((name, f"{median:.3f} s/step, {rate:,.0f} tokens/s, {first / median:.2f} x"))
+        return found
+
+
+def compare_step_speed(config: RunConfig, *, steps: int, say: Say) -> SpeedComparison:
+    """Time `steps` optimizer steps of `config` by turns with plain loops over the same documents.
+
+    One step before them warms up.
+
+    The plain loops are transformers' model with all logits and torch's AdamW: over documents padded to the longest of
+    eight, and, for language models, over the same packed rows. All start from the same weights. A reference model's
+    log-probabilities are taken as zeros. ConfigError for several processes, LoRA and objectives with a second model.
+    """
+    world = World.from_environment(os.environ)
+    world.set_environment(os.environ)
+    if world.world_size > 1:
+        raise ConfigError(
+            f"bench compares one process with a plain loop, and this is rank {world.rank} of {world.world_size}",
+            hint="start one process",
+        )
+    if config.lora is not None:
+        raise ConfigError(
+            f"bench compares with loops that train every weight, and lora.rank is {config.lora.rank}",
+            hint="leave `lora` out",
+        )
+    if config.objective.name in _NOT_COMPARED:
+        raise ConfigError(
+            f"bench has no plain loop for objective {config.objective.name}, which computes with a second model",
+            hint=f"leave `objective` out, or use another than {', '.join(_NOT_COMPARED)}",
+        )
+    plan = make_plan(config, world=world, device=choose_device())
+    config = with_classes(config)
+    model = make_model_plan(config, plan.mesh)
+    inputs = read_inputs(config, model)
+    plan, schedule = freeze_unreached(plan, model), make_schedule(config, inputs)
+    run = PreparedRun(config, plan, inputs, schedule, estimate_model(config, plan, model))
+    with ExitStack() as stack:
+        stack.enter_context(process_group(world, run.plan.device))
+        plan = build_ops(use_cores(run.plan, os.environ), all_gather_object, say)
+        for note in plan.notes:
+            say(note)
+        engine = stack.enter_context(start_engine(plan, run.inputs.model))
+        # transformers pools one token of a row, whatever documents it has.
+        layouts = _LAYOUTS if model.task == "causal_lm" else {"plain loop, padded": padded_forwards}
+        loops = {name: PlainLoop(engine, run.inputs.hf_config, layout) for name, layout in layouts.items()}
+        candidates: dict[str, Callable[[Batch], float]] = {"ds_finetune": lambda batch: engine.step(batch, lr=LR).loss}
+        candidates |= {name: loop.step for name, loop in loops.items()}
+        finish = torch.cuda.synchronize if plan.device == "cuda" else _nothing
+        return time_by_turns(candidates, islice(run_batches(run), steps + 1), finish=finish)
+
+
+def _nothing() -> None:
+    """A CPU's work is done when the call returns."""
+
+
+def time_by_turns(
+    candidates: dict[str, Callable[[Batch], float]], batches: Iterator[Batch], *, finish: Callable[[], None]
+) -> SpeedComparison:
+    """Time each candidate on each batch, the first one to warm up.
+
+    `finish` waits until the device has finished the work queued before.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    tokens, largest_difference = 0, 0.0
+    for number, batch in enumerate(batches):
+        losses = []
+        for name, step in candidates.items():
+            finish()
+            began = time.perf_counter()
+            losses.append(step(batch))
+            finish()
+            if number:
+                seconds[name].append(time.perf_counter() - began)
+        tokens += (batch.num_supervised_tokens or batch.num_tokens) if number else 0
+        largest_difference = max(largest_difference, (max(losses) - min(losses)) / min(losses))
+    return SpeedComparison(seconds, tokens, largest_difference)

@@ -1,0 +1,127 @@
+"""Prompts with the answers of other examples, from which KTO estimates its z0.
+
+Which answer a prompt gets is a pure function of the data and the seed, so that z0 of a batch does not depend on ranks,
+micro-batches or the order of rows, and the reference's log-probabilities can be computed once.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds_finetune.data.prepared_rows import PreparedRows
+from ds_finetune.data.rows import Row, RowDocuments
+from ds_finetune.errors import DataError
+from ds_finetune.labels import IGNORE_INDEX
+
+_SEED = 1
+"""Keeps the order of the examples apart from the order of rows, which is drawn with the same seed and the epoch."""
+
+
+@dataclass(frozen=True, eq=False)
+class MismatchedAnswers:
+    """For each document of `rows`, its prompt with the answer of another one.
+
+    A mismatched document has the number of the document with its prompt plus the number of all documents. It is cut at
+    `max_seq_len`, after which at least one token of the answer is left.
+    """
+
+    rows: PreparedRows
+    seed: int
+    max_seq_len: int
+    is_packed: bool
+    """Whether rows hold several documents."""
+
+    def check(self, name: str) -> None:
+        """DataError where all examples of `name`, a key of the run file, have the same prompt."""
+        first = self._prompt(0)
+        if all(np.array_equal(self._prompt(number), first) for number in range(1, len(self))):
+            raise DataError(
+                f"the {len(self)} examples of {name} have one prompt, and z0 of objective kto compares each prompt "
+                "with the answer to another one",
+                hint="add examples of other prompts, or use objective dpo with pairs of answers",
+            )
+
+    def __len__(self) -> int:
+        """Number of documents, mismatched or not."""
+        return self.rows.counts.documents
+
+    def partner(self, number: int) -> int:
+        """The document whose answer the prompt of document `number` gets: the next one, in an order drawn by the seed,
+        that has another prompt.
+        """
+        order, places = self._order
+        prompt, place = self._prompt(number), int(places[number])
+        followers = (int(order[(place + step) % len(order)]) for step in range(1, len(order)))
+        return next(other for other in followers if not np.array_equal(self._prompt(other), prompt))
+
+    def rows_for(self, row_ids: Sequence[int]) -> list[Row]:
+        """Rows of the mismatched documents of the rows `row_ids`, in their order; the first row with enough space takes
+        a document.
+        """
+        bins: list[list[int]] = []
+        space: list[int] = []
+        for number in self._documents_of(row_ids):
+            length = self._length(number)
+            found = next((place for place, left in enumerate(space) if left >= length), None)
+            if found is None or not self.is_packed:
+                found = len(bins)
+                bins.append([])
+                space.append(self.max_seq_len)
+            bins[found].append(number)
+            space[found] -= length
+        return [self._row(numbers) for numbers in bins]
+
+    @cached_property
+    def _order(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """A permutation of the documents, and the place of each of them in it."""
+        order = np.random.default_rng([self.seed, 0, _SEED]).permutation(len(self))
+        return order, np.argsort(order)
+
+    def _documents_of(self, row_ids: Sequence[int]) -> Iterator[int]:
+        for row in row_ids:
+            yield from self.rows.order[self.rows.offsets[row] : self.rows.offsets[row + 1]].tolist()
+
+    def _prompt(self, number: int) -> NDArray[np.int32]:
+        """Ids before the first supervised token."""
+        ids, answer = self._ids(number)
+        return ids[:answer]
+
+    def _ids(self, number: int) -> tuple[NDArray[np.int32], int]:
+        """Ids of a document, and where its answer begins; the first token of a document is never supervised."""
+        documents = self.rows.documents
+        span = slice(documents.offsets[number], documents.offsets[number + 1])
+        return documents.ids[span], 1 + int(np.argmax(documents.mask[span][1:]))
+
+    def _length(self, number: int) -> int:
+        _, answer = self._ids(number)
+        ids, other_answer = self._ids(self.partner(number))
+        return min(answer + len(ids) - other_answer, self.max_seq_len)
+
+    def _row(self, numbers: Sequence[int]) -> Row:
+        parts = [self._document(number) for number in numbers]
+        lengths = np.array([len(ids) for ids, _ in parts], dtype=np.int64)
+        labels = np.concatenate([labels for _, labels in parts])
+        return Row(
+            input_ids=np.concatenate([ids for ids, _ in parts]),
+            position_ids=np.concatenate([np.arange(length) for length in lengths]).astype(np.int32),
+            labels=labels,
+            supervised=int((labels != IGNORE_INDEX).sum()),
+            documents=RowDocuments(
+                lengths, np.array(numbers, dtype=np.int64) + len(self), np.zeros(len(numbers)), lengths
+            ),
+        )
+
+    def _document(self, number: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Ids and labels of a mismatched document."""
+        other = self.partner(number)
+        ids, answer = self._ids(other)
+        span = slice(self.rows.documents.offsets[other], self.rows.documents.offsets[other + 1])
+        prompt, mask = self._prompt(number), self.rows.documents.mask[span][answer:]
+        whole = np.concatenate([prompt, ids[answer:]])[: self.max_seq_len]
+        is_supervised = np.concatenate([np.zeros(len(prompt), dtype=np.bool_), mask])[: self.max_seq_len]
+        labels = np.full(len(whole), IGNORE_INDEX, dtype=np.int32)
+        labels[:-1] = np.where(is_supervised[1:], whole[1:], IGNORE_INDEX)
+        return whole, labels

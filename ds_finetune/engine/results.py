@@ -1,0 +1,46 @@
+"""Results of an optimizer step and of an evaluation, the same on every rank."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ds_finetune.engine.document_scores import NO_SCORES, DocumentScores
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Result of one optimizer step, the same on every rank.
+
+    `metrics` are those of the objective, `loss` first; `culprit` names the parameter and the rank of a non-finite
+    gradient.
+    """
+
+    metrics: Mapping[str, float]
+    grad_norm: float
+    num_tokens: int
+    num_supervised_tokens: int
+    skipped: bool
+    culprit: str
+
+    @property
+    def loss(self) -> float:
+        """The loss of the global batch."""
+        return self.metrics["loss"]
+
+
+@dataclass(frozen=True)
+class HeldOutScores:
+    """Metrics of the objective over every held-out row once, and their number of units."""
+
+    metrics: Mapping[str, float]
+    counts: Mapping[str, float]
+    is_per_token: bool = True
+    """Whether the loss is a mean over tokens, so that it has a perplexity."""
+    sums: Mapping[str, float] = field(default_factory=dict)
+    """The sums from which the metrics are computed."""
+    scores: DocumentScores = field(default_factory=NO_SCORES.copy, repr=False)
+    """Scores and targets of all documents, where a metric needs them together."""
+
+    @property
+    def loss(self) -> float:
+        """The loss over all held-out rows."""
+        return self.metrics["loss"]

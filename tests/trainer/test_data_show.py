@@ -1,0 +1,79 @@
+"""What `data show` and the plan print of pairs, marked answers and labelled texts."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_finetune.cli.main import main
+from ds_finetune.config.schema import RunConfig, read_config
+from ds_finetune.console import OUT, show_plan
+from ds_finetune.errors import DataError
+from ds_finetune.trainer.prepare import PreparedRun, prepare_run
+from ds_finetune.world import World
+from tests.running import tiny_task
+
+PAIRS = [{"prompt": "2+2?", "chosen": "4", "rejected": answer, "margin": 1.5} for answer in ("5", "22", "4")]
+MARKED = [{"prompt": "2+2?", "completion": answer, "label": answer == "4"} for answer in ("4", "5", "3")]
+LABELLED = [{"sentence1": "a", "sentence2": "b", "label": name} for name in ("same", "other", "none", "same")]
+
+
+def config_of(folder: Path, objective: object, rows: list[dict[str, Any]], **data: object) -> RunConfig:
+    run_file = tiny_task(folder, objective=objective, data={"max_dropped_ratio": 1, **data})
+    for name in ("train", "eval"):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return read_config(run_file)
+
+
+def shown_data(folder: Path, capsys: pytest.CaptureFixture[str], *, samples: int = 1) -> str:
+    assert main(["data", "show", str(folder / "run.yaml"), "--samples", str(samples)]) == 0
+    return capsys.readouterr().out
+
+
+def prepared(config: RunConfig) -> tuple[PreparedRun, str]:
+    run = prepare_run(config, World.from_environment({}))
+    with OUT.capture() as shown:
+        show_plan(run)
+    return run, " ".join(shown.get().split())
+
+
+def test_both_sides_of_a_pair_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_of(tmp_path, "reward", PAIRS, packing=True)
+    shown = shown_data(tmp_path, capsys)
+    prompt = "<|bos|><|user|>2+2?<|assistant|>"
+    assert f"pair 1, margin 1.5: chosen\n{prompt}⟦4<|eos|>⟧" in shown
+    assert f"pair 1, margin 1.5: rejected\n{prompt}⟦5<|eos|>⟧" in shown
+    assert "pair 2" not in shown
+    assert re.search(r"^pairs +2 *$", shown, re.MULTILINE)
+    assert "1 of 3 rows are dropped: rows whose chosen and rejected answers have the same tokens" in shown
+    run, shown = prepared(config)
+    assert "64 tokens a row at most, packed, for both sides of a pair together" in shown
+    assert "1 rows, 2 pairs, 37 tokens, 24.3% of them supervised" in shown
+    assert "data.eval repeats training data: 2 of 2 held-out pairs have the tokens of a training pair" in shown
+    assert run.inputs.train.counts.read == 3
+
+
+def test_marked_answers_are_shown_with_their_mark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config_of(tmp_path, {"name": "kto"}, MARKED)
+    shown = shown_data(tmp_path, capsys, samples=2)
+    assert "good answer\n<|bos|><|user|>2+2?<|assistant|>⟦4<|eos|>⟧" in shown
+    assert "bad answer\n<|bos|><|user|>2+2?<|assistant|>⟦5<|eos|>⟧" in shown
+    assert re.search(r"^answers +1 good, 2 bad *$", shown, re.MULTILINE)
+
+
+def test_classes_of_the_rows_are_those_of_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_of(tmp_path, "classification", LABELLED)
+    shown = shown_data(tmp_path, capsys, samples=2)
+    assert "class 2 same\na<|unk|>b<|eos|>" in shown
+    assert "⟦" not in shown
+    assert re.search(r"^classes +3 \(none 25.0%, other 25.0%, same 50.0%\) *$", shown, re.MULTILINE)
+    run, shown = prepared(config)
+    assert "supervised" not in shown
+    assert run.inputs.hf_config.id2label == {0: "none", 1: "other", 2: "same"}
+    assert run.config.objective.model_dump()["num_labels"] == 3
+    assert run.inputs.held_out["eval"].class_names == ("none", "other", "same")
+    (tmp_path / "eval.jsonl").write_text(json.dumps({**LABELLED[0], "label": "new"}))
+    with pytest.raises(DataError, match=r"eval\.jsonl line 1: column `label` is str 'new', which is no class"):
+        prepared(config)
