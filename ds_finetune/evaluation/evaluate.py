@@ -12,6 +12,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ds_finetune.config.schema import DataConfig
 from ds_finetune.data.prepare import TokenLimits, prepare_rows
+from ds_finetune.data.row_kind import DIALOGUE, RowKind
 from ds_finetune.data.row_report import row_notes
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.errors import ConfigError, DataError
@@ -48,6 +49,7 @@ class EvalRequest:
     max_new_tokens: int = 256
     batch_tokens: int = 4096
     limit: int | None = None
+    kind: RowKind = DIALOGUE
 
 
 @dataclass(frozen=True)
@@ -205,7 +207,8 @@ def _documents(
     length = min(request.max_seq_len, allowed or request.max_seq_len)
     with tempfile.TemporaryDirectory() as cache:
         data = request.data.model_copy(update={"cache_dir": cache})
-        rows = prepare_rows(data, "eval", tokenizer=tokenizer, limits=TokenLimits(length, config.vocab_size, allowed))
+        limits = TokenLimits(length, config.vocab_size, allowed)
+        rows = prepare_rows(data, "eval", tokenizer=tokenizer, limits=limits, kind=request.kind)
         number = min(rows.counts.documents, request.limit or rows.counts.documents)
         documents = [
             Document(*rows.document(index), *prompt) for index, prompt in enumerate(rows.prompts_and_answers(number))
