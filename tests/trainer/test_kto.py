@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_finetune import read_config, train
 from ds_finetune.errors import DataError
@@ -69,9 +70,13 @@ def test_two_ranks_have_the_losses_of_one(tmp_path: Path) -> None:
 
 
 def test_adapters_are_turned_off_for_the_reference(tmp_path: Path) -> None:
-    run_file = write_run(
-        tmp_path, objective={"name": "kto", "beta": 0.5, "reference": "adapters_off"}, lora={"rank": 4}
+    section = {"name": "kto", "beta": 0.5, "reference": "adapters_off"}
+    run_file = write_run(tmp_path, objective=section, lora={"rank": 8}, model=str(tmp_path / "model"))
+    kept = (tmp_path / "model" / "config.json").read_text()
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "model")).float().save_pretrained(
+        tmp_path / "model"
     )
+    (tmp_path / "model" / "config.json").write_text(kept)
     records = records_of(run_file, "run")
     assert records[0]["train/loss"] == 0.5
     assert records[0]["train/kl"] == 0
