@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from ds_finetune.config.objectives import read_objective
 from ds_finetune.config.schema import DataConfig, RunConfig
 from ds_finetune.config.value_types import SET_NAME
 from ds_finetune.console import show_line, show_next, show_plan, show_report, show_verifications
@@ -20,6 +21,7 @@ from ds_finetune.units import parse_bytes
 from ds_finetune.world import World
 
 if TYPE_CHECKING:
+    from ds_finetune.data.row_kind import RowKind
     from ds_finetune.evaluation.evaluate import EvalReport
     from ds_finetune.export.from_checkpoint import ExportResult
     from ds_finetune.export.onnx.folder import OnnxExportResult
@@ -123,6 +125,7 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
     data: PathLike | Sequence[PathLike] | Mapping[str, PathLike | Sequence[PathLike]],
     *,
     baseline: PathLike | None = None,
+    objective: str | Mapping[str, object] = "sft",
     extract: str | None = None,
     columns: Mapping[str, str] | None = None,
     template: str = "auto",
@@ -136,10 +139,11 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
     """Score the exported folder `model`, and `baseline` on the same token ids, over the rows of `data`; prints nothing.
 
     `EvalReport.metrics` holds each metric by name, with its confidence interval. With a mapping of names to files,
-    `EvalReport.sets` also has the metrics of each of these sets. With `extract` (gsm8k, choice, json or text) the model
-    generates answers, and the values extracted from them are compared with those extracted from the rows. `columns`,
-    `template`, `train_on` and `long_rows` are as in a run file. `limit` is the number of rows of each set scored at
-    most. DataError or ExportError where the model cannot be scored.
+    `EvalReport.sets` also has the metrics of each of these sets. `objective` is sft, distill or pretrain, or its
+    section in a run file, such as `{"name": "pretrain", "eos": False}`. With `extract` (gsm8k, choice, json or text)
+    the model generates answers, and the values extracted from them are compared with those extracted from the rows.
+    `columns`, `template`, `train_on` and `long_rows` are as in a run file. `limit` is the number of rows of each set
+    scored at most. DataError or ExportError where the model cannot be scored.
     """
     least = {
         "max_seq_len": (max_seq_len, 2),
@@ -167,10 +171,22 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
         max_truncated_ratio=1.0,
         packing=False,
     )
-    base = None if baseline is None else str(baseline)
+    base, kind = None if baseline is None else str(baseline), _row_kind(objective)
     return evaluate_model(
-        EvalRequest(str(model), base, rows, extract, max_seq_len, max_new_tokens, batch_tokens, limit)
+        EvalRequest(str(model), base, rows, extract, max_seq_len, max_new_tokens, batch_tokens, limit, kind)
     )
+
+
+def _row_kind(objective: str | Mapping[str, object]) -> "RowKind":
+    from ds_finetune.data.row_kind import RowKind
+
+    kind = RowKind.of(read_objective(objective))
+    if kind.documents_per_unit:
+        raise ConfigError(
+            f"objective {kind.objective} has no mean loss of tokens, which is what eval computes",
+            hint="its metrics on held-out rows are in metrics.jsonl of the run",
+        )
+    return kind
 
 
 def _held_out_paths(

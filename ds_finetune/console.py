@@ -94,13 +94,17 @@ def show_report(report: "Report") -> None:
 
 
 def show_next(report: "Report") -> None:
-    """Print the next command: to chat with the exported model, or to export the run."""
+    """Print the next command: to chat with the exported model or to score it, or to export the run."""
+    from ds_finetune.export.classifiers import holds_classifier
+
     if report.interrupted:
         return
     command = ["ds-finetune", "export", str(report.output_dir), "OUT"]
     for folder in report.exports:
         command = ["ds-finetune", "chat", str(folder)]
-        if not has_chat_template(folder):
+        if holds_classifier(folder):
+            command = ["ds-finetune", "eval", str(folder), "--data", "FILE"]
+        elif not has_chat_template(folder):
             command = ["ds-finetune", "ask", str(folder), "TEXT"]
     show_line(f"next: {shlex.join(command)}")
 

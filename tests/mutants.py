@@ -29,8 +29,39 @@ class Mutant:
 
 
 PARITY, PARALLEL, ROWS = "tests/parity/test_parity.py", "tests/parity/test_parallel.py", "tests/data/test_rows.py"
-OBJECTIVES = "tests/parity/test_objectives.py"
+OBJECTIVES, SCORES = "tests/parity/test_objectives.py", "tests/parity/test_scores.py"
+PREFERENCES, LABELS = "tests/data/test_preferences.py", "tests/data/test_labelled_texts.py"
 MUTANTS = (
+    Mutant(
+        "separator by side",
+        "data/units.py",
+        "    if not (isinstance(chosen, Completion) and isinstance(rejected, Completion)):",
+        "    if chosen:",
+        PREFERENCES,
+    ),
+    Mutant(
+        "half a row for each side of a pair",
+        "data/units.py",
+        "max(limit.max_seq_len // 2, limit.max_seq_len - shorter)",
+        "limit.max_seq_len // 2",
+        PREFERENCES,
+    ),
+    Mutant(
+        "earlier answers of pairs supervised",
+        "data/units.py",
+        'tokens = SampleTokeniser(tokenizer, replace(settings, train_on="last_assistant")).tokenise(sides)',
+        "tokens = SampleTokeniser(tokenizer, settings).tokenise(sides)",
+        PREFERENCES,
+    ),
+    Mutant("earlier turns not compared", "data/preferences.py", "    if ours == theirs:", "    if True:", PREFERENCES),
+    Mutant(
+        "classes in the order of the rows",
+        "data/classes.py",
+        "tuple(sorted(found.names))",
+        "tuple(found.names)",
+        LABELS,
+    ),
+    Mutant("no end token after a cut text", "data/units.py", "[*ids[: limit - 1], eos]", "ids[:limit]", LABELS),
     Mutant(
         "scale of the loss",
         "engine/loss_normalisation.py",
@@ -51,6 +82,41 @@ MUTANTS = (
         "        counts = self._global_counts(batch.counts)",
         '        counts = self._global_counts(batch.counts) | {"pairs": batch.counts["pairs"]}',
         OBJECTIVES,
+    ),
+    Mutant(
+        "documents scored on every sequence parallel rank's first tokens",
+        "model/score_head.py",
+        "ends % (tokens * ranks) - tokens * rank",
+        "ends % tokens",
+        SCORES,
+    ),
+    Mutant(
+        "scores counted by every sequence parallel rank",
+        "model/score_head.py",
+        "self.groups.sp.group_rank == 0",
+        "self.groups.sp.size > 0",
+        SCORES,
+    ),
+    Mutant(
+        "gradient of scores summed again over sequence parallel ranks",
+        "model/score_head.py",
+        "        return grad, None",
+        "        return grad * 2, None",
+        SCORES,
+    ),
+    Mutant(
+        "score head frozen beside adapters",
+        "engine/start_engine.py",
+        "lm.get_parameter(name).requires_grad_(True)",
+        "lm.get_parameter(name).requires_grad_(False)",
+        SCORES,
+    ),
+    Mutant(
+        "margin of pairs ignored",
+        "objectives/reward.py",
+        "chosen - rejected - targets.view(-1, 2)[:, 0]",
+        "chosen - rejected",
+        SCORES,
     ),
     Mutant(
         "no all-reduce of documents in sequence parallelism",

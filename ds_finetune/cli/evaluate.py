@@ -50,6 +50,12 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
         help="rename a column of the rows, e.g. prompt=question; may be repeated",
     )
     parser.add_argument(
+        "--objective",
+        type=_objective,
+        default="sft",
+        help="sft, or that of plain text as a run file has it, e.g. '{name: pretrain, eos: false}' (default sft)",
+    )
+    parser.add_argument(
         "--template",
         default="auto",
         help="auto (the chat template of OUT where it has one), plain, or a Jinja file (default auto)",
@@ -68,6 +74,16 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
         help="what happens to longer rows (default auto: plain text is split, dialogues are truncated)",
     )
     parser.add_argument("--limit", type=positive, help="most rows to score, of each set")
+
+
+def _objective(text: str) -> object:
+    """A name, or a mapping in YAML."""
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as broken:
+        raise argparse.ArgumentTypeError(f"`{text}` is not YAML: {broken}") from None
 
 
 def _add_scoring_options(parser: argparse.ArgumentParser) -> None:
@@ -113,7 +129,7 @@ def _evaluate(arguments: Arguments) -> None:
             _table(
                 {**scored.metrics, **of_sets},
                 arguments,
-                f"{scored.tokens:,} supervised tokens of {scored.documents:,} documents; {scored.method}",
+                f"{scored.counted}; {scored.method}",
             )
         )
         results["data"] = scored.as_json()
@@ -143,6 +159,7 @@ def _scored(arguments: Arguments) -> "EvalReport":
         arguments.model,
         _sets_of(arguments.data),
         baseline=arguments.baseline,
+        objective=arguments.objective,
         extract=arguments.extract,
         columns=dict(column.split("=", 1) for column in arguments.column),
         template=arguments.template,

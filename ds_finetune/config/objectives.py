@@ -2,9 +2,10 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from ds_finetune.config.section import Section
+from ds_finetune.errors import ConfigError
 
 BosRule = Literal["auto", "always", "never"]
 Reference = Literal["cache", "adapters_off"]
@@ -158,3 +159,17 @@ ObjectiveName = Literal[
 _Section = Annotated[ObjectiveConfig, Field(discriminator="name")]
 ObjectiveField = Annotated[_Section, BeforeValidator(_as_objective, json_schema_input_type=ObjectiveName | _Section)]
 """The objective as its name, or a section with the name and its numbers."""
+
+
+def read_objective(value: object) -> ObjectiveConfig:
+    """The section of a name or a mapping, as a run file has it; ConfigError where it is not valid."""
+    try:
+        section: ObjectiveConfig = TypeAdapter(ObjectiveField).validate_python(value)
+    except ValidationError as invalid:
+        error = invalid.errors()[0]
+        key = ".".join(map(str, error["loc"][1:]))
+        raise ConfigError(
+            f"objective {value!r} is not valid: {f'{key}: ' if key else ''}{error['msg']}",
+            hint="write a name such as pretrain, or {name: pretrain, eos: false}",
+        ) from None
+    return section

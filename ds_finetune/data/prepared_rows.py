@@ -91,6 +91,13 @@ class PreparedRows:
         """Tokens of all rows of each source of the mixture."""
         return [int(lengths.sum()) for lengths in self._lengths_by_source()]
 
+    def units_of_sources(self) -> dict[str, range]:
+        """Numbers of the documents, pairs or examples of each source of the mixture by name, or of all."""
+        ends = np.cumsum([len(part) for part in self._lengths_by_source()]) // max(self.kind.documents_per_unit, 1)
+        names = ("",) if self.mixture is None else self.mixture.names
+        starts = [0, *ends[:-1].tolist()]
+        return {name: range(start, end) for name, start, end in zip(names, starts, ends.tolist(), strict=True)}
+
     def summary(self) -> str:
         """Rows, pairs or examples, tokens, the share of supervised tokens and what truncation cut off, as one line."""
         share = self.num_supervised_tokens / max(self.num_tokens, 1)

@@ -156,13 +156,12 @@ def make_labelled_texts(
     with the separator between them and an EOS token at the end, also where the text is cut.
     """
     control = ControlTokens(tokenizer, None, settings.control_tokens)
-    encode = _encode_for_encoder if is_encoder_tokenizer(tokenizer) else _encode_for_decoder
     kept: list[KeptDocument] = []
     remarks: list[Tokens] = []
     counts = Counts(read=len(samples))
     for where, sample in samples:
         remarks.append(Tokens([], [], notes=_control_notes(sample, control, settings.control_tokens, where)))
-        ids, second, lost = encode(sample, tokenizer, settings.separator, limit.max_seq_len)
+        ids, second, lost = encode_labelled(sample, tokenizer, settings.separator, limit.max_seq_len)
         if lost and limit.rule(is_text=False) == "drop":
             counts += Counts(too_long_dropped=1)
             continue
@@ -170,6 +169,14 @@ def make_labelled_texts(
         counts += Counts(truncated=int(lost > 0), truncated_tokens=lost)
     documents = Documents.of(kept)
     return documents, counts + documents.counts, remarks
+
+
+def encode_labelled(
+    sample: LabelledText, tokenizer: PreTrainedTokenizerBase, separator: str, limit: int
+) -> tuple[list[int], int | None, int]:
+    """At most `limit` ids, the first token of type 1 (None if there is none), and the number of tokens cut off."""
+    encode = _encode_for_encoder if is_encoder_tokenizer(tokenizer) else _encode_for_decoder
+    return encode(sample, tokenizer, separator, limit)
 
 
 def _control_notes(sample: LabelledText, control: ControlTokens, choice: str, where: str) -> tuple[str, ...]:
@@ -186,7 +193,6 @@ def _control_notes(sample: LabelledText, control: ControlTokens, choice: str, wh
 def _encode_for_encoder(
     sample: LabelledText, tokenizer: PreTrainedTokenizerBase, separator: str, limit: int
 ) -> tuple[list[int], int | None, int]:
-    """Ids, the first token of type 1 (None if there is none), and the number of tokens that were cut off."""
     texts = [sample.text] if sample.text_pair is None else [sample.text, sample.text_pair]
     encoded = tokenizer(*texts, return_token_type_ids=True)
     lost = max(len(encoded["input_ids"]) - limit, 0)

@@ -30,6 +30,7 @@ from ds_finetune.engine.whole_tensors import WholeTensors, named_parameters
 from ds_finetune.errors import RunError
 from ds_finetune.model.lora import adapters_off, is_adapter
 from ds_finetune.model.parallel.pipeline import PipelineGroup, has_tied_head
+from ds_finetune.model.score_head import SCORE_HEAD, logits_of_prompt
 from ds_finetune.objectives.examples import Examples
 from ds_finetune.objectives.objective import LossAndSums, Objective, ScoreObjective, StepNumbers, Unit
 from ds_finetune.patches.deepspeed_engine import gradients_reduced_at_end
@@ -177,14 +178,15 @@ class Engine:
         return [merged[index] for index in range(len(prompts))]
 
     def logits(self, prompts: Sequence[Sequence[int]]) -> Iterator[torch.Tensor]:
-        """Logits of each prompt (token ids) in the run's precision, [tokens, vocabulary] as fp32, on every rank.
+        """Logits of each prompt (token ids) in the run's precision, [tokens, vocabulary] as fp32, on every rank; of a
+        classifier the scores of the prompt, [1, outputs].
 
         Every rank must run the iterator to its end.
         """
         self._ds.eval()
         for prompt in prompts:
             with torch.no_grad():
-                yield self.lm(input_ids=torch.tensor([prompt], device=self._device), use_cache=False).logits[0].float()
+                yield logits_of_prompt(self.lm, torch.tensor([prompt], device=self._device)).float()
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Every parameter and persistent buffer by its Hugging Face name: the whole tensor on rank zero's CPU, None
@@ -198,6 +200,10 @@ class Engine:
     def adapters(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """The parameters of adapters in the same way."""
         return self._whole.gather(is_adapter)
+
+    def score_head(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """The parameters of a score head in the same way; none of a language model."""
+        return self._whole.gather(lambda name: name.startswith(f"{SCORE_HEAD}."))
 
     def tensor_specs(self) -> dict[str, torch.Tensor]:
         """Shape and dtype of what `tensors` yields, in its order, as tensors on the meta device; nothing is

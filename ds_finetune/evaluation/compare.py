@@ -2,16 +2,30 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-
-from ds_finetune.evaluation.model_scores import Scores
 
 RESAMPLES = 2000
 METHOD = f"paired bootstrap over documents: {RESAMPLES} resamples with seed 0, 2.5th and 97.5th percentile"
 _CELLS_AT_ONCE = 2**24
 """Largest number of documents x resamples whose counts are in memory at a time."""
+
+
+class UnitScores(Protocol):
+    """Scores of units: documents, texts or pairs."""
+
+    def __len__(self) -> int:
+        """Number of units."""
+        ...
+
+    def metrics(self, counts: NDArray[np.float64]) -> Mapping[str, NDArray[np.float64]]:
+        """Metrics of samples that contain each unit `counts` [samples, units] times, [samples] each."""
+        ...
+
+
+Scored = TypeVar("Scored", bound=UnitScores)
 
 
 @dataclass(frozen=True)
@@ -28,17 +42,14 @@ class Metric:
     interval: tuple[float, float]
 
 
-def compare(scores: Scores, baseline: Scores | None) -> dict[str, Metric]:
-    """Metrics by name: `loss` (nats per supervised token), `perplexity`, `token_accuracy` and `exact_match`.
-
-    `exact_match` is included only if answers were generated.
-    """
+def compare(scores: Scored, baseline: Scored | None) -> dict[str, Metric]:
+    """The metrics of `scores` by name, beside those of `baseline` on the same units where there is one."""
     if baseline is not None:
-        assert np.array_equal(scores.tokens, baseline.tokens), "not the same documents"
-    ones = np.ones((1, len(scores.tokens)))
-    of_model = {name: float(values[0]) for name, values in _metrics(scores, ones).items()}
+        assert len(scores) == len(baseline), "not the same documents"
+    ones = np.ones((1, len(scores)))
+    of_model = {name: float(values[0]) for name, values in scores.metrics(ones).items()}
     of_baseline = (
-        None if baseline is None else {name: float(values[0]) for name, values in _metrics(baseline, ones).items()}
+        None if baseline is None else {name: float(values[0]) for name, values in baseline.metrics(ones).items()}
     )
     resampled = _resample(scores, baseline)
     return {
@@ -52,12 +63,12 @@ def compare(scores: Scores, baseline: Scores | None) -> dict[str, Metric]:
     }
 
 
-def _resample(scores: Scores, baseline: Scores | None) -> Mapping[str, NDArray[np.float64]]:
+def _resample(scores: Scored, baseline: Scored | None) -> Mapping[str, NDArray[np.float64]]:
     """The metrics of every resample, or their differences with a baseline."""
     parts: dict[str, list[NDArray[np.float64]]] = {}
-    for counts in _draws(len(scores.tokens)):
-        of_model = _metrics(scores, counts)
-        of_baseline = None if baseline is None else _metrics(baseline, counts)
+    for counts in _draws(len(scores)):
+        of_model = scores.metrics(counts)
+        of_baseline = None if baseline is None else baseline.metrics(counts)
         for name, values in of_model.items():
             parts.setdefault(name, []).append(values if of_baseline is None else values - of_baseline[name])
     return {name: np.concatenate(values) for name, values in parts.items()}
@@ -71,13 +82,3 @@ def _draws(documents: int) -> Iterator[NDArray[np.float64]]:
         size = min(left, most)
         left -= size
         yield rng.multinomial(documents, np.full(documents, 1 / documents), size=size).astype(np.float64)
-
-
-def _metrics(scores: Scores, counts: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
-    """Metrics of samples that contain each document `counts` [samples, documents] times, [samples] each."""
-    tokens = counts @ scores.tokens
-    loss = counts @ scores.loss / tokens
-    metrics = {"loss": loss, "perplexity": np.exp(loss), "token_accuracy": counts @ scores.correct / tokens}
-    if scores.exact is not None:
-        metrics["exact_match"] = counts @ scores.exact / counts.sum(axis=1)
-    return metrics

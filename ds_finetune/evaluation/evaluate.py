@@ -1,25 +1,36 @@
 """Scores a model and its baseline, one after the other, on rows that are tokenised as a run would tokenise them."""
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ds_finetune.config.schema import DataConfig
 from ds_finetune.data.prepare import TokenLimits, prepare_rows
+from ds_finetune.data.row_kind import DIALOGUE, RowKind
 from ds_finetune.data.row_report import row_notes
 from ds_finetune.data.tokenizer_files import load_tokenizer
-from ds_finetune.errors import DataError
+from ds_finetune.errors import ConfigError, DataError
+from ds_finetune.evaluation.classifier_scores import (
+    LabelledDocument,
+    LabelledScores,
+    check_baseline,
+    kind_of,
+    labelled_documents,
+    score_labelled,
+)
 from ds_finetune.evaluation.compare import METHOD, Metric, compare
 from ds_finetune.evaluation.extractors import EXTRACTORS
 from ds_finetune.evaluation.model_scores import Document, Scores, generate_answers, load_model, score_documents
-from ds_finetune.export.load import check_loadable
+from ds_finetune.export.classifiers import holds_classifier
+from ds_finetune.export.load import check_generates, check_loadable
 from ds_finetune.model.build import resolve_folder
+from ds_finetune.model.encoder import max_positions
 
 
 @dataclass(frozen=True)
@@ -38,6 +49,7 @@ class EvalRequest:
     max_new_tokens: int = 256
     batch_tokens: int = 4096
     limit: int | None = None
+    kind: RowKind = DIALOGUE
 
 
 @dataclass(frozen=True)
@@ -55,6 +67,14 @@ class EvalReport:
     notes: tuple[str, ...] = ()
     sets: Mapping[str, Mapping[str, Metric]] = field(default_factory=dict)
     method: str = field(default=METHOD)
+    unit: str = "documents"
+    """What `documents` counts: documents, or examples or pairs of a classifier, of which `tokens` are all tokens."""
+
+    @property
+    def counted(self) -> str:
+        """The numbers of units and tokens that were scored, in words."""
+        kind = "supervised tokens" if self.unit == "documents" else "tokens"
+        return f"{self.tokens:,} {kind} of {self.documents:,} {self.unit}"
 
     def as_json(self) -> dict[str, Any]:
         """All fields as plain values."""
@@ -67,11 +87,14 @@ def evaluate_model(request: EvalRequest) -> EvalReport:
     DataError or ExportError where rows or models cannot be read, or the models cannot be compared.
     """
     folder = _model_folder(request.model)
-    tokenizer = load_tokenizer(str(folder))
-    sets, notes = _held_out_sets(request, folder, tokenizer)
-    documents = list(chain.from_iterable(sets.values()))
     base = None if request.baseline is None else _model_folder(request.baseline)
+    if holds_classifier(folder):
+        return _evaluate_classifier(request, folder, base)
+    tokenizer = load_tokenizer(str(folder))
+    sets, notes = _held_out_sets(request, folder, tokenizer, _documents)
+    documents = list(chain.from_iterable(sets.values()))
     if base is not None:
+        check_generates(base)
         notes += _check_same_tokens(folder, base, tokenizer, documents)
     references = None if request.extract is None else _references(request.extract, documents, tokenizer)
     scores = _score(folder, documents, request, tokenizer, references)
@@ -87,8 +110,59 @@ def evaluate_model(request: EvalRequest) -> EvalReport:
     )
 
 
+def _evaluate_classifier(request: EvalRequest, folder: Path, base: Path | None) -> EvalReport:
+    """Score a classifier or reward model on labelled texts or pairs, by the metrics of training."""
+    if request.extract is not None:
+        raise ConfigError(
+            f"--extract {request.extract} needs answers, and `{folder}` holds a classifier", hint="leave it out"
+        )
+    tokenizer = load_tokenizer(str(folder))
+    sets, notes = _held_out_sets(request, folder, tokenizer, _labelled_documents)
+    documents = list(chain.from_iterable(sets.values()))
+    if base is not None:
+        check_baseline(folder, base)
+        notes += _check_same_tokens(folder, base, tokenizer, documents)
+    models = [each for each in (folder, base) if each is not None]
+    scores, *others = (score_labelled(each, documents, batch_tokens=request.batch_tokens) for each in models)
+    baseline = others[0] if others else None
+    return EvalReport(
+        request.model,
+        request.baseline,
+        compare(scores, baseline),
+        len(scores),
+        sum(len(document.ids) for document in documents),
+        tuple(notes),
+        _compare_sets(sets, scores, baseline),
+        unit="pairs" if scores.objective.documents_per_unit > 1 else "examples",
+    )
+
+
+def _labelled_documents(
+    request: EvalRequest, folder: Path, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[LabelledDocument], list[str]]:
+    """The texts or sides of pairs of one held-out set, and lines that report on the rows."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    allowed = max_positions(config)
+    length = min(request.max_seq_len, allowed or request.max_seq_len)
+    limits = TokenLimits(length, config.vocab_size, allowed)
+    with tempfile.TemporaryDirectory() as cache:
+        data = request.data.model_copy(update={"cache_dir": cache})
+        rows = prepare_rows(data, "eval", tokenizer=tokenizer, limits=limits, kind=kind_of(config))
+        documents, counts = labelled_documents(rows, request.limit), rows.counts
+    number = len(documents) // rows.kind.documents_per_unit
+    note = (
+        f"{counts.read} rows read, {counts.truncated} truncated to {length} tokens, "
+        f"{counts.too_long_dropped} too long, {number} {rows.kind.unit} scored"
+    )
+    return documents, [note, *row_notes(counts)]
+
+
+AnyDocument = TypeVar("AnyDocument", Document, LabelledDocument)
+AnyScores = TypeVar("AnyScores", Scores, LabelledScores)
+
+
 def _compare_sets(
-    sets: Mapping[str, Sequence[Document]], scores: Scores, baseline: Scores | None
+    sets: Mapping[str, Sequence[AnyDocument]], scores: AnyScores, baseline: AnyScores | None
 ) -> dict[str, Mapping[str, Metric]]:
     """Metrics of each set that has a name; the scores are of the documents of all sets, in their order."""
     ends = accumulate(len(documents) for documents in sets.values())
@@ -107,14 +181,19 @@ def _model_folder(name: str) -> Path:
 
 
 def _held_out_sets(
-    request: EvalRequest, folder: Path, tokenizer: PreTrainedTokenizerBase
-) -> tuple[dict[str, list[Document]], list[str]]:
-    """The documents of each held-out set by its name (empty for files without one), and lines that report on rows."""
+    request: EvalRequest,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    read: Callable[[EvalRequest, Path, PreTrainedTokenizerBase], tuple[list[AnyDocument], list[str]]],
+) -> tuple[dict[str, list[AnyDocument]], list[str]]:
+    """The documents of each held-out set by its name (empty for files without one), and lines that report on rows; each
+    set is read by `read`.
+    """
     sets, notes = {}, []
     for place, paths in request.data.held_out_sets.items():
         name = place.removeprefix("eval").removeprefix("/")
         of_set = replace(request, data=request.data.model_copy(update={"eval": paths}))
-        sets[name], lines = _documents(of_set, folder, tokenizer)
+        sets[name], lines = read(of_set, folder, tokenizer)
         notes += [f"{name}: {line}" if name else line for line in lines]
     return sets, notes
 
@@ -128,7 +207,8 @@ def _documents(
     length = min(request.max_seq_len, allowed or request.max_seq_len)
     with tempfile.TemporaryDirectory() as cache:
         data = request.data.model_copy(update={"cache_dir": cache})
-        rows = prepare_rows(data, "eval", tokenizer=tokenizer, limits=TokenLimits(length, config.vocab_size, allowed))
+        limits = TokenLimits(length, config.vocab_size, allowed)
+        rows = prepare_rows(data, "eval", tokenizer=tokenizer, limits=limits, kind=request.kind)
         number = min(rows.counts.documents, request.limit or rows.counts.documents)
         documents = [
             Document(*rows.document(index), *prompt) for index, prompt in enumerate(rows.prompts_and_answers(number))
@@ -144,7 +224,7 @@ def _documents(
 
 
 def _check_same_tokens(
-    folder: Path, base: Path, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document]
+    folder: Path, base: Path, tokenizer: PreTrainedTokenizerBase, documents: Sequence[AnyDocument]
 ) -> list[str]:
     """Check that token ids mean the same to the baseline, else DataError; a note where it has no tokenizer."""
     size = int(AutoConfig.from_pretrained(base, trust_remote_code=False).vocab_size)

@@ -43,6 +43,21 @@ class Scores:
     correct: Sums
     exact: Sums | None = None
 
+    def __len__(self) -> int:
+        """Number of documents."""
+        return len(self.tokens)
+
+    def metrics(self, counts: Sums) -> dict[str, Sums]:
+        """Metrics of samples that contain each document `counts` [samples, documents] times, [samples] each: `loss`
+        (nats per supervised token), `perplexity`, `token_accuracy`, and `exact_match` if answers were generated.
+        """
+        tokens = counts @ self.tokens
+        loss = counts @ self.loss / tokens
+        metrics = {"loss": loss, "perplexity": np.exp(loss), "token_accuracy": counts @ self.correct / tokens}
+        if self.exact is not None:
+            metrics["exact_match"] = counts @ self.exact / counts.sum(axis=1)
+        return metrics
+
     def part(self, documents: slice) -> Self:
         """The scores of some documents."""
         exact = None if self.exact is None else self.exact[documents]

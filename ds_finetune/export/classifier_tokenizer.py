@@ -61,17 +61,30 @@ def fit_tokenizer(
         texts = _agreeing(files, changed, encode, _SINGLE)
     notes = []
     if len(texts) < len(_SINGLE):
-        ending = tokenizer.convert_ids_to_tokens(encode(_PROBE, None)[-1])
-        notes.append(
-            f"the exported tokenizer gives other tokens than training for {len(_SINGLE) - len(texts)} of "
-            f"{len(_SINGLE)} sample texts; training ends texts with {ending!r}"
-        )
+        notes.append(_note_on_texts(tokenizer, encode, len(texts)))
     elif len(_agreeing(files, changed, encode, _PAIRS)) < len(_PAIRS):
         notes.append(
             "the exported tokenizer joins a text and its text_pair otherwise than training: join them yourself"
         )
     del changed[CONFIG]
     return ClassifierTokenizer(changed, tuple(text for text, _ in texts), tuple(notes))
+
+
+def check_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, files: Mapping[str, Path], encode: Encode, *, config: Mapping[str, Any]
+) -> ClassifierTokenizer:
+    """The tokenizer files `files` of an encoder as they are, with a note where a pipeline gives other tokens."""
+    texts = _agreeing(files, {CONFIG: json.dumps(config)}, encode, _SINGLE)
+    notes = [] if len(texts) == len(_SINGLE) else [_note_on_texts(tokenizer, encode, len(texts))]
+    return ClassifierTokenizer({}, tuple(text for text, _ in texts), tuple(notes))
+
+
+def _note_on_texts(tokenizer: PreTrainedTokenizerBase, encode: Encode, agreeing: int) -> str:
+    ending = tokenizer.convert_ids_to_tokens(encode(_PROBE, None)[-1])
+    return (
+        f"the exported tokenizer gives other tokens than training for {len(_SINGLE) - agreeing} of {len(_SINGLE)} "
+        f"sample texts; training ends texts with {ending!r}"
+    )
 
 
 def with_padding(files: Mapping[str, Path], tokenizer: PreTrainedTokenizerBase, pad: int) -> str:

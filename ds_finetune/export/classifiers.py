@@ -14,9 +14,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from ds_finetune.model.score_config import is_classifier
 
 CONFIG = "config.json"
-SETTINGS = "ds_finetune"
-"""Key of config.json under which a run says what transformers has no key for: `objective`, and `pooled_token`, which is
-the token of a text that is scored, `last` or `first`."""
 
 
 def holds_classifier(folder: Path) -> bool:

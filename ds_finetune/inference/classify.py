@@ -14,11 +14,11 @@ def classify(folder: Path, texts: Sequence[str]) -> list[dict[str, float]]:
     """
     from transformers import AutoConfig, AutoTokenizer
 
-    from ds_finetune.export.classifiers import SETTINGS
     from ds_finetune.export.load import load_scorer
+    from ds_finetune.model.score_config import REWARD, SETTINGS
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    if getattr(config, SETTINGS, {}).get("objective") == "reward":
+    if getattr(config, SETTINGS, {}).get("objective") == REWARD:
         raise ExportError(
             f"`{folder}` holds a reward model, which scores answers to prompts and no single texts",
             hint="score it on pairs of answers with `ds-finetune eval`",

@@ -9,7 +9,14 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from ds_finetune.config.objectives import ClassificationObjective, ObjectiveConfig
 from ds_finetune.errors import ModelError
 from ds_finetune.model.build import Task
+from ds_finetune.model.encoder import encoder_of
+from ds_finetune.objectives.objective import Objective
 
+SETTINGS = "ds_finetune"
+"""Key of config.json under which a run writes its `objective`, and `pooled_token`: the token of a text that is scored,
+`last` or `first`, or `mean` where it is the mean of all."""
+REWARD = "reward"
+"""Name of the score of a reward model, and of its objective."""
 _CLASS_SUFFIX = "ForSequenceClassification"
 _SPARE = re.compile(r"pad|reserved|unused|placeholder|fim", re.IGNORECASE)
 """Names of added tokens that no text contains and no template of dialogues ends in."""
@@ -56,12 +63,22 @@ def set_classes(hf_config: PretrainedConfig, section: ObjectiveConfig, *, output
     number.
     """
     _check_number(hf_config, outputs)
-    names = section.labels if isinstance(section, ClassificationObjective) else ()
+    names = section.labels if isinstance(section, ClassificationObjective) else (REWARD,)
     hf_config.num_labels = outputs
     hf_config.id2label = dict(enumerate(names or (f"LABEL_{number}" for number in range(outputs))))
     hf_config.label2id = {name: number for number, name in hf_config.id2label.items()}
-    if isinstance(section, ClassificationObjective):
-        hf_config.problem_type = "regression" if outputs == 1 else "single_label_classification"
+    # A pipeline returns the number itself for this problem type, without a sigmoid.
+    hf_config.problem_type = "regression" if outputs == 1 else "single_label_classification"
+
+
+def score_settings(hf_config: PretrainedConfig, objective: Objective) -> dict[str, Any]:
+    """Keys of an exported config.json on its scores: their number, and under `SETTINGS` what transformers has no key
+    for.
+    """
+    encoder = encoder_of(hf_config)
+    pooling = None if encoder is None else getattr(hf_config, encoder.pooling_key or "", "cls")
+    pooled = {None: "last", "cls": "first"}.get(pooling, str(pooling))
+    return {"num_labels": hf_config.num_labels, SETTINGS: {"objective": objective.name, "pooled_token": pooled}}
 
 
 def set_padding_token(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from ds_finetune.errors import ModelError
-from ds_finetune.model.build import Where, has_score_head
+from ds_finetune.model.build import Where, has_score_head, head_of
 from ds_finetune.model.encoder import encoder_of, encoder_scores
 from ds_finetune.model.loss import HeadGroups
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
@@ -102,6 +102,19 @@ class ScoreHead(nn.Linear):
             return scores
         partial = scores.new_zeros(len(ends), self.out_features).index_copy(0, own, scores)
         return _SumOverRanks.apply(partial, sp_group)  # type: ignore[no-any-return]
+
+
+def logits_of_prompt(lm: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor:
+    """Logits [tokens, vocabulary] of one prompt, int64 [1, tokens]; of a classifier its scores, [1, outputs].
+
+    A decoder's score is that of the last token, whatever the padding token is.
+    """
+    if not has_score_head(lm):
+        return lm(input_ids=input_ids, use_cache=False).logits[0]  # type: ignore[no-any-return]
+    if not hasattr(lm, SCORE_HEAD):
+        return lm(input_ids=input_ids).logits  # type: ignore[no-any-return]
+    hidden = lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+    return head_of(lm)(hidden)[0, -1:]  # type: ignore[no-any-return]
 
 
 def head_parameters(lm: PreTrainedModel) -> list[str]:

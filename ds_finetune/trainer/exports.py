@@ -12,6 +12,7 @@ from ds_finetune.engine.engine import Engine
 from ds_finetune.errors import OutputError, RunError
 from ds_finetune.export.adapter import AdapterBase, write_adapter
 from ds_finetune.export.base_folder import BaseFolder, with_stored_weights
+from ds_finetune.export.classifier_tokenizer import ClassifierTokenizer
 from ds_finetune.export.folder import (
     TOKENIZER_FILES,
     FolderParts,
@@ -28,6 +29,7 @@ from ds_finetune.families.table import family_of
 from ds_finetune.model.dtypes import PRECISION_DTYPES, dtype_name
 from ds_finetune.model.hub_folder import has_weights
 from ds_finetune.model.lora import Factors, factors_of, merge_adapters
+from ds_finetune.trainer.classifier_export import adapt_tokenizer, record_scores
 from ds_finetune.trainer.inputs import RunInputs
 from ds_finetune.trainer.prepare import PreparedRun
 from ds_finetune.trainer.run_dir import available_bytes
@@ -137,8 +139,9 @@ def export(run: PreparedRun, engine: Engine, out: Path, *, step: int) -> list[st
     read from the model's folder again.
     """
     model, folder = run.inputs.model, run.inputs.folder
-    parts = _folder_parts(run, engine, step=step)
-    notes: list[str] = []
+    tokenizer = adapt_tokenizer(run) if engine.is_rank_zero else ClassifierTokenizer({})
+    parts = _folder_parts(run, engine, tokenizer, step=step)
+    notes = list(tokenizer.notes)
     # What only the base of a classifier has belongs to its language-model head.
     if model.task == "causal_lm" and not model.has_random_weights and has_weights(folder):
         base = BaseFolder.read(folder, read_model_spec(folder))
@@ -159,18 +162,27 @@ def export(run: PreparedRun, engine: Engine, out: Path, *, step: int) -> list[st
     return notes
 
 
-def _folder_parts(run: PreparedRun, engine: Engine, *, step: int) -> FolderParts:
+def _folder_parts(run: PreparedRun, engine: Engine, tokenizer: ClassifierTokenizer, *, step: int) -> FolderParts:
     """Everything of an exported folder but its tensors."""
     config, inputs = run.config, run.inputs
     beside = files_beside(config.data.template, inputs)
+    record = None
+    if config.export.verify:
+        is_language_model = inputs.model.task == "causal_lm"
+        record = (
+            record_logits(run, engine, step=step)
+            if is_language_model
+            else record_scores(run, engine, tokenizer, step=step)
+        )
     return FolderParts(
         family=family_of(inputs.hf_config.model_type),
         config=inputs.config_tree,
         architecture=type(engine.lm).__name__,
         dtype=PRECISION_DTYPES[run.plan.precision],
-        record=record_logits(run, engine, step=step) if config.export.verify else None,
+        record=record,
         files=tuple(path for name, path in beside.items() if path.name == name),
-        texts={name: path.read_text(encoding="utf-8") for name, path in beside.items() if path.name != name},
+        texts={name: path.read_text(encoding="utf-8") for name, path in beside.items() if path.name != name}
+        | dict(tokenizer.changed),
     )
 
 
@@ -182,7 +194,14 @@ def _write_adapters(run: PreparedRun, engine: Engine, out: Path) -> dict[str, Fa
     # Cloned: gathered tensors are released, and a tensor of the model itself (on the CPU) changes with the next step.
     whole = {name: tensor.clone() for name, tensor in engine.adapters() if tensor is not None}
     factors = factors_of(whole, lora.alpha / lora.rank)
+    head = {name: tensor.clone() for name, tensor in engine.score_head() if tensor is not None}
     if engine.is_rank_zero:
-        family = family_of(inputs.hf_config.model_type)
-        write_adapter(factors, lora, out, AdapterBase(name=inputs.model.path, digest=inputs.base, family=family))
+        base = AdapterBase(
+            name=inputs.model.path,
+            digest=inputs.base,
+            family=family_of(inputs.hf_config.model_type),
+            head=head,
+            classifier_config=inputs.config_tree if head else {},
+        )
+        write_adapter(factors, lora, out, base)
     return factors

@@ -26,7 +26,7 @@ from ds_finetune.model.build import TOKENIZER_PATTERNS, Task, model_class, read_
 from ds_finetune.model.encoder import encoder_of, max_positions
 from ds_finetune.model.generic_check import check_generic_type
 from ds_finetune.model.model_plan import ModelPlan, plan_model, task_of
-from ds_finetune.model.score_config import set_classes, set_padding_token, with_base_classes
+from ds_finetune.model.score_config import score_settings, set_classes, set_padding_token, with_base_classes
 from ds_finetune.model.vocabulary import grow_vocabulary
 from ds_finetune.model.weights import weights_digest
 from ds_finetune.objectives.distill import Distillation
@@ -73,7 +73,8 @@ class RunInputs:
     @cached_property
     def config_tree(self) -> dict[str, Any]:
         """The model's config.json, for exports and checkpoints of this run."""
-        return config_tree(self.folder, self.hf_config, self.model.task)
+        tree = config_tree(self.folder, self.hf_config, self.model.task)
+        return tree if self.model.task == "causal_lm" else tree | score_settings(self.hf_config, self.model.objective)
 
     @property
     def config_text(self) -> str:

@@ -22,16 +22,28 @@ OPEN, CLOSE = "⟦", "⟧"
 
 
 def preview_of(config: RunConfig, *, samples: int) -> RenderableType:
-    """The first `samples` documents, pairs or examples of the training data, and a table of how many rows were read,
-    dropped, truncated and split.
+    """The first `samples` documents, pairs or examples of each source of the training data, and a table of how many
+    rows were read, dropped, truncated and split.
     """
     config = known_classes(config, is_config_alone=True)
     tokenizer = load_tokenizer(str(resolve_folder(config.model.tokenizer or config.model.path)))
     limits = token_limits(config, model_config(config))
     rows = prepare_rows(config.data, "train", tokenizer=tokenizer, limits=limits, kind=RowKind.of(config.objective))
-    shown = chain.from_iterable(_shown_unit(rows, number, tokenizer) for number in range(min(samples, rows.num_units)))
+    shown = chain.from_iterable(
+        _shown_source(rows, name, units[:samples], tokenizer) for name, units in rows.units_of_sources().items()
+    )
     notes = (*rows.notes, *row_notes(rows.counts))
     return Group(*shown, counts_table(rows, config), *(Text(note) for note in notes))
+
+
+def _shown_source(rows: PreparedRows, name: str, units: range, tokenizer: PreTrainedTokenizerBase) -> Iterator[Text]:
+    """Documents, pairs or examples of a source, below its name where it is one of a mixture."""
+    if rows.mixture is not None:
+        source = rows.mixture.names.index(name)
+        draws, size = rows.mixture.draws[source], rows.mixture.sizes[source]
+        yield Text(f"{name}: {draws:,} of {rows.rows_per_epoch:,} rows of an epoch, drawn from {size:,}", style="bold")
+    for number in units:
+        yield from _shown_unit(rows, number, tokenizer)
 
 
 def _shown_unit(rows: PreparedRows, number: int, tokenizer: PreTrainedTokenizerBase) -> Iterator[Text]:

@@ -36,6 +36,7 @@ from ds_finetune.errors import CheckpointError, FinetuneError, OutputError
 from ds_finetune.observers.checkpointing import RunText
 from ds_finetune.observers.record import Resumable, StepRecord
 from ds_finetune.plan.plan import Plan
+from ds_finetune.trainer.classifier_export import adapt_tokenizer
 from ds_finetune.trainer.exports import Say, files_beside
 from ds_finetune.trainer.loop import BEGINNING, Progress
 from ds_finetune.trainer.prepare import PreparedRun
@@ -220,9 +221,11 @@ def start_saver(run: PreparedRun, engine: Engine, point: ResumePoint) -> Iterato
         return
     base = run.output_dir / BASE
     sources = files_beside(run.config.data.template, run.inputs)
+    texts = {CONFIG: run.inputs.config_text}
     if checkpoints.is_leader:
-        _write_base(base, sources, run.inputs.config_text)
-    beside = {f"{BASE}/{name}": base / name for name in (CONFIG, *sources)}
+        texts |= adapt_tokenizer(run).changed
+        _write_base(base, sources, texts)
+    beside = {f"{BASE}/{name}": base / name for name in (*sources, *texts)}
     locks = [point.lock] if point.lock else []
     saver = Saver(engine.state.groups, checkpoints, run.plan.saves_asynchronously, beside, locks)
     num_bytes = num_weights(engine.state.groups(), share=checkpoints.share) * run.plan.checkpoint_bytes_per_parameter
@@ -234,8 +237,8 @@ def start_saver(run: PreparedRun, engine: Engine, point: ResumePoint) -> Iterato
         saver.close()
 
 
-def _write_base(base: Path, sources: Mapping[str, Path], config_text: str) -> None:
-    """Files that an export of a checkpoint needs: config.json, and copies of the tokenizer's.
+def _write_base(base: Path, sources: Mapping[str, Path], texts: Mapping[str, str]) -> None:
+    """Files that an export of a checkpoint needs: copies of the tokenizer's, and by name config.json and other `texts`.
 
     Copied once, so that a later change in the model's folder does not change the checkpoint.
     """
@@ -244,8 +247,9 @@ def _write_base(base: Path, sources: Mapping[str, Path], config_text: str) -> No
         (base / name).unlink(missing_ok=True)
         (base / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, base / name)
-    (base / CONFIG).unlink(missing_ok=True)
-    (base / CONFIG).write_text(config_text, encoding="utf-8")
+    for name, text in texts.items():
+        (base / name).unlink(missing_ok=True)
+        (base / name).write_text(text, encoding="utf-8")
 
 
 def _memory_error(num_bytes: int, plan: Plan) -> OutputError | None:

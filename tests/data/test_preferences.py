@@ -206,6 +206,18 @@ def test_equal_empty_and_long_sides_follow_the_rules(tokenizer: PreTrainedTokeni
     assert dropped.num_units == 2
 
 
+def test_sides_that_a_template_opens_differently_are_dropped(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """As R1's does: its prompt for generation begins the reasoning, which one answer has and the other has not."""
+    template = tmp_path / "reasoning.jinja"
+    template.write_text(str(tokenizer.chat_template).replace("{{ '<|assistant|>' }}", "{{ '<|assistant|>(' }}"))
+    records = [{"prompt": "2+2?", "chosen": "(sum) 4", "rejected": answer} for answer in ("(sum) 5", "5")]
+    rows = rows_of(records, tokenizer, tmp_path, template=str(template))
+    assert shown(rows, tokenizer) == [f"<|bos|><|user|>2+2?<|assistant|>([sum) {answer}<|eos|>]" for answer in "45"]
+    assert {name: number for name, (number, _) in rows.counts.dropped.entries.items()} == {"prompts": 1}
+
+
 def test_packing_keeps_the_sides_of_a_pair_together(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     draw = np.random.default_rng(0)
     records = [
@@ -299,6 +311,17 @@ def test_a_stream_has_whole_pairs(tokenizer: PreTrainedTokenizerBase, tmp_path: 
 def test_units_are_those_of_the_objective(name: str) -> None:
     section: Any = TypeAdapter(ObjectiveField).validate_python(name)
     assert RowKind.of(section).documents_per_unit == make_objective(section).documents_per_unit
+
+
+def test_generation_answers_the_prompts_of_chosen_and_good_answers(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    pairs = rows_of([LAYOUTS["standard"], {"prompt": "p", "chosen": "x", "rejected": "y"}], tokenizer, tmp_path)
+    marks = [{"prompt": "p", "completion": answer, "label": answer == "good"} for answer in ("bad", "good", "good")]
+    marked = rows_of(marks, tokenizer, tmp_path, kind=MARKED)
+    for rows, expected in ((pairs, ["4<|eos|>", "x<|eos|>"]), (marked, ["good<|eos|>"] * 2)):
+        assert [tokenizer.decode(answer) for _, answer in rows.prompts_and_answers(5)] == expected
+    assert tokenizer.decode(pairs.prompts_and_answers(1)[0][0]) == "<|bos|><|user|>2+2?<|assistant|>"
 
 
 MARKED_ROWS = {

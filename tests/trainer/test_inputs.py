@@ -13,6 +13,7 @@ from ds_finetune.plan.plan import make_plan
 from ds_finetune.trainer.batches import mixture_lines
 from ds_finetune.trainer.inputs import RunInputs
 from ds_finetune.trainer.prepare import PreparedRun
+from ds_finetune.trainer.preview import preview_of
 from ds_finetune.world import World
 from tests.planning import prepared_run
 from tests.running import ROWS, tiny_task
@@ -86,6 +87,11 @@ def test_sources_with_weights_are_named_with_their_passes(tmp_path: Path) -> Non
     assert run.inputs.held_out.keys() == {"eval/old", "eval/new"}
     with pytest.raises(ConfigError, match=r"gives weights to .*, whose rows data\.streaming does not count"):
         inputs_of(tmp_path, train={train: 3, held_out: 1}, streaming=True)
+    with OUT.capture() as shown:
+        OUT.print(preview_of(run.config, samples=2))
+    assert f"{train}: {ROWS} of 43 rows of an epoch, drawn from {ROWS}" in shown.get()
+    assert f"{held_out}: 11 of 43 rows of an epoch, drawn from {ROWS}" in shown.get()
+    assert shown.get().count("⟦") == 4
     empty = tmp_path / "empty.jsonl"
     empty.write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
     with pytest.raises(DataError, match=r"gives `.*empty\.jsonl` \(1 files\) a weight, and none of its rows is left"):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from ds_finetune import evaluate
 from ds_finetune.config.schema import DataConfig, read_config
 from ds_finetune.data.batches import BatchPlan
 from ds_finetune.data.prepare import TokenLimits, prepare_rows
@@ -89,6 +90,24 @@ def test_losses_are_those_of_a_plain_loop(finished: Path) -> None:
     shares = [len(of_set) / len(together) for of_set in expected.values()]
     pooled = sum(share * last[f"eval/{name}/loss"] for name, share in zip(expected, shares, strict=True))
     assert last["eval/loss"] == pytest.approx(pooled, rel=1e-9)
+
+
+def test_the_export_is_scored_as_the_run_was(finished: Path) -> None:
+    """With the objective's first and last token, and the same cuts."""
+    scored = evaluate(
+        finished / "run" / "export",
+        {name: finished / f"{name}.jsonl" for name in TEXTS},
+        objective={"name": "pretrain", "bos": "always", "eos": False},
+        columns={"text": "content"},
+        max_seq_len=SIZE,
+    )
+    last = metrics(finished)[-1]
+    assert scored.metrics["loss"].value == pytest.approx(last["eval/loss"], abs=2e-3)
+    assert scored.sets["new"]["loss"].value == pytest.approx(last["eval/new/loss"], abs=2e-3)
+    assert scored.tokens == sum(record["data/supervised_tokens"] for record in metrics(finished))
+    for objective, text in (("dpo", "has no mean loss of tokens"), ({"name": "pretrain", "x": 1}, "is not valid: x: ")):
+        with pytest.raises(ConfigError, match=text):
+            evaluate("m", "a.txt", objective=objective)
 
 
 def test_the_run_says_what_it_does_at_a_cut(finished: Path) -> None:

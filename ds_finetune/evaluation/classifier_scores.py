@@ -1,0 +1,147 @@
+"""Scores of labelled texts and of pairs of answers by an exported classifier or reward model."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoConfig, PretrainedConfig
+
+from ds_finetune.data.prepared_rows import PreparedRows
+from ds_finetune.data.row_kind import RowKind
+from ds_finetune.errors import ConfigError
+from ds_finetune.evaluation.model_scores import length_batches
+from ds_finetune.export.load import load_scorer
+from ds_finetune.model.score_config import REWARD, SETTINGS, is_classifier
+from ds_finetune.objectives.classification import Classification, Regression
+from ds_finetune.objectives.objective import ScoreObjective
+from ds_finetune.objectives.reward import Reward
+
+Numbers = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class LabelledDocument:
+    """Token ids of a text or of one side of a pair, the first token of its second text, and its target."""
+
+    ids: list[int]
+    second: int
+    target: float
+
+
+@dataclass(frozen=True)
+class LabelledScores:
+    """Scores [documents, outputs] and targets [documents] of documents, which are units of an objective."""
+
+    objective: ScoreObjective
+    scores: Numbers
+    targets: Numbers
+
+    def __len__(self) -> int:
+        """Number of units: texts, or pairs."""
+        return len(self.targets) // self.objective.documents_per_unit
+
+    def part(self, numbers: slice) -> "LabelledScores":
+        """The scores of some of the documents."""
+        return LabelledScores(self.objective, self.scores[numbers], self.targets[numbers])
+
+    def metrics(self, counts: Numbers) -> dict[str, Numbers]:
+        """The metrics of training, of samples that contain each unit `counts` [samples, units] times, [samples]
+        each.
+        """
+        found = [self._metrics_of(total, sample) for total, sample in zip(counts @ self._sums, counts, strict=True)]
+        return {name: np.array([each[name] for each in found]) for name in found[0]}
+
+    def _metrics_of(self, totals: Numbers, counts: Numbers) -> dict[str, float]:
+        number = float(counts.sum())
+        sums = dict(zip(self.objective.sum_names, totals.tolist(), strict=True))
+        metrics = self.objective.metrics(sums, {"pairs": number, "examples": number})
+        if not isinstance(self.objective, Regression):
+            return metrics
+        drawn = np.repeat(np.arange(len(counts)), counts.astype(np.int64))
+        return metrics | self.objective.score_metrics(self.scores[drawn, 0], self.targets[drawn])
+
+    @cached_property
+    def _sums(self) -> Numbers:
+        """Sums of the objective for each unit, [units, sums]."""
+        weights = torch.ones(len(self.objective.terms), dtype=torch.float64)
+        size = self.objective.documents_per_unit
+        units = zip(torch.from_numpy(self.scores).split(size), torch.from_numpy(self.targets).split(size), strict=True)
+        return np.stack([self.objective.loss(scores, targets, weights).sums.numpy() for scores, targets in units])
+
+
+def objective_of(config: PretrainedConfig) -> ScoreObjective:
+    """The objective whose metrics score a classifier with this config.json.
+
+    One label is a regression, unless a run has written that it is a reward.
+    """
+    if getattr(config, SETTINGS, {}).get("objective") == REWARD:
+        return Reward()
+    return Regression() if config.num_labels == 1 else Classification(config.num_labels)
+
+
+def kind_of(config: PretrainedConfig) -> RowKind:
+    """The rows that score a classifier with this config.json; labels are its classes, by name or number."""
+    objective = objective_of(config)
+    if isinstance(objective, Reward):
+        return RowKind("pairs", REWARD, has_margin=True)
+    names = tuple(str(config.id2label[number]) for number in range(config.num_labels))
+    labels = names if config.num_labels > 1 else ()
+    return RowKind("labelled", objective.name, labels=labels, num_labels=config.num_labels, has_known_classes=True)
+
+
+def labelled_documents(rows: PreparedRows, limit: int | None) -> list[LabelledDocument]:
+    """The documents of the first `limit` units."""
+    documents, size = rows.documents, max(rows.kind.documents_per_unit, 1)
+    number = min(rows.num_units, limit or rows.num_units) * size
+    return [
+        LabelledDocument(
+            documents.ids[documents.offsets[index] : documents.offsets[index + 1]].tolist(),
+            int(documents.second[index]),
+            float(documents.targets[index]),
+        )
+        for index in range(number)
+    ]
+
+
+def score_labelled(folder: Path, documents: Sequence[LabelledDocument], *, batch_tokens: int) -> LabelledScores:
+    """Scores of documents by the classifier in `folder`, from padded forwards of at most `batch_tokens` tokens."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    score, pad = load_scorer(folder), config.pad_token_id
+    scores = np.zeros((len(documents), config.num_labels))
+    lengths = [len(document.ids) for document in documents]
+    # transformers refuses batches of a classifier without a padding token.
+    batches = length_batches(lengths, batch_tokens if pad is not None else 1)
+    for numbers in batches:
+        inputs = _inputs([documents[number] for number in numbers], 0 if pad is None else pad)
+        if getattr(config, "type_vocab_size", 1) == 1:
+            del inputs["token_type_ids"]
+        scores[numbers] = score(inputs).numpy()
+    targets = np.array([document.target for document in documents])
+    return LabelledScores(objective_of(config), scores, targets)
+
+
+def _inputs(documents: Sequence[LabelledDocument], pad: int) -> dict[str, torch.Tensor]:
+    """Rows padded on the right, int64 [rows, tokens] each."""
+    shape = (len(documents), max(len(document.ids) for document in documents))
+    ids, mask, types = (np.full(shape, value, dtype=np.int64) for value in (pad, 0, 0))
+    for row, document in enumerate(documents):
+        end = len(document.ids)
+        ids[row, :end], mask[row, :end], types[row, document.second : end] = document.ids, 1, 1
+    named = {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
+    return {name: torch.from_numpy(part) for name, part in named.items()}
+
+
+def check_baseline(folder: Path, base: Path) -> None:
+    """ConfigError where `base` is not a classifier with the labels of the one in `folder`."""
+    trees = [json.loads((place / "config.json").read_text(encoding="utf-8")) for place in (folder, base)]
+    names = [tree.get("id2label") if is_classifier(tree) else None for tree in trees]
+    if names[0] != names[1]:
+        raise ConfigError(
+            f"--baseline {base} has the labels {names[1]}, and `{folder}` has {names[0]}",
+            hint="compare classifiers of the same classes",
+        )
