@@ -22,6 +22,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from ds_finetune.config.objectives import DistillObjective
 from ds_finetune.config.schema import ParallelConfig, RunConfig
 from ds_finetune.engine.collectives import all_gather_object
 from ds_finetune.engine.default_group import process_group
@@ -237,9 +238,12 @@ def _standard_cases(world_size: int, families: Sequence[str], device: str) -> li
 
 def _case(cell: Cell, world_size: int) -> LayoutCase:
     tree = run_tree(cell, Path(), Path(), dp=world_size // cell.sharing) | {"model": {"path": ""}}
-    objective = "" if cell.objective == "sft" else f" {cell.objective}"
-    name = f"{cell.family} {cell.layout} ZeRO-{cell.stage} {cell.precision}{objective}"
+    name = f"{cell.family} {cell.layout} ZeRO-{cell.stage} {cell.precision}{_objective_text(cell)}"
     return LayoutCase(name, hf_config(cell.family), tree)
+
+
+def _objective_text(cell: Cell) -> str:
+    return "" if cell.objective == "sft" else f" {cell.objective}"
 
 
 def _cases_of_run(config: RunConfig, world: World) -> list[LayoutCase]:
@@ -251,6 +255,11 @@ def _cases_of_run(config: RunConfig, world: World) -> list[LayoutCase]:
         raise ConfigError(
             f"selftest trains every weight, and lora.rank is {config.lora.rank}",
             hint="leave `lora` out to check the layout",
+        )
+    if isinstance(config.objective, DistillObjective):
+        raise ConfigError(
+            f"selftest has no plain loop for objective {config.objective.name}, which computes with a teacher",
+            hint="leave `objective` out to check the layout",
         )
     hub = read_hf_config(config.model.path, files=("*.json",))
     if hub.model_type not in TINY_MODELS:
@@ -280,7 +289,11 @@ def _cases_of_run(config: RunConfig, world: World) -> list[LayoutCase]:
         tree |= {"model": {"path": "", "attention": attention, "loss": config.model.loss}, "deepspeed": choices}
         tree |= {"objective": config.objective.model_dump()}
         found.append(
-            LayoutCase(f"{hub.model_type} {mesh} ZeRO-{stage} {precision}", _tiny_model_like(hub, cell.family), tree)
+            LayoutCase(
+                f"{hub.model_type} {mesh} ZeRO-{stage} {precision}{_objective_text(cell)}",
+                _tiny_model_like(hub, cell.family),
+                tree,
+            )
         )
     return found
 
