@@ -33,6 +33,7 @@ OBJECTIVES, SCORES = "tests/parity/test_objectives.py", "tests/parity/test_score
 PREFERENCES, LABELS = "tests/data/test_preferences.py", "tests/data/test_labelled_texts.py"
 CLASSIFIERS, ONNX_CLASSIFIERS = "tests/export/test_classifiers.py", "tests/export/onnx/test_classifiers.py"
 WHOLE_RUNS = "tests/trainer/test_objectives.py"
+DISTILLATION, SOFT_TARGETS = "tests/parity/test_distillation.py", "tests/model/test_soft_targets.py"
 MUTANTS = (
     Mutant(
         "separator by side",
@@ -84,6 +85,41 @@ MUTANTS = (
         "        counts = self._global_counts(batch.counts)",
         '        counts = self._global_counts(batch.counts) | {"pairs": batch.counts["pairs"]}',
         OBJECTIVES,
+    ),
+    Mutant(
+        "gradient of the divergence without temperature",
+        "model/soft_targets.py",
+        "gradient *= (1 - mix.label_weight) * mix.temperature",
+        "gradient *= 1 - mix.label_weight",
+        SOFT_TARGETS,
+    ),
+    Mutant(
+        "probability of tokens that are not stored is free",
+        "model/soft_targets.py",
+        "return divergence, gradient.sub_(others.add_(wanted[:, -1:] - bucket).exp_())",
+        "return divergence, gradient",
+        SOFT_TARGETS,
+    ),
+    Mutant(
+        "teacher sees the other documents of a row",
+        "model/distillation.py",
+        "hidden = teacher.hidden(input_ids, position_ids, documents, supervised)",
+        "hidden = teacher.hidden(input_ids, position_ids, None, supervised)",
+        DISTILLATION,
+    ),
+    Mutant(
+        "norm of a teacher's shard of the vocabulary",
+        "model/soft_targets.py",
+        "wanted -= shard.log_norm(wanted)",
+        "wanted -= torch.logsumexp(wanted, dim=-1, keepdim=True)",
+        DISTILLATION,
+    ),
+    Mutant(
+        "scores of whole rows on sequence parallel ranks",
+        "model/distillation.py",
+        "(part if self.sp_group is None else self.sp_group.shard(part)).flatten(0, 1)",
+        "part.flatten(0, 1)",
+        DISTILLATION,
     ),
     Mutant(
         "documents scored on every sequence parallel rank's first tokens",
