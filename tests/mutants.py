@@ -30,6 +30,7 @@ class Mutant:
 
 PARITY, PARALLEL, ROWS = "tests/parity/test_parity.py", "tests/parity/test_parallel.py", "tests/data/test_rows.py"
 OBJECTIVES = "tests/parity/test_objectives.py"
+ENCODER = "tests/model/test_encoder.py"
 MUTANTS = (
     Mutant(
         "scale of the loss",
@@ -150,6 +151,34 @@ MUTANTS = (
         "(distance < (self.window or keys))",
         "(distance <= (self.window or keys))",
         "tests/model/test_attention.py",
+    ),
+    Mutant(
+        "causal attention of encoders",
+        "model/attention.py",
+        'getattr(module, "is_causal", True)',
+        "True",
+        ENCODER,
+    ),
+    Mutant(
+        "padding behind a text seen by it",
+        "data/batches.py",
+        " or plan.separates_padding",
+        "",
+        ROWS,
+    ),
+    Mutant(
+        "positions of RoBERTa from zero",
+        "model/encoder.py",
+        "hf_config.pad_token_id + 1 if",
+        "0 if",
+        ENCODER,
+    ),
+    Mutant(
+        "no types of tokens",
+        "model/encoder.py",
+        'inputs["token_type_ids"] = token_types',
+        "pass",
+        ENCODER,
     ),
     Mutant(
         "no all-reduce of gradients of a tensor parallel region",
