@@ -29,9 +29,41 @@ class Mutant:
 
 
 PARITY, PARALLEL, ROWS = "tests/parity/test_parity.py", "tests/parity/test_parallel.py", "tests/data/test_rows.py"
-OBJECTIVES = "tests/parity/test_objectives.py"
+OBJECTIVES, SCORES = "tests/parity/test_objectives.py", "tests/parity/test_scores.py"
+PREFERENCES, LABELS = "tests/data/test_preferences.py", "tests/data/test_labelled_texts.py"
+DISTILLATION, SOFT_TARGETS = "tests/parity/test_distillation.py", "tests/model/test_soft_targets.py"
 ENCODER = "tests/model/test_encoder.py"
 MUTANTS = (
+    Mutant(
+        "separator by side",
+        "data/units.py",
+        "    if not (isinstance(chosen, Completion) and isinstance(rejected, Completion)):",
+        "    if chosen:",
+        PREFERENCES,
+    ),
+    Mutant(
+        "half a row for each side of a pair",
+        "data/units.py",
+        "max(limit.max_seq_len // 2, limit.max_seq_len - shorter)",
+        "limit.max_seq_len // 2",
+        PREFERENCES,
+    ),
+    Mutant(
+        "earlier answers of pairs supervised",
+        "data/units.py",
+        'tokens = SampleTokeniser(tokenizer, replace(settings, train_on="last_assistant")).tokenise(sides)',
+        "tokens = SampleTokeniser(tokenizer, settings).tokenise(sides)",
+        PREFERENCES,
+    ),
+    Mutant("earlier turns not compared", "data/preferences.py", "    if ours == theirs:", "    if True:", PREFERENCES),
+    Mutant(
+        "classes in the order of the rows",
+        "data/classes.py",
+        "tuple(sorted(found.names))",
+        "tuple(found.names)",
+        LABELS,
+    ),
+    Mutant("no end token after a cut text", "data/units.py", "[*ids[: limit - 1], eos]", "ids[:limit]", LABELS),
     Mutant(
         "scale of the loss",
         "engine/loss_normalisation.py",
@@ -52,6 +84,76 @@ MUTANTS = (
         "        counts = self._global_counts(batch.counts)",
         '        counts = self._global_counts(batch.counts) | {"pairs": batch.counts["pairs"]}',
         OBJECTIVES,
+    ),
+    Mutant(
+        "gradient of the divergence without temperature",
+        "model/soft_targets.py",
+        "gradient *= (1 - mix.label_weight) * mix.temperature",
+        "gradient *= 1 - mix.label_weight",
+        SOFT_TARGETS,
+    ),
+    Mutant(
+        "probability of tokens that are not stored is free",
+        "model/soft_targets.py",
+        "return divergence, gradient.sub_(others.add_(wanted[:, -1:] - bucket).exp_())",
+        "return divergence, gradient",
+        SOFT_TARGETS,
+    ),
+    Mutant(
+        "teacher sees the other documents of a row",
+        "model/distillation.py",
+        "hidden = teacher.hidden(input_ids, position_ids, documents, supervised)",
+        "hidden = teacher.hidden(input_ids, position_ids, None, supervised)",
+        DISTILLATION,
+    ),
+    Mutant(
+        "norm of a teacher's shard of the vocabulary",
+        "model/soft_targets.py",
+        "wanted -= shard.log_norm(wanted)",
+        "wanted -= torch.logsumexp(wanted, dim=-1, keepdim=True)",
+        DISTILLATION,
+    ),
+    Mutant(
+        "scores of whole rows on sequence parallel ranks",
+        "model/distillation.py",
+        "(part if self.sp_group is None else self.sp_group.shard(part)).flatten(0, 1)",
+        "part.flatten(0, 1)",
+        DISTILLATION,
+    ),
+    Mutant(
+        "documents scored on every sequence parallel rank's first tokens",
+        "model/score_head.py",
+        "ends % (tokens * ranks) - tokens * rank",
+        "ends % tokens",
+        SCORES,
+    ),
+    Mutant(
+        "scores counted by every sequence parallel rank",
+        "model/score_head.py",
+        "self.groups.sp.group_rank == 0",
+        "self.groups.sp.size > 0",
+        SCORES,
+    ),
+    Mutant(
+        "gradient of scores summed again over sequence parallel ranks",
+        "model/score_head.py",
+        "        return grad, None",
+        "        return grad * 2, None",
+        SCORES,
+    ),
+    Mutant(
+        "score head frozen beside adapters",
+        "engine/start_engine.py",
+        "lm.get_parameter(name).requires_grad_(True)",
+        "lm.get_parameter(name).requires_grad_(False)",
+        SCORES,
+    ),
+    Mutant(
+        "margin of pairs ignored",
+        "objectives/reward.py",
+        "chosen - rejected - targets.view(-1, 2)[:, 0]",
+        "chosen - rejected",
+        SCORES,
     ),
     Mutant(
         "no all-reduce of documents in sequence parallelism",

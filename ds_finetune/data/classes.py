@@ -21,6 +21,8 @@ _SHOWN_CLASSES = 10
 def find_classes(config: DataConfig, kind: RowKind) -> RowKind:
     """`kind` with the names and the number of the classes, from the labels of all training rows where necessary.
 
+    A stream is not read: without names, its classes are numbers.
+
     Every process of a host calls this; one of them reads the rows, and their labels are cached. Texts are classes in
     the order of their names; whole numbers are classes from 0 on. DataError names the row of a label that does not fit.
     """
@@ -28,11 +30,14 @@ def find_classes(config: DataConfig, kind: RowKind) -> RowKind:
         return kind
     if kind.labels or kind.num_labels == 1:
         return replace(kind, num_labels=len(kind.labels) or 1, has_known_classes=True)
-    if config.streaming:
+    if config.streaming and kind.num_labels is None:
         raise ConfigError(
-            f"data.streaming reads no row before the run, and objective.labels is {list(kind.labels)}",
-            hint="name the classes in objective.labels, or set data.streaming to false",
+            f"data.streaming reads no row before the run, and objective.num_labels is {kind.num_labels}",
+            hint="set objective.num_labels for numbered classes, name them in objective.labels, or set data.streaming "
+            "to false",
         )
+    if config.streaming:
+        return replace(kind, has_known_classes=True)
     sources = find_sources(config.paths("train"))
     parts = [[source.fingerprint for source in sources], dict(config.columns)]
     name = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]

@@ -39,33 +39,33 @@ def _preference(sides: Sequence[Sample], view: Mapping[str, Any], where: str) ->
     return Preference(chosen, rejected, float(margin))
 
 
-def _of_turns(dialogues: Sequence[object], view: Mapping[str, Any], where: str) -> Preference:
-    """Both sides as whole dialogues."""
-    tools = view.get("tools")
-    sides = [read_conversation(turns, tools, column, where) for column, turns in zip(_SIDES, dialogues, strict=True)]
-    for column, side in zip(_SIDES, sides, strict=True):
+def _of_turns(dialogues: Mapping[str, object], view: Mapping[str, Any], where: str) -> Preference:
+    """Both sides as whole dialogues, by the column of their answer."""
+    sides = {column: read_conversation(turns, view.get("tools"), column, where) for column, turns in dialogues.items()}
+    for column, side in sides.items():
         role = side.messages[-1]["role"]
         if role != "assistant":
             raise DataError(
                 f"{where}: the last turn of `{column}` has the role {role}, not assistant",
                 hint="end both sides with the answer, or remove the row",
             )
-    _check_same_turns(*sides, where=where)
-    return _preference(sides, view, where)
+    _check_same_turns(sides, where)
+    return _preference([*sides.values()], view, where)
 
 
-def _check_same_turns(chosen: Conversation, rejected: Conversation, *, where: str) -> None:
+def _check_same_turns(sides: Mapping[str, Conversation], where: str) -> None:
     """DataError where the turns before the answers differ."""
-    ours, theirs = chosen.messages[:-1], rejected.messages[:-1]
+    ours, theirs = (side.messages[:-1] for side in sides.values())
     if ours == theirs:
         return
     number = next(
         (n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
     )
-    shown = [_shown_turn(side, number) for side in (ours, theirs)]
+    chosen, rejected = (
+        f"of `{column}` is {_shown_turn(side, number)}" for column, side in zip(sides, (ours, theirs), strict=True)
+    )
     raise DataError(
-        f"{where}: turn {number + 1} of `rejected` is {shown[1]}, and of `chosen` {shown[0]}; the turns before the "
-        "answers have to be equal",
+        f"{where}: turn {number + 1} {rejected}, and {chosen}; the turns before the answers have to be equal",
         hint="give both answers to the same prompt, or remove the row",
     )
 
@@ -83,6 +83,15 @@ def _as_turns(answer: object, column: str, where: str) -> list[Any]:
     return [{"role": "assistant", "content": check_text(answer, f"{where}: column `{column}`")}]
 
 
+def _list_of_turns(view: Mapping[str, Any], column: str, where: str) -> list[Any]:
+    turns = view[column]
+    if not isinstance(turns, list | tuple):
+        raise DataError(
+            f"{where}: `{column}` is {type(turns).__name__} {turns!r:.60}", hint="give a list of {role, content}"
+        )
+    return list(turns)
+
+
 def _role(turn: object) -> object:
     return turn.get("role", turn.get("from")) if isinstance(turn, Mapping) else None
 
@@ -98,10 +107,10 @@ def _prompt_pair(view: Mapping[str, Any], where: str) -> Preference:
         tools = read_tools(view.get("tools"), where)
         samples = [_completion(read_text(view, "prompt", where), read_text(view, side, where)) for side in _SIDES]
         return _preference([_with_tools(sample, tools) for sample in samples], view, where)
-    whole = [
-        _with_prompt(prompt, _as_turns(side, column, where), column, where)
+    whole = {
+        column: _with_prompt(prompt, _as_turns(side, column, where), column, where)
         for column, side in zip(_SIDES, sides, strict=True)
-    ]
+    }
     return _of_turns(whole, view, where)
 
 
@@ -118,7 +127,7 @@ def _with_prompt(prompt: object, turns: list[Any], column: str, where: str) -> l
     """The turns of a side with the prompt before them, unless they begin with it."""
     is_text = isinstance(prompt, str)
     first = [{"role": "user", "content": prompt}] if is_text else _as_turns(prompt, "prompt", where)
-    if len(turns) == 1 or _role(turns[0]) in ("assistant", "gpt", "model"):
+    if len(turns) <= 1 or _role(turns[0]) in ("assistant", "gpt", "model"):
         return [*first, *turns]
     repeats = (
         any(_content(turn) == prompt for turn in turns[:-1]) if is_text else list(turns[: len(first)]) == list(first)
@@ -135,9 +144,15 @@ def _pair(view: Mapping[str, Any], where: str) -> Preference:
     """Whole dialogues as lists of messages, or as texts with `Human:` and `Assistant:` before each turn."""
     chosen, rejected = view["chosen"], view["rejected"]
     if not (isinstance(chosen, str) and isinstance(rejected, str)):
-        return _of_turns([chosen, rejected], view, where)
+        return _of_turns({"chosen": chosen, "rejected": rejected}, view, where)
     ours, theirs = (_hh_dialogue(read_text(view, column, where), column, where) for column in _SIDES)
-    _check_same_turns(ours.conversation, theirs.conversation, where=where)
+    _check_same_turns({"chosen": ours.conversation, "rejected": theirs.conversation}, where)
+    if ours.prompt != theirs.prompt:
+        raise DataError(
+            f"{where}: the turns before the answers differ in white space: {ours.prompt!r:.60} in `chosen`, and "
+            f"{theirs.prompt!r:.60} in `rejected`",
+            hint="correct or remove the row",
+        )
     return _preference([ours, theirs], view, where)
 
 
@@ -185,23 +200,25 @@ def _sharegpt_pair(view: Mapping[str, Any], where: str) -> Preference:
     system = read_optional_text(view, "system", where)
     before = [
         *([{"role": "system", "content": system}] if system else []),
-        *_as_turns(view["conversations"], "conversations", where),
+        *_list_of_turns(view, "conversations", where),
     ]
-    sides = [[*before, *_as_turns(view[column], column, where)] for column in _SIDES]
+    sides = {column: [*before, *_as_turns(view[column], column, where)] for column in _SIDES}
     return _of_turns(sides, view, where)
 
 
 def _messages_pair(view: Mapping[str, Any], where: str) -> Preference:
-    return _of_turns([view["messages"], view["rejected_messages"]], view, where)
+    return _of_turns({column: view[column] for column in ("messages", "rejected_messages")}, view, where)
 
 
 def _response_pair(view: Mapping[str, Any], where: str) -> Preference:
     """The rejected answer stands for the last turn, or as messages for all turns after the user's last."""
-    chosen, rejected = _as_turns(view["messages"], "messages", where), view["rejected_response"]
+    chosen, rejected = _list_of_turns(view, "messages", where), view["rejected_response"]
     if isinstance(rejected, list | tuple):
         after_user = [number for number, turn in enumerate(chosen, start=1) if _role(turn) in ("user", "human")]
-        return _of_turns([chosen, [*chosen[: max(after_user, default=0)], *rejected]], view, where)
-    return _of_turns([chosen, [*chosen[:-1], *_as_turns(rejected, "rejected_response", where)]], view, where)
+        other = [*chosen[: max(after_user, default=0)], *rejected]
+    else:
+        other = [*chosen[:-1], *_as_turns(rejected, "rejected_response", where)]
+    return _of_turns({"messages": chosen, "rejected_response": other}, view, where)
 
 
 PAIR_LAYOUTS = by_name(

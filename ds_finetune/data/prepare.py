@@ -34,13 +34,13 @@ from ds_finetune.data.documents import (
     make_documents,
     read_counts,
 )
+from ds_finetune.data.dropped_rows import check_dropped_rows
 from ds_finetune.data.layouts import PlainText, Sample
 from ds_finetune.data.mixture import Mixture
 from ds_finetune.data.named_counts import NamedCounts
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.row_estimate import estimate_rows
 from ds_finetune.data.row_kind import DIALOGUE, KindName, RowKind
-from ds_finetune.data.row_report import dropped_row_lines, dropped_rows_hint
 from ds_finetune.data.sample_tokens import RULES_VERSION, SampleTokeniser, TemplateSettings, Tokens
 from ds_finetune.data.samples import check_layout_name, read_row
 from ds_finetune.data.sources import Record, Source, find_sources, read_records
@@ -379,26 +379,3 @@ def _submit(pool: ProcessPoolExecutor, tasks: Iterable[_Task], *, most: int) -> 
             done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
             yield from done
     yield from waiting
-
-
-def check_dropped_rows(counts: Counts, config: DataConfig, sources: Sequence[Source]) -> None:
-    """DataError where too many rows are dropped or too many tokens are cut off, or where no row is left."""
-    names = ", ".join(source.path for source in sources)
-    dropped = counts.nothing_supervised + counts.too_long_dropped + counts.dropped.rows
-    reason = ", ".join(dropped_row_lines(counts))
-    if not counts.documents:
-        hint = dropped_rows_hint(counts) if counts.dropped.rows else "look at them with `ds-finetune data show`"
-        raise DataError(f"none of the {counts.read} rows of {names} is left ({reason})", hint=hint)
-    if dropped > config.max_dropped_ratio * counts.read:
-        raise DataError(
-            f"{dropped} of {counts.read} rows of {names} are dropped ({reason}), more than data.max_dropped_ratio "
-            f"{config.max_dropped_ratio:g}",
-            hint=dropped_rows_hint(counts),
-        )
-    if counts.truncated_ratio > config.max_truncated_ratio:
-        raise DataError(
-            f"{counts.truncated} of {counts.read} rows of {names} are longer than train.max_seq_len, and truncation "
-            f"cuts off {counts.truncated_ratio:.1%} of all tokens, more than data.max_truncated_ratio "
-            f"{config.max_truncated_ratio:g}",
-            hint="raise train.max_seq_len, set data.long_rows to drop (or split, for plain text), or raise the ratio",
-        )

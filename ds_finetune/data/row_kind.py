@@ -57,6 +57,11 @@ class RowKind:
             raise ConfigError(
                 f"objective.labels has a name twice: {', '.join(section.labels)}", hint="name each class once"
             )
+        if len(section.labels) == 1:
+            raise ConfigError(
+                f"objective.labels names one class: {section.labels[0]}",
+                hint="name two or more; for regression set objective.num_labels to 1 and name none",
+            )
         if section.labels and section.num_labels not in (None, len(section.labels)):
             raise ConfigError(
                 f"objective.num_labels is {section.num_labels}, and objective.labels names {len(section.labels)} "

@@ -27,8 +27,8 @@ DROPPED = {
         "raise train.max_seq_len, which bounds both sides of a pair together",
     ),
     "prompts": (
-        "whose prompt the chat template writes in another way before the rejected answer",
-        "give a data.template that renders the prompt without looking at the answer",
+        "whose answers the chat template opens differently, so that their prompts differ",
+        "set data.reasoning to strip, or give a data.template that opens both answers alike",
     ),
 }
 """By name of a reason to drop a row: a description of such rows, and a hint what to do."""

@@ -14,7 +14,8 @@ from ds_finetune.config.schema import DataConfig
 from ds_finetune.data.batches import Batch, BatchPlan, Position, make_batch
 from ds_finetune.data.classes import find_classes
 from ds_finetune.data.documents import Counts, Documents
-from ds_finetune.data.prepare import Tokenisation, TokenLimits, check_dropped_rows, plan_tokenisation, tokenise_records
+from ds_finetune.data.dropped_rows import check_dropped_rows
+from ds_finetune.data.prepare import Tokenisation, TokenLimits, plan_tokenisation, tokenise_records
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.row_kind import DIALOGUE, RowKind
 from ds_finetune.data.rows import Row

@@ -76,10 +76,10 @@ def _fit_pair(chosen: Tokens, rejected: Tokens, limit: LengthLimit) -> tuple[lis
         reason = "prompts"
     if reason:
         return [], reason, Counts()
-    lost = max(len(chosen.ids) + len(rejected.ids) - limit.max_seq_len, 0)
-    if lost and limit.rule(is_text=False) == "drop":
+    excess = max(len(chosen.ids) + len(rejected.ids) - limit.max_seq_len, 0)
+    if excess and limit.rule(is_text=False) == "drop":
         return [], "", Counts(too_long_dropped=1)
-    if lost:
+    if excess:
         shorter = min(len(ids) for ids, _ in sides)
         end = max(limit.max_seq_len // 2, limit.max_seq_len - shorter)
         sides = [(ids[:end], mask[:end]) for ids, mask in sides]

@@ -19,6 +19,7 @@ from ds_finetune.export.shards import HubTensor, ShardWriter
 from ds_finetune.export.source import TensorSource
 from ds_finetune.model.fp8 import BLOCK, FP8, SCALE, quantise, quantise_like, scale_shape
 from ds_finetune.model.names import hub_pieces
+from ds_finetune.phase_line import PhaseLine
 
 CHUNK_NUMEL = 2**20
 """Elements read, cast and written at a time by each thread: 4 MiB of fp32, which caches still hold when they are cast.
@@ -197,17 +198,20 @@ def _check_finite(item: _WorkItem, flat: torch.Tensor, cast: torch.Tensor) -> No
 
 
 def _run_in_threads(work: Callable[[_WorkItem], None], items: Iterable[_WorkItem], workers: int) -> None:
-    """Call `work` for every item, about in order; an error ends all threads and is raised."""
-    remaining = deque(items)
+    """Call `work` for every item, about in order, with a progress line; an error ends all threads and is raised."""
+    remaining, lock = deque(items), threading.Lock()
+    line = PhaseLine("converting tensors", len(remaining))
 
     def drain() -> None:
         try:
             for item in iter(lambda: _next(remaining), None):
                 work(item)
+                with lock:
+                    line.advance()
         finally:
             remaining.clear()
 
-    with ThreadPoolExecutor(workers) as pool:
+    with line, ThreadPoolExecutor(workers) as pool:
         futures = [pool.submit(drain) for _ in range(workers)]
         try:
             for future in futures:

@@ -7,12 +7,12 @@ from pathlib import Path
 def ask(folder: Path, prompts: Sequence[str], *, max_new_tokens: int = 128) -> list[str]:
     """Greedy answers of the model in `folder` to prompts, which its chat template renders where it has one."""
     import torch
-    from transformers import AutoTokenizer
 
+    from ds_finetune.data.tokenizer_files import load_tokenizer
     from ds_finetune.export.load import load_exported
 
     model = load_exported(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    tokenizer = load_tokenizer(str(folder))
     answers = []
     for prompt in prompts:
         if tokenizer.chat_template:

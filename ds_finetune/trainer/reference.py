@@ -9,15 +9,23 @@ Rows that are not packed have other neighbours, and so another padding, in later
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_finetune.data.batches import Batch, eval_batches, num_eval_rows, training_batches
+from ds_finetune.data.batches import (
+    Batch,
+    Position,
+    eval_baseline,
+    eval_batches,
+    num_eval_rows,
+    training_batches,
+)
 from ds_finetune.data.cache import ArrayParts, lock_folder, remove_damaged, write_folder
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.engine.collectives import all_gather_object
@@ -26,10 +34,10 @@ from ds_finetune.errors import RunError
 from ds_finetune.model.weights import weights_digest
 from ds_finetune.phase_line import PhaseLine
 from ds_finetune.trainer.batches import batch_plan
-from ds_finetune.trainer.prepare import PreparedRun
+from ds_finetune.trainer.prepare import PreparedRun, mismatched_answers
 
 LogProbs = NDArray[np.float64]
-"""One number for each document, by its number in the data; nats."""
+"""One number for each document, by its number in the data, and for each mismatched one after them; nats."""
 _FORMAT = 1
 """Increased when the same rows would get other numbers."""
 _TRAIN = "train"
@@ -84,16 +92,20 @@ def _rows(run: PreparedRun) -> dict[str, PreparedRows]:
 
 def _compute(run: PreparedRun, engine: Engine, name: str, rows: PreparedRows) -> LogProbs:
     # Without shares of sources, which repeat some rows and leave others out of the first pass.
-    plan, limit = replace(batch_plan(run), mixture=None), run.config.eval.limit
+    plan, limit = replace(batch_plan(run), mixture=None, reference=None), run.config.eval.limit
+    mismatched = mismatched_answers(run.plan, engine.objective, rows)
+    first: list[Batch] = []
     if name == _TRAIN:
-        batches = training_batches(rows, plan, start_step=0, total_rows=len(rows))
+        batches = training_batches(rows, plan, start_step=0, total_rows=len(rows), mismatched=mismatched)
         num_batches = -(-len(rows) // plan.global_batch_size)
     else:
         batches = eval_batches(rows, plan, limit=limit)
+        forwards = () if mismatched is None else tuple(eval_baseline(mismatched, plan, limit=limit))
+        first = [Batch(forwards, Position(0, 0), (), 0, {})]
         num_batches = -(-num_eval_rows(rows, limit) // (plan.micro_batch_size * plan.dp))
     what = f"reference log-probabilities of data.{name.replace('/', '.')}"
     with PhaseLine(what, num_batches, is_rank_zero=engine.is_rank_zero) as line:
-        numbers, logps = engine.document_log_probs(_counted(batches, line))
+        numbers, logps = engine.document_log_probs(chain(first, _with_baselines(batches, line)))
     if not np.isfinite(logps).all():
         wrong = int(np.flatnonzero(~np.isfinite(logps))[0])
         raise RunError(
@@ -106,9 +118,10 @@ def _compute(run: PreparedRun, engine: Engine, name: str, rows: PreparedRows) ->
     return values
 
 
-def _counted(batches: Iterable[Batch], line: PhaseLine) -> Iterable[Batch]:
+def _with_baselines(batches: Iterable[Batch], line: PhaseLine) -> Iterator[Batch]:
+    """The batches with the forwards of their baselines among their own."""
     for batch in batches:
-        yield batch
+        yield replace(batch, micro=(*batch.baseline, *batch.micro))
         line.advance()
 
 
@@ -133,6 +146,8 @@ def _fingerprint(run: PreparedRun, name: str, rows: PreparedRows) -> str:
         "layout": sizes,
         "forward": [plan.batch.micro_batch_size, plan.batch.max_seq_len, order],
         "limit": config.eval.limit if name != _TRAIN else 0,
+        # Decides which answers are compared with which prompts.
+        "baseline": plan.seed if run.inputs.model.objective.needs_baseline else None,
         "packages": {name: version(name) for name in _PACKAGES},
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]

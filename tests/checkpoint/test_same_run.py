@@ -82,6 +82,20 @@ def state_of(config: dict[str, Any], **values: Any) -> RunState:
     return RunState(**given | values)
 
 
+def test_names_and_weights_of_files_are_compared_key_by_key() -> None:
+    """Other weights are other training rows; another list of held-out sets is printed."""
+    data = {"train": {"a.jsonl": 0.9, "b.jsonl": 0.1}, "eval": {"old": "c.jsonl"}}
+    state = state_of(dumped(TREE | {"data": data}))
+    assert changes_since_checkpoint(state, RunIdentity(state.config, "rows")) == []
+    config = dumped(TREE | {"data": {"train": {"a.jsonl": 0.8, "b.jsonl": 0.1}, "eval": {"old": "d.jsonl"}}})
+    assert changes_since_checkpoint(state, RunIdentity(config, "rows")) == [
+        "changed since the checkpoint: data.eval.old ['c.jsonl'] -> ['d.jsonl']",
+        "changed since the checkpoint: data.train.a.jsonl 0.9 -> 0.8",
+    ]
+    with pytest.raises(CheckpointError, match="training rows rows -> others"):
+        changes_since_checkpoint(state, RunIdentity(config, "others"))
+
+
 @pytest.mark.parametrize("key", ON_RESUME)
 def test_a_changed_key_is_refused_printed_or_without_effect(key: str) -> None:
     before = dumped(TREE | ({"lora": {}} if key.startswith("lora.") else {}))

@@ -1,6 +1,7 @@
 """Labelled texts: their tokens for decoders and encoders, classes, and the targets of bad labels."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from ds_finetune.data.classes import find_classes
 from ds_finetune.data.prepare import TokenLimits, prepare_rows
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.row_kind import RowKind
+from ds_finetune.data.stream import open_stream, streaming_batches
 from ds_finetune.data.tokenizer_files import is_encoder_tokenizer, load_tokenizer
 from ds_finetune.demo import write_demo
 from ds_finetune.errors import ConfigError, DataError
@@ -156,6 +158,24 @@ def test_labels_of_the_objective_give_the_order(decoder: PreTrainedTokenizerBase
     assert rows.documents.targets.tolist() == [0, 1, 0]
     with pytest.raises(ConfigError, match=r"num_labels is 3, and objective\.labels names 2"):
         kind_of(labels=["yes", "no"], num_labels=3)
+    for labels, said in ((["yes"], "objective.labels names one class: yes"), (["a", "a"], "has a name twice: a, a")):
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            kind_of(labels=labels)
+
+
+def test_a_stream_reads_no_labels_before_the_run(decoder: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([{"text": "x", "label": number % 3} for number in range(20)]))
+    config, limits = DataConfig.model_validate({"train": str(path), "streaming": True}), TokenLimits(32, 128, 512)
+    with pytest.raises(ConfigError, match="reads no row before the run"):
+        find_classes(config, kind_of())
+    rows = open_stream(config, "train", tokenizer=decoder, limits=limits, kind=kind_of(num_labels=3))
+    plan = BatchPlan(4, 2, 0, 1, 0, shuffle=False, pad_token_id=2, row_len=None, documents_per_unit=1)
+    (batch,) = streaming_batches(rows, plan, steps=1)
+    assert batch.counts["examples"] == 4
+    assert [micro.examples.targets.tolist() for micro in batch.micro if micro.examples] == [[0, 1], [2, 0]]
+    with pytest.raises(DataError, match="item 3: column `label` is 2, and the classes are 0 to 1"):
+        open_stream(config, "train", tokenizer=decoder, limits=limits, kind=kind_of(num_labels=2))
 
 
 def test_classes_in_csv_are_texts_of_numbers(decoder: PreTrainedTokenizerBase, tmp_path: Path) -> None:

@@ -144,6 +144,14 @@ def test_hh_dialogues_are_split_at_the_last_answer(tokenizer: PreTrainedTokenize
         ({"chosen": [ASKED, GOOD], "rejected": [ASKED]}, "the last turn of `rejected` has the role user"),
         ({"chosen": "yes", "rejected": "yes and no"}, "`chosen` has no turns"),
         ({"chosen": HH + " a\n\nHuman: b", "rejected": HH + " c"}, "`chosen` has no turns that end with an answer"),
+        ({"chosen": HH + " 4", "rejected": HH.replace(": Hi", ":Hi") + " 5"}, "differ in white space"),
+        ({"prompt": "p", "chosen": [], "rejected": [BAD]}, "the last turn of `chosen` has the role user"),
+        ({"conversations": "2+2?", "chosen": GOOD, "rejected": BAD}, "`conversations` is str"),
+        ({"messages": None, "rejected_response": "5"}, "`messages` is NoneType"),
+        ({"messages": [], "rejected_response": "5"}, "`messages` is list []"),
+        ({"messages": [ASKED, GOOD], "rejected_messages": [BAD]}, "turn 1 of `rejected_messages` is the answer"),
+        ({"conversations": [ASKED], "chosen": [], "rejected": BAD}, "the last turn of `chosen` has the role user"),
+        ({"conversations": [ASKED], "chosen": 4, "rejected": BAD}, "column `chosen` is int 4"),
         ({"prompt": "p", "chosen": None, "rejected": "x"}, "column `chosen` is NoneType"),
         ({"prompt": "other", "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}, "`chosen` begins with the turn"),
         ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": float("nan")}, "column `margin` is float nan"),
@@ -204,6 +212,18 @@ def test_equal_empty_and_long_sides_follow_the_rules(tokenizer: PreTrainedTokeni
     dropped = rows_of(records, tokenizer, tmp_path, max_seq_len=40, long_rows="drop")
     assert dropped.counts.too_long_dropped == 4
     assert dropped.num_units == 2
+
+
+def test_sides_that_a_template_opens_differently_are_dropped(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """As R1's does: its prompt for generation begins the reasoning, which one answer has and the other has not."""
+    template = tmp_path / "reasoning.jinja"
+    template.write_text(str(tokenizer.chat_template).replace("{{ '<|assistant|>' }}", "{{ '<|assistant|>(' }}"))
+    records = [{"prompt": "2+2?", "chosen": "(sum) 4", "rejected": answer} for answer in ("(sum) 5", "5")]
+    rows = rows_of(records, tokenizer, tmp_path, template=str(template))
+    assert shown(rows, tokenizer) == [f"<|bos|><|user|>2+2?<|assistant|>([sum) {answer}<|eos|>]" for answer in "45"]
+    assert {name: number for name, (number, _) in rows.counts.dropped.entries.items()} == {"prompts": 1}
 
 
 def test_packing_keeps_the_sides_of_a_pair_together(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
@@ -299,6 +319,17 @@ def test_a_stream_has_whole_pairs(tokenizer: PreTrainedTokenizerBase, tmp_path: 
 def test_units_are_those_of_the_objective(name: str) -> None:
     section: Any = TypeAdapter(ObjectiveField).validate_python(name)
     assert RowKind.of(section).documents_per_unit == make_objective(section).documents_per_unit
+
+
+def test_generation_answers_the_prompts_of_chosen_and_good_answers(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    pairs = rows_of([LAYOUTS["standard"], {"prompt": "p", "chosen": "x", "rejected": "y"}], tokenizer, tmp_path)
+    marks = [{"prompt": "p", "completion": answer, "label": answer == "good"} for answer in ("bad", "good", "good")]
+    marked = rows_of(marks, tokenizer, tmp_path, kind=MARKED)
+    for rows, expected in ((pairs, ["4<|eos|>", "x<|eos|>"]), (marked, ["good<|eos|>"] * 2)):
+        assert [tokenizer.decode(answer) for _, answer in rows.prompts_and_answers(5)] == expected
+    assert tokenizer.decode(pairs.prompts_and_answers(1)[0][0]) == "<|bos|><|user|>2+2?<|assistant|>"
 
 
 MARKED_ROWS = {

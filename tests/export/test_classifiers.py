@@ -288,3 +288,18 @@ def test_a_pipeline_makes_the_tokens_of_training(name: str, shared_data: Path, t
     assert is_same or fitted.notes == (
         "the exported tokenizer joins a text and its text_pair otherwise than training: join them yourself",
     )
+
+
+def test_a_deepspeed_checkpoint_of_a_classifier_is_read(tmp_path: Path) -> None:
+    """The Hugging Face Trainer writes config.json beside it."""
+    model = classifier("qwen2")
+    model.config.architectures = [type(model).__name__]
+    step = tmp_path / "checkpoint-3" / "global_step3"
+    step.mkdir(parents=True)
+    model.config.save_pretrained(step.parent)
+    (step.parent / "latest").write_text(step.name)
+    states = {"module": model.state_dict(), "buffer_names": [], "dp_world_size": 1, "param_shapes": None}
+    torch.save(states | {"shared_params": {}}, step / "mp_rank_00_model_states.pt")
+    export_checkpoint(step.parent, tmp_path / "out", dtype="fp32", max_shard_bytes=10**9, base=None)
+    prompt = [*range(4, 30), EOS]
+    assert torch.equal(scores(plain(tmp_path / "out"), prompt), scores(model, prompt))

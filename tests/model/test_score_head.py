@@ -1,6 +1,8 @@
 """A document is scored at its end, however rows are packed, and a new head is drawn for a base without one."""
 
+import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,10 @@ from ds_finetune.families.table import family_of
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.model.build import build_skeleton, read_hf_config, whole
 from ds_finetune.model.loss import TrainedModel
-from ds_finetune.model.score_config import fresh_parameters, set_classes, with_base_classes
+from ds_finetune.model.score_config import fresh_parameters, set_classes, set_padding_token, with_base_classes
 from ds_finetune.model.score_head import initialise_score_head, install_score_head
-from ds_finetune.model.weights import initialise_weights, load_weights
+from ds_finetune.model.vocabulary import Growth
+from ds_finetune.model.weights import initialise_weights, load_weights, seed_of
 from ds_finetune.objectives.classification import Classification
 from ds_finetune.objectives.objective import ScoreObjective
 from ds_finetune.objectives.reward import Reward
@@ -149,3 +152,60 @@ def test_a_base_that_is_a_classifier_keeps_its_head(tmp_path: Path) -> None:
         with_base_classes(ClassificationObjective(name="classification", num_labels=2), published)
     with pytest.raises(ModelError, match="classifier with 3 labels, and 1 are trained"):
         set_classes(published, RewardObjective(name="reward"), outputs=1)
+
+
+def test_an_enlarged_vocabulary_leaves_the_old_head_over(tmp_path: Path) -> None:
+    base = AutoModelForCausalLM.from_config(config_of("llama"))
+    base.save_pretrained(tmp_path)
+    config = config_of("llama")
+    config.vocab_size = 104
+    lm = build_skeleton(config, attention="sdpa", dtype=torch.float32, device="cpu", task=TASK)
+    growth = Growth(96, 104, partial(seed_of, 0))
+    report = load_weights(lm, tmp_path, family=family_of("llama"), growth=growth, may_be_missing=("score.weight",))
+    assert report.skipped == ("lm_head.weight",)
+    assert torch.equal(lm.get_input_embeddings().weight[:96], base.get_input_embeddings().weight)
+
+
+def test_a_classifier_without_its_head_is_incomplete(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(config_of("llama")).save_pretrained(tmp_path)
+    tree = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(tree | {"architectures": ["LlamaForSequenceClassification"]}))
+    with pytest.raises(ModelError, match=r"1 missing: score\.weight"):
+        loaded(tmp_path, Classification(LABELS), config_of("llama"))
+
+
+class Tokenizer:
+    """The parts of a tokenizer that decide on padding."""
+
+    def __init__(self, pad: int | None, added: dict[str, int], unknown: int | None = None) -> None:
+        self.pad_token_id, self.eos_token_id, self.bos_token_id, self.unk_token_id = pad, 2, 1, unknown
+        self.pad_token, self.chat_template, self._added = None if pad is None else f"<{pad}>", "", added
+
+    def get_added_vocab(self) -> dict[str, int]:
+        return self._added
+
+    def convert_ids_to_tokens(self, number: int) -> str:
+        return f"<{number}>"
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "wanted"),
+    [
+        (Tokenizer(5, {}), 5),
+        (Tokenizer(2, {"<|fim_pad|>": 9, "<|image|>": 7}), 9),
+        (Tokenizer(None, {"<|reserved_1|>": 90, "<|reserved_0|>": 80}), 80),
+        (Tokenizer(2, {"<|pad|>": 400}, unknown=3), 3),
+    ],
+)
+def test_padding_is_no_token_that_ends_documents(tokenizer: Any, wanted: int) -> None:
+    config = config_of("llama")
+    config.pad_token_id, config.eos_token_id = None, [2, 4]
+    assert f"({wanted})" in set_padding_token(config, tokenizer)
+    assert config.pad_token_id == wanted
+
+
+def test_a_tokenizer_whose_only_padding_ends_documents_is_refused() -> None:
+    config = config_of("llama")
+    config.pad_token_id, config.eos_token_id = 4, [2, 4]
+    with pytest.raises(ModelError, match="no padding token but '<2>'"):
+        set_padding_token(config, Tokenizer(2, {"<s>": 1}))  # type: ignore[arg-type]

@@ -38,7 +38,7 @@ def main() -> None:
         for number, distilled in enumerate(map(of_tree, cells)):
             cell = distilled.cell
             tree = run_tree(cell, folder / cell.family, out, dp=world.world_size // cell.sharing)
-            config = RunConfig.model_validate(tree | {"objective": distilled.section(folder)})
+            config = RunConfig.model_validate(tree | distilled.sections(folder))
             with start_engine(make_plan(config, world=world, device=device), model_of(config)) as engine:
                 found = _run(engine, distilled, folder)
             if world.rank == 0:
@@ -57,7 +57,8 @@ def _run(engine: Engine, distilled: Distilled, folder: Path) -> dict[str, Any]:
         losses.append(result.loss)
         norms.append(result.grad_norm)
         if step == 0:
-            metrics, gradients = dict(result.metrics), _gradients(engine)
+            metrics = dict(result.metrics)
+            gradients = _gradients(engine) if engine.plan.precision == "fp32" else {}
     return {
         "losses": losses,
         "norms": norms,

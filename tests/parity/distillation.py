@@ -12,12 +12,14 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ds_finetune.config.schema import LoraConfig
 from ds_finetune.data.rows import Row, RowDocuments
 from ds_finetune.data.scores import DocumentScores, ScoreIdentity, StoredScores, write_manifest, write_shard
 from ds_finetune.families.tiny import VOCAB
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.selftest.cells import TINY_MODELS, Cell, hf_config, rows, samples
 from ds_finetune.selftest.reference_loop import Steps, adamw
+from tests.lora_twin import adapted, in_peft, lora_tree, write_adapter_of
 
 STEPS = 3
 TOP_K = 5
@@ -34,16 +36,22 @@ class Distilled:
     source: str
     temperature: float = 1.0
     label_weight: float = 0.0
+    has_adapters: bool = False
 
     @property
     def name(self) -> str:
         """A name for files and test ids: what is not as usual."""
         usual = asdict(Cell("", 0, 1, False)) | {"family": "", "stage": ""}
         settings = [f"{key}={value}" for key, value in asdict(self.cell).items() if value != usual[key]]
-        return "-".join([*settings, self.source, str(self.temperature), str(self.label_weight)])
+        adapters = ["lora"] if self.has_adapters else []
+        return "-".join([*settings, self.source, str(self.temperature), str(self.label_weight), *adapters])
 
-    def section(self, folder: Path) -> dict[str, Any]:
-        """The objective of its run file, with the models and scores of `folder`."""
+    def sections(self, folder: Path) -> dict[str, Any]:
+        """The objective and adapters of its run file, with the models and scores of `folder`."""
+        adapters = {"lora": lora_tree(self.cell.family)} if self.has_adapters else {}
+        return {"objective": self._objective(folder), **adapters}
+
+    def _objective(self, folder: Path) -> dict[str, Any]:
         numbers = {"name": "distill", "temperature": self.temperature, "label_weight": self.label_weight}
         if self.source == "stored":
             return numbers | {"scores": str(folder / "scores")}
@@ -99,7 +107,9 @@ def numbered_rows(packing: bool) -> list[Row]:
 
 def plain_distillation(folder: Path, distilled: Distilled) -> dict[str, Any]:
     """Three steps of a plain loop, one unpadded sample a forward, with the models of transformers."""
-    model = AutoModelForCausalLM.from_pretrained(folder / distilled.cell.family, dtype=torch.float32)
+    model = (
+        _adapted(folder / distilled.cell.family) if distilled.has_adapters else _plain(folder / distilled.cell.family)
+    )
     teacher = AutoModelForCausalLM.from_pretrained(folder / "teacher", dtype=torch.float32).eval()
     scores = StoredScores.open(folder / "scores") if distilled.source == "stored" else None
     supervised = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in samples())
@@ -122,6 +132,18 @@ def plain_distillation(folder: Path, distilled: Distilled) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
     return asdict(results) | {"gradients": first, "metrics": metrics}
+
+
+def _plain(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def _adapted(folder: Path) -> Any:
+    """The model with the adapters that a run begins with, in peft."""
+    lora = LoraConfig.model_validate(lora_tree(folder.name))
+    adapter = folder.with_name(f"{folder.name}-adapter")
+    write_adapter_of(adapted(_plain(folder), lora, trained=False), lora, adapter, base=folder)
+    return in_peft(_plain(folder), adapter, trainable=True)
 
 
 def _parts(

@@ -60,13 +60,15 @@ class Layout:
     cell: Cell
     world: int
     has_lora: bool = False
+    quantize: str = ""
+    """How the weights under the adapters are held: `nf4`, or as they are."""
 
     @property
     def name(self) -> str:
         """A name for files and test ids."""
         cell = self.cell
         rows = "packed" if cell.packing else "padded"
-        kind = f"{cell.family}{'-lora' if self.has_lora else ''}"
+        kind = f"{cell.family}{'-lora' if self.has_lora else ''}{self.quantize and '-' + self.quantize}"
         return f"{cell.layout}-z{cell.stage}-{kind}-{rows}-acc{cell.accumulation}-{self.world}".replace(" ", "")
 
 
@@ -160,7 +162,8 @@ def layout_tree(layout: Layout, model: Path, out: Path) -> dict[str, Any]:
     size = -(-len(rows(2, packing=cell.packing)) // share)
     tree = run_tree(cell, model, out, dp=dp)
     tree["train"] |= {"global_batch_size": size * share, "micro_batch_size": size}
-    return tree | ({"lora": {"rank": 4, "alpha": 8}} if layout.has_lora else {})
+    quantize = {"quantize": layout.quantize} if layout.quantize else {}
+    return tree | ({"lora": {"rank": 4, "alpha": 8} | quantize} if layout.has_lora else {})
 
 
 def layouts(worlds: Sequence[int]) -> list[Layout]:

@@ -53,12 +53,18 @@ class ScoreCell:
     @property
     def sharing(self) -> int:
         """Ranks that process the same rows."""
-        return 2 if self.axis in ("tp", "sp", "pp") else 1
+        return 2 ** len(set(self.axes) - {"ep"})
+
+    @property
+    def axes(self) -> list[str]:
+        """The sizes of 2."""
+        return self.axis.split("+") if self.axis else []
 
     def tree(self, folder: Path, out: Path, *, ranks: int) -> dict[str, Any]:
         """The run file on so many ranks."""
         dp = ranks // self.sharing
-        cell = Cell(self.family, self.stage, self.accumulation, self.packing, **({self.axis: 2} if self.axis else {}))
+        sizes = dict.fromkeys(self.axes, 2)
+        cell = Cell(self.family, self.stage, self.accumulation, self.packing, checkpointing=self.packing, **sizes)
         tree = run_tree(cell, folder, out, dp=dp)
         tree["train"] |= {
             "global_batch_size": GLOBAL_BATCH,

@@ -13,6 +13,8 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ds_finetune.checkpoint.run_state import RunState
+from ds_finetune.checkpoint.same_run import changes_since_checkpoint
 from ds_finetune.config.schema import read_config
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.scores import StoredScores
@@ -21,7 +23,7 @@ from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.trainer.dry_run import plan_run
 from ds_finetune.trainer.prepare import PreparedRun, prepare_run
-from ds_finetune.trainer.resume import find_resume_point
+from ds_finetune.trainer.resume import inputs_of
 from ds_finetune.trainer.teach import teach
 from ds_finetune.world import World
 from tests.running import start, tiny_task, torchrun
@@ -120,9 +122,11 @@ def test_a_run_of_two_ranks_resumes_with_the_same_numbers(task: Path, source: st
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     first, second = (_records(task / f"{name}-{source}") for name in ("whole", "again"))
     other = _prepared(again)
+    state = RunState.read(task / f"whole-{source}" / "checkpoints" / "step-000002")
+    assert not changes_since_checkpoint(state, inputs_of(other))
     other = replace(other, inputs=replace(other.inputs, teacher="0" * 16))
     with pytest.raises(FinetuneError, match=rf"weights of the teacher \w+ -> {'0' * 16}"):
-        find_resume_point(other, print)
+        changes_since_checkpoint(state, inputs_of(other))
     assert second[-1]["train/loss"] == pytest.approx(first[-1]["train/loss"], rel=1e-6)
     for record in first:
         parts = 0.75 * record["train/divergence"] + 0.25 * record["train/label_loss"]

@@ -49,7 +49,7 @@ def truth_of(folder: Path, cell: Cell, dtype: torch.dtype) -> dict[str, torch.Te
 
     Frozen parameters, which it does not have at stage 1, are those of the model before training.
     """
-    truth = torch.load(folder / "truth.pt")
+    truth = torch.load(folder / "truth.pt", weights_only=True)
     began = {
         name: param.detach().to(torch.bfloat16 if cell.bf16 else torch.float32)
         for name, param in fresh(cell.family).named_parameters()
@@ -97,7 +97,10 @@ def test_a_folder_of_the_hugging_face_trainer(written: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("numel", [1, 7, 1000])
 def test_any_range_of_any_tensor_can_be_read(numel: int, written: Path) -> None:
     name = "deepseek_v3-stage3-bf16"
-    source, truth = read_deepspeed_checkpoint(written / name), torch.load(written / name / "truth.pt")
+    source, truth = (
+        read_deepspeed_checkpoint(written / name),
+        torch.load(written / name / "truth.pt", weights_only=True),
+    )
     assert source.fp32_names == {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2)}
     for key, tensor in truth.items():
         assert source.shapes[key] == tuple(tensor.shape)
