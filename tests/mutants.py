@@ -31,7 +31,10 @@ class Mutant:
 PARITY, PARALLEL, ROWS = "tests/parity/test_parity.py", "tests/parity/test_parallel.py", "tests/data/test_rows.py"
 OBJECTIVES, SCORES = "tests/parity/test_objectives.py", "tests/parity/test_scores.py"
 PREFERENCES, LABELS = "tests/data/test_preferences.py", "tests/data/test_labelled_texts.py"
+CLASSIFIERS, ONNX_CLASSIFIERS = "tests/export/test_classifiers.py", "tests/export/onnx/test_classifiers.py"
+WHOLE_RUNS = "tests/trainer/test_objectives.py"
 DISTILLATION, SOFT_TARGETS = "tests/parity/test_distillation.py", "tests/model/test_soft_targets.py"
+ENCODER = "tests/model/test_encoder.py"
 MUTANTS = (
     Mutant(
         "separator by side",
@@ -254,6 +257,34 @@ MUTANTS = (
         "tests/model/test_attention.py",
     ),
     Mutant(
+        "causal attention of encoders",
+        "model/attention.py",
+        'getattr(module, "is_causal", True)',
+        "True",
+        ENCODER,
+    ),
+    Mutant(
+        "padding behind a text seen by it",
+        "data/batches.py",
+        " or plan.separates_padding",
+        "",
+        ROWS,
+    ),
+    Mutant(
+        "positions of RoBERTa from zero",
+        "model/encoder.py",
+        "hf_config.pad_token_id + 1 if",
+        "0 if",
+        ENCODER,
+    ),
+    Mutant(
+        "no types of tokens",
+        "model/encoder.py",
+        'inputs["token_type_ids"] = token_types',
+        "pass",
+        ENCODER,
+    ),
+    Mutant(
         "no all-reduce of gradients of a tensor parallel region",
         "model/parallel/tensor.py",
         "return ctx.tp_group.all_reduce(grad), None",
@@ -322,6 +353,48 @@ MUTANTS = (
         "row, column = divmod(start, inner)",
         "row, column = divmod(start + (start > 0), inner)",
         "tests/checkpoint/test_files.py",
+    ),
+    Mutant(
+        "another token scored in a record",
+        "model/score_head.py",
+        "return head_of(lm)(hidden)[0, -1:]",
+        "return head_of(lm)(hidden)[0, -2:-1]",
+        WHOLE_RUNS,
+    ),
+    Mutant(
+        "texts of an exported classifier without EOS",
+        "export/classifier_tokenizer.py",
+        '"single": [*added("before"), first, *added("after")],',
+        '"single": [*added("before"), first],',
+        CLASSIFIERS,
+    ),
+    Mutant(
+        "padded batches not compared",
+        "export/verify/verify.py",
+        "(compare_logits, compare_padding, compare_tokens)",
+        "(compare_logits, compare_tokens)",
+        CLASSIFIERS,
+    ),
+    Mutant(
+        "head of an adapter not written",
+        "export/adapter.py",
+        "for name, tensor in base.head.items()}",
+        "for name, tensor in {}.items()}",
+        CLASSIFIERS,
+    ),
+    Mutant(
+        "last place of a row scored in ONNX",
+        "export/onnx/decoder.py",
+        'graph.op("Mul", places, "attention_mask")',
+        'graph.op("Add", places, graph.op("Sub", "attention_mask", "attention_mask"))',
+        ONNX_CLASSIFIERS,
+    ),
+    Mutant(
+        "window of an encoder one token narrower in ONNX",
+        "export/onnx/encoders.py",
+        'near = graph.op("LessOrEqual",',
+        'near = graph.op("Less",',
+        ONNX_CLASSIFIERS,
     ),
 )
 

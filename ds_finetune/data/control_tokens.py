@@ -70,7 +70,8 @@ class ControlTokens:
         pieces = [re.split(f"{_OPEN}(.*?){_CLOSE}", text) if _OPEN in text else [text] for text in texts]
         # A template may cut a text between the two brackets of a token.
         plain = [strip_brackets(piece) for parts in pieces for piece in parts[::2]]
-        encoded = iter(self._tokenizer(plain, add_special_tokens=False)["input_ids"] if plain else [])
+        # Without `verbose=False` transformers warns of texts longer than the model's rows, which are cut later.
+        encoded = iter(self._tokenizer(plain, add_special_tokens=False, verbose=False)["input_ids"] if plain else [])
         return [
             [i for number, part in enumerate(parts) for i in (self._text_ids(part) if number % 2 else next(encoded))]
             for parts in pieces

@@ -39,13 +39,20 @@ def fresh_parameters(base: PretrainedConfig, task: Task, head: Sequence[str] = (
 
 def with_base_classes(section: ObjectiveConfig, base: PretrainedConfig) -> ObjectiveConfig:
     """The section of a classification with number and names of the classes of `base`, where that is a classifier and
-    the section names none; other sections as they are. ModelError where the numbers differ.
+    the section names none; other sections as they are. ModelError where the numbers differ, or the same names have
+    another order.
     """
     if not isinstance(section, ClassificationObjective) or not is_classifier(base):
         return section
     _check_number(base, section.num_labels or len(section.labels) or base.num_labels)
     names = tuple(str(base.id2label[number]) for number in range(base.num_labels))
     has_names = base.num_labels > 1 and not any(map(_UNNAMED.fullmatch, names))
+    if section.labels != names and set(section.labels) == set(names):
+        raise ModelError(
+            f"objective.labels {', '.join(section.labels)} has another order than the base model, a classifier of "
+            f"{', '.join(names)}",
+            hint="leave objective.labels out",
+        )
     labels = section.labels or (names if has_names else ())
     return section.model_copy(update={"labels": labels, "num_labels": base.num_labels})
 

@@ -153,9 +153,9 @@ def _row(numbers: list[int], documents: list[tuple[np.ndarray, np.ndarray]], *, 
     )
 
 
-def objective_of(cell: Cell) -> Objective:
-    """The objective of a cell, with the default numbers of its section."""
-    return make_objective(TypeAdapter(ObjectiveField).validate_python(cell.objective))
+def objective_of(section: object) -> Objective:
+    """The objective of a section of the run file, or with the default numbers of its name."""
+    return make_objective(TypeAdapter(ObjectiveField).validate_python(section))
 
 
 def run_tree(cell: Cell, model: Path, out: Path, *, dp: int) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def run_tree(cell: Cell, model: Path, out: Path, *, dp: int) -> dict[str, Any]:
     One optimizer step has all samples, and empty rows where the batch is larger.
     """
     share = dp * cell.accumulation
-    per_unit = objective_of(cell).documents_per_unit
+    per_unit = objective_of(cell.objective).documents_per_unit
     size = -(-(PACKED_ROWS if cell.packing else len(units(per_unit))) // share)
     zero: dict[str, Any] = {"stage": cell.stage, "stage3_param_persistence_threshold": 40}
     if cell.stage == 3 and cell.optimizer == "Muon":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from ds_finetune.checkpoint.folder import open_checkpoint_folder
 from ds_finetune.checkpoint.restore import newest_checkpoint, restore_engine
@@ -25,11 +25,12 @@ from ds_finetune.export.folder import FolderParts, write_folder
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build import read_hf_config
 from ds_finetune.model.dtypes import PRECISION_DTYPES
-from ds_finetune.model.model_plan import plan_model
+from ds_finetune.model.model_plan import plan_model, task_of
+from ds_finetune.objectives.objective import Objective
 from ds_finetune.objectives.table import make_objective
 from ds_finetune.plan.combinations import check_divides
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.selftest.reference_loop import Steps, mean_loss, reference_loop
+from ds_finetune.selftest.reference_loop import SFT, Steps, auto_class, mean_loss, reference_loop
 from ds_finetune.selftest.steps import eval_loss, take_steps
 from ds_finetune.trainer.run_dir import read_json
 from ds_finetune.units import GIB
@@ -68,11 +69,11 @@ class LayoutComparison:
         return ", ".join(f"{name} {self.differences[name]:.1g}{limits[name]}" for name in self.limits)
 
 
-def write_model(config: PretrainedConfig, folder: Path) -> None:
-    """Write a model of `config` to `folder`; its random weights are the same on every machine."""
+def write_model(config: PretrainedConfig, folder: Path, *, objective: Objective = SFT) -> None:
+    """Write a model of `config` for the objective to `folder`; its random weights are the same on every machine."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
-        AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
+        auto_class(objective).from_config(config).float().save_pretrained(folder)
 
 
 def compare_layout(
@@ -83,7 +84,7 @@ def compare_layout(
     All ranks call this with a shared `folder`; rank zero returns the comparison, the others None.
     """
     plan = build_ops(make_plan(config, world=world, device=device), all_gather_object, _ignore)
-    hf_config = read_hf_config(config.model.path)
+    hf_config = read_hf_config(config.model.path, task=task_of(make_objective(config.objective)))
     check_divides(plan.mesh, hf_config.to_dict(), pp_layers=config.parallel.pp_layers)
     # Before any engine: the rotary frequencies of the first model that from_pretrained builds after DeepSpeed 0.19.8's
     # zero.Init are unset memory.

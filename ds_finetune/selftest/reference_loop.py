@@ -9,11 +9,17 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from ds_finetune.engine.generation import GenerationLimits
 from ds_finetune.labels import IGNORE_INDEX
-from ds_finetune.objectives.objective import DocumentLogProbs, DocumentObjective, Objective, TokenObjective
+from ds_finetune.objectives.objective import (
+    DocumentLogProbs,
+    DocumentObjective,
+    Objective,
+    ScoreObjective,
+    TokenObjective,
+)
 from ds_finetune.selftest.cells import reference_log_probs, samples, targets, units
 
 SFT = TokenObjective("sft")
@@ -41,6 +47,11 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=0.0)
 
 
+def auto_class(objective: Objective) -> Any:  # noqa: ANN401 - a class of transformers
+    """The class that loads a model for the objective: one with a score of documents, or a language model."""
+    return AutoModelForSequenceClassification if isinstance(objective, ScoreObjective) else AutoModelForCausalLM
+
+
 def reference_loop(
     folder: Path,
     *,
@@ -50,7 +61,7 @@ def reference_loop(
     objective: Objective = SFT,
 ) -> Steps:
     """Take steps on all samples with the model that transformers loads from `folder`."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+    model = auto_class(objective).from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     return reference_steps(model, steps, max_grad_norm, optimizer, objective=objective)
 
 
@@ -80,7 +91,8 @@ def reference_steps(
         }
         optim.step()
         optim.zero_grad()
-    results.answers = [_answer(model, prompt) for prompt in PROMPTS]
+    if not isinstance(objective, ScoreObjective):
+        results.answers = [_answer(model, prompt) for prompt in PROMPTS]
     return results
 
 
@@ -98,6 +110,11 @@ def _counts(objective: Objective) -> dict[str, int]:
 
 def _unit_loss(model: nn.Module, unit: Sequence[int], objective: Objective, counts: Mapping[str, int]) -> torch.Tensor:
     """The contribution of the samples of a unit to the mean loss over all samples (scalar)."""
+    weights = torch.tensor([term.weight / counts[term.unit] for term in objective.terms], dtype=torch.float64)
+    if isinstance(objective, ScoreObjective):
+        rows = [torch.from_numpy(samples()[number][0]).long()[None] for number in unit]
+        scores = torch.cat([model(input_ids=row, use_cache=False).logits.float() for row in rows])
+        return objective.loss(scores, torch.from_numpy(targets()[[*unit]]), weights).loss
     logps = [_log_probs(model, *samples()[number]) for number in unit]
     if not isinstance(objective, DocumentObjective):
         return -torch.cat(logps).sum() / counts["supervised_tokens"]
@@ -107,7 +124,6 @@ def _unit_loss(model: nn.Module, unit: Sequence[int], objective: Objective, coun
         target=torch.from_numpy(targets()[[*unit]]),
         reference=torch.from_numpy(reference_log_probs()[[*unit]]),
     )
-    weights = torch.tensor([term.weight / counts[term.unit] for term in objective.terms], dtype=torch.float64)
     return objective.loss(documents, weights, weights.new_zeros(())).loss
 
 
@@ -131,7 +147,7 @@ def _answer(model: Any, prompt: list[int]) -> list[int]:  # noqa: ANN401 - a cau
 
 def mean_loss(folder: Path, dtype: torch.dtype, objective: Objective = SFT) -> float:
     """Loss over the samples of the model that plain transformers loads from `folder`."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False).eval()
+    model = auto_class(objective).from_pretrained(folder, dtype=dtype, trust_remote_code=False).eval()
     counts = _counts(objective)
     with torch.no_grad():
         return sum(_unit_loss(model, unit, objective, counts).item() for unit in units(objective.documents_per_unit))

@@ -22,6 +22,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from ds_finetune.config.objectives import DistillObjective
 from ds_finetune.config.schema import ParallelConfig, RunConfig
 from ds_finetune.engine.collectives import all_gather_object
 from ds_finetune.engine.default_group import process_group
@@ -30,13 +31,15 @@ from ds_finetune.engine.prepare_ops import build_ops
 from ds_finetune.errors import ConfigError, LaunchError, RunError
 from ds_finetune.families.table import FAMILIES, STANDARD_SELFTEST
 from ds_finetune.model.build import read_hf_config
+from ds_finetune.model.model_plan import task_of
+from ds_finetune.objectives.objective import ScoreObjective
 from ds_finetune.plan.combinations import TESTED_LAYOUTS
 from ds_finetune.plan.deepspeed_choice import choose_deepspeed
 from ds_finetune.plan.deepspeed_config import read_choices
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.quiet import quiet_packages, show_loading_as_phase
-from ds_finetune.selftest.cells import TINY_MODELS, Cell, enlarged_config, hf_config, run_tree
+from ds_finetune.selftest.cells import TINY_MODELS, Cell, enlarged_config, hf_config, objective_of, run_tree
 from ds_finetune.selftest.compare import compare_layout, write_model
 from ds_finetune.world import World, accelerate_choices
 
@@ -182,10 +185,15 @@ def _build_first(plan: Plan, say: Say) -> None:
 
 def _is_equal(case: LayoutCase, world: World, device: str, folder: Path, steps: int, say: Say) -> bool:  # noqa: PLR0913
     model = enlarged_config(case.model, ParallelConfig.model_validate(case.tree["parallel"]))
+    objective = objective_of(case.tree["objective"])
+    if isinstance(objective, ScoreObjective):
+        # The samples have no such token: transformers pools the last one that is another.
+        model.num_labels, model.pad_token_id = objective.num_outputs, 0
     # One folder for a model in all layouts: the reference loop runs once for each model.
-    where = folder.parent / f"model-{hashlib.sha256(model.to_json_string().encode()).hexdigest()[:12]}"
+    text = f"{task_of(objective)} {model.to_json_string()}"
+    where = folder.parent / f"model-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     if world.rank == 0 and not where.exists():
-        write_model(model, where)
+        write_model(model, where, objective=objective)
     all_gather_object(None)
     comparison = compare_layout(_run_file(case, where, folder), world, device, folder, steps=steps)
     if comparison is not None:
@@ -223,16 +231,19 @@ def _standard_cases(world_size: int, families: Sequence[str], device: str) -> li
         cells += [Cell(families[0], stage, _ACCUMULATION, packing=True, precision=precision) for stage in (1, 3)]
     cells += [
         Cell(families[0], stage, _ACCUMULATION, packing=True, objective=name)
-        for stage, name in ((1, "dpo"), (3, "orpo"), (2, "kto"))
+        for stage, name in ((1, "dpo"), (3, "orpo"), (2, "kto"), (1, "reward"), (3, "classification"))
     ]
     return [_case(cell, world_size) for cell in cells]
 
 
 def _case(cell: Cell, world_size: int) -> LayoutCase:
     tree = run_tree(cell, Path(), Path(), dp=world_size // cell.sharing) | {"model": {"path": ""}}
-    objective = "" if cell.objective == "sft" else f" {cell.objective}"
-    name = f"{cell.family} {cell.layout} ZeRO-{cell.stage} {cell.precision}{objective}"
+    name = f"{cell.family} {cell.layout} ZeRO-{cell.stage} {cell.precision}{_objective_text(cell)}"
     return LayoutCase(name, hf_config(cell.family), tree)
+
+
+def _objective_text(cell: Cell) -> str:
+    return "" if cell.objective == "sft" else f" {cell.objective}"
 
 
 def _cases_of_run(config: RunConfig, world: World) -> list[LayoutCase]:
@@ -244,6 +255,11 @@ def _cases_of_run(config: RunConfig, world: World) -> list[LayoutCase]:
         raise ConfigError(
             f"selftest trains every weight, and lora.rank is {config.lora.rank}",
             hint="leave `lora` out to check the layout",
+        )
+    if isinstance(config.objective, DistillObjective):
+        raise ConfigError(
+            f"selftest has no plain loop for objective {config.objective.name}, which computes with a teacher",
+            hint="leave `objective` out to check the layout",
         )
     hub = read_hf_config(config.model.path, files=("*.json",))
     if hub.model_type not in TINY_MODELS:
@@ -273,7 +289,11 @@ def _cases_of_run(config: RunConfig, world: World) -> list[LayoutCase]:
         tree |= {"model": {"path": "", "attention": attention, "loss": config.model.loss}, "deepspeed": choices}
         tree |= {"objective": config.objective.model_dump()}
         found.append(
-            LayoutCase(f"{hub.model_type} {mesh} ZeRO-{stage} {precision}", _tiny_model_like(hub, cell.family), tree)
+            LayoutCase(
+                f"{hub.model_type} {mesh} ZeRO-{stage} {precision}{_objective_text(cell)}",
+                _tiny_model_like(hub, cell.family),
+                tree,
+            )
         )
     return found
 

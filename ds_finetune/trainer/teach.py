@@ -19,6 +19,7 @@ from ds_finetune.data.scores import (
     ScoreIdentity,
     documents_hash,
     is_shard_complete,
+    shard_name,
     tokens_hash,
     write_manifest,
     write_shard,
@@ -76,8 +77,8 @@ def teach(config: RunConfig, teacher: str, out: Path, *, top_k: int, say: Callab
     missing = [number for number in rank_shards if not is_shard_complete(out, number, lesson.identity)]
     if missing:
         _write_shards(lesson, model, missing, world)
-    everywhere = range(lesson.num_shards)
-    complete = sum(is_shard_complete(out, number, lesson.identity) for number in everywhere)
+    # A shard has its name only once it is complete; the rank that writes it has verified it.
+    complete = sum((out / shard_name(number)).is_dir() for number in range(lesson.num_shards))
     if complete == lesson.num_shards:
         counts = lesson.rows.counts
         remarks = {"teacher": teacher, "documents": counts.documents, "supervised_tokens": counts.supervised}

@@ -11,14 +11,20 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel, pipeline
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    pipeline,
+)
 
 from ds_finetune.cli.main import main
 from ds_finetune.config.schema import LoraConfig
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.errors import ExportError
 from ds_finetune.export.adapter import AdapterBase, write_adapter
-from ds_finetune.export.classifier_tokenizer import fit_tokenizer
+from ds_finetune.export.classifier_tokenizer import check_tokenizer, fit_tokenizer
 from ds_finetune.export.folder import TOKENIZER_FILES, FolderParts, write_folder
 from ds_finetune.export.from_checkpoint import export_checkpoint
 from ds_finetune.export.verify.record import Digest, ExportRecord, classifier_prompts
@@ -29,7 +35,7 @@ from ds_finetune.model.build import whole
 from ds_finetune.model.lora import factors_of, install_lora, is_adapter
 from ds_finetune.model.lora_plan import plan_lora
 from ds_finetune.trainer.run_dir import read_json
-from tests.export.classifiers import CLASSES, EOS, PAD, TEXTS, classifier, write_tokenizer
+from tests.export.classifiers import BOS, CLASSES, EOS, PAD, TEXTS, classifier, write_tokenizer
 from tests.export.test_folder import specs_of, tensors_of
 
 DECODERS = ("llama", "qwen2", "deepseek_v3")
@@ -241,6 +247,32 @@ def test_ask_prints_classes_and_the_others_refuse(tmp_path: Path, capsys: pytest
     assert "holds a LlamaForSequenceClassification, which scores texts and generates none" in capsys.readouterr().err
     assert main(["serve", str(tmp_path), "--engine", "transformers"]) == 2
     assert "holds a classifier, which generates no text" in capsys.readouterr().err
+
+
+def test_the_exported_tokenizer_ends_and_pads_texts_as_training(tmp_path: Path) -> None:
+    """Also of a pair, which is joined with the separator between, and an encoder's tokenizer stays as it is."""
+    folder = write_tokenizer(tmp_path / "run")
+    tokenizer = load_tokenizer(str(folder))
+
+    def encode(text: str, pair: str | None) -> list[int]:
+        return [BOS, *tokenizer(text if pair is None else f"{text} on {pair}")["input_ids"], EOS]
+
+    files = {file.name: file for file in folder.iterdir()}
+    config = classifier("llama").config.to_dict()
+    fitted = fit_tokenizer(tokenizer, files, encode, config=config)
+    assert (len(fitted.texts), fitted.notes) == (8, ())
+    for name, text in fitted.changed.items():
+        (folder / name).write_text(text)
+    exported = AutoTokenizer.from_pretrained(folder)
+    assert exported("charge twice")["input_ids"] == [BOS, *tokenizer("charge twice")["input_ids"], EOS]
+    assert exported("it", "start")["input_ids"] == encode("it", "start")
+    assert exported(["it", "charge twice"], padding=True)["input_ids"][0][-1] == PAD
+    assert exported.padding_side == "right"
+    kept = check_tokenizer(exported, files, encode, config=config)
+    assert (kept.changed, len(kept.texts), kept.notes) == ({}, 8, ())
+    # Ids in another order are no addition to a text's own; half of the texts are unknown words alone.
+    other = fit_tokenizer(tokenizer, files, lambda text, pair: encode(text, pair)[::-1], config=config)
+    assert "gives other tokens than training for 4 of 8 sample texts; training ends texts with '<s>'" in other.notes[0]
 
 
 REAL = (

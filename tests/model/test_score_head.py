@@ -148,6 +148,8 @@ def test_a_base_that_is_a_classifier_keeps_its_head(tmp_path: Path) -> None:
     published = read_hf_config(str(tmp_path), task=TASK)
     section = with_base_classes(ClassificationObjective(name="classification"), published)
     assert section == ClassificationObjective(name="classification", num_labels=3, labels=("no", "maybe", "yes"))
+    with pytest.raises(ModelError, match="yes, no, maybe has another order than the base model"):
+        with_base_classes(ClassificationObjective(name="classification", labels=("yes", "no", "maybe")), published)
     with pytest.raises(ModelError, match="classifier with 3 labels, and 2 are trained"):
         with_base_classes(ClassificationObjective(name="classification", num_labels=2), published)
     with pytest.raises(ModelError, match="classifier with 3 labels, and 1 are trained"):

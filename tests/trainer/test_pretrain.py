@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from ds_finetune import evaluate
 from ds_finetune.config.schema import DataConfig, read_config
@@ -167,6 +168,17 @@ def test_a_stream_cuts_texts_alike(tmp_path: Path, tokenizer: PreTrainedTokenize
     (batch,) = streaming_batches(rows, plan, steps=1)
     targets = sum(int((micro.labels != IGNORE_INDEX).sum()) for micro in batch.micro)
     assert targets == batch.num_supervised_tokens == sum(map(len, TEXTS["old"]))
+
+
+def test_a_text_longer_than_the_models_rows_is_no_warning(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is cut; transformers would say that it leads to indexing errors."""
+    tokenizer.model_max_length = 5
+    logging.get_logger().addHandler(caplog.handler)
+    rows_of(tmp_path, tokenizer, "pretrain")
+    logging.get_logger().removeHandler(caplog.handler)
+    assert "Token indices" not in caplog.text
 
 
 @pytest.mark.parametrize(
