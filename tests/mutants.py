@@ -34,6 +34,7 @@ PREFERENCES, LABELS = "tests/data/test_preferences.py", "tests/data/test_labelle
 CLASSIFIERS, ONNX_CLASSIFIERS = "tests/export/test_classifiers.py", "tests/export/onnx/test_classifiers.py"
 WHOLE_RUNS = "tests/trainer/test_objectives.py"
 DISTILLATION, SOFT_TARGETS = "tests/parity/test_distillation.py", "tests/model/test_soft_targets.py"
+ENCODER = "tests/model/test_encoder.py"
 MUTANTS = (
     Mutant(
         "separator by side",
@@ -254,6 +255,34 @@ MUTANTS = (
         "(distance < (self.window or keys))",
         "(distance <= (self.window or keys))",
         "tests/model/test_attention.py",
+    ),
+    Mutant(
+        "causal attention of encoders",
+        "model/attention.py",
+        'getattr(module, "is_causal", True)',
+        "True",
+        ENCODER,
+    ),
+    Mutant(
+        "padding behind a text seen by it",
+        "data/batches.py",
+        " or plan.separates_padding",
+        "",
+        ROWS,
+    ),
+    Mutant(
+        "positions of RoBERTa from zero",
+        "model/encoder.py",
+        "hf_config.pad_token_id + 1 if",
+        "0 if",
+        ENCODER,
+    ),
+    Mutant(
+        "no types of tokens",
+        "model/encoder.py",
+        'inputs["token_type_ids"] = token_types',
+        "pass",
+        ENCODER,
     ),
     Mutant(
         "no all-reduce of gradients of a tensor parallel region",

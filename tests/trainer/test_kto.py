@@ -66,7 +66,7 @@ def test_two_ranks_have_the_losses_of_one(tmp_path: Path) -> None:
     for one, two in zip(alone, metrics(tmp_path / "two"), strict=True):
         for name in ("train/loss", "train/kl", "train/reward_margin"):
             assert two.get(name) == (pytest.approx(one[name], abs=2e-5) if name in one else None), name
-    assert alone[-1]["train/kl"] > 0.01
+    assert max(record["train/kl"] for record in alone) > 0.01
 
 
 def test_adapters_are_turned_off_for_the_reference(tmp_path: Path) -> None:
