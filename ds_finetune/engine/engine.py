@@ -299,7 +299,8 @@ class Engine:
 
     def _step_numbers(self, counts: Mapping[str, float], baseline: Iterable[MicroBatch] = ()) -> StepNumbers:
         weights = term_weights(self.objective.terms, counts)
-        return StepNumbers(weights.to(self._device), weights.new_tensor(self._baseline(baseline), device=self._device))
+        number = torch.tensor(self._baseline(baseline), dtype=torch.float64, device=self._device)
+        return StepNumbers(weights.to(self._device), number)
 
     @property
     def _gathers_scores(self) -> bool:
