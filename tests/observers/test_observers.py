@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ds_finetune.config.schema import EvalConfig, RunConfig
-from ds_finetune.data.batches import Batch, BatchPlan, eval_batches
+from ds_finetune.data.batches import Batch, BatchPlan, MicroBatch, eval_batches
 from ds_finetune.data.rows import Row
 from ds_finetune.engine.results import HeldOutScores, StepResult
 from ds_finetune.errors import ConfigError
@@ -214,10 +214,12 @@ def test_a_runs_evaluation_takes_the_limit() -> None:
     rows = [Row(np.arange(3, dtype=np.int32), np.arange(3, dtype=np.int32), np.arange(3, dtype=np.int32), 3)] * 10
     asked: list[bool] = []
 
-    def evaluated(batches: Iterable[Batch], *, is_over: Callable[[], bool]) -> list[tuple[int, ...]]:
+    def evaluated(
+        batches: Iterable[Batch], *, baseline: Iterable[MicroBatch], is_over: Callable[[], bool]
+    ) -> list[tuple[int, ...]]:
         return [batch.row_ids for batch in batches if not is_over()]
 
-    engine = SimpleNamespace(plan=plan, is_rank_zero=True, evaluate=evaluated)
+    engine = SimpleNamespace(plan=plan, is_rank_zero=True, evaluate=evaluated, objective=TokenObjective("sft"))
     model = SimpleNamespace(objective=TokenObjective("sft"))
     inputs = SimpleNamespace(
         train=rows,
@@ -228,7 +230,7 @@ def test_a_runs_evaluation_takes_the_limit() -> None:
         model=model,
     )
     evaluate, exact_match = evaluation_functions(
-        SimpleNamespace(config=config, plan=plan, inputs=inputs),
+        SimpleNamespace(config=config, plan=plan, inputs=inputs, reference={}),
         engine,
         SimpleNamespace(is_stop_requested=lambda: bool(asked.append(True))),
     )  # type: ignore[arg-type]

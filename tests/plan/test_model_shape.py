@@ -113,12 +113,26 @@ RUN_FILES = {
     "r1_distill_llama_8b": "deepseek-ai--DeepSeek-R1-Distill-Llama-8B",
     "r1_distill_qwen_1b5": "deepseek-ai--DeepSeek-R1-Distill-Qwen-1.5B",
     "r1_distill_qwen_7b": "deepseek-ai--DeepSeek-R1-Distill-Qwen-7B",
+    "dpo_r1_distill_qwen_7b": "deepseek-ai--DeepSeek-R1-Distill-Qwen-7B",
 }
+OTHER_STATES = {
+    "classify_qwen3_0b6": "Qwen--Qwen3-0.6B",
+    "kto_r1_distill_qwen_7b_lora": "deepseek-ai--DeepSeek-R1-Distill-Qwen-7B",
+}
+"""Run files whose ranks hold other states than an equal share of 16 bytes a parameter."""
 
 
 def test_every_run_file_is_in_a_clone() -> None:
     """A folder named in .gitignore is not in a clone, and a glob over an absent folder tests nothing."""
-    assert {path.stem for path in (ROOT / "ds_configs" / "runs").glob("*.yaml")} == set(RUN_FILES)
+    assert {path.stem for path in (ROOT / "ds_configs" / "runs").glob("*.yaml")} == {*RUN_FILES, *OTHER_STATES}
+
+
+@pytest.mark.parametrize("name", OTHER_STATES)
+def test_parameters_named_in_a_run_file_follow_from_the_shape(shared_data: Path, name: str) -> None:
+    text = (ROOT / "ds_configs" / "runs" / f"{name}.yaml").read_text()
+    total = Shape.of(shared_data / "configs" / OTHER_STATES[name]).total_params
+    assert f"{total / 1e9:.3f} B " in text
+    assert f"model: {OTHER_STATES[name].replace('--', '/')}\n" in text
 
 
 @pytest.mark.parametrize("name", RUN_FILES)

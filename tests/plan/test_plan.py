@@ -1,6 +1,8 @@
 """The plan: batch triple, contradictions, options known to be wrong."""
 
 import json
+import math
+import re
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any, get_args
@@ -354,8 +356,10 @@ def test_every_deepspeed_file_is_finished(path: Path, precision: str) -> None:
 def test_every_run_file_is_read_and_planned(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     config = read_config(path)
-    assert path.read_text().startswith("# Planned on")
-    for ranks in (1, 8) if config.parallel.ep == 1 else (config.parallel.ep, 256):
+    numbers = re.match(r"# Planned on (\d+)(?: x (\d+))? GPUs? ?", path.read_text())
+    assert numbers is not None
+    gpus = math.prod(int(number) for number in numbers.groups() if number)
+    for ranks in {1, gpus, 8 if gpus == 1 else gpus} if config.parallel.ep == 1 else (config.parallel.ep, gpus):
         make_plan(config, world=World(0, ranks, 0, min(ranks, 8), "deepspeed"), device="cuda")
 
 

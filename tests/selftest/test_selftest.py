@@ -54,7 +54,7 @@ def test_a_run_of_one_process_is_checked_here(tmp_path: Path, sections: dict[str
     assert f"equal  deepseek_v3 {layout}" in done.stdout
 
 
-@pytest.mark.parametrize("objective", ["dpo", "classification"])
+@pytest.mark.parametrize("objective", ["dpo", pytest.param("classification", marks=pytest.mark.slow)])
 def test_a_run_is_checked_with_its_objective(tmp_path: Path, objective: str) -> None:
     done = start([*COMMAND, str(tiny_task(tmp_path)), f"objective={objective}"], timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr

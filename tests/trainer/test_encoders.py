@@ -16,7 +16,9 @@ from tests.model.encoders import ENCODERS, encoder_config
 from tests.running import start, torchrun
 
 
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize(
+    "name", [name if name == "bert" else pytest.param(name, marks=pytest.mark.slow) for name in ENCODERS]
+)
 def test_a_run_is_exported_for_plain_transformers(name: str, tmp_path: Path) -> None:
     ranks = 2 if name == "bert" else 1
     run_file = encoder_task(

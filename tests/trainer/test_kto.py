@@ -55,6 +55,7 @@ def test_a_run_begins_at_its_reference_and_tells_answers_apart(tmp_path: Path, p
     assert last["eval/kl"] >= 0
 
 
+@pytest.mark.slow
 def test_two_ranks_have_the_losses_of_one(tmp_path: Path) -> None:
     """Also where they divide the rows of the baseline unequally over their forwards."""
     run_file = write_run(tmp_path)

@@ -93,7 +93,7 @@ def _trained(objective: str, folder: Path, *, has_adapters: bool) -> Run:
 
 def _cells() -> list[Any]:
     # Whole runs of kto without an export are in test_kto.py.
-    fast = {("classification", False), ("reward", True), ("dpo", True)}
+    fast = {("classification", False), ("dpo", True)}
     cells = [(objective, has) for objective in ("classification", "reward", "dpo", "kto") for has in (False, True)]
     return [
         pytest.param(cell, id=f"{cell[0]}-{'adapters' if cell[1] else 'whole'}")

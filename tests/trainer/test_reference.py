@@ -73,7 +73,7 @@ def test_a_reference_is_found_again_by_all_that_decides_it(run_file: Path) -> No
         assert found.items() >= before.items()
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_a_resumed_run_compares_with_the_model_before_training(run_file: Path, stage: int) -> None:
     """Also where the cache is gone: the reference is computed from the model's folder, not from the checkpoint."""
     options = ["train.precision=fp32", "optim.lr=1e-3", f"deepspeed.zero_optimization.stage={stage}"]

@@ -33,7 +33,7 @@ def test_a_rank_that_sleeps_before_a_collective(tmp_path: Path) -> None:
     assert all(LIMIT_SECONDS < each < LIMIT_SECONDS + GIVEN_SECONDS for each in done.seconds)
     assert done.report.startswith("rank 1 (host")
     assert "rank 0 (host" in done.report
-    assert "waits in all_reduce of 2 elements" in done.report
+    assert "waits in all_reduce of 4 elements" in done.report
     assert "faulty.py" in done.stacks(1)
     assert " in sleep" in done.stacks(1)
     assert " in all_reduce" in done.stacks(0)
