@@ -138,10 +138,10 @@ MUTANTS = (
     ),
     Mutant(
         "gradient of scores summed again over sequence parallel ranks",
-        "model/score_head.py",
-        "        return grad, None",
-        "        return grad * 2, None",
-        SCORES,
+        "model/parallel/rank_group.py",
+        "        return grad, None\n",
+        "        return grad * 2, None\n",
+        "tests/parity/test_scores.py",
     ),
     Mutant(
         "score head frozen beside adapters",

@@ -17,7 +17,7 @@ from ds_finetune.errors import ModelError
 from ds_finetune.model.build import Where, has_score_head, head_of
 from ds_finetune.model.encoder import encoder_of, encoder_scores
 from ds_finetune.model.loss import HeadGroups
-from ds_finetune.model.parallel.sequence import SequenceParallelGroup
+from ds_finetune.model.parallel.rank_group import sum_over_ranks
 from ds_finetune.model.weights import draw_normal, initialise_weights, seed_of
 from ds_finetune.objectives.examples import Examples
 from ds_finetune.objectives.objective import LossAndSums, Objective, ScoreObjective, StepNumbers
@@ -29,18 +29,6 @@ INITIAL_REWARD = 1e-4
 """Standard deviation of the first rewards where hidden states have a mean square of 1: the first loss is then ln 2 to
 less than 1e-3, and hidden states still get a gradient, which they would not from a head of zeros.
 """
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """All-reduce in forward, identity in backward: each rank has the gradient of its own summands."""
-
-    @staticmethod
-    def forward(ctx: Any, partial: torch.Tensor, sp_group: SequenceParallelGroup) -> torch.Tensor:  # noqa: ANN401
-        return sp_group.all_reduce(partial)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ANN401
-        return grad, None
 
 
 def loss_of_scores(
@@ -101,7 +89,7 @@ class ScoreHead(nn.Linear):
         if sp_group is None:
             return scores
         partial = scores.new_zeros(len(ends), self.out_features).index_copy(0, own, scores)
-        return _SumOverRanks.apply(partial, sp_group)  # type: ignore[no-any-return]
+        return sum_over_ranks(partial, sp_group)
 
 
 def logits_of_prompt(lm: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor:

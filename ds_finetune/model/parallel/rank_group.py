@@ -1,6 +1,7 @@
 """The process-group handle that parallel modules hold."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,3 +26,20 @@ class RankGroup:
     def close(self) -> None:
         """Drop the reference to the process group; modules may still refer to this object."""
         self.group = None
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """All-reduce in forward, identity in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: torch.Tensor, ranks: RankGroup) -> torch.Tensor:  # noqa: ANN401
+        return ranks.all_reduce(partial)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ANN401
+        return grad, None
+
+
+def sum_over_ranks(partial: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
+    """The sum of the `partial` tensors of all ranks, the same on each; a rank has the gradient of its own summand."""
+    return _SumOverRanks.apply(partial, ranks)  # type: ignore[no-any-return]

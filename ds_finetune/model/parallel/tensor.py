@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ds_finetune.model.parallel.pipeline import ReceiveHiddenStates
-from ds_finetune.model.parallel.rank_group import RankGroup
+from ds_finetune.model.parallel.rank_group import RankGroup, sum_over_ranks
 
 _ATTENTION, _MLP = "self_attn", "mlp"
 _SHARDED_SIZES = (
@@ -57,18 +57,6 @@ class _CopyToTensorParallelRegion(torch.autograd.Function):
         return ctx.tp_group.all_reduce(grad), None
 
 
-class _ReduceFromTensorParallelRegion(torch.autograd.Function):
-    """All-reduce in forward, identity in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, partial: torch.Tensor, tp_group: TensorParallelGroup) -> torch.Tensor:  # noqa: ANN401
-        return tp_group.all_reduce(partial)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ANN401
-        return grad, None
-
-
 def copy_to_tensor_parallel_region(replicated: torch.Tensor, tp_group: TensorParallelGroup) -> torch.Tensor:
     """`replicated`, which is the same on every rank, as the input of sharded weights; its gradient is summed over
     ranks.
@@ -78,7 +66,7 @@ def copy_to_tensor_parallel_region(replicated: torch.Tensor, tp_group: TensorPar
 
 def reduce_from_tensor_parallel_region(partial: torch.Tensor, tp_group: TensorParallelGroup) -> torch.Tensor:
     """The sum over ranks of the `partial` outputs of sharded weights, the same on every rank."""
-    return _ReduceFromTensorParallelRegion.apply(partial, tp_group)  # type: ignore[no-any-return]
+    return sum_over_ranks(partial, tp_group)
 
 
 class RowParallelLinear(nn.Linear):
