@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from ds_finetune.families.family import Encoder, Family, OnnxGraph, TinyModels
+from ds_finetune.families.experts import QWEN_EXPERTS, ExpertKeys
+from ds_finetune.families.family import Encoder, Family, OnnxGraph, RouterKind, TinyModels
 from ds_finetune.families.parameters import (
     ParameterRules,
     grouped_query_attention,
@@ -23,8 +24,10 @@ _ROWS = (
     Family(
         "deepseek_v2",
         parameters=ParameterRules(latent_attention, sparse_after_first, mlp_bias=True),
+        expert_keys=ExpertKeys(),
         fused_experts=True,
         experts_class="DeepseekV2Experts",
+        router=RouterKind("softmax"),
         parallel_axes=_ALL_AXES,
         has_lora=True,
         onnx=OnnxGraph("latent", router="softmax", is_rotary_interleaved=True),
@@ -39,11 +42,13 @@ _ROWS = (
     Family(
         "deepseek_v3",
         parameters=ParameterRules(latent_attention, sparse_after_first),
+        expert_keys=ExpertKeys(),
         fused_experts=True,
         drops_layers_beyond=True,
         fp32_buffers=_ROUTER_BIASES,
         export_config={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
         experts_class="DeepseekV3Experts",
+        router=RouterKind("sigmoid", bias="e_score_correction_bias"),
         parallel_axes=_ALL_AXES,
         has_lora=True,
         onnx=OnnxGraph("latent", router="sigmoid"),
@@ -69,11 +74,13 @@ _ROWS = (
         onnx=OnnxGraph("grouped_query"),
         tiny_models=TinyModels({**DENSE, "head_dim": 12}),
     ),
-    Family("qwen2_moe", fused_experts=True, window_in_mask=True),
+    Family("qwen2_moe", expert_keys=QWEN_EXPERTS, fused_experts=True, window_in_mask=True),
     Family(
         "qwen3_moe",
         parameters=ParameterRules(grouped_query_attention(head_norms=True), sparse_by_step),
+        expert_keys=QWEN_EXPERTS,
         fused_experts=True,
+        router=RouterKind("softmax"),
     ),
     Family(
         "llama",
