@@ -7,7 +7,8 @@ from enum import StrEnum
 from typing import Any
 
 from ds_finetune.checkpoint.run_state import RunState, versions
-from ds_finetune.config.schema import RouterConfig, RunConfig
+from ds_finetune.config.routers import RouterConfig
+from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import CheckpointError
 
 
