@@ -1,6 +1,7 @@
 """The model families: a new one is a row here, and the code that its capabilities name."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ds_finetune.families.family import Encoder, Family, OnnxGraph, TinyModels
 from ds_finetune.families.parameters import (
@@ -10,7 +11,7 @@ from ds_finetune.families.parameters import (
     sparse_after_first,
     sparse_by_step,
 )
-from ds_finetune.families.tiny import DENSE, GROUPED_ROUTING, LATENT
+from ds_finetune.families.tiny import DENSE, GROUPED_ROUTING, LATENT, ONE_GROUP
 
 _DENSE_AXES = frozenset({"tp", "sp", "pp"})
 _ALL_AXES = _DENSE_AXES | {"ep"}
@@ -19,6 +20,23 @@ _ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")
 _POSITION_IDS = r"(^|\.)embeddings\.position_ids$"
 """A constant that older versions of transformers saved."""
 
+_DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    parameters=ParameterRules(latent_attention, sparse_after_first),
+    fused_experts=True,
+    drops_layers_beyond=True,
+    fp32_buffers=_ROUTER_BIASES,
+    export_config={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    experts_class="DeepseekV3Experts",
+    parallel_axes=_ALL_AXES,
+    has_lora=True,
+    onnx=OnnxGraph("latent", router="sigmoid"),
+    tiny_models=TinyModels(
+        GROUPED_ROUTING,
+        {"deepseek_v3_deep": {**GROUPED_ROUTING, "num_hidden_layers": 4}},
+        in_standard_selftest=True,
+    ),
+)
 _ROWS = (
     Family(
         "deepseek_v2",
@@ -36,22 +54,12 @@ _ROWS = (
             },
         ),
     ),
-    Family(
-        "deepseek_v3",
-        parameters=ParameterRules(latent_attention, sparse_after_first),
-        fused_experts=True,
-        drops_layers_beyond=True,
-        fp32_buffers=_ROUTER_BIASES,
-        export_config={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-        experts_class="DeepseekV3Experts",
-        parallel_axes=_ALL_AXES,
-        has_lora=True,
-        onnx=OnnxGraph("latent", router="sigmoid"),
-        tiny_models=TinyModels(
-            GROUPED_ROUTING,
-            {"deepseek_v3_deep": {**GROUPED_ROUTING, "num_hidden_layers": 4}},
-            in_standard_selftest=True,
-        ),
+    _DEEPSEEK_V3,
+    replace(
+        _DEEPSEEK_V3,
+        model_type="kimi_k2",
+        built_as="deepseek_v3",
+        tiny_models=TinyModels(ONE_GROUP, {"kimi_k2_deep": {**ONE_GROUP, "num_hidden_layers": 4}}),
     ),
     Family(
         "qwen2",
@@ -106,7 +114,10 @@ _ROWS = (
     ),
 )
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ROWS}
-"""Families by `model_type` of their config.json; R1 is deepseek_v3, its distills are qwen2, qwen3 and llama."""
+"""Families by `model_type` of their config.json; R1 and Moonlight are deepseek_v3, R1's distills are qwen2, qwen3 and
+llama."""
+BUILT_AS: Mapping[str, str] = {name: family.built_as for name, family in FAMILIES.items() if family.built_as}
+"""Model types that transformers does not know, with those whose classes are used for them."""
 STANDARD_SELFTEST = tuple(
     name for name, family in FAMILIES.items() if family.tiny_models and family.tiny_models.in_standard_selftest
 )

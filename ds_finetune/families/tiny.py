@@ -34,3 +34,5 @@ LATENT: dict[str, Any] = {
 """Multi-head latent attention and, after the first layer, routed experts."""
 GROUPED_ROUTING: dict[str, Any] = {**LATENT, "n_group": 2, "topk_group": 1}
 """The same, with experts chosen from some groups only."""
+ONE_GROUP: dict[str, Any] = {**LATENT, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827}
+"""The same, with experts chosen from all, as by Moonlight and Kimi K2."""

@@ -158,7 +158,7 @@ def test_dequantised_weights_are_those_of_the_plain_folder(tmp_path: Path) -> No
         dequantised(tensors, torch.bfloat16),
         config={k: v for k, v in V3.items() if k != "quantization_config"},
     )
-    model, _ = plain_transformers._load_dequantised(tmp_path / "fp8")
+    model, _ = plain_transformers._load_dequantised(tmp_path / "fp8", AutoConfig.from_pretrained(tmp_path / "fp8"))
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype="auto")
     assert all(
         torch.equal(ours, theirs)
