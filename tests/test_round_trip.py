@@ -66,6 +66,7 @@ _MLA |= {
 FAMILIES: Mapping[str, dict[str, Any]] = {
     "deepseek_v3": _MLA
     | {"n_group": 2, "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "rope_scaling": YARN},
+    "kimi_k2": _MLA | {"n_group": 1, "topk_group": 1, "rope_scaling": YARN},
     "deepseek_v2": _MLA | {"n_group": 1, "topk_group": 1, "topk_method": "greedy", "rope_scaling": YARN},
     "qwen2": _DENSE | {"tie_word_embeddings": True},
     "qwen3": _DENSE | {"head_dim": 64},

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+from ds_finetune.families.experts import QWEN_EXPERTS, ExpertKeys
 from ds_finetune.families.family import Encoder, Family, OnnxGraph, TinyModels
 from ds_finetune.families.parameters import (
     ParameterRules,
@@ -23,6 +24,7 @@ _POSITION_IDS = r"(^|\.)embeddings\.position_ids$"
 _DEEPSEEK_V3 = Family(
     "deepseek_v3",
     parameters=ParameterRules(latent_attention, sparse_after_first),
+    expert_keys=ExpertKeys(),
     fused_experts=True,
     drops_layers_beyond=True,
     fp32_buffers=_ROUTER_BIASES,
@@ -41,6 +43,7 @@ _ROWS = (
     Family(
         "deepseek_v2",
         parameters=ParameterRules(latent_attention, sparse_after_first, mlp_bias=True),
+        expert_keys=ExpertKeys(),
         fused_experts=True,
         experts_class="DeepseekV2Experts",
         parallel_axes=_ALL_AXES,
@@ -77,10 +80,11 @@ _ROWS = (
         onnx=OnnxGraph("grouped_query"),
         tiny_models=TinyModels({**DENSE, "head_dim": 12}),
     ),
-    Family("qwen2_moe", fused_experts=True, window_in_mask=True),
+    Family("qwen2_moe", expert_keys=QWEN_EXPERTS, fused_experts=True, window_in_mask=True),
     Family(
         "qwen3_moe",
         parameters=ParameterRules(grouped_query_attention(head_norms=True), sparse_by_step),
+        expert_keys=QWEN_EXPERTS,
         fused_experts=True,
     ),
     Family(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_finetune.export.from_checkpoint import export_checkpoint
 from ds_finetune.export.verify import plain_transformers

@@ -1,5 +1,6 @@
 """Parameters by arithmetic equal the published totals and transformers' own models."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,31 @@ def test_published_totals(shared_data: Path, name: str) -> None:
     total, active = PUBLISHED[name]
     assert round(shape.total_params / 1e9, 3) == total
     assert active is None or round(shape.active_params / 1e9, 3) == active
+
+
+KIMI_K2 = {
+    "model_type": "kimi_k2",
+    "n_routed_experts": 384,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "first_k_dense_replace": 1,
+    "vocab_size": 163_840,
+    "rope_theta": 50000.0,
+}
+"""How Kimi-K2-Instruct's config.json differs from DeepSeek-V3's in sizes (arXiv 2507.20534, table 2)."""
+
+
+def test_kimi_k2_has_a_trillion_parameters(shared_data: Path) -> None:
+    """Published: 1T parameters, of which 32B are active without the embedding; transformers' own count is the judge."""
+    v3 = json.loads((shared_data / "configs" / "deepseek-ai--DeepSeek-V3" / "config.json").read_text())
+    config = {**v3, **KIMI_K2}
+    config.pop("quantization_config")
+    shape = Shape.of(config)
+    assert round(shape.total_params / 1e9, 1) == 1026.4
+    assert round((shape.active_params - shape.embedding) / 1e9, 1) == 31.7
+    assert shape.total_params == _built(AutoConfig.for_model(**config))
 
 
 @pytest.mark.parametrize(
