@@ -18,15 +18,15 @@ def register_config(name: str, *, built_as: str) -> None:
 
 
 def register_models(name: str, *, built_as: str) -> None:
-    """Let the Auto classes of causal LMs and of classifiers build and load the model type `name` as `built_as`.
+    """Let the Auto classes of models, causal LMs and classifiers build and load the model type `name` as `built_as`.
 
     How a checkpoint's names follow from those of a model is looked up by the model type (conversion_mapping.py:2606).
     """
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, conversion_mapping
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, conversion_mapping
 
     register_config(name, built_as=built_as)
     known, own = CONFIG_MAPPING[built_as], CONFIG_MAPPING[name]
-    for factory in (AutoModelForCausalLM, AutoModelForSequenceClassification):
+    for factory in (AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification):
         classes = _CLASSES.attribute(factory, "_model_mapping")
         if known in classes:
             classes.register(own, classes[known], exist_ok=True)

@@ -13,10 +13,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PretrainedConfig
 
-<<<<<<< HEAD
 from ds_finetune.auto_models import AutoModelForSequenceClassification
-from ds_finetune.export.onnx.comparison import FLIPPED_SHARE, TOLERANCES, OnnxComparison, record_experts
-=======
 from ds_finetune.export.onnx.comparison import (
     FLIPPED_SHARE,
     TOLERANCES,
@@ -24,7 +21,6 @@ from ds_finetune.export.onnx.comparison import (
     describe_experts,
     record_experts,
 )
->>>>>>> main
 from ds_finetune.export.verify.record import MODEL
 from ds_finetune.families.table import family_of
 
