@@ -7,12 +7,14 @@ from ds_finetune.families.experts import QWEN_EXPERTS, ExpertKeys
 from ds_finetune.families.family import Encoder, Family, OnnxGraph, TinyModels
 from ds_finetune.families.parameters import (
     ParameterRules,
+    glm_attention,
     grouped_query_attention,
     latent_attention,
     sparse_after_first,
     sparse_by_step,
+    sparse_by_type,
 )
-from ds_finetune.families.tiny import DENSE, GROUPED_ROUTING, LATENT, ONE_GROUP
+from ds_finetune.families.tiny import DENSE, GROUPED_QUERY_EXPERTS, GROUPED_ROUTING, LATENT, ONE_GROUP, WIDE_VALUES
 
 _DENSE_AXES = frozenset({"tp", "sp", "pp"})
 _ALL_AXES = _DENSE_AXES | {"ep"}
@@ -35,7 +37,10 @@ _DEEPSEEK_V3 = Family(
     onnx=OnnxGraph("latent", router="sigmoid"),
     tiny_models=TinyModels(
         GROUPED_ROUTING,
-        {"deepseek_v3_deep": {**GROUPED_ROUTING, "num_hidden_layers": 4}},
+        {
+            "deepseek_v3_deep": {**GROUPED_ROUTING, "num_hidden_layers": 4},
+            "deepseek_v3_biases": {**GROUPED_ROUTING, "attention_bias": True},
+        },
         in_standard_selftest=True,
     ),
 )
@@ -63,6 +68,38 @@ _ROWS = (
         model_type="kimi_k2",
         built_as="deepseek_v3",
         tiny_models=TinyModels(ONE_GROUP, {"kimi_k2_deep": {**ONE_GROUP, "num_hidden_layers": 4}}),
+    ),
+    replace(
+        _DEEPSEEK_V3,
+        model_type="glm4_moe_lite",
+        parameters=ParameterRules(latent_attention, sparse_by_type),
+        experts_class="Glm4MoeLiteExperts",
+        tiny_models=TinyModels(
+            WIDE_VALUES,
+            {
+                "glm4_moe_lite_deep": {**WIDE_VALUES, "num_hidden_layers": 4},
+                "glm4_moe_lite_types": {
+                    **WIDE_VALUES,
+                    "num_hidden_layers": 3,
+                    "mlp_layer_types": ["sparse", "dense", "sparse"],
+                },
+            },
+        ),
+    ),
+    replace(
+        _DEEPSEEK_V3,
+        model_type="glm4_moe",
+        parameters=ParameterRules(glm_attention, sparse_after_first),
+        experts_class="Glm4MoeExperts",
+        onnx=OnnxGraph("grouped_query", router="sigmoid"),
+        tiny_models=TinyModels(
+            {**GROUPED_QUERY_EXPERTS, "use_qk_norm": True},
+            {
+                "glm4_moe_deep": {**GROUPED_QUERY_EXPERTS, "use_qk_norm": True, "num_hidden_layers": 4},
+                "glm4_moe_air": GROUPED_QUERY_EXPERTS,
+                "glm4_moe_air_deep": {**GROUPED_QUERY_EXPERTS, "num_hidden_layers": 4},
+            },
+        ),
     ),
     Family(
         "qwen2",
@@ -93,7 +130,14 @@ _ROWS = (
         parallel_axes=_DENSE_AXES,
         has_lora=True,
         onnx=OnnxGraph("grouped_query"),
-        tiny_models=TinyModels(DENSE, {"llama_deep": {**DENSE, "num_hidden_layers": 5}}, in_standard_selftest=True),
+        tiny_models=TinyModels(
+            DENSE,
+            {
+                "llama_deep": {**DENSE, "num_hidden_layers": 5},
+                "llama_biases": {**DENSE, "attention_bias": True},
+            },
+            in_standard_selftest=True,
+        ),
     ),
     Family(
         "bert",
