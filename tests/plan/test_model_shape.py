@@ -209,12 +209,14 @@ RUN_FILES = {
     "deepseek_v3": "deepseek-ai--DeepSeek-V3",
     "deepseek_v2_lite": "deepseek-ai--DeepSeek-V2-Lite",
     "moonlight_16b": "moonshotai--Moonlight-16B-A3B",
+    "glm_47_flash": "zai-org--GLM-4.7-Flash",
     "qwen3_8b": "Qwen--Qwen3-8B",
     "r1_distill_llama_8b": "deepseek-ai--DeepSeek-R1-Distill-Llama-8B",
     "r1_distill_qwen_1b5": "deepseek-ai--DeepSeek-R1-Distill-Qwen-1.5B",
     "r1_distill_qwen_7b": "deepseek-ai--DeepSeek-R1-Distill-Qwen-7B",
     "dpo_r1_distill_qwen_7b": "deepseek-ai--DeepSeek-R1-Distill-Qwen-7B",
 }
+_STATED = {"zai-org--GLM-4.7-Flash": GLM_47_FLASH}
 OTHER_STATES = {
     "classify_qwen3_0b6": "Qwen--Qwen3-0.6B",
     "kto_r1_distill_qwen_7b_lora": "deepseek-ai--DeepSeek-R1-Distill-Qwen-7B",
@@ -242,7 +244,7 @@ def test_memory_named_in_a_run_file_follows_from_the_shape(shared_data: Path, na
         r"([\d.]+) B parameters x 16 bytes .*?/ (\d+) = ([\d.]+) GiB", text.replace("\n# ", " "), re.DOTALL
     )
     assert found
-    total = Shape.of(shared_data / "configs" / RUN_FILES[name]).total_params
+    total = Shape.of(_STATED.get(RUN_FILES[name], shared_data / "configs" / RUN_FILES[name])).total_params
     assert found[1] == f"{total / 1e9:.3f}"
     assert found[3] == f"{total * 16 / int(found[2]) / 2**30:.1f}"
     assert f"model: {RUN_FILES[name].replace('--', '/')}\n" in text
