@@ -41,6 +41,7 @@ _ROWS = (
         parameters=ParameterRules(latent_attention, sparse_after_first),
         fused_experts=True,
         drops_layers_beyond=True,
+        has_mtp=True,
         fp32_buffers=_ROUTER_BIASES,
         export_config={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
         experts_class="DeepseekV3Experts",

@@ -1,0 +1,96 @@
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): a decoder layer after the last one that predicts
+the token after the next from a hidden state of the model and the embedding of the next token.
+
+The layer is built as `model.layers.N` of the model itself, where N is `num_hidden_layers`, so its tensors have their
+published names, and parallel modules, ZeRO and checkpoints treat it like the others. The model's own forward does not
+reach it (transformers 5.23 runs `layers[: config.num_hidden_layers]`, deepseek_v3/modeling_deepseek_v3.py:621).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from ds_finetune.families.family import layer_of
+from ds_finetune.patches.transformers_models import replaced_layers
+
+_BUILT = "ds_finetune_mtp_layers"
+"""Attribute of a configuration from which a model with such layers is built; never written to a config.json."""
+_PER_LAYER = ("layer_types", "mlp_layer_types")
+"""Lists of a configuration with an entry for each layer."""
+COPIES = ("embed_tokens.weight", "shared_head.head.weight")
+"""Published tensors of the layer that are copies of the model's embedding and head, which it uses."""
+
+
+def set_mtp_layers(hf_config: PretrainedConfig, layers: int) -> None:
+    """Let models of `hf_config` be built with this number of multi-token prediction layers."""
+    setattr(hf_config, _BUILT, layers)
+
+
+def mtp_layers(hf_config: PretrainedConfig) -> range:
+    """Numbers of the multi-token prediction layers that models of `hf_config` are built with.
+
+    The `num_mtp_layers` of transformers' configurations is no guide: it is 1 where config.json says nothing.
+    """
+    first = hf_config.num_hidden_layers
+    return range(first, first + getattr(hf_config, _BUILT, 0))
+
+
+def is_mtp_tensor(name: str, hf_config: PretrainedConfig) -> bool:
+    """Whether the model's tensor `name` belongs to such a layer."""
+    return layer_of(name) in mtp_layers(hf_config)
+
+
+@contextmanager
+def build_mtp_layers(model_class: type[PreTrainedModel], hf_config: PretrainedConfig) -> Iterator[None]:
+    """A model of `hf_config` built inside gets its multi-token prediction layers; `hf_config` is unchanged at the
+    end.
+    """
+    layers, changed = mtp_layers(hf_config), dict[str, Any]()
+    if not layers:
+        yield
+        return
+
+    def make(layer_class: Any, config: PretrainedConfig, layer_idx: int) -> nn.Module:  # noqa: ANN401 - a class or what stands for it
+        layer = layer_class(config, layer_idx)
+        if layer_idx in layers and hasattr(layer, "input_layernorm"):
+            _add_modules(layer, config)
+        return layer  # type: ignore[no-any-return]
+
+    for key in _PER_LAYER:
+        kinds = getattr(hf_config, key, None)
+        if kinds:
+            changed[key] = kinds
+            setattr(hf_config, key, [*kinds, *[kinds[-1]] * len(layers)])
+    changed["num_hidden_layers"] = layers.start
+    hf_config.num_hidden_layers = layers.stop
+    try:
+        with replaced_layers(model_class, make):
+            yield
+    finally:
+        for key, value in changed.items():
+            setattr(hf_config, key, value)
+
+
+def _add_modules(layer: Any, config: PretrainedConfig) -> None:  # noqa: ANN401 - a decoder layer of any family
+    """Add what a multi-token prediction layer has beside a decoder layer, under the published names."""
+    width, norm_class = config.hidden_size, type(layer.input_layernorm)
+    layer.enorm = norm_class(width, eps=config.rms_norm_eps)
+    layer.hnorm = norm_class(width, eps=config.rms_norm_eps)
+    layer.eh_proj = nn.Linear(2 * width, width, bias=False)
+    layer.shared_head = nn.Module()
+    layer.shared_head.norm = norm_class(width, eps=config.rms_norm_eps)
+
+
+def mtp_layer_inputs(layer: Any, embedded: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+    """The input [rows, tokens, width] of the decoder layer from the embeddings of the next tokens and hidden states of
+    the model after its final norm, [rows, tokens, width] each.
+
+    The published weights take the embedding first (transformers 5.23, modeling_layers.py:357; vLLM and SGLang too),
+    though the paper writes the hidden state first (eq. 21).
+    """
+    joined: torch.Tensor = layer.eh_proj(torch.cat([layer.enorm(embedded), layer.hnorm(hidden)], dim=-1))
+    return joined
