@@ -104,8 +104,8 @@ MUTANTS = (
     Mutant(
         "teacher sees the other documents of a row",
         "model/distillation.py",
-        "hidden = teacher.hidden(input_ids, position_ids, documents, supervised)",
-        "hidden = teacher.hidden(input_ids, position_ids, None, supervised)",
+        "hidden = teacher.hidden(rows.input_ids, rows.position_ids, rows.documents, supervised)",
+        "hidden = teacher.hidden(rows.input_ids, rows.position_ids, None, supervised)",
         DISTILLATION,
     ),
     Mutant(

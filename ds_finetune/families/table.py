@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from ds_finetune.families.family import Encoder, Family, OnnxGraph, TinyModels
+from ds_finetune.families.family import Encoder, Family, OnnxGraph, RouterKind, TinyModels
 from ds_finetune.families.parameters import (
     ParameterRules,
     grouped_query_attention,
@@ -25,6 +25,7 @@ _ROWS = (
         parameters=ParameterRules(latent_attention, sparse_after_first, mlp_bias=True),
         fused_experts=True,
         experts_class="DeepseekV2Experts",
+        router=RouterKind("softmax"),
         parallel_axes=_ALL_AXES,
         has_lora=True,
         onnx=OnnxGraph("latent", router="softmax", is_rotary_interleaved=True),
@@ -45,6 +46,7 @@ _ROWS = (
         fp32_buffers=_ROUTER_BIASES,
         export_config={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
         experts_class="DeepseekV3Experts",
+        router=RouterKind("sigmoid", bias="e_score_correction_bias"),
         parallel_axes=_ALL_AXES,
         has_lora=True,
         onnx=OnnxGraph("latent", router="sigmoid"),
@@ -75,6 +77,7 @@ _ROWS = (
         "qwen3_moe",
         parameters=ParameterRules(grouped_query_attention(head_norms=True), sparse_by_step),
         fused_experts=True,
+        router=RouterKind("softmax"),
     ),
     Family(
         "llama",
