@@ -32,8 +32,9 @@ from ds_finetune.model.parallel.expert import build_local_experts, install_exper
 from ds_finetune.model.parallel.pipeline import (
     build_meta_model,
     build_only_layers,
+    has_embedding_copy,
+    has_tied_head,
     install_pipeline_stage,
-    is_tied_copy,
 )
 from ds_finetune.model.parallel.sharding import ModelShard
 from ds_finetune.model.parallel.tensor import install_tensor_parallel, local_config
@@ -117,8 +118,10 @@ def _build(
             lm.get_parameter(name).requires_grad_(True)
     for name in plan.frozen:
         lm.get_parameter(name).requires_grad_(False)
-    if groups.stage is not None and is_tied_copy(lm, groups.stage):
+    if groups.stage is not None and has_embedding_copy(lm, groups.stage):
         mark_copy(lm.get_input_embeddings().weight)
+        if not has_tied_head(lm):
+            lm.get_input_embeddings().weight.requires_grad_(False)
     if groups.stage is None or groups.stage.is_last:
         _install_head(lm, model, groups, kernel)
     if plan.activation_checkpointing:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ds_finetune.families.experts import ExpertKeys
 from ds_finetune.families.parameters import ParameterRules
 
 
@@ -70,6 +71,8 @@ class Family:
     parameters: ParameterRules | None = None
     """How parameters and FLOPs follow from config.json."""
 
+    expert_keys: ExpertKeys | None = None
+    """Where config.json has the sizes of its routed experts; None where it has none."""
     fused_experts: bool = False
     """Experts are one 3-D tensor per layer in transformers 5 and one matrix each in published checkpoints. They go
     through torch's grouped product."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from ds_finetune.families.experts import QWEN_EXPERTS, ExpertKeys
 from ds_finetune.families.family import Encoder, Family, OnnxGraph, RouterKind, TinyModels
 from ds_finetune.families.parameters import (
     ParameterRules,
@@ -23,6 +24,7 @@ _ROWS = (
     Family(
         "deepseek_v2",
         parameters=ParameterRules(latent_attention, sparse_after_first, mlp_bias=True),
+        expert_keys=ExpertKeys(),
         fused_experts=True,
         experts_class="DeepseekV2Experts",
         router=RouterKind("softmax"),
@@ -40,6 +42,7 @@ _ROWS = (
     Family(
         "deepseek_v3",
         parameters=ParameterRules(latent_attention, sparse_after_first),
+        expert_keys=ExpertKeys(),
         fused_experts=True,
         drops_layers_beyond=True,
         has_mtp=True,
@@ -72,10 +75,11 @@ _ROWS = (
         onnx=OnnxGraph("grouped_query"),
         tiny_models=TinyModels({**DENSE, "head_dim": 12}),
     ),
-    Family("qwen2_moe", fused_experts=True, window_in_mask=True),
+    Family("qwen2_moe", expert_keys=QWEN_EXPERTS, fused_experts=True, window_in_mask=True),
     Family(
         "qwen3_moe",
         parameters=ParameterRules(grouped_query_attention(head_norms=True), sparse_by_step),
+        expert_keys=QWEN_EXPERTS,
         fused_experts=True,
         router=RouterKind("softmax"),
     ),

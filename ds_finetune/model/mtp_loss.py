@@ -37,13 +37,13 @@ class MtpLoss(ExtraLoss):
         layer = self._lm.base_model.layers[number]
         if isinstance(layer, MissingLayer):
             return None
-        assert rows.ahead is not None, "the batch does not look ahead; set looks_ahead in its BatchPlan"
+        assert rows.next_ids is not None and rows.next_labels is not None, "the batch does not look ahead; set looks_ahead in its BatchPlan"
         with torch.no_grad() if self._detach else nullcontext():
-            embedded = self._embed(rows.ahead.input_ids)
+            embedded = self._embed(rows.next_ids)
         joined = mtp_layer_inputs(layer, embedded, hidden.detach() if self._detach else hidden)
         states = layer.shared_head.norm(self._run(layer, joined, rows))
-        out: LossAndSums = head_of(self._lm)(states, rows.ahead.labels, is_trained=not self._detach)
-        number_of = (rows.ahead.labels != IGNORE_INDEX).sum(dtype=torch.float64)[None]
+        out: LossAndSums = head_of(self._lm)(states, rows.next_labels, is_trained=not self._detach)
+        number_of = (rows.next_labels != IGNORE_INDEX).sum(dtype=torch.float64)[None]
         return LossAndSums(out.loss * weights[0].to(out.loss.dtype), torch.cat([out.sums, number_of]))
 
     def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
