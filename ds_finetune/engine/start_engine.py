@@ -13,7 +13,15 @@ from transformers import PreTrainedModel
 from ds_finetune.engine.devices import visible_device
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.nvme import check_buffers, check_nvme
-from ds_finetune.engine.parameter_tags import experts_marker, is_expert, local_shape, parameter_groups, tag_expert
+from ds_finetune.engine.parameter_tags import (
+    experts_marker,
+    is_apart,
+    is_expert,
+    local_shape,
+    parameter_groups,
+    tag_apart,
+    tag_expert,
+)
 from ds_finetune.engine.pipeline_schedule import mark_copy
 from ds_finetune.engine.process_groups import Groups, open_groups
 from ds_finetune.engine.teacher import start_teacher
@@ -28,6 +36,8 @@ from ds_finetune.model.four_bit import four_bit_or_whole, install_four_bit
 from ds_finetune.model.lora import install_lora
 from ds_finetune.model.loss import HeadGroups, TrainedModel, install_loss_head
 from ds_finetune.model.model_plan import ModelPlan
+from ds_finetune.model.mtp import is_mtp_tensor
+from ds_finetune.model.mtp_loss import MtpLoss
 from ds_finetune.model.parallel.expert import build_local_experts, install_expert_parallel
 from ds_finetune.model.parallel.pipeline import (
     build_meta_model,
@@ -49,9 +59,10 @@ from ds_finetune.model.vocabulary import Growth
 from ds_finetune.model.weights import clear_weights, initialise_weights, load_weights, seed_of
 from ds_finetune.objectives.distill import Distillation
 from ds_finetune.objectives.objective import ScoreObjective
-from ds_finetune.patches.deepspeed_engine import undo_constructor_step
+from ds_finetune.patches.deepspeed_engine import leave_out_of_norm, undo_constructor_step
 from ds_finetune.patches.deepspeed_init import zero_init
 from ds_finetune.patches.torch_nn import linears_without_memory
+from ds_finetune.plan.combinations import STAGE_WITH_PARTITIONED_WEIGHTS
 from ds_finetune.plan.plan import Plan
 from ds_finetune.quiet import deepspeed_level
 
@@ -78,6 +89,8 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         trained = TrainedModel(lm, groups.sequence, groups.stage)
         if isinstance(model.objective, Distillation):
             trained = DistilledModel(trained, model.objective, teacher)
+        if model.mtp is not None:
+            trained.extras = (MtpLoss(model.mtp.extra, lm, trained.document_arguments, detach=model.mtp.detach),)
         if groups.experts is not None and plan.zero_stage < 3 and any(map(is_expert, trained.parameters())):
             trained.has_experts = experts_marker(groups.experts.size)
         wrapped, optimizer, _, _ = deepspeed.initialize(
@@ -89,6 +102,8 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         )
         if plan.zero_stage == 0 and plan.precision != "fp32":
             undo_constructor_step(optimizer)
+        if plan.zero_stage == STAGE_WITH_PARTITIONED_WEIGHTS and any(map(is_apart, lm.parameters())):
+            leave_out_of_norm(optimizer, is_apart)
         engine = Engine(wrapped, plan, groups, model.objective)
         engine.drawn = drawn
         # Dropout draws from torch's own generator: other numbers on ranks with other rows, the same on ranks that share
@@ -116,17 +131,26 @@ def _build(
         install_lora(lm, lora.targets, lora.section, seed=plan.seed, where=where, share=share)
         for name in head_parameters(lm):
             lm.get_parameter(name).requires_grad_(True)
+    _mark_parameters(lm, plan, model, groups)
+    if groups.stage is None or groups.stage.is_last:
+        _install_head(lm, model, groups, kernel)
+    if plan.activation_checkpointing:
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
+    return lm, drawn
+
+
+def _mark_parameters(lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: Groups) -> None:
+    """Mark parameters that are not trained, that another stage holds too, and that a loss of their own trains."""
+    if model.mtp is not None and model.mtp.detach:
+        for name, param in lm.named_parameters():
+            if is_mtp_tensor(name, lm.config):
+                tag_apart(param)
     for name in plan.frozen:
         lm.get_parameter(name).requires_grad_(False)
     if groups.stage is not None and has_embedding_copy(lm, groups.stage):
         mark_copy(lm.get_input_embeddings().weight)
         if not has_tied_head(lm):
             lm.get_input_embeddings().weight.requires_grad_(False)
-    if groups.stage is None or groups.stage.is_last:
-        _install_head(lm, model, groups, kernel)
-    if plan.activation_checkpointing:
-        lm.gradient_checkpointing_enable({"use_reentrant": False})
-    return lm, drawn
 
 
 def _install_head(lm: PreTrainedModel, model: ModelPlan, groups: Groups, kernel: Kernel) -> None:

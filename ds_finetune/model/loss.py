@@ -93,7 +93,7 @@ class LossHead(nn.Linear):
     objective: Objective = TokenObjective("sft")
     groups = HeadGroups()
 
-    def forward(
+    def forward(  # noqa: PLR0913
         self,
         hidden: torch.Tensor,
         labels: torch.Tensor | None = None,
@@ -119,7 +119,8 @@ class LossHead(nn.Linear):
         supervised = (labels.reshape(-1) != IGNORE_INDEX).nonzero().squeeze(1)
         part = hidden.reshape(-1, hidden.shape[-1]).index_select(0, supervised)
         part = part if self.groups.tp is None else copy_to_tensor_parallel_region(part, self.groups.tp)
-        weight, bias = self.weight, self.bias
+        weight: torch.Tensor = self.weight
+        bias: torch.Tensor | None = self.bias
         if not is_trained:
             weight, bias = weight.detach(), None if bias is None else bias.detach()
         inputs = HeadInputs(part, weight, bias, labels.reshape(-1).index_select(0, supervised))

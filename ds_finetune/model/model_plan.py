@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 from transformers import PretrainedConfig
 
 from ds_finetune.config.objectives import ObjectiveConfig, SftObjective
-from ds_finetune.config.schema import LoraConfig, ModelConfig, ParallelConfig
+from ds_finetune.config.schema import LoraConfig, ModelConfig, MtpConfig, ParallelConfig
 from ds_finetune.model.build import Task, read_hf_config
 from ds_finetune.model.encoder import check_encoder
 from ds_finetune.model.lora_plan import LoraPlan, plan_lora
+from ds_finetune.model.mtp_plan import MtpPlan, plan_mtp
 from ds_finetune.model.parallel.pipeline import layers_of_stages
 from ds_finetune.model.teacher_plan import TeacherPlan, plan_teacher
 from ds_finetune.objectives.extra import Extra
@@ -16,6 +17,7 @@ from ds_finetune.objectives.objective import Objective, ScoreObjective
 from ds_finetune.objectives.table import make_objective
 
 _SFT = SftObjective()
+_NO_MTP = MtpConfig()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,8 @@ class ModelPlan:
     objective: Objective
     extras: tuple[Extra, ...] = ()
     """Auxiliary losses beside the objective's."""
+    mtp: MtpPlan | None = None
+    """The multi-token prediction layer that is trained; None where none is."""
     teacher: TeacherPlan | None = None
     padding: str = ""
     """A text on the padding token of a classifier, for people."""
@@ -64,12 +68,13 @@ def task_of(objective: Objective) -> Task:
     return "sequence_classification" if isinstance(objective, ScoreObjective) else "causal_lm"
 
 
-def plan_model(
+def plan_model(  # noqa: PLR0913 - sections of the run file
     hf_config: PretrainedConfig,
     model: ModelConfig,
     parallel: ParallelConfig,
     lora: LoraConfig | None,
     objective: ObjectiveConfig = _SFT,
+    mtp: MtpConfig = _NO_MTP,
 ) -> ModelPlan:
     """The model of `hf_config` as the sections of the run file say; ConfigError or ModelError where they do not fit
     it.
@@ -79,6 +84,7 @@ def plan_model(
     runtime = make_objective(objective)
     task = task_of(runtime)
     published = read_hf_config(model.path, files=("*.json",), task=task) if resized else hf_config
+    prediction = plan_mtp(hf_config, model, mtp)
     return ModelPlan(
         path=model.path,
         hf_config=hf_config,
@@ -89,5 +95,7 @@ def plan_model(
         stages=tuple(layers_of_stages(hf_config, parallel, task)),
         lora=plan_lora(hf_config, lora, task) if lora is not None else None,
         objective=runtime,
+        extras=(prediction.extra,) if prediction is not None else (),
+        mtp=prediction,
         teacher=plan_teacher(objective, hf_config),
     )

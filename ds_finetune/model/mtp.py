@@ -21,8 +21,8 @@ _BUILT = "ds_finetune_mtp_layers"
 """Attribute of a configuration from which a model with such layers is built; never written to a config.json."""
 _PER_LAYER = ("layer_types", "mlp_layer_types")
 """Lists of a configuration with an entry for each layer."""
-COPIES = ("embed_tokens.weight", "shared_head.head.weight")
-"""Published tensors of the layer that are copies of the model's embedding and head, which it uses."""
+PREDICTION_LAYERS = "num_nextn_predict_layers"
+"""Key of the number of multi-token prediction layers after the last layer (DeepSeek-V3's config.json)."""
 
 
 def set_mtp_layers(hf_config: PretrainedConfig, layers: int) -> None:
@@ -42,6 +42,20 @@ def mtp_layers(hf_config: PretrainedConfig) -> range:
 def is_mtp_tensor(name: str, hf_config: PretrainedConfig) -> bool:
     """Whether the model's tensor `name` belongs to such a layer."""
     return layer_of(name) in mtp_layers(hf_config)
+
+
+def published_copies(hf_config: PretrainedConfig) -> dict[str, str]:
+    """Names of published tensors of these layers that are copies of the model's embedding and head, which the layers
+    use here, with the names of those.
+    """
+    return {
+        f"model.layers.{layer}.{copy}": original
+        for layer in mtp_layers(hf_config)
+        for copy, original in (
+            ("embed_tokens.weight", "model.embed_tokens.weight"),
+            ("shared_head.head.weight", "lm_head.weight"),
+        )
+    }
 
 
 @contextmanager

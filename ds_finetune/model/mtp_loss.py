@@ -37,7 +37,8 @@ class MtpLoss(ExtraLoss):
         layer = self._lm.base_model.layers[number]
         if isinstance(layer, MissingLayer):
             return None
-        assert rows.next_ids is not None and rows.next_labels is not None, "the batch does not look ahead; set looks_ahead in its BatchPlan"
+        assert rows.next_ids is not None, "the batch does not look ahead; set looks_ahead in its BatchPlan"
+        assert rows.next_labels is not None
         with torch.no_grad() if self._detach else nullcontext():
             embedded = self._embed(rows.next_ids)
         joined = mtp_layer_inputs(layer, embedded, hidden.detach() if self._detach else hidden)

@@ -55,6 +55,11 @@ def hub_pieces(name: str, shape: tuple[int, ...], family: Family, *, first_exper
     )
 
 
+def published_names(shapes: Mapping[str, tuple[int, ...]], family: Family) -> tuple[str, ...]:
+    """The names in a published checkpoint of model tensors with these shapes."""
+    return tuple(piece.key for name, shape in shapes.items() for piece in hub_pieces(name, shape, family))
+
+
 def differences(expected: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]]) -> str:
     """How the names and shapes of the tensors `stored` in a checkpoint differ from those that the model expects; empty
     where they do not.

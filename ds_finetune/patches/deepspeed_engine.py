@@ -1,6 +1,6 @@
 """DeepSpeed's engine and optimizers: when gradients are reduced, and the state that a constructor leaves."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ _BOUNDARY = Foreign("deepspeed", "runtime/engine.py:3467-3493")
 _ALLREDUCE = Foreign("deepspeed", "runtime/engine.py:548, 3163")
 _COALESCE = Foreign("deepspeed", "runtime/engine.py:3239-3300")
 _CONSTRUCTOR_STEP = Foreign("deepspeed", "runtime/fp16/unfused_optimizer.py:425, fused_optimizer.py:130")
+_NORM_GROUPS = Foreign("deepspeed", "runtime/zero/stage3.py:2573-2584, 2886")
 _LINKED_STATES = Foreign("deepspeed", "runtime/zero/stage_1_and_2.py:744, 852-857")
 
 
@@ -73,6 +74,20 @@ def undo_constructor_step(optimizer: Any) -> None:  # noqa: ANN401 - one of Deep
     for group in inner.param_groups:
         if "step" in group:
             group["step"] = 0
+
+
+def leave_out_of_norm(optimizer: Any, is_left_out: Callable[[Any], bool]) -> None:  # noqa: ANN401 - DeepSpeed's optimizer of stage 3
+    """Let the norm by which gradients are clipped have no part of the parameter groups whose first parameter is left
+    out; they are clipped by the same factor as the others.
+    """
+    norms = _NORM_GROUPS.attribute(optimizer, "_get_norm_groups")
+    groups = _NORM_GROUPS.attribute(optimizer, "fp16_groups")
+    _NORM_GROUPS.source(type(optimizer), "norm_groups = self._get_norm_groups()")
+
+    def counted() -> list[Any]:
+        return [norm for norm, group in zip(norms(), groups, strict=True) if not is_left_out(group[0])]
+
+    optimizer._get_norm_groups = counted
 
 
 def link_optimizer_states(optimizer: Any) -> None:  # noqa: ANN401 - DeepSpeed's optimizer of stages 1 and 2

@@ -26,6 +26,7 @@ from ds_finetune.model.build import TOKENIZER_PATTERNS, Task, model_class, read_
 from ds_finetune.model.encoder import encoder_of, max_positions
 from ds_finetune.model.generic_check import check_generic_type
 from ds_finetune.model.model_plan import ModelPlan, plan_model, task_of
+from ds_finetune.model.mtp import mtp_layers
 from ds_finetune.model.score_config import score_settings, set_classes, set_padding_token, with_base_classes
 from ds_finetune.model.vocabulary import grow_vocabulary
 from ds_finetune.model.weights import weights_digest
@@ -133,7 +134,9 @@ def read_inputs(config: RunConfig, model: ModelPlan) -> RunInputs:
     return RunInputs(
         folder=folder,
         model=model,
-        shape=_shape(config_tree(folder, model.hf_config)) if model.task == "causal_lm" else None,
+        shape=_shape(config_tree(folder, model.hf_config), len(mtp_layers(model.hf_config)))
+        if model.task == "causal_lm"
+        else None,
         tokenizer=tokenizer,
         tokenizer_folder=tokenizer_folder,
         train=train,
@@ -180,7 +183,7 @@ def make_model_plan(config: RunConfig, mesh: Mesh, *, is_config_alone: bool = Fa
     tree = hf_config.to_dict()
     check_divides(mesh, tree, pp_layers=config.parallel.pp_layers)
     check_expert_widths(mesh, tree, precision=config.train.precision)
-    planned = plan_model(hf_config, config.model, config.parallel, config.lora, config.objective)
+    planned = plan_model(hf_config, config.model, config.parallel, config.lora, config.objective, config.mtp)
     if planned.teacher is not None:
         teacher = planned.teacher.hf_config.to_dict()
         check_teacher(mesh, planned.teacher.path, teacher, max_seq_len=config.train.max_seq_len)
@@ -289,7 +292,8 @@ def model_lines(model: ModelPlan, plan: Plan) -> list[tuple[str, str]]:
     """Name and text of what is decided about the model, for people: vocabulary, scores, stages, LoRA, teacher."""
     lora = model.lora.lines() if model.lora is not None else []
     stages, teacher = plan.stage_lines(model.stages), teacher_lines(model, plan)
-    return [*_vocabulary_lines(model), *_score_lines(model), *stages, *lora, *teacher]
+    mtp = model.mtp.lines(model.hf_config) if model.mtp is not None else []
+    return [*_vocabulary_lines(model), *_score_lines(model), *stages, *lora, *mtp, *teacher]
 
 
 def _score_lines(model: ModelPlan) -> list[tuple[str, str]]:
@@ -323,8 +327,8 @@ def config_tree(folder: Path, hf_config: PretrainedConfig, task: Task = "causal_
     return tree
 
 
-def _shape(tree: Mapping[str, Any]) -> Shape | None:
+def _shape(tree: Mapping[str, Any], mtp_layers: int) -> Shape | None:
     try:
-        return Shape.of(tree)
+        return Shape.of(tree, mtp_layers=mtp_layers)
     except ConfigError:
         return None
