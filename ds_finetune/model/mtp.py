@@ -59,37 +59,39 @@ def published_copies(hf_config: PretrainedConfig) -> dict[str, str]:
 
 
 @contextmanager
-def build_mtp_layers(model_class: type[PreTrainedModel], hf_config: PretrainedConfig) -> Iterator[None]:
-    """A model of `hf_config` built inside gets its multi-token prediction layers; `hf_config` is unchanged at the
-    end.
-    """
-    layers, changed = mtp_layers(hf_config), dict[str, Any]()
-    if not layers:
-        yield
-        return
-
-    def make(layer_class: Any, config: PretrainedConfig, layer_idx: int) -> nn.Module:  # noqa: ANN401 - a class or what stands for it
-        layer = layer_class(config, layer_idx)
-        if layer_idx in layers and hasattr(layer, "input_layernorm"):
-            _add_modules(layer, config)
-        return layer  # type: ignore[no-any-return]
-
-    for key in _PER_LAYER:
-        kinds = getattr(hf_config, key, None)
-        if kinds:
-            changed[key] = kinds
-            setattr(hf_config, key, [*kinds, *[kinds[-1]] * len(layers)])
-    changed["num_hidden_layers"] = layers.start
-    hf_config.num_hidden_layers = layers.stop
+def more_layers(hf_config: PretrainedConfig, number: int) -> Iterator[None]:
+    """While this is open, `hf_config` is that of a model with so many more layers, which are like its last one."""
+    changed: dict[str, Any] = {"num_hidden_layers": hf_config.num_hidden_layers}
+    changed |= {key: kinds for key in _PER_LAYER if (kinds := getattr(hf_config, key, None))}
+    hf_config.num_hidden_layers += number
+    for key in changed.keys() - {"num_hidden_layers"}:
+        setattr(hf_config, key, [*changed[key], *[changed[key][-1]] * number])
     try:
-        with replaced_layers(model_class, make):
-            yield
+        yield
     finally:
         for key, value in changed.items():
             setattr(hf_config, key, value)
 
 
-def _add_modules(layer: Any, config: PretrainedConfig) -> None:  # noqa: ANN401 - a decoder layer of any family
+@contextmanager
+def build_mtp_layers(model_class: type[PreTrainedModel], hf_config: PretrainedConfig) -> Iterator[None]:
+    """A model of `hf_config` built inside gets its multi-token prediction layers."""
+    layers = mtp_layers(hf_config)
+    if not layers:
+        yield
+        return
+
+    def make(layer_class: Any, config: PretrainedConfig, layer_idx: int) -> nn.Module:  # noqa: ANN401 - a class or what stands for it
+        layer: nn.Module = layer_class(config, layer_idx)
+        if layer_idx in layers and hasattr(layer, "input_layernorm"):
+            add_mtp_modules(layer, config)
+        return layer
+
+    with more_layers(hf_config, len(layers)), replaced_layers(model_class, make):
+        yield
+
+
+def add_mtp_modules(layer: Any, config: PretrainedConfig) -> None:  # noqa: ANN401 - a decoder layer of any family
     """Add what a multi-token prediction layer has beside a decoder layer, under the published names."""
     width, norm_class = config.hidden_size, type(layer.input_layernorm)
     layer.enorm = norm_class(width, eps=config.rms_norm_eps)

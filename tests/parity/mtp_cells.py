@@ -111,9 +111,18 @@ class PlainMtp(torch.nn.Module):
         document.
         """
         hidden = self.main.model(input_ids=ids[None], use_cache=False).last_hidden_state
-        embedded, states, head = self.main.model.embed_tokens(ids[None, 1:]), hidden[:, :-1], self.main.lm_head.weight
+        head = self.main.lm_head.weight
+        states = self._states(ids, hidden, detach=detach)
+        return self.main.lm_head(hidden)[0], functional.linear(states, head.detach() if detach else head)
+
+    def mtp_states(self, ids: torch.Tensor) -> torch.Tensor:
+        """States of the layer for one document before the head, [tokens - 1, width]."""
+        return self._states(ids, self.main.model(input_ids=ids[None], use_cache=False).last_hidden_state, detach=True)
+
+    def _states(self, ids: torch.Tensor, hidden: torch.Tensor, *, detach: bool) -> torch.Tensor:
+        embedded, states = self.main.model.embed_tokens(ids[None, 1:]), hidden[:, :-1]
         if detach:
-            embedded, states, head = embedded.detach(), states.detach(), head.detach()
+            embedded, states = embedded.detach(), states.detach()
         positions = torch.arange(len(ids) - 1)[None]
         out = self.layer(
             inputs_embeds=embedded,
@@ -123,7 +132,7 @@ class PlainMtp(torch.nn.Module):
             position_ids=positions,
             past_key_values=None,
         )
-        return self.main.lm_head(hidden)[0], functional.linear(out, head)[0]
+        return out[0]
 
 
 @dataclass
