@@ -5,16 +5,16 @@ The loop uses the modules of transformers' `MtpModel`; the layer is given the we
 
 import itertools
 import json
-from collections.abc import Hashable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from ds_finetune.plan.combinations import TESTED_LAYOUTS
 from ds_finetune.selftest.cells import Cell
-from tests.pairwise import pairwise
 from tests.parity.mtp_cells import MtpLayout, plain_steps, write_mtp_model
 from tests.parity.reference import GRADIENT_TOLERANCE, LOSS_TOLERANCE, is_for, relative
 from tests.running import start, torchrun
@@ -24,24 +24,27 @@ FAMILY = "deepseek_v3"
 MODELS = ("deepseek_v3", "deepseek_v3_deep")
 
 
+def _cell(stage: int, accumulation: int, *, packing: bool, **axes: Any) -> Cell:
+    """Packed with clipping and activation checkpointing, padded without; both with weight decay."""
+    family = "deepseek_v3_deep" if {"pp", "ep"} <= axes.keys() else FAMILY
+    clipped = {"max_grad_norm": 0.5 if packing else 0.0, "checkpointing": packing, "weight_decay": 0.1}
+    return Cell(family, stage, accumulation, packing=packing, **clipped, **axes)
+
+
 def _cells() -> list[Cell]:
     plain = [
-        Cell(FAMILY, stage, accumulation, packing=packing, offload=offload, checkpointing=packing)
+        _cell(stage, accumulation, packing=packing, offload=offload)
         for stage, accumulation, packing in itertools.product(range(4), (1, 2), (True, False))
         for offload in ("none", "optimizer")
         if stage or offload == "none"
     ]
     shared = [
-        Cell(_deep_enough(row.axes), stage, 2, packing=packing, checkpointing=packing, **dict.fromkeys(row.axes, 2))
+        _cell(stage, 2, packing=packing, **dict.fromkeys(row.axes, 2))
         for row in TESTED_LAYOUTS
         if FAMILY in row.families
         for stage, packing in itertools.product(row.stages, (True, False))
     ]
-    return [replace(cell, max_grad_norm=0.5 if cell.packing else 0.0, weight_decay=0.1) for cell in [*plain, *shared]]
-
-
-def _deep_enough(axes: frozenset[str]) -> str:
-    return "deepseek_v3_deep" if {"pp", "ep"} <= axes else FAMILY
+    return [*plain, *shared]
 
 
 ALL = [
@@ -51,13 +54,20 @@ ALL = [
 ]
 
 
-def _axes(layout: MtpLayout) -> tuple[Hashable, ...]:
-    cell = layout.cell
-    return cell.layout, cell.stage, cell.packing, cell.accumulation, cell.offload, layout.detach, layout.world
-
-
-CHOSEN = pairwise([layout for layout in ALL if layout.world < 4], _axes)
-"""Every pair of values of two axes; the full product is behind the marker."""
+CHOSEN = [
+    MtpLayout(cell, world, detach)
+    for cell, world, detach in (
+        (_cell(0, 1, packing=True), 1, True),
+        (_cell(1, 2, packing=False, offload="optimizer"), 2, False),
+        (_cell(3, 2, packing=True, offload="optimizer"), 1, True),
+        (_cell(2, 2, packing=True, sp=2), 2, True),
+        (_cell(1, 2, packing=False, tp=2), 2, True),
+        (_cell(3, 2, packing=True, ep=2), 2, True),
+        (_cell(0, 2, packing=False, sp=2, ep=2), 2, False),
+        (_cell(1, 2, packing=True, pp=2), 2, True),
+    )
+]
+"""Each axis, ZeRO stage and way to train; all others are behind the marker."""
 REST = [layout for layout in ALL if layout not in CHOSEN]
 
 
@@ -104,12 +114,11 @@ def _assert_equals_plain_loop(layout: MtpLayout, folder: Path, models: Path) -> 
     assert max(errors.values()) < GRADIENT_TOLERANCE, errors
     for name, steps in (("loss", wanted.losses), ("mtp_loss", wanted.mtp_losses)):
         assert [metrics[name] for metrics in found["metrics"]] == pytest.approx(steps, rel=1e-4), name
-    if layout.detach:
-        different = [
-            name for name, tensor in found["without"].items() if not torch.equal(tensor, found["weights"][name])
-        ]
-        assert not different
-        assert len(found["without"]) < len(found["weights"])
+    if layout.detach and layout.world // (cell.tp * cell.pp) <= 2:
+        # With more ranks, the place of an element in a buffer decides in which order a reduction adds it up.
+        without, weights = found["without"], found["weights"]
+        assert not [name for name in without if not torch.equal(without[name], weights[name])]
+        assert len(without) < len(weights)
 
 
 @pytest.mark.parametrize("layout", CHOSEN, ids=[layout.name for layout in CHOSEN])

@@ -42,18 +42,17 @@ def _run_file(folder: Path, **sections: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two ranks with ZeRO-3 that was resumed after two of its four steps."""
+    """A run that was resumed after two of its four steps, on two ranks with ZeRO-3."""
     folder = tmp_path_factory.mktemp("run")
-    run_file = _run_file(folder, deepspeed={"zero_optimization": {"stage": 3}}, export={"verify": True})
-    for steps in (2, 4):
-        done = start(torchrun("ds_finetune/train.py", str(run_file), f"train.for={steps} steps"))
-        assert done.returncode == 0, done.stdout + done.stderr
-        (folder / f"printed-{steps}.txt").write_text(done.stdout)
+    run_file = _run_file(folder)
+    train(read_config(run_file, ["train.for=2 steps", "export.at_end=false"]))
+    done = start(torchrun("ds_finetune/train.py", str(run_file), "deepspeed.zero_optimization.stage=3"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    (folder / "printed.txt").write_text(done.stdout)
     return folder
 
 
 def test_a_resumed_run_has_the_numbers_of_an_uninterrupted_one(finished: Path, tmp_path: Path) -> None:
-    """Here with one rank and ZeRO-2."""
     run_file = _run_file(tmp_path, export={"at_end": False})
     train(read_config(run_file))
     wanted, found = metrics(tmp_path), metrics(finished)
@@ -65,7 +64,7 @@ def test_a_resumed_run_has_the_numbers_of_an_uninterrupted_one(finished: Path, t
 
 
 def test_plan_says_what_is_trained(finished: Path) -> None:
-    printed = (finished / "printed-2.txt").read_text()
+    printed = (finished / "printed.txt").read_text()
     assert "layer 2 is trained with weight 0.1; its loss trains it alone" in printed
 
 
