@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_
 
 from ds_finetune.config.ineffective_keys import check_keys_have_effect
 from ds_finetune.config.invalid_keys import explain
+from ds_finetune.config.mtp import MtpConfig
 from ds_finetune.config.objectives import ObjectiveField, SftObjective
 from ds_finetune.config.run_file import apply_override, read_yaml
 from ds_finetune.config.section import Section
@@ -258,19 +259,6 @@ class LoraConfig(Section):
     """`nf4`: frozen weights of attention, dense MLPs and shared experts are held in four bits by bitsandbytes, whether
     adapted or not.
     """
-
-
-class MtpConfig(Section):
-    """Multi-token prediction: a layer after the last one that predicts the token after the next, from which servers
-    draft tokens.
-    """
-
-    train: bool = False
-    """Train the layer that the model is published with; false carries it to exports unchanged."""
-    weight: float = Field(default=0.1, gt=0)
-    """Weight of its loss beside that of the next token."""
-    detach: bool = True
-    """Its loss trains the layer alone: all other weights are the same bits as without it. False trains them too."""
 
 
 class LogConfig(Section):

@@ -201,10 +201,8 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
     check_lora(mesh, config, stage=stage, offloads=offloads, tree=finished)
     check_distillation(config, mesh)
     check_mtp(mesh, config, stage=stage, offloads=offloads)
-    notes = apply_rules(
-        zero, Situation(device, stage, config.train.precision, config.optim.name, config.train.max_grad_norm)
-    )
     train, optim = config.train, config.optim
+    notes = apply_rules(zero, Situation(device, stage, train.precision, optim.name, train.max_grad_norm))
     plan = Plan(
         world=world,
         mesh=mesh,
