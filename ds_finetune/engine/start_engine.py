@@ -27,11 +27,13 @@ from ds_finetune.engine.process_groups import Groups, open_groups
 from ds_finetune.engine.teacher import start_teacher
 from ds_finetune.engine.zero3_partition import partition
 from ds_finetune.families.table import family_of
+from ds_finetune.model.balance_loss import BalanceLoss
 from ds_finetune.model.build import Where, build_skeleton, model_class, resolve_folder
 from ds_finetune.model.cross_entropy import KERNELS, Kernel, chunked_cross_entropy
 from ds_finetune.model.distillation import DistilledModel
 from ds_finetune.model.dtypes import PRECISION_DTYPES
 from ds_finetune.model.encoder import encoder_of
+from ds_finetune.model.extra_loss import ExtraLoss
 from ds_finetune.model.four_bit import four_bit_or_whole, install_four_bit
 from ds_finetune.model.lora import install_lora
 from ds_finetune.model.loss import HeadGroups, TrainedModel, install_loss_head
@@ -48,6 +50,7 @@ from ds_finetune.model.parallel.pipeline import (
 )
 from ds_finetune.model.parallel.sharding import ModelShard
 from ds_finetune.model.parallel.tensor import install_tensor_parallel, local_config
+from ds_finetune.model.routers import RouterCollector
 from ds_finetune.model.score_config import fresh_parameters
 from ds_finetune.model.score_head import (
     head_parameters,
@@ -57,7 +60,10 @@ from ds_finetune.model.score_head import (
 )
 from ds_finetune.model.vocabulary import Growth
 from ds_finetune.model.weights import clear_weights, initialise_weights, load_weights, seed_of
+from ds_finetune.objectives.balance import Balance
 from ds_finetune.objectives.distill import Distillation
+from ds_finetune.objectives.extra import Extra
+from ds_finetune.objectives.multi_token import MultiTokenPrediction
 from ds_finetune.objectives.objective import ScoreObjective
 from ds_finetune.patches.deepspeed_engine import leave_out_of_norm, undo_constructor_step
 from ds_finetune.patches.deepspeed_init import zero_init
@@ -89,8 +95,6 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         trained = TrainedModel(lm, groups.sequence, groups.stage)
         if isinstance(model.objective, Distillation):
             trained = DistilledModel(trained, model.objective, teacher)
-        if model.mtp is not None:
-            trained.extras = (MtpLoss(model.mtp.extra, lm, trained.document_arguments, detach=model.mtp.detach),)
         if groups.experts is not None and plan.zero_stage < 3 and any(map(is_expert, trained.parameters())):
             trained.has_experts = experts_marker(groups.experts.size)
         wrapped, optimizer, _, _ = deepspeed.initialize(
@@ -100,6 +104,7 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
             dist_init_required=False,
             mpu=groups.mpu,
         )
+        _add_extra_losses(trained, model, groups)
         if plan.zero_stage == 0 and plan.precision != "fp32":
             undo_constructor_step(optimizer)
         if plan.zero_stage == STAGE_WITH_PARTITIONED_WEIGHTS and any(map(is_apart, lm.parameters())):
@@ -141,16 +146,34 @@ def _build(
 
 def _mark_parameters(lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: Groups) -> None:
     """Mark parameters that are not trained, that another stage holds too, and that a loss of their own trains."""
-    if model.mtp is not None and model.mtp.detach:
-        for name, param in lm.named_parameters():
-            if is_mtp_tensor(name, lm.config):
-                tag_apart(param)
-    for name in plan.frozen:
-        lm.get_parameter(name).requires_grad_(False)
+    for name, param in lm.named_parameters():
+        if name in plan.frozen:
+            param.requires_grad_(False)
+        if model.mtp is not None and model.mtp.detach and is_mtp_tensor(name, lm.config):
+            tag_apart(param)
     if groups.stage is not None and has_embedding_copy(lm, groups.stage):
         mark_copy(lm.get_input_embeddings().weight)
         if not has_tied_head(lm):
             lm.get_input_embeddings().weight.requires_grad_(False)
+
+
+def _add_extra_losses(trained: TrainedModel, model: ModelPlan, groups: Groups) -> None:
+    """Let the forward compute the auxiliary losses of `model` and count its routers' choices.
+
+    After `deepspeed.initialize`, whose hooks must run before those of the collector.
+    """
+    if model.router is not None:
+        trained.routers = RouterCollector(trained.lm, model.router, groups.sequence)
+    trained.extras = tuple(_extra_loss(extra, trained, model, groups) for extra in model.extras)
+
+
+def _extra_loss(extra: Extra, trained: TrainedModel, model: ModelPlan, groups: Groups) -> ExtraLoss:
+    if isinstance(extra, MultiTokenPrediction):
+        assert model.mtp is not None
+        return MtpLoss(extra, trained.lm, trained.document_arguments, detach=model.mtp.detach)
+    assert isinstance(extra, Balance), type(extra)
+    assert trained.routers is not None
+    return BalanceLoss(extra, trained.routers, groups.sequence)
 
 
 def _install_head(lm: PreTrainedModel, model: ModelPlan, groups: Groups, kernel: Kernel) -> None:

@@ -29,6 +29,8 @@ class ForwardRows:
     """The id after each of `input_ids` in its document, for multi-token prediction; anything at a document's end."""
     next_labels: torch.Tensor | None = None
     """The label after each of `labels` in its document, IGNORE_INDEX at its end."""
+    lengths: torch.Tensor | None = None
+    """Tokens of the text of each whole row, which padding follows, int64 [rows] on the CPU."""
 
 
 class StageOutput(NamedTuple):

@@ -4,20 +4,18 @@ from dataclasses import dataclass, field
 
 from transformers import PretrainedConfig
 
-from ds_finetune.config.objectives import ObjectiveConfig, SftObjective
-from ds_finetune.config.schema import LoraConfig, ModelConfig, MtpConfig, ParallelConfig
+from ds_finetune.config.schema import RunConfig
 from ds_finetune.model.build import Task, read_hf_config
 from ds_finetune.model.encoder import check_encoder
 from ds_finetune.model.lora_plan import LoraPlan, plan_lora
 from ds_finetune.model.mtp_plan import MtpPlan, plan_mtp
 from ds_finetune.model.parallel.pipeline import layers_of_stages
 from ds_finetune.model.teacher_plan import TeacherPlan, plan_teacher
+from ds_finetune.objectives.balance import Balance
 from ds_finetune.objectives.extra import Extra
 from ds_finetune.objectives.objective import Objective, ScoreObjective
 from ds_finetune.objectives.table import make_objective
-
-_SFT = SftObjective()
-_NO_MTP = MtpConfig()
+from ds_finetune.plan.routers import RouterPlan, plan_routers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +39,8 @@ class ModelPlan:
     """Auxiliary losses beside the objective's."""
     mtp: MtpPlan | None = None
     """The multi-token prediction layer that is trained; None where none is."""
+    router: RouterPlan | None = None
+    """The routers of experts; None where there are none."""
     teacher: TeacherPlan | None = None
     padding: str = ""
     """A text on the padding token of a classifier, for people."""
@@ -68,23 +68,16 @@ def task_of(objective: Objective) -> Task:
     return "sequence_classification" if isinstance(objective, ScoreObjective) else "causal_lm"
 
 
-def plan_model(  # noqa: PLR0913 - sections of the run file
-    hf_config: PretrainedConfig,
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    lora: LoraConfig | None,
-    objective: ObjectiveConfig = _SFT,
-    mtp: MtpConfig = _NO_MTP,
-) -> ModelPlan:
-    """The model of `hf_config` as the sections of the run file say; ConfigError or ModelError where they do not fit
-    it.
-    """
+def plan_model(hf_config: PretrainedConfig, config: RunConfig) -> ModelPlan:
+    """The model of `hf_config` as the run file says; ConfigError or ModelError where it does not fit the model."""
+    model, objective = config.model, config.objective
     check_encoder(hf_config, attention=model.attention, objective=objective.name)
+    router = plan_routers(config, hf_config.to_dict())
     resized = model.resize_vocabulary
     runtime = make_objective(objective)
     task = task_of(runtime)
     published = read_hf_config(model.path, files=("*.json",), task=task) if resized else hf_config
-    prediction = plan_mtp(hf_config, model, mtp)
+    prediction = plan_mtp(hf_config, model, config.mtp)
     return ModelPlan(
         path=model.path,
         hf_config=hf_config,
@@ -92,10 +85,17 @@ def plan_model(  # noqa: PLR0913 - sections of the run file
         has_random_weights=model.weights == "random",
         resizes_vocabulary=resized,
         published_vocab_size=int(published.vocab_size),
-        stages=tuple(layers_of_stages(hf_config, parallel, task)),
-        lora=plan_lora(hf_config, lora, task) if lora is not None else None,
+        stages=tuple(layers_of_stages(hf_config, config.parallel, task)),
+        lora=plan_lora(hf_config, config.lora, task) if config.lora is not None else None,
         objective=runtime,
-        extras=(prediction.extra,) if prediction is not None else (),
+        extras=(*_balance(router), *((prediction.extra,) if prediction is not None else ())),
         mtp=prediction,
+        router=router,
         teacher=plan_teacher(objective, hf_config),
     )
+
+
+def _balance(router: RouterPlan | None) -> tuple[Extra, ...]:
+    if router is None or not router.section.balance:
+        return ()
+    return (Balance(router.section.balance, layers=len(router.layers)),)
