@@ -34,13 +34,10 @@ def is_expert(param: torch.Tensor) -> bool:
 
 
 def tag_apart(param: nn.Parameter) -> None:
-    """Leave a parameter, which gets its gradient from a loss of its own, out of the norm by which all are clipped.
-
-    DeepSpeed 0.19.8 does so at stages 1 and 2 for parameters with this attribute, which are copies in its own
-    pipelines (zero/stage_1_and_2.py:1919, 2680), and at stage 3 by `leave_out_of_norm`.
+    """Mark a parameter that gets its gradient from a loss of its own, and is left out of the norm by which all are
+    clipped.
     """
-    apart: Any = param
-    apart.ds_pipe_replicated, apart.ds_finetune_apart = True, True
+    param.ds_finetune_apart = True  # type: ignore[attr-defined]
 
 
 def is_apart(param: torch.Tensor) -> bool:

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from ds_finetune.data.batches import MicroBatch
-from ds_finetune.engine.parameter_tags import is_apart
 from ds_finetune.model.parallel.pipeline import PipelineGroup
 
 
@@ -101,4 +100,4 @@ def mark_copy(param: nn.Parameter) -> None:
 
 def is_copy(param: torch.Tensor) -> bool:
     """Whether `mark_copy` marked it."""
-    return getattr(param, "ds_pipe_replicated", False) and not is_apart(param)
+    return getattr(param, "ds_pipe_replicated", False)

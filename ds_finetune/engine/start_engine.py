@@ -68,7 +68,6 @@ from ds_finetune.objectives.objective import ScoreObjective
 from ds_finetune.patches.deepspeed_engine import leave_out_of_norm, undo_constructor_step
 from ds_finetune.patches.deepspeed_init import zero_init
 from ds_finetune.patches.torch_nn import linears_without_memory
-from ds_finetune.plan.combinations import STAGE_WITH_PARTITIONED_WEIGHTS
 from ds_finetune.plan.plan import Plan
 from ds_finetune.quiet import deepspeed_level
 
@@ -107,7 +106,7 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         _add_extra_losses(trained, model, groups)
         if plan.zero_stage == 0 and plan.precision != "fp32":
             undo_constructor_step(optimizer)
-        if plan.zero_stage == STAGE_WITH_PARTITIONED_WEIGHTS and any(map(is_apart, lm.parameters())):
+        if plan.zero_stage and any(map(is_apart, lm.parameters())):
             leave_out_of_norm(optimizer, is_apart)
         engine = Engine(wrapped, plan, groups, model.objective)
         engine.drawn = drawn
