@@ -28,7 +28,8 @@ class RouterKind:
 
     scores: Literal["sigmoid", "softmax"]
     module: str = "mlp.gate"
-    """Its name within a layer; its parameter is `weight`."""
+    """Its name within a layer."""
+    parameters: tuple[str, ...] = ("weight",)
     bias: str | None = None
     """Buffer of the module that is added to scores to choose experts, and to nothing else (arXiv 2408.15664)."""
 

@@ -89,7 +89,7 @@ def compare_layout(
     # Before any engine: the rotary frequencies of the first model that from_pretrained builds after DeepSpeed 0.19.8's
     # zero.Init are unset memory.
     is_leader = world.rank == 0
-    model = plan_model(hf_config, config.model, config.parallel, config.lora, config.objective)
+    model = plan_model(hf_config, config)
     reference = _reference_steps(config, steps) if is_leader else Steps()
     with start_engine(plan, model) as engine:
         taken = _steps_with_checkpoint(engine, folder, steps)

@@ -109,7 +109,7 @@ def engine_on_device(
     with on_device(world_size, rank=rank) as calls:
         groups = _groups(plan)
         enlarged = enlarged_config(hf_config(family), config.parallel)
-        model = plan_model(enlarged, config.model, config.parallel, config.lora, config.objective)
+        model = plan_model(enlarged, config)
         lm, _ = start._build(plan, model, groups, loads_weights=True)
         engine = Engine(_Ranks(TrainedModel(lm, groups.sequence, groups.stage)), plan, groups, model.objective)
         assert all(isinstance(param, OnDevice) for param in engine.lm.parameters())
