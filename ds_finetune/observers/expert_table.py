@@ -6,7 +6,7 @@ number, and are appended whole. What a killed run left of a record is no record,
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -15,11 +15,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ds_finetune.engine.router_balance import RouterChoices
 from ds_finetune.errors import OutputError
+from ds_finetune.observers.outage import Outage
+from ds_finetune.observers.record import StepRecord
 from ds_finetune.units import MIB
 
 MOST_BYTES = 64 * MIB
 """The file of a run is not larger: a long run of a large model writes every second step, or every third, and so on."""
+
+_MOST_WAITING = 100
+"""Records that wait for room on a full disk."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ class ExpertTable:
     """
 
     def __init__(self, path: Path, layout: TableLayout, *, after_step: int) -> None:
-        self._layout = layout
+        self.path, self._layout = path, layout
         self._file = FileIO(path, "r+" if after_step and path.exists() else "w+")
         header = layout.header
         found = self._file.read(len(header))
@@ -120,6 +126,33 @@ class ExpertTable:
     def _step_of(self, number: int) -> int:
         at = len(self._layout.header) + number * self._layout.record.itemsize
         return int.from_bytes(os.pread(self._file.fileno(), 8, at), "little", signed=True)
+
+
+class ExpertTableWriter:
+    """Appends the loads of every `every`-th step to `table`.
+
+    A record that cannot be written waits for room, with at most 100 others (`Outage`).
+    """
+
+    def __init__(self, table: ExpertTable, *, every: int, say: Callable[[str], None]) -> None:
+        self._table, self._every = table, every
+        self._records = Outage(str(table.path), self._append, say, most=_MOST_WAITING)
+
+    def after_step(self, record: StepRecord) -> StepRecord:
+        """Append the loads of the step where it is its turn."""
+        if record.router_choices is not None and record.step % self._every == 0:
+            self._records.put((record.step, record.router_choices))
+        return record
+
+    def close(self) -> None:
+        """Write queued records and close the file."""
+        self._records.close()
+        self._table.close()
+
+    def _append(self, of_step: tuple[int, RouterChoices]) -> None:
+        step, choices = of_step
+        entropy, counts = choices.entropy.numpy(), choices.counts.numpy()
+        self._table.append(step, choices.num_tokens, entropy=entropy, counts=counts)
 
 
 def read_expert_table(path: Path) -> tuple[Sequence[int], NDArray[Any]]:
