@@ -30,6 +30,7 @@ class Mutant:
 
 PARITY, PARALLEL, ROWS = "tests/parity/test_parity.py", "tests/parity/test_parallel.py", "tests/data/test_rows.py"
 OBJECTIVES, SCORES = "tests/parity/test_objectives.py", "tests/parity/test_scores.py"
+ROUTERS = "tests/parity/test_routers.py"
 PREFERENCES, LABELS = "tests/data/test_preferences.py", "tests/data/test_labelled_texts.py"
 CLASSIFIERS, ONNX_CLASSIFIERS = "tests/export/test_classifiers.py", "tests/export/onnx/test_classifiers.py"
 WHOLE_RUNS = "tests/trainer/test_objectives.py"
@@ -332,6 +333,48 @@ MUTANTS = (
         "            if self._is_tied:\n",
         "            if False:\n",
         PARALLEL,
+    ),
+    Mutant(
+        "balance of the biased choice",
+        "model/balance_loss.py",
+        "chosen = logits.float().topk(chosen.shape[1], dim=-1).indices",
+        "pass",
+        ROUTERS,
+    ),
+    Mutant(
+        "padding chosen by routers",
+        "model/routers.py",
+        "inside = min(part, end - start)",
+        "inside = part",
+        ROUTERS,
+    ),
+    Mutant(
+        "choices counted again in backward",
+        "model/routers.py",
+        "            self._is_listening = False\n",
+        "            pass\n",
+        ROUTERS,
+    ),
+    Mutant(
+        "shares of choices on one sequence parallel rank",
+        "model/balance_loss.py",
+        "counts = self._sp_group.all_reduce(counts)",
+        "pass",
+        ROUTERS,
+    ),
+    Mutant(
+        "biases by the choices of one rank",
+        "engine/router_balance.py",
+        "    dist.all_reduce(table)\n",
+        "",
+        ROUTERS,
+    ),
+    Mutant(
+        "balance of the last stage alone",
+        "engine/pipeline_schedule.py",
+        "return sent_back if done.loss is None else sent_back + done.loss",
+        "return sent_back",
+        ROUTERS,
     ),
     Mutant(
         "gate and up exchanged",

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_
 from ds_finetune.config.ineffective_keys import check_keys_have_effect
 from ds_finetune.config.invalid_keys import explain
 from ds_finetune.config.objectives import ObjectiveField, SftObjective
+from ds_finetune.config.routers import RouterConfig
 from ds_finetune.config.run_file import apply_override, read_yaml
 from ds_finetune.config.section import Section
 from ds_finetune.config.value_types import (
@@ -257,19 +258,6 @@ class LoraConfig(Section):
     quantize: Literal["nf4"] | None = None
     """`nf4`: frozen weights of attention, dense MLPs and shared experts are held in four bits by bitsandbytes, whether
     adapted or not.
-    """
-
-
-class RouterConfig(Section):
-    """How routers, which choose experts, are trained; left out, they are trained like all weights."""
-
-    train: bool = True
-    """Whether their weights are trained; false leaves them as they are."""
-    balance: float = Field(default=0.0, ge=0)
-    """Weight of the balance loss of experts, which is 1 for each layer whose experts are chosen alike; 0 has none."""
-    bias_update: float = Field(default=0.0, ge=0)
-    """How far the bias of each expert is moved after a step, down where it was chosen more often than the mean expert
-    and up where less; 0 leaves biases as they are.
     """
 
 

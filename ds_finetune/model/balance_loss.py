@@ -22,6 +22,7 @@ class BalanceLoss(ExtraLoss):
     def __init__(self, extra: Extra, routers: RouterCollector, sp_group: SequenceParallelGroup | None) -> None:
         super().__init__(extra)
         self._routers, self._sp_group = routers, sp_group
+        routers.keeps_outputs = True
 
     def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:
         """The contribution of the documents of `rows`; sequence parallel ranks contribute the parts of their tokens."""

@@ -188,8 +188,9 @@ def _check_balance_loss(config: PretrainedConfig, task: Task, label: str) -> Non
     if getattr(config, "output_router_logits", False) and weight and has_loss:
         raise ModelError(
             f"{label}: `output_router_logits` = true asks for a balance loss of the experts, weight {weight}, "
-            "which is not implemented",
-            hint="set output_router_logits to false in config.json to train without it",
+            "computed over the tokens of a micro-batch, which is not done here",
+            hint="set output_router_logits to false in config.json; in families of the table, `router.balance` of the "
+            "run file trains a balance loss",
         )
 
 

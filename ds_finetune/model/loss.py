@@ -204,6 +204,8 @@ class TrainedModel(nn.Module):
         if numbers is not None:
             numbers, weights = numbers_of_parts(numbers, extras)
         extra_loss, extra_sums = add_extra_losses(extras, rows, hidden, weights)
+        if self.routers is not None:
+            self.routers.release()
         if not self.has_head:
             return StageOutput(hidden, extra_loss, extra_sums)
         out: LossAndSums | torch.Tensor = head_of(self.lm)(hidden, rows.labels, numbers, **inputs)

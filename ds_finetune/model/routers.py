@@ -23,6 +23,11 @@ class RealTokens(NamedTuple):
     lengths: torch.Tensor
     """Tokens of each document, on all ranks together, int64 [documents]."""
 
+    @property
+    def is_real(self) -> torch.Tensor:
+        """Whether each token is no padding, [tokens]."""
+        return self.document < len(self.lengths)
+
 
 class RouterOutput(NamedTuple):
     """What the router of a layer gives for the tokens of the flattened rows."""
@@ -43,19 +48,21 @@ class RouterCollector:
     """How often each expert was chosen since `clear` for tokens that are no padding, int64 [layers, experts]."""
     entropy: torch.Tensor
     """Sum over the same tokens of the entropy in nats of the shares of the scores, fp64 [layers]."""
+    keeps_outputs: bool = False
+    """Whether the outputs of a forward are needed after it: they take [tokens, experts] numbers of each layer."""
     num_tokens: torch.Tensor
     """Number of these tokens, int64 scalar."""
 
     def __init__(self, lm: nn.Module, plan: RouterPlan, sp_group: SequenceParallelGroup | None) -> None:
         self.plan, self._sp_group = plan, sp_group
         self._outputs: dict[int, RouterOutput] = {}
-        self._is_listening = False
+        self._is_listening = self._is_counting = False
         self._tokens: RealTokens | None = None
         pattern = re.compile(rf"^model\.layers\.(\d+)\.{re.escape(plan.kind.module)}$")
         found = {int(match[1]): module for name, module in lm.named_modules() if (match := pattern.match(name))}
         self.modules = {layer: found[layer] for layer in plan.layers if layer in found}
         for layer, module in self.modules.items():
-            module.register_forward_hook(self._keep(layer))
+            module.register_forward_hook(self._hook(layer))
         self._device = next(lm.parameters()).device
         self.clear()
 
@@ -66,7 +73,7 @@ class RouterCollector:
 
     @property
     def outputs(self) -> tuple[RouterOutput, ...]:
-        """Outputs of this rank's routers in the latest forward, in the order of `layers`."""
+        """Outputs of this rank's routers in the latest forward, in the order of `layers`, until `release`."""
         return tuple(self._outputs[layer] for layer in self.modules)
 
     @property
@@ -89,38 +96,39 @@ class RouterCollector:
 
         Backward runs outside, so what activation checkpointing computes again is not collected.
         """
-        self._outputs, self._tokens = {}, find_real_tokens(rows, self._sp_group)
-        self._is_listening = True
+        self._tokens = find_real_tokens(rows, self._sp_group)
+        if is_counting:
+            self.num_tokens += self._tokens.is_real.sum()
+        self._is_listening, self._is_counting = True, is_counting
         try:
             yield
         finally:
             self._is_listening = False
-        if is_counting:
-            self._count()
 
     def release(self) -> None:
         """Drop the outputs of the latest forward."""
-        self._outputs, self._tokens = {}, None
+        self._outputs.clear()
+        self._tokens = None
 
-    def _keep(self, layer: int) -> Any:  # noqa: ANN401 - a forward hook
+    def _hook(self, layer: int) -> Any:  # noqa: ANN401 - a forward hook
         def hook(_: nn.Module, __: Any, output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:  # noqa: ANN401
             if self._is_listening:
-                assert layer not in self._outputs, f"the router of layer {layer} ran twice in a forward"
-                self._outputs[layer] = RouterOutput(output[0], output[2])
+                found = RouterOutput(output[0], output[2])
+                if self._is_counting:
+                    self._count(self.layers.index(layer), found)
+                if self.keeps_outputs:
+                    self._outputs[layer] = found
 
         return hook
 
     @torch.no_grad()
-    def _count(self) -> None:
-        documents, lengths = self.tokens
-        is_real = documents < len(lengths)
-        self.num_tokens += is_real.sum()
-        for number, (logits, chosen) in enumerate(self.outputs):
-            weights = is_real.long().repeat_interleave(chosen.shape[1])
-            self.counts[number].index_add_(0, chosen.reshape(-1), weights)
-            shares = score_shares(logits, self.plan.kind.scores)
-            entropy = -torch.xlogy(shares, shares).sum(-1, dtype=torch.float64)
-            self.entropy[number] += entropy.masked_fill(~is_real, 0.0).sum()
+    def _count(self, number: int, output: RouterOutput) -> None:
+        logits, chosen = output
+        is_real = self.tokens.is_real
+        self.counts[number].index_add_(0, chosen.reshape(-1), is_real.long().repeat_interleave(chosen.shape[1]))
+        shares = score_shares(logits, self.plan.kind.scores)
+        entropy = -torch.xlogy(shares, shares).sum(-1, dtype=torch.float64)
+        self.entropy[number] += entropy.masked_fill(~is_real, 0.0).sum()
 
 
 def score_shares(logits: torch.Tensor, scores: str) -> torch.Tensor:

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ds_finetune.config.schema import RouterConfig, RunConfig
+from ds_finetune.config.routers import RouterConfig
+from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.family import RouterKind
 from ds_finetune.families.table import FAMILIES, family_of

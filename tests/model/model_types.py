@@ -70,8 +70,9 @@ at zero), and transformers then picks by the place in the row. With at most 4 in
 refused; with the 64 of the published model no such tie was met.
 
 Router biases (`e_score_correction_bias`, `expert_bias`) stay fp32 in every type. A balance loss that a config asks for
-by `output_router_logits: true` is refused, since it is not computed. Experts that are published one by one are joined
-for the families with fused experts alone; the error for other types says how to save them fused.
+by `output_router_logits: true` is refused; [routers](../how-to/routers.md) says which one is computed. Experts that are
+published one by one are joined for the families with fused experts alone; the error for other types says how to save
+them fused.
 
 With `model.attention: flash_attention_2` the lengths of the documents go to the kernel, for any number of rows in a
 forward. The trial then uses a slow attention that reads those lengths, since FlashAttention does not run on CPUs.
