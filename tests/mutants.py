@@ -35,6 +35,7 @@ PREFERENCES, LABELS = "tests/data/test_preferences.py", "tests/data/test_labelle
 CLASSIFIERS, ONNX_CLASSIFIERS = "tests/export/test_classifiers.py", "tests/export/onnx/test_classifiers.py"
 WHOLE_RUNS = "tests/trainer/test_objectives.py"
 DISTILLATION, SOFT_TARGETS = "tests/parity/test_distillation.py", "tests/model/test_soft_targets.py"
+ONNX = "tests/export/onnx/test_onnx.py"
 ENCODER, LENGTHS = "tests/model/test_encoder.py", "tests/data/test_batch_lengths.py"
 MUTANTS = (
     Mutant(
@@ -304,6 +305,20 @@ MUTANTS = (
         "model/parallel/tensor.py",
         "return ctx.tp_group.all_reduce(grad), None",
         "return grad, None",
+        PARALLEL,
+    ),
+    Mutant(
+        "last dimensions of a head rotated",
+        "export/onnx/layers.py",
+        'names=2, axis=_LAST)\n        return graph.op("Concat", self.rotate(rotated), rest, axis=_LAST)',
+        'names=2, axis=_LAST)\n        return graph.op("Concat", rotated, self.rotate(rest), axis=_LAST)',
+        ONNX,
+    ),
+    Mutant(
+        "bias of a row parallel layer added on every rank",
+        "model/parallel/tensor.py",
+        "functional.linear(shard, self.weight), self.tp_group)",
+        "functional.linear(shard, self.weight, self.bias), self.tp_group)",
         PARALLEL,
     ),
     Mutant(

@@ -68,6 +68,9 @@ class Family:
     model_type: str
     is_generic: bool = False
     """Whether the model type has no row of its own."""
+    built_as: str | None = None
+    """The model type whose classes are used, where transformers does not know this one. The name is kept in
+    configurations and exports."""
 
     parameters: ParameterRules | None = None
     """How parameters and FLOPs follow from config.json."""

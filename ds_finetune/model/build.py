@@ -11,15 +11,11 @@ from typing import Any, Literal
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from ds_finetune.auto_configs import AutoConfig
+from ds_finetune.auto_models import AutoModelForCausalLM, AutoModelForSequenceClassification
 from ds_finetune.errors import ModelError
 from ds_finetune.families.table import family_of
 from ds_finetune.hub_access import hub_problem

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 from pydantic import TypeAdapter
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
+from ds_finetune.auto_configs import AutoConfig
 from ds_finetune.config.objectives import ObjectiveField
 from ds_finetune.config.schema import ParallelConfig
 from ds_finetune.data.rows import Row, RowDocuments

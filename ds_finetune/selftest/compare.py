@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from transformers import PretrainedConfig
 
 from ds_finetune.checkpoint.folder import open_checkpoint_folder
@@ -77,7 +78,12 @@ def write_model(config: PretrainedConfig, folder: Path, *, objective: Objective 
     """Write a model of `config` for the objective to `folder`; its random weights are the same on every machine."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
-        auto_class(objective).from_config(config).float().save_pretrained(folder)
+        model = auto_class(objective).from_config(config).float()
+        for name, param in model.named_parameters():
+            if name.endswith("_proj.bias"):
+                # transformers draws zeros, with which a bias that is left out or added twice would not show.
+                nn.init.normal_(param, std=0.1)
+        model.save_pretrained(folder)
 
 
 def compare_layout(

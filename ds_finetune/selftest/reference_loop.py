@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from ds_finetune.auto_models import AutoModelForCausalLM, AutoModelForSequenceClassification
 from ds_finetune.engine.generation import GenerationLimits
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.objectives.objective import (

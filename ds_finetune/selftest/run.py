@@ -66,6 +66,7 @@ _STRUCTURE = (
     "tie_word_embeddings",
     "attention_bias",
     "mlp_bias",
+    "use_qk_norm",
     "topk_method",
     "scoring_func",
     "norm_topk_prob",

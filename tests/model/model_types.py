@@ -41,7 +41,7 @@ model: {{path: my-gpt-oss, attention: eager}}
 data: {{train: chat.jsonl, packing: false}}
 ```
 
-The families `{families}`
+{families}
 have rows in `ds_finetune/families/table.py`, and tests compare their losses and gradients with a plain loop. Every
 other causal model type of transformers is *generic*: it is built as transformers builds it. Before a generic type is
 trained, and by `ds-finetune plan`, a tiny copy of its `config.json` is tried on the CPU (about a second, fp32, random
@@ -160,7 +160,11 @@ def rows() -> list[Row]:
 
 def page(found: list[Row]) -> str:
     head = _HEAD.format(
-        families="`, `".join(kind for kind, family in FAMILIES.items() if family.encoder is None),
+        families=textwrap.fill(
+            f"The families `{'`, `'.join(kind for kind, family in FAMILIES.items() if family.encoder is None)}`",
+            120,
+            break_on_hyphens=False,
+        ),
         encoders="`, `".join(kind for kind, family in FAMILIES.items() if family.encoder is not None),
         version=transformers.__version__,
         settings=f"{len(SETTINGS)} exceptions",
