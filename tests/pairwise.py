@@ -4,9 +4,11 @@ axes.
 
 from collections.abc import Callable, Hashable, Sequence
 from itertools import combinations
-from typing import TypeVar
+from random import Random
+from typing import Any, TypeVar
 
 Cell = TypeVar("Cell")
+_TRIES = 10
 
 
 def pairwise(cells: Sequence[Cell], axes: Callable[[Cell], tuple[Hashable, ...]]) -> list[Cell]:
@@ -20,11 +22,22 @@ def each_value(cells: Sequence[Cell], axes: Callable[[Cell], tuple[Hashable, ...
 
 
 def _covering(cells: Sequence[Cell], axes: Callable[[Cell], tuple[Hashable, ...]], *, together: int) -> list[Cell]:
-    """Chosen greedily, in the order given."""
-    held = [set(combinations(enumerate(axes(cell)), together)) for cell in cells]
-    missing, chosen = set().union(*held), []
+    """The fewest that some greedy choices find; they differ in which of several equally good cells they take."""
+    held = [frozenset(combinations(enumerate(axes(cell)), together)) for cell in cells]
+    chosen = min((_choose(held, Random(seed)) for seed in range(_TRIES)), key=len)
+    return [cells[number] for number in sorted(chosen)]
+
+
+def _choose(held: Sequence[frozenset[Any]], rng: Random) -> list[int]:
+    """Numbers of sets that hold together everything, each of them something that no other does."""
+    missing, chosen = set().union(*held), list[int]()
+    order = rng.sample(range(len(held)), len(held))
     while missing:
-        best = max(range(len(cells)), key=lambda number: len(held[number] & missing))
+        best = max(order, key=lambda number: len(held[number] & missing))
         chosen.append(best)
         missing -= held[best]
-    return [cells[number] for number in sorted(chosen)]
+    for number in tuple(chosen):
+        others = set().union(*(held[other] for other in chosen if other != number))
+        if held[number] <= others:
+            chosen.remove(number)
+    return chosen
