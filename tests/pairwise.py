@@ -3,9 +3,11 @@ axes.
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import reduce
 from itertools import combinations
+from operator import or_
 from random import Random
-from typing import Any, TypeVar
+from typing import TypeVar
 
 Cell = TypeVar("Cell")
 _TRIES = 10
@@ -23,21 +25,25 @@ def each_value(cells: Sequence[Cell], axes: Callable[[Cell], tuple[Hashable, ...
 
 def _covering(cells: Sequence[Cell], axes: Callable[[Cell], tuple[Hashable, ...]], *, together: int) -> list[Cell]:
     """The fewest that some greedy choices find; they differ in which of several equally good cells they take."""
-    held = [frozenset(combinations(enumerate(axes(cell)), together)) for cell in cells]
+    bits: dict[Hashable, int] = {}
+    held = [
+        sum(1 << bits.setdefault(values, len(bits)) for values in combinations(enumerate(axes(cell)), together))
+        for cell in cells
+    ]
     chosen = min((_choose(held, Random(seed)) for seed in range(_TRIES)), key=len)
     return [cells[number] for number in sorted(chosen)]
 
 
-def _choose(held: Sequence[frozenset[Any]], rng: Random) -> list[int]:
-    """Numbers of sets that hold together everything, each of them something that no other does."""
-    missing, chosen = set().union(*held), list[int]()
+def _choose(held: Sequence[int], rng: Random) -> list[int]:
+    """Numbers of sets of bits that hold together every bit, each of them one that no other holds."""
+    missing, chosen = reduce(or_, held, 0), list[int]()
     order = rng.sample(range(len(held)), len(held))
     while missing:
-        best = max(order, key=lambda number: len(held[number] & missing))
+        best = max(order, key=lambda number: (held[number] & missing).bit_count())
         chosen.append(best)
-        missing -= held[best]
+        missing &= ~held[best]
     for number in tuple(chosen):
-        others = set().union(*(held[other] for other in chosen if other != number))
-        if held[number] <= others:
+        others = reduce(or_, (held[other] for other in chosen if other != number), 0)
+        if held[number] & ~others == 0:
             chosen.remove(number)
     return chosen
