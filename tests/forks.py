@@ -285,6 +285,9 @@ def _become(request: dict[str, Any], given: Mapping[str, str], *, is_rank: bool 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(request["environ"] | given)
+    if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+        # torch reads this when it is imported, which it is here.
+        sys.modules["torch"].compiler.set_stance("force_eager")
     os.chdir(request["cwd"])
     tempfile.tempdir = None
     program = request["program"]
