@@ -2,20 +2,24 @@
 
 from collections.abc import Mapping
 
-from ds_finetune.families.family import Encoder, Family, OnnxGraph, TinyModels
+from ds_finetune.families.family import Encoder, Family, Indexer, OnnxGraph, TinyModels
 from ds_finetune.families.parameters import (
     ParameterRules,
     grouped_query_attention,
+    indexed_latent_attention,
     latent_attention,
     sparse_after_first,
     sparse_by_step,
+    sparse_by_type,
 )
-from ds_finetune.families.tiny import DENSE, GROUPED_ROUTING, LATENT
+from ds_finetune.families.tiny import DENSE, GROUPED_ROUTING, INDEXED, LATENT, SHARED_INDEX
 
 _DENSE_AXES = frozenset({"tp", "sp", "pp"})
 _ALL_AXES = _DENSE_AXES | {"ep"}
 _ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")
 """Buffers added to the scores of experts to choose them: published values lie closer together than bf16's steps."""
+_SIGMOID_ROUTER = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+"""Keys by which vLLM and SGLang recognise DeepSeek-V3's router."""
 _POSITION_IDS = r"(^|\.)embeddings\.position_ids$"
 """A constant that older versions of transformers saved."""
 
@@ -42,7 +46,7 @@ _ROWS = (
         fused_experts=True,
         drops_layers_beyond=True,
         fp32_buffers=_ROUTER_BIASES,
-        export_config={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+        export_config=_SIGMOID_ROUTER,
         experts_class="DeepseekV3Experts",
         parallel_axes=_ALL_AXES,
         has_lora=True,
@@ -52,6 +56,35 @@ _ROWS = (
             {"deepseek_v3_deep": {**GROUPED_ROUTING, "num_hidden_layers": 4}},
             in_standard_selftest=True,
         ),
+    ),
+    Family(
+        "deepseek_v32",
+        parameters=ParameterRules(indexed_latent_attention, sparse_by_type),
+        fused_experts=True,
+        drops_layers_beyond=True,
+        fp32_buffers=_ROUTER_BIASES,
+        # DeepSeek-V3.2-Exp, inference/model.py:441-444: weights_proj is not quantised.
+        fp8_linear=r"\.(self_attn|mlp)\.((?!indexer\.)[\w.]+\.)?\w+_proj(_with_mqa)?\.weight$|\.indexer\.(wq_b|wk)\.weight$",
+        export_config=_SIGMOID_ROUTER,
+        indexer=Indexer(),
+        experts_class="DeepseekV32Experts",
+        parallel_axes=_ALL_AXES,
+        has_lora=True,
+        tiny_models=TinyModels(INDEXED, {"deepseek_v32_deep": {**INDEXED, "num_hidden_layers": 4}}),
+    ),
+    Family(
+        "glm_moe_dsa",
+        parameters=ParameterRules(indexed_latent_attention, sparse_by_type),
+        fused_experts=True,
+        drops_layers_beyond=True,
+        fp32_buffers=_ROUTER_BIASES,
+        fp8_linear=None,
+        export_config=_SIGMOID_ROUTER,
+        indexer=Indexer(is_shared=True),
+        experts_class="GlmMoeDsaExperts",
+        parallel_axes=_ALL_AXES,
+        has_lora=True,
+        tiny_models=TinyModels(SHARED_INDEX, {"glm_moe_dsa_deep": {**SHARED_INDEX, "num_hidden_layers": 4}}),
     ),
     Family(
         "qwen2",

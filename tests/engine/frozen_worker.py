@@ -21,10 +21,9 @@ from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.selftest import compare
-from ds_finetune.selftest.cells import Cell, run_tree
+from ds_finetune.selftest.cells import TINY_MODELS, Cell, run_tree
 from ds_finetune.trainer.prepare import freeze_unreached
 from ds_finetune.world import World
-from tests.model.test_unused_parameters import INDEXED
 from tests.planning import model_of
 
 
@@ -34,7 +33,9 @@ def main() -> None:
     found = {}
     with process_group(world, device):
         if world.rank == 0:
-            compare.write_model(AutoConfig.for_model(**INDEXED | {"first_k_dense_replace": 2}), folder / "model")
+            compare.write_model(
+                AutoConfig.for_model(**TINY_MODELS["deepseek_v32"] | {"first_k_dense_replace": 2}), folder / "model"
+            )
         torch.distributed.barrier()
         for stage, precision in ((0, "bf16"), (2, "fp32"), (3, "bf16")):
             cell = Cell("", stage, 1, packing=False, precision=precision, weight_decay=0.5)

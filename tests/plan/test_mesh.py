@@ -183,7 +183,7 @@ def test_ranks_of_experts() -> None:
             Mesh(0, 1, sp=2),
             {"model_type": "gpt2"},
             "parallel dp 1 x sp 2 of model_type gpt2 is not tested",
-            "tested: deepseek_v2, deepseek_v3, qwen2, qwen3, llama",
+            "tested: deepseek_v2, deepseek_v3, deepseek_v32, glm_moe_dsa, qwen2, qwen3, llama",
         ),
     ],
 )
