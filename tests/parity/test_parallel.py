@@ -92,7 +92,14 @@ def _axes(run: Run) -> tuple[Hashable, ...]:
     return cell.family, cell.layout, cell.stage, cell.packing, cell.offload, world
 
 
-CHOSEN = pairwise(runs_of(DEFAULT), _axes)
+INDEXED = [
+    Cell("deepseek_v32", 3, 2, packing=False, sp=2),
+    Cell("deepseek_v32", 2, 2, packing=True, max_grad_norm=0.5, checkpointing=True, tp=2),
+    Cell("glm_moe_dsa", 1, 2, packing=False, ep=2),
+    Cell("glm_moe_dsa", 1, 2, packing=True, max_grad_norm=0.5, checkpointing=True, pp=2),
+]
+"""The second stage begins with a layer that would take the choice of the layer before."""
+CHOSEN = pairwise(runs_of(DEFAULT), _axes) + runs_of(INDEXED)
 """Every pair of values of two axes; the full product is behind the marker."""
 ROUNDED = pairwise(runs_of(_rounded()), _axes)
 
