@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ds_finetune.families.experts import ExpertKeys
 from ds_finetune.families.parameters import ParameterRules
 
 
@@ -18,6 +19,18 @@ class OnnxGraph:
     """How experts are chosen; None where a family has no routed experts."""
     is_rotary_interleaved: bool = False
     """Rotary embeddings read and write pairs of neighbouring columns, whatever `rope_interleave` of the config is."""
+
+
+@dataclass(frozen=True)
+class RouterKind:
+    """How the router of a layer scores its experts. It is a module that returns logits [tokens, experts], weights and
+    numbers of the chosen experts [tokens, chosen]."""
+
+    scores: Literal["sigmoid", "softmax"]
+    module: str = "mlp.gate"
+    """Its name within a layer; its parameter is `weight`."""
+    bias: str | None = None
+    """Buffer of the module that is added to scores to choose experts, and to nothing else (arXiv 2408.15664)."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +84,8 @@ class Family:
     parameters: ParameterRules | None = None
     """How parameters and FLOPs follow from config.json."""
 
+    expert_keys: ExpertKeys | None = None
+    """Where config.json has the sizes of its routed experts; None where it has none."""
     fused_experts: bool = False
     """Experts are one 3-D tensor per layer in transformers 5 and one matrix each in published checkpoints. They go
     through torch's grouped product."""
@@ -95,6 +110,8 @@ class Family:
     """Sizes of `parallel` in the run file that are tested with it: tp, sp, pp, ep."""
     experts_class: str | None = None
     """Class of its routed experts in transformers; expert parallelism needs it."""
+    router: RouterKind | None = None
+    """None where no layer has a router whose balance can be trained and counted."""
     has_lora: bool = False
     """Whether LoRA is tested with it."""
 

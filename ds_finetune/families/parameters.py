@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ds_finetune.families.experts import QWEN_EXPERTS
+
 ModelConfig = Mapping[str, Any]
 """The contents of a config.json."""
 
@@ -104,17 +106,9 @@ def sparse_by_step(c: ModelConfig, layer: int) -> bool:
     """Every `decoder_sparse_step`-th layer has routed experts, except those in `mlp_only_layers`."""
     return (
         layer not in (c.get("mlp_only_layers") or ())
-        and num_experts(c) > 0
+        and QWEN_EXPERTS.number(c) > 0
         and (layer + 1) % c.get("decoder_sparse_step", 1) == 0
     )
-
-
-def num_experts(c: ModelConfig) -> int:
-    """Routed experts of a layer, by DeepSeek's key, Qwen's, or the one transformers 5.23 writes for Qwen's; KeyError
-    where none is present.
-    """
-    names = ("n_routed_experts", "num_experts", "num_local_experts")
-    return int(c[next((name for name in names if name in c), "num_experts")])
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from ds_finetune.families.family import Encoder, Family, Indexer, OnnxGraph, TinyModels
+from ds_finetune.families.experts import QWEN_EXPERTS, ExpertKeys
+from ds_finetune.families.family import Encoder, Family, Indexer, OnnxGraph, RouterKind, TinyModels
 from ds_finetune.families.parameters import (
     ParameterRules,
     grouped_query_attention,
@@ -27,8 +28,10 @@ _ROWS = (
     Family(
         "deepseek_v2",
         parameters=ParameterRules(latent_attention, sparse_after_first, mlp_bias=True),
+        expert_keys=ExpertKeys(),
         fused_experts=True,
         experts_class="DeepseekV2Experts",
+        router=RouterKind("softmax"),
         parallel_axes=_ALL_AXES,
         has_lora=True,
         onnx=OnnxGraph("latent", router="softmax", is_rotary_interleaved=True),
@@ -43,11 +46,13 @@ _ROWS = (
     Family(
         "deepseek_v3",
         parameters=ParameterRules(latent_attention, sparse_after_first),
+        expert_keys=ExpertKeys(),
         fused_experts=True,
         drops_layers_beyond=True,
         fp32_buffers=_ROUTER_BIASES,
         export_config=_SIGMOID_ROUTER,
         experts_class="DeepseekV3Experts",
+        router=RouterKind("sigmoid", bias="e_score_correction_bias"),
         parallel_axes=_ALL_AXES,
         has_lora=True,
         onnx=OnnxGraph("latent", router="sigmoid"),
@@ -60,6 +65,7 @@ _ROWS = (
     Family(
         "deepseek_v32",
         parameters=ParameterRules(indexed_latent_attention, sparse_by_type),
+        expert_keys=ExpertKeys(),
         fused_experts=True,
         drops_layers_beyond=True,
         fp32_buffers=_ROUTER_BIASES,
@@ -68,6 +74,7 @@ _ROWS = (
         export_config=_SIGMOID_ROUTER,
         indexer=Indexer(),
         experts_class="DeepseekV32Experts",
+        router=RouterKind("sigmoid", bias="e_score_correction_bias"),
         parallel_axes=_ALL_AXES,
         has_lora=True,
         tiny_models=TinyModels(INDEXED, {"deepseek_v32_deep": {**INDEXED, "num_hidden_layers": 4}}),
@@ -75,6 +82,7 @@ _ROWS = (
     Family(
         "glm_moe_dsa",
         parameters=ParameterRules(indexed_latent_attention, sparse_by_type),
+        expert_keys=ExpertKeys(),
         fused_experts=True,
         drops_layers_beyond=True,
         fp32_buffers=_ROUTER_BIASES,
@@ -82,6 +90,7 @@ _ROWS = (
         export_config=_SIGMOID_ROUTER,
         indexer=Indexer(is_shared=True),
         experts_class="GlmMoeDsaExperts",
+        router=RouterKind("sigmoid", bias="e_score_correction_bias"),
         parallel_axes=_ALL_AXES,
         has_lora=True,
         tiny_models=TinyModels(SHARED_INDEX, {"glm_moe_dsa_deep": {**SHARED_INDEX, "num_hidden_layers": 4}}),
@@ -102,11 +111,13 @@ _ROWS = (
         onnx=OnnxGraph("grouped_query"),
         tiny_models=TinyModels({**DENSE, "head_dim": 12}),
     ),
-    Family("qwen2_moe", fused_experts=True, window_in_mask=True),
+    Family("qwen2_moe", expert_keys=QWEN_EXPERTS, fused_experts=True, window_in_mask=True),
     Family(
         "qwen3_moe",
         parameters=ParameterRules(grouped_query_attention(head_norms=True), sparse_by_step),
+        expert_keys=QWEN_EXPERTS,
         fused_experts=True,
+        router=RouterKind("softmax"),
     ),
     Family(
         "llama",

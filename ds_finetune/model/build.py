@@ -25,8 +25,8 @@ from ds_finetune.families.table import family_of
 from ds_finetune.hub_access import hub_problem
 from ds_finetune.model.attention import BY_DOCUMENT, FLASH
 from ds_finetune.model.folder_check import check_folder
-from ds_finetune.model.fp8 import check_readable
 from ds_finetune.model.indexed_attention import attend_to_whole_documents
+from ds_finetune.model.quantisation import check_readable
 from ds_finetune.patches.transformers_models import keep_in_fp32
 
 Task = Literal["causal_lm", "sequence_classification"]
@@ -115,8 +115,8 @@ def read_hf_config(path: str, *, files: Sequence[str] = _HUB_FILES, task: Task =
     """The transformers configuration of a model folder or hub id; ModelError where there is none, or transformers has
     no model of its type for the `task`.
 
-    `quantization_config` is removed, since weights in FP8 are dequantised when they are read. ModelError where it is of
-    a kind that cannot be read.
+    `quantization_config` is removed, since quantised weights are dequantised when they are read. ModelError where it
+    is of a kind that cannot be read.
     """
     folder = resolve_folder(path, files=files)
     if not (folder / "config.json").is_file():
@@ -145,9 +145,14 @@ def read_hf_config(path: str, *, files: Sequence[str] = _HUB_FILES, task: Task =
     return config
 
 
+def has_class(config: PretrainedConfig, task: Task) -> bool:
+    """Whether transformers has a model of this type for the task."""
+    return type(config) in _FACTORIES[task]._model_mapping
+
+
 def _check_task(config: PretrainedConfig, task: Task, label: str) -> None:
     """ModelError where transformers has no model of this type for the task."""
-    if type(config) in _FACTORIES[task]._model_mapping:
+    if has_class(config, task):
         return
     if task == "causal_lm":
         raise ModelError(

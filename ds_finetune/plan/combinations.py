@@ -239,17 +239,14 @@ def check_expert_widths(mesh: Mesh, model: Mapping[str, Any], *, precision: str)
 
     torch 2.13 needs each row of their matrices to be a multiple of 16 bytes ("strides should be multiple of 16 bytes").
     """
-    if not family_of(str(model.get("model_type"))).fused_experts:
+    keys = family_of(str(model.get("model_type"))).expert_keys
+    if keys is None:
         return
-    width, hidden, weight_bytes = (
-        int(model["moe_intermediate_size"]),
-        int(model["hidden_size"]),
-        WEIGHT_BYTES[precision],
-    )
+    width, hidden, weight_bytes = keys.width(model), int(model["hidden_size"]), WEIGHT_BYTES[precision]
     if width // mesh.tp * weight_bytes % ROW_BYTES:
         legal = [n for n in range(1, mesh.tp) if width % n == 0 and width // n * weight_bytes % ROW_BYTES == 0]
         raise ConfigError(
-            f"moe_intermediate_size {width} / parallel.tp {mesh.tp} = {width // mesh.tp} columns of an expert x "
+            f"{keys.width_key} {width} / parallel.tp {mesh.tp} = {width // mesh.tp} columns of an expert x "
             f"{weight_bytes} bytes in {precision} is no multiple of {ROW_BYTES} bytes, "
             "which torch's grouped product needs",
             hint=f"set parallel.tp to {' or '.join(map(str, legal))}" if legal else wider(precision),
@@ -286,9 +283,11 @@ def _divided_dimensions(mesh: Mesh, model: Mapping[str, Any]) -> Iterator[tuple[
     yield "tp", "attention heads", heads
     yield "sp", f"attention heads{' of a tensor parallel rank' if mesh.tp > 1 else ''}", heads // mesh.tp
     yield "tp", "key and value heads", int(model.get("num_key_value_heads") or heads)
-    yield "tp", "columns of the MLP", int(model["intermediate_size"])
-    if model.get("moe_intermediate_size"):
-        yield "tp", "columns of an expert", int(model["moe_intermediate_size"])
+    keys = family_of(str(model["model_type"])).expert_keys
+    if keys is None or keys.width_key != "intermediate_size":
+        yield "tp", "columns of the MLP", int(model["intermediate_size"])
+    if keys is not None:
+        yield "tp", "columns of an expert", keys.width(model)
     yield "tp", "tokens of the vocabulary", int(model["vocab_size"])
-    if model.get("n_routed_experts"):
-        yield "ep", "routed experts", int(model["n_routed_experts"])
+    if keys is not None:
+        yield "ep", "routed experts", keys.number(model)

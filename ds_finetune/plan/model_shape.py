@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Self
 
 from ds_finetune.errors import ConfigError
-from ds_finetune.families.parameters import ModelConfig, ParameterRules, num_experts
+from ds_finetune.families.family import Family
+from ds_finetune.families.parameters import ModelConfig, ParameterRules
 from ds_finetune.families.table import FAMILIES, family_of
 
 _FORWARD_AND_BACKWARD = 3
@@ -48,14 +49,14 @@ class Shape:
             if isinstance(source, Mapping)
             else json.loads((Path(source) / "config.json").read_text(encoding="utf-8"))
         )
-        rules = family_of(str(config.get("model_type"))).parameters
-        if rules is None:
+        family = family_of(str(config.get("model_type")))
+        if family.parameters is None:
             raise ConfigError(
                 f"parameters of model_type `{config.get('model_type')}` are not known by arithmetic",
                 hint=f"known: {', '.join(sorted(name for name, row in FAMILIES.items() if row.parameters))}",
             )
         try:
-            return cls._count(config, rules)
+            return cls._count(config, family, family.parameters)
         except KeyError as absent:
             raise ConfigError(
                 f"config.json of a {config['model_type']} model has no {absent}",
@@ -63,7 +64,7 @@ class Shape:
             ) from None
 
     @classmethod
-    def _count(cls, config: ModelConfig, rules: ParameterRules) -> Self:
+    def _count(cls, config: ModelConfig, family: Family, rules: ParameterRules) -> Self:
         layers, hidden = config["num_hidden_layers"], config["hidden_size"]
         attention = rules.attention(config)
         vocabulary = config["vocab_size"] * hidden
@@ -81,7 +82,7 @@ class Shape:
             norms=layers * (2 * hidden + attention.norms) + hidden,
             indexer=attention.indexer,
             attention_width=attention.width,
-            **_mlps(config, sum(rules.is_sparse(config, layer) for layer in range(layers)), rules),
+            **_mlps(config, sum(rules.is_sparse(config, layer) for layer in range(layers)), family, rules),
         )
 
     @property
@@ -119,17 +120,18 @@ class Shape:
         )
 
 
-def _mlps(c: ModelConfig, sparse: int, rules: ParameterRules) -> dict[str, int]:
+def _mlps(c: ModelConfig, sparse: int, family: Family, rules: ParameterRules) -> dict[str, int]:
     """Parameters of dense and expert MLPs over all layers; `sparse` is the number of layers with routed experts."""
     hidden, biased = c["hidden_size"], rules.mlp_bias and bool(c.get("mlp_bias"))
     counts = dict.fromkeys(("shared_experts", "routed_experts", "active_routed_experts", "router"), 0)
     counts["dense_mlp"] = (c["num_hidden_layers"] - sparse) * _mlp(hidden, c["intermediate_size"], biased=biased)
     if sparse:
-        experts = num_experts(c)
-        inner, shared = c["moe_intermediate_size"], c.get("n_shared_experts") or 0
+        keys = family.expert_keys
+        assert keys is not None, family.model_type
+        experts, inner, shared = keys.number(c), keys.width(c), c.get("n_shared_experts") or 0
         counts["shared_experts"] = sparse * _mlp(hidden, shared * inner, biased=biased) if shared else 0
         counts["routed_experts"] = sparse * experts * _mlp(hidden, inner)
-        counts["active_routed_experts"] = sparse * c["num_experts_per_tok"] * _mlp(hidden, inner)
+        counts["active_routed_experts"] = sparse * keys.per_token(c) * _mlp(hidden, inner)
         counts["router"] = sparse * hidden * experts
     return counts
 

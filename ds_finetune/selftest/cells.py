@@ -85,11 +85,11 @@ def enlarged_config(config: PretrainedConfig, parallel: ParallelConfig) -> Pretr
     heads = math.lcm(tree["num_attention_heads"], parallel.tp * parallel.sp, keys)
     tree["hidden_size"] = tree["hidden_size"] // tree["num_attention_heads"] * heads
     tree |= {"num_attention_heads": heads, "num_key_value_heads": heads if "kv_lora_rank" in tree else keys}
-    for name in ("intermediate_size", "moe_intermediate_size", "vocab_size"):
-        if name in tree:
-            tree[name] = math.lcm(tree[name], parallel.tp)
-    if "n_routed_experts" in tree:
-        tree["n_routed_experts"] = math.lcm(tree["n_routed_experts"], parallel.ep)
+    experts = FAMILIES[config.model_type].expert_keys
+    for name in {"intermediate_size", "vocab_size", *([experts.width_key] if experts else [])}:
+        tree[name] = math.lcm(tree[name], parallel.tp)
+    if experts:
+        tree[experts.number_key(tree)] = math.lcm(experts.number(tree), parallel.ep)
     if parallel.pp > 1:
         tree["num_hidden_layers"] = 2 * parallel.pp
     for derived in {"layer_types", "head_dim", "mlp_layer_types", "indexer_types"} - TINY_MODELS[

@@ -18,6 +18,7 @@ from ds_finetune.selftest.cells import TINY_MODELS, hf_config
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)
 def test_a_row_names_code_that_there_is(family: Family) -> None:
     assert (family.experts_class is not None) == ("ep" in family.parallel_axes)
+    assert family.expert_keys is not None or not (family.fused_experts or family.experts_class)
     if family.experts_class is not None:
         modeling = getattr(getattr(models, family.model_type), f"modeling_{family.model_type}")
         assert inspect.isclass(getattr(modeling, family.experts_class))
@@ -34,6 +35,13 @@ def test_a_tiny_model_is_of_its_family_and_has_no_experts_that_the_row_does_not_
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(config)
     family = family_of(config.model_type)
+    if family.expert_keys is not None:
+        router = next(module for name, module in lm.named_modules() if name.endswith(".mlp.gate"))
+        experts = next(module for name, module in lm.named_modules() if name.endswith(".mlp.experts"))
+        tree = config.to_dict()
+        assert family.expert_keys.number(tree) == experts.num_experts == len(router.weight)
+        assert family.expert_keys.per_token(tree) == router.top_k
+        assert family.expert_keys.width(tree) == experts.intermediate_dim
     assert name.startswith(family.model_type)
     has_fused = any(name.endswith(".experts.gate_up_proj") for name, _ in lm.named_parameters())
     assert has_fused == family.fused_experts

@@ -115,14 +115,13 @@ def make_reference(folder: Path) -> Reference:
     with torch.no_grad(), record_experts(model) as reached:
         logits = {case: _plain_logits(model, *tokens_of(case, vocab)) for case in (*WHOLE, *STEPS)}
         tokens, leads = _plain_greedy(model, *tokens_of(PROMPTS, vocab))
-    counts = [len(experts) for experts in reached.values()]
     ids = {case: tokens_of(case, vocab)[0] for case in logits}
     return Reference(
         logits,
         ids,
         tokens,
         leads,
-        f"{min(counts)} to {max(counts)} of {model.config.n_routed_experts} experts a layer" if counts else "",
+        describe_experts(model, reached),
     )
 
 
@@ -198,6 +197,13 @@ def _plain_greedy(model: PreTrainedModel, ids: np.ndarray, mask: np.ndarray) -> 
     best = torch.stack(out.logits, dim=1).topk(2).values
     leads = (best[..., 0] - best[..., 1]) / torch.stack(out.logits, dim=1).abs().amax(dim=-1)
     return out.sequences.numpy(), leads.numpy()
+
+
+def describe_experts(model: PreTrainedModel, reached: Mapping[str, set[int]]) -> str:
+    """How many experts of a layer tokens chose, from what `record_experts` recorded; empty where there are none."""
+    counts = [len(experts) for experts in reached.values()]
+    routers = (model.get_submodule(name) for name in reached)
+    return f"{min(counts)} to {max(counts)} of {len(next(routers).weight)} experts a layer" if counts else ""
 
 
 @contextmanager

@@ -13,7 +13,13 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForSequenceClassification, PretrainedConfig
 
-from ds_finetune.export.onnx.comparison import FLIPPED_SHARE, TOLERANCES, OnnxComparison, record_experts
+from ds_finetune.export.onnx.comparison import (
+    FLIPPED_SHARE,
+    TOLERANCES,
+    OnnxComparison,
+    describe_experts,
+    record_experts,
+)
 from ds_finetune.export.verify.record import MODEL
 from ds_finetune.families.table import family_of
 
@@ -86,9 +92,7 @@ def make_score_reference(folder: Path) -> ScoreReference:
             model(**{name: torch.from_numpy(part) for name, part in batch.inputs(names).items()}).logits.numpy()
             for batch in batches
         )
-    counts = [len(experts) for experts in reached.values()]
-    experts = f"{min(counts)} to {max(counts)} of {model.config.n_routed_experts} experts a layer" if counts else ""
-    return ScoreReference(batches, logits, experts)
+    return ScoreReference(batches, logits, describe_experts(model, reached))
 
 
 def _has_types(config: PretrainedConfig) -> bool:

@@ -97,10 +97,12 @@ def build_local_experts(
     if ep_size == 1 or family.experts_class is None:
         yield
         return
+    assert family.expert_keys is not None, family.model_type
+    number_key = family.expert_keys.number_keys[0]
 
     def local(config: Any) -> Any:  # noqa: ANN401 - a PretrainedConfig
         shard = copy.copy(config)
-        shard.num_local_experts = shard.n_routed_experts = config.n_routed_experts // ep_size
+        setattr(shard, number_key, getattr(config, number_key) // ep_size)
         return shard
 
     def mark_parameters(module: nn.Module) -> None:
