@@ -237,18 +237,18 @@ class EngineState:
 
     def _frozen(self, restoring: bool) -> Iterator[StateGroup]:
         """Weights that are not trained and are saved with the run; with LoRA the base weights are not saved."""
-        mesh, is_partitioned = self._plan.mesh, self._plan.zero_stage == 3
-        # All ranks divide the writing of what each of them holds. A stage's weights are on its ranks alone, and tensor
-        # parallel ranks have the same partitions.
-        is_replicated = mesh.pp == 1 and not is_partitioned
-        if not (restoring or is_replicated or (mesh.place("tp") == 0 if is_partitioned else mesh.rank == mesh.leader)):
-            return
-        for name in self._plan.frozen:
-            fragment = partition(self._ds.module.lm.get_parameter(name))
+        mesh, stage = self._plan.mesh, self._plan.zero_stage
+        is_replicated = stage < 3 and mesh.pp == 1
+        # Below stage 3 all ranks of a pipeline stage hold the same elements, at stage 3 tensor parallel ranks do.
+        is_saved = restoring or is_replicated or (mesh.place("tp") == 0 if stage == 3 else mesh.rank == mesh.leader)
+        params = [(name, param) for name, param in self._ds.module.lm.named_parameters() if name in self._plan.frozen]
+        for name, param in params if is_saved else ():
+            fragment = partition(param)
             numel = fragment.end - fragment.start
             if numel > 0:
-                dtype = self._ds.module.lm.get_parameter(name).dtype
-                part = Slice(f"{WEIGHT}/{name}", fragment.shape, fragment.start, numel, dtype, is_replicated)
+                part = Slice(
+                    f"{WEIGHT}/{name}", fragment.shape, fragment.start, numel, param.dtype, is_replicated=is_replicated
+                )
                 yield StateGroup((part,), partial(_open_fragment, fragment, numel))
 
     @contextmanager
