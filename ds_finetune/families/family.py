@@ -22,6 +22,19 @@ class OnnxGraph:
 
 
 @dataclass(frozen=True)
+class RouterKind:
+    """How the router of a layer scores its experts. It is a module that returns logits [tokens, experts], weights and
+    numbers of the chosen experts [tokens, chosen]."""
+
+    scores: Literal["sigmoid", "softmax"]
+    module: str = "mlp.gate"
+    """Its name within a layer."""
+    parameters: tuple[str, ...] = ("weight",)
+    bias: str | None = None
+    """Buffer of the module that is added to scores to choose experts, and to nothing else (arXiv 2408.15664)."""
+
+
+@dataclass(frozen=True)
 class TinyModels:
     """Configurations for tests of a family: a few layers, a small vocabulary, one of each kind of layer."""
 
@@ -49,12 +62,28 @@ class Encoder:
 
 
 @dataclass(frozen=True)
+class Indexer:
+    """How an indexer chooses the tokens that a query attends to (DeepSeek sparse attention, DeepSeek-V3.2).
+
+    Documents of at most `index_topk` tokens are attended whole whatever it chooses, and longer ones are refused. So it
+    is never run, and its parameters are not trained.
+    """
+
+    is_shared: bool = False
+    """Whether layers hand the chosen tokens on to the next one: they return them beside the hidden states
+    (transformers 5.23, glm_moe_dsa/modeling_glm_moe_dsa.py)."""
+
+
+@dataclass(frozen=True)
 class Family:
     """One model type. A capability that is None, empty or False is not available for it."""
 
     model_type: str
     is_generic: bool = False
     """Whether the model type has no row of its own."""
+    built_as: str | None = None
+    """The model type whose classes are used, where transformers does not know this one. The name is kept in
+    configurations and exports."""
 
     parameters: ParameterRules | None = None
     """How parameters and FLOPs follow from config.json."""
@@ -76,6 +105,8 @@ class Family:
     export_config: Mapping[str, object] = field(default_factory=dict)
     """Keys that servers need in `config.json`, added where the base model has none."""
 
+    indexer: Indexer | None = None
+    """None where queries attend to all earlier tokens, or to those in a window."""
     window_in_mask: bool = False
     """transformers 5.23 applies its sliding window in masks only, which FlashAttention does not use
     (qwen2_moe/modeling_qwen2_moe.py:254)."""
@@ -83,6 +114,8 @@ class Family:
     """Sizes of `parallel` in the run file that are tested with it: tp, sp, pp, ep."""
     experts_class: str | None = None
     """Class of its routed experts in transformers; expert parallelism needs it."""
+    router: RouterKind | None = None
+    """None where no layer has a router whose balance can be trained and counted."""
     has_lora: bool = False
     """Whether LoRA is tested with it."""
 
@@ -91,6 +124,10 @@ class Family:
 
     onnx: OnnxGraph | None = None
     tiny_models: TinyModels | None = None
+
+    def is_untrained(self, name: str) -> bool:
+        """Whether no loss reaches the parameter `name`: it is the indexer's."""
+        return self.indexer is not None and ".self_attn.indexer." in name
 
     def may_skip(self, key: str, *, layers: int) -> bool:
         """Whether a model of `layers` layers need not load the checkpoint tensor `key`: it matches `may_be_unexpected`,

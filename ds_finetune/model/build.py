@@ -11,21 +11,18 @@ from typing import Any, Literal
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from ds_finetune.auto_configs import AutoConfig
+from ds_finetune.auto_models import AutoModelForCausalLM, AutoModelForSequenceClassification
 from ds_finetune.errors import ModelError
 from ds_finetune.families.table import family_of
 from ds_finetune.hub_access import hub_problem
 from ds_finetune.model.attention import BY_DOCUMENT, FLASH
 from ds_finetune.model.folder_check import check_folder
-from ds_finetune.model.fp8 import check_readable
+from ds_finetune.model.indexed_attention import attend_to_whole_documents
+from ds_finetune.model.quantisation import check_readable
 from ds_finetune.patches.transformers_models import keep_in_fp32
 
 Task = Literal["causal_lm", "sequence_classification"]
@@ -114,8 +111,8 @@ def read_hf_config(path: str, *, files: Sequence[str] = _HUB_FILES, task: Task =
     """The transformers configuration of a model folder or hub id; ModelError where there is none, or transformers has
     no model of its type for the `task`.
 
-    `quantization_config` is removed, since weights in FP8 are dequantised when they are read. ModelError where it is of
-    a kind that cannot be read.
+    `quantization_config` is removed, since quantised weights are dequantised when they are read. ModelError where it
+    is of a kind that cannot be read.
     """
     folder = resolve_folder(path, files=files)
     if not (folder / "config.json").is_file():
@@ -144,9 +141,14 @@ def read_hf_config(path: str, *, files: Sequence[str] = _HUB_FILES, task: Task =
     return config
 
 
+def has_class(config: PretrainedConfig, task: Task) -> bool:
+    """Whether transformers has a model of this type for the task."""
+    return type(config) in _FACTORIES[task]._model_mapping
+
+
 def _check_task(config: PretrainedConfig, task: Task, label: str) -> None:
     """ModelError where transformers has no model of this type for the task."""
-    if type(config) in _FACTORIES[task]._model_mapping:
+    if has_class(config, task):
         return
     if task == "causal_lm":
         raise ModelError(
@@ -188,8 +190,9 @@ def _check_balance_loss(config: PretrainedConfig, task: Task, label: str) -> Non
     if getattr(config, "output_router_logits", False) and weight and has_loss:
         raise ModelError(
             f"{label}: `output_router_logits` = true asks for a balance loss of the experts, weight {weight}, "
-            "which is not implemented",
-            hint="set output_router_logits to false in config.json to train without it",
+            "computed over the tokens of a micro-batch, which is not done here",
+            hint="set output_router_logits to false in config.json; in families of the table, `router.balance` of the "
+            "run file trains a balance loss",
         )
 
 
@@ -271,6 +274,7 @@ def build_skeleton(  # noqa: PLR0913
     if family_of(hf_config.model_type).fused_experts:
         assert model.config._experts_implementation == "grouped_mm", model.config._experts_implementation
     _keep_buffers(model, device)
+    attend_to_whole_documents(model)
     return model.train()
 
 

@@ -308,7 +308,6 @@ def _read_rows(hub: HubFolder, piece: Piece, first: int, last: int, model_shard:
         return hub.read(piece.key, 0, 1)
     dim = shard_dim(piece.key) if model_shard.tp_size > 1 else None
     row = model_shard.tp_rank * piece.shape[0] if dim == 0 else 0
-    columns = (
-        slice(model_shard.tp_rank * piece.shape[1], (model_shard.tp_rank + 1) * piece.shape[1]) if dim == 1 else None
-    )
+    begin = model_shard.tp_rank * piece.shape[1] if dim == 1 else 0
+    columns = (slice(begin, begin + piece.shape[1]),) if dim == 1 else ()
     return hub.rows(piece.key, row + first, row + last, columns)

@@ -41,7 +41,7 @@ model: {{path: my-gpt-oss, attention: eager}}
 data: {{train: chat.jsonl, packing: false}}
 ```
 
-The families `{families}`
+{families}
 have rows in `ds_finetune/families/table.py`, and tests compare their losses and gradients with a plain loop. Every
 other causal model type of transformers is *generic*: it is built as transformers builds it. Before a generic type is
 trained, and by `ds-finetune plan`, a tiny copy of its `config.json` is tried on the CPU (about a second, fp32, random
@@ -65,13 +65,20 @@ The encoders `{encoders}` have rows too. They attend in both directions and are 
 `objective: classification` alone; tests compare documents of packed rows with each document alone in plain
 transformers.
 
-The trial sees what a tiny copy shows. DeepSeek-V3.2's indexer picks tokens by scores that may be equal (all its heads
-at zero), and transformers then picks by the place in the row. With at most 4 index heads packing and padding are
-refused; with the 64 of the published model no such tie was met.
+DeepSeek sparse attention (`deepseek_v32`, `glm_moe_dsa`) is trained on documents of at most `index_topk` tokens (2,048
+in the published models), where it attends to all of them:
+
+```yaml
+train: {max_seq_len: 2048}      # larger where every document is short; rows may be longer than `index_topk`
+```
+
+A longer document is an error before step 1. The indexer, which would choose tokens, is not run, trained or adapted, and
+is exported as it was. There is no ONNX graph, since it could not refuse longer inputs.
 
 Router biases (`e_score_correction_bias`, `expert_bias`) stay fp32 in every type. A balance loss that a config asks for
-by `output_router_logits: true` is refused, since it is not computed. Experts that are published one by one are joined
-for the families with fused experts alone; the error for other types says how to save them fused.
+by `output_router_logits: true` is refused; [routers](../how-to/routers.md) says which one is computed. Experts that are
+published one by one are joined for the families with fused experts alone; the error for other types says how to save
+them fused.
 
 With `model.attention: flash_attention_2` the lengths of the documents go to the kernel, for any number of rows in a
 forward. The trial then uses a slow attention that reads those lengths, since FlashAttention does not run on CPUs.
@@ -159,7 +166,11 @@ def rows() -> list[Row]:
 
 def page(found: list[Row]) -> str:
     head = _HEAD.format(
-        families="`, `".join(kind for kind, family in FAMILIES.items() if family.encoder is None),
+        families=textwrap.fill(
+            f"The families `{'`, `'.join(kind for kind, family in FAMILIES.items() if family.encoder is None)}`",
+            120,
+            break_on_hyphens=False,
+        ),
         encoders="`, `".join(kind for kind, family in FAMILIES.items() if family.encoder is not None),
         version=transformers.__version__,
         settings=f"{len(SETTINGS)} exceptions",
