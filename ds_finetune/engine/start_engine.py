@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ from ds_finetune.engine.parameter_tags import (
     tag_apart,
     tag_expert,
 )
-from ds_finetune.engine.pipeline_schedule import mark_copy
+from ds_finetune.engine.pipeline_schedule import is_copy, mark_copy
 from ds_finetune.engine.process_groups import Groups, open_groups
 from ds_finetune.engine.teacher import start_teacher
 from ds_finetune.engine.zero3_partition import partition
@@ -91,6 +92,7 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         start_teacher(plan, model, groups) as teacher,
     ):
         lm, drawn = _build(plan, model, groups, loads_weights=loads_weights)
+        plan = replace(plan, frozen=_saved_frozen(lm, model))
         trained = TrainedModel(lm, groups.sequence, groups.stage)
         if isinstance(model.objective, Distillation):
             trained = DistilledModel(trained, model.objective, teacher)
@@ -145,8 +147,9 @@ def _build(
 
 def _mark_parameters(lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: Groups) -> None:
     """Mark parameters that are not trained, that another stage holds too, and that a loss of their own trains."""
+    family = family_of(lm.config.model_type)
     for name, param in lm.named_parameters():
-        if name in plan.frozen:
+        if name in plan.frozen or family.is_untrained(name):
             param.requires_grad_(False)
         if model.mtp is not None and model.mtp.detach and is_mtp_tensor(name, lm.config):
             tag_apart(param)
@@ -154,6 +157,15 @@ def _mark_parameters(lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: 
         mark_copy(lm.get_input_embeddings().weight)
         if not has_tied_head(lm):
             lm.get_input_embeddings().weight.requires_grad_(False)
+
+
+def _saved_frozen(lm: PreTrainedModel, model: ModelPlan) -> tuple[str, ...]:
+    """Names of this rank's frozen parameters that checkpoints hold: none with LoRA, where all are in the model's
+    folder.
+    """
+    if model.lora is not None:
+        return ()
+    return tuple(name for name, param in lm.named_parameters() if not param.requires_grad and not is_copy(param))
 
 
 def _add_extra_losses(trained: TrainedModel, model: ModelPlan, groups: Groups) -> None:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -38,6 +38,8 @@ class Shape:
     active_routed_experts: int
     router: int
     norms: int
+    indexer: int
+    """Of DeepSeek sparse attention: parameters that training does not compute with."""
     attention_width: int
     """Sum over heads of (query/key width + value width): multiply-adds in one layer for one attended position."""
     mtp_layers: int = 0
@@ -45,6 +47,8 @@ class Shape:
     """
     mtp_projection: int = 0
     """Parameters of what projects embedding and hidden state to the input of such a layer."""
+    score_head: int = 0
+    """Weights that turn the last hidden state of a document into its scores, where they stand for the head."""
 
     @classmethod
     def of(cls, source: ModelConfig | str | Path, *, mtp_layers: int = 0) -> Self:
@@ -90,14 +94,19 @@ class Shape:
             norms=layers * (2 * hidden + attention.norms) + hidden + mtp_layers * 3 * hidden,
             mtp_layers=mtp_layers,
             mtp_projection=mtp_layers * 2 * hidden * hidden,
+            indexer=attention.indexer,
             attention_width=attention.width,
             **_mlps(config, sum(rules.is_sparse(config, layer) for layer in range(layers)), family, rules),
         )
 
+    def with_scores(self, outputs: int) -> Self:
+        """The shape of the same model with `outputs` scores for a document instead of logits for each token."""
+        return replace(self, tied=False, head=0, score_head=outputs * self.hidden)
+
     @property
     def total_params(self) -> int:
-        """Every trained parameter once."""
-        return self._always + self.routed_experts
+        """Every parameter once."""
+        return self._always + self.indexer + self.routed_experts
 
     @property
     def active_params(self) -> int:
@@ -108,13 +117,14 @@ class Shape:
         """Training FLOPs of one token: 6 x (parameters it is multiplied with + layers x attention_width x positions it
         attends to).
 
-        This counts forward, backward and the head, but neither recomputation nor the embedding look-up. In causal
-        attention over one document of `seq_len` tokens, a token attends to `seq_len / 2` positions on average. For
-        documents packed into a row, pass `mean_attended`: sum(n * n / 2) / sum(n) over document lengths n. With a
-        multi-token prediction layer the head counts once more, also where the layer does not train it.
+        This counts forward, backward and the head, but neither recomputation, the embedding look-up nor scores of
+        documents. In causal attention over one document of `seq_len` tokens, a token attends to `seq_len / 2` positions
+        on average. For documents packed into a row, pass `mean_attended`: sum(n * n / 2) / sum(n) over document
+        lengths n. With a multi-token prediction layer the head counts once more, also where the layer does not train
+        it.
         """
-        matmul = self.active_params - self.norms - self.embedding + (self.embedding if self.tied else 0)
-        matmul += self.mtp_layers * self.embedding
+        looked_up = 0 if self.tied else self.embedding
+        matmul = self.active_params - self.norms - looked_up - self.score_head + self.mtp_layers * self.embedding
         attended = seq_len / 2 if mean_attended is None else mean_attended
         return 2 * _FORWARD_AND_BACKWARD * (matmul + self.layers * self.attention_width * attended)
 
@@ -123,6 +133,7 @@ class Shape:
         return (
             self.embedding
             + self.head
+            + self.score_head
             + self.attention
             + self.dense_mlp
             + self.shared_experts

@@ -40,6 +40,7 @@ from ds_finetune.plan.model_shape import Shape
 from ds_finetune.plan.plan import Plan
 from ds_finetune.schedule import Duration
 from ds_finetune.trainer.distillation import check_teacher_tokens, open_scores, teacher_digest, teacher_lines
+from ds_finetune.trainer.document_lengths import check_lengths
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,7 @@ def read_inputs(config: RunConfig, model: ModelPlan) -> RunInputs:
         name: prepare(config.data.model_copy(update={"eval": paths}), "eval")
         for name, paths in config.data.held_out_sets.items()
     }
+    check_lengths(config, model, train, held_out)
     for rows in (train, *held_out.values()):
         check_padding(rows, model, tokenizer)
     held_out_notes = [note for rows in held_out.values() for note in rows.notes]
@@ -134,9 +136,7 @@ def read_inputs(config: RunConfig, model: ModelPlan) -> RunInputs:
     return RunInputs(
         folder=folder,
         model=model,
-        shape=_shape(config_tree(folder, model.hf_config), len(mtp_layers(model.hf_config)))
-        if model.task == "causal_lm"
-        else None,
+        shape=_shape(folder, model),
         tokenizer=tokenizer,
         tokenizer_folder=tokenizer_folder,
         train=train,
@@ -328,8 +328,10 @@ def config_tree(folder: Path, hf_config: PretrainedConfig, task: Task = "causal_
     return tree
 
 
-def _shape(tree: Mapping[str, Any], mtp_layers: int) -> Shape | None:
+def _shape(folder: Path, model: ModelPlan) -> Shape | None:
     try:
-        return Shape.of(tree, mtp_layers=mtp_layers)
+        tree = config_tree(folder, model.hf_config, model.task)
+        shape = Shape.of(tree, mtp_layers=len(mtp_layers(model.hf_config)))
     except ConfigError:
         return None
+    return shape if model.task == "causal_lm" else shape.with_scores(int(model.hf_config.num_labels))
