@@ -65,6 +65,11 @@ def never_sparse(_: ModelConfig, __: int) -> bool:
     return False
 
 
+def always_sparse(_: ModelConfig, __: int) -> bool:
+    """Every layer has routed experts."""
+    return True
+
+
 def sparse_after_first(c: ModelConfig, layer: int) -> bool:
     """Layers from `first_k_dense_replace` on have routed experts.
 

@@ -2,16 +2,17 @@
 
 from collections.abc import Mapping
 
-from ds_finetune.families.experts import QWEN_EXPERTS, ExpertKeys
+from ds_finetune.families.experts import MIXTRAL_NAMES, QWEN_EXPERTS, ExpertKeys
 from ds_finetune.families.family import Encoder, Family, OnnxGraph, TinyModels
 from ds_finetune.families.parameters import (
     ParameterRules,
+    always_sparse,
     grouped_query_attention,
     latent_attention,
     sparse_after_first,
     sparse_by_step,
 )
-from ds_finetune.families.tiny import DENSE, GROUPED_ROUTING, LATENT
+from ds_finetune.families.tiny import DENSE, GROUPED_ROUTING, LATENT, MIXTRAL, QWEN3_MOE
 
 _DENSE_AXES = frozenset({"tp", "sp", "pp"})
 _ALL_AXES = _DENSE_AXES | {"ep"}
@@ -29,7 +30,7 @@ _ROWS = (
         experts_class="DeepseekV2Experts",
         parallel_axes=_ALL_AXES,
         has_lora=True,
-        onnx=OnnxGraph("latent", router="softmax", is_rotary_interleaved=True),
+        onnx=OnnxGraph("latent", router="grouped_softmax", is_rotary_interleaved=True),
         tiny_models=TinyModels(
             {**GROUPED_ROUTING, "topk_method": "group_limited_greedy"},
             {
@@ -78,6 +79,24 @@ _ROWS = (
         parameters=ParameterRules(grouped_query_attention(head_norms=True), sparse_by_step),
         expert_keys=QWEN_EXPERTS,
         fused_experts=True,
+        experts_class="Qwen3MoeExperts",
+        parallel_axes=_ALL_AXES,
+        has_lora=True,
+        onnx=OnnxGraph("grouped_query", router="softmax"),
+        tiny_models=TinyModels(QWEN3_MOE, {"qwen3_moe_deep": {**QWEN3_MOE, "num_hidden_layers": 4}}),
+    ),
+    Family(
+        "mixtral",
+        parameters=ParameterRules(grouped_query_attention(), always_sparse),
+        expert_keys=ExpertKeys(number_keys=("num_local_experts",), width_key="intermediate_size"),
+        fused_experts=True,
+        published_mlp=MIXTRAL_NAMES,
+        fp8_linear=None,
+        experts_class="MixtralExperts",
+        parallel_axes=_ALL_AXES,
+        has_lora=True,
+        onnx=OnnxGraph("grouped_query", router="softmax"),
+        tiny_models=TinyModels(MIXTRAL),
     ),
     Family(
         "llama",

@@ -117,7 +117,13 @@ def check_config(config: PretrainedConfig) -> None:
             f"layers {sliding} have no full attention (layer_types in config.json)",
             hint="only full attention can be exported",
         )
-    method = getattr(config, "topk_method", None) if parts.router == "softmax" else "greedy"
+    window = None if hasattr(config, "layer_types") else getattr(config, "sliding_window", None)
+    if window is not None:
+        raise ExportError(
+            f"sliding_window {window} in config.json: no layer has full attention",
+            hint="only full attention can be exported",
+        )
+    method = getattr(config, "topk_method", None) if parts.router == "grouped_softmax" else "greedy"
     if method not in ("greedy", "group_limited_greedy"):
         raise ExportError(
             f"topk_method `{method}` is not one of {config.model_type}", hint="it is greedy or group_limited_greedy"
