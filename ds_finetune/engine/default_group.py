@@ -40,6 +40,13 @@ def meet(world: World, *, timeout: timedelta = MEETING_TIMEOUT) -> dist.Store:
     try:
         store, _, _ = next(dist.rendezvous("env://", world.rank, world.world_size, timeout=timeout))
     except (dist.DistError, RuntimeError) as alone:
+        if "EADDRINUSE" in str(alone):
+            port = os.environ["MASTER_PORT"]
+            raise RunError(
+                f"port {port} of this host is in use: the ranks cannot meet there",
+                hint="another run may use it; choose a free port: `deepspeed --master_port PORT`, or the option of "
+                "your launcher",
+            ) from None
         raise RunError(f"{problem} within {timeout}: {alone}", hint=hint) from None
     store.set(f"met/{world.rank}", "")
     try:

@@ -13,8 +13,8 @@ from ds_finetune.errors import ExportError
 from ds_finetune.export.classifiers import auto_class
 from ds_finetune.families.table import family_of
 from ds_finetune.model.folder_check import check_folder
-from ds_finetune.model.fp8 import check_readable
 from ds_finetune.model.names import differences, hub_pieces
+from ds_finetune.model.quantisation import check_readable
 from ds_finetune.model.score_config import is_classifier
 
 _COMPARED_NUMEL = 2**20

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from ds_finetune.families.experts import MIXTRAL_NAMES, QWEN_EXPERTS, ExpertKeys
-from ds_finetune.families.family import Encoder, Family, OnnxGraph, TinyModels
+from ds_finetune.families.family import Encoder, Family, OnnxGraph, RouterKind, TinyModels
 from ds_finetune.families.parameters import (
     ParameterRules,
     always_sparse,
@@ -28,6 +28,7 @@ _ROWS = (
         expert_keys=ExpertKeys(),
         fused_experts=True,
         experts_class="DeepseekV2Experts",
+        router=RouterKind("softmax"),
         parallel_axes=_ALL_AXES,
         has_lora=True,
         onnx=OnnxGraph("latent", router="grouped_softmax", is_rotary_interleaved=True),
@@ -48,6 +49,7 @@ _ROWS = (
         fp32_buffers=_ROUTER_BIASES,
         export_config={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
         experts_class="DeepseekV3Experts",
+        router=RouterKind("sigmoid", bias="e_score_correction_bias"),
         parallel_axes=_ALL_AXES,
         has_lora=True,
         onnx=OnnxGraph("latent", router="sigmoid"),
@@ -80,6 +82,7 @@ _ROWS = (
         expert_keys=QWEN_EXPERTS,
         fused_experts=True,
         experts_class="Qwen3MoeExperts",
+        router=RouterKind("softmax"),
         parallel_axes=_ALL_AXES,
         has_lora=True,
         onnx=OnnxGraph("grouped_query", router="softmax"),
@@ -93,6 +96,7 @@ _ROWS = (
         published_mlp=MIXTRAL_NAMES,
         fp8_linear=None,
         experts_class="MixtralExperts",
+        router=RouterKind("softmax"),
         parallel_axes=_ALL_AXES,
         has_lora=True,
         onnx=OnnxGraph("grouped_query", router="softmax"),

@@ -25,7 +25,7 @@ from ds_finetune.families.table import family_of
 from ds_finetune.hub_access import hub_problem
 from ds_finetune.model.attention import BY_DOCUMENT, FLASH
 from ds_finetune.model.folder_check import check_folder
-from ds_finetune.model.fp8 import check_readable
+from ds_finetune.model.quantisation import check_readable
 from ds_finetune.patches.transformers_models import keep_in_fp32
 
 Task = Literal["causal_lm", "sequence_classification"]
@@ -114,8 +114,8 @@ def read_hf_config(path: str, *, files: Sequence[str] = _HUB_FILES, task: Task =
     """The transformers configuration of a model folder or hub id; ModelError where there is none, or transformers has
     no model of its type for the `task`.
 
-    `quantization_config` is removed, since weights in FP8 are dequantised when they are read. ModelError where it is of
-    a kind that cannot be read.
+    `quantization_config` is removed, since quantised weights are dequantised when they are read. ModelError where it
+    is of a kind that cannot be read.
     """
     folder = resolve_folder(path, files=files)
     if not (folder / "config.json").is_file():

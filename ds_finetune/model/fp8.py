@@ -1,7 +1,8 @@
 """Weights in FP8 as DeepSeek-V3 and R1 publish them: E4M3 values and one fp32 scale for each block of 128 x 128.
 
 The format is that of DeepSeek-V3's README_WEIGHTS.md: a block is multiplied with its `weight_scale_inv`, and incomplete
-blocks at the end of a tensor are padded with zeros.
+blocks at the end of a tensor are padded with zeros. Scales in UE8M0 (DeepSeek-V3.1: `scale_fmt: ue8m0`) are powers of
+two, stored as fp32 or as one byte of exponent each (F8_E8M0).
 """
 
 import re
@@ -12,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from ds_finetune.errors import FinetuneError
 from ds_finetune.families.family import Family
 
 BLOCK = 128
@@ -20,6 +20,8 @@ BLOCK = 128
 FP8 = torch.float8_e4m3fn
 SCALE = "_scale_inv"
 """Suffix that makes the name of a weight the name of its scales."""
+SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
+"""Dtypes of scales that are read."""
 QUANTIZATION_CONFIG: Mapping[str, Any] = {
     "activation_scheme": "dynamic",
     "fmt": "e4m3",
@@ -94,14 +96,3 @@ def quantise_like(
         torch.where(kept, scale, made_scale),
         kept,
     )
-
-
-def check_readable(given: Any, label: str, error: type[FinetuneError]) -> None:  # noqa: ANN401 - whatever a config.json holds
-    """Raise `error` where the `quantization_config` of `label` is not the block format that this module reads."""
-    tree = given if isinstance(given, Mapping) else {}
-    read = {key: tree.get(key, QUANTIZATION_CONFIG[key]) for key in ("fmt", "quant_method", "weight_block_size")}
-    if tree.get("quant_method") is None or any(read[key] != QUANTIZATION_CONFIG[key] for key in read):
-        raise error(
-            f"{label}: weights quantised by {given} are not read",
-            hint=f"give a copy in bf16, or in FP8 with weight_block_size [{BLOCK}, {BLOCK}] and quant_method fp8",
-        )

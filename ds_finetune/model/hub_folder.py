@@ -1,5 +1,5 @@
 """Reads the safetensors files of a model folder by tensor name: checks headers, reads a bounded piece of a tensor at a
-time, and dequantises FP8.
+time, and dequantises FP8 and MXFP4.
 
 Files are read, not memory-mapped as by safetensors' own reader (0.6, `safe_open`): mapped pages count as memory of this
 process, and if another process shortened a mapped file, a signal would kill this one.
@@ -7,18 +7,17 @@ process, and if another process shortened a mapped file, a signal would kill thi
 
 import json
 import math
-import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from ds_finetune.errors import ModelError
-from ds_finetune.model.data_file import DataFile
-from ds_finetune.model.fp8 import BLOCK, FP8, SCALE, dequantise, scale_shape
+from ds_finetune.model.fp8 import BLOCK, FP8, SCALE, SCALE_DTYPES, dequantise, scale_shape
+from ds_finetune.model.mxfp4 import BLOCKS, SCALES, Mxfp4Experts, find_experts
 from ds_finetune.model.names import differences
 from ds_finetune.model.safetensors_header import Header, Shape, read_header
+from ds_finetune.model.stored_tensor import SafetensorsFile, Scratch, StoredTensor
 
 INDEX = "model.safetensors.index.json"
 _WEIGHTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, FP8)
@@ -27,49 +26,12 @@ _COMPARED_NUMEL = 2**20
 """Elements that are compared at a time."""
 
 
-class _SafetensorsFile(DataFile):
-    """One safetensors file."""
-
-    def read(self, dtype: torch.dtype, numel: int, offset: int, *, into: "Scratch | None" = None) -> torch.Tensor:
-        """Read `numel` elements from byte `offset`, 1-D, into new memory or the buffer `into`."""
-        out = torch.empty(numel, dtype=dtype) if into is None else into.take(numel, dtype)
-        view = out.view(torch.uint8).numpy().data
-        try:
-            self.read_into(view, offset)
-        except EOFError as short:
-            raise ModelError(f"{short}", hint="it changed while it was read") from short
-        return out
-
-
-class Scratch(threading.local):
-    """One growing buffer per thread, as allocating memory takes longer than reading into it."""
-
-    def __init__(self) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8)
-
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A 1-D tensor over this thread's buffer, valid until its next `take`."""
-        size = numel * dtype.itemsize
-        if self._bytes.numel() < size:
-            self._bytes = torch.empty(size, dtype=torch.uint8)
-        return self._bytes[:size].view(dtype)
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """Location of a tensor: row-major, from byte `begin` of `file`."""
-
-    file: _SafetensorsFile
-    dtype: torch.dtype
-    shape: Shape
-    begin: int
-
-
 class HubFolder:
-    """The tensors of a folder of published weights by name. `shapes` does not contain the scales of FP8 weights.
+    """The tensors of a folder of published weights by name. `shapes` has weights in FP8 and MXFP4 as the model has
+    them, and does not contain their scales.
 
     `rename` gives the names that the model has for them. ModelError where the folder has no safetensors, a file is
-    missing, incomplete or outside the folder, and where a weight in FP8 has no scale, or a scale has no weight.
+    missing, incomplete or outside the folder, and where a quantised weight has no scale, or a scale has no weight.
     """
 
     def __init__(self, folder: Path, *, rename: Callable[[str], str] | None = None) -> None:
@@ -80,9 +42,11 @@ class HubFolder:
         fp8 = [key for key, stored in self._stored.items() if stored.dtype == FP8]
         _check_scales(folder, self._stored, fp8)
         self._scaled = frozenset(fp8)
-        scales = {key + SCALE for key in fp8}
+        self._experts: Mapping[str, Mxfp4Experts] = find_experts(self._stored, folder)
+        parts = {key + SCALE for key in fp8} | {key + end for key in self._experts for end in (BLOCKS, SCALES)}
         self.shapes: Mapping[str, Shape] = {
-            key: stored.shape for key, stored in self._stored.items() if key not in scales
+            **{key: stored.shape for key, stored in self._stored.items() if key not in parts},
+            **{key: experts.shape for key, experts in self._experts.items()},
         }
 
     @property
@@ -95,63 +59,50 @@ class HubFolder:
         return key in self._scaled
 
     def dtype(self, key: str) -> torch.dtype:
-        """Dtype of what is read: the stored one, or fp32 for FP8."""
-        return torch.float32 if self.is_fp8(key) else self._stored[key].dtype
+        """Dtype of what is read: the stored one, or fp32 for FP8 and MXFP4."""
+        return torch.float32 if self.is_fp8(key) or key in self._experts else self._stored[key].dtype
 
     def read(self, key: str, start: int, numel: int) -> torch.Tensor:
         """Elements `start` to `start + numel` of the row-major flattened tensor, 1-D, valid until the same thread's
-        next read. For FP8 this reads whole rows.
+        next read. For FP8 this reads whole rows, for MXFP4 whole experts.
         """
-        stored = self._stored[key]
+        if key in self._experts:
+            return self._experts[key].read(start, numel)
         if not self.is_fp8(key):
-            return stored.file.read(
-                stored.dtype, numel, stored.begin + start * stored.dtype.itemsize, into=self._scratch
-            )
-        width = stored.shape[1]
+            return self._stored[key].read(start, numel, into=self._scratch)
+        width = self._stored[key].shape[1]
         first, last = start // width, -(-(start + numel) // width)
         return self.rows(key, first, last).view(-1)[start - first * width :][:numel]
 
-    def rows(self, key: str, first: int, last: int, columns: slice | None = None) -> torch.Tensor:
+    def rows(self, key: str, first: int, last: int, within: tuple[slice, ...] = ()) -> torch.Tensor:
         """Rows `first` to `last`, [rows, ...], valid until the same thread's next read.
 
-        With `columns`, a consecutive range of a matrix, only these are dequantised and returned.
+        With `within`, consecutive ranges of the next dimensions, only these are dequantised and returned.
         """
-        stored = self._stored[key]
-        width = math.prod(stored.shape[1:])
-        values = stored.file.read(
-            stored.dtype,
-            (last - first) * width,
-            stored.begin + first * width * stored.dtype.itemsize,
-            into=self._scratch,
-        )
-        values = values.view(last - first, *stored.shape[1:])
-        begin = columns.start if columns else 0
-        values = values[:, columns] if columns else values
+        if key in self._experts:
+            return self._experts[key].rows(first, last, within)
+        values = self._stored[key].rows(first, last, into=self._scratch)[(slice(None), *within)]
         if not self.is_fp8(key):
             return values
+        begin = within[0].start if within else 0
         return dequantise(values, self.scales(key, first, last)[:, begin // BLOCK :], row=first, column=begin)
 
     def whole(self, key: str) -> torch.Tensor:
         """The whole tensor in new memory."""
+        rows = self.shapes[key][0] if self.shapes[key] else 1
+        if key in self._experts:
+            return self._experts[key].rows(0, rows)
         stored = self._stored[key]
-        values = stored.file.read(stored.dtype, math.prod(stored.shape), stored.begin).view(stored.shape)
-        return dequantise(values, self.scales(key, 0, stored.shape[0])) if self.is_fp8(key) else values
+        values = stored.read(0, math.prod(stored.shape)).view(stored.shape)
+        return dequantise(values, self.scales(key, 0, rows)) if self.is_fp8(key) else values
 
     def scales(self, key: str, first: int, last: int) -> torch.Tensor:
         """Scales of the blocks of rows `first` to `last` of an FP8 weight: fp32 [block rows, block columns]."""
-        scale = self._stored[key + SCALE]
-        above, below = first // BLOCK, -(-last // BLOCK)
-        return scale.file.read(
-            scale.dtype, (below - above) * scale.shape[1], scale.begin + above * scale.shape[1] * 4
-        ).view(-1, scale.shape[1])
+        return self._stored[key + SCALE].rows(first // BLOCK, -(-last // BLOCK)).float()
 
     def stored_rows(self, key: str, first: int, last: int) -> torch.Tensor:
         """Rows `first` to `last` of an FP8 weight, in FP8."""
-        stored = self._stored[key]
-        width = stored.shape[1]
-        return stored.file.read(stored.dtype, (last - first) * width, stored.begin + first * width).view(
-            last - first, width
-        )
+        return self._stored[key].rows(first, last)
 
     def left_over(self, expected: Mapping[str, Shape], *, model: str, may_be: Callable[[str], bool]) -> list[str]:
         """Names of tensors that are not `expected` and that `may_be` allows to be left over, sorted.
@@ -170,7 +121,7 @@ class HubFolder:
 
     def check_dtypes(self, *, besides: Iterable[str] = ()) -> None:
         """ModelError where a tensor has a dtype that weights do not have; tensors in `besides` may have any."""
-        read = self.shapes.keys() - set(besides)
+        read = self.shapes.keys() - self._experts.keys() - set(besides)
         others = [f"`{key}` is {self._stored[key].dtype}" for key in read if self._stored[key].dtype not in _WEIGHTS]
         if others:
             raise ModelError(
@@ -260,7 +211,7 @@ def _merge_files(files: Iterable[Path], weight_map: Mapping[str, str]) -> dict[s
     """The tensors of all files; where two files have the same name, `weight_map` decides."""
     tensors: dict[str, StoredTensor] = {}
     for path in files:
-        file = _SafetensorsFile(path)
+        file = SafetensorsFile(path)
         for key, entry in _read_header(path).tensors.items():
             if key in tensors and key not in weight_map:
                 raise ModelError(
@@ -297,9 +248,9 @@ def _check_scales(folder: Path, stored: Mapping[str, StoredTensor], fp8: Iterabl
         )
     for key in sorted(weights):
         weight, scale = stored[key], stored[key + SCALE]
-        if len(weight.shape) != 2 or scale.shape != scale_shape(weight.shape) or scale.dtype != torch.float32:
+        if len(weight.shape) != 2 or scale.shape != scale_shape(weight.shape) or scale.dtype not in SCALE_DTYPES:
             raise ModelError(
                 f"{folder}: `{key}` {weight.shape} has scales {scale.shape} of {scale.dtype}, not "
-                f"{scale_shape(weight.shape)} of torch.float32",
+                f"{scale_shape(weight.shape)} of {' or '.join(map(str, SCALE_DTYPES))}",
                 hint=f"blocks of {BLOCK} x {BLOCK} are read; give a bf16 copy",
             )

@@ -65,14 +65,14 @@ class GrownFolder(HubFolder):
         self._grown = frozenset(grown)
         self.shapes = {**self.shapes, **grown}
 
-    def rows(self, key: str, first: int, last: int, columns: slice | None = None) -> torch.Tensor:
-        """Rows `first` to `last`, perhaps some consecutive `columns`, valid until the same thread's next read."""
+    def rows(self, key: str, first: int, last: int, within: tuple[slice, ...] = ()) -> torch.Tensor:
+        """Rows `first` to `last`, perhaps some of their columns, valid until the same thread's next read."""
         before = self._growth.before
         if key not in self._grown or last <= before:
-            return super().rows(key, first, last, columns)
+            return super().rows(key, first, last, within)
         new = self._new(key)[max(first - before, 0) : last - before]
-        new = new[:, columns] if columns else new
-        return new if first >= before else torch.cat([super().rows(key, first, before, columns), new])
+        new = new[(slice(None), *within)]
+        return new if first >= before else torch.cat([super().rows(key, first, before, within), new])
 
     def is_same(self, key: str, other: str) -> bool:
         """Whether the published rows of two tensors have the same values."""

@@ -315,5 +315,6 @@ def _read_rows(hub: HubFolder, piece: Piece, rows: slice, dim: int | None, tp_ra
     if not piece.shape:
         return hub.read(piece.key, 0, 1)
     row = tp_rank * piece.shape[0] if dim == 0 else 0
-    columns = slice(tp_rank * piece.shape[1], (tp_rank + 1) * piece.shape[1]) if dim == 1 else None
+    begin = tp_rank * piece.shape[1] if dim == 1 else 0
+    columns = (slice(begin, begin + piece.shape[1]),) if dim == 1 else ()
     return hub.rows(piece.key, row + rows.start, row + rows.stop, columns)

@@ -1,10 +1,15 @@
 """A process group is gone when it is closed: its threads may not outlive Python."""
 
+import os
+import socket
 import sys
 from pathlib import Path
 
 import pytest
 
+from ds_finetune.engine.default_group import meet
+from ds_finetune.errors import RunError
+from ds_finetune.world import World
 from tests.running import start
 
 PROGRAM = """
@@ -39,3 +44,15 @@ def test_no_thread_of_a_group_outlives_it(tmp_path: Path) -> None:
     opened, closed = (line for line in done.stdout.splitlines() if line.startswith(("open", "closed")))
     assert "gloo" in opened
     assert "gloo" not in closed
+
+
+def test_a_port_in_use_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        for name, value in {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(RunError, match=f"port {port} of this host is in use"):
+            meet(World.from_environment(os.environ))

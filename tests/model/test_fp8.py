@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from ds_finetune.errors import ModelError
 from ds_finetune.families.table import family_of
@@ -72,7 +73,7 @@ def test_blocks_as_numpy_multiplies_them_out(shape: tuple[int, int], tmp_path: P
     for first, last in ((0, rows), (rows // 2, rows), (rows - 1, rows), (rows // 3, rows // 2 + 1)):
         assert torch.equal(hub.rows("w", first, last), wanted[first:last])
         for part in (slice(columns // 2, columns), slice(columns // 3, columns // 2 + 1)):
-            assert torch.equal(hub.rows("w", first, last, part), wanted[first:last, part])
+            assert torch.equal(hub.rows("w", first, last, (part,)), wanted[first:last, part])
     for start, numel in ((0, rows * columns), (rows * columns // 3, -(-rows * columns // 2)), (rows * columns - 1, 1)):
         assert torch.equal(hub.read("w", start, numel), wanted.reshape(-1)[start : start + numel])
     assert torch.equal(hub.whole("w"), wanted)
@@ -251,3 +252,41 @@ def test_what_does_not_belong_together_is_named(change: object, said: str, publi
     _damage(copy, change)
     with pytest.raises(ModelError, match=said):
         load_weights(_skeleton(copy), copy, family=FAMILY)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_scales_that_are_powers_of_two(seed: int, tmp_path: Path) -> None:
+    """DeepSeek-V3.1's UE8M0, in one byte and in fp32: the same numbers, and those that transformers makes of them."""
+    torch.manual_seed(seed)
+    rows, columns = (int(size) for size in torch.randint(1, 400, (2,)))
+    blocks = (-(-rows // 128), -(-columns // 128))
+    weight = torch.randint(0, 0x7F, (rows, columns), dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scale = torch.randint(0, 255, blocks, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    for name, stored in (("byte", scale), ("fp32", scale.float())):
+        (tmp_path / name).mkdir()
+        save_file({"w": weight, "w_scale_inv": stored}, tmp_path / name / "model.safetensors")
+        hub = HubFolder(tmp_path / name)
+        padded = torch.nn.functional.pad(weight.float(), (0, -columns % 128, 0, -rows % 128))
+        wanted = Fp8Dequantize(None)._dequantize_one(padded, stored, torch.float32)[:rows, :columns]
+        assert torch.equal(hub.whole("w"), wanted)
+        assert torch.equal(hub.whole("w"), decoded(weight, scale.float()))
+        first, column = rows // 3, columns // 2
+        assert torch.equal(hub.rows("w", first, rows, (slice(column, columns),)), wanted[first:, column:])
+
+
+def test_a_folder_with_scales_in_ue8m0_is_loaded(published: Path, reference: torch.nn.Module, tmp_path: Path) -> None:
+    """Config and scales of V3.1 in one byte each, against transformers over the same numbers."""
+    tensors = {
+        key: tensor.to(torch.float8_e8m0fnu) if key.endswith("_scale_inv") else tensor
+        for key, tensor in read_all(published).items()
+    }
+    as_v31 = V3["quantization_config"] | {"scale_fmt": "ue8m0"}
+    publish(tmp_path / "v31", tensors, config=V3 | {"quantization_config": as_v31})
+    model = _skeleton(tmp_path / "v31")
+    load_weights(model, tmp_path / "v31", family=FAMILY)
+    in_fp32 = {k: t.float() if t.dtype == torch.float8_e8m0fnu else t for k, t in tensors.items()}
+    plain = {key: value for key, value in V3.items() if key != "quantization_config"}
+    publish(tmp_path / "plain", dequantised(in_fp32, torch.bfloat16), config=plain)
+    wanted = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.bfloat16).state_dict()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())
+    assert any(not torch.equal(tensor, reference.state_dict()[name]) for name, tensor in wanted.items())

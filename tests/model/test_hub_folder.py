@@ -32,7 +32,7 @@ def test_all_files_are_one_name_space(folder: Path) -> None:
     hub = HubFolder(folder)
     assert dict(hub.shapes) == {"a": (2, 3), "b": (2,), "c": (), "d": (1,)}
     assert torch.equal(hub.read("a", 1, 4), torch.arange(1.0, 5.0))
-    assert torch.equal(hub.rows("a", 1, 2, slice(1, 3)), torch.tensor([[4.0, 5.0]]))
+    assert torch.equal(hub.rows("a", 1, 2, (slice(1, 3),)), torch.tensor([[4.0, 5.0]]))
     assert hub.read("c", 0, 1).item() == 7
     assert hub.dtype("b") == torch.bfloat16
     with pytest.raises(ModelError, match=r"holds 1 tensors of another kind: `d` is torch\.int64"):

@@ -1,37 +1,80 @@
 """Every layout that may be trained takes the steps of a plain single-process loop."""
 
 import itertools
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.plan.combinations import TESTED_LAYOUTS, ParallelLayout
 from ds_finetune.selftest.cells import TINY_MODELS, Cell
-from tests.pairwise import pairwise
-from tests.parity.reference import Run, assert_equals_plain_loop, reference_steps, result_of, run_cells, runs_of
+from tests.pairwise import each_value, pairwise
+from tests.parity.reference import (
+    WORLDS,
+    Run,
+    assert_equals_plain_loop,
+    is_for,
+    reference_steps,
+    result_of,
+    run_cells,
+    runs_of,
+)
+
+Value = TypeVar("Value")
 
 FIRST = ("deepseek_v3", "llama")
-"""Families compared by default; the others are behind the marker."""
+"""Families whose pairs of values are all compared by default."""
+OTHERS = tuple(name for name, family in FAMILIES.items() if family.tiny_models and name not in FIRST)
+"""Families with two cells by default; their other cells are behind the marker."""
+PLAIN = ParallelLayout(frozenset(), (0, 1, 2, 3))
 
 
 def _cells(families: tuple[str, ...]) -> list[Cell]:
     return [
-        Cell(
-            _deep_enough(family, row),
-            stage,
-            2,
-            packing=packing,
-            max_grad_norm=0.5 if packing else 0.0,
-            checkpointing=packing,
-            **dict.fromkeys(row.axes, 2),
-        )
+        _cell(family, row, stage, packing=packing)
         for row, family in itertools.product(TESTED_LAYOUTS, families)
         if family.removesuffix("_lite") in row.families
         for stage, packing in itertools.product(row.stages, (True, False))
     ]
+
+
+def _cell(family: str, row: ParallelLayout, stage: int, *, packing: bool) -> Cell:
+    """Packed with clipping and activation checkpointing, padded without."""
+    return Cell(
+        _deep_enough(family, row),
+        stage,
+        2,
+        packing=packing,
+        max_grad_norm=0.5 if packing else 0.0,
+        checkpointing=packing,
+        **dict.fromkeys(row.axes, 2),
+    )
+
+
+def _two_cells(number: int, family: str) -> list[Cell]:
+    """Packed with as many axes as two ranks have, at ZeRO 1 to 3, and padded with none of these axes.
+
+    Stages and axes take turns over the families.
+    """
+    axes = FAMILIES[family].parallel_axes
+    rows = [
+        row
+        for row in (*TESTED_LAYOUTS, PLAIN)
+        if row.axes <= axes and is_for(_cell(family, row, row.stages[0], packing=True), 2)
+    ]
+    most = max(len(row.axes) for row in rows)
+    packed = _turn(number, [row for row in rows if len(row.axes) == most])
+    padded = _turn(number, [row for row in rows if not row.axes & packed.axes])
+    return [
+        _cell(family, packed, _turn(number, [stage for stage in packed.stages if stage]), packing=True),
+        _cell(family, padded, _turn(number, padded.stages), packing=False),
+    ]
+
+
+def _turn(number: int, values: Sequence[Value]) -> Value:
+    return values[number % len(values)]
 
 
 def _deep_enough(family: str, row: ParallelLayout) -> str:
@@ -77,11 +120,7 @@ TIED = [
 ]
 """The embedding is on the first stage, the head that shares its weight on the last."""
 DEFAULT = _cells(FIRST) + _offloaded() + TIED
-REST = [
-    cell
-    for cell in _cells((*(family for family in FAMILIES if family not in FIRST), "deepseek_v2_lite"))
-    if "lite_deep" not in cell.family
-]
+REST = [cell for cell in _cells((*OTHERS, "deepseek_v2_lite")) if "lite_deep" not in cell.family]
 REST += FOUR_STAGES
 """V2-Lite has no latent queries: one projection from the hidden states to the heads."""
 ALL = runs_of(DEFAULT) + runs_of(REST) + runs_of(DEFAULT + REST, worlds=(4,))
@@ -93,13 +132,16 @@ def _axes(run: Run) -> tuple[Hashable, ...]:
     return cell.family, cell.layout, cell.stage, cell.packing, cell.offload, world
 
 
-CHOSEN = pairwise(runs_of(DEFAULT), _axes)
-"""Every pair of values of two axes; the full product is behind the marker."""
-ROUNDED = pairwise(runs_of(_rounded()), _axes)
-
-
 def _without(runs: list[Run], chosen: list[Run]) -> list[Run]:
     return [run for run in runs if run not in chosen]
+
+
+CHOSEN = pairwise(runs_of(DEFAULT), _axes)
+"""Every pair of values of two axes; the full product is behind the marker."""
+_TWO_OF_EACH = [cell for number, family in enumerate(OTHERS) for cell in _two_cells(number, family)]
+CHOSEN += _without(runs_of(_TWO_OF_EACH, worlds=WORLDS[-1:]), CHOSEN)
+ROUNDED = each_value(runs_of(_rounded()), _axes)
+"""bf16 with every layout and with every stage; layouts are paired with stages in fp32."""
 
 
 def _ids(runs: list[Run]) -> list[str]:

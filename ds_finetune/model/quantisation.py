@@ -1,0 +1,33 @@
+"""Which quantised formats of published weights are read, by the `quantization_config` of a config.json."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ds_finetune.errors import FinetuneError
+from ds_finetune.model.fp8 import BLOCK, QUANTIZATION_CONFIG
+from ds_finetune.model.mxfp4 import QUANT_METHOD
+
+_SCALE_FORMATS = (None, "float", "ue8m0")
+_HINT = (
+    f"give a copy in bf16, in FP8 with weight_block_size [{BLOCK}, {BLOCK}] and quant_method fp8, or in gpt-oss' MXFP4"
+)
+
+
+def check_readable(given: Any, label: str, error: type[FinetuneError]) -> None:  # noqa: ANN401 - whatever a config.json holds
+    """Raise `error` where the `quantization_config` of `label` is of a format that is not read.
+
+    Read are FP8 in blocks (`model/fp8.py`) and MXFP4 (`model/mxfp4.py`).
+    """
+    tree = given if isinstance(given, Mapping) else {}
+    if tree.get("quant_method") == QUANT_METHOD:
+        return
+    if tree.get("quant_method") == "fp8" and tree.get("expert_dtype", "fp8") != "fp8":
+        raise error(
+            f"{label}: experts in {tree['expert_dtype']}, as DeepSeek-V4-Flash is published, are not read",
+            hint="give a copy in bf16: load the folder with transformers' FineGrainedFP8Config(dequantize=True) and "
+            "save it",
+        )
+    read = {key: tree.get(key, QUANTIZATION_CONFIG[key]) for key in ("fmt", "quant_method", "weight_block_size")}
+    is_fp8 = tree.get("quant_method") is not None and all(read[key] == QUANTIZATION_CONFIG[key] for key in read)
+    if not is_fp8 or tree.get("scale_fmt") not in _SCALE_FORMATS:
+        raise error(f"{label}: weights quantised by {given} are not read", hint=_HINT)
