@@ -93,6 +93,8 @@ class Family:
     window_in_mask: bool = False
     """transformers 5.23 applies its sliding window in masks only, which FlashAttention does not use
     (qwen2_moe/modeling_qwen2_moe.py:254)."""
+    normalises_over_heads: bool = False
+    """Queries are normalised over the columns of all heads together, and so are keys."""
     parallel_axes: frozenset[str] = frozenset()
     """Sizes of `parallel` in the run file that are tested with it: tp, sp, pp, ep."""
     experts_class: str | None = None

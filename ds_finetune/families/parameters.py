@@ -4,7 +4,7 @@ them.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ds_finetune.families.experts import QWEN_EXPERTS
 
@@ -39,21 +39,22 @@ def latent_attention(c: ModelConfig) -> AttentionCounts:
 
 
 def grouped_query_attention(
-    *, qkv_bias: bool = False, head_norms: bool = False
+    *, qkv_bias: bool = False, reads_bias: bool = True, norms: Literal["none", "of heads", "over heads"] = "none"
 ) -> Callable[[ModelConfig], AttentionCounts]:
-    """Grouped-query attention. With `qkv_bias` its three input projections always have biases; with `head_norms`
-    queries and keys are normalised per head.
+    """Grouped-query attention. With `qkv_bias` its three input projections always have biases; without `reads_bias`
+    `attention_bias` of the config is not read. Queries and keys are normalised not at all, each head by itself with one
+    weight for all, or all heads together.
     """
 
     def count(c: ModelConfig) -> AttentionCounts:
         hidden, heads = c["hidden_size"], c["num_attention_heads"]
         width = c.get("head_dim") or hidden // heads
         query, key_value = heads * width, 2 * (c.get("num_key_value_heads") or heads) * width
-        is_biased = qkv_bias or c.get("attention_bias", False)
+        is_biased = qkv_bias or (reads_bias and c.get("attention_bias", False))
         bias = query + key_value + (0 if qkv_bias else hidden) if is_biased else 0
         return AttentionCounts(
             weights=hidden * (query + key_value) + query * hidden + bias,
-            norms=2 * width if head_norms else 0,
+            norms={"none": 0, "of heads": 2 * width, "over heads": query + key_value // 2}[norms],
             width=2 * heads * width,
         )
 

@@ -12,7 +12,7 @@ from ds_finetune.families.parameters import (
     sparse_after_first,
     sparse_by_step,
 )
-from ds_finetune.families.tiny import DENSE, GROUPED_ROUTING, LATENT, MIXTRAL, QWEN3_MOE
+from ds_finetune.families.tiny import DENSE, GROUPED_ROUTING, LATENT, MIXTRAL, OLMOE, QWEN3_MOE
 
 _DENSE_AXES = frozenset({"tp", "sp", "pp"})
 _ALL_AXES = _DENSE_AXES | {"ep"}
@@ -69,7 +69,7 @@ _ROWS = (
     ),
     Family(
         "qwen3",
-        parameters=ParameterRules(grouped_query_attention(head_norms=True)),
+        parameters=ParameterRules(grouped_query_attention(norms="of heads")),
         parallel_axes=_DENSE_AXES,
         has_lora=True,
         onnx=OnnxGraph("grouped_query"),
@@ -78,7 +78,7 @@ _ROWS = (
     Family("qwen2_moe", expert_keys=QWEN_EXPERTS, fused_experts=True, window_in_mask=True),
     Family(
         "qwen3_moe",
-        parameters=ParameterRules(grouped_query_attention(head_norms=True), sparse_by_step),
+        parameters=ParameterRules(grouped_query_attention(norms="of heads"), sparse_by_step),
         expert_keys=QWEN_EXPERTS,
         fused_experts=True,
         experts_class="Qwen3MoeExperts",
@@ -90,7 +90,7 @@ _ROWS = (
     ),
     Family(
         "mixtral",
-        parameters=ParameterRules(grouped_query_attention(), always_sparse),
+        parameters=ParameterRules(grouped_query_attention(reads_bias=False), always_sparse),
         expert_keys=ExpertKeys(number_keys=("num_local_experts",), width_key="intermediate_size"),
         fused_experts=True,
         published_mlp=MIXTRAL_NAMES,
@@ -101,6 +101,20 @@ _ROWS = (
         has_lora=True,
         onnx=OnnxGraph("grouped_query", router="softmax"),
         tiny_models=TinyModels(MIXTRAL),
+    ),
+    Family(
+        "olmoe",
+        parameters=ParameterRules(grouped_query_attention(norms="over heads"), always_sparse),
+        expert_keys=ExpertKeys(number_keys=("num_experts",), width_key="intermediate_size"),
+        fused_experts=True,
+        fp8_linear=None,
+        normalises_over_heads=True,
+        experts_class="OlmoeExperts",
+        router=RouterKind("softmax"),
+        parallel_axes=_ALL_AXES,
+        has_lora=True,
+        onnx=OnnxGraph("grouped_query", router="softmax"),
+        tiny_models=TinyModels(OLMOE),
     ),
     Family(
         "llama",

@@ -12,7 +12,7 @@ from transformers import modeling_flash_attention_utils as flash
 
 from ds_finetune.errors import ModelError
 from ds_finetune.families.table import FAMILIES
-from ds_finetune.families.tiny import DENSE, GROUPED_ROUTING, LATENT
+from ds_finetune.families.tiny import DENSE, GROUPED_ROUTING, LATENT, MIXTRAL, OLMOE
 from ds_finetune.model.attention import attend_by_document
 from ds_finetune.model.build import build_skeleton, check_attention
 from ds_finetune.model.forward_rows import ForwardRows
@@ -27,6 +27,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v2": LATENT,
     "qwen3": DENSE | {"head_dim": 8},
     "qwen3_moe": DENSE | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "mixtral": MIXTRAL,
+    "olmoe": OLMOE,
     "qwen2_moe": DENSE
     | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
 }
@@ -74,6 +76,7 @@ WINDOWS = [
     ("qwen2_moe", {"max_window_layers": 2}),
     ("qwen2_moe", {"layer_types": ["full_attention", "sliding_attention"]}),
     ("qwen3_moe", {}),
+    ("mixtral", {}),
 ]
 
 

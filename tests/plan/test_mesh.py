@@ -183,7 +183,7 @@ def test_ranks_of_experts() -> None:
             Mesh(0, 1, sp=2),
             {"model_type": "gpt2"},
             "parallel dp 1 x sp 2 of model_type gpt2 is not tested",
-            "tested: deepseek_v2, deepseek_v3, qwen2, qwen3, llama",
+            f"tested: {', '.join(kind for kind, family in FAMILIES.items() if 'sp' in family.parallel_axes)}",
         ),
     ],
 )
@@ -259,12 +259,15 @@ def test_stages_that_do_not_share_out_the_layers_are_refused(
 def test_widths_that_the_grouped_product_rejects_are_refused(
     kind: str, tp: int, sizes: dict[str, int], precision: str, message: str, hint: str
 ) -> None:
+    keys = FAMILIES[kind].expert_keys
     model = {"model_type": kind, "hidden_size": 32, "moe_intermediate_size": 64} | sizes
+    model[keys.width_key] = model.pop("moe_intermediate_size")
+    message = message.replace("moe_intermediate_size", keys.width_key)
     with pytest.raises(ConfigError) as caught:
         check_expert_widths(Mesh(0, 1, tp=tp), model, precision=precision)
     assert caught.value.message.startswith(message)
     assert caught.value.hint == hint
-    check_expert_widths(Mesh(0, 1), model | {"hidden_size": 32, "moe_intermediate_size": 48}, precision=precision)
+    check_expert_widths(Mesh(0, 1), model | {"hidden_size": 32, keys.width_key: 48}, precision=precision)
     check_expert_widths(Mesh(0, 1, tp=tp), model | {"model_type": "llama"}, precision=precision)
 
 
