@@ -139,7 +139,9 @@ def _without(runs: list[Run], chosen: list[Run]) -> list[Run]:
 CHOSEN = pairwise(runs_of(DEFAULT), _axes)
 """Every pair of values of two axes; the full product is behind the marker."""
 _TWO_OF_EACH = [cell for number, family in enumerate(OTHERS) for cell in _two_cells(number, family)]
-CHOSEN += _without(runs_of(_TWO_OF_EACH, worlds=WORLDS[-1:]), CHOSEN)
+_NORMS_OVER_HEADS = [cell for cell in _cells(("olmoe",)) if cell.layout == "tp 2" and cell.stage == 1 and cell.packing]
+"""The norms of queries and keys need the heads of all ranks."""
+CHOSEN += _without(runs_of(_TWO_OF_EACH + _NORMS_OVER_HEADS, worlds=WORLDS[-1:]), CHOSEN)
 ROUNDED = each_value(runs_of(_rounded()), _axes)
 """bf16 with every layout and with every stage; layouts are paired with stages in fp32."""
 
