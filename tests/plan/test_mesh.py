@@ -174,6 +174,18 @@ def test_ranks_of_experts() -> None:
             "set parallel.tp to 1",
         ),
         (
+            Mesh(0, 1, tp=2),
+            DENSE | {"model_type": "mixtral", "router_jitter_noise": 0.1},
+            "parallel dp 1 x tp 2 of a model with router_jitter_noise 0.1 is not tested",
+            "set parallel.tp to 1",
+        ),
+        (
+            Mesh(0, 1, ep=3),
+            DENSE | {"model_type": "mixtral", "num_local_experts": 4},
+            "parallel.ep 3 does not divide the 4 routed experts of the model",
+            "set it to one of 1, 2, 4",
+        ),
+        (
             Mesh(0, 1, tp=4),
             DENSE | {"model_type": "llama"},
             "parallel.tp 4 does not divide the 2 key and value heads of the model",

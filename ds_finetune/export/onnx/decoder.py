@@ -117,10 +117,10 @@ def check_config(config: PretrainedConfig) -> None:
             f"layers {sliding} have no full attention (layer_types in config.json)",
             hint="only full attention can be exported",
         )
-    window = None if hasattr(config, "layer_types") else getattr(config, "sliding_window", None)
-    if window is not None:
+    window = getattr(config, "sliding_window", None)
+    if window is not None and not hasattr(type(config), "layer_types"):
         raise ExportError(
-            f"sliding_window {window} in config.json: no layer has full attention",
+            f"sliding_window {window} in config.json is that of every layer",
             hint="only full attention can be exported",
         )
     if getattr(config, "clip_qkv", None) is not None:
