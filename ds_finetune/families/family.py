@@ -28,7 +28,8 @@ class RouterKind:
 
     scores: Literal["sigmoid", "softmax"]
     module: str = "mlp.gate"
-    """Its name within a layer; its parameter is `weight`."""
+    """Its name within a layer."""
+    parameters: tuple[str, ...] = ("weight",)
     bias: str | None = None
     """Buffer of the module that is added to scores to choose experts, and to nothing else (arXiv 2408.15664)."""
 
@@ -67,6 +68,9 @@ class Family:
     model_type: str
     is_generic: bool = False
     """Whether the model type has no row of its own."""
+    built_as: str | None = None
+    """The model type whose classes are used, where transformers does not know this one. The name is kept in
+    configurations and exports."""
 
     parameters: ParameterRules | None = None
     """How parameters and FLOPs follow from config.json."""

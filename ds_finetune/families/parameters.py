@@ -39,11 +39,15 @@ def latent_attention(c: ModelConfig) -> AttentionCounts:
 
 
 def grouped_query_attention(
-    *, qkv_bias: bool = False, reads_bias: bool = True, norms: Literal["none", "of heads", "over heads"] = "none"
+    *,
+    qkv_bias: bool = False,
+    reads_bias: bool = True,
+    output_bias: bool = True,
+    norms: Literal["none", "of heads", "over heads"] = "none",
 ) -> Callable[[ModelConfig], AttentionCounts]:
-    """Grouped-query attention. With `qkv_bias` its three input projections always have biases; without `reads_bias`
-    `attention_bias` of the config is not read. Queries and keys are normalised not at all, each head by itself with one
-    weight for all, or all heads together.
+    """Grouped-query attention. With `qkv_bias` its three input projections always have biases. `attention_bias` of the
+    config gives biases to all four projections, without `output_bias` to the first three, without `reads_bias` to none.
+    Queries and keys are normalised not at all, each head by itself with one weight for all, or all heads together.
     """
 
     def count(c: ModelConfig) -> AttentionCounts:
@@ -51,7 +55,7 @@ def grouped_query_attention(
         width = c.get("head_dim") or hidden // heads
         query, key_value = heads * width, 2 * (c.get("num_key_value_heads") or heads) * width
         is_biased = qkv_bias or (reads_bias and c.get("attention_bias", False))
-        bias = query + key_value + (0 if qkv_bias else hidden) if is_biased else 0
+        bias = query + key_value + (hidden if output_bias and not qkv_bias else 0) if is_biased else 0
         return AttentionCounts(
             weights=hidden * (query + key_value) + query * hidden + bias,
             norms={"none": 0, "of heads": 2 * width, "over heads": query + key_value // 2}[norms],
@@ -59,6 +63,13 @@ def grouped_query_attention(
         )
 
     return count
+
+
+def glm_attention(c: ModelConfig) -> AttentionCounts:
+    """GLM-4.5's grouped-query attention: its output has no bias, and `use_qk_norm` gives norms to queries and keys
+    (transformers 5.23, glm4_moe/modeling_glm4_moe.py).
+    """
+    return grouped_query_attention(norms="of heads" if c.get("use_qk_norm") else "none", output_bias=False)(c)
 
 
 def never_sparse(_: ModelConfig, __: int) -> bool:
@@ -78,6 +89,16 @@ def sparse_after_first(c: ModelConfig, layer: int) -> bool:
     published config.
     """
     return layer >= (c["first_k_dense_replace"] or 0)  # type: ignore[no-any-return]
+
+
+def sparse_by_type(c: ModelConfig, layer: int) -> bool:
+    """Layers that `mlp_layer_types` calls sparse; without the key all but the first.
+
+    transformers 5.23 does not read `first_k_dense_replace` for such models (configuration_glm4_moe_lite.py), which is
+    1 in GLM-4.7-Flash.
+    """
+    types = c.get("mlp_layer_types")
+    return types[layer] == "sparse" if types else layer > 0
 
 
 def sparse_by_step(c: ModelConfig, layer: int) -> bool:

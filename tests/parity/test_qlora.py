@@ -49,7 +49,8 @@ CELLS = [
     for family in ("deepseek_v3", "qwen2")
     for stage in (0, 1, 2)
 ]
-MORE = [Cell(family, stage, 4, False) for family in OTHERS for stage in (0, 2)]
+MORE = [Cell(family, stage, 4, False) for family in ("deepseek_v2", "qwen3", "llama") for stage in (0, 2)]
+MORE += [Cell(family, 2, 2, True) for family in OTHERS]
 ROUNDED = [
     Cell(family, stage, 2, True, precision="bf16", checkpointing=True)
     for family in ("deepseek_v3", "qwen2")
