@@ -42,6 +42,7 @@ def task(folder: Path, *, packing: bool = False, **sections: Any) -> Path:
         "train": LONG,
         "data": {"packing": packing},
         "export": {"at_end": False},
+        "router": {"balance": 0.01, "bias_update": 0.01},
     }
     return tiny_task(folder, **{**every, **sections})
 

@@ -145,6 +145,8 @@ CHOSEN = pairwise(runs_of(DEFAULT), _axes)
 _TWO_OF_EACH = [cell for number, family in enumerate(OTHERS) for cell in _two_cells(number, family)]
 _NORMS_OVER_HEADS = [cell for cell in _cells(("olmoe",)) if cell.layout == "tp 2" and cell.stage == 1 and cell.packing]
 """The norms of queries and keys need the heads of all ranks."""
+# Its second stage begins with a layer that would take the choice of the layer before.
+_TWO_OF_EACH.append(Cell("glm_moe_dsa", 1, 2, packing=True, checkpointing=True, pp=2))
 CHOSEN += _without(runs_of(BIASES + _TWO_OF_EACH + _NORMS_OVER_HEADS, worlds=WORLDS[-1:]), CHOSEN)
 ROUNDED = each_value(runs_of(_rounded()), _axes)
 """bf16 with every layout and with every stage; layouts are paired with stages in fp32."""
