@@ -203,6 +203,10 @@ def test_flops_by_hand() -> None:
     attention = 2 * (2 * 4 + 2 * 4) * 100 / 2
     assert Shape.of(config).flops_per_token(100) == 6 * (2 * layer + 8 * 10 + attention)
     assert Shape.of(config).flops_per_token(100, mean_attended=0) == 6 * (2 * layer + 8 * 10)
+    for shape in (Shape.of(config), Shape.of(config | {"tie_word_embeddings": False})):
+        scored = shape.with_scores(3)
+        assert scored.flops_per_token(100) == 6 * (2 * layer + attention)
+        assert scored.total_params == shape.embedding + 2 * layer + shape.norms + 3 * 8
 
 
 def test_unknown_model_type_names_the_known() -> None:
