@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
+from ds_finetune.auto_configs import AutoConfig
+from ds_finetune.auto_models import AutoModelForCausalLM
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.model_shape import Shape
 from tests.conftest import ROOT
