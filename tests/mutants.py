@@ -422,8 +422,8 @@ MUTANTS = (
     Mutant(
         "gate and up exchanged",
         "model/names.py",
-        '(("gate_proj", slice(0, half)), ("up_proj", slice(half, rows)))',
-        '(("up_proj", slice(0, half)), ("gate_proj", slice(half, rows)))',
+        "((names.gate, slice(0, half)), (names.up, slice(half, rows)))",
+        "((names.up, slice(0, half)), (names.gate, slice(half, rows)))",
         "tests/model tests/export/test_folder.py",
     ),
     Mutant(
