@@ -4,7 +4,7 @@ them.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ds_finetune.families.experts import QWEN_EXPERTS
 
@@ -21,6 +21,8 @@ class AttentionCounts(NamedTuple):
     """Parameters of the norms inside it."""
     width: int
     """Sum over heads of (query/key width + value width): multiply-adds for one attended position."""
+    indexer: int = 0
+    """Parameters of the indexers of all layers, which training does not compute with."""
 
 
 def latent_attention(c: ModelConfig) -> AttentionCounts:
@@ -38,23 +40,45 @@ def latent_attention(c: ModelConfig) -> AttentionCounts:
     )
 
 
+def indexed_latent_attention(c: ModelConfig) -> AttentionCounts:
+    """Multi-head latent attention with an indexer in each layer, or in those that `indexer_types` calls `full`
+    (transformers 5.23, deepseek_v32/modeling_deepseek_v32.py:154-158).
+    """
+    heads, width = c["index_n_heads"], c["index_head_dim"]
+    one = c["q_lora_rank"] * heads * width + c["hidden_size"] * (width + heads) + 2 * width
+    return latent_attention(c)._replace(indexer=one * _indexers(c))
+
+
+def _indexers(c: ModelConfig) -> int:
+    """Number of layers with an indexer (transformers 5.23, glm_moe_dsa/configuration_glm_moe_dsa.py)."""
+    types = c.get("indexer_types") or c.get("index_topk_pattern")
+    if types is not None:
+        return sum(kind in ("full", "F") for kind in types)
+    every, offset = max(c.get("index_topk_freq", 1), 1), c.get("index_skip_topk_offset", 2)
+    return sum(max(layer - offset + 1, 0) % every == 0 for layer in range(c["num_hidden_layers"]))
+
+
 def grouped_query_attention(
-    *, qkv_bias: bool = False, head_norms: bool = False, output_bias: bool = True
+    *,
+    qkv_bias: bool = False,
+    reads_bias: bool = True,
+    output_bias: bool = True,
+    norms: Literal["none", "of heads", "over heads"] = "none",
 ) -> Callable[[ModelConfig], AttentionCounts]:
-    """Grouped-query attention. With `qkv_bias` its three input projections always have biases; with `head_norms`
-    queries and keys are normalised per head. `attention_bias` of the config gives biases to all four projections, or
-    without `output_bias` to the first three.
+    """Grouped-query attention. With `qkv_bias` its three input projections always have biases. `attention_bias` of the
+    config gives biases to all four projections, without `output_bias` to the first three, without `reads_bias` to none.
+    Queries and keys are normalised not at all, each head by itself with one weight for all, or all heads together.
     """
 
     def count(c: ModelConfig) -> AttentionCounts:
         hidden, heads = c["hidden_size"], c["num_attention_heads"]
         width = c.get("head_dim") or hidden // heads
         query, key_value = heads * width, 2 * (c.get("num_key_value_heads") or heads) * width
-        is_biased = qkv_bias or c.get("attention_bias", False)
+        is_biased = qkv_bias or (reads_bias and c.get("attention_bias", False))
         bias = query + key_value + (hidden if output_bias and not qkv_bias else 0) if is_biased else 0
         return AttentionCounts(
             weights=hidden * (query + key_value) + query * hidden + bias,
-            norms=2 * width if head_norms else 0,
+            norms={"none": 0, "of heads": 2 * width, "over heads": query + key_value // 2}[norms],
             width=2 * heads * width,
         )
 
@@ -65,12 +89,17 @@ def glm_attention(c: ModelConfig) -> AttentionCounts:
     """GLM-4.5's grouped-query attention: its output has no bias, and `use_qk_norm` gives norms to queries and keys
     (transformers 5.23, glm4_moe/modeling_glm4_moe.py).
     """
-    return grouped_query_attention(head_norms=bool(c.get("use_qk_norm")), output_bias=False)(c)
+    return grouped_query_attention(norms="of heads" if c.get("use_qk_norm") else "none", output_bias=False)(c)
 
 
 def never_sparse(_: ModelConfig, __: int) -> bool:
     """No layer has routed experts."""
     return False
+
+
+def always_sparse(_: ModelConfig, __: int) -> bool:
+    """Every layer has routed experts."""
+    return True
 
 
 def sparse_after_first(c: ModelConfig, layer: int) -> bool:
@@ -90,6 +119,11 @@ def sparse_by_type(c: ModelConfig, layer: int) -> bool:
     """
     types = c.get("mlp_layer_types")
     return types[layer] == "sparse" if types else layer > 0
+
+
+def sparse_by_type_or_after_first(c: ModelConfig, layer: int) -> bool:
+    """Layers that `mlp_layer_types` calls sparse; without the key those from `first_k_dense_replace` on."""
+    return sparse_by_type(c, layer) if c.get("mlp_layer_types") else sparse_after_first(c, layer)
 
 
 def sparse_by_step(c: ModelConfig, layer: int) -> bool:
