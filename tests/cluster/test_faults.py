@@ -127,7 +127,7 @@ def test_another_run_on_the_same_hosts_is_left_alone(bed: Bed, task: Path) -> No
 def test_hosts_that_are_not_ready_start_nothing(bed: Bed, task: Path) -> None:
     bed.crash(VICTIM)
     try:
-        with launched(bed, task, slots=(1, 1, 1), ssh_args="-o ConnectTimeout=3") as run:
+        with launched(bed, task, slots=(1, 1, 1), ssh_args="-o ConnectTimeout=5") as run:
             assert run.process.wait(60) == USER_ERROR_EXIT_CODE
             assert "1 of 3 hosts are not ready, nothing was started" in run.said()
             assert re.search(r"10\.77\.0\.2 \(line 2\): it does not answer: .*(No route|timed out)", run.said()), (
