@@ -388,8 +388,8 @@ MUTANTS = (
     Mutant(
         "weights of Mixtral's experts not normalised in ONNX",
         "export/onnx/experts.py",
-        'getattr(config, "norm_topk_prob", True)',
-        'getattr(config, "norm_topk_prob", False)',
+        'getattr(layers.module(name), "norm_topk_prob", True)',
+        'getattr(layers.module(name), "norm_topk_prob", False)',
         "tests/export/onnx/test_parts.py",
     ),
     Mutant(
