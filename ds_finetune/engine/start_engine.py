@@ -89,7 +89,7 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
             dist_init_required=False,
             mpu=groups.mpu,
         )
-        _add_extra_losses(trained, model, groups)
+        _add_extra_losses(trained, model, groups, torch.device(wrapped.device))
         if plan.zero_stage == 0 and plan.precision != "fp32":
             undo_constructor_step(optimizer)
         engine = Engine(wrapped, plan, groups, model.objective)
@@ -131,13 +131,13 @@ def _build(
     return lm, drawn
 
 
-def _add_extra_losses(trained: TrainedModel, model: ModelPlan, groups: Groups) -> None:
+def _add_extra_losses(trained: TrainedModel, model: ModelPlan, groups: Groups, device: torch.device) -> None:
     """Let the forward compute the auxiliary losses of `model` and count its routers' choices.
 
     After `deepspeed.initialize`, whose hooks must run before those of the collector.
     """
     if model.router is not None:
-        trained.routers = RouterCollector(trained.lm, model.router, groups.sequence)
+        trained.routers = RouterCollector(trained.lm, model.router, sp_group=groups.sequence, device=device)
     losses = []
     for extra in model.extras:
         assert isinstance(extra, Balance), type(extra)

@@ -53,8 +53,10 @@ class RouterCollector:
     num_tokens: torch.Tensor
     """Number of these tokens, int64 scalar."""
 
-    def __init__(self, lm: nn.Module, plan: RouterPlan, sp_group: SequenceParallelGroup | None) -> None:
-        self.plan, self._sp_group = plan, sp_group
+    def __init__(
+        self, lm: nn.Module, plan: RouterPlan, *, sp_group: SequenceParallelGroup | None, device: torch.device
+    ) -> None:
+        self.plan, self._sp_group, self._device = plan, sp_group, device
         self._outputs: dict[int, RouterOutput] = {}
         self._is_listening = self._is_counting = False
         self._tokens: RealTokens | None = None
@@ -63,7 +65,6 @@ class RouterCollector:
         self.modules = {layer: found[layer] for layer in plan.layers if layer in found}
         for layer, module in self.modules.items():
             module.register_forward_hook(self._hook(layer))
-        self._device = next(lm.parameters()).device
         self.clear()
 
     @property
