@@ -3,6 +3,7 @@
 The parallel sizes also have to divide the dimensions of the model.
 """
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -169,12 +170,23 @@ def _untested_options(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def table() -> str:
-    """`TESTED_LAYOUTS` in Markdown, for `docs/reference/layouts.md`."""
+    """`TESTED_LAYOUTS` in Markdown, for `docs/reference/layouts.md`, with the lists of model types below."""
+    lists = [*dict.fromkeys(row.families for row in TESTED_LAYOUTS)]
     rows = [
-        f"| {' x '.join(axis for axis in AXES if axis in row.axes)} | {_listed(row.stages)} | {_listed(row.families)} |"
+        f"| {' x '.join(axis for axis in AXES if axis in row.axes)} | {_listed(row.stages)} | "
+        f"list {lists.index(row.families) + 1} |"
         for row in TESTED_LAYOUTS
     ]
-    return "\n".join(["| beside dp | ZeRO stages | model types |", "| --- | --- | --- |", *rows]) + "\n"
+    texts = (textwrap.fill(f"List {number}: {_listed(kinds)}.", 120) for number, kinds in enumerate(lists, start=1))
+    return "\n".join(
+        [
+            "| beside dp | ZeRO stages | model types |",
+            "| --- | --- | --- |",
+            *rows,
+            *(f"\n{text}" for text in texts),
+            "",
+        ]
+    )
 
 
 def _listed(values: Sequence[object]) -> str:
