@@ -39,6 +39,34 @@ ONNX = "tests/export/onnx/test_onnx.py"
 ENCODER, LENGTHS = "tests/model/test_encoder.py", "tests/data/test_batch_lengths.py"
 MUTANTS = (
     Mutant(
+        "tokens chosen over the whole row",
+        "model/indexed_attention.py",
+        "parts = [part[row].split(lengths) if not is_last else (part[row],) for part in scored]",
+        "parts = [part[row, : sum(lengths)].split(lengths[::-1]) for part in scored]",
+        INDEXER,
+    ),
+    Mutant(
+        "rotary embedding of the other indexer",
+        "model/indexed_attention.py",
+        "rotate_pairs() if attention.rotates_pairs else rotate_halves()",
+        "rotate_halves()",
+        INDEXER,
+    ),
+    Mutant(
+        "choice of the layer before not taken",
+        "model/indexed_attention.py",
+        "position_embeddings, attention_mask, past_key_values, prev_topk_indices, others",
+        "position_embeddings, attention_mask, past_key_values, None, others",
+        INDEXER,
+    ),
+    Mutant(
+        "indexer trained",
+        "engine/start_engine.py",
+        "if name in plan.frozen or family.is_untrained(name):",
+        "if name in plan.frozen:",
+        PARALLEL,
+    ),
+    Mutant(
         "separator by side",
         "data/units.py",
         "    if not (isinstance(chosen, Completion) and isinstance(rejected, Completion)):",

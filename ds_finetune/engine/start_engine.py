@@ -27,6 +27,7 @@ from ds_finetune.model.distillation import DistilledModel
 from ds_finetune.model.dtypes import PRECISION_DTYPES
 from ds_finetune.model.encoder import encoder_of
 from ds_finetune.model.four_bit import four_bit_or_whole, install_four_bit
+from ds_finetune.model.indexed_attention import expect_documents
 from ds_finetune.model.lora import install_lora
 from ds_finetune.model.loss import HeadGroups, TrainedModel, install_loss_head
 from ds_finetune.model.model_plan import ModelPlan
@@ -186,6 +187,8 @@ def _build_modules(plan: Plan, model: ModelPlan, groups: Groups) -> PreTrainedMo
             task=model.task,
             init_context=partitioned if plan.zero_stage == 3 else without_linears,
         )
+    if plan.mesh.sp == 1:
+        expect_documents(lm, longest=plan.batch.max_seq_len)
     if model.quantised:
         install_four_bit(lm, model.quantised, device=device)
     return lm
