@@ -37,6 +37,7 @@ WHOLE_RUNS = "tests/trainer/test_objectives.py"
 DISTILLATION, SOFT_TARGETS = "tests/parity/test_distillation.py", "tests/model/test_soft_targets.py"
 ONNX = "tests/export/onnx/test_onnx.py"
 ENCODER, LENGTHS = "tests/model/test_encoder.py", "tests/data/test_batch_lengths.py"
+INDEXER = "tests/model/test_indexed_attention.py"
 MUTANTS = (
     Mutant(
         "tokens chosen over the whole row",
