@@ -21,8 +21,8 @@ from ds_finetune.patches.transformers_attention import (
     rotate_pairs,
 )
 
-_QUERIES = 256
-"""Queries of a document that are scored at a time: the scores are fp32 [queries, heads, tokens]."""
+_SCORES = 2**27
+"""Scores that are computed at a time, fp32 [queries, heads, tokens]: 0.5 GiB."""
 
 
 class IndexedAttention(nn.Module):
@@ -193,8 +193,9 @@ def _best(document: _ScoreInputs, limit: int, scale: float) -> torch.Tensor:
     queries, keys = len(document.query), len(document.key)
     positions = torch.arange(keys, device=document.key.device)
     found = torch.zeros(queries, keys, dtype=torch.bool, device=document.key.device)
-    for begin in range(0, queries, _QUERIES):
-        part = slice(begin, begin + _QUERIES)
+    at_once = max(1, _SCORES // (keys * document.query.shape[1]))
+    for begin in range(0, queries, at_once):
+        part = slice(begin, begin + at_once)
         scores = (document.query[part].float() @ document.key.float().T * scale).relu()
         index = (document.weight[part, None] @ scores)[:, 0]
         is_later = positions > positions[keys - queries :][part, None]

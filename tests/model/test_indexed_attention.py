@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ds_finetune.errors import ModelError
 from ds_finetune.families.table import FAMILIES
+from ds_finetune.model import indexed_attention
 from ds_finetune.model.build import build_skeleton
 from ds_finetune.model.indexed_attention import expect_documents, longest_document
 from ds_finetune.model.lora_plan import adaptable_modules
@@ -56,6 +57,15 @@ def test_documents_of_packed_rows_are_those_of_transformers_alone(name: str, att
     for row, lengths in enumerate(LENGTHS):
         alone = [plain.model(part[None], use_cache=False).last_hidden_state[0] for part in ids[row].split(lengths)]
         assert torch.allclose(hidden[row], torch.cat(alone), atol=1e-5)
+
+
+@torch.no_grad()
+def test_queries_are_scored_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = _models("deepseek_v32_sparse", longest=48)
+    positions = torch.arange(48)[None].expand(2, -1)
+    whole = model.hidden(_ids(), positions, None)
+    monkeypatch.setattr(indexed_attention, "_SCORES", 48 * 16 * 7)
+    assert torch.allclose(model.hidden(_ids(), positions, None), whole, atol=1e-5)
 
 
 @torch.no_grad()
