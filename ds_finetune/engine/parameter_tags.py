@@ -33,6 +33,18 @@ def is_expert(param: torch.Tensor) -> bool:
     return getattr(param, "ds_zero_placement_family", "") == "autoep_expert"
 
 
+def tag_apart(param: nn.Parameter) -> None:
+    """Mark a parameter that gets its gradient from a loss of its own, and is left out of the norm by which all are
+    clipped.
+    """
+    param.ds_finetune_apart = True  # type: ignore[attr-defined]
+
+
+def is_apart(param: torch.Tensor) -> bool:
+    """Whether `tag_apart` marked it."""
+    return getattr(param, "ds_finetune_apart", False)
+
+
 def experts_marker(parts: int) -> nn.Module:
     """A module without parameters of the class by which DeepSpeed's engine detects experts (0.19.8,
     runtime/engine.py:2100).
@@ -51,20 +63,30 @@ def experts_marker(parts: int) -> nn.Module:
 
 
 def parameter_groups(model: nn.Module, plan: Plan, groups: Groups) -> list[dict[str, Any]]:
-    """Optimizer groups: matrices with weight decay, norms and biases without, experts in a group of their own.
+    """Optimizer groups: matrices with weight decay, norms and biases without, experts in a group of their own; and the
+    same of parameters that are apart, so that the flat partitions of all others are what they are without them.
 
     The optimizer's other settings come from the DeepSpeed section.
     """
-    trained = [p for p in model.parameters() if p.requires_grad]
+    made = [
+        group
+        for parted in (False, True)
+        for group in _groups_of([p for p in model.parameters() if p.requires_grad and is_apart(p) == parted], plan)
+    ]
+    if groups.experts is not None and plan.zero_stage < _STAGE_OF_PARTITIONED_PARAMETERS:
+        for group in made:
+            is_moe = any(map(is_expert, group["params"]))
+            group |= {"moe": is_moe, "name": groups.expert_name if is_moe else "shared"}
+    return made
+
+
+def _groups_of(trained: list[nn.Parameter], plan: Plan) -> list[dict[str, Any]]:
     decay = plan.optimizer.weight_decay
     made: list[dict[str, Any]] = [
         {"params": [p for p in trained if not is_expert(p) and len(local_shape(p)) > 1], "weight_decay": decay},
         {"params": [p for p in trained if not is_expert(p) and len(local_shape(p)) <= 1], "weight_decay": 0.0},
         {"params": [p for p in trained if is_expert(p)], "weight_decay": decay},
     ]
-    if groups.experts is not None and plan.zero_stage < _STAGE_OF_PARTITIONED_PARAMETERS:
-        for group, is_moe in zip(made, (False, False, True), strict=True):
-            group |= {"moe": is_moe, "name": groups.expert_name if is_moe else "shared"}
     return [group for group in made if group["params"]]
 
 

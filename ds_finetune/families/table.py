@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ds_finetune.families.experts import QWEN_EXPERTS, ExpertKeys
+from ds_finetune.families.experts import MIXTRAL_NAMES, QWEN_EXPERTS, ExpertKeys
 from ds_finetune.families.family import Encoder, Family, Indexer, OnnxGraph, RouterKind, TinyModels
 from ds_finetune.families.parameters import (
     ParameterRules,
+    always_sparse,
     glm_attention,
     grouped_query_attention,
     indexed_latent_attention,
@@ -22,7 +23,10 @@ from ds_finetune.families.tiny import (
     GROUPED_ROUTING,
     INDEXED,
     LATENT,
+    MIXTRAL,
+    OLMOE,
     ONE_GROUP,
+    QWEN3_MOE,
     SHARED_INDEX,
     SPARSE,
     WIDE_VALUES,
@@ -41,6 +45,7 @@ _DEEPSEEK_V3 = Family(
     expert_keys=ExpertKeys(),
     fused_experts=True,
     drops_layers_beyond=True,
+    has_mtp=True,
     fp32_buffers=_ROUTER_BIASES,
     export_config={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     experts_class="DeepseekV3Experts",
@@ -67,7 +72,7 @@ _ROWS = (
         router=RouterKind("softmax"),
         parallel_axes=_ALL_AXES,
         has_lora=True,
-        onnx=OnnxGraph("latent", router="softmax", is_rotary_interleaved=True),
+        onnx=OnnxGraph("latent", router="grouped_softmax", is_rotary_interleaved=True),
         tiny_models=TinyModels(
             {**GROUPED_ROUTING, "topk_method": "group_limited_greedy"},
             {
@@ -86,6 +91,7 @@ _ROWS = (
     replace(
         _DEEPSEEK_V3,
         model_type="glm4_moe_lite",
+        has_mtp=False,
         parameters=ParameterRules(latent_attention, sparse_by_type),
         experts_class="Glm4MoeLiteExperts",
         tiny_models=TinyModels(
@@ -103,6 +109,7 @@ _ROWS = (
     replace(
         _DEEPSEEK_V3,
         model_type="glm4_moe",
+        has_mtp=False,
         parameters=ParameterRules(glm_attention, sparse_after_first),
         experts_class="Glm4MoeExperts",
         onnx=OnnxGraph("grouped_query", router="sigmoid"),
@@ -118,6 +125,7 @@ _ROWS = (
     replace(
         _DEEPSEEK_V3,
         model_type="deepseek_v32",
+        has_mtp=False,
         parameters=ParameterRules(indexed_latent_attention, sparse_by_type_or_after_first),
         # DeepSeek-V3.2-Exp, inference/model.py:441-444: weights_proj is not quantised.
         fp8_linear=(
@@ -138,6 +146,7 @@ _ROWS = (
     replace(
         _DEEPSEEK_V3,
         model_type="glm_moe_dsa",
+        has_mtp=False,
         parameters=ParameterRules(indexed_latent_attention, sparse_by_type_or_after_first),
         fp8_linear=None,
         indexer=Indexer(rotates_pairs=True, is_shared=True),
@@ -161,7 +170,7 @@ _ROWS = (
     ),
     Family(
         "qwen3",
-        parameters=ParameterRules(grouped_query_attention(head_norms=True)),
+        parameters=ParameterRules(grouped_query_attention(norms="of heads")),
         parallel_axes=_DENSE_AXES,
         has_lora=True,
         onnx=OnnxGraph("grouped_query"),
@@ -170,10 +179,43 @@ _ROWS = (
     Family("qwen2_moe", expert_keys=QWEN_EXPERTS, fused_experts=True, window_in_mask=True),
     Family(
         "qwen3_moe",
-        parameters=ParameterRules(grouped_query_attention(head_norms=True), sparse_by_step),
+        parameters=ParameterRules(grouped_query_attention(norms="of heads"), sparse_by_step),
         expert_keys=QWEN_EXPERTS,
         fused_experts=True,
+        experts_class="Qwen3MoeExperts",
         router=RouterKind("softmax"),
+        parallel_axes=_ALL_AXES,
+        has_lora=True,
+        onnx=OnnxGraph("grouped_query", router="softmax"),
+        tiny_models=TinyModels(QWEN3_MOE, {"qwen3_moe_deep": {**QWEN3_MOE, "num_hidden_layers": 4}}),
+    ),
+    Family(
+        "mixtral",
+        parameters=ParameterRules(grouped_query_attention(reads_bias=False), always_sparse),
+        expert_keys=ExpertKeys(number_keys=("num_local_experts",), width_key="intermediate_size"),
+        fused_experts=True,
+        published_mlp=MIXTRAL_NAMES,
+        fp8_linear=None,
+        experts_class="MixtralExperts",
+        router=RouterKind("softmax"),
+        parallel_axes=_ALL_AXES,
+        has_lora=True,
+        onnx=OnnxGraph("grouped_query", router="softmax"),
+        tiny_models=TinyModels(MIXTRAL),
+    ),
+    Family(
+        "olmoe",
+        parameters=ParameterRules(grouped_query_attention(norms="over heads"), always_sparse),
+        expert_keys=ExpertKeys(number_keys=("num_experts",), width_key="intermediate_size"),
+        fused_experts=True,
+        fp8_linear=None,
+        normalises_over_heads=True,
+        experts_class="OlmoeExperts",
+        router=RouterKind("softmax"),
+        parallel_axes=_ALL_AXES,
+        has_lora=True,
+        onnx=OnnxGraph("grouped_query", router="softmax"),
+        tiny_models=TinyModels(OLMOE),
     ),
     Family(
         "llama",
