@@ -90,7 +90,6 @@ _ROWS = (
     replace(
         _DEEPSEEK_V3,
         model_type="glm4_moe_lite",
-        has_mtp=False,
         parameters=ParameterRules(latent_attention, sparse_by_type),
         experts_class="Glm4MoeLiteExperts",
         tiny_models=TinyModels(
@@ -108,7 +107,6 @@ _ROWS = (
     replace(
         _DEEPSEEK_V3,
         model_type="glm4_moe",
-        has_mtp=False,
         parameters=ParameterRules(glm_attention, sparse_after_first),
         experts_class="Glm4MoeExperts",
         onnx=OnnxGraph("grouped_query", router="sigmoid"),
