@@ -95,6 +95,7 @@ def test_drafts_of_plain_transformers_change_no_answer(finished: Path, monkeypat
     assert torch.equal(model.generate(prompt, use_mtp=True, **options), greedy)
 
 
+@pytest.mark.slow
 def test_an_export_is_trained_on(finished: Path, tmp_path: Path) -> None:
     """Its layer is loaded by its published names, so a learning rate of nearly 0 changes nothing."""
     run_file = _run_file(tmp_path)
