@@ -10,6 +10,8 @@ from ds_finetune.engine.process_groups import Groups
 from ds_finetune.plan.plan import Plan
 
 _STAGE_OF_PARTITIONED_PARAMETERS = 3
+_KINDS = ((False, True), (False, False), (True, True), (True, False))
+"""Whether the parameters of a group belong to experts, and whether they have weight decay."""
 
 
 def tag_expert(param: nn.Parameter, *, groups: Groups) -> None:
@@ -51,21 +53,28 @@ def experts_marker(parts: int) -> nn.Module:
 
 
 def parameter_groups(model: nn.Module, plan: Plan, groups: Groups) -> list[dict[str, Any]]:
-    """Optimizer groups: matrices with weight decay, norms and biases without, experts in a group of their own.
+    """Optimizer groups: matrices with weight decay, norms and biases without, each for experts and for the rest.
 
-    The optimizer's other settings come from the DeepSpeed section.
+    The biases of experts are one tensor [experts, outputs]. The optimizer's other settings come from the DeepSpeed
+    section.
     """
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
     decay = plan.optimizer.weight_decay
     made: list[dict[str, Any]] = [
-        {"params": [p for p in trained if not is_expert(p) and len(local_shape(p)) > 1], "weight_decay": decay},
-        {"params": [p for p in trained if not is_expert(p) and len(local_shape(p)) <= 1], "weight_decay": 0.0},
-        {"params": [p for p in trained if is_expert(p)], "weight_decay": decay},
+        {
+            "params": [p for name, p in trained.items() if is_expert(p) == of_experts and _decays(name, p) == decays],
+            "weight_decay": decay if decays else 0.0,
+        }
+        for of_experts, decays in _KINDS
     ]
     if groups.experts is not None and plan.zero_stage < _STAGE_OF_PARTITIONED_PARAMETERS:
-        for group, is_moe in zip(made, (False, False, True), strict=True):
+        for group, (is_moe, _) in zip(made, _KINDS, strict=True):
             group |= {"moe": is_moe, "name": groups.expert_name if is_moe else "shared"}
     return [group for group in made if group["params"]]
+
+
+def _decays(name: str, param: torch.Tensor) -> bool:
+    return len(local_shape(param)) > 1 and not name.endswith("bias")
 
 
 def local_shape(param: torch.Tensor) -> tuple[int, ...]:

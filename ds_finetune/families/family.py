@@ -64,6 +64,9 @@ class Family:
     fused_experts: bool = False
     """Experts are one 3-D tensor per layer in transformers 5 and one matrix each in published checkpoints. They go
     through torch's grouped product."""
+    transposed_experts: bool = False
+    """Experts are one tensor per layer in published checkpoints too: [experts, inputs, outputs] with a bias for each
+    output, and columns of gate and up by turns (gpt_oss). They go through torch's grouped product."""
     drops_layers_beyond: bool = False
     """Layers numbered past `num_hidden_layers` (DeepSeek-V3's multi-token prediction) are published and not built."""
     may_be_unexpected: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$",)
@@ -76,11 +79,17 @@ class Family:
     export_config: Mapping[str, object] = field(default_factory=dict)
     """Keys that servers need in `config.json`, added where the base model has none."""
 
+    has_sinks: bool = False
+    """The softmax of attention has a learned logit per head in its denominator. Attention by document computes it;
+    transformers' sdpa and FlashAttention 2 do not, and its eager attention does not separate packed documents
+    (gpt_oss/modeling_gpt_oss.py:460)."""
     window_in_mask: bool = False
     """transformers 5.23 applies its sliding window in masks only, which FlashAttention does not use
     (qwen2_moe/modeling_qwen2_moe.py:254)."""
     parallel_axes: frozenset[str] = frozenset()
     """Sizes of `parallel` in the run file that are tested with it: tp, sp, pp, ep."""
+    tp_biases: frozenset[str] = frozenset()
+    """Keys of the config that give biases to linear layers and are tested with tensor parallelism."""
     experts_class: str | None = None
     """Class of its routed experts in transformers; expert parallelism needs it."""
     has_lora: bool = False

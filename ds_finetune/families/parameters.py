@@ -18,7 +18,7 @@ class AttentionCounts(NamedTuple):
     weights: int
     """Parameters of its projections, biases included."""
     norms: int
-    """Parameters of the norms inside it."""
+    """Parameters of the norms inside it, and its sinks."""
     width: int
     """Sum over heads of (query/key width + value width): multiply-adds for one attended position."""
 
@@ -60,9 +60,20 @@ def grouped_query_attention(
     return count
 
 
+def attention_with_sinks(c: ModelConfig) -> AttentionCounts:
+    """Grouped-query attention with a sink for each head (gpt_oss)."""
+    counts = grouped_query_attention()(c)
+    return counts._replace(norms=int(c["num_attention_heads"]))
+
+
 def never_sparse(_: ModelConfig, __: int) -> bool:
     """No layer has routed experts."""
     return False
+
+
+def always_sparse(_: ModelConfig, __: int) -> bool:
+    """Every layer has routed experts."""
+    return True
 
 
 def sparse_after_first(c: ModelConfig, layer: int) -> bool:
@@ -92,3 +103,5 @@ class ParameterRules:
     """Whether layer number i has routed experts instead of a dense MLP."""
     mlp_bias: bool = False
     """Whether `mlp_bias` of the config is read: dense and shared experts have it then, routed experts never."""
+    expert_bias: bool = False
+    """Whether routed experts and their router have biases."""

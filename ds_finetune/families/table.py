@@ -6,12 +6,14 @@ from ds_finetune.families.experts import QWEN_EXPERTS, ExpertKeys
 from ds_finetune.families.family import Encoder, Family, OnnxGraph, TinyModels
 from ds_finetune.families.parameters import (
     ParameterRules,
+    always_sparse,
+    attention_with_sinks,
     grouped_query_attention,
     latent_attention,
     sparse_after_first,
     sparse_by_step,
 )
-from ds_finetune.families.tiny import DENSE, GROUPED_ROUTING, LATENT
+from ds_finetune.families.tiny import DENSE, GPT_OSS, GROUPED_ROUTING, LATENT
 
 _DENSE_AXES = frozenset({"tp", "sp", "pp"})
 _ALL_AXES = _DENSE_AXES | {"ep"}
@@ -86,6 +88,18 @@ _ROWS = (
         has_lora=True,
         onnx=OnnxGraph("grouped_query"),
         tiny_models=TinyModels(DENSE, {"llama_deep": {**DENSE, "num_hidden_layers": 5}}, in_standard_selftest=True),
+    ),
+    Family(
+        "gpt_oss",
+        parameters=ParameterRules(attention_with_sinks, always_sparse, expert_bias=True),
+        expert_keys=ExpertKeys(number_keys=("num_local_experts",), width_key="intermediate_size"),
+        transposed_experts=True,
+        fp8_linear=None,
+        has_sinks=True,
+        parallel_axes=_ALL_AXES,
+        tp_biases=frozenset({"attention_bias"}),
+        experts_class="GptOssExperts",
+        tiny_models=TinyModels(GPT_OSS, {"gpt_oss_deep": {**GPT_OSS, "num_hidden_layers": 4}}),
     ),
     Family(
         "bert",

@@ -6,7 +6,7 @@ from transformers import PretrainedConfig
 
 from ds_finetune.config.objectives import ObjectiveConfig, SftObjective
 from ds_finetune.config.schema import LoraConfig, ModelConfig, ParallelConfig
-from ds_finetune.model.build import Task, read_hf_config
+from ds_finetune.model.build import Task, check_sinks, read_hf_config
 from ds_finetune.model.encoder import check_encoder
 from ds_finetune.model.lora_plan import LoraPlan, plan_lora
 from ds_finetune.model.parallel.pipeline import layers_of_stages
@@ -75,6 +75,9 @@ def plan_model(
     resized = model.resize_vocabulary
     runtime = make_objective(objective)
     task = task_of(runtime)
+    teacher = plan_teacher(objective, hf_config)
+    for built in (hf_config, *([teacher.hf_config] if teacher else [])):
+        check_sinks(built, model.attention)
     published = read_hf_config(model.path, files=("*.json",), task=task) if resized else hf_config
     return ModelPlan(
         path=model.path,
@@ -86,5 +89,5 @@ def plan_model(
         stages=tuple(layers_of_stages(hf_config, parallel, task)),
         lora=plan_lora(hf_config, lora, task) if lora is not None else None,
         objective=runtime,
-        teacher=plan_teacher(objective, hf_config),
+        teacher=teacher,
     )

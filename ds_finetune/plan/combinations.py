@@ -217,7 +217,8 @@ def check_divides(mesh: Mesh, model: Mapping[str, Any], *, pp_layers: Sequence[i
         raise ConfigError(
             f"parallel {mesh} of a model with rope_type longrope is not tested", hint="set parallel.sp to 1"
         )
-    biased = [key for key in ("attention_bias", "mlp_bias") if mesh.tp > 1 and model.get(key)]
+    untested = {"attention_bias", "mlp_bias"} - family_of(kind).tp_biases
+    biased = [key for key in sorted(untested) if mesh.tp > 1 and model.get(key)]
     if biased:
         raise ConfigError(
             f"parallel {mesh} of a model with {biased[0]} true is not tested", hint="set parallel.tp to 1"
