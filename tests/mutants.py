@@ -34,7 +34,7 @@ PREFERENCES, LABELS = "tests/data/test_preferences.py", "tests/data/test_labelle
 CLASSIFIERS, ONNX_CLASSIFIERS = "tests/export/test_classifiers.py", "tests/export/onnx/test_classifiers.py"
 WHOLE_RUNS = "tests/trainer/test_objectives.py"
 DISTILLATION, SOFT_TARGETS = "tests/parity/test_distillation.py", "tests/model/test_soft_targets.py"
-ENCODER = "tests/model/test_encoder.py"
+ENCODER, LENGTHS = "tests/model/test_encoder.py", "tests/data/test_batch_lengths.py"
 MUTANTS = (
     Mutant(
         "separator by side",
@@ -64,6 +64,20 @@ MUTANTS = (
         "tuple(sorted(found.names))",
         "tuple(found.names)",
         LABELS,
+    ),
+    Mutant(
+        "rows that fill a batch counted as documents",
+        "data/rows.py",
+        "return 0 if self.is_filler else int((self.position_ids == 0).sum())",
+        "return int((self.position_ids == 0).sum())",
+        LENGTHS,
+    ),
+    Mutant(
+        "padding counted as text",
+        "data/batches.py",
+        "lengths=torch.tensor([row.num_tokens for row in rows])",
+        "lengths=torch.tensor([length for _ in rows])",
+        LENGTHS,
     ),
     Mutant("no end token after a cut text", "data/units.py", "[*ids[: limit - 1], eos]", "ids[:limit]", LABELS),
     Mutant(
@@ -104,8 +118,8 @@ MUTANTS = (
     Mutant(
         "teacher sees the other documents of a row",
         "model/distillation.py",
-        "hidden = teacher.hidden(input_ids, position_ids, documents, supervised)",
-        "hidden = teacher.hidden(input_ids, position_ids, None, supervised)",
+        "hidden = teacher.hidden(rows.input_ids, rows.position_ids, rows.documents, supervised)",
+        "hidden = teacher.hidden(rows.input_ids, rows.position_ids, None, supervised)",
         DISTILLATION,
     ),
     Mutant(

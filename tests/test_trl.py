@@ -18,8 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from ds_finetune.config.objectives import ObjectiveField
 from ds_finetune.data.batches import BatchPlan, MicroBatch, Position, make_batch
 from ds_finetune.data.rows import Row, RowDocuments
+from ds_finetune.engine.rank_rows import rank_rows
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.model.attention import BY_DOCUMENT
+from ds_finetune.model.forward_rows import ForwardRows
 from ds_finetune.model.loss import StepNumbers, TrainedModel, install_loss_head
 from ds_finetune.objectives.objective import DocumentObjective, LossAndSums
 from ds_finetune.objectives.table import make_objective
@@ -174,16 +176,19 @@ class _Models:
         examples = micro.examples
         assert examples is not None
         examples.reference.copy_(self._log_probs(self._reference, micro))
-        out = self._policy(micro.input_ids, micro.position_ids, micro.labels, micro.documents, numbers, examples)
+        out = self._policy(_rows(micro), numbers)
         assert isinstance(out, LossAndSums)
         return out
 
     def _log_probs(self, model: TrainedModel, micro: MicroBatch) -> torch.Tensor:
-        parts = (micro.input_ids, micro.position_ids, micro.labels, micro.documents)
         with torch.no_grad():
-            out = model(*parts, None, micro.examples, wants_log_probs=True)
+            out = model(_rows(micro), wants_log_probs=True)
         assert isinstance(out, torch.Tensor)
         return out
+
+
+def _rows(micro: MicroBatch) -> ForwardRows:
+    return rank_rows(micro, None, torch.device("cpu"))
 
 
 def _loss(section: dict[str, Any], folder: Path) -> dict[str, float]:

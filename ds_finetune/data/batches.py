@@ -29,11 +29,13 @@ class MicroBatch:
 
     `documents` has, for each row, the lengths of its documents; padding counts as the last one. It is None where each
     row is one document. `token_types` int64 [rows, tokens] is 1 in the second text of a pair of texts, for encoders.
+    `lengths` int64 [rows] are the tokens of each row's text, which padding follows; 0 for a row that fills the batch.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     labels: torch.Tensor
+    lengths: torch.Tensor
     documents: tuple[tuple[int, ...], ...] | None = None
     examples: Examples | None = None
     token_types: torch.Tensor | None = None
@@ -188,19 +190,18 @@ def _batch(rows: Rows, ids: Sequence[int | None], plan: BatchPlan, position: Pos
 def make_batch(rows: Sequence[Row | None], plan: BatchPlan, position: Position, row_ids: tuple[int, ...]) -> Batch:
     """One rank's share of a step from its rows; None stands for an empty row."""
     filled = [row or empty_row(plan.pad_token_id) for row in rows]
-    real = [row for row in rows if row is not None]
     size = plan.micro_batch_size
     return Batch(
         micro=tuple(_stack(filled[start : start + size], plan) for start in range(0, len(filled), size)),
         position=position,
         row_ids=row_ids,
-        num_tokens=sum(len(row.input_ids) for row in real),
-        counts=_counts(real, plan.documents_per_unit),
+        num_tokens=sum(row.num_tokens for row in filled),
+        counts=_counts(filled, plan.documents_per_unit),
     )
 
 
 def _counts(rows: Sequence[Row], documents_per_unit: int) -> dict[str, int]:
-    """Number of each unit; rows without documents have supervised tokens alone."""
+    """Number of each unit; rows whose `documents` is None have supervised tokens and documents alone."""
     lengths = [row.documents.lengths for row in rows if row.documents is not None]
     examples = sum(map(len, lengths)) // max(documents_per_unit, 1)
     return {
@@ -208,6 +209,7 @@ def _counts(rows: Sequence[Row], documents_per_unit: int) -> dict[str, int]:
         "chosen_tokens": sum(map(_chosen_tokens, rows)) if documents_per_unit == 2 else 0,
         "pairs": examples if documents_per_unit == 2 else 0,
         "examples": examples,
+        "documents": sum(row.num_documents for row in rows),
     }
 
 
@@ -230,6 +232,7 @@ def _stack(rows: Sequence[Row], plan: BatchPlan) -> MicroBatch:
         input_ids=_pad([row.input_ids for row in rows], length, plan.pad_token_id),
         position_ids=torch.from_numpy(positions),
         labels=_pad([row.labels for row in rows], length, IGNORE_INDEX),
+        lengths=torch.tensor([row.num_tokens for row in rows]),
         documents=tuple(_document_lengths(row) for row in positions) if restarts else None,
         examples=examples,
         token_types=None if examples is None else _token_types(rows, length),

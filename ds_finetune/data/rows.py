@@ -40,6 +40,18 @@ class Row:
     supervised: int
     documents: RowDocuments | None = None
     """None where the objective is a sum over tokens."""
+    is_filler: bool = False
+    """Whether it has no text, but fills a batch."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of its text."""
+        return 0 if self.is_filler else len(self.input_ids)
+
+    @property
+    def num_documents(self) -> int:
+        """Documents of its text; each begins at position 0."""
+        return 0 if self.is_filler else int((self.position_ids == 0).sum())
 
 
 class Rows(Protocol):
@@ -55,10 +67,11 @@ class Rows(Protocol):
 
 
 def empty_row(pad_token_id: int) -> Row:
-    """A row without supervised tokens, which fills the last batch of a run."""
+    """A row of one padding token, which fills the last batch of a run."""
     return Row(
         input_ids=np.array([pad_token_id], dtype=np.int32),
         position_ids=np.zeros(1, dtype=np.int32),
         labels=np.array([IGNORE_INDEX], dtype=np.int32),
         supervised=0,
+        is_filler=True,
     )

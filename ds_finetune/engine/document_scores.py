@@ -1,11 +1,11 @@
 """Scores of documents from the forwards of an evaluation, for metrics that need those of all ranks together."""
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from ds_finetune.data.batches import MicroBatch
 from ds_finetune.engine.collectives import all_gather_object
+from ds_finetune.model.forward_rows import StageOutput
 from ds_finetune.objectives.objective import LossAndSums
 from ds_finetune.plan.mesh import Mesh
 
@@ -14,7 +14,7 @@ DocumentScores = NDArray[np.float64]
 NO_SCORES: DocumentScores = np.zeros((0, 2))
 
 
-def scores_of(out: LossAndSums | torch.Tensor, micro: MicroBatch) -> DocumentScores:
+def scores_of(out: LossAndSums | StageOutput, micro: MicroBatch) -> DocumentScores:
     """The scores of a forward; none of a pipeline stage before the last."""
     if not isinstance(out, LossAndSums) or out.scores is None:
         return NO_SCORES

@@ -22,16 +22,19 @@ from ds_finetune.engine.finite_gradients import FiniteProbe
 from ds_finetune.engine.generation import GenerationLimits, answer_prompt, prompts_of_rank
 from ds_finetune.engine.gradient_norm import global_gradient_norm
 from ds_finetune.engine.loss_normalisation import detached_sums, scale_for_deepspeed, term_weights
-from ds_finetune.engine.pipeline_schedule import run_1f1b
+from ds_finetune.engine.pipeline_schedule import StageForward, run_1f1b
 from ds_finetune.engine.process_groups import Groups
+from ds_finetune.engine.rank_rows import rank_rows
 from ds_finetune.engine.results import HeldOutScores, StepResult
 from ds_finetune.engine.state import EngineState
 from ds_finetune.engine.whole_tensors import WholeTensors, named_parameters
 from ds_finetune.errors import RunError
+from ds_finetune.model.forward_rows import ForwardRows, StageOutput
 from ds_finetune.model.lora import adapters_off, is_adapter
 from ds_finetune.model.parallel.pipeline import PipelineGroup, has_tied_head
 from ds_finetune.model.score_head import SCORE_HEAD, logits_of_prompt
 from ds_finetune.objectives.examples import Examples
+from ds_finetune.objectives.extra import TotalLoss
 from ds_finetune.objectives.objective import LossAndSums, Objective, ScoreObjective, StepNumbers, Unit
 from ds_finetune.patches.deepspeed_engine import gradients_reduced_at_end
 from ds_finetune.plan.plan import Plan
@@ -96,7 +99,7 @@ class Engine:
         *totals, bad = self._sum_over_ranks(*sums.tolist(), float(self._probe.is_bad()), copies=self.plan.mesh.tp)
         grad_norm, skipped = self._step_optimizer(bad > 0)
         return StepResult(
-            metrics=self._metrics(totals, counts),
+            metrics=self._total_loss.metrics(self._total_loss.named(totals), counts),
             grad_norm=grad_norm,
             num_tokens=int(tokens),
             num_supervised_tokens=int(counts["supervised_tokens"]),
@@ -115,7 +118,7 @@ class Engine:
         """
         self._ds.eval()
         sums, counts, scores = self._no_sums(), Counter[str](), list[DocumentScores]()
-        numbers = self._step_numbers({term.unit: 1 for term in self.objective.terms}, baseline)
+        numbers = self._step_numbers({term.unit: 1 for term in self._total_loss.terms}, baseline)
         with torch.no_grad():
             for batch in batches:
                 if is_over():
@@ -128,7 +131,7 @@ class Engine:
         totals = self._sum_over_ranks(*sums.tolist(), copies=self.plan.mesh.tp)
         everywhere = self._global_counts(counts)
         together = gather_scores(scores, self.plan.mesh) if self._gathers_scores else NO_SCORES
-        return self._scores(dict(zip(self.objective.sum_names, totals, strict=True)), everywhere, together)
+        return self._scores(self._total_loss.named(totals), everywhere, together)
 
     def pool(self, scores: Iterable[HeldOutScores]) -> HeldOutScores:
         """Scores over all rows of several evaluations together."""
@@ -215,29 +218,17 @@ class Engine:
         """The whole tensor of which `part` is sharded like parameter `name`, on the first rank of its stage."""
         return self._whole.gather_shards(name, part)
 
-    def _forward(
-        self, micro: MicroBatch, numbers: StepNumbers | None, *, wants_log_probs: bool = False
-    ) -> LossAndSums | torch.Tensor:
-        """The loss of a micro-batch or the log-probabilities of its documents, or hidden states on a pipeline stage
-        before the last.
-        """
-        sequence = self._ds.module.sp_group
-        rows = (micro.input_ids, micro.position_ids, micro.labels)
-        parts = ((sequence.shard(part) if sequence else part).to(self._device, non_blocking=True) for part in rows)
-        examples = micro.examples
-        if examples is not None:
-            index = sequence.shard(examples.index) if sequence else examples.index
-            examples = replace(examples, index=index).to(self._device)
-        types = {} if micro.token_types is None else {"token_types": micro.token_types.to(self._device)}
-        out: LossAndSums | torch.Tensor = self._ds(
-            *parts, micro.documents, numbers, examples, wants_log_probs=wants_log_probs, **types
-        )
+    def _forward(self, micro: MicroBatch, numbers: StepNumbers) -> LossAndSums | StageOutput:
+        out: LossAndSums | StageOutput = self._ds(self._rows(micro), numbers)
         return out
+
+    def _rows(self, micro: MicroBatch) -> ForwardRows:
+        return rank_rows(micro, self._ds.module.sp_group, self._device)
 
     def _log_probs(self, micro: MicroBatch) -> torch.Tensor:
         """Log-probabilities of the documents of a micro-batch, fp64 [documents], the same on all its ranks."""
         with torch.no_grad():
-            out = self._forward(micro, None, wants_log_probs=True)
+            out = self._ds(self._rows(micro), wants_log_probs=True)
         if self._stage is None:
             assert isinstance(out, torch.Tensor)
             return out
@@ -280,10 +271,11 @@ class Engine:
         """The same on a pipeline stage; only the last stage has sums other than zeros."""
         sums = self._no_sums()
 
-        def forward(micro: MicroBatch) -> torch.Tensor:
+        def forward(micro: MicroBatch) -> StageForward:
             out = self._forward(micro, numbers)
             sums.add_(detached_sums(out, len(sums)))
-            return self._scaled(out.loss) if isinstance(out, LossAndSums) else out
+            loss = None if out.loss is None else self._scaled(out.loss)
+            return StageForward(loss, out.hidden if isinstance(out, StageOutput) else None)
 
         with gradients_reduced_at_end(self._ds, zero_stage=self.plan.zero_stage):
             run_1f1b(stage, batch.micro, forward, lambda scalar: self._ds.backward(scalar, scale_wrt_gas=False))
@@ -295,12 +287,16 @@ class Engine:
         return scale_for_deepspeed(loss, zero_ranks=self.plan.zero_ranks)
 
     def _no_sums(self) -> torch.Tensor:
-        return torch.zeros(len(self.objective.sum_names), dtype=torch.float64, device=self._device)
+        return torch.zeros(len(self._total_loss.sum_names), dtype=torch.float64, device=self._device)
 
     def _step_numbers(self, counts: Mapping[str, float], baseline: Iterable[MicroBatch] = ()) -> StepNumbers:
-        weights = term_weights(self.objective.terms, counts)
+        weights = term_weights(self._total_loss.terms, counts)
         number = torch.tensor(self._baseline(baseline), dtype=torch.float64, device=self._device)
         return StepNumbers(weights.to(self._device), number)
+
+    @property
+    def _total_loss(self) -> TotalLoss:
+        return TotalLoss(self.objective, tuple(each.extra for each in self._ds.module.extras))
 
     @property
     def _gathers_scores(self) -> bool:
@@ -309,13 +305,10 @@ class Engine:
     def _scores(
         self, sums: Mapping[str, float], counts: Mapping[str, float], together: DocumentScores
     ) -> HeldOutScores:
-        metrics = self.objective.metrics(sums, counts)
+        metrics = self._total_loss.metrics(sums, counts)
         if isinstance(self.objective, ScoreObjective) and self.objective.gathers_scores:
             metrics |= self.objective.score_metrics(together[:, 0], together[:, 1])
         return HeldOutScores(metrics, counts, self.objective.is_per_token, sums, together)
-
-    def _metrics(self, totals: Sequence[float], counts: Mapping[str, float]) -> dict[str, float]:
-        return self.objective.metrics(dict(zip(self.objective.sum_names, totals, strict=True)), counts)
 
     def _global_counts(self, counts: Mapping[str, float]) -> dict[str, float]:
         """The numbers of units of all ranks, each of which counts its own rows."""

@@ -3,7 +3,9 @@
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch.nn import functional
 
+from ds_finetune.model.forward_rows import StageOutput
 from ds_finetune.objectives.objective import LossAndSums, Term
 
 
@@ -28,8 +30,8 @@ def scale_for_deepspeed(loss: torch.Tensor, *, zero_ranks: int) -> torch.Tensor:
     return loss * float(zero_ranks)
 
 
-def detached_sums(out: LossAndSums | torch.Tensor, number: int) -> torch.Tensor:
-    """The `number` sums of a forward, fp64; zeros of hidden states, the output of a pipeline stage before the last."""
-    if not isinstance(out, LossAndSums):
-        return torch.zeros(number, dtype=torch.float64, device=out.device)
-    return out.sums
+def detached_sums(out: LossAndSums | StageOutput, number: int) -> torch.Tensor:
+    """The `number` sums of a forward, fp64; a pipeline stage before the last has zeros for the objective's, which come
+    first.
+    """
+    return functional.pad(out.sums, (number - len(out.sums), 0))

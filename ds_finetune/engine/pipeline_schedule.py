@@ -1,7 +1,7 @@
 """The 1F1B schedule of a pipeline stage: forwards and backwards of micro-batches alternate."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -9,9 +9,17 @@ from torch import nn
 from ds_finetune.data.batches import MicroBatch
 from ds_finetune.model.parallel.pipeline import PipelineGroup
 
-Forward = Callable[[MicroBatch], torch.Tensor]
-"""From rows to hidden states [batch, tokens, width] for the next stage; on the last stage to the scaled loss (scalar).
-"""
+
+class StageForward(NamedTuple):
+    """Result of a stage's forward."""
+
+    loss: torch.Tensor | None
+    """The scaled loss of the last stage, scalar; on others that of their layers' auxiliary losses, None without one."""
+    hidden: torch.Tensor | None
+    """Hidden states [batch, tokens, width] for the next stage; None on the last stage."""
+
+
+Forward = Callable[[MicroBatch], StageForward]
 Backward = Callable[[torch.Tensor], None]
 """From a scalar to gradients."""
 
@@ -41,7 +49,7 @@ def run_1f1b(stage: PipelineGroup, micros: Sequence[MicroBatch], forward: Forwar
     turns = schedule.TrainSchedule(len(micros), stage.size, stage.group_rank)
     waiting = iter(micros)
     arrived: dict[int, torch.Tensor | None] = {}
-    done: dict[int, torch.Tensor] = {}
+    done: dict[int, StageForward] = {}
     grads: dict[int, torch.Tensor] = {}
     # RecvActivation comes right before its ForwardPass, in which hidden states are received
     # (model/parallel/pipeline.py).
@@ -50,19 +58,31 @@ def run_1f1b(stage: PipelineGroup, micros: Sequence[MicroBatch], forward: Forwar
             done.update({slot: forward(next(waiting))}),
             arrived.update({slot: stage.input_hidden_states}),
         ),
-        schedule.SendActivation: lambda slot: stage.send(done[slot], to=stage.group_rank + 1),
+        schedule.SendActivation: lambda slot: stage.send(_hidden_of(done[slot]), to=stage.group_rank + 1),
         schedule.RecvGrad: lambda slot: grads.update(
-            {slot: stage.receive(torch.empty_like(done[slot]), source=stage.group_rank + 1)}
+            {slot: stage.receive(torch.empty_like(_hidden_of(done[slot])), source=stage.group_rank + 1)}
         ),
-        schedule.BackwardPass: lambda slot: backward(
-            done.pop(slot) if stage.is_last else _WithGradient.apply(done.pop(slot), grads.pop(slot))
-        ),
+        schedule.BackwardPass: lambda slot: backward(_scalar(done.pop(slot), grads.pop(slot, None))),
         schedule.SendGrad: lambda slot: stage.send(_grad_of(arrived.pop(slot)), to=stage.group_rank - 1),
     }
     for commands in turns.steps():
         for command in commands:
             if type(command) in actions:
                 actions[type(command)](command.buffer_id)
+
+
+def _hidden_of(done: StageForward) -> torch.Tensor:
+    assert done.hidden is not None, "the last stage sends no hidden states"
+    return done.hidden
+
+
+def _scalar(done: StageForward, grad: torch.Tensor | None) -> torch.Tensor:
+    """The scalar whose gradients are those of the stage: `grad` is that of its hidden states."""
+    if grad is None:
+        assert done.loss is not None, "the last stage has no loss"
+        return done.loss
+    sent_back: torch.Tensor = _WithGradient.apply(_hidden_of(done), grad)
+    return sent_back if done.loss is None else sent_back + done.loss
 
 
 def _grad_of(tensor: torch.Tensor | None) -> torch.Tensor:

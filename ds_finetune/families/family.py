@@ -22,6 +22,18 @@ class OnnxGraph:
 
 
 @dataclass(frozen=True)
+class RouterKind:
+    """How the router of a layer scores its experts. It is a module that returns logits [tokens, experts], weights and
+    numbers of the chosen experts [tokens, chosen]."""
+
+    scores: Literal["sigmoid", "softmax"]
+    module: str = "mlp.gate"
+    """Its name within a layer; its parameter is `weight`."""
+    bias: str | None = None
+    """Buffer of the module that is added to scores to choose experts, and to nothing else (arXiv 2408.15664)."""
+
+
+@dataclass(frozen=True)
 class TinyModels:
     """Configurations for tests of a family: a few layers, a small vocabulary, one of each kind of layer."""
 
@@ -92,6 +104,8 @@ class Family:
     """Keys of the config that give biases to linear layers and are tested with tensor parallelism."""
     experts_class: str | None = None
     """Class of its routed experts in transformers; expert parallelism needs it."""
+    router: RouterKind | None = None
+    """None where no layer has a router whose balance can be trained and counted."""
     has_lora: bool = False
     """Whether LoRA is tested with it."""
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from ds_finetune.families.experts import QWEN_EXPERTS, ExpertKeys
-from ds_finetune.families.family import Encoder, Family, OnnxGraph, TinyModels
+from ds_finetune.families.family import Encoder, Family, OnnxGraph, RouterKind, TinyModels
 from ds_finetune.families.parameters import (
     ParameterRules,
     always_sparse,
@@ -29,6 +29,7 @@ _ROWS = (
         expert_keys=ExpertKeys(),
         fused_experts=True,
         experts_class="DeepseekV2Experts",
+        router=RouterKind("softmax"),
         parallel_axes=_ALL_AXES,
         has_lora=True,
         onnx=OnnxGraph("latent", router="softmax", is_rotary_interleaved=True),
@@ -49,6 +50,7 @@ _ROWS = (
         fp32_buffers=_ROUTER_BIASES,
         export_config={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
         experts_class="DeepseekV3Experts",
+        router=RouterKind("sigmoid", bias="e_score_correction_bias"),
         parallel_axes=_ALL_AXES,
         has_lora=True,
         onnx=OnnxGraph("latent", router="sigmoid"),
@@ -80,6 +82,7 @@ _ROWS = (
         parameters=ParameterRules(grouped_query_attention(head_norms=True), sparse_by_step),
         expert_keys=QWEN_EXPERTS,
         fused_experts=True,
+        router=RouterKind("softmax"),
     ),
     Family(
         "llama",

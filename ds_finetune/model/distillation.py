@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ds_finetune.labels import IGNORE_INDEX
-from ds_finetune.model.attention import Documents
+from ds_finetune.model.forward_rows import ForwardRows
 from ds_finetune.model.head_chunks import NeededGradients, needed_gradients
 from ds_finetune.model.loss import LossHead, TrainedModel
 from ds_finetune.model.parallel.tensor import copy_to_tensor_parallel_region
@@ -105,42 +105,16 @@ class DistilledModel(TrainedModel):
             head.__class__ = DistillationHead
             head.mix = Mix(objective.section.temperature, objective.section.label_weight)
 
-    def forward(  # noqa: PLR0913 - the parts of a MicroBatch
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        labels: torch.Tensor,
-        documents: tuple[Documents, ...] | None,
-        numbers: StepNumbers | None = None,
-        examples: Examples | None = None,
-        *,
-        token_types: torch.Tensor | None = None,
-        wants_log_probs: bool = False,
-    ) -> LossAndSums | torch.Tensor:
-        """The loss of rows as in `TrainedModel`, whose targets are the teacher's."""
-        assert not wants_log_probs
-        if not self.has_head:
-            return self.hidden(input_ids, position_ids, documents, token_types)
-        # The teacher runs first, while no activations are kept for backward.
-        open_targets = self._targets(input_ids, position_ids, labels, documents, examples)
-        hidden = self.hidden(input_ids, position_ids, documents, token_types)
-        out: LossAndSums = self.lm.get_output_embeddings()(hidden, labels, numbers, open_targets)
-        return out
+    def head_inputs(self, rows: ForwardRows) -> dict[str, Any]:
+        """A function that opens the targets of the supervised tokens; the teacher runs before the model."""
+        return {"open_targets": self._targets(rows)} if self.has_head else {}
 
-    def _targets(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        labels: torch.Tensor,
-        documents: tuple[Documents, ...] | None,
-        examples: Examples | None,
-    ) -> Callable[[], AbstractContextManager[SoftTargets | None]]:
-        """Opens the targets of the supervised tokens of these rows."""
-        supervised, teacher = find_supervised(labels), self.teacher
+    def _targets(self, rows: ForwardRows) -> Callable[[], AbstractContextManager[SoftTargets | None]]:
+        supervised, teacher = find_supervised(rows.labels), self.teacher
         if teacher is None:
-            stored = None if examples is None else self._stored(examples, supervised)
+            stored = None if rows.examples is None else self._stored(rows.examples, supervised)
             return partial(nullcontext, stored)
-        hidden = teacher.hidden(input_ids, position_ids, documents, supervised)
+        hidden = teacher.hidden(rows.input_ids, rows.position_ids, rows.documents, supervised)
         return partial(teacher.targets, hidden, self.temperature)
 
     def _stored(self, examples: Examples, supervised: torch.Tensor) -> TopTargets | None:

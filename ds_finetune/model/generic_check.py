@@ -20,6 +20,7 @@ from ds_finetune.families.table import family_of
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.model.attention import BY_LENGTHS, FLASH
 from ds_finetune.model.build import Task, build_skeleton, check_attention
+from ds_finetune.model.forward_rows import ForwardRows
 from ds_finetune.model.loss import TrainedModel, install_loss_head
 from ds_finetune.model.model_plan import task_of
 from ds_finetune.model.parallel.pipeline import build_meta_model
@@ -251,7 +252,7 @@ def _compare(lm: PreTrainedModel, eager: PreTrainedModel, objective: Objective) 
 def _token_loss(model: TrainedModel, ids: torch.Tensor) -> torch.Tensor:
     install_loss_head(model.lm)
     labels = functional.pad(ids[:, 1:], (0, 1), value=IGNORE_INDEX)
-    return model(ids, _positions(ids), labels, None).loss  # type: ignore[no-any-return]
+    return model(ForwardRows(ids, _positions(ids), labels)).loss  # type: ignore[no-any-return]
 
 
 def _score(model: TrainedModel, objective: ScoreObjective, ids: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,8 @@ from ds_finetune.model.attention import BY_DOCUMENT, BY_LENGTHS, FLASH, Document
 from ds_finetune.model.build import head_of
 from ds_finetune.model.cross_entropy import Kernel, chunked_cross_entropy
 from ds_finetune.model.encoder import encoder_inputs, encoder_of
+from ds_finetune.model.extra_loss import ExtraLoss, add_extra_losses, numbers_of_parts
+from ds_finetune.model.forward_rows import ForwardRows, StageOutput
 from ds_finetune.model.head_chunks import NeededGradients, needed_gradients
 from ds_finetune.model.log_probs import (
     DocumentTokens,
@@ -164,6 +166,9 @@ def install_loss_head(
 class TrainedModel(nn.Module):
     """A model whose forward is the loss; the Hugging Face model is `lm`, or a stage of it."""
 
+    extras: tuple[ExtraLoss, ...] = ()
+    """Auxiliary losses beside that of the head."""
+
     def __init__(
         self, lm: PreTrainedModel, sp_group: SequenceParallelGroup | None = None, pp_group: PipelineGroup | None = None
     ) -> None:
@@ -177,32 +182,37 @@ class TrainedModel(nn.Module):
         """The model's configuration, where DeepSpeed looks for it."""
         return self.lm.config
 
-    def forward(  # noqa: PLR0913 - the parts of a MicroBatch
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        labels: torch.Tensor,
-        documents: tuple[Documents, ...] | None,
-        numbers: StepNumbers | None = None,
-        examples: Examples | None = None,
-        *,
-        token_types: torch.Tensor | None = None,
-        wants_log_probs: bool = False,
-    ) -> LossAndSums | torch.Tensor:
-        """Loss of rows [batch, tokens] (int64 each) whose documents have the lengths `documents`; None where each row
-        is one document. Encoders take `token_types`.
+    def forward(
+        self, rows: ForwardRows, numbers: StepNumbers | None = None, *, wants_log_probs: bool = False
+    ) -> LossAndSums | StageOutput | torch.Tensor:
+        """The loss of `rows`: that of the objective, and with `numbers` the auxiliary losses.
 
-        With `sp_group` the tensors and `examples.index` have this rank's tokens of the rows, and `documents` describes
-        whole rows. With `wants_log_probs` the result is that of the examples, fp64 [documents]. Pipeline stages before
-        the last return hidden states.
+        With `wants_log_probs` the result is that of the examples alone, fp64 [documents]. Pipeline stages before the
+        last return hidden states.
         """
-        hidden = self.hidden(input_ids, position_ids, documents, token_types)
-        if not self.has_head:
-            return hidden
+        inputs = self.head_inputs(rows)
         # Score heads have no log-probabilities.
-        wanted = {"wants_log_probs": True} if wants_log_probs else {}
-        out: LossAndSums | torch.Tensor = head_of(self.lm)(hidden, labels, numbers, examples, **wanted)
-        return out
+        inputs |= {"wants_log_probs": True} if wants_log_probs else {}
+        hidden = self.hidden(rows.input_ids, rows.position_ids, rows.documents, rows.token_types)
+        extras = () if numbers is None or wants_log_probs else self.extras
+        weights: list[torch.Tensor] = []
+        if numbers is not None:
+            numbers, weights = numbers_of_parts(numbers, extras)
+        extra_loss, extra_sums = add_extra_losses(extras, rows, hidden, weights)
+        if not self.has_head:
+            return StageOutput(hidden, extra_loss, extra_sums)
+        out: LossAndSums | torch.Tensor = head_of(self.lm)(hidden, rows.labels, numbers, **inputs)
+        if not extras:
+            return out
+        assert isinstance(out, LossAndSums)
+        loss = out.loss if extra_loss is None else out.loss + extra_loss
+        return out._replace(loss=loss, sums=torch.cat([out.sums, extra_sums]))
+
+    def head_inputs(self, rows: ForwardRows) -> dict[str, Any]:
+        """What the head takes beside hidden states, labels and numbers; called while no activations are kept for
+        backward.
+        """
+        return {"examples": rows.examples}
 
     def hidden(
         self,

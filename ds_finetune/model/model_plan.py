@@ -11,6 +11,7 @@ from ds_finetune.model.encoder import check_encoder
 from ds_finetune.model.lora_plan import LoraPlan, plan_lora
 from ds_finetune.model.parallel.pipeline import layers_of_stages
 from ds_finetune.model.teacher_plan import TeacherPlan, plan_teacher
+from ds_finetune.objectives.extra import Extra
 from ds_finetune.objectives.objective import Objective, ScoreObjective
 from ds_finetune.objectives.table import make_objective
 
@@ -34,6 +35,8 @@ class ModelPlan:
     """Layers of each pipeline stage; one None where a rank holds all."""
     lora: LoraPlan | None
     objective: Objective
+    extras: tuple[Extra, ...] = ()
+    """Auxiliary losses beside the objective's."""
     teacher: TeacherPlan | None = None
     padding: str = ""
     """A text on the padding token of a classifier, for people."""

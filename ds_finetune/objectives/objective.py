@@ -14,8 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-Unit = Literal["supervised_tokens", "chosen_tokens", "pairs", "examples"]
-"""What a term is a mean over. `chosen_tokens` are the supervised tokens of the chosen answers of pairs."""
+Unit = Literal["supervised_tokens", "chosen_tokens", "pairs", "examples", "documents"]
+"""What a term is a mean over. `chosen_tokens` are the supervised tokens of the chosen answers of pairs. `documents` are
+those with at least one token of text, supervised or not; each side of a pair is one.
+"""
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,7 @@ def _counts(objective: Objective) -> dict[str, int]:
         "chosen_tokens": sum(tokens[::2]),
         "pairs": len(whole),
         "examples": len(whole),
+        "documents": len(samples()),
     }
 
 

@@ -252,7 +252,7 @@ def test_seven_examples_on_three_ranks_are_those_of_one(decoder: PreTrainedToken
             assert micro.examples is not None
             lengths = (micro.examples.ends - micro.examples.starts + 1).tolist()
             found += list(zip(micro.examples.numbers.tolist(), micro.examples.targets.tolist(), lengths, strict=True))
-        assert batch.counts["examples"] == len(found)
+        assert batch.counts["examples"] == batch.counts["documents"] == len(found)
         assert batch.counts["supervised_tokens"] == batch.counts["pairs"] == 0
         return found
 

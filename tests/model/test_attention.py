@@ -15,6 +15,7 @@ from ds_finetune.families.table import FAMILIES
 from ds_finetune.families.tiny import DENSE, GROUPED_ROUTING, LATENT
 from ds_finetune.model.attention import attend_by_document
 from ds_finetune.model.build import build_skeleton, check_attention
+from ds_finetune.model.forward_rows import ForwardRows
 from ds_finetune.model.loss import TrainedModel, install_loss_head
 from ds_finetune.model.weights import initialise_weights
 
@@ -46,7 +47,7 @@ def _loss_and_gradients(
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     ids = torch.randint(3, 90, (len(LENGTHS), 16), generator=torch.Generator().manual_seed(1))
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in LENGTHS])
-    loss = TrainedModel(lm)(ids, positions, ids.roll(-1, 1), LENGTHS).loss
+    loss = TrainedModel(lm)(ForwardRows(ids, positions, ids.roll(-1, 1), LENGTHS)).loss
     loss.backward()
     return loss.item(), {name: p.grad for name, p in lm.named_parameters() if p.grad is not None}
 

@@ -11,6 +11,7 @@ from transformers import AutoConfig
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.model.build import build_skeleton
 from ds_finetune.model.cross_entropy import chunked_cross_entropy
+from ds_finetune.model.forward_rows import ForwardRows
 from ds_finetune.model.loss import LossHead, TrainedModel, install_loss_head
 from ds_finetune.model.weights import initialise_weights
 from tests.model.tiny import CONFIGS
@@ -103,11 +104,11 @@ def test_packed_documents_do_not_see_each_other(family: str, attention: str) -> 
 def test_packed_gradient_is_the_sum_of_separate_ones(family: str) -> None:
     first, second, positions, labels = documents()
     packed, apart = tiny_model(family, "sdpa"), tiny_model(family, "sdpa")
-    together = packed(torch.cat([first, second])[None], positions, labels, ((9, 6),)).loss
+    together = packed(ForwardRows(torch.cat([first, second])[None], positions, labels, ((9, 6),))).loss
     together.backward()
     total = 0.0
     for ids, own in ((first, labels[:, :9]), (second, labels[:, 9:])):
-        loss = apart(ids[None], torch.arange(len(ids))[None], own, None).loss
+        loss = apart(ForwardRows(ids[None], torch.arange(len(ids))[None], own)).loss
         loss.backward()
         total += loss.item()
     assert together.item() == pytest.approx(total, rel=1e-6)

@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from pydantic import TypeAdapter
 
 from ds_finetune.config.objectives import ObjectiveField
-from ds_finetune.objectives.objective import DocumentLogProbs, DocumentObjective
+from ds_finetune.objectives.objective import DocumentLogProbs, DocumentObjective, Unit
 from ds_finetune.objectives.table import make_objective
 
 Answer = tuple[float, int, float]
@@ -192,7 +192,7 @@ def test_a_forward_without_a_pair_gives_zeros() -> None:
 
 
 def no_units() -> dict[str, float]:
-    return dict.fromkeys(("supervised_tokens", "chosen_tokens", "pairs", "examples"), 0.0)
+    return dict.fromkeys(get_args(Unit), 0.0)
 
 
 @pytest.mark.parametrize("case", CASES)

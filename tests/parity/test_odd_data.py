@@ -19,6 +19,7 @@ from ds_finetune.data.documents import make_documents
 from ds_finetune.data.packing import pack
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.sample_tokens import Tokens
+from ds_finetune.engine.rank_rows import rank_rows
 from ds_finetune.families.table import family_of
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.model.build import build_skeleton, read_hf_config
@@ -75,7 +76,7 @@ def ours(model: TrainedModel, batches: Iterator[Batch]) -> tuple[float, int]:
     for batch in batches:
         number += batch.num_supervised_tokens
         for micro in batch.micro:
-            found = model(micro.input_ids, micro.position_ids, micro.labels, micro.documents)
+            found = model(rank_rows(micro, None, torch.device("cpu")))
             assert isinstance(found, LossAndSums)
             found.loss.backward()
             total += found.loss.item()

@@ -1,0 +1,29 @@
+"""A micro-batch as one rank computes with it: its tokens of the rows, on its device."""
+
+from dataclasses import replace
+
+import torch
+
+from ds_finetune.data.batches import MicroBatch
+from ds_finetune.model.forward_rows import ForwardRows
+from ds_finetune.model.parallel.sequence import SequenceParallelGroup
+
+
+def rank_rows(micro: MicroBatch, sequence: SequenceParallelGroup | None, device: torch.device) -> ForwardRows:
+    """The rows of a micro-batch on `device`; a rank of `sequence` gets its tokens of each row."""
+
+    def place(rows: torch.Tensor) -> torch.Tensor:
+        return (rows if sequence is None else sequence.shard(rows)).to(device, non_blocking=True)
+
+    examples = micro.examples
+    if examples is not None:
+        index = examples.index if sequence is None else sequence.shard(examples.index)
+        examples = replace(examples, index=index).to(device)
+    return ForwardRows(
+        input_ids=place(micro.input_ids),
+        position_ids=place(micro.position_ids),
+        labels=place(micro.labels),
+        documents=micro.documents,
+        examples=examples,
+        token_types=None if micro.token_types is None else micro.token_types.to(device),
+    )

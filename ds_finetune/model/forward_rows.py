@@ -1,0 +1,38 @@
+"""What a forward of the model takes and gives."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ds_finetune.model.attention import Documents
+from ds_finetune.objectives.examples import Examples
+
+
+@dataclass(frozen=True)
+class ForwardRows:
+    """The rows of one forward as this rank has them; a sequence parallel rank has its tokens of them.
+
+    `input_ids`, `position_ids` and `labels` (already shifted) are int64 [rows, tokens].
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    labels: torch.Tensor
+    documents: tuple[Documents, ...] | None = None
+    """Lengths of the documents of each whole row; None where each row is one document."""
+    examples: Examples | None = None
+    """The documents as an objective sees them; their `index` has this rank's tokens."""
+    token_types: torch.Tensor | None = None
+    """1 in the second text of a pair of texts, int64 [rows, tokens], for encoders."""
+
+
+class StageOutput(NamedTuple):
+    """Result of a forward on a pipeline stage before the last."""
+
+    hidden: torch.Tensor
+    """For the next stage, [rows, tokens, width]."""
+    loss: torch.Tensor | None
+    """Contribution of this stage's layers to the auxiliary losses, scalar; None where they have none."""
+    sums: torch.Tensor
+    """Sums of the auxiliary losses, fp64."""
