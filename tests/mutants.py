@@ -32,10 +32,39 @@ PARITY, PARALLEL, ROWS = "tests/parity/test_parity.py", "tests/parity/test_paral
 OBJECTIVES, SCORES = "tests/parity/test_objectives.py", "tests/parity/test_scores.py"
 PREFERENCES, LABELS = "tests/data/test_preferences.py", "tests/data/test_labelled_texts.py"
 CLASSIFIERS, ONNX_CLASSIFIERS = "tests/export/test_classifiers.py", "tests/export/onnx/test_classifiers.py"
+SINKS, MXFP4 = "tests/model/test_sinks.py", "tests/model/test_mxfp4.py"
 WHOLE_RUNS = "tests/trainer/test_objectives.py"
 DISTILLATION, SOFT_TARGETS = "tests/parity/test_distillation.py", "tests/model/test_soft_targets.py"
 ENCODER, LENGTHS = "tests/model/test_encoder.py", "tests/data/test_batch_lengths.py"
 MUTANTS = (
+    Mutant(
+        "sinks of another rank's heads",
+        "model/attention.py",
+        "s_aux.chunk(sp_group.size)[sp_group.group_rank]",
+        "s_aux.chunk(sp_group.size)[0]",
+        PARALLEL,
+    ),
+    Mutant(
+        "sinks masked by the window",
+        "model/attention.py",
+        "functional.pad(mask, (1, 0), value=True)",
+        "functional.pad(mask, (1, 0), value=False)",
+        SINKS,
+    ),
+    Mutant(
+        "output bias of experts added on each tensor parallel rank",
+        "model/parallel/tensor.py",
+        "copy_to_tensor_parallel_region(bias, self.tp_group) / self.tp_group.size",
+        "copy_to_tensor_parallel_region(bias, self.tp_group)",
+        PARALLEL,
+    ),
+    Mutant(
+        "four-bit numbers of a byte swapped",
+        "model/mxfp4.py",
+        "[_E2M1.repeat(16), _E2M1.repeat_interleave(16)]",
+        "[_E2M1.repeat_interleave(16), _E2M1.repeat(16)]",
+        MXFP4,
+    ),
     Mutant(
         "separator by side",
         "data/units.py",

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ds_finetune.families.tiny import DENSE, GROUPED_ROUTING, LATENT
+from ds_finetune.families.tiny import DENSE, GPT_OSS, GROUPED_ROUTING, LATENT
 
 _COMMON = {"num_hidden_layers": 3, "bos_token_id": 1, "eos_token_id": 2}
 _DENSE, _LATENT = DENSE | _COMMON, LATENT | _COMMON
@@ -20,4 +20,5 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1,
     },
     "llama": _DENSE,
+    "gpt_oss": GPT_OSS | _COMMON,
 }
