@@ -260,6 +260,19 @@ def check_expert_widths(mesh: Mesh, model: Mapping[str, Any], *, precision: str)
         )
 
 
+def check_optimizer(name: str, model: Mapping[str, Any]) -> None:
+    """ConfigError for Muon where it would orthogonalise the biases of experts, which are one matrix per layer.
+
+    `model` is the model's config.json. DeepSpeed 0.19.8 takes every tensor of two or more dimensions (__init__.py:369).
+    """
+    kind = str(model.get("model_type"))
+    if name.lower() == "muon" and family_of(kind).transposed_experts:
+        raise ConfigError(
+            f"optim.name {name} of model_type {kind} would orthogonalise the biases of its experts",
+            hint="set optim.name: AdamW",
+        )
+
+
 def wider(precision: str) -> str:
     """The hint for experts whose rows are not a multiple of 16 bytes."""
     other = "train a model of other widths"

@@ -1,20 +1,15 @@
 """Attention with sinks and windows equals transformers' own on each document alone, values and gradients."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
-from ds_finetune.config.schema import ModelConfig, ParallelConfig
-from ds_finetune.errors import ModelError
 from ds_finetune.families.tiny import GPT_OSS
 from ds_finetune.model.attention import attend_by_document
 from ds_finetune.model.build import build_skeleton
 from ds_finetune.model.loss import TrainedModel
-from ds_finetune.model.model_plan import plan_model
 from ds_finetune.model.weights import initialise_weights
 
 ROWS = ((5, 9, 2), (16,), (1, 1, 14))
@@ -123,14 +118,3 @@ def test_a_model_on_packed_rows_equals_each_document_alone(checkpointing: bool) 
     for name, gradient in wanted_gradients.items():
         apart = (gradients[name] - gradient).norm() / gradient.norm()
         assert apart < 1e-5, (name, apart)
-
-
-@pytest.mark.parametrize(
-    ("attention", "said"),
-    [("eager", "documents of a packed row would see each other"), ("flash_attention_2", "its kernels have none")],
-)
-def test_attention_without_sinks_is_refused(attention: str, said: str) -> None:
-    config: Any = AutoConfig.for_model("gpt_oss", **GPT_OSS)
-    model = ModelConfig(path="none", attention=attention)
-    with pytest.raises(ModelError, match=said):
-        plan_model(config, model, ParallelConfig(), None)
