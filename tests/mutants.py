@@ -30,11 +30,13 @@ class Mutant:
 
 PARITY, PARALLEL, ROWS = "tests/parity/test_parity.py", "tests/parity/test_parallel.py", "tests/data/test_rows.py"
 OBJECTIVES, SCORES = "tests/parity/test_objectives.py", "tests/parity/test_scores.py"
+ROUTERS = "tests/parity/test_routers.py"
 PREFERENCES, LABELS = "tests/data/test_preferences.py", "tests/data/test_labelled_texts.py"
 CLASSIFIERS, ONNX_CLASSIFIERS = "tests/export/test_classifiers.py", "tests/export/onnx/test_classifiers.py"
 SINKS, MXFP4 = "tests/model/test_sinks.py", "tests/model/test_mxfp4.py"
 WHOLE_RUNS = "tests/trainer/test_objectives.py"
 DISTILLATION, SOFT_TARGETS = "tests/parity/test_distillation.py", "tests/model/test_soft_targets.py"
+ONNX = "tests/export/onnx/test_onnx.py"
 ENCODER, LENGTHS = "tests/model/test_encoder.py", "tests/data/test_batch_lengths.py"
 MUTANTS = (
     Mutant(
@@ -335,6 +337,20 @@ MUTANTS = (
         PARALLEL,
     ),
     Mutant(
+        "last dimensions of a head rotated",
+        "export/onnx/layers.py",
+        'names=2, axis=_LAST)\n        return graph.op("Concat", self.rotate(rotated), rest, axis=_LAST)',
+        'names=2, axis=_LAST)\n        return graph.op("Concat", rotated, self.rotate(rest), axis=_LAST)',
+        ONNX,
+    ),
+    Mutant(
+        "bias of a row parallel layer added on every rank",
+        "model/parallel/tensor.py",
+        "functional.linear(shard, self.weight), self.tp_group)",
+        "functional.linear(shard, self.weight, self.bias), self.tp_group)",
+        PARALLEL,
+    ),
+    Mutant(
         "rotary key without its sum",
         "model/parallel/tensor.py",
         "copy_to_tensor_parallel_region(latents[..., rank:], tp_group)",
@@ -361,6 +377,48 @@ MUTANTS = (
         "            if self._is_tied:\n",
         "            if False:\n",
         PARALLEL,
+    ),
+    Mutant(
+        "balance of the biased choice",
+        "model/balance_loss.py",
+        "chosen = logits.float().topk(chosen.shape[1], dim=-1).indices",
+        "pass",
+        ROUTERS,
+    ),
+    Mutant(
+        "padding chosen by routers",
+        "model/routers.py",
+        "inside = min(part, end - start)",
+        "inside = part",
+        ROUTERS,
+    ),
+    Mutant(
+        "choices counted again in backward",
+        "model/routers.py",
+        "            self._is_listening = False\n",
+        "            pass\n",
+        ROUTERS,
+    ),
+    Mutant(
+        "shares of choices on one sequence parallel rank",
+        "model/balance_loss.py",
+        "counts = self._sp_group.all_reduce(counts)",
+        "pass",
+        ROUTERS,
+    ),
+    Mutant(
+        "biases by the choices of one rank",
+        "engine/router_balance.py",
+        "    dist.all_reduce(table)\n",
+        "",
+        ROUTERS,
+    ),
+    Mutant(
+        "balance of the last stage alone",
+        "engine/pipeline_schedule.py",
+        "return sent_back if done.loss is None else sent_back + done.loss",
+        "return sent_back",
+        ROUTERS,
     ),
     Mutant(
         "gate and up exchanged",

@@ -16,7 +16,7 @@ def model_of(config: RunConfig) -> ModelPlan:
     hf_config = read_hf_config(config.model.path, task=task_of(objective))
     if isinstance(objective, ScoreObjective):
         set_classes(hf_config, config.objective, outputs=objective.num_outputs)
-    return plan_model(hf_config, config.model, config.parallel, config.lora, config.objective)
+    return plan_model(hf_config, config)
 
 
 def prepared_run(config: RunConfig, plan: Plan) -> PreparedRun:

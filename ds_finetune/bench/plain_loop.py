@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
+from transformers import PretrainedConfig
 
+from ds_finetune.auto_models import AutoModelForCausalLM, AutoModelForSequenceClassification
 from ds_finetune.data.batches import Batch, MicroBatch
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.loss_normalisation import term_weights

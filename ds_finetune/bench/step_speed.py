@@ -23,7 +23,7 @@ from ds_finetune.errors import ConfigError
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.trainer.batches import run_batches
 from ds_finetune.trainer.inputs import make_model_plan, read_inputs, with_classes
-from ds_finetune.trainer.prepare import PreparedRun, estimate_model, freeze_unreached, make_schedule
+from ds_finetune.trainer.prepare import PreparedRun, estimate_model, freeze_parameters, make_schedule
 from ds_finetune.world import World
 
 _LAYOUTS: dict[str, Layout] = {"plain loop, padded": padded_forwards, "plain loop, packed": packed_forwards}
@@ -87,7 +87,7 @@ def compare_step_speed(config: RunConfig, *, steps: int, say: Say) -> SpeedCompa
     config = with_classes(config)
     model = make_model_plan(config, plan.mesh)
     inputs = read_inputs(config, model)
-    plan, schedule = freeze_unreached(plan, model), make_schedule(config, inputs)
+    plan, schedule = freeze_parameters(plan, model), make_schedule(config, inputs)
     run = PreparedRun(config, plan, inputs, schedule, estimate_model(config, plan, model))
     with ExitStack() as stack:
         stack.enter_context(process_group(world, run.plan.device))

@@ -5,8 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
+from ds_finetune.auto_configs import CONFIG_MAPPING
 from ds_finetune.errors import CheckpointError
 
 _WITHOUT_EFFECT = frozenset(

@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 from ds_finetune.checkpoint.run_state import RunState, versions
+from ds_finetune.config.routers import RouterConfig
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import CheckpointError
 
@@ -104,6 +105,9 @@ ON_RESUME: Mapping[str, OnResume] = {
     "lora.alpha": REFUSED,
     "lora.target_modules": REFUSED,
     "lora.quantize": REFUSED,
+    "router.train": REFUSED,
+    "router.balance": PRINTED,
+    "router.bias_update": PRINTED,
     "log.every": FREE,
     "log.trackers": FREE,
     "launch.restarts": FREE,
@@ -181,7 +185,8 @@ def _keys(config: Mapping[str, Any]) -> dict[str, Any]:
     defaults = RunConfig.model_validate({"model": "", "data": {"train": ""}, "output_dir": ""}).model_dump(
         mode="json", by_alias=True
     )
-    found = dict(_leaves(defaults)) | dict(_leaves(config))
+    routers = {"router": RouterConfig().model_dump()}
+    found = dict(_leaves(defaults)) | dict(_leaves(routers)) | dict(_leaves(config))
     # Here Adam and AdamW are the same optimizer, with decoupled weight decay.
     name = str(found["optim.name"]).lower()
     return found | {"optim.name": "adamw" if name == "adam" else name}

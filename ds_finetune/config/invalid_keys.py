@@ -47,6 +47,10 @@ KEYS_OF_OTHER_PROGRAMS = {
     "optim.lr_scheduler": "lr_scheduler_type scheduler lr_schedule",
     "optim.warmup": "warmup_steps warmup_ratio warmup_epochs num_warmup_steps lr_warmup_steps",
     "optim.min_lr_ratio": "min_lr min_lr_rate cosine_min_lr_ratio lr_scheduler_kwargs",
+    "router.train": "freeze_router moe_freeze_router freeze_gate train_router",
+    "router.balance": "router_aux_loss_coef aux_loss_coef aux_loss_alpha moe_aux_loss_coeff moe_aux_loss_coef "
+    "moe_router_aux_loss_coef",
+    "router.bias_update": "moe_router_bias_update_rate load_balance_coeff gate_bias_update_factor bias_update_speed",
     "eval.every": "eval_steps eval_strategy evaluation_strategy evals_per_epoch eval_interval do_eval eval_every",
     "eval.limit": "max_eval_samples eval_table_size max_val_samples eval_samples eval_max_batches limit_val_batches",
     "eval.generate": "predict_with_generate eval_max_new_tokens do_sample_eval",

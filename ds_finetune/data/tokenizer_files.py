@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
+from ds_finetune.auto_configs import AutoTokenizer
 from ds_finetune.errors import DataError
 
 _PROBES = {

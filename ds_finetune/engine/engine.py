@@ -26,12 +26,14 @@ from ds_finetune.engine.pipeline_schedule import StageForward, run_1f1b
 from ds_finetune.engine.process_groups import Groups
 from ds_finetune.engine.rank_rows import rank_rows
 from ds_finetune.engine.results import HeldOutScores, StepResult
+from ds_finetune.engine.router_balance import finish_step
 from ds_finetune.engine.state import EngineState
 from ds_finetune.engine.whole_tensors import WholeTensors, named_parameters
 from ds_finetune.errors import RunError
 from ds_finetune.model.forward_rows import ForwardRows, StageOutput
 from ds_finetune.model.lora import adapters_off, is_adapter
 from ds_finetune.model.parallel.pipeline import PipelineGroup, has_tied_head
+from ds_finetune.model.routers import RouterCollector
 from ds_finetune.model.score_head import SCORE_HEAD, logits_of_prompt
 from ds_finetune.objectives.examples import Examples
 from ds_finetune.objectives.extra import TotalLoss
@@ -92,12 +94,16 @@ class Engine:
         for group in self._ds.optimizer.param_groups:
             group["lr"] = lr
         self._probe.reset()
+        if self._routers is not None:
+            self._routers.clear()
         if self._stage is None:
             sums = self._run_micro_batches(batch, numbers)
         else:
             sums = self._run_pipeline(batch, numbers, self._stage)
         *totals, bad = self._sum_over_ranks(*sums.tolist(), float(self._probe.is_bad()), copies=self.plan.mesh.tp)
         grad_norm, skipped = self._step_optimizer(bad > 0)
+        routers = self._routers
+        choices = None if routers is None else finish_step(routers, self.plan.mesh, is_skipped=skipped)
         return StepResult(
             metrics=self._total_loss.metrics(self._total_loss.named(totals), counts),
             grad_norm=grad_norm,
@@ -105,6 +111,7 @@ class Engine:
             num_supervised_tokens=int(counts["supervised_tokens"]),
             skipped=skipped,
             culprit=self._culprit() if skipped else "",
+            router_choices=choices,
         )
 
     def evaluate(
@@ -293,6 +300,11 @@ class Engine:
         weights = term_weights(self._total_loss.terms, counts)
         number = torch.tensor(self._baseline(baseline), dtype=torch.float64, device=self._device)
         return StepNumbers(weights.to(self._device), number)
+
+    @property
+    def _routers(self) -> RouterCollector | None:
+        found: RouterCollector | None = self._ds.module.routers
+        return found
 
     @property
     def _total_loss(self) -> TotalLoss:

@@ -26,4 +26,5 @@ def rank_rows(micro: MicroBatch, sequence: SequenceParallelGroup | None, device:
         documents=micro.documents,
         examples=examples,
         token_types=None if micro.token_types is None else micro.token_types.to(device),
+        lengths=micro.lengths,
     )

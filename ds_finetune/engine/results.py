@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ds_finetune.engine.document_scores import NO_SCORES, DocumentScores
+from ds_finetune.engine.router_balance import RouterChoices
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,8 @@ class StepResult:
     num_supervised_tokens: int
     skipped: bool
     culprit: str
+    router_choices: RouterChoices | None = None
+    """What the routers chose; None where the model has none."""
 
     @property
     def loss(self) -> float:

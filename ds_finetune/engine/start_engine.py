@@ -19,6 +19,7 @@ from ds_finetune.engine.process_groups import Groups, open_groups
 from ds_finetune.engine.teacher import start_teacher
 from ds_finetune.engine.zero3_partition import partition
 from ds_finetune.families.table import family_of
+from ds_finetune.model.balance_loss import BalanceLoss
 from ds_finetune.model.build import Where, build_skeleton, model_class, resolve_folder
 from ds_finetune.model.cross_entropy import KERNELS, Kernel, chunked_cross_entropy
 from ds_finetune.model.distillation import DistilledModel
@@ -37,6 +38,7 @@ from ds_finetune.model.parallel.pipeline import (
 )
 from ds_finetune.model.parallel.sharding import ModelShard
 from ds_finetune.model.parallel.tensor import install_tensor_parallel, local_config
+from ds_finetune.model.routers import RouterCollector
 from ds_finetune.model.score_config import fresh_parameters
 from ds_finetune.model.score_head import (
     head_parameters,
@@ -46,6 +48,7 @@ from ds_finetune.model.score_head import (
 )
 from ds_finetune.model.vocabulary import Growth
 from ds_finetune.model.weights import clear_weights, initialise_weights, load_weights, seed_of
+from ds_finetune.objectives.balance import Balance
 from ds_finetune.objectives.distill import Distillation
 from ds_finetune.objectives.objective import ScoreObjective
 from ds_finetune.patches.deepspeed_engine import undo_constructor_step
@@ -86,6 +89,7 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
             dist_init_required=False,
             mpu=groups.mpu,
         )
+        _add_extra_losses(trained, model, groups)
         if plan.zero_stage == 0 and plan.precision != "fp32":
             undo_constructor_step(optimizer)
         engine = Engine(wrapped, plan, groups, model.objective)
@@ -115,8 +119,9 @@ def _build(
         install_lora(lm, lora.targets, lora.section, seed=plan.seed, where=where, share=share)
         for name in head_parameters(lm):
             lm.get_parameter(name).requires_grad_(True)
-    for name in plan.frozen:
-        lm.get_parameter(name).requires_grad_(False)
+    for name, param in lm.named_parameters():
+        if name in plan.frozen:
+            param.requires_grad_(False)
     if groups.stage is not None and is_tied_copy(lm, groups.stage):
         mark_copy(lm.get_input_embeddings().weight)
     if groups.stage is None or groups.stage.is_last:
@@ -124,6 +129,21 @@ def _build(
     if plan.activation_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     return lm, drawn
+
+
+def _add_extra_losses(trained: TrainedModel, model: ModelPlan, groups: Groups) -> None:
+    """Let the forward compute the auxiliary losses of `model` and count its routers' choices.
+
+    After `deepspeed.initialize`, whose hooks must run before those of the collector.
+    """
+    if model.router is not None:
+        trained.routers = RouterCollector(trained.lm, model.router, groups.sequence)
+    losses = []
+    for extra in model.extras:
+        assert isinstance(extra, Balance), type(extra)
+        assert trained.routers is not None
+        losses.append(BalanceLoss(extra, trained.routers, groups.sequence))
+    trained.extras = tuple(losses)
 
 
 def _install_head(lm: PreTrainedModel, model: ModelPlan, groups: Groups, kernel: Kernel) -> None:

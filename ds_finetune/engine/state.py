@@ -83,7 +83,7 @@ class EngineState:
         swapped = [[master] for master in self._masters if master.is_swapped]
         here = [master for master in self._masters if not master.is_swapped]
         trained = [self._group(masters, restoring) for masters in [here, *swapped] if masters]
-        return [*trained, *self._frozen(), self._buffers(restoring)]
+        return [*trained, *self._frozen(restoring), self._buffers(restoring)]
 
     def scalars(self) -> dict[str, Any]:
         """Optimizer steps taken (`steps`; at stage 0 `steps_of` parameters that took fewer) and the loss scale, as
@@ -236,15 +236,20 @@ class EngineState:
             tuple(slices), lambda write: nullcontext(lambda key: found[key.partition("/")[2]].detach().view(-1))
         )
 
-    def _frozen(self) -> Iterator[StateGroup]:
+    def _frozen(self, restoring: bool) -> Iterator[StateGroup]:
         """Weights that are not trained and are saved with the run; with LoRA the base weights are not saved."""
-        for name in self._plan.frozen:
-            fragment = partition(self._ds.module.lm.get_parameter(name))
+        mesh, stage = self._plan.mesh, self._plan.zero_stage
+        is_replicated = stage < 3 and mesh.pp == 1
+        # Below stage 3 all ranks of a pipeline stage hold the same elements, at stage 3 tensor parallel ranks do.
+        is_saved = restoring or is_replicated or (mesh.place("tp") == 0 if stage == 3 else mesh.rank == mesh.leader)
+        params = [(name, param) for name, param in self._ds.module.lm.named_parameters() if name in self._plan.frozen]
+        for name, param in params if is_saved else ():
+            fragment = partition(param)
             numel = fragment.end - fragment.start
             if numel > 0:
-                dtype = self._ds.module.lm.get_parameter(name).dtype
-                is_whole = self._plan.zero_stage < 3
-                part = Slice(f"{WEIGHT}/{name}", fragment.shape, fragment.start, numel, dtype, is_replicated=is_whole)
+                part = Slice(
+                    f"{WEIGHT}/{name}", fragment.shape, fragment.start, numel, param.dtype, is_replicated=is_replicated
+                )
                 yield StateGroup((part,), partial(_open_fragment, fragment, numel))
 
     @contextmanager

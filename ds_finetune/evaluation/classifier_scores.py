@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
+from ds_finetune.auto_configs import AutoConfig
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.row_kind import RowKind
 from ds_finetune.errors import ConfigError

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ds_finetune.auto_configs import AutoConfig
 from ds_finetune.config.schema import DataConfig
 from ds_finetune.data.prepare import TokenLimits, prepare_rows
 from ds_finetune.data.row_kind import DIALOGUE, RowKind

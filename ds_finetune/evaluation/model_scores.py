@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
+from ds_finetune.auto_models import AutoModelForCausalLM
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.quiet import show_loading_as_phase
 

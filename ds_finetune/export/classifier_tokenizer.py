@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
+from ds_finetune.auto_configs import AutoTokenizer
 from ds_finetune.export.classifiers import CONFIG
 from ds_finetune.export.model_config import TOKENIZER_CONFIG
 from ds_finetune.export.verify.record import TEXTS

@@ -9,8 +9,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
+from transformers import PretrainedConfig
 
+from ds_finetune.auto_models import AutoModelForCausalLM, AutoModelForSequenceClassification
 from ds_finetune.model.score_config import is_classifier
 
 CONFIG = "config.json"

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoConfig
 
+from ds_finetune.auto_configs import AutoConfig
 from ds_finetune.errors import ExportError, OutputError
 from ds_finetune.export.base_folder import BaseFolder
 from ds_finetune.export.convert import Conversion, convert_source, num_workers

@@ -5,8 +5,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import PreTrainedModel
 
+from ds_finetune.auto_models import AutoModelForCausalLM, AutoModelForSequenceClassification
 from ds_finetune.errors import ExportError
 from ds_finetune.export.classifiers import holds_classifier
 from ds_finetune.export.onnx.folder import check_packages

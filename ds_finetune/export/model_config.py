@@ -112,9 +112,9 @@ def _add_rope_schemas(config: dict[str, Any]) -> None:
         config.setdefault("rope_scaling", None if kind == "default" else {**scaling, "type": kind, "rope_type": kind})
     elif parameters is None and (config.get("rope_theta") is not None or config.get("rope_scaling")):
         scaling = config.get("rope_scaling") or {}
-        theta = {"rope_theta": config["rope_theta"]} if config.get("rope_theta") is not None else {}
+        unscaled = {key: config[key] for key in _UNSCALED_KEYS if config.get(key) is not None}
         config["rope_parameters"] = {
             **scaling,
             "rope_type": scaling.get("rope_type", scaling.get("type", "default")),
-            **theta,
+            **unscaled,
         }

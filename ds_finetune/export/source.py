@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from transformers import AutoConfig
 
+from ds_finetune.auto_configs import AutoConfig
 from ds_finetune.errors import ExportError
 from ds_finetune.export.classifiers import auto_class
 from ds_finetune.families.table import family_of

@@ -28,7 +28,8 @@ class RouterKind:
 
     scores: Literal["sigmoid", "softmax"]
     module: str = "mlp.gate"
-    """Its name within a layer; its parameter is `weight`."""
+    """Its name within a layer."""
+    parameters: tuple[str, ...] = ("weight",)
     bias: str | None = None
     """Buffer of the module that is added to scores to choose experts, and to nothing else (arXiv 2408.15664)."""
 
@@ -67,6 +68,9 @@ class Family:
     model_type: str
     is_generic: bool = False
     """Whether the model type has no row of its own."""
+    built_as: str | None = None
+    """The model type whose classes are used, where transformers does not know this one. The name is kept in
+    configurations and exports."""
 
     parameters: ParameterRules | None = None
     """How parameters and FLOPs follow from config.json."""
@@ -100,8 +104,6 @@ class Family:
     (qwen2_moe/modeling_qwen2_moe.py:254)."""
     parallel_axes: frozenset[str] = frozenset()
     """Sizes of `parallel` in the run file that are tested with it: tp, sp, pp, ep."""
-    tp_biases: frozenset[str] = frozenset()
-    """Keys of the config that give biases to linear layers and are tested with tensor parallelism."""
     experts_class: str | None = None
     """Class of its routed experts in transformers; expert parallelism needs it."""
     router: RouterKind | None = None

@@ -39,10 +39,11 @@ def latent_attention(c: ModelConfig) -> AttentionCounts:
 
 
 def grouped_query_attention(
-    *, qkv_bias: bool = False, head_norms: bool = False
+    *, qkv_bias: bool = False, head_norms: bool = False, output_bias: bool = True
 ) -> Callable[[ModelConfig], AttentionCounts]:
     """Grouped-query attention. With `qkv_bias` its three input projections always have biases; with `head_norms`
-    queries and keys are normalised per head.
+    queries and keys are normalised per head. `attention_bias` of the config gives biases to all four projections, or
+    without `output_bias` to the first three.
     """
 
     def count(c: ModelConfig) -> AttentionCounts:
@@ -50,7 +51,7 @@ def grouped_query_attention(
         width = c.get("head_dim") or hidden // heads
         query, key_value = heads * width, 2 * (c.get("num_key_value_heads") or heads) * width
         is_biased = qkv_bias or c.get("attention_bias", False)
-        bias = query + key_value + (0 if qkv_bias else hidden) if is_biased else 0
+        bias = query + key_value + (hidden if output_bias and not qkv_bias else 0) if is_biased else 0
         return AttentionCounts(
             weights=hidden * (query + key_value) + query * hidden + bias,
             norms=2 * width if head_norms else 0,
@@ -64,6 +65,13 @@ def attention_with_sinks(c: ModelConfig) -> AttentionCounts:
     """Grouped-query attention with a sink for each head (gpt_oss)."""
     counts = grouped_query_attention()(c)
     return counts._replace(norms=int(c["num_attention_heads"]))
+
+
+def glm_attention(c: ModelConfig) -> AttentionCounts:
+    """GLM-4.5's grouped-query attention: its output has no bias, and `use_qk_norm` gives norms to queries and keys
+    (transformers 5.23, glm4_moe/modeling_glm4_moe.py).
+    """
+    return grouped_query_attention(head_norms=bool(c.get("use_qk_norm")), output_bias=False)(c)
 
 
 def never_sparse(_: ModelConfig, __: int) -> bool:
@@ -83,6 +91,16 @@ def sparse_after_first(c: ModelConfig, layer: int) -> bool:
     published config.
     """
     return layer >= (c["first_k_dense_replace"] or 0)  # type: ignore[no-any-return]
+
+
+def sparse_by_type(c: ModelConfig, layer: int) -> bool:
+    """Layers that `mlp_layer_types` calls sparse; without the key all but the first.
+
+    transformers 5.23 does not read `first_k_dense_replace` for such models (configuration_glm4_moe_lite.py), which is
+    1 in GLM-4.7-Flash.
+    """
+    types = c.get("mlp_layer_types")
+    return types[layer] == "sparse" if types else layer > 0
 
 
 def sparse_by_step(c: ModelConfig, layer: int) -> bool:

@@ -1,6 +1,7 @@
 """The model families: a new one is a row here, and the code that its capabilities name."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ds_finetune.families.experts import QWEN_EXPERTS, ExpertKeys
 from ds_finetune.families.family import Encoder, Family, OnnxGraph, RouterKind, TinyModels
@@ -8,12 +9,22 @@ from ds_finetune.families.parameters import (
     ParameterRules,
     always_sparse,
     attention_with_sinks,
+    glm_attention,
     grouped_query_attention,
     latent_attention,
     sparse_after_first,
     sparse_by_step,
+    sparse_by_type,
 )
-from ds_finetune.families.tiny import DENSE, GPT_OSS, GROUPED_ROUTING, LATENT
+from ds_finetune.families.tiny import (
+    DENSE,
+    GPT_OSS,
+    GROUPED_QUERY_EXPERTS,
+    GROUPED_ROUTING,
+    LATENT,
+    ONE_GROUP,
+    WIDE_VALUES,
+)
 
 _DENSE_AXES = frozenset({"tp", "sp", "pp"})
 _ALL_AXES = _DENSE_AXES | {"ep"}
@@ -22,6 +33,28 @@ _ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")
 _POSITION_IDS = r"(^|\.)embeddings\.position_ids$"
 """A constant that older versions of transformers saved."""
 
+_DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    parameters=ParameterRules(latent_attention, sparse_after_first),
+    expert_keys=ExpertKeys(),
+    fused_experts=True,
+    drops_layers_beyond=True,
+    fp32_buffers=_ROUTER_BIASES,
+    export_config={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    experts_class="DeepseekV3Experts",
+    router=RouterKind("sigmoid", bias="e_score_correction_bias"),
+    parallel_axes=_ALL_AXES,
+    has_lora=True,
+    onnx=OnnxGraph("latent", router="sigmoid"),
+    tiny_models=TinyModels(
+        GROUPED_ROUTING,
+        {
+            "deepseek_v3_deep": {**GROUPED_ROUTING, "num_hidden_layers": 4},
+            "deepseek_v3_biases": {**GROUPED_ROUTING, "attention_bias": True},
+        },
+        in_standard_selftest=True,
+    ),
+)
 _ROWS = (
     Family(
         "deepseek_v2",
@@ -41,23 +74,43 @@ _ROWS = (
             },
         ),
     ),
-    Family(
-        "deepseek_v3",
-        parameters=ParameterRules(latent_attention, sparse_after_first),
-        expert_keys=ExpertKeys(),
-        fused_experts=True,
-        drops_layers_beyond=True,
-        fp32_buffers=_ROUTER_BIASES,
-        export_config={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-        experts_class="DeepseekV3Experts",
-        router=RouterKind("sigmoid", bias="e_score_correction_bias"),
-        parallel_axes=_ALL_AXES,
-        has_lora=True,
-        onnx=OnnxGraph("latent", router="sigmoid"),
+    _DEEPSEEK_V3,
+    replace(
+        _DEEPSEEK_V3,
+        model_type="kimi_k2",
+        built_as="deepseek_v3",
+        tiny_models=TinyModels(ONE_GROUP, {"kimi_k2_deep": {**ONE_GROUP, "num_hidden_layers": 4}}),
+    ),
+    replace(
+        _DEEPSEEK_V3,
+        model_type="glm4_moe_lite",
+        parameters=ParameterRules(latent_attention, sparse_by_type),
+        experts_class="Glm4MoeLiteExperts",
         tiny_models=TinyModels(
-            GROUPED_ROUTING,
-            {"deepseek_v3_deep": {**GROUPED_ROUTING, "num_hidden_layers": 4}},
-            in_standard_selftest=True,
+            WIDE_VALUES,
+            {
+                "glm4_moe_lite_deep": {**WIDE_VALUES, "num_hidden_layers": 4},
+                "glm4_moe_lite_types": {
+                    **WIDE_VALUES,
+                    "num_hidden_layers": 3,
+                    "mlp_layer_types": ["sparse", "dense", "sparse"],
+                },
+            },
+        ),
+    ),
+    replace(
+        _DEEPSEEK_V3,
+        model_type="glm4_moe",
+        parameters=ParameterRules(glm_attention, sparse_after_first),
+        experts_class="Glm4MoeExperts",
+        onnx=OnnxGraph("grouped_query", router="sigmoid"),
+        tiny_models=TinyModels(
+            {**GROUPED_QUERY_EXPERTS, "use_qk_norm": True},
+            {
+                "glm4_moe_deep": {**GROUPED_QUERY_EXPERTS, "use_qk_norm": True, "num_hidden_layers": 4},
+                "glm4_moe_air": GROUPED_QUERY_EXPERTS,
+                "glm4_moe_air_deep": {**GROUPED_QUERY_EXPERTS, "num_hidden_layers": 4},
+            },
         ),
     ),
     Family(
@@ -90,7 +143,14 @@ _ROWS = (
         parallel_axes=_DENSE_AXES,
         has_lora=True,
         onnx=OnnxGraph("grouped_query"),
-        tiny_models=TinyModels(DENSE, {"llama_deep": {**DENSE, "num_hidden_layers": 5}}, in_standard_selftest=True),
+        tiny_models=TinyModels(
+            DENSE,
+            {
+                "llama_deep": {**DENSE, "num_hidden_layers": 5},
+                "llama_biases": {**DENSE, "attention_bias": True},
+            },
+            in_standard_selftest=True,
+        ),
     ),
     Family(
         "gpt_oss",
@@ -100,8 +160,8 @@ _ROWS = (
         fp8_linear=None,
         has_sinks=True,
         parallel_axes=_ALL_AXES,
-        tp_biases=frozenset({"attention_bias"}),
         experts_class="GptOssExperts",
+        router=RouterKind("softmax", module="mlp.router", parameters=("weight", "bias")),
         tiny_models=TinyModels(GPT_OSS, {"gpt_oss_deep": {**GPT_OSS, "num_hidden_layers": 4}}),
     ),
     Family(
@@ -127,7 +187,10 @@ _ROWS = (
     ),
 )
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ROWS}
-"""Families by `model_type` of their config.json; R1 is deepseek_v3, its distills are qwen2, qwen3 and llama."""
+"""Families by `model_type` of their config.json; R1 and Moonlight are deepseek_v3, R1's distills are qwen2, qwen3 and
+llama."""
+BUILT_AS: Mapping[str, str] = {name: family.built_as for name, family in FAMILIES.items() if family.built_as}
+"""Model types that transformers does not know, with those whose classes are used for them."""
 STANDARD_SELFTEST = tuple(
     name for name, family in FAMILIES.items() if family.tiny_models and family.tiny_models.in_standard_selftest
 )

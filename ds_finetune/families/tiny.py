@@ -54,3 +54,20 @@ GPT_OSS: dict[str, Any] = {
 """Attention sinks, a window in every other layer, and biased experts, whose limit some numbers reach."""
 GROUPED_ROUTING: dict[str, Any] = {**LATENT, "n_group": 2, "topk_group": 1}
 """The same, with experts chosen from some groups only."""
+ONE_GROUP: dict[str, Any] = {**LATENT, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827}
+"""The same, with experts chosen from all, as by Moonlight and Kimi K2."""
+WIDE_VALUES: dict[str, Any] = {**ONE_GROUP, "v_head_dim": 24, "routed_scaling_factor": 1.8}
+"""The same, with values as wide as queries and keys, as in GLM-4.7-Flash."""
+GROUPED_QUERY_EXPERTS: dict[str, Any] = {
+    **DENSE,
+    "head_dim": 12,
+    "attention_bias": True,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+"""Grouped-query attention with biases and, after the first layer, routed experts, as in GLM-4.5-Air."""

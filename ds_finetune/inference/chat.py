@@ -15,8 +15,7 @@ class ChatSession:
     """A model, its tokenizer and the messages so far; ExportError where the tokenizer has no chat template."""
 
     def __init__(self, folder: Path, *, max_new_tokens: int) -> None:
-        from transformers import AutoTokenizer
-
+        from ds_finetune.auto_configs import AutoTokenizer
         from ds_finetune.export.load import load_exported
 
         self._model = load_exported(folder)

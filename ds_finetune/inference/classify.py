@@ -12,8 +12,7 @@ def classify(folder: Path, texts: Sequence[str]) -> list[dict[str, float]]:
 
     ExportError for a reward model, whose input is a dialogue.
     """
-    from transformers import AutoConfig, AutoTokenizer
-
+    from ds_finetune.auto_configs import AutoConfig, AutoTokenizer
     from ds_finetune.export.load import load_scorer
     from ds_finetune.model.score_config import REWARD, SETTINGS
 

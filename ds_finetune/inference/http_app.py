@@ -18,12 +18,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import GenerationState, Modality
 
+from ds_finetune.auto_configs import AutoTokenizer
+from ds_finetune.auto_models import AutoModelForCausalLM
 from ds_finetune.export.verify.record import is_onnx
 from ds_finetune.inference.openai_request import (
     AnswerRequest,

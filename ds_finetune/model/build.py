@@ -11,15 +11,11 @@ from typing import Any, Literal
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from ds_finetune.auto_configs import AutoConfig
+from ds_finetune.auto_models import AutoModelForCausalLM, AutoModelForSequenceClassification
 from ds_finetune.errors import ModelError
 from ds_finetune.families.table import family_of
 from ds_finetune.hub_access import hub_problem
@@ -188,8 +184,9 @@ def _check_balance_loss(config: PretrainedConfig, task: Task, label: str) -> Non
     if getattr(config, "output_router_logits", False) and weight and has_loss:
         raise ModelError(
             f"{label}: `output_router_logits` = true asks for a balance loss of the experts, weight {weight}, "
-            "which is not implemented",
-            hint="set output_router_logits to false in config.json to train without it",
+            "computed over the tokens of a micro-batch, which is not done here",
+            hint="set output_router_logits to false in config.json; in families of the table, `router.balance` of the "
+            "run file trains a balance loss",
         )
 
 

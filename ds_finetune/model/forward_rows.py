@@ -25,6 +25,8 @@ class ForwardRows:
     """The documents as an objective sees them; their `index` has this rank's tokens."""
     token_types: torch.Tensor | None = None
     """1 in the second text of a pair of texts, int64 [rows, tokens], for encoders."""
+    lengths: torch.Tensor | None = None
+    """Tokens of the text of each whole row, which padding follows, int64 [rows] on the CPU."""
 
 
 class StageOutput(NamedTuple):

@@ -1,5 +1,6 @@
 """The loss over supervised positions, chunk by chunk: the [tokens, vocabulary] logits are never built."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from ds_finetune.model.log_probs import (
 from ds_finetune.model.parallel.pipeline import PipelineGroup
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 from ds_finetune.model.parallel.tensor import TensorParallelGroup, copy_to_tensor_parallel_region
+from ds_finetune.model.routers import RouterCollector
 from ds_finetune.objectives.examples import Examples
 from ds_finetune.objectives.objective import (
     DocumentObjective,
@@ -168,6 +170,8 @@ class TrainedModel(nn.Module):
 
     extras: tuple[ExtraLoss, ...] = ()
     """Auxiliary losses beside that of the head."""
+    routers: RouterCollector | None = None
+    """What the routers of this rank's layers give; None where there is none."""
 
     def __init__(
         self, lm: PreTrainedModel, sp_group: SequenceParallelGroup | None = None, pp_group: PipelineGroup | None = None
@@ -193,12 +197,15 @@ class TrainedModel(nn.Module):
         inputs = self.head_inputs(rows)
         # Score heads have no log-probabilities.
         inputs |= {"wants_log_probs": True} if wants_log_probs else {}
-        hidden = self.hidden(rows.input_ids, rows.position_ids, rows.documents, rows.token_types)
         extras = () if numbers is None or wants_log_probs else self.extras
+        with self._listening_to_routers(rows, is_trained=self.training and numbers is not None, extras=extras):
+            hidden = self.hidden(rows.input_ids, rows.position_ids, rows.documents, rows.token_types)
         weights: list[torch.Tensor] = []
         if numbers is not None:
             numbers, weights = numbers_of_parts(numbers, extras)
         extra_loss, extra_sums = add_extra_losses(extras, rows, hidden, weights)
+        if self.routers is not None:
+            self.routers.release()
         if not self.has_head:
             return StageOutput(hidden, extra_loss, extra_sums)
         out: LossAndSums | torch.Tensor = head_of(self.lm)(hidden, rows.labels, numbers, **inputs)
@@ -207,6 +214,13 @@ class TrainedModel(nn.Module):
         assert isinstance(out, LossAndSums)
         loss = out.loss if extra_loss is None else out.loss + extra_loss
         return out._replace(loss=loss, sums=torch.cat([out.sums, extra_sums]))
+
+    def _listening_to_routers(
+        self, rows: ForwardRows, *, is_trained: bool, extras: tuple[ExtraLoss, ...]
+    ) -> AbstractContextManager[None]:
+        if self.routers is None or not (is_trained or extras):
+            return nullcontext()
+        return self.routers.listen(rows, is_counting=is_trained)
 
     def head_inputs(self, rows: ForwardRows) -> dict[str, Any]:
         """What the head takes beside hidden states, labels and numbers; called while no activations are kept for

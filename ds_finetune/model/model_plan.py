@@ -4,18 +4,17 @@ from dataclasses import dataclass, field
 
 from transformers import PretrainedConfig
 
-from ds_finetune.config.objectives import ObjectiveConfig, SftObjective
-from ds_finetune.config.schema import LoraConfig, ModelConfig, ParallelConfig
+from ds_finetune.config.schema import RunConfig
 from ds_finetune.model.build import Task, check_sinks, read_hf_config
 from ds_finetune.model.encoder import check_encoder
 from ds_finetune.model.lora_plan import LoraPlan, plan_lora
 from ds_finetune.model.parallel.pipeline import layers_of_stages
 from ds_finetune.model.teacher_plan import TeacherPlan, plan_teacher
+from ds_finetune.objectives.balance import Balance
 from ds_finetune.objectives.extra import Extra
 from ds_finetune.objectives.objective import Objective, ScoreObjective
 from ds_finetune.objectives.table import make_objective
-
-_SFT = SftObjective()
+from ds_finetune.plan.routers import RouterPlan, plan_routers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +36,8 @@ class ModelPlan:
     objective: Objective
     extras: tuple[Extra, ...] = ()
     """Auxiliary losses beside the objective's."""
+    router: RouterPlan | None = None
+    """The routers of experts; None where there are none."""
     teacher: TeacherPlan | None = None
     padding: str = ""
     """A text on the padding token of a classifier, for people."""
@@ -64,17 +65,11 @@ def task_of(objective: Objective) -> Task:
     return "sequence_classification" if isinstance(objective, ScoreObjective) else "causal_lm"
 
 
-def plan_model(
-    hf_config: PretrainedConfig,
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    lora: LoraConfig | None,
-    objective: ObjectiveConfig = _SFT,
-) -> ModelPlan:
-    """The model of `hf_config` as the sections of the run file say; ConfigError or ModelError where they do not fit
-    it.
-    """
+def plan_model(hf_config: PretrainedConfig, config: RunConfig) -> ModelPlan:
+    """The model of `hf_config` as the run file says; ConfigError or ModelError where it does not fit the model."""
+    model, objective = config.model, config.objective
     check_encoder(hf_config, attention=model.attention, objective=objective.name)
+    router = plan_routers(config, hf_config.to_dict())
     resized = model.resize_vocabulary
     runtime = make_objective(objective)
     task = task_of(runtime)
@@ -89,8 +84,15 @@ def plan_model(
         has_random_weights=model.weights == "random",
         resizes_vocabulary=resized,
         published_vocab_size=int(published.vocab_size),
-        stages=tuple(layers_of_stages(hf_config, parallel, task)),
-        lora=plan_lora(hf_config, lora, task) if lora is not None else None,
+        stages=tuple(layers_of_stages(hf_config, config.parallel, task)),
+        lora=plan_lora(hf_config, config.lora, task) if config.lora is not None else None,
         objective=runtime,
+        extras=() if router is None else _balance(router),
+        router=router,
         teacher=teacher,
     )
+
+
+def _balance(router: RouterPlan) -> tuple[Extra, ...]:
+    weight = router.section.balance
+    return (Balance(weight, layers=len(router.layers)),) if weight else ()

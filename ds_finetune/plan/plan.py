@@ -72,7 +72,9 @@ class Plan:
     notes: tuple[str, ...] = ()
     """Lines about decisions that a user might not expect."""
     frozen: tuple[str, ...] = ()
-    """Parameters that are not trained, because no loss reaches them; checkpoints and exports keep them."""
+    """Parameters that are not trained, because no loss reaches them or the run file says so; checkpoints and exports
+    keep them.
+    """
 
     @property
     def dp(self) -> int:

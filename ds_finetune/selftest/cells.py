@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 from pydantic import TypeAdapter
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
+from ds_finetune.auto_configs import AutoConfig
 from ds_finetune.config.objectives import ObjectiveField
 from ds_finetune.config.schema import ParallelConfig
 from ds_finetune.data.rows import Row, RowDocuments
@@ -53,6 +54,8 @@ class Cell:
     ep: int = 1
     pp_layers: str = ""
     objective: str = "sft"
+    balances: bool = False
+    """Whether routers are trained with all policies that those of the family can have."""
 
     @property
     def layout(self) -> str:
@@ -158,6 +161,13 @@ def objective_of(section: object) -> Objective:
     return make_objective(TypeAdapter(ObjectiveField).validate_python(section))
 
 
+def router_section(family: str) -> dict[str, float]:
+    """`router` of the run file with all that routers of a family can have, strong enough to change choices."""
+    kind = FAMILIES[TINY_MODELS[family]["model_type"]].router
+    assert kind is not None, family
+    return {"balance": 0.5} | ({"bias_update": 0.03} if kind.bias else {})
+
+
 def run_tree(cell: Cell, model: Path, out: Path, *, dp: int) -> dict[str, Any]:
     """The run file of a cell with data parallel size `dp`.
 
@@ -178,6 +188,7 @@ def run_tree(cell: Cell, model: Path, out: Path, *, dp: int) -> dict[str, Any]:
         "data": {"train": "none.jsonl", "packing": cell.packing, "shuffle": False},
         "deepspeed": {"zero_optimization": zero},
         "objective": cell.objective,
+        "router": router_section(cell.family) if cell.balances else None,
         "parallel": {
             "pp": cell.pp,
             "pp_layers": [int(layers) for layers in cell.pp_layers.split()],

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from transformers import PretrainedConfig
 
 from ds_finetune.checkpoint.folder import open_checkpoint_folder
@@ -30,8 +31,10 @@ from ds_finetune.objectives.objective import Objective
 from ds_finetune.objectives.table import make_objective
 from ds_finetune.plan.combinations import check_divides
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.routers import RouterPlan
 from ds_finetune.selftest.reference_loop import SFT, Steps, auto_class, mean_loss, reference_loop
 from ds_finetune.selftest.steps import eval_loss, take_steps
+from ds_finetune.trainer.prepare import freeze_routers
 from ds_finetune.trainer.run_dir import read_json
 from ds_finetune.units import GIB
 from ds_finetune.world import World
@@ -40,6 +43,7 @@ _FEW_STEPS = 3
 _LONG_RUN = 2e-4
 """Limit of the difference in loss over more than _FEW_STEPS steps, because rounding errors grow."""
 _EXACT = {"loss": 1e-5, "gradient": 1e-4, "norm": 1e-4, "resume": 1e-5, "export": 1e-5, "answers": 0.0}
+_OF_ROUTERS = {"balance": 1e-4, "choices": 0.0}
 _ROUNDED = {"loss": 1.5e-2, "norm": 2e-2, "resume": 1e-3, "export": 1.5e-2}
 """In 16 bits, rounding of weights changes the third digit of a loss; a missing gradient would change the second."""
 
@@ -49,7 +53,8 @@ class LayoutComparison:
     """The differences between a layout and the reference loop, and their limits, by name.
 
     `loss` (the largest of all steps), `resume` and `export` are in nats. `gradient` and `norm` are relative. `answers`
-    is the number of answers that differ.
+    is the number of answers that differ. `balance` is the largest difference of the balance loss of all steps, and
+    `choices` how often a router chose another expert in the first one.
     """
 
     differences: dict[str, float]
@@ -73,7 +78,12 @@ def write_model(config: PretrainedConfig, folder: Path, *, objective: Objective 
     """Write a model of `config` for the objective to `folder`; its random weights are the same on every machine."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
-        auto_class(objective).from_config(config).float().save_pretrained(folder)
+        model = auto_class(objective).from_config(config).float()
+        for name, param in model.named_parameters():
+            if name.endswith("_proj.bias"):
+                # transformers draws zeros, with which a bias that is left out or added twice would not show.
+                nn.init.normal_(param, std=0.1)
+        model.save_pretrained(folder)
 
 
 def compare_layout(
@@ -83,14 +93,16 @@ def compare_layout(
 
     All ranks call this with a shared `folder`; rank zero returns the comparison, the others None.
     """
-    plan = build_ops(make_plan(config, world=world, device=device), all_gather_object, _ignore)
+    plan = make_plan(config, world=world, device=device)
     hf_config = read_hf_config(config.model.path, task=task_of(make_objective(config.objective)))
     check_divides(plan.mesh, hf_config.to_dict(), pp_layers=config.parallel.pp_layers)
     # Before any engine: the rotary frequencies of the first model that from_pretrained builds after DeepSpeed 0.19.8's
     # zero.Init are unset memory.
     is_leader = world.rank == 0
-    model = plan_model(hf_config, config.model, config.parallel, config.lora, config.objective)
-    reference = _reference_steps(config, steps) if is_leader else Steps()
+    model = plan_model(hf_config, config)
+    plan = freeze_routers(build_ops(plan, all_gather_object, _ignore), model)
+    router = model.router if config.router is not None else None
+    reference = _reference_steps(config, steps, router) if is_leader else Steps()
     with start_engine(plan, model) as engine:
         taken = _steps_with_checkpoint(engine, folder, steps)
         loss = eval_loss(engine)
@@ -127,18 +139,33 @@ def compare_steps(reference: Steps, steps: Steps, resumed: Steps, export: float)
             float((grad - other).norm() / other.norm().clamp_min(1e-12)) for grad, other in pairs
         )
     limits = _EXACT if is_exact else _ROUNDED
+    if is_exact and reference.choices:
+        of_routers = _router_differences(steps, reference)
+        differences |= of_routers
+        limits = limits | {name: _OF_ROUTERS[name] for name in of_routers}
     if len(steps.losses) > _FEW_STEPS:
         limits = limits | {"loss": max(limits["loss"], _LONG_RUN), "norm": max(limits["norm"], _LONG_RUN * 10)}
     return LayoutComparison(differences, limits)
 
 
-def _reference_steps(config: RunConfig, steps: int) -> Steps:
-    return _cached_steps(config.model.path, steps, config.train.max_grad_norm, config.objective)
+def _router_differences(steps: Steps, reference: Steps) -> dict[str, float]:
+    found = {"choices": float((steps.choices[0] - reference.choices[0]).abs().sum() / 2)}
+    if steps.balances:
+        found["balance"] = _largest_difference(steps.balances, reference.balances)
+    return found
+
+
+def _reference_steps(config: RunConfig, steps: int, router: RouterPlan | None) -> Steps:
+    return _cached_steps(config.model.path, steps, config.train.max_grad_norm, config.objective, router)
 
 
 @cache
-def _cached_steps(model: str, steps: int, max_grad_norm: float, objective: ObjectiveConfig) -> Steps:
-    return reference_loop(Path(model), steps=steps, max_grad_norm=max_grad_norm, objective=make_objective(objective))
+def _cached_steps(
+    model: str, steps: int, max_grad_norm: float, objective: ObjectiveConfig, router: RouterPlan | None
+) -> Steps:
+    return reference_loop(
+        Path(model), steps=steps, max_grad_norm=max_grad_norm, objective=make_objective(objective), router=router
+    )
 
 
 def _largest_difference(values: list[float], reference: list[float]) -> float:

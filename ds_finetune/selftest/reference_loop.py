@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from ds_finetune.auto_models import AutoModelForCausalLM, AutoModelForSequenceClassification
 from ds_finetune.engine.generation import GenerationLimits
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.objectives.objective import (
@@ -20,7 +20,9 @@ from ds_finetune.objectives.objective import (
     ScoreObjective,
     TokenObjective,
 )
+from ds_finetune.plan.routers import RouterPlan
 from ds_finetune.selftest.cells import reference_log_probs, samples, targets, units
+from ds_finetune.selftest.plain_routers import PlainRouters
 
 SFT = TokenObjective("sft")
 LR, BETAS, EPS = 1e-3, (0.9, 0.95), 1e-8
@@ -33,13 +35,16 @@ class Steps:
     """Results of some optimizer steps.
 
     Each step has a loss and a gradient norm before clipping. `gradients` are those of the first step after clipping
-    (fp32 on the CPU), and `answers` greedy answers to `PROMPTS` after the last step.
+    (fp32 on the CPU), and `answers` greedy answers to `PROMPTS` after the last step. Of a model with routers, each step
+    has the mean balance of documents and the choices of experts, int64 [layers, experts].
     """
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     answers: list[list[int]] = field(default_factory=list)
+    balances: list[float] = field(default_factory=list)
+    choices: list[torch.Tensor] = field(default_factory=list)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -52,37 +57,44 @@ def auto_class(objective: Objective) -> Any:  # noqa: ANN401 - a class of transf
     return AutoModelForSequenceClassification if isinstance(objective, ScoreObjective) else AutoModelForCausalLM
 
 
-def reference_loop(
+def reference_loop(  # noqa: PLR0913
     folder: Path,
     *,
     steps: int,
     max_grad_norm: float = 0.0,
     optimizer: Callable[[nn.Module], Any] = adamw,
     objective: Objective = SFT,
+    router: RouterPlan | None = None,
 ) -> Steps:
     """Take steps on all samples with the model that transformers loads from `folder`."""
     model = auto_class(objective).from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
-    return reference_steps(model, steps, max_grad_norm, optimizer, objective=objective)
+    return reference_steps(model, steps, max_grad_norm, optimizer, objective=objective, router=router)
 
 
-def reference_steps(
+def reference_steps(  # noqa: PLR0913
     model: nn.Module,
     steps: int,
     max_grad_norm: float,
     optimizer: Callable[[nn.Module], Any],
     *,
     objective: Objective = SFT,
+    router: RouterPlan | None = None,
 ) -> Steps:
     """Take steps on all samples, one unpadded sample per forward, with transformers' logits and torch's loss."""
     model.train()
+    routers = None if router is None else PlainRouters(model, router)
     optim = optimizer(model)
     counts, results = _counts(objective), Steps()
     for _ in range(steps):
-        loss = 0.0
+        loss = balance = 0.0
         for unit in units(objective.documents_per_unit):
             out = _unit_loss(model, unit, objective, counts)
-            out.backward()
             loss += out.item()
+            if router is not None and routers is not None:
+                of_documents = routers.take_loss() / counts["documents"]
+                balance += of_documents.item() / len(router.layers)
+                out = out + router.section.balance * of_documents
+            out.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf"))
         results.losses.append(loss)
         results.norms.append(float(norm))
@@ -91,6 +103,11 @@ def reference_steps(
         }
         optim.step()
         optim.zero_grad()
+        if router is not None and routers is not None:
+            results.balances.append(balance)
+            results.choices.append(routers.take_counts())
+            if router.section.bias_update:
+                routers.update_biases(results.choices[-1])
     if not isinstance(objective, ScoreObjective):
         results.answers = [_answer(model, prompt) for prompt in PROMPTS]
     return results

@@ -66,6 +66,7 @@ _STRUCTURE = (
     "tie_word_embeddings",
     "attention_bias",
     "mlp_bias",
+    "use_qk_norm",
     "topk_method",
     "scoring_func",
     "norm_topk_prob",
@@ -233,6 +234,8 @@ def _standard_cases(world_size: int, families: Sequence[str], device: str) -> li
         Cell(families[0], stage, _ACCUMULATION, packing=True, objective=name)
         for stage, name in ((1, "dpo"), (3, "orpo"), (2, "kto"), (1, "reward"), (3, "classification"))
     ]
+    if FAMILIES[hf_config(families[0]).model_type].router is not None:
+        cells += [Cell(families[0], stage, _ACCUMULATION, packing=True, balances=True) for stage in (1, 3)]
     return [_case(cell, world_size) for cell in cells]
 
 
@@ -243,7 +246,7 @@ def _case(cell: Cell, world_size: int) -> LayoutCase:
 
 
 def _objective_text(cell: Cell) -> str:
-    return "" if cell.objective == "sft" else f" {cell.objective}"
+    return f"{'' if cell.objective == 'sft' else f' {cell.objective}'}{' routers' if cell.balances else ''}"
 
 
 def _cases_of_run(config: RunConfig, world: World) -> list[LayoutCase]:
@@ -287,7 +290,7 @@ def _cases_of_run(config: RunConfig, world: World) -> list[LayoutCase]:
         tree["parallel"] = config.parallel.model_copy(update={"pp_layers": ()}).model_dump()
         attention = config.model.attention if precision == config.train.precision else "sdpa"
         tree |= {"model": {"path": "", "attention": attention, "loss": config.model.loss}, "deepspeed": choices}
-        tree |= {"objective": config.objective.model_dump()}
+        tree |= {"objective": config.objective.model_dump(), "router": config.router and config.router.model_dump()}
         found.append(
             LayoutCase(
                 f"{hub.model_type} {mesh} ZeRO-{stage} {precision}{_objective_text(cell)}",

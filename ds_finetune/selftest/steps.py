@@ -43,6 +43,8 @@ def take_steps(engine: Engine, steps: int) -> Iterator[Steps]:
         result = engine.step(_whole_batch(engine), lr=LR)
         results.losses.append(result.loss)
         results.norms.append(result.grad_norm)
+        results.balances += [result.metrics["balance_loss"]] if "balance_loss" in result.metrics else []
+        results.choices += [result.router_choices.counts] if result.router_choices is not None else []
         if step == 0 and plan.optimizer.name == "adamw" and plan.precision == "fp32":
             results.gradients = _gradients(engine)
         if step == steps - 1 and not isinstance(engine.objective, ScoreObjective):

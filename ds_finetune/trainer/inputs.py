@@ -181,7 +181,7 @@ def make_model_plan(config: RunConfig, mesh: Mesh, *, is_config_alone: bool = Fa
     check_divides(mesh, tree, pp_layers=config.parallel.pp_layers)
     check_expert_widths(mesh, tree, precision=config.train.precision)
     check_optimizer(config.optim.name, tree)
-    planned = plan_model(hf_config, config.model, config.parallel, config.lora, config.objective)
+    planned = plan_model(hf_config, config)
     if planned.teacher is not None:
         teacher = planned.teacher.hf_config.to_dict()
         check_teacher(mesh, planned.teacher.path, teacher, max_seq_len=config.train.max_seq_len)
@@ -290,7 +290,8 @@ def model_lines(model: ModelPlan, plan: Plan) -> list[tuple[str, str]]:
     """Name and text of what is decided about the model, for people: vocabulary, scores, stages, LoRA, teacher."""
     lora = model.lora.lines() if model.lora is not None else []
     stages, teacher = plan.stage_lines(model.stages), teacher_lines(model, plan)
-    return [*_vocabulary_lines(model), *_score_lines(model), *stages, *lora, *teacher]
+    routers = model.router.lines() if model.router is not None else []
+    return [*_vocabulary_lines(model), *_score_lines(model), *stages, *routers, *lora, *teacher]
 
 
 def _score_lines(model: ModelPlan) -> list[tuple[str, str]]:

@@ -60,7 +60,7 @@ def prepare_run(config: RunConfig, world: World) -> PreparedRun:
     config = with_classes(config)
     model = make_model_plan(config, plan.mesh)
     plan = replace(plan, notes=(*plan.notes, *try_generic_type(config, model)))
-    plan = freeze_unreached(plan, model)
+    plan = freeze_parameters(plan, model)
     inputs = read_inputs(config, model)
     _check_baseline(plan, inputs)
     estimate = estimate_model(config, plan, model)
@@ -90,6 +90,11 @@ def _check_baseline(plan: Plan, inputs: RunInputs) -> None:
             mismatched.check(name)
 
 
+def freeze_parameters(plan: Plan, model: ModelPlan) -> Plan:
+    """Freeze what is not trained: parameters that no loss reaches, and routers where the run file says so."""
+    return freeze_routers(freeze_unreached(plan, model), model)
+
+
 def freeze_unreached(plan: Plan, model: ModelPlan) -> Plan:
     """Freeze parameters that get no gradient from the loss, since weight decay would shrink them; a note names them.
 
@@ -111,6 +116,15 @@ def freeze_unreached(plan: Plan, model: ModelPlan) -> Plan:
         return plan
     note = f"frozen: {len(names)} parameters that the loss does not reach, kept as they are: {patterns_of(names)}"
     return replace(plan, frozen=names, notes=(*plan.notes, note))
+
+
+def freeze_routers(plan: Plan, model: ModelPlan) -> Plan:
+    """Freeze the weights of routers where the run file says so; a note names them."""
+    if model.router is None or model.router.section.train:
+        return plan
+    names = model.router.parameters()
+    note = f"frozen: {len(names)} weights of routers, since router.train is false: {patterns_of(names)}"
+    return replace(plan, frozen=(*plan.frozen, *names), notes=(*plan.notes, note))
 
 
 def estimate_model(config: RunConfig, plan: Plan, model: ModelPlan) -> RunEstimate:

@@ -102,7 +102,7 @@ def _of_teacher(config: RunConfig, teacher: str) -> RunConfig:
 
 def _prepare(config: RunConfig) -> tuple[ModelPlan, RunInputs]:
     """The model of the run with its teacher, and the rows, checked against both."""
-    model = plan_model(model_config(config), config.model, config.parallel, None, config.objective)
+    model = plan_model(model_config(config), config.model_copy(update={"lora": None, "router": None}))
     assert model.teacher is not None
     tree, alone = model.teacher.hf_config.to_dict(), Mesh.of(config.parallel, world_size=1, rank=0)
     check_teacher(alone, model.teacher.path, tree, max_seq_len=config.train.max_seq_len)

@@ -1,5 +1,5 @@
-"""Started by the tests as `torchrun worker.py FOLDER`: parameters that no loss reaches, under weight decay, saved and
-resumed.
+"""Started by the tests as `torchrun worker.py FOLDER`: parameters that are not trained, under weight decay, saved and
+resumed: those that no loss reaches, and routers, whose biases are moved.
 """
 
 import json
@@ -21,33 +21,46 @@ from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.selftest import compare
-from ds_finetune.selftest.cells import Cell, run_tree
-from ds_finetune.trainer.prepare import freeze_unreached
+from ds_finetune.selftest.cells import TINY_MODELS, Cell, run_tree
+from ds_finetune.trainer.prepare import freeze_parameters
 from ds_finetune.world import World
 from tests.model.test_unused_parameters import INDEXED
 from tests.planning import model_of
 
+MODELS = {"indexed": INDEXED | {"first_k_dense_replace": 2}, "deep": TINY_MODELS["deepseek_v3_deep"]}
+ROUTER = {"train": False, "bias_update": 0.01}
+CASES: dict[str, tuple[str, Cell]] = {
+    name: (model, Cell("", stage, 1, packing=False, precision=precision, weight_decay=0.5, **sizes))
+    for name, model, stage, precision, sizes in (
+        ("0-bf16", "indexed", 0, "bf16", {}),
+        ("2-fp32", "indexed", 2, "fp32", {}),
+        ("3-bf16", "indexed", 3, "bf16", {}),
+        ("routers-3-bf16", "deep", 3, "bf16", {}),
+        ("routers-3-fp32-tp", "deep", 3, "fp32", {"tp": 2}),
+        ("routers-1-fp32-pp", "deep", 1, "fp32", {"pp": 2}),
+    )
+}
+
 
 def main() -> None:
-    """Train at each stage and let rank zero write what became of the parameters."""
+    """Train each case and let rank zero write what became of the parameters."""
     folder, (world, device) = Path(sys.argv[1]), (World.from_environment(os.environ), choose_device())
     found = {}
     with process_group(world, device):
-        if world.rank == 0:
-            compare.write_model(AutoConfig.for_model(**INDEXED | {"first_k_dense_replace": 2}), folder / "model")
+        for model, config in MODELS.items() if world.rank == 0 else ():
+            compare.write_model(AutoConfig.for_model(**config), folder / model)
         torch.distributed.barrier()
-        for stage, precision in ((0, "bf16"), (2, "fp32"), (3, "bf16")):
-            cell = Cell("", stage, 1, packing=False, precision=precision, weight_decay=0.5)
-            place = folder / f"{stage}-{precision}"
-            config = RunConfig.model_validate(run_tree(cell, folder / "model", place, dp=world.world_size))
+        for name, (model, cell) in CASES.items():
+            tree = run_tree(cell, folder / model, folder / name, dp=world.world_size // cell.sharing)
+            config = RunConfig.model_validate(tree | {"router": ROUTER if model == "deep" else None})
             with _engine(config, world, device) as engine:
                 before = _weights(engine)
-                compare._steps_with_checkpoint(engine, place, 3)
+                compare._steps_with_checkpoint(engine, folder / name, 3)
                 trained, notes = _weights(engine), engine.plan.notes
             with _engine(config, world, device, loads_weights=False) as engine:
-                compare._steps_after_resume(engine, place, 2)
+                compare._steps_after_resume(engine, folder / name, 2)
                 resumed = _weights(engine)
-            found[f"{stage}-{precision}"] = {"notes": notes, **_compared(before, trained, resumed)}
+            found[name] = {"notes": notes, **_compared(before, trained, resumed)}
     if world.rank == 0:
         (folder / "found.json").write_text(json.dumps(found))
 
@@ -55,7 +68,7 @@ def main() -> None:
 @contextmanager
 def _engine(config: RunConfig, world: World, device: str, *, loads_weights: bool = True) -> Iterator[Engine]:
     model = model_of(config)
-    plan = freeze_unreached(make_plan(config, world=world, device=device), model)
+    plan = freeze_parameters(make_plan(config, world=world, device=device), model)
     with start_engine(plan, model, loads_weights=loads_weights) as engine:
         yield engine
 
@@ -68,7 +81,11 @@ def _compared(before: dict[str, torch.Tensor], *after: dict[str, torch.Tensor]) 
     """Names that differ from before training in some of `after`, and whether these agree."""
     changed = {name for name in before for one in after if not torch.equal(before[name], one[name])}
     first, second = after
-    return {"changed": sorted(changed), "resumed": all(torch.allclose(first[n], second[n], atol=1e-6) for n in before)}
+    return {
+        "changed": sorted(changed),
+        "resumed": all(torch.allclose(first[n], second[n], atol=1e-6) for n in before),
+        "biases": all(torch.equal(first[n], second[n]) for n in before if n.endswith("bias")),
+    }
 
 
 if __name__ == "__main__":

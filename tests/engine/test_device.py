@@ -101,7 +101,7 @@ def engine_on_device(
 ) -> Iterator[tuple[Engine, list[str]]]:
     """The engine of a rank of a layout, as on a GPU, and the names of the collectives it has called."""
     world_size, sizes = LAYOUTS[layout]
-    cell = Cell(family, 0, 2, packing=True, **sizes)
+    cell = Cell(family, 0, 2, packing=True, balances="deepseek_v3" in family, **sizes)
     tree = run_tree(cell, Path("model"), Path("out"), dp=world_size // cell.sharing)
     tree |= {"model": {"path": "model", "weights": "random"}, "objective": objective}
     config = RunConfig.model_validate(tree)
@@ -109,9 +109,11 @@ def engine_on_device(
     with on_device(world_size, rank=rank) as calls:
         groups = _groups(plan)
         enlarged = enlarged_config(hf_config(family), config.parallel)
-        model = plan_model(enlarged, config.model, config.parallel, config.lora, config.objective)
+        model = plan_model(enlarged, config)
         lm, _ = start._build(plan, model, groups, loads_weights=True)
-        engine = Engine(_Ranks(TrainedModel(lm, groups.sequence, groups.stage)), plan, groups, model.objective)
+        trained = TrainedModel(lm, groups.sequence, groups.stage)
+        start._add_extra_losses(trained, model, groups)
+        engine = Engine(_Ranks(trained), plan, groups, model.objective)
         assert all(isinstance(param, OnDevice) for param in engine.lm.parameters())
         yield engine, calls
 

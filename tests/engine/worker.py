@@ -42,7 +42,7 @@ def main() -> None:
                 ) as engine:
                     found[f"plain-{stage}-{precision}"] = [record.values["train/loss"] for record in _steps(engine)]
                 with _engine(
-                    world, device, Cell("deepseek_v3", stage, 2, packing=False, precision=precision)
+                    world, device, Cell("deepseek_v3", stage, 2, packing=False, precision=precision, balances=True)
                 ) as engine:
                     found[f"poisoned-{stage}-{precision}"] = _poisoned(engine, 1, "model.norm")
             with _engine(world, device, Cell("deepseek_v3", stage, 2, packing=False)) as engine:
@@ -53,7 +53,9 @@ def main() -> None:
         ):
             if stage or precision == "fp32":
                 with _engine(
-                    world, device, Cell("deepseek_v3", stage, 2, packing=False, precision=precision, pp=2)
+                    world,
+                    device,
+                    Cell("deepseek_v3", stage, 2, packing=False, precision=precision, pp=2, balances=True),
                 ) as engine:
                     found[f"pipeline-{stage}-{precision}-{rank}"] = _poisoned(engine, rank, module)
         with _engine(world, device, Cell("deepseek_v3", 1, 2, packing=False)) as engine:

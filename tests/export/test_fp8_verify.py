@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_finetune.export.from_checkpoint import export_checkpoint
 from ds_finetune.export.verify import plain_transformers
@@ -158,7 +158,7 @@ def test_dequantised_weights_are_those_of_the_plain_folder(tmp_path: Path) -> No
         dequantised(tensors, torch.bfloat16),
         config={k: v for k, v in V3.items() if k != "quantization_config"},
     )
-    model, _ = plain_transformers._load_dequantised(tmp_path / "fp8")
+    model, _ = plain_transformers._load_dequantised(tmp_path / "fp8", AutoConfig.from_pretrained(tmp_path / "fp8"))
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype="auto")
     assert all(
         torch.equal(ours, theirs)

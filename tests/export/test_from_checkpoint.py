@@ -554,6 +554,19 @@ def test_rotary_settings_in_both_schemas_mean_the_same(shared_data: Path, tmp_pa
     assert seen > 10
 
 
+def test_a_partial_rotary_factor_is_in_both_schemas(tmp_path: Path) -> None:
+    """GLM-4.5 publishes it beside `rope_theta`; vLLM reads it in `rope_parameters`, and takes 0.5 where it is absent."""
+    given = {"model_type": "glm4_moe", "rope_theta": 1e6, "partial_rotary_factor": 0.25, "rope_scaling": None}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    wanted = AutoConfig.from_pretrained(tmp_path).rope_parameters
+    for config in (given, {"model_type": "glm4_moe", "rope_parameters": wanted}):
+        served = served_config(config, family_of("glm4_moe"), ())
+        assert served["partial_rotary_factor"] == served["rope_parameters"]["partial_rotary_factor"] == 0.25
+        (tmp_path / "config.json").write_text(json.dumps(served))
+        read = AutoConfig.from_pretrained(tmp_path).rope_parameters
+        assert {**read, "type": None} == {**wanted, "type": None}
+
+
 def test_which_weights_are_in_fp8(base: Path, tmp_path: Path) -> None:
     export(base, tmp_path / "bf16", "bf16")
     export(tmp_path / "bf16", tmp_path / "out", "fp8")

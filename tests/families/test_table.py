@@ -20,7 +20,8 @@ def test_a_row_names_code_that_there_is(family: Family) -> None:
     assert (family.experts_class is not None) == ("ep" in family.parallel_axes)
     assert family.expert_keys is not None or not (family.fused_experts or family.experts_class)
     if family.experts_class is not None:
-        modeling = getattr(getattr(models, family.model_type), f"modeling_{family.model_type}")
+        name = family.built_as or family.model_type
+        modeling = getattr(getattr(models, name), f"modeling_{name}")
         assert inspect.isclass(getattr(modeling, family.experts_class))
     if family.onnx is not None:
         assert family.onnx.attention in (ENCODER_GRAPHS if family.encoder else ATTENTION)

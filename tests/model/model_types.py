@@ -41,7 +41,7 @@ model: {{path: my-bloom, attention: eager}}
 data: {{train: chat.jsonl, packing: false}}
 ```
 
-The families `{families}`
+{families}
 have rows in `ds_finetune/families/table.py`, and tests compare their losses and gradients with a plain loop. Every
 other causal model type of transformers is *generic*: it is built as transformers builds it. Before a generic type is
 trained, and by `ds-finetune plan`, a tiny copy of its `config.json` is tried on the CPU (about a second, fp32, random
@@ -70,8 +70,9 @@ at zero), and transformers then picks by the place in the row. With at most 4 in
 refused; with the 64 of the published model no such tie was met.
 
 Router biases (`e_score_correction_bias`, `expert_bias`) stay fp32 in every type. A balance loss that a config asks for
-by `output_router_logits: true` is refused, since it is not computed. Experts that are published one by one are joined
-for the families with fused experts alone; the error for other types says how to save them fused.
+by `output_router_logits: true` is refused; [routers](../how-to/routers.md) says which one is computed. Experts that are
+published one by one are joined for the families with fused experts alone; the error for other types says how to save
+them fused.
 
 With `model.attention: flash_attention_2` the lengths of the documents go to the kernel, for any number of rows in a
 forward. The trial then uses a slow attention that reads those lengths, since FlashAttention does not run on CPUs.
@@ -159,7 +160,11 @@ def rows() -> list[Row]:
 
 def page(found: list[Row]) -> str:
     head = _HEAD.format(
-        families="`, `".join(kind for kind, family in FAMILIES.items() if family.encoder is None),
+        families=textwrap.fill(
+            f"The families `{'`, `'.join(kind for kind, family in FAMILIES.items() if family.encoder is None)}`",
+            120,
+            break_on_hyphens=False,
+        ),
         encoders="`, `".join(kind for kind, family in FAMILIES.items() if family.encoder is not None),
         version=transformers.__version__,
         settings=f"{len(SETTINGS)} exceptions",

@@ -12,7 +12,7 @@ from transformers import modeling_flash_attention_utils as flash
 
 from ds_finetune.errors import ModelError
 from ds_finetune.families.table import FAMILIES
-from ds_finetune.families.tiny import DENSE, GROUPED_ROUTING, LATENT
+from ds_finetune.families.tiny import DENSE, GROUPED_QUERY_EXPERTS, GROUPED_ROUTING, LATENT, ONE_GROUP, WIDE_VALUES
 from ds_finetune.model.attention import attend_by_document
 from ds_finetune.model.build import build_skeleton, check_attention
 from ds_finetune.model.forward_rows import ForwardRows
@@ -22,6 +22,9 @@ from ds_finetune.model.weights import initialise_weights
 LENGTHS = ((5, 9, 2), (16,), (1, 1, 14))
 CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": GROUPED_ROUTING,
+    "kimi_k2": ONE_GROUP,
+    "glm4_moe_lite": WIDE_VALUES,
+    "glm4_moe": GROUPED_QUERY_EXPERTS | {"use_qk_norm": True},
     "qwen2": DENSE | {"tie_word_embeddings": True},
     "llama": DENSE,
     "deepseek_v2": LATENT,

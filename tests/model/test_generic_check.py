@@ -34,7 +34,7 @@ def _trial(kind: str, *, row_tokens: int = ROW_TOKENS, **settings: Any) -> Trial
 
 @pytest.mark.parametrize(
     "kind",
-    ["mistral", "mixtral", "olmo2", "gpt_neox", "glm4", "glm4_moe", "granite", "starcoder2", "doge", "deepseek_v32"],
+    ["mistral", "mixtral", "olmo2", "gpt_neox", "glm4", "dots1", "granite", "starcoder2", "doge", "deepseek_v32"],
 )
 def test_a_type_that_keeps_documents_apart_is_trained_packed_and_padded(kind: str) -> None:
     trial = _trial(kind)
@@ -132,7 +132,7 @@ def test_pairs_need_documents_of_a_row_that_are_kept_apart() -> None:
     assert "both answers of a pair are in one row" in refused.value.hint
 
 
-@pytest.mark.parametrize("kind", ["bamba", "gemma3_text", "glm4_moe", "qwen3_next", "jamba"])
+@pytest.mark.parametrize("kind", ["bamba", "gemma3_text", "dots1", "qwen3_next", "jamba"])
 def test_a_tiny_copy_has_every_kind_of_layer(kind: str) -> None:
     config = config_of(kind)
     whole = build_meta_model(config)
@@ -281,7 +281,7 @@ NO_LEAK = [
     "granitemoe",
     "smollm3",
     "glm4",
-    "glm4_moe",
+    "dots1",
     "dots1",
     "starcoder2",
     "gpt_neox",

@@ -66,7 +66,7 @@ def test_buffers_of_the_router_stay_fp32_in_bf16(deepseek: Path) -> None:
     assert model.get_buffer("model.layers.1.mlp.gate.e_score_correction_bias")[0].item() == pytest.approx(-0.2)
 
 
-GLM = CONFIGS["llama"] | {
+DOTS = CONFIGS["llama"] | {
     "moe_intermediate_size": 16,
     "n_routed_experts": 8,
     "n_shared_experts": 1,
@@ -78,13 +78,11 @@ GLM = CONFIGS["llama"] | {
 ERNIE = CONFIGS["llama"] | {"moe_intermediate_size": 16, "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1}
 
 
-@pytest.mark.parametrize(
-    ("kind", "tree"), [("glm4_moe", GLM), ("minimax_m2", CONFIGS["llama"]), ("ernie4_5_moe", ERNIE)]
-)
+@pytest.mark.parametrize(("kind", "tree"), [("dots1", DOTS), ("minimax_m2", CONFIGS["llama"]), ("ernie4_5_moe", ERNIE)])
 def test_router_biases_of_generic_types_stay_fp32_and_untrained(
     kind: str, tree: dict[str, object], tmp_path: Path
 ) -> None:
-    """In GLM's published weights they differ by less than bf16 can tell apart; ERNIE's is a parameter, which DeepSpeed
+    """In published weights they differ by less than bf16 can tell apart; ERNIE's is a parameter, which DeepSpeed
     would cast.
     """
     config = AutoConfig.for_model(kind, **tree)
@@ -109,20 +107,20 @@ def test_router_biases_of_generic_types_stay_fp32_and_untrained(
 
 
 def test_experts_one_by_one_of_a_type_without_a_row_are_not_the_checkpoints_fault(tmp_path: Path) -> None:
-    config = AutoConfig.for_model("glm4_moe", **GLM)
+    config = AutoConfig.for_model("dots1", **DOTS)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "hub")
     with pytest.raises(
-        ModelError, match=r"model_type `glm4_moe` is not supported with a tensor for each expert, as .*/hub has them"
+        ModelError, match=r"model_type `dots1` is not supported with a tensor for each expert, as .*/hub has them"
     ) as caught:
-        load_weights(skeleton(tmp_path / "hub"), tmp_path / "hub", family=family_of("glm4_moe"))
+        load_weights(skeleton(tmp_path / "hub"), tmp_path / "hub", family=family_of("dots1"))
     assert "mlp.experts.0.down_proj.weight" in caught.value.message
-    assert "deepseek_v2, deepseek_v3, qwen2_moe, qwen3_moe" in caught.value.message
+    assert "only those of deepseek_v2, deepseek_v3, kimi_k2," in caught.value.message
     assert "save_original_format=False" in caught.value.hint
     # What the hint says works.
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "hub").eval()
     plain.save_pretrained(tmp_path / "fused", save_original_format=False)
     model = skeleton(tmp_path / "fused")
-    load_weights(model, tmp_path / "fused", family=family_of("glm4_moe"))
+    load_weights(model, tmp_path / "fused", family=family_of("dots1"))
     ids = torch.arange(3, 20)[None]
     assert torch.allclose(model.eval()(ids).logits, plain(ids).logits, atol=1e-5)
 

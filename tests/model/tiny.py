@@ -2,13 +2,24 @@
 
 from typing import Any
 
-from ds_finetune.families.tiny import DENSE, GPT_OSS, GROUPED_ROUTING, LATENT
+from ds_finetune.families.tiny import (
+    DENSE,
+    GPT_OSS,
+    GROUPED_QUERY_EXPERTS,
+    GROUPED_ROUTING,
+    LATENT,
+    ONE_GROUP,
+    WIDE_VALUES,
+)
 
 _COMMON = {"num_hidden_layers": 3, "bos_token_id": 1, "eos_token_id": 2}
 _DENSE, _LATENT = DENSE | _COMMON, LATENT | _COMMON
 CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v2": _LATENT | {"topk_method": "greedy", "q_lora_rank": None, "n_group": 1, "topk_group": 1},
     "deepseek_v3": GROUPED_ROUTING | _COMMON,
+    "kimi_k2": ONE_GROUP | _COMMON,
+    "glm4_moe_lite": WIDE_VALUES | _COMMON,
+    "glm4_moe": GROUPED_QUERY_EXPERTS | _COMMON | {"use_qk_norm": True},
     "qwen2": _DENSE | {"tie_word_embeddings": True},
     "qwen3": _DENSE | {"head_dim": 8},
     "qwen3_moe": _DENSE

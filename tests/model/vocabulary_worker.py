@@ -55,7 +55,7 @@ def main() -> None:
             plan = make_plan(config, world=world, device=device)
             hf_config = read_hf_config(config.model.path)
             grow_vocabulary(hf_config, AFTER)
-            with start_engine(plan, plan_model(hf_config, config.model, config.parallel, config.lora)) as engine:
+            with start_engine(plan, plan_model(hf_config, config)) as engine:
                 found = {name: tensor.clone() for name, tensor in engine.tensors() if tensor is not None}
             if world.rank == 0:
                 torch.save(found, folder / f"{name_of(family, stage, parallel)}.pt")

@@ -117,7 +117,7 @@ def run_cell(cell: EncoderCell, models: Path, out: Path, world: World) -> dict[s
     }
     config = RunConfig.model_validate(tree)
     hf_config = read_hf_config(config.model.path, task="sequence_classification")
-    model = plan_model(hf_config, config.model, config.parallel, None, config.objective)
+    model = plan_model(hf_config, config)
     plan = make_plan(config, world=world, device=choose_device())
     with start_engine(plan, model) as engine:
         return _take_steps(engine, plan, every)

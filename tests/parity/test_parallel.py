@@ -9,7 +9,7 @@ import pytest
 
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.plan.combinations import TESTED_LAYOUTS, ParallelLayout
-from ds_finetune.selftest.cells import Cell
+from ds_finetune.selftest.cells import TINY_MODELS, Cell
 from tests.pairwise import each_value, pairwise
 from tests.parity.reference import (
     WORLDS,
@@ -28,6 +28,7 @@ FIRST = ("deepseek_v3", "llama")
 """Families whose pairs of values are all compared by default."""
 OTHERS = tuple(name for name, family in FAMILIES.items() if family.tiny_models and name not in FIRST)
 """Families with two cells by default; their other cells are behind the marker."""
+TENSOR = ParallelLayout(frozenset({"tp"}), (1,))
 PLAIN = ParallelLayout(frozenset(), (0, 1, 2, 3))
 
 
@@ -35,7 +36,7 @@ def _cells(families: tuple[str, ...]) -> list[Cell]:
     return [
         _cell(family, row, stage, packing=packing)
         for row, family in itertools.product(TESTED_LAYOUTS, families)
-        if family.removesuffix("_lite") in row.families
+        if TINY_MODELS[family]["model_type"] in row.families and _deep_enough(family, row) in TINY_MODELS
         for stage, packing in itertools.product(row.stages, (True, False))
     ]
 
@@ -119,9 +120,12 @@ TIED = [
 ]
 """The embedding is on the first stage, the head that shares its weight on the last."""
 DEFAULT = _cells(FIRST) + _offloaded() + TIED
-REST = [cell for cell in _cells((*OTHERS, "deepseek_v2_lite")) if "lite_deep" not in cell.family]
-REST += FOUR_STAGES
-"""V2-Lite has no latent queries: one projection from the hidden states to the heads."""
+VARIANTS = ("deepseek_v2_lite", "glm4_moe_lite_types", "glm4_moe_air")
+"""Without latent queries; with experts in the first and third of three layers; without norms of queries and keys."""
+BIASES = [_cell(family, TENSOR, 1, packing=True) for family in ("llama_biases", "glm4_moe")]
+"""Shards of the biases of queries, keys and values; llama's attention also has a bias that every rank holds."""
+MORE_BIASES = [cell for cell in _cells(("llama_biases", "deepseek_v3_biases")) if cell.tp > 1]
+REST = _cells((*OTHERS, *VARIANTS)) + MORE_BIASES + FOUR_STAGES
 ALL = runs_of(DEFAULT) + runs_of(REST) + runs_of(DEFAULT + REST, worlds=(4,))
 ALL_ROUNDED = runs_of(_rounded()) + runs_of(_rounded(), worlds=(4,))
 
@@ -138,7 +142,7 @@ def _without(runs: list[Run], chosen: list[Run]) -> list[Run]:
 CHOSEN = pairwise(runs_of(DEFAULT), _axes)
 """Every pair of values of two axes; the full product is behind the marker."""
 _TWO_OF_EACH = [cell for number, family in enumerate(OTHERS) for cell in _two_cells(number, family)]
-CHOSEN += _without(runs_of(_TWO_OF_EACH, worlds=WORLDS[-1:]), CHOSEN)
+CHOSEN += _without(runs_of(BIASES + _TWO_OF_EACH, worlds=WORLDS[-1:]), CHOSEN)
 ROUNDED = each_value(runs_of(_rounded()), _axes)
 """bf16 with every layout and with every stage; layouts are paired with stages in fp32."""
 

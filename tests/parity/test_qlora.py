@@ -48,6 +48,7 @@ CELLS = [
     for stage in (0, 1, 2)
 ]
 MORE = [Cell(family, stage, 4, False) for family in ("deepseek_v2", "qwen3", "llama") for stage in (0, 2)]
+MORE += [Cell(family, 2, 2, True) for family in ("kimi_k2", "glm4_moe_lite", "glm4_moe")]
 ROUNDED = [
     Cell(family, stage, 2, True, precision="bf16", checkpointing=True)
     for family in ("deepseek_v3", "qwen2")

@@ -1,5 +1,6 @@
 """Parameters by arithmetic equal the published totals and transformers' own models."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,103 @@ def test_published_totals(shared_data: Path, name: str) -> None:
     assert active is None or round(shape.active_params / 1e9, 3) == active
 
 
+KIMI_K2 = {
+    "model_type": "kimi_k2",
+    "n_routed_experts": 384,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "first_k_dense_replace": 1,
+    "vocab_size": 163_840,
+    "rope_theta": 50000.0,
+}
+"""How Kimi-K2-Instruct's config.json differs from DeepSeek-V3's in sizes (arXiv 2507.20534, table 2)."""
+
+GLM_47_FLASH = {
+    "model_type": "glm4_moe_lite",
+    "num_hidden_layers": 47,
+    "hidden_size": 2048,
+    "intermediate_size": 10_240,
+    "moe_intermediate_size": 1536,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 20,
+    "q_lora_rank": 768,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "first_k_dense_replace": 1,
+    "vocab_size": 154_880,
+    "max_position_embeddings": 202_752,
+    "tie_word_embeddings": False,
+}
+"""Sizes of GLM-4.7-Flash (defaults of transformers 5.23, configuration_glm4_moe_lite.py)."""
+
+GLM_45 = {
+    "model_type": "glm4_moe",
+    "num_hidden_layers": 92,
+    "hidden_size": 5120,
+    "intermediate_size": 12_288,
+    "moe_intermediate_size": 1536,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "n_routed_experts": 160,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "vocab_size": 151_552,
+    "max_position_embeddings": 131_072,
+    "tie_word_embeddings": False,
+}
+GLM_45_AIR = GLM_45 | {
+    "num_hidden_layers": 46,
+    "hidden_size": 4096,
+    "intermediate_size": 10_944,
+    "moe_intermediate_size": 1408,
+    "use_qk_norm": False,
+    "n_routed_experts": 128,
+    "first_k_dense_replace": 1,
+}
+"""Sizes of GLM-4.5 and GLM-4.5-Air (slime 624b824, scripts/models/glm4.5-355B-A32B.sh and glm4.5-106B-A12B.sh)."""
+
+
+@pytest.mark.parametrize(("config", "total", "active"), [(GLM_45, 355, 32), (GLM_45_AIR, 106, 12)])
+def test_glm_45_has_the_published_parameters(config: dict[str, Any], total: int, active: int) -> None:
+    """Published: 355B-A32B and 106B-A12B; transformers' own count is the judge."""
+    shape = Shape.of(config)
+    assert shape.total_params / 1e9 == pytest.approx(total, rel=0.01)
+    assert (shape.active_params - shape.embedding) / 1e9 == pytest.approx(active, rel=0.07)
+    assert shape.total_params == _built(AutoConfig.for_model(**config))
+
+
+def test_glm_47_flash_has_thirty_billion_parameters() -> None:
+    """Published as 30B-A3B; its bf16 files also have the multi-token prediction layer, which is not built."""
+    shape = Shape.of(GLM_47_FLASH)
+    assert round(shape.total_params / 1e9, 3) == 29.943
+    assert shape.total_params == _built(AutoConfig.for_model(**GLM_47_FLASH))
+    layer = (shape.attention + shape.norms) / 47 + (shape.shared_experts + shape.routed_experts + shape.router) / 46
+    with_prediction = shape.total_params + layer + shape.embedding + shape.head + 2 * shape.hidden**2
+    assert round(2 * with_prediction / 1e9, 1) == 62.4
+
+
+def test_kimi_k2_has_a_trillion_parameters(shared_data: Path) -> None:
+    """Published: 1T parameters, of which 32B are active without the embedding; transformers' own count is the judge."""
+    v3 = json.loads((shared_data / "configs" / "deepseek-ai--DeepSeek-V3" / "config.json").read_text())
+    config = {**v3, **KIMI_K2}
+    config.pop("quantization_config")
+    shape = Shape.of(config)
+    assert round(shape.total_params / 1e9, 1) == 1026.4
+    assert round((shape.active_params - shape.embedding) / 1e9, 1) == 31.7
+    assert shape.total_params == _built(AutoConfig.for_model(**config))
+
+
 @pytest.mark.parametrize(
     "name",
     ["meta-llama--Meta-Llama-3.1-70B", "Qwen--Qwen3-0.6B", "Qwen--Qwen3-235B-A22B", "nvidia--DeepSeek-V3.1-NVFP4"],
@@ -71,6 +169,8 @@ VARIANTS: list[dict[str, Any]] = [
     {"mlp_only_layers": [1]},
     {"moe_layer_freq": 2},
     {"decoder_sparse_step": 2},
+    {"attention_bias": False, "use_qk_norm": False},
+    {"mlp_layer_types": ["sparse", "dense", "sparse"]},
 ]
 
 
@@ -123,12 +223,14 @@ RUN_FILES = {
     "deepseek_v3": "deepseek-ai--DeepSeek-V3",
     "deepseek_v2_lite": "deepseek-ai--DeepSeek-V2-Lite",
     "moonlight_16b": "moonshotai--Moonlight-16B-A3B",
+    "glm_47_flash": "zai-org--GLM-4.7-Flash",
     "qwen3_8b": "Qwen--Qwen3-8B",
     "r1_distill_llama_8b": "deepseek-ai--DeepSeek-R1-Distill-Llama-8B",
     "r1_distill_qwen_1b5": "deepseek-ai--DeepSeek-R1-Distill-Qwen-1.5B",
     "r1_distill_qwen_7b": "deepseek-ai--DeepSeek-R1-Distill-Qwen-7B",
     "dpo_r1_distill_qwen_7b": "deepseek-ai--DeepSeek-R1-Distill-Qwen-7B",
 }
+_STATED = {"zai-org--GLM-4.7-Flash": GLM_47_FLASH}
 OTHER_STATES = {
     "classify_qwen3_0b6": "Qwen--Qwen3-0.6B",
     "kto_r1_distill_qwen_7b_lora": "deepseek-ai--DeepSeek-R1-Distill-Qwen-7B",
@@ -156,7 +258,7 @@ def test_memory_named_in_a_run_file_follows_from_the_shape(shared_data: Path, na
         r"([\d.]+) B parameters x 16 bytes .*?/ (\d+) = ([\d.]+) GiB", text.replace("\n# ", " "), re.DOTALL
     )
     assert found
-    total = Shape.of(shared_data / "configs" / RUN_FILES[name]).total_params
+    total = Shape.of(_STATED.get(RUN_FILES[name], shared_data / "configs" / RUN_FILES[name])).total_params
     assert found[1] == f"{total / 1e9:.3f}"
     assert found[3] == f"{total * 16 / int(found[2]) / 2**30:.1f}"
     assert f"model: {RUN_FILES[name].replace('--', '/')}\n" in text

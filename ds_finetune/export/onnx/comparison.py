@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
+from ds_finetune.auto_models import AutoModelForCausalLM
 from ds_finetune.export.onnx.runtime import OnnxModel
 
 TOLERANCES = {np.dtype(np.float32): 1e-4, np.dtype(np.float16): 2e-2}

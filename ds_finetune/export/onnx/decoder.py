@@ -163,7 +163,7 @@ def _grouped_query(config: PretrainedConfig) -> tuple[Callable[[_AttentionScope,
         )
         if hasattr(module, "q_norm"):
             query, key = layers.norm(query, f"{name}.q_norm"), layers.norm(key, f"{name}.k_norm")
-        query, key = (scope.rotary.rotate(layers.heads_first(part)) for part in (query, key))
+        query, key = (scope.rotary.rotate_first(layers.heads_first(part), width) for part in (query, key))
         value_ = layers.heads_first(layers.heads(layers.linear(x, f"{name}.v_proj"), key_heads, width))
         key, value_ = scope.update_cache(key, value_)
         query = graph.op("Mul", query, graph.scalar(module.scaling))

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
+from ds_finetune.auto_configs import AutoConfig
 from ds_finetune.errors import ExportError, OutputError, VerificationError
 from ds_finetune.export.classifiers import auto_class
 from ds_finetune.export.from_checkpoint import COPIED_FILES, check_free_space, check_out_empty, export_checkpoint

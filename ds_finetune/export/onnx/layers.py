@@ -163,6 +163,16 @@ class Rotary:
         )
         return graph.op("Reshape", stacked, graph.ints(0, 0, 0, self.width))
 
+    def rotate_first(self, x: str, width: int) -> str:
+        """x [batch, heads, length, width] with its first dimensions rotated, as many as there are angles for, and the
+        others as they are.
+        """
+        if width == self.width:
+            return self.rotate(x)
+        graph = self.graph
+        rotated, rest = graph.ops("Split", x, graph.ints(self.width, width - self.width), names=2, axis=_LAST)
+        return graph.op("Concat", self.rotate(rotated), rest, axis=_LAST)
+
     def _split(self, x: str) -> list[str]:
         graph = self.graph
         if not self.pairs_in:

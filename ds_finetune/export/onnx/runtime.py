@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import torch
-from transformers import AutoConfig, DynamicCache, GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from ds_finetune.auto_configs import AutoConfig
 from ds_finetune.export.verify.record import MODEL
 
 _PAST = "past_key_values."

@@ -11,8 +11,9 @@ import numpy as np
 import onnxruntime
 import torch
 from numpy.typing import NDArray
-from transformers import AutoModelForSequenceClassification, PretrainedConfig
+from transformers import PretrainedConfig
 
+from ds_finetune.auto_models import AutoModelForSequenceClassification
 from ds_finetune.export.onnx.comparison import (
     FLIPPED_SHARE,
     TOLERANCES,

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_finetune.export.verify.record import ExportRecord, Floats
+from ds_finetune.families.table import BUILT_AS
 from ds_finetune.phase_line import PhaseLine
 
 _LIMIT = {"float32": 1e-5}
@@ -61,7 +62,7 @@ def load_folders(folders: Sequence[Path]) -> Iterator[tuple[Path, LoadedFolder]]
     remaining = list(folders)
     while remaining:
         with tempfile.TemporaryDirectory() as results:
-            arguments = [results, *(str(folder.absolute()) for folder in remaining)]
+            arguments = [results, json.dumps(BUILT_AS), *(str(folder.absolute()) for folder in remaining)]
             with PhaseLine("verifying exports", len(folders)) as line:
                 line.advance(len(folders) - len(remaining))
                 done = _run([*command, *arguments], environ, line)

@@ -1,8 +1,11 @@
-"""Load exported folders with plain transformers: `python -P plain_transformers.py PARENT_PID OUT FOLDER...`.
+"""Load exported folders with plain transformers: `python -P plain_transformers.py PARENT_PID OUT BUILT_AS FOLDER...`.
 
 This file is started by its path in a process of its own, and imports nothing of ds_finetune. For folder number i,
 `OUT/i.json` is a report on the loading. `OUT/i.logits.npy` holds the sampled logits of the prompts in the folder's
 verification.json (ds_finetune/export/verify/record.py) in the folder's dtype, `OUT/i.fp32.npy` those in fp32.
+
+`BUILT_AS` is JSON: model types that transformers does not know, with those whose classes they are. Such a folder is
+loaded as `AutoModelForCausalLM.from_pretrained(folder, config=AutoConfig.from_pretrained(folder, model_type=...))`.
 
 Weights in FP8 are dequantised here with plain torch, because transformers 5.23 fails on rows that 128 does not divide,
 and takes wrong blocks for other such sizes (integrations/finegrained_fp8.py:1130-1175). `OUT/i.perturbed.npy` holds
@@ -13,6 +16,7 @@ of one batch of all prompts in fp32, padded on the right, where config.json name
 the folder's tokenizer makes of the record's texts.
 """
 
+import copy
 import ctypes
 import json
 import os
@@ -53,20 +57,24 @@ _MANTISSA, _SMALLEST_STEP = 3, 2.0**-9
 
 def main() -> None:
     """Load every folder and write its results."""
-    out, *folders = map(Path, sys.argv[2:])
+    out, built_as, folders = Path(sys.argv[2]), json.loads(sys.argv[3]), map(Path, sys.argv[4:])
     for number, folder in enumerate(folders):
-        report, arrays = _inspect_folder(folder)
+        report, arrays = _inspect_folder(folder, _read_config(folder, built_as))
         for name, array in arrays.items():
             np.save(out / f"{number}.{name}.npy", array)
         (out / f"{number}.json").write_text(json.dumps(report), encoding="utf-8")
 
 
-def _inspect_folder(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def _read_config(folder: Path, built_as: dict[str, str]) -> PretrainedConfig:
+    model_type = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+    other = {"model_type": built_as[model_type]} if model_type in built_as else {}
+    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **other)
+
+
+def _inspect_folder(folder: Path, config: PretrainedConfig) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     record = json.loads((folder / "verification.json").read_text(encoding="utf-8"))
-    is_fp8 = hasattr(
-        AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False), "quantization_config"
-    )
-    model, loading = _load_dequantised(folder) if is_fp8 else _load_plain(folder)
+    is_fp8 = hasattr(config, "quantization_config")
+    model, loading = _load_dequantised(folder, config) if is_fp8 else _load_plain(folder, config)
     model.eval().to(_choose_device(folder, _GPU_FACTOR_FP8 if is_fp8 else _GPU_FACTOR))
     reached = _count_reached_experts(model)
     experts = _choose_experts(model, record)
@@ -79,7 +87,7 @@ def _inspect_folder(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]
     device = model.device
     if is_fp8:
         del model
-        model = _load_dequantised(folder, perturbed=True)[0].eval().to(device).float()
+        model = _load_dequantised(folder, config, perturbed=True)[0].eval().to(device).float()
         if experts:
             model.set_experts_implementation(_EAGER)
         arrays["perturbed"] = _logits(model, record)
@@ -91,7 +99,7 @@ def _inspect_folder(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]
         "versions": f"transformers {transformers.__version__}, torch {torch.__version__}",
         "experts": sum(size for _, size in reached),
         "experts_reached": sum(len(seen) for seen, _ in reached),
-        "tokenised": _tokenise(folder, record.get("texts") or []),
+        "tokenised": _tokenise(folder, config, record.get("texts") or []),
         "ours": sorted(name for name in sys.modules if name.partition(".")[0] == "ds_finetune"),
     }
     return report, arrays
@@ -113,23 +121,24 @@ def _choose_experts(model: PreTrainedModel, record: dict[str, Any]) -> str:
     return ""
 
 
-def _load_plain(folder: Path) -> tuple[PreTrainedModel, dict[str, Any]]:
+def _load_plain(folder: Path, config: PretrainedConfig) -> tuple[PreTrainedModel, dict[str, Any]]:
     settings = {"dtype": "auto", "local_files_only": True, "trust_remote_code": False}
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     kind = AutoModelForSequenceClassification if _is_classifier(config) else AutoModelForCausalLM
-    return kind.from_pretrained(folder, output_loading_info=True, **settings)
+    return kind.from_pretrained(folder, config=config, output_loading_info=True, **settings)
 
 
 def _is_classifier(config: PretrainedConfig) -> bool:
     return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
 
 
-def _load_dequantised(folder: Path, *, perturbed: bool = False) -> tuple[PreTrainedModel, dict[str, Any]]:
+def _load_dequantised(
+    folder: Path, config: PretrainedConfig, *, perturbed: bool = False
+) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model of a folder in FP8 blocks as if it had been published in bf16, and what transformers reported.
 
     Where it is `perturbed`, every FP8 number is moved at random by up to half the distance to the next one.
     """
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    config = copy.deepcopy(config)
     del config.quantization_config
     stored: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
@@ -164,11 +173,11 @@ def _choose_device(folder: Path, factor: float) -> str:
     return "cuda" if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > factor * size else "cpu"
 
 
-def _tokenise(folder: Path, texts: list[str]) -> list[list[int]]:
+def _tokenise(folder: Path, config: PretrainedConfig, texts: list[str]) -> list[list[int]]:
     """Ids that the folder's tokenizer gives for texts as a pipeline would call it."""
     if not texts:
         return []
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(folder, config=config, local_files_only=True, trust_remote_code=False)
     return [tokenizer(text)["input_ids"] for text in texts]
 
 

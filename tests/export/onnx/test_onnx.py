@@ -39,6 +39,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": CONFIGS["qwen3"] | {"head_dim": 12},
     "deepseek_v2": CONFIGS["deepseek_v2"]
     | {"n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy", "q_lora_rank": 24},
+    "glm4_moe_lite": CONFIGS["glm4_moe_lite"],
+    "glm4_moe": CONFIGS["glm4_moe"],
     "deepseek_v3": CONFIGS["deepseek_v3"] | {"routed_scaling_factor": 2.5},
 }
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -66,6 +68,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
         "q_lora_rank": None,
         "num_experts_per_tok": 4,
+    },
+    "glm4_moe-air-quarter": {
+        "use_qk_norm": False,
+        "head_dim": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
     },
     "deepseek_v3-dense": {"first_k_dense_replace": 3},
 }

@@ -1,0 +1,65 @@
+"""Choices of experts in a step, added up over all ranks, and the update of biases that follows from them."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ds_finetune.model.routers import RouterCollector
+from ds_finetune.plan.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class RouterChoices:
+    """What all routers of the model chose for the tokens of a global batch, the same on every rank.
+
+    Tensors are on the CPU.
+    """
+
+    layers: tuple[int, ...]
+    """Numbers of the layers that have a router."""
+    counts: torch.Tensor
+    """How often each expert was chosen, int64 [layers, experts]; padding is not counted."""
+    entropy: torch.Tensor
+    """Mean over tokens of the entropy in nats of the shares of the scores, fp64 [layers]."""
+    num_tokens: int
+
+
+def sum_choices(routers: RouterCollector, mesh: Mesh) -> RouterChoices:
+    """The choices that the collectors of all ranks counted, in one reduction; collective."""
+    plan = routers.plan
+    # Counts are exact in fp64 up to 2**53.
+    table = torch.zeros(len(plan.layers), plan.experts + 2, dtype=torch.float64, device=routers.counts.device)
+    if mesh.place("tp") == 0 and routers.layers:
+        # Tensor parallel ranks count the same tokens, pipeline stages other layers.
+        here = torch.tensor([plan.layers.index(layer) for layer in routers.layers], device=table.device)
+        tokens = routers.num_tokens.double().expand(len(here))
+        table[here] = torch.cat([routers.counts.double(), routers.entropy[:, None], tokens[:, None]], dim=1)
+    dist.all_reduce(table)
+    table = table.cpu()
+    tokens = table[:, -1]
+    return RouterChoices(plan.layers, table[:, :-2].long(), table[:, -2] / tokens.clamp_min(1), int(tokens[0].item()))
+
+
+def finish_step(routers: RouterCollector, mesh: Mesh, *, is_skipped: bool) -> RouterChoices:
+    """The choices of the step; biases are updated by them unless it was skipped. Collective."""
+    choices = sum_choices(routers, mesh)
+    if routers.plan.section.bias_update and not is_skipped:
+        update_biases(routers, choices)
+    return choices
+
+
+@torch.no_grad()
+def update_biases(routers: RouterCollector, choices: RouterChoices) -> None:
+    """Lower the bias of each expert with more choices than the mean of its layer by `router.bias_update`, and raise
+    that of each expert with fewer (arXiv 2408.15664, algorithm 1); in fp32.
+    """
+    kind, rate = routers.plan.kind, routers.plan.section.bias_update
+    assert kind.bias is not None
+    for layer, module in routers.modules.items():
+        counts = choices.counts[choices.layers.index(layer)]
+        # In integers, so that a load equal to the mean moves nothing.
+        above = torch.sign(counts * len(counts) - counts.sum())
+        bias = module.get_buffer(kind.bias)
+        assert bias.dtype == torch.float32, (layer, bias.dtype)
+        bias -= rate * above.to(bias)

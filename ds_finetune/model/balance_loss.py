@@ -1,0 +1,71 @@
+"""Computes the balance loss of experts from what the routers of this rank's layers gave in a forward."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from ds_finetune.model.extra_loss import ExtraLoss
+from ds_finetune.model.forward_rows import ForwardRows
+from ds_finetune.model.parallel.sequence import SequenceParallelGroup
+from ds_finetune.model.routers import RouterCollector, RouterOutput, score_shares
+from ds_finetune.objectives.extra import Extra
+from ds_finetune.objectives.objective import LossAndSums
+
+SharesOf = Callable[[torch.Tensor], torch.Tensor]
+
+
+class BalanceLoss(ExtraLoss):
+    """The loss of `objectives/balance.py` for the layers of this rank."""
+
+    def __init__(self, extra: Extra, routers: RouterCollector, sp_group: SequenceParallelGroup | None) -> None:
+        super().__init__(extra)
+        self._routers, self._sp_group = routers, sp_group
+        routers.keeps_outputs = True
+
+    def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:
+        """The contribution of the documents of `rows`; sequence parallel ranks contribute the parts of their tokens."""
+        outputs = self._routers.outputs
+        if not outputs:
+            return None
+        counts = torch.stack([self._count_choices(output) for output in outputs])
+        if self._sp_group is not None:
+            counts = self._sp_group.all_reduce(counts)
+        documents, lengths = self._routers.tokens
+        shares_of = partial(score_shares, scores=self._routers.plan.kind.scores)
+        per_token, experts = outputs[0].chosen.shape[1], counts.shape[-1]
+        # f_i / T of each document, because P_i is a mean over its tokens too.
+        factors = counts * (experts / per_token / lengths.double().square()[:, None])
+        total = torch.stack(
+            [
+                # Only the logits are kept for backward, not the shares of the scores.
+                checkpoint(
+                    _sum_of_layer, shares_of, documents, logits, factor, use_reentrant=False, preserve_rng_state=False
+                )
+                for (logits, _), factor in zip(outputs, factors.float(), strict=True)
+            ]
+        ).sum()
+        return LossAndSums(total * weights[0].to(total.dtype), total.detach().double()[None])
+
+    @torch.no_grad()
+    def _count_choices(self, output: RouterOutput) -> torch.Tensor:
+        """How often the tokens of each document chose each expert, int64 [documents, experts]."""
+        logits, chosen = output
+        documents, lengths = self._routers.tokens
+        if self._routers.plan.kind.scores == "sigmoid":
+            # By the scores themselves, with neither bias nor groups (DeepSeek-V3, eq. 18).
+            chosen = logits.float().topk(chosen.shape[1], dim=-1).indices
+        experts = logits.shape[-1]
+        counts = torch.zeros((len(lengths) + 1) * experts, dtype=torch.int64, device=logits.device)
+        places = (documents[:, None] * experts + chosen).reshape(-1)
+        return counts.index_add_(0, places, torch.ones_like(places)).view(-1, experts)[:-1]
+
+
+def _sum_of_layer(
+    shares_of: SharesOf, documents: torch.Tensor, logits: torch.Tensor, factors: torch.Tensor
+) -> torch.Tensor:
+    """The sum over documents of `sum_i f_i P_i`, fp32 scalar; `factors` are f_i / T, fp32 [documents, experts]."""
+    shares = shares_of(logits)
+    sums = shares.new_zeros(len(factors) + 1, shares.shape[1]).index_add(0, documents, shares)
+    return (sums[:-1] * factors).sum()

@@ -1,0 +1,78 @@
+"""Take steps with policies of routers in many layouts inside one launched world.
+
+Started by the tests as `torchrun --nproc-per-node N router_worker.py MODELS_DIR OUT_DIR LAYOUTS.json`.
+"""
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_finetune.cli.main import exit_process
+from ds_finetune.data.batches import eval_batches, training_batches
+from ds_finetune.engine.default_group import process_group
+from ds_finetune.engine.devices import choose_device
+from ds_finetune.engine.engine import Engine
+from ds_finetune.engine.start_engine import start_engine
+from ds_finetune.plan.plan import make_plan
+from ds_finetune.selftest.cells import Cell, rows
+from ds_finetune.selftest.reference_loop import BETAS
+from ds_finetune.selftest.steps import _gradients, batch_plan
+from ds_finetune.world import World
+from tests.parity.router_cells import STEPS, RouterLayout, config_of
+from tests.planning import model_of
+
+
+def main() -> None:
+    """Run every layout; rank zero writes the results."""
+    models, out, given = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(Path(sys.argv[3]).read_text())
+    world, device = World.from_environment(os.environ), choose_device()
+    with process_group(world, device):
+        for number, tree in enumerate(given):
+            layout = RouterLayout(**tree | {"cell": Cell(**tree["cell"])})
+            config = config_of(layout, models / layout.cell.family, out)
+            with start_engine(make_plan(config, world=world, device=device), model_of(config)) as engine:
+                found = _run(engine)
+            if world.rank == 0:
+                torch.save(found, out / f"{layout.name}.pt")
+            if number == 0:
+                gc.freeze()
+
+
+def _run(engine: Engine) -> dict[str, Any]:
+    """Results of steps that leave the weights as they are, and of an evaluation before them."""
+    every = rows(engine.plan.batch.is_packed, engine.objective.documents_per_unit)
+    plan = batch_plan(engine.plan, engine.objective)
+    (batch,) = training_batches(every, plan, start_step=0, total_rows=len(every))
+    evaluated = engine.evaluate(eval_batches(every, plan))
+    assert evaluated is not None
+    found: dict[str, Any] = {"eval": dict(evaluated.metrics), "biases": [_biases(engine)], "steps": []}
+    moments = dict[str, torch.Tensor]()
+    for _ in range(STEPS):
+        result = engine.step(batch, lr=0.0)
+        assert result.router_choices is not None
+        found["biases"].append(_biases(engine))
+        found["steps"].append({"metrics": dict(result.metrics), "norm": result.grad_norm, "skipped": result.skipped})
+        found["steps"][-1]["counts"] = result.router_choices.counts
+        found["steps"][-1]["tokens"] = result.router_choices.num_tokens
+        if engine.plan.precision == "fp32":
+            # Adam's first moment is the running mean of the gradients of all steps.
+            moments, before = _gradients(engine), moments
+            found["steps"][-1]["gradients"] = {
+                name: moment - BETAS[0] * before.get(name, 0) for name, moment in moments.items()
+            }
+    return found
+
+
+def _biases(engine: Engine) -> dict[str, torch.Tensor]:
+    every = ((name, tensor) for name, tensor in engine.tensors() if tensor is not None)
+    return {name: tensor.clone() for name, tensor in every if name.endswith("e_score_correction_bias")}
+
+
+if __name__ == "__main__":
+    main()
+    exit_process()

@@ -1,0 +1,127 @@
+"""Routers are balanced, and their choices counted, as in a plain loop over unpadded documents, in every layout."""
+
+import json
+from collections.abc import Hashable, Sequence
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from ds_finetune.plan.routers import RouterPlan, plan_routers
+from ds_finetune.selftest.cells import objective_of, samples
+from ds_finetune.selftest.reference_loop import Steps, reference_loop
+from tests.pairwise import each_value
+from tests.parity.reference import GRADIENT_TOLERANCE, relative
+from tests.parity.router_cells import STEPS, RouterLayout, config_of, layouts, write_models
+from tests.running import start, torchrun
+
+WORKER = Path(__file__).with_name("router_worker.py")
+TOKENS = sum(len(ids) for ids, _ in samples())
+ROUNDED = {"fp32": 2e-6, "bf16": 2e-2}
+"""Largest relative difference of a mean over documents by precision."""
+
+
+def _axes(layout: RouterLayout) -> tuple[Hashable, ...]:
+    cell = layout.cell
+    rows = (cell.packing, cell.checkpointing, cell.accumulation)
+    return cell.family, cell.layout, cell.stage, *rows, cell.precision, cell.objective
+
+
+ALL = layouts(worlds=(1, 2, 4))
+CHOSEN = each_value([layout for layout in ALL if layout.world == 2], _axes)
+"""Every value of every axis on two ranks; the full product is behind the marker."""
+REST = [layout for layout in ALL if layout not in CHOSEN]
+
+
+def _ids(chosen: Sequence[RouterLayout]) -> list[str]:
+    return [layout.name for layout in chosen]
+
+
+def _run(chosen: Sequence[RouterLayout], models: Path, out: Path) -> Path:
+    for world in sorted({layout.world for layout in chosen}):
+        (out / "layouts.json").write_text(json.dumps([asdict(layout) for layout in chosen if layout.world == world]))
+        done = start(torchrun(str(WORKER), str(models), str(out), str(out / "layouts.json"), ranks=world), timeout=3600)
+        assert done.returncode == 0, done.stderr[-9000:]
+    return out
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_models(tmp_path_factory.mktemp("router-models"))
+
+
+@pytest.fixture(scope="session")
+def results(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _run(CHOSEN, models, tmp_path_factory.mktemp("routers"))
+
+
+@pytest.fixture(scope="session")
+def rest(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _run(REST, models, tmp_path_factory.mktemp("routers-rest"))
+
+
+def _router(layout: RouterLayout, models: Path) -> RouterPlan:
+    folder = models / layout.cell.family
+    found = plan_routers(config_of(layout, folder, folder), AutoConfig.from_pretrained(folder).to_dict())
+    assert found is not None
+    return found
+
+
+@cache
+def _plain(folder: Path, router: RouterPlan, objective: str) -> Steps:
+    """The same steps of the plain loop, with a learning rate of 0."""
+    return reference_loop(
+        folder,
+        steps=STEPS,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.0),
+        objective=objective_of(objective),
+        router=router,
+    )
+
+
+def _assert_equals_plain_loop(layout: RouterLayout, folder: Path, models: Path) -> None:
+    result, cell = torch.load(folder / f"{layout.name}.pt", weights_only=True), layout.cell
+    router = _router(layout, models)
+    plain = _plain(models / cell.family, router, cell.objective)
+    close = {"rel": ROUNDED[cell.precision]}
+    assert result["eval"]["balance_loss"] == pytest.approx(plain.balances[0], **close)
+    for number, step in enumerate(result["steps"]):
+        assert not step["skipped"]
+        assert step["tokens"] == TOKENS
+        assert step["metrics"]["loss"] == pytest.approx(plain.losses[number], rel=max(close["rel"], 2e-6))
+        assert step["metrics"]["balance_loss"] == pytest.approx(plain.balances[number], **close)
+        if router.kind.bias is not None:
+            _assert_biases_moved(*result["biases"][number : number + 2], step["counts"], router.section.bias_update)
+        if cell.precision == "fp32":
+            assert torch.equal(step["counts"], plain.choices[number])
+            assert step["norm"] == pytest.approx(plain.norms[number], rel=GRADIENT_TOLERANCE)
+    if cell.precision == "fp32":
+        _assert_gradients(result["steps"][0]["gradients"], plain.gradients)
+
+
+def _assert_gradients(found: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == plain.keys()
+    errors = {name: relative(found[name], grad) for name, grad in plain.items()}
+    assert max(errors.values()) < GRADIENT_TOLERANCE, errors
+
+
+def _assert_biases_moved(before: dict[str, Any], after: dict[str, Any], counts: torch.Tensor, rate: float) -> None:
+    for name, of_layer in zip(before, counts.double(), strict=True):
+        moved = before[name] - torch.tensor(rate) * torch.sign(of_layer - of_layer.mean()).float()
+        assert torch.equal(after[name], moved), name
+        assert not torch.equal(after[name], before[name]), name
+
+
+@pytest.mark.parametrize("layout", CHOSEN, ids=_ids(CHOSEN))
+def test_routers_equal_plain_loop(layout: RouterLayout, results: Path, models: Path) -> None:
+    _assert_equals_plain_loop(layout, results, models)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", REST, ids=_ids(REST))
+def test_routers_equal_plain_loop_in_other_layouts(layout: RouterLayout, rest: Path, models: Path) -> None:
+    _assert_equals_plain_loop(layout, rest, models)
