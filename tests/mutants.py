@@ -54,6 +54,13 @@ MUTANTS = (
         SINKS,
     ),
     Mutant(
+        "a block of queries without the first key of its window",
+        "model/attention.py",
+        "earlier + begin - self.window + 1",
+        "earlier + begin - self.window + 2",
+        SINKS,
+    ),
+    Mutant(
         "output bias of experts added on each tensor parallel rank",
         "model/parallel/tensor.py",
         "copy_to_tensor_parallel_region(bias, self.tp_group) / self.tp_group.size",

@@ -7,6 +7,7 @@ from transformers import AutoConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from ds_finetune.families.tiny import GPT_OSS
+from ds_finetune.model import attention
 from ds_finetune.model.attention import attend_by_document
 from ds_finetune.model.build import build_skeleton
 from ds_finetune.model.loss import TrainedModel
@@ -47,8 +48,12 @@ def _alone(module: _Module, query: torch.Tensor, key: torch.Tensor, value: torch
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("window", [None, 1, 4])
-def test_packed_documents_equal_transformers_on_each_alone(window: int | None) -> None:
+@pytest.mark.parametrize(("window", "block"), [(None, 512), (1, 512), (4, 512), (1, 1), (1, 3), (4, 1), (4, 5)])
+def test_packed_documents_equal_transformers_on_each_alone(
+    window: int | None, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the queries of a document that exceeds the window are taken some at a time."""
+    monkeypatch.setattr(attention, "_WINDOW_BLOCK", block)
     tensors = _tensors()
     module = _Module(tensors[3], window)
     out, _ = attend_by_document(
@@ -88,9 +93,9 @@ def test_bf16_rounds_no_more_than_transformers() -> None:
 def test_a_model_on_packed_rows_equals_each_document_alone(checkpointing: bool) -> None:
     """The whole model, with a window in its first layer, against transformers' eager attention."""
     models = []
-    for attention in ("sdpa", "eager"):
+    for kind in ("sdpa", "eager"):
         config = AutoConfig.for_model("gpt_oss", **GPT_OSS)
-        lm = build_skeleton(config, attention=attention, dtype=torch.float32, device="cpu")
+        lm = build_skeleton(config, attention=kind, dtype=torch.float32, device="cpu")
         initialise_weights(lm, seed=2)
         with torch.no_grad():
             for layer in lm.model.layers:
