@@ -9,6 +9,7 @@ and of memory start real ones.
 import atexit
 import contextlib
 import faulthandler
+import functools
 import gc
 import importlib
 import json
@@ -166,6 +167,10 @@ def _preload() -> None:
     for name in _IMPORTED:
         importlib.import_module(name)
     sys.modules["torch"].set_num_threads(1)
+    # DeepSpeed asks for the processor at every start of its Adam for the CPU, and each answer is a process of a second.
+    cpuinfo = importlib.import_module("cpuinfo")
+    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+    cpuinfo.get_cpu_info()
     gc.collect()
     # Forks share these pages as long as nobody counts or moves what is on them.
     gc.freeze()
@@ -280,6 +285,9 @@ def _become(request: dict[str, Any], given: Mapping[str, str], *, is_rank: bool 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(request["environ"] | given)
+    if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+        # torch reads this when it is imported, which it is here.
+        sys.modules["torch"].compiler.set_stance("force_eager")
     os.chdir(request["cwd"])
     tempfile.tempdir = None
     program = request["program"]

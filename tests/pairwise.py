@@ -3,10 +3,14 @@ axes.
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import reduce
 from itertools import combinations
+from operator import or_
+from random import Random
 from typing import TypeVar
 
 Cell = TypeVar("Cell")
+_TRIES = 10
 
 
 def pairwise(cells: Sequence[Cell], axes: Callable[[Cell], tuple[Hashable, ...]]) -> list[Cell]:
@@ -20,11 +24,26 @@ def each_value(cells: Sequence[Cell], axes: Callable[[Cell], tuple[Hashable, ...
 
 
 def _covering(cells: Sequence[Cell], axes: Callable[[Cell], tuple[Hashable, ...]], *, together: int) -> list[Cell]:
-    """Chosen greedily, in the order given."""
-    held = [set(combinations(enumerate(axes(cell)), together)) for cell in cells]
-    missing, chosen = set().union(*held), []
-    while missing:
-        best = max(range(len(cells)), key=lambda number: len(held[number] & missing))
-        chosen.append(best)
-        missing -= held[best]
+    """The fewest that some greedy choices find; they differ in which of several equally good cells they take."""
+    bits: dict[Hashable, int] = {}
+    held = [
+        sum(1 << bits.setdefault(values, len(bits)) for values in combinations(enumerate(axes(cell)), together))
+        for cell in cells
+    ]
+    chosen = min((_choose(held, Random(seed)) for seed in range(_TRIES)), key=len)
     return [cells[number] for number in sorted(chosen)]
+
+
+def _choose(held: Sequence[int], rng: Random) -> list[int]:
+    """Numbers of sets of bits that hold together every bit, each of them one that no other holds."""
+    missing, chosen = reduce(or_, held, 0), list[int]()
+    order = rng.sample(range(len(held)), len(held))
+    while missing:
+        best = max(order, key=lambda number: (held[number] & missing).bit_count())
+        chosen.append(best)
+        missing &= ~held[best]
+    for number in tuple(chosen):
+        others = reduce(or_, (held[other] for other in chosen if other != number), 0)
+        if held[number] & ~others == 0:
+            chosen.remove(number)
+    return chosen

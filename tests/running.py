@@ -17,6 +17,8 @@ from tests.conftest import ROOT
 from tests.forks import Forkserver
 
 ROWS = 32
+EAGER = {"TORCH_COMPILE_DISABLE": "1"}
+"""Runs functions of torch.compile as they are written: Muon's cost each rank seven seconds to compile."""
 SECONDS = 300
 BUILD_SECONDS = 900
 _TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -107,14 +109,9 @@ def as_fork(command: Sequence[str]) -> tuple[list[str], int]:
 
 def build_ops(*builders: str) -> None:
     """Compile DeepSpeed's ops by builder name, which takes minutes the first time, outside the time limit of a run."""
-    code = f"import deepspeed.ops.op_builder as ops; [getattr(ops, name)().load(verbose=False) for name in {builders}]"
-    subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"DS_ACCELERATOR": "cpu"},
-        capture_output=True,
-        timeout=BUILD_SECONDS,
-        check=True,
-    )
+    command = [sys.executable, str(ROOT / "tests" / "build_worker.py"), *builders]
+    done = start(command, {"DS_ACCELERATOR": "cpu"}, timeout=BUILD_SECONDS)
+    assert done.returncode == 0, done.stderr
 
 
 def torchrun(*arguments: str, ranks: int = 2) -> list[str]:

@@ -22,6 +22,7 @@ Layout = Literal[
     "alpaca_pair",
     "sharegpt_pair",
     "pair",
+    "ranked_pair",
     "labelled",
 ]
 SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")

@@ -4,6 +4,7 @@ A dialogue is split by turns: its last assistant turn is the answer, and all bef
 """
 
 import math
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -221,6 +222,32 @@ def _response_pair(view: Mapping[str, Any], where: str) -> Preference:
     return _of_turns({"messages": chosen, "rejected_response": other}, view, where)
 
 
+def _ranked_pair(view: Mapping[str, Any], where: str) -> Preference:
+    """The best and the worst of ranked answers, of equal ranks the first in the list. Where all have one rank, both
+    sides are the same answer, and no pair is made of them.
+    """
+    ranked = _ranked_answers(view["answers"], where)
+    best, worst = (pick(ranked, key=operator.itemgetter(0))[1] for pick in (min, max))
+    prompt = view["prompt"]
+    if isinstance(prompt, str) and _HH_TURN.match(prompt):
+        return _pair({**view, "chosen": prompt + best, "rejected": prompt + worst}, where)
+    return _prompt_pair({**view, "chosen": best, "rejected": worst}, where)
+
+
+def _ranked_answers(answers: object, where: str) -> list[tuple[float, str]]:
+    """Rank and text of each answer; the best one has the lowest rank."""
+    hint = "give a list of {answer, rank}, where rank 1 is the best"
+    if not isinstance(answers, list | tuple) or not answers:
+        raise DataError(f"{where}: column `answers` is {type(answers).__name__} {answers!r:.60}", hint=hint)
+    found = []
+    for number, answer in enumerate(answers, start=1):
+        rank = answer.get("rank") if isinstance(answer, Mapping) else None
+        if not isinstance(rank, int | float) or isinstance(rank, bool) or not math.isfinite(rank):
+            raise DataError(f"{where}: answer {number} of `answers` has the rank {rank!r:.60}", hint=hint)
+        found.append((float(rank), check_text(answer.get("answer"), f"{where}: answer {number} of `answers`")))
+    return found
+
+
 PAIR_LAYOUTS = by_name(
     ("messages_pair", "messages rejected_messages", "tools margin", _messages_pair),
     ("response_pair", "messages rejected_response", "tools margin", _response_pair),
@@ -229,5 +256,6 @@ PAIR_LAYOUTS = by_name(
     ("alpaca_pair", "instruction chosen rejected", "input system history margin", _alpaca_pair),
     ("sharegpt_pair", "conversations chosen rejected", "system tools margin", _sharegpt_pair),
     ("pair", "chosen rejected", "tools margin", _pair),
+    ("ranked_pair", "prompt answers", "tools margin", _ranked_pair),
 )
 """Layouts of preference data by name, in the order in which they are tried."""

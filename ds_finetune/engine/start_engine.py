@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -77,6 +78,7 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         start_teacher(plan, model, groups) as teacher,
     ):
         lm, drawn = _build(plan, model, groups, loads_weights=loads_weights)
+        plan = replace(plan, frozen=_saved_frozen(lm, model))
         trained = TrainedModel(lm, groups.sequence, groups.stage)
         if isinstance(model.objective, Distillation):
             trained = DistilledModel(trained, model.objective, teacher)
@@ -119,8 +121,9 @@ def _build(
         install_lora(lm, lora.targets, lora.section, seed=plan.seed, where=where, share=share)
         for name in head_parameters(lm):
             lm.get_parameter(name).requires_grad_(True)
+    family = family_of(lm.config.model_type)
     for name, param in lm.named_parameters():
-        if name in plan.frozen:
+        if name in plan.frozen or family.is_untrained(name):
             param.requires_grad_(False)
     if groups.stage is not None and is_tied_copy(lm, groups.stage):
         mark_copy(lm.get_input_embeddings().weight)
@@ -129,6 +132,15 @@ def _build(
     if plan.activation_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     return lm, drawn
+
+
+def _saved_frozen(lm: PreTrainedModel, model: ModelPlan) -> tuple[str, ...]:
+    """Names of this rank's frozen parameters that checkpoints hold: none with LoRA, where all are in the model's
+    folder.
+    """
+    if model.lora is not None:
+        return ()
+    return tuple(name for name, param in lm.named_parameters() if not param.requires_grad)
 
 
 def _add_extra_losses(trained: TrainedModel, model: ModelPlan, groups: Groups) -> None:

@@ -62,6 +62,19 @@ class Encoder:
 
 
 @dataclass(frozen=True)
+class Indexer:
+    """How an indexer chooses the tokens that a query attends to (DeepSeek sparse attention, DeepSeek-V3.2).
+
+    Documents of at most `index_topk` tokens are attended whole whatever it chooses, and longer ones are refused. So it
+    is never run, and its parameters are not trained.
+    """
+
+    is_shared: bool = False
+    """Whether layers hand the chosen tokens on to the next one: they return them beside the hidden states
+    (transformers 5.23, glm_moe_dsa/modeling_glm_moe_dsa.py)."""
+
+
+@dataclass(frozen=True)
 class Family:
     """One model type. A capability that is None, empty or False is not available for it."""
 
@@ -99,6 +112,8 @@ class Family:
     """The softmax of attention has a learned logit per head in its denominator. Attention by document computes it;
     transformers' sdpa and FlashAttention 2 do not, and its eager attention does not separate packed documents
     (gpt_oss/modeling_gpt_oss.py:460)."""
+    indexer: Indexer | None = None
+    """None where queries attend to all earlier tokens, or to those in a window."""
     window_in_mask: bool = False
     """transformers 5.23 applies its sliding window in masks only, which FlashAttention does not use
     (qwen2_moe/modeling_qwen2_moe.py:254)."""
@@ -116,6 +131,10 @@ class Family:
 
     onnx: OnnxGraph | None = None
     tiny_models: TinyModels | None = None
+
+    def is_untrained(self, name: str) -> bool:
+        """Whether no loss reaches the parameter `name`: it is the indexer's."""
+        return self.indexer is not None and ".self_attn.indexer." in name
 
     def may_skip(self, key: str, *, layers: int) -> bool:
         """Whether a model of `layers` layers need not load the checkpoint tensor `key`: it matches `may_be_unexpected`,

@@ -21,6 +21,8 @@ class AttentionCounts(NamedTuple):
     """Parameters of the norms inside it, and its sinks."""
     width: int
     """Sum over heads of (query/key width + value width): multiply-adds for one attended position."""
+    indexer: int = 0
+    """Parameters of the indexers of all layers, which training does not compute with."""
 
 
 def latent_attention(c: ModelConfig) -> AttentionCounts:
@@ -36,6 +38,24 @@ def latent_attention(c: ModelConfig) -> AttentionCounts:
         norms=(q_rank or 0) + kv_rank,
         width=heads * (query_key + value),
     )
+
+
+def indexed_latent_attention(c: ModelConfig) -> AttentionCounts:
+    """Multi-head latent attention with an indexer in each layer, or in those that `indexer_types` calls `full`
+    (transformers 5.23, deepseek_v32/modeling_deepseek_v32.py:154-158).
+    """
+    heads, width = c["index_n_heads"], c["index_head_dim"]
+    one = c["q_lora_rank"] * heads * width + c["hidden_size"] * (width + heads) + 2 * width
+    return latent_attention(c)._replace(indexer=one * _indexers(c))
+
+
+def _indexers(c: ModelConfig) -> int:
+    """Number of layers with an indexer (transformers 5.23, glm_moe_dsa/configuration_glm_moe_dsa.py)."""
+    types = c.get("indexer_types") or c.get("index_topk_pattern")
+    if types is not None:
+        return sum(kind in ("full", "F") for kind in types)
+    every, offset = max(c.get("index_topk_freq", 1), 1), c.get("index_skip_topk_offset", 2)
+    return sum(max(layer - offset + 1, 0) % every == 0 for layer in range(c["num_hidden_layers"]))
 
 
 def grouped_query_attention(
@@ -101,6 +121,11 @@ def sparse_by_type(c: ModelConfig, layer: int) -> bool:
     """
     types = c.get("mlp_layer_types")
     return types[layer] == "sparse" if types else layer > 0
+
+
+def sparse_by_type_or_after_first(c: ModelConfig, layer: int) -> bool:
+    """Layers that `mlp_layer_types` calls sparse; without the key those from `first_k_dense_replace` on."""
+    return sparse_by_type(c, layer) if c.get("mlp_layer_types") else sparse_after_first(c, layer)
 
 
 def sparse_by_step(c: ModelConfig, layer: int) -> bool:

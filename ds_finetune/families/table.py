@@ -4,25 +4,29 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ds_finetune.families.experts import QWEN_EXPERTS, ExpertKeys
-from ds_finetune.families.family import Encoder, Family, OnnxGraph, RouterKind, TinyModels
+from ds_finetune.families.family import Encoder, Family, Indexer, OnnxGraph, RouterKind, TinyModels
 from ds_finetune.families.parameters import (
     ParameterRules,
     always_sparse,
     attention_with_sinks,
     glm_attention,
     grouped_query_attention,
+    indexed_latent_attention,
     latent_attention,
     sparse_after_first,
     sparse_by_step,
     sparse_by_type,
+    sparse_by_type_or_after_first,
 )
 from ds_finetune.families.tiny import (
     DENSE,
     GPT_OSS,
     GROUPED_QUERY_EXPERTS,
     GROUPED_ROUTING,
+    INDEXED,
     LATENT,
     ONE_GROUP,
+    SHARED_INDEX,
     WIDE_VALUES,
 )
 
@@ -112,6 +116,30 @@ _ROWS = (
                 "glm4_moe_air_deep": {**GROUPED_QUERY_EXPERTS, "num_hidden_layers": 4},
             },
         ),
+    ),
+    replace(
+        _DEEPSEEK_V3,
+        model_type="deepseek_v32",
+        parameters=ParameterRules(indexed_latent_attention, sparse_by_type_or_after_first),
+        # DeepSeek-V3.2-Exp, inference/model.py:441-444: weights_proj is not quantised.
+        fp8_linear=(
+            r"\.(self_attn|mlp)\.((?!indexer\.)[\w.]+\.)?\w+_proj(_with_mqa)?\.weight$"
+            r"|\.indexer\.(wq_b|wk)\.weight$"
+        ),
+        indexer=Indexer(),
+        experts_class="DeepseekV32Experts",
+        onnx=None,
+        tiny_models=TinyModels(INDEXED, {"deepseek_v32_deep": {**INDEXED, "num_hidden_layers": 4}}),
+    ),
+    replace(
+        _DEEPSEEK_V3,
+        model_type="glm_moe_dsa",
+        parameters=ParameterRules(indexed_latent_attention, sparse_by_type_or_after_first),
+        fp8_linear=None,
+        indexer=Indexer(is_shared=True),
+        experts_class="GlmMoeDsaExperts",
+        onnx=None,
+        tiny_models=TinyModels(SHARED_INDEX, {"glm_moe_dsa_deep": {**SHARED_INDEX, "num_hidden_layers": 4}}),
     ),
     Family(
         "qwen2",

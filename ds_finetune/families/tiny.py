@@ -54,6 +54,16 @@ GPT_OSS: dict[str, Any] = {
 """Attention sinks, a window in every other layer, and biased experts, whose limit some numbers reach."""
 GROUPED_ROUTING: dict[str, Any] = {**LATENT, "n_group": 2, "topk_group": 1}
 """The same, with experts chosen from some groups only."""
+INDEXED: dict[str, Any] = {**GROUPED_ROUTING, "index_topk": 32, "index_n_heads": 2, "index_head_dim": 16}
+"""DeepSeek sparse attention beside it: no document of the samples is longer than `index_topk`, but some rows are."""
+SHARED_INDEX: dict[str, Any] = {
+    **INDEXED,
+    "n_group": 1,
+    "v_head_dim": 24,
+    "index_topk_freq": 2,
+    "index_skip_topk_offset": 1,
+}
+"""The same with one group of experts, and an indexer in every other layer."""
 ONE_GROUP: dict[str, Any] = {**LATENT, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827}
 """The same, with experts chosen from all, as by Moonlight and Kimi K2."""
 WIDE_VALUES: dict[str, Any] = {**ONE_GROUP, "v_head_dim": 24, "routed_scaling_factor": 1.8}

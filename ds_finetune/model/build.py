@@ -21,6 +21,7 @@ from ds_finetune.families.table import family_of
 from ds_finetune.hub_access import hub_problem
 from ds_finetune.model.attention import BY_DOCUMENT, FLASH
 from ds_finetune.model.folder_check import check_folder
+from ds_finetune.model.indexed_attention import attend_to_whole_documents
 from ds_finetune.model.quantisation import check_readable
 from ds_finetune.patches.transformers_models import keep_in_fp32
 
@@ -140,9 +141,14 @@ def read_hf_config(path: str, *, files: Sequence[str] = _HUB_FILES, task: Task =
     return config
 
 
+def has_class(config: PretrainedConfig, task: Task) -> bool:
+    """Whether transformers has a model of this type for the task."""
+    return type(config) in _FACTORIES[task]._model_mapping
+
+
 def _check_task(config: PretrainedConfig, task: Task, label: str) -> None:
     """ModelError where transformers has no model of this type for the task."""
-    if type(config) in _FACTORIES[task]._model_mapping:
+    if has_class(config, task):
         return
     if task == "causal_lm":
         raise ModelError(
@@ -283,6 +289,7 @@ def build_skeleton(  # noqa: PLR0913
     if family.fused_experts or family.transposed_experts:
         assert model.config._experts_implementation == "grouped_mm", model.config._experts_implementation
     _keep_buffers(model, device)
+    attend_to_whole_documents(model)
     return model.train()
 
 

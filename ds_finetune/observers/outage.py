@@ -6,18 +6,22 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 MAX_WAITING = 10_000
-"""Maximum number of queued records; older ones are lost."""
+"""Maximum number of queued lines; older ones are lost."""
 _LONGEST_PAUSE = 16
 
 
 class Outage(Generic[T]):
     """Passes records to `write` in order. A record that raises OSError is queued with those after it and retried later.
 
-    `say` prints a line when writing fails, when it works again, and at the end for what is lost.
+    At most `most` records wait, by default `MAX_WAITING`. `say` prints a line when writing fails, when it works again,
+    and at the end for what is lost.
     """
 
-    def __init__(self, name: str, write: Callable[[T], None], say: Callable[[str], None]) -> None:
+    def __init__(
+        self, name: str, write: Callable[[T], None], say: Callable[[str], None], *, most: int | None = None
+    ) -> None:
         self._name, self._write, self._say = name, write, say
+        self._most = MAX_WAITING if most is None else most
         self._waiting: deque[T] = deque()
         self._lost = 0
         self._pause = self._until_next = 0
@@ -25,7 +29,7 @@ class Outage(Generic[T]):
     def put(self, record: T) -> None:
         """Write the record and those that wait, or let it wait."""
         self._waiting.append(record)
-        if len(self._waiting) > MAX_WAITING:
+        if len(self._waiting) > self._most:
             self._waiting.popleft()
             self._lost += 1
         self._until_next -= 1
@@ -56,6 +60,6 @@ class Outage(Generic[T]):
             self._until_next = self._pause
             return
         if self._pause:
-            lost = f"; {self._lost} were lost before, because at most {MAX_WAITING} wait" if self._lost else ""
+            lost = f"; {self._lost} were lost before, because at most {self._most} wait" if self._lost else ""
             self._say(f"{self._name} is written again, with {waited} records that had waited{lost}")
         self._pause = 0

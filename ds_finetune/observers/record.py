@@ -4,13 +4,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
+from ds_finetune.engine.router_balance import RouterChoices
+
 
 @dataclass(frozen=True)
 class StepRecord:
     """Numbers of one optimizer step by metric name (`train/loss`, ...); `step` counts from 1; `stop` is why the run
     ends here.
 
-    `position` is the position in this rank's data after the step; `slow` names a straggler.
+    `position` is the position in this rank's data after the step; `slow` names a straggler. `router_choices`
+    are the loads of experts, where there are any.
     """
 
     step: int
@@ -21,6 +24,7 @@ class StepRecord:
     best_step: int = 0
     position: tuple[int, ...] = ()
     slow: str = ""
+    router_choices: RouterChoices | None = None
 
     def with_values(self, values: Mapping[str, float]) -> Self:
         """The same record with more values."""

@@ -1,14 +1,22 @@
-"""transformers' registry of attention implementations."""
+"""transformers' attention: the registry of implementations, and the modules of latent attention."""
 
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.deepseek_v3 import modeling_deepseek_v3
 
 from ds_finetune.patches.foreign import Foreign
 
 _REGISTRY = Foreign("transformers", "modeling_utils.py (AttentionInterface), masking_utils.py")
+
+_LATENT = Foreign("transformers", "models/deepseek_v3/modeling_deepseek_v3.py:280, 385")
+_INDEXED = Foreign("transformers", "models/deepseek_v32/modeling_deepseek_v32.py:315-480")
+_PROJECTIONS = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
+_INPUTS = ("hidden_states", "position_embeddings", "attention_mask", "past_key_values")
 
 
 def register_attention(name: str, attend: Callable[..., Any]) -> None:
@@ -19,3 +27,23 @@ def register_attention(name: str, attend: Callable[..., Any]) -> None:
     _REGISTRY.parameters(flash_attention_mask, "attention_mask")
     for registry, function in ((AttentionInterface, attend), (AttentionMaskInterface, flash_attention_mask)):
         _REGISTRY.attribute(registry, "register")(name, function)
+
+
+def attention_function(name: str) -> Callable[..., Any]:
+    """The attention implementation `name` of latent attention, `eager` included."""
+    eager = _LATENT.attribute(modeling_deepseek_v3, "eager_attention_forward")
+    return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)  # type: ignore[no-any-return]
+
+
+def rotate_pairs() -> Callable[..., Any]:
+    """The function that rotates pairs of neighbouring columns of queries and keys by cosines and sines."""
+    return _LATENT.attribute(modeling_deepseek_v3, "apply_rotary_pos_emb_interleave")  # type: ignore[no-any-return]
+
+
+def replace_forward(attention: nn.Module, mixin: type[nn.Module]) -> None:
+    """Let latent attention with an indexer run the forward of `mixin` instead of its own, in place."""
+    kind = type(attention)
+    _INDEXED.parameters(kind.forward, *_INPUTS)
+    for name in (*_PROJECTIONS, "expand_kv", "scaling", "layer_idx"):
+        _INDEXED.attribute(attention, name)
+    attention.__class__ = type(f"{mixin.__name__}{kind.__name__}", (mixin, kind), {})

@@ -34,6 +34,8 @@ class Shape:
     active_routed_experts: int
     router: int
     norms: int
+    indexer: int
+    """Of DeepSeek sparse attention: parameters that training does not compute with."""
     attention_width: int
     """Sum over heads of (query/key width + value width): multiply-adds in one layer for one attended position."""
 
@@ -78,14 +80,15 @@ class Shape:
             head=0 if tied else vocabulary,
             attention=layers * attention.weights,
             norms=layers * (2 * hidden + attention.norms) + hidden,
+            indexer=attention.indexer,
             attention_width=attention.width,
             **_mlps(config, sum(rules.is_sparse(config, layer) for layer in range(layers)), family, rules),
         )
 
     @property
     def total_params(self) -> int:
-        """Every trained parameter once."""
-        return self._always + self.routed_experts
+        """Every parameter once."""
+        return self._always + self.indexer + self.routed_experts
 
     @property
     def active_params(self) -> int:

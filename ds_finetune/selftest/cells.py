@@ -95,7 +95,9 @@ def enlarged_config(config: PretrainedConfig, parallel: ParallelConfig) -> Pretr
         tree[experts.number_key(tree)] = math.lcm(experts.number(tree), parallel.ep)
     if parallel.pp > 1:
         tree["num_hidden_layers"] = 2 * parallel.pp
-    for derived in {"layer_types", "head_dim", "mlp_layer_types"} - TINY_MODELS[tree["model_type"]].keys():
+    for derived in {"layer_types", "head_dim", "mlp_layer_types", "indexer_types"} - TINY_MODELS[
+        tree["model_type"]
+    ].keys():
         tree.pop(derived, None)
     return AutoConfig.for_model(**tree)
 

@@ -27,7 +27,7 @@ from ds_finetune.selftest.plain_routers import PlainRouters
 SFT = TokenObjective("sft")
 LR, BETAS, EPS = 1e-3, (0.9, 0.95), 1e-8
 PROMPTS = [ids[: 3 + 2 * number].tolist() for number, (ids, _) in enumerate(samples()[:5])]
-LIMITS = GenerationLimits(max_new_tokens=6, stop_ids=[1], pad_id=0)
+LIMITS = GenerationLimits(max_new_tokens=3, stop_ids=[1], pad_id=0)
 
 
 @dataclass

@@ -30,7 +30,7 @@ from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.prepare_ops import build_ops
 from ds_finetune.errors import ConfigError, LaunchError, RunError
 from ds_finetune.families.table import FAMILIES, STANDARD_SELFTEST
-from ds_finetune.model.build import read_hf_config
+from ds_finetune.model.build import has_class, read_hf_config
 from ds_finetune.model.model_plan import task_of
 from ds_finetune.objectives.objective import ScoreObjective
 from ds_finetune.plan.combinations import TESTED_LAYOUTS
@@ -233,6 +233,7 @@ def _standard_cases(world_size: int, families: Sequence[str], device: str) -> li
     cells += [
         Cell(families[0], stage, _ACCUMULATION, packing=True, objective=name)
         for stage, name in ((1, "dpo"), (3, "orpo"), (2, "kto"), (1, "reward"), (3, "classification"))
+        if has_class(hf_config(families[0]), task_of(objective_of(name)))
     ]
     if FAMILIES[hf_config(families[0]).model_type].router is not None:
         cells += [Cell(families[0], stage, _ACCUMULATION, packing=True, balances=True) for stage in (1, 3)]

@@ -47,7 +47,12 @@ def training_steps(
         values = step_values(result, seconds=ended - waited_from, waited=began - waited_from)
         values |= {"optim/lr": lr, "data/tokens_seen": seen, "train/skipped_steps": skipped}
         yield StepRecord(
-            step, values, is_last=step >= schedule.steps, notice=result.culprit, position=astuple(batch.position)
+            step,
+            values,
+            is_last=step >= schedule.steps,
+            notice=result.culprit,
+            position=astuple(batch.position),
+            router_choices=result.router_choices,
         )
         waited_from = time.perf_counter()
 

@@ -15,8 +15,11 @@ from ds_finetune.data.stream import StreamedRows
 from ds_finetune.engine.engine import Engine
 from ds_finetune.observers.checkpointing import Checkpointing, CheckpointPolicy
 from ds_finetune.observers.evaluation import BestAndPatience, Evaluation
+from ds_finetune.observers.expert_table import ExpertTable, ExpertTableWriter, TableLayout
+from ds_finetune.observers.load_watch import LoadWatch, load_advice
 from ds_finetune.observers.progress import ProgressLine
 from ds_finetune.observers.record import Observer, Resumable
+from ds_finetune.observers.router_metrics import RouterMetrics
 from ds_finetune.observers.skipped import SkippedSteps
 from ds_finetune.observers.stop_signals import StopSignals
 from ds_finetune.observers.time_left import ANSWERS, EVALUATION, EXPORT, SAVE, TimeLeft
@@ -58,11 +61,15 @@ def make_observers(started: StartedRun, signals: StopSignals) -> list[Observer]:
         observers.append(Stragglers(started.rank_progress, config.log.every, config.watchdog.straggler_ratio))
     observers += [skipped, *_utilisation(started.run)]
     resumable: dict[str, Resumable] = {"skipped": skipped}
+    routers = _router_observers(started)
+    observers += routers.values()
+    resumable |= routers
     if started.run.inputs.held_out:
         evaluation, best = _evaluation(started, left, signals)
         observers += [evaluation, best]
         resumable |= {"evaluation": evaluation, "best": best}
     restore_observers(resumable, started.resume_point)
+    observers += _expert_table(started)
     if started.saver is not None:
         observers.append(_checkpointing(started, started.saver, left, signals, resumable))
     return [*observers, *(_writers(started, left) if started.engine.is_rank_zero else [])]
@@ -82,6 +89,32 @@ def make_time_left(run: PreparedRun) -> TimeLeft:
     return TimeLeft(
         run.schedule.steps, every, evaluation_steps=steps, export_bytes=exported, verifies=config.export.verify
     )
+
+
+def _router_observers(started: StartedRun) -> dict[str, RouterMetrics | LoadWatch]:
+    """The observers of experts' loads by name; none for a model without routed experts."""
+    run, router = started.run, started.run.inputs.model.router
+    if router is None:
+        return {}
+    say = started.say if started.engine.is_rank_zero else _say_nothing
+    return {
+        "router_metrics": RouterMetrics(run.plan.mesh.ep, router.section.bias_update),
+        "load_watch": LoadWatch(run.schedule.steps, load_advice(run.config), say),
+    }
+
+
+def _expert_table(started: StartedRun) -> list[Observer]:
+    """What writes the loads of experts on rank zero, before a checkpoint of the same step is saved."""
+    router = started.run.inputs.model.router
+    if router is None or not started.engine.is_rank_zero:
+        return []
+    layout = TableLayout(router.layers, router.experts)
+    table = ExpertTable(started.run.output_dir / "experts.bin", layout, after_step=started.resume_point.progress.step)
+    return [ExpertTableWriter(table, every=layout.steps_between(started.run.schedule.steps), say=started.say)]
+
+
+def _say_nothing(_: str) -> None:
+    """Ranks other than zero print no lines."""
 
 
 def _evaluation(started: StartedRun, left: TimeLeft, signals: StopSignals) -> tuple[Evaluation, BestAndPatience]:

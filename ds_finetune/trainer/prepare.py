@@ -15,6 +15,7 @@ from ds_finetune.data.stream import StreamedRows
 from ds_finetune.engine.devices import choose_device
 from ds_finetune.families.table import family_of
 from ds_finetune.model.model_plan import ModelPlan
+from ds_finetune.model.parallel.pipeline import build_meta_model
 from ds_finetune.model.unused_parameters import patterns_of, unused_parameters
 from ds_finetune.objectives.objective import Objective
 from ds_finetune.observers.writers import check_trackers
@@ -22,6 +23,7 @@ from ds_finetune.plan.estimate import DiskNeed, RunEstimate, estimate_run
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.run_length import check_run_length
 from ds_finetune.schedule import Duration, LrSchedule, warmup_steps
+from ds_finetune.trainer.document_lengths import length_notes
 from ds_finetune.trainer.inputs import (
     RunInputs,
     make_model_plan,
@@ -59,7 +61,7 @@ def prepare_run(config: RunConfig, world: World) -> PreparedRun:
     check_trackers(config.log.trackers)
     config = with_classes(config)
     model = make_model_plan(config, plan.mesh)
-    plan = replace(plan, notes=(*plan.notes, *try_generic_type(config, model)))
+    plan = replace(plan, notes=(*plan.notes, *try_generic_type(config, model), *length_notes(model)))
     plan = freeze_parameters(plan, model)
     inputs = read_inputs(config, model)
     _check_baseline(plan, inputs)
@@ -98,10 +100,16 @@ def freeze_parameters(plan: Plan, model: ModelPlan) -> Plan:
 def freeze_unreached(plan: Plan, model: ModelPlan) -> Plan:
     """Freeze parameters that get no gradient from the loss, since weight decay would shrink them; a note names them.
 
-    The model types of the family table have none.
+    In the model types of the family table these are indexers.
     """
     hf_config = model.hf_config
-    if model.lora is not None or not family_of(hf_config.model_type).is_generic:
+    family = family_of(hf_config.model_type)
+    if model.lora is not None:
+        return plan
+    if family.indexer is not None:
+        every = build_meta_model(hf_config, model.task).named_parameters()
+        return _with_frozen(plan, tuple(name for name, _ in every if family.is_untrained(name)))
+    if not family.is_generic:
         return plan
     decay = plan.optimizer.weight_decay
     try:
@@ -112,6 +120,10 @@ def freeze_unreached(plan: Plan, model: ModelPlan) -> Plan:
             f"optim.weight_decay {decay} would shrink one that it does not reach"
         )
         return replace(plan, notes=(*plan.notes, note)) if decay else plan
+    return _with_frozen(plan, names)
+
+
+def _with_frozen(plan: Plan, names: tuple[str, ...]) -> Plan:
     if not names:
         return plan
     note = f"frozen: {len(names)} parameters that the loss does not reach, kept as they are: {patterns_of(names)}"

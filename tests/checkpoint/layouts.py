@@ -103,7 +103,7 @@ def config_of(layout: Layout, model: Path, out: Path, *, dp: int, disk: Path) ->
     tree = run_tree(cell, model, out, dp=dp // cell.sharing)
     tree["train"] |= {
         "global_batch_size": ROWS_A_STEP,
-        "micro_batch_size": ROWS_A_STEP // 4 if dp <= 4 else 1,
+        "micro_batch_size": ROWS_A_STEP // max(dp, 2) if dp <= 4 else 1,
         "for": "8 steps",
     }
     zero: dict[str, Any] = tree["deepspeed"]["zero_optimization"]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ds_finetune.observers.expert_table import read_expert_table
 from tests.forks import Forkserver
 
 SECONDS = 120
@@ -18,6 +19,7 @@ NUMBERS = (
     "data/tokens_seen",
     "data/supervised_tokens",
     "train/skipped_steps",
+    "train/balance_loss",
 )
 """What must be the same bits in a run that was interrupted."""
 
@@ -81,6 +83,12 @@ class Running:
 
 
 def numbers(folder: Path) -> list[dict[str, Any]]:
-    """What must be equal, of each step."""
+    """What must be equal, of each step; with the loads of experts from their table, which has each step once."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{"step": record["step"], **{name: record[name] for name in NUMBERS}} for record in records]
+    _, table = read_expert_table(folder / "experts.bin")
+    assert table["step"].tolist() == [record["step"] for record in records]
+    return [
+        {name: value for name, value in record.items() if name in ("step", *NUMBERS) or name.startswith("router/")}
+        | {"counts": counts.tolist(), "entropy": entropy.tolist()}
+        for record, counts, entropy in zip(records, table["counts"], table["entropy"], strict=True)
+    ]

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.checkpoint.layouts import LAYOUTS, PLAIN, Layout, hf_config_of, others
 from tests.pairwise import each_value
-from tests.running import build_ops, start, torchrun
+from tests.running import EAGER, build_ops, start, torchrun
 
 WORKER = Path(__file__).with_name("worker.py")
 PRECISE = [Layout(stage, precision="bf16") for stage in range(4)]
@@ -61,7 +61,7 @@ def run(world: int, save: Sequence[Layout], restore: Sequence[tuple[str, Layout]
     }
     job_file = folder / f"job-{world}.json"
     job_file.write_text(json.dumps(job))
-    done = start(torchrun(str(WORKER), str(job_file), ranks=world), timeout=3000)
+    done = start(torchrun(str(WORKER), str(job_file), ranks=world), EAGER, timeout=3000)
     assert done.returncode == 0, done.stderr[-6000:]
     return dict(json.loads(Path(job["out"]).read_text()))
 

@@ -42,6 +42,7 @@ def task(folder: Path, *, packing: bool = False, **sections: Any) -> Path:
         "train": LONG,
         "data": {"packing": packing},
         "export": {"at_end": False},
+        "router": {"balance": 0.01, "bias_update": 0.01},
     }
     return tiny_task(folder, **{**every, **sections})
 
@@ -84,7 +85,7 @@ def test_a_signal_to_one_rank_saves_on_all_and_leaves(tmp_path: Path, uninterrup
 
 
 def test_a_signal_before_the_first_step_and_one_in_evaluation(tmp_path: Path) -> None:
-    often = {"every": "1 steps", "keep_best": False, "generate": {"prompts": 32, "max_new_tokens": 60}}
+    often = {"every": "1 steps", "keep_best": False, "generate": {"prompts": 10, "max_new_tokens": 40}}
     run_file = task(tmp_path / "t", checkpoint={"every": "1000 steps"}, eval=often)
     early = Running(run_file, ranks=1)
     early.wait_for(lambda: "rewritten" in early.text or "data  " in early.text)

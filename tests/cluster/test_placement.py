@@ -4,6 +4,7 @@ here.
 
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -20,11 +21,16 @@ from tests.cluster.training import job_on, processes_with, started
 
 WHO = """
 import json, os, subprocess, sys
+from pathlib import Path
 from ds_finetune.world import World
 world = World.from_environment(os.environ)
 here = subprocess.run(["hostname", "-I"], capture_output=True, text=True).stdout.strip()
 names = ("MASTER_ADDR", "GLOO_SOCKET_IFNAME", "MINE", "SECRET_OF_THE_SHELL", "DS_FINETUNE_RUN_ID", "HOME")
-print("who", json.dumps([world.rank, world.world_size, world.local_rank, here, {name: os.environ.get(name) for name in names}, sys.argv[1:]]), flush=True)
+told = [world.rank, world.world_size, world.local_rank, here, {name: os.environ.get(name) for name in names}, sys.argv[1:]]
+Path(os.environ["TOLD"], str(os.getpid())).write_text(json.dumps(told))
+"""
+"""Each process writes what it is to a file of its own: srun mixes lines that ranks print at the same time, of 900 lines
+of three ranks 45.
 """
 FAIL = "import os, sys, time; from ds_finetune.world import World; rank = World.from_environment(os.environ).rank; rank == 2 and sys.exit(7); time.sleep(60)"
 LEFT = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "elsewhere", "SECRET_OF_THE_SHELL": "x"}
@@ -70,12 +76,18 @@ def _job(bed: Bed, launcher: Launcher, code: str) -> Job:
 
 
 def test_ranks_are_where_the_hostfile_says(bed: Bed, launcher: Launcher) -> None:
+    told = Path(tempfile.mkdtemp(dir=bed.shared))
     job = _job(bed, launcher, WHO)
+    job = replace(job, variables={**job.variables, "TOLD": str(told)})
     run = started(bed, *launcher.start(job), bed.shared)
     printed = run.process.communicate(timeout=60)[0]
     assert run.process.returncode == 0, printed
-    found = sorted(json.loads(line.removeprefix("who ")) for line in printed.splitlines() if line.startswith("who "))
-    assert [line[:4] for line in found] == [[0, 3, 0, "10.77.0.2"], [1, 3, 1, "10.77.0.2"], [2, 3, 0, "10.77.0.1"]]
+    found = sorted(json.loads(file.read_text()) for file in told.iterdir())
+    assert [values[:4] for values in found] == [
+        [0, 3, 0, "10.77.0.2"],
+        [1, 3, 1, "10.77.0.2"],
+        [2, 3, 0, "10.77.0.1"],
+    ], printed
     for *_, variables, arguments in found:
         assert variables == {
             "MASTER_ADDR": launcher.names[0],

@@ -92,6 +92,18 @@ LAYOUTS = {
     "ms-swift messages": {"messages": [ASKED, GOOD], "rejected_messages": [ASKED, BAD]},
     "OpenRLHF": {"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD], "margin": 1.5},
     "OpenRLHF without prompt": {"chosen": [ASKED, GOOD], "rejected": [ASKED, BAD], "margin": 1.5},
+    "Nectar": {
+        "prompt": "\n\nHuman: 2+2?\n\nAssistant: ",
+        "answers": [
+            {"answer": "3", "model": "b", "rank": 2.0},
+            {"answer": "4", "model": "a", "rank": 1.0},
+            {"answer": "5", "model": "c", "rank": 3.0},
+            {"answer": "6", "model": "d", "rank": 3.0},
+        ],
+        "turns": 1,
+    },
+    "ranked answers to a text": {"prompt": "2+2?", "answers": [{"answer": "5", "rank": 7}, {"answer": "4", "rank": 0}]},
+    "ranked answers to turns": {"prompt": [ASKED], "answers": [{"answer": "5", "rank": 7}, {"answer": "4", "rank": 0}]},
     "Orca": {"system": "", "question": "2+2?", "chosen": "4", "rejected": "5"},
 }
 
@@ -108,6 +120,32 @@ def test_layouts_of_pairs_give_the_same_documents(
     assert documents.numbers.tolist() == [0, 1]
     assert documents.lengths.sum() == len(rows[0].input_ids)
     assert documents.targets.tolist() == [LAYOUTS[name].get("margin", 0.0)] * 2
+
+
+def test_equal_ranks_make_no_pair(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    tied = {"prompt": "2+2?", "answers": [{"answer": "4", "rank": 1}, {"answer": "5", "rank": 1}]}
+    rows = rows_of([tied, {**tied, "answers": tied["answers"][:1]}, LAYOUTS["Nectar"]], tokenizer, tmp_path)
+    assert rows.num_units == 1
+    assert {name: number for name, (number, _) in rows.counts.dropped.entries.items()} == {"equal_sides": 2}
+    assert list(rows.counts.unread.entries) == ["turns"]
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        ([], r"column `answers` is list \[\]"),
+        ("4", "column `answers` is str '4'"),
+        (["4", "5"], "answer 1 of `answers` has the rank None"),
+        ([{"answer": "4", "rank": 1}, {"answer": "5", "rank": "2"}], "answer 2 of `answers` has the rank '2'"),
+        ([{"answer": "4", "rank": 1}, {"text": "5", "rank": 2}], "answer 2 of `answers`"),
+    ],
+)
+def test_ranked_lists_that_do_not_fit_are_refused(
+    answers: object, said: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=said) as caught:
+        rows_of([{"prompt": "2+2?", "answers": answers}], tokenizer, tmp_path)
+    assert caught.value.hint
 
 
 def test_alpaca_pairs_have_the_prompt_of_alpaca(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:

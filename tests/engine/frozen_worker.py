@@ -24,10 +24,12 @@ from ds_finetune.selftest import compare
 from ds_finetune.selftest.cells import TINY_MODELS, Cell, run_tree
 from ds_finetune.trainer.prepare import freeze_parameters
 from ds_finetune.world import World
-from tests.model.test_unused_parameters import INDEXED
 from tests.planning import model_of
 
-MODELS = {"indexed": INDEXED | {"first_k_dense_replace": 2}, "deep": TINY_MODELS["deepseek_v3_deep"]}
+MODELS = {
+    "indexed": TINY_MODELS["deepseek_v32"] | {"first_k_dense_replace": 2},
+    "deep": TINY_MODELS["deepseek_v3_deep"],
+}
 ROUTER = {"train": False, "bias_update": 0.01}
 CASES: dict[str, tuple[str, Cell]] = {
     name: (model, Cell("", stage, 1, packing=False, precision=precision, weight_decay=0.5, **sizes))

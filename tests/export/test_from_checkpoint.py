@@ -173,10 +173,7 @@ def test_a_dense_model_in_fp8_is_what_plain_loops_make_and_transformers_reads(tm
     assert torch.equal(ours, theirs)
 
 
-def test_a_type_without_a_row_takes_from_its_base_which_weights_are_in_fp8(tmp_path: Path) -> None:
-    """DeepSeek-V3.2 publishes `indexer.wq_b` and `indexer.wk` in FP8, but not `indexer.weights_proj`; V3's rule would
-    do the opposite.
-    """
+def test_a_type_whose_row_has_no_list_takes_from_its_base_which_weights_are_in_fp8(tmp_path: Path) -> None:
     tree = {
         key: V3[key]
         for key in (
@@ -192,7 +189,7 @@ def test_a_type_without_a_row_takes_from_its_base_which_weights_are_in_fp8(tmp_p
         key: V3[key]
         for key in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "num_hidden_layers")
     }
-    config = AutoConfig.for_model("deepseek_v32", **tree, first_k_dense_replace=2, index_n_heads=4, index_head_dim=64)
+    config = AutoConfig.for_model("glm_moe_dsa", **tree, first_k_dense_replace=2, index_n_heads=4, index_head_dim=64)
     model = AutoModelForCausalLM.from_config(config).bfloat16()
     plain = {key: tensor.contiguous() for key, tensor in model.state_dict().items()}
     in_blocks = {key for key in plain if re.search(r"(_proj|_with_mqa|indexer\.wq_b|indexer\.wk)\.weight$", key)} - {
@@ -201,7 +198,7 @@ def test_a_type_without_a_row_takes_from_its_base_which_weights_are_in_fp8(tmp_p
     assert any("indexer.wk." in key for key in in_blocks)
     blocks = {key: dict(zip(("", "_scale_inv"), coded(plain[key]), strict=True)) for key in in_blocks}
     published_in_fp8 = {key + end: tensor for key, pair in blocks.items() for end, tensor in pair.items()}
-    saved = config.to_dict() | {"architectures": ["DeepseekV32ForCausalLM"], "dtype": "bfloat16"}
+    saved = config.to_dict() | {"architectures": ["GlmMoeDsaForCausalLM"], "dtype": "bfloat16"}
     base = publish(
         tmp_path / "base",
         {key: tensor for key, tensor in plain.items() if key not in in_blocks} | published_in_fp8,
@@ -209,7 +206,7 @@ def test_a_type_without_a_row_takes_from_its_base_which_weights_are_in_fp8(tmp_p
     )
     export(base, tmp_path / "bf16", "bf16")
     with pytest.raises(
-        ExportError, match="model_type deepseek_v32: it is not known which of its weights are published in FP8"
+        ExportError, match="model_type glm_moe_dsa: it is not known which of its weights are published in FP8"
     ):
         export(tmp_path / "bf16", tmp_path / "none", "fp8")
     export(tmp_path / "bf16", tmp_path / "out", "fp8", base)

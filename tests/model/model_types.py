@@ -65,9 +65,15 @@ The encoders `{encoders}` have rows too. They attend in both directions and are 
 `objective: classification` alone; tests compare documents of packed rows with each document alone in plain
 transformers.
 
-The trial sees what a tiny copy shows. DeepSeek-V3.2's indexer picks tokens by scores that may be equal (all its heads
-at zero), and transformers then picks by the place in the row. With at most 4 index heads packing and padding are
-refused; with the 64 of the published model no such tie was met.
+DeepSeek sparse attention (`deepseek_v32`, `glm_moe_dsa`) is trained on documents of at most `index_topk` tokens (2,048
+in the published models), where it attends to all of them:
+
+```yaml
+train: {max_seq_len: 2048}      # larger where every document is short; rows may be longer than `index_topk`
+```
+
+A longer document is an error before step 1. The indexer, which would choose tokens, is not run, trained or adapted, and
+is exported as it was. There is no ONNX graph, since it could not refuse longer inputs.
 
 Router biases (`e_score_correction_bias`, `expert_bias`) stay fp32 in every type. A balance loss that a config asks for
 by `output_router_logits: true` is refused; [routers](../how-to/routers.md) says which one is computed. Experts that are

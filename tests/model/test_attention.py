@@ -12,9 +12,18 @@ from transformers import modeling_flash_attention_utils as flash
 
 from ds_finetune.errors import ModelError
 from ds_finetune.families.table import FAMILIES
-from ds_finetune.families.tiny import DENSE, GROUPED_QUERY_EXPERTS, GROUPED_ROUTING, LATENT, ONE_GROUP, WIDE_VALUES
+from ds_finetune.families.tiny import (
+    DENSE,
+    GROUPED_QUERY_EXPERTS,
+    GROUPED_ROUTING,
+    INDEXED,
+    LATENT,
+    ONE_GROUP,
+    SHARED_INDEX,
+    WIDE_VALUES,
+)
 from ds_finetune.model.attention import attend_by_document
-from ds_finetune.model.build import build_skeleton, check_attention
+from ds_finetune.model.build import build_skeleton, check_attention, model_class
 from ds_finetune.model.forward_rows import ForwardRows
 from ds_finetune.model.loss import TrainedModel, install_loss_head
 from ds_finetune.model.weights import initialise_weights
@@ -22,6 +31,8 @@ from ds_finetune.model.weights import initialise_weights
 LENGTHS = ((5, 9, 2), (16,), (1, 1, 14))
 CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": GROUPED_ROUTING,
+    "deepseek_v32": INDEXED,
+    "glm_moe_dsa": SHARED_INDEX,
     "kimi_k2": ONE_GROUP,
     "glm4_moe_lite": WIDE_VALUES,
     "glm4_moe": GROUPED_QUERY_EXPERTS | {"use_qk_norm": True},
@@ -106,6 +117,11 @@ def test_flash_attention_knows_the_documents_of_every_row(
     if family == "qwen2_moe" and extra:
         with pytest.raises(ModelError, match="transformers does not pass it the sliding window"):
             check_attention(AutoConfig.for_model(family, **CONFIGS[family] | extra), "flash_attention_2")
+        return
+    config = AutoConfig.for_model(family, **CONFIGS[family])
+    if not model_class(config)._supports_flash_attn:
+        with pytest.raises(ModelError, match="for which transformers has sdpa and eager"):
+            check_attention(config, "flash_attention_2")
         return
     calls = _stand_in_for_flash(monkeypatch)
     loss, gradients = _loss_and_gradients(family, "flash_attention_2", extra)

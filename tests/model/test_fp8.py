@@ -126,6 +126,17 @@ def test_which_weights_are_published_in_fp8() -> None:
     assert not is_quantised("model.layers.0.self_attn.q_proj.bias", (2,), FAMILY)
 
 
+def test_the_indexer_of_deepseek_v32_does_not_follow_v3() -> None:
+    """DeepSeek-V3.2-Exp, inference/model.py:441-444."""
+    family, layer = family_of("deepseek_v32"), "model.layers.1"
+    quantised = ("indexer.wq_b", "indexer.wk", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")
+    plain = ("indexer.weights_proj", "indexer.k_norm", "q_a_layernorm")
+    for name in (*quantised, *plain):
+        assert is_quantised(f"{layer}.self_attn.{name}.weight", (2, 2), family) == (name in quantised), name
+    for key, tensor in master().items():
+        assert is_quantised(key, tuple(tensor.shape), family) == is_published_in_fp8(key), key
+
+
 def _skeleton(folder: Path) -> torch.nn.Module:
     return build_skeleton(read_hf_config(str(folder)), attention="sdpa", dtype=torch.bfloat16, device="cpu")
 

@@ -20,7 +20,18 @@ from ds_finetune.selftest.cells import hf_config
 from tests.lora_twin import NAMED, adapted, base_model, by_our_names, in_peft, write_adapter_of
 
 LORA = LoraConfig(rank=8, alpha=32)
-FAMILIES = ("deepseek_v3", "kimi_k2", "glm4_moe_lite", "glm4_moe", "deepseek_v2", "llama", "qwen2", "qwen3")
+FAMILIES = (
+    "deepseek_v3",
+    "kimi_k2",
+    "glm4_moe_lite",
+    "glm4_moe",
+    "deepseek_v2",
+    "deepseek_v32",
+    "glm_moe_dsa",
+    "llama",
+    "qwen2",
+    "qwen3",
+)
 
 
 def _ids() -> torch.Tensor:

@@ -7,8 +7,10 @@ from ds_finetune.families.tiny import (
     GPT_OSS,
     GROUPED_QUERY_EXPERTS,
     GROUPED_ROUTING,
+    INDEXED,
     LATENT,
     ONE_GROUP,
+    SHARED_INDEX,
     WIDE_VALUES,
 )
 
@@ -17,6 +19,8 @@ _DENSE, _LATENT = DENSE | _COMMON, LATENT | _COMMON
 CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v2": _LATENT | {"topk_method": "greedy", "q_lora_rank": None, "n_group": 1, "topk_group": 1},
     "deepseek_v3": GROUPED_ROUTING | _COMMON,
+    "deepseek_v32": INDEXED | _COMMON,
+    "glm_moe_dsa": SHARED_INDEX | _COMMON,
     "kimi_k2": ONE_GROUP | _COMMON,
     "glm4_moe_lite": WIDE_VALUES | _COMMON,
     "glm4_moe": GROUPED_QUERY_EXPERTS | _COMMON | {"use_qk_norm": True},

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
@@ -31,13 +31,15 @@ def runs_of(cells: Sequence[Cell], worlds: Sequence[int] = WORLDS) -> list[Run]:
     return [(cell, world) for cell in cells for world in worlds if is_for(cell, world)]
 
 
-def run_cells(runs: Sequence[Run], models: Path, out: Path) -> Path:
+def run_cells(runs: Sequence[Run], models: Path, out: Path, *, environ: Mapping[str, str] | None = None) -> Path:
     """Run all cells, one launch for each number of ranks; returns the folder `out` of the results."""
     for world in sorted({world for _, world in runs}):
         (out / "cells.json").write_text(json.dumps([asdict(cell) for cell, ranks in runs if ranks == world]))
         seconds = int(os.environ.get("CELL_TIMEOUT", "1500"))
         done = start(
-            torchrun(str(WORKER), str(models), str(out), str(out / "cells.json"), ranks=world), timeout=seconds
+            torchrun(str(WORKER), str(models), str(out), str(out / "cells.json"), ranks=world),
+            environ,
+            timeout=seconds,
         )
         assert done.returncode == 0, done.stderr[-9000:]
     return out

@@ -34,7 +34,16 @@ MORE = [
     *(Cell(family, 1, 1, False) for family in ("deepseek_v3", "llama")),
     *(
         Cell(family, stage, 4, False)
-        for family in ("deepseek_v2", "kimi_k2", "glm4_moe_lite", "glm4_moe", "qwen2", "qwen3")
+        for family in (
+            "deepseek_v2",
+            "deepseek_v32",
+            "glm_moe_dsa",
+            "kimi_k2",
+            "glm4_moe_lite",
+            "glm4_moe",
+            "qwen2",
+            "qwen3",
+        )
         for stage in (0, 1, 2, 3)
     ),
     *(Cell(family, stage, 2, True, offload="optimizer") for family in ("deepseek_v3", "llama") for stage in (1, 2, 3)),

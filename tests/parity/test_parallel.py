@@ -142,6 +142,8 @@ def _without(runs: list[Run], chosen: list[Run]) -> list[Run]:
 CHOSEN = pairwise(runs_of(DEFAULT), _axes)
 """Every pair of values of two axes; the full product is behind the marker."""
 _TWO_OF_EACH = [cell for number, family in enumerate(OTHERS) for cell in _two_cells(number, family)]
+# Its second stage begins with a layer that would take the choice of the layer before.
+_TWO_OF_EACH.append(Cell("glm_moe_dsa", 1, 2, packing=True, checkpointing=True, pp=2))
 CHOSEN += _without(runs_of(BIASES + _TWO_OF_EACH, worlds=WORLDS[-1:]), CHOSEN)
 ROUNDED = each_value(runs_of(_rounded()), _axes)
 """bf16 with every layout and with every stage; layouts are paired with stages in fp32."""

@@ -8,15 +8,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ds_finetune.observers.expert_table import read_expert_table
 from ds_finetune.trainer.run_dir import read_json
 from tests.running import metrics, start, tiny_task, torchrun
 
 TRAIN = {"for": "6 steps"}
+ROUTER = {"balance": 0.01, "bias_update": 0.001}
 EVALUATION = {"every": "3 steps", "keep_best": True, "generate": {"prompts": 3, "max_new_tokens": 4}}
 
 
 def _run(folder: Path, *, ranks: int, **sections: Any) -> Path:
-    run_file = tiny_task(folder, train=TRAIN, eval=EVALUATION, checkpoint={"every": "3 steps"}, **sections)
+    every = {"train": TRAIN, "eval": EVALUATION, "router": ROUTER, "checkpoint": {"every": "3 steps"}}
+    run_file = tiny_task(folder, **every, **sections)
     done = start(torchrun("ds_finetune/train.py", str(run_file), ranks=ranks))
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
@@ -40,11 +43,31 @@ def test_a_run_of_shared_rows_is_the_run_of_one_rank(
     ours, wanted = metrics(shared), metrics(alone)
     for key in ("train/loss", "train/grad_norm", "eval/loss", "eval/accuracy", "eval/exact_match", "data/tokens_seen"):
         assert [r[key] for r in ours if key in r] == pytest.approx([r[key] for r in wanted if key in r], rel=1e-4), key
+    _check_same_loads(shared, alone, ep=parallel.get("ep", 1))
     found, reference = (load_file(folder / "run" / "export" / "model.safetensors") for folder in (shared, alone))
     assert found.keys() == reference.keys()
     for name, tensor in reference.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5)
     assert read_json(shared / "run" / "export" / "config.json") == read_json(alone / "run" / "export" / "config.json")
+
+
+def _check_same_loads(shared: Path, alone: Path, *, ep: int) -> None:
+    """Every token is counted once, on whichever rank its router ran."""
+    (layers, found), (wanted_layers, wanted) = (
+        read_expert_table(folder / "run" / "experts.bin") for folder in (shared, alone)
+    )
+    assert layers == wanted_layers == [1]
+    for field in ("step", "num_tokens", "counts"):
+        assert found[field].tolist() == wanted[field].tolist(), field
+    records = metrics(shared)
+    assert found["num_tokens"].cumsum().tolist() == [record["data/tokens_seen"] for record in records]
+    assert found["entropy"] == pytest.approx(wanted["entropy"], rel=1e-4)
+    loads = found["counts"].reshape(len(records), ep, -1).sum(axis=2)
+    ratios = loads.max(axis=1) / loads.mean(axis=1)
+    assert [record.get("router/busiest_rank_ratio", 1.0) for record in records] == pytest.approx(ratios)
+    drift = [record["router/bias_drift_max"] for record in metrics(alone)]
+    assert [record["router/bias_drift_max"] for record in records] == drift
+    assert 0 < drift[0] < max(drift)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 refused.
 """
 
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -17,13 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import ds_finetune.plan.combinations as legal
 from ds_finetune.cli.main import main
 from ds_finetune.export.verify.record import RECORD, UNVERIFIED, ExportRecord
-from tests.conftest import ROOT
 from tests.lora_twin import in_peft
 from tests.running import metrics, start, tiny_task, torchrun
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (extra `quantize`)")
 WIDE = {"hidden_size": 64, "intermediate_size": 128, "q_lora_rank": 64, "kv_lora_rank": 64, "v_head_dim": 32}
-ENVIRON = {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
 
 
 def _task(folder: Path) -> Path:
@@ -42,7 +39,7 @@ def _task(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("qlora-run")
-    done = start(torchrun("ds_finetune/train.py", str(_task(folder))), ENVIRON)
+    done = start(torchrun("ds_finetune/train.py", str(_task(folder))))
     assert done.returncode == 0, done.stdout + done.stderr
     return folder, done.stdout
 
@@ -98,10 +95,10 @@ def test_a_run_goes_on_with_the_same_bits(finished: tuple[Path, str], tmp_path: 
     wanted = metrics(folder)
     shutil.rmtree(folder / "run" / "checkpoints" / "step-000003")
     command = [sys.executable, "ds_finetune/train.py", str(folder / "run.yaml")]
-    refused = start([*command, "lora.quantize=null"], ENVIRON)
+    refused = start([*command, "lora.quantize=null"])
     assert refused.returncode == 2
     assert "lora.quantize 'nf4' -> None" in " ".join((refused.stdout + refused.stderr).split())
-    done = start(torchrun("ds_finetune/train.py", str(folder / "run.yaml")), ENVIRON)
+    done = start(torchrun("ds_finetune/train.py", str(folder / "run.yaml")))
     assert done.returncode == 0, done.stdout + done.stderr
     found = metrics(folder)
     assert [record["step"] for record in found] == [1, 2, 3]

@@ -28,6 +28,8 @@ from tests.running import metrics, start, tiny_task, torchrun
 KEYS = {
     "step", "train/loss", "train/grad_norm", "train/skipped_steps", "optim/lr", "data/tokens_seen", "perf/tokens_per_second",
     "perf/supervised_tokens_per_second", "perf/step_seconds", "perf/data_wait_seconds", "memory/peak_gib",
+    "router/max_violation_mean", "router/max_violation_max", "router/dead_experts", "router/effective_experts_mean",
+    "router/effective_experts_min", "router/entropy",
 }  # fmt: skip
 
 
@@ -69,6 +71,7 @@ def test_the_run_folder_holds_what_it_should(finished: Path) -> None:
         "plan.json",
         "deepspeed.json",
         "metrics.jsonl",
+        "experts.bin",
         "tensorboard",
         "base",
         "checkpoints",

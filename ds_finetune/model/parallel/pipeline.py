@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache
 
 from ds_finetune.config.schema import ParallelConfig
 from ds_finetune.errors import ConfigError
+from ds_finetune.families.table import family_of
 from ds_finetune.model.build import Task, build_skeleton, has_score_head, head_of
 from ds_finetune.model.parallel.rank_group import RankGroup
 from ds_finetune.patches.transformers_models import replaced_layers
@@ -91,19 +92,25 @@ class PipelineGroup(RankGroup):
 
 
 class MissingLayer(nn.Module):
-    """Replaces a layer that another stage holds."""
+    """Replaces a layer that another stage holds. With `has_choice` layers also return tokens chosen by an indexer."""
 
-    def __init__(self, layer: int) -> None:
+    def __init__(self, layer: int, *, has_choice: bool = False) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.has_choice = layer, has_choice
 
-    def forward(self, hidden: torch.Tensor, *_: Any, past_key_values: Cache | None = None, **__: Any) -> torch.Tensor:  # noqa: ANN401
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        *_: Any,  # noqa: ANN401
+        past_key_values: Cache | None = None,
+        **__: Any,  # noqa: ANN401
+    ) -> torch.Tensor | tuple[torch.Tensor, None]:
         """Return the hidden states unchanged. The cache counts the tokens of its first layer, so it gets some here."""
         if past_key_values is not None:
             # One number a token: with none it would count as empty (transformers 5.23, cache_utils.py, get_seq_length).
             token = hidden[:, None, :, :1]
             past_key_values.update(token, token, self.layer)
-        return hidden
+        return (hidden, None) if self.has_choice else hidden
 
 
 class ReceiveHiddenStates(nn.Embedding):
@@ -233,7 +240,10 @@ def build_only_layers(model_class: type[PreTrainedModel], layers: range | None) 
         return
 
     def make(layer_class: type[nn.Module], config: PretrainedConfig, layer_idx: int) -> nn.Module:
-        return layer_class(config, layer_idx) if layer_idx in layers else MissingLayer(layer_idx)
+        if layer_idx in layers:
+            return layer_class(config, layer_idx)
+        indexer = family_of(config.model_type).indexer
+        return MissingLayer(layer_idx, has_choice=indexer is not None and indexer.is_shared)
 
     with replaced_layers(model_class, make):
         yield

@@ -1,0 +1,80 @@
+"""Metrics of routed experts: how even their loads are, how sure routers are, and how far biases have moved."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ds_finetune.engine.router_balance import RouterChoices
+from ds_finetune.observers.expert_loads import (
+    Counts,
+    busiest_rank_ratio,
+    effective_experts,
+    max_violations,
+    num_dead_experts,
+)
+from ds_finetune.observers.record import StepRecord
+
+
+@dataclass
+class RouterMetrics:
+    """Adds the `router/*` values of each step; `ep` is the number of expert parallel ranks.
+
+    Every rank knows the loads of all layers, so each follows the biases of all layers, at any number of pipeline
+    stages.
+    """
+
+    ep: int
+    bias_update: float
+    _raised: Counts | None = None
+    """How often the bias of each expert was raised less how often it was lowered since the run began, int64 [layers,
+    experts].
+    """
+
+    def after_step(self, record: StepRecord) -> StepRecord:
+        """Add the values of a step whose routers were counted."""
+        choices = record.router_choices
+        if choices is None:
+            return record
+        counts = choices.counts.numpy()
+        values = self._values(counts, choices)
+        if self.bias_update:
+            self._follow_biases(counts, is_skipped=bool(record.values["train/skipped"]))
+            values |= self._drift()
+        return record.with_values({f"router/{name}": value for name, value in values.items()})
+
+    def state(self) -> dict[str, Any]:
+        """The steps by which biases have moved."""
+        return {"raised": None if self._raised is None else self._raised.tolist()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`."""
+        self._raised = None if state["raised"] is None else np.array(state["raised"], dtype=np.int64)
+
+    def close(self) -> None:
+        """Nothing to write."""
+
+    def _values(self, counts: Counts, choices: RouterChoices) -> dict[str, float]:
+        violations, effective = max_violations(counts), effective_experts(counts)
+        values = {
+            "max_violation_mean": float(violations.mean()),
+            "max_violation_max": float(violations.max()),
+            "dead_experts": float(num_dead_experts(counts)),
+            "effective_experts_mean": float(effective.mean()),
+            "effective_experts_min": float(effective.min()),
+            "entropy": float(choices.entropy.mean()),
+        }
+        return values | ({"busiest_rank_ratio": busiest_rank_ratio(counts, self.ep)} if self.ep > 1 else {})
+
+    def _follow_biases(self, counts: Counts, *, is_skipped: bool) -> None:
+        """Count the move of each bias by the rule of `engine.router_balance.update_biases`."""
+        if self._raised is None:
+            self._raised = np.zeros_like(counts)
+        if not is_skipped:
+            self._raised -= np.sign(counts * counts.shape[1] - counts.sum(axis=1, keepdims=True))
+
+    def _drift(self) -> dict[str, float]:
+        assert self._raised is not None
+        moved = np.abs(self._raised) * self.bias_update
+        return {"bias_drift_mean": float(moved.mean()), "bias_drift_max": float(moved.max())}
