@@ -365,6 +365,34 @@ MUTANTS = (
         PARALLEL,
     ),
     Mutant(
+        "norm over this rank's heads alone",
+        "model/parallel/tensor.py",
+        "reduce_from_tensor_parallel_region(wide.square().sum(-1, keepdim=True), self.tp_group)",
+        "wide.square().sum(-1, keepdim=True) * self.tp_group.size",
+        PARALLEL,
+    ),
+    Mutant(
+        "norm over heads without the gradients of other ranks",
+        "model/parallel/tensor.py",
+        "copy_to_tensor_parallel_region(squares, self.tp_group) /",
+        "squares /",
+        PARALLEL,
+    ),
+    Mutant(
+        "gate and up of Mixtral exchanged",
+        "families/experts.py",
+        'gate="w1", up="w3"',
+        'gate="w3", up="w1"',
+        "tests/model/test_weights.py",
+    ),
+    Mutant(
+        "weights of Mixtral's experts not normalised in ONNX",
+        "export/onnx/experts.py",
+        'getattr(config, "norm_topk_prob", True)',
+        'getattr(config, "norm_topk_prob", False)',
+        "tests/export/onnx/test_parts.py",
+    ),
+    Mutant(
         "no all-to-all of gradients in sequence parallelism",
         "model/parallel/sequence.py",
         "return ctx.sp_group.all_to_all(grad), None",
@@ -430,8 +458,8 @@ MUTANTS = (
     Mutant(
         "gate and up exchanged",
         "model/names.py",
-        '(("gate_proj", slice(0, half)), ("up_proj", slice(half, rows)))',
-        '(("up_proj", slice(0, half)), ("gate_proj", slice(half, rows)))',
+        "((names.gate, slice(0, half)), (names.up, slice(half, rows)))",
+        "((names.up, slice(0, half)), (names.gate, slice(half, rows)))",
         "tests/model tests/export/test_folder.py",
     ),
     Mutant(

@@ -109,6 +109,7 @@ class Engine:
             grad_norm=grad_norm,
             num_tokens=int(tokens),
             num_supervised_tokens=int(counts["supervised_tokens"]),
+            num_examples=int(counts["examples"]),
             skipped=skipped,
             culprit=self._culprit() if skipped else "",
             router_choices=choices,

@@ -36,3 +36,19 @@ class ExpertKeys:
 
 
 QWEN_EXPERTS = ExpertKeys(number_keys=("num_experts", "num_local_experts"))
+
+
+@dataclass(frozen=True)
+class MlpNames:
+    """Names of MLPs and experts in published checkpoints; the defaults are also those of transformers 5.23."""
+
+    module: str = "mlp"
+    """The module in a layer."""
+    gate: str = "gate_proj"
+    """The projection of an expert that the activation function follows."""
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+AS_BUILT = MlpNames()
+MIXTRAL_NAMES = MlpNames(module="block_sparse_moe", gate="w1", up="w3", down="w2")

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ds_finetune.families.experts import ExpertKeys
+from ds_finetune.families.experts import AS_BUILT, ExpertKeys, MlpNames
 from ds_finetune.families.parameters import ParameterRules
 
 
@@ -15,7 +15,7 @@ class OnnxGraph:
 
     attention: Literal["latent", "grouped_query", "post_norm", "pre_norm"]
     """The last two are encoders, whose layers normalise after or before attention and MLP; they classify alone."""
-    router: Literal["sigmoid", "softmax"] | None = None
+    router: Literal["sigmoid", "softmax", "grouped_softmax"] | None = None
     """How experts are chosen; None where a family has no routed experts."""
     is_rotary_interleaved: bool = False
     """Rotary embeddings read and write pairs of neighbouring columns, whatever `rope_interleave` of the config is."""
@@ -96,6 +96,8 @@ class Family:
     transposed_experts: bool = False
     """Experts are one tensor per layer in published checkpoints too: [experts, inputs, outputs] with a bias for each
     output, and columns of gate and up by turns (gpt_oss). They go through torch's grouped product."""
+    published_mlp: MlpNames = AS_BUILT
+    """Names of its MLPs and experts in published checkpoints."""
     drops_layers_beyond: bool = False
     """Layers numbered past `num_hidden_layers` (DeepSeek-V3's multi-token prediction) are published and not built."""
     may_be_unexpected: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$",)
@@ -117,6 +119,8 @@ class Family:
     window_in_mask: bool = False
     """transformers 5.23 applies its sliding window in masks only, which FlashAttention does not use
     (qwen2_moe/modeling_qwen2_moe.py:254)."""
+    normalises_over_heads: bool = False
+    """Queries are normalised over the columns of all heads together, and so are keys."""
     parallel_axes: frozenset[str] = frozenset()
     """Sizes of `parallel` in the run file that are tested with it: tp, sp, pp, ep."""
     experts_class: str | None = None

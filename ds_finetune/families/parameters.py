@@ -4,7 +4,7 @@ them.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ds_finetune.families.experts import QWEN_EXPERTS
 
@@ -59,22 +59,26 @@ def _indexers(c: ModelConfig) -> int:
 
 
 def grouped_query_attention(
-    *, qkv_bias: bool = False, head_norms: bool = False, output_bias: bool = True
+    *,
+    qkv_bias: bool = False,
+    reads_bias: bool = True,
+    output_bias: bool = True,
+    norms: Literal["none", "of heads", "over heads"] = "none",
 ) -> Callable[[ModelConfig], AttentionCounts]:
-    """Grouped-query attention. With `qkv_bias` its three input projections always have biases; with `head_norms`
-    queries and keys are normalised per head. `attention_bias` of the config gives biases to all four projections, or
-    without `output_bias` to the first three.
+    """Grouped-query attention. With `qkv_bias` its three input projections always have biases. `attention_bias` of the
+    config gives biases to all four projections, without `output_bias` to the first three, without `reads_bias` to none.
+    Queries and keys are normalised not at all, each head by itself with one weight for all, or all heads together.
     """
 
     def count(c: ModelConfig) -> AttentionCounts:
         hidden, heads = c["hidden_size"], c["num_attention_heads"]
         width = c.get("head_dim") or hidden // heads
         query, key_value = heads * width, 2 * (c.get("num_key_value_heads") or heads) * width
-        is_biased = qkv_bias or c.get("attention_bias", False)
+        is_biased = qkv_bias or (reads_bias and c.get("attention_bias", False))
         bias = query + key_value + (hidden if output_bias and not qkv_bias else 0) if is_biased else 0
         return AttentionCounts(
             weights=hidden * (query + key_value) + query * hidden + bias,
-            norms=2 * width if head_norms else 0,
+            norms={"none": 0, "of heads": 2 * width, "over heads": query + key_value // 2}[norms],
             width=2 * heads * width,
         )
 
@@ -91,7 +95,7 @@ def glm_attention(c: ModelConfig) -> AttentionCounts:
     """GLM-4.5's grouped-query attention: its output has no bias, and `use_qk_norm` gives norms to queries and keys
     (transformers 5.23, glm4_moe/modeling_glm4_moe.py).
     """
-    return grouped_query_attention(head_norms=bool(c.get("use_qk_norm")), output_bias=False)(c)
+    return grouped_query_attention(norms="of heads" if c.get("use_qk_norm") else "none", output_bias=False)(c)
 
 
 def never_sparse(_: ModelConfig, __: int) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ds_finetune.families.experts import QWEN_EXPERTS, ExpertKeys
+from ds_finetune.families.experts import MIXTRAL_NAMES, QWEN_EXPERTS, ExpertKeys
 from ds_finetune.families.family import Encoder, Family, Indexer, OnnxGraph, RouterKind, TinyModels
 from ds_finetune.families.parameters import (
     ParameterRules,
@@ -25,7 +25,10 @@ from ds_finetune.families.tiny import (
     GROUPED_ROUTING,
     INDEXED,
     LATENT,
+    MIXTRAL,
+    OLMOE,
     ONE_GROUP,
+    QWEN3_MOE,
     SHARED_INDEX,
     WIDE_VALUES,
 )
@@ -69,7 +72,7 @@ _ROWS = (
         router=RouterKind("softmax"),
         parallel_axes=_ALL_AXES,
         has_lora=True,
-        onnx=OnnxGraph("latent", router="softmax", is_rotary_interleaved=True),
+        onnx=OnnxGraph("latent", router="grouped_softmax", is_rotary_interleaved=True),
         tiny_models=TinyModels(
             {**GROUPED_ROUTING, "topk_method": "group_limited_greedy"},
             {
@@ -151,7 +154,7 @@ _ROWS = (
     ),
     Family(
         "qwen3",
-        parameters=ParameterRules(grouped_query_attention(head_norms=True)),
+        parameters=ParameterRules(grouped_query_attention(norms="of heads")),
         parallel_axes=_DENSE_AXES,
         has_lora=True,
         onnx=OnnxGraph("grouped_query"),
@@ -160,10 +163,43 @@ _ROWS = (
     Family("qwen2_moe", expert_keys=QWEN_EXPERTS, fused_experts=True, window_in_mask=True),
     Family(
         "qwen3_moe",
-        parameters=ParameterRules(grouped_query_attention(head_norms=True), sparse_by_step),
+        parameters=ParameterRules(grouped_query_attention(norms="of heads"), sparse_by_step),
         expert_keys=QWEN_EXPERTS,
         fused_experts=True,
+        experts_class="Qwen3MoeExperts",
         router=RouterKind("softmax"),
+        parallel_axes=_ALL_AXES,
+        has_lora=True,
+        onnx=OnnxGraph("grouped_query", router="softmax"),
+        tiny_models=TinyModels(QWEN3_MOE, {"qwen3_moe_deep": {**QWEN3_MOE, "num_hidden_layers": 4}}),
+    ),
+    Family(
+        "mixtral",
+        parameters=ParameterRules(grouped_query_attention(reads_bias=False), always_sparse),
+        expert_keys=ExpertKeys(number_keys=("num_local_experts",), width_key="intermediate_size"),
+        fused_experts=True,
+        published_mlp=MIXTRAL_NAMES,
+        fp8_linear=None,
+        experts_class="MixtralExperts",
+        router=RouterKind("softmax"),
+        parallel_axes=_ALL_AXES,
+        has_lora=True,
+        onnx=OnnxGraph("grouped_query", router="softmax"),
+        tiny_models=TinyModels(MIXTRAL),
+    ),
+    Family(
+        "olmoe",
+        parameters=ParameterRules(grouped_query_attention(norms="over heads"), always_sparse),
+        expert_keys=ExpertKeys(number_keys=("num_experts",), width_key="intermediate_size"),
+        fused_experts=True,
+        fp8_linear=None,
+        normalises_over_heads=True,
+        experts_class="OlmoeExperts",
+        router=RouterKind("softmax"),
+        parallel_axes=_ALL_AXES,
+        has_lora=True,
+        onnx=OnnxGraph("grouped_query", router="softmax"),
+        tiny_models=TinyModels(OLMOE),
     ),
     Family(
         "llama",

@@ -52,6 +52,26 @@ GPT_OSS: dict[str, Any] = {
     },
 }
 """Attention sinks, a window in every other layer, and biased experts, whose limit some numbers reach."""
+QWEN3_MOE: dict[str, Any] = {
+    **DENSE,
+    "head_dim": 12,
+    "moe_intermediate_size": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [0],
+}
+"""Grouped-query attention and, after the first layer, routed experts."""
+MIXTRAL: dict[str, Any] = {**DENSE, "intermediate_size": 16, "num_local_experts": 8, "num_experts_per_tok": 2}
+"""Grouped-query attention and routed experts in every layer."""
+OLMOE: dict[str, Any] = {
+    **DENSE,
+    "intermediate_size": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "eos_token_id": None,
+}
+"""The same, with queries and keys normalised over all heads, and weights of experts that do not sum to one."""
 GROUPED_ROUTING: dict[str, Any] = {**LATENT, "n_group": 2, "topk_group": 1}
 """The same, with experts chosen from some groups only."""
 INDEXED: dict[str, Any] = {**GROUPED_ROUTING, "index_topk": 32, "index_n_heads": 2, "index_head_dim": 16}

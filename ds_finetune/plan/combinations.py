@@ -217,9 +217,14 @@ def check_divides(mesh: Mesh, model: Mapping[str, Any], *, pp_layers: Sequence[i
         raise ConfigError(
             f"parallel {mesh} of a model with rope_type longrope is not tested", hint="set parallel.sp to 1"
         )
-    if mesh.tp > 1 and model.get("mlp_bias"):
-        # Every rank would add the bias of shared experts, whose outputs are summed together with those of routed ones.
-        raise ConfigError(f"parallel {mesh} of a model with mlp_bias true is not tested", hint="set parallel.tp to 1")
+    for key in ("mlp_bias", "router_jitter_noise"):
+        if mesh.tp > 1 and model.get(key):
+            # Every rank would add the bias of shared experts, whose outputs are summed together with those of routed
+            # ones, or draw a noise of its own.
+            raise ConfigError(
+                f"parallel {mesh} of a model with {key} {str(model[key]).lower()} is not tested",
+                hint="set parallel.tp to 1",
+            )
     for axis, what, number in _divided_dimensions(mesh, model):
         size = getattr(mesh, axis)
         if number % size:

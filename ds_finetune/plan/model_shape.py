@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -38,6 +38,8 @@ class Shape:
     """Of DeepSeek sparse attention: parameters that training does not compute with."""
     attention_width: int
     """Sum over heads of (query/key width + value width): multiply-adds in one layer for one attended position."""
+    score_head: int = 0
+    """Weights that turn the last hidden state of a document into its scores, where they stand for the head."""
 
     @classmethod
     def of(cls, source: ModelConfig | str | Path) -> Self:
@@ -85,6 +87,10 @@ class Shape:
             **_mlps(config, sum(rules.is_sparse(config, layer) for layer in range(layers)), family, rules),
         )
 
+    def with_scores(self, outputs: int) -> Self:
+        """The shape of the same model with `outputs` scores for a document instead of logits for each token."""
+        return replace(self, tied=False, head=0, score_head=outputs * self.hidden)
+
     @property
     def total_params(self) -> int:
         """Every parameter once."""
@@ -99,11 +105,13 @@ class Shape:
         """Training FLOPs of one token: 6 x (parameters it is multiplied with + layers x attention_width x positions it
         attends to).
 
-        This counts forward, backward and the head, but neither recomputation nor the embedding look-up. In causal
-        attention over one document of `seq_len` tokens, a token attends to `seq_len / 2` positions on average. For
-        documents packed into a row, pass `mean_attended`: sum(n * n / 2) / sum(n) over document lengths n.
+        This counts forward, backward and the head, but neither recomputation, the embedding look-up nor scores of
+        documents. In causal attention over one document of `seq_len` tokens, a token attends to `seq_len / 2` positions
+        on average. For documents packed into a row, pass `mean_attended`: sum(n * n / 2) / sum(n) over document
+        lengths n.
         """
-        matmul = self.active_params - self.norms - self.embedding + (self.embedding if self.tied else 0)
+        looked_up = 0 if self.tied else self.embedding
+        matmul = self.active_params - self.norms - looked_up - self.score_head
         attended = seq_len / 2 if mean_attended is None else mean_attended
         return 2 * _FORWARD_AND_BACKWARD * (matmul + self.layers * self.attention_width * attended)
 
@@ -112,6 +120,7 @@ class Shape:
         return (
             self.embedding
             + self.head
+            + self.score_head
             + self.attention
             + self.dense_mlp
             + self.shared_experts

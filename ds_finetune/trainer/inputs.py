@@ -135,7 +135,7 @@ def read_inputs(config: RunConfig, model: ModelPlan) -> RunInputs:
     return RunInputs(
         folder=folder,
         model=model,
-        shape=_shape(config_tree(folder, model.hf_config)) if model.task == "causal_lm" else None,
+        shape=_shape(folder, model),
         tokenizer=tokenizer,
         tokenizer_folder=tokenizer_folder,
         train=train,
@@ -327,8 +327,9 @@ def config_tree(folder: Path, hf_config: PretrainedConfig, task: Task = "causal_
     return tree
 
 
-def _shape(tree: Mapping[str, Any]) -> Shape | None:
+def _shape(folder: Path, model: ModelPlan) -> Shape | None:
     try:
-        return Shape.of(tree)
+        shape = Shape.of(config_tree(folder, model.hf_config, model.task))
     except ConfigError:
         return None
+    return shape if model.task == "causal_lm" else shape.with_scores(int(model.hf_config.num_labels))

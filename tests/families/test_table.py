@@ -54,7 +54,7 @@ def test_the_standard_selftest_starts_with_deepseek() -> None:
 
 
 def test_a_model_type_without_a_row_has_no_further_capability() -> None:
-    row = family_of("mixtral")
+    row = family_of("granitemoe")
     assert row.is_generic
     capabilities = (row.parameters, row.parallel_axes, row.has_lora, row.encoder, row.onnx, row.tiny_models)
     assert not any(capabilities)

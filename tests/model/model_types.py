@@ -69,7 +69,7 @@ DeepSeek sparse attention (`deepseek_v32`, `glm_moe_dsa`) is trained on document
 in the published models), where it attends to all of them:
 
 ```yaml
-train: {max_seq_len: 2048}      # larger where every document is short; rows may be longer than `index_topk`
+train: {{max_seq_len: 2048}}      # larger where every document is short; rows may be longer than `index_topk`
 ```
 
 A longer document is an error before step 1. The indexer, which would choose tokens, is not run, trained or adapted, and

@@ -18,6 +18,8 @@ from ds_finetune.families.tiny import (
     GROUPED_ROUTING,
     INDEXED,
     LATENT,
+    MIXTRAL,
+    OLMOE,
     ONE_GROUP,
     SHARED_INDEX,
     WIDE_VALUES,
@@ -41,6 +43,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v2": LATENT,
     "qwen3": DENSE | {"head_dim": 8},
     "qwen3_moe": DENSE | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "mixtral": MIXTRAL,
+    "olmoe": OLMOE,
     "qwen2_moe": DENSE
     | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
 }
@@ -88,6 +92,7 @@ WINDOWS = [
     ("qwen2_moe", {"max_window_layers": 2}),
     ("qwen2_moe", {"layer_types": ["full_attention", "sliding_attention"]}),
     ("qwen3_moe", {}),
+    ("mixtral", {}),
 ]
 
 

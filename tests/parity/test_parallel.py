@@ -79,8 +79,9 @@ def _turn(number: int, values: Sequence[Value]) -> Value:
 
 
 def _deep_enough(family: str, row: ParallelLayout) -> str:
-    """Stages that share out experts need some each; the first layer has none."""
-    return f"{family}_deep" if {"pp", "ep"} <= row.axes else family
+    """Stages that share out experts need some each; the first layer of some families has none."""
+    deep = f"{family}_deep"
+    return deep if {"pp", "ep"} <= row.axes and deep in TINY_MODELS else family
 
 
 def _offloaded() -> list[Cell]:
@@ -142,9 +143,11 @@ def _without(runs: list[Run], chosen: list[Run]) -> list[Run]:
 CHOSEN = pairwise(runs_of(DEFAULT), _axes)
 """Every pair of values of two axes; the full product is behind the marker."""
 _TWO_OF_EACH = [cell for number, family in enumerate(OTHERS) for cell in _two_cells(number, family)]
+_NORMS_OVER_HEADS = [cell for cell in _cells(("olmoe",)) if cell.layout == "tp 2" and cell.stage == 1 and cell.packing]
+"""The norms of queries and keys need the heads of all ranks."""
 # Its second stage begins with a layer that would take the choice of the layer before.
 _TWO_OF_EACH.append(Cell("glm_moe_dsa", 1, 2, packing=True, checkpointing=True, pp=2))
-CHOSEN += _without(runs_of(BIASES + _TWO_OF_EACH, worlds=WORLDS[-1:]), CHOSEN)
+CHOSEN += _without(runs_of(BIASES + _TWO_OF_EACH + _NORMS_OVER_HEADS, worlds=WORLDS[-1:]), CHOSEN)
 ROUNDED = each_value(runs_of(_rounded()), _axes)
 """bf16 with every layout and with every stage; layouts are paired with stages in fp32."""
 

@@ -28,7 +28,7 @@ ROUNDED = {"fp32": 2e-6, "bf16": 2e-2}
 def _axes(layout: RouterLayout) -> tuple[Hashable, ...]:
     cell = layout.cell
     rows = (cell.packing, cell.checkpointing, cell.accumulation)
-    return cell.family, cell.layout, cell.stage, *rows, cell.precision, cell.objective
+    return cell.family.removesuffix("_deep"), cell.layout, cell.stage, *rows, cell.precision, cell.objective
 
 
 ALL = layouts(worlds=(1, 2, 4))

@@ -53,7 +53,7 @@ class ModelShard:
         fused = _FUSED_EXPERTS.search(name)
         is_gate_up = fused is not None and fused["part"] == "gate_up_proj" and not self.has_transposed_experts
         box = (local_shape[0], 2, local_shape[1] // 2, local_shape[2]) if is_gate_up else local_shape
-        dim = _INNER_DIM[self.has_transposed_experts].get(fused["part"]) if fused else shard_dim(name)
+        dim = _INNER_DIM[self.has_transposed_experts].get(fused["part"]) if fused else _shard_dim(name)
         counts, offsets = [1] * len(box), [0] * len(box)
         if fused:
             counts[0], offsets[0] = self.ep_size, self.ep_rank * box[0]
@@ -111,9 +111,9 @@ def shape_in_model(shape: Ints) -> Ints:
     return (shape[0], shape[1] * shape[2], shape[3]) if len(shape) == experts_gate_inner_hidden else shape
 
 
-def shard_dim(name: str) -> int | None:
-    """Dimension along which tensor parallelism shards a matrix or vector, by its name in a published checkpoint; None
-    where every rank holds it whole.
+def _shard_dim(name: str) -> int | None:
+    """Dimension along which tensor parallelism shards a matrix or vector, by its name in the model; None where every
+    rank holds it whole.
     """
     if _COLUMN_PARALLEL.search(name):
         return 0

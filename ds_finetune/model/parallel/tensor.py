@@ -13,6 +13,8 @@ from torch import nn
 from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 
+from ds_finetune.families.family import Family
+from ds_finetune.families.table import family_of
 from ds_finetune.model.parallel.pipeline import ReceiveHiddenStates
 from ds_finetune.model.parallel.rank_group import RankGroup, sum_over_ranks
 
@@ -124,6 +126,26 @@ class VocabParallelEmbedding(nn.Embedding):
         return reduce_from_tensor_parallel_region(embedded * is_local[..., None], self.tp_group)
 
 
+class NormOverShards(nn.Module):
+    """RMSNorm over columns of which each rank has a shard. Every rank has the whole weight, and its gradient is that of
+    this rank's columns.
+    """
+
+    tp_group: TensorParallelGroup
+    weight: nn.Parameter
+    variance_epsilon: float
+
+    def forward(self, shard: torch.Tensor) -> torch.Tensor:
+        """This rank's columns [..., columns / ranks] -> the same, normalised over the columns of all ranks."""
+        wide, width = shard.float(), shard.shape[-1]
+        squares = reduce_from_tensor_parallel_region(wide.square().sum(-1, keepdim=True), self.tp_group)
+        # Every rank's result depends on the sum, so that its gradient is summed over ranks.
+        mean = copy_to_tensor_parallel_region(squares, self.tp_group) / (width * self.tp_group.size)
+        start = self.tp_group.group_rank * width
+        normed = wide * torch.rsqrt(mean + self.variance_epsilon)
+        return self.weight[start : start + width] * normed.to(shard.dtype)
+
+
 def local_config(hf_config: PretrainedConfig, tp_size: int) -> PretrainedConfig:
     """The configuration from which transformers builds one tensor parallel shard of a model."""
     config = copy.deepcopy(hf_config)
@@ -151,7 +173,7 @@ def install_tensor_parallel(lm: PreTrainedModel, tp_group: TensorParallelGroup, 
     for name, module in lm.named_modules():
         kind = name.rpartition(".")[2]
         if kind == _ATTENTION:
-            install_tensor_parallel_attention(module, tp_group)
+            install_tensor_parallel_attention(module, tp_group, family=family_of(lm.config.model_type))
         elif kind == _MLP:
             install_tensor_parallel_mlp(module, tp_group)
 
@@ -161,7 +183,7 @@ def _change_class(module: nn.Module, parallel_class: type[nn.Module], tp_group: 
     module.tp_group = tp_group  # type: ignore[assignment]
 
 
-def install_tensor_parallel_attention(attention: Any, tp_group: TensorParallelGroup) -> None:  # noqa: ANN401 - an attention module of any family
+def install_tensor_parallel_attention(attention: Any, tp_group: TensorParallelGroup, *, family: Family) -> None:  # noqa: ANN401 - an attention module of any family
     """Make an attention module that holds some of the heads work with those of the other ranks, in place."""
     _change_class(attention.o_proj, RowParallelLinear, tp_group)
     if not hasattr(attention, "kv_a_proj_with_mqa"):
@@ -169,8 +191,10 @@ def install_tensor_parallel_attention(attention: Any, tp_group: TensorParallelGr
             lambda _, args, kwargs: _copy_hidden_states(args, kwargs, tp_group), with_kwargs=True
         )
         for norm in (getattr(attention, name, None) for name in ("q_norm", "k_norm")):
+            if norm is not None and family.normalises_over_heads:
+                _change_class(norm, NormOverShards, tp_group)
             if norm is not None and norm.weight.requires_grad:
-                # All heads share this weight, and this rank computes the gradient from its own heads only.
+                # Every rank has the whole weight, and computes the gradient from its own heads only.
                 norm.weight.register_hook(tp_group.all_reduce)
         return
     query = attention.q_proj if attention.q_lora_rank is None else attention.q_b_proj
