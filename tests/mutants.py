@@ -38,6 +38,7 @@ WHOLE_RUNS = "tests/trainer/test_objectives.py"
 DISTILLATION, SOFT_TARGETS = "tests/parity/test_distillation.py", "tests/model/test_soft_targets.py"
 ONNX = "tests/export/onnx/test_onnx.py"
 ENCODER, LENGTHS = "tests/model/test_encoder.py", "tests/data/test_batch_lengths.py"
+MTP = "tests/parity/test_mtp.py"
 MUTANTS = (
     Mutant(
         "sinks of another rank's heads",
@@ -73,6 +74,41 @@ MUTANTS = (
         "[_E2M1.repeat(16), _E2M1.repeat_interleave(16)]",
         "[_E2M1.repeat_interleave(16), _E2M1.repeat(16)]",
         MXFP4,
+    ),
+    Mutant(
+        "labels of multi-token prediction from the next document",
+        "data/batches.py",
+        "labels.roll(-1, dims=1).masked_fill(is_last, IGNORE_INDEX)",
+        "labels.roll(-1, dims=1)",
+        "tests/data/test_look_ahead.py",
+    ),
+    Mutant(
+        "multi-token prediction from hidden states before the final norm",
+        "model/mtp_loss.py",
+        "hidden.detach() if self._detach else hidden)",
+        "hidden.detach() / self._lm.base_model.norm.weight)",
+        MTP,
+    ),
+    Mutant(
+        "hidden states before embeddings in multi-token prediction",
+        "model/mtp.py",
+        "torch.cat([layer.enorm(embedded), layer.hnorm(hidden)], dim=-1)",
+        "torch.cat([layer.hnorm(hidden), layer.enorm(embedded)], dim=-1)",
+        MTP,
+    ),
+    Mutant(
+        "the layer of multi-token prediction counts in the norm",
+        "engine/gradient_norm.py",
+        "            and not is_apart(param)\n",
+        "",
+        MTP,
+    ),
+    Mutant(
+        "multi-token prediction from an old embedding on the last stage",
+        "engine/engine.py",
+        "            stage.broadcast_embedding(module.lm.get_input_embeddings().weight)",
+        "            pass",
+        MTP,
     ),
     Mutant(
         "separator by side",
@@ -388,8 +424,8 @@ MUTANTS = (
     Mutant(
         "weights of Mixtral's experts not normalised in ONNX",
         "export/onnx/experts.py",
-        'getattr(config, "norm_topk_prob", True)',
-        'getattr(config, "norm_topk_prob", False)',
+        'getattr(layers.module(name), "norm_topk_prob", True)',
+        'getattr(layers.module(name), "norm_topk_prob", False)',
         "tests/export/onnx/test_parts.py",
     ),
     Mutant(

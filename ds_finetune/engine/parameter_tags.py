@@ -1,5 +1,6 @@
 """Attributes and optimizer groups by which DeepSpeed recognises experts and the parameters without weight decay."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -35,6 +36,18 @@ def is_expert(param: torch.Tensor) -> bool:
     return getattr(param, "ds_zero_placement_family", "") == "autoep_expert"
 
 
+def tag_apart(param: nn.Parameter) -> None:
+    """Mark a parameter that gets its gradient from a loss of its own, and is left out of the norm by which all are
+    clipped.
+    """
+    param.ds_finetune_apart = True  # type: ignore[attr-defined]
+
+
+def is_apart(param: torch.Tensor) -> bool:
+    """Whether `tag_apart` marked it."""
+    return getattr(param, "ds_finetune_apart", False)
+
+
 def experts_marker(parts: int) -> nn.Module:
     """A module without parameters of the class by which DeepSpeed's engine detects experts (0.19.8,
     runtime/engine.py:2100).
@@ -53,12 +66,26 @@ def experts_marker(parts: int) -> nn.Module:
 
 
 def parameter_groups(model: nn.Module, plan: Plan, groups: Groups) -> list[dict[str, Any]]:
-    """Optimizer groups: matrices with weight decay, norms and biases without, each for experts and for the rest.
+    """Optimizer groups: matrices with weight decay, norms and biases without, each for experts and for the rest; and
+    the same of parameters that are apart, so that the flat partitions of all others are what they are without them.
 
     The biases of experts are one tensor [experts, outputs]. The optimizer's other settings come from the DeepSpeed
     section.
     """
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    made = [
+        group
+        for parted in (False, True)
+        for group in _groups_of({name: p for name, p in trained.items() if is_apart(p) == parted}, plan)
+    ]
+    if groups.experts is not None and plan.zero_stage < _STAGE_OF_PARTITIONED_PARAMETERS:
+        for group in made:
+            is_moe = any(map(is_expert, group["params"]))
+            group |= {"moe": is_moe, "name": groups.expert_name if is_moe else "shared"}
+    return made
+
+
+def _groups_of(trained: Mapping[str, nn.Parameter], plan: Plan) -> list[dict[str, Any]]:
     decay = plan.optimizer.weight_decay
     made: list[dict[str, Any]] = [
         {
@@ -67,9 +94,6 @@ def parameter_groups(model: nn.Module, plan: Plan, groups: Groups) -> list[dict[
         }
         for of_experts, decays in _KINDS
     ]
-    if groups.experts is not None and plan.zero_stage < _STAGE_OF_PARTITIONED_PARAMETERS:
-        for group, (is_moe, _) in zip(made, _KINDS, strict=True):
-            group |= {"moe": is_moe, "name": groups.expert_name if is_moe else "shared"}
     return [group for group in made if group["params"]]
 
 

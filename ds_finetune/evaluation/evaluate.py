@@ -26,6 +26,7 @@ from ds_finetune.evaluation.classifier_scores import (
     score_labelled,
 )
 from ds_finetune.evaluation.compare import METHOD, Metric, compare
+from ds_finetune.evaluation.drafts import load_drafter
 from ds_finetune.evaluation.extractors import EXTRACTORS
 from ds_finetune.evaluation.model_scores import Document, Scores, generate_answers, load_model, score_documents
 from ds_finetune.evaluation.preference_scores import PreferenceScores, check_reference, sides_of
@@ -108,6 +109,10 @@ def evaluate_model(request: EvalRequest) -> EvalReport:
     references = None if request.extract is None else _references(request.extract, documents, tokenizer)
     scores = _score(folder, documents, request, tokenizer, references)
     baseline = None if base is None else _score(base, documents, request, tokenizer, references)
+    if baseline is not None and (scores.drafts is None) != (baseline.drafts is None):
+        without = folder if scores.drafts is None else base
+        notes.append(f"`{without}` has no multi-token prediction layer, so drafts are not compared")
+        scores, baseline = replace(scores, drafts=None), replace(baseline, drafts=None)
     return EvalReport(
         request.model,
         request.baseline,
@@ -342,7 +347,7 @@ def _score(
     references: list[object] | None,
 ) -> Scores:
     model = load_model(folder)
-    scores = score_documents(model, documents, batch_tokens=request.batch_tokens)
+    scores = score_documents(model, documents, batch_tokens=request.batch_tokens, drafter=load_drafter(folder, model))
     if references is None or request.extract is None:
         return scores
     stop_ids = _stop_ids(model, tokenizer)

@@ -100,6 +100,9 @@ class Family:
     """Names of its MLPs and experts in published checkpoints."""
     drops_layers_beyond: bool = False
     """Layers numbered past `num_hidden_layers` (DeepSeek-V3's multi-token prediction) are published and not built."""
+    has_mtp: bool = False
+    """Such a layer can be trained: it is published as `model.layers.N` with `enorm`, `hnorm`, `eh_proj` and
+    `shared_head.norm` beside an ordinary decoder layer, and `num_nextn_predict_layers` of config.json counts it."""
     may_be_unexpected: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$",)
     """Regular expressions of checkpoint keys that the model does not load."""
     fp32_buffers: tuple[str, ...] = ()

@@ -46,6 +46,7 @@ _DEEPSEEK_V3 = Family(
     expert_keys=ExpertKeys(),
     fused_experts=True,
     drops_layers_beyond=True,
+    has_mtp=True,
     fp32_buffers=_ROUTER_BIASES,
     export_config={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     experts_class="DeepseekV3Experts",
@@ -91,6 +92,7 @@ _ROWS = (
     replace(
         _DEEPSEEK_V3,
         model_type="glm4_moe_lite",
+        has_mtp=False,
         parameters=ParameterRules(latent_attention, sparse_by_type),
         experts_class="Glm4MoeLiteExperts",
         tiny_models=TinyModels(
@@ -108,6 +110,7 @@ _ROWS = (
     replace(
         _DEEPSEEK_V3,
         model_type="glm4_moe",
+        has_mtp=False,
         parameters=ParameterRules(glm_attention, sparse_after_first),
         experts_class="Glm4MoeExperts",
         onnx=OnnxGraph("grouped_query", router="sigmoid"),
@@ -123,6 +126,7 @@ _ROWS = (
     replace(
         _DEEPSEEK_V3,
         model_type="deepseek_v32",
+        has_mtp=False,
         parameters=ParameterRules(indexed_latent_attention, sparse_by_type_or_after_first),
         # DeepSeek-V3.2-Exp, inference/model.py:441-444: weights_proj is not quantised.
         fp8_linear=(
@@ -137,6 +141,7 @@ _ROWS = (
     replace(
         _DEEPSEEK_V3,
         model_type="glm_moe_dsa",
+        has_mtp=False,
         parameters=ParameterRules(indexed_latent_attention, sparse_by_type_or_after_first),
         fp8_linear=None,
         indexer=Indexer(is_shared=True),

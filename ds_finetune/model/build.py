@@ -22,6 +22,7 @@ from ds_finetune.hub_access import hub_problem
 from ds_finetune.model.attention import BY_DOCUMENT, FLASH
 from ds_finetune.model.folder_check import check_folder
 from ds_finetune.model.indexed_attention import attend_to_whole_documents
+from ds_finetune.model.mtp import build_mtp_layers
 from ds_finetune.model.quantisation import check_readable
 from ds_finetune.patches.transformers_models import keep_in_fp32
 
@@ -274,7 +275,8 @@ def build_skeleton(  # noqa: PLR0913
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with no_init_weights(), init_context or nullcontext(), torch.device(device):
+        building = build_mtp_layers(kind, hf_config)
+        with building, no_init_weights(), init_context or nullcontext(), torch.device(device):
             model = kind(hf_config)
     except ImportError as missing:
         reason = str(missing).strip().splitlines()[0]

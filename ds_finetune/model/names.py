@@ -56,6 +56,11 @@ def hub_pieces(name: str, shape: tuple[int, ...], family: Family, *, first_exper
     )
 
 
+def published_names(shapes: Mapping[str, tuple[int, ...]], family: Family) -> tuple[str, ...]:
+    """The names in a published checkpoint of model tensors with these shapes."""
+    return tuple(piece.key for name, shape in shapes.items() for piece in hub_pieces(name, shape, family))
+
+
 def published_name(name: str, family: Family) -> str:
     """The name in a published checkpoint of the model's tensor `name`, which is no tensor of fused experts."""
     return _MLP.sub(rf"\1.{family.published_mlp.module}.", name)

@@ -20,6 +20,7 @@ from ds_finetune.families.table import FAMILIES
 from ds_finetune.model.build import Fragment, Where, has_score_head, whole
 from ds_finetune.model.encoder import published_name
 from ds_finetune.model.hub_folder import HubFolder
+from ds_finetune.model.mtp import published_copies
 from ds_finetune.model.names import Piece, hub_pieces
 from ds_finetune.model.parallel.sharding import UNSHARDED, ModelShard, TensorShard
 from ds_finetune.model.vocabulary import GrownFolder, Growth
@@ -260,6 +261,13 @@ def _check_tensors(
             raise ModelError(
                 f"{hub.folder}: `{key}` differs from `{tied[key]}`, to which the config ties it",
                 hint="untie them: tie_word_embeddings false in config.json",
+            )
+    for key, original in published_copies(model.config).items():
+        if key in hub.shapes and not hub.is_same(key, original):
+            raise ModelError(
+                f"mtp.train true: `{key}` of {hub.folder} differs from `{original}`, with which its layer would be "
+                "trained",
+                hint="leave mtp out: the tensor is then carried to exports",
             )
     return left
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.family import Family
@@ -13,6 +13,10 @@ from ds_finetune.families.table import FAMILIES, family_of
 
 _FORWARD_AND_BACKWARD = 3
 """Backward costs twice the forward; a multiply-add is two FLOPs."""
+
+
+_PER_LAYER = ("layer_types", "mlp_layer_types")
+"""Lists with an entry for each layer."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +42,18 @@ class Shape:
     """Of DeepSeek sparse attention: parameters that training does not compute with."""
     attention_width: int
     """Sum over heads of (query/key width + value width): multiply-adds in one layer for one attended position."""
+    mtp_layers: int = 0
+    """Multi-token prediction layers that are trained; they are among `layers`, and their parameters among the others.
+    """
+    mtp_projection: int = 0
+    """Parameters of what projects embedding and hidden state to the input of such a layer."""
     score_head: int = 0
     """Weights that turn the last hidden state of a document into its scores, where they stand for the head."""
 
     @classmethod
-    def of(cls, source: ModelConfig | str | Path) -> Self:
+    def of(cls, source: ModelConfig | str | Path, *, mtp_layers: int = 0) -> Self:
         """Read a config.json (folder or mapping). ConfigError where a key is missing, or where the model type's
-        parameters cannot be computed; the hint names those that can.
+        parameters cannot be computed; the hint names those that can. `mtp_layers` multi-token prediction layers count.
         """
         config = (
             source
@@ -58,7 +67,7 @@ class Shape:
                 hint=f"known: {', '.join(sorted(name for name, row in FAMILIES.items() if row.parameters))}",
             )
         try:
-            return cls._count(config, family, family.parameters)
+            return cls._count(config, family, family.parameters, mtp_layers)
         except KeyError as absent:
             raise ConfigError(
                 f"config.json of a {config['model_type']} model has no {absent}",
@@ -66,7 +75,8 @@ class Shape:
             ) from None
 
     @classmethod
-    def _count(cls, config: ModelConfig, family: Family, rules: ParameterRules) -> Self:
+    def _count(cls, config: ModelConfig, family: Family, rules: ParameterRules, mtp_layers: int) -> Self:
+        config = _with_layers(config, mtp_layers)
         layers, hidden = config["num_hidden_layers"], config["hidden_size"]
         attention = rules.attention(config)
         vocabulary = config["vocab_size"] * hidden
@@ -81,7 +91,9 @@ class Shape:
             embedding=vocabulary,
             head=0 if tied else vocabulary,
             attention=layers * attention.weights,
-            norms=layers * (2 * hidden + attention.norms) + hidden,
+            norms=layers * (2 * hidden + attention.norms) + hidden + mtp_layers * 3 * hidden,
+            mtp_layers=mtp_layers,
+            mtp_projection=mtp_layers * 2 * hidden * hidden,
             indexer=attention.indexer,
             attention_width=attention.width,
             **_mlps(config, sum(rules.is_sparse(config, layer) for layer in range(layers)), family, rules),
@@ -108,10 +120,11 @@ class Shape:
         This counts forward, backward and the head, but neither recomputation, the embedding look-up nor scores of
         documents. In causal attention over one document of `seq_len` tokens, a token attends to `seq_len / 2` positions
         on average. For documents packed into a row, pass `mean_attended`: sum(n * n / 2) / sum(n) over document
-        lengths n.
+        lengths n. With a multi-token prediction layer the head counts once more, also where the layer does not train
+        it.
         """
         looked_up = 0 if self.tied else self.embedding
-        matmul = self.active_params - self.norms - looked_up - self.score_head
+        matmul = self.active_params - self.norms - looked_up - self.score_head + self.mtp_layers * self.embedding
         attended = seq_len / 2 if mean_attended is None else mean_attended
         return 2 * _FORWARD_AND_BACKWARD * (matmul + self.layers * self.attention_width * attended)
 
@@ -126,7 +139,15 @@ class Shape:
             + self.shared_experts
             + self.router
             + self.norms
+            + self.mtp_projection
         )
+
+
+def _with_layers(config: ModelConfig, number: int) -> dict[str, Any]:
+    """The config.json of a model with so many more layers, which are like its last one."""
+    kinds = {key: config[key] for key in _PER_LAYER if config.get(key)}
+    longer = {key: [*values, *[values[-1]] * number] for key, values in kinds.items()}
+    return {**config, **longer, "num_hidden_layers": config["num_hidden_layers"] + number}
 
 
 def _mlps(c: ModelConfig, sparse: int, family: Family, rules: ParameterRules) -> dict[str, int]:

@@ -26,6 +26,7 @@ from ds_finetune.model.build import TOKENIZER_PATTERNS, Task, model_class, read_
 from ds_finetune.model.encoder import encoder_of, max_positions
 from ds_finetune.model.generic_check import check_generic_type
 from ds_finetune.model.model_plan import ModelPlan, plan_model, task_of
+from ds_finetune.model.mtp import mtp_layers
 from ds_finetune.model.score_config import score_settings, set_classes, set_padding_token, with_base_classes
 from ds_finetune.model.vocabulary import grow_vocabulary
 from ds_finetune.model.weights import weights_digest
@@ -293,7 +294,8 @@ def model_lines(model: ModelPlan, plan: Plan) -> list[tuple[str, str]]:
     lora = model.lora.lines() if model.lora is not None else []
     stages, teacher = plan.stage_lines(model.stages), teacher_lines(model, plan)
     routers = model.router.lines() if model.router is not None else []
-    return [*_vocabulary_lines(model), *_score_lines(model), *stages, *routers, *lora, *teacher]
+    mtp = model.mtp.lines(model.hf_config) if model.mtp is not None else []
+    return [*_vocabulary_lines(model), *_score_lines(model), *stages, *routers, *lora, *mtp, *teacher]
 
 
 def _score_lines(model: ModelPlan) -> list[tuple[str, str]]:
@@ -329,7 +331,8 @@ def config_tree(folder: Path, hf_config: PretrainedConfig, task: Task = "causal_
 
 def _shape(folder: Path, model: ModelPlan) -> Shape | None:
     try:
-        shape = Shape.of(config_tree(folder, model.hf_config, model.task))
+        tree = config_tree(folder, model.hf_config, model.task)
+        shape = Shape.of(tree, mtp_layers=len(mtp_layers(model.hf_config)))
     except ConfigError:
         return None
     return shape if model.task == "causal_lm" else shape.with_scores(int(model.hf_config.num_labels))

@@ -5,7 +5,7 @@ share; its gradient is summed over the ranks that use it, which DeepSpeed 0.19.8
 """
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -126,6 +126,16 @@ class VocabParallelEmbedding(nn.Embedding):
         return reduce_from_tensor_parallel_region(embedded * is_local[..., None], self.tp_group)
 
 
+class ReceiveOrEmbed(ReceiveHiddenStates):
+    """The embedding on later pipeline stages, where the weight that it may keep is sharded along the vocabulary."""
+
+    tp_group: TensorParallelGroup
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """The embeddings by the weight that this stage keeps, the same on every tensor parallel rank."""
+        return VocabParallelEmbedding.forward(cast("VocabParallelEmbedding", self), input_ids)
+
+
 class NormOverShards(nn.Module):
     """RMSNorm over columns of which each rank has a shard. Every rank has the whole weight, and its gradient is that of
     this rank's columns.
@@ -168,8 +178,8 @@ def install_tensor_parallel(lm: PreTrainedModel, tp_group: TensorParallelGroup, 
     embedding = lm.get_input_embeddings()
     assert isinstance(embedding, nn.Embedding), type(embedding)
     embedding.padding_idx = padding_idx
-    if not isinstance(embedding, ReceiveHiddenStates):
-        _change_class(embedding, VocabParallelEmbedding, tp_group)
+    is_later_stage = isinstance(embedding, ReceiveHiddenStates)
+    _change_class(embedding, ReceiveOrEmbed if is_later_stage else VocabParallelEmbedding, tp_group)
     for name, module in lm.named_modules():
         kind = name.rpartition(".")[2]
         if kind == _ATTENTION:
