@@ -245,7 +245,8 @@ def _fill_weights(
     """Load or draw the weights; returns the names of parameters that were drawn because the model's folder does not
     have them.
     """
-    model_shard = ModelShard.of(plan.mesh)
+    family = family_of(lm.config.model_type)
+    model_shard = ModelShard.of(plan.mesh, family)
     for name, param in lm.named_parameters():
         # DeepSpeed 0.19.8 counts other parameters once in norms (runtime/utils.py:134).
         param.model_parallel = model_shard.tensor_shard(name, tuple(local_shape(param))).dim is not None  # type: ignore[attr-defined]
@@ -257,7 +258,7 @@ def _fill_weights(
         initialise_score_head(lm, model.objective, head_parameters(lm), seed=plan.seed, where=where)
         return ()
     skeleton = build_meta_model(model.hf_config, model.task) if plan.mesh.pp > 1 else None
-    folder, family = resolve_folder(model.path), family_of(lm.config.model_type)
+    folder = resolve_folder(model.path)
     growth = _growth(model, plan.seed)
     report = load_weights(
         lm,

@@ -94,6 +94,9 @@ class Family:
     fused_experts: bool = False
     """Experts are one 3-D tensor per layer in transformers 5 and one matrix each in published checkpoints. They go
     through torch's grouped product."""
+    transposed_experts: bool = False
+    """Experts are one tensor per layer in published checkpoints too: [experts, inputs, outputs] with a bias for each
+    output, and columns of gate and up by turns (gpt_oss). They go through torch's grouped product."""
     published_mlp: MlpNames = AS_BUILT
     """Names of its MLPs and experts in published checkpoints."""
     drops_layers_beyond: bool = False
@@ -111,6 +114,10 @@ class Family:
     export_config: Mapping[str, object] = field(default_factory=dict)
     """Keys that servers need in `config.json`, added where the base model has none."""
 
+    has_sinks: bool = False
+    """The softmax of attention has a learned logit per head in its denominator. Attention by document computes it;
+    transformers' sdpa and FlashAttention 2 do not, and its eager attention does not separate packed documents
+    (gpt_oss/modeling_gpt_oss.py:460)."""
     indexer: Indexer | None = None
     """None where queries attend to all earlier tokens, or to those in a window."""
     window_in_mask: bool = False

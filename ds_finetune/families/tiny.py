@@ -32,6 +32,26 @@ LATENT: dict[str, Any] = {
     "first_k_dense_replace": 1,
 }
 """Multi-head latent attention and, after the first layer, routed experts."""
+GPT_OSS: dict[str, Any] = {
+    **DENSE,
+    "intermediate_size": 16,
+    "head_dim": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": 5,
+    "attention_bias": True,
+    "swiglu_limit": 1.0,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 32,
+    },
+}
+"""Attention sinks, a window in every other layer, and biased experts, whose limit some numbers reach."""
 QWEN3_MOE: dict[str, Any] = {
     **DENSE,
     "head_dim": 12,

@@ -37,7 +37,7 @@ _HEAD = """# Model types
 Which model types are trained, and how. Most need nothing; where a run is refused, the hint says what to set:
 
 ```yaml
-model: {{path: my-gpt-oss, attention: eager}}
+model: {{path: my-bloom, attention: eager}}
 data: {{train: chat.jsonl, packing: false}}
 ```
 
