@@ -141,10 +141,9 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
     document, and with fewer queries than keys the queries are its last tokens (decoding with a cache). With `sp_group`
     the tensors have this rank's tokens, and `documents` describes whole rows. Without `sliding_window` the module's
     own applies; in encoders it reaches as far in both directions. `s_aux` [heads] are attention sinks: a logit that
-    each head's softmax has beside those of the tokens (gpt_oss/modeling_gpt_oss.py:244). With `chosen` queries attend to
-    these keys alone. A module whose `is_causal` is
-    false attends in both directions, as in transformers 5.23 (integrations/sdpa_attention.py:143). ModelError where
-    another argument would change the result.
+    each head's softmax has beside those of the tokens (gpt_oss/modeling_gpt_oss.py:244). With `chosen` queries attend
+    to these keys alone. A module whose `is_causal` is false attends in both directions, as in transformers 5.23
+    (integrations/sdpa_attention.py:143). ModelError where another argument would change the result.
     """
     if unknown := _unknown(others):
         raise ModelError(
