@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ds_finetune.export.from_checkpoint import ExportResult
     from ds_finetune.export.onnx.folder import OnnxExportResult
     from ds_finetune.export.verify.verify import VerificationResult
+    from ds_finetune.objectives.pairs import PairObjective
     from ds_finetune.trainer.train import Report
 
 PathLike = str | Path
@@ -140,7 +141,8 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
 
     `EvalReport.metrics` holds each metric by name, with its confidence interval. With a mapping of names to files,
     `EvalReport.sets` also has the metrics of each of these sets. `objective` is sft, distill or pretrain, or its
-    section in a run file, such as `{"name": "pretrain", "eos": False}`. With `extract` (gsm8k, choice, json or text)
+    section in a run file, such as `{"name": "pretrain", "eos": False}`; dpo, simpo, cpo and orpo score pairs of
+    answers, and dpo needs its reference model as `baseline`. With `extract` (gsm8k, choice, json or text)
     the model generates answers, and the values extracted from them are compared with those extracted from the rows.
     `columns`, `template`, `train_on` and `long_rows` are as in a run file. `limit` is the number of rows of each set
     scored at most. DataError or ExportError where the model cannot be scored.
@@ -171,22 +173,26 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
         max_truncated_ratio=1.0,
         packing=False,
     )
-    base, kind = None if baseline is None else str(baseline), _row_kind(objective)
+    base, (kind, preference) = None if baseline is None else str(baseline), _eval_objective(objective)
     return evaluate_model(
-        EvalRequest(str(model), base, rows, extract, max_seq_len, max_new_tokens, batch_tokens, limit, kind)
+        EvalRequest(str(model), base, rows, extract, max_seq_len, max_new_tokens, batch_tokens, limit, kind, preference)
     )
 
 
-def _row_kind(objective: str | Mapping[str, object]) -> "RowKind":
+def _eval_objective(objective: str | Mapping[str, object]) -> tuple["RowKind", "PairObjective | None"]:
+    """The kind of rows that are scored, and the objective on pairs whose metrics score them."""
     from ds_finetune.data.row_kind import RowKind
+    from ds_finetune.evaluation.preference_scores import preference_of
 
-    kind = RowKind.of(read_objective(objective))
-    if kind.documents_per_unit:
+    section = read_objective(objective)
+    kind, preference = RowKind.of(section), preference_of(section)
+    if kind.documents_per_unit and preference is None:
         raise ConfigError(
-            f"objective {kind.objective} has no mean loss of tokens, which is what eval computes",
-            hint="its metrics on held-out rows are in metrics.jsonl of the run",
+            f"objective {kind.objective} has neither a mean loss of tokens nor pairs of answers to score",
+            hint="leave it out for a classifier or a reward model; other metrics on held-out rows are in metrics.jsonl "
+            "of the run",
         )
-    return kind
+    return kind, preference
 
 
 def _held_out_paths(

@@ -1,5 +1,6 @@
 """The same adapters in a model of ours and in peft, which everything about LoRA is held against."""
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,20 @@ from ds_finetune.model.lora_plan import plan_lora
 from ds_finetune.selftest.cells import hf_config
 
 RANK, SEED = 8, 0
-NAMED = ("gate", "experts", r".*\.self_attn\..*_proj(_with_mqa)?", r".*\.mlp\.(shared_experts\.)?\w+_proj")
-"""Patterns that adapt every kind of a mixture of experts, the router too."""
+_NAMED = ("gate", "experts", r".*\.self_attn\..*_proj(_with_mqa)?")
+_NAMED_MLP = r".*\.mlp\.(shared_experts\.)?\w+_proj"
+
+
+def named_in(family: str) -> tuple[str, ...]:
+    """Patterns that adapt every kind of module in a mixture of experts, the router too."""
+    has_mlp = any(re.fullmatch(_NAMED_MLP, name) for name, _ in base_model(family).named_modules())
+    return (*_NAMED, *[_NAMED_MLP] * has_mlp)
 
 
 def lora_tree(family: str) -> dict[str, Any]:
     """The `lora` section that the steps of a family are compared with: every kind of module there is."""
-    return {"rank": RANK, "alpha": 32} | ({"target_modules": NAMED} if family.startswith("deepseek") else {})
+    has_experts = family_of(hf_config(family).model_type).expert_keys is not None
+    return {"rank": RANK, "alpha": 32} | ({"target_modules": named_in(family)} if has_experts else {})
 
 
 def base_model(family: str) -> PreTrainedModel:

@@ -33,11 +33,112 @@ OBJECTIVES, SCORES = "tests/parity/test_objectives.py", "tests/parity/test_score
 ROUTERS = "tests/parity/test_routers.py"
 PREFERENCES, LABELS = "tests/data/test_preferences.py", "tests/data/test_labelled_texts.py"
 CLASSIFIERS, ONNX_CLASSIFIERS = "tests/export/test_classifiers.py", "tests/export/onnx/test_classifiers.py"
+SINKS, MXFP4 = "tests/model/test_sinks.py", "tests/model/test_mxfp4.py"
 WHOLE_RUNS = "tests/trainer/test_objectives.py"
 DISTILLATION, SOFT_TARGETS = "tests/parity/test_distillation.py", "tests/model/test_soft_targets.py"
 ONNX = "tests/export/onnx/test_onnx.py"
 ENCODER, LENGTHS = "tests/model/test_encoder.py", "tests/data/test_batch_lengths.py"
+INDEXER = "tests/model/test_indexed_attention.py"
+MTP = "tests/parity/test_mtp.py"
 MUTANTS = (
+    Mutant(
+        "tokens chosen over the whole row",
+        "model/indexed_attention.py",
+        "parts = [part[row].split(lengths) if not is_last else (part[row],) for part in scored]",
+        "parts = [part[row, : sum(lengths)].split(lengths[::-1]) for part in scored]",
+        INDEXER,
+    ),
+    Mutant(
+        "rotary embedding of the other indexer",
+        "model/indexed_attention.py",
+        "rotate_pairs() if attention.rotates_pairs else rotate_halves()",
+        "rotate_halves()",
+        INDEXER,
+    ),
+    Mutant(
+        "choice of the layer before not taken",
+        "model/indexed_attention.py",
+        "position_embeddings, attention_mask, past_key_values, prev_topk_indices, others",
+        "position_embeddings, attention_mask, past_key_values, None, others",
+        INDEXER,
+    ),
+    Mutant(
+        "indexer trained",
+        "engine/start_engine.py",
+        "if name in plan.frozen or family.is_untrained(name):",
+        "if name in plan.frozen:",
+        PARALLEL,
+    ),
+    Mutant(
+        "sinks of another rank's heads",
+        "model/attention.py",
+        "s_aux.chunk(sp_group.size)[sp_group.group_rank]",
+        "s_aux.chunk(sp_group.size)[0]",
+        PARALLEL,
+    ),
+    Mutant(
+        "sinks masked by the window",
+        "model/attention.py",
+        "functional.pad(mask, (1, 0), value=True)",
+        "functional.pad(mask, (1, 0), value=False)",
+        SINKS,
+    ),
+    Mutant(
+        "a block of queries without the first key of its window",
+        "model/attention.py",
+        "earlier + begin - self.window + 1",
+        "earlier + begin - self.window + 2",
+        SINKS,
+    ),
+    Mutant(
+        "output bias of experts added on each tensor parallel rank",
+        "model/parallel/tensor.py",
+        "copy_to_tensor_parallel_region(bias, self.tp_group) / self.tp_group.size",
+        "copy_to_tensor_parallel_region(bias, self.tp_group)",
+        PARALLEL,
+    ),
+    Mutant(
+        "four-bit numbers of a byte swapped",
+        "model/mxfp4.py",
+        "[_E2M1.repeat(16), _E2M1.repeat_interleave(16)]",
+        "[_E2M1.repeat_interleave(16), _E2M1.repeat(16)]",
+        MXFP4,
+    ),
+    Mutant(
+        "labels of multi-token prediction from the next document",
+        "data/batches.py",
+        "labels.roll(-1, dims=1).masked_fill(is_last, IGNORE_INDEX)",
+        "labels.roll(-1, dims=1)",
+        "tests/data/test_look_ahead.py",
+    ),
+    Mutant(
+        "multi-token prediction from hidden states before the final norm",
+        "model/mtp_loss.py",
+        "hidden.detach() if self._detach else hidden)",
+        "hidden.detach() / self._lm.base_model.norm.weight)",
+        MTP,
+    ),
+    Mutant(
+        "hidden states before embeddings in multi-token prediction",
+        "model/mtp.py",
+        "torch.cat([layer.enorm(embedded), layer.hnorm(hidden)], dim=-1)",
+        "torch.cat([layer.hnorm(hidden), layer.enorm(embedded)], dim=-1)",
+        MTP,
+    ),
+    Mutant(
+        "the layer of multi-token prediction counts in the norm",
+        "engine/gradient_norm.py",
+        "            and not is_apart(param)\n",
+        "",
+        MTP,
+    ),
+    Mutant(
+        "multi-token prediction from an old embedding on the last stage",
+        "engine/engine.py",
+        "            stage.broadcast_embedding(module.lm.get_input_embeddings().weight)",
+        "            pass",
+        MTP,
+    ),
     Mutant(
         "separator by side",
         "data/units.py",
@@ -329,6 +430,34 @@ MUTANTS = (
         PARALLEL,
     ),
     Mutant(
+        "norm over this rank's heads alone",
+        "model/parallel/tensor.py",
+        "reduce_from_tensor_parallel_region(wide.square().sum(-1, keepdim=True), self.tp_group)",
+        "wide.square().sum(-1, keepdim=True) * self.tp_group.size",
+        PARALLEL,
+    ),
+    Mutant(
+        "norm over heads without the gradients of other ranks",
+        "model/parallel/tensor.py",
+        "copy_to_tensor_parallel_region(squares, self.tp_group) /",
+        "squares /",
+        PARALLEL,
+    ),
+    Mutant(
+        "gate and up of Mixtral exchanged",
+        "families/experts.py",
+        'gate="w1", up="w3"',
+        'gate="w3", up="w1"',
+        "tests/model/test_weights.py",
+    ),
+    Mutant(
+        "weights of Mixtral's experts not normalised in ONNX",
+        "export/onnx/experts.py",
+        'getattr(layers.module(name), "norm_topk_prob", True)',
+        'getattr(layers.module(name), "norm_topk_prob", False)',
+        "tests/export/onnx/test_parts.py",
+    ),
+    Mutant(
         "no all-to-all of gradients in sequence parallelism",
         "model/parallel/sequence.py",
         "return ctx.sp_group.all_to_all(grad), None",
@@ -394,8 +523,8 @@ MUTANTS = (
     Mutant(
         "gate and up exchanged",
         "model/names.py",
-        '(("gate_proj", slice(0, half)), ("up_proj", slice(half, rows)))',
-        '(("up_proj", slice(0, half)), ("gate_proj", slice(half, rows)))',
+        "((names.gate, slice(0, half)), (names.up, slice(half, rows)))",
+        "((names.up, slice(0, half)), (names.gate, slice(half, rows)))",
         "tests/model tests/export/test_folder.py",
     ),
     Mutant(

@@ -48,6 +48,7 @@ _DENSE |= {
     "initializer_range": 0.1,
 }
 _DENSE |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "norm_topk_prob": True}
 _MLA = _DENSE | {
     "moe_intermediate_size": 32,
     "n_shared_experts": 1,
@@ -75,6 +76,9 @@ FAMILIES: Mapping[str, dict[str, Any]] = {
     "deepseek_v2": _MLA | {"n_group": 1, "topk_group": 1, "topk_method": "greedy", "rope_scaling": YARN},
     "qwen2": _DENSE | {"tie_word_embeddings": True},
     "qwen3": _DENSE | {"head_dim": 64},
+    "qwen3_moe": _DENSE | _EXPERTS | {"head_dim": 64, "moe_intermediate_size": 64, "num_experts": 8},
+    "mixtral": _DENSE | _EXPERTS | {"intermediate_size": 64, "num_local_experts": 8},
+    "olmoe": _DENSE | _EXPERTS | {"intermediate_size": 64, "num_experts": 8},
     "llama": _DENSE | {"num_key_value_heads": 1},
 }
 """Heads of 64, latents of 512 + 64: vLLM 0.32 has no others of such models on CPUs, and its default rotary embeddings

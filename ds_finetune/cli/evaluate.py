@@ -53,7 +53,8 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
         "--objective",
         type=_objective,
         default="sft",
-        help="sft, or that of plain text as a run file has it, e.g. '{name: pretrain, eos: false}' (default sft)",
+        help="sft, or another as a run file has it, e.g. '{name: pretrain, eos: false}'; dpo, simpo, cpo and orpo "
+        "score pairs of answers, dpo with BASE as its reference (default sft)",
     )
     parser.add_argument(
         "--template",
@@ -188,9 +189,10 @@ def _sets_of(files: Sequence[str]) -> Sequence[str] | Mapping[str, list[str]]:
 
 def _table(metrics: Mapping[str, "Metric"], arguments: Arguments, caption: str) -> Table:
     """Metrics as rows: the model, the baseline, the difference and its interval, or the model and its interval."""
-    compared = ["baseline", "difference"] if arguments.baseline else []
+    is_compared = any(metric.baseline is not None for metric in metrics.values())
+    compared = ["baseline", "difference"] if is_compared else []
     table = Table(
-        title=f"{arguments.model}" + (f" beside {arguments.baseline}" if compared else ""),
+        title=f"{arguments.model}" + (f" beside {arguments.baseline}" if arguments.baseline else ""),
         title_justify="left",
         caption=caption,
     )

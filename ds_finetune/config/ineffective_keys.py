@@ -140,6 +140,7 @@ _RULES = (
         "data.long_rows is drop: nothing is truncated",
         "set data.max_dropped_ratio",
     ),
+    _KeyRule(("mtp.",), lambda run: not run["mtp.train"], "mtp.train is false", "set mtp.train", harmless=(False,)),
     _KeyRule(
         ("export.max_shard_size",),
         lambda run: not run["export.at_end"] and not (run["data.eval"] and run["eval.keep_best"]),

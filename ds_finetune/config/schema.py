@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_
 
 from ds_finetune.config.ineffective_keys import check_keys_have_effect
 from ds_finetune.config.invalid_keys import explain
+from ds_finetune.config.mtp import MtpConfig
 from ds_finetune.config.objectives import ObjectiveField, SftObjective
 from ds_finetune.config.routers import RouterConfig
 from ds_finetune.config.run_file import apply_override, read_yaml
@@ -348,6 +349,8 @@ class RunConfig(Section):
     """Parallel sizes."""
     lora: LoraConfig | None = None
     """Low-rank adapters; left out, all weights are trained."""
+    mtp: MtpConfig = MtpConfig()
+    """Multi-token prediction."""
     router: RouterConfig | None = None
     """Routers of experts."""
     log: LogConfig = LogConfig()

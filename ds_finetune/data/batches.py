@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +22,17 @@ from ds_finetune.objectives.examples import Examples
 
 _PAD_MULTIPLE = 8
 """Unpacked rows are padded to a multiple of this, so that fewer shapes occur."""
+
+
+class Ahead(NamedTuple):
+    """What a multi-token prediction layer reads and predicts at each position: int64 [rows, tokens] each.
+
+    `input_ids` has the next token, and `labels` the one after it; neither crosses the end of a document, where the
+    label is IGNORE_INDEX and the id is of no consequence.
+    """
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -39,6 +51,7 @@ class MicroBatch:
     documents: tuple[tuple[int, ...], ...] | None = None
     examples: Examples | None = None
     token_types: torch.Tensor | None = None
+    ahead: Ahead | None = None
 
 
 @dataclass(frozen=True)
@@ -96,6 +109,8 @@ class BatchPlan:
     """Log-probability of each document of the data under the reference model; None where there is none."""
     mixture: Mixture | None = None
     """Shares of the sources of training rows; None where an epoch has every row once."""
+    looks_ahead: bool = False
+    """Whether forwards have what a multi-token prediction layer needs."""
     separates_padding: bool = False
     """Whether padding behind a single document is a document of its own, as attention in both directions needs it."""
 
@@ -228,15 +243,27 @@ def _stack(rows: Sequence[Row], plan: BatchPlan) -> MicroBatch:
     restarts = plan.row_len is not None or plan.documents_per_unit > 1 or plan.separates_padding
     positions = _positions(rows, length, restarts=restarts)
     examples = _examples(rows, length, plan.reference) if plan.documents_per_unit else None
+    input_ids = _pad([row.input_ids for row in rows], length, plan.pad_token_id)
+    labels = _pad([row.labels for row in rows], length, IGNORE_INDEX)
     return MicroBatch(
-        input_ids=_pad([row.input_ids for row in rows], length, plan.pad_token_id),
+        input_ids=input_ids,
         position_ids=torch.from_numpy(positions),
-        labels=_pad([row.labels for row in rows], length, IGNORE_INDEX),
+        labels=labels,
         lengths=torch.tensor([row.num_tokens for row in rows]),
         documents=tuple(_document_lengths(row) for row in positions) if restarts else None,
         examples=examples,
         token_types=None if examples is None else _token_types(rows, length),
+        ahead=_look_ahead(input_ids, labels, torch.from_numpy(positions)) if plan.looks_ahead else None,
     )
+
+
+def _look_ahead(input_ids: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor) -> Ahead:
+    """Ids and labels [rows, tokens] shifted by one place to the left within each document; one begins where `positions`
+    are 0.
+    """
+    is_last = torch.ones_like(positions, dtype=torch.bool)
+    is_last[:, :-1] = positions[:, 1:] == 0
+    return Ahead(input_ids.roll(-1, dims=1), labels.roll(-1, dims=1).masked_fill(is_last, IGNORE_INDEX))
 
 
 def _examples(rows: Sequence[Row], length: int, reference: NDArray[np.float64] | None) -> Examples:

@@ -32,6 +32,7 @@ from ds_finetune.engine.whole_tensors import WholeTensors, named_parameters
 from ds_finetune.errors import RunError
 from ds_finetune.model.forward_rows import ForwardRows, StageOutput
 from ds_finetune.model.lora import adapters_off, is_adapter
+from ds_finetune.model.mtp import mtp_layers
 from ds_finetune.model.parallel.pipeline import PipelineGroup, has_tied_head
 from ds_finetune.model.routers import RouterCollector
 from ds_finetune.model.score_head import SCORE_HEAD, logits_of_prompt
@@ -89,6 +90,7 @@ class Engine:
         batch = replace(batch, micro=tuple(map(self._with_reference, batch.micro)))
         counts = self._global_counts(batch.counts)
         numbers = self._step_numbers(counts, batch.baseline)
+        self._share_embedding()
         self._ds.train()
         (tokens,) = self._sum_over_ranks(batch.num_tokens, copies=self.plan.mesh.sharing)
         for group in self._ds.optimizer.param_groups:
@@ -104,11 +106,13 @@ class Engine:
         grad_norm, skipped = self._step_optimizer(bad > 0)
         routers = self._routers
         choices = None if routers is None else finish_step(routers, self.plan.mesh, is_skipped=skipped)
+        assert choices is None or choices.num_tokens == tokens, (choices.num_tokens, tokens)
         return StepResult(
             metrics=self._total_loss.metrics(self._total_loss.named(totals), counts),
             grad_norm=grad_norm,
             num_tokens=int(tokens),
             num_supervised_tokens=int(counts["supervised_tokens"]),
+            num_examples=int(counts["examples"]),
             skipped=skipped,
             culprit=self._culprit() if skipped else "",
             router_choices=choices,
@@ -123,6 +127,7 @@ class Engine:
         computed, here of all the data. `is_over` is called before each batch and must return the same on every rank;
         where it is true, the result is None.
         """
+        self._share_embedding()
         self._ds.eval()
         sums, counts, scores = self._no_sums(), Counter[str](), list[DocumentScores]()
         numbers = self._step_numbers({term.unit: 1 for term in self._total_loss.terms}, baseline)
@@ -289,6 +294,12 @@ class Engine:
             if self._is_tied:
                 stage.all_reduce_embedding_grad(self._ds.module.lm.get_input_embeddings().weight.grad)
         return sums
+
+    def _share_embedding(self) -> None:
+        """Give the last stage the first one's embedding, where multi-token prediction needs it."""
+        stage, module = self._stage, self._ds.module
+        if stage is not None and mtp_layers(module.config) and (stage.is_first or stage.is_last):
+            stage.broadcast_embedding(module.lm.get_input_embeddings().weight)
 
     def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
         return scale_for_deepspeed(loss, zero_ranks=self.plan.zero_ranks)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_finetune.engine.parameter_tags import is_expert
+from ds_finetune.engine.parameter_tags import is_apart, is_expert
 from ds_finetune.engine.pipeline_schedule import is_copy
 from ds_finetune.engine.process_groups import Groups
 
@@ -17,7 +17,7 @@ def global_gradient_norm(params: Sequence[nn.Parameter], groups: Groups, device:
     Collective.
 
     Each element counts once: tensor parallel shards are summed over their group, experts over theirs, everything
-    over the pipeline's stages.
+    over the pipeline's stages. Parameters that are apart do not count.
     """
     square = torch.zeros((), device=device)
     for has_shards, has_experts in itertools.product((False, True), repeat=2):
@@ -26,6 +26,7 @@ def global_gradient_norm(params: Sequence[nn.Parameter], groups: Groups, device:
             for param in params
             if param.grad is not None
             and not is_copy(param)
+            and not is_apart(param)
             and (_is_shard(param), is_expert(param)) == (has_shards, has_experts)
         ]
         part = torch.nn.utils.get_total_norm(grads).to(device) ** 2

@@ -1,5 +1,6 @@
 """Attributes and optimizer groups by which DeepSpeed recognises experts and the parameters without weight decay."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from ds_finetune.engine.process_groups import Groups
 from ds_finetune.plan.plan import Plan
 
 _STAGE_OF_PARTITIONED_PARAMETERS = 3
+_KINDS = ((False, True), (False, False), (True, True), (True, False))
+"""Whether the parameters of a group belong to experts, and whether they have weight decay."""
 
 
 def tag_expert(param: nn.Parameter, *, groups: Groups) -> None:
@@ -33,6 +36,18 @@ def is_expert(param: torch.Tensor) -> bool:
     return getattr(param, "ds_zero_placement_family", "") == "autoep_expert"
 
 
+def tag_apart(param: nn.Parameter) -> None:
+    """Mark a parameter that gets its gradient from a loss of its own, and is left out of the norm by which all are
+    clipped.
+    """
+    param.ds_finetune_apart = True  # type: ignore[attr-defined]
+
+
+def is_apart(param: torch.Tensor) -> bool:
+    """Whether `tag_apart` marked it."""
+    return getattr(param, "ds_finetune_apart", False)
+
+
 def experts_marker(parts: int) -> nn.Module:
     """A module without parameters of the class by which DeepSpeed's engine detects experts (0.19.8,
     runtime/engine.py:2100).
@@ -51,21 +66,39 @@ def experts_marker(parts: int) -> nn.Module:
 
 
 def parameter_groups(model: nn.Module, plan: Plan, groups: Groups) -> list[dict[str, Any]]:
-    """Optimizer groups: matrices with weight decay, norms and biases without, experts in a group of their own.
+    """Optimizer groups: matrices with weight decay, norms and biases without, each for experts and for the rest; and
+    the same of parameters that are apart, so that the flat partitions of all others are what they are without them.
 
-    The optimizer's other settings come from the DeepSpeed section.
+    The biases of experts are one tensor [experts, outputs]. The optimizer's other settings come from the DeepSpeed
+    section.
     """
-    trained = [p for p in model.parameters() if p.requires_grad]
-    decay = plan.optimizer.weight_decay
-    made: list[dict[str, Any]] = [
-        {"params": [p for p in trained if not is_expert(p) and len(local_shape(p)) > 1], "weight_decay": decay},
-        {"params": [p for p in trained if not is_expert(p) and len(local_shape(p)) <= 1], "weight_decay": 0.0},
-        {"params": [p for p in trained if is_expert(p)], "weight_decay": decay},
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    made = [
+        group
+        for parted in (False, True)
+        for group in _groups_of({name: p for name, p in trained.items() if is_apart(p) == parted}, plan)
     ]
     if groups.experts is not None and plan.zero_stage < _STAGE_OF_PARTITIONED_PARAMETERS:
-        for group, is_moe in zip(made, (False, False, True), strict=True):
+        for group in made:
+            is_moe = any(map(is_expert, group["params"]))
             group |= {"moe": is_moe, "name": groups.expert_name if is_moe else "shared"}
+    return made
+
+
+def _groups_of(trained: Mapping[str, nn.Parameter], plan: Plan) -> list[dict[str, Any]]:
+    decay = plan.optimizer.weight_decay
+    made: list[dict[str, Any]] = [
+        {
+            "params": [p for name, p in trained.items() if is_expert(p) == of_experts and _decays(name, p) == decays],
+            "weight_decay": decay if decays else 0.0,
+        }
+        for of_experts, decays in _KINDS
+    ]
     return [group for group in made if group["params"]]
+
+
+def _decays(name: str, param: torch.Tensor) -> bool:
+    return len(local_shape(param)) > 1 and not name.endswith("bias")
 
 
 def local_shape(param: torch.Tensor) -> tuple[int, ...]:

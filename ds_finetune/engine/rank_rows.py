@@ -25,6 +25,8 @@ def rank_rows(micro: MicroBatch, sequence: SequenceParallelGroup | None, device:
         labels=place(micro.labels),
         documents=micro.documents,
         examples=examples,
+        next_ids=None if micro.ahead is None else place(micro.ahead.input_ids),
+        next_labels=None if micro.ahead is None else place(micro.ahead.labels),
         token_types=None if micro.token_types is None else micro.token_types.to(device),
         lengths=micro.lengths,
     )

@@ -21,6 +21,8 @@ class StepResult:
     num_supervised_tokens: int
     skipped: bool
     culprit: str
+    num_examples: int = 0
+    """Pairs, marked answers or labelled texts; 0 where the loss is a sum over tokens."""
     router_choices: RouterChoices | None = None
     """What the routers chose; None where the model has none."""
 

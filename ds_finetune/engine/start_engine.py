@@ -14,8 +14,16 @@ from transformers import PreTrainedModel
 from ds_finetune.engine.devices import visible_device
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.nvme import check_buffers, check_nvme
-from ds_finetune.engine.parameter_tags import experts_marker, is_expert, local_shape, parameter_groups, tag_expert
-from ds_finetune.engine.pipeline_schedule import mark_copy
+from ds_finetune.engine.parameter_tags import (
+    experts_marker,
+    is_apart,
+    is_expert,
+    local_shape,
+    parameter_groups,
+    tag_apart,
+    tag_expert,
+)
+from ds_finetune.engine.pipeline_schedule import is_copy, mark_copy
 from ds_finetune.engine.process_groups import Groups, open_groups
 from ds_finetune.engine.teacher import start_teacher
 from ds_finetune.engine.zero3_partition import partition
@@ -26,16 +34,21 @@ from ds_finetune.model.cross_entropy import KERNELS, Kernel, chunked_cross_entro
 from ds_finetune.model.distillation import DistilledModel
 from ds_finetune.model.dtypes import PRECISION_DTYPES
 from ds_finetune.model.encoder import encoder_of
+from ds_finetune.model.extra_loss import ExtraLoss
 from ds_finetune.model.four_bit import four_bit_or_whole, install_four_bit
+from ds_finetune.model.indexed_attention import expect_documents
 from ds_finetune.model.lora import install_lora
 from ds_finetune.model.loss import HeadGroups, TrainedModel, install_loss_head
 from ds_finetune.model.model_plan import ModelPlan
+from ds_finetune.model.mtp import is_mtp_tensor
+from ds_finetune.model.mtp_loss import MtpLoss
 from ds_finetune.model.parallel.expert import build_local_experts, install_expert_parallel
 from ds_finetune.model.parallel.pipeline import (
     build_meta_model,
     build_only_layers,
+    has_embedding_copy,
+    has_tied_head,
     install_pipeline_stage,
-    is_tied_copy,
 )
 from ds_finetune.model.parallel.sharding import ModelShard
 from ds_finetune.model.parallel.tensor import install_tensor_parallel, local_config
@@ -51,8 +64,10 @@ from ds_finetune.model.vocabulary import Growth
 from ds_finetune.model.weights import clear_weights, initialise_weights, load_weights, seed_of
 from ds_finetune.objectives.balance import Balance
 from ds_finetune.objectives.distill import Distillation
+from ds_finetune.objectives.extra import Extra
+from ds_finetune.objectives.multi_token import MultiTokenPrediction
 from ds_finetune.objectives.objective import ScoreObjective
-from ds_finetune.patches.deepspeed_engine import undo_constructor_step
+from ds_finetune.patches.deepspeed_engine import leave_out_of_norm, undo_constructor_step
 from ds_finetune.patches.deepspeed_init import zero_init
 from ds_finetune.patches.torch_nn import linears_without_memory
 from ds_finetune.plan.plan import Plan
@@ -94,6 +109,8 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         _add_extra_losses(trained, model, groups, torch.device(wrapped.device))
         if plan.zero_stage == 0 and plan.precision != "fp32":
             undo_constructor_step(optimizer)
+        if plan.zero_stage and any(map(is_apart, lm.parameters())):
+            leave_out_of_norm(optimizer, is_apart)
         engine = Engine(wrapped, plan, groups, model.objective)
         engine.drawn = drawn
         # Dropout draws from torch's own generator: other numbers on ranks with other rows, the same on ranks that share
@@ -121,17 +138,26 @@ def _build(
         install_lora(lm, lora.targets, lora.section, seed=plan.seed, where=where, share=share)
         for name in head_parameters(lm):
             lm.get_parameter(name).requires_grad_(True)
-    family = family_of(lm.config.model_type)
-    for name, param in lm.named_parameters():
-        if name in plan.frozen or family.is_untrained(name):
-            param.requires_grad_(False)
-    if groups.stage is not None and is_tied_copy(lm, groups.stage):
-        mark_copy(lm.get_input_embeddings().weight)
+    _mark_parameters(lm, plan, model, groups)
     if groups.stage is None or groups.stage.is_last:
         _install_head(lm, model, groups, kernel)
     if plan.activation_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     return lm, drawn
+
+
+def _mark_parameters(lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: Groups) -> None:
+    """Mark parameters that are not trained, that another stage holds too, and that a loss of their own trains."""
+    family = family_of(lm.config.model_type)
+    for name, param in lm.named_parameters():
+        if name in plan.frozen or family.is_untrained(name):
+            param.requires_grad_(False)
+        if model.mtp is not None and model.mtp.detach and is_mtp_tensor(name, lm.config):
+            tag_apart(param)
+    if groups.stage is not None and has_embedding_copy(lm, groups.stage):
+        mark_copy(lm.get_input_embeddings().weight)
+        if not has_tied_head(lm):
+            lm.get_input_embeddings().weight.requires_grad_(False)
 
 
 def _saved_frozen(lm: PreTrainedModel, model: ModelPlan) -> tuple[str, ...]:
@@ -140,7 +166,7 @@ def _saved_frozen(lm: PreTrainedModel, model: ModelPlan) -> tuple[str, ...]:
     """
     if model.lora is not None:
         return ()
-    return tuple(name for name, param in lm.named_parameters() if not param.requires_grad)
+    return tuple(name for name, param in lm.named_parameters() if not param.requires_grad and not is_copy(param))
 
 
 def _add_extra_losses(trained: TrainedModel, model: ModelPlan, groups: Groups, device: torch.device) -> None:
@@ -150,12 +176,16 @@ def _add_extra_losses(trained: TrainedModel, model: ModelPlan, groups: Groups, d
     """
     if model.router is not None:
         trained.routers = RouterCollector(trained.lm, model.router, sp_group=groups.sequence, device=device)
-    losses = []
-    for extra in model.extras:
-        assert isinstance(extra, Balance), type(extra)
-        assert trained.routers is not None
-        losses.append(BalanceLoss(extra, trained.routers, groups.sequence))
-    trained.extras = tuple(losses)
+    trained.extras = tuple(_extra_loss(extra, trained, model, groups) for extra in model.extras)
+
+
+def _extra_loss(extra: Extra, trained: TrainedModel, model: ModelPlan, groups: Groups) -> ExtraLoss:
+    if isinstance(extra, MultiTokenPrediction):
+        assert model.mtp is not None
+        return MtpLoss(extra, trained.lm, trained.document_arguments, detach=model.mtp.detach)
+    assert isinstance(extra, Balance), type(extra)
+    assert trained.routers is not None
+    return BalanceLoss(extra, trained.routers, groups.sequence)
 
 
 def _install_head(lm: PreTrainedModel, model: ModelPlan, groups: Groups, kernel: Kernel) -> None:
@@ -186,6 +216,8 @@ def _build_modules(plan: Plan, model: ModelPlan, groups: Groups) -> PreTrainedMo
             task=model.task,
             init_context=partitioned if plan.zero_stage == 3 else without_linears,
         )
+    if plan.mesh.sp == 1:
+        expect_documents(lm, longest=plan.batch.max_seq_len)
     if model.quantised:
         install_four_bit(lm, model.quantised, device=device)
     return lm
@@ -213,7 +245,8 @@ def _fill_weights(
     """Load or draw the weights; returns the names of parameters that were drawn because the model's folder does not
     have them.
     """
-    model_shard = ModelShard.of(plan.mesh)
+    family = family_of(lm.config.model_type)
+    model_shard = ModelShard.of(plan.mesh, family)
     for name, param in lm.named_parameters():
         # DeepSpeed 0.19.8 counts other parameters once in norms (runtime/utils.py:134).
         param.model_parallel = model_shard.tensor_shard(name, tuple(local_shape(param))).dim is not None  # type: ignore[attr-defined]
@@ -225,7 +258,7 @@ def _fill_weights(
         initialise_score_head(lm, model.objective, head_parameters(lm), seed=plan.seed, where=where)
         return ()
     skeleton = build_meta_model(model.hf_config, model.task) if plan.mesh.pp > 1 else None
-    folder, family = resolve_folder(model.path), family_of(lm.config.model_type)
+    folder = resolve_folder(model.path)
     growth = _growth(model, plan.seed)
     report = load_weights(
         lm,

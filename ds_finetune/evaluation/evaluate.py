@@ -26,12 +26,15 @@ from ds_finetune.evaluation.classifier_scores import (
     score_labelled,
 )
 from ds_finetune.evaluation.compare import METHOD, Metric, compare
+from ds_finetune.evaluation.drafts import load_drafter
 from ds_finetune.evaluation.extractors import EXTRACTORS
 from ds_finetune.evaluation.model_scores import Document, Scores, generate_answers, load_model, score_documents
+from ds_finetune.evaluation.preference_scores import PreferenceScores, check_reference, sides_of
 from ds_finetune.export.classifiers import holds_classifier
 from ds_finetune.export.load import check_generates, check_loadable
 from ds_finetune.model.build import resolve_folder
 from ds_finetune.model.encoder import max_positions
+from ds_finetune.objectives.pairs import PairObjective
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class EvalRequest:
     batch_tokens: int = 4096
     limit: int | None = None
     kind: RowKind = DIALOGUE
+    preference: PairObjective | None = None
+    """The objective whose metrics score pairs of answers."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +74,14 @@ class EvalReport:
     sets: Mapping[str, Mapping[str, Metric]] = field(default_factory=dict)
     method: str = field(default=METHOD)
     unit: str = "documents"
-    """What `documents` counts: documents, or examples or pairs of a classifier, of which `tokens` are all tokens."""
+    """What `documents` counts: documents, pairs or examples."""
+    counts_all_tokens: bool = False
+    """Whether `tokens` are all tokens, as of a classifier, and not the supervised ones."""
 
     @property
     def counted(self) -> str:
         """The numbers of units and tokens that were scored, in words."""
-        kind = "supervised tokens" if self.unit == "documents" else "tokens"
+        kind = "tokens" if self.counts_all_tokens else "supervised tokens"
         return f"{self.tokens:,} {kind} of {self.documents:,} {self.unit}"
 
     def as_json(self) -> dict[str, Any]:
@@ -91,6 +98,8 @@ def evaluate_model(request: EvalRequest) -> EvalReport:
     base = None if request.baseline is None else _model_folder(request.baseline)
     if holds_classifier(folder):
         return _evaluate_classifier(request, folder, base)
+    if request.preference is not None:
+        return _evaluate_preferences(request, request.preference, folder, base)
     tokenizer = load_tokenizer(str(folder))
     sets, notes = _held_out_sets(request, folder, tokenizer, _documents)
     documents = list(chain.from_iterable(sets.values()))
@@ -100,6 +109,10 @@ def evaluate_model(request: EvalRequest) -> EvalReport:
     references = None if request.extract is None else _references(request.extract, documents, tokenizer)
     scores = _score(folder, documents, request, tokenizer, references)
     baseline = None if base is None else _score(base, documents, request, tokenizer, references)
+    if baseline is not None and (scores.drafts is None) != (baseline.drafts is None):
+        without = folder if scores.drafts is None else base
+        notes.append(f"`{without}` has no multi-token prediction layer, so drafts are not compared")
+        scores, baseline = replace(scores, drafts=None), replace(baseline, drafts=None)
     return EvalReport(
         request.model,
         request.baseline,
@@ -116,6 +129,12 @@ def _evaluate_classifier(request: EvalRequest, folder: Path, base: Path | None) 
     if request.extract is not None:
         raise ConfigError(
             f"--extract {request.extract} needs answers, and `{folder}` holds a classifier", hint="leave it out"
+        )
+    if request.preference is not None:
+        raise ConfigError(
+            f"objective {request.preference.name} compares answers of language models, and `{folder}` holds a "
+            "classifier",
+            hint="leave objective out: a reward model is scored on pairs, a classifier on labelled texts",
         )
     tokenizer = load_tokenizer(str(folder))
     sets, notes = _held_out_sets(request, folder, tokenizer, _labelled_documents)
@@ -135,7 +154,61 @@ def _evaluate_classifier(request: EvalRequest, folder: Path, base: Path | None) 
         tuple(notes),
         _compare_sets(sets, scores, baseline),
         unit="pairs" if scores.objective.documents_per_unit > 1 else "examples",
+        counts_all_tokens=True,
     )
+
+
+def _evaluate_preferences(
+    request: EvalRequest, objective: PairObjective, folder: Path, base: Path | None
+) -> EvalReport:
+    """Score a language model on pairs of answers, by the metrics of training.
+
+    The baseline is the reference model where the objective compares with one, else a model to compare with.
+    """
+    if request.extract is not None:
+        raise ConfigError(
+            f"--extract {request.extract} with objective {objective.name}, whose pairs have no right answer",
+            hint="leave one of them out",
+        )
+    check_reference(objective, request.baseline)
+    tokenizer = load_tokenizer(str(folder))
+    sets, notes = _held_out_sets(request, folder, tokenizer, _sides)
+    documents = list(chain.from_iterable(sets.values()))
+    if base is not None:
+        check_generates(base)
+        notes += _check_same_tokens(folder, base, tokenizer, documents)
+    models = [each for each in (folder, base) if each is not None]
+    mine, *others = (_score(each, documents, request, tokenizer, None) for each in models)
+    reference = others[0] if objective.needs_reference else None
+    scores = PreferenceScores.of(objective, mine, reference)
+    baseline = PreferenceScores.of(objective, others[0], None) if others and reference is None else None
+    return EvalReport(
+        request.model,
+        request.baseline,
+        compare(scores, baseline),
+        len(scores),
+        int(mine.tokens.sum()),
+        tuple(notes),
+        _compare_sets(sets, scores, baseline),
+        unit="pairs",
+    )
+
+
+def _sides(request: EvalRequest, folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Document], list[str]]:
+    """Both sides of the pairs of one held-out set, and lines that report on the rows."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    allowed = getattr(config, "max_position_embeddings", None)
+    length = min(request.max_seq_len, allowed or request.max_seq_len)
+    limits = TokenLimits(length, config.vocab_size, allowed)
+    with tempfile.TemporaryDirectory() as cache:
+        data = request.data.model_copy(update={"cache_dir": cache})
+        rows = prepare_rows(data, "eval", tokenizer=tokenizer, limits=limits, kind=request.kind)
+        documents, counts = sides_of(rows, request.limit), rows.counts
+    note = (
+        f"{counts.read} rows read, {counts.truncated} truncated to {length} tokens of both sides, "
+        f"{counts.too_long_dropped} too long, {len(documents) // 2} pairs scored"
+    )
+    return documents, [note, *row_notes(counts)]
 
 
 def _labelled_documents(
@@ -159,7 +232,7 @@ def _labelled_documents(
 
 
 AnyDocument = TypeVar("AnyDocument", Document, LabelledDocument)
-AnyScores = TypeVar("AnyScores", Scores, LabelledScores)
+AnyScores = TypeVar("AnyScores", Scores, LabelledScores, PreferenceScores)
 
 
 def _compare_sets(
@@ -274,7 +347,7 @@ def _score(
     references: list[object] | None,
 ) -> Scores:
     model = load_model(folder)
-    scores = score_documents(model, documents, batch_tokens=request.batch_tokens)
+    scores = score_documents(model, documents, batch_tokens=request.batch_tokens, drafter=load_drafter(folder, model))
     if references is None or request.extract is None:
         return scores
     stop_ids = _stop_ids(model, tokenizer)

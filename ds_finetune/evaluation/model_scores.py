@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from ds_finetune.auto_models import AutoModelForCausalLM
+from ds_finetune.evaluation.drafts import Drafter, last_hidden_states
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.quiet import show_loading_as_phase
 
@@ -43,6 +44,10 @@ class Scores:
     tokens: Sums
     correct: Sums
     exact: Sums | None = None
+    drafts: Sums | None = None
+    """Of a multi-token prediction layer: loss, number and right ones of its predictions, [documents, 3]; None where the
+    model has none.
+    """
 
     def __len__(self) -> int:
         """Number of documents."""
@@ -50,19 +55,25 @@ class Scores:
 
     def metrics(self, counts: Sums) -> dict[str, Sums]:
         """Metrics of samples that contain each document `counts` [samples, documents] times, [samples] each: `loss`
-        (nats per supervised token), `perplexity`, `token_accuracy`, and `exact_match` if answers were generated.
+        (nats per supervised token), `perplexity`, `token_accuracy`, `exact_match` if answers were generated, and
+        `mtp_loss` and `mtp_accuracy` of a multi-token prediction layer.
         """
         tokens = counts @ self.tokens
         loss = counts @ self.loss / tokens
         metrics = {"loss": loss, "perplexity": np.exp(loss), "token_accuracy": counts @ self.correct / tokens}
         if self.exact is not None:
             metrics["exact_match"] = counts @ self.exact / counts.sum(axis=1)
+        if self.drafts is not None:
+            loss, tokens, correct = (counts @ self.drafts).T
+            predicted = np.maximum(tokens, 1)
+            metrics |= {"mtp_loss": loss / predicted, "mtp_accuracy": correct / predicted}
         return metrics
 
     def part(self, documents: slice) -> Self:
         """The scores of some documents."""
         exact = None if self.exact is None else self.exact[documents]
-        return type(self)(self.loss[documents], self.tokens[documents], self.correct[documents], exact)
+        drafts = None if self.drafts is None else self.drafts[documents]
+        return type(self)(self.loss[documents], self.tokens[documents], self.correct[documents], exact, drafts)
 
 
 def load_model(folder: Path) -> PreTrainedModel:
@@ -72,12 +83,15 @@ def load_model(folder: Path) -> PreTrainedModel:
     return model.cuda() if torch.cuda.is_available() else model
 
 
-def score_documents(model: PreTrainedModel, documents: Sequence[Document], *, batch_tokens: int) -> Scores:
+def score_documents(
+    model: PreTrainedModel, documents: Sequence[Document], *, batch_tokens: int, drafter: Drafter | None = None
+) -> Scores:
     """Scores of each document, from forwards of at most `batch_tokens` tokens; a longer document has a forward alone.
+    With a `drafter` those of its predictions too.
 
     Documents are padded on the right.
     """
-    sums = np.zeros((3, len(documents)))
+    sums, drafts = np.zeros((3, len(documents))), np.zeros((len(documents), 3))
     lengths = [len(document.ids) for document in documents]
     for numbers in length_batches(lengths, batch_tokens):
         longest = max(lengths[number] for number in numbers)
@@ -87,8 +101,10 @@ def score_documents(model: PreTrainedModel, documents: Sequence[Document], *, ba
             ids[row, :end], attended[row, :end] = document.ids, 1
             labels[row, : end - 1] = np.where(document.mask[1:], document.ids[1:], IGNORE_INDEX)
         inputs, mask, targets = (torch.from_numpy(part).to(model.device) for part in (ids, attended, labels))
-        with torch.no_grad():
+        with torch.no_grad(), last_hidden_states(model) as hidden:
             logits = model(input_ids=inputs, attention_mask=mask, use_cache=False).logits
+            if drafter is not None:
+                drafts[numbers] = drafter.score(hidden[0], inputs, targets)
         for row, number in enumerate(numbers):
             is_supervised = targets[row] != IGNORE_INDEX
             scores, next_ids = logits[row, is_supervised].float(), targets[row, is_supervised]
@@ -97,7 +113,7 @@ def score_documents(model: PreTrainedModel, documents: Sequence[Document], *, ba
                 len(next_ids),
                 int((scores.argmax(-1) == next_ids).sum()),
             )
-    return Scores(*sums)
+    return Scores(sums[0], sums[1], sums[2], drafts=None if drafter is None else drafts)
 
 
 def generate_answers(

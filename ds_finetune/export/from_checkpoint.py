@@ -25,6 +25,7 @@ from ds_finetune.model.folder_check import check_folder
 from ds_finetune.model.fp8 import FP8 as FP8_DTYPE
 from ds_finetune.model.fp8 import QUANTIZATION_CONFIG
 from ds_finetune.model.hub_folder import has_weights
+from ds_finetune.model.names import published_names
 from ds_finetune.model.score_config import is_classifier
 from ds_finetune.units import GIB
 
@@ -73,7 +74,9 @@ def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int
     folders = (*opened.folders, *named) if opened.is_model or opened.has_own_config else (*named, *opened.folders)
     spec = read_model_spec(_config_file(folders).parent)
     source = fit_source(opened.source, spec, label=str(path))
-    parts, notes = _with_base(_parts(folders, spec, opened, dtype), spec, opened, base, without=source.shapes)
+    parts = _parts(folders, spec, opened, dtype)
+    written = published_names(source.shapes, parts.family)
+    parts, notes = _with_base(parts, spec, opened, base, without=written)
     source = source.with_copies(parts.copies)
     tensors = [tensor for copied in (Conversion(source, parts, 1), *parts.base_tensors) for tensor in copied.tensors]
     unbuilt = [name for name in source.shapes if spec.may_skip(name) and name not in parts.copies]

@@ -8,9 +8,8 @@ from typing import Any
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
 from ds_finetune.families.family import Family, layer_of
+from ds_finetune.model.mtp import PREDICTION_LAYERS
 
-PREDICTION_LAYERS = "num_nextn_predict_layers"
-"""Key of the number of multi-token prediction layers after the last layer (DeepSeek-V3's config.json)."""
 CODE = "auto_map"
 """Key that names classes in Python files of the same folder, which are not exported."""
 TOKENIZER_CONFIG = "tokenizer_config.json"

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ds_finetune.families.experts import ExpertKeys
+from ds_finetune.families.experts import AS_BUILT, ExpertKeys, MlpNames
 from ds_finetune.families.parameters import ParameterRules
 
 
@@ -15,7 +15,7 @@ class OnnxGraph:
 
     attention: Literal["latent", "grouped_query", "post_norm", "pre_norm"]
     """The last two are encoders, whose layers normalise after or before attention and MLP; they classify alone."""
-    router: Literal["sigmoid", "softmax"] | None = None
+    router: Literal["sigmoid", "softmax", "grouped_softmax"] | None = None
     """How experts are chosen; None where a family has no routed experts."""
     is_rotary_interleaved: bool = False
     """Rotary embeddings read and write pairs of neighbouring columns, whatever `rope_interleave` of the config is."""
@@ -65,10 +65,11 @@ class Encoder:
 class Indexer:
     """How an indexer chooses the tokens that a query attends to (DeepSeek sparse attention, DeepSeek-V3.2).
 
-    Documents of at most `index_topk` tokens are attended whole whatever it chooses, and longer ones are refused. So it
-    is never run, and its parameters are not trained.
+    Documents of at most `index_topk` tokens are attended whole whatever it chooses. Its parameters are not trained.
     """
 
+    rotates_pairs: bool = False
+    """Whether its rotary embedding turns pairs of neighbouring columns, not the two halves."""
     is_shared: bool = False
     """Whether layers hand the chosen tokens on to the next one: they return them beside the hidden states
     (transformers 5.23, glm_moe_dsa/modeling_glm_moe_dsa.py)."""
@@ -93,8 +94,16 @@ class Family:
     fused_experts: bool = False
     """Experts are one 3-D tensor per layer in transformers 5 and one matrix each in published checkpoints. They go
     through torch's grouped product."""
+    transposed_experts: bool = False
+    """Experts are one tensor per layer in published checkpoints too: [experts, inputs, outputs] with a bias for each
+    output, and columns of gate and up by turns (gpt_oss). They go through torch's grouped product."""
+    published_mlp: MlpNames = AS_BUILT
+    """Names of its MLPs and experts in published checkpoints."""
     drops_layers_beyond: bool = False
     """Layers numbered past `num_hidden_layers` (DeepSeek-V3's multi-token prediction) are published and not built."""
+    has_mtp: bool = False
+    """Such a layer can be trained: it is published as `model.layers.N` with `enorm`, `hnorm`, `eh_proj` and
+    `shared_head.norm` beside an ordinary decoder layer, and `num_nextn_predict_layers` of config.json counts it."""
     may_be_unexpected: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$",)
     """Regular expressions of checkpoint keys that the model does not load."""
     fp32_buffers: tuple[str, ...] = ()
@@ -105,11 +114,17 @@ class Family:
     export_config: Mapping[str, object] = field(default_factory=dict)
     """Keys that servers need in `config.json`, added where the base model has none."""
 
+    has_sinks: bool = False
+    """The softmax of attention has a learned logit per head in its denominator. Attention by document computes it;
+    transformers' sdpa and FlashAttention 2 do not, and its eager attention does not separate packed documents
+    (gpt_oss/modeling_gpt_oss.py:460)."""
     indexer: Indexer | None = None
     """None where queries attend to all earlier tokens, or to those in a window."""
     window_in_mask: bool = False
     """transformers 5.23 applies its sliding window in masks only, which FlashAttention does not use
     (qwen2_moe/modeling_qwen2_moe.py:254)."""
+    normalises_over_heads: bool = False
+    """Queries are normalised over the columns of all heads together, and so are keys."""
     parallel_axes: frozenset[str] = frozenset()
     """Sizes of `parallel` in the run file that are tested with it: tp, sp, pp, ep."""
     experts_class: str | None = None

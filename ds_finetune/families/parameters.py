@@ -4,7 +4,7 @@ them.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ds_finetune.families.experts import QWEN_EXPERTS
 
@@ -18,7 +18,7 @@ class AttentionCounts(NamedTuple):
     weights: int
     """Parameters of its projections, biases included."""
     norms: int
-    """Parameters of the norms inside it."""
+    """Parameters of the norms inside it, and its sinks."""
     width: int
     """Sum over heads of (query/key width + value width): multiply-adds for one attended position."""
     indexer: int = 0
@@ -59,38 +59,53 @@ def _indexers(c: ModelConfig) -> int:
 
 
 def grouped_query_attention(
-    *, qkv_bias: bool = False, head_norms: bool = False, output_bias: bool = True
+    *,
+    qkv_bias: bool = False,
+    reads_bias: bool = True,
+    output_bias: bool = True,
+    norms: Literal["none", "of heads", "over heads"] = "none",
 ) -> Callable[[ModelConfig], AttentionCounts]:
-    """Grouped-query attention. With `qkv_bias` its three input projections always have biases; with `head_norms`
-    queries and keys are normalised per head. `attention_bias` of the config gives biases to all four projections, or
-    without `output_bias` to the first three.
+    """Grouped-query attention. With `qkv_bias` its three input projections always have biases. `attention_bias` of the
+    config gives biases to all four projections, without `output_bias` to the first three, without `reads_bias` to none.
+    Queries and keys are normalised not at all, each head by itself with one weight for all, or all heads together.
     """
 
     def count(c: ModelConfig) -> AttentionCounts:
         hidden, heads = c["hidden_size"], c["num_attention_heads"]
         width = c.get("head_dim") or hidden // heads
         query, key_value = heads * width, 2 * (c.get("num_key_value_heads") or heads) * width
-        is_biased = qkv_bias or c.get("attention_bias", False)
+        is_biased = qkv_bias or (reads_bias and c.get("attention_bias", False))
         bias = query + key_value + (hidden if output_bias and not qkv_bias else 0) if is_biased else 0
         return AttentionCounts(
             weights=hidden * (query + key_value) + query * hidden + bias,
-            norms=2 * width if head_norms else 0,
+            norms={"none": 0, "of heads": 2 * width, "over heads": query + key_value // 2}[norms],
             width=2 * heads * width,
         )
 
     return count
 
 
+def attention_with_sinks(c: ModelConfig) -> AttentionCounts:
+    """Grouped-query attention with a sink for each head (gpt_oss)."""
+    counts = grouped_query_attention()(c)
+    return counts._replace(norms=int(c["num_attention_heads"]))
+
+
 def glm_attention(c: ModelConfig) -> AttentionCounts:
     """GLM-4.5's grouped-query attention: its output has no bias, and `use_qk_norm` gives norms to queries and keys
     (transformers 5.23, glm4_moe/modeling_glm4_moe.py).
     """
-    return grouped_query_attention(head_norms=bool(c.get("use_qk_norm")), output_bias=False)(c)
+    return grouped_query_attention(norms="of heads" if c.get("use_qk_norm") else "none", output_bias=False)(c)
 
 
 def never_sparse(_: ModelConfig, __: int) -> bool:
     """No layer has routed experts."""
     return False
+
+
+def always_sparse(_: ModelConfig, __: int) -> bool:
+    """Every layer has routed experts."""
+    return True
 
 
 def sparse_after_first(c: ModelConfig, layer: int) -> bool:
@@ -135,3 +150,5 @@ class ParameterRules:
     """Whether layer number i has routed experts instead of a dense MLP."""
     mlp_bias: bool = False
     """Whether `mlp_bias` of the config is read: dense and shared experts have it then, routed experts never."""
+    expert_bias: bool = False
+    """Whether routed experts and their router have biases."""

@@ -3,10 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ds_finetune.families.experts import QWEN_EXPERTS, ExpertKeys
+from ds_finetune.families.experts import MIXTRAL_NAMES, QWEN_EXPERTS, ExpertKeys
 from ds_finetune.families.family import Encoder, Family, Indexer, OnnxGraph, RouterKind, TinyModels
 from ds_finetune.families.parameters import (
     ParameterRules,
+    always_sparse,
+    attention_with_sinks,
     glm_attention,
     grouped_query_attention,
     indexed_latent_attention,
@@ -18,12 +20,17 @@ from ds_finetune.families.parameters import (
 )
 from ds_finetune.families.tiny import (
     DENSE,
+    GPT_OSS,
     GROUPED_QUERY_EXPERTS,
     GROUPED_ROUTING,
     INDEXED,
     LATENT,
+    MIXTRAL,
+    OLMOE,
     ONE_GROUP,
+    QWEN3_MOE,
     SHARED_INDEX,
+    SPARSE,
     WIDE_VALUES,
 )
 
@@ -40,6 +47,7 @@ _DEEPSEEK_V3 = Family(
     expert_keys=ExpertKeys(),
     fused_experts=True,
     drops_layers_beyond=True,
+    has_mtp=True,
     fp32_buffers=_ROUTER_BIASES,
     export_config={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     experts_class="DeepseekV3Experts",
@@ -66,7 +74,7 @@ _ROWS = (
         router=RouterKind("softmax"),
         parallel_axes=_ALL_AXES,
         has_lora=True,
-        onnx=OnnxGraph("latent", router="softmax", is_rotary_interleaved=True),
+        onnx=OnnxGraph("latent", router="grouped_softmax", is_rotary_interleaved=True),
         tiny_models=TinyModels(
             {**GROUPED_ROUTING, "topk_method": "group_limited_greedy"},
             {
@@ -117,6 +125,7 @@ _ROWS = (
     replace(
         _DEEPSEEK_V3,
         model_type="deepseek_v32",
+        has_mtp=False,
         parameters=ParameterRules(indexed_latent_attention, sparse_by_type_or_after_first),
         # DeepSeek-V3.2-Exp, inference/model.py:441-444: weights_proj is not quantised.
         fp8_linear=(
@@ -126,17 +135,30 @@ _ROWS = (
         indexer=Indexer(),
         experts_class="DeepseekV32Experts",
         onnx=None,
-        tiny_models=TinyModels(INDEXED, {"deepseek_v32_deep": {**INDEXED, "num_hidden_layers": 4}}),
+        tiny_models=TinyModels(
+            INDEXED,
+            {
+                "deepseek_v32_deep": {**INDEXED, "num_hidden_layers": 4},
+                "deepseek_v32_sparse": {**INDEXED, **SPARSE, "num_hidden_layers": 4},
+            },
+        ),
     ),
     replace(
         _DEEPSEEK_V3,
         model_type="glm_moe_dsa",
+        has_mtp=False,
         parameters=ParameterRules(indexed_latent_attention, sparse_by_type_or_after_first),
         fp8_linear=None,
-        indexer=Indexer(is_shared=True),
+        indexer=Indexer(rotates_pairs=True, is_shared=True),
         experts_class="GlmMoeDsaExperts",
         onnx=None,
-        tiny_models=TinyModels(SHARED_INDEX, {"glm_moe_dsa_deep": {**SHARED_INDEX, "num_hidden_layers": 4}}),
+        tiny_models=TinyModels(
+            SHARED_INDEX,
+            {
+                "glm_moe_dsa_deep": {**SHARED_INDEX, "num_hidden_layers": 4},
+                "glm_moe_dsa_sparse": {**SHARED_INDEX, **SPARSE, "num_hidden_layers": 4},
+            },
+        ),
     ),
     Family(
         "qwen2",
@@ -148,7 +170,7 @@ _ROWS = (
     ),
     Family(
         "qwen3",
-        parameters=ParameterRules(grouped_query_attention(head_norms=True)),
+        parameters=ParameterRules(grouped_query_attention(norms="of heads")),
         parallel_axes=_DENSE_AXES,
         has_lora=True,
         onnx=OnnxGraph("grouped_query"),
@@ -157,10 +179,43 @@ _ROWS = (
     Family("qwen2_moe", expert_keys=QWEN_EXPERTS, fused_experts=True, window_in_mask=True),
     Family(
         "qwen3_moe",
-        parameters=ParameterRules(grouped_query_attention(head_norms=True), sparse_by_step),
+        parameters=ParameterRules(grouped_query_attention(norms="of heads"), sparse_by_step),
         expert_keys=QWEN_EXPERTS,
         fused_experts=True,
+        experts_class="Qwen3MoeExperts",
         router=RouterKind("softmax"),
+        parallel_axes=_ALL_AXES,
+        has_lora=True,
+        onnx=OnnxGraph("grouped_query", router="softmax"),
+        tiny_models=TinyModels(QWEN3_MOE, {"qwen3_moe_deep": {**QWEN3_MOE, "num_hidden_layers": 4}}),
+    ),
+    Family(
+        "mixtral",
+        parameters=ParameterRules(grouped_query_attention(reads_bias=False), always_sparse),
+        expert_keys=ExpertKeys(number_keys=("num_local_experts",), width_key="intermediate_size"),
+        fused_experts=True,
+        published_mlp=MIXTRAL_NAMES,
+        fp8_linear=None,
+        experts_class="MixtralExperts",
+        router=RouterKind("softmax"),
+        parallel_axes=_ALL_AXES,
+        has_lora=True,
+        onnx=OnnxGraph("grouped_query", router="softmax"),
+        tiny_models=TinyModels(MIXTRAL),
+    ),
+    Family(
+        "olmoe",
+        parameters=ParameterRules(grouped_query_attention(norms="over heads"), always_sparse),
+        expert_keys=ExpertKeys(number_keys=("num_experts",), width_key="intermediate_size"),
+        fused_experts=True,
+        fp8_linear=None,
+        normalises_over_heads=True,
+        experts_class="OlmoeExperts",
+        router=RouterKind("softmax"),
+        parallel_axes=_ALL_AXES,
+        has_lora=True,
+        onnx=OnnxGraph("grouped_query", router="softmax"),
+        tiny_models=TinyModels(OLMOE),
     ),
     Family(
         "llama",
@@ -176,6 +231,18 @@ _ROWS = (
             },
             in_standard_selftest=True,
         ),
+    ),
+    Family(
+        "gpt_oss",
+        parameters=ParameterRules(attention_with_sinks, always_sparse, expert_bias=True),
+        expert_keys=ExpertKeys(number_keys=("num_local_experts",), width_key="intermediate_size"),
+        transposed_experts=True,
+        fp8_linear=None,
+        has_sinks=True,
+        parallel_axes=_ALL_AXES,
+        experts_class="GptOssExperts",
+        router=RouterKind("softmax", module="mlp.router", parameters=("weight", "bias")),
+        tiny_models=TinyModels(GPT_OSS, {"gpt_oss_deep": {**GPT_OSS, "num_hidden_layers": 4}}),
     ),
     Family(
         "bert",

@@ -25,6 +25,10 @@ class ForwardRows:
     """The documents as an objective sees them; their `index` has this rank's tokens."""
     token_types: torch.Tensor | None = None
     """1 in the second text of a pair of texts, int64 [rows, tokens], for encoders."""
+    next_ids: torch.Tensor | None = None
+    """The id after each of `input_ids` in its document, for multi-token prediction; anything at a document's end."""
+    next_labels: torch.Tensor | None = None
+    """The label after each of `labels` in its document, IGNORE_INDEX at its end."""
     lengths: torch.Tensor | None = None
     """Tokens of the text of each whole row, which padding follows, int64 [rows] on the CPU."""
 

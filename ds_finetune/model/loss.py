@@ -95,7 +95,7 @@ class LossHead(nn.Linear):
     objective: Objective = TokenObjective("sft")
     groups = HeadGroups()
 
-    def forward(
+    def forward(  # noqa: PLR0913
         self,
         hidden: torch.Tensor,
         labels: torch.Tensor | None = None,
@@ -103,12 +103,15 @@ class LossHead(nn.Linear):
         examples: Examples | None = None,
         *,
         wants_log_probs: bool = False,
+        is_trained: bool = True,
     ) -> Any:  # noqa: ANN401 - logits, LossAndSums or log-probabilities
         """`hidden` [..., width] -> logits [..., vocabulary]; with `labels` [...] (already shifted, int64) -> the
         LossAndSums of the objective.
 
         With `wants_log_probs`: the sum of the log-probabilities of the supervised tokens of each document in `examples`
         instead, fp64 [documents], without a gradient; the same on every tensor and sequence parallel rank.
+
+        Unless `is_trained` no gradient reaches the head's own weights from this call.
 
         Positions whose label is IGNORE_INDEX are not computed. Without a supervised position the loss is 0 and its
         gradients are zeros, so that every rank takes part in the reductions.
@@ -118,7 +121,11 @@ class LossHead(nn.Linear):
         supervised = (labels.reshape(-1) != IGNORE_INDEX).nonzero().squeeze(1)
         part = hidden.reshape(-1, hidden.shape[-1]).index_select(0, supervised)
         part = part if self.groups.tp is None else copy_to_tensor_parallel_region(part, self.groups.tp)
-        inputs = HeadInputs(part, self.weight, self.bias, labels.reshape(-1).index_select(0, supervised))
+        weight: torch.Tensor = self.weight
+        bias: torch.Tensor | None = self.bias
+        if not is_trained:
+            weight, bias = weight.detach(), None if bias is None else bias.detach()
+        inputs = HeadInputs(part, weight, bias, labels.reshape(-1).index_select(0, supervised))
         if not wants_log_probs and isinstance(self.objective, TokenObjective):
             return self._cross_entropy(inputs, numbers)
         assert examples is not None, "the batch has no examples; set documents_per_unit in its BatchPlan"
@@ -242,12 +249,17 @@ class TrainedModel(nn.Module):
         transformers 5.23 ignores the positions (masking_utils.py:873), and packed documents would attend to each
         other.
         """
-        attention, lengths = self.lm.config._attn_implementation, {}
-        if attention == BY_DOCUMENT:
-            lengths = {"documents": documents, "sp_group": self.sp_group}
-        elif attention in (FLASH, BY_LENGTHS) and documents is not None:
-            lengths = flash_arguments(documents, input_ids.device)
+        lengths = self.document_arguments(documents, input_ids.device)
         inputs = {"position_ids": position_ids}
         if encoder_of(self.lm.config) is not None:
             inputs = encoder_inputs(self.lm.config, position_ids, token_types)
         return self.lm.base_model(input_ids=input_ids, use_cache=False, **inputs, **lengths).last_hidden_state
+
+    def document_arguments(self, documents: tuple[Documents, ...] | None, device: torch.device) -> dict[str, Any]:
+        """What tells attention where the documents of each row begin."""
+        attention = self.lm.config._attn_implementation
+        if attention == BY_DOCUMENT:
+            return {"documents": documents, "sp_group": self.sp_group}
+        if attention in (FLASH, BY_LENGTHS) and documents is not None:
+            return flash_arguments(documents, device)
+        return {}

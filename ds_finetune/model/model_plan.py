@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 from transformers import PretrainedConfig
 
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.model.build import Task, read_hf_config
+from ds_finetune.model.build import Task, check_sinks, read_hf_config
 from ds_finetune.model.encoder import check_encoder
 from ds_finetune.model.lora_plan import LoraPlan, plan_lora
+from ds_finetune.model.mtp_plan import MtpPlan, plan_mtp
 from ds_finetune.model.parallel.pipeline import layers_of_stages
 from ds_finetune.model.teacher_plan import TeacherPlan, plan_teacher
 from ds_finetune.objectives.balance import Balance
@@ -36,6 +37,8 @@ class ModelPlan:
     objective: Objective
     extras: tuple[Extra, ...] = ()
     """Auxiliary losses beside the objective's."""
+    mtp: MtpPlan | None = None
+    """The multi-token prediction layer that is trained; None where none is."""
     router: RouterPlan | None = None
     """The routers of experts; None where there are none."""
     teacher: TeacherPlan | None = None
@@ -73,7 +76,11 @@ def plan_model(hf_config: PretrainedConfig, config: RunConfig) -> ModelPlan:
     resized = model.resize_vocabulary
     runtime = make_objective(objective)
     task = task_of(runtime)
+    teacher = plan_teacher(objective, hf_config)
+    for built in (hf_config, *([teacher.hf_config] if teacher else [])):
+        check_sinks(built, model.attention)
     published = read_hf_config(model.path, files=("*.json",), task=task) if resized else hf_config
+    prediction = plan_mtp(hf_config, model, config.mtp)
     return ModelPlan(
         path=model.path,
         hf_config=hf_config,
@@ -84,12 +91,14 @@ def plan_model(hf_config: PretrainedConfig, config: RunConfig) -> ModelPlan:
         stages=tuple(layers_of_stages(hf_config, config.parallel, task)),
         lora=plan_lora(hf_config, config.lora, task) if config.lora is not None else None,
         objective=runtime,
-        extras=() if router is None else _balance(router),
+        extras=(*_balance(router), *((prediction.extra,) if prediction is not None else ())),
+        mtp=prediction,
         router=router,
-        teacher=plan_teacher(objective, hf_config),
+        teacher=teacher,
     )
 
 
-def _balance(router: RouterPlan) -> tuple[Extra, ...]:
-    weight = router.section.balance
-    return (Balance(weight, layers=len(router.layers)),) if weight else ()
+def _balance(router: RouterPlan | None) -> tuple[Extra, ...]:
+    if router is None or not router.section.balance:
+        return ()
+    return (Balance(router.section.balance, layers=len(router.layers)),)

@@ -9,6 +9,7 @@ from ds_finetune.families.family import Family
 
 Index = tuple[int | slice, ...]
 _SHOWN = 10
+_MLP = re.compile(r"^(model\.layers\.\d+)\.mlp\.")
 _FUSED = re.compile(r"^(?P<experts>.*\.mlp\.experts)\.(?P<part>gate_up_proj|down_proj)$")
 
 
@@ -35,24 +36,34 @@ def hub_pieces(name: str, shape: tuple[int, ...], family: Family, *, first_exper
     """The checkpoint tensors that make up the model tensor `name` of `shape`; each element is in one of them.
 
     Fused experts `gate_up_proj` [experts, 2 x inner, hidden] and `down_proj` [experts, hidden, inner] are one matrix
-    per expert and projection in a checkpoint (transformers 5.23, conversion_mapping.py:51-53); all other tensors are
-    the same in both. `first_expert` is the number in the layer of the first expert that the tensor holds.
+    per expert and projection in a checkpoint (transformers 5.23, conversion_mapping.py:51-53, 1270); all other tensors
+    are the same in both. `first_expert` is the number in the layer of the first expert that the tensor holds.
     """
+    names = family.published_mlp
     fused = _FUSED.match(name) if family.fused_experts else None
     if not fused:
-        return (Piece(name, (), shape),)
-    experts, rows, columns = shape
+        return (Piece(published_name(name, family), (), shape),)
+    layer, (experts, rows, columns) = published_name(fused["experts"], family), shape
     if fused["part"] == "down_proj":
         return tuple(
-            Piece(f"{fused['experts']}.{first_expert + e}.down_proj.weight", (e,), (rows, columns))
-            for e in range(experts)
+            Piece(f"{layer}.{first_expert + e}.{names.down}.weight", (e,), (rows, columns)) for e in range(experts)
         )
     half = rows // 2
     return tuple(
-        Piece(f"{fused['experts']}.{first_expert + e}.{part}.weight", (e, where), (half, columns))
+        Piece(f"{layer}.{first_expert + e}.{part}.weight", (e, where), (half, columns))
         for e in range(experts)
-        for part, where in (("gate_proj", slice(0, half)), ("up_proj", slice(half, rows)))
+        for part, where in ((names.gate, slice(0, half)), (names.up, slice(half, rows)))
     )
+
+
+def published_names(shapes: Mapping[str, tuple[int, ...]], family: Family) -> tuple[str, ...]:
+    """The names in a published checkpoint of model tensors with these shapes."""
+    return tuple(piece.key for name, shape in shapes.items() for piece in hub_pieces(name, shape, family))
+
+
+def published_name(name: str, family: Family) -> str:
+    """The name in a published checkpoint of the model's tensor `name`, which is no tensor of fused experts."""
+    return _MLP.sub(rf"\1.{family.published_mlp.module}.", name)
 
 
 def differences(expected: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]]) -> str:

@@ -1,6 +1,6 @@
 """DeepSpeed's engine and optimizers: when gradients are reduced, and the state that a constructor leaves."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,8 @@ _BOUNDARY = Foreign("deepspeed", "runtime/engine.py:3467-3493")
 _ALLREDUCE = Foreign("deepspeed", "runtime/engine.py:548, 3163")
 _COALESCE = Foreign("deepspeed", "runtime/engine.py:3239-3300")
 _CONSTRUCTOR_STEP = Foreign("deepspeed", "runtime/fp16/unfused_optimizer.py:425, fused_optimizer.py:130")
+_NORM = Foreign("deepspeed", "runtime/zero/stage_1_and_2.py:2943-2960")
+_NORM_GROUPS = Foreign("deepspeed", "runtime/zero/stage3.py:2573-2584")
 _LINKED_STATES = Foreign("deepspeed", "runtime/zero/stage_1_and_2.py:744, 852-857")
 
 
@@ -73,6 +75,30 @@ def undo_constructor_step(optimizer: Any) -> None:  # noqa: ANN401 - one of Deep
     for group in inner.param_groups:
         if "step" in group:
             group["step"] = 0
+
+
+def leave_out_of_norm(optimizer: Any, is_left_out: Callable[[Any], bool]) -> None:  # noqa: ANN401 - DeepSpeed's ZeRO optimizer
+    """Let the norm by which gradients are clipped have no part of the parameter groups whose first parameter is left
+    out, which come last; they are clipped by the same factor as the others.
+
+    Nothing is reduced for these groups, so that pipeline stages may have different numbers of them.
+    """
+    is_partitioned = hasattr(optimizer, "_get_norm_groups")
+    place, norms, name = (
+        (_NORM_GROUPS, "_get_norm_groups", "fp16_groups")
+        if is_partitioned
+        else (_NORM, "scaled_global_norm", "bit16_groups")
+    )
+    original, groups = place.attribute(optimizer, norms), place.attribute(optimizer, name)
+    place.source(type(optimizer), f"for i, group in enumerate(self.{name}):")
+    number = next((number for number, group in enumerate(groups) if is_left_out(group[0])), len(groups))
+    assert all(is_left_out(group[0]) for group in groups[number:]), "a group that counts follows one that does not"
+
+    def counted(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        with replaced(optimizer, name, groups[:number]):
+            return original(*args, **kwargs)
+
+    setattr(optimizer, norms, counted)
 
 
 def link_optimizer_states(optimizer: Any) -> None:  # noqa: ANN401 - DeepSpeed's optimizer of stages 1 and 2

@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.family import Family
@@ -13,6 +13,10 @@ from ds_finetune.families.table import FAMILIES, family_of
 
 _FORWARD_AND_BACKWARD = 3
 """Backward costs twice the forward; a multiply-add is two FLOPs."""
+
+
+_PER_LAYER = ("layer_types", "mlp_layer_types")
+"""Lists with an entry for each layer."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +42,18 @@ class Shape:
     """Of DeepSeek sparse attention: parameters that training does not compute with."""
     attention_width: int
     """Sum over heads of (query/key width + value width): multiply-adds in one layer for one attended position."""
+    mtp_layers: int = 0
+    """Multi-token prediction layers that are trained; they are among `layers`, and their parameters among the others.
+    """
+    mtp_projection: int = 0
+    """Parameters of what projects embedding and hidden state to the input of such a layer."""
+    score_head: int = 0
+    """Weights that turn the last hidden state of a document into its scores, where they stand for the head."""
 
     @classmethod
-    def of(cls, source: ModelConfig | str | Path) -> Self:
+    def of(cls, source: ModelConfig | str | Path, *, mtp_layers: int = 0) -> Self:
         """Read a config.json (folder or mapping). ConfigError where a key is missing, or where the model type's
-        parameters cannot be computed; the hint names those that can.
+        parameters cannot be computed; the hint names those that can. `mtp_layers` multi-token prediction layers count.
         """
         config = (
             source
@@ -56,7 +67,7 @@ class Shape:
                 hint=f"known: {', '.join(sorted(name for name, row in FAMILIES.items() if row.parameters))}",
             )
         try:
-            return cls._count(config, family, family.parameters)
+            return cls._count(config, family, family.parameters, mtp_layers)
         except KeyError as absent:
             raise ConfigError(
                 f"config.json of a {config['model_type']} model has no {absent}",
@@ -64,7 +75,8 @@ class Shape:
             ) from None
 
     @classmethod
-    def _count(cls, config: ModelConfig, family: Family, rules: ParameterRules) -> Self:
+    def _count(cls, config: ModelConfig, family: Family, rules: ParameterRules, mtp_layers: int) -> Self:
+        config = _with_layers(config, mtp_layers)
         layers, hidden = config["num_hidden_layers"], config["hidden_size"]
         attention = rules.attention(config)
         vocabulary = config["vocab_size"] * hidden
@@ -79,11 +91,17 @@ class Shape:
             embedding=vocabulary,
             head=0 if tied else vocabulary,
             attention=layers * attention.weights,
-            norms=layers * (2 * hidden + attention.norms) + hidden,
+            norms=layers * (2 * hidden + attention.norms) + hidden + mtp_layers * 3 * hidden,
+            mtp_layers=mtp_layers,
+            mtp_projection=mtp_layers * 2 * hidden * hidden,
             indexer=attention.indexer,
             attention_width=attention.width,
             **_mlps(config, sum(rules.is_sparse(config, layer) for layer in range(layers)), family, rules),
         )
+
+    def with_scores(self, outputs: int) -> Self:
+        """The shape of the same model with `outputs` scores for a document instead of logits for each token."""
+        return replace(self, tied=False, head=0, score_head=outputs * self.hidden)
 
     @property
     def total_params(self) -> int:
@@ -99,11 +117,14 @@ class Shape:
         """Training FLOPs of one token: 6 x (parameters it is multiplied with + layers x attention_width x positions it
         attends to).
 
-        This counts forward, backward and the head, but neither recomputation nor the embedding look-up. In causal
-        attention over one document of `seq_len` tokens, a token attends to `seq_len / 2` positions on average. For
-        documents packed into a row, pass `mean_attended`: sum(n * n / 2) / sum(n) over document lengths n.
+        This counts forward, backward and the head, but neither recomputation, the embedding look-up nor scores of
+        documents. In causal attention over one document of `seq_len` tokens, a token attends to `seq_len / 2` positions
+        on average. For documents packed into a row, pass `mean_attended`: sum(n * n / 2) / sum(n) over document
+        lengths n. With a multi-token prediction layer the head counts once more, also where the layer does not train
+        it.
         """
-        matmul = self.active_params - self.norms - self.embedding + (self.embedding if self.tied else 0)
+        looked_up = 0 if self.tied else self.embedding
+        matmul = self.active_params - self.norms - looked_up - self.score_head + self.mtp_layers * self.embedding
         attended = seq_len / 2 if mean_attended is None else mean_attended
         return 2 * _FORWARD_AND_BACKWARD * (matmul + self.layers * self.attention_width * attended)
 
@@ -112,12 +133,21 @@ class Shape:
         return (
             self.embedding
             + self.head
+            + self.score_head
             + self.attention
             + self.dense_mlp
             + self.shared_experts
             + self.router
             + self.norms
+            + self.mtp_projection
         )
+
+
+def _with_layers(config: ModelConfig, number: int) -> dict[str, Any]:
+    """The config.json of a model with so many more layers, which are like its last one."""
+    kinds = {key: config[key] for key in _PER_LAYER if config.get(key)}
+    longer = {key: [*values, *[values[-1]] * number] for key, values in kinds.items()}
+    return {**config, **longer, "num_hidden_layers": config["num_hidden_layers"] + number}
 
 
 def _mlps(c: ModelConfig, sparse: int, family: Family, rules: ParameterRules) -> dict[str, int]:
@@ -130,9 +160,10 @@ def _mlps(c: ModelConfig, sparse: int, family: Family, rules: ParameterRules) ->
         assert keys is not None, family.model_type
         experts, inner, shared = keys.number(c), keys.width(c), c.get("n_shared_experts") or 0
         counts["shared_experts"] = sparse * _mlp(hidden, shared * inner, biased=biased) if shared else 0
-        counts["routed_experts"] = sparse * experts * _mlp(hidden, inner)
-        counts["active_routed_experts"] = sparse * keys.per_token(c) * _mlp(hidden, inner)
-        counts["router"] = sparse * hidden * experts
+        expert = _mlp(hidden, inner, biased=rules.expert_bias)
+        counts["routed_experts"] = sparse * experts * expert
+        counts["active_routed_experts"] = sparse * keys.per_token(c) * expert
+        counts["router"] = sparse * (hidden + rules.expert_bias) * experts
     return counts
 
 

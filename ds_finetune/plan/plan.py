@@ -13,6 +13,7 @@ from ds_finetune.plan.deepspeed_choice import check_accelerate_agrees, choose_de
 from ds_finetune.plan.deepspeed_config import HAS_TORCH_ADAM, MOMENTS, TORCH_ADAM, finish, read_choices, stage_of
 from ds_finetune.plan.distillation import check_distillation
 from ds_finetune.plan.mesh import Mesh
+from ds_finetune.plan.mtp import check_mtp
 from ds_finetune.plan.objectives import CROSS_ENTROPY, UNITS, check_objective, loss_text, objective_lines
 from ds_finetune.plan.options import Situation, apply_rules, offload_device
 from ds_finetune.plan.timeouts import check_watchdog_before_torch_timeout, collective_seconds
@@ -201,10 +202,9 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
     check_layout(mesh, config, stage=stage, offloads=offloads, tree=finished)
     check_lora(mesh, config, stage=stage, offloads=offloads, tree=finished)
     check_distillation(config, mesh)
-    notes = apply_rules(
-        zero, Situation(device, stage, config.train.precision, config.optim.name, config.train.max_grad_norm)
-    )
+    check_mtp(mesh, config, stage=stage, offloads=offloads)
     train, optim = config.train, config.optim
+    notes = apply_rules(zero, Situation(device, stage, train.precision, optim.name, train.max_grad_norm))
     plan = Plan(
         world=world,
         mesh=mesh,

@@ -73,5 +73,6 @@ def batch_plan(run: PreparedRun) -> BatchPlan:
         documents_per_unit=run.inputs.model.objective.documents_per_unit,
         reference=run.reference.get("train"),
         mixture=rows.mixture if isinstance(rows, PreparedRows) else None,
+        looks_ahead=run.inputs.model.mtp is not None,
         separates_padding=encoder_of(run.inputs.hf_config) is not None,
     )

@@ -29,6 +29,7 @@ from ds_finetune.families.table import family_of
 from ds_finetune.model.dtypes import PRECISION_DTYPES, dtype_name
 from ds_finetune.model.hub_folder import has_weights
 from ds_finetune.model.lora import Factors, factors_of, merge_adapters
+from ds_finetune.model.names import published_names
 from ds_finetune.trainer.classifier_export import adapt_tokenizer, record_scores
 from ds_finetune.trainer.inputs import RunInputs
 from ds_finetune.trainer.prepare import PreparedRun
@@ -142,12 +143,14 @@ def export(run: PreparedRun, engine: Engine, out: Path, *, step: int) -> list[st
     tokenizer = adapt_tokenizer(run) if engine.is_rank_zero else ClassifierTokenizer({})
     parts = _folder_parts(run, engine, tokenizer, step=step)
     notes = list(tokenizer.notes)
+    shapes = {name: tuple(spec.shape) for name, spec in engine.tensor_specs().items()}
+    trained = published_names(shapes, parts.family)
     # What only the base of a classifier has belongs to its language-model head.
     if model.task == "causal_lm" and not model.has_random_weights and has_weights(folder):
         base = BaseFolder.read(folder, read_model_spec(folder))
         # Rank zero writes: it alone compares embeddings and heads, which may take seconds.
-        parts, notes = base.with_base_tensors(parts) if engine.is_rank_zero else (parts, [])
-    keys = [tensor.key for copied in parts.base_tensors for tensor in copied.tensors]
+        parts, notes = base.with_base_tensors(parts, without=trained) if engine.is_rank_zero else (parts, [])
+    keys = [*trained, *(tensor.key for copied in parts.base_tensors for tensor in copied.tensors)]
     notes = [*notes, *config_changes(parts.config, parts.files, keys)]
     factors = _write_adapters(run, engine, out.with_name(out.name.replace("export", "adapter")))
     in_four_bit = {f"{name}.weight" for name in model.quantised}

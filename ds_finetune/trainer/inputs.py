@@ -26,13 +26,14 @@ from ds_finetune.model.build import TOKENIZER_PATTERNS, Task, model_class, read_
 from ds_finetune.model.encoder import encoder_of, max_positions
 from ds_finetune.model.generic_check import check_generic_type
 from ds_finetune.model.model_plan import ModelPlan, plan_model, task_of
+from ds_finetune.model.mtp import mtp_layers
 from ds_finetune.model.score_config import score_settings, set_classes, set_padding_token, with_base_classes
 from ds_finetune.model.vocabulary import grow_vocabulary
 from ds_finetune.model.weights import weights_digest
 from ds_finetune.objectives.distill import Distillation
 from ds_finetune.objectives.objective import ScoreObjective, TokenObjective
 from ds_finetune.objectives.table import make_objective
-from ds_finetune.plan.combinations import check_divides, check_expert_widths
+from ds_finetune.plan.combinations import check_divides, check_expert_widths, check_optimizer
 from ds_finetune.plan.distillation import check_teacher
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.model_shape import Shape
@@ -135,7 +136,7 @@ def read_inputs(config: RunConfig, model: ModelPlan) -> RunInputs:
     return RunInputs(
         folder=folder,
         model=model,
-        shape=_shape(config_tree(folder, model.hf_config)) if model.task == "causal_lm" else None,
+        shape=_shape(folder, model),
         tokenizer=tokenizer,
         tokenizer_folder=tokenizer_folder,
         train=train,
@@ -182,6 +183,7 @@ def make_model_plan(config: RunConfig, mesh: Mesh, *, is_config_alone: bool = Fa
     tree = hf_config.to_dict()
     check_divides(mesh, tree, pp_layers=config.parallel.pp_layers)
     check_expert_widths(mesh, tree, precision=config.train.precision)
+    check_optimizer(config.optim.name, tree)
     planned = plan_model(hf_config, config)
     if planned.teacher is not None:
         teacher = planned.teacher.hf_config.to_dict()
@@ -292,7 +294,8 @@ def model_lines(model: ModelPlan, plan: Plan) -> list[tuple[str, str]]:
     lora = model.lora.lines() if model.lora is not None else []
     stages, teacher = plan.stage_lines(model.stages), teacher_lines(model, plan)
     routers = model.router.lines() if model.router is not None else []
-    return [*_vocabulary_lines(model), *_score_lines(model), *stages, *routers, *lora, *teacher]
+    mtp = model.mtp.lines(model.hf_config) if model.mtp is not None else []
+    return [*_vocabulary_lines(model), *_score_lines(model), *stages, *routers, *lora, *mtp, *teacher]
 
 
 def _score_lines(model: ModelPlan) -> list[tuple[str, str]]:
@@ -326,8 +329,10 @@ def config_tree(folder: Path, hf_config: PretrainedConfig, task: Task = "causal_
     return tree
 
 
-def _shape(tree: Mapping[str, Any]) -> Shape | None:
+def _shape(folder: Path, model: ModelPlan) -> Shape | None:
     try:
-        return Shape.of(tree)
+        tree = config_tree(folder, model.hf_config, model.task)
+        shape = Shape.of(tree, mtp_layers=len(mtp_layers(model.hf_config)))
     except ConfigError:
         return None
+    return shape if model.task == "causal_lm" else shape.with_scores(int(model.hf_config.num_labels))

@@ -70,14 +70,21 @@ def run_steps(steps: Iterable[StepRecord], observers: Sequence[Observer]) -> Ste
 
 
 def step_values(result: StepResult, *, seconds: float, waited: float) -> dict[str, float]:
-    """Metric values of one step; `seconds` is the whole step with its wait for data, `waited` that wait alone."""
+    """Metric values of one step; `seconds` is the whole step with its wait for data, `waited` that wait alone.
+
+    Labelled texts have no supervised tokens; they are counted as examples.
+    """
+    is_labelled = result.num_examples > 0 and not result.num_supervised_tokens
+    unit, number = (
+        ("examples", result.num_examples) if is_labelled else ("supervised_tokens", result.num_supervised_tokens)
+    )
     return {
         **{f"train/{name}": value for name, value in result.metrics.items()},
         "train/grad_norm": result.grad_norm,
         "train/skipped": float(result.skipped),
-        "data/supervised_tokens": result.num_supervised_tokens,
+        f"data/{unit}": number,
         "perf/tokens_per_second": result.num_tokens / seconds,
-        "perf/supervised_tokens_per_second": result.num_supervised_tokens / seconds,
+        f"perf/{unit}_per_second": number / seconds,
         "perf/step_seconds": seconds,
         "perf/data_wait_seconds": waited,
         "memory/peak_gib": peak_gib(),

@@ -15,7 +15,7 @@ from ds_finetune.errors import ExportError, ModelError
 from ds_finetune.export.adapter import CONFIG, WEIGHTS
 from ds_finetune.export.from_checkpoint import export_checkpoint
 from ds_finetune.model.weights import weights_digest
-from tests.lora_twin import NAMED, adapted, base_model, write_adapter_of
+from tests.lora_twin import adapted, base_model, named_in, write_adapter_of
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 MLA = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
@@ -40,6 +40,8 @@ BY_PEFT = {
         "deepseek_v2",
         {"r": 4, "target_modules": ["o_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
     ),
+    "mixtral by published names": ("mixtral", {"r": 4, "target_modules": ["q_proj", "w1", "w2", "w3", "gate"]}),
+    "olmoe experts": ("olmoe", {"r": 4, "target_modules": [*MLP, "k_proj"]}),
     "v3 router": (
         "deepseek_v3",
         {"r": 4, "target_modules": [], "target_parameters": ["mlp.gate.weight", "shared_experts.up_proj.weight"]},
@@ -82,7 +84,7 @@ def test_an_adapter_of_peft_is_merged_as_peft_merges_it(name: str, tmp_path: Pat
 def folder(tmp_path: Path) -> Path:
     """A base, and an adapter with every kind of module in it."""
     base_model("deepseek_v3").save_pretrained(tmp_path / "base")
-    lora = LoraConfig(rank=8, target_modules=NAMED)
+    lora = LoraConfig(rank=8, target_modules=named_in("deepseek_v3"))
     write_adapter_of(adapted(base_model("deepseek_v3"), lora), lora, tmp_path / "adapter", base=tmp_path / "base")
     return tmp_path
 

@@ -16,6 +16,7 @@ from ds_finetune.families.table import family_of
 from ds_finetune.model.build import Fragment, build_skeleton, in_memory, model_class, read_hf_config, whole
 from ds_finetune.model.fp8 import dequantise, is_quantised, quantise
 from ds_finetune.model.hub_folder import HubFolder
+from ds_finetune.model.names import hub_pieces
 from ds_finetune.model.parallel.expert import build_local_experts
 from ds_finetune.model.parallel.pipeline import (
     PipelineGroup,
@@ -26,6 +27,7 @@ from ds_finetune.model.parallel.pipeline import (
 from ds_finetune.model.parallel.sharding import UNSHARDED, ModelShard
 from ds_finetune.model.parallel.tensor import local_config
 from ds_finetune.model.weights import load_weights
+from ds_finetune.selftest.cells import hf_config
 from tests.model.fp8_folder import (
     MTP,
     TABLE,
@@ -126,6 +128,15 @@ def test_which_weights_are_published_in_fp8() -> None:
     assert not is_quantised("model.layers.0.self_attn.q_proj.bias", (2,), FAMILY)
 
 
+def test_which_weights_of_qwen3s_experts_are_published_in_fp8() -> None:
+    """All matrices but embedding, head and router, as in Qwen3-30B-A3B-FP8's `modules_to_not_convert`."""
+    family = family_of("qwen3_moe")
+    for name, param in build_meta_model(hf_config("qwen3_moe")).named_parameters():
+        for piece in hub_pieces(name, tuple(param.shape), family):
+            is_other = piece.key.endswith(("embed_tokens.weight", "lm_head.weight", "norm.weight", "mlp.gate.weight"))
+            assert is_quantised(piece.key, piece.shape, family) != is_other, piece.key
+
+
 def test_the_indexer_of_deepseek_v32_does_not_follow_v3() -> None:
     """DeepSeek-V3.2-Exp, inference/model.py:441-444."""
     family, layer = family_of("deepseek_v32"), "model.layers.1"
@@ -160,7 +171,13 @@ def test_the_model_knows_nothing_of_the_quantisation(published: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"quant_method": "gptq", "bits": 4}, {"quant_method": "fp8", "weight_block_size": [1, 128]}, {"bits": 4}]
+    "given",
+    [
+        {"quant_method": "gptq", "bits": 4},
+        {"quant_method": "fp8", "weight_block_size": [1, 128]},
+        {"quant_method": "fp8", "scale_fmt": "e5m3"},
+        {"bits": 4},
+    ],
 )
 def test_other_kinds_of_quantisation_are_refused(given: dict[str, object], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(V3 | {"quantization_config": given}))

@@ -4,6 +4,7 @@ from typing import Any
 
 from ds_finetune.families.tiny import (
     DENSE,
+    GPT_OSS,
     GROUPED_QUERY_EXPERTS,
     GROUPED_ROUTING,
     INDEXED,
@@ -33,5 +34,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 16,
         "decoder_sparse_step": 1,
     },
+    "mixtral": _DENSE | {"intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": _DENSE | {"intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
     "llama": _DENSE,
+    "gpt_oss": GPT_OSS | _COMMON,
 }

@@ -5,6 +5,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -52,6 +53,18 @@ def test_values_of_a_step_are_rates_over_the_whole_step() -> None:
         found["perf/data_wait_seconds"],
     ) == (500, 300, 0.5)
     assert found["memory/peak_gib"] > 0
+
+
+def test_labelled_texts_are_counted_as_examples() -> None:
+    result = StepResult(
+        {"loss": 1.0}, 1.0, num_tokens=50, num_supervised_tokens=0, skipped=False, culprit="", num_examples=6
+    )
+    found = step_values(result, seconds=2.0, waited=0.5)
+    assert (found["data/examples"], found["perf/examples_per_second"]) == (6, 3.0)
+    assert not [name for name in found if "supervised" in name]
+    pairs = step_values(replace(result, num_supervised_tokens=20), seconds=2.0, waited=0.5)
+    assert pairs["data/supervised_tokens"] == 20
+    assert not [name for name in pairs if "examples" in name]
 
 
 def test_evaluation_comes_every_so_often_and_at_the_end() -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from ds_finetune.config.schema import LoraConfig
+from ds_finetune.families.table import FAMILIES
 from ds_finetune.selftest.cells import Cell
 from ds_finetune.selftest.reference_loop import adamw, reference_steps
 from tests.lora_twin import adapted, by_our_names, in_peft, lora_tree, write_adapter_of
@@ -28,24 +29,12 @@ CLIPPED = [
     for family in ("deepseek_v3", "llama")
     for stage in (0, 2, 3)
 ]
+OTHERS = [name for name, family in FAMILIES.items() if family.has_lora and name not in ("deepseek_v3", "llama")]
 CELLS = [cell for cell in CLIPPED if cell.family == "deepseek_v3" or cell.stage == 3]
 MORE = [
     *(cell for cell in CLIPPED if cell not in CELLS),
     *(Cell(family, 1, 1, False) for family in ("deepseek_v3", "llama")),
-    *(
-        Cell(family, stage, 4, False)
-        for family in (
-            "deepseek_v2",
-            "deepseek_v32",
-            "glm_moe_dsa",
-            "kimi_k2",
-            "glm4_moe_lite",
-            "glm4_moe",
-            "qwen2",
-            "qwen3",
-        )
-        for stage in (0, 1, 2, 3)
-    ),
+    *(Cell(family, stage, 4, False) for family in OTHERS for stage in (0, 1, 2, 3)),
     *(Cell(family, stage, 2, True, offload="optimizer") for family in ("deepseek_v3", "llama") for stage in (1, 2, 3)),
     *(Cell(family, 3, 2, True, offload="param") for family in ("deepseek_v3", "llama")),
 ]

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +30,7 @@ FIRST = ("deepseek_v3", "llama")
 OTHERS = tuple(name for name, family in FAMILIES.items() if family.tiny_models and name not in FIRST)
 """Families with two cells by default; their other cells are behind the marker."""
 TENSOR = ParallelLayout(frozenset({"tp"}), (1,))
+INDEXED = tuple(name for name in OTHERS if FAMILIES[name].indexer)
 PLAIN = ParallelLayout(frozenset(), (0, 1, 2, 3))
 
 
@@ -79,8 +81,9 @@ def _turn(number: int, values: Sequence[Value]) -> Value:
 
 
 def _deep_enough(family: str, row: ParallelLayout) -> str:
-    """Stages that share out experts need some each; the first layer has none."""
-    return f"{family}_deep" if {"pp", "ep"} <= row.axes else family
+    """Stages that share out experts need some each; the first layer of some families has none."""
+    deep = f"{family}_deep"
+    return deep if {"pp", "ep"} <= row.axes and deep in TINY_MODELS else family
 
 
 def _offloaded() -> list[Cell]:
@@ -119,13 +122,29 @@ TIED = [
     for stage, offload in ((0, "none"), (1, "none"), (1, "optimizer"))
 ]
 """The embedding is on the first stage, the head that shares its weight on the last."""
+SPARSE = [
+    replace(
+        _cell(f"{family}_sparse", row, stage, packing=packing), family=f"{family}_sparse", accumulation=accumulation
+    )
+    for family in INDEXED
+    for row in (PLAIN, *TESTED_LAYOUTS)
+    if "sp" not in row.axes
+    for stage, (packing, accumulation) in itertools.product(row.stages, ((True, 4), (False, 1)))
+]
+"""Most documents are longer than `index_topk`."""
+_SPARSE_CELLS = (
+    ("deepseek_v32_sparse", "dp", 3, True),
+    ("deepseek_v32_sparse", "tp 2", 2, False),
+    ("glm_moe_dsa_sparse", "pp 2", 1, True),
+)
+SPARSE_CHOSEN = [cell for cell in SPARSE if (cell.family, cell.layout, cell.stage, cell.packing) in _SPARSE_CELLS]
 DEFAULT = _cells(FIRST) + _offloaded() + TIED
 VARIANTS = ("deepseek_v2_lite", "glm4_moe_lite_types", "glm4_moe_air")
 """Without latent queries; with experts in the first and third of three layers; without norms of queries and keys."""
 BIASES = [_cell(family, TENSOR, 1, packing=True) for family in ("llama_biases", "glm4_moe")]
 """Shards of the biases of queries, keys and values; llama's attention also has a bias that every rank holds."""
 MORE_BIASES = [cell for cell in _cells(("llama_biases", "deepseek_v3_biases")) if cell.tp > 1]
-REST = _cells((*OTHERS, *VARIANTS)) + MORE_BIASES + FOUR_STAGES
+REST = _cells((*OTHERS, *VARIANTS)) + MORE_BIASES + FOUR_STAGES + SPARSE
 ALL = runs_of(DEFAULT) + runs_of(REST) + runs_of(DEFAULT + REST, worlds=(4,))
 ALL_ROUNDED = runs_of(_rounded()) + runs_of(_rounded(), worlds=(4,))
 
@@ -142,9 +161,11 @@ def _without(runs: list[Run], chosen: list[Run]) -> list[Run]:
 CHOSEN = pairwise(runs_of(DEFAULT), _axes)
 """Every pair of values of two axes; the full product is behind the marker."""
 _TWO_OF_EACH = [cell for number, family in enumerate(OTHERS) for cell in _two_cells(number, family)]
+_NORMS_OVER_HEADS = [cell for cell in _cells(("olmoe",)) if cell.layout == "tp 2" and cell.stage == 1 and cell.packing]
+"""The norms of queries and keys need the heads of all ranks."""
 # Its second stage begins with a layer that would take the choice of the layer before.
 _TWO_OF_EACH.append(Cell("glm_moe_dsa", 1, 2, packing=True, checkpointing=True, pp=2))
-CHOSEN += _without(runs_of(BIASES + _TWO_OF_EACH, worlds=WORLDS[-1:]), CHOSEN)
+CHOSEN += _without(runs_of(BIASES + SPARSE_CHOSEN + _TWO_OF_EACH + _NORMS_OVER_HEADS, worlds=WORLDS[-1:]), CHOSEN)
 ROUNDED = each_value(runs_of(_rounded()), _axes)
 """bf16 with every layout and with every stage; layouts are paired with stages in fp32."""
 

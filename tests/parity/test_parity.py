@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_finetune.families.table import FAMILIES as TABLE
 from ds_finetune.selftest.cells import Cell
 from tests.pairwise import pairwise
 from tests.parity.reference import Run, assert_equals_plain_loop, result_of, run_cells, runs_of
@@ -48,7 +49,14 @@ def _axes(run: Run) -> tuple[Hashable, ...]:
 
 CHOSEN = pairwise(ALL, _axes)
 """Every pair of values of two axes; the full product is behind the marker."""
-REST = [run for run in ALL if run not in CHOSEN]
+OTHERS = [
+    Cell(name, stage, 4, packing)
+    for name, family in TABLE.items()
+    if family.tiny_models and name not in FAMILIES
+    for stage, packing in itertools.product((0, 1, 2, 3), (False, True))
+]
+"""The other families of the table, compared behind the marker alone."""
+REST = [run for run in ALL if run not in CHOSEN] + runs_of(OTHERS)
 
 
 def _ids(runs: list[Run]) -> list[str]:

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from ds_finetune.config.schema import LoraConfig
+from ds_finetune.families.table import FAMILIES
 from ds_finetune.model.four_bit import nf4_bytes
 from ds_finetune.model.lora_plan import plan_lora
 from ds_finetune.selftest.cells import TINY_MODELS, Cell
@@ -40,14 +41,15 @@ WIDE = {
     "v_head_dim": 16,
     "num_attention_heads": 4,
 }
-"""Rows of whole blocks, but for the shared experts' `down_proj` and the `o_proj` of qwen3."""
+"""Rows of whole blocks, but for the shared experts' `down_proj` and the `o_proj` of qwen3 and qwen3_moe."""
+OTHERS = [name for name, family in FAMILIES.items() if family.has_lora and name not in ("deepseek_v3", "qwen2")]
 CELLS = [
     Cell(family, stage, 2, True, max_grad_norm=CLIP, checkpointing=True)
     for family in ("deepseek_v3", "qwen2")
     for stage in (0, 1, 2)
 ]
 MORE = [Cell(family, stage, 4, False) for family in ("deepseek_v2", "qwen3", "llama") for stage in (0, 2)]
-MORE += [Cell(family, 2, 2, True) for family in ("kimi_k2", "glm4_moe_lite", "glm4_moe", "deepseek_v32", "glm_moe_dsa")]
+MORE += [Cell(family, 2, 2, True) for family in OTHERS]
 ROUNDED = [
     Cell(family, stage, 2, True, precision="bf16", checkpointing=True)
     for family in ("deepseek_v3", "qwen2")

@@ -174,6 +174,18 @@ def test_ranks_of_experts() -> None:
             "set parallel.tp to 1",
         ),
         (
+            Mesh(0, 1, tp=2),
+            DENSE | {"model_type": "mixtral", "router_jitter_noise": 0.1},
+            "parallel dp 1 x tp 2 of a model with router_jitter_noise 0.1 is not tested",
+            "set parallel.tp to 1",
+        ),
+        (
+            Mesh(0, 1, ep=3),
+            DENSE | {"model_type": "mixtral", "num_local_experts": 4},
+            "parallel.ep 3 does not divide the 4 routed experts of the model",
+            "set it to one of 1, 2, 4",
+        ),
+        (
             Mesh(0, 1, tp=4),
             DENSE | {"model_type": "llama"},
             "parallel.tp 4 does not divide the 2 key and value heads of the model",
@@ -259,12 +271,15 @@ def test_stages_that_do_not_share_out_the_layers_are_refused(
 def test_widths_that_the_grouped_product_rejects_are_refused(
     kind: str, tp: int, sizes: dict[str, int], precision: str, message: str, hint: str
 ) -> None:
+    keys = FAMILIES[kind].expert_keys
     model = {"model_type": kind, "hidden_size": 32, "moe_intermediate_size": 64} | sizes
+    model[keys.width_key] = model.pop("moe_intermediate_size")
+    message = message.replace("moe_intermediate_size", keys.width_key)
     with pytest.raises(ConfigError) as caught:
         check_expert_widths(Mesh(0, 1, tp=tp), model, precision=precision)
     assert caught.value.message.startswith(message)
     assert caught.value.hint == hint
-    check_expert_widths(Mesh(0, 1), model | {"hidden_size": 32, "moe_intermediate_size": 48}, precision=precision)
+    check_expert_widths(Mesh(0, 1), model | {"hidden_size": 32, keys.width_key: 48}, precision=precision)
     check_expert_widths(Mesh(0, 1, tp=tp), model | {"model_type": "llama"}, precision=precision)
 
 

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import GptOssConfig, PretrainedConfig
 
+from ds_finetune.auto_configs import AutoConfig
+from ds_finetune.auto_models import AutoModelForCausalLM
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.model_shape import Shape
 from tests.conftest import ROOT
+from tests.model.mxfp4_folder import GPT_OSS
 from tests.model.tiny import CONFIGS
 
 PUBLISHED = {
@@ -135,6 +138,19 @@ def test_kimi_k2_has_a_trillion_parameters(shared_data: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "changes", "total", "active"),
+    [("mixtral", {}, 46.7, 12.9), ("olmoe", {"intermediate_size": 1024}, 6.9, 1.3)],
+)
+def test_totals_of_their_authors(kind: str, changes: dict[str, int], total: float, active: float) -> None:
+    """Mixtral 8x7B (mistral.ai/news/mixtral-of-experts) and OLMoE-1B-7B (arXiv 2409.02060); transformers' default
+    configurations are theirs, but for the width of OLMoE's experts.
+    """
+    shape = Shape.of(AutoConfig.for_model(kind, **changes).to_dict())
+    assert round(shape.total_params / 1e9, 1) == total
+    assert round(shape.active_params / 1e9, 1) == active
+
+
+@pytest.mark.parametrize(
     "name",
     ["meta-llama--Meta-Llama-3.1-70B", "Qwen--Qwen3-0.6B", "Qwen--Qwen3-235B-A22B", "nvidia--DeepSeek-V3.1-NVFP4"],
 )
@@ -143,6 +159,19 @@ def test_totals_of_large_models_equal_those_built_without_memory(shared_data: Pa
     config = AutoConfig.from_pretrained(shared_data / "configs" / name)
     config.quantization_config = None
     assert Shape.of(shared_data / "configs" / name).total_params == _built(config)
+
+
+@pytest.mark.parametrize(
+    ("layers", "experts", "total", "active"), [(24, 32, 20.91, 3.61), (36, 128, 116.83, 5.13)], ids=["20b", "120b"]
+)
+def test_published_totals_of_gpt_oss(layers: int, experts: int, total: float, active: float) -> None:
+    """By its model card (arXiv 2508.10925, table 1), which does not count the embedding as active; widths as in
+    transformers' GptOssConfig, whose defaults are those of the larger model.
+    """
+    config = GPT_OSS | {key: value for key, value in GptOssConfig().to_dict().items() if key in GPT_OSS}
+    shape = Shape.of(config | {"num_hidden_layers": layers, "num_local_experts": experts})
+    assert round(shape.total_params / 1e9, 2) == total
+    assert round((shape.active_params - shape.embedding) / 1e9, 2) == active
 
 
 VARIANTS: list[dict[str, Any]] = [
@@ -155,6 +184,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"mlp_only_layers": [1]},
     {"moe_layer_freq": 2},
     {"decoder_sparse_step": 2},
+    {"num_key_value_heads": 4},
     {"attention_bias": False, "use_qk_norm": False},
     {"mlp_layer_types": ["sparse", "dense", "sparse"]},
 ]
@@ -189,6 +219,10 @@ def test_flops_by_hand() -> None:
     attention = 2 * (2 * 4 + 2 * 4) * 100 / 2
     assert Shape.of(config).flops_per_token(100) == 6 * (2 * layer + 8 * 10 + attention)
     assert Shape.of(config).flops_per_token(100, mean_attended=0) == 6 * (2 * layer + 8 * 10)
+    for shape in (Shape.of(config), Shape.of(config | {"tie_word_embeddings": False})):
+        scored = shape.with_scores(3)
+        assert scored.flops_per_token(100) == 6 * (2 * layer + attention)
+        assert scored.total_params == shape.embedding + 2 * layer + shape.norms + 3 * 8
 
 
 def test_unknown_model_type_names_the_known() -> None:

@@ -89,6 +89,8 @@ def test_a_classifier_learns_and_resumes_in_another_layout(lora: dict[str, Any],
             {name: wanted[step][name] for name in names}, rel=1e-3
         )
     assert {"train/accuracy", "train/f1_macro", "train/matthews"} <= wanted[1].keys()
+    assert [found[step]["data/examples"] for step in range(1, 5)] == [6, 6, 6, 6]
+    assert "prompts" not in done.stdout
     assert {"eval/loss", "eval/accuracy", "eval/f1_macro", "eval/matthews"} <= wanted[4].keys()
     assert wanted[4]["eval/loss"] < wanted[2]["eval/loss"]
 

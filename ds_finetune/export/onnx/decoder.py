@@ -117,7 +117,18 @@ def check_config(config: PretrainedConfig) -> None:
             f"layers {sliding} have no full attention (layer_types in config.json)",
             hint="only full attention can be exported",
         )
-    method = getattr(config, "topk_method", None) if parts.router == "softmax" else "greedy"
+    window = getattr(config, "sliding_window", None)
+    if window is not None and not hasattr(type(config), "layer_types"):
+        raise ExportError(
+            f"sliding_window {window} in config.json is that of every layer",
+            hint="only full attention can be exported",
+        )
+    if getattr(config, "clip_qkv", None) is not None:
+        raise ExportError(
+            f"clip_qkv {config.clip_qkv} in config.json has no ONNX graph",
+            hint="only models without it can be exported",
+        )
+    method = getattr(config, "topk_method", None) if parts.router == "grouped_softmax" else "greedy"
     if method not in ("greedy", "group_limited_greedy"):
         raise ExportError(
             f"topk_method `{method}` is not one of {config.model_type}", hint="it is greedy or group_limited_greedy"
@@ -157,11 +168,11 @@ def _grouped_query(config: PretrainedConfig) -> tuple[Callable[[_AttentionScope,
     def attention(scope: _AttentionScope, x: str, name: str) -> str:
         layers, graph = scope.layers, scope.layers.graph
         module = layers.module(name)
-        query, key = (
-            layers.heads(layers.linear(x, f"{name}.{part}_proj"), n, width)
-            for part, n in (("q", heads), ("k", key_heads))
-        )
-        if hasattr(module, "q_norm"):
+        query, key = (layers.linear(x, f"{name}.{part}_proj") for part in "qk")
+        if layers.family.normalises_over_heads:
+            query, key = (layers.norm(part, f"{name}.{norm}") for part, norm in ((query, "q_norm"), (key, "k_norm")))
+        query, key = layers.heads(query, heads, width), layers.heads(key, key_heads, width)
+        if hasattr(module, "q_norm") and not layers.family.normalises_over_heads:
             query, key = layers.norm(query, f"{name}.q_norm"), layers.norm(key, f"{name}.k_norm")
         query, key = (scope.rotary.rotate_first(layers.heads_first(part), width) for part in (query, key))
         value_ = layers.heads_first(layers.heads(layers.linear(x, f"{name}.v_proj"), key_heads, width))

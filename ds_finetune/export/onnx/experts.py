@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -9,6 +10,7 @@ from transformers import PretrainedConfig
 
 from ds_finetune.export.onnx.graph import Graph, body, value
 from ds_finetune.export.onnx.layers import Layers, array_of, parts_of, silu
+from ds_finetune.model.names import hub_pieces
 
 _FP32 = np.dtype(np.float32)
 
@@ -30,6 +32,8 @@ def moe(layers: Layers, x: str, name: str, config: PretrainedConfig) -> str:
     logits = graph.op("MatMul", graph.cast(flat, np.float32) if graph.is_half() else flat, matrix)
     routing = ROUTERS[parts_of(config).router or ""](layers, logits, f"{name}.gate", config)
     routed = graph.op("Reshape", _experts(layers, flat, routing, f"{name}.experts"), graph.op("Shape", x))
+    if not hasattr(layers.module(name), "shared_experts"):
+        return routed
     return graph.op("Add", routed, layers.mlp(x, f"{name}.shared_experts"))
 
 
@@ -51,7 +55,7 @@ def _route_sigmoid(layers: Layers, logits: str, name: str, config: PretrainedCon
     return Routing(index, graph.op("Mul", weights, graph.scalar(config.routed_scaling_factor, _FP32)))
 
 
-def _route_softmax(layers: Layers, logits: str, name: str, config: PretrainedConfig) -> Routing:
+def _route_grouped_softmax(layers: Layers, logits: str, name: str, config: PretrainedConfig) -> Routing:
     """Softmax scores; groups are ranked by their best expert, and weights are not normalised.
 
     As in transformers 5.23, modeling_deepseek_v2.py:97-116.
@@ -65,7 +69,20 @@ def _route_softmax(layers: Layers, logits: str, name: str, config: PretrainedCon
     return Routing(index, graph.op("Mul", weights, graph.scalar(config.routed_scaling_factor, _FP32)))
 
 
+def _route_softmax(layers: Layers, logits: str, name: str, config: PretrainedConfig) -> Routing:
+    """The best softmax scores, divided by their sum where the router's `norm_topk_prob` says so or it has none.
+
+    As in transformers 5.23, modeling_qwen3_moe.py:257-266, modeling_olmoe.py:326-335 and modeling_mixtral.py:107-114.
+    """
+    graph = layers.graph
+    weights, index = _top(graph, graph.op("Softmax", logits, axis=-1), config.num_experts_per_tok)
+    if getattr(layers.module(name), "norm_topk_prob", True):
+        weights = graph.op("Div", weights, graph.op("ReduceSum", weights, graph.ints(-1), keepdims=1))
+    return Routing(index, weights)
+
+
 ROUTERS: Mapping[str, Callable[[Layers, str, str, PretrainedConfig], Routing]] = {
+    "grouped_softmax": _route_grouped_softmax,
     "softmax": _route_softmax,
     "sigmoid": _route_sigmoid,
 }
@@ -147,10 +164,11 @@ def _stacks(layers: Layers, name: str) -> tuple[str, str]:
     graph, module = layers.graph, layers.module(name)
     experts, hidden, inner = module.num_experts, module.hidden_dim, module.intermediate_dim
 
-    def pieces(*parts: str) -> Iterator[np.ndarray]:
-        for expert in range(experts):
-            matrix = torch.cat([layers.read(f"{name}.{expert}.{part}.weight") for part in parts])
+    def matrices(leaf: str) -> Iterator[np.ndarray]:
+        pieces = hub_pieces(f"{name}.{leaf}", tuple(getattr(module, leaf).shape), layers.family)
+        for expert, parts in groupby(pieces, lambda piece: piece.index[0]):
+            matrix = torch.cat([layers.read(piece.key) for piece in parts])
             yield array_of(matrix.t(), graph.dtype, f"{name}.{expert}")
 
-    gate_up = graph.weight(f"{name}.gate_up_proj", (experts, hidden, 2 * inner), lambda: pieces("gate_proj", "up_proj"))
-    return gate_up, graph.weight(f"{name}.down_proj", (experts, inner, hidden), lambda: pieces("down_proj"))
+    gate_up = graph.weight(f"{name}.gate_up_proj", (experts, hidden, 2 * inner), lambda: matrices("gate_up_proj"))
+    return gate_up, graph.weight(f"{name}.down_proj", (experts, inner, hidden), lambda: matrices("down_proj"))

@@ -10,8 +10,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ds_finetune.errors import ExportError
 from ds_finetune.export.onnx.graph import Graph
-from ds_finetune.families.family import OnnxGraph
+from ds_finetune.families.family import Family, OnnxGraph
 from ds_finetune.families.table import FAMILIES, family_of
+from ds_finetune.model.names import published_name
 
 Read = Callable[[str], torch.Tensor]
 """Reads the tensor of a published name, as a whole, on the CPU."""
@@ -46,6 +47,11 @@ class Layers:
     model: PreTrainedModel
     read: Read
 
+    @property
+    def family(self) -> Family:
+        """The model's row of the table."""
+        return family_of(self.model.config.model_type)
+
     def module(self, name: str) -> Any:  # noqa: ANN401 - each class of transformers has attributes of its own
         """The module `name` of the model."""
         return self.model.get_submodule(name)
@@ -78,7 +84,7 @@ class Layers:
         return self.graph.weight(
             key,
             shape,
-            lambda: iter((array_of(change(self.read(key)), np.dtype(np.float32), key),)),
+            lambda: iter((array_of(change(self._tensor(key)), np.dtype(np.float32), key),)),
             dtype=np.dtype(np.float32),
         )
 
@@ -114,7 +120,11 @@ class Layers:
 
     def arrays(self, key: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[np.ndarray]:
         """The tensor `key` after `change` in the graph's dtype, as one array."""
-        yield array_of(change(self.read(key)), self.graph.dtype, key)
+        yield array_of(change(self._tensor(key)), self.graph.dtype, key)
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        """The model's tensor `name`, which is no tensor of fused experts."""
+        return self.read(published_name(name, self.family))
 
 
 def array_of(tensor: torch.Tensor, dtype: np.dtype, key: str) -> np.ndarray:

@@ -24,6 +24,7 @@ from ds_finetune.config.schema import ParallelConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build import Task, build_skeleton, has_score_head, head_of
+from ds_finetune.model.mtp import mtp_layers
 from ds_finetune.model.parallel.rank_group import RankGroup
 from ds_finetune.patches.transformers_models import replaced_layers
 
@@ -85,6 +86,10 @@ class PipelineGroup(RankGroup):
         dist.all_reduce(grad, group=self.embedding_group)
         grad /= dist.get_world_size(self.embedding_group) // 2
 
+    def broadcast_embedding(self, weight: torch.Tensor) -> None:
+        """Overwrite the last stage's copy of the embedding's `weight` with the first stage's."""
+        dist.broadcast(weight.detach(), group=self.embedding_group, group_src=0)
+
     def close(self) -> None:
         """Drop the references to the process groups."""
         super().close()
@@ -116,7 +121,7 @@ class MissingLayer(nn.Module):
 class ReceiveHiddenStates(nn.Embedding):
     """Replaces the embedding on later stages: receives hidden states from the previous stage.
 
-    It keeps the weight where a tied head uses it.
+    It keeps the weight where a tied head or multi-token prediction uses it.
     """
 
     pp_group: PipelineGroup
@@ -128,6 +133,10 @@ class ReceiveHiddenStates(nn.Embedding):
         hidden = self.pp_group.receive(buffer, source=self.pp_group.group_rank - 1)
         self.pp_group.input_hidden_states = hidden.requires_grad_(torch.is_grad_enabled())
         return self.pp_group.input_hidden_states
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """The embeddings [batch, tokens, width] by the weight that this stage keeps."""
+        return super().forward(input_ids)
 
 
 class SendHiddenStates(nn.Module):
@@ -206,6 +215,7 @@ def layers_of_stages(
         stages = [range(first, last) for first, last in pairwise(accumulate(parallel.pp_layers, initial=0))]
     else:
         stages = balance_layers(_layer_parameters(lm, parallel.ep), parallel.pp)
+    stages[-1] = range(stages[-1].start, mtp_layers(hf_config).stop)
     have_experts = {
         number
         for number, layer in enumerate(lm.base_model.layers)
@@ -224,10 +234,14 @@ def layers_of_stages(
 
 def _layer_parameters(lm: PreTrainedModel, ep_size: int) -> list[int]:
     """Parameters that a rank has of each layer; the embedding counts with the first layer, norm and head with the last.
-    A tied head counts on both ends.
+    A tied head counts on both ends, and so does the embedding with multi-token prediction, whose layer counts with the
+    last one.
     """
+    beyond = mtp_layers(lm.config)
     counts = [_numel(layer, ep_size) for layer in lm.base_model.layers]
+    counts, others = counts[: beyond.start], counts[beyond.start :]
     counts[0] += _numel(lm.get_input_embeddings())
+    counts[-1] += sum(others) + (_numel(lm.get_input_embeddings()) if beyond else 0)
     counts[-1] += _numel(lm.base_model.norm) + _numel(head_of(lm))
     return counts
 
@@ -260,7 +274,7 @@ def install_pipeline_stage(lm: PreTrainedModel, pp_group: PipelineGroup, *, outp
         dtype = embedding.weight.dtype
         embedding.__class__ = ReceiveHiddenStates
         embedding.pp_group, embedding.dtype = pp_group, dtype
-        if not (is_tied and pp_group.is_last):
+        if not (pp_group.is_last and (is_tied or mtp_layers(lm.config))):
             embedding.weight = None
     if not pp_group.is_last:
         lm.base_model.norm = SendHiddenStates(pp_group)
@@ -274,8 +288,10 @@ def has_tied_head(lm: PreTrainedModel) -> bool:
     return bool(lm.config.tie_word_embeddings) and not has_score_head(lm)
 
 
-def is_tied_copy(lm: PreTrainedModel, pp_group: PipelineGroup) -> bool:
-    """Whether this stage's embedding weight is the head's copy of the first stage's."""
+def has_embedding_copy(lm: PreTrainedModel, pp_group: PipelineGroup) -> bool:
+    """Whether this stage's embedding weight is a copy of the first stage's, for a tied head or multi-token
+    prediction.
+    """
     return pp_group.is_last and lm.get_input_embeddings().weight is not None
 
 

@@ -5,7 +5,7 @@ share; its gradient is summed over the ranks that use it, which DeepSpeed 0.19.8
 """
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,8 @@ from torch import nn
 from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 
+from ds_finetune.families.family import Family
+from ds_finetune.families.table import family_of
 from ds_finetune.model.parallel.pipeline import ReceiveHiddenStates
 from ds_finetune.model.parallel.rank_group import RankGroup, sum_over_ranks
 
@@ -90,6 +92,21 @@ class ColumnParallelLinear(nn.Linear):
         return super().forward(copy_to_tensor_parallel_region(replicated, self.tp_group))
 
 
+class BiasedExperts(nn.Module):
+    """Mixed into a family's experts with biases that hold a shard of each inner width. Every rank has the whole bias of
+    the outputs and adds its equal part, so that the sum over ranks has it once.
+    """
+
+    tp_group: TensorParallelGroup
+
+    @property
+    def down_proj_bias(self) -> torch.Tensor:
+        """This rank's part of the bias, [experts, width]; its gradient is summed over ranks."""
+        bias = self._parameters["down_proj_bias"]
+        assert bias is not None
+        return copy_to_tensor_parallel_region(bias, self.tp_group) / self.tp_group.size
+
+
 class VocabParallelEmbedding(nn.Embedding):
     """An embedding sharded along the vocabulary. Ids of other ranks give zeros here, so the sum over ranks is the
     embedding. `padding_idx` is an id of the whole vocabulary.
@@ -107,6 +124,36 @@ class VocabParallelEmbedding(nn.Embedding):
             local_ids.where(is_local, 0), self.weight, pad if 0 <= pad < self.num_embeddings else None
         )
         return reduce_from_tensor_parallel_region(embedded * is_local[..., None], self.tp_group)
+
+
+class ReceiveOrEmbed(ReceiveHiddenStates):
+    """The embedding on later pipeline stages, where the weight that it may keep is sharded along the vocabulary."""
+
+    tp_group: TensorParallelGroup
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """The embeddings by the weight that this stage keeps, the same on every tensor parallel rank."""
+        return VocabParallelEmbedding.forward(cast("VocabParallelEmbedding", self), input_ids)
+
+
+class NormOverShards(nn.Module):
+    """RMSNorm over columns of which each rank has a shard. Every rank has the whole weight, and its gradient is that of
+    this rank's columns.
+    """
+
+    tp_group: TensorParallelGroup
+    weight: nn.Parameter
+    variance_epsilon: float
+
+    def forward(self, shard: torch.Tensor) -> torch.Tensor:
+        """This rank's columns [..., columns / ranks] -> the same, normalised over the columns of all ranks."""
+        wide, width = shard.float(), shard.shape[-1]
+        squares = reduce_from_tensor_parallel_region(wide.square().sum(-1, keepdim=True), self.tp_group)
+        # Every rank's result depends on the sum, so that its gradient is summed over ranks.
+        mean = copy_to_tensor_parallel_region(squares, self.tp_group) / (width * self.tp_group.size)
+        start = self.tp_group.group_rank * width
+        normed = wide * torch.rsqrt(mean + self.variance_epsilon)
+        return self.weight[start : start + width] * normed.to(shard.dtype)
 
 
 def local_config(hf_config: PretrainedConfig, tp_size: int) -> PretrainedConfig:
@@ -131,12 +178,12 @@ def install_tensor_parallel(lm: PreTrainedModel, tp_group: TensorParallelGroup, 
     embedding = lm.get_input_embeddings()
     assert isinstance(embedding, nn.Embedding), type(embedding)
     embedding.padding_idx = padding_idx
-    if not isinstance(embedding, ReceiveHiddenStates):
-        _change_class(embedding, VocabParallelEmbedding, tp_group)
+    is_later_stage = isinstance(embedding, ReceiveHiddenStates)
+    _change_class(embedding, ReceiveOrEmbed if is_later_stage else VocabParallelEmbedding, tp_group)
     for name, module in lm.named_modules():
         kind = name.rpartition(".")[2]
         if kind == _ATTENTION:
-            install_tensor_parallel_attention(module, tp_group)
+            install_tensor_parallel_attention(module, tp_group, family=family_of(lm.config.model_type))
         elif kind == _MLP:
             install_tensor_parallel_mlp(module, tp_group)
 
@@ -146,7 +193,7 @@ def _change_class(module: nn.Module, parallel_class: type[nn.Module], tp_group: 
     module.tp_group = tp_group  # type: ignore[assignment]
 
 
-def install_tensor_parallel_attention(attention: Any, tp_group: TensorParallelGroup) -> None:  # noqa: ANN401 - an attention module of any family
+def install_tensor_parallel_attention(attention: Any, tp_group: TensorParallelGroup, *, family: Family) -> None:  # noqa: ANN401 - an attention module of any family
     """Make an attention module that holds some of the heads work with those of the other ranks, in place."""
     _change_class(attention.o_proj, RowParallelLinear, tp_group)
     if not hasattr(attention, "kv_a_proj_with_mqa"):
@@ -154,8 +201,10 @@ def install_tensor_parallel_attention(attention: Any, tp_group: TensorParallelGr
             lambda _, args, kwargs: _copy_hidden_states(args, kwargs, tp_group), with_kwargs=True
         )
         for norm in (getattr(attention, name, None) for name in ("q_norm", "k_norm")):
+            if norm is not None and family.normalises_over_heads:
+                _change_class(norm, NormOverShards, tp_group)
             if norm is not None and norm.weight.requires_grad:
-                # All heads share this weight, and this rank computes the gradient from its own heads only.
+                # Every rank has the whole weight, and computes the gradient from its own heads only.
                 norm.weight.register_hook(tp_group.all_reduce)
         return
     query = attention.q_proj if attention.q_lora_rank is None else attention.q_b_proj
@@ -202,8 +251,17 @@ def install_tensor_parallel_mlp(mlp: Any, tp_group: TensorParallelGroup) -> None
         _change_class(mlp.down_proj, RowParallelLinear, tp_group)
         return
     mlp.experts.register_forward_pre_hook(copy_to_experts)
+    if hasattr(mlp.experts, "down_proj_bias"):
+        kind = type(mlp.experts)
+        _change_class(mlp.experts, type(f"TensorParallel{kind.__name__}", (BiasedExperts, kind), {}), tp_group)
     if getattr(mlp, "shared_experts", None) is not None:
         assert mlp.shared_experts.down_proj.bias is None, "every rank would add the bias"
         mlp.shared_experts.register_forward_pre_hook(copy_input)
+
+    def reduce_output(_: nn.Module, __: Any, out: Any) -> Any:  # noqa: ANN401 - some also return the router's scores
+        if isinstance(out, tuple):
+            return reduce_from_tensor_parallel_region(out[0], tp_group), *out[1:]
+        return reduce_from_tensor_parallel_region(out, tp_group)
+
     # One reduction for routed and shared experts together.
-    mlp.register_forward_hook(lambda _, __, out: reduce_from_tensor_parallel_region(out, tp_group))
+    mlp.register_forward_hook(reduce_output)

@@ -37,6 +37,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": CONFIGS["llama"],
     "qwen2": CONFIGS["qwen2"],
     "qwen3": CONFIGS["qwen3"] | {"head_dim": 12},
+    "qwen3_moe": CONFIGS["qwen3_moe"] | {"norm_topk_prob": True, "mlp_only_layers": [0]},
+    "mixtral": CONFIGS["mixtral"],
+    "olmoe": CONFIGS["olmoe"],
     "deepseek_v2": CONFIGS["deepseek_v2"]
     | {"n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy", "q_lora_rank": 24},
     "glm4_moe_lite": CONFIGS["glm4_moe_lite"],
@@ -335,7 +338,7 @@ def _store_in_fp8(folder: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
-    "another type": (partial(_edit, model_type="mixtral"), "model_type `mixtral` has no ONNX graph"),
+    "another type": (partial(_edit, model_type="granite"), "model_type `granite` has no ONNX graph"),
     "dynamic rope": (
         partial(_edit, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
         "rope_type `dynamic`",
@@ -345,6 +348,8 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
         partial(_edit, use_sliding_window=True, layer_types=["full_attention", "sliding_attention", "full_attention"]),
         r"layers \[1\]",
     ),
+    "sliding everywhere": (partial(_edit, model_type="mixtral", sliding_window=4), "sliding_window 4 .* every layer"),
+    "clipped": (partial(_edit, model_type="olmoe", clip_qkv=8.0), "clip_qkv 8.0"),
     "fp8": (
         partial(_edit, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}),
         r"is quantized \(fp8\)",

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
-from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ds_finetune.errors import ModelError
 from ds_finetune.export.onnx import folder as onnx_folder
+from ds_finetune.families.table import family_of
+from ds_finetune.model.names import hub_pieces
 from tests.model.tiny import CONFIGS
 
 onnx = pytest.importorskip("onnx", reason="the onnx extra is not installed: pip install 'ds_finetune[onnx]'")
@@ -28,6 +28,7 @@ from ds_finetune.export.onnx import layers as onnx_layers  # noqa: E402 - they n
 
 FP32 = np.dtype(np.float32)
 MANY = {
+    "first_k_dense_replace": 0,
     "n_routed_experts": 16,
     "n_group": 4,
     "topk_group": 2,
@@ -40,6 +41,9 @@ CELLS = {
     "v2-groups": ("deepseek_v2", {"topk_method": "group_limited_greedy"}),
     "v3": ("deepseek_v3", {}),
     "v3-not-normalised": ("deepseek_v3", {"norm_topk_prob": False}),
+    "mixtral": ("mixtral", {"num_local_experts": 16}),
+    "qwen3": ("qwen3_moe", {"num_experts": 16, "norm_topk_prob": True}),
+    "qwen3-not-normalised": ("qwen3_moe", {"num_experts": 16, "norm_topk_prob": False}),
 }
 
 
@@ -60,29 +64,25 @@ def run(graph: onnx_graph.Graph, folder: Path, output: str, rank: int, **feeds: 
     return session.run(None, feeds)[0]
 
 
-def published(moe: nn.Module) -> Callable[[str], torch.Tensor]:
-    """The tensors of a layer's experts under the names of published checkpoints."""
-
-    def read(key: str) -> torch.Tensor:
-        parts = key.split(".")
-        if "experts" not in parts:
-            return moe.state_dict()[key.removeprefix("mlp.")]
-        expert, part = int(parts[2]), parts[3]
-        if part == "down_proj":
-            return moe.experts.down_proj[expert]
-        return moe.experts.gate_up_proj[expert].chunk(2)[part == "up_proj"]
-
-    return read
+def published(lm: nn.Module) -> Callable[[str], torch.Tensor]:
+    """The tensors of a model under the names of published checkpoints."""
+    family = family_of(lm.config.model_type)
+    return {
+        piece.key: tensor[piece.index]
+        for name, tensor in lm.state_dict().items()
+        for piece in hub_pieces(name, tuple(tensor.shape), family)
+    }.__getitem__
 
 
-def layer_of(config: PretrainedConfig) -> nn.Module:
+def one_layer_of(config: PretrainedConfig) -> PreTrainedModel:
+    """A model whose only layer has experts and large weights."""
     torch.manual_seed(11)
-    moe = (DeepseekV3MoE if config.model_type == "deepseek_v3" else DeepseekV2Moe)(config).eval()
-    for parameter in moe.parameters():
+    lm = AutoModelForCausalLM.from_config(config).eval()
+    for parameter in lm.parameters():
         nn.init.normal_(parameter, std=0.3)
     if config.model_type == "deepseek_v3":
-        moe.gate.e_score_correction_bias.copy_(torch.linspace(-0.3, 0.3, 16))
-    return moe.requires_grad_(False)
+        lm.model.layers[0].mlp.gate.e_score_correction_bias.copy_(torch.linspace(-0.3, 0.3, 16))
+    return lm.requires_grad_(False)
 
 
 def skewed(moe: nn.Module, hidden: int) -> dict[str, torch.Tensor]:
@@ -103,12 +103,13 @@ def skewed(moe: nn.Module, hidden: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("cell", CELLS)
 def test_experts_under_any_routing(cell: str, tmp_path: Path) -> None:
     model_type, options = CELLS[cell]
-    config = AutoConfig.for_model(model_type, **(CONFIGS[model_type] | MANY | options))
+    sizes = MANY | options if model_type.startswith("deepseek") else {"num_experts_per_tok": 3} | options
+    config = AutoConfig.for_model(model_type, **(CONFIGS[model_type] | {"num_hidden_layers": 1} | sizes))
     config._experts_implementation = "eager"
-    moe = layer_of(config)
-    graph = onnx_graph.Graph(FP32)
-    layers = onnx_layers.Layers(graph, nn.ModuleDict({"mlp": moe}), published(moe))
-    output, reached = onnx_experts.moe(layers, "x", "mlp", config), set()
+    lm = one_layer_of(config)
+    graph, moe = onnx_graph.Graph(FP32), lm.model.layers[0].mlp
+    layers = onnx_layers.Layers(graph, lm, published(lm))
+    output, reached = onnx_experts.moe(layers, "x", "model.layers.0.mlp", config), set()
     for name, x in skewed(moe, config.hidden_size).items():
         _, _, chosen = moe.gate(x)
         reached |= set(chosen.flatten().tolist())

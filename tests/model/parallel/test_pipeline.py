@@ -17,8 +17,8 @@ from ds_finetune.model.parallel.pipeline import (
     balance_layers,
     build_meta_model,
     build_only_layers,
+    has_embedding_copy,
     install_pipeline_stage,
-    is_tied_copy,
     layers_of_stages,
 )
 from ds_finetune.selftest.cells import hf_config
@@ -52,7 +52,7 @@ def test_stages_hold_every_tensor_once_by_its_own_name(family: str) -> None:
         own = {name: param.shape for name, param in lm.named_parameters()}
         copies += [name for name in own if name in found]
         found |= own
-        assert is_tied_copy(lm, stage) == (config.tie_word_embeddings and place == 1)
+        assert has_embedding_copy(lm, stage) == (config.tie_word_embeddings and place == 1)
     assert found == {name: param.shape for name, param in whole.named_parameters()}
     assert copies == (["model.embed_tokens.weight"] if config.tie_word_embeddings else [])
 

@@ -1,0 +1,42 @@
+"""With which settings a multi-token prediction layer may be trained: those that tests compare with a plain loop."""
+
+from collections.abc import Iterator, Sequence
+
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.errors import ConfigError
+from ds_finetune.plan.mesh import Mesh
+from ds_finetune.plan.objectives import CROSS_ENTROPY
+
+_OPTIMIZERS = ("adam", "adamw")
+
+
+def check_mtp(mesh: Mesh, config: RunConfig, *, stage: int, offloads: Sequence[str]) -> None:
+    """ConfigError where a multi-token prediction layer would be trained with settings that no test covers."""
+    if not config.mtp.train:
+        return
+    for what, hint in _untested(mesh, config, stage, offloads):
+        raise ConfigError(f"mtp.train true with {what} is not tested", hint=hint)
+
+
+def _untested(mesh: Mesh, config: RunConfig, stage: int, offloads: Sequence[str]) -> Iterator[tuple[str, str]]:
+    if config.lora is not None:
+        yield "lora", "leave lora or mtp out; exports carry the layer unchanged"
+    if config.objective.name not in CROSS_ENTROPY:
+        yield f"objective {config.objective.name}", f"set objective to {' or '.join(CROSS_ENTROPY)}, or leave mtp out"
+    if config.optim.name.lower() not in _OPTIMIZERS:
+        yield f"optim.name {config.optim.name}", "use AdamW"
+    if config.model.attention == "flash_attention_2":
+        yield f"model.attention {config.model.attention}", "set model.attention to sdpa"
+    if config.model.resize_vocabulary:
+        yield "model.resize_vocabulary true", "use a tokenizer that fits the model"
+    if config.train.precision == "fp16":
+        yield "train.precision fp16", "set train.precision to bf16"
+    if stage == 0 and config.train.precision != "fp32":
+        # DeepSpeed 0.19.8 takes the norm of all gradients there, also of parameters that are apart
+        # (fp16/unfused_optimizer.py:214).
+        yield f"zero stage {stage} in {config.train.precision}", "use zero stage 1, or fp32"
+    if "nvme" in offloads:
+        yield "offload to nvme", "offload to cpu"
+    if mesh.pp > 1 and not config.mtp.detach:
+        # The last stage would have a gradient for the embedding of the first one.
+        yield f"mtp.detach false and parallel {mesh}", "set mtp.detach to true, or parallel.pp to 1"

@@ -1,0 +1,197 @@
+"""Tiny models with a multi-token prediction layer, and a plain loop that trains one."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import MtpModel
+
+from ds_finetune.families.table import family_of
+from ds_finetune.labels import IGNORE_INDEX
+from ds_finetune.model.build import build_skeleton
+from ds_finetune.model.mtp import set_mtp_layers
+from ds_finetune.model.names import hub_pieces
+from ds_finetune.selftest.cells import Cell, hf_config, run_tree, samples
+from ds_finetune.selftest.reference_loop import BETAS, EPS, LR
+
+WEIGHT = 0.3
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class MtpLayout:
+    """A cell on a number of ranks, and whether the layer's loss trains it alone."""
+
+    cell: Cell
+    world: int
+    detach: bool = True
+
+    @property
+    def name(self) -> str:
+        """A name for files and test ids."""
+        cell = self.cell
+        rows, how = "packed" if cell.packing else "padded", "alone" if self.detach else "all"
+        return (
+            f"{cell.layout}-z{cell.stage}-{cell.offload}-{cell.family}-{rows}-acc{cell.accumulation}-{how}-{self.world}"
+        ).replace(" ", "")
+
+
+def mtp_tree(layout: MtpLayout, model: Path, out: Path) -> dict[str, Any]:
+    """The run file of a layout."""
+    tree = run_tree(layout.cell, model, out, dp=layout.world // layout.cell.sharing)
+    return tree | {"mtp": {"train": True, "weight": WEIGHT, "detach": layout.detach}}
+
+
+def write_mtp_model(family: str, folder: Path, *, layers: int | None = None, copies: bool = True) -> None:
+    """Write a tiny model of `family` with a multi-token prediction layer as it would be published.
+
+    With `layers` it has this number of layers besides. `copies` are those of embedding and head in the layer.
+    """
+    config = hf_config(family)
+    if layers is not None:
+        config.num_hidden_layers = layers
+    tree = config.to_dict() | {"architectures": ["DeepseekV3ForCausalLM"], "num_nextn_predict_layers": 1}
+    set_mtp_layers(config, 1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(23)
+        lm = build_skeleton(config, attention="eager", dtype=torch.float32, device="cpu")
+        tensors = {}
+        for name, tensor in lm.state_dict().items():
+            noise = torch.randn_like(tensor) * 0.1
+            value = noise + 1 if "norm" in name else noise
+            for piece in hub_pieces(name, tuple(tensor.shape), family_of(config.model_type)):
+                tensors[piece.key] = value[piece.index].clone()
+    number = config.num_hidden_layers
+    if copies:
+        tensors[f"model.layers.{number}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors[f"model.layers.{number}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(tree))
+
+
+class PlainMtp(torch.nn.Module):
+    """transformers' model and transformers' multi-token prediction module with the weights of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.main = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.number = self.main.config.num_hidden_layers
+        # transformers 5.23 has these keys for some model types alone.
+        self.main.config.num_mtp_layers = 1
+        if getattr(self.main.config, "mlp_layer_types", None):
+            self.main.config.mtp_mlp_layer_types = self.main.config.mlp_layer_types[-1:]
+        self.mtp = MtpModel(self.main, 1)
+        self.layer = self.mtp.layers[0]
+        stored = load_file(folder / "model.safetensors")
+        with torch.no_grad():
+            for name, param in [*self.layer.named_parameters(), *self.layer.named_buffers()]:
+                published = self.published(name)
+                shape = tuple(param.shape)
+                for piece in hub_pieces(published, shape, family_of(self.main.config.model_type)):
+                    param[piece.index] = stored[piece.key]
+
+    def published(self, name: str) -> str:
+        """The published name of a parameter of the layer."""
+        own = name.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
+        return f"model.layers.{self.number}.{own}"
+
+    def trained(self) -> dict[str, torch.nn.Parameter]:
+        """All parameters by their names in the program's model."""
+        return dict(self.main.named_parameters()) | {
+            self.published(name): param for name, param in self.layer.named_parameters()
+        }
+
+    def logits(self, ids: torch.Tensor, *, detach: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits of the next token [tokens, vocabulary] and of the one after it [tokens - 1, vocabulary] of one
+        document.
+        """
+        hidden = self.main.model(input_ids=ids[None], use_cache=False).last_hidden_state
+        head = self.main.lm_head.weight
+        states = self._states(ids, hidden, detach=detach)
+        return self.main.lm_head(hidden)[0], functional.linear(states, head.detach() if detach else head)
+
+    def mtp_states(self, ids: torch.Tensor) -> torch.Tensor:
+        """States of the layer for one document before the head, [tokens - 1, width]."""
+        return self._states(ids, self.main.model(input_ids=ids[None], use_cache=False).last_hidden_state, detach=True)
+
+    def _states(self, ids: torch.Tensor, hidden: torch.Tensor, *, detach: bool) -> torch.Tensor:
+        embedded, states = self.main.model.embed_tokens(ids[None, 1:]), hidden[:, :-1]
+        if detach:
+            embedded, states = embedded.detach(), states.detach()
+        positions = torch.arange(len(ids) - 1)[None]
+        out = self.layer(
+            inputs_embeds=embedded,
+            previous_hidden_state=states,
+            position_embeddings=self.main.model.rotary_emb(embedded, positions),
+            attention_mask=None,
+            position_ids=positions,
+            past_key_values=None,
+        )
+        return out[0]
+
+
+@dataclass
+class PlainSteps:
+    """Numbers of each step, and the gradients of the first one by name."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    mtp_losses: list[float] = field(default_factory=list)
+    mtp_accuracies: list[float] = field(default_factory=list)
+    gradients: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+@cache
+def plain_steps(folder: Path, *, detach: bool, max_grad_norm: float, weight_decay: float) -> PlainSteps:
+    """Steps on all samples, one unpadded sample at a time."""
+    model, found = PlainMtp(folder), PlainSteps()
+    trained = model.trained()
+    matrices = [param for param in trained.values() if param.dim() > 1]
+    vectors = [param for param in trained.values() if param.dim() <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+        lr=LR,
+        betas=BETAS,
+        eps=EPS,
+    )
+    layer = f"model.layers.{model.number}."
+    for _ in range(STEPS):
+        found = _add_step(model, found, detach=detach)
+        counted = [p for name, p in trained.items() if not (detach and name.startswith(layer))]
+        norm = float(torch.nn.utils.get_total_norm([param.grad for param in counted if param.grad is not None]))
+        if max_grad_norm and norm > max_grad_norm:
+            for param in trained.values():
+                param.grad *= max_grad_norm / norm
+        found.norms.append(norm)
+        found.gradients = found.gradients or {name: param.grad.clone() for name, param in trained.items()}
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def _add_step(model: PlainMtp, found: PlainSteps, *, detach: bool) -> PlainSteps:
+    supervised = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in samples())
+    loss, mtp_loss, correct, number = 0.0, 0.0, 0, 0
+    for ids, labels in samples():
+        own, ahead = model.logits(torch.from_numpy(ids).long(), detach=detach)
+        targets = torch.from_numpy(np.asarray(labels)).long()
+        first = functional.cross_entropy(own, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+        second = functional.cross_entropy(ahead, targets[1:], ignore_index=IGNORE_INDEX, reduction="sum")
+        ((first + WEIGHT * second) / supervised).backward()
+        is_counted = targets[1:] != IGNORE_INDEX
+        loss, mtp_loss = loss + first.item(), mtp_loss + second.item()
+        correct += int((ahead.argmax(-1) == targets[1:])[is_counted].sum())
+        number += int(is_counted.sum())
+    found.losses.append(loss / supervised)
+    found.mtp_losses.append(mtp_loss / number)
+    found.mtp_accuracies.append(correct / number)
+    return found

@@ -1,0 +1,133 @@
+"""Multi-token prediction takes the steps of a plain loop over unpadded documents, in every layout.
+
+The loop uses the modules of transformers' `MtpModel`; the layer is given the weights by their published names.
+"""
+
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_finetune.plan.combinations import TESTED_LAYOUTS
+from ds_finetune.selftest.cells import Cell
+from tests.parity.mtp_cells import MtpLayout, plain_steps, write_mtp_model
+from tests.parity.reference import GRADIENT_TOLERANCE, LOSS_TOLERANCE, is_for, relative
+from tests.running import start, torchrun
+
+WORKER = Path(__file__).with_name("mtp_worker.py")
+FAMILY = "deepseek_v3"
+MODELS = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "kimi_k2")
+VARIANTS = (*MODELS, *(f"{family}_deep" for family in MODELS), "glm4_moe_lite_types")
+
+
+def _cell(stage: int, accumulation: int, *, packing: bool, family: str = FAMILY, **axes: Any) -> Cell:
+    """Packed with clipping and activation checkpointing, padded without; both with weight decay."""
+    family = f"{family}_deep" if {"pp", "ep"} <= axes.keys() else family
+    clipped = {"max_grad_norm": 0.5 if packing else 0.0, "checkpointing": packing, "weight_decay": 0.1}
+    return Cell(family, stage, accumulation, packing=packing, **clipped, **axes)
+
+
+def _cells() -> list[Cell]:
+    plain = [
+        _cell(stage, accumulation, packing=packing, offload=offload)
+        for stage, accumulation, packing in itertools.product(range(4), (1, 2), (True, False))
+        for offload in ("none", "optimizer")
+        if stage or offload == "none"
+    ]
+    shared = [
+        _cell(stage, 2, packing=packing, family=family, **dict.fromkeys(row.axes, 2))
+        for row, family in itertools.product(TESTED_LAYOUTS, MODELS)
+        if family in row.families
+        for stage, packing in itertools.product(row.stages, (True, False))
+    ]
+    return [*plain, _cell(2, 2, packing=False, family="glm4_moe_lite_types"), *shared]
+
+
+ALL = [
+    MtpLayout(cell, world, detach)
+    for cell, world, detach in itertools.product(_cells(), (1, 2, 4), (True, False))
+    if is_for(cell, world) and (detach or cell.pp == 1)
+]
+
+
+CHOSEN = [
+    MtpLayout(cell, world, detach)
+    for cell, world, detach in (
+        (_cell(0, 1, packing=True), 1, True),
+        (_cell(1, 2, packing=False, offload="optimizer"), 2, False),
+        (_cell(3, 2, packing=True, offload="optimizer"), 1, True),
+        (_cell(2, 2, packing=True, sp=2), 2, True),
+        (_cell(1, 2, packing=False, family="glm4_moe_lite", tp=2), 2, True),
+        (_cell(3, 2, packing=True, ep=2), 2, True),
+        (_cell(0, 2, packing=False, family="glm4_moe", sp=2, ep=2), 2, False),
+        (_cell(1, 2, packing=True, pp=2), 2, True),
+    )
+]
+"""Each axis, ZeRO stage and way to train; all others are behind the marker."""
+REST = [layout for layout in ALL if layout not in CHOSEN]
+
+
+@pytest.fixture(scope="session")
+def mtp_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mtp-models")
+    for family in VARIANTS:
+        write_mtp_model(family, folder / family)
+    return folder
+
+
+def _run(chosen: Sequence[MtpLayout], models: Path, out: Path) -> Path:
+    for world in sorted({layout.world for layout in chosen}):
+        given = [asdict(layout) for layout in chosen if layout.world == world]
+        (out / "layouts.json").write_text(json.dumps(given))
+        done = start(torchrun(str(WORKER), str(models), str(out), str(out / "layouts.json"), ranks=world), timeout=3600)
+        assert done.returncode == 0, done.stderr[-9000:]
+    return out
+
+
+@pytest.fixture(scope="session")
+def results(mtp_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _run(CHOSEN, mtp_models, tmp_path_factory.mktemp("mtp"))
+
+
+@pytest.fixture(scope="session")
+def rest(mtp_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _run(REST, mtp_models, tmp_path_factory.mktemp("mtp-rest"))
+
+
+def _assert_equals_plain_loop(layout: MtpLayout, folder: Path, models: Path) -> None:
+    found, cell = torch.load(folder / f"{layout.name}.pt", weights_only=True), layout.cell
+    wanted = plain_steps(
+        models / cell.family, detach=layout.detach, max_grad_norm=cell.max_grad_norm, weight_decay=cell.weight_decay
+    )
+    first = found["metrics"][0]
+    for metrics in (first, found["eval"]):
+        assert metrics["loss"] == pytest.approx(wanted.losses[0], abs=LOSS_TOLERANCE)
+        assert metrics["mtp_loss"] == pytest.approx(wanted.mtp_losses[0], abs=LOSS_TOLERANCE)
+        assert metrics["mtp_accuracy"] == pytest.approx(wanted.mtp_accuracies[0], abs=1e-9)
+    assert found["norms"] == pytest.approx(wanted.norms, rel=GRADIENT_TOLERANCE)
+    assert found["gradients"].keys() == wanted.gradients.keys()
+    errors = {name: relative(found["gradients"][name], grad) for name, grad in wanted.gradients.items()}
+    assert max(errors.values()) < GRADIENT_TOLERANCE, errors
+    for name, steps in (("loss", wanted.losses), ("mtp_loss", wanted.mtp_losses)):
+        assert [metrics[name] for metrics in found["metrics"]] == pytest.approx(steps, rel=1e-4), name
+    if layout.detach and layout.world // (cell.tp * cell.pp) <= 2:
+        # With more ranks, the place of an element in a buffer decides in which order a reduction adds it up.
+        without, weights = found["without"], found["weights"]
+        assert not [name for name in without if not torch.equal(without[name], weights[name])]
+        assert len(without) < len(weights)
+
+
+@pytest.mark.parametrize("layout", CHOSEN, ids=[layout.name for layout in CHOSEN])
+def test_layer_equals_plain_loop(layout: MtpLayout, results: Path, mtp_models: Path) -> None:
+    _assert_equals_plain_loop(layout, results, mtp_models)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", REST, ids=[layout.name for layout in REST])
+def test_layer_equals_plain_loop_in_other_layouts(layout: MtpLayout, rest: Path, mtp_models: Path) -> None:
+    _assert_equals_plain_loop(layout, rest, mtp_models)
