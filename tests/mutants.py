@@ -33,13 +33,78 @@ OBJECTIVES, SCORES = "tests/parity/test_objectives.py", "tests/parity/test_score
 ROUTERS = "tests/parity/test_routers.py"
 PREFERENCES, LABELS = "tests/data/test_preferences.py", "tests/data/test_labelled_texts.py"
 CLASSIFIERS, ONNX_CLASSIFIERS = "tests/export/test_classifiers.py", "tests/export/onnx/test_classifiers.py"
+SINKS, MXFP4 = "tests/model/test_sinks.py", "tests/model/test_mxfp4.py"
 WHOLE_RUNS = "tests/trainer/test_objectives.py"
 DISTILLATION, SOFT_TARGETS = "tests/parity/test_distillation.py", "tests/model/test_soft_targets.py"
 ONNX = "tests/export/onnx/test_onnx.py"
 ENCODER, LENGTHS = "tests/model/test_encoder.py", "tests/data/test_batch_lengths.py"
+INDEXER = "tests/model/test_indexed_attention.py"
 MTP = "tests/parity/test_mtp.py"
 LOADS = "tests/observers/test_expert_loads.py tests/observers/test_routers.py"
 MUTANTS = (
+    Mutant(
+        "tokens chosen over the whole row",
+        "model/indexed_attention.py",
+        "parts = [part[row].split(lengths) if not is_last else (part[row],) for part in scored]",
+        "parts = [part[row, : sum(lengths)].split(lengths[::-1]) for part in scored]",
+        INDEXER,
+    ),
+    Mutant(
+        "rotary embedding of the other indexer",
+        "model/indexed_attention.py",
+        "rotate_pairs() if attention.rotates_pairs else rotate_halves()",
+        "rotate_halves()",
+        INDEXER,
+    ),
+    Mutant(
+        "choice of the layer before not taken",
+        "model/indexed_attention.py",
+        "position_embeddings, attention_mask, past_key_values, prev_topk_indices, others",
+        "position_embeddings, attention_mask, past_key_values, None, others",
+        INDEXER,
+    ),
+    Mutant(
+        "indexer trained",
+        "engine/start_engine.py",
+        "if name in plan.frozen or family.is_untrained(name):",
+        "if name in plan.frozen:",
+        PARALLEL,
+    ),
+    Mutant(
+        "sinks of another rank's heads",
+        "model/attention.py",
+        "s_aux.chunk(sp_group.size)[sp_group.group_rank]",
+        "s_aux.chunk(sp_group.size)[0]",
+        PARALLEL,
+    ),
+    Mutant(
+        "sinks masked by the window",
+        "model/attention.py",
+        "functional.pad(mask, (1, 0), value=True)",
+        "functional.pad(mask, (1, 0), value=False)",
+        SINKS,
+    ),
+    Mutant(
+        "a block of queries without the first key of its window",
+        "model/attention.py",
+        "earlier + begin - self.window + 1",
+        "earlier + begin - self.window + 2",
+        SINKS,
+    ),
+    Mutant(
+        "output bias of experts added on each tensor parallel rank",
+        "model/parallel/tensor.py",
+        "copy_to_tensor_parallel_region(bias, self.tp_group) / self.tp_group.size",
+        "copy_to_tensor_parallel_region(bias, self.tp_group)",
+        PARALLEL,
+    ),
+    Mutant(
+        "four-bit numbers of a byte swapped",
+        "model/mxfp4.py",
+        "[_E2M1.repeat(16), _E2M1.repeat_interleave(16)]",
+        "[_E2M1.repeat_interleave(16), _E2M1.repeat(16)]",
+        MXFP4,
+    ),
     Mutant(
         "labels of multi-token prediction from the next document",
         "data/batches.py",

@@ -85,6 +85,10 @@ class PlainMtp(torch.nn.Module):
         super().__init__()
         self.main = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.number = self.main.config.num_hidden_layers
+        # transformers 5.23 has these keys for some model types alone.
+        self.main.config.num_mtp_layers = 1
+        if getattr(self.main.config, "mlp_layer_types", None):
+            self.main.config.mtp_mlp_layer_types = self.main.config.mlp_layer_types[-1:]
         self.mtp = MtpModel(self.main, 1)
         self.layer = self.mtp.layers[0]
         stored = load_file(folder / "model.safetensors")

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PretrainedConfig
+from transformers import GptOssConfig, PretrainedConfig
 
 from ds_finetune.auto_configs import AutoConfig
 from ds_finetune.auto_models import AutoModelForCausalLM
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.model_shape import Shape
 from tests.conftest import ROOT
+from tests.model.mxfp4_folder import GPT_OSS
 from tests.model.tiny import CONFIGS
 
 PUBLISHED = {
@@ -158,6 +159,19 @@ def test_totals_of_large_models_equal_those_built_without_memory(shared_data: Pa
     config = AutoConfig.from_pretrained(shared_data / "configs" / name)
     config.quantization_config = None
     assert Shape.of(shared_data / "configs" / name).total_params == _built(config)
+
+
+@pytest.mark.parametrize(
+    ("layers", "experts", "total", "active"), [(24, 32, 20.91, 3.61), (36, 128, 116.83, 5.13)], ids=["20b", "120b"]
+)
+def test_published_totals_of_gpt_oss(layers: int, experts: int, total: float, active: float) -> None:
+    """By its model card (arXiv 2508.10925, table 1), which does not count the embedding as active; widths as in
+    transformers' GptOssConfig, whose defaults are those of the larger model.
+    """
+    config = GPT_OSS | {key: value for key, value in GptOssConfig().to_dict().items() if key in GPT_OSS}
+    shape = Shape.of(config | {"num_hidden_layers": layers, "num_local_experts": experts})
+    assert round(shape.total_params / 1e9, 2) == total
+    assert round((shape.active_params - shape.embedding) / 1e9, 2) == active
 
 
 VARIANTS: list[dict[str, Any]] = [
