@@ -65,10 +65,11 @@ class Encoder:
 class Indexer:
     """How an indexer chooses the tokens that a query attends to (DeepSeek sparse attention, DeepSeek-V3.2).
 
-    Documents of at most `index_topk` tokens are attended whole whatever it chooses, and longer ones are refused. So it
-    is never run, and its parameters are not trained.
+    Documents of at most `index_topk` tokens are attended whole whatever it chooses. Its parameters are not trained.
     """
 
+    rotates_pairs: bool = False
+    """Whether its rotary embedding turns pairs of neighbouring columns, not the two halves."""
     is_shared: bool = False
     """Whether layers hand the chosen tokens on to the next one: they return them beside the hidden states
     (transformers 5.23, glm_moe_dsa/modeling_glm_moe_dsa.py)."""

@@ -30,6 +30,7 @@ from ds_finetune.families.tiny import (
     ONE_GROUP,
     QWEN3_MOE,
     SHARED_INDEX,
+    SPARSE,
     WIDE_VALUES,
 )
 
@@ -134,7 +135,13 @@ _ROWS = (
         indexer=Indexer(),
         experts_class="DeepseekV32Experts",
         onnx=None,
-        tiny_models=TinyModels(INDEXED, {"deepseek_v32_deep": {**INDEXED, "num_hidden_layers": 4}}),
+        tiny_models=TinyModels(
+            INDEXED,
+            {
+                "deepseek_v32_deep": {**INDEXED, "num_hidden_layers": 4},
+                "deepseek_v32_sparse": {**INDEXED, **SPARSE, "num_hidden_layers": 4},
+            },
+        ),
     ),
     replace(
         _DEEPSEEK_V3,
@@ -142,10 +149,16 @@ _ROWS = (
         has_mtp=False,
         parameters=ParameterRules(indexed_latent_attention, sparse_by_type_or_after_first),
         fp8_linear=None,
-        indexer=Indexer(is_shared=True),
+        indexer=Indexer(rotates_pairs=True, is_shared=True),
         experts_class="GlmMoeDsaExperts",
         onnx=None,
-        tiny_models=TinyModels(SHARED_INDEX, {"glm_moe_dsa_deep": {**SHARED_INDEX, "num_hidden_layers": 4}}),
+        tiny_models=TinyModels(
+            SHARED_INDEX,
+            {
+                "glm_moe_dsa_deep": {**SHARED_INDEX, "num_hidden_layers": 4},
+                "glm_moe_dsa_sparse": {**SHARED_INDEX, **SPARSE, "num_hidden_layers": 4},
+            },
+        ),
     ),
     Family(
         "qwen2",

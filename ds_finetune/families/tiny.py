@@ -76,6 +76,10 @@ GROUPED_ROUTING: dict[str, Any] = {**LATENT, "n_group": 2, "topk_group": 1}
 """The same, with experts chosen from some groups only."""
 INDEXED: dict[str, Any] = {**GROUPED_ROUTING, "index_topk": 32, "index_n_heads": 2, "index_head_dim": 16}
 """DeepSeek sparse attention beside it: no document of the samples is longer than `index_topk`, but some rows are."""
+SPARSE: dict[str, Any] = {"index_topk": 6, "index_n_heads": 16}
+"""Changes after which most documents of the samples are longer than `index_topk`, and scores of tokens differ: with few
+heads many are 0, and among equal ones torch chooses by the length of the row.
+"""
 SHARED_INDEX: dict[str, Any] = {
     **INDEXED,
     "n_group": 1,

@@ -21,7 +21,7 @@ from ds_finetune.families.table import family_of
 from ds_finetune.hub_access import hub_problem
 from ds_finetune.model.attention import BY_DOCUMENT, FLASH
 from ds_finetune.model.folder_check import check_folder
-from ds_finetune.model.indexed_attention import attend_to_whole_documents
+from ds_finetune.model.indexed_attention import install_indexed_attention
 from ds_finetune.model.mtp import build_mtp_layers
 from ds_finetune.model.quantisation import check_readable
 from ds_finetune.patches.transformers_models import keep_in_fp32
@@ -291,7 +291,7 @@ def build_skeleton(  # noqa: PLR0913
     if family.fused_experts or family.transposed_experts:
         assert model.config._experts_implementation == "grouped_mm", model.config._experts_implementation
     _keep_buffers(model, device)
-    attend_to_whole_documents(model)
+    install_indexed_attention(model)
     return model.train()
 
 

@@ -62,7 +62,7 @@ def prepare_run(config: RunConfig, world: World) -> PreparedRun:
     check_trackers(config.log.trackers)
     config = with_classes(config)
     model = make_model_plan(config, plan.mesh)
-    plan = replace(plan, notes=(*plan.notes, *try_generic_type(config, model), *length_notes(model)))
+    plan = replace(plan, notes=(*plan.notes, *try_generic_type(config, model), *length_notes(config, model)))
     plan = freeze_parameters(plan, model)
     inputs = read_inputs(config, model)
     _check_baseline(plan, inputs)
