@@ -1,4 +1,4 @@
-"""The demo task from Python: plan, train, export a checkpoint, evaluate. About a minute on a CPU: `python
+"""The demo task from Python: plan, train, export a checkpoint, evaluate. About half a minute on a CPU: `python
 examples/python_api.py FOLDER`.
 """
 
@@ -13,11 +13,11 @@ def main(folder: Path) -> None:
     """Write the task to `folder`, and everything that comes of it."""
     run_file = write_demo(folder, ranks=1)
     overrides = [
-        "train.for=30 steps",
+        "train.for=10 steps",
         "train.max_seq_len=128",
-        "eval.every=15 steps",
+        "eval.every=5 steps",
         "eval.generate.prompts=4",
-        "checkpoint.every=15 steps",
+        "checkpoint.every=5 steps",
     ]
     config = read_config(
         run_file, [*overrides, "log.every=5", "log.trackers=[]", "deepspeed=zero1", "export.verify=false"]

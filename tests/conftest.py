@@ -19,6 +19,11 @@ _LONG = (
     "tests/parity",
     "tests/launch/test_launchers",
     "tests/checkpoint",
+    "tests/test_api",
+    "tests/trainer",
+    "tests/engine",
+    "tests/watchdog",
+    "tests/export",
 )
 
 

@@ -33,12 +33,78 @@ OBJECTIVES, SCORES = "tests/parity/test_objectives.py", "tests/parity/test_score
 ROUTERS = "tests/parity/test_routers.py"
 PREFERENCES, LABELS = "tests/data/test_preferences.py", "tests/data/test_labelled_texts.py"
 CLASSIFIERS, ONNX_CLASSIFIERS = "tests/export/test_classifiers.py", "tests/export/onnx/test_classifiers.py"
+SINKS, MXFP4 = "tests/model/test_sinks.py", "tests/model/test_mxfp4.py"
 WHOLE_RUNS = "tests/trainer/test_objectives.py"
 DISTILLATION, SOFT_TARGETS = "tests/parity/test_distillation.py", "tests/model/test_soft_targets.py"
 ONNX = "tests/export/onnx/test_onnx.py"
 ENCODER, LENGTHS = "tests/model/test_encoder.py", "tests/data/test_batch_lengths.py"
+INDEXER = "tests/model/test_indexed_attention.py"
 MTP = "tests/parity/test_mtp.py"
+LOADS = "tests/observers/test_expert_loads.py tests/observers/test_routers.py"
 MUTANTS = (
+    Mutant(
+        "tokens chosen over the whole row",
+        "model/indexed_attention.py",
+        "parts = [part[row].split(lengths) if not is_last else (part[row],) for part in scored]",
+        "parts = [part[row, : sum(lengths)].split(lengths[::-1]) for part in scored]",
+        INDEXER,
+    ),
+    Mutant(
+        "rotary embedding of the other indexer",
+        "model/indexed_attention.py",
+        "rotate_pairs() if attention.rotates_pairs else rotate_halves()",
+        "rotate_halves()",
+        INDEXER,
+    ),
+    Mutant(
+        "choice of the layer before not taken",
+        "model/indexed_attention.py",
+        "position_embeddings, attention_mask, past_key_values, prev_topk_indices, others",
+        "position_embeddings, attention_mask, past_key_values, None, others",
+        INDEXER,
+    ),
+    Mutant(
+        "indexer trained",
+        "engine/start_engine.py",
+        "if name in plan.frozen or family.is_untrained(name):",
+        "if name in plan.frozen:",
+        PARALLEL,
+    ),
+    Mutant(
+        "sinks of another rank's heads",
+        "model/attention.py",
+        "s_aux.chunk(sp_group.size)[sp_group.group_rank]",
+        "s_aux.chunk(sp_group.size)[0]",
+        PARALLEL,
+    ),
+    Mutant(
+        "sinks masked by the window",
+        "model/attention.py",
+        "functional.pad(mask, (1, 0), value=True)",
+        "functional.pad(mask, (1, 0), value=False)",
+        SINKS,
+    ),
+    Mutant(
+        "a block of queries without the first key of its window",
+        "model/attention.py",
+        "earlier + begin - self.window + 1",
+        "earlier + begin - self.window + 2",
+        SINKS,
+    ),
+    Mutant(
+        "output bias of experts added on each tensor parallel rank",
+        "model/parallel/tensor.py",
+        "copy_to_tensor_parallel_region(bias, self.tp_group) / self.tp_group.size",
+        "copy_to_tensor_parallel_region(bias, self.tp_group)",
+        PARALLEL,
+    ),
+    Mutant(
+        "four-bit numbers of a byte swapped",
+        "model/mxfp4.py",
+        "[_E2M1.repeat(16), _E2M1.repeat_interleave(16)]",
+        "[_E2M1.repeat_interleave(16), _E2M1.repeat(16)]",
+        MXFP4,
+    ),
     Mutant(
         "labels of multi-token prediction from the next document",
         "data/batches.py",
@@ -116,6 +182,27 @@ MUTANTS = (
         "lengths=torch.tensor([row.num_tokens for row in rows])",
         "lengths=torch.tensor([length for _ in rows])",
         LENGTHS,
+    ),
+    Mutant(
+        "steps done again kept in the table of experts",
+        "observers/expert_table.py",
+        "sum(found <= step for found in steps)",
+        "len(steps)",
+        LOADS,
+    ),
+    Mutant(
+        "skipped steps move the followed biases",
+        "observers/router_metrics.py",
+        "        if not is_skipped:\n            self._raised -=",
+        "        if True:\n            self._raised -=",
+        LOADS,
+    ),
+    Mutant(
+        "log-probabilities of pairs without their reference",
+        "evaluation/preference_scores.py",
+        "-reference.loss",
+        "0 * reference.loss",
+        "tests/evaluation/test_preference_scores.py",
     ),
     Mutant("no end token after a cut text", "data/units.py", "[*ids[: limit - 1], eos]", "ids[:limit]", LABELS),
     Mutant(
@@ -388,8 +475,8 @@ MUTANTS = (
     Mutant(
         "weights of Mixtral's experts not normalised in ONNX",
         "export/onnx/experts.py",
-        'getattr(config, "norm_topk_prob", True)',
-        'getattr(config, "norm_topk_prob", False)',
+        'getattr(layers.module(name), "norm_topk_prob", True)',
+        'getattr(layers.module(name), "norm_topk_prob", False)',
         "tests/export/onnx/test_parts.py",
     ),
     Mutant(

@@ -106,6 +106,7 @@ class Engine:
         grad_norm, skipped = self._step_optimizer(bad > 0)
         routers = self._routers
         choices = None if routers is None else finish_step(routers, self.plan.mesh, is_skipped=skipped)
+        assert choices is None or choices.num_tokens == tokens, (choices.num_tokens, tokens)
         return StepResult(
             metrics=self._total_loss.metrics(self._total_loss.named(totals), counts),
             grad_norm=grad_norm,

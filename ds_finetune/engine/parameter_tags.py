@@ -1,5 +1,6 @@
 """Attributes and optimizer groups by which DeepSpeed recognises experts and the parameters without weight decay."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from ds_finetune.engine.process_groups import Groups
 from ds_finetune.plan.plan import Plan
 
 _STAGE_OF_PARTITIONED_PARAMETERS = 3
+_KINDS = ((False, True), (False, False), (True, True), (True, False))
+"""Whether the parameters of a group belong to experts, and whether they have weight decay."""
 
 
 def tag_expert(param: nn.Parameter, *, groups: Groups) -> None:
@@ -63,15 +66,17 @@ def experts_marker(parts: int) -> nn.Module:
 
 
 def parameter_groups(model: nn.Module, plan: Plan, groups: Groups) -> list[dict[str, Any]]:
-    """Optimizer groups: matrices with weight decay, norms and biases without, experts in a group of their own; and the
-    same of parameters that are apart, so that the flat partitions of all others are what they are without them.
+    """Optimizer groups: matrices with weight decay, norms and biases without, each for experts and for the rest; and
+    the same of parameters that are apart, so that the flat partitions of all others are what they are without them.
 
-    The optimizer's other settings come from the DeepSpeed section.
+    The biases of experts are one tensor [experts, outputs]. The optimizer's other settings come from the DeepSpeed
+    section.
     """
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
     made = [
         group
         for parted in (False, True)
-        for group in _groups_of([p for p in model.parameters() if p.requires_grad and is_apart(p) == parted], plan)
+        for group in _groups_of({name: p for name, p in trained.items() if is_apart(p) == parted}, plan)
     ]
     if groups.experts is not None and plan.zero_stage < _STAGE_OF_PARTITIONED_PARAMETERS:
         for group in made:
@@ -80,14 +85,20 @@ def parameter_groups(model: nn.Module, plan: Plan, groups: Groups) -> list[dict[
     return made
 
 
-def _groups_of(trained: list[nn.Parameter], plan: Plan) -> list[dict[str, Any]]:
+def _groups_of(trained: Mapping[str, nn.Parameter], plan: Plan) -> list[dict[str, Any]]:
     decay = plan.optimizer.weight_decay
     made: list[dict[str, Any]] = [
-        {"params": [p for p in trained if not is_expert(p) and len(local_shape(p)) > 1], "weight_decay": decay},
-        {"params": [p for p in trained if not is_expert(p) and len(local_shape(p)) <= 1], "weight_decay": 0.0},
-        {"params": [p for p in trained if is_expert(p)], "weight_decay": decay},
+        {
+            "params": [p for name, p in trained.items() if is_expert(p) == of_experts and _decays(name, p) == decays],
+            "weight_decay": decay if decays else 0.0,
+        }
+        for of_experts, decays in _KINDS
     ]
     return [group for group in made if group["params"]]
+
+
+def _decays(name: str, param: torch.Tensor) -> bool:
+    return len(local_shape(param)) > 1 and not name.endswith("bias")
 
 
 def local_shape(param: torch.Tensor) -> tuple[int, ...]:

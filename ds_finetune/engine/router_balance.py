@@ -38,7 +38,9 @@ def sum_choices(routers: RouterCollector, mesh: Mesh) -> RouterChoices:
     dist.all_reduce(table)
     table = table.cpu()
     tokens = table[:, -1]
-    return RouterChoices(plan.layers, table[:, :-2].long(), table[:, -2] / tokens.clamp_min(1), int(tokens[0].item()))
+    return RouterChoices(
+        plan.layers, table[:, :-2].long(), table[:, -2] / tokens.clamp_min(1), int(tokens.max().item())
+    )
 
 
 def finish_step(routers: RouterCollector, mesh: Mesh, *, is_skipped: bool) -> RouterChoices:

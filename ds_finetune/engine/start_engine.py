@@ -36,6 +36,7 @@ from ds_finetune.model.dtypes import PRECISION_DTYPES
 from ds_finetune.model.encoder import encoder_of
 from ds_finetune.model.extra_loss import ExtraLoss
 from ds_finetune.model.four_bit import four_bit_or_whole, install_four_bit
+from ds_finetune.model.indexed_attention import expect_documents
 from ds_finetune.model.lora import install_lora
 from ds_finetune.model.loss import HeadGroups, TrainedModel, install_loss_head
 from ds_finetune.model.model_plan import ModelPlan
@@ -105,7 +106,7 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
             dist_init_required=False,
             mpu=groups.mpu,
         )
-        _add_extra_losses(trained, model, groups)
+        _add_extra_losses(trained, model, groups, torch.device(wrapped.device))
         if plan.zero_stage == 0 and plan.precision != "fp32":
             undo_constructor_step(optimizer)
         if plan.zero_stage and any(map(is_apart, lm.parameters())):
@@ -168,13 +169,13 @@ def _saved_frozen(lm: PreTrainedModel, model: ModelPlan) -> tuple[str, ...]:
     return tuple(name for name, param in lm.named_parameters() if not param.requires_grad and not is_copy(param))
 
 
-def _add_extra_losses(trained: TrainedModel, model: ModelPlan, groups: Groups) -> None:
+def _add_extra_losses(trained: TrainedModel, model: ModelPlan, groups: Groups, device: torch.device) -> None:
     """Let the forward compute the auxiliary losses of `model` and count its routers' choices.
 
     After `deepspeed.initialize`, whose hooks must run before those of the collector.
     """
     if model.router is not None:
-        trained.routers = RouterCollector(trained.lm, model.router, groups.sequence)
+        trained.routers = RouterCollector(trained.lm, model.router, sp_group=groups.sequence, device=device)
     trained.extras = tuple(_extra_loss(extra, trained, model, groups) for extra in model.extras)
 
 
@@ -215,6 +216,8 @@ def _build_modules(plan: Plan, model: ModelPlan, groups: Groups) -> PreTrainedMo
             task=model.task,
             init_context=partitioned if plan.zero_stage == 3 else without_linears,
         )
+    if plan.mesh.sp == 1:
+        expect_documents(lm, longest=plan.batch.max_seq_len)
     if model.quantised:
         install_four_bit(lm, model.quantised, device=device)
     return lm
@@ -242,7 +245,8 @@ def _fill_weights(
     """Load or draw the weights; returns the names of parameters that were drawn because the model's folder does not
     have them.
     """
-    model_shard = ModelShard.of(plan.mesh)
+    family = family_of(lm.config.model_type)
+    model_shard = ModelShard.of(plan.mesh, family)
     for name, param in lm.named_parameters():
         # DeepSpeed 0.19.8 counts other parameters once in norms (runtime/utils.py:134).
         param.model_parallel = model_shard.tensor_shard(name, tuple(local_shape(param))).dim is not None  # type: ignore[attr-defined]
@@ -254,7 +258,7 @@ def _fill_weights(
         initialise_score_head(lm, model.objective, head_parameters(lm), seed=plan.seed, where=where)
         return ()
     skeleton = build_meta_model(model.hf_config, model.task) if plan.mesh.pp > 1 else None
-    folder, family = resolve_folder(model.path), family_of(lm.config.model_type)
+    folder = resolve_folder(model.path)
     growth = _growth(model, plan.seed)
     report = load_weights(
         lm,

@@ -13,6 +13,7 @@ from ds_finetune.engine.collectives import all_gather_object
 from ds_finetune.engine.master_weights import Master, Part, master_weights
 from ds_finetune.engine.pipeline_schedule import is_copy
 from ds_finetune.engine.zero3_partition import partition
+from ds_finetune.families.table import family_of
 from ds_finetune.model.build import Fragment
 from ds_finetune.model.parallel.sharding import ModelShard, shape_in_model
 from ds_finetune.patches.deepspeed_engine import link_optimizer_states
@@ -62,7 +63,7 @@ class EngineState:
 
     def __init__(self, wrapped: Any, plan: Plan) -> None:  # noqa: ANN401 - a DeepSpeedEngine
         self._ds, self._plan = wrapped, plan
-        self._model_shard = ModelShard.of(plan.mesh)
+        self._model_shard = ModelShard.of(plan.mesh, family_of(wrapped.module.lm.config.model_type))
         self._masters = master_weights(wrapped, plan)
         self._copies = {name.removeprefix("lm.") for name, param in wrapped.module.named_parameters() if is_copy(param)}
         self._is_plain = plan.is_engine_clipping

@@ -12,6 +12,7 @@ from ds_finetune.engine.parameter_tags import local_shape
 from ds_finetune.engine.pipeline_schedule import is_copy
 from ds_finetune.engine.process_groups import Groups
 from ds_finetune.engine.state import persistent_buffers
+from ds_finetune.families.table import family_of
 from ds_finetune.model.four_bit import dequantised, dtype_of, is_four_bit, shape_of
 from ds_finetune.model.parallel.expert import ExpertParallelGroup
 from ds_finetune.model.parallel.sharding import ModelShard
@@ -28,7 +29,8 @@ class WholeTensors:
     def __init__(self, module: nn.Module, plan: Plan, groups: Groups, device: torch.device) -> None:
         self._module, self._plan, self._groups, self._device = module, plan, groups, device
         self._stage = groups.stage
-        self._model_shard = ModelShard.of(plan.mesh)
+        lm: Any = module.lm
+        self._model_shard = ModelShard.of(plan.mesh, family_of(lm.config.model_type))
         own = self._specs_of_stage()
         self._specs = [own] if self._stage is None else self._stage.all_gather_object(own)
 

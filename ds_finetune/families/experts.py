@@ -1,4 +1,4 @@
-"""Where config.json has the sizes of a family's routed experts."""
+"""The sizes of a family's routed experts in config.json, and their names in published checkpoints."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,6 +36,7 @@ class ExpertKeys:
 
 
 QWEN_EXPERTS = ExpertKeys(number_keys=("num_experts", "num_local_experts"))
+"""Published configurations have the first key; transformers 5.23 writes the second."""
 
 
 @dataclass(frozen=True)
@@ -52,3 +53,4 @@ class MlpNames:
 
 AS_BUILT = MlpNames()
 MIXTRAL_NAMES = MlpNames(module="block_sparse_moe", gate="w1", up="w3", down="w2")
+"""transformers 5.23, conversion_mapping.py:1270-1296."""

@@ -65,10 +65,11 @@ class Encoder:
 class Indexer:
     """How an indexer chooses the tokens that a query attends to (DeepSeek sparse attention, DeepSeek-V3.2).
 
-    Documents of at most `index_topk` tokens are attended whole whatever it chooses, and longer ones are refused. So it
-    is never run, and its parameters are not trained.
+    Documents of at most `index_topk` tokens are attended whole whatever it chooses. Its parameters are not trained.
     """
 
+    rotates_pairs: bool = False
+    """Whether its rotary embedding turns pairs of neighbouring columns, not the two halves."""
     is_shared: bool = False
     """Whether layers hand the chosen tokens on to the next one: they return them beside the hidden states
     (transformers 5.23, glm_moe_dsa/modeling_glm_moe_dsa.py)."""
@@ -93,6 +94,9 @@ class Family:
     fused_experts: bool = False
     """Experts are one 3-D tensor per layer in transformers 5 and one matrix each in published checkpoints. They go
     through torch's grouped product."""
+    transposed_experts: bool = False
+    """Experts are one tensor per layer in published checkpoints too: [experts, inputs, outputs] with a bias for each
+    output, and columns of gate and up by turns (gpt_oss). They go through torch's grouped product."""
     published_mlp: MlpNames = AS_BUILT
     """Names of its MLPs and experts in published checkpoints."""
     drops_layers_beyond: bool = False
@@ -110,6 +114,10 @@ class Family:
     export_config: Mapping[str, object] = field(default_factory=dict)
     """Keys that servers need in `config.json`, added where the base model has none."""
 
+    has_sinks: bool = False
+    """The softmax of attention has a learned logit per head in its denominator. Attention by document computes it;
+    transformers' sdpa and FlashAttention 2 do not, and its eager attention does not separate packed documents
+    (gpt_oss/modeling_gpt_oss.py:460)."""
     indexer: Indexer | None = None
     """None where queries attend to all earlier tokens, or to those in a window."""
     window_in_mask: bool = False
@@ -119,6 +127,8 @@ class Family:
     """Queries are normalised over the columns of all heads together, and so are keys."""
     parallel_axes: frozenset[str] = frozenset()
     """Sizes of `parallel` in the run file that are tested with it: tp, sp, pp, ep."""
+    refused_layouts: tuple[frozenset[str], ...] = ()
+    """Combinations of these axes that are refused."""
     experts_class: str | None = None
     """Class of its routed experts in transformers; expert parallelism needs it."""
     router: RouterKind | None = None

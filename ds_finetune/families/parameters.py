@@ -18,7 +18,7 @@ class AttentionCounts(NamedTuple):
     weights: int
     """Parameters of its projections, biases included."""
     norms: int
-    """Parameters of the norms inside it."""
+    """Parameters of the norms inside it, and its sinks."""
     width: int
     """Sum over heads of (query/key width + value width): multiply-adds for one attended position."""
     indexer: int = 0
@@ -85,6 +85,12 @@ def grouped_query_attention(
     return count
 
 
+def attention_with_sinks(c: ModelConfig) -> AttentionCounts:
+    """Grouped-query attention with a sink for each head (gpt_oss)."""
+    counts = grouped_query_attention()(c)
+    return counts._replace(norms=int(c["num_attention_heads"]))
+
+
 def glm_attention(c: ModelConfig) -> AttentionCounts:
     """GLM-4.5's grouped-query attention: its output has no bias, and `use_qk_norm` gives norms to queries and keys
     (transformers 5.23, glm4_moe/modeling_glm4_moe.py).
@@ -144,3 +150,5 @@ class ParameterRules:
     """Whether layer number i has routed experts instead of a dense MLP."""
     mlp_bias: bool = False
     """Whether `mlp_bias` of the config is read: dense and shared experts have it then, routed experts never."""
+    expert_bias: bool = False
+    """Whether routed experts and their router have biases."""

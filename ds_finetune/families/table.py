@@ -8,6 +8,7 @@ from ds_finetune.families.family import Encoder, Family, Indexer, OnnxGraph, Rou
 from ds_finetune.families.parameters import (
     ParameterRules,
     always_sparse,
+    attention_with_sinks,
     glm_attention,
     grouped_query_attention,
     indexed_latent_attention,
@@ -19,6 +20,7 @@ from ds_finetune.families.parameters import (
 )
 from ds_finetune.families.tiny import (
     DENSE,
+    GPT_OSS,
     GROUPED_QUERY_EXPERTS,
     GROUPED_ROUTING,
     INDEXED,
@@ -28,6 +30,7 @@ from ds_finetune.families.tiny import (
     ONE_GROUP,
     QWEN3_MOE,
     SHARED_INDEX,
+    SPARSE,
     WIDE_VALUES,
 )
 
@@ -90,7 +93,6 @@ _ROWS = (
     replace(
         _DEEPSEEK_V3,
         model_type="glm4_moe_lite",
-        has_mtp=False,
         parameters=ParameterRules(latent_attention, sparse_by_type),
         experts_class="Glm4MoeLiteExperts",
         tiny_models=TinyModels(
@@ -108,7 +110,6 @@ _ROWS = (
     replace(
         _DEEPSEEK_V3,
         model_type="glm4_moe",
-        has_mtp=False,
         parameters=ParameterRules(glm_attention, sparse_after_first),
         experts_class="Glm4MoeExperts",
         onnx=OnnxGraph("grouped_query", router="sigmoid"),
@@ -134,7 +135,13 @@ _ROWS = (
         indexer=Indexer(),
         experts_class="DeepseekV32Experts",
         onnx=None,
-        tiny_models=TinyModels(INDEXED, {"deepseek_v32_deep": {**INDEXED, "num_hidden_layers": 4}}),
+        tiny_models=TinyModels(
+            INDEXED,
+            {
+                "deepseek_v32_deep": {**INDEXED, "num_hidden_layers": 4},
+                "deepseek_v32_sparse": {**INDEXED, **SPARSE, "num_hidden_layers": 4},
+            },
+        ),
     ),
     replace(
         _DEEPSEEK_V3,
@@ -142,10 +149,16 @@ _ROWS = (
         has_mtp=False,
         parameters=ParameterRules(indexed_latent_attention, sparse_by_type_or_after_first),
         fp8_linear=None,
-        indexer=Indexer(is_shared=True),
+        indexer=Indexer(rotates_pairs=True, is_shared=True),
         experts_class="GlmMoeDsaExperts",
         onnx=None,
-        tiny_models=TinyModels(SHARED_INDEX, {"glm_moe_dsa_deep": {**SHARED_INDEX, "num_hidden_layers": 4}}),
+        tiny_models=TinyModels(
+            SHARED_INDEX,
+            {
+                "glm_moe_dsa_deep": {**SHARED_INDEX, "num_hidden_layers": 4},
+                "glm_moe_dsa_sparse": {**SHARED_INDEX, **SPARSE, "num_hidden_layers": 4},
+            },
+        ),
     ),
     Family(
         "qwen2",
@@ -218,6 +231,21 @@ _ROWS = (
             },
             in_standard_selftest=True,
         ),
+    ),
+    Family(
+        "gpt_oss",
+        parameters=ParameterRules(attention_with_sinks, always_sparse, expert_bias=True),
+        expert_keys=ExpertKeys(number_keys=("num_local_experts",), width_key="intermediate_size"),
+        transposed_experts=True,
+        fp8_linear=None,
+        has_sinks=True,
+        parallel_axes=_ALL_AXES,
+        # ZeRO-3 of DeepSpeed 0.19.8 counts parameters of experts that tensor parallel ranks hold whole once for each of
+        # them in the norm, here the biases of outputs (zero/stage3.py:705).
+        refused_layouts=(frozenset({"tp", "ep"}),),
+        experts_class="GptOssExperts",
+        router=RouterKind("softmax", module="mlp.router", parameters=("weight", "bias")),
+        tiny_models=TinyModels(GPT_OSS, {"gpt_oss_deep": {**GPT_OSS, "num_hidden_layers": 4}}),
     ),
     Family(
         "bert",

@@ -32,6 +32,26 @@ LATENT: dict[str, Any] = {
     "first_k_dense_replace": 1,
 }
 """Multi-head latent attention and, after the first layer, routed experts."""
+GPT_OSS: dict[str, Any] = {
+    **DENSE,
+    "intermediate_size": 16,
+    "head_dim": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": 5,
+    "attention_bias": True,
+    "swiglu_limit": 1.0,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 32,
+    },
+}
+"""Attention sinks, a window in every other layer, and biased experts, whose limit some numbers reach."""
 QWEN3_MOE: dict[str, Any] = {
     **DENSE,
     "head_dim": 12,
@@ -56,6 +76,10 @@ GROUPED_ROUTING: dict[str, Any] = {**LATENT, "n_group": 2, "topk_group": 1}
 """The same, with experts chosen from some groups only."""
 INDEXED: dict[str, Any] = {**GROUPED_ROUTING, "index_topk": 32, "index_n_heads": 2, "index_head_dim": 16}
 """DeepSeek sparse attention beside it: no document of the samples is longer than `index_topk`, but some rows are."""
+SPARSE: dict[str, Any] = {"index_topk": 6, "index_n_heads": 16}
+"""Changes after which most documents of the samples are longer than `index_topk`, and scores of tokens differ: with few
+heads many are 0, and among equal ones torch chooses by the length of the row.
+"""
 SHARED_INDEX: dict[str, Any] = {
     **INDEXED,
     "n_group": 1,

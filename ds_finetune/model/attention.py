@@ -24,11 +24,18 @@ BY_LENGTHS = "ds_finetune_by_lengths"
 
 Documents = tuple[int, ...]
 """Lengths of the consecutive documents of a row, with padding as one of them; their sum is the row's length."""
+ChosenTokens = tuple[tuple[torch.Tensor | None, ...], ...]
+"""The keys that each query of a document attends to, by row and document: bool [queries, keys], none of them later than
+the query; None for all earlier ones."""
 
 _PAD_FROM = 1024
 """Tokens of a document from which values narrower than keys are padded on the CPU: torch 2.13's fused kernel needs
 equal widths there. Measured 0.26 to 0.5 of the unfused time from 1,024 tokens on, no gain at 512.
 """
+_WINDOW_BLOCK = 512
+"""Queries at a time, at least, where a document is longer than a model's window."""
+_SINK_COLUMNS = 8
+"""Columns that queries and keys get for attention sinks."""
 _WITHOUT_EFFECT = ("position_ids", "cache_position")
 """Tensors that models pass to every attention and that do not change attention over whole documents."""
 
@@ -43,21 +50,35 @@ class _DocumentAttention:
     dropout: float
     is_causal: bool = True
     """Whether a query attends to no later tokens."""
+    sinks: torch.Tensor | None = None
+    """A further logit in the softmax of each head, whose value is zero: [heads]."""
 
-    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chosen: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The queries are the last tokens of the document whose keys and values are given, all of them where attention
-        is not causal.
+        is not causal. With `chosen` they attend to these keys alone.
         """
+        assert chosen is None or self.window is None
         queries, keys, width = query.shape[2], key.shape[2], value.shape[3]
+        if self.window is not None and self.is_causal and queries > max(self.window, _WINDOW_BLOCK):
+            return self._in_blocks(query, key, value, max(self.window, _WINDOW_BLOCK))
         if query.device.type == "cpu" and keys >= _PAD_FROM and width < key.shape[3]:
             value = functional.pad(value, (0, key.shape[3] - width))
-        mask, is_whole = None, queries == keys
+        mask, is_whole = chosen, queries == keys
         assert is_whole or self.is_causal, (queries, keys)
-        if (self.window is not None and keys > self.window) or not (is_whole or queries == 1):
+        has_window = self.window is not None and keys > self.window
+        if chosen is None and (has_window or not (is_whole or queries == 1)):
             positions = torch.arange(keys, device=query.device)
             distance = positions[keys - queries :, None] - positions
             distance = distance if self.is_causal else distance.abs()
             mask = (distance >= 0) & (distance < (self.window or keys))
+        if self.sinks is not None:
+            mask = None if mask is None else functional.pad(mask, (1, 0), value=True)
+            query, key, value = _with_sinks(query, key, value, self.sinks / self.scaling)
+            if mask is None and is_whole:
+                # A query of the sink's own, so that the causal mask is that of a whole document one token longer.
+                query = functional.pad(query, (0, 0, 1, 0))
         out = functional.scaled_dot_product_attention(
             query,
             key,
@@ -67,7 +88,34 @@ class _DocumentAttention:
             scale=self.scaling,
             is_causal=self.is_causal and mask is None and is_whole,
         )
-        return out[..., :width]
+        return out[:, :, -queries:, :width]
+
+    def _in_blocks(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, size: int) -> torch.Tensor:
+        """The same for `size` queries at a time with the keys in their windows, so that no mask of all tokens by all
+        tokens is made."""
+        assert self.window is not None
+        earlier, outs = key.shape[2] - query.shape[2], []
+        for begin in range(0, query.shape[2], size):
+            part = query[:, :, begin : begin + size]
+            seen = slice(max(0, earlier + begin - self.window + 1), earlier + begin + part.shape[2])
+            outs.append(self(part, key[:, :, seen], value[:, :, seen]))
+        return torch.cat(outs, dim=2)
+
+
+def _with_sinks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, logits: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values with a further key before the others, whose product with each query of head h is
+    `logits[h]` and whose value is zero.
+
+    It needs a further column in which queries are one and the other keys zero. So kernels without a mask compute
+    attention with sinks, and their gradients. Columns are added by eight, as kernels on GPUs want.
+    """
+    columns = _SINK_COLUMNS
+    query = functional.pad(functional.pad(query, (0, 1), value=1.0), (0, columns - 1))
+    sink = functional.pad(logits.to(key.dtype).view(1, -1, 1, 1), (key.shape[3], columns - 1))
+    key = torch.cat([sink.expand(len(key), -1, -1, -1), functional.pad(key, (0, columns))], dim=2)
+    return query, key, functional.pad(value, (0, key.shape[3] - value.shape[3], 1, 0))
 
 
 def attend_by_document(  # noqa: PLR0913 - transformers' interface
@@ -82,6 +130,8 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
     sp_group: SequenceParallelGroup | None = None,
     sliding_window: int | None = None,
     dropout: float = 0.0,
+    s_aux: torch.Tensor | None = None,
+    chosen: ChosenTokens | None = None,
     **others: Any,  # noqa: ANN401 - what other implementations take
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: query [rows, heads, tokens, width], key and value [rows, key heads, tokens,
@@ -90,9 +140,10 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
     Returns [rows, tokens, heads, value width]. `documents` has one entry for each row; with None each row is one
     document, and with fewer queries than keys the queries are its last tokens (decoding with a cache). With `sp_group`
     the tensors have this rank's tokens, and `documents` describes whole rows. Without `sliding_window` the module's
-    own applies; in encoders it reaches as far in both directions. A module whose `is_causal` is false attends in both
-    directions, as in transformers 5.23 (integrations/sdpa_attention.py:143). ModelError where another argument would
-    change the result.
+    own applies; in encoders it reaches as far in both directions. `s_aux` [heads] are attention sinks: a logit that
+    each head's softmax has beside those of the tokens (gpt_oss/modeling_gpt_oss.py:244). With `chosen` queries attend
+    to these keys alone. A module whose `is_causal` is false attends in both directions, as in transformers 5.23
+    (integrations/sdpa_attention.py:143). ModelError where another argument would change the result.
     """
     if unknown := _unknown(others):
         raise ModelError(
@@ -101,24 +152,28 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
             hint="set model.attention: eager",
         )
     assert attention_mask is None, "attention by document does not support masked tokens inside a row"
+    assert chosen is None or sp_group is None, "chosen keys are those of whole documents"
     if sp_group is not None:
         query, key, value = sp_group.gather_tokens_scatter_heads(query, key, value)
+        # Each rank has the gradient of its own heads' sinks; the sum over ranks is that of all.
+        s_aux = None if s_aux is None else s_aux.chunk(sp_group.size)[sp_group.group_rank]
     groups = query.shape[1] // key.shape[1]
     parts = (query, repeat_kv(key, groups), repeat_kv(value, groups))
     # transformers 5.23, qwen2_moe/modeling_qwen2_moe.py:226,254: the model applies its window only in the mask.
     window = sliding_window or getattr(module, "sliding_window", None)
-    attend = _DocumentAttention(scaling, window, dropout, getattr(module, "is_causal", True))
-    if documents is None:
+    attend = _DocumentAttention(scaling, window, dropout, getattr(module, "is_causal", True), s_aux)
+    if documents is None and chosen is None:
         out = attend(*parts)
     else:
-        rows = zip(*(tensor.split(1) for tensor in parts), documents, strict=True)
-        out = torch.cat([_row(attend, row, lengths) for *row, lengths in rows])
+        of_rows = [None] * len(query) if documents is None else documents
+        rows = zip(*(tensor.split(1) for tensor in parts), of_rows, chosen or [None] * len(query), strict=True)
+        out = torch.cat([_row(attend, row, lengths, of_row) for *row, lengths, of_row in rows])
     out = out.transpose(1, 2).contiguous()
     return out if sp_group is None else sp_group.gather_heads_scatter_tokens(out), None
 
 
 def _unknown(others: Mapping[str, Any]) -> list[str]:
-    """Names of arguments that change the result: tensors such as attention sinks (`s_aux`), a softcap, no causality."""
+    """Names of arguments that change the result: tensors such as a bias of positions, a softcap, no causality."""
     tensors = {name for name, value in others.items() if isinstance(value, torch.Tensor)} - set(_WITHOUT_EFFECT)
     plain = {"softcap": (None,), "is_causal": (None, True)}
     return sorted(tensors) + [name for name, values in plain.items() if others.get(name) not in values]
@@ -162,8 +217,15 @@ def attend_by_lengths(  # noqa: PLR0913 - transformers' interface
     return out[0].unflatten(1, (rows, tokens)).permute(1, 2, 0, 3).contiguous(), None
 
 
-def _row(attend: _DocumentAttention, parts: Sequence[torch.Tensor], lengths: Documents) -> torch.Tensor:
-    documents = zip(*(tensor.split(lengths, dim=2) for tensor in parts), strict=True)
+def _row(
+    attend: _DocumentAttention,
+    parts: Sequence[torch.Tensor],
+    lengths: Documents | None,
+    chosen: Sequence[torch.Tensor | None] | None = None,
+) -> torch.Tensor:
+    """Attention within the documents of one row, which is a document itself where `lengths` is None."""
+    split = [[tensor] if lengths is None else tensor.split(lengths, dim=2) for tensor in parts]
+    documents = zip(*split, chosen or [None] * len(split[0]), strict=True)
     return torch.cat([attend(*document) for document in documents], dim=2)
 
 

@@ -1,10 +1,9 @@
 """Computes the balance loss of experts from what the routers of this rank's layers gave in a forward."""
 
-from collections.abc import Callable
-from functools import partial
+from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.nn import functional
 
 from ds_finetune.model.extra_loss import ExtraLoss
 from ds_finetune.model.forward_rows import ForwardRows
@@ -12,8 +11,6 @@ from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 from ds_finetune.model.routers import RouterCollector, RouterOutput, score_shares
 from ds_finetune.objectives.extra import Extra
 from ds_finetune.objectives.objective import LossAndSums
-
-SharesOf = Callable[[torch.Tensor], torch.Tensor]
 
 
 class BalanceLoss(ExtraLoss):
@@ -33,16 +30,12 @@ class BalanceLoss(ExtraLoss):
         if self._sp_group is not None:
             counts = self._sp_group.all_reduce(counts)
         documents, lengths = self._routers.tokens
-        shares_of = partial(score_shares, scores=self._routers.plan.kind.scores)
         per_token, experts = outputs[0].chosen.shape[1], counts.shape[-1]
         # f_i / T of each document, because P_i is a mean over its tokens too.
         factors = counts * (experts / per_token / lengths.double().square()[:, None])
         total = torch.stack(
             [
-                # Only the logits are kept for backward, not the shares of the scores.
-                checkpoint(
-                    _sum_of_layer, shares_of, documents, logits, factor, use_reentrant=False, preserve_rng_state=False
-                )
+                _SumOfLayer.apply(logits, documents, factor, self._routers.plan.kind.scores)
                 for (logits, _), factor in zip(outputs, factors.float(), strict=True)
             ]
         ).sum()
@@ -62,10 +55,30 @@ class BalanceLoss(ExtraLoss):
         return counts.index_add_(0, places, torch.ones_like(places)).view(-1, experts)[:-1]
 
 
-def _sum_of_layer(
-    shares_of: SharesOf, documents: torch.Tensor, logits: torch.Tensor, factors: torch.Tensor
-) -> torch.Tensor:
-    """The sum over documents of `sum_i f_i P_i`, fp32 scalar; `factors` are f_i / T, fp32 [documents, experts]."""
-    shares = shares_of(logits)
-    sums = shares.new_zeros(len(factors) + 1, shares.shape[1]).index_add(0, documents, shares)
-    return (sums[:-1] * factors).sum()
+class _SumOfLayer(torch.autograd.Function):
+    """The sum over documents of `sum_i f_i P_i` of a layer, fp32 scalar, from `factors` f_i / T, fp32 [documents,
+    experts]. Of [tokens, experts] numbers it keeps the logits alone, and computes the rest again in backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        logits: torch.Tensor,
+        documents: torch.Tensor,
+        factors: torch.Tensor,
+        scores: str,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(logits, documents, factors)
+        ctx.scores = scores
+        shares = score_shares(logits, scores)
+        sums = shares.new_zeros(len(factors) + 1, shares.shape[1]).index_add(0, documents, shares)
+        return (sums[:-1] * factors).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+        logits, documents, factors = ctx.saved_tensors
+        d_shares = functional.pad(factors, (0, 0, 0, 1)).index_select(0, documents) * grad
+        with torch.enable_grad():
+            leaf = logits.detach().requires_grad_()
+            (d_logits,) = torch.autograd.grad(score_shares(leaf, ctx.scores), leaf, d_shares)
+        return d_logits, None, None, None

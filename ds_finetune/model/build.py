@@ -21,7 +21,7 @@ from ds_finetune.families.table import family_of
 from ds_finetune.hub_access import hub_problem
 from ds_finetune.model.attention import BY_DOCUMENT, FLASH
 from ds_finetune.model.folder_check import check_folder
-from ds_finetune.model.indexed_attention import attend_to_whole_documents
+from ds_finetune.model.indexed_attention import install_indexed_attention
 from ds_finetune.model.mtp import build_mtp_layers
 from ds_finetune.model.quantisation import check_readable
 from ds_finetune.patches.transformers_models import keep_in_fp32
@@ -218,7 +218,9 @@ def has_score_head(lm: PreTrainedModel) -> bool:
 def check_attention(hf_config: PretrainedConfig, attention: str, task: Task = "causal_lm") -> None:
     """ModelError where transformers has no such attention for the model type."""
     kind = model_class(hf_config, task)
-    legal = [*(["sdpa"] if kind._supports_sdpa else []), "eager", *([FLASH] if kind._supports_flash_attn else [])]
+    family = family_of(hf_config.model_type)
+    has_sdpa = kind._supports_sdpa or family.has_sinks
+    legal = [*(["sdpa"] if has_sdpa else []), "eager", *([FLASH] if kind._supports_flash_attn else [])]
     if attention in ("sdpa", "eager", FLASH) and attention not in legal:
         raise ModelError(
             f"model.attention {attention} with model_type `{hf_config.model_type}`, "
@@ -226,10 +228,22 @@ def check_attention(hf_config: PretrainedConfig, attention: str, task: Task = "c
             hint=f"set model.attention: {legal[0]}",
         )
     has_window = "sliding_attention" in (getattr(hf_config, "layer_types", None) or ())
-    if attention == FLASH and has_window and family_of(hf_config.model_type).window_in_mask:
+    if attention == FLASH and has_window and family.window_in_mask:
         raise ModelError(
             f"model.attention {attention} with model_type `{hf_config.model_type}`: "
             "transformers does not pass it the sliding window",
+            hint="set model.attention: sdpa",
+        )
+
+
+def check_sinks(hf_config: PretrainedConfig, attention: str) -> None:
+    """ModelError where a run would train a model with attention sinks by an attention that does not know them, or does
+    not separate packed documents.
+    """
+    if family_of(hf_config.model_type).has_sinks and attention != "sdpa":
+        raise ModelError(
+            f"model.attention {attention} with model_type `{hf_config.model_type}`, whose attention has sinks: "
+            + ("its kernels have none" if attention == FLASH else "documents of a packed row would see each other"),
             hint="set model.attention: sdpa",
         )
 
@@ -273,10 +287,11 @@ def build_skeleton(  # noqa: PLR0913
     finally:
         torch.set_default_dtype(default)
     model.tie_weights()
-    if family_of(hf_config.model_type).fused_experts:
+    family = family_of(hf_config.model_type)
+    if family.fused_experts or family.transposed_experts:
         assert model.config._experts_implementation == "grouped_mm", model.config._experts_implementation
     _keep_buffers(model, device)
-    attend_to_whole_documents(model)
+    install_indexed_attention(model)
     return model.train()
 
 

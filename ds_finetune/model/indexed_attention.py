@@ -1,24 +1,33 @@
-"""DeepSeek sparse attention (DeepSeek-V3.2) on documents of at most `index_topk` tokens, where it attends to all of
-them.
+"""DeepSeek sparse attention (DeepSeek-V3.2) by document, with an indexer that is not trained.
 
-An indexer scores the earlier tokens for each query, and the query attends to the `index_topk` best. In short documents
-these are all tokens, so the indexer is left out: its scores [heads, tokens, tokens] are never computed.
+An indexer scores the earlier tokens of a document for each query, and the query attends to the `index_topk` best. In
+documents of at most `index_topk` tokens these are all tokens, so the indexer is run only where some may be longer.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from ds_finetune.errors import ModelError
 from ds_finetune.families.table import family_of
-from ds_finetune.patches.transformers_attention import attention_function, replace_forward, rotate_pairs
+from ds_finetune.model.attention import BY_DOCUMENT, ChosenTokens, Documents
+from ds_finetune.patches.transformers_attention import (
+    attention_function,
+    replace_forward,
+    rotate_halves,
+    rotate_pairs,
+)
+
+_SCORES = 2**27
+"""Scores that are computed at a time, fp32 [queries, heads, tokens]: 0.5 GiB."""
 
 
-class WholeDocument(nn.Module):
-    """Mixed into a family's attention: that of transformers 5.23 (deepseek_v32/modeling_deepseek_v32.py:410-480)
-    without the indexer, which needs a mask. Attention by document has none.
+class IndexedAttention(nn.Module):
+    """Mixed into a family's attention: that of transformers 5.23 (deepseek_v32/modeling_deepseek_v32.py:410-480) with
+    the tokens chosen in each document instead of a mask over the row.
     """
 
     config: PretrainedConfig
@@ -26,7 +35,13 @@ class WholeDocument(nn.Module):
     attention_dropout: float
     scaling: float
     o_proj: nn.Linear
+    indexer: Any
     expand_kv: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    rotates_pairs: bool
+    """Whether the indexer's rotary embedding turns pairs of neighbouring columns, not the two halves."""
+    chooses = False
+    """Whether documents may be longer than `index_topk`. Under ZeRO-3 the indexer's parameters are gathered, which all
+    ranks must do equally often, so this is not decided by the documents of a forward."""
 
     def forward(
         self,
@@ -35,11 +50,34 @@ class WholeDocument(nn.Module):
         attention_mask: torch.Tensor | None,
         past_key_values: Any = None,  # noqa: ANN401 - transformers' Cache
         **others: Any,  # noqa: ANN401 - what attention implementations take
-    ) -> tuple[torch.Tensor | None, ...]:
+    ) -> tuple[Any, ...]:
         """Hidden states [batch, tokens, width] before and after; None in place of attention weights."""
-        query, latent, rotary_key = _project(self, hidden_states, position_embeddings)
-        if past_key_values is not None:
-            latent, rotary_key = past_key_values.update(latent, rotary_key, self.layer_idx)
+        out, _ = self._attend(hidden_states, position_embeddings, attention_mask, past_key_values, None, others)
+        return out, None
+
+    def _attend(  # noqa: PLR0913
+        self,
+        hidden: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        cache: Any,  # noqa: ANN401
+        chosen: ChosenTokens | None,
+        others: dict[str, Any],
+    ) -> tuple[torch.Tensor, ChosenTokens | None]:
+        """Hidden states after attention, and the chosen tokens: those of the layer before where this one has no
+        indexer.
+        """
+        low_rank, query, latent, rotary_key = _project(self, hidden, position_embeddings)
+        if cache is not None:
+            latent, rotary_key = cache.update(latent, rotary_key, self.layer_idx)
+        is_by_document = self.config._attn_implementation == BY_DOCUMENT
+        if self.indexer is not None and is_by_document and (self.chooses or cache is not None):
+            scored = _score_inputs(self, hidden, low_rank, position_embeddings)
+            if cache is not None:
+                scored = scored._replace(key=cache.update_indexer(scored.key, self.layer_idx))
+            chosen = _choose(self, scored, others.get("documents"))
+        elif chosen is None and cache is not None:
+            _check_length(latent.shape[2], self.config.index_topk)
         key, value = self.expand_kv(latent, rotary_key)
         out, _ = attention_function(self.config._attn_implementation)(
             self,
@@ -49,27 +87,49 @@ class WholeDocument(nn.Module):
             attention_mask,
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
-            **others,
+            **others | ({} if chosen is None else {"chosen": chosen}),
         )
-        return self.o_proj(out.flatten(2)), None
+        return self.o_proj(out.flatten(2)), chosen
 
 
-class WholeDocumentAndChoice(WholeDocument):
-    """The same where attention also returns the chosen tokens for the next layer: None here."""
+class IndexedAttentionWithChoice(IndexedAttention):
+    """The same where attention returns the chosen tokens for the next layer."""
 
-    def forward(self, *args: Any, prev_topk_indices: None = None, **kwargs: Any) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
-        """As `WholeDocument`, with None in place of the chosen tokens."""
-        assert prev_topk_indices is None
-        return *super().forward(*args, **kwargs), None
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        past_key_values: Any = None,  # noqa: ANN401
+        *,
+        prev_topk_indices: ChosenTokens | None = None,
+        **others: Any,  # noqa: ANN401
+    ) -> tuple[Any, ...]:
+        """As `IndexedAttention`, and the chosen tokens; None where all are attended to."""
+        out, chosen = self._attend(
+            hidden_states, position_embeddings, attention_mask, past_key_values, prev_topk_indices, others
+        )
+        return out, None, chosen
+
+
+class _ScoreInputs(NamedTuple):
+    """What scores of the indexer are computed from."""
+
+    query: torch.Tensor
+    """[batch, tokens, heads, width]"""
+    key: torch.Tensor
+    """[batch, tokens, width]; with a cache there are more keys than queries."""
+    weight: torch.Tensor
+    """fp32 [batch, tokens, heads]"""
 
 
 def _project(
     attention: Any,  # noqa: ANN401 - latent attention of transformers
     hidden: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries [batch, heads, tokens, width], latents [batch, 1, tokens, rank] and rotated keys [batch, 1, tokens,
-    rotary width] of hidden states [batch, tokens, width].
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of hidden states [batch, tokens, width]: low-rank queries [batch, tokens, rank], queries [batch, heads, tokens,
+    width], latents [batch, 1, tokens, rank] and rotated keys [batch, 1, tokens, rotary width].
     """
     nope, rope = attention.qk_nope_head_dim, attention.qk_rope_head_dim
     low_rank = attention.q_a_layernorm(attention.q_a_proj(hidden))
@@ -77,21 +137,105 @@ def _project(
     plain, rotated = query.split([nope, rope], dim=-1)
     latent, rotary_key = attention.kv_a_proj_with_mqa(hidden).split([attention.kv_lora_rank, rope], dim=-1)
     rotated, rotary_key = rotate_pairs()(rotated, rotary_key[:, None], *position_embeddings)
-    return torch.cat([plain, rotated], dim=-1), attention.kv_a_layernorm(latent)[:, None], rotary_key
+    return low_rank, torch.cat([plain, rotated], dim=-1), attention.kv_a_layernorm(latent)[:, None], rotary_key
 
 
-def attend_to_whole_documents(lm: PreTrainedModel) -> None:
-    """Leave out the indexers of a model, in place; models without indexers stay as they are."""
+@torch.no_grad()
+def _score_inputs(
+    attention: IndexedAttention,
+    hidden: torch.Tensor,
+    low_rank: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+) -> _ScoreInputs:
+    """transformers 5.23, deepseek_v32/modeling_deepseek_v32.py:212-235; glm_moe_dsa rotates pairs."""
+    indexer, rope = attention.indexer, attention.indexer.qk_rope_head_dim
+    query = indexer.wq_b(low_rank).unflatten(-1, (indexer.n_heads, indexer.head_dim))
+    key = indexer.k_norm(indexer.wk(hidden))[:, :, None]
+    rotate = rotate_pairs() if attention.rotates_pairs else rotate_halves()
+    turned = rotate(query[..., :rope], key[..., :rope], *position_embeddings, unsqueeze_dim=2)
+    query, key = (
+        torch.cat([part, whole[..., rope:]], dim=-1) for part, whole in zip(turned, (query, key), strict=True)
+    )
+    weight = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype)).float() * indexer.n_heads**-0.5
+    return _ScoreInputs(query, key[:, :, 0], weight)
+
+
+@torch.no_grad()
+def _choose(
+    attention: IndexedAttention, scored: _ScoreInputs, documents: tuple[Documents, ...] | None
+) -> ChosenTokens | None:
+    """The tokens that each query attends to, by row and document; None for a document of at most `index_topk` tokens,
+    or where all are.
+    """
+    if documents is None:
+        documents = ((scored.key.shape[1],),) * len(scored.key)
+    limit, scale = attention.config.index_topk, attention.indexer.softmax_scale
+    if all(length <= limit for row in documents for length in row):
+        return None
+    chosen = []
+    for row, lengths in enumerate(documents):
+        # With a cache the queries are the last tokens of the only document.
+        is_last = scored.query.shape[1] < sum(lengths)
+        parts = [part[row].split(lengths) if not is_last else (part[row],) for part in scored]
+        chosen.append(
+            tuple(
+                None if len(document.key) <= limit else _best(document, limit, scale)
+                for document in map(_ScoreInputs._make, zip(*parts, strict=True))
+            )
+        )
+    return tuple(chosen)
+
+
+def _best(document: _ScoreInputs, limit: int, scale: float) -> torch.Tensor:
+    """For each query of one document whether it attends to a key, bool [queries, keys]: to the `limit` best of the
+    earlier ones and itself.
+    """
+    queries, keys = len(document.query), len(document.key)
+    positions = torch.arange(keys, device=document.key.device)
+    found = torch.zeros(queries, keys, dtype=torch.bool, device=document.key.device)
+    at_once = max(1, _SCORES // (keys * document.query.shape[1]))
+    for begin in range(0, queries, at_once):
+        part = slice(begin, begin + at_once)
+        scores = (document.query[part].float() @ document.key.float().T * scale).relu()
+        index = (document.weight[part, None] @ scores)[:, 0]
+        is_later = positions > positions[keys - queries :][part, None]
+        best = index.masked_fill(is_later, float("-inf")).topk(min(limit, keys)).indices
+        found[part] = found[part].scatter(1, best, value=True) & ~is_later
+    return found
+
+
+def _check_length(tokens: int, limit: int) -> None:
+    if tokens > limit:
+        raise ModelError(
+            f"a text of {tokens} tokens is longer than index_topk {limit}, and this layer does not know the tokens "
+            "that it may attend to",
+            hint="set model.attention: sdpa, and leave out parallel.pp",
+        )
+
+
+def install_indexed_attention(lm: PreTrainedModel) -> None:
+    """Make attention with an indexer work by document, in place; models without indexers stay as they are."""
     indexer = family_of(lm.config.model_type).indexer
     if indexer is None:
         return
     for name, module in lm.named_modules():
         if name.endswith(".self_attn"):
-            replace_forward(module, WholeDocumentAndChoice if indexer.is_shared else WholeDocument)
+            replace_forward(module, IndexedAttentionWithChoice if indexer.is_shared else IndexedAttention)
+            module.rotates_pairs = indexer.rotates_pairs  # type: ignore[assignment]
+
+
+def expect_documents(lm: PreTrainedModel, *, longest: int) -> None:
+    """Let the indexers of a model choose, in place, where documents of `longest` tokens need it."""
+    limit = longest_document(lm.config)
+    if limit is None or longest <= limit:
+        return
+    for module in lm.modules():
+        if isinstance(module, IndexedAttention):
+            module.chooses = True
 
 
 def longest_document(hf_config: PretrainedConfig) -> int | None:
-    """Maximum number of tokens of a document that attends as the model is published: `index_topk` of its
-    configuration; None where any number does.
+    """Maximum number of tokens of a document in which every token attends to all earlier ones: `index_topk` of the
+    configuration; None where documents of any length are such.
     """
     return None if family_of(hf_config.model_type).indexer is None else int(hf_config.index_topk)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from transformers import PretrainedConfig
 
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.model.build import Task, read_hf_config
+from ds_finetune.model.build import Task, check_sinks, read_hf_config
 from ds_finetune.model.encoder import check_encoder
 from ds_finetune.model.lora_plan import LoraPlan, plan_lora
 from ds_finetune.model.mtp_plan import MtpPlan, plan_mtp
@@ -76,6 +76,9 @@ def plan_model(hf_config: PretrainedConfig, config: RunConfig) -> ModelPlan:
     resized = model.resize_vocabulary
     runtime = make_objective(objective)
     task = task_of(runtime)
+    teacher = plan_teacher(objective, hf_config)
+    for built in (hf_config, *([teacher.hf_config] if teacher else [])):
+        check_sinks(built, model.attention)
     published = read_hf_config(model.path, files=("*.json",), task=task) if resized else hf_config
     prediction = plan_mtp(hf_config, model, config.mtp)
     return ModelPlan(
@@ -91,7 +94,7 @@ def plan_model(hf_config: PretrainedConfig, config: RunConfig) -> ModelPlan:
         extras=(*_balance(router), *((prediction.extra,) if prediction is not None else ())),
         mtp=prediction,
         router=router,
-        teacher=plan_teacher(objective, hf_config),
+        teacher=teacher,
     )
 
 

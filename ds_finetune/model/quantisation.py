@@ -24,8 +24,7 @@ def check_readable(given: Any, label: str, error: type[FinetuneError]) -> None: 
     if tree.get("quant_method") == "fp8" and tree.get("expert_dtype", "fp8") != "fp8":
         raise error(
             f"{label}: experts in {tree['expert_dtype']}, as DeepSeek-V4-Flash is published, are not read",
-            hint="give a copy in bf16: load the folder with transformers' FineGrainedFP8Config(dequantize=True) and "
-            "save it",
+            hint="give a copy in bf16, by the names that transformers has for its tensors",
         )
     read = {key: tree.get(key, QUANTIZATION_CONFIG[key]) for key in ("fmt", "quant_method", "weight_block_size")}
     is_fp8 = tree.get("quant_method") is not None and all(read[key] == QUANTIZATION_CONFIG[key] for key in read)

@@ -1,6 +1,5 @@
 """What the routers of a model give in a forward: which experts they chose for the tokens of each document."""
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -9,6 +8,7 @@ import torch
 from torch import nn
 
 from ds_finetune.model.forward_rows import ForwardRows
+from ds_finetune.model.parallel.pipeline import MissingLayer
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 from ds_finetune.plan.routers import RouterPlan
 
@@ -53,17 +53,18 @@ class RouterCollector:
     num_tokens: torch.Tensor
     """Number of these tokens, int64 scalar."""
 
-    def __init__(self, lm: nn.Module, plan: RouterPlan, sp_group: SequenceParallelGroup | None) -> None:
-        self.plan, self._sp_group = plan, sp_group
+    def __init__(
+        self, lm: nn.Module, plan: RouterPlan, *, sp_group: SequenceParallelGroup | None, device: torch.device
+    ) -> None:
+        self.plan, self._sp_group, self._device = plan, sp_group, device
         self._outputs: dict[int, RouterOutput] = {}
         self._is_listening = self._is_counting = False
         self._tokens: RealTokens | None = None
-        pattern = re.compile(rf"^model\.layers\.(\d+)\.{re.escape(plan.kind.module)}$")
-        found = {int(match[1]): module for name, module in lm.named_modules() if (match := pattern.match(name))}
-        self.modules = {layer: found[layer] for layer in plan.layers if layer in found}
+        layers = {layer: lm.get_submodule(f"model.layers.{layer}") for layer in plan.layers}
+        here = {layer: module for layer, module in layers.items() if not isinstance(module, MissingLayer)}
+        self.modules = {layer: module.get_submodule(plan.kind.module) for layer, module in here.items()}
         for layer, module in self.modules.items():
             module.register_forward_hook(self._hook(layer))
-        self._device = next(lm.parameters()).device
         self.clear()
 
     @property

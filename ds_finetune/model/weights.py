@@ -53,8 +53,8 @@ class _ModelTensor:
     name: str
     fragment: Fragment
     pieces: tuple[Piece, ...]
-    sharded_dim: int | None = None
-    """Dimension of each piece that tensor parallel ranks share."""
+    offsets: tuple[int, ...] = ()
+    """Index of the first element of each piece in its checkpoint tensor, which other ranks hold the rest of."""
 
 
 def load_weights(  # noqa: PLR0913
@@ -90,7 +90,7 @@ def load_weights(  # noqa: PLR0913
     skipped = _check_tensors(hub, {key: expected[key] for key in expected if key not in missing}, model, family)
     stored = [target for target in targets if target.name not in missing]
     for target in count_parts("loading weights", stored, len(stored)):
-        _load_tensor(hub, target, model_shard)
+        _load_tensor(hub, target)
     return LoadReport(
         num_tensors=sum(len(target.pieces) for target in stored),
         skipped=tuple(skipped),
@@ -229,13 +229,14 @@ def _model_tensors(
         first = shard.offsets[0] if shard.is_expert_parallel else 0
         pieces = hub_pieces(name, fragment.shape, family, first_expert=first)
         # The last dimensions of a tensor are those of its pieces.
-        leading = len(shard.local_shape) - len(pieces[0].shape)
-        yield _ModelTensor(name, fragment, pieces, None if shard.dim is None else shard.dim - leading)
+        offsets = shard.offsets[len(shard.offsets) - len(pieces[0].shape) :]
+        yield _ModelTensor(name, fragment, pieces, offsets)
     for module_name, module in model.named_modules():
         for leaf, buffer in module.named_buffers(recurse=False):
             if leaf not in module._non_persistent_buffers_set:
                 name = f"{module_name}.{leaf}".lstrip(".")
-                yield _ModelTensor(name, whole(buffer), hub_pieces(name, tuple(buffer.shape), family))
+                shape = tuple(buffer.shape)
+                yield _ModelTensor(name, whole(buffer), hub_pieces(name, shape, family), (0,) * len(shape))
 
 
 def _check_tensors(
@@ -288,15 +289,13 @@ def _check_layout_of_experts(
         )
 
 
-def _load_tensor(hub: HubFolder, target: _ModelTensor, model_shard: ModelShard) -> None:
+def _load_tensor(hub: HubFolder, target: _ModelTensor) -> None:
     with target.fragment.opened() as flat:
         for piece in target.pieces:
-            _copy_piece(hub, target, flat, piece, model_shard)
+            _copy_piece(hub, target, flat, piece)
 
 
-def _copy_piece(
-    hub: HubFolder, target: _ModelTensor, flat: torch.Tensor, piece: Piece, model_shard: ModelShard
-) -> None:
+def _copy_piece(hub: HubFolder, target: _ModelTensor, flat: torch.Tensor, piece: Piece) -> None:
     """Copy the elements of `piece` that this rank holds into `flat`; reads only the rows it needs, some at a time."""
     fragment = target.fragment
     begin, width = piece.first_element(fragment.shape), max(1, math.prod(piece.shape[1:]))
@@ -304,7 +303,7 @@ def _copy_piece(
     last = min(piece.shape[0] if piece.shape else 1, -(-(fragment.start + fragment.numel - begin) // width))
     step = max(1, _STRIP_NUMEL // width)
     for low in range(first, last, step):
-        values = _read_rows(hub, piece, slice(low, min(low + step, last)), target.sharded_dim, model_shard.tp_rank)
+        values = _read_rows(hub, piece, slice(low, min(low + step, last)), target.offsets)
         # Several times faster than isfinite over all elements. With a NaN, minimum and maximum are NaN.
         if not all(map(math.isfinite, map(float, torch.aminmax(values)))):
             raise ModelError(
@@ -318,11 +317,10 @@ def _copy_piece(
         flat[target_from : target_from + count].copy_(flat_values[source_from : source_from + count])
 
 
-def _read_rows(hub: HubFolder, piece: Piece, rows: slice, dim: int | None, tp_rank: int) -> torch.Tensor:
-    """`rows` of shard `tp_rank`, along `dim`, of the checkpoint tensor `piece.key`."""
+def _read_rows(hub: HubFolder, piece: Piece, rows: slice, offsets: tuple[int, ...]) -> torch.Tensor:
+    """`rows` of the box of `piece.shape` at `offsets` of the checkpoint tensor `piece.key`."""
     if not piece.shape:
         return hub.read(piece.key, 0, 1)
-    row = tp_rank * piece.shape[0] if dim == 0 else 0
-    begin = tp_rank * piece.shape[1] if dim == 1 else 0
-    columns = (slice(begin, begin + piece.shape[1]),) if dim == 1 else ()
-    return hub.rows(piece.key, row + rows.start, row + rows.stop, columns)
+    first, within = offsets[0], tuple(slice(at, at + size) for at, size in zip(offsets, piece.shape, strict=True))
+    is_part = hub.shapes[piece.key][1:] != piece.shape[1:]
+    return hub.rows(piece.key, first + rows.start, first + rows.stop, within[1:] if is_part else ())

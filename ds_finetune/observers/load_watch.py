@@ -81,7 +81,7 @@ class LoadWatch:
 def load_advice(config: RunConfig) -> str:
     """What can be done about uneven loads, as the end of a line."""
     if config.lora is not None:
-        return "adapters do not train routers: other data, or fewer steps, would change it"
+        return "other data, fewer steps or a lower optim.lr would change it"
     router = config.router
     if router is not None and not router.train:
         return "routers are frozen: other data, or fewer steps, would change it"

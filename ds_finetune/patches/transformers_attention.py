@@ -40,6 +40,11 @@ def rotate_pairs() -> Callable[..., Any]:
     return _LATENT.attribute(modeling_deepseek_v3, "apply_rotary_pos_emb_interleave")  # type: ignore[no-any-return]
 
 
+def rotate_halves() -> Callable[..., Any]:
+    """The function that rotates the first half of the columns against the second."""
+    return _LATENT.attribute(modeling_deepseek_v3, "apply_rotary_pos_emb")  # type: ignore[no-any-return]
+
+
 def replace_forward(attention: nn.Module, mixin: type[nn.Module]) -> None:
     """Let latent attention with an indexer run the forward of `mixin` instead of its own, in place."""
     kind = type(attention)

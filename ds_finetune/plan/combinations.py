@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import chain
+from textwrap import wrap
 from typing import Any
 
 from ds_finetune.config.schema import RunConfig
@@ -17,6 +18,8 @@ from ds_finetune.plan.mesh import Mesh
 AXES = ("pp", "sp", "tp", "ep")
 """Parallel axes besides data parallelism."""
 
+_COLUMNS = 120
+"""Width of a page of the documentation."""
 ROW_BYTES = 16
 """torch's grouped matrix product needs rows of an expert's matrix that are a multiple of this."""
 WEIGHT_BYTES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -33,7 +36,11 @@ class ParallelLayout:
     @property
     def families(self) -> tuple[str, ...]:
         """Model types it is tested with: those with all of its axes in the table of families."""
-        return tuple(name for name, family in FAMILIES.items() if self.axes <= family.parallel_axes)
+        return tuple(
+            name
+            for name, family in FAMILIES.items()
+            if self.axes <= family.parallel_axes and self.axes not in family.refused_layouts
+        )
 
 
 TESTED_LAYOUTS = (
@@ -169,12 +176,23 @@ def _untested_options(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def table() -> str:
-    """`TESTED_LAYOUTS` in Markdown, for `docs/reference/layouts.md`."""
+    """`TESTED_LAYOUTS` in Markdown, for `docs/reference/layouts.md`, and the model types that its rows name."""
+    every = tuple(name for name, family in FAMILIES.items() if family.parallel_axes)
+    with_experts = tuple(name for name in every if "ep" in FAMILIES[name].parallel_axes)
+
+    def named(row: ParallelLayout) -> str:
+        text, group = ("with experts", with_experts) if "ep" in row.axes else ("all", every)
+        missing = [name for name in group if name not in row.families]
+        return f"{text} but {_listed(missing)}" if missing else text
+
     rows = [
-        f"| {' x '.join(axis for axis in AXES if axis in row.axes)} | {_listed(row.stages)} | {_listed(row.families)} |"
+        f"| {' x '.join(axis for axis in AXES if axis in row.axes)} | {_listed(row.stages)} | {named(row)} |"
         for row in TESTED_LAYOUTS
     ]
-    return "\n".join(["| beside dp | ZeRO stages | model types |", "| --- | --- | --- |", *rows]) + "\n"
+    dense = [name for name in every if name not in with_experts]
+    text = f"With experts: {_listed(with_experts)}. All: these and {_listed(dense)}."
+    head = ["| beside dp | ZeRO stages | model types |", "| --- | --- | --- |"]
+    return "\n".join([*head, *rows, "", *wrap(text, _COLUMNS)]) + "\n"
 
 
 def _listed(values: Sequence[object]) -> str:
@@ -259,6 +277,19 @@ def check_expert_widths(mesh: Mesh, model: Mapping[str, Any], *, precision: str)
             f"hidden_size {hidden} x {weight_bytes} bytes in {precision} is no multiple of {ROW_BYTES} bytes, "
             "which torch's grouped product of experts needs",
             hint=wider(precision),
+        )
+
+
+def check_optimizer(name: str, model: Mapping[str, Any]) -> None:
+    """ConfigError for Muon where it would orthogonalise the biases of experts, which are one matrix per layer.
+
+    `model` is the model's config.json. DeepSpeed 0.19.8 takes every tensor of two or more dimensions (__init__.py:369).
+    """
+    kind = str(model.get("model_type"))
+    if name.lower() == "muon" and family_of(kind).transposed_experts:
+        raise ConfigError(
+            f"optim.name {name} of model_type {kind} would orthogonalise the biases of its experts",
+            hint="set optim.name: AdamW",
         )
 
 

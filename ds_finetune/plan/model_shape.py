@@ -160,9 +160,10 @@ def _mlps(c: ModelConfig, sparse: int, family: Family, rules: ParameterRules) ->
         assert keys is not None, family.model_type
         experts, inner, shared = keys.number(c), keys.width(c), c.get("n_shared_experts") or 0
         counts["shared_experts"] = sparse * _mlp(hidden, shared * inner, biased=biased) if shared else 0
-        counts["routed_experts"] = sparse * experts * _mlp(hidden, inner)
-        counts["active_routed_experts"] = sparse * keys.per_token(c) * _mlp(hidden, inner)
-        counts["router"] = sparse * hidden * experts
+        expert = _mlp(hidden, inner, biased=rules.expert_bias)
+        counts["routed_experts"] = sparse * experts * expert
+        counts["active_routed_experts"] = sparse * keys.per_token(c) * expert
+        counts["router"] = sparse * (hidden + rules.expert_bias) * experts
     return counts
 
 

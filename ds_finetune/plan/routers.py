@@ -24,10 +24,11 @@ class RouterPlan:
     """Experts that a token is sent to."""
     section: RouterConfig
 
-    def parameters(self) -> tuple[str, ...]:
-        """Names of the routers' parameters."""
+    def parameters(self, beyond: range = range(0)) -> tuple[str, ...]:
+        """Names of the routers' parameters, also of the layers `beyond` the last one."""
+        layers = (*self.layers, *beyond)
         return tuple(
-            f"model.layers.{layer}.{self.kind.module}.{leaf}" for layer in self.layers for leaf in self.kind.parameters
+            f"model.layers.{layer}.{self.kind.module}.{leaf}" for layer in layers for leaf in self.kind.parameters
         )
 
     def lines(self) -> list[tuple[str, str]]:

@@ -1,6 +1,9 @@
-"""Refuses documents that are longer than a model with an indexer (DeepSeek sparse attention) attends to."""
+"""Refuses documents in which a model with an indexer (DeepSeek sparse attention) would attend to other tokens here than
+as it is published.
+"""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,76 +15,102 @@ from ds_finetune.model.indexed_attention import longest_document
 from ds_finetune.model.model_plan import ModelPlan
 
 
-def length_notes(model: ModelPlan) -> tuple[str, ...]:
-    """A line on how long documents may be, for people; none where a model sets no limit of its own."""
-    limit = _limit(model)
-    if limit is None:
+@dataclass(frozen=True)
+class DocumentLimit:
+    """Maximum tokens of a document, why there is one, and what a user may do about it."""
+
+    tokens: int
+    reason: str
+    hint: str
+    holds_for_answers: bool = False
+    """Whether prompts with their answers have the limit too."""
+
+
+def length_notes(config: RunConfig, model: ModelPlan) -> tuple[str, ...]:
+    """A line on how documents are attended to, for people; none for models without an indexer."""
+    tokens = longest_document(model.hf_config)
+    if tokens is None:
         return ()
-    return (
-        f"documents have at most index_topk {limit} tokens, in which every token attends to all earlier ones: the "
-        "indexer is not run",
-    )
+    if config.train.max_seq_len > tokens and next(_limits(config, model), None) is None:
+        return (f"in documents longer than index_topk {tokens} the indexer chooses tokens; it is not trained",)
+    return (f"documents have at most index_topk {tokens} tokens and are attended to whole: the indexer is not run",)
 
 
 def check_lengths(
     config: RunConfig, model: ModelPlan, train: PreparedRows | StreamedRows, held_out: Mapping[str, PreparedRows]
 ) -> None:
-    """DataError or ConfigError where model or teacher would attend to all tokens of a document that is longer than its
-    `index_topk`, in which the published model chooses some. Rows may be longer, and so may padding.
-    """
-    limit = _limit(model)
-    if limit is None:
-        return
-    _check_unknown_lengths(config, model, train, limit)
+    """DataError or ConfigError where a document is longer than a limit. Rows may be longer, and so may padding."""
     named = {"train": train, **{name.replace("/", "."): rows for name, rows in held_out.items()}}
-    for name, rows in named.items():
-        if isinstance(rows, PreparedRows):
-            _check_documents(f"data.{name}", rows, limit)
-    for name, rows in held_out.items():
-        _check_prompts(config, name, rows, limit)
+    for limit in _limits(config, model):
+        _check_unknown_lengths(config, model, train, limit)
+        for name, rows in named.items():
+            if isinstance(rows, PreparedRows):
+                _check_documents(f"data.{name}", rows, limit)
+        for name, rows in held_out.items() if limit.holds_for_answers else ():
+            _check_prompts(config, name, rows, limit)
 
 
-def _limit(model: ModelPlan) -> int | None:
-    configs = [model.hf_config, *([model.teacher.hf_config] if model.teacher is not None else [])]
-    return min(filter(None, map(longest_document, configs)), default=None)
+def _limits(config: RunConfig, model: ModelPlan) -> Iterator[DocumentLimit]:
+    """Limits of a run: where no test compares sparse attention with transformers' own."""
+    tokens = longest_document(model.hf_config)
+    if tokens is not None:
+        if config.model.attention != "sdpa":
+            given = f"with model.attention {config.model.attention}"
+            yield DocumentLimit(tokens, given, "model.attention: sdpa", holds_for_answers=True)
+        if config.parallel.sp > 1:
+            yield DocumentLimit(tokens, f"with parallel.sp {config.parallel.sp}", "parallel.sp: 1")
+        for layer in _first_layers_without_choice(model):
+            given = f"where a stage of parallel.pp {config.parallel.pp} begins with layer {layer}, without an indexer"
+            yield DocumentLimit(tokens, given, "parallel.pp: 1, or other parallel.pp_layers", holds_for_answers=True)
+    if model.teacher is not None:
+        tokens = longest_document(model.teacher.hf_config)
+        if tokens is not None:
+            yield DocumentLimit(tokens, f"with the teacher {model.teacher.path}", "another teacher")
 
 
-def _check_unknown_lengths(config: RunConfig, model: ModelPlan, train: PreparedRows | StreamedRows, limit: int) -> None:
+def _first_layers_without_choice(model: ModelPlan) -> Iterator[int]:
+    """First layers of pipeline stages that would attend to the tokens chosen in the layer before."""
+    types = getattr(model.hf_config, "indexer_types", None) or ()
+    for layers in model.stages:
+        if layers is not None and types and types[layers[0]] == "shared":
+            yield layers[0]
+
+
+def _check_unknown_lengths(
+    config: RunConfig, model: ModelPlan, train: PreparedRows | StreamedRows, limit: DocumentLimit
+) -> None:
     """ConfigError where documents are made during training, and `train.max_seq_len` alone limits them."""
-    source = "data.streaming" if isinstance(train, StreamedRows) else f"objective {model.objective.name}"
-    if not (isinstance(train, StreamedRows) or model.objective.needs_baseline):
-        return
-    if config.train.max_seq_len > limit:
+    is_streamed = isinstance(train, StreamedRows)
+    if config.train.max_seq_len > limit.tokens and (is_streamed or model.objective.needs_baseline):
+        source = "data.streaming" if is_streamed else f"objective {model.objective.name}"
         raise ConfigError(
-            f"train.max_seq_len {config.train.max_seq_len} is more than the {limit} tokens (index_topk) that the model "
-            f"attends to, and the documents of {source} are not known before the run",
-            hint=f"set train.max_seq_len: {limit}",
+            f"train.max_seq_len {config.train.max_seq_len} is more than index_topk {limit.tokens}, the documents of "
+            f"{source} are not known before the run, and sparse attention {limit.reason} is not tested",
+            hint=f"set train.max_seq_len: {limit.tokens}, or {limit.hint}",
         )
 
 
-def _check_documents(key: str, rows: PreparedRows, limit: int) -> None:
+def _check_documents(key: str, rows: PreparedRows, limit: DocumentLimit) -> None:
     lengths = np.diff(rows.documents.offsets)
-    too_long = int((lengths > limit).sum())
+    too_long = int((lengths > limit.tokens).sum())
     if too_long:
         raise DataError(
-            f"{key}: {too_long} of {len(lengths)} documents are longer than the {limit} tokens (index_topk) that the "
-            f"model attends to, the longest has {lengths.max()}; sparse attention is not trained",
-            hint=f"set train.max_seq_len: {limit}; data.long_rows says whether longer documents are cut, split or "
-            "dropped",
+            f"{key}: {too_long} of {len(lengths)} documents are longer than index_topk {limit.tokens}, the longest has "
+            f"{lengths.max()} tokens, and sparse attention {limit.reason} is not tested",
+            hint=f"set {limit.hint}; or train.max_seq_len: {limit.tokens}, and longer documents are cut, split or "
+            "dropped as data.long_rows says",
         )
 
 
-def _check_prompts(config: RunConfig, name: str, rows: PreparedRows, limit: int) -> None:
+def _check_prompts(config: RunConfig, name: str, rows: PreparedRows, limit: DocumentLimit) -> None:
     """ConfigError where a prompt with its answer may become too long."""
     generate = config.eval.generate
     if not generate.prompts:
         return
     longest = max((len(prompt) for prompt, _ in rows.prompts_and_answers(generate.prompts)), default=0)
-    if longest + generate.max_new_tokens > limit:
+    if longest + generate.max_new_tokens > limit.tokens:
         raise ConfigError(
             f"eval.generate: a prompt of {longest} tokens in {name} and max_new_tokens {generate.max_new_tokens} are "
-            f"more than the {limit} tokens (index_topk) that the model attends to",
-            hint=f"set eval.generate.max_new_tokens to {limit - longest} or less"
-            if longest < limit
-            else "set eval.generate.prompts: 0",
+            f"more than index_topk {limit.tokens}, and sparse attention {limit.reason} is not tested",
+            hint=f"set {limit.hint}, or fewer max_new_tokens",
         )

@@ -33,7 +33,7 @@ from ds_finetune.model.weights import weights_digest
 from ds_finetune.objectives.distill import Distillation
 from ds_finetune.objectives.objective import ScoreObjective, TokenObjective
 from ds_finetune.objectives.table import make_objective
-from ds_finetune.plan.combinations import check_divides, check_expert_widths
+from ds_finetune.plan.combinations import check_divides, check_expert_widths, check_optimizer
 from ds_finetune.plan.distillation import check_teacher
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.model_shape import Shape
@@ -183,6 +183,7 @@ def make_model_plan(config: RunConfig, mesh: Mesh, *, is_config_alone: bool = Fa
     tree = hf_config.to_dict()
     check_divides(mesh, tree, pp_layers=config.parallel.pp_layers)
     check_expert_widths(mesh, tree, precision=config.train.precision)
+    check_optimizer(config.optim.name, tree)
     planned = plan_model(hf_config, config)
     if planned.teacher is not None:
         teacher = planned.teacher.hf_config.to_dict()

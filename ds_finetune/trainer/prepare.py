@@ -15,6 +15,7 @@ from ds_finetune.data.stream import StreamedRows
 from ds_finetune.engine.devices import choose_device
 from ds_finetune.families.table import family_of
 from ds_finetune.model.model_plan import ModelPlan
+from ds_finetune.model.mtp import mtp_layers
 from ds_finetune.model.parallel.pipeline import build_meta_model
 from ds_finetune.model.unused_parameters import patterns_of, unused_parameters
 from ds_finetune.objectives.objective import Objective
@@ -61,7 +62,7 @@ def prepare_run(config: RunConfig, world: World) -> PreparedRun:
     check_trackers(config.log.trackers)
     config = with_classes(config)
     model = make_model_plan(config, plan.mesh)
-    plan = replace(plan, notes=(*plan.notes, *try_generic_type(config, model), *length_notes(model)))
+    plan = replace(plan, notes=(*plan.notes, *try_generic_type(config, model), *length_notes(config, model)))
     plan = freeze_parameters(plan, model)
     inputs = read_inputs(config, model)
     _check_baseline(plan, inputs)
@@ -134,7 +135,7 @@ def freeze_routers(plan: Plan, model: ModelPlan) -> Plan:
     """Freeze the weights of routers where the run file says so; a note names them."""
     if model.router is None or model.router.section.train:
         return plan
-    names = model.router.parameters()
+    names = model.router.parameters(mtp_layers(model.hf_config))
     note = f"frozen: {len(names)} weights of routers, since router.train is false: {patterns_of(names)}"
     return replace(plan, frozen=(*plan.frozen, *names), notes=(*plan.notes, note))
 

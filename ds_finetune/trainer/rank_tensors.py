@@ -53,7 +53,7 @@ def _stage_tensors(plan: Plan, model: ModelPlan, stage: int) -> list[TensorKind]
         lm = build_skeleton(local, attention=model.attention, dtype=torch.bfloat16, device="meta", task=model.task)
     if mesh.pp > 1:
         install_pipeline_stage(lm, PipelineGroup(None, mesh.pp, stage), outputs=model.head_outputs)
-    model_shard = ModelShard.of(mesh)
+    model_shard = ModelShard.of(mesh, family)
     kinds: Counter[tuple[str, tuple[int, ...], tuple[int, ...], int]] = Counter()
     for name, param in lm.named_parameters():
         shard = model_shard.tensor_shard(name, tuple(param.shape))

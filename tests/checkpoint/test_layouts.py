@@ -38,6 +38,11 @@ PARALLEL = (
     Layout(1, pp=2),
 )
 """Layouts of two ranks that work on the same rows, to and from those that do not."""
+TRANSPOSED = tuple(
+    Layout(stage, family="gpt_oss", **sizes)
+    for stage, sizes in ((2, {}), (1, {"ep": 2}), (0, {"tp": 2}), (3, {"tp": 2}))
+)
+"""Experts [experts, inputs, outputs] with biases, of which ranks hold other parts than of DeepSeek's."""
 Change = tuple[Layout, int, Layout, int]
 """Saved at a layout on a number of ranks, restored at another on another."""
 
@@ -70,7 +75,7 @@ def folder() -> Iterator[Path]:
         pytest.skip("async_io cannot be built here: libaio is missing (Debian: libaio-dev), or there is no /dev/shm")
     build_ops("AsyncIOBuilder", "CPUAdamBuilder")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
-        for family in ("deepseek_v3", "qwen2", "wide"):
+        for family in ("deepseek_v3", "qwen2", "wide", "gpt_oss"):
             torch.manual_seed(11)
             AutoModelForCausalLM.from_config(hf_config_of(family)).float().save_pretrained(
                 Path(name) / "models" / family
@@ -200,6 +205,17 @@ def test_the_steps_would_show_a_lost_moment(found: dict[str, Any]) -> None:
     """What is compared moves by much more than the tolerance from step to step."""
     steps = found[f"saved {name_of(SAME[0], 2)}"]
     assert abs(losses(steps["after"])[0] - losses(steps["after"])[1]) > 1e-3
+
+
+@pytest.mark.slow
+def test_transposed_experts(folder: Path) -> None:
+    """Restored at the same layout and at the next one."""
+    pairs = [
+        (name_of(layout, 2), other) for n, layout in enumerate(TRANSPOSED) for other in (layout, TRANSPOSED[n - 1])
+    ]
+    seen = run(2, TRANSPOSED, pairs, folder)
+    assert_same_bits(seen, len(TRANSPOSED))
+    assert_same_numbers(seen, len(TRANSPOSED))
 
 
 @pytest.mark.slow

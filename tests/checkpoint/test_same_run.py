@@ -98,7 +98,8 @@ def test_names_and_weights_of_files_are_compared_key_by_key() -> None:
 
 @pytest.mark.parametrize("key", ON_RESUME)
 def test_a_changed_key_is_refused_printed_or_without_effect(key: str) -> None:
-    before = dumped(TREE | ({"lora": {}} if key.startswith("lora.") else {}))
+    section = key.partition(".")[0]
+    before = dumped(TREE | ({section: {}} if section in ("lora", "router") else {}))
     state, config = state_of(before), changed(key, before)
     if ON_RESUME[key] is REFUSED:
         with pytest.raises(CheckpointError, match=f"{key} .* -> "):
@@ -114,6 +115,8 @@ def test_a_changed_key_is_refused_printed_or_without_effect(key: str) -> None:
 
 
 def test_nothing_is_refused_or_printed_where_nothing_changed() -> None:
+    routers = dumped(TREE | {"router": {"train": True}})
+    assert changes_since_checkpoint(state_of(dumped(TREE)), RunIdentity(routers, "rows")) == []
     old = dumped(TREE)
     del old["watchdog"], old["train"]["seed"], old["model"]["resize_vocabulary"]
     assert changes_since_checkpoint(state_of(old), RunIdentity(dumped(TREE), "rows")) == []

@@ -100,7 +100,12 @@ class Launched:
 
 @contextlib.contextmanager
 def launched(
-    bed: Bed, task: Path, *overrides: str, slots: tuple[int, ...] = (1, 1), launcher: str = "torchrun"
+    bed: Bed,
+    task: Path,
+    *overrides: str,
+    slots: tuple[int, ...] = (1, 1),
+    launcher: str = "torchrun",
+    ssh_args: str = "",
 ) -> Iterator[Launched]:
     """Start a run in the background; it is ended at the end. Its folder is shared, or each host's own with an
     `output_dir` there.
@@ -126,7 +131,7 @@ def launched(
             **os.environ,
             "DS_ACCELERATOR": "cpu",
             "OMP_NUM_THREADS": "1",
-            "DS_FINETUNE_SSH_ARGS": f"-F {bed.ssh_config}",
+            "DS_FINETUNE_SSH_ARGS": f"-F {bed.ssh_config} {ssh_args}",
         }
         process = subprocess.Popen(
             bed.command(1, argv),

@@ -112,7 +112,7 @@ def engine_on_device(
         model = plan_model(enlarged, config)
         lm, _ = start._build(plan, model, groups, loads_weights=True)
         trained = TrainedModel(lm, groups.sequence, groups.stage)
-        start._add_extra_losses(trained, model, groups)
+        start._add_extra_losses(trained, model, groups, DEVICE)
         engine = Engine(_Ranks(trained), plan, groups, model.objective)
         assert all(isinstance(param, OnDevice) for param in engine.lm.parameters())
         yield engine, calls

@@ -138,6 +138,8 @@ run_and_exit(["train", sys.argv[1]])
 
 def test_ctrl_c_as_the_engine_closes_ends_the_run(tmp_path: Path) -> None:
     run_file = tiny_task(tmp_path, export={"verify": True})
-    done = start([sys.executable, "-c", _LOSING, str(run_file)])
+    program = tmp_path / "losing.py"
+    program.write_text(_LOSING)
+    done = start([sys.executable, str(program), str(run_file)])
     assert done.returncode == 1, done.stdout + done.stderr
     assert f"SIGINT ended the verification; written but not verified: {tmp_path}/run/export" in done.stderr

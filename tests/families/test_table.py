@@ -37,15 +37,16 @@ def test_a_tiny_model_is_of_its_family_and_has_no_experts_that_the_row_does_not_
         lm = AutoModelForCausalLM.from_config(config)
     family = family_of(config.model_type)
     if family.expert_keys is not None:
-        router = next(module for name, module in lm.named_modules() if name.endswith(".mlp.gate"))
+        router = next(module for name, module in lm.named_modules() if name.endswith((".mlp.gate", ".mlp.router")))
         experts = next(module for name, module in lm.named_modules() if name.endswith(".mlp.experts"))
         tree = config.to_dict()
         assert family.expert_keys.number(tree) == experts.num_experts == len(router.weight)
         assert family.expert_keys.per_token(tree) == router.top_k
-        assert family.expert_keys.width(tree) == experts.intermediate_dim
+        width = experts.intermediate_size if family.transposed_experts else experts.intermediate_dim
+        assert family.expert_keys.width(tree) == width
     assert name.startswith(family.model_type)
     has_fused = any(name.endswith(".experts.gate_up_proj") for name, _ in lm.named_parameters())
-    assert has_fused == family.fused_experts
+    assert has_fused == (family.fused_experts or family.transposed_experts)
 
 
 def test_the_standard_selftest_starts_with_deepseek() -> None:

@@ -1,7 +1,6 @@
 """The same file under every launcher: two ranks, ZeRO-2, three steps, the same losses."""
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.conftest import ROOT
+from tests.forks import Forkserver
 from tests.running import metrics, start, tiny_task, torchrun
 
 TRAIN = "ds_finetune/train.py"
@@ -64,11 +63,17 @@ COMMANDS: dict[str, tuple[str, Callable[[str, Path], list[str]]]] = {
 }
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+BY_DEFAULT = [name for name in COMMANDS if name != "hostfile"]
+"""Beside the marker: with a hostfile `deepspeed` starts the ranks of a host as it does without, and
+tests/cluster/test_launch.py has it start those of two.
+"""
+
+
+@pytest.mark.parametrize("name", [*BY_DEFAULT, pytest.param("hostfile", marks=pytest.mark.slow)])
 def test_launcher(name: str, wanted: list[float], tmp_path: Path) -> None:
     launcher, command = COMMANDS[name]
     run_file = tiny_task(tmp_path, deepspeed=None if name == "accelerate" else {"zero_optimization": {"stage": 2}})
-    done = start(command(str(run_file), tmp_path), fork=False)
+    done = start(command(str(run_file), tmp_path), fork=name == "module")
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"started by {launcher}" in done.stdout
     assert ("1 on cpu" if launcher == "python" else "2 on cpu") in done.stdout
@@ -91,19 +96,20 @@ def test_srun_by_its_environment(wanted: list[float], tmp_path: Path) -> None:
         "SLURM_NTASKS": "2",
     }
     common |= {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "here", "SLURM_NODEID": "0"}
+    logs = [tmp_path / f"rank-{rank}.log" for rank in range(2)]
     ranks = [
-        subprocess.Popen(
-            [sys.executable, TRAIN, str(run_file)],
-            cwd=ROOT,
-            env=common | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+        Forkserver.get().start(
+            [TRAIN, str(run_file)],
+            common | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            ranks=0,
+            out=log,
+            err=log,
         )
-        for rank in range(2)
+        for rank, log in enumerate(logs)
     ]
-    printed = [process.communicate(timeout=200)[0] for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], printed
+    codes = [process.wait(200) for process in ranks]
+    printed = [log.read_text() for log in logs]
+    assert codes == [0, 0], printed
     assert "started by srun" in printed[0]
     assert [record["train/loss"] for record in metrics(tmp_path)] == pytest.approx(wanted, abs=2e-6)
 

@@ -37,7 +37,7 @@ _HEAD = """# Model types
 Which model types are trained, and how. Most need nothing; where a run is refused, the hint says what to set:
 
 ```yaml
-model: {{path: my-gpt-oss, attention: eager}}
+model: {{path: my-bloom, attention: eager}}
 data: {{train: chat.jsonl, packing: false}}
 ```
 
@@ -65,15 +65,11 @@ The encoders `{encoders}` have rows too. They attend in both directions and are 
 `objective: classification` alone; tests compare documents of packed rows with each document alone in plain
 transformers.
 
-DeepSeek sparse attention (`deepseek_v32`, `glm_moe_dsa`) is trained on documents of at most `index_topk` tokens (2,048
-in the published models), where it attends to all of them:
-
-```yaml
-train: {{max_seq_len: 2048}}      # larger where every document is short; rows may be longer than `index_topk`
-```
-
-A longer document is an error before step 1. The indexer, which would choose tokens, is not run, trained or adapted, and
-is exported as it was. There is no ONNX graph, since it could not refuse longer inputs.
+DeepSeek sparse attention (`deepseek_v32`, `glm_moe_dsa`) attends to all of a document of at most `index_topk` tokens
+(2,048 in the published models), and in longer ones to the tokens that an indexer chooses. The indexer is not trained or
+adapted, and is exported as it was. With `train.max_seq_len` up to `index_topk` it is not run. Longer documents, but not
+rows, are refused before step 1 with `parallel.sp`, with another `model.attention` than `sdpa`, in teachers, and where a
+pipeline stage of GLM begins with a layer without an indexer. There is no ONNX graph.
 
 Router biases (`e_score_correction_bias`, `expert_bias`) stay fp32 in every type. A balance loss that a config asks for
 by `output_router_logits: true` is refused; [routers](../how-to/routers.md) says which one is computed. Experts that are

@@ -171,7 +171,13 @@ def test_the_model_knows_nothing_of_the_quantisation(published: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"quant_method": "gptq", "bits": 4}, {"quant_method": "fp8", "weight_block_size": [1, 128]}, {"bits": 4}]
+    "given",
+    [
+        {"quant_method": "gptq", "bits": 4},
+        {"quant_method": "fp8", "weight_block_size": [1, 128]},
+        {"quant_method": "fp8", "scale_fmt": "e5m3"},
+        {"bits": 4},
+    ],
 )
 def test_other_kinds_of_quantisation_are_refused(given: dict[str, object], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(V3 | {"quantization_config": given}))

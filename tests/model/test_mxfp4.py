@@ -14,13 +14,18 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ds_finetune.cli.main import main
 from ds_finetune.errors import ModelError
-from ds_finetune.model.build import read_hf_config
+from ds_finetune.families.table import family_of
+from ds_finetune.model.build import Fragment, build_skeleton, in_memory, model_class, read_hf_config
 from ds_finetune.model.hub_folder import HubFolder
 from ds_finetune.model.mxfp4 import dequantise
-from ds_finetune.model.weights import weights_digest
+from ds_finetune.model.parallel.expert import build_local_experts
+from ds_finetune.model.parallel.sharding import ModelShard
+from ds_finetune.model.parallel.tensor import local_config
+from ds_finetune.model.weights import load_weights, weights_digest
 from tests.model.fp8_folder import publish, read_all
 from tests.model.mxfp4_folder import GPT_OSS, publish_gpt_oss, random_parts
 
+FAMILY = family_of("gpt_oss")
 DOWN = "model.layers.0.mlp.experts.down_proj"
 
 
@@ -92,6 +97,36 @@ def test_a_folder_becomes_plain_bf16(
     assert weights_digest(published) == weights_digest(tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [(1, 0, 1, 0), (2, 0, 1, 0), (2, 1, 1, 0), (1, 0, 2, 1), (2, 1, 2, 1)],
+    ids=["whole", "tp0", "tp1", "ep", "both"],
+)
+def test_a_rank_reads_its_part(sizes: tuple[int, ...], published: Path, reference: torch.nn.Module) -> None:
+    """Shards of heads, inner widths and experts, as ZeRO-3 slices of two ranks."""
+    config = read_hf_config(str(published))
+    shard = ModelShard(*sizes, has_transposed_experts=True)
+    parts: dict[str, list[torch.Tensor]] = {}
+    for rank in range(2):
+        with build_local_experts(model_class(config), FAMILY, ep_size=shard.ep_size, mark=lambda _: None):
+            local = local_config(config, shard.tp_size)
+            model = build_skeleton(local, attention="sdpa", dtype=torch.bfloat16, device="cpu")
+        held = dict[int, torch.Tensor]()
+
+        def where(param: torch.Tensor, held: dict[int, torch.Tensor] = held, rank: int = rank) -> Fragment:
+            size = -(-param.numel() // 2)
+            flat = held.setdefault(id(param), torch.zeros(size, dtype=param.dtype))
+            return in_memory(flat, start=rank * size, shape=tuple(param.shape))
+
+        load_weights(model, published, family=FAMILY, where=where, model_shard=shard)
+        for name, param in model.named_parameters():
+            parts.setdefault(name, []).append(held[id(param)])
+    wanted = dict(reference.named_parameters())
+    for name, param in model.named_parameters():
+        found = torch.cat(parts[name])[: param.numel()]
+        assert torch.equal(shard.tensor_shard(name, tuple(param.shape)).slice(wanted[name]), found), name
+
+
 def test_mxfp4_is_not_written(published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(published), str(tmp_path / "out"), "--dtype", "fp8"]) == 2
     assert "'quant_method': 'mxfp4'} differs from the only one that can be written" in capsys.readouterr().err
@@ -145,4 +180,4 @@ def test_fp4_experts_of_deepseek_v4_are_refused_by_name(tmp_path: Path) -> None:
     )
     with pytest.raises(ModelError, match="experts in fp4, as DeepSeek-V4-Flash is published, are not read") as caught:
         read_hf_config(str(tmp_path / "v4"))
-    assert "dequantize=True" in caught.value.hint
+    assert "a copy in bf16" in caught.value.hint

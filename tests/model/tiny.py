@@ -4,6 +4,7 @@ from typing import Any
 
 from ds_finetune.families.tiny import (
     DENSE,
+    GPT_OSS,
     GROUPED_QUERY_EXPERTS,
     GROUPED_ROUTING,
     INDEXED,
@@ -36,4 +37,5 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mixtral": _DENSE | {"intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
     "olmoe": _DENSE | {"intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
     "llama": _DENSE,
+    "gpt_oss": GPT_OSS | _COMMON,
 }

@@ -114,7 +114,7 @@ def test_even_loads_and_few_tokens_are_not_worth_a_line() -> None:
         ({"router": {"bias_update": 0.001}}, "set router.balance (0.0001)"),
         ({"router": {"balance": 0.01}}, "raise router.balance (0.01)"),
         ({"router": {"train": False}}, "routers are frozen"),
-        ({"lora": {"rank": 4}}, "adapters do not train routers"),
+        ({"lora": {"rank": 4}}, "other data, fewer steps or a lower optim.lr"),
     ],
 )
 def test_advice_follows_the_run_file(sections: dict[str, object], said: str) -> None:

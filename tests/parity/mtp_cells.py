@@ -20,9 +20,11 @@ from ds_finetune.model.build import build_skeleton
 from ds_finetune.model.mtp import set_mtp_layers
 from ds_finetune.model.names import hub_pieces
 from ds_finetune.selftest.cells import Cell, hf_config, run_tree, samples
-from ds_finetune.selftest.reference_loop import BETAS, EPS, LR
+from ds_finetune.selftest.reference_loop import BETAS, EPS
 
 WEIGHT = 0.3
+LR = 1e-2
+"""So large that later steps show whether the layer reads the embedding as it is by then."""
 STEPS = 3
 
 
@@ -85,6 +87,10 @@ class PlainMtp(torch.nn.Module):
         super().__init__()
         self.main = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.number = self.main.config.num_hidden_layers
+        # transformers 5.23 has these keys for some model types alone.
+        self.main.config.num_mtp_layers = 1
+        if getattr(self.main.config, "mlp_layer_types", None):
+            self.main.config.mtp_mlp_layer_types = self.main.config.mlp_layer_types[-1:]
         self.mtp = MtpModel(self.main, 1)
         self.layer = self.mtp.layers[0]
         stored = load_file(folder / "model.safetensors")

@@ -33,7 +33,7 @@ OBJECTIVES: tuple[dict[str, Any], ...] = (
     {"name": "orpo"},
     {"name": "kto", "beta": 0.2, "desirable_weight": 1.3},
 )
-"""Sections of the run file; each is compared in every layout."""
+"""Sections of the run file."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,8 @@ class Layout:
     has_lora: bool = False
     quantize: str = ""
     """How the weights under the adapters are held: `nf4`, or as they are."""
+    objectives: tuple[int, ...] = tuple(range(len(OBJECTIVES)))
+    """Which of OBJECTIVES are compared, one after the other in the same engine."""
 
     @property
     def name(self) -> str:

@@ -61,8 +61,8 @@ def _run(engine: Engine, layout: Layout) -> dict[str, Any]:
         engine.step(_batch(engine, objective), lr=LR)
         moments = _gradients(engine)
         found["adapters"] = {name: tensor.clone() for name, tensor in engine.adapters() if tensor is not None}
-    for tree in OBJECTIVES:
-        objective = make_objective(section(tree))
+    for number in layout.objectives:
+        objective = make_objective(section(OBJECTIVES[number]))
         if layout.has_lora and objective.needs_reference:
             objective.reference_from_adapters = True
         _set_objective(engine, objective)

@@ -1,11 +1,12 @@
-"""Started by the tests as `torchrun --nproc-per-node 2 odd_worker.py FOLDER`: one step on odd data in every layout of
-two ranks.
+"""Started by the tests as `torchrun --nproc-per-node 2 odd_worker.py FOLDER CELLS.json`: one step on odd data in each
+cell, in one world.
 """
 
+import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -53,23 +54,34 @@ LAYOUTS: tuple[tuple[str, int, dict[str, int]], ...] = (
 """Family, ZeRO stage and sizes; the embedding of qwen2 is tied."""
 
 
-def name_of(family: str, stage: int, parallel: dict[str, int]) -> str:
-    """A name for files and test ids."""
-    return "-".join([family, f"zero{stage}", *(f"{axis}{size}" for axis, size in parallel.items())])
+class OddCell(NamedTuple):
+    """One step of a layout on a shape."""
+
+    family: str
+    stage: int
+    parallel: dict[str, int]
+    shape: str
+    packing: bool
+
+    @property
+    def name(self) -> str:
+        """A name for files and test ids."""
+        sizes = [f"{axis}{size}" for axis, size in self.parallel.items()]
+        return "-".join([self.family, f"zero{self.stage}", *sizes, self.shape, "packed" if self.packing else "padded"])
 
 
 def main() -> None:
-    """Do one step of every layout on every shape in one world: packed and padded in turn."""
-    folder, world, device = Path(sys.argv[1]), World.from_environment(os.environ), choose_device()
+    """Do one step of every cell in one world."""
+    folder, cells = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text())
+    world, device = World.from_environment(os.environ), choose_device()
     with process_group(world, device):
-        for number, (family, stage, parallel) in enumerate(LAYOUTS):
-            for turn, (shape, documents) in enumerate(SHAPES.items()):
-                config = _config(folder / family, stage, parallel, packing=bool((number + turn) % 2))
-                plan = make_plan(config, world=world, device=device)
-                with start_engine(plan, model_of(config)) as engine:
-                    found = _step(engine, _rows(documents))
-                if world.rank == 0:
-                    torch.save(found, folder / f"{name_of(family, stage, parallel)}-{shape}.pt")
+        for cell in (OddCell(*values) for values in cells):
+            config = _config(folder / cell.family, cell.stage, cell.parallel, packing=cell.packing)
+            plan = make_plan(config, world=world, device=device)
+            with start_engine(plan, model_of(config)) as engine:
+                found = _step(engine, _rows(SHAPES[cell.shape]))
+            if world.rank == 0:
+                torch.save(found, folder / f"{cell.name}.pt")
 
 
 def _config(model: Path, stage: int, parallel: dict[str, int], *, packing: bool) -> RunConfig:

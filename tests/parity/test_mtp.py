@@ -21,12 +21,16 @@ from tests.running import start, torchrun
 
 WORKER = Path(__file__).with_name("mtp_worker.py")
 FAMILY = "deepseek_v3"
-MODELS = ("deepseek_v3", "deepseek_v3_deep")
+MODELS = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "kimi_k2")
+VARIANTS = (*MODELS, *(f"{family}_deep" for family in MODELS), "glm4_moe_lite_types")
 
 
-def _cell(stage: int, accumulation: int, *, packing: bool, **axes: Any) -> Cell:
+def _cell(stage: int, accumulation: int, *, packing: bool, family: str = FAMILY, **axes: Any) -> Cell:
     """Packed with clipping and activation checkpointing, padded without; both with weight decay."""
-    family = "deepseek_v3_deep" if {"pp", "ep"} <= axes.keys() else FAMILY
+    family = f"{family}_deep" if {"pp", "ep"} <= axes.keys() else family
+    if "pp" in axes:
+        # Balanced stages are others with the layer, and a norm is then added up in another order.
+        axes["pp_layers"] = "2 2" if family.endswith("_deep") else "1 1"
     clipped = {"max_grad_norm": 0.5 if packing else 0.0, "checkpointing": packing, "weight_decay": 0.1}
     return Cell(family, stage, accumulation, packing=packing, **clipped, **axes)
 
@@ -39,12 +43,12 @@ def _cells() -> list[Cell]:
         if stage or offload == "none"
     ]
     shared = [
-        _cell(stage, 2, packing=packing, **dict.fromkeys(row.axes, 2))
-        for row in TESTED_LAYOUTS
-        if FAMILY in row.families
+        _cell(stage, 2, packing=packing, family=family, **dict.fromkeys(row.axes, 2))
+        for row, family in itertools.product(TESTED_LAYOUTS, MODELS)
+        if family in row.families
         for stage, packing in itertools.product(row.stages, (True, False))
     ]
-    return [*plain, *shared]
+    return [*plain, _cell(2, 2, packing=False, family="glm4_moe_lite_types"), *shared]
 
 
 ALL = [
@@ -61,9 +65,9 @@ CHOSEN = [
         (_cell(1, 2, packing=False, offload="optimizer"), 2, False),
         (_cell(3, 2, packing=True, offload="optimizer"), 1, True),
         (_cell(2, 2, packing=True, sp=2), 2, True),
-        (_cell(1, 2, packing=False, tp=2), 2, True),
+        (_cell(1, 2, packing=False, family="glm4_moe_lite", tp=2), 2, True),
         (_cell(3, 2, packing=True, ep=2), 2, True),
-        (_cell(0, 2, packing=False, sp=2, ep=2), 2, False),
+        (_cell(0, 2, packing=False, family="glm4_moe", sp=2, ep=2), 2, False),
         (_cell(1, 2, packing=True, pp=2), 2, True),
     )
 ]
@@ -74,7 +78,7 @@ REST = [layout for layout in ALL if layout not in CHOSEN]
 @pytest.fixture(scope="session")
 def mtp_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mtp-models")
-    for family in MODELS:
+    for family in VARIANTS:
         write_mtp_model(family, folder / family)
     return folder
 

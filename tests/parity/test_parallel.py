@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +30,7 @@ FIRST = ("deepseek_v3", "llama")
 OTHERS = tuple(name for name, family in FAMILIES.items() if family.tiny_models and name not in FIRST)
 """Families with two cells by default; their other cells are behind the marker."""
 TENSOR = ParallelLayout(frozenset({"tp"}), (1,))
+INDEXED = tuple(name for name in OTHERS if FAMILIES[name].indexer)
 PLAIN = ParallelLayout(frozenset(), (0, 1, 2, 3))
 
 
@@ -120,13 +122,29 @@ TIED = [
     for stage, offload in ((0, "none"), (1, "none"), (1, "optimizer"))
 ]
 """The embedding is on the first stage, the head that shares its weight on the last."""
+SPARSE = [
+    replace(
+        _cell(f"{family}_sparse", row, stage, packing=packing), family=f"{family}_sparse", accumulation=accumulation
+    )
+    for family in INDEXED
+    for row in (PLAIN, *TESTED_LAYOUTS)
+    if "sp" not in row.axes
+    for stage, (packing, accumulation) in itertools.product(row.stages, ((True, 4), (False, 1)))
+]
+"""Most documents are longer than `index_topk`."""
+_SPARSE_CELLS = (
+    ("deepseek_v32_sparse", "dp", 3, True),
+    ("deepseek_v32_sparse", "tp 2", 2, False),
+    ("glm_moe_dsa_sparse", "pp 2", 1, True),
+)
+SPARSE_CHOSEN = [cell for cell in SPARSE if (cell.family, cell.layout, cell.stage, cell.packing) in _SPARSE_CELLS]
 DEFAULT = _cells(FIRST) + _offloaded() + TIED
 VARIANTS = ("deepseek_v2_lite", "glm4_moe_lite_types", "glm4_moe_air")
 """Without latent queries; with experts in the first and third of three layers; without norms of queries and keys."""
 BIASES = [_cell(family, TENSOR, 1, packing=True) for family in ("llama_biases", "glm4_moe")]
 """Shards of the biases of queries, keys and values; llama's attention also has a bias that every rank holds."""
 MORE_BIASES = [cell for cell in _cells(("llama_biases", "deepseek_v3_biases")) if cell.tp > 1]
-REST = _cells((*OTHERS, *VARIANTS)) + MORE_BIASES + FOUR_STAGES
+REST = _cells((*OTHERS, *VARIANTS)) + MORE_BIASES + FOUR_STAGES + SPARSE
 ALL = runs_of(DEFAULT) + runs_of(REST) + runs_of(DEFAULT + REST, worlds=(4,))
 ALL_ROUNDED = runs_of(_rounded()) + runs_of(_rounded(), worlds=(4,))
 
@@ -147,7 +165,7 @@ _NORMS_OVER_HEADS = [cell for cell in _cells(("olmoe",)) if cell.layout == "tp 2
 """The norms of queries and keys need the heads of all ranks."""
 # Its second stage begins with a layer that would take the choice of the layer before.
 _TWO_OF_EACH.append(Cell("glm_moe_dsa", 1, 2, packing=True, checkpointing=True, pp=2))
-CHOSEN += _without(runs_of(BIASES + _TWO_OF_EACH + _NORMS_OVER_HEADS, worlds=WORLDS[-1:]), CHOSEN)
+CHOSEN += _without(runs_of(BIASES + SPARSE_CHOSEN + _TWO_OF_EACH + _NORMS_OVER_HEADS, worlds=WORLDS[-1:]), CHOSEN)
 ROUNDED = each_value(runs_of(_rounded()), _axes)
 """bf16 with every layout and with every stage; layouts are paired with stages in fp32."""
 

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PretrainedConfig
+from transformers import GptOssConfig, PretrainedConfig
 
 from ds_finetune.auto_configs import AutoConfig
 from ds_finetune.auto_models import AutoModelForCausalLM
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.model_shape import Shape
 from tests.conftest import ROOT
+from tests.model.mxfp4_folder import GPT_OSS
 from tests.model.tiny import CONFIGS
 
 PUBLISHED = {
@@ -151,13 +152,40 @@ def test_totals_of_their_authors(kind: str, changes: dict[str, int], total: floa
 
 @pytest.mark.parametrize(
     "name",
-    ["meta-llama--Meta-Llama-3.1-70B", "Qwen--Qwen3-0.6B", "Qwen--Qwen3-235B-A22B", "nvidia--DeepSeek-V3.1-NVFP4"],
+    [
+        "meta-llama--Meta-Llama-3.1-70B",
+        "Qwen--Qwen3-0.6B",
+        "Qwen--Qwen3-235B-A22B",
+        "nvidia--DeepSeek-V3.1-NVFP4",
+        "deepseek-ai--DeepSeek-V3.2",
+    ],
 )
 def test_totals_of_large_models_equal_those_built_without_memory(shared_data: Path, name: str) -> None:
     """No published total to three digits for these, so transformers' own count is the judge."""
     config = AutoConfig.from_pretrained(shared_data / "configs" / name)
     config.quantization_config = None
     assert Shape.of(shared_data / "configs" / name).total_params == _built(config)
+
+
+@pytest.mark.parametrize(
+    ("layers", "experts", "total", "active"), [(24, 32, 20.91, 3.61), (36, 128, 116.83, 5.13)], ids=["20b", "120b"]
+)
+def test_published_totals_of_gpt_oss(layers: int, experts: int, total: float, active: float) -> None:
+    """By its model card (arXiv 2508.10925, table 1), which does not count the embedding as active; widths as in
+    transformers' GptOssConfig, whose defaults are those of the larger model.
+    """
+    config = GPT_OSS | {key: value for key, value in GptOssConfig().to_dict().items() if key in GPT_OSS}
+    shape = Shape.of(config | {"num_hidden_layers": layers, "num_local_experts": experts})
+    assert round(shape.total_params / 1e9, 2) == total
+    assert round((shape.active_params - shape.embedding) / 1e9, 2) == active
+
+
+def test_glm_5_has_the_published_744_billion_parameters() -> None:
+    """The defaults of transformers are the model's sizes; 744B is in Z.ai's announcement."""
+    config = AutoConfig.for_model("glm_moe_dsa")
+    total = Shape.of(config.to_dict()).total_params
+    assert round(total / 1e9) == 744
+    assert total == _built(config)
 
 
 VARIANTS: list[dict[str, Any]] = [

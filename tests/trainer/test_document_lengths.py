@@ -1,4 +1,4 @@
-"""Documents longer than a model with an indexer attends to are refused before step 1, with both numbers."""
+"""Documents longer than `index_topk` are refused before step 1 where the indexer is not run, with both numbers."""
 
 import json
 from pathlib import Path
@@ -14,71 +14,89 @@ from ds_finetune.trainer.document_lengths import length_notes
 from ds_finetune.trainer.inputs import make_model_plan, read_inputs
 from tests.running import tiny_task
 
+ONE_RANK = Mesh(0, 1)
+
 LIMIT = 24
 CUT = {"max_truncated_ratio": 1.0}
+EAGER = {"model": {"attention": "eager"}}
 
 
-def _run_file(folder: Path, **sections: Any) -> Path:
+def _run_file(folder: Path, family: str = "deepseek_v32", **sections: Any) -> Path:
     run_file = tiny_task(folder, **sections)
     vocabulary = json.loads((folder / "model" / "config.json").read_text())["vocab_size"]
-    tree = TINY_MODELS["deepseek_v32"] | {"vocab_size": vocabulary, "index_topk": LIMIT}
+    tree = TINY_MODELS[family] | {"vocab_size": vocabulary, "index_topk": LIMIT}
     (folder / "model" / "config.json").write_text(json.dumps(tree))
     return run_file
 
 
-def _read(config: RunConfig) -> None:
-    read_inputs(config, make_model_plan(config, Mesh(0, 1)))
+def _read(config: RunConfig, mesh: Mesh = ONE_RANK) -> tuple[str, ...]:
+    """Check the documents of a run; returns the note on them."""
+    model = make_model_plan(config, mesh)
+    read_inputs(config, model)
+    return length_notes(config, model)
 
 
 @pytest.mark.parametrize(
-    ("sections", "words", "hint"),
+    ("family", "mesh", "sections", "words", "hint"),
     [
         (
-            {},
-            ("data.train: ", "31 of 32 documents are longer than the 24 tokens", "the longest has 31"),
-            f"{LIMIT}; data.",
+            "deepseek_v32",
+            Mesh(0, 1, sp=2),
+            {"parallel": {"sp": 2}},
+            "data.train: 31 of 32 documents are longer than index_topk 24, the longest has 31 tokens, and sparse "
+            "attention with parallel.sp 2 is not tested",
+            "set parallel.sp: 1; or train.max_seq_len: 24, and longer documents are cut, split or dropped",
         ),
         (
-            {"data": {"streaming": True}},
-            ("train.max_seq_len 64 is more than the 24 tokens", "the documents of data.streaming"),
-            f"set train.max_seq_len: {LIMIT}",
+            "glm_moe_dsa",
+            Mesh(0, 1, pp=2),
+            {"parallel": {"pp": 2}},
+            "sparse attention where a stage of parallel.pp 2 begins with layer 1, without an indexer is not tested",
+            "set parallel.pp: 1, or other parallel.pp_layers; or train.max_seq_len: 24",
         ),
         (
-            {
-                "train": {"max_seq_len": 24},
+            "deepseek_v32",
+            ONE_RANK,
+            EAGER | {"data": {"streaming": True}},
+            "train.max_seq_len 64 is more than index_topk 24, the documents of data.streaming are not known",
+            "set train.max_seq_len: 24, or model.attention: sdpa",
+        ),
+        (
+            "deepseek_v32",
+            ONE_RANK,
+            EAGER
+            | {
+                "train": {"max_seq_len": LIMIT},
                 "data": CUT,
                 "eval": {"generate": {"prompts": 2, "max_new_tokens": 12}},
             },
-            ("eval.generate: a prompt of 13 tokens in eval", "max_new_tokens 12 are more than the 24 tokens"),
-            "set eval.generate.max_new_tokens to 11 or less",
+            "a prompt of 13 tokens in eval and max_new_tokens 12 are more than index_topk 24",
+            "set model.attention: sdpa, or fewer max_new_tokens",
         ),
     ],
-    ids=["prepared", "streamed", "generated"],
+    ids=["sp", "pp", "streamed", "generated"],
 )
-def test_longer_documents_are_refused(
-    sections: dict[str, Any], words: tuple[str, ...], hint: str, tmp_path: Path
+def test_longer_documents_are_refused_where_the_indexer_is_not_run(
+    family: str, mesh: Mesh, sections: dict[str, Any], words: str, hint: str, tmp_path: Path
 ) -> None:
-    config = read_config(_run_file(tmp_path, **sections))
+    config = read_config(_run_file(tmp_path, family, **sections))
     with pytest.raises(FinetuneError) as caught:
-        _read(config)
-    assert all(word in caught.value.message for word in words), caught.value.message
+        _read(config, mesh)
+    assert words in caught.value.message
     assert hint in caught.value.hint
 
 
+def test_the_plan_says_whether_the_indexer_is_run(tmp_path: Path) -> None:
+    (note,) = _read(read_config(_run_file(tmp_path / "long")))
+    assert note == "in documents longer than index_topk 24 the indexer chooses tokens; it is not trained"
+    short = {"data": {"packing": True} | CUT, "train": {"max_seq_len": LIMIT}}
+    (note,) = _read(read_config(_run_file(tmp_path / "short", **EAGER | short)))
+    assert note == "documents have at most index_topk 24 tokens and are attended to whole: the indexer is not run"
+    assert _read(read_config(tiny_task(tmp_path / "v3"))) == ()
+
+
 def test_rows_may_be_longer_than_documents(tmp_path: Path) -> None:
-    """With `train.max_seq_len` at the limit the documents are cut; packed rows of short ones may be longer."""
-    _read(read_config(_run_file(tmp_path, data={"packing": True} | CUT, train={"max_seq_len": LIMIT})))
-    rows = tmp_path / "train.jsonl"
     short = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]}
-    for name in (rows, tmp_path / "eval.jsonl"):
-        name.write_text((json.dumps(short) + "\n") * 8)
-    config = read_config(_run_file(tmp_path / "again", data={"packing": True, "train": str(rows), "eval": str(rows)}))
-    _read(config)
-    (note,) = length_notes(make_model_plan(config, Mesh(0, 1)))
-    assert note.startswith("documents have at most index_topk 24 tokens")
-
-
-def test_models_without_an_indexer_have_no_limit(tmp_path: Path) -> None:
-    config = read_config(tiny_task(tmp_path))
-    _read(config)
-    assert length_notes(make_model_plan(config, Mesh(0, 1))) == ()
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text((json.dumps(short) + "\n") * 8)
+    _read(read_config(_run_file(tmp_path, **EAGER, data={"packing": True, "train": str(rows), "eval": str(rows)})))

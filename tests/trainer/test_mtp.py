@@ -21,8 +21,10 @@ from ds_finetune.model.mtp_plan import plan_mtp
 from ds_finetune.model.parallel.pipeline import build_meta_model
 from ds_finetune.model.weights import open_weights
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.trainer.prepare import freeze_routers
 from ds_finetune.world import World
 from tests.parity.mtp_cells import write_mtp_model
+from tests.planning import model_of
 from tests.running import metrics, start, tiny_task, torchrun
 
 LAYER = "model.layers.2."
@@ -93,6 +95,7 @@ def test_drafts_of_plain_transformers_change_no_answer(finished: Path, monkeypat
     assert torch.equal(model.generate(prompt, use_mtp=True, **options), greedy)
 
 
+@pytest.mark.slow
 def test_an_export_is_trained_on(finished: Path, tmp_path: Path) -> None:
     """Its layer is loaded by its published names, so a learning rate of nearly 0 changes nothing."""
     run_file = _run_file(tmp_path)
@@ -140,6 +143,15 @@ def test_untested_settings_are_refused(sections: dict[str, Any], said: str, tmp_
     with pytest.raises(ConfigError, match=said) as refused:
         make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cpu")
     assert refused.value.hint
+
+
+def test_a_frozen_router_is_frozen_in_the_layer_too(tmp_path: Path) -> None:
+    write_mtp_model("deepseek_v3", tmp_path / "m")
+    sections = {"model": str(tmp_path / "m"), "router": {"train": False}}
+    config = RunConfig.model_validate(_tree(tmp_path, **sections))
+    plan = make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cpu")
+    gates = [f"model.layers.{layer}.mlp.gate.weight" for layer in (1, 2)]
+    assert list(freeze_routers(plan, model_of(config)).frozen) == gates
 
 
 def _refusal(folder: Path) -> ModelError:

@@ -5,13 +5,12 @@ the others.
 import os
 import re
 import socket
-import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.conftest import ROOT
+from tests.forks import Forked, Forkserver
 from tests.running import tiny_task
 
 SECONDS = 200
@@ -49,24 +48,21 @@ def faulty(folder: Path, fault: str, *, rank: int = 1, step: int = 4, overrides:
     environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     logs = [folder / f"rank-{place}.log" for place in (0, 1)]
+    program = [FAULTY, fault, str(rank), str(step), str(run_file), *given]
     ranks = [
-        subprocess.Popen(
-            [sys.executable, FAULTY, fault, str(rank), str(step), str(run_file), *given],
-            cwd=ROOT,
-            env=environ | {"RANK": str(place), "LOCAL_RANK": str(place)},
-            stdout=logs[place].open("w"),
-            stderr=subprocess.STDOUT,
+        Forkserver.get().start(
+            program, environ | {"RANK": str(place), "LOCAL_RANK": str(place)}, ranks=0, out=logs[place], err=logs[place]
         )
         for place in (0, 1)
     ]
     ended = _ended(ranks)
-    done = Faulty(folder, codes=[process.returncode for process in ranks], printed=[log.read_text() for log in logs])
+    done = Faulty(folder, codes=[process.wait(0) for process in ranks], printed=[log.read_text() for log in logs])
     began = re.search(r"^FAULT ([\d.]+)", done.printed[rank], re.MULTILINE)
     done.seconds = [moment - float(began[1]) for moment in ended] if began else []
     return done
 
 
-def _ended(ranks: list[subprocess.Popen[bytes]]) -> list[float]:
+def _ended(ranks: list[Forked]) -> list[float]:
     """When each process ended, or was ended here because it had not."""
     until, ended = time.monotonic() + SECONDS, [0.0] * len(ranks)
     while not all(ended) and time.monotonic() < until:

@@ -70,13 +70,13 @@ def _route_grouped_softmax(layers: Layers, logits: str, name: str, config: Pretr
 
 
 def _route_softmax(layers: Layers, logits: str, name: str, config: PretrainedConfig) -> Routing:
-    """The best softmax scores, divided by their sum where `norm_topk_prob` says so or the config does not have it.
+    """The best softmax scores, divided by their sum where the router's `norm_topk_prob` says so or it has none.
 
     As in transformers 5.23, modeling_qwen3_moe.py:257-266, modeling_olmoe.py:326-335 and modeling_mixtral.py:107-114.
     """
     graph = layers.graph
     weights, index = _top(graph, graph.op("Softmax", logits, axis=-1), config.num_experts_per_tok)
-    if getattr(config, "norm_topk_prob", True):
+    if getattr(layers.module(name), "norm_topk_prob", True):
         weights = graph.op("Div", weights, graph.op("ReduceSum", weights, graph.ints(-1), keepdims=1))
     return Routing(index, weights)
 

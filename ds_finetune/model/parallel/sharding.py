@@ -8,18 +8,27 @@ from typing import Self
 
 import torch
 
+from ds_finetune.families.family import Family
 from ds_finetune.plan.mesh import Mesh
 
 Ints = tuple[int, ...]
 
 _COLUMN_PARALLEL = re.compile(
     r"(^|\.)(q_proj|k_proj|v_proj|q_b_proj|kv_b_proj|gate_proj|up_proj|embed_tokens|lm_head)\.(weight|bias)$"
+    r"|\.self_attn\.sinks$"
 )
 """Sharded along the output (heads, inner width, vocabulary): dim 0."""
 _ROW_PARALLEL = re.compile(r"(^|\.)(o_proj|down_proj)\.weight$")
 """Sharded along the input: dim 1. Every rank has the whole bias, which is added once, after the sum over ranks."""
-_FUSED_EXPERTS = re.compile(r"\.mlp\.experts\.(?P<part>gate_up_proj|down_proj)$")
+_FUSED_EXPERTS = re.compile(r"\.mlp\.experts\.(?P<part>(gate_up_proj|down_proj)(_bias)?)$")
 """Fused experts, sharded along each expert's inner width."""
+_INNER_DIM: dict[bool, dict[str, int | None]] = {
+    False: {"gate_up_proj": 2, "down_proj": 2},
+    True: {"gate_up_proj": 2, "gate_up_proj_bias": 1, "down_proj": 1, "down_proj_bias": None},
+}
+"""Dimension of the inner width in the box of a tensor of experts, by whether they are transposed: then columns of gate
+and up take turns, and equal shards have both of each. The bias of the outputs has no inner width.
+"""
 
 
 @dataclass(frozen=True)
@@ -32,18 +41,19 @@ class ModelShard:
     tp_rank: int = 0
     ep_size: int = 1
     ep_rank: int = 0
+    has_transposed_experts: bool = False
 
     @classmethod
-    def of(cls, mesh: Mesh) -> Self:
-        """The shard of this rank of a mesh."""
-        return cls(mesh.tp, mesh.place("tp"), mesh.ep, mesh.expert_place)
+    def of(cls, mesh: Mesh, family: Family) -> Self:
+        """The shard that this rank of a mesh holds of a model of the family."""
+        return cls(mesh.tp, mesh.place("tp"), mesh.ep, mesh.expert_place, family.transposed_experts)
 
     def tensor_shard(self, name: str, local_shape: Ints) -> "TensorShard":
         """The shard that this rank holds of the tensor `name`, whose shape is `local_shape` on this rank."""
         fused = _FUSED_EXPERTS.search(name)
-        is_gate_up = fused is not None and fused["part"] == "gate_up_proj"
+        is_gate_up = fused is not None and fused["part"] == "gate_up_proj" and not self.has_transposed_experts
         box = (local_shape[0], 2, local_shape[1] // 2, local_shape[2]) if is_gate_up else local_shape
-        dim = 2 if fused else _shard_dim(name)
+        dim = _INNER_DIM[self.has_transposed_experts].get(fused["part"]) if fused else _shard_dim(name)
         counts, offsets = [1] * len(box), [0] * len(box)
         if fused:
             counts[0], offsets[0] = self.ep_size, self.ep_rank * box[0]

@@ -92,6 +92,21 @@ class ColumnParallelLinear(nn.Linear):
         return super().forward(copy_to_tensor_parallel_region(replicated, self.tp_group))
 
 
+class BiasedExperts(nn.Module):
+    """Mixed into a family's experts with biases that hold a shard of each inner width. Every rank has the whole bias of
+    the outputs and adds its equal part, so that the sum over ranks has it once.
+    """
+
+    tp_group: TensorParallelGroup
+
+    @property
+    def down_proj_bias(self) -> torch.Tensor:
+        """This rank's part of the bias, [experts, width]; its gradient is summed over ranks."""
+        bias = self._parameters["down_proj_bias"]
+        assert bias is not None
+        return copy_to_tensor_parallel_region(bias, self.tp_group) / self.tp_group.size
+
+
 class VocabParallelEmbedding(nn.Embedding):
     """An embedding sharded along the vocabulary. Ids of other ranks give zeros here, so the sum over ranks is the
     embedding. `padding_idx` is an id of the whole vocabulary.
@@ -236,8 +251,17 @@ def install_tensor_parallel_mlp(mlp: Any, tp_group: TensorParallelGroup) -> None
         _change_class(mlp.down_proj, RowParallelLinear, tp_group)
         return
     mlp.experts.register_forward_pre_hook(copy_to_experts)
+    if hasattr(mlp.experts, "down_proj_bias"):
+        kind = type(mlp.experts)
+        _change_class(mlp.experts, type(f"TensorParallel{kind.__name__}", (BiasedExperts, kind), {}), tp_group)
     if getattr(mlp, "shared_experts", None) is not None:
         assert mlp.shared_experts.down_proj.bias is None, "every rank would add the bias"
         mlp.shared_experts.register_forward_pre_hook(copy_input)
+
+    def reduce_output(_: nn.Module, __: Any, out: Any) -> Any:  # noqa: ANN401 - some also return the router's scores
+        if isinstance(out, tuple):
+            return reduce_from_tensor_parallel_region(out[0], tp_group), *out[1:]
+        return reduce_from_tensor_parallel_region(out, tp_group)
+
     # One reduction for routed and shared experts together.
-    mlp.register_forward_hook(lambda _, __, out: reduce_from_tensor_parallel_region(out, tp_group))
+    mlp.register_forward_hook(reduce_output)

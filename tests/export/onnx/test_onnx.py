@@ -37,7 +37,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": CONFIGS["llama"],
     "qwen2": CONFIGS["qwen2"],
     "qwen3": CONFIGS["qwen3"] | {"head_dim": 12},
-    "qwen3_moe": CONFIGS["qwen3_moe"] | {"norm_topk_prob": True},
+    "qwen3_moe": CONFIGS["qwen3_moe"] | {"norm_topk_prob": True, "mlp_only_layers": [0]},
     "mixtral": CONFIGS["mixtral"],
     "olmoe": CONFIGS["olmoe"],
     "deepseek_v2": CONFIGS["deepseek_v2"]
@@ -58,7 +58,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "qwen2-untied-yarn": {"tie_word_embeddings": False, "rope_parameters": YARN},
     "qwen3-tied": {"tie_word_embeddings": True, "attention_bias": True},
-    "qwen3_moe-dense-first": {"norm_topk_prob": False, "mlp_only_layers": [0]},
     "deepseek_v2-lite-greedy-yarn": {
         "topk_method": "greedy",
         "n_group": 1,

@@ -1,0 +1,83 @@
+"""What gpt_oss is not trained with is refused by name."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.engine.parameter_tags import parameter_groups
+from ds_finetune.errors import FinetuneError
+from ds_finetune.families.tiny import GPT_OSS
+from ds_finetune.model.build import build_skeleton
+from ds_finetune.model.model_plan import plan_model
+from ds_finetune.plan.combinations import check_divides, check_optimizer
+from ds_finetune.plan.mesh import Mesh
+from ds_finetune.selftest.cells import Cell, run_tree
+
+CONFIG: Any = AutoConfig.for_model("gpt_oss", **GPT_OSS)
+
+
+def _run(**sections: Any) -> RunConfig:
+    tree = run_tree(Cell("gpt_oss", 1, 1, packing=True), Path("none"), Path("out"), dp=1)
+    return RunConfig.model_validate(tree | sections)
+
+
+@pytest.mark.parametrize(
+    ("attention", "said"),
+    [("eager", "documents of a packed row would see each other"), ("flash_attention_2", "its kernels have none")],
+)
+def test_attention_without_sinks(attention: str, said: str) -> None:
+    with pytest.raises(
+        FinetuneError, match=f"model.attention {attention} .* whose attention has sinks: {said}"
+    ) as caught:
+        plan_model(CONFIG, _run(model={"path": "none", "attention": attention}))
+    assert caught.value.hint == "set model.attention: sdpa"
+
+
+def test_lora() -> None:
+    with pytest.raises(FinetuneError, match="lora of model_type gpt_oss is not tested"):
+        plan_model(CONFIG, _run(lora={"rank": 2}))
+
+
+def test_tensor_with_expert_parallelism() -> None:
+    """The norm at ZeRO-3 would count the biases of outputs twice."""
+    with pytest.raises(FinetuneError, match="of model_type gpt_oss is not tested"):
+        check_divides(Mesh(0, 4, tp=2, ep=2), CONFIG.to_dict())
+
+
+def test_muon() -> None:
+    with pytest.raises(FinetuneError, match=r"optim\.name Muon of model_type gpt_oss would orthogonalise the biases"):
+        check_optimizer("Muon", CONFIG.to_dict())
+    check_optimizer("AdamW", CONFIG.to_dict())
+    check_optimizer("Muon", {"model_type": "deepseek_v3"})
+
+
+@pytest.mark.parametrize(
+    ("mesh", "what"), [(Mesh(0, 1, tp=4), "tp 4 does not divide the 2 key"), (Mesh(0, 1, ep=3), "8 routed experts")]
+)
+def test_sizes_that_do_not_divide(mesh: Mesh, what: str) -> None:
+    with pytest.raises(FinetuneError, match=re.escape(what)):
+        check_divides(mesh, CONFIG.to_dict())
+
+
+def test_weights_of_experts_decay_and_their_biases_do_not() -> None:
+    """Biases are one matrix [experts, outputs] of a layer."""
+    lm = build_skeleton(
+        AutoConfig.for_model("gpt_oss", **GPT_OSS), attention="sdpa", dtype=torch.float32, device="meta"
+    )
+    plan = SimpleNamespace(optimizer=SimpleNamespace(weight_decay=0.1), zero_stage=3)
+    groups: Any = SimpleNamespace(experts=None)
+    names = {id(param): name for name, param in lm.named_parameters()}
+    decayed, others = parameter_groups(lm, plan, groups)  # type: ignore[arg-type]
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    assert {names[id(param)].rpartition(".")[2] for param in others["params"]} == {
+        *("bias", "sinks", "gate_up_proj_bias", "down_proj_bias"),
+        "weight",
+    }
+    assert all("norm" in names[id(p)] for p in others["params"] if names[id(p)].endswith("weight"))
+    assert len(decayed["params"]) + len(others["params"]) == len(names)
