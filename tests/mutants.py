@@ -40,6 +40,7 @@ ONNX = "tests/export/onnx/test_onnx.py"
 ENCODER, LENGTHS = "tests/model/test_encoder.py", "tests/data/test_batch_lengths.py"
 INDEXER = "tests/model/test_indexed_attention.py"
 MTP = "tests/parity/test_mtp.py"
+LOADS = "tests/observers/test_expert_loads.py tests/observers/test_routers.py"
 MUTANTS = (
     Mutant(
         "tokens chosen over the whole row",
@@ -181,6 +182,27 @@ MUTANTS = (
         "lengths=torch.tensor([row.num_tokens for row in rows])",
         "lengths=torch.tensor([length for _ in rows])",
         LENGTHS,
+    ),
+    Mutant(
+        "steps done again kept in the table of experts",
+        "observers/expert_table.py",
+        "sum(found <= step for found in steps)",
+        "len(steps)",
+        LOADS,
+    ),
+    Mutant(
+        "skipped steps move the followed biases",
+        "observers/router_metrics.py",
+        "        if not is_skipped:\n            self._raised -=",
+        "        if True:\n            self._raised -=",
+        LOADS,
+    ),
+    Mutant(
+        "log-probabilities of pairs without their reference",
+        "evaluation/preference_scores.py",
+        "-reference.loss",
+        "0 * reference.loss",
+        "tests/evaluation/test_preference_scores.py",
     ),
     Mutant("no end token after a cut text", "data/units.py", "[*ids[: limit - 1], eos]", "ids[:limit]", LABELS),
     Mutant(

@@ -16,6 +16,7 @@ from ds_finetune.errors import ConfigError
 from ds_finetune.plan.estimate import RunEstimate, TensorKind, estimate_run, fullest_stage
 from ds_finetune.plan.mesh import AXES, Mesh
 from ds_finetune.plan.plan import Plan, make_plan
+from ds_finetune.trainer.document_lengths import length_notes
 from ds_finetune.trainer.inputs import known_classes, make_model_plan, model_lines, token_limits, try_generic_type
 from ds_finetune.trainer.rank_tensors import Stages, rank_tensors, sizes_of
 from ds_finetune.units import GIB
@@ -70,7 +71,7 @@ def plan_run(config: RunConfig, *, gpus: int, gpus_per_node: int = 8) -> Planned
     stages = rank_tensors(plan, model)
     estimate = estimate_run(config, plan, sizes_of(stages, model.lora, model.teacher))
     lines = (*plan.decisions, *model_lines(model, plan), *_totals(stages, estimate))
-    return PlannedRun(plan, stages, estimate, lines, (*tried, *_assumed_classes(config)))
+    return PlannedRun(plan, stages, estimate, lines, (*tried, *length_notes(config, model), *_assumed_classes(config)))
 
 
 def _assumed_classes(config: RunConfig) -> list[str]:

@@ -88,9 +88,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _by_transformers(folder: Path) -> PreTrainedModel:
-    """As transformers and bitsandbytes quantise it, but for the head and rows that blocks cross."""
+    """As transformers and bitsandbytes quantise it, but for the head, indexers and rows that blocks cross."""
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    kept = [name for name, module in plain.named_modules() if isinstance(module, nn.Linear) and module.in_features % 64]
+    linears = [(name, module) for name, module in plain.named_modules() if isinstance(module, nn.Linear)]
+    kept = [name for name, module in linears if module.in_features % 64 or ".indexer." in name]
     asked = {
         "load_in_4bit": True,
         "bnb_4bit_quant_type": "nf4",

@@ -152,7 +152,13 @@ def test_totals_of_their_authors(kind: str, changes: dict[str, int], total: floa
 
 @pytest.mark.parametrize(
     "name",
-    ["meta-llama--Meta-Llama-3.1-70B", "Qwen--Qwen3-0.6B", "Qwen--Qwen3-235B-A22B", "nvidia--DeepSeek-V3.1-NVFP4"],
+    [
+        "meta-llama--Meta-Llama-3.1-70B",
+        "Qwen--Qwen3-0.6B",
+        "Qwen--Qwen3-235B-A22B",
+        "nvidia--DeepSeek-V3.1-NVFP4",
+        "deepseek-ai--DeepSeek-V3.2",
+    ],
 )
 def test_totals_of_large_models_equal_those_built_without_memory(shared_data: Path, name: str) -> None:
     """No published total to three digits for these, so transformers' own count is the judge."""
@@ -172,6 +178,14 @@ def test_published_totals_of_gpt_oss(layers: int, experts: int, total: float, ac
     shape = Shape.of(config | {"num_hidden_layers": layers, "num_local_experts": experts})
     assert round(shape.total_params / 1e9, 2) == total
     assert round((shape.active_params - shape.embedding) / 1e9, 2) == active
+
+
+def test_glm_5_has_the_published_744_billion_parameters() -> None:
+    """The defaults of transformers are the model's sizes; 744B is in Z.ai's announcement."""
+    config = AutoConfig.for_model("glm_moe_dsa")
+    total = Shape.of(config.to_dict()).total_params
+    assert round(total / 1e9) == 744
+    assert total == _built(config)
 
 
 VARIANTS: list[dict[str, Any]] = [
