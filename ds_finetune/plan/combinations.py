@@ -36,7 +36,11 @@ class ParallelLayout:
     @property
     def families(self) -> tuple[str, ...]:
         """Model types it is tested with: those with all of its axes in the table of families."""
-        return tuple(name for name, family in FAMILIES.items() if self.axes <= family.parallel_axes)
+        return tuple(
+            name
+            for name, family in FAMILIES.items()
+            if self.axes <= family.parallel_axes and self.axes not in family.refused_layouts
+        )
 
 
 TESTED_LAYOUTS = (
@@ -175,10 +179,14 @@ def table() -> str:
     """`TESTED_LAYOUTS` in Markdown, for `docs/reference/layouts.md`, and the model types that its rows name."""
     every = tuple(name for name, family in FAMILIES.items() if family.parallel_axes)
     with_experts = tuple(name for name in every if "ep" in FAMILIES[name].parallel_axes)
-    names = {every: "all", with_experts: "with experts"}
+
+    def named(row: ParallelLayout) -> str:
+        text, group = ("with experts", with_experts) if "ep" in row.axes else ("all", every)
+        missing = [name for name in group if name not in row.families]
+        return f"{text} but {_listed(missing)}" if missing else text
+
     rows = [
-        f"| {' x '.join(axis for axis in AXES if axis in row.axes)} | {_listed(row.stages)} | "
-        f"{names.get(row.families) or _listed(row.families)} |"
+        f"| {' x '.join(axis for axis in AXES if axis in row.axes)} | {_listed(row.stages)} | {named(row)} |"
         for row in TESTED_LAYOUTS
     ]
     dense = [name for name in every if name not in with_experts]

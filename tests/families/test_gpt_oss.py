@@ -44,6 +44,12 @@ def test_lora() -> None:
         plan_model(CONFIG, _run(lora={"rank": 2}))
 
 
+def test_tensor_with_expert_parallelism() -> None:
+    """The norm at ZeRO-3 would count the biases of outputs twice."""
+    with pytest.raises(FinetuneError, match="of model_type gpt_oss is not tested"):
+        check_divides(Mesh(0, 4, tp=2, ep=2), CONFIG.to_dict())
+
+
 def test_muon() -> None:
     with pytest.raises(FinetuneError, match=r"optim\.name Muon of model_type gpt_oss would orthogonalise the biases"):
         check_optimizer("Muon", CONFIG.to_dict())

@@ -20,9 +20,11 @@ from ds_finetune.model.build import build_skeleton
 from ds_finetune.model.mtp import set_mtp_layers
 from ds_finetune.model.names import hub_pieces
 from ds_finetune.selftest.cells import Cell, hf_config, run_tree, samples
-from ds_finetune.selftest.reference_loop import BETAS, EPS, LR
+from ds_finetune.selftest.reference_loop import BETAS, EPS
 
 WEIGHT = 0.3
+LR = 1e-2
+"""So large that later steps show whether the layer reads the embedding as it is by then."""
 STEPS = 3
 
 

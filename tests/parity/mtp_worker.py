@@ -24,10 +24,9 @@ from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.selftest.cells import Cell, rows
-from ds_finetune.selftest.reference_loop import LR
 from ds_finetune.selftest.steps import _gradients, batch_plan
 from ds_finetune.world import World
-from tests.parity.mtp_cells import STEPS, MtpLayout, mtp_tree
+from tests.parity.mtp_cells import LR, STEPS, MtpLayout, mtp_tree
 from tests.planning import model_of
 
 

@@ -28,6 +28,9 @@ VARIANTS = (*MODELS, *(f"{family}_deep" for family in MODELS), "glm4_moe_lite_ty
 def _cell(stage: int, accumulation: int, *, packing: bool, family: str = FAMILY, **axes: Any) -> Cell:
     """Packed with clipping and activation checkpointing, padded without; both with weight decay."""
     family = f"{family}_deep" if {"pp", "ep"} <= axes.keys() else family
+    if "pp" in axes:
+        # Balanced stages are others with the layer, and a norm is then added up in another order.
+        axes["pp_layers"] = "2 2" if family.endswith("_deep") else "1 1"
     clipped = {"max_grad_norm": 0.5 if packing else 0.0, "checkpointing": packing, "weight_decay": 0.1}
     return Cell(family, stage, accumulation, packing=packing, **clipped, **axes)
 

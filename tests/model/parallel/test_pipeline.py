@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicCache
 from ds_finetune.config.schema import ParallelConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.model.build import build_skeleton, model_class
+from ds_finetune.model.mtp import set_mtp_layers
 from ds_finetune.model.parallel.pipeline import (
     MissingLayer,
     PipelineGroup,
@@ -92,3 +93,20 @@ def test_what_is_not_trained_on_a_stage_takes_no_memory() -> None:
     assert not list(lm.base_model.layers[1].parameters())
     assert isinstance(lm.get_output_embeddings(), nn.Linear)
     assert lm.get_output_embeddings().weight is None
+
+
+def test_a_multi_token_prediction_layer_is_on_the_last_stage_with_a_copy_of_the_embedding() -> None:
+    config = hf_config("deepseek_v3_deep")
+    set_mtp_layers(config, 1)
+    assert layers_of_stages(config, ParallelConfig(pp=2, pp_layers=(2, 2))) == [range(2), range(2, 5)]
+    first, last = layers_of_stages(config, ParallelConfig(pp=2))
+    assert first is not None
+    assert last is not None
+    assert (first.stop, last.stop) == (last.start, 5)
+    for place, layers in enumerate((first, last)):
+        with build_only_layers(model_class(config), layers):
+            lm = build_meta_model(config)
+        stage = PipelineGroup(None, 2, place)
+        install_pipeline_stage(lm, stage, outputs=config.vocab_size)
+        assert has_embedding_copy(lm, stage) == (place == 1)
+        assert any("eh_proj" in name for name, _ in lm.named_parameters()) == (place == 1)
