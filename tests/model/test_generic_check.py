@@ -122,7 +122,7 @@ def test_pairs_need_documents_of_a_row_that_are_kept_apart() -> None:
     assert "both answers of a pair are in one row" in refused.value.hint
 
 
-@pytest.mark.parametrize("kind", ["bamba", "gemma3_text", "dots1", "qwen3_next", "jamba"])
+@pytest.mark.parametrize("kind", ["bamba", "gemma3_text", "ernie4_5_moe", "qwen3_next", "jamba"])
 def test_a_tiny_copy_has_every_kind_of_layer(kind: str) -> None:
     config = config_of(kind)
     whole = build_meta_model(config)
