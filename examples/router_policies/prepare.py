@@ -3,7 +3,7 @@
 python examples/router_policies/prepare.py TOKENIZER GSM8K OUT TEXT...
 
 TOKENIZER is a folder with the DeepSeek-LLM vocabulary (102,400 tokens), GSM8K one with train.jsonl and test.jsonl, TEXT
-files of plain text. OUT gets `model/` (config.json and tokenizer; nine tenths of the parameters are embedding and head),
+files of plain text. OUT gets `model/` (config and tokenizer; nine tenths of the parameters are in embedding and head),
 `texts.jsonl`, `train.jsonl` (the first 600 questions) and `test.jsonl` (the first 100).
 """
 
