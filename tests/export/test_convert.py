@@ -84,7 +84,9 @@ def test_equals_what_transformers_writes(
     wanted, found = read_all(tmp_path / "theirs"), read_all(out)
     if dtype == "fp16":
         # transformers 5.23 keeps some more in fp32 in models that it loads in fp16, e.g. gpt_oss/modeling_gpt_oss.py:389.
-        wanted = {key: tensor if key.endswith("e_score_correction_bias") else tensor.half() for key, tensor in wanted.items()}
+        wanted = {
+            key: tensor if key.endswith("e_score_correction_bias") else tensor.half() for key, tensor in wanted.items()
+        }
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[key], tensor) and found[key].dtype == tensor.dtype for key, tensor in wanted.items())
     assert (len(list(out.glob("*.safetensors"))) > 1) == (max_bytes < 10**6)
