@@ -28,7 +28,7 @@ Value = TypeVar("Value")
 FIRST = ("deepseek_v3", "llama")
 """Families whose pairs of values are all compared by default."""
 OTHERS = tuple(name for name, family in FAMILIES.items() if family.tiny_models and name not in FIRST)
-"""Families with two cells by default; their other cells are behind the marker."""
+"""Families with one or two cells by default; their other cells are behind the marker."""
 TENSOR = ParallelLayout(frozenset({"tp"}), (1,))
 INDEXED = tuple(name for name in OTHERS if FAMILIES[name].indexer)
 PLAIN = ParallelLayout(frozenset(), (0, 1, 2, 3))
