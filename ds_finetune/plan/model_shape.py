@@ -42,6 +42,10 @@ class Shape:
     """Of DeepSeek sparse attention: parameters that training does not compute with."""
     attention_width: int
     """Sum over heads of (query/key width + value width): multiply-adds in one layer for one attended position."""
+    attended_limits: tuple[int | None, ...] = ()
+    """The positions a token attends to at most in each layer, where some layers have a window or an indexer; empty
+    where none has.
+    """
     mtp_layers: int = 0
     """Multi-token prediction layers that are trained; they are among `layers`, and their parameters among the others.
     """
@@ -96,6 +100,7 @@ class Shape:
             mtp_projection=mtp_layers * 2 * hidden * hidden,
             indexer=attention.indexer,
             attention_width=attention.width,
+            attended_limits=_attended_limits(config),
             **_mlps(config, sum(rules.is_sparse(config, layer) for layer in range(layers)), family, rules),
         )
 
@@ -120,13 +125,15 @@ class Shape:
         This counts forward, backward and the head, but neither recomputation, the embedding look-up nor scores of
         documents. In causal attention over one document of `seq_len` tokens, a token attends to `seq_len / 2` positions
         on average. For documents packed into a row, pass `mean_attended`: sum(n * n / 2) / sum(n) over document
-        lengths n. With a multi-token prediction layer the head counts once more, also where the layer does not train
-        it.
+        lengths n. The window of a layer and `index_topk` are upper limits of that mean. With a multi-token prediction
+        layer the head counts once more, also where the layer does not train it.
         """
         looked_up = 0 if self.tied else self.embedding
         matmul = self.active_params - self.norms - looked_up - self.score_head + self.mtp_layers * self.embedding
         attended = seq_len / 2 if mean_attended is None else mean_attended
-        return 2 * _FORWARD_AND_BACKWARD * (matmul + self.layers * self.attention_width * attended)
+        limits = self.attended_limits or (None,) * self.layers
+        positions = sum(attended if limit is None else min(attended, limit) for limit in limits)
+        return 2 * _FORWARD_AND_BACKWARD * (matmul + self.attention_width * positions)
 
     @property
     def _always(self) -> int:
@@ -141,6 +148,18 @@ class Shape:
             + self.norms
             + self.mtp_projection
         )
+
+
+def _attended_limits(config: ModelConfig) -> tuple[int | None, ...]:
+    """Positions at most in each layer: a sliding window's, or those that an indexer chooses."""
+    layers, chosen = config["num_hidden_layers"], config.get("index_topk")
+    if chosen is not None:
+        return (int(chosen),) * layers
+    kinds, window = config.get("layer_types") or (), config.get("sliding_window")
+    if window is None or "sliding_attention" not in kinds:
+        return ()
+    limits = tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
+    return limits + (None,) * (layers - len(limits))
 
 
 def _with_layers(config: ModelConfig, number: int) -> dict[str, Any]:

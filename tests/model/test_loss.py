@@ -121,4 +121,8 @@ def test_packed_gradient_is_the_sum_of_separate_ones(family: str) -> None:
         total += loss.item()
     assert together.item() == pytest.approx(total, rel=1e-6)
     for (name, a), b in zip(packed.named_parameters(), apart.parameters(), strict=True):
+        if a.grad is None:
+            assert "indexer" in name
+            assert b.grad is None
+            continue
         assert torch.linalg.norm(a.grad - b.grad) <= 1e-5 * torch.linalg.norm(b.grad) + 1e-9, name  # type: ignore[operator]

@@ -28,7 +28,7 @@ Value = TypeVar("Value")
 FIRST = ("deepseek_v3", "llama")
 """Families whose pairs of values are all compared by default."""
 OTHERS = tuple(name for name, family in FAMILIES.items() if family.tiny_models and name not in FIRST)
-"""Families with two cells by default; their other cells are behind the marker."""
+"""Families with one or two cells by default; their other cells are behind the marker."""
 TENSOR = ParallelLayout(frozenset({"tp"}), (1,))
 INDEXED = tuple(name for name in OTHERS if FAMILIES[name].indexer)
 PLAIN = ParallelLayout(frozenset(), (0, 1, 2, 3))
@@ -56,8 +56,9 @@ def _cell(family: str, row: ParallelLayout, stage: int, *, packing: bool) -> Cel
     )
 
 
-def _two_cells(number: int, family: str) -> list[Cell]:
-    """Packed with as many axes as two ranks have, at ZeRO 1 to 3, and padded with none of these axes.
+def _cells_by_turns(number: int, family: str) -> list[Cell]:
+    """Packed with as many axes as two ranks have, at ZeRO 1 to 3; of every second family also padded with none of these
+    axes.
 
     Stages and axes take turns over the families.
     """
@@ -70,10 +71,9 @@ def _two_cells(number: int, family: str) -> list[Cell]:
     most = max(len(row.axes) for row in rows)
     packed = _turn(number, [row for row in rows if len(row.axes) == most])
     padded = _turn(number, [row for row in rows if not row.axes & packed.axes])
-    return [
-        _cell(family, packed, _turn(number, [stage for stage in packed.stages if stage]), packing=True),
-        _cell(family, padded, _turn(number, padded.stages), packing=False),
-    ]
+    cell = _cell(family, packed, _turn(number, [stage for stage in packed.stages if stage]), packing=True)
+    other = _cell(family, padded, _turn(number // 2, padded.stages), packing=False)
+    return [cell, other] if number % 2 else [cell]
 
 
 def _turn(number: int, values: Sequence[Value]) -> Value:
@@ -160,12 +160,12 @@ def _without(runs: list[Run], chosen: list[Run]) -> list[Run]:
 
 CHOSEN = pairwise(runs_of(DEFAULT), _axes)
 """Every pair of values of two axes; the full product is behind the marker."""
-_TWO_OF_EACH = [cell for number, family in enumerate(OTHERS) for cell in _two_cells(number, family)]
+_OF_EACH = [cell for number, family in enumerate(OTHERS) for cell in _cells_by_turns(number, family)]
 _NORMS_OVER_HEADS = [cell for cell in _cells(("olmoe",)) if cell.layout == "tp 2" and cell.stage == 1 and cell.packing]
 """The norms of queries and keys need the heads of all ranks."""
 # Its second stage begins with a layer that would take the choice of the layer before.
-_TWO_OF_EACH.append(Cell("glm_moe_dsa", 1, 2, packing=True, checkpointing=True, pp=2))
-CHOSEN += _without(runs_of(BIASES + SPARSE_CHOSEN + _TWO_OF_EACH + _NORMS_OVER_HEADS, worlds=WORLDS[-1:]), CHOSEN)
+_OF_EACH.append(Cell("glm_moe_dsa", 1, 2, packing=True, checkpointing=True, pp=2))
+CHOSEN += _without(runs_of(BIASES + SPARSE_CHOSEN + _OF_EACH + _NORMS_OVER_HEADS, worlds=WORLDS[-1:]), CHOSEN)
 ROUNDED = each_value(runs_of(_rounded()), _axes)
 """bf16 with every layout and with every stage; layouts are paired with stages in fp32."""
 

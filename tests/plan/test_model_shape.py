@@ -12,6 +12,7 @@ from transformers import GptOssConfig, PretrainedConfig
 from ds_finetune.auto_configs import AutoConfig
 from ds_finetune.auto_models import AutoModelForCausalLM
 from ds_finetune.errors import ConfigError
+from ds_finetune.families.tiny import DENSE
 from ds_finetune.plan.model_shape import Shape
 from tests.conftest import ROOT
 from tests.model.mxfp4_folder import GPT_OSS
@@ -218,6 +219,15 @@ def test_totals_equal_the_built_model(family: str, variant: dict[str, Any], tmp_
 def _built(config: PretrainedConfig) -> int:
     with torch.device("meta"):
         return sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+
+
+def test_windows_limit_what_is_attended() -> None:
+    config = {**DENSE, "model_type": "qwen3", "head_dim": 8, "sliding_window": 16}
+    whole = Shape.of(config)
+    one = Shape.of({**config, "layer_types": ["full_attention", "sliding_attention"]})
+    spared = 6 * whole.attention_width * (50 - 16)
+    assert whole.flops_per_token(100) - one.flops_per_token(100) == spared
+    assert one.flops_per_token(100, mean_attended=10) == whole.flops_per_token(100, mean_attended=10)
 
 
 def test_flops_by_hand() -> None:

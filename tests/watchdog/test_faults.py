@@ -1,5 +1,6 @@
 """A rank that stops, sleeps, goes astray, is killed or fails: the run ends by itself, and says which rank it was."""
 
+import re
 import signal
 import sys
 from pathlib import Path
@@ -33,7 +34,7 @@ def test_a_rank_that_sleeps_before_a_collective(tmp_path: Path) -> None:
     assert all(LIMIT_SECONDS < each < LIMIT_SECONDS + GIVEN_SECONDS for each in done.seconds)
     assert done.report.startswith("rank 1 (host")
     assert "rank 0 (host" in done.report
-    assert "waits in all_reduce of 4 elements" in done.report
+    assert re.search(r"waits in all_reduce of \d+ elements", done.report)
     assert "faulty.py" in done.stacks(1)
     assert " in sleep" in done.stacks(1)
     assert " in all_reduce" in done.stacks(0)
