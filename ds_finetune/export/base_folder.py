@@ -17,6 +17,7 @@ from ds_finetune.export.folder import FolderParts
 from ds_finetune.export.readers.hub import HubSource
 from ds_finetune.export.source import ModelSpec, SelectedTensors
 from ds_finetune.families.family import layer_of
+from ds_finetune.model.build import HUB_FILES, IGNORED_HUB_FILES
 from ds_finetune.model.hub_folder import HubFolder, has_weights
 from ds_finetune.model.quantisation import check_config_readable
 
@@ -140,11 +141,16 @@ def with_stored_weights(
 
 
 def find_base(model: str) -> Path | None:
-    """The folder of the run file's `model.path`, or its download on this machine; None where it has no weights."""
+    """The folder of the run file's `model.path`, or its download on this machine; None where it has no weights.
+
+    Only the files that a run downloads are asked for: huggingface_hub 2.4 finds no download where another file of the
+    repository is missing (_snapshot_download.py:562-600).
+    """
     folder = Path(model)
     if not folder.is_dir() and model.count("/") == 1:
         try:
-            folder = Path(snapshot_download(model, local_files_only=True))
+            patterns = {"allow_patterns": list(HUB_FILES), "ignore_patterns": list(IGNORED_HUB_FILES)}
+            folder = Path(snapshot_download(model, **patterns, local_files_only=True))
         except (LocalEntryNotFoundError, ValueError):
             return None
     return folder if folder.is_dir() and has_weights(folder) else None

@@ -119,7 +119,7 @@ def _base_of_run(state: RunState) -> tuple[Path | None, str]:
 def open_model(path: Path, _: Path | None) -> OpenedSource:
     """A folder of published weights with its config.json.
 
-    ModelError where a file is missing or damaged; ExportError where its quantised weights are of a kind that is not read.
+    ModelError where a file is missing or damaged; ExportError where it is quantised in a format that is not read.
     """
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
