@@ -52,7 +52,7 @@ def _cells() -> list[Cell]:
     ]
     others = [
         _cell(2, 2, packing=False, family="glm4_moe_lite_types"),
-        *(_cell(stage, 2, packing=True, precision="bf16") for stage in range(4)),
+        *(_cell(stage, 2, packing=True, precision="bf16") for stage in range(1, 4)),
         *(_cell(stage, 2, packing=True, balances=True) for stage in range(4)),
     ]
     return [*plain, *others, *shared]
