@@ -200,8 +200,15 @@ MUTANTS = (
     Mutant(
         "skipped steps move the followed biases",
         "observers/router_metrics.py",
-        "        if not is_skipped:\n            self._raised -=",
-        "        if True:\n            self._raised -=",
+        "        if not is_skipped:\n            above =",
+        "        if True:\n            above =",
+        LOADS,
+    ),
+    Mutant(
+        "biases followed by a rate of 1",
+        "observers/router_metrics.py",
+        "self.bias_update * above",
+        "above",
         LOADS,
     ),
     Mutant(
