@@ -134,6 +134,13 @@ MUTANTS = (
         MTP,
     ),
     Mutant(
+        "a bad gradient of the layer of multi-token prediction applied",
+        "patches/deepspeed_engine.py",
+        "if not has_bad_gradient():",
+        "if True:",
+        "tests/engine/test_steps.py",
+    ),
+    Mutant(
         "multi-token prediction from an old embedding on the last stage",
         "engine/engine.py",
         "            stage.broadcast_embedding(module.lm.get_input_embeddings().weight)",
@@ -193,8 +200,15 @@ MUTANTS = (
     Mutant(
         "skipped steps move the followed biases",
         "observers/router_metrics.py",
-        "        if not is_skipped:\n            self._raised -=",
-        "        if True:\n            self._raised -=",
+        "        if not is_skipped:\n            above =",
+        "        if True:\n            above =",
+        LOADS,
+    ),
+    Mutant(
+        "biases followed by a rate of 1",
+        "observers/router_metrics.py",
+        "self.bias_update * above",
+        "above",
         LOADS,
     ),
     Mutant(
@@ -341,7 +355,7 @@ MUTANTS = (
     Mutant(
         "NaN applied",
         "engine/engine.py",
-        "is_skipped = has_bad_gradient or not math.isfinite(norm)",
+        "is_skipped = self.has_bad_gradient or not math.isfinite(norm)",
         "is_skipped = False",
         "tests/engine/test_steps.py",
     ),
@@ -534,6 +548,13 @@ MUTANTS = (
         "    dist.all_reduce(table)\n",
         "",
         ROUTERS,
+    ),
+    Mutant(
+        "biases updated on a skipped step",
+        "engine/router_balance.py",
+        "if routers.plan.section.bias_update and not is_skipped:",
+        "if routers.plan.section.bias_update:",
+        "tests/engine/test_steps.py",
     ),
     Mutant(
         "balance of the last stage alone",

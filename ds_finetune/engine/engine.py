@@ -59,6 +59,8 @@ class Engine:
 
     drawn: tuple[str, ...] = ()
     """Names of this rank's parameters that were drawn because the model's folder does not have them."""
+    has_bad_gradient = False
+    """Whether a gradient of the latest step was not finite on any rank."""
 
     def __init__(self, wrapped: Any, plan: Plan, groups: Groups, objective: Objective) -> None:  # noqa: ANN401 - a DeepSpeedEngine
         self.plan = plan
@@ -103,7 +105,8 @@ class Engine:
         else:
             sums = self._run_pipeline(batch, numbers, self._stage)
         *totals, bad = self._sum_over_ranks(*sums.tolist(), float(self._probe.is_bad()), copies=self.plan.mesh.tp)
-        grad_norm, skipped = self._step_optimizer(bad > 0)
+        self.has_bad_gradient = bad > 0
+        grad_norm, skipped = self._step_optimizer()
         routers = self._routers
         choices = None if routers is None else finish_step(routers, self.plan.mesh, is_skipped=skipped)
         assert choices is None or choices.num_tokens == tokens, (choices.num_tokens, tokens)
@@ -339,14 +342,14 @@ class Engine:
         summed = self._sum_over_ranks(*values, copies=self.plan.mesh.sharing)
         return dict(zip(get_args(Unit), summed, strict=True))
 
-    def _step_optimizer(self, has_bad_gradient: bool) -> tuple[float, bool]:
+    def _step_optimizer(self) -> tuple[float, bool]:
         """Take the optimizer step of a whole batch; returns the gradient norm before clipping and whether the step was
         skipped.
         """
         if self.plan.is_engine_clipping:
             params = [param for param in self._ds.module.parameters() if param.grad is not None]
             norm = global_gradient_norm(params, self._groups, self._device)
-            is_skipped = has_bad_gradient or not math.isfinite(norm)
+            is_skipped = self.has_bad_gradient or not math.isfinite(norm)
             if is_skipped:
                 # DeepSpeed 0.19.8 applies NaN at stage 0 in fp32; parameters without a gradient are left alone by
                 # torch's optimizers.
@@ -360,7 +363,7 @@ class Engine:
         skipped_before = self._ds.skipped_steps
         self._ds.step()
         skipped = self._ds.skipped_steps > skipped_before
-        if has_bad_gradient and not skipped:
+        if self.has_bad_gradient and not skipped:
             raise RunError(
                 f"a non-finite gradient was applied at ZeRO stage {self.plan.zero_stage}: {self._culprit()}",
                 hint="please report this",

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from ds_finetune.model.routers import RouterCollector
 from ds_finetune.plan.mesh import Mesh
+from ds_finetune.plan.routers import RouterPlan
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,20 @@ def sum_choices(routers: RouterCollector, mesh: Mesh) -> RouterChoices:
         table[here] = torch.cat([routers.counts.double(), routers.entropy[:, None], tokens[:, None]], dim=1)
     dist.all_reduce(table)
     table = table.cpu()
-    tokens = table[:, -1]
-    return RouterChoices(
-        plan.layers, table[:, :-2].long(), table[:, -2] / tokens.clamp_min(1), int(tokens.max().item())
-    )
+    counts, tokens = table[:, :-2].long(), table[:, -1].long()
+    _check_each_counted(counts, tokens, plan)
+    return RouterChoices(plan.layers, counts, table[:, -2] / tokens.clamp_min(1), int(tokens[0]))
+
+
+def _check_each_counted(counts: torch.Tensor, tokens: torch.Tensor, plan: RouterPlan) -> None:
+    """Each router of the model saw every token once, and chose the same number of experts for it.
+
+    `tokens` [layers] are counted by forward and not by router, so they alone do not tell.
+    """
+    found = dict(zip(plan.layers, counts.sum(dim=1).tolist(), strict=True))
+    wanted = dict.fromkeys(plan.layers, int(tokens[0]) * plan.per_token)
+    assert found == wanted, (found, wanted)
+    assert (tokens == tokens[0]).all(), tokens.tolist()
 
 
 def finish_step(routers: RouterCollector, mesh: Mesh, *, is_skipped: bool) -> RouterChoices:

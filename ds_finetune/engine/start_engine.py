@@ -109,9 +109,9 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         _add_extra_losses(trained, model, groups, torch.device(wrapped.device))
         if plan.zero_stage == 0 and plan.precision != "fp32":
             undo_constructor_step(optimizer)
-        if plan.zero_stage and any(map(is_apart, lm.parameters())):
-            leave_out_of_norm(optimizer, is_apart)
         engine = Engine(wrapped, plan, groups, model.objective)
+        if plan.zero_stage and any(map(is_apart, lm.parameters())):
+            leave_out_of_norm(optimizer, is_apart, has_bad_gradient=lambda: engine.has_bad_gradient)
         engine.drawn = drawn
         # Dropout draws from torch's own generator: other numbers on ranks with other rows, the same on ranks that share
         # them. A resumed run restores its state.

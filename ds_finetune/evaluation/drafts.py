@@ -26,11 +26,15 @@ class Drafter:
     def __init__(self, model: PreTrainedModel, layer: Any, embedding: torch.Tensor, head: torch.Tensor) -> None:  # noqa: ANN401 - a decoder layer
         self._model, self._layer, self._embedding, self._head = model, layer, embedding, head
 
-    def score(self, hidden: torch.Tensor, ids: torch.Tensor, labels: torch.Tensor) -> NDArray[np.float64]:
-        """Loss (nats), number and right ones of the predictions of each row, [rows, 3].
+    def score(
+        self, hidden: torch.Tensor, ids: torch.Tensor, labels: torch.Tensor, *, chosen: torch.Tensor
+    ) -> NDArray[np.float64]:
+        """Loss (nats) and number of the predictions of each row, how many are right, and how many the model accepts
+        because they are what it chooses itself, [rows, 4].
 
         `hidden` [rows, tokens, width] are states after the final norm. `ids` and `labels` [rows, tokens] are those of
-        one document a row, padded on the right; the label of a token is the next one, or IGNORE_INDEX.
+        one document a row, padded on the right; the label of a token is the next one, or IGNORE_INDEX. `chosen` [rows,
+        tokens] are the next tokens that the model finds most likely.
         """
         embedded = functional.embedding(ids[:, 1:], self._embedding)
         joined = mtp_layer_inputs(self._layer, embedded, hidden[:, :-1])
@@ -45,14 +49,14 @@ class Drafter:
             use_cache=False,
         )
         logits = functional.linear(self._layer.shared_head.norm(states), self._head)
-        return np.array([_row_sums(*row) for row in zip(logits, labels[:, 1:], strict=True)])
+        return np.array([_row_sums(*row) for row in zip(logits, labels[:, 1:], chosen[:, 1:], strict=True)])
 
 
-def _row_sums(logits: torch.Tensor, labels: torch.Tensor) -> tuple[float, int, int]:
-    chosen = labels != IGNORE_INDEX
-    scores, targets = logits[chosen].float(), labels[chosen]
-    loss = functional.cross_entropy(scores, targets, reduction="sum").item()
-    return loss, len(targets), int((scores.argmax(-1) == targets).sum())
+def _row_sums(logits: torch.Tensor, labels: torch.Tensor, chosen: torch.Tensor) -> tuple[float, int, int, int]:
+    is_supervised = labels != IGNORE_INDEX
+    scores, targets = logits[is_supervised].float(), labels[is_supervised]
+    loss, drafts = functional.cross_entropy(scores, targets, reduction="sum").item(), scores.argmax(-1)
+    return loss, len(targets), int((drafts == targets).sum()), int((drafts == chosen[is_supervised]).sum())
 
 
 def load_drafter(folder: Path, model: PreTrainedModel) -> Drafter | None:

@@ -45,8 +45,8 @@ class Scores:
     correct: Sums
     exact: Sums | None = None
     drafts: Sums | None = None
-    """Of a multi-token prediction layer: loss, number and right ones of its predictions, [documents, 3]; None where the
-    model has none.
+    """Of a multi-token prediction layer: loss and number of its predictions, how many are right, and how many the
+    model accepts, [documents, 4]; None where the model has none.
     """
 
     def __len__(self) -> int:
@@ -56,7 +56,7 @@ class Scores:
     def metrics(self, counts: Sums) -> dict[str, Sums]:
         """Metrics of samples that contain each document `counts` [samples, documents] times, [samples] each: `loss`
         (nats per supervised token), `perplexity`, `token_accuracy`, `exact_match` if answers were generated, and
-        `mtp_loss` and `mtp_accuracy` of a multi-token prediction layer.
+        `mtp_loss`, `mtp_accuracy` and `mtp_acceptance` of a multi-token prediction layer.
         """
         tokens = counts @ self.tokens
         loss = counts @ self.loss / tokens
@@ -64,9 +64,10 @@ class Scores:
         if self.exact is not None:
             metrics["exact_match"] = counts @ self.exact / counts.sum(axis=1)
         if self.drafts is not None:
-            loss, tokens, correct = (counts @ self.drafts).T
+            loss, tokens, correct, accepted = (counts @ self.drafts).T
             predicted = np.maximum(tokens, 1)
-            metrics |= {"mtp_loss": loss / predicted, "mtp_accuracy": correct / predicted}
+            shares = {"mtp_accuracy": correct / predicted, "mtp_acceptance": accepted / predicted}
+            metrics |= {"mtp_loss": loss / predicted, **shares}
         return metrics
 
     def part(self, documents: slice) -> Self:
@@ -91,7 +92,7 @@ def score_documents(
 
     Documents are padded on the right.
     """
-    sums, drafts = np.zeros((3, len(documents))), np.zeros((len(documents), 3))
+    sums, drafts = np.zeros((3, len(documents))), np.zeros((len(documents), 4))
     lengths = [len(document.ids) for document in documents]
     for numbers in length_batches(lengths, batch_tokens):
         longest = max(lengths[number] for number in numbers)
@@ -104,7 +105,7 @@ def score_documents(
         with torch.no_grad(), last_hidden_states(model) as hidden:
             logits = model(input_ids=inputs, attention_mask=mask, use_cache=False).logits
             if drafter is not None:
-                drafts[numbers] = drafter.score(hidden[0], inputs, targets)
+                drafts[numbers] = drafter.score(hidden[0], inputs, targets, chosen=logits.argmax(-1))
         for row, number in enumerate(numbers):
             is_supervised = targets[row] != IGNORE_INDEX
             scores, next_ids = logits[row, is_supervised].float(), targets[row, is_supervised]

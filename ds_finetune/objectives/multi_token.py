@@ -22,8 +22,9 @@ class MultiTokenPrediction(Extra):
         self.terms = (Term("supervised_tokens", weight),)
 
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
-        """Mean loss in nats over its own predictions, and the share of them that are right: what a server accepts of
-        drafts of one token where the text is the model's own.
+        """Mean loss in nats over its own predictions, and the share of them that are the text's tokens.
+
+        A server accepts those that are the model's own choice, which are others where the model differs from the text.
         """
         tokens = max(sums["mtp_tokens"], 1)
         return {"mtp_loss": sums["mtp_loss"] / tokens, "mtp_accuracy": sums["mtp_correct"] / tokens}

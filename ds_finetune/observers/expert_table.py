@@ -7,6 +7,7 @@ number, and are appended whole. What a killed run left of a record is no record,
 import json
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -22,7 +23,10 @@ from ds_finetune.observers.record import StepRecord
 from ds_finetune.units import MIB
 
 MOST_BYTES = 64 * MIB
-"""The file of a run is not larger: a long run of a large model writes every second step, or every third, and so on."""
+"""The steps of a run take no more: a long run of a large model writes every second step, or every third, and so on.
+
+An extended run keeps its records, and its further steps take less than that once more.
+"""
 
 _MOST_WAITING = 100
 """Records that wait for room on a full disk."""
@@ -87,8 +91,9 @@ class ExpertTable:
         elif header.startswith(found):
             # New, or of a run that was killed while it wrote this line.
             self._file.truncate(0)
-            self._file.seek(0)
-            self._file.write(header)
+            with suppress(OSError):
+                # On a full disk the first record tries again, and says so.
+                self._write(header)
         else:
             raise OutputError(
                 f"{path} begins with {found[:200]!r}, and this run's table with {header[:200]!r}",
@@ -99,11 +104,19 @@ class ExpertTable:
         """Write the record of a step: `entropy` [layers] in nats, `counts` [layers, experts].
 
         Raises:
-            OSError: the disk is full; nothing of the record is left.
+            OSError: the disk is full; nothing of the record is left, nor of a first line that was missing.
         """
         record = np.zeros((), dtype=self._layout.record)
         record["step"], record["num_tokens"], record["entropy"], record["counts"] = step, num_tokens, entropy, counts
-        line = record.tobytes()
+        is_empty = os.fstat(self._file.fileno()).st_size == 0
+        self._write((self._layout.header if is_empty else b"") + record.tobytes())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _write(self, line: bytes) -> None:
+        """Append `line` whole or, with an OSError, nothing of it."""
         end, written = self._file.seek(0, os.SEEK_END), 0
         try:
             while written < len(line):
@@ -111,10 +124,6 @@ class ExpertTable:
         except OSError:
             self._file.truncate(end)
             raise
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
     def _remove_after(self, step: int) -> None:
         size, start = self._layout.record.itemsize, len(self._layout.header)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ds_finetune.engine.router_balance import RouterChoices
 from ds_finetune.observers.expert_loads import (
@@ -27,9 +28,10 @@ class RouterMetrics:
 
     ep: int
     bias_update: float
-    _raised: Counts | None = None
-    """How often the bias of each expert was raised less how often it was lowered since the run began, int64 [layers,
-    experts].
+    """The rate of this run; what it resumed from may have had another."""
+    _moved: NDArray[np.float64] | None = None
+    """How far the bias of each expert is above that of the run's beginning, fp64 [layers, experts]; None until biases
+    are moved.
     """
 
     def after_step(self, record: StepRecord) -> StepRecord:
@@ -41,16 +43,18 @@ class RouterMetrics:
         values = self._values(counts, choices)
         if self.bias_update:
             self._follow_biases(counts, is_skipped=bool(record.values["train/skipped"]))
-            values |= self._drift()
+        if self._moved is not None:
+            drift = np.abs(self._moved)
+            values |= {"bias_drift_mean": float(drift.mean()), "bias_drift_max": float(drift.max())}
         return record.with_values({f"router/{name}": value for name, value in values.items()})
 
     def state(self) -> dict[str, Any]:
-        """The steps by which biases have moved."""
-        return {"raised": None if self._raised is None else self._raised.tolist()}
+        """How far biases have moved."""
+        return {"moved": None if self._moved is None else self._moved.tolist()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`."""
-        self._raised = None if state["raised"] is None else np.array(state["raised"], dtype=np.int64)
+        self._moved = None if state["moved"] is None else np.array(state["moved"], dtype=np.float64)
 
     def close(self) -> None:
         """Nothing to write."""
@@ -68,13 +72,9 @@ class RouterMetrics:
         return values | ({"busiest_rank_ratio": busiest_rank_ratio(counts, self.ep)} if self.ep > 1 else {})
 
     def _follow_biases(self, counts: Counts, *, is_skipped: bool) -> None:
-        """Count the move of each bias by the rule of `engine.router_balance.update_biases`."""
-        if self._raised is None:
-            self._raised = np.zeros_like(counts)
+        """Move each bias by the rule of `engine.router_balance.update_biases`."""
+        if self._moved is None:
+            self._moved = np.zeros(counts.shape)
         if not is_skipped:
-            self._raised -= np.sign(counts * counts.shape[1] - counts.sum(axis=1, keepdims=True))
-
-    def _drift(self) -> dict[str, float]:
-        assert self._raised is not None
-        moved = np.abs(self._raised) * self.bias_update
-        return {"bias_drift_mean": float(moved.mean()), "bias_drift_max": float(moved.max())}
+            above = np.sign(counts * counts.shape[1] - counts.sum(axis=1, keepdims=True))
+            self._moved -= self.bias_update * above

@@ -12,6 +12,7 @@ from ds_finetune.errors import RunError
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.skipped import SkippedSteps
 from ds_finetune.selftest.cells import hf_config
+from tests.parity.mtp_cells import write_mtp_model
 from tests.running import start, torchrun
 
 STAGES = (0, 1, 2, 3)
@@ -22,9 +23,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the worker wrote, all cases of one launch."""
     folder = tmp_path_factory.mktemp("engine")
     torch.manual_seed(11)
-    AutoModelForCausalLM.from_config(hf_config("deepseek_v3")).float().save_pretrained(folder / "model")
+    AutoModelForCausalLM.from_config(hf_config("deepseek_v3")).float().save_pretrained(folder / "deepseek_v3")
+    write_mtp_model("deepseek_v3", folder / "with_mtp")
     worker = Path(__file__).with_name("worker.py")
-    done = start(torchrun(str(worker), str(folder / "model"), str(folder / "found.json")))
+    done = start(torchrun(str(worker), str(folder), str(folder / "found.json")))
     assert done.returncode == 0, done.stderr[-4000:]
     return dict(json.loads((folder / "found.json").read_text()))
 
@@ -52,6 +54,18 @@ def test_a_nan_on_one_stage_of_a_pipeline_skips_the_step_on_all(
     assert case["unchanged"]
     assert case["culprit"].startswith(culprit)
     assert case["culprit"].endswith(f" on rank {rank}")
+    assert case["loss"][2] < case["loss"][0]
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(1, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")])
+def test_a_nan_in_a_layer_that_is_left_out_of_the_norm_skips_the_step(
+    found: dict[str, Any], stage: int, precision: str
+) -> None:
+    case = found[f"mtp-{stage}-{precision}"]
+    assert case["skipped"] == [0, 1, 0, 0]
+    assert case["unchanged"]
+    assert case["culprit"].startswith("model.layers.2.")
+    assert case["culprit"].endswith(" on rank 1")
     assert case["loss"][2] < case["loss"][0]
 
 

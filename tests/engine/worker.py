@@ -1,5 +1,5 @@
-"""Started by the tests as `torchrun --nproc-per-node 2 worker.py MODEL OUT.json`: what the engine does when a step goes
-wrong.
+"""Started by the tests as `torchrun --nproc-per-node 2 worker.py MODELS_DIR OUT.json`: what the engine does when a
+step goes wrong.
 """
 
 import itertools
@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +15,23 @@ import torch
 
 from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.data.batches import Batch, BatchPlan, training_batches
+from ds_finetune.data.batches import Batch, training_batches
 from ds_finetune.engine.default_group import process_group
 from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.start_engine import start_engine
+from ds_finetune.model.mtp import mtp_layers
 from ds_finetune.patches.deepspeed_engine import gradients_reduced_at_end
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.schedule import LrSchedule
 from ds_finetune.selftest.cells import SAMPLES, Cell, rows, run_tree
+from ds_finetune.selftest.steps import batch_plan
 from ds_finetune.trainer.loop import training_steps
 from ds_finetune.world import World
 from tests.planning import model_of
 
 STEPS = 4
+MODEL, MTP_MODEL = "deepseek_v3", "with_mtp"
 
 
 def main() -> None:
@@ -58,24 +62,26 @@ def main() -> None:
                     Cell("deepseek_v3", stage, 2, packing=False, precision=precision, pp=2, balances=True),
                 ) as engine:
                     found[f"pipeline-{stage}-{precision}-{rank}"] = _poisoned(engine, rank, module)
+        for stage, precision in ((1, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")):
+            cell = Cell("deepseek_v3", stage, 2, packing=False, precision=precision)
+            with _engine(world, device, cell, model=MTP_MODEL, mtp={"train": True, "detach": True}) as engine:
+                layer = f"model.layers.{engine.lm.config.num_hidden_layers}.eh_proj"
+                found[f"mtp-{stage}-{precision}"] = _poisoned(engine, 1, layer)
         with _engine(world, device, Cell("deepseek_v3", 1, 2, packing=False)) as engine:
             found["alone"] = _error_on_one_rank(engine, world.rank)
     if world.rank == 0:
         Path(sys.argv[2]).write_text(json.dumps(found))
 
 
-def _engine(world: World, device: str, cell: Cell) -> Any:
-    config = RunConfig.model_validate(
-        run_tree(cell, Path(sys.argv[1]), Path(sys.argv[2]).parent, dp=world.world_size // cell.sharing)
-    )
+def _engine(world: World, device: str, cell: Cell, *, model: str = MODEL, **sections: Any) -> Any:
+    folder = Path(sys.argv[1])
+    tree = run_tree(cell, folder / model, folder, dp=world.world_size // cell.sharing)
+    config = RunConfig.model_validate(tree | sections)
     return start_engine(make_plan(config, world=world, device=device), model_of(config))
 
 
 def _batches(engine: Engine) -> Iterator[Batch]:
-    sizes = engine.plan.batch
-    plan = BatchPlan(
-        sizes.global_batch_size, sizes.micro_batch_size, engine.plan.mesh.place("dp"), engine.plan.dp, 0, False, 0, None
-    )
+    plan = replace(batch_plan(engine.plan), looks_ahead=bool(mtp_layers(engine.lm.config)))
     return training_batches(rows(packing=False), plan, start_step=0, total_rows=STEPS * SAMPLES)
 
 

@@ -38,9 +38,11 @@ def _plain(folder: Path, head: torch.Tensor | None = None) -> np.ndarray:
         ids = torch.tensor(document.ids)
         with torch.no_grad():
             _, logits = model.logits(ids, detach=True) if head is None else (None, model.mtp_states(ids) @ head.T)
-        scores, targets = logits[1:-1], ids[3:]
+            choices = model.main(input_ids=ids[None]).logits[0].argmax(-1)
+        scores, targets, accepted = logits[1:-1], ids[3:], choices[2:-1]
         loss = cross_entropy(scores, targets, reduction="sum").item() if len(targets) else 0.0
-        rows.append((loss, len(targets), int((scores.argmax(-1) == targets).sum())))
+        drafts = scores.argmax(-1)
+        rows.append((loss, len(targets), int((drafts == targets).sum()), int((drafts == accepted).sum())))
     return np.array(rows)
 
 
@@ -51,6 +53,21 @@ def test_predictions_are_those_of_transformers(folder: Path) -> None:
     metrics = found.metrics(np.ones((1, len(found))))
     assert metrics["mtp_loss"][0] == pytest.approx(wanted[:, 0].sum() / wanted[:, 1].sum())
     assert metrics["mtp_accuracy"][0] == pytest.approx(wanted[:, 2].sum() / wanted[:, 1].sum())
+
+
+def test_drafts_are_accepted_where_the_model_chooses_them(folder: Path) -> None:
+    """A head that prefers few tokens, so that some drafts agree by chance."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for key in ("lm_head.weight", "model.layers.2.shared_head.head.weight"):
+        tensors[key][:2] *= 30
+    save_file(tensors, file, metadata={"format": "pt"})
+    found, wanted = _score(folder), _plain(folder)
+    assert found.drafts is not None
+    assert found.drafts[:, 1:].tolist() == wanted[:, 1:].tolist()
+    accepted, predicted = wanted[:, 3].sum(), wanted[:, 1].sum()
+    assert 0 < accepted < predicted
+    assert found.metrics(np.ones((1, len(found))))["mtp_acceptance"][0] == pytest.approx(accepted / predicted)
 
 
 def test_a_head_of_its_own_is_used(folder: Path) -> None:

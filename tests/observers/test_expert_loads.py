@@ -114,6 +114,23 @@ def test_a_full_disk_leaves_no_part_of_a_record(tmp_path: Path) -> None:
     check(path, [1, 2])
 
 
+def test_a_disk_that_is_full_at_the_start_does_not_end_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "experts.bin"
+    with files_of_at_most(20):
+        table = ExpertTable(path, LAYOUT, after_step=0)
+        with pytest.raises(OSError, match="File too large"):
+            table.append(1, 1, entropy=np.zeros(3), counts=LOADS)
+    assert path.stat().st_size == 0
+    table.close()
+    filled(path, range(4, 6), after_step=3).close()
+    check(path, [4, 5])
+    with files_of_at_most(20):
+        table = ExpertTable(path, LAYOUT, after_step=0)
+    table.append(1, 7, entropy=np.full(3, 0.25), counts=LOADS + 1)
+    table.close()
+    check(path, [1])
+
+
 def test_the_table_of_a_long_run_is_bounded() -> None:
     v3 = TableLayout(tuple(range(3, 61)), experts=256)
     assert v3.record.itemsize == 8 + 8 + 58 * 4 + 58 * 256 * 4

@@ -61,6 +61,17 @@ def test_biases_drift_by_the_steps_that_were_applied() -> None:
     assert drifts == [(1 / 8, 0.5), (1 / 8, 0.5), (2 / 8, 1.0), (1 / 8, 0.5)]
 
 
+def test_biases_drift_by_the_rate_of_each_step() -> None:
+    """The rate may change where a run resumes; at 0 biases stay where they are."""
+    state, drifts = RouterMetrics(ep=1, bias_update=0).state(), []
+    for step, rate in enumerate((0.0, 0.5, 0.25, 0.0), start=1):
+        metrics = RouterMetrics(ep=1, bias_update=rate)
+        metrics.restore(state)
+        drifts.append(metrics.after_step(record(step, SKEWED)).values.get("router/bias_drift_max"))
+        state = metrics.state()
+    assert drifts == [None, 0.5, 0.75, 0.75]
+
+
 def test_the_table_has_the_steps_whose_turn_it_is(tmp_path: Path) -> None:
     path, said = tmp_path / "experts.bin", list[str]()
     writer = ExpertTableWriter(ExpertTable(path, TableLayout((1, 2), 4), after_step=0), every=2, say=said.append)
